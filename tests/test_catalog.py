@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import vexport
-from vexport import checks, formats, observers, reports
+from vexport import checks, formats, observers
 from vexport.architectures import architecture_table
 from vexport.formats.schemes import presets
 from vexport.types.observer_names import OBSERVERS
@@ -81,10 +81,6 @@ def test_observers_are_named_without_torch_as_their_classes_are() -> None:
         doc = " ".join((kind.__doc__ or "").split())
         assert OBSERVERS[name].kind == kind.__name__
         assert doc.startswith(OBSERVERS[name].summary)
-
-
-def test_every_report_format_is_listed() -> None:
-    assert set(reports.FORMATS) == {"text", "json", "html", "markdown", "junit", "github", "card"}
 
 
 # Presets of compressed-tensors 0.20: the weights and the inputs of older ones.

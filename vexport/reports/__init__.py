@@ -1,75 +1,29 @@
-"""What a run found, in every format: text, JSON, HTML, Markdown, JUnit XML and GitHub annotations.
+"""What was found, in every form: text, JSON, HTML, Markdown, JUnit XML and GitHub annotations.
 
 A kind of report is one function that builds its documents (vexport.reports.document), a form one module that
-draws them; the tables below say which kind has which forms.
+draws them. Each function here is for one kind of report; the command line offers the forms that it has.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from vexport.errors import InputError
-from vexport.reports import card, github, html, json, junit, markdown, text
-from vexport.reports import document as doc
-from vexport.reports.accuracy import cause_parts, verdict_document
-from vexport.reports.checkpoints import (
-    check_documents,
-    dry_load_documents,
-    load_documents,
-)
-from vexport.reports.comparison import comparison_document
-from vexport.reports.run import run_document, run_files
-from vexport.types import (
-    CheckReport,
-    ComparedRun,
-    DryLoadReport,
-    LoadReport,
-    Report,
-    Verdict,
-)
+from vexport.reports import checkpoints, github, json, junit, markdown, text
+from vexport.reports.document import Document
+from vexport.types import CheckReport, ComparedRun, DryLoadReport, LoadReport, Report, Verdict
 
-T = TypeVar("T")
 
-FORMATS: dict[str, Callable[[Report], str]] = {
-    "text": lambda report: text.render([run_document(report)]),
-    "json": lambda report: json.dumps(Report, report),
-    "html": lambda report: html.render(run_document(report)),
-    "markdown": lambda report: markdown.render(run_document(report)),
-    "card": card.render,
-    "junit": junit.report,
-    "github": github.report,
-}
-CHECK_FORMATS: dict[str, Callable[[Sequence[CheckReport]], str]] = {
-    "text": lambda reports: text.render(check_documents(reports)),
-    "json": lambda reports: json.dumps(list[CheckReport], list(reports)),
-    "junit": junit.checks,
-    "github": partial(github.checkpoints, "check"),
-}
-LOAD_FORMATS: dict[str, Callable[[Sequence[LoadReport]], str]] = {
-    "text": lambda reports: text.render(load_documents(reports)),
-    "json": lambda reports: json.dumps(list[LoadReport], list(reports)),
-    "junit": junit.loads,
-    "github": partial(github.checkpoints, "load"),
-}
-DRY_LOAD_FORMATS: dict[str, Callable[[Sequence[DryLoadReport]], str]] = {
-    "text": lambda reports: text.render(dry_load_documents(reports)),
-    "json": lambda reports: json.dumps(list[DryLoadReport], list(reports)),
-    "junit": junit.dry_loads,
-    "github": partial(github.checkpoints, "load"),
-}
-COMPARISON_FORMATS: dict[str, Callable[[Sequence[ComparedRun]], str]] = {
-    "text": lambda runs: text.render([comparison_document(runs)]),
-    "json": lambda runs: json.dumps(list[ComparedRun], list(runs)),
-    "html": lambda runs: html.render(comparison_document(runs)),
-    "markdown": lambda runs: markdown.render(comparison_document(runs)),
-}
-VERDICT_FORMATS: dict[str, Callable[[Sequence[Verdict]], str]] = {
-    "text": lambda verdicts: text.render([*map(verdict_document, verdicts)]),
-    "json": lambda verdicts: json.dumps(list[Verdict], list(verdicts)),
-    "junit": junit.verdicts,
-    "github": lambda verdicts: "".join(map(github.verdict, verdicts)),
-}
+def _drawn(documents: Sequence[Document], format: str) -> str:
+    """Documents as text, Markdown or pages; InputError for another form."""
+    if format == "text":
+        return text.render(documents)
+    if format == "markdown":
+        return "".join(map(markdown.render, documents))
+    if format == "html":
+        from vexport.reports import html
+
+        return "".join(map(html.render, documents))
+    raise InputError("--format", got=format, need="a form that this answer has", fix="see --help")
 
 
 def render(
@@ -80,71 +34,104 @@ def render(
     folder: Path | None = None,
     page: Path | None = None,
 ) -> str:
-    """The report of a run in one of FORMATS; InputError for another name.
+    """The report of a run.
 
     `scenario` is the file that the annotations of `github` stand at; `folder` the run directory to whose
     files a page links that is to lie in the folder `page`, which is the run directory unless it is given.
     """
-    if format == "github":
-        return github.report(report, scenario)
-    if format == "html":
-        return html.render(run_document(report, run_files(folder, page or folder) if folder else ()))
-    return _renderer(FORMATS, format)(report)
+    from vexport.reports import card
+    from vexport.reports.run import run_document, run_files
+
+    match format:
+        case "json":
+            return json.dumps(Report, report)
+        case "junit":
+            return junit.report(report)
+        case "github":
+            return github.report(report, scenario)
+        case "card":
+            return card.render(report)
+    files = run_files(folder, page or folder) if format == "html" and folder else ()
+    return _drawn([run_document(report, files)], format)
 
 
 def render_checks(
     reports: Sequence[CheckReport], format: str, families: Sequence[str] = (), *, every: bool = False
 ) -> str:
-    """Check reports in one of CHECK_FORMATS, in order; JSON is always a list.
+    """Check reports in order; JSON is always a list.
 
     `families` are the names of the checks that looked, of which JUnit shows those without a finding too.
     Text has findings of one kind as one unless `every`.
     """
-    if format == "text":
-        return text.render(check_documents(reports, every=every))
-    if format == "junit":
-        return junit.checks(reports, families)
-    return _renderer(CHECK_FORMATS, format)(reports)
+    match format:
+        case "json":
+            return json.dumps(list[CheckReport], list(reports))
+        case "junit":
+            return junit.checks(reports, families)
+        case "github":
+            return github.checkpoints("check", reports)
+    return _drawn(checkpoints.check_documents(reports, every=every), format)
 
 
 def summarize_checks(reports: Sequence[CheckReport]) -> str:
     """Check reports as a step summary in Markdown."""
-    return markdown.render_all(check_documents(reports))
+    return markdown.render_all(checkpoints.check_documents(reports))
 
 
 def render_loads(reports: Sequence[LoadReport], format: str) -> str:
-    """Load reports in one of LOAD_FORMATS, in order; JSON is always a list."""
-    return _renderer(LOAD_FORMATS, format)(reports)
+    """Load reports in order; JSON is always a list."""
+    match format:
+        case "json":
+            return json.dumps(list[LoadReport], list(reports))
+        case "junit":
+            return junit.loads(reports)
+        case "github":
+            return github.checkpoints("load", reports)
+    return _drawn(checkpoints.load_documents(reports), format)
 
 
 def render_dry_loads(reports: Sequence[DryLoadReport], format: str) -> str:
-    """Dry load reports in one of DRY_LOAD_FORMATS, in order; JSON is always a list."""
-    return _renderer(DRY_LOAD_FORMATS, format)(reports)
+    """Dry load reports in order; JSON is always a list."""
+    match format:
+        case "json":
+            return json.dumps(list[DryLoadReport], list(reports))
+        case "junit":
+            return junit.dry_loads(reports)
+        case "github":
+            return github.checkpoints("load", reports)
+    return _drawn(checkpoints.dry_load_documents(reports), format)
 
 
 def render_comparison(runs: Sequence[ComparedRun], format: str) -> str:
-    """Several runs in one of COMPARISON_FORMATS, in order."""
-    return _renderer(COMPARISON_FORMATS, format)(runs)
+    """Several runs in order, as text, JSON, Markdown or a page."""
+    from vexport.reports.comparison import comparison_document
+
+    if format == "json":
+        return json.dumps(list[ComparedRun], list(runs))
+    return _drawn([comparison_document(runs)], format)
 
 
 def render_verdict(verdict: Verdict, format: str) -> str:
-    """A verdict in one of VERDICT_FORMATS; JSON is an object."""
+    """A verdict; JSON is an object."""
     return json.dumps(Verdict, verdict) if format == "json" else render_verdicts([verdict], format)
 
 
 def render_verdicts(verdicts: Sequence[Verdict], format: str) -> str:
-    """Verdicts on several checkpoints in one of VERDICT_FORMATS, in order; JSON is a list."""
-    return _renderer(VERDICT_FORMATS, format)(verdicts)
+    """Verdicts on several checkpoints in order; JSON is a list."""
+    from vexport.reports.accuracy import verdict_document
+
+    match format:
+        case "json":
+            return json.dumps(list[Verdict], list(verdicts))
+        case "junit":
+            return junit.verdicts(verdicts)
+        case "github":
+            return "".join(map(github.verdict, verdicts))
+    return _drawn([*map(verdict_document, verdicts)], format)
 
 
 def render_cause(verdict: Verdict) -> str:
     """The cause of a loss as text, for a verdict that has been shown; nothing where it is not known."""
-    return (
-        text.render([doc.Document(title="cause", parts=cause_parts(verdict))]) if verdict.attribution else ""
-    )
+    from vexport.reports.accuracy import cause_parts
 
-
-def _renderer(formats: Mapping[str, Callable[[T], str]], name: str) -> Callable[[T], str]:
-    if name not in formats:
-        raise InputError("--format", got=name, need=" or ".join(formats), fix="name one of these")
-    return formats[name]
+    return text.render([Document(title="cause", parts=cause_parts(verdict))]) if verdict.attribution else ""
