@@ -54,7 +54,7 @@ def test_gradients_are_those_of_the_whole_model(tmp_path: Path, monkeypatch: pyt
     steps, seen = list[tuple[int, int]](), Seen()
     monkeypatch.setattr(gradients, "ENTERED_BYTES", 0)
     walk = LayerWalk(read_index(folder))
-    walk_back(walk, TEXT, [seen], lambda done, total: steps.append((done, total)))
+    walk_back(walk, TEXT, [seen], lambda stage, done, total: steps.append((done, total)))
     depth = len(walk.layers)
     assert steps == [(done + 1, 2 * depth) for done in range(2 * depth)]
     expected = dict[int, list[torch.Tensor]]()

@@ -59,11 +59,9 @@ def test_text_that_does_not_fit_is_refused_with_how_many_samples_do(
 def test_a_rank_without_rows_walks_along(tmp_path: Path) -> None:
     """With more ranks than rows of text."""
     index = read_index(save(configs()["llama"], tmp_path / "llama"))
-    seen = list[int]()
     walk = LayerWalk(index)
     with walk.text(Samples(token_ids=(), rows=())):
-        walk.forward(lambda layer: seen.append(len(layer.calls)))
-    assert seen == [0] * LAYERS
+        assert [len(layer.calls) for layer in walk.forward()] == [0] * LAYERS
 
 
 def test_each_row_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

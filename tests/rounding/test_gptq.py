@@ -9,8 +9,7 @@ from safetensors.torch import load_file
 
 from vexport.formats.packing.base import Scales
 from vexport.formats.schemes import get_scheme
-from vexport.rounding.gptq import Grid, factorize, grid_of, round_columns
-from vexport.rounding.methods import round_nearest
+from vexport.rounding.gptq import Grid, factorize, grid_of, round_columns, round_nearest
 from vexport.rounding.settings import GPTQ
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "values.safetensors")

@@ -1,4 +1,4 @@
-"""The ways of rounding by name, and how strong a refit is."""
+"""How strong a refit is."""
 
 from pathlib import Path
 
@@ -7,15 +7,9 @@ import pytest
 from tests.models import save_llama
 from vexport.plan import Settings
 from vexport.plan.source import plan_headers
-from vexport.rounding.methods import METHODS
 from vexport.rounding.settings import GPTQ, REFITS, Strength, strength_of
 from vexport.scenario import Rule
 from vexport.types import silent
-from vexport.types.rounding import ROUNDINGS
-
-
-def test_every_name_has_a_method() -> None:
-    assert tuple(METHODS) == ROUNDINGS
 
 
 @pytest.mark.parametrize(("scheme", "bits"), [("W4A16", 16), ("W8A8", 8), ("NVFP4", 4), ("MXFP4", 4)])

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from vexport.numerics.arithmetic import integer_format
-from vexport.rounding.gptq import Factor, Grid, factorize, round_columns
-from vexport.rounding.methods import refit
+from vexport.rounding.gptq import Factor, Grid, factorize, refit, round_columns
 from vexport.rounding.moments import Moments
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "qronos.safetensors")

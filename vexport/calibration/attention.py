@@ -60,39 +60,24 @@ def watching_attention(
     """Within the block the attention layers below `module` add to `seen`, by name in the checkpoint."""
     names = {id(child): joined(prefix, name) for name, child in module.named_modules()}
 
-    def observe(attention: torch.nn.Module, key: torch.Tensor, value: torch.Tensor) -> None:
+    def observing(
+        attend: Attend | None,
+        attention: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         found = CachedStates(head_extremes(key), head_extremes(value), key.shape[0] * key.shape[2])
         name = stored_name(names[id(attention)])
         seen[name] = seen[name] + found if name in seen else found
+        function: Attend = attend or sys.modules[type(attention).__module__].eager_attention_forward
+        return function(attention, query, key, value, *args, **kwargs)
 
-    with _observed_attention(observe):
-        yield
-
-
-@contextmanager
-def _observed_attention(
-    observe: Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], None],
-) -> Iterator[None]:
-    """Within the block every attention of transformers shows its keys and values first."""
     # "eager" is in no table: each file of transformers brings its own.
     own: Mapping[str, Attend | None] = {**ALL_ATTENTION_FUNCTIONS, "eager": None}
-
-    def observing(attend: Attend | None) -> Attend:
-        def run(
-            module: torch.nn.Module,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            *args: object,
-            **kwargs: object,
-        ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            observe(module, key, value)
-            function: Attend = attend or sys.modules[type(module).__module__].eager_attention_forward
-            return function(module, query, key, value, *args, **kwargs)
-
-        return run
-
-    with replaced_attention({name: observing(attend) for name, attend in own.items()}):
+    with replaced_attention({name: partial(observing, attend) for name, attend in own.items()}):
         yield
 
 
@@ -147,40 +132,36 @@ def fast_products(model: torch.nn.Module, device: str) -> Iterator[None]:
         yield
         return
     linears = [module for module in model.modules() if type(module) is torch.nn.Linear]
-    attend = _wide_attention(ALL_ATTENTION_FUNCTIONS["sdpa"])
+    attend = partial(_wide_attention, ALL_ATTENTION_FUNCTIONS["sdpa"])
     with replaced_forwards(linears, partial(_wide_product, linears)), replaced_attention({"sdpa": attend}):
         yield
 
 
-def _wide_product(linears: Sequence[torch.nn.Linear], number: int, own: Forward) -> Forward:
+def _wide_product(
+    linears: Sequence[torch.nn.Linear], number: int, own: Forward, value: torch.Tensor
+) -> object:
     module = linears[number]
-
-    def forward(value: torch.Tensor) -> object:
-        if value.dtype not in WIDENED or module.weight.dtype != value.dtype:
-            return own(value)
-        bias = None if module.bias is None else module.bias.to(torch.float32)
-        found = torch.nn.functional.linear(value.to(torch.float32), module.weight.to(torch.float32), bias)
-        return found.to(value.dtype)
-
-    return forward
+    if value.dtype not in WIDENED or module.weight.dtype != value.dtype:
+        return own(value)
+    bias = None if module.bias is None else module.bias.to(torch.float32)
+    found = torch.nn.functional.linear(value.to(torch.float32), module.weight.to(torch.float32), bias)
+    return found.to(value.dtype)
 
 
-def _wide_attention(own: Attend) -> Attend:
-    def attend(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **kwargs: object,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        dtype = query.dtype
-        if dtype not in WIDENED or not dtype == key.dtype == value.dtype:
-            return own(module, query, key, value, attention_mask, **kwargs)
-        if attention_mask is not None and attention_mask.dtype == dtype:
-            attention_mask = attention_mask.to(torch.float32)
-        states = (tensor.to(torch.float32) for tensor in (query, key, value))
-        found, weights = own(module, *states, attention_mask, **kwargs)
-        return found.to(dtype), weights
-
-    return attend
+def _wide_attention(
+    own: Attend,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    dtype = query.dtype
+    if dtype not in WIDENED or not dtype == key.dtype == value.dtype:
+        return own(module, query, key, value, attention_mask, **kwargs)
+    if attention_mask is not None and attention_mask.dtype == dtype:
+        attention_mask = attention_mask.to(torch.float32)
+    states = (tensor.to(torch.float32) for tensor in (query, key, value))
+    found, weights = own(module, *states, attention_mask, **kwargs)
+    return found.to(dtype), weights

@@ -6,9 +6,10 @@ The hidden states between two layers lie in memory, and on disk from a size on.
 import mmap
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import IO
 
 import torch
@@ -27,14 +28,6 @@ Rest = tuple[object, ...] | None
 MEMORY_BYTES = 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """The states of one batch and, where they lie on disk, their mapped pages."""
-
-    states: torch.Tensor
-    pages: mmap.mmap | None
-
-
 class HiddenStates:
     """The hidden states of every batch, overwritten layer after layer; they lie in main memory.
 
@@ -43,42 +36,38 @@ class HiddenStates:
     """
 
     def __init__(self, file: IO[bytes], memory_bytes: int = MEMORY_BYTES) -> None:
-        self._file = file
-        self._room = memory_bytes
-        self._end = 0
-        self._slots: list[_Slot] = []
+        self._file, self._room, self._end = file, memory_bytes, 0
+        self._states: list[torch.Tensor] = []
+        # The mapped pages of those that lie on disk.
+        self._pages: dict[int, mmap.mmap] = {}
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._states)
 
     def append(self, states: torch.Tensor) -> None:
         """Copy the states of the next batch."""
-        size = states.numel() * states.element_size()
-        if size <= self._room:
-            self._room -= size
-            self._slots.append(_Slot(states.to("cpu", copy=True), None))
-        else:
-            self._slots.append(self._map(states, size))
-            self[len(self) - 1] = states
+        if states.nbytes <= self._room:
+            self._room -= states.nbytes
+            self._states.append(states.to("cpu", copy=True))
+            return
+        start, grain = self._end, mmap.ALLOCATIONGRANULARITY
+        self._end += -(-states.nbytes // grain) * grain
+        self._file.truncate(self._end)
+        pages = self._pages[len(self)] = mmap.mmap(self._file.fileno(), states.nbytes, offset=start)
+        self._states.append(torch.frombuffer(pages, dtype=states.dtype).view(states.shape))
+        self[len(self) - 1] = states
 
     def __getitem__(self, batch: int) -> torch.Tensor:
         """The states of a batch; valid until they are overwritten."""
-        return self._slots[batch].states
+        return self._states[batch]
 
     def __setitem__(self, batch: int, states: torch.Tensor) -> None:
         """Overwrite the states of a batch with others of the same shape."""
-        slot = self._slots[batch]
-        assert states.shape == slot.states.shape, (states.shape, slot.states.shape)
-        slot.states.copy_(states)
-        if slot.pages is not None:
-            slot.pages.madvise(mmap.MADV_DONTNEED)  # a shared mapping: its data stay in the file
-
-    def _map(self, states: torch.Tensor, size: int) -> _Slot:
-        grain = mmap.ALLOCATIONGRANULARITY
-        start, self._end = self._end, self._end + -(-size // grain) * grain
-        self._file.truncate(self._end)
-        pages = mmap.mmap(self._file.fileno(), size, offset=start)
-        return _Slot(torch.frombuffer(pages, dtype=states.dtype).view(states.shape), pages)
+        kept = self._states[batch]
+        assert states.shape == kept.shape, (states.shape, kept.shape)
+        kept.copy_(states)
+        if batch in self._pages:
+            self._pages[batch].madvise(mmap.MADV_DONTNEED)  # a shared mapping: its data stay in the file
 
 
 @contextmanager
@@ -157,25 +146,21 @@ class Recorder:
         """Call before each batch."""
         self._passed = None
 
-    def stub(self, number: int, forward: Forward) -> Forward:
-        """The stand-in for the forward of a layer."""
-
-        def record(*args: object, **kwargs: object) -> object:
-            states, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), args)
-            if not isinstance(states, torch.Tensor):
-                raise self.unusual(number, "a call without hidden states in front")
-            if len(self.calls[number]) != len(self._hidden) - (number > 0):
-                raise self.unusual(number, "not called once per forward, in the order of the list")
-            if number and states is not self._passed:
-                raise self.unusual(number, "another input than the output of the layer before")
-            if number == 0:
-                self._first(states, forward, args, kwargs)
-            kept = {name: self._interner.of(value) for name, value in kwargs.items()}
-            self.calls[number].append(LayerCall(tuple(map(self._interner.of, args)), kept))
-            self._passed = states
-            return as_output(states, self.rest)
-
-        return record
+    def record(self, number: int, forward: Forward, *args: object, **kwargs: object) -> object:
+        """The forward of a layer, in the place of its own."""
+        states, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), args)
+        if not isinstance(states, torch.Tensor):
+            raise self.unusual(number, "a call without hidden states in front")
+        if len(self.calls[number]) != len(self._hidden) - (number > 0):
+            raise self.unusual(number, "not called once per forward, in the order of the list")
+        if number and states is not self._passed:
+            raise self.unusual(number, "another input than the output of the layer before")
+        if number == 0:
+            self._first(states, forward, args, kwargs)
+        kept = {name: self._interner.of(value) for name, value in kwargs.items()}
+        self.calls[number].append(LayerCall(tuple(map(self._interner.of, args)), kept))
+        self._passed = states
+        return as_output(states, self.rest)
 
     def _first(
         self, states: torch.Tensor, forward: Forward, args: tuple[object, ...], kwargs: Mapping[str, object]
@@ -196,21 +181,18 @@ class Recorder:
 
 
 @contextmanager
-def replaced_forwards(
-    layers: Iterable[torch.nn.Module], stub: Callable[[int, Forward], Forward]
-) -> Iterator[None]:
-    """Within the block the layers' forwards are `stub(number, forward)`."""
-    layers = list(layers)
-    own = [layer.__dict__.get("forward") for layer in layers]
+def replaced_forwards(layers: Sequence[torch.nn.Module], forward: Forward) -> Iterator[None]:
+    """Within the block each layer runs `forward(number, own, ...)`, which gets its number and own forward."""
+    before = [layer.__dict__.get("forward") for layer in layers]
     for number, layer in enumerate(layers):
-        layer.forward = stub(number, layer.forward)
+        layer.forward = partial(forward, number, layer.forward)
     try:
         yield
     finally:
-        for layer, forward in zip(layers, own, strict=True):
+        for layer, own in zip(layers, before, strict=True):
             del layer.forward
-            if forward is not None:
-                layer.forward = forward
+            if own is not None:
+                layer.forward = own
 
 
 def capture_layer_calls(
@@ -227,7 +209,7 @@ def capture_layer_calls(
     """
     recorder = Recorder(name, layers, hidden)
     base = base_of(model)
-    with replaced_forwards(layers, recorder.stub):
+    with replaced_forwards(list(layers), recorder.record):
         for ids in batches:
             recorder.begin()
             base(input_ids=ids, use_cache=False)
@@ -241,15 +223,12 @@ def capture_layer_calls(
 def replayed_layers(layers: torch.nn.ModuleList, final: torch.Tensor, rest: Rest) -> Iterator[None]:
     """Within the block the layers need no weights: the last one returns the hidden states `final`."""
 
-    def stub(number: int, forward: Forward) -> Forward:
-        def replay(*args: object, **kwargs: object) -> object:
-            given = args[0] if args else kwargs["hidden_states"]
-            assert isinstance(given, torch.Tensor)
-            return as_output(final if number == len(layers) - 1 else given, rest)
+    def replay(number: int, forward: Forward, *args: object, **kwargs: object) -> object:
+        given = args[0] if args else kwargs["hidden_states"]
+        assert isinstance(given, torch.Tensor)
+        return as_output(final if number == len(layers) - 1 else given, rest)
 
-        return replay
-
-    with replaced_forwards(layers, stub):
+    with replaced_forwards(list(layers), replay):
         yield
 
 

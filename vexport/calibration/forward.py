@@ -1,4 +1,4 @@
-"""What calibration text shows: of a source that it walks through, and of rows that an observer is shown."""
+"""What calibration text shows of a source that it walks through."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -13,11 +13,12 @@ from vexport.calibration.gradients import GradientWatcher, TokenWeigher, TokenWe
 from vexport.calibration.inputs import GroupInputs, Places
 from vexport.calibration.smoothing import Smoother
 from vexport.calibration.statistics import Extremes, Statistics
-from vexport.calibration.walk import Layer, LayerWalk, OnLayer, is_finite, quiet
+from vexport.calibration.walk import Layer, LayerWalk, is_finite
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError
 from vexport.numerics.ranks import add_up, on_first, process_group, rank_and_size
-from vexport.types import Calibration, FusionGroup, Plan, Smoothing
+from vexport.types import Calibration, FusionGroup, OnProgress, Plan, Smoothing, silent
+from vexport.types.calibration import CALIBRATE
 
 
 def calibrate(
@@ -25,7 +26,7 @@ def calibrate(
     plan: Plan,
     samples: Samples,
     *,
-    on_layer: OnLayer = quiet,
+    on_progress: OnProgress = silent,
     all_experts: bool = True,
     smoothing: Mapping[str, Smoothing] | None = None,
     token_weights: TokenWeights | None = None,
@@ -33,9 +34,8 @@ def calibrate(
     """Run the samples through the source and record what static scales, importance and the KV cache need.
 
     With `all_experts` the statistics of every expert see all tokens, else those routed to it; what the model
-    computes is the same. `on_layer(done, total)` reports progress. The source is read as smoothed. Under
-    torchrun, or in a process group, the samples are dealt to the ranks and every rank ends with the
-    statistics of all.
+    computes is the same. The source is read as smoothed. Under torchrun, or in a process group, the samples
+    are dealt to the ranks and every rank ends with the statistics of all.
 
     Raises CheckpointFailed where an activation is not finite or a layer saw no token, InputError for a model
     that cannot run layer by layer.
@@ -44,8 +44,13 @@ def calibrate(
     if seen.inputs or seen.importance or plan.kv_cache:
         with process_group():
             rank, size = rank_and_size()
-            with walk.text(samples.taken(range(rank, len(samples.rows), size)), smoothing) as hidden:
-                _Watch(walk, plan, seen, cached, hidden).run(on_layer if rank == 0 else quiet)
+            own = samples.taken(range(rank, len(samples.rows), size))
+            text = walk.text(own, smoothing, stage=CALIBRATE, on_progress=on_progress)
+            with text as hidden:
+                watch = _Watch(walk, plan, seen, cached, hidden)
+                for layer in walk.forward():
+                    watch.layer(layer)
+                watch.behind()
             seen.sync()
             add_up(cached)
             if plan.kv_cache:
@@ -71,7 +76,7 @@ def look_back(
     smoothed: Sequence[FusionGroup],
     strength: float,
     weighs_tokens: bool,
-    on_layer: OnLayer = quiet,
+    on_progress: OnProgress = silent,
 ) -> tuple[Mapping[str, Smoothing], TokenWeights]:
     """By how much the inputs of the groups `smoothed` are scaled, and how much tokens count where asked.
 
@@ -83,14 +88,14 @@ def look_back(
         smoother = Smoother(smoothed, strength, walk.weights)
         weigher = TokenWeigher([len(ids) for ids in samples.token_ids])
         watchers: list[GradientWatcher] = [weigher] if weighs_tokens else []
-        walk_back(walk, samples, [*watchers, smoother] if smoothed else watchers, on_layer)
+        walk_back(walk, samples, [*watchers, smoother] if smoothed else watchers, on_progress)
         return smoother.found, weigher.found()
 
     return on_first(find)
 
 
 class _Watch:
-    """Walks through the source with all samples of this rank, and takes in statistics."""
+    """Runs all samples of this rank through the source, and takes in statistics."""
 
     def __init__(
         self,
@@ -105,26 +110,8 @@ class _Watch:
         self._groups = [group for group in plan.groups if seen.wants(group)]
         self._watches_cache = bool(plan.kv_cache)
 
-    def run(self, on_layer: OnLayer) -> None:
-        """Run all samples, also what is outside the layers where something there is watched."""
-        self._walk.forward(self._layer, on_layer)
-        inside = {one.name for one in self._places.below(f"{self._walk.name}.", self._groups)}
-        outside = [group for group in self._groups if group.name not in inside]
-        # An output head is behind the model's base, which alone need not run it.
-        in_base = self._places.below(self._base_prefix(), outside) == outside
-        part = base_of(self._walk.model) if in_base else self._walk.model
-        if outside:
-            inputs = self._inputs(outside)
-            for position in range(len(self._hidden)):
-                run = partial(self._walk.run_behind, part, position, self._hidden[position])
-                self._take(inputs, self._walk.model, "", position, run)
-
-    def _base_prefix(self) -> str:
-        base = base_of(self._walk.model)
-        name = next(name for name, module in self._walk.model.named_modules() if module is base)
-        return f"{name}." if name else ""
-
-    def _layer(self, layer: Layer) -> None:
+    def layer(self, layer: Layer) -> None:
+        """Run all samples through a decoder layer."""
         inputs = self._inputs(self._places.below(f"{layer.name}.", self._groups))
         watching = watching_attention(layer.module, layer.name, self._walk.weights.stored_name, self._cached)
         with watching if self._watches_cache else nullcontext():
@@ -133,6 +120,22 @@ class _Watch:
                 made = self._take(inputs, layer.module, layer.name, position, run)
                 assert made is not None
                 self._hidden[position] = made
+
+    def behind(self) -> None:
+        """Run what is outside the layers, where something there is watched."""
+        inside = {one.name for one in self._places.below(f"{self._walk.name}.", self._groups)}
+        outside = [group for group in self._groups if group.name not in inside]
+        if not outside:
+            return
+        # An output head is behind the model's base, which alone need not run it.
+        model, base = self._walk.model, base_of(self._walk.model)
+        name = next(name for name, module in model.named_modules() if module is base)
+        in_base = self._places.below(f"{name}." if name else "", outside) == outside
+        inputs = self._inputs(outside)
+        for position in range(len(self._hidden)):
+            part = base if in_base else model
+            run = partial(self._walk.run_behind, part, position, self._hidden[position])
+            self._take(inputs, model, "", position, run)
 
     def _inputs(self, groups: Sequence[FusionGroup]) -> GroupInputs:
         """What enters groups; InputError where that of one cannot be seen."""

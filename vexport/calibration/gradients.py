@@ -24,7 +24,9 @@ from vexport.calibration.capture import HiddenStates, hidden_states
 from vexport.calibration.data import Samples
 from vexport.calibration.experts import arithmetic_of
 from vexport.calibration.model import joined
-from vexport.calibration.walk import Layer, LayerWalk, OnLayer, is_finite, quiet
+from vexport.calibration.walk import Layer, LayerWalk
+from vexport.types import OnProgress, silent
+from vexport.types.calibration import LOOK_BACK
 
 # What enters all layers is kept until the way back: so many bytes in memory, the rest on disk.
 ENTERED_BYTES = 2**28
@@ -46,14 +48,18 @@ class GradientWatcher(Protocol):
 
 
 def walk_back(
-    walk: LayerWalk, samples: Samples, watchers: Sequence[GradientWatcher], on_layer: OnLayer = quiet
+    walk: LayerWalk,
+    samples: Samples,
+    watchers: Sequence[GradientWatcher],
+    on_progress: OnProgress = silent,
 ) -> None:
     """Run samples up through all layers, and their gradients back.
 
     Raises CheckpointFailed where a state is not finite, and what `LayerWalk.text` raises.
     """
-    with walk.text(samples) as hidden, hidden_states(ENTERED_BYTES) as entered:
-        Gradients(walk, watchers, hidden, entered).run(on_layer)
+    text = walk.text(samples, stage=LOOK_BACK, times=2, on_progress=on_progress)
+    with text as hidden, hidden_states(ENTERED_BYTES) as entered:
+        Gradients(walk, watchers, hidden, entered).run()
 
 
 class Gradients:
@@ -71,25 +77,16 @@ class Gradients:
         self._generator = torch.Generator(walk.device).manual_seed(0)
         self._behind: list[torch.Tensor | None] = []
 
-    def run(self, on_layer: OnLayer) -> None:
+    def run(self) -> None:
         """Go up and back."""
-        walk, depth = self._walk, len(self._walk.numbers)
-        walk.forward(self._up, lambda done, _: on_layer(done, 2 * depth))
-        walk.model.requires_grad_(False)
-        self._behind = [self._of_logits(position) for position in range(len(walk.ids))]
-        walk.backward(self._back, lambda done, _: on_layer(depth + done, 2 * depth))
-
-    def _up(self, layer: Layer) -> None:
-        for position in range(len(self._walk.ids)):
-            self._entered.append(self._hidden[position])
-            made = layer.run(position, self._before(layer, position))
-            if not is_finite(made):
-
-                def again(position: int = position) -> torch.Tensor:
-                    return layer.run(position, self._before(layer, position))
-
-                raise self._walk.not_finite(layer.module, layer.name, position, again)
-            self._hidden[position] = made
+        for layer in self._walk.forward():
+            for position in range(len(self._walk.ids)):
+                self._entered.append(self._hidden[position])
+                self._hidden[position] = self._walk.through(layer, position, self._before(layer, position))
+        self._walk.model.requires_grad_(False)
+        self._behind = [self._of_logits(position) for position in range(len(self._walk.ids))]
+        for layer in self._walk.backward():
+            self._back(layer)
 
     def _back(self, layer: Layer) -> None:
         layer.module.requires_grad_(False)

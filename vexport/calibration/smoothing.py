@@ -23,7 +23,7 @@ from vexport.architectures.text_config import text_config
 from vexport.calibration.data import Samples
 from vexport.calibration.gradients import Again
 from vexport.calibration.model import joined
-from vexport.calibration.walk import Layer, LayerWalk, is_finite
+from vexport.calibration.walk import Layer, LayerWalk
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.smoothed import MOST, encode, reader_of
@@ -286,30 +286,20 @@ def changed_by(index: SourceIndex, smoothing: Mapping[str, Smoothing], device: s
     changed, applied = list[str](), set[str]()
     walk = LayerWalk(index, device=device)
     with reader_of(smoothing) as reader, walk.text(Samples(token_ids=(ids,), rows=(1,))) as hidden:
-
-        def own(layer: Layer) -> Iterator[tuple[str, str]]:
-            """The layer's smoothed parameters and their tensors. Not every token reaches an expert."""
-            for name, _ in layer.module.named_parameters():
+        for layer in walk.forward():
+            before = hidden[0].to(device, copy=True)
+            hidden[0] = walk.through(layer, 0, before.clone())
+            smoothed = set[str]()
+            for name, parameter in layer.module.named_parameters():
                 full = joined(layer.name, name)
                 stored = walk.weights.plain_tensor(full)
+                # Not every token reaches an expert.
                 known = stored in smoothing and stored in index.tensors
                 if stored and known and moe_layer(full.rpartition(".")[0]) is None:
-                    yield name, stored
-
-        def compare(layer: Layer) -> None:
-            before = hidden[0].to(device, copy=True)
-            made = layer.run(0, before.clone())
-            if not is_finite(made):
-                raise walk.not_finite(layer.module, layer.name, 0, lambda: layer.run(0, before.clone()))
-            hidden[0] = made
-            smoothed = dict(own(layer))
-            for parameter, stored in smoothed.items():
-                value = read_tensor(reader, index.tensors[stored])
-                target = layer.module.get_parameter(parameter)
-                target.data = value.to(target.device, target.dtype, copy=True)
+                    value = read_tensor(reader, index.tensors[stored])
+                    parameter.data = value.to(parameter.device, parameter.dtype, copy=True)
+                    smoothed.add(stored)
             if smoothed and not torch.equal(layer.run(0, before).cpu(), hidden[0]):
                 changed.append(layer.name)
-            applied.update(smoothed.values())
-
-        walk.forward(compare)
+            applied |= smoothed
     return [*changed, *sorted(smoothing.keys() - applied)]

@@ -5,9 +5,8 @@ Where a forward makes a value that is not finite, it is said where first.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 
@@ -34,13 +33,7 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of
 from vexport.errors import CheckpointFailed
-from vexport.types import Smoothing
-
-OnLayer = Callable[[int, int], None]
-
-
-def quiet(done: int, total: int) -> None:
-    """Progress that is not reported."""
+from vexport.types import OnProgress, Smoothing, silent
 
 
 def is_finite(value: torch.Tensor) -> bool:
@@ -51,49 +44,29 @@ def is_finite(value: torch.Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NotFinite:
-    """The first value that is not finite: the module, and which side of it."""
-
-    module: str
-    side: Literal["input", "output"]
-
-
-def first_not_finite(module: torch.nn.Module, name: str, run: Callable[[], object]) -> NotFinite | None:
-    """Run a forward of `module` and say where a value first is not finite.
+def first_not_finite(module: torch.nn.Module, name: str, run: Callable[[], object]) -> tuple[str, str] | None:
+    """Run a forward of `module`: where a value first is not finite, the module and which side of it.
 
     First means in the order of execution: an input is seen before the output that comes of it, a child's
     output before its parent's.
     """
-    found: list[NotFinite] = []
-    with ExitStack() as block:
-        for child_name, child in module.named_modules():
-            look = _Look(joined(name, child_name), found)
-            block.callback(child.register_forward_pre_hook(look.at_input).remove)
-            block.callback(child.register_forward_hook(look.at_output).remove)
-        run()
-    return found[0] if found else None
+    found: list[tuple[str, str]] = []
 
-
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """The hooks of one module."""
-
-    name: str
-    found: list[NotFinite]
-
-    def at_input(self, module: torch.nn.Module, inputs: tuple[object, ...]) -> None:
-        self._look("input", inputs)
-
-    def at_output(self, module: torch.nn.Module, inputs: tuple[object, ...], output: object) -> None:
-        self._look("output", output if isinstance(output, tuple | list) else (output,))
-
-    def _look(self, side: Literal["input", "output"], values: Sequence[object]) -> None:
-        value = next(iter(values), None)
-        if self.found or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+    def look(name: str, side: str, module: torch.nn.Module, *values: object) -> None:
+        seen = values[-1]
+        value = next(iter(seen), None) if isinstance(seen, tuple | list) else seen
+        if found or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return
         if not is_finite(value):
-            self.found.append(NotFinite(module=self.name, side=side))
+            found.append((name, side))
+
+    with ExitStack() as block:
+        for child_name, child in module.named_modules():
+            before, behind = (partial(look, joined(name, child_name), side) for side in ("input", "output"))
+            block.callback(child.register_forward_pre_hook(before).remove)
+            block.callback(child.register_forward_hook(behind).remove)
+        run()
+    return found[0] if found else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +87,9 @@ class LayerWalk:
     """The model of a checkpoint, built once, for samples of text on their way through its layers.
 
     `text` runs what is in front of the decoder layers; `forward` and `backward` load one layer after the
-    other and show it to a visitor, which runs the samples through it, in as many streams of hidden states
-    as it keeps; `logits` runs what is behind them. Samples run one by one: in bf16 a batched product rounds
-    differently, and a moving average takes one step per forward.
+    other, for whoever runs the samples through it, in as many streams of hidden states as are kept; `logits`
+    runs what is behind them. Samples run one by one: in bf16 a batched product rounds differently, and a
+    moving average takes one step per forward.
 
     Layers run on the torch device `device`; what waits for its turn is in main memory, and on disk from a
     size on. Raises InputError for an unusable device and a model that transformers cannot build.
@@ -137,16 +110,32 @@ class LayerWalk:
 
     @contextmanager
     def text(
-        self, samples: Samples, smoothing: Mapping[str, Smoothing] | None = None
+        self,
+        samples: Samples,
+        smoothing: Mapping[str, Smoothing] | None = None,
+        *,
+        stage: str = "layers",
+        times: int = 1,
+        on_progress: OnProgress = silent,
     ) -> Iterator[HiddenStates]:
         """Within the block samples are on their way through the model as smoothed: what enters its layers.
 
+        They go through each layer so many `times`; each is a step of the `stage` that `on_progress` is told.
         Raises InputError for a model that cannot run layer by layer, CheckpointFailed where what enters the
         first layer is not finite.
         """
         self.ids = [torch.tensor([ids], device=self.device) for ids in samples.token_ids]
         self._rows = samples.rows
-        with torch.no_grad(), reader_of(smoothing or {}) as self.weights.reader, hidden_states() as hidden:
+        self._done, self._steps = 0, times * len(self.numbers)
+        self._report = partial(on_progress, stage)
+        with (
+            torch.no_grad(),
+            # compressed-tensors compiles its FP4 rounding, which would ask for a C++ compiler.
+            torch.compiler.set_stance("force_eager"),
+            fast_products(self.layers, self.device),
+            reader_of(smoothing or {}) as self.weights.reader,
+            hidden_states() as hidden,
+        ):
             self._load(0)
             self._captured = capture_layer_calls(self.model, self.name, self.layers, self.ids, hidden)
             for position, ids in enumerate(self.ids):
@@ -156,13 +145,21 @@ class LayerWalk:
                         raise self.not_finite(self.model, "", position, run)
             yield hidden
 
-    def forward(self, visit: Callable[[Layer], None], on_layer: OnLayer = quiet) -> None:
-        """Show every layer to the visitor, from the first on."""
-        self._visit(self.numbers, visit, on_layer)
+    def forward(self) -> Iterator[Layer]:
+        """Every layer with its weights, from the first on."""
+        return self._each(self.numbers)
 
-    def backward(self, visit: Callable[[Layer], None], on_layer: OnLayer = quiet) -> None:
-        """Show every layer to the visitor, from the last on."""
-        self._visit(reversed(self.numbers), visit, on_layer)
+    def backward(self) -> Iterator[Layer]:
+        """Every layer with its weights, from the last on."""
+        return self._each(reversed(self.numbers))
+
+    def through(self, layer: Layer, position: int, states: torch.Tensor) -> torch.Tensor:
+        """The hidden states of a sample behind a layer; CheckpointFailed where they are not finite."""
+        run = partial(layer.run, position, states.to(self.device))
+        made = run()
+        if not is_finite(made):
+            raise self.not_finite(layer.module, layer.name, position, run)
+        return made
 
     def logits(self, position: int, states: torch.Tensor) -> torch.Tensor:
         """(1, tokens, vocabulary) of a sample, from the hidden states behind the last layer."""
@@ -188,13 +185,13 @@ class LayerWalk:
         Where no module shows it, or only a module of experts as a whole, it is the input of the watched
         `layer`.
         """
-        found = first_not_finite(module, name, run) or NotFinite(module=name, side="output")
-        found = replace(found, module=self.weights.stored_name(found.module))
-        if layer and layer.startswith(f"{found.module}."):
-            found = NotFinite(module=layer, side="input")
+        name, side = first_not_finite(module, name, run) or (name, "output")
+        name = self.weights.stored_name(name)
+        if layer and layer.startswith(f"{name}."):
+            name, side = layer, "input"
         return CheckpointFailed(
-            found.module,
-            got=f"an {found.side} that is not finite, from calibration row {self._rows[position]}",
+            name,
+            got=f"an {side} that is not finite, from calibration row {self._rows[position]}",
             need="finite activations",
             fix="remove the row, or keep this layer unquantized and look at its weights",
         )
@@ -202,16 +199,14 @@ class LayerWalk:
     def _behind(self, states: torch.Tensor) -> AbstractContextManager[None]:
         return replayed_layers(self.layers, states.to(self.device), self._captured.rest)
 
-    def _visit(self, numbers: Iterable[int], visit: Callable[[Layer], None], on_layer: OnLayer) -> None:
-        depth = len(self.numbers)
-        # compressed-tensors compiles its FP4 rounding, which would ask for a C++ compiler.
-        with torch.compiler.set_stance("force_eager"), fast_products(self.layers, self.device):
-            for done, number in enumerate(numbers):
-                module, name = self.layers[number], f"{self.name}.{number}"
-                self._load(number)
-                visit(Layer(number=number, name=name, module=module, calls=self._captured.calls[number]))
-                unload(module)
-                on_layer(done + 1, depth)
+    def _each(self, numbers: Iterable[int]) -> Iterator[Layer]:
+        for number in numbers:
+            module, name = self.layers[number], f"{self.name}.{number}"
+            self._load(number)
+            yield Layer(number=number, name=name, module=module, calls=self._captured.calls[number])
+            unload(module)
+            self._done += 1
+            self._report(self._done, self._steps)
 
     def _load(self, number: int) -> None:
         """Fill a layer that has no weights yet."""

@@ -145,7 +145,13 @@ class InOrder:
                 waiting = set[str]().union(*gather(rows.names))
                 name = next((name for name in left if name in waiting), left[0])
                 left.remove(name)
-                self._round_behind(name, rows, exact, block)
+                here = inputs.only(name)
+                self._observe(here, name, rows, len(exact))
+                sums = self._sums(here)
+                for position, row in enumerate(exact):
+                    sums.add(rows.noted(position, name), row)
+                    row.pop(name, None)
+                self._round([group for site in here.sites for group in site.groups], sums, block)
                 rows.let_through(name)
         fallbacks = {
             name: GroupRounding(name=name, fallback=reason) for name, reason in inputs.unreachable.items()
@@ -153,18 +159,6 @@ class InOrder:
         order = [*fallbacks, *(group.name for site in inputs.sites for group in site.rounded)]
         how = fallbacks | self._how
         return self._stored, replace(self._learnt, groups=tuple(how[name] for name in order))
-
-    def _round_behind(
-        self, name: str, rows: Rows, exact: Sequence[dict[str, Value]], block: ExitStack
-    ) -> None:
-        """Round the groups that read the input of a module, all rows waiting in front of it."""
-        here = self._inputs.only(name)
-        self._observe(here, name, rows, len(exact))
-        sums = self._sums(here)
-        for position, row in enumerate(exact):
-            sums.add(rows.noted(position, name), row)
-            row.pop(name, None)
-        self._round([group for site in here.sites for group in site.groups], sums, block)
 
     def _sums(self, inputs: GroupInputs) -> SiteSums:
         return SiteSums(self._model, inputs, text=self._text)

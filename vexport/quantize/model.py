@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from vexport.calibration.capture import replaced_forwards
+from vexport.calibration.capture import Forward, replaced_forwards
 from vexport.calibration.experts import arithmetic_of
 from vexport.calibration.inputs import ExpertLayer, Places
 from vexport.calibration.walk import LayerWalk
@@ -37,7 +37,7 @@ def rounded_experts(module: torch.nn.Module, hooks: Mapping[ExpertLayer, Hook]) 
         hook = hooks.get(ExpertLayer(expert=expert, is_down=is_down))
         return value if hook is None or not len(value) else hook(module, (value,))[0]
 
-    def forward(*args: object, **kwargs: object) -> torch.Tensor:
+    def forward(number: int, own: Forward, *args: object, **kwargs: object) -> torch.Tensor:
         entered, answers = arithmetic.enter(module, args, kwargs), []
         for expert, route in enumerate(entered.routes):
             tokens = rounded(entered.tokens[route], expert, is_down=False)
@@ -45,7 +45,7 @@ def rounded_experts(module: torch.nn.Module, hooks: Mapping[ExpertLayer, Hook]) 
             answers.append(arithmetic.down(module, expert, between))
         return arithmetic.leave(entered, answers)
 
-    with replaced_forwards([module], lambda number, own: forward):
+    with replaced_forwards([module], forward):
         yield
 
 

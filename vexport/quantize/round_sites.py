@@ -16,8 +16,16 @@ from vexport.numerics.ranks import gather, rank_and_size
 from vexport.quantize.model import QuantizedModel
 from vexport.quantize.stream import Stored, quantized_group
 from vexport.quantize.weight_scales import fuse, observe_weight, scales_of, search_scales
-from vexport.rounding.gptq import Factor, Grid, factorize, grid_of, stack
-from vexport.rounding.methods import METHODS, round_nearest
+from vexport.rounding.gptq import (
+    Factor,
+    Grid,
+    factorize,
+    grid_of,
+    refit,
+    round_columns,
+    round_nearest,
+    stack,
+)
 from vexport.rounding.moments import Moments
 from vexport.rounding.settings import GPTQ, Strength, strength_of
 from vexport.types import FusionGroup
@@ -48,11 +56,12 @@ def round_group(
     Raises InputError where a weight is not finite.
     """
     source = torch.cat([weight.to(torch.float32) for weight in weights])
-    method = METHODS[group.rounding]
-    wanted = source if factor is None else method.target(source, moments, strength.strength, factor)
+    wanted = source
+    if factor and strength.strength:
+        wanted = refit(source, moments, strength=strength.strength, ridge=factor.damping)
     sizes = [len(weight) for weight in weights]
     scales, grid = _scales_and_grid(group, torch.split(wanted, sizes), moments, index)
-    rounded = round_nearest(wanted, grid) if factor is None else method.round(wanted, factor, grid)
+    rounded = round_columns(wanted, factor, grid) if factor else round_nearest(wanted, grid)
     nearest_error, error = _errors(source, wanted, rounded, grid, moments.hessian)
     made = {
         member.name: RoundedWeight(values=part.numpy(), scales=found)

@@ -5,7 +5,7 @@ the quantized layers before it make of the text (`vexport.quantize.in_order`), a
 as its scheme says, is the next layer's input.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from vexport.calibration.data import Samples
 from vexport.calibration.forward import require_cache
 from vexport.calibration.inputs import GroupInputs, Value
 from vexport.calibration.statistics import Statistics
-from vexport.calibration.walk import Layer, LayerWalk, OnLayer, is_finite, quiet
+from vexport.calibration.walk import Layer, LayerWalk
 from vexport.files import atomic_path, from_json, to_json, write_text
 from vexport.formats.packing.base import Array
 from vexport.numerics.ranks import add_up, gather, on_first, rank_and_size
@@ -30,7 +30,8 @@ from vexport.quantize.in_order import InOrder, NotedRows, WaitingRows
 from vexport.quantize.model import QuantizedModel
 from vexport.quantize.stream import Stored
 from vexport.rounding.settings import strength_of
-from vexport.types import Calibration, FusionGroup, Plan
+from vexport.types import Calibration, FusionGroup, OnProgress, Plan, silent
+from vexport.types.calibration import ROUND
 from vexport.types.rounding import LayerRounding, RoundingReport
 
 REPORT = "rounding.json"
@@ -38,11 +39,16 @@ REPORT = "rounding.json"
 COMPARED_ROWS = 4
 
 
-class StoredTensors(Stored):
-    """Tensors of several files by name, each read when it is asked for."""
+class RoundedLayers(Stored):
+    """The bytes that replace the weights of rounded decoder layers, by tensor name, in files of a folder."""
 
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self._files = files
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files = dict[str, Path]()
+        for told in folder.glob("layer-*.json"):
+            file = told.with_suffix(".safetensors")
+            with safe_open(file, framework="np") as opened:
+                self._files |= dict.fromkeys(opened.keys(), file)
 
     def __getitem__(self, name: str) -> Array:
         with safe_open(self._files[name], framework="np") as opened:
@@ -55,44 +61,17 @@ class StoredTensors(Stored):
     def __len__(self) -> int:
         return len(self._files)
 
-
-class RoundedLayers:
-    """The bytes that replace the weights of each rounded decoder layer, in files of a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def get(self, number: int) -> tuple[Stored, LayerRounding] | None:
-        """The bytes of a finished layer by tensor name, and how; None where it is not finished."""
-        file, told = self._files(number)
-        if not told.is_file():
-            return None
-        with safe_open(file, framework="np") as opened:
-            stored = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        return stored, from_json(LayerRounding, told)
-
-    def how(self) -> tuple[LayerRounding, ...]:
-        """How the finished layers were rounded, in order."""
-        return tuple(from_json(LayerRounding, file) for file in sorted(self._folder.glob("layer-*.json")))
+    def how(self, number: int) -> LayerRounding | None:
+        """How a layer was rounded; None where it is not finished."""
+        told = self._folder / f"layer-{number:04d}.json"
+        return from_json(LayerRounding, told) if told.is_file() else None
 
     def put(self, number: int, stored: Stored, how: LayerRounding) -> None:
-        """Keep a finished layer."""
-        file, told = self._files(number)
-        with atomic_path(file) as temporary:
+        """Keep a finished layer, for those who look into the folder from now on."""
+        told = self._folder / f"layer-{number:04d}.json"
+        with atomic_path(told.with_suffix(".safetensors")) as temporary:
             save_file({name: np.ascontiguousarray(value) for name, value in stored.items()}, temporary)
         write_text(told, to_json(how))
-
-    def tensors(self) -> StoredTensors:
-        """The bytes of all finished layers."""
-        where = dict[str, Path]()
-        for file in sorted(self._folder.glob("layer-*.safetensors")):
-            with safe_open(file, framework="np") as opened:
-                where |= dict.fromkeys(opened.keys(), file)
-        return StoredTensors(where)
-
-    def _files(self, number: int) -> tuple[Path, Path]:
-        name = f"layer-{number:04d}"
-        return self._folder / f"{name}.safetensors", self._folder / f"{name}.json"
 
 
 def round_weights(
@@ -102,9 +81,9 @@ def round_weights(
     samples: Samples,
     folder: Path,
     *,
-    on_layer: OnLayer = quiet,
+    on_progress: OnProgress = silent,
     all_experts: bool = True,
-) -> tuple[Mapping[str, Array], RoundingReport]:
+) -> tuple[Stored, RoundingReport]:
     """The bytes that replace the weights, by tensor name, read as they are asked for; how they were rounded.
 
     Finished layers lie in `folder`: a call that was broken off is continued by the next one. Torchrun's ranks
@@ -114,21 +93,26 @@ def round_weights(
     Raises CheckpointFailed where a hidden state is not finite or a static scale's input saw no token,
     InputError for a model that cannot run layer by layer and a weight that is not finite.
     """
-    done, told = RoundedLayers(folder), folder / REPORT
+    told = folder / REPORT
     if not on_first(told.is_file):
-        rank, size = rank_and_size()
+        (rank, size), done = rank_and_size(), RoundedLayers(folder)
         statistics = Statistics.needed_by(plan, all_experts=all_experts)
         own = samples.taken(range(rank, len(samples.rows), size))
-        with walk.text(own, calibration.smoothing) as source, hidden_states() as quantized:
+        text = walk.text(own, calibration.smoothing, stage=ROUND, on_progress=on_progress)
+        with text as source, hidden_states() as quantized:
             tokens = sum(map(len, samples.token_ids))
             rounding = RoundingWalk(walk, plan, calibration, statistics, done, source, quantized, tokens)
-            rounding.run(on_layer)
+            for layer in walk.forward():
+                rounding.layer(layer)
+            rounding.behind()
         if rank == 0:
-            report = RoundingReport(layers=done.how())
+            layers = map(done.how, range(len(walk.layers) + 1))
+            report = RoundingReport(layers=tuple(layer for layer in layers if layer is not None))
             if plan.attention:
                 require_cache(walk.index, report.cached)
             write_text(told, to_json(report))
-    return done.tensors(), on_first(lambda: from_json(RoundingReport, told))
+    report = on_first(lambda: from_json(RoundingReport, told))
+    return RoundedLayers(folder), report
 
 
 class RoundingWalk:
@@ -155,46 +139,41 @@ class RoundingWalk:
         # The source's rows that are followed, by their positions among this rank's.
         (rank, size), rows = rank_and_size(), range(len(source))
         self._followed = [one for one in rows if self._refits or rank + one * size < COMPARED_ROWS]
+        for position in rows:
+            quantized.append(source[position])
 
-    def run(self, on_layer: OnLayer) -> None:
-        """Round everything."""
-        for position in range(len(self._source)):
-            self._quantized.append(self._source[position])
-        self._walk.forward(self._layer, on_layer)
-        self._behind()
-
-    def _layer(self, layer: Layer) -> None:
+    def layer(self, layer: Layer) -> None:
+        """Round the groups of a decoder layer, and bring both streams behind it."""
         groups = self._model.places.below(f"{layer.name}.", self._plan.groups)
         inputs = self._inputs(groups)
-        exact = self._follow(inputs, partial(self._run_source, layer))
-        known = on_first(lambda: self._done.get(layer.number))
-        if known is not None:
-            stored, learnt = known
+        exact = self._follow(inputs, partial(self._run, self._source, layer))
+        runs = [partial(self._run, self._quantized, layer, one) for one in range(len(self._quantized))]
+        learnt = on_first(lambda: self._done.how(layer.number))
+        if learnt is not None:
             self._learn(learnt)
-            rounded = [one for group in groups for one in self._model.layers_of(group, stored)]
+            rounded = [one for group in groups for one in self._model.layers_of(group, self._done)]
             with self._model.applied(rounded):
-                for position in range(len(self._quantized)):
-                    self._run(layer, position)
+                for run in runs:
+                    run()
             return
         cached = dict[str, CachedStates]()
         watching = watching_attention(layer.module, layer.name, self._walk.weights.stored_name, cached)
-        runs = [partial(self._run, layer, position) for position in range(len(self._quantized))]
         with watching if self._plan.attention else nullcontext():
             stored, learnt = self._in_order(groups, inputs).round(WaitingRows(runs), exact)
         add_up(cached)
         error, ranges = self._state_error(), {name: states.ranges() for name, states in cached.items()}
         self._put(layer.number, stored, replace(learnt, state_error=error, cached=ranges))
 
-    def _behind(self) -> None:
+    def behind(self) -> None:
         """Round what is not in a decoder layer, an output head say."""
         number, inside = len(self._walk.layers), f"{self._walk.name}."
         within = {group.name for group in self._model.places.below(inside, self._plan.groups)}
         groups = [group for group in self._plan.groups if group.name not in within]
-        if not groups or on_first(lambda: self._done.get(number)) is not None:
+        if not groups or on_first(lambda: self._done.how(number)) is not None:
             return
         inputs = self._inputs(groups)
-        exact = self._follow(inputs, self._source_logits) if inputs.sites else []
-        runs = [partial(self._logits, position) for position in range(len(self._quantized))]
+        exact = self._follow(inputs, partial(self._run_head, self._source)) if inputs.sites else []
+        runs = [partial(self._run_head, self._quantized, one) for one in range(len(self._quantized))]
         rows = NotedRows(runs if inputs.sites else [])
         self._put(number, *self._in_order(groups, inputs).round(rows, exact))
 
@@ -225,25 +204,12 @@ class RoundingWalk:
             exact.append(noted)
         return exact
 
-    def _run_source(self, layer: Layer, position: int) -> None:
-        self._source[position] = layer.run(position, self._source[position].to(self._walk.device))
+    def _run(self, stream: HiddenStates, layer: Layer, position: int) -> None:
+        """Run one row of a stream through a layer."""
+        stream[position] = self._walk.through(layer, position, stream[position])
 
-    def _run(self, layer: Layer, position: int) -> None:
-        """Run one row of the quantized stream."""
-
-        def run() -> torch.Tensor:
-            return layer.run(position, self._quantized[position].to(self._walk.device))
-
-        made = run()
-        if not is_finite(made):
-            raise self._walk.not_finite(layer.module, layer.name, position, run)
-        self._quantized[position] = made
-
-    def _source_logits(self, position: int) -> None:
-        self._walk.logits(position, self._source[position])
-
-    def _logits(self, position: int) -> None:
-        self._walk.logits(position, self._quantized[position])
+    def _run_head(self, stream: HiddenStates, position: int) -> None:
+        self._walk.logits(position, stream[position])
 
     def _state_error(self) -> float:
         """|h~ - h|^2 / |h|^2 behind a layer, over the rows that are followed. All ranks call."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,9 +22,6 @@ from vexport.types.rounding import RoundingReport
 if TYPE_CHECKING:
     from vexport.calibration import Samples
     from vexport.calibration.walk import LayerWalk
-
-# The steps that text goes through, by the names of their progress.
-LOOK_BACK, CALIBRATE, ROUND = "look back (layers)", "calibrate (layers)", "round weights (layers)"
 
 
 def require_calibration(plan: Plan, settings: CalibrationSettings | None) -> None:
@@ -100,7 +97,7 @@ class PlanText:
             self.walk,
             plan if candidates or not needs_rounding(plan) else replace(plan, groups=(), kv_cache=None),
             self.samples,
-            on_layer=partial(self.on_progress, CALIBRATE),
+            on_progress=self.on_progress,
             all_experts=self._settings.all_experts,
             smoothing=smoothing,
             token_weights=token_weights,
@@ -127,7 +124,7 @@ class PlanText:
             smoothed=smoothed,
             strength=self.plan.smoothing or 0.0,
             weighs_tokens=weighs,
-            on_layer=partial(self.on_progress, LOOK_BACK),
+            on_progress=self.on_progress,
         )
 
     def round(self, calibration: Calibration, folder: Path) -> tuple[Mapping[str, Array], RoundingReport]:
@@ -140,7 +137,7 @@ class PlanText:
             calibration,
             self.samples,
             folder,
-            on_layer=partial(self.on_progress, ROUND),
+            on_progress=self.on_progress,
             all_experts=self._settings.all_experts,
         )
 

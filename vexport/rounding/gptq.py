@@ -1,5 +1,6 @@
 """GPTQ: the columns of a weight are rounded one after another, each corrects the errors before it.
 
+A refit is GPTQ of a weight that is corrected first, for what the quantized layers before it make of the text.
 The grid has the numbers that a weight may become: its format's, in units of each group's scale.
 
 Source: Frantar et al. (arXiv 2210.17323); order of columns and damping as in llm-compressor's GPTQModifier.
@@ -15,7 +16,16 @@ import torch
 
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.packing.base import Scales
-from vexport.numerics.arithmetic import E2M1, E4M3, F32, Floats, Format, integer_format, round_to
+from vexport.numerics.arithmetic import (
+    E2M1,
+    E4M3,
+    F32,
+    Floats,
+    Format,
+    integer_format,
+    round_to,
+    round_values,
+)
 from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
 from vexport.rounding.moments import Moments
 
@@ -167,16 +177,30 @@ def round_block(
             pass_on(values[column + 1 : last], error, factor[column, column + 1 : last])
 
 
-class Gptq:
-    """The weights themselves, column after column."""
+def refit(weight: torch.Tensor, moments: Moments, *, strength: float, ridge: float) -> torch.Tensor:
+    """The weight (out, in) float32 that is to be rounded for the inputs of the quantized model.
 
-    def target(self, weight: torch.Tensor, moments: Moments, strength: float, factor: Factor) -> torch.Tensor:
-        """The weights as they are."""
-        return weight
+    `ridge` is lambda as a share of the mean of H's diagonal, with which H is positive definite.
+    """
+    assert moments.drift is not None
+    shift = ridge * moments.hessian.diagonal().mean()
+    eye = torch.eye(len(moments.hessian), device=weight.device) * shift
+    lower = torch.linalg.cholesky(moments.hessian + eye)
+    correction = torch.cholesky_solve(moments.drift @ weight.T, lower).T
+    return torch.add(weight, correction, alpha=strength)
 
-    def round(self, target: torch.Tensor, factor: Factor, grid: Grid) -> torch.Tensor:
-        """Columns, each of which corrects the errors before it."""
-        return round_columns(target, factor, grid)
+
+def round_nearest(weight: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """The nearest number of the grid for every value of a weight (out, in), float32."""
+    columns = weight.shape[1]
+    scale, zero = (
+        torch.from_numpy(values).repeat_interleave(grid.width, dim=1)[:, :columns]
+        for values in (grid.scale, grid.zero)
+    )
+    scaled = (weight / scale + zero).clamp(float(grid.form.low), float(grid.form.high)).contiguous()
+    codes = scaled.numpy().reshape(-1)
+    round_values(codes, grid.form)
+    return (scaled - zero) * scale
 
 
 def round_columns(weight: torch.Tensor, factor: Factor, grid: Grid) -> torch.Tensor:

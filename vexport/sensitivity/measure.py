@@ -195,7 +195,8 @@ class TrialWalk:
 
     def run(self) -> dict[Trial, float]:
         """The mean KL of each trial over all positions."""
-        self._walk.forward(self._layer)
+        for layer in self._walk.forward():
+            self._layer(layer)
         return self._losses()
 
     def _layer(self, layer: Layer) -> None:
@@ -212,7 +213,7 @@ class TrialWalk:
             self._on_step()
 
     def _through(self, layer: Layer, position: int, states: States) -> torch.Tensor:
-        return layer.run(position, states[position].to(self._walk.device)).to("cpu")
+        return self._walk.through(layer, position, states[position]).to("cpu")
 
     def _noted(self, trials: Sequence[Trial], run: Callable[[int], torch.Tensor]) -> States:
         """Run all batches; trials take in what enters the layers that they round by text."""

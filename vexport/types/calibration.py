@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
+# The steps that calibration text goes through, by the names of their progress.
+LOOK_BACK, CALIBRATE, ROUND = "look back (layers)", "calibrate (layers)", "round weights (layers)"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputRange:
