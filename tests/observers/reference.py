@@ -7,9 +7,17 @@ utils/helpers.py (calculate_qparams, generate_gparam), utils/mxfp_utils.py and l
 import torch
 
 from vexport.numerics.constants import E4M3_EPS, GLOBAL_SCALE_NUMERATOR
-from vexport.observers.args import ObserverArgs, is_float, is_mx, plain, strategy_of
 from vexport.observers.flatten import flatten_for_calibration
-from vexport.observers.qparams import mx_scale, quantized_range, round_to_format
+from vexport.observers.qparams import (
+    ObserverArgs,
+    is_float,
+    is_mx,
+    mx_scale,
+    plain,
+    quantized_range,
+    round_to_format,
+    strategy_of,
+)
 from vexport.observers.search import Search, search_of
 from vexport.types.observer_names import OBSERVERS, ImportanceOptions, SearchOptions
 

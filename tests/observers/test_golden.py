@@ -5,9 +5,9 @@ import torch
 
 from tests.observers.golden_values import Case, cases, observe, values
 from tests.observers.reference import qparams_of_weight, range_of_weight
+from vexport.observers.flatten import tiles_of
 from vexport.observers.imatrix import STRATEGIES
 from vexport.observers.search import range_of
-from vexport.observers.tiles import tiles_of
 
 CASES = list(enumerate(cases()))
 KEYS = ("low", "high", "scale", "zero_point", "global_scale")

@@ -19,7 +19,7 @@ from vexport.observers import (
     get_observer_token_count,
     load_observer,
 )
-from vexport.observers.tiles import Tiles
+from vexport.observers.flatten import Tiles
 
 CHANNEL = QuantArgs(num_bits=8, type="int", strategy="channel")
 GROUP = QuantArgs(num_bits=4, type="int", strategy="group", group_size=4)
@@ -211,7 +211,7 @@ def test_without_importance_errors_are_weighted_alike_after_one_warning(args: Qu
 def test_tiles_do_not_change_the_result(name: str, args: QuantArgs, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = normal(33, 64)
     whole = load_observer(name, "weight", args)(weight).get_qparams()["scale"]
-    monkeypatch.setattr("vexport.observers.tiles.TILE_ELEMENTS", 256)
+    monkeypatch.setattr("vexport.observers.flatten.TILE_ELEMENTS", 256)
     tiled = load_observer(name, "weight", args)(weight).get_qparams()["scale"]
     torch.testing.assert_close(tiled, whole, rtol=1e-6, atol=0)
 
@@ -221,7 +221,7 @@ def test_patience_counts_over_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     weight = normal(16, 64).sign() * torch.tensor([1.0, 0.02]).repeat(32)
     results = []
     for elements in (1 << 20, 64):
-        monkeypatch.setattr("vexport.observers.tiles.TILE_ELEMENTS", elements)
+        monkeypatch.setattr("vexport.observers.flatten.TILE_ELEMENTS", elements)
         observer = Observer.load_from_registry(
             "memoryless_mse", base_name="weight", args=replace(CHANNEL, num_bits=4), maxshrink=0.9, patience=2
         )

@@ -15,6 +15,7 @@ from vexport.numerics.arithmetic import (
     BFLOAT16,
     E2M1,
     E4M3,
+    E8M0,
     FLOAT16,
     Format,
     integer_format,
@@ -28,6 +29,7 @@ from vexport.observers.kernels.searches import (
     search_nvfp4_scales,
     shrink_errors,
 )
+from vexport.observers.qparams import mx_scale
 
 Doubles = npt.NDArray[np.float64]
 
@@ -141,6 +143,19 @@ def test_the_error_is_that_of_the_scale_as_it_is_stored(form: Format, storage: i
         assert_least_error(weight, form._replace(scale_storage=storage))
 
 
+@pytest.mark.parametrize(("form", "bits"), [(E2M1, 4), (E4M3, 8)])
+def test_scales_of_mx_are_powers_of_two(form: Format, bits: int) -> None:
+    """The least error with the scale that compressed-tensors makes of each range."""
+    groups, powers = heavy_tailed(64, 32, torch.bfloat16), form._replace(scale_storage=E8M0)
+    found = search_grid_groups(groups, powers, IMATRIX_SHRINKS, norm=2.4)
+    for group, values in enumerate(groups.double().numpy()):
+        errors = []
+        for factor in IMATRIX_SHRINKS:
+            scale = float(mx_scale(groups[group].float().abs().max() * factor, bits))
+            errors.append((np.abs(FLOATS[form](values / scale) * scale - values) ** 2.4).sum())
+        assert errors[found.step[group]] <= min(errors) * (1 + TOLERANCE)
+
+
 @pytest.mark.parametrize("period", [1, 3, 12])
 def test_groups_of_other_columns_have_other_importance(period: int) -> None:
     importance = torch.rand(period, 128, generator=torch.Generator().manual_seed(1)) ** 4
@@ -166,7 +181,8 @@ def test_the_first_of_equal_candidates_is_taken(dtype: torch.dtype) -> None:
     found = search_grid_groups(torch.zeros(4, 128, dtype=dtype), INT4, SHRINKS, norm=2.4)
     assert not found.step.any()
     assert found.improved == [True] + [False] * 19
-    scales = search_nvfp4_scales(torch.zeros(2, 32, dtype=dtype), 1.0, largest=1.8, smallest=0.8, norm=2.4)
+    zeros = torch.zeros(2, 2, 16, dtype=dtype)
+    scales = search_nvfp4_scales(zeros, 1.0, largest=1.8, smallest=0.8, norm=2.4)
     assert (scales.float() == 0.125).all()
 
 
@@ -192,9 +208,10 @@ def test_what_is_not_contiguous_is_read_as_it_is() -> None:
     assert_least_error(weight.T, INT4)
 
 
-def test_an_unknown_dtype_is_named() -> None:
-    with pytest.raises(ValueError, match=r"got torch.float64, need one of torch.float32"):
-        search_grid_groups(torch.zeros(1, 16, dtype=torch.float64), INT4, SHRINKS, norm=2.4)
+def test_another_dtype_is_searched_in_float32() -> None:
+    groups = heavy_tailed(8, 128, torch.float32)
+    found, other = (search_grid_groups(each, INT4, SHRINKS, norm=2.4) for each in (groups, groups.double()))
+    assert torch.equal(found.step, other.step)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -212,7 +229,12 @@ def test_the_nvfp4_error_is_the_least_of_all_candidates(
         torch.rand(256, generator=torch.Generator().manual_seed(2)) if norm == 3.0 else torch.ones(256)
     )
     scales = search_nvfp4_scales(
-        weight, global_scale, largest=largest, smallest=smallest, norm=norm, importance=importance
+        weight.view(7, 16, 16),
+        global_scale,
+        largest=largest,
+        smallest=smallest,
+        norm=norm,
+        importance=importance,
     )
     assert scales.dtype == torch.float8_e4m3fn
     assert scales.shape == (7, 16)

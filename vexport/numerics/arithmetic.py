@@ -18,8 +18,8 @@ I32 = np.int32
 Bits = npt.NDArray[np.int32] | npt.NDArray[np.uint16]
 Floats = npt.NDArray[np.float32]
 
-# How a weight is stored; what `widen` is told.
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
+# How a weight is stored, which `widen` is told, and a scale; E8M0 are powers of two.
+FLOAT32, BFLOAT16, FLOAT16, E8M0 = 0, 1, 2, 3
 EXPONENT_MASK = 0x7F800000
 # ulp(1.5 * 2**23) == 1: adding and subtracting it rounds to an integer, ties to even.
 ROUNDER = (23 << 23) | 0x400000

@@ -6,13 +6,13 @@ Adding an observer is one new file here and one entry in `vexport.types.observer
 from collections.abc import Mapping
 from importlib import import_module
 
-from vexport.observers.args import ObserverArgs
 from vexport.observers.base import Observer, QParamsDict
 from vexport.observers.flatten import flatten_for_calibration, get_observer_token_count
 from vexport.observers.imatrix import IMatrixMSEObserver, Importance, NVFP4ExpandedIMatrixObserver
 from vexport.observers.minmax import MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver
 from vexport.observers.model_fusion import fuse_weight_observers
 from vexport.observers.mse import MemorylessMSEObserver, MovingAverageMSEObserver, NVFP4ExpandedMSEObserver
+from vexport.observers.qparams import ObserverArgs
 from vexport.types import observer_names
 from vexport.types.observer_names import ObserverName, OptionValue
 

@@ -8,12 +8,25 @@ import torch
 from torch import distributed
 
 from vexport.numerics.ranks import gather, rank_and_size
-from vexport.observers.args import ObserverArgs, is_nvfp4, strategy_of, with_keywords
-from vexport.observers.flatten import WEIGHT, flatten_for_calibration, require_layout, tokens_in
-from vexport.observers.qparams import global_scale_of, scale_and_zero_point
+from vexport.observers.flatten import (
+    WEIGHT,
+    Tiles,
+    flatten_for_calibration,
+    require_layout,
+    tiles_of,
+    tiles_of_observations,
+    tokens_in,
+)
+from vexport.observers.qparams import (
+    ObserverArgs,
+    global_scale_of,
+    is_nvfp4,
+    scale_and_zero_point,
+    strategy_of,
+    with_keywords,
+)
 from vexport.observers.registry import Named, OlderNames
 from vexport.observers.search import extremes_of, range_of, ranges_of_rows, scales_of_rows
-from vexport.observers.tiles import Tiles, tiles_of, tiles_of_observations
 from vexport.types.observer_names import Options, OptionsT, OptionValue, read_options
 
 Range = tuple[torch.Tensor, torch.Tensor]

@@ -5,9 +5,10 @@ from typing import ClassVar
 
 import torch
 
-from vexport.observers.args import is_nvfp4
 from vexport.observers.base import Observer, Range, Reduction
+from vexport.observers.flatten import Tiles
 from vexport.observers.minmax import moving_average
+from vexport.observers.qparams import is_nvfp4
 from vexport.observers.search import (
     Search,
     nvfp4_error,
@@ -17,7 +18,6 @@ from vexport.observers.search import (
     search_of,
     search_rows,
 )
-from vexport.observers.tiles import Tiles
 from vexport.types.observer_names import (
     NVFP4_EXPANDED_SEARCH,
     SEARCH,

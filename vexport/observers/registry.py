@@ -6,8 +6,8 @@ from typing import ClassVar, Self, TypeVar
 
 import torch
 
-from vexport.observers.args import ObserverArgs, strategy_of
 from vexport.observers.flatten import WEIGHT
+from vexport.observers.qparams import ObserverArgs, strategy_of
 from vexport.types.observer_names import CLASS_SEPARATOR, OptionValue, folded
 
 NamedT = TypeVar("NamedT", bound="Named")

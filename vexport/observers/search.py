@@ -1,31 +1,37 @@
-"""Searches for the range of each group whose quantization error is least.
+"""Searches for the range of each group whose quantization error is least, by compiled kernels.
 
-On the CPU compiled kernels do them; these torch versions do the rest and define the meaning. They work a
-tile at a time and in float32. The error of a group is `sum(importance * |dequantized - value| ** norm)`
-(llm-compressor, observers/mse_quant.py and imatrix.py).
+They work a tile at a time and in float32, on the CPU wherever the tensor is. The error of a group is
+`sum(importance * |dequantized - value| ** norm)` (llm-compressor, observers/mse_quant.py and imatrix.py).
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 
 import torch
 
-from vexport.numerics.constants import E2M1_MAX, E4M3_EPS, E4M3_MAX
-from vexport.observers.args import ObserverArgs
-from vexport.observers.kernels.tiles import (
-    BestFactors,
-    extremes_of_tile,
-    nvfp4_scales_of_tile,
-    range_of_tile,
-    search_one_group,
-    search_tile,
-    serves_grid,
-    serves_nvfp4,
+from vexport.numerics.arithmetic import E2M1, E4M3, E8M0, Format, integer_format
+from vexport.observers.flatten import Tiles
+from vexport.observers.kernels.searches import (
+    PATTERNS,
+    STORAGES,
+    GroupChoices,
+    distinct_values,
+    range_of_values,
+    ranges_of_groups,
+    readable,
+    search_grid_groups,
+    search_nvfp4_scales,
+    shrink_errors,
 )
-from vexport.observers.qparams import fake_quantize, round_to_e2m1, scale_and_zero_point
-from vexport.observers.tiles import Tiles
+from vexport.observers.qparams import (
+    ObserverArgs,
+    is_float,
+    is_mx,
+    round_to_e2m1,
+    scale_and_zero_point,
+    stored_dtype,
+)
 from vexport.types.observer_names import SearchOptions
 
 Range = tuple[torch.Tensor, torch.Tensor]
@@ -57,22 +63,23 @@ def search_of(options: SearchOptions, steps: int) -> Search:
 
 def range_of(tiles: Tiles) -> Range:
     """Minimum and maximum of each group, float32, shape qparam_shape."""
-    if not tiles.shared:
-        return _together(ranges_of_rows(tiles), tiles)
-    lows, highs = zip(*map(range_of_tile, tiles), strict=True)
-    return reduce(torch.minimum, lows), reduce(torch.maximum, highs)
+    return _together(ranges_of_rows(tiles), tiles)
 
 
 def ranges_of_rows(tiles: Tiles) -> Iterator[tuple[slice, Range]]:
-    """The same for some rows of qparam_shape after the other, where tiles are not shared."""
+    """The same for some rows of qparam_shape after the other."""
     for rows, tile in tiles.by_rows():
-        yield rows, range_of_tile(tile)
+        if tile.device.type != "cpu" or tile.dtype not in STORAGES or tile.shape[0] != 1:
+            yield rows, (tile.amin((0, -1)).float(), tile.amax((0, -1)).float())
+        else:
+            low, high = ranges_of_groups(tile.reshape(-1, tile.shape[-1]))
+            yield rows, (low.reshape(tile.shape[1:-1]), high.reshape(tile.shape[1:-1]))
 
 
 def extremes_of(tiles: Tiles) -> Range:
     """The smallest and the largest of all values, float32, of no dimension."""
-    pairs = [extremes_of_tile(tile) for tile in tiles]
-    return torch.stack([low for low, _ in pairs]).amin(), torch.stack([high for _, high in pairs]).amax()
+    ends = torch.tensor([range_of_values(tile) for _, tile in tiles.by_rows()], device=tiles.device)
+    return ends[:, 0].amin(), ends[:, 1].amax()
 
 
 def search_grid(
@@ -82,97 +89,66 @@ def search_grid(
 
     `importance` broadcasts to a tile. The earlier of two equal candidates is kept.
     """
-    if not tiles.shared:
-        return _together(search_rows(tiles, args, search, importance), tiles)
-    found = _search_shared(tiles, args, search, importance)
-    shorter = _within_patience(search, found.improved)
-    if shorter != search:
-        found = _search_shared(tiles, args, shorter, importance)
-    return found.low * found.factor, found.high * found.factor
+    return _together(search_rows(tiles, args, search, importance), tiles)
 
 
 def search_rows(
     tiles: Tiles, args: ObserverArgs, search: Search, importance: torch.Tensor | None
 ) -> Iterator[tuple[slice, Range]]:
-    """The same for some rows of qparam_shape after the other, where tiles are not shared.
+    """The same for some rows of qparam_shape after the other.
 
     Patience counts over all groups whatever the tiles, so a tile cannot stop by itself: all steps are
     tried, and once more without the late ones in the rare case that one of those was chosen. All rows come
     again then.
     """
-    improved = [False] * len(search.factors)
+    form, improved = format_of(args), [False] * len(search.factors)
+    is_one_group = math.prod(tiles.groups) == 1 and importance is None
     for rows, tile in tiles.by_rows():
-        found = _search_tile(tile, args, search, importance)
-        yield rows, (found.low * found.factor, found.high * found.factor)
+        found = (search_one_group if is_one_group else search_tile)(readable(tile), form, search, importance)
+        factor, shape = torch.tensor(search.factors)[found.step], tile.shape[1:-1]
+        low, high = ((end * factor).view(shape).to(tile.device) for end in (found.low, found.high))
+        yield rows, (low, high)
         improved = [a or b for a, b in zip(improved, found.improved, strict=True)]
     shorter = _within_patience(search, improved)
     if shorter != search:
         yield from search_rows(tiles, args, shorter, importance)
 
 
-def grid_errors(
-    tile: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    args: ObserverArgs,
-    search: Search,
-    importance: torch.Tensor | None,
-) -> torch.Tensor:
-    """Error of every candidate on one tile: float32, (steps, *qparam_shape).
-
-    `tile` is (num_observations, *qparam_shape, group_size) in any float dtype; [low, high], of shape
-    qparam_shape, is the range that the factors shrink.
-    """
-    values = tile.float()
-    errors = torch.empty(len(search.factors), *low.shape, device=low.device)
-    for step, factor in enumerate(search.factors):
-        scale, zero_point = scale_and_zero_point(low * factor, high * factor, args, None)
-        steps, zeros = scale.unsqueeze(-1), zero_point.to(torch.float32).unsqueeze(-1)
-        error = fake_quantize(values, steps, zeros, args).sub_(values).abs_().pow_(search.norm)
-        if importance is not None:
-            error.mul_(importance)
-        errors[step] = error.sum((0, -1))
-    return errors
+def format_of(args: ObserverArgs) -> Format:
+    """What values are rounded to, with scales as they are stored."""
+    form = integer_format(args.num_bits)
+    if is_float(args):
+        form = E2M1 if args.num_bits == 4 else E4M3
+    storage = E8M0 if is_mx(args) else STORAGES[stored_dtype(args)]
+    return form._replace(zero_points=not args.symmetric, scale_storage=storage)
 
 
-def _search_tile(
-    tile: torch.Tensor, args: ObserverArgs, search: Search, importance: torch.Tensor | None
-) -> BestFactors:
-    if serves_grid(tile, args):
-        return search_tile(
-            tile, args, search.factors, expand=search.expand, norm=search.norm, importance=importance
-        )
-    low, high = (end * search.expand for end in range_of_tile(tile))
-    errors = grid_errors(tile, low, high, args, search, importance)
-    return _least(errors, low, high, search.factors)
+def search_tile(
+    tile: torch.Tensor, form: Format, search: Search, importance: torch.Tensor | None
+) -> GroupChoices:
+    """The best factor of each group of a tile (num_observations, *qparam_shape, group_size)."""
+    return search_grid_groups(
+        tile.movedim(0, -2).reshape(math.prod(tile.shape[1:-1]), -1),
+        form,
+        search.factors,
+        norm=search.norm,
+        expand=search.expand,
+        importance=importance,
+    )
 
 
-def _search_shared(
-    tiles: Tiles, args: ObserverArgs, search: Search, importance: torch.Tensor | None
-) -> BestFactors:
-    one_group = math.prod(tiles.groups) == 1 and importance is None
-    if one_group and serves_grid(next(iter(tiles)), args):
-        return search_one_group(tiles, args, search.factors, expand=search.expand, norm=search.norm)
-    low, high = (end * search.expand for end in range_of(tiles))
-    errors = torch.zeros(len(search.factors), *low.shape, device=low.device)
-    for tile in tiles:
-        errors += grid_errors(tile, low, high, args, search, importance)
-    return _least(errors, low, high, search.factors)
-
-
-def _least(
-    errors: torch.Tensor, low: torch.Tensor, high: torch.Tensor, factors: Sequence[float]
-) -> BestFactors:
-    """The first factor with the least error, 1 where none has a finite error."""
-    best = torch.ones(errors.shape[1:], device=errors.device)
-    least = torch.full(errors.shape[1:], torch.finfo(torch.float32).max, device=errors.device)
-    improved = []
-    for factor, error in zip(factors, errors, strict=True):
-        better = error < least
-        improved.append(bool(better.any()))
-        least = torch.where(better, error, least)
-        best.masked_fill_(better, factor)
-    return BestFactors(low, high, best, improved)
+def search_one_group(
+    tile: torch.Tensor, form: Format, search: Search, importance: torch.Tensor | None
+) -> GroupChoices:
+    """The same of all values of a tile together: of 16 bits each number once."""
+    if tile.dtype.itemsize == 2 and tile.numel() >= PATTERNS:
+        values, counts = distinct_values(tile)
+        return search_tile(values.view(1, 1, -1), form, search, counts)
+    ends = torch.tensor(range_of_values(tile)) * search.expand
+    low, high = ends.tolist()
+    errors = shrink_errors(tile, (low, high), form, search.factors, norm=search.norm)
+    before = torch.cat([torch.tensor([torch.inf], dtype=errors.dtype), errors.cummin(0).values[:-1]])
+    return GroupChoices(ends[:1], ends[1:], errors.argmin().view(1), (errors < before).tolist())
 
 
 def _within_patience(search: Search, improved: Sequence[bool]) -> Search:
@@ -238,12 +214,15 @@ def search_nvfp4(
 def _block_scales(
     tile: torch.Tensor, global_scale: torch.Tensor, search: Search, importance: torch.Tensor | None
 ) -> torch.Tensor:
-    least, most = min(search.factors) * search.expand, max(search.factors) * search.expand
-    slack = least * (1 - CANDIDATE_SLACK), most * (1 + CANDIDATE_SLACK)
-    weight = None if importance is None else importance[0]
-    if serves_nvfp4(tile):
-        return nvfp4_scales_of_tile(tile[0], global_scale, slack, search.norm, weight)
-    return _best_block_scale(tile[0].float(), global_scale, (least, most), search.norm, weight).float()
+    scales = search_nvfp4_scales(
+        tile[0],
+        float(global_scale),
+        smallest=min(search.factors) * search.expand * (1 - CANDIDATE_SLACK),
+        largest=max(search.factors) * search.expand * (1 + CANDIDATE_SLACK),
+        norm=search.norm,
+        importance=importance,
+    )
+    return scales.to(tile.device, torch.float32)
 
 
 def nvfp4_error(
@@ -254,53 +233,9 @@ def nvfp4_error(
     weight, total = None if importance is None else importance[0], 0.0
     for _, tile in tiles.by_rows():
         rows = tile[:, ::step].contiguous()
-        scales = _block_scales(rows, global_scale, search, importance).float()
+        scales = _block_scales(rows, global_scale, search, importance)
         total += float(block_errors(rows[0].float(), scales / global_scale, search.norm, weight).sum())
     return total
-
-
-def _best_block_scale(
-    values: torch.Tensor,
-    global_scale: torch.Tensor,
-    bounds: tuple[float, float],
-    norm: float,
-    importance: torch.Tensor | None,
-) -> torch.Tensor:
-    """The best e4m3 scale of each group of one tile (..., group_size), larger scales first: float8_e4m3fn.
-
-    A smaller scale clips the largest value further. Once the error of that value alone exceeds the best
-    error, in every group, no smaller scale can be better and the search ends.
-    """
-    absmax, where = values.abs().max(-1)
-    weight = (
-        importance.expand_as(values).gather(-1, where.unsqueeze(-1)).squeeze(-1)
-        if importance is not None
-        else 1.0
-    )
-    first, last = candidate_codes(absmax, global_scale, bounds)
-    best, least = _nonzero(first), torch.full_like(absmax, torch.inf)
-    for offset in range(int((first - last).max()) + 1):
-        scale = _nonzero(first - offset)
-        step = scale / global_scale
-        clipped = weight * (absmax - E2M1_MAX * step).clamp_(min=0).pow_(norm)
-        if offset and bool((clipped >= least).all()):
-            break
-        error = block_errors(values, step, norm, importance)
-        better = (error < least) & (first - offset >= last)
-        least, best = torch.where(better, error, least), torch.where(better, scale, best)
-    return torch.where(absmax > 0, best, E4M3_EPS).to(torch.float8_e4m3fn)
-
-
-def candidate_codes(
-    absmax: torch.Tensor, global_scale: torch.Tensor, bounds: tuple[float, float]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(largest, smallest) e4m3 bit pattern worth trying for each group, int32.
-
-    Bit patterns of positive e4m3 numbers are consecutive integers in the order of their values.
-    """
-    scale = absmax * global_scale / E2M1_MAX
-    largest = _e4m3_code(scale * (bounds[1] * (1 + CANDIDATE_SLACK)))
-    return largest.clamp_(min=1), _e4m3_code(scale * (bounds[0] * (1 - CANDIDATE_SLACK)))
 
 
 def block_errors(
@@ -312,13 +247,3 @@ def block_errors(
     if importance is not None:
         error.mul_(importance)
     return error.sum(-1)
-
-
-def _e4m3_code(value: torch.Tensor) -> torch.Tensor:
-    return value.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8).to(torch.int32)
-
-
-def _nonzero(code: torch.Tensor) -> torch.Tensor:
-    """The value of an e4m3 bit pattern; what would be zero is stored as the smallest step."""
-    scale = code.clamp(min=0).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
-    return torch.where(scale == 0, E4M3_EPS, scale)

@@ -1,6 +1,7 @@
 """The grid search over shrunken ranges, for groups of any size and for whole tensors.
 
-A group is read and widened to float32 once, and all candidates are tried while it is in the cache.
+A group is read and widened to float32 once, and all candidates are tried while it is in the cache. The error
+of a candidate is the sum of importance * |q - x|**norm.
 """
 
 from typing import NamedTuple
@@ -10,30 +11,28 @@ import numpy.typing as npt
 from numba import prange
 
 from vexport.numerics.arithmetic import (
+    E8M0,
     F32,
     I32,
+    ROUNDER,
     Bits,
     Floats,
     Format,
+    as_bits,
     as_float,
     as_stored,
     nearest,
     power,
+    power_6_5,
     power_of_two_below,
+    round_to,
     value_range,
     widen,
 )
-from vexport.numerics.constants import FLOAT32_EPS
-from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
-from vexport.observers.kernels.errors import (
-    CHUNK,
-    Doubles,
-    Scaling,
-    chunk_error,
-    difference,
-    group_error,
-)
+from vexport.numerics.constants import E8M0_BIAS, FLOAT32_EPS, MX_ROUND_UP
+from vexport.numerics.jit import LANES, MULTIPLY_ADD, compiled, wide_vectors
 
+Doubles = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
 
@@ -42,6 +41,95 @@ UNIT = 64.0
 # Values that one thread takes at a time: of groups at least, of a whole tensor at most.
 TASK_VALUES = 1 << 13
 TENSOR_CHUNK = 1 << 16
+
+
+# Errors are added up in float32 over this many values, in float64 beyond.
+CHUNK = 1024
+
+
+class Scaling(NamedTuple):
+    """A scale, its inverse and its zero point."""
+
+    scale: np.float32
+    inverse: np.float32
+    zero: np.float32
+
+
+@compiled(inline=True, fastmath=MULTIPLY_ADD)
+def difference(value: np.float32, scaling: Scaling, form: Format) -> np.float32:
+    """x - q, exact to float32 where a multiply-add is one instruction."""
+    scaled = F32(value * scaling.inverse + scaling.zero)
+    rounded = round_to(min(max(scaled, form.low), form.high), form)
+    return F32(value - F32(rounded - scaling.zero) * scaling.scale)
+
+
+@compiled(inline=True, fastmath=MULTIPLY_ADD)
+def integer_difference(value: np.float32, scaling: Scaling, form: Format) -> np.float32:
+    """The same for integers, in fewer instructions: the number whose addition rounds holds the zero point."""
+    middle = as_float(I32(ROUNDER + (127 << 23)))
+    rounder = F32(middle + scaling.zero)
+    rounded = F32(value * scaling.inverse + rounder)
+    clamped = min(max(rounded, F32(middle + form.low)), F32(middle + form.high))
+    return F32(value - F32(clamped - rounder) * scaling.scale)
+
+
+@compiled(inline=True, fastmath=LANES)
+def add(total: np.float32, term: np.float32) -> np.float32:
+    """A sum whose terms may be added in lanes."""
+    return F32(total + term)
+
+
+@compiled(inline=True, fastmath=MULTIPLY_ADD)
+def chunk_error(
+    values: Floats, importance: Floats, scaling: Scaling, form: Format, norm: np.float32
+) -> np.float32:
+    """sum(importance * |q - x|**norm) of at most CHUNK values; the scale should not be far from one."""
+    wide_vectors()
+    total = F32(0.0)
+    if norm == F32(2.4) and form.mask == 0:
+        for i in range(values.size):
+            d = integer_difference(values[i], scaling, form)
+            total = add(total, F32(importance[i] * power_6_5(F32(d * d))))
+    elif norm == F32(2.4):
+        for i in range(values.size):
+            d = difference(values[i], scaling, form)
+            total = add(total, F32(importance[i] * power_6_5(F32(d * d))))
+    elif norm == F32(3.0) and form.mask == 0:
+        for i in range(values.size):
+            d = abs(integer_difference(values[i], scaling, form))
+            total = add(total, F32(importance[i] * F32(F32(d * d) * d)))
+    elif norm == F32(3.0):
+        for i in range(values.size):
+            d = abs(difference(values[i], scaling, form))
+            total = add(total, F32(importance[i] * F32(F32(d * d) * d)))
+    else:
+        for i in range(values.size):
+            d = abs(difference(values[i], scaling, form))
+            total = add(total, F32(importance[i] * power(d, norm)))
+    return total
+
+
+@compiled(fastmath=MULTIPLY_ADD)
+def part_error(
+    values: Floats, importance: Floats, scaling: Scaling, form: Format, norm: np.float32
+) -> np.float32:
+    """`chunk_error` as a separate call."""
+    wide_vectors()
+    return chunk_error(values, importance, scaling, form, norm)
+
+
+@compiled()
+def group_error(
+    values: Floats, importance: Floats, scaling: Scaling, form: Format, norm: np.float32, limit: float
+) -> float:
+    """sum(importance * |q - x|**norm) of any number of values; a part of it once that is above `limit`."""
+    total = 0.0
+    for start in range(0, values.size, CHUNK):
+        part = slice(start, min(start + CHUNK, values.size))
+        total += float(part_error(values[part], importance[part], scaling, form, norm))
+        if total > limit:
+            break
+    return total
 
 
 class Candidates(NamedTuple):
@@ -61,14 +149,25 @@ class Ends(NamedTuple):
 
 
 @compiled(inline=True)
+def mx_scale(absmax: np.float32, form: Format) -> np.float32:
+    """The power of two of `vexport.observers.qparams.mx_scale`; the smallest is a subnormal number."""
+    lowered = I32(I32(as_bits(form.high) >> I32(23)) - I32(E8M0_BIAS))
+    code = I32(I32(I32(as_bits(absmax) + I32(MX_ROUND_UP)) >> I32(23)) - lowered)
+    return as_float(max(I32(min(code, I32(255)) << I32(23)), I32(1 << 22)))
+
+
+@compiled(inline=True)
 def scaling_of(low: np.float32, high: np.float32, form: Format, unit: np.float32) -> Scaling:
     """The scale and zero point of a range (formulas of vexport.observers.qparams), of values times `unit`."""
     low, high = min(low, F32(0.0)), max(high, F32(0.0))
     span = F32(form.high - form.low)
     scale = F32(F32(high - low) / span) if form.zero_points else F32(max(-low, high) / F32(span / F32(2.0)))
     # Where a dtype has a smallest number, rounding depends on the unit.
-    scale = F32(as_stored(F32(scale / unit), form.scale_storage) * unit)
-    scale = F32(F32(FLOAT32_EPS) * unit) if scale == 0 else scale
+    if form.scale_storage == E8M0:
+        scale = F32(mx_scale(F32(max(-low, high) / unit), form) * unit)
+    else:
+        scale = F32(as_stored(F32(scale / unit), form.scale_storage) * unit)
+        scale = F32(F32(FLOAT32_EPS) * unit) if scale == 0 else scale
     zero = min(max(nearest(F32(form.low - F32(low / scale))), form.low), form.high)
     return Scaling(scale, F32(F32(1.0) / scale), zero if form.zero_points else F32(0.0))
 

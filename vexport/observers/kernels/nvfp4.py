@@ -2,7 +2,7 @@
 
 A block scale is stored as an e4m3 number relative to the global scale, so all ranges between the largest and
 the smallest candidate come down to the e4m3 numbers between theirs. Groups are small, so each lane of the
-vector code takes one: values are transposed to (16, groups).
+vector code takes one: values are transposed to (size, groups).
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from vexport.numerics.arithmetic import (
     widen,
 )
 from vexport.numerics.codes import Bytes, e4m3_magnitude_code, e4m3_value
-from vexport.numerics.constants import E4M3_EPS_CODE, NVFP4_GROUP
+from vexport.numerics.constants import E4M3_EPS_CODE
 from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
 
 Integers = npt.NDArray[np.int32]
@@ -43,7 +43,7 @@ class NVFP4Search(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """Groups that are searched together: `values` are (16, groups), all others (groups,).
+    """Groups that are searched together: `values` are (size, groups), all others (groups,).
 
     `values` are magnitudes, `absmax` is the largest and `weight` its importance. `first` and `last` are the
     codes of the largest and the smallest candidate, `best` is the best one so far and `least` its error;
@@ -63,11 +63,11 @@ class Lanes(NamedTuple):
 
 
 @compiled()
-def room_for(groups: int) -> Lanes:
+def room_for(groups: int, size: int) -> Lanes:
     """Lanes that are not filled yet."""
     floats, codes = np.empty((6, groups), dtype=F32), np.empty((3, groups), dtype=np.int32)
     return Lanes(
-        values=np.empty((NVFP4_GROUP, groups), dtype=F32),
+        values=np.empty((size, groups), dtype=F32),
         absmax=floats[0],
         weight=floats[1],
         least=floats[2],
@@ -95,12 +95,13 @@ def distance(value: np.float32, scale: np.float32, inverse: np.float32) -> np.fl
 
 @compiled()
 def transpose(target: Floats, values: Floats, unit: np.float32) -> None:
-    """Write the magnitudes of `values` (groups * 16,) times `unit` to `target` (16, groups)."""
+    """Write the magnitudes of `values` (groups * size,) times `unit` to `target` (size, groups)."""
     wide_vectors()
-    for j in range(NVFP4_GROUP):
+    size = target.shape[0]
+    for j in range(size):
         row = target[j]
         for g in range(row.size):
-            row[g] = F32(abs(values[g * NVFP4_GROUP + j]) * unit)
+            row[g] = F32(abs(values[g * size + j]) * unit)
 
 
 @compiled()
@@ -109,7 +110,7 @@ def find_largest(lanes: Lanes, importance: Floats) -> None:
     wide_vectors()
     absmax, weight = lanes.absmax, lanes.weight
     absmax[:], weight[:] = F32(-1.0), F32(0.0)
-    for j in range(NVFP4_GROUP):
+    for j in range(lanes.values.shape[0]):
         values, weights = lanes.values[j], importance[j]
         for g in range(values.size):
             value, most, its_weight, its_most = values[g], absmax[g], weights[g], weight[g]
@@ -155,7 +156,7 @@ def write_errors(lanes: Lanes, importance: Floats, norm: np.float32) -> None:
     wide_vectors()
     scale, inverse, error = lanes.scale, lanes.inverse, lanes.error
     error[:] = F32(0.0)
-    for j in range(NVFP4_GROUP):
+    for j in range(lanes.values.shape[0]):
         values, weights = lanes.values[j], importance[j]
         if norm == F32(2.4):
             for g in range(values.size):
@@ -200,7 +201,7 @@ def search_lanes(lanes: Lanes, importance: Floats, search: NVFP4Search, codes: B
 def search_block_scales(
     weight: Bits, storage: int, importance: Floats, search: NVFP4Search, codes: Bytes
 ) -> None:
-    """Write the best e4m3 code of every 16 columns of `weight` (rows, columns).
+    """Write the best e4m3 code of every group of columns of `weight` (rows, columns): (rows, groups).
 
     `importance` is (columns,). Values and the global scale are divided by a power of two so that the latter
     is near one: no choice changes, and errors neither over- nor underflow.
@@ -208,12 +209,13 @@ def search_block_scales(
     unit = power_of_two_below(search.global_scale)
     near_one = NVFP4Search(F32(search.global_scale / unit), search.largest, search.smallest, search.norm)
     groups = codes.shape[1]
+    size = weight.shape[1] // groups
     batches = -(-groups // LANES)
     for task in prange(batches * weight.shape[0]):
         row, batch = task // batches, task % batches
         start, stop = batch * groups // batches, (batch + 1) * groups // batches
-        part = slice(start * NVFP4_GROUP, stop * NVFP4_GROUP)
-        values, lanes = np.empty(part.stop - part.start, dtype=F32), room_for(stop - start)
+        part = slice(start * size, stop * size)
+        values, lanes = np.empty(part.stop - part.start, dtype=F32), room_for(stop - start, size)
         weights = np.empty(lanes.values.shape, dtype=F32)
         transpose(weights, importance[part], F32(1.0))
         widen(values, weight[row, part], storage)

@@ -1,10 +1,11 @@
 """The compiled searches on tensors.
 
-They read bfloat16, float16 and float32 values as they are, compute in float32, use all cores, and need a few
-hundred kilobytes in addition to their results. A group with NaN or infinity has a range that is not finite.
+They read bfloat16, float16 and float32 values as they are, others and those of another device as a copy,
+compute in float32, use all cores, and need a few hundred kilobytes in addition to their results. A group with
+NaN or infinity has a range that is not finite.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numba
@@ -21,7 +22,6 @@ from vexport.numerics.arithmetic import (
     Floats,
     Format,
 )
-from vexport.numerics.constants import NVFP4_GROUP
 from vexport.numerics.jit import compiled
 from vexport.observers.kernels.grid import (
     TASK_VALUES,
@@ -62,11 +62,6 @@ class GroupChoices(NamedTuple):
     high: torch.Tensor
     step: torch.Tensor
     improved: list[bool]
-
-
-def serves(tile: torch.Tensor) -> bool:
-    """Whether the compiled searches read this tensor."""
-    return tile.device.type == "cpu" and tile.dtype in STORAGES
 
 
 def search_grid_groups(
@@ -115,15 +110,14 @@ def ranges_of_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(lows), torch.from_numpy(highs)
 
 
-def distinct_values(tiles: Iterable[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The different numbers in tiles of a 16-bit dtype, how often each occurs: both float32, (numbers,)."""
+def distinct_values(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The different numbers in values of 16 bits, and how often each occurs: both float32, (numbers,)."""
     counts = np.zeros((min(numba.get_num_threads(), COUNTING_TASKS), PATTERNS), dtype=np.int64)
-    for tile in tiles:
-        add_counts(stored_bits(tile)[0].reshape(-1), counts)
+    add_counts(stored_bits(values)[0].reshape(-1), counts)
     total = counts.sum(0)
     patterns = np.flatnonzero(total)
-    values = torch.from_numpy(patterns.astype(np.uint16)).view(dtype).to(torch.float32)
-    return values, torch.from_numpy(total[patterns]).to(torch.float32)
+    numbers = torch.from_numpy(patterns.astype(np.uint16)).view(values.dtype).to(torch.float32)
+    return numbers, torch.from_numpy(total[patterns]).to(torch.float32)
 
 
 def range_of_values(values: torch.Tensor) -> tuple[float, float]:
@@ -153,7 +147,7 @@ def shrink_errors(
 
 
 def search_nvfp4_scales(
-    weight: torch.Tensor,
+    groups: torch.Tensor,
     global_scale: float,
     *,
     largest: float,
@@ -161,15 +155,16 @@ def search_nvfp4_scales(
     norm: float,
     importance: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The e4m3 block scales (rows, columns / 16), relative to the global scale, with the smallest error.
+    """The e4m3 block scales, relative to the global scale, with the smallest error: (rows, groups).
 
-    The error is `sum(importance * |q - x|**norm)` with the scale that is stored. Candidates are all e4m3
-    numbers between those of `largest` and `smallest` times a group's range; the larger of equals is taken.
-    A scale that would round to zero is the smallest e4m3 number, that of a group of zeros is 0.125.
+    `groups` are (rows, groups, size). The error is `sum(importance * |q - x|**norm)` with the scale that is
+    stored. Candidates are all e4m3 numbers between those of `largest` and `smallest` times a group's range;
+    the larger of equals is taken. A scale that would round to zero is the smallest e4m3 number, that of a
+    group of zeros is 0.125.
     """
-    bits, storage = stored_bits(weight)
-    codes = np.empty((weight.shape[0], weight.shape[1] // NVFP4_GROUP), dtype=np.uint8)
-    weights = importance_rows(importance, weight.shape[1])[0]
+    bits, storage = stored_bits(groups.reshape(len(groups), -1))
+    codes = np.empty(groups.shape[:2], dtype=np.uint8)
+    weights = importance_rows(importance, bits.shape[1])[0]
     limits = NVFP4Search(
         np.float32(global_scale), np.float32(largest), np.float32(smallest), np.float32(norm)
     )
@@ -177,17 +172,21 @@ def search_nvfp4_scales(
     return torch.from_numpy(codes).view(torch.float8_e4m3fn)
 
 
-def stored_bits(weight: torch.Tensor) -> tuple[Bits, int]:
-    """A weight's bits as integers, without a copy where it is contiguous, and how they are to be read."""
-    if weight.dtype not in STORAGES:
-        known = ", ".join(str(dtype) for dtype in STORAGES)
-        raise ValueError(f"weight: got {weight.dtype}, need one of {known}")
-    as_integers = torch.int32 if weight.dtype == torch.float32 else torch.uint16
-    return weight.detach().contiguous().view(as_integers).numpy(), STORAGES[weight.dtype]
+def readable(values: torch.Tensor) -> torch.Tensor:
+    """Values as kernels read them: in main memory, float32 where they are not of 16 bits."""
+    values = values.detach().to("cpu")
+    return values if values.dtype in STORAGES else values.to(torch.float32)
+
+
+def stored_bits(values: torch.Tensor) -> tuple[Bits, int]:
+    """The bits of values as integers, without a copy where that is possible, and how they are to be read."""
+    values = readable(values)
+    as_integers = torch.int32 if values.dtype == torch.float32 else torch.uint16
+    return values.contiguous().view(as_integers).numpy(), STORAGES[values.dtype]
 
 
 def importance_rows(importance: torch.Tensor | None, size: int) -> Floats:
     """Importance as float32 (rows, size); one row of ones where there is none."""
     if importance is None:
         return np.ones((1, size), dtype=np.float32)
-    return importance.detach().to(torch.float32).contiguous().reshape(-1, size).numpy()
+    return readable(importance).to(torch.float32).contiguous().reshape(-1, size).numpy()
