@@ -32,7 +32,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # for.
 LATE = {
     "api": ("vexport",),
-    "calibration": ("datasets", "huggingface_hub", "pyarrow", "transformers"),
+    "calibration": ("compressed_tensors", "datasets", "huggingface_hub", "pyarrow", "transformers"),
     "cli": ("rich", "vexport"),
     "plan": ("vexport",),
     "quantize": ("vexport",),

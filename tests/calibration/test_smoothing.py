@@ -191,7 +191,7 @@ def test_exponents_that_do_not_fit(
         (checkpoint / SMOOTHING).write_text(content, encoding="utf-8")
     ran = vexport("check", checkpoint, "--source", source)
     assert ran.code == 1
-    assert said in ran.stdout
+    assert said in " ".join(ran.stdout.split())  # lines break by the length of paths
     assert SMOOTHING in ran.stdout
     refused = vexport("repair", checkpoint, out, "--source", source)
     assert (refused.code, len(refused.errors), refused.stdout) == (2, 1, "")

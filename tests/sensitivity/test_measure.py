@@ -106,7 +106,7 @@ def test_a_second_call_runs_nothing_again(tmp_path: Path) -> None:
     file = tmp_path / "trials.json"
     first = run(DEMO / "model", file, "W4A16", steps=steps)
     ran = len(steps)
-    assert ran > 12
+    assert ran == 3
     assert run(DEMO / "model", file, "W4A16", steps=steps) == first
     assert len(steps) == ran
     assert run(DEMO / "model", file, "W4A16", "FP8_DYNAMIC", steps=steps) != first

@@ -5,27 +5,22 @@ attached by hand (llm-compressor's names): set `module.quantization_scheme`, cal
 register the hooks or call `observe`, run the module, then `update_qparams` and `freeze_module_quantization`.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
 from vexport.calibration.data import Samples, read_samples
 from vexport.calibration.forward import calibrate
 from vexport.calibration.model import default_device
-
-if TYPE_CHECKING:
-    from vexport.calibration.modules import (
-        calibrate_input_hook,
-        calibrate_key_hook,
-        calibrate_output_hook,
-        calibrate_query_hook,
-        calibrate_value_hook,
-        freeze_module_quantization,
-        get_modules,
-        initialize_observer,
-        observe,
-        sync_activation_stats,
-        update_qparams,
-    )
+from vexport.calibration.modules import (
+    calibrate_input_hook,
+    calibrate_key_hook,
+    calibrate_output_hook,
+    calibrate_query_hook,
+    calibrate_value_hook,
+    freeze_module_quantization,
+    get_modules,
+    initialize_observer,
+    observe,
+    sync_activation_stats,
+    update_qparams,
+)
 
 __all__ = [
     "Samples",
@@ -44,10 +39,3 @@ __all__ = [
     "sync_activation_stats",
     "update_qparams",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """What is attached by hand asks compressed-tensors for offloaded modules; its import takes seconds."""
-    if name in __all__:
-        return getattr(import_module("vexport.calibration.modules"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,6 @@ Products of 16-bit layers and of attention are made in float32 where a CPU compu
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,30 +23,11 @@ from vexport.types import HeadRanges, KeyValueRanges
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
-@dataclass(slots=True)
-class CachedStates:
-    """Running ranges of one layer's keys and values: (2, heads), minima and maxima, float32 on the CPU."""
-
-    key: torch.Tensor
-    value: torch.Tensor
-    tokens: int
-
-    def __add__(self, other: "CachedStates") -> "CachedStates":
-        """The ranges of both."""
-        return CachedStates(
-            _union(self.key, other.key), _union(self.value, other.value), self.tokens + other.tokens
-        )
-
-    def ranges(self) -> KeyValueRanges:
-        """The same as a value of a calibration."""
-        return KeyValueRanges(key=_heads(self.key), value=_heads(self.value), tokens=self.tokens)
-
-
-def head_extremes(states: torch.Tensor) -> torch.Tensor:
-    """Minima and maxima by head of states (batch, heads, tokens, head size): (2, heads), float32, CPU."""
+def head_ranges(states: torch.Tensor) -> HeadRanges:
+    """The range of each head of states (batch, heads, tokens, head size)."""
     heads, size = states.shape[1], states.shape[3]
-    rows = channel_extremes(states.transpose(1, 2).reshape(-1, heads * size)).view(2, heads, size)
-    return torch.stack((rows[0].amin(-1), rows[1].amax(-1))).float().cpu()
+    low, high = channel_extremes(states.transpose(1, 2).reshape(-1, heads * size)).view(2, heads, size)
+    return HeadRanges(low=tuple(low.amin(-1).tolist()), high=tuple(high.amax(-1).tolist()))
 
 
 @contextmanager
@@ -55,7 +35,7 @@ def watching_attention(
     module: torch.nn.Module,
     prefix: str,
     stored_name: Callable[[str], str],
-    seen: dict[str, CachedStates],
+    seen: dict[str, KeyValueRanges],
 ) -> Iterator[None]:
     """Within the block the attention layers below `module` add to `seen`, by name in the checkpoint."""
     names = {id(child): joined(prefix, name) for name, child in module.named_modules()}
@@ -69,7 +49,8 @@ def watching_attention(
         *args: object,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        found = CachedStates(head_extremes(key), head_extremes(value), key.shape[0] * key.shape[2])
+        tokens = key.shape[0] * key.shape[2]
+        found = KeyValueRanges(key=head_ranges(key), value=head_ranges(value), tokens=tokens)
         name = stored_name(names[id(attention)])
         seen[name] = seen[name] + found if name in seen else found
         function: Attend = attend or sys.modules[type(attention).__module__].eager_attention_forward
@@ -94,14 +75,6 @@ def replaced_attention(functions: Mapping[str, Attend]) -> Iterator[None]:
             del ALL_ATTENTION_FUNCTIONS[name]
             if name in before and ALL_ATTENTION_FUNCTIONS[name] is not before[name]:
                 ALL_ATTENTION_FUNCTIONS[name] = before[name]
-
-
-def _union(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return torch.stack((torch.minimum(one[0], other[0]), torch.maximum(one[1], other[1])))
-
-
-def _heads(rows: torch.Tensor) -> HeadRanges:
-    return HeadRanges(low=tuple(rows[0].tolist()), high=tuple(rows[1].tolist()))
 
 
 WIDENED = (torch.bfloat16, torch.float16)

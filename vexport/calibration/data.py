@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol
 
@@ -18,10 +18,8 @@ from vexport.types.patterns import TEMPLATE_SECONDS, time_limit
 
 # Characters that a token stands for at most: what is beyond them of a text would be cut again as tokens.
 CHARACTERS = 64
-# Broken rows that are named, and after how many reading ends.
-MOST_NAMED, MOST_BROKEN = 10, 1000
-
-
+# Broken rows after which reading ends.
+MOST_BROKEN = 10
 CONVERSATIONS = ("messages", "conversations", "conversation")
 FORMS = "text, messages, conversations, prompt and completion, or input_ids"
 # ShareGPT's names of who speaks.
@@ -161,12 +159,13 @@ def read_samples(
     reported together. Raises InputError, and EnvironmentFault where the hub cannot be asked.
     """
     reader = _Reader(data, _Tokens(checkpoint, trust_remote_code), vocab_size)
-    samples = list(_packed(reader.rows(), data) if reader.packs else _single(reader.rows(), data))
-    reader.raise_broken()
+    rows = _packed(reader.rows(), data) if reader.packs else reader.rows()
+    samples = list(islice(rows, data.samples))
+    raise_all(reader.broken)
     if not samples:
         raise InputError(data.name, got="no row", need=f"rows with {FORMS}", fix="add samples")
     return Samples(
-        token_ids=tuple(ids for _, ids in samples),
+        token_ids=tuple(tuple(ids[: data.seq_len]) for _, ids in samples),
         rows=tuple(number for number, _ in samples),
         data=data.name,
     )
@@ -184,102 +183,60 @@ def first_texts(data: CalibrationData, most: int) -> list[str]:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tokenized:
-    number: int
-    ids: tuple[int, ...]
-    joins: bool
-
-
 class _Reader:
-    """Rows of a set of data as token ids; what is broken is kept until the end."""
+    """Rows of a set of data as token ids, each with its number; what is broken is kept until the end."""
 
     def __init__(self, data: CalibrationData, tokens: "_Tokens", vocab_size: int) -> None:
-        self._data = data
-        self._tokens = tokens
-        self._vocab_size = vocab_size
-        self._problems: list[InputError] = []
-        self._broken = 0
-        self._raw = raw_rows(data)
-        self._first = next(self._raw, None)
+        self._data, self._tokens, self._vocab_size = data, tokens, vocab_size
+        self.broken: list[InputError] = []
+        rows = raw_rows(data)
+        self._raw = chain(first := list(islice(rows, 1)), rows)
+        # Rows are joined as asked, else where they are paragraphs of a text.
+        is_text = Path(data.name).suffix.lower() in (".txt", ".md")
+        paragraphs = is_text and bool(first) and isinstance(first[0].content, dict)
+        self.packs = paragraphs if data.pack is None else data.pack
 
-    @property
-    def packs(self) -> bool:
-        """Whether rows are joined: as asked, else where they are paragraphs of a text."""
-        if self._data.pack is not None:
-            return self._data.pack
-        return self._first is not None and isinstance(self._first.content, dict) and self._is_text()
-
-    def _is_text(self) -> bool:
-        return Path(self._data.name).suffix.lower() in (".txt", ".md")
-
-    def rows(self) -> Iterator[_Tokenized]:
-        """Each row that can be used; each that cannot is counted."""
-        first = [] if self._first is None else [self._first]
-        for source in (first, self._raw):
-            for raw in source:
-                try:
-                    yield self._tokenized(raw)
-                except (ValueError, RecursionError) as error:
-                    self._keep(raw, error)
-                if self._broken == MOST_BROKEN:
+    def rows(self) -> Iterator[tuple[int, Sequence[int]]]:
+        """Each row that can be used, until there are too many that cannot."""
+        for raw in self._raw:
+            try:
+                yield raw.number, self._tokenized(raw)
+            except (ValueError, RecursionError) as error:
+                got = "JSON nested too deeply" if isinstance(error, RecursionError) else str(error)
+                if isinstance(error, json.JSONDecodeError):
+                    got = f"no JSON object ({error.msg} at character {error.pos})"
+                need, fix = f"a row with {FORMS}", "fix or remove the row"
+                self.broken.append(InputError(raw.place, got=got, need=need, fix=fix))
+                if len(self.broken) == MOST_BROKEN:
                     return
 
-    def raise_broken(self) -> None:
-        """InputErrors for the first broken rows, and how many more there are."""
-        if self._broken > MOST_NAMED:
-            last = self._problems[-1]
-            more = self._broken - MOST_NAMED
-            at_least = " or more" if self._broken == MOST_BROKEN else ""
-            fix = f"{last.fix} ({more:,}{at_least} more broken rows)"
-            self._problems[-1] = InputError(last.where, got=last.got, need=last.need, fix=fix)
-        raise_all(self._problems)
-
-    def _keep(self, raw: RawRow, error: Exception) -> None:
-        self._broken += 1
-        if len(self._problems) < MOST_NAMED:
-            got = "JSON nested too deeply" if isinstance(error, RecursionError) else str(error)
-            if isinstance(error, json.JSONDecodeError):
-                got = f"no JSON object ({error.msg} at character {error.pos})"
-            need = f"a row with {FORMS}"
-            self._problems.append(InputError(raw.place, got=got, need=need, fix="fix or remove the row"))
-
-    def _tokenized(self, raw: RawRow) -> _Tokenized:
+    def _tokenized(self, raw: RawRow) -> Sequence[int]:
         row = read_row(_content(raw), self._data.column)
         if self._data.name == DEFAULT and row.messages is not None:
             row = replace(row, flat="\n\n".join(str(turn["content"]) for turn in row.messages))
-        ids = self._tokens.of(
-            row,
-            self._data.seq_len * (self._data.samples if self.packs else 1),
-            begins=not (self.packs and raw.joins),
-        )
-        _require_ids(ids, self._vocab_size)
-        ends = self._tokens.end if self.packs and row.ids is None else None
-        closed = ids if ends is None or raw.joins or ids[-1] == ends else (*ids, ends)
-        return _Tokenized(number=raw.number, ids=tuple(closed), joins=raw.joins)
+        most = self._data.seq_len * (self._data.samples if self.packs else 1)
+        ids = self._tokens.of(row, most, begins=not (self.packs and raw.joins))
+        if not ids:
+            raise ValueError("a row without tokens")
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            raise ValueError(f"token id {max(ids)} outside the vocabulary of {self._vocab_size}")
+        end = self._tokens.tokenizer.eos_token_id if self.packs and row.ids is None else None
+        return ids if end is None or raw.joins or ids[-1] == end else (*ids, end)
 
 
-def _single(rows: Iterable[_Tokenized], data: CalibrationData) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Each row is a sample, cut to its length."""
-    for row in islice(rows, data.samples):
-        yield row.number, row.ids[: data.seq_len]
-
-
-def _packed(rows: Iterable[_Tokenized], data: CalibrationData) -> Iterator[tuple[int, tuple[int, ...]]]:
+def _packed(
+    rows: Iterable[tuple[int, Sequence[int]]], data: CalibrationData
+) -> Iterator[tuple[int, Sequence[int]]]:
     """Rows one after the other, cut into samples of one length; what is left of them is one more."""
-    held: list[int] = []
-    count = start = 0
-    for row in rows:
-        start = start if held else row.number
-        held.extend(row.ids)
+    held, start = list[int](), 0
+    for number, ids in rows:
+        start = start if held else number
+        held.extend(ids)
         while len(held) >= data.seq_len:
-            yield start, tuple(held[: data.seq_len])
-            held, start = held[data.seq_len :], row.number
-            count += 1
-            if count == data.samples:
-                return
+            yield start, held[: data.seq_len]
+            held, start = held[data.seq_len :], number
     if held:
-        yield start, tuple(held)
+        yield start, held
 
 
 def _content(raw: RawRow) -> object:
@@ -299,11 +256,6 @@ class _Tokens:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         return load_tokenizer(self._checkpoint, trust_remote_code=self._trust)
-
-    @property
-    def end(self) -> int | None:
-        """The id that ends a text; None where the tokenizer has none."""
-        return self.tokenizer.eos_token_id
 
     def of(self, row: Row, most: int, *, begins: bool) -> Sequence[int]:
         """The ids of a row, of its text no more than `most` tokens can need; `begins` a text of its own.
@@ -374,10 +326,3 @@ def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> Tokenizer:
             else "add its files, or give calibration rows as input_ids",
         ) from None
     return tokenizer
-
-
-def _require_ids(ids: Sequence[int], vocab_size: int) -> None:
-    if not ids:
-        raise ValueError("a row without tokens")
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        raise ValueError(f"token id {max(ids)} outside the vocabulary of {vocab_size}")

@@ -6,18 +6,18 @@ from functools import partial
 
 import torch
 
-from vexport.calibration.attention import CachedStates, watching_attention
+from vexport.calibration.attention import watching_attention
 from vexport.calibration.capture import HiddenStates, base_of
 from vexport.calibration.data import Samples
 from vexport.calibration.gradients import GradientWatcher, TokenWeigher, TokenWeights, walk_back
 from vexport.calibration.inputs import GroupInputs, Places
 from vexport.calibration.smoothing import Smoother
-from vexport.calibration.statistics import Extremes, Statistics
+from vexport.calibration.statistics import Statistics
 from vexport.calibration.walk import Layer, LayerWalk, is_finite
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError
 from vexport.numerics.ranks import add_up, on_first, process_group, rank_and_size
-from vexport.types import Calibration, FusionGroup, OnProgress, Plan, Smoothing, silent
+from vexport.types import Calibration, FusionGroup, KeyValueRanges, OnProgress, Plan, Smoothing, silent
 from vexport.types.calibration import CALIBRATE
 
 
@@ -40,7 +40,7 @@ def calibrate(
     Raises CheckpointFailed where an activation is not finite or a layer saw no token, InputError for a model
     that cannot run layer by layer.
     """
-    seen, cached = Statistics.needed_by(plan, all_experts=all_experts), dict[str, CachedStates]()
+    seen, cached = Statistics.needed_by(plan, all_experts=all_experts), dict[str, KeyValueRanges]()
     if seen.inputs or seen.importance or plan.kv_cache:
         with process_group():
             rank, size = rank_and_size()
@@ -61,7 +61,7 @@ def calibrate(
         tokens=sum(len(ids) for ids in samples.token_ids),
         ranges=seen.ranges(),
         importance=seen.importances(),
-        kv_ranges={name: states.ranges() for name, states in cached.items()},
+        kv_ranges=cached,
         data=samples.data,
         smoothing=smoothing or {},
         token_weights=token_weights or {},
@@ -102,7 +102,7 @@ class _Watch:
         walk: LayerWalk,
         plan: Plan,
         seen: Statistics,
-        cached: dict[str, CachedStates],
+        cached: dict[str, KeyValueRanges],
         hidden: HiddenStates,
     ) -> None:
         self._walk, self._seen, self._cached, self._hidden = walk, seen, cached, hidden
@@ -154,11 +154,11 @@ class _Watch:
         run: Callable[[], torch.Tensor | None],
     ) -> torch.Tensor | None:
         """Run a sample through a module and take in what enters the groups; what comes out must be finite."""
-        extremes = Extremes()
-        with inputs.shown(lambda at, value: self._seen.take(inputs, at, value, extremes), once=True):
+        not_finite = list[str]()
+        with inputs.shown(lambda at, value: not_finite.extend(self._seen.take(inputs, at, value)), once=True):
             made = run()
-        if extremes.not_finite or (made is not None and not is_finite(made)):
-            raise self._walk.not_finite(module, name, position, run, extremes.not_finite)
+        if not_finite or (made is not None and not is_finite(made)):
+            raise self._walk.not_finite(module, name, position, run, next(iter(not_finite), None))
         return made
 
 

@@ -57,7 +57,7 @@ def walk_back(
 
     Raises CheckpointFailed where a state is not finite, and what `LayerWalk.text` raises.
     """
-    text = walk.text(samples, stage=LOOK_BACK, times=2, on_progress=on_progress)
+    text = walk.text(samples, stage=LOOK_BACK, on_progress=on_progress)
     with text as hidden, hidden_states(ENTERED_BYTES) as entered:
         Gradients(walk, watchers, hidden, entered).run()
 
@@ -79,13 +79,13 @@ class Gradients:
 
     def run(self) -> None:
         """Go up and back."""
-        for layer in self._walk.forward():
+        for layer in self._walk.forward(0, 2):
             for position in range(len(self._walk.ids)):
                 self._entered.append(self._hidden[position])
                 self._hidden[position] = self._walk.through(layer, position, self._before(layer, position))
         self._walk.model.requires_grad_(False)
         self._behind = [self._of_logits(position) for position in range(len(self._walk.ids))]
-        for layer in self._walk.backward():
+        for layer in self._walk.backward(1, 2):
             self._back(layer)
 
     def _back(self, layer: Layer) -> None:

@@ -4,15 +4,14 @@ A module says how it is quantized by its attribute `quantization_scheme`: compre
 `QuantizationScheme` or vexport's `SchemeArgs`. `initialize_observer` attaches `{base_name}_observer`, hooks
 or `observe` show it values, `update_qparams` writes `{base_name}_scale`, `_zero_point` and `_global_scale`.
 Names and meaning are llm-compressor's (modifiers/quantization/calibration.py). This layer computes nothing:
-formulas and statistics are those of `vexport.observers`.
+formulas and statistics are those of `vexport.observers`. compressed-tensors, which takes seconds to import,
+is asked where a module may be offloaded.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, cast
 
 import torch
-from compressed_tensors.offload import update_offload_parameter
-from compressed_tensors.quantization import QuantizationStatus
 
 from vexport.errors import CheckpointFailed
 from vexport.observers import Observer, ObserverArgs
@@ -92,7 +91,6 @@ def update_qparams(module: Modules, base_name: str | Iterable[str], only_update_
             observer = observer_of(one, name)
             if observer is not None:
                 _require_statistics(one, name, observer)
-                _require_finite(one, name, observer)
                 _write_qparams(one, name, observer, only_update_onload)
 
 
@@ -129,6 +127,8 @@ def freeze_module_quantization(module: torch.nn.Module) -> None:
 
     Modules without a scheme, and frozen ones, stay as they are.
     """
+    from compressed_tensors.quantization import QuantizationStatus
+
     frozen = getattr(module, "quantization_status", None) == QuantizationStatus.FROZEN
     if getattr(module, "quantization_scheme", None) is None or frozen:
         return
@@ -200,23 +200,19 @@ def _show(module: torch.nn.Module, base_name: str, value: object) -> None:
 
 
 def _require_statistics(module: torch.nn.Module, base_name: str, observer: Observer) -> None:
+    """CheckpointFailed where an observer saw nothing, or values that are not finite."""
     if not observer.has_statistics:
-        raise CheckpointFailed(
-            f"{_describe(module)}: {base_name}",
-            got=f"{observer.tokens} tokens in calibration",
-            need="at least one observation for its static scale",
-            fix="add samples that reach this module, or do not quantize it",
+        got, need = (
+            f"{observer.tokens} tokens in calibration",
+            "at least one observation for its static scale",
         )
-
-
-def _require_finite(module: torch.nn.Module, base_name: str, observer: Observer) -> None:
-    if not all(bool(torch.isfinite(end)) for end in observer.extremes()):
-        raise CheckpointFailed(
-            f"{_describe(module)}: {base_name}",
-            got="values that are not finite",
-            need="finite ones for its scale",
-            fix="look for the layer and the sample that made them, or do not quantize it",
-        )
+        fix = "add samples that reach this module, or do not quantize it"
+    elif not all(bool(torch.isfinite(end)) for end in observer.extremes()):
+        got, need = "values that are not finite", "finite ones for its scale"
+        fix = "look for the layer and the sample that made them, or do not quantize it"
+    else:
+        return
+    raise CheckpointFailed(f"{_describe(module)}: {base_name}", got=got, need=need, fix=fix)
 
 
 def _write_qparams(module: torch.nn.Module, base_name: str, observer: Observer, onload: bool) -> None:
@@ -229,6 +225,8 @@ def _write_qparams(module: torch.nn.Module, base_name: str, observer: Observer, 
         if not isinstance(present, torch.Tensor):
             module.register_parameter(full, torch.nn.Parameter(value, requires_grad=False))
             continue
+        from compressed_tensors.offload import update_offload_parameter
+
         value = value.to(present.dtype).reshape(present.shape)
         if onload:
             present.data = value.to(present.device)

@@ -34,87 +34,12 @@ from vexport.types import FusionGroup, Smoothing
 LEAST = 1e-5
 
 
-class ChannelSizes:
-    """The root mean square of each channel of modules' inputs and of their gradients, by module.
-
-    A gradient goes by the first module that reads the input.
-    """
-
-    def __init__(self) -> None:
-        self._squares: dict[str, torch.Tensor] = {}
-        self._gradients: dict[str, torch.Tensor] = {}
-        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @contextmanager
-    def watching(self, modules: Mapping[str, torch.nn.Module]) -> Iterator[None]:
-        """Within the block modules' inputs and gradients are added up; one that several read, once."""
-        with ExitStack() as block:
-            for name, module in modules.items():
-                block.callback(module.register_forward_pre_hook(partial(self._see, name)).remove)
-            yield
-        self._last = None
-
-    def knows(self, weights: Iterable[str]) -> bool:
-        """Whether one of these weights has been multiplied with an input."""
-        return any(name.removesuffix(".weight") in self._squares for name in weights)
-
-    def of(self, weights: Iterable[str]) -> torch.Tensor:
-        """The largest among their inputs, (channels,) float32, but for a factor that all share."""
-        return _largest_of(self._squares, weights)
-
-    def of_gradients(self, weights: Iterable[str]) -> torch.Tensor | None:
-        """The same of their inputs' gradients; None where the model could not be differentiated."""
-        weights = [name for name in weights if name.removesuffix(".weight") in self._gradients]
-        return _largest_of(self._gradients, weights) if weights else None
-
-    def _see(self, name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        value = inputs[0]
-        if self._last is None or self._last[0] is not value:
-            self._last = value, _squared(value.detach())
-            if value.requires_grad:
-                see = partial(self._see_gradient, name)
-                value.register_hook(see)  # type: ignore[no-untyped-call]
-        _add(self._squares, name, self._last[1])
-
-    def _see_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        _add(self._gradients, name, _squared(gradient))
-
-
-def _largest_of(squares: Mapping[str, torch.Tensor], weights: Iterable[str]) -> torch.Tensor:
-    names = (name.removesuffix(".weight") for name in weights)
-    return torch.stack([squares[name] for name in names if name in squares]).amax(0).sqrt()
-
-
-def _squared(values: torch.Tensor) -> torch.Tensor:
-    return values.reshape(-1, values.shape[-1]).to(torch.float32).square().sum(0)
-
-
-def _add(sums: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
-    sums[name] = sums[name] + value if name in sums else value
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fold:
     """Parameters whose rows are divided, and those whose columns are multiplied."""
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Trace:
-    """What went through a layer's modules for one row of text, by their names in the layer."""
-
-    inputs: dict[str, torch.Tensor]
-    outputs: dict[str, torch.Tensor]
-
-    def readers(self, made: torch.Tensor) -> list[str]:
-        """The modules that read a tensor that another one made."""
-        return [
-            name
-            for name, seen in self.inputs.items()
-            if seen.data_ptr() == made.data_ptr() and seen.shape[-1] == made.shape[-1]
-        ]
 
 
 class Smoother:
@@ -134,16 +59,32 @@ class Smoother:
 
     @contextmanager
     def watching(self, layer: Layer) -> Iterator[None]:
-        """Within the block the sizes of a layer's inputs and gradients are added up."""
-        self._sizes = ChannelSizes()
-        with self._sizes.watching(self._wanted(layer)):
+        """Within the block the squares of a layer's inputs and their gradients are added up by channel.
+
+        An input that several modules read counts for each; its gradient goes by the first of them.
+        """
+        self._squares, self._gradients = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+        with ExitStack() as block:
+            for name, module in self._wanted(layer).items():
+                block.callback(module.register_forward_pre_hook(partial(self._see, name)).remove)
             yield
+        self._last = None
+
+    def _see(self, name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        value = inputs[0]
+        if self._last is None or self._last[0] is not value:
+            self._last = value, _squared(value.detach())
+            if value.requires_grad:
+                see = partial(_add, self._gradients, name)
+                value.register_hook(lambda gradient: see(_squared(gradient)))  # type: ignore[no-untyped-call]
+        _add(self._squares, name, self._last[1])
 
     def leave(self, layer: Layer, again: Again) -> None:
         """Fold what can be folded, one pair after another."""
         expected = again()
         for fold in self._folds(layer, again):
-            if self._sizes.knows(fold.columns):
+            if any(name.removesuffix(".weight") in self._squares for name in fold.columns):
                 self._try(layer, fold, lambda: torch.equal(again(), expected))
 
     def _wanted(self, layer: Layer) -> dict[str, torch.nn.Module]:
@@ -158,12 +99,16 @@ class Smoother:
 
     def _folds(self, layer: Layer, again: Again) -> Iterator[_Fold]:
         """Every pair that may be scaled against each other: norms first, then layers of the same module."""
-        wanted, trace = self._wanted(layer), _traced(layer.module, again)
+        wanted, (inputs, outputs) = self._wanted(layer), _traced(layer.module, again)
         parameters = dict(layer.module.named_parameters())
         behind_norms = set[str]()
-        for name, made in trace.outputs.items():
+        for name, made in outputs.items():
             own = _own(parameters, name)
-            readers = trace.readers(made)
+            readers = [
+                reader
+                for reader, seen in inputs.items()
+                if seen.data_ptr() == made.data_ptr() and seen.shape[-1] == made.shape[-1]
+            ]
             read = [parameters[f"{reader}.weight"] for reader in readers]
             is_norm = all(parameters[one].dim() == 1 for one in own)
             fits = all(weight.dim() == 2 and weight.shape[1] == made.shape[-1] for weight in read)
@@ -214,28 +159,46 @@ class Smoother:
 
     def _exponents(self, parameters: Mapping[str, torch.Tensor], fold: _Fold) -> torch.Tensor:
         """By which rows are divided and columns multiplied, as whole numbers in float32."""
-        inputs, gradients = self._sizes.of(fold.columns), self._sizes.of_gradients(fold.columns)
-        if gradients is None:
+        inputs, gradients = (_largest_of(seen, fold.columns) for seen in (self._squares, self._gradients))
+        assert inputs is not None
+        if gradients is None:  # of a model that could not be differentiated
             squares = [parameters[name].to(torch.float32).square().mean(0) for name in fold.columns]
             gradients = torch.stack(squares).amax(0).sqrt()
         scale = self._strength * _log2(inputs) - (1 - self._strength) * _log2(gradients)
         return (scale - scale.mean()).round().clamp(-MOST, MOST)
 
 
-def _traced(layer: torch.nn.Module, run: Callable[[], torch.Tensor]) -> _Trace:
-    """Run a layer, and what its modules with weights of their own read and made."""
-    trace = _Trace(inputs={}, outputs={})
+def _squared(values: torch.Tensor) -> torch.Tensor:
+    return values.reshape(-1, values.shape[-1]).to(torch.float32).square().sum(0)
+
+
+def _add(sums: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
+    sums[name] = sums[name] + value if name in sums else value
+
+
+def _largest_of(squares: Mapping[str, torch.Tensor], weights: Iterable[str]) -> torch.Tensor | None:
+    """The largest roots of what these weights read, (channels,) float32, but for a factor that all share."""
+    names = (name.removesuffix(".weight") for name in weights)
+    seen = [squares[name] for name in names if name in squares]
+    return torch.stack(seen).amax(0).sqrt() if seen else None
+
+
+def _traced(
+    layer: torch.nn.Module, run: Callable[[], torch.Tensor]
+) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+    """Run a layer: what its modules with weights of their own read, and what they made, by name."""
+    read, made = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
 
     def see(name: str, module: torch.nn.Module, inputs: tuple[object, ...], output: object) -> None:
         if inputs and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
-            trace.inputs[name], trace.outputs[name] = inputs[0], output
+            read[name], made[name] = inputs[0], output
 
     with ExitStack() as block:
         for name, module in layer.named_modules():
             if isinstance(module._parameters.get("weight"), torch.Tensor):
                 block.callback(module.register_forward_hook(partial(see, name)).remove)
         run()
-    return trace
+    return read, made
 
 
 def _own(parameters: Mapping[str, torch.Tensor], module: str) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ more slowly than the integers that they are stored as, and over groups of 16 cha
 """
 
 import base64
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -54,30 +53,6 @@ def channel_extremes(value: torch.Tensor) -> torch.Tensor:
     return torch.stack((low, high)).view(flat.dtype)
 
 
-class Extremes:
-    """The extremes of the activations last seen: layers that share an input (q, k and v) share the work.
-
-    Two are remembered: of experts, what enters all comes in turn with what each makes of it. `not_finite`
-    names the first layer whose input was not.
-    """
-
-    def __init__(self) -> None:
-        self.not_finite: str | None = None
-        self._last: deque[tuple[torch.Tensor, int, torch.Tensor]] = deque(maxlen=2)
-
-    def of(self, value: torch.Tensor, layer: str) -> torch.Tensor:
-        """`channel_extremes` of a layer's input, from memory if it was seen just before, unchanged."""
-        for place, (seen, version, rows) in enumerate(self._last):
-            if value is seen and value._version == version:
-                self._last.rotate(-1 - place)  # to the end, as the last one seen
-                return rows
-        rows = channel_extremes(value)
-        self._last.append((value, value._version, rows))
-        if self.not_finite is None and not bool(torch.isfinite(rows).all()):
-            self.not_finite = layer
-        return rows
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
     """What was seen so far.
@@ -118,25 +93,26 @@ class Statistics:
             all_experts=self.all_experts,
         )
 
-    def take(self, inputs: GroupInputs, module: str, value: Value, extremes: "Extremes") -> None:
-        """Take in what enters a module in one forward."""
+    def take(self, inputs: GroupInputs, module: str, value: Value) -> list[str]:
+        """Take in what enters a module in one forward; the answer names layers whose input is not finite."""
         sites = [site for site in inputs.sites if site.module == module]
         if isinstance(value, Entered) and (name := moe_layer(sites[0].groups[0].members[0].name)):
             counts = torch.tensor([len(route) for route in value.routes])
             self.routed[name] = self.routed[name] + counts if name in self.routed else counts
+        not_finite, last = list[str](), None
         for site in sites if self.inputs or self.importance else ():
             for layer, seen in inputs.values(site, value, all_experts=self.all_experts):
-                self._see(layer, seen, extremes)
-
-    def _see(self, layer: str, value: torch.Tensor, extremes: "Extremes") -> None:
-        """Take in the input of a layer (..., channels); an empty one changes nothing."""
-        if not value.numel():
-            return
-        rows = extremes.of(value, layer)
-        if layer in self.inputs:
-            show(self.inputs[layer], value, rows)
-        if layer in self.importance:
-            self.importance[layer].add(value)
+                if not seen.numel():
+                    continue
+                if seen is not last:  # q, k and v share theirs
+                    last, rows = seen, channel_extremes(seen)
+                    if not bool(torch.isfinite(rows).all()):
+                        not_finite.append(layer)
+                if layer in self.inputs:
+                    show(self.inputs[layer], seen, rows)
+                if layer in self.importance:
+                    self.importance[layer].add(seen)
+        return not_finite
 
     def sync(self) -> None:
         """Give every rank, also one that saw nothing, the statistics of all."""

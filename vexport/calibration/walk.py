@@ -3,7 +3,7 @@
 Where a forward makes a value that is not finite, it is said where first.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -115,18 +115,16 @@ class LayerWalk:
         smoothing: Mapping[str, Smoothing] | None = None,
         *,
         stage: str = "layers",
-        times: int = 1,
         on_progress: OnProgress = silent,
     ) -> Iterator[HiddenStates]:
         """Within the block samples are on their way through the model as smoothed: what enters its layers.
 
-        They go through each layer so many `times`; each is a step of the `stage` that `on_progress` is told.
-        Raises InputError for a model that cannot run layer by layer, CheckpointFailed where what enters the
-        first layer is not finite.
+        Each layer that they go through is a step of the `stage` that `on_progress` is told. Raises InputError
+        for a model that cannot run layer by layer, CheckpointFailed where what enters the first layer is not
+        finite.
         """
         self.ids = [torch.tensor([ids], device=self.device) for ids in samples.token_ids]
         self._rows = samples.rows
-        self._done, self._steps = 0, times * len(self.numbers)
         self._report = partial(on_progress, stage)
         with (
             torch.no_grad(),
@@ -145,13 +143,13 @@ class LayerWalk:
                         raise self.not_finite(self.model, "", position, run)
             yield hidden
 
-    def forward(self) -> Iterator[Layer]:
-        """Every layer with its weights, from the first on."""
-        return self._each(self.numbers)
+    def forward(self, part: int = 0, parts: int = 1) -> Iterator[Layer]:
+        """Every layer with its weights, from the first on: this is one of several parts of the stage."""
+        return self._each(self.numbers, part, parts)
 
-    def backward(self) -> Iterator[Layer]:
+    def backward(self, part: int = 0, parts: int = 1) -> Iterator[Layer]:
         """Every layer with its weights, from the last on."""
-        return self._each(reversed(self.numbers))
+        return self._each(list(reversed(self.numbers)), part, parts)
 
     def through(self, layer: Layer, position: int, states: torch.Tensor) -> torch.Tensor:
         """The hidden states of a sample behind a layer; CheckpointFailed where they are not finite."""
@@ -199,14 +197,13 @@ class LayerWalk:
     def _behind(self, states: torch.Tensor) -> AbstractContextManager[None]:
         return replayed_layers(self.layers, states.to(self.device), self._captured.rest)
 
-    def _each(self, numbers: Iterable[int]) -> Iterator[Layer]:
-        for number in numbers:
+    def _each(self, numbers: Sequence[int], part: int, parts: int) -> Iterator[Layer]:
+        for done, number in enumerate(numbers, start=part * len(numbers) + 1):
             module, name = self.layers[number], f"{self.name}.{number}"
             self._load(number)
             yield Layer(number=number, name=name, module=module, calls=self._captured.calls[number])
             unload(module)
-            self._done += 1
-            self._report(self._done, self._steps)
+            self._report(done, parts * len(numbers))
 
     def _load(self, number: int) -> None:
         """Fill a layer that has no weights yet."""

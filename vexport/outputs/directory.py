@@ -18,6 +18,7 @@ from typing import TextIO
 
 from vexport.errors import CheckpointFailed, InputError, VexportError
 from vexport.files import read_json_object, write_text
+from vexport.numerics.ranks import on_first, rank_and_size
 from vexport.outputs.replaceable import FILES, RECIPE, refuse_existing
 from vexport.outputs.separate import resolved
 from vexport.types import Json
@@ -86,8 +87,11 @@ def resumable_directory(
     `input_digest` to go on in: it finds the files that match `keep`. One with another digest begins
     an empty folder. `note` is told of both. InputError where `path` exists and may not be replaced (see
     `refuse_existing`), where it cannot be renamed, where the working folder is not ours, or where another
-    process is writing it.
+    process is writing it. Of torchrun's ranks the first makes it, at the end of whose block it appears.
     """
+    if rank_and_size()[0] > 0:
+        yield on_first(Path)
+        return
     with _directory(path, overwrite=overwrite) as (work, record):
         before = record.read()
         continued = before == input_digest
@@ -97,7 +101,7 @@ def resumable_directory(
         _empty(work / ASIDE, keep="*" if continued else "")
         _rewrite(record, input_digest)
         try:
-            yield work / NEW
+            yield on_first(lambda: work / NEW)
         except VexportError:
             if _is_ours(record, work):
                 _remove_working_folder(work)

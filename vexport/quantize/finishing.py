@@ -20,6 +20,7 @@ from vexport.checkpoint.source import pinned_source
 from vexport.checkpoint.writer import Shard, write_index
 from vexport.files import digest_bytes, write_text
 from vexport.formats.config import quantization_config
+from vexport.outputs import kept_as_failed
 from vexport.outputs.digests import record_digests
 from vexport.outputs.replaceable import RECIPE
 from vexport.types import Calibration, Json, Plan
@@ -37,19 +38,22 @@ def finish(
     folder: Path,
     shards: Sequence[Shard],
 ) -> None:
-    """Write what a checkpoint has besides weights: index of all `shards`, side files, config.json last."""
+    """Write what a checkpoint has besides weights: index of all `shards`, side files, config.json last.
+
+    What tells how far shards are written is removed: they are whole. Raises what `job.prove` finds, with
+    OUT.failed in the place of OUT.
+    """
     (folder / RECIPE).write_text(recipe(job, index, plan, calibration), encoding="utf-8")
     write_index(folder, shards)
     _copy_side_files(index, folder)
     write_smoothing(calibration.smoothing if calibration else {}, folder)
     record_digests(folder, {shard.name: written_digest(folder / shard.name) for shard in shards})
     write_config(index, plan, folder)
-
-
-def forget_progress(folder: Path, shards: Sequence[Shard]) -> None:
-    """Remove what tells how far shards are written: they are whole."""
+    failure = job.prove(folder, plan)
     for shard in shards:
         progress_file(folder / shard.name).unlink(missing_ok=True)
+    if failure is not None:
+        raise kept_as_failed(folder, job.out, failure)
 
 
 def write_config(index: SourceIndex, plan: Plan, folder: Path) -> None:

@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
+import torch
 from greenlet import getcurrent, greenlet
 
 from vexport.calibration.inputs import GroupInputs, Noted, Value
-from vexport.calibration.statistics import Extremes, Statistics
+from vexport.calibration.statistics import Statistics
 from vexport.formats.packing.base import Array
 from vexport.numerics.ranks import gather
-from vexport.quantize.model import QuantizedLayer, QuantizedModel
+from vexport.quantize.model import QuantizedModel
 from vexport.quantize.round_sites import SiteSums
 from vexport.quantize.stream import Stored
-from vexport.types import FusionGroup
+from vexport.types import FusionGroup, LinearPlan
 from vexport.types.rounding import GroupRounding, LayerRounding
 
 # The name of the module that a row waits in front of, and what enters it.
@@ -126,7 +127,7 @@ class InOrder:
         self._learn, self._text = learn, text
         self._stored, self._how = dict[str, Array](), dict[str, GroupRounding]()
         self._learnt = LayerRounding(groups=(), state_error=0.0)
-        self._layers = list[QuantizedLayer]()
+        self._weights = dict[LinearPlan, torch.Tensor]()
 
     def round(self, rows: Rows, exact: Sequence[dict[str, Value]]) -> tuple[Stored, LayerRounding]:
         """The bytes that replace the weights, and how each group was rounded. All ranks call.
@@ -169,7 +170,7 @@ class InOrder:
         seen = self._statistics.only(groups)
         for position in range(number):
             for at, value in rows.noted(position, name).items():
-                seen.take(here, at, value, Extremes())
+                seen.take(here, at, value)
         seen.sync()
         learnt = self._learnt
         self._learnt = replace(
@@ -185,8 +186,10 @@ class InOrder:
         stored, how = sums.round(groups)
         self._stored |= stored
         self._how |= how
-        self._layers.extend(layer for group in groups for layer in self._model.layers_of(group, stored))
+        for group in groups:
+            self._weights |= self._model.weights_of(group, stored)
         # One parameter can hold weights of several groups, not all rounded at once.
-        changed = {self._model.places.parameter_of(member) for group in groups for member in group.members}
-        whole = [layer for layer in self._layers if self._model.places.parameter_of(layer.member) in changed]
+        parameter_of = self._model.places.parameter_of
+        changed = {parameter_of(member) for group in groups for member in group.members}
+        whole = {one: weight for one, weight in self._weights.items() if parameter_of(one) in changed}
         block.enter_context(self._model.with_weights(whole))

@@ -1,21 +1,18 @@
 """One quantization: what is asked for, and its steps plan, calibrate, write."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from vexport.checkpoint.index import SourceIndex, unchanged
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors import CheckpointFailed, InputError
-from vexport.files import digest_bytes, from_json, to_json, write_text
-from vexport.numerics.compiling import watch_compilation
+from vexport.files import digest_bytes
+from vexport.numerics.compiling import telling_compilation
 from vexport.numerics.ranks import gather, on_first, process_group, rank_and_size
 from vexport.outputs import (
     NamedPath,
     aside_folder,
-    kept_as_failed,
     refuse_existing,
     require_separate,
     resumable_directory,
@@ -26,16 +23,13 @@ from vexport.plan import require_accepted
 from vexport.plan.needs import calibration_need, needs_rounding
 from vexport.plan.source import DEFAULTS, plan_source
 from vexport.quantize.estimate import Step, estimated_steps, numbered
-from vexport.quantize.finishing import finish, forget_progress
+from vexport.quantize.finishing import finish
 from vexport.quantize.samples import PlanText, require_calibration
 from vexport.quantize.stream import dealt, input_digest, planned_shards, write_shards
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule
 from vexport.types import Calibration, OnProgress, Plan, silent
 from vexport.types.rounding import RoundingReport
-
-# What calibration text showed, for a call that goes on.
-STATISTICS = "statistics.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,68 +92,35 @@ def write_checkpoint(
     them. InputError where a file of the source has changed since `index` was read; CheckpointFailed, with
     OUT.failed in the place of OUT, by `job.prove`.
     """
-    rounding, shards = None, planned_shards(index, plan, shard_bytes=job.shard_bytes)
-    with watch_compilation(partial(job.on_progress, "compile kernels, once")) as compilation:
-
-        def on_progress(stage: str, done: int, total: int) -> None:
-            compilation.end()
-            job.on_progress(stage, done, total)
-
-        text = None
+    text, finished, rounding, shards = None, None, None, planned_shards(index, plan, job.shard_bytes)
+    with telling_compilation(job.on_progress) as on_progress:
         if calibration_need(plan) and (known is None or needs_rounding(plan)):
             trust = job.trust_remote_code
             text = PlanText(index, plan, job.calibration, on_progress=on_progress, trust_remote_code=trust)
         inputs = input_digest(index, plan, known, text.digest if text else "", shard_bytes=job.shard_bytes)
-        with _working_folder(job, inputs) as folder, unchanged(index):
-            calibration = known
+        working = resumable_directory(
+            job.out,
+            input_digest=inputs,
+            overwrite=job.overwrite,
+            note=lambda text: job.on_progress(f"quantize {text}", 1, 1),
+        )
+        with working as folder, unchanged(index):
+            calibration, aside = known, aside_folder(folder)
             if text is not None:
                 if job.on_estimate is not None and (steps := estimated_steps(text)):
                     job.on_estimate(steps)
                     text.on_progress = numbered(steps, on_progress)
-                calibration = known or _calibrated(text, aside_folder(folder) / STATISTICS)
+                calibration = known or text.calibrated(aside)
                 if needs_rounding(plan):
-                    finished, rounding = text.round(calibration, aside_folder(folder))
+                    finished, rounding = text.round(calibration, aside)
                     calibration = rounding.completed(calibration)
             write_shards(
-                index,
-                plan,
-                calibration,
-                folder,
-                dealt(shards),
-                finished=finished if rounding else None,
-                on_progress=on_progress,
+                index, plan, calibration, folder, dealt(shards), finished=finished, on_progress=on_progress
             )
             gather(None)  # all files are written
             if rank_and_size()[0] == 0:
                 finish(job, index, plan, calibration, folder, shards)
-                failure = job.prove(folder, plan)
-                forget_progress(folder, shards)
-                if failure is not None:
-                    raise kept_as_failed(folder, job.out, failure)
     return calibration, rounding
-
-
-def _calibrated(text: PlanText, file: Path) -> Calibration:
-    """What the text shows, from `file` where an earlier call left it there."""
-    if not on_first(file.is_file):
-        found = text.calibrate()
-        if rank_and_size()[0] == 0:
-            write_text(file, to_json(found))
-    return on_first(lambda: from_json(Calibration, file))
-
-
-@contextmanager
-def _working_folder(job: QuantizeJob, inputs: str) -> Iterator[Path]:
-    """Where OUT is made: the first rank's, which publishes it at the end of the block."""
-    if rank_and_size()[0] > 0:
-        yield on_first(Path)
-        return
-
-    def note(text: str) -> None:
-        job.on_progress(f"quantize {text}", 1, 1)
-
-    with resumable_directory(job.out, input_digest=inputs, overwrite=job.overwrite, note=note) as folder:
-        yield on_first(lambda: folder)
 
 
 def _require_separate(job: QuantizeJob, source: Path) -> None:

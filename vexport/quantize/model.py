@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -49,15 +48,6 @@ def rounded_experts(module: torch.nn.Module, hooks: Mapping[ExpertLayer, Hook]) 
         yield
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizedLayer:
-    """A linear layer's weight (out, in) after quantization, and what rounds its inputs, if anything does."""
-
-    member: LinearPlan
-    weight: torch.Tensor
-    round_inputs: Hook | None
-
-
 class QuantizedModel:
     """Puts quantized layers into the model that a walk fills layer by layer."""
 
@@ -73,22 +63,18 @@ class QuantizedModel:
         """That of the text which is on its way."""
         return self._weights.reader
 
-    def layers_of(self, group: FusionGroup, stored: Mapping[str, Array]) -> Iterator[QuantizedLayer]:
-        """The layers of a group as compressed-tensors dequantizes its `stored` bytes, by tensor name."""
-        layout = group_layout(group, self.index.tensors)
+    def weights_of(self, group: FusionGroup, stored: Mapping[str, Array]) -> dict[LinearPlan, torch.Tensor]:
+        """The weights (out, in) of a group's layers as compressed-tensors dequantizes its `stored` bytes."""
+        layout, scheme = group_layout(group, self.index.tensors), get_scheme(group.scheme)
         tensors = {spec.name: as_tensor(stored[spec.name], spec).to(self.device) for spec in layout}
-        scheme = get_scheme(group.scheme)
-        rounding = self._input_rounding(group)
+        found = {}
         for member in group.members:
             prefix = f"{member.name}."
             own = {
                 key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
             }
-            yield QuantizedLayer(
-                member=member,
-                weight=scheme.format.dequantize(scheme.args, own),
-                round_inputs=rounding.hook if rounding else None,
-            )
+            found[member] = scheme.format.dequantize(scheme.args, own)
+        return found
 
     def _input_rounding(self, group: FusionGroup) -> InputRounding | None:
         """What rounds a group's inputs; None where they are not rounded."""
@@ -109,16 +95,41 @@ class QuantizedModel:
         return value if rounding is None else rounding.rounded(value, self._model)
 
     @contextmanager
+    def applied(
+        self, groups: Sequence[FusionGroup], weights: Mapping[LinearPlan, torch.Tensor]
+    ) -> Iterator[None]:
+        """Within the block the model has these weights, and rounds the inputs of these groups."""
+        with self.with_weights(weights), self.rounding_inputs(groups):
+            yield
+
+    @contextmanager
+    def with_weights(self, weights: Mapping[LinearPlan, torch.Tensor]) -> Iterator[None]:
+        """Within the block the model has these weights."""
+        changed = self._weights.parameters_from(self._stored(weights))
+        with ExitStack() as block:
+            for name, value in changed.items():
+                block.enter_context(_replaced(self._model, name, value))
+            yield
+
+    @contextmanager
     def rounding_inputs(self, groups: Sequence[FusionGroup]) -> Iterator[None]:
-        """Within the block the layers of these groups round their inputs; their weights are the source's."""
-        with self._rounding(
-            {
-                member: partial(self._round_input, group)
-                for group in groups
-                if get_scheme(group.scheme).args.input_activations is not None
-                for member in group.members
-            }
-        ):
+        """Within the block the layers of these groups round their inputs; those of experts whose arithmetic
+        is unknown do not."""
+        experts: dict[torch.nn.Module, dict[ExpertLayer, Hook]] = {}
+        with ExitStack() as block:
+            for group in groups:
+                if get_scheme(group.scheme).args.input_activations is None:
+                    continue
+                hook = partial(self._round_input, group)
+                for member in group.members:
+                    module, found = self.places.linear(member), self.places.expert(member)
+                    if module is not None:
+                        block.callback(module.register_forward_pre_hook(hook).remove)
+                    elif found is not None:
+                        owner, layer = found
+                        experts.setdefault(owner, {})[layer] = hook
+            for owner, own in experts.items():
+                block.enter_context(rounded_experts(owner, own))
             yield
 
     def _round_input(
@@ -128,51 +139,19 @@ class QuantizedModel:
         rounding = self._input_rounding(group)
         return inputs if rounding is None else rounding.hook(module, inputs)
 
-    @contextmanager
-    def applied(self, layers: Sequence[QuantizedLayer]) -> Iterator[None]:
-        """Within the block the model has these weights and rounds these inputs."""
-        hooks = {layer.member: layer.round_inputs for layer in layers if layer.round_inputs is not None}
-        with self.with_weights(layers), self._rounding(hooks):
-            yield
-
-    @contextmanager
-    def with_weights(self, layers: Sequence[QuantizedLayer]) -> Iterator[None]:
-        """Within the block the model has these weights."""
-        changed = self._weights.parameters_from(self._stored(layers))
-        with ExitStack() as block:
-            for name, value in changed.items():
-                block.enter_context(_replaced(self._model, name, value))
-            yield
-
-    @contextmanager
-    def _rounding(self, hooks: Mapping[LinearPlan, Hook]) -> Iterator[None]:
-        """Within the block these layers round their inputs; experts whose arithmetic is unknown do not."""
-        experts: dict[torch.nn.Module, dict[ExpertLayer, Hook]] = {}
-        with ExitStack() as block:
-            for member, hook in hooks.items():
-                module, found = self.places.linear(member), self.places.expert(member)
-                if module is not None:
-                    block.callback(module.register_forward_pre_hook(hook).remove)
-                elif found is not None:
-                    owner, layer = found
-                    experts.setdefault(owner, {})[layer] = hook
-            for owner, own in experts.items():
-                block.enter_context(rounded_experts(owner, own))
-            yield
-
-    def _stored(self, layers: Sequence[QuantizedLayer]) -> Mapping[str, torch.Tensor]:
+    def _stored(self, weights: Mapping[LinearPlan, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The checkpoint's tensors with these weights in them."""
         tensors: dict[str, torch.Tensor] = {}
-        for layer in layers:
-            name, part = layer.member.weight, layer.member.part
+        for member, weight in weights.items():
+            name, part = member.weight, member.part
             if part is None:
-                tensors[name] = layer.weight
+                tensors[name] = weight
                 continue
             if name not in tensors:
                 original = read_tensor(self.reader, self.index.tensors[name])
                 tensors[name] = original.to(self.device, copy=True)
             expert = tensors[name].view(-1, *tensors[name].shape[-2:])[part.expert]
-            (expert.T if part.transposed else expert)[part.start : part.stop : part.step] = layer.weight
+            (expert.T if part.transposed else expert)[part.start : part.stop : part.step] = weight
         return tensors
 
 

@@ -1,6 +1,6 @@
 """The groups of some sites rounded, each H factorized once for the groups that share it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -75,7 +75,6 @@ def round_group(
         columns=source.shape[1],
         fallback=None if factor else "H is not positive definite",
         damping=factor.damping if factor else 0.0,
-        dead_columns=factor.dead if factor else 0,
         tokens=moments.tokens,
         nearest_error=nearest_error,
         error=error,
@@ -243,16 +242,9 @@ class SiteSums:
         """
         for moments in self._moments.values():
             moments.all_reduce()
-        stored, how = dict[str, Array](), dict[str, GroupRounding]()
-        for part, told in gather(self._rounded_here(groups)):
-            stored |= part
-            how |= told
-        return stored, how
-
-    def _rounded_here(self, groups: Sequence[FusionGroup]) -> tuple[Stored, Mapping[str, GroupRounding]]:
         (rank, size), model = rank_and_size(), self._model
+        owners = {one.name: place % size for place, site in enumerate(self._sites) for one in site.rounded}
         made, how = self.rounded(self._sites[rank::size])
-        owners = dict(self._owners(size))
         stored = dict[str, Array]()
         for number, group in enumerate(groups):
             if owners.get(group.name, number % size) == rank:
@@ -260,8 +252,7 @@ class SiteSums:
                 stored |= quantized_group(
                     group, model.index, model.calibration, model.reader, search=search_scales, rounded=rounded
                 )
+        for others, told in gather((stored, how)):
+            stored |= others
+            how |= told
         return stored, how
-
-    def _owners(self, size: int) -> Iterator[tuple[str, int]]:
-        for number, site in enumerate(self._sites):
-            yield from ((group.name, number % size) for group in site.rounded)

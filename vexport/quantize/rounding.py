@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from vexport.calibration.attention import CachedStates, watching_attention
+from vexport.calibration.attention import watching_attention
 from vexport.calibration.capture import HiddenStates, hidden_states
 from vexport.calibration.data import Samples
 from vexport.calibration.forward import require_cache
@@ -30,7 +30,7 @@ from vexport.quantize.in_order import InOrder, NotedRows, WaitingRows
 from vexport.quantize.model import QuantizedModel
 from vexport.quantize.stream import Stored
 from vexport.rounding.settings import strength_of
-from vexport.types import Calibration, FusionGroup, OnProgress, Plan, silent
+from vexport.types import Calibration, FusionGroup, KeyValueRanges, LinearPlan, OnProgress, Plan, silent
 from vexport.types.calibration import ROUND
 from vexport.types.rounding import LayerRounding, RoundingReport
 
@@ -151,18 +151,20 @@ class RoundingWalk:
         learnt = on_first(lambda: self._done.how(layer.number))
         if learnt is not None:
             self._learn(learnt)
-            rounded = [one for group in groups for one in self._model.layers_of(group, self._done)]
-            with self._model.applied(rounded):
+            rounded = dict[LinearPlan, torch.Tensor]()
+            for group in groups:
+                rounded |= self._model.weights_of(group, self._done)
+            with self._model.applied(groups, rounded):
                 for run in runs:
                     run()
             return
-        cached = dict[str, CachedStates]()
+        cached = dict[str, KeyValueRanges]()
         watching = watching_attention(layer.module, layer.name, self._walk.weights.stored_name, cached)
         with watching if self._plan.attention else nullcontext():
             stored, learnt = self._in_order(groups, inputs).round(WaitingRows(runs), exact)
         add_up(cached)
-        error, ranges = self._state_error(), {name: states.ranges() for name, states in cached.items()}
-        self._put(layer.number, stored, replace(learnt, state_error=error, cached=ranges))
+        learnt = replace(learnt, state_error=self._state_error(), cached=cached)
+        self._put(layer.number, stored, learnt)
 
     def behind(self) -> None:
         """Round what is not in a decoder layer, an output head say."""

@@ -12,7 +12,9 @@ from vexport.checkpoint.data_name import require_data
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError
 from vexport.errors.extras import require_extra
+from vexport.files import from_json, to_json, write_text
 from vexport.formats.packing.base import Array
+from vexport.numerics.ranks import on_first, rank_and_size
 from vexport.plan.needs import calibration_need, needs_rounding
 from vexport.plan.smoothing import SMOOTHING_ROWS, WEIGHING_ROWS, smoothed_groups
 from vexport.scenario import Calibration as CalibrationSettings
@@ -82,6 +84,15 @@ class PlanText:
         trial = copy(self)
         trial.plan, trial.samples, trial.on_progress = plan, samples, on_progress
         return trial
+
+    def calibrated(self, folder: Path) -> Calibration:
+        """The same, from `folder` where an earlier call left it there."""
+        file = folder / "statistics.json"
+        if not on_first(file.is_file):
+            found = self.calibrate()
+            if rank_and_size()[0] == 0:
+                write_text(file, to_json(found))
+        return on_first(lambda: from_json(Calibration, file))
 
     def calibrate(self, candidates: Sequence[FusionGroup] = ()) -> Calibration:
         """What the samples show before weights are rounded.

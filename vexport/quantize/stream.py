@@ -132,7 +132,7 @@ def _search_of(plan: Plan) -> Search | None:
     return search_scales
 
 
-def planned_shards(index: SourceIndex, plan: Plan, *, shard_bytes: int) -> tuple[Shard, ...]:
+def planned_shards(index: SourceIndex, plan: Plan, shard_bytes: int) -> tuple[Shard, ...]:
     """The files of weights of the quantized checkpoint, and what each is made of."""
     sources = blocks(index, plan.groups, plan.attention)
     specs = output_blocks(index, plan.groups, plan.attention)

@@ -5,14 +5,13 @@ off at the layer whose weights it changes, from the hidden states of the model i
 output, where its loss is measured.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from vexport.calibration.capture import HiddenStates
 from vexport.calibration.data import Samples
 from vexport.calibration.inputs import GroupInputs, Noted
 from vexport.calibration.walk import Layer, LayerWalk
@@ -20,12 +19,12 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError
 from vexport.files import digest_bytes, from_json, to_json, write_text
 from vexport.numerics.metrics import divergence_of_logits
-from vexport.quantize.model import QuantizedLayer, QuantizedModel
+from vexport.quantize.model import QuantizedModel
 from vexport.quantize.round_sites import SiteSums
 from vexport.quantize.stream import quantized_group
 from vexport.quantize.weight_scales import search_scales
 from vexport.sensitivity.layer_groups import LayerGroup, Option
-from vexport.types import Calibration, GroupSensitivity, OnProgress, SchemeLoss, Sensitivity
+from vexport.types import Calibration, GroupSensitivity, LinearPlan, OnProgress, SchemeLoss, Sensitivity
 
 # Hidden states of trials that are under way together take at most so many bytes, and results are written at
 # least every so many trials.
@@ -66,7 +65,8 @@ def measure(
     if file.is_file() and (known := from_json(TrialLosses, file)).inputs == inputs:
         losses = {name: dict(schemes) for name, schemes in known.losses.items()}
     walk = LayerWalk(index, trust_remote_code=trust_remote_code, device=device)
-    with walk.text(samples, calibration.smoothing) as hidden:
+    stage = "sensitivity (layers)"
+    with walk.text(samples, calibration.smoothing, stage=stage, on_progress=on_progress) as hidden:
         model = QuantizedModel(walk, calibration)
         trials = [
             Trial(model, walk, layer_group, option)
@@ -75,8 +75,14 @@ def measure(
             if option.scheme not in losses.get(layer_group.name, {})
         ]
         trials.sort(key=lambda trial: trial.depth)
-        for part in _parts(trials, walk, hidden, on_progress):
-            for trial, loss in part.items():
+        entered = [hidden[position] for position in range(len(hidden))]
+        most = min(MOST_TRIALS, max(1, MEMORY_BYTES // sum(states.nbytes for states in entered)))
+        parts = [trials[start : start + most] for start in range(0, len(trials), most)]
+        for number, part in enumerate(parts):
+            trial_walk = TrialWalk(walk, part, entered)
+            for layer in walk.forward(number, len(parts)):
+                trial_walk.layer(layer)
+            for trial, loss in trial_walk.losses().items():
                 losses.setdefault(trial.group, {})[trial.option.scheme] = loss
             write_text(file, to_json(TrialLosses(inputs=inputs, losses=losses)))
     return Sensitivity(
@@ -139,12 +145,12 @@ class Trial:
         """Take in what entered the layers that are rounded by text, of a batch."""
         self._sums.add(noted, noted)
 
-    def layers(self) -> Sequence[QuantizedLayer]:
-        """The layers as compressed-tensors dequantizes what would be stored.
+    def weights(self) -> dict[LinearPlan, torch.Tensor]:
+        """The weights as compressed-tensors dequantizes what would be stored.
 
-        Raises InputError where a weight is not finite.
+        Raises InputError where one is not finite.
         """
-        model, layers = self.model, list[QuantizedLayer]()
+        model, weights = self.model, dict[LinearPlan, torch.Tensor]()
         rounded, _ = self._sums.rounded(self.inputs.sites)
         for group in self.option.groups:
             stored = quantized_group(
@@ -155,62 +161,28 @@ class Trial:
                 search=search_scales,
                 rounded=rounded.get(group.name, {}),
             )
-            layers.extend(model.layers_of(group, stored))
+            weights |= model.weights_of(group, stored)
         del self._sums, self.inputs
-        return layers
-
-
-def _parts(
-    trials: Sequence[Trial], walk: LayerWalk, entered: HiddenStates, on_progress: OnProgress
-) -> Iterator[dict[Trial, float]]:
-    """The losses of trials, as many at a time as fit the memory."""
-    states_bytes = sum(states.nbytes for states in map(entered.__getitem__, range(len(entered))))
-    most = min(MOST_TRIALS, max(1, MEMORY_BYTES // states_bytes))
-    # A step is a trial's way through one decoder layer, or the head.
-    steps = sum(max(1, len(walk.layers) - trial.depth) for trial in trials)
-    done = 0
-
-    def on_step() -> None:
-        nonlocal done
-        done += 1
-        on_progress("sensitivity (layers)", done, steps)
-
-    for start in range(0, len(trials), most):
-        yield TrialWalk(walk, trials[start : start + most], entered, on_step).run()
+        return weights
 
 
 class TrialWalk:
     """A walk through the model as it is, and next to it each trial from the layer on that it changes."""
 
-    def __init__(
-        self,
-        walk: LayerWalk,
-        trials: Sequence[Trial],
-        entered: HiddenStates,
-        on_step: Callable[[], None],
-    ) -> None:
-        self._walk, self._trials, self._on_step = walk, trials, on_step
-        self._plain = [entered[position] for position in range(len(entered))]
+    def __init__(self, walk: LayerWalk, trials: Sequence[Trial], entered: States) -> None:
+        self._walk, self._trials, self._plain = walk, trials, entered
         self._changed: dict[Trial, States] = {}
 
-    def run(self) -> dict[Trial, float]:
-        """The mean KL of each trial over all positions."""
-        for layer in self._walk.forward():
-            self._layer(layer)
-        return self._losses()
-
-    def _layer(self, layer: Layer) -> None:
+    def layer(self, layer: Layer) -> None:
+        """Run the model and all trials through a layer."""
         here = [trial for trial in self._trials if trial.depth == layer.number]
-        entered = self._plain
+        entered, positions = self._plain, range(len(self._plain))
         self._plain = self._noted(here, lambda position: self._through(layer, position, entered))
-        positions = range(len(entered))
         for trial, states in self._changed.items():
             self._changed[trial] = [self._through(layer, position, states) for position in positions]
-            self._on_step()
         for trial in here:
-            with trial.model.applied(trial.layers()):
+            with trial.model.applied(trial.option.groups, trial.weights()):
                 self._changed[trial] = [self._through(layer, position, entered) for position in positions]
-            self._on_step()
 
     def _through(self, layer: Layer, position: int, states: States) -> torch.Tensor:
         return self._walk.through(layer, position, states[position]).to("cpu")
@@ -228,21 +200,20 @@ class TrialWalk:
                 trial.add(seen)
         return made
 
-    def _losses(self) -> dict[Trial, float]:
+    def losses(self) -> dict[Trial, float]:
+        """The mean KL of each trial over all positions, behind the layers."""
         walk, plain = self._walk, self._plain
         heads = [trial for trial in self._trials if trial.depth == len(walk.layers)]
         if heads:
             self._noted(heads, lambda position: walk.logits(position, plain[position]))
-        layers = {trial: trial.layers() for trial in heads}
+        weights = {trial: trial.weights() for trial in heads}
         losses = dict.fromkeys(self._trials, 0.0)
         for position, states in enumerate(plain):
             logits = walk.logits(position, states)
             for trial, changed in self._changed.items():
                 losses[trial] += divergence_of_logits(logits, walk.logits(position, changed[position]))
             for trial in heads:
-                with trial.model.applied(layers[trial]):
+                with trial.model.applied(trial.option.groups, weights[trial]):
                     losses[trial] += divergence_of_logits(logits, walk.logits(position, states))
-        for _ in heads:
-            self._on_step()
         tokens = sum(ids.numel() for ids in walk.ids)
         return {trial: total / tokens for trial, total in losses.items()}

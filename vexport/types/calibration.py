@@ -27,6 +27,11 @@ class HeadRanges:
     low: tuple[float, ...]
     high: tuple[float, ...]
 
+    def __add__(self, other: "HeadRanges") -> "HeadRanges":
+        """The range of both, head by head."""
+        low, high = map(min, self.low, other.low), map(max, self.high, other.high)
+        return HeadRanges(low=tuple(low), high=tuple(high))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyValueRanges:
@@ -35,6 +40,11 @@ class KeyValueRanges:
     key: HeadRanges
     value: HeadRanges
     tokens: int
+
+    def __add__(self, other: "KeyValueRanges") -> "KeyValueRanges":
+        """What both would write."""
+        key, value = self.key + other.key, self.value + other.value
+        return KeyValueRanges(key=key, value=value, tokens=self.tokens + other.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

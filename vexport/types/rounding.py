@@ -33,7 +33,6 @@ class GroupRounding:
     weighs_tokens: bool = False
     damping: float = 0.0
     columns: int = 0
-    dead_columns: int = 0
     tokens: int = 0
     nearest_error: float = 0.0
     error: float = 0.0
