@@ -1,4 +1,4 @@
-"""The importance of input channels: gathered in calibration, used when weights are searched."""
+"""Statistics are those of a whole-model run, whatever the family, and weights are searched by importance."""
 
 import base64
 from dataclasses import replace
@@ -15,7 +15,7 @@ from vexport.calibration import calibrate
 from vexport.calibration.walk import LayerWalk
 from vexport.files import from_json, to_json, write_text
 from vexport.quantize.job import QuantizeJob, write_checkpoint
-from vexport.types import Calibration
+from vexport.types import Calibration, InputRange
 
 pytestmark = pytest.mark.usefixtures("own_products")
 
@@ -58,3 +58,18 @@ def test_quantize_searches_by_it(llama: Path, tmp_path: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
         scales[name] = tensors[f"{plan.groups[0].name}.weight_scale"].float()
     assert not torch.equal(scales["with"], scales["without"])
+
+
+@pytest.fixture(scope="module", params=configs())
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of one family."""
+    return save(configs()[request.param], tmp_path_factory.mktemp("family") / request.param)
+
+
+def test_ranges_are_those_of_a_whole_model_run(family: Path) -> None:
+    index, plan = plan_for(family, head=True)
+    assert len(plan.groups) >= 12
+    chosen = samples()
+    seen = whole_model_run(family, [group.name for group in plan.groups], batches_of(chosen))
+    expected = {name: InputRange(low=one.low, high=one.high, tokens=one.tokens) for name, one in seen.items()}
+    assert calibrate(LayerWalk(index), plan, chosen).ranges == expected
