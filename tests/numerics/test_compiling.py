@@ -10,7 +10,7 @@ import pytest
 
 import vexport
 from tests.models import save_llama
-from vexport.numerics.cache import FOLDERS, PACKAGE
+from vexport.numerics.jit import FOLDERS, PACKAGE
 
 LINE = "compile kernels, once"
 

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.command import Ran
-from vexport.numerics.cache import cache_folder
+from vexport.numerics.jit import cache_folder
 
 ROOT = Path(__file__).parent.parent.parent
 PROJECT: Mapping[str, object] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -125,7 +125,7 @@ class Fp8(Format):
         return ((codes & 0x7F).max(axis=1), 0x7E) if args.weights.strategy == "channel" else None
 
     def static_inputs(self, args: Arguments, largest: "np.float32") -> "Mapping[str, Array]":
-        from vexport.numerics.scales import fp8_scale_of
+        from vexport.numerics.arithmetic import fp8_scale_of
 
         return {"input_scale": fp8_scale_of(largest)}
 

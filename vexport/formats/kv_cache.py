@@ -52,7 +52,7 @@ def kv_scales(layer: AttentionLayer, ranges: Mapping[str, KeyValueRanges]) -> "t
 
 
 def _scales(heads: HeadRanges, layer: AttentionLayer) -> "Array":
-    from vexport.numerics.scales import fp8_scale_of
+    from vexport.numerics.arithmetic import fp8_scale_of
 
     largest = [np.float32(max(-low, high)) for low, high in zip(heads.low, heads.high, strict=True)]
     if layer.heads is None:

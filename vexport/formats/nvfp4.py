@@ -70,7 +70,7 @@ class Nvfp4(Format):
 
     def static_inputs(self, args: Arguments, largest: "np.float32") -> "Mapping[str, Array]":
         """The global scale; those of the groups are made when the model runs."""
-        from vexport.numerics.scales import global_scale_of
+        from vexport.numerics.arithmetic import global_scale_of
 
         return {"input_global_scale": global_scale_of(largest)}
 

@@ -1,4 +1,4 @@
-"""Float32 building blocks of the kernels: widening, rounding to a format, powers.
+"""Float32 building blocks of the kernels: widening, rounding to a format, powers, scales of whole tensors.
 
 Everything is branch-free inside its loop, so that the compiler turns each loop into vector code. Values are
 deterministic: `contract` only lets a multiply-add be one instruction, `reassoc` only lets a sum be kept in
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vexport.numerics.constants import E2M1_MAX, E4M3_MAX
+from vexport.numerics.constants import E2M1_MAX, E4M3_MAX, FLOAT32_EPS, GLOBAL_SCALE_NUMERATOR
 from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
 
 F32 = np.float32
@@ -203,3 +203,17 @@ def power(x: np.float32, exponent: np.float32) -> np.float32:
     q = F32(f * q + F32(0.6931469670620369))
     q = F32(f * q + F32(1.000000071655433))
     return as_float(as_bits(q) + I32(I32(near) << I32(23)))
+
+
+def global_scale_of(largest: np.float32) -> Floats:
+    """448 * 6 / largest: float32, shape (1,); 1 where that is not finite (all zero)."""
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        # The reciprocal first, as torch divides a number by a tensor.
+        scale = np.float32(GLOBAL_SCALE_NUMERATOR) * (np.float32(1.0) / np.float32(largest))
+    return np.array([scale if np.isfinite(scale) else 1.0], np.float32)
+
+
+def fp8_scale_of(largest: np.float32) -> Floats:
+    """largest / 448: float32, shape (1,); the smallest step of float32 at one where that is zero."""
+    scale = np.float32(largest) / np.float32(E4M3_MAX)
+    return np.array([scale if scale else FLOAT32_EPS], np.float32)

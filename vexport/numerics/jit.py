@@ -1,23 +1,36 @@
-"""How kernels are compiled: by numba at their first call, then kept in `cache_folder`, without torch."""
+"""How kernels are compiled: by numba at their first call, then kept in `cache_folder`, without torch.
 
-from collections.abc import Callable, Sequence
+The folder is named by a digest of all kernels' sources. Numba looks at the file of a function alone: code
+that calls a function of another file would stay as it is when that file changes. And it looks at the file's
+place and time: what was compiled in a checkout would be compiled again in an installed package.
+"""
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import TypeVar, cast
 
+import numba
 from llvmlite import ir
 from numba import njit, types
+from numba.core import event
 from numba.core.base import BaseContext
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
 from numba.core.typing import Context, Signature
 from numba.extending import intrinsic
 
-from vexport.numerics.cache import KernelCache, use_cache
+from vexport.types import OnProgress
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
 # What a compiler may do to sums and products: a multiply-add as one instruction; a sum kept in lanes.
 MULTIPLY_ADD = frozenset({"contract"})
 LANES = frozenset({"contract", "reassoc"})
-
-use_cache()
 
 
 def compiled(
@@ -60,3 +73,141 @@ def _wide_vectors(context: Context) -> tuple[Signature, object]:
 
 
 wide_vectors = cast(Callable[[], None], intrinsic(_wide_vectors))
+
+
+PACKAGE = Path(__file__).resolve().parent.parent
+KERNEL_ROOMS = ("numerics", "formats/packing", "observers/kernels", "rounding")
+FOLDERS = tuple(PACKAGE / folder for folder in KERNEL_ROOMS)
+
+
+def sources_digest() -> str:
+    """SHA-256, shortened to 16 digits, of the sources of all kernels."""
+    whole = hashlib.sha256()
+    for file in sorted(file for folder in FOLDERS for file in folder.glob("*.py")):
+        whole.update(
+            f"{file.relative_to(PACKAGE)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode()
+        )
+    return whole.hexdigest()[:16]
+
+
+def cache_folder() -> Path | None:
+    """Below NUMBA_CACHE_DIR, the package, or the user's cache, whichever is writable; None where none is."""
+    given = os.environ.get("NUMBA_CACHE_DIR")
+    own = PACKAGE / "numerics" / "__pycache__"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "vexport"
+    for folder in [Path(given)] if given else [own, home]:
+        kept = folder / f"kernels-{sources_digest()}"
+        try:
+            kept.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(kept, os.W_OK):
+            return kept
+    return None
+
+
+class KernelLocator(UserProvidedCacheLocator):  # type: ignore[misc]
+    """The place of a kernel of this package in `cache_folder`, and the digest of all of them as its state."""
+
+    def __init__(self, function: object, file: str) -> None:
+        super().__init__(function, file)
+        room = Path(file).resolve().parent.relative_to(PACKAGE)
+        self._cache_path = str(Path(numba.config.CACHE_DIR) / "-".join(room.parts))
+
+    def get_source_stamp(self) -> str:
+        return Path(self._cache_path).parent.name
+
+    @classmethod
+    def from_function(cls, function: object, file: str) -> "KernelLocator | None":
+        """None for functions of other packages."""
+        if not Path(file).resolve().is_relative_to(PACKAGE):
+            return None
+        locator: KernelLocator | None = super().from_function(function, file)
+        return locator
+
+
+class KernelCacheImpl(CompileResultCacheImpl):  # type: ignore[misc]
+    """Looks for the place of a kernel of ours first."""
+
+    _locator_classes = (KernelLocator, *CompileResultCacheImpl._locator_classes)
+
+
+class KernelCache(FunctionCache):  # type: ignore[misc]
+    """Numba's cache of one kernel; damaged files, as a full disk or a power cut leaves them, are replaced."""
+
+    _impl_class = KernelCacheImpl
+
+    def _load_overload(self, signature: object, context: object) -> object:
+        if not all(file.is_file() for file in Path(self.cache_path).glob("*.nb*")):
+            _tell(str(self.cache_path))
+            self.disable()  # a FIFO never answers, a folder cannot be replaced
+            return None
+        try:
+            return super()._load_overload(signature, context)
+        except Exception:  # pickle raises anything on damaged bytes
+            self._renew()
+            return None
+
+    def _save_overload(self, signature: object, data: object) -> None:
+        try:
+            super()._save_overload(signature, data)
+        except (OSError, EOFError, UnpicklingError):  # the kernel runs all the same
+            self._renew()
+
+    def _renew(self) -> None:
+        _tell(str(self.cache_path))
+        try:
+            self.flush()
+        except OSError:
+            self.disable()
+
+
+@cache
+def _tell(folder: str) -> None:
+    """A note on stderr, once a folder."""
+    note = "compiling again; remove it if this is said every time"
+    print(f"note: damaged files in the kernel cache {folder}; {note}", file=sys.stderr)
+
+
+def use_cache() -> None:
+    """Make numba keep what it compiles from here on in `cache_folder`; its own choice where that is None."""
+    folder = cache_folder()
+    if folder is not None:
+        numba.config.CACHE_DIR = str(folder)
+
+
+use_cache()
+
+
+STAGE = "compile kernels, once"
+
+
+class Compilation(event.Listener):  # type: ignore[misc]
+    """A stage that begins when a first kernel is to be compiled; one whose code was kept does not count."""
+
+    def __init__(self, on_progress: OnProgress) -> None:
+        self._on_progress = on_progress
+        self._begun = self._ended = False
+
+    def on_start(self, event: event.Event) -> None:
+        """Called by numba, in the thread that compiles."""
+        if not self._begun:
+            self._begun = True
+            self._on_progress(STAGE, 0, 1)
+
+    def on_end(self, event: event.Event) -> None:
+        """Others may follow."""
+
+    def on_progress(self, stage: str, done: int, total: int) -> None:
+        """Progress of another stage: what was to be compiled is there."""
+        if self._begun and not self._ended:
+            self._ended = True
+            self._on_progress(STAGE, 1, 1)
+        self._on_progress(stage, done, total)
+
+
+@contextmanager
+def telling_compilation(on_progress: OnProgress) -> Iterator[OnProgress]:
+    """Within the block progress, to be told by what is yielded, also says if a kernel has to be compiled."""
+    with event.install_listener("numba:compile", Compilation(on_progress)) as compilation:
+        yield compilation.on_progress

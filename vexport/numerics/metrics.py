@@ -7,9 +7,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
 if TYPE_CHECKING:
     import torch
 
@@ -53,17 +50,6 @@ class ErrorPower:
     def relative(self) -> float:
         """|second - first| / |first| in Frobenius norms."""
         return math.sqrt(self.error / self.signal) if self.signal else math.sqrt(self.error)
-
-
-def array_error(exact: npt.NDArray[np.generic], other: npt.NDArray[np.generic]) -> ErrorPower:
-    """The error of an array against another of its shape, all at once."""
-    old, new = exact.astype(np.float64), other.astype(np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):
-        return ErrorPower(
-            changed=int((old != new).sum()),
-            signal=float(np.square(old).sum()),
-            error=float(np.square(new - old).sum()),
-        )
 
 
 def quantization_error(exact: "torch.Tensor", other: "torch.Tensor") -> ErrorPower:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel
 
-from vexport.numerics import scales
+from vexport.numerics import arithmetic
 from vexport.numerics.constants import (
     E2M1_EXPONENT,
     E2M1_MAX,
@@ -118,9 +118,9 @@ def stored_dtype(args: ObserverArgs) -> torch.dtype:
 
 
 def global_scale_of(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """`numerics.scales.global_scale_of` the largest magnitude of all ranges: float32, shape (1,)."""
+    """`arithmetic.global_scale_of` the largest magnitude of all ranges: float32, shape (1,)."""
     absmax = torch.maximum(low.abs().amax(), high.abs().amax()).to(torch.float32)
-    return torch.from_numpy(scales.global_scale_of(np.float32(float(absmax)))).to(low.device)
+    return torch.from_numpy(arithmetic.global_scale_of(np.float32(float(absmax)))).to(low.device)
 
 
 def scale_and_zero_point(

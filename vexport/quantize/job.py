@@ -8,7 +8,7 @@ from vexport.checkpoint.index import SourceIndex, unchanged
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES
 from vexport.errors import CheckpointFailed, InputError
 from vexport.files import digest_bytes
-from vexport.numerics.compiling import telling_compilation
+from vexport.numerics.jit import telling_compilation
 from vexport.numerics.ranks import gather, on_first, process_group, rank_and_size
 from vexport.outputs import (
     NamedPath,

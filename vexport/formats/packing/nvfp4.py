@@ -4,7 +4,7 @@ import numpy as np
 
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.packing.base import Array, PackingInputs, storage_of
-from vexport.numerics.arithmetic import E2M1, F32, I32, Bits, Floats, as_float, widen
+from vexport.numerics.arithmetic import E2M1, F32, I32, Bits, Floats, as_float, global_scale_of, widen
 from vexport.numerics.codes import (
     MAGNITUDE,
     SPAN,
@@ -16,7 +16,6 @@ from vexport.numerics.codes import (
 )
 from vexport.numerics.constants import E4M3_EPS_CODE, NVFP4_GROUP
 from vexport.numerics.jit import compiled
-from vexport.numerics.scales import global_scale_of
 from vexport.types import LinearPlan
 
 
