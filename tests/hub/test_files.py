@@ -2,7 +2,7 @@
 
 import pytest
 
-from vexport.checkpoint.hub.download import side_files
+from vexport.checkpoint.hub import side_files
 
 
 @pytest.mark.parametrize("name", ["/etc/x.json", "../x.json", "a/../../x.json", "//x.json", ".x.json"])

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vexport.checkpoint.hub.names import HubName
+from vexport.checkpoint.hub import HubName
 from vexport.errors import InputError
 
 DEFAULT = "default"

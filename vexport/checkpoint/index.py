@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vexport.checkpoint.dtypes import BITS
-from vexport.checkpoint.foreign import GGUF_FIX, not_a_checkpoint
 from vexport.checkpoint.header import read_header
 from vexport.errors import InputError, raise_all
 from vexport.files import digest_bytes, read_json_object, require_fetched
@@ -21,6 +20,31 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 # What transformers also writes next to weights and is never carried along: other formats of the same weights.
 FOREIGN_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)(\.index\.json)?$")
+GGUF_FIX = "name the model that it was converted from; its weights are quantized already"
+CONVERT = (
+    'convert it, where you trust its files: python -c "from transformers import AutoModelForCausalLM as M; '
+    "M.from_pretrained('{root}').save_pretrained('{root}-safetensors')\""
+)
+# What else a folder may be, by files in it (the first that are there count): what it is, and what helps.
+OTHER_FOLDERS: Mapping[tuple[str, ...], tuple[str, str]] = {
+    ("adapter_config.json",): (
+        "a LoRA adapter of {base}",
+        "merge it into {base} first (peft's merge_and_unload), and name the folder of the merged model",
+    ),
+    ("model_index.json",): (
+        "a pipeline of Diffusers",
+        "name the folder of a language model; vLLM does not serve a pipeline's transformer",
+    ),
+    ("*.gguf",): ("a GGUF file ({file})", GGUF_FIX),
+    ("snapshots/*/config.json", "models--*/snapshots/*/config.json"): (
+        "a folder of the hub's cache",
+        "name the model by its hub id, or the folder {parent}",
+    ),
+    ("checkpoint-*/config.json",): ("a folder of a training run", "name one of its checkpoints: {parent}"),
+    ("pytorch_model*.bin", "*.pth", "*.pt", "*.ckpt"): ("pickled weights alone ({file})", CONVERT),
+    ("*.onnx", "onnx/*.onnx"): ("an ONNX model ({file})", "name the checkpoint that it was exported from"),
+    ("*.h5", "*.msgpack"): ("weights of TensorFlow or Flax ({file})", CONVERT),
+}
 
 
 class FileStatus(NamedTuple):
@@ -180,38 +204,23 @@ def weight_files(root: Path) -> list[Path]:
     if not (root / INDEX_NAME).is_file():
         return _single_or_all(root)
     names = index_file_names(root)
-    files = [file_inside(root, name) for name in names]
-    problems = []
-    for name, file in zip(names, files, strict=True):
-        if file is None:
-            problems.append(
-                InputError(
-                    str(root / INDEX_NAME),
-                    got=f"the file name {name!r}",
-                    need="a name inside the checkpoint's folder",
-                    fix="do not use this checkpoint: its index points elsewhere",
-                )
-            )
-        elif name != posixpath.normpath(name):
-            problems.append(
-                InputError(
-                    str(root / INDEX_NAME),
-                    got=f"the file name {name!r}",
-                    need=f"{posixpath.normpath(name)!r}, with which vLLM compares the names of files",
-                    fix="recreate the index",
-                )
-            )
-        elif not file.is_file():
-            problems.append(
-                InputError(
-                    str(file),
-                    got="no such file",
-                    need="the shard that the index names",
-                    fix="download it again",
-                )
-            )
-    raise_all(problems)
-    return [file for file in files if file is not None]
+    raise_all([problem for name in names for problem in _shard_problems(root, name)])
+    return [file for name in names if (file := file_inside(root, name)) is not None]
+
+
+def _shard_problems(root: Path, name: str) -> Iterator[InputError]:
+    """What is wrong with a file name of an index."""
+    file, index = file_inside(root, name), str(root / INDEX_NAME)
+    if file is None:
+        fix = "do not use this checkpoint: its index points elsewhere"
+        need = "a name inside the checkpoint's folder"
+        yield InputError(index, got=f"the file name {name!r}", need=need, fix=fix)
+    elif name != posixpath.normpath(name):
+        need = f"{posixpath.normpath(name)!r}, with which vLLM compares the names of files"
+        yield InputError(index, got=f"the file name {name!r}", need=need, fix="recreate the index")
+    elif not file.is_file():
+        need = "the shard that the index names"
+        yield InputError(str(file), got="no such file", need=need, fix="download it again")
 
 
 def _single_or_all(root: Path) -> list[Path]:
@@ -246,3 +255,18 @@ def file_inside(root: Path, name: str) -> Path | None:
     if path.is_absolute() and path.is_relative_to(root.absolute()):
         path = path.relative_to(root.absolute())
     return None if path.is_absolute() or ".." in path.parts else root / path
+
+
+def not_a_checkpoint(root: Path) -> InputError | None:
+    """The error that says what a folder is; None where nothing in it tells."""
+    for patterns, (got, fix) in OTHER_FOLDERS.items():
+        file = next((file for pattern in patterns for file in sorted(root.glob(pattern))), None)
+        if file is None:
+            continue
+        base = ""
+        if file.name == "adapter_config.json":
+            base = str(read_json_object(file).get("base_model_name_or_path") or "its base model")
+        names = {"root": str(root), "file": file.relative_to(root), "parent": file.parent, "base": base}
+        need = "a checkpoint of safetensors"
+        return InputError(str(root), got=got.format_map(names), need=need, fix=fix.format_map(names))
+    return None

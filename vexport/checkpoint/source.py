@@ -1,16 +1,35 @@
-"""Finds a checkpoint by name: a folder, or a model of the Hugging Face hub."""
+"""Finds a checkpoint by name: a folder, or a model of the Hugging Face hub.
 
-from collections.abc import Iterator
+Of a model of the hub a plan needs the headers of its weights alone: HTTP ranges, seconds.
+"""
+
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from vexport.checkpoint.hub import download, headers
-from vexport.checkpoint.hub.names import HubName, pinned_name
-from vexport.errors import EnvironmentFault, InputError
-from vexport.types import OnProgress
+from vexport.checkpoint.header import MAX_HEADER_BYTES
+from vexport.checkpoint.hub import (
+    HubName,
+    Listing,
+    download,
+    explain,
+    fetch,
+    list_files,
+    needed_weights,
+    pinned_name,
+    require_model,
+    side_files,
+)
+from vexport.errors import EnvironmentFault, InputError, InputErrors
+from vexport.types import OnProgress, silent
 
-
-def _quiet(stage: str, done: int, total: int) -> None: ...
+# As huggingface_hub's own reader of headers: most are shorter, and one request is then enough.
+_FIRST_BYTES = 100_000
+_WORKERS = 8
+_PARTIAL_CONTENT = 206
 
 
 def hub_name(name: str) -> HubName | None:
@@ -23,25 +42,25 @@ def hub_name(name: str) -> HubName | None:
     return HubName.parse(name)
 
 
-def resolve_source(name: str, on_progress: OnProgress = _quiet) -> Path:
+def resolve_source(name: str, on_progress: OnProgress = silent) -> Path:
     """The folder of a checkpoint; ORG/NAME or ORG/NAME@REVISION is downloaded into the hub's cache first.
 
-    A folder is never looked up on the hub. Raises as `hub.download`; InputError for a URL.
+    A folder is never looked up on the hub. Raises as `download`; InputError for a URL.
     """
     model = hub_name(name)
     if model is None:
         return Path(name).expanduser()
     with _or_no_such_folder(name):
-        return download.download(model, on_progress)
+        return download(model, on_progress)
 
 
 @contextmanager
-def source_headers(name: str, on_progress: OnProgress = _quiet) -> Iterator[Path]:
+def source_headers(name: str, on_progress: OnProgress = silent) -> Iterator[Path]:
     """Yield a folder to read headers from; of a model of the hub only they are fetched."""
     if (model := hub_name(name)) is None:
         yield Path(name).expanduser()
     else:
-        with _or_no_such_folder(name), headers.header_files(model, on_progress) as root:
+        with _or_no_such_folder(name), header_files(model, on_progress) as root:
             yield root
 
 
@@ -56,7 +75,7 @@ def require_source(name: str) -> None:
     """Raise what `resolve_source` would for a model that cannot be had; fetches its config only."""
     if (model := hub_name(name)) is not None:
         with _or_no_such_folder(name):
-            download.require_model(model)
+            require_model(model)
 
 
 @contextmanager
@@ -83,3 +102,99 @@ def with_revision(name: str, revision: str | None) -> str:
         got = f"two revisions, {model.revision!r} and {revision!r}"
         raise InputError(name, got=got, need="one", fix="leave one out")
     return str(HubName(id=model.id, revision=revision))
+
+
+class _NoRangesError(Exception):
+    """The server answers with whole files."""
+
+
+@contextmanager
+def header_files(name: HubName, on_progress: OnProgress) -> Iterator[Path]:
+    """Yield a folder like the model's, whose weight files have their headers and sizes, but holes for data.
+
+    The folder is gone after the block. Where the cache has the weights, or the hub gives no ranges, it is the
+    model's folder in the cache. Raises as `download`.
+    """
+    try:
+        listing = list_files(name)
+    except EnvironmentFault:
+        yield download(name, on_progress)  # the copy in the cache, if there is one
+        return
+    folder = fetch(listing, side_files(listing.sizes))
+    weights = needed_weights(listing, folder)
+    if all((folder / file).is_file() for file in weights):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="vexport-headers-") as temporary:
+        root = Path(temporary)
+        try:
+            _write_headers(listing, weights, root, on_progress)
+        except _NoRangesError:
+            yield fetch(listing, weights)
+            return
+        for file in side_files(listing.sizes):
+            (root / file).parent.mkdir(parents=True, exist_ok=True)
+            (root / file).symlink_to(folder / file)
+        try:
+            yield root
+        except InputErrors as errors:
+            raise InputErrors([_named(error, root, listing.pinned) for error in errors.problems]) from None
+        except InputError as error:
+            raise _named(error, root, listing.pinned) from None
+
+
+def _named(error: InputError, root: Path, name: str) -> InputError:
+    """The error with the model's name in the place of a folder that nobody knows."""
+    where, got, need, fix = (
+        text.replace(str(root), name) for text in (error.where, error.got, error.need, error.fix)
+    )
+    return InputError(where, got=got, need=need, fix=fix)
+
+
+def _write_headers(listing: Listing, weights: list[str], root: Path, on_progress: OnProgress) -> None:
+    stage = f"headers of {listing.name.id}"
+    on_progress(stage, 0, len(weights))
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        for done, (file, header) in enumerate(
+            zip(weights, pool.map(lambda file: read_remote_header(listing, file), weights), strict=True)
+        ):
+            with (root / file).open("wb") as stream:
+                stream.write(header)
+                stream.truncate(max(listing.sizes.get(file, 0), len(header)))
+            on_progress(stage, done + 1, len(weights))
+
+
+def read_remote_header(listing: Listing, file: str) -> bytes:
+    """The first bytes of a safetensors file: the length of its header, then the header if there is one.
+
+    A length that is no header's is left to whoever reads the file.
+    """
+    first = _range(listing, file, 0, _FIRST_BYTES)
+    length = struct.unpack("<Q", first[:8])[0] if len(first) >= 8 else 0
+    end = 8 + length
+    if end <= len(first) or length > MAX_HEADER_BYTES:
+        return first[:end]
+    return first + _range(listing, file, len(first), end)
+
+
+def _range(listing: Listing, file: str, start: int, stop: int) -> bytes:
+    """Bytes `start` to `stop` of a file, fewer where it ends before."""
+    from huggingface_hub import hf_hub_url, utils
+
+    url = hf_hub_url(listing.name.id, file, revision=listing.commit)
+    headers: Mapping[str, str] = {
+        **utils.build_hf_headers(),  # type: ignore[attr-defined]
+        "Range": f"bytes={start}-{stop - 1}",
+        "Accept-Encoding": "identity",
+    }
+    try:
+        session = utils.get_session()  # type: ignore[attr-defined]
+        with session.stream("GET", url, headers=headers, follow_redirects=True) as response:
+            utils.hf_raise_for_status(response)  # type: ignore[attr-defined]
+            if response.status_code != _PARTIAL_CONTENT:
+                raise _NoRangesError
+            return bytes(response.read())
+    except _NoRangesError:
+        raise
+    except Exception as error:
+        raise explain(error, listing.name) from error

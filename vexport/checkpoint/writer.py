@@ -12,10 +12,10 @@ from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import INDEX_NAME, SINGLE_NAME, changed
-from vexport.checkpoint.progress import Progress, progress_file
 from vexport.errors import require_working_disk
 from vexport.files import write_text
 from vexport.types import AttentionLayer, FusionGroup, Json, TensorInfo, TensorSpec
@@ -23,10 +23,14 @@ from vexport.types import AttentionLayer, FusionGroup, Json, TensorInfo, TensorS
 # transformers' own default for the size of a shard (modeling_utils.save_pretrained).
 DEFAULT_SHARD_BYTES = 5_000_000_000
 METADATA = {"format": "pt"}
+# The ending of the record of a shard, which tells a later call how far it is written.
+PROGRESS = ".progress"
 # Bytes after which they are handed to the disk, so that the sync at the end waits for little.
 WRITE_BACK_BYTES = 1 << 26
 # Bytes of a tensor that is copied which are in memory at once.
 COPY_BYTES = 1 << 22
+# Bytes of a shard that are read at once, to go on with it.
+READ_BYTES = 1 << 24
 
 Array = npt.NDArray[np.generic]
 # The next bytes of a shard: an array that is there when asked for, or a stored tensor to be copied.
@@ -89,6 +93,62 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
     total = sum(shard.num_bytes for shard in shards)
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_text(folder / INDEX_NAME, json.dumps(content, indent=2) + "\n")
+
+
+def progress_file(shard: Path) -> Path:
+    """The record of a shard."""
+    return shard.with_name(shard.name + PROGRESS)
+
+
+class Progress:
+    """A line for each finished unit of a shard: the XXH3 of the file up to its end, 16 hexadecimal digits.
+
+    Neither the record nor the shard is synced while it grows. After a power cut either may lack what was
+    written last; then the two do not agree, and what follows the last unit that does is written again.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file.open("a+b", buffering=0)
+
+    def verified(self, shard: int, header: bytes, ends: Sequence[int]) -> tuple[int, xxhash.xxh3_64]:
+        """The number of units in the shard's descriptor that are as recorded, and the digest to their end.
+
+        The record is cut to them; `ends` has where the header and each unit end.
+        """
+        self._file.seek(0)
+        lines, done, digest = self._file.read().split(b"\n")[:-1], 0, xxhash.xxh3_64(header)
+        if os.pread(shard, len(header), 0) == header:
+            for line, start, stop in zip(lines, ends, ends[1:], strict=False):
+                further = digest.copy()
+                if not _update(further, shard, start, stop) or further.hexdigest().encode() != line:
+                    break
+                done, digest = done + 1, further
+        self._file.truncate(sum(len(line) + 1 for line in lines[:done]))
+        return done, digest
+
+    def add(self, digest: str) -> None:
+        """One more unit is in the shard, whose digest to its end is `digest`."""
+        self._file.write(digest.encode() + b"\n")
+
+    def close(self) -> None:
+        """Close the record, which stays."""
+        self._file.close()
+
+
+def written_digest(shard: Path) -> str:
+    """The digest of a shard that is whole, by its record."""
+    return f"xxh3:{progress_file(shard).read_text(encoding='ascii').splitlines()[-1]}"
+
+
+def _update(digest: xxhash.xxh3_64, shard: int, start: int, stop: int) -> bool:
+    """Add the bytes from `start` to `stop` to a digest; False where the file ends before."""
+    while start < stop:
+        data = os.pread(shard, min(READ_BYTES, stop - start), start)
+        if not data:
+            return False
+        digest.update(data)
+        start += len(data)
+    return True
 
 
 class ShardWriter:

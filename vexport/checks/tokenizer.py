@@ -8,15 +8,16 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from vexport.architectures.transformers_models import transformers_models
-from vexport.checkpoint.tokenizer import FILE as TOKENIZER
-from vexport.checkpoint.tokenizer import open_tokenizer
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.errors import InputError
 from vexport.files import read_json_object
 from vexport.types import Finding, Severity
 
 NAME = "tokenizer"
+TOKENIZER = "tokenizer.json"
 DESCRIPTION = "the files that the class starts with are there: a vocabulary that opens, settings, a processor"
 SETTINGS = "tokenizer_config.json"
 # vLLM starts without a generation config that it cannot read.
@@ -98,3 +99,12 @@ def _file(path: Path, severity: Severity) -> Iterator[Finding]:
                 raise InputError(f"{path}: added_tokens", got="no such list", need="a list", fix=FIX)
     except InputError as problem:
         yield Finding.of(problem, check=NAME, severity=severity)
+
+
+def open_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a file; InputError with the library's words where it cannot be opened."""
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # it raises no other class, from Rust
+        got = f"one that the library does not open: {error}"
+        raise InputError(str(path), got=got, need="a tokenizer", fix="copy the source's file") from error

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from vexport.checkpoint.chat_template import DEFAULT, chat_templates, template_digest
 from vexport.checkpoint.chat_template import FILE as TEMPLATE_FILE
-from vexport.checkpoint.hub.names import pinned_name
+from vexport.checkpoint.hub import pinned_name
 from vexport.checkpoint.index import weight_files
 from vexport.files import digest_file, read_json_object, write_text
 from vexport.types import EngineInfo, Json, Prompting, device_words

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vexport.checkpoint.hub.failures import downloaded, explain, is_network_error, is_of_the_hub
-from vexport.checkpoint.hub.names import HubName
+from vexport.checkpoint.hub import HubName, downloaded, explain, is_network_error, is_of_the_hub
 from vexport.engine.messages import InputProblem, SessionRequest
 from vexport.engine.session import run_worker, session_error
 from vexport.errors import EnvironmentFaults, InputError, raise_all

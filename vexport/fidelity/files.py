@@ -8,9 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.tokenizer import FILE as TOKENIZER
-from vexport.checkpoint.tokenizer import open_tokenizer
 from vexport.checks import SOURCE
+from vexport.checks.tokenizer import TOKENIZER, open_tokenizer
 from vexport.errors import InputError
 from vexport.files import read_json
 from vexport.types import Finding, Json, Severity

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 from vexport.checkpoint.chat_template import copy_named_templates
 from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.progress import progress_file, written_digest
 from vexport.checkpoint.smoothed import SMOOTHING, write_smoothing
 from vexport.checkpoint.source import pinned_source
-from vexport.checkpoint.writer import Shard, write_index
+from vexport.checkpoint.writer import Shard, progress_file, write_index, written_digest
 from vexport.files import digest_bytes, write_text
 from vexport.formats.config import quantization_config
 from vexport.outputs import kept_as_failed

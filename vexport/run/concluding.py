@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from vexport.checkpoint.card import inherited_card
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import VexportError
 from vexport.files import from_json, write_text
 from vexport.reports import render
+from vexport.reports.card import inherited_card
 from vexport.reports.gates import checkpoint_gate
 from vexport.run.directory import LAYERS, REPORT_FILE, rounding_of
 from vexport.run.judging import cause_of, drift_between, verdict_of, warnings_of

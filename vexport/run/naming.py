@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from vexport.checkpoint.hub.names import HubName, pinned_name
+from vexport.checkpoint.hub import HubName, pinned_name
 
 # The hub's cache: models--ORG--NAME/snapshots/REVISION (huggingface_hub.constants, REPO_ID_SEPARATOR).
 _CACHED = re.compile(r"(?:^|/)models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")

@@ -1,15 +1,14 @@
-"""Downloads what is needed of a model into the hub's cache; what is there already is not fetched again."""
+"""Models of the Hugging Face hub: names, errors, and downloads of what is needed into the hub's cache."""
 
 import glob
+import itertools
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from typing import Literal, Self, TypeVar
 
-from vexport.checkpoint.hub.failures import explain, is_network_error
-from vexport.checkpoint.hub.names import HubName
 from vexport.checkpoint.index import (
     INDEX_NAME,
     SINGLE_NAME,
@@ -17,9 +16,19 @@ from vexport.checkpoint.index import (
     require_checkpoint,
     weight_files,
 )
-from vexport.errors import EnvironmentFault, InputError
+from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.types import OnProgress
 
+# huggingface_hub/utils/_validators.py, with a git branch, tag or commit after the @.
+_NAME = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
+# <cache>/models--ORG--NAME/snapshots/COMMIT, as huggingface_hub lays its cache out.
+_SNAPSHOT = re.compile(r"models--(?P<id>.+)/snapshots/(?P<commit>[0-9a-f]{40})$")
+Kind = Literal["model", "dataset"]
+# Classes of huggingface_hub and datasets, by name: a wrong name or revision, or no access to it.
+_INPUT = {"RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError", "RemoteEntryNotFoundError"}
+_INPUT |= {"HFValidationError", "DatasetNotFoundError"}
+# Of httpx, Python and huggingface_hub: no connection, or a wish to have none.
+_UNREACHABLE = {"TransportError", "ConnectionError", "OfflineModeIsEnabled", "LocalEntryNotFoundError"}
 CONFIG = "config.json"
 # Seconds before a download whose connection was reset is tried again.
 _WAITS = (1.0, 4.0, 16.0)
@@ -32,6 +41,74 @@ _OTHER_FORMATS = {"original", "onnx", "openvino", "gguf", "coreml", "metal", "ml
 _WEIGHTS = ".safetensors"
 _OTHER_INDEX = re.compile(r".*\.(safetensors|bin|msgpack|h5)\.index\.json")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HubName:
+    """A model of the hub; `revision` is a branch, tag or commit, None for the default branch."""
+
+    id: str
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> Self | None:
+        """The hub's name in `name`; None where it is written otherwise. Says nothing about local folders."""
+        match = _NAME.fullmatch(name)
+        return cls(id=match["id"], revision=match["revision"]) if match else None
+
+    def __str__(self) -> str:
+        return f"{self.id}@{self.revision}" if self.revision else self.id
+
+
+def pinned_name(root: Path) -> str | None:
+    """ORG/NAME@COMMIT of a folder in the hub's cache; None of every other folder."""
+    match = _SNAPSHOT.search(str(root))
+    return f"{match['id'].replace('--', '/', 1)}@{match['commit']}" if match else None
+
+
+def explain(error: BaseException, name: HubName, kind: Kind = "model") -> VexportError:
+    """The error to show for one that was raised while a library looked for `name`.
+
+    InputError where the name, the revision or the access to it is wrong; EnvironmentFault for all else.
+    """
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    if _is_any(error, _INPUT):
+        need, fix = f"a {kind} of the hub that may be read", "check the name, and HF_TOKEN for a private one"
+        return InputError(f"{kind} {name}", got=words, need=need, fix=fix)
+    fix = "check the network, HF_TOKEN and HF_HOME, or fetch it before with `hf download`"
+    return EnvironmentFault(f"{kind} {name}", got=words, need="its files from the hub", fix=fix)
+
+
+def is_network_error(error: BaseException) -> bool:
+    """Whether a connection could not be made, or broke, or is not wanted."""
+    return _is_any(error, _UNREACHABLE)
+
+
+def is_of_the_hub(error: BaseException) -> bool:
+    """Whether the hub or the way to it raised an error, not what was read from there."""
+    return _is_any(error, _INPUT | _UNREACHABLE | {"HfHubHTTPError"})
+
+
+def downloaded(name: HubName, kind: Kind) -> str | None:
+    """The folder of the cache that `hf download` has filled; None where there is none."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(name.id, repo_type=kind, revision=name.revision, local_files_only=True)
+    except Exception:
+        return None
+
+
+def _is_any(error: BaseException, names: set[str]) -> bool:
+    """Whether an error, or what it came from, is of a class with one of these names."""
+    classes = (type(cause).__mro__ for cause in _chain(error))
+    return any(cls.__name__ in names for cls in itertools.chain.from_iterable(classes))
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,0 @@
-"""Models of the Hugging Face hub: names, the files that are needed, downloads, headers, errors."""
