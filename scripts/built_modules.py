@@ -22,8 +22,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vexport.architectures.modules import STACK, Kind, with_numbers, with_stars
 from vexport.engine.dry.audit import Audit, opener
 from vexport.engine.dry.cell import configure
-from vexport.engine.dry.fake_platform import join_group, set_capability
-from vexport.engine.dry.stubs import AbsentValues
+from vexport.engine.dry.fake_platform import AbsentValues, join_group, set_capability
 
 CAPABILITY = 90
 # So many tensors that vLLM does not take, as transformers names them, are left out one by one.

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from tests.architectures.families import FAMILIES, save_family
 from tests.command import vexport
-from vexport.engine.dry.load import dry_loads
+from vexport.engine.dry.load import DryLoad
 
 # Groups of 64 fit the sizes of the micro models.
 SCHEMES: Mapping[str, tuple[str, ...]] = {
@@ -84,7 +84,11 @@ def cells(families: Iterable[str], folder: Path) -> dict[tuple[str, str], str]:
     tried = list(attempts(families, folder))
     written = [last[-1].out for last in tried if last[-1].wrote]
     checked = {out: vexport("check", out) for out in written}
-    reports = {Path(report.checkpoint).name: report for report in dry_loads(written)} if written else {}
+    reports = (
+        {Path(report.checkpoint).name: report for report in DryLoad(checkpoints=written).reports()}
+        if written
+        else {}
+    )
     found: dict[tuple[str, str], str] = {}
     for cell in tried:
         first, last = cell[0], cell[-1]

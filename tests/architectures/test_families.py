@@ -15,7 +15,7 @@ from tests.command import vexport
 from tests.models import dequantized, quantize
 from vexport.checkpoint.index import read_index
 from vexport.checks.vllm.groups import matches_any
-from vexport.engine.dry.load import dry_loads
+from vexport.engine.dry.load import DryLoad
 from vexport.engine.reference import load_dequantized
 from vexport.errors import InputError
 from vexport.plan import Settings, build_plan
@@ -350,7 +350,9 @@ def test_vllms_draft_classes_load_what_is_kept_of_draft_layers(tmp_path: Path) -
         config = json.loads((out / "config.json").read_text())
         (out / "config.json").write_text(json.dumps({**config, "architectures": [drafter]}))
         made.append(out)
-    assert [cell.status for report in dry_loads(made, tp=(1, 2)) for cell in report.cells] == ["loads"] * 4
+    assert [
+        cell.status for report in DryLoad(checkpoints=made, tp=(1, 2)).reports() for cell in report.cells
+    ] == ["loads"] * 4
 
 
 def test_experts_of_either_order_are_the_same_layers(tmp_path: Path) -> None:
@@ -387,7 +389,7 @@ def test_vllms_own_classes_load_what_the_plan_accepts_and_nothing_else(tmp_path:
     made = [tmp_path / name for name, ranks in accepted if ranks == 1 and accepted[name, ranks]]
     loaded = {
         (Path(report.checkpoint).name, cell.tp): cell.status == "loads"
-        for report in dry_loads(made, tp=(1, 2), sm=(90,))
+        for report in DryLoad(checkpoints=made, tp=(1, 2), sm=(90,)).reports()
         for cell in report.cells
     }
     assert loaded == {key: fits for key, fits in accepted.items() if tmp_path / key[0] in made}

@@ -6,7 +6,7 @@ import pytest
 
 from tests.architectures.families import save_family
 from tests.command import vexport
-from vexport.engine.dry.load import dry_loads
+from vexport.engine.dry.load import DryLoad
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.scenario import Rule
 
@@ -37,7 +37,7 @@ def test_vllm_finds_the_scheme_of_every_layer(tmp_path: Path) -> None:
     for family in BUILT:
         source = str(save_family(family, tmp_path / family))
         quantize_source(QuantizeJob(source=source, out=tmp_path / f"{family}-out", rules=RULES))
-    for report in dry_loads([tmp_path / f"{family}-out" for family in BUILT], sm=(90,)):
+    for report in DryLoad(checkpoints=[tmp_path / f"{family}-out" for family in BUILT], sm=(90,)).reports():
         family = Path(report.checkpoint).name.removesuffix("-out")
         assert [cell.status for cell in report.cells] == ["loads"], report.findings
         built = {row.name: row.scheme for row in report.rows}

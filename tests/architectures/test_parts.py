@@ -13,7 +13,7 @@ from tests.models import quantize
 from vexport.architectures import get_architecture
 from vexport.architectures.parts import part_sizes
 from vexport.checkpoint.index import read_index
-from vexport.engine.dry.load import dry_loads
+from vexport.engine.dry.load import DryLoad
 from vexport.plan import Settings, build_plan
 from vexport.scenario import Rule
 
@@ -99,6 +99,6 @@ def test_vllm_finds_values_that_are_the_keys_in_ignore_and_in_targets(tmp_path: 
     values = json.loads((kept / "config.json").read_text())
     values["quantization_config"]["ignore"] = entries
     (broken / "config.json").write_text(json.dumps(values))
-    reports = dry_loads([kept, mixed, broken], tp=(1, 2))
+    reports = DryLoad(checkpoints=[kept, mixed, broken], tp=(1, 2)).reports()
     assert [cell.status for report in reports for cell in report.cells] == ["loads"] * 4 + ["refused"] * 2
     assert [bool(errors(out)) for out in (kept, mixed, broken)] == [False, False, True]

@@ -61,7 +61,7 @@ def test_kernels_are_offered_once_and_only_when_asked() -> None:
 
 
 ASKED = (
-    "from vexport.engine.cpu_emulation.fp4 import EmulationMxFp4Linear as Kernel;"
+    "from vexport.engine.cpu_emulation.kernels import EmulationMxFp4Linear as Kernel;"
     "from vllm.model_executor.layers.quantization.utils import quant_utils as keys;"
     "print([Kernel._supports_quant_scheme(keys.kMxfp4Static, key) for key in (None, keys.kMxfp4Dynamic,"
     " keys.kFp8DynamicTokenSym, keys.kFp8StaticTensorSym, keys.kInt8StaticChannelSym)])"

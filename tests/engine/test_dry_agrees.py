@@ -11,7 +11,7 @@ from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checks import devices
 from vexport.checks.vllm.view import CheckpointView, Target
-from vexport.engine.dry.load import dry_loads
+from vexport.engine.dry.load import DryLoad
 from vexport.types import Json
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -61,7 +61,7 @@ def test_check_and_dry_load_agree(good: Callable[[str], Path], tmp_path: Path) -
     made = [sketch(tmp_path / name, model, preset, {}) for name, (model, preset) in SKETCHES.items()]
     made += [with_cache(tmp_path / name, model) for name, model in CACHES.items()]
     checkpoints = [*(good(scheme) for scheme in SCHEMES), *made]
-    reports = dry_loads(checkpoints, tp=TP, sm=SM)
+    reports = DryLoad(checkpoints=checkpoints, tp=TP, sm=SM).reports()
     differ: list[tuple[object, ...]] = []
     for checkpoint, report in zip(checkpoints, reports, strict=True):
         for cell in report.cells:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vexport.engine.dry.audit import Audit
-from vexport.engine.dry.messages import Miscopy
+from vexport.engine.messages import Miscopy
 
 Loader = Callable[[torch.nn.Module, torch.Tensor], None]
 

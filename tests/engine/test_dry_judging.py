@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from vexport.engine.dry.judge import judge
-from vexport.engine.dry.messages import Cell, CellResult, LayerKind, Miscopy, merge_ranks
+from vexport.engine.dry.worker import merge_ranks
+from vexport.engine.messages import Cell, CellResult, LayerKind, Miscopy
 
 CELLS = tuple(Cell(tp=tp, sm=sm) for tp in (1, 2) for sm in (80, 90))
 MARLIN = LayerKind(

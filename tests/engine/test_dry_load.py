@@ -9,7 +9,7 @@ import pytest
 from tests.command import vexport
 from tests.engine.sketches import LLAMA, QWEN3_MOE, Tensor, sketch
 from tests.models import quantize, save_llama
-from vexport.engine.dry.load import dry_loads
+from vexport.engine.dry.load import DryLoad
 from vexport.types import DryLoadReport, Finding, MatrixCell
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -168,7 +168,9 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, DryLoadReport
     for scheme in schemes:
         calibration = ("--calibration", DEMO / "calibration.jsonl", "--samples", 4, "--seq-len", 32)
         quantize(DEMO / "model", folder / scheme, scheme, *calibration)
-    reports = dry_loads([folder / scheme for scheme in schemes], tp=(1, 2), sm=(80, 89, 90, 100))
+    reports = DryLoad(
+        checkpoints=[folder / scheme for scheme in schemes], tp=(1, 2), sm=(80, 89, 90, 100)
+    ).reports()
     return dict(zip(schemes, reports, strict=True))
 
 
@@ -183,7 +185,7 @@ def sketched(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, DryLoadRe
         made[name] = sketch(folder / name, config, preset, change)
     for name, (preset, change) in HARMLESS.items():
         made[name] = sketch(folder / name, LLAMA, preset, change)
-    return dict(zip(made, dry_loads(list(made.values()), tp=(1, 2)), strict=True))
+    return dict(zip(made, DryLoad(checkpoints=list(made.values()), tp=(1, 2)).reports(), strict=True))
 
 
 def errors(report: DryLoadReport) -> list[Finding]:

@@ -10,7 +10,7 @@ import pytest
 
 from vexport.engine.failures import explain, failure_from_exit
 from vexport.engine.messages import EngineFailure, FailureKind, SessionRequest
-from vexport.engine.session import EngineFault, run_session, run_worker
+from vexport.engine.session import EngineFault, Worker, run_session
 from vexport.types import silent
 
 WRAPPER = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
@@ -100,17 +100,15 @@ class How:
 )
 def test_however_a_worker_dies_it_is_said(tmp_path: Path, how: str, kind: FailureKind, words: str) -> None:
     with pytest.raises(EngineFault) as caught:
-        run_worker(
-            "tests.engine.dying",
-            How(how=how),
-            How,
+        Worker(
+            module="tests.engine.dying",
+            request=How(how=how),
+            kind=How,
             where="here",
             log=tmp_path / "log",
             timeout=5 if how == "sleep" else 120,
-            vllm_python=None,
-            extra={"PYTHONPATH": str(Path(__file__).parents[2])},
-            on_progress=silent,
-        )
+            environment={"PYTHONPATH": str(Path(__file__).parents[2])},
+        ).run(silent)
     assert caught.value.exit_code == 4
     assert caught.value.failure.kind == kind
     assert words in caught.value.failure.message

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vexport.engine.session import run_worker
+from vexport.engine.session import Worker
 from vexport.types import silent
 
 SUMS = """
@@ -84,17 +84,14 @@ def run_lm_eval(tasks: Sequence[str], runs: Mapping[Path, Sequence[int]]) -> Non
     In a separate process: lm-eval's imports warn.
     """
     folder = next(iter(runs)).parent
-    run_worker(
-        "tests.evaluation.adder",
-        Runs(tasks=tuple(tasks), wrong={str(run): tuple(wrong) for run, wrong in runs.items()}),
-        Runs,
+    Worker(
+        module="tests.evaluation.adder",
+        request=Runs(tasks=tuple(tasks), wrong={str(run): tuple(wrong) for run, wrong in runs.items()}),
+        kind=Runs,
         where="lm-eval",
         log=folder / "lm_eval.log",
         timeout=600,
-        vllm_python=None,
-        extra={},
-        on_progress=silent,
-    )
+    ).run(silent)
 
 
 def make_model(folder: Path) -> Path:

@@ -18,7 +18,7 @@ from tests.models import problems
 from tests.mutations.edits import Change, add, all_of, config, drop, json_config, node, put, spoiled
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.view import Target
-from vexport.engine.dry.load import dry_loads
+from vexport.engine.dry.load import DryLoad
 from vexport.engine.reference import reference_logprobs
 from vexport.types import Json
 
@@ -60,7 +60,7 @@ def test_nothing_is_repaired(name: str, tmp_path: Path) -> None:
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_dry_load_agrees() -> None:
-    reports = dry_loads([CHECKPOINTS / name for name in NAMES], tp=(1,), sm=(90,))
+    reports = DryLoad(checkpoints=[CHECKPOINTS / name for name in NAMES], tp=(1,), sm=(90,)).reports()
     assert [report.ok for report in reports] == [True] * len(NAMES)
 
 
@@ -166,6 +166,6 @@ def test_schemes_that_experts_do_not_have_are_found(change: Change, tmp_path: Pa
 def test_vllm_refuses_those_schemes_too(tmp_path: Path) -> None:
     source = CHECKPOINTS / "autoround-moe-W4A16"
     bad = [spoiled(source, tmp_path / name, change) for name, change in REFUSED.items()]
-    reports = dry_loads(bad, tp=(1,), sm=(90,))
+    reports = DryLoad(checkpoints=bad, tp=(1,), sm=(90,)).reports()
     assert [cell.status for report in reports for cell in report.cells] == ["refused"] * len(bad)
     assert "assert self.weight_quant.strategy" in reports[0].findings[0].got

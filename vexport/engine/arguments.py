@@ -6,9 +6,9 @@ from pathlib import Path
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.index import read_index
 from vexport.checks.vllm.decoder import impossible_size
-from vexport.engine.messages import ArgumentsAnswer, ArgumentsRequest
-from vexport.engine.session import log_folder, run_worker, session_error
-from vexport.errors import InputError, raise_all
+from vexport.engine.messages import ArgumentsRequest, FoundProblems
+from vexport.engine.session import Worker, log_folder, raise_found
+from vexport.errors import InputError
 from vexport.files import read_json_object
 from vexport.plan.ranks import Heads
 from vexport.scenario.serve import Serve
@@ -28,21 +28,16 @@ def require_arguments(serves: Sequence[Serve], vllm_python: Path | None) -> None
     if not largest.given.keys() - _CERTAIN:
         return
     with log_folder("vexport-arguments-") as folder:
-        answer = run_worker(
-            "vexport.engine.arguments_worker",
-            ArgumentsRequest(arguments=largest.given, devices=largest.devices),
-            ArgumentsAnswer,
+        found = Worker(
+            module="vexport.engine.arguments_worker",
+            request=ArgumentsRequest(arguments=largest.given, devices=largest.devices),
+            kind=FoundProblems,
             where="vLLM's arguments",
             log=folder / "vllm.log",
             timeout=largest.timeout,
             vllm_python=vllm_python,
-            extra={},
-            on_progress=silent,
-        )
-    errors = [session_error(problem) for problem in answer.problems]
-    raise_all([error for error in errors if isinstance(error, InputError)])
-    for error in errors:
-        raise error
+        ).run(silent)
+    raise_found(found)
 
 
 def require_layers(checkpoint: Path) -> None:

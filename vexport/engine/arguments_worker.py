@@ -9,24 +9,20 @@ import json
 import sys
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Literal, Union, cast, get_args, get_origin
 
 from pydantic import JsonValue, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
-from vexport.engine.messages import ArgumentsAnswer, ArgumentsRequest, InputProblem
-from vexport.engine.worker import CPU, end_with_parent
+from vexport.engine.messages import ArgumentsRequest, FoundProblems, InputProblem
+from vexport.engine.worker import CPU, answer_request
 from vexport.errors import EnvironmentFault, InputError, nearest
-from vexport.files import from_json, to_json, write_text
 
 
 def main(arguments: list[str]) -> int:
     """Read the request, ask vLLM, write the answer."""
-    request_file, result_file = (Path(argument) for argument in arguments)
-    end_with_parent()
-    answer = ArgumentsAnswer(problems=tuple(problems_of(from_json(ArgumentsRequest, request_file))))
-    write_text(result_file, to_json(answer))
-    return 0
+    return answer_request(
+        arguments, ArgumentsRequest, lambda request: FoundProblems(problems=tuple(problems_of(request)))
+    )
 
 
 def problems_of(request: ArgumentsRequest) -> Iterator[InputProblem]:
@@ -48,17 +44,11 @@ def problems_of(request: ArgumentsRequest) -> Iterator[InputProblem]:
 def _devices(request: ArgumentsRequest) -> Iterator[InputProblem]:
     from vllm.platforms import current_platform
 
-    backend = request.arguments.get("distributed_executor_backend")
-    if backend == "ray":
+    if request.arguments.get("distributed_executor_backend") == "ray":
         if importlib.util.find_spec("ray") is None:
+            name, need = "distributed_executor_backend", "Ray's package"
             fix = "install ray next to vLLM, or use mp"
-            yield _problem(
-                EnvironmentFault.exit_code,
-                "distributed_executor_backend",
-                "no module ray",
-                "Ray's package",
-                fix,
-            )
+            yield _problem(EnvironmentFault.exit_code, name, "no module ray", need, fix)
         return
     if current_platform.device_type == CPU:
         return

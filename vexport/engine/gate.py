@@ -12,7 +12,7 @@ from vexport.checks.vllm.unjudged import NAMES
 from vexport.checks.vllm.view import Target
 from vexport.engine.arguments import require_layers
 from vexport.engine.dry.judge import Require, errors_or_doubt, unused
-from vexport.engine.dry.load import CAPABILITIES, started_dry_loads
+from vexport.engine.dry.load import CAPABILITIES, DryLoad
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, is_installed
 from vexport.types import CheckReport, DryLoadReport, Finding, NotJudged, OnProgress
@@ -40,8 +40,8 @@ def checked_in_vllm(
     """
     loadable = {name: root for name, root in roots.items() if _is_loadable(root)}
     require: Require = "all" if target.sm else "any"
-    start = started_dry_loads(
-        [*loadable.values()],
+    dry_load = DryLoad(
+        checkpoints=[*loadable.values()],
         tp=target.tp or (1,),
         sm=target.sm or CAPABILITIES,
         require=require,
@@ -49,7 +49,7 @@ def checked_in_vllm(
         trust_remote_code=trust_remote_code,
     )
     with ExitStack() as stack:
-        running = attempt(partial(stack.enter_context, start), DRY_LOAD) if loadable else None
+        running = attempt(partial(stack.enter_context, dry_load.started()), DRY_LOAD) if loadable else None
         reports = read()
         loads = attempt(partial(running, on_progress), DRY_LOAD) if callable(running) else running
     if isinstance(loads, VexportError):

@@ -1,11 +1,11 @@
-"""What crosses the border between vexport and the process that runs vLLM: JSON in, JSON out."""
+"""What crosses the border between vexport and the processes that import vLLM: JSON in, JSON out."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from vexport.scenario.serve import EngineArguments
-from vexport.types import Canary, EngineInfo, LmEvalSettings
+from vexport.types import Canary, EngineInfo, LmEvalSettings, RankMemory
 
 # As long as it takes for a slow loss (of the KV cache, of long-range positions) to show.
 CANARY_TOKENS = 200
@@ -22,6 +22,11 @@ FailureKind = Literal[
     "missing",
     "mismatched build",
 ]
+# missing: part of a parameter gets no value (vLLM reads uninitialized memory);
+# unused: a stored tensor goes nowhere; cast: its values are converted to a dtype of another kind;
+# narrowed: only part of it is read.
+MiscopyKind = Literal["missing", "unused", "cast", "narrowed"]
+Outcome = Literal["loaded", "refused", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +101,10 @@ class ArgumentsRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArgumentsAnswer:
-    """What is wrong with them."""
+class FoundProblems:
+    """What a worker found wrong with arguments of vLLM, or with the data of tasks."""
 
-    problems: tuple[InputProblem, ...]
+    problems: tuple[InputProblem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,3 +123,76 @@ class SessionResult:
     seconds: dict[str, float] = field(default_factory=dict)
     failure: EngineFailure | None = None
     problem: InputProblem | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One column of the matrix: tensor parallel size and compute capability (90 is SM 9.0)."""
+
+    tp: int
+    sm: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRequest:
+    """Checkpoints and the cells to try for each; `folder` takes a file per finished cell."""
+
+    checkpoints: tuple[Path, ...]
+    cells: tuple[Cell, ...]
+    folder: Path
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Miscopy:
+    """What the copy audit saw: at a parameter of vLLM's (missing) or a stored tensor (the others).
+
+    `layer` is the kind of layer whose parameter it is, empty for a tensor that went nowhere.
+    """
+
+    kind: MiscopyKind
+    where: str
+    layer: str
+    got: str
+    expected: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """All layers of the same name (indices as *), stored precision, running precision and kernel.
+
+    Precisions are like W4A16 with the type's name behind them where it matters; `kernel` is vLLM's class.
+    """
+
+    name: str
+    count: int
+    scheme: str
+    stored: str
+    runs: str
+    kernel: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellResult:
+    """What vLLM did with one checkpoint in one cell.
+
+    "refused" has vLLM's reason, and in `where` the stored tensor that it was at, if any; "unknown" means
+    that the dry load could not follow vLLM that far.
+    """
+
+    cell: Cell
+    outcome: Outcome
+    reason: str = ""
+    where: str = ""
+    layers: tuple[LayerKind, ...] = ()
+    faults: tuple[Miscopy, ...] = ()
+    memory: RankMemory | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryResult:
+    """Every checkpoint's cells, in the order of the request."""
+
+    vllm: str
+    checkpoints: tuple[tuple[CellResult, ...], ...]

@@ -8,7 +8,7 @@ from pathlib import Path
 from vexport.architectures.fusion import moe_layer
 from vexport.checks import INTERNAL, findings_of_headers
 from vexport.engine.dry.judge import errors_or_doubt
-from vexport.engine.dry.load import CAPABILITIES, dry_loads
+from vexport.engine.dry.load import CAPABILITIES, DryLoad
 from vexport.engine.session import EngineFault
 from vexport.errors import CheckpointFailed
 from vexport.errors.extras import is_installed
@@ -101,14 +101,8 @@ def _dry_loaded(
     if not sm:
         return "a dry load has no kernel for these schemes"
     try:
-        (report,) = dry_loads(
-            [folder],
-            tp=tp,
-            sm=sm,
-            require="any",
-            trust_remote_code=trust_remote_code,
-            on_progress=on_progress,
-        )
+        load = DryLoad(checkpoints=[folder], tp=tp, sm=sm, require="any", trust_remote_code=trust_remote_code)
+        (report,) = load.reports(on_progress)
     except EngineFault as fault:
         return f"the dry load ended early: {fault.got}"
     return errors_or_doubt(report)

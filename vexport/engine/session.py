@@ -8,9 +8,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -19,12 +20,21 @@ from vexport.engine.failures import explain, failure_from_exit, log_tail
 from vexport.engine.messages import (
     EngineFailure,
     FailureKind,
+    FoundProblems,
     InputProblem,
     SessionRequest,
     SessionResult,
 )
 from vexport.engine.process import Follow, started_group
-from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError, VexportError
+from vexport.errors import (
+    CheckpointFailed,
+    EnvironmentFault,
+    EnvironmentFaults,
+    Inconclusive,
+    InputError,
+    VexportError,
+    raise_all,
+)
 from vexport.errors.extras import UNINSTALL, require_extra
 from vexport.files import from_json, to_json, write_text
 from vexport.types import OnProgress
@@ -126,67 +136,73 @@ def run_session(
     """
     where = f"vLLM on {request.checkpoint}"
     eager = request.arguments.get("enforce_eager", request.enforce_eager)
-    result = run_worker(
-        worker,
-        request,
-        SessionResult,
+    result = Worker(
+        module=worker,
+        request=request,
+        kind=SessionResult,
         where=where,
         log=log,
         timeout=timeout,
         vllm_python=vllm_python,
         # vLLM compiles parts of its sampler even so: 4 s at the first prompt, and it needs a compiler.
-        extra=EAGER if eager else {},
-        on_progress=on_progress,
-    )
+        environment=EAGER if eager else {},
+    ).run(on_progress)
     return _accept(result, request, where, log)
-
-
-def run_worker(
-    module: str,
-    request: object,
-    kind: type[T],
-    *,
-    where: str,
-    log: Path,
-    timeout: float,
-    vllm_python: Path | None,
-    extra: Mapping[str, str],
-    on_progress: OnProgress,
-) -> T:
-    """Run `python -m module REQUEST RESULT` and return the result it wrote, one of our types.
-
-    As `started_worker`, to whose end it waits.
-    """
-    with started_worker(
-        module, request, kind, where=where, log=log, timeout=timeout, vllm_python=vllm_python, extra=extra
-    ) as worker:
-        return worker.result(on_progress)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker(Generic[T]):
-    """A worker that runs."""
+    """`python -m MODULE REQUEST RESULT`: a process that writes its result, which is of type `kind`.
 
+    `where` names it in errors. Its output goes to `log`, its environment is ours with `environment`;
+    `vllm_python` is another interpreter that has vLLM.
+    """
+
+    module: str
+    request: object
     kind: type[T]
     where: str
     log: Path
     timeout: float
-    result_file: Path
-    follow: Follow
+    vllm_python: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
-    def result(self, on_progress: OnProgress) -> T:
-        """Wait for the result.
+    def run(self, on_progress: OnProgress) -> T:
+        """Start it and wait for its result. Raises as `started`."""
+        with self.started() as result:
+            return result(on_progress)
 
-        EngineFault if the worker ends without one, or `timeout` seconds after its start.
+    @contextmanager
+    def started(self) -> Iterator[Callable[[OnProgress], T]]:
+        """Start it; what is yielded waits for the result. The process is gone when the context ends.
+
+        EngineFault if vLLM is missing, if the worker ends without a result, or `timeout` seconds after its
+        start.
         """
+        require_vllm(self.vllm_python)
+        python = self.vllm_python or Path(sys.executable)
+        with tempfile.TemporaryDirectory(prefix="vexport-session-", dir=_temporary_folder()) as folder:
+            scratch = Path(folder)
+            request_file, result_file = scratch / "request.json", scratch / "result.json"
+            write_text(request_file, to_json(self.request))
+            environment = _foreign_environment(scratch) if self.vllm_python else worker_environment()
+            with started_group(
+                [str(python), "-m", self.module, str(request_file), str(result_file)],
+                environment={**environment, **_temporary_files(scratch), **self.environment},
+                log=self.log,
+                timeout=self.timeout,
+            ) as follow:
+                yield partial(self._result, follow, result_file)
+
+    def _result(self, follow: Follow, result_file: Path, on_progress: OnProgress) -> T:
         try:
-            code = self.follow(on_progress)
+            code = follow(on_progress)
         except TimeoutError:
             raise self._fault("timed out", f"not finished after {self.timeout:g} s") from None
-        if not self.result_file.is_file():
+        if not result_file.is_file():
             raise EngineFault(self.where, failure_from_exit(self.log, code), self.log)
         try:
-            return from_json(self.kind, self.result_file)
+            return from_json(self.kind, result_file)
         except InputError as error:
             message = f"the worker wrote a result that cannot be read ({error.got})"
             raise self._fault("crashed", message) from None
@@ -194,40 +210,6 @@ class Worker(Generic[T]):
     def _fault(self, kind: FailureKind, message: str) -> EngineFault:
         failure = EngineFailure(kind=kind, message=message, log_tail=log_tail(self.log))
         return EngineFault(self.where, failure, self.log)
-
-
-@contextmanager
-def started_worker(
-    module: str,
-    request: object,
-    kind: type[T],
-    *,
-    where: str,
-    log: Path,
-    timeout: float,
-    vllm_python: Path | None,
-    extra: Mapping[str, str],
-) -> Iterator[Worker[T]]:
-    """Start `python -m module REQUEST RESULT`, which is gone when the context ends.
-
-    Its environment is ours with `extra`. EngineFault, at `where`, if vLLM is missing.
-    """
-    require_vllm(vllm_python)
-    python = vllm_python or Path(sys.executable)
-    with tempfile.TemporaryDirectory(prefix="vexport-session-", dir=_temporary_folder()) as folder:
-        scratch = Path(folder)
-        request_file, result_file = scratch / "request.json", scratch / "result.json"
-        write_text(request_file, to_json(request))
-        environment = worker_environment() if vllm_python is None else _foreign_environment(scratch)
-        with started_group(
-            [str(python), "-m", module, str(request_file), str(result_file)],
-            environment={**environment, **_temporary_files(scratch), **extra},
-            log=log,
-            timeout=timeout,
-        ) as follow:
-            yield Worker(
-                kind=kind, where=where, log=log, timeout=timeout, result_file=result_file, follow=follow
-            )
 
 
 def _temporary_files(scratch: Path) -> Mapping[str, str]:
@@ -283,6 +265,14 @@ def session_error(problem: InputProblem) -> VexportError:
     kinds: tuple[type[VexportError], ...] = (CheckpointFailed, Inconclusive, EnvironmentFault)
     kind = next((kind for kind in kinds if kind.exit_code == problem.exit_code), InputError)
     return kind(problem.where, got=problem.got, need=problem.need, fix=problem.fix)
+
+
+def raise_found(found: FoundProblems) -> None:
+    """Raise what a worker found wrong: the inputs together, or else the faults of the environment."""
+    errors = [session_error(problem) for problem in found.problems]
+    raise_all([error for error in errors if isinstance(error, InputError)])
+    if errors:
+        raise EnvironmentFaults(errors)
 
 
 def require_vllm(vllm_python: Path | None = None) -> None:

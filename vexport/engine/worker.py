@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import JsonValue, ValidationError
 
@@ -32,7 +32,7 @@ from vexport.types import OnProgress
 if TYPE_CHECKING:
     from vllm import LLM
 
-
+T = TypeVar("T")
 _MOST_MESSAGE = 1000
 CPU = "cpu"
 # For vLLM to raise by itself that its core has ended.
@@ -62,6 +62,14 @@ def main(arguments: list[str], answer_tasks: AnswerTasks | None = None) -> int:
         # ends this process then, whatever it does.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_TEARDOWN_SECONDS)
+    return 0
+
+
+def answer_request(arguments: list[str], kind: type[T], answer: Callable[[T], object]) -> int:
+    """The `main` of the other workers: read the request, write what `answer` says; 0."""
+    request_file, result_file = (Path(argument) for argument in arguments)
+    end_with_parent()
+    write_text(result_file, to_json(answer(from_json(kind, request_file))))
     return 0
 
 

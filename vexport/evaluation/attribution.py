@@ -15,7 +15,7 @@ import torch
 
 from vexport.checks import check_checkpoint
 from vexport.engine.agreement import KL_LIMITS, kl_limit, read_logprobs
-from vexport.engine.dry.load import CAPABILITIES, dry_loads
+from vexport.engine.dry.load import CAPABILITIES, DryLoad
 from vexport.engine.reference import REFERENCE_FILE, agreement_limit, remembered_reference
 from vexport.errors import EnvironmentFault, InputError
 from vexport.evaluation.drift import Scored
@@ -168,13 +168,10 @@ def _loader_evidence(candidate: Scored, vllm_python: Path | None, on_progress: O
     """
     findings = list(check_checkpoint(str(candidate.checkpoint)).findings)
     with suppress(EnvironmentFault):
-        (dry,) = dry_loads(
-            [candidate.checkpoint],
-            sm=CAPABILITIES,
-            require="any",
-            vllm_python=vllm_python,
-            on_progress=on_progress,
+        load = DryLoad(
+            checkpoints=[candidate.checkpoint], sm=CAPABILITIES, require="any", vllm_python=vllm_python
         )
+        (dry,) = load.reports(on_progress)
         findings += dry.findings
     errors = [finding for finding in findings if finding.severity == "error"]
     return tuple(str(finding) for finding in errors[:_EVIDENCE])

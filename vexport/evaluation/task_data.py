@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vexport.checkpoint.hub import HubName, downloaded, explain, is_network_error, is_of_the_hub
-from vexport.engine.messages import InputProblem, SessionRequest
-from vexport.engine.session import run_worker, session_error
-from vexport.errors import EnvironmentFaults, InputError, raise_all
+from vexport.engine.messages import FoundProblems, SessionRequest
+from vexport.engine.session import Worker, raise_found
+from vexport.errors import InputError
 from vexport.evaluation.tasks import FILE_FORMATS, is_local_dataset, reads_hub
 from vexport.types import PROGRESS_DETAIL, OnProgress
 
@@ -17,13 +16,6 @@ if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
 
 STAGE = "task data"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fetched:
-    """What the worker answers: why the data of tasks cannot be had, each data set once."""
-
-    problems: tuple[InputProblem, ...] = ()
 
 
 def fetch_task_data(
@@ -37,21 +29,16 @@ def fetch_task_data(
     if not any(map(reads_hub, request.tasks)):
         return
 
-    fetched = run_worker(
-        "vexport.evaluation.task_data_worker",
-        request,
-        Fetched,
+    found = Worker(
+        module="vexport.evaluation.task_data_worker",
+        request=request,
+        kind=FoundProblems,
         where=STAGE,
         log=log,
         timeout=timeout,
         vllm_python=vllm_python,
-        extra={},
-        on_progress=on_progress,
-    )
-    errors = [session_error(problem) for problem in fetched.problems]
-    raise_all([error for error in errors if isinstance(error, InputError)])
-    if errors:
-        raise EnvironmentFaults(errors)
+    ).run(on_progress)
+    raise_found(found)
 
 
 def _read_copy(

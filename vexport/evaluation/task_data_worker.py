@@ -9,28 +9,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from vexport.engine.messages import InputProblem, SessionRequest
-from vexport.engine.worker import end_with_parent, input_problem, reporter
+from vexport.engine.messages import FoundProblems, InputProblem, SessionRequest
+from vexport.engine.worker import answer_request, input_problem, reporter
 from vexport.errors import EnvironmentFault, VexportError
 from vexport.evaluation.lm_eval_environment import nltk_problem, task_settings, tasks_as_data
 from vexport.evaluation.lm_eval_runner import load_tasks, task_manager
-from vexport.evaluation.task_data import STAGE, Fetched, explained_downloads
-from vexport.files import from_json, to_json, write_text
+from vexport.evaluation.task_data import STAGE, explained_downloads
 from vexport.types import OnProgress
 
 
 def main(arguments: list[str]) -> int:
     """Read the request, fetch, write the result; 0 whenever there is a result to read."""
-    request_file, result_file = (Path(argument) for argument in arguments)
-    end_with_parent()
+    return answer_request(arguments, SessionRequest, _problems_of)
+
+
+def _problems_of(request: SessionRequest) -> FoundProblems:
+    """Why the data of tasks cannot be had, each data set once."""
     problems: dict[InputProblem, None] = {}
     try:
-        for error in fetch(from_json(SessionRequest, request_file), reporter()):
+        for error in fetch(request, reporter()):
             problems[input_problem(error)] = None
     except VexportError as error:
         problems[input_problem(error)] = None
-    write_text(result_file, to_json(Fetched(problems=tuple(problems))))
-    return 0
+    return FoundProblems(problems=tuple(problems))
 
 
 def fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError]:

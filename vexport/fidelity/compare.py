@@ -12,9 +12,8 @@ from vexport.checks.devices import INDEX
 from vexport.checks.vllm.layers import Layer, layers_of
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.errors import InputError
-from vexport.fidelity import files, tensors
-from vexport.fidelity.believed import judged_smoothing
-from vexport.fidelity.smoothing import Factors
+from vexport.fidelity.kept import file_findings, tensor_findings
+from vexport.fidelity.smoothing import Factors, judged_smoothing
 from vexport.fidelity.source import Source, SourceTensors
 from vexport.fidelity.weights import WeightComparison, compare_weight
 from vexport.formats.arguments import SchemeArgs, precision
@@ -62,8 +61,8 @@ def _compared(view: CheckpointView, source: Source, reader: Reader, on_layer: On
         on_layer(number + 1, len(quantized))
     yield from _factors(smoothing)
     names = {layer.name for layer in quantized}
-    yield from tensors.changed(view, reader, origins, names, smoothing.norms)
-    yield from files.changed(view.index, source.index)
+    yield from tensor_findings(view, reader, origins, names, smoothing.norms)
+    yield from file_findings(view.index, source.index)
     yield from _summary(view, ratios)
 
 

@@ -116,7 +116,7 @@ class Fp8(Format):
         """Native by block alone, with AMX: else the CPU build ignores static scales or takes 0.2 s a layer;
         that of vLLM 0.33 leaves inputs of weights per channel in bfloat16.
 
-        vexport.engine.cpu_emulation.fp8 stands in for it.
+        vexport.engine.cpu_emulation.kernels stands in for it.
         """
         return "emulated" if args.weights.block is None else "native"
 

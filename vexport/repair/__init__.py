@@ -1,6 +1,6 @@
 """Repairs a checkpoint of any producer without calibration, and says what each repair costs.
 
-Adding a family of repairs is one new file and one line in `families.FAMILIES`.
+Adding a family of repairs is a function and a line in `families.FAMILIES`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +18,8 @@ from vexport.checks.vllm.quant_methods import METHODS
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.errors import InputError
 from vexport.errors.extras import MissingPackage, is_installed, require_extra
-from vexport.fidelity.believed import disagreements, proven_smoothing
 from vexport.outputs import NamedPath, new_directory, refuse_existing, require_separate, working_folder
-from vexport.repair import config, targets
+from vexport.repair import config
 from vexport.repair.changes import Changes, Repair, RepairReport
 from vexport.repair.write import apply, write_repaired
 from vexport.types import Finding, Smoothing
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 Family = Callable[[CheckpointView, "Source | None"], Changes]
 OnProgress = Callable[[str, int, int], None]
 # What repairs config.json alone and so needs no torch; `families.FAMILIES` has all.
-CONFIG_ONLY: Sequence[Family] = (config.run, targets.run)
+CONFIG_ONLY: Sequence[Family] = (config.keys, config.targets)
 
 
 def repair_checkpoint(
@@ -67,6 +66,8 @@ def repair_checkpoint(
             on_progress("repair (families)", len(families), len(families))
             findings = list(findings_on(view))
             if origin is not None and smoothing and repairs:
+                from vexport.fidelity.smoothing import disagreements
+
                 findings += disagreements(view, origin, original, smoothing)
         except InputError as problem:
             return _report(checkpoint, out, repairs, findings_of(problem))
@@ -94,11 +95,15 @@ def _families() -> Sequence[Family]:
 
 def _smoothing(checkpoint: Path, source: Path | None) -> Mapping[str, Smoothing]:
     """How the source was smoothed; InputError where the file that says so is not to be believed."""
-    return smoothing_of(checkpoint) if source is None else proven_smoothing(checkpoint, read_index(source))
+    if source is None:
+        return smoothing_of(checkpoint)
+    require_extra("torch", "--source")
+    from vexport.fidelity.smoothing import proven_smoothing
+
+    return proven_smoothing(checkpoint, read_index(source))
 
 
 def _source(root: Path, reader: Reader) -> "Source":
-    require_extra("torch", "--source")
     from vexport.fidelity.source import Source
 
     return Source(root, reader)

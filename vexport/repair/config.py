@@ -1,29 +1,36 @@
-"""Keys of quantization_config that the pinned vLLM refuses and that nothing rests on."""
+"""Repairs of config.json alone: keys of quantization_config that vLLM refuses, targets, the ignore list."""
 
 import copy
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
+from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.quantization import KEY, OLDER_KEY, TEXT
+from vexport.checks.vllm.groups import ConfigGroup
+from vexport.checks.vllm.layers import FusedLinear, fits, layers_of
 from vexport.checks.vllm.quant_methods import METHOD
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.arguments import QuantArgs
+from vexport.formats.config import targets_of
+from vexport.formats.partition import is_head
+from vexport.plan.ignore import ignored
+from vexport.plan.linears import names_of
 from vexport.repair.changes import LOSSLESS, Changes, Repair, inside
-from vexport.types import Json
+from vexport.types import FusionGroup, Json, LinearPlan
 
 if TYPE_CHECKING:
     from vexport.fidelity.source import Source
 
-NAME = "config"
 ARGUMENTS = ("weights", "input_activations", "output_activations")
 KNOWN = frozenset(field.name for field in fields(QuantArgs))
 # Tensors of compressed sparse weights in compressed-tensors; without them nothing is sparse.
 SPARSE_PARAMETERS = ("compressed", "bitmask", "row_offsets", "meta")
+MOST_NAMES = 4
 
 
-def run(view: CheckpointView, source: "Source | None") -> Changes:
-    """The config without what vLLM refuses."""
+def keys(view: CheckpointView, source: "Source | None") -> Changes:
+    """The config without keys that the pinned vLLM refuses and that nothing rests on."""
     config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
     moved = tuple(_moved(config, view))
     quantization = config.get(KEY)
@@ -49,12 +56,12 @@ def _moved(config: dict[str, Json], view: CheckpointView) -> Iterator[Repair]:
             holder.pop(OLDER_KEY, None)
             holder.pop(KEY, None)
     config[KEY] = dict(stored.values)
-    yield _repair(stored.place, "the quantization config", KEY)
+    yield _key_repair(stored.place, "the quantization config", KEY)
 
 
 def _method(quantization: dict[str, Json], place: str) -> Iterator[Repair]:
     if quantization.get("quant_method") != METHOD:
-        yield _repair(f"{place}.quant_method", repr(quantization.get("quant_method")), METHOD)
+        yield _key_repair(f"{place}.quant_method", repr(quantization.get("quant_method")), METHOD)
         quantization["quant_method"] = METHOD
 
 
@@ -66,7 +73,7 @@ def _unknown_arguments(quantization: dict[str, Json], place: str) -> Iterator[Re
             for key in unknown:
                 assert isinstance(arguments, dict)
                 value = arguments.pop(key)
-                yield _repair(f"{place}.config_groups.{name}.{side}.{key}", repr(value), "removed")
+                yield _key_repair(f"{place}.config_groups.{name}.{side}.{key}", repr(value), "removed")
 
 
 def _sparsity(quantization: dict[str, Json], place: str, view: CheckpointView) -> Iterator[Repair]:
@@ -74,10 +81,134 @@ def _sparsity(quantization: dict[str, Json], place: str, view: CheckpointView) -
     stored = any(name.rpartition(".")[2] in SPARSE_PARAMETERS for name in view.index.tensors)
     if isinstance(sparsity, dict) and sparsity and not stored:
         del quantization["sparsity_config"]
-        yield _repair(
+        yield _key_repair(
             f"{place}.sparsity_config", "a config for sparse weights, of which there are none", "removed"
         )
 
 
-def _repair(where: str, got: str, now: str) -> Repair:
-    return Repair(family=NAME, where=where, got=got, now=now, cost=LOSSLESS)
+def _key_repair(where: str, got: str, now: str) -> Repair:
+    return Repair(family="config", where=where, got=got, now=now, cost=LOSSLESS)
+
+
+def targets(view: CheckpointView, source: "Source | None") -> Changes:
+    """The config with an ignore list and targets that agree with the tensors."""
+    if not view.config_groups:
+        return Changes()
+    repaired = _with(view, ignore=_without_quantized(view))
+    for group in view.config_groups:
+        repaired = _with(repaired, targets=(group.name, _targets(repaired, group)))
+    repaired = _with(repaired, ignore=(*repaired.ignore, *_unquantized(repaired)))
+    repairs = (*_ignore_repair(view, repaired), *_target_repairs(view, repaired))
+    return Changes(config=repaired.index.config, repairs=repairs) if repairs else Changes()
+
+
+def _without_quantized(view: CheckpointView) -> tuple[str, ...]:
+    """The ignore list without what covers quantized layers; unquantized ones that went with it by name, but
+    for experts, whose pattern is written again."""
+    layers = layers_of(view).values()
+    quantized = [layer.name for layer in layers if layer.is_quantized]
+    kept: dict[str, None] = {}
+    for entry in view.ignore:
+        if not any(view.is_ignored(name, [entry]) for name in quantized):
+            kept[entry] = None
+            continue
+        plain = (each.name for each in layers if not each.is_quantized and moe_layer(each.name) is None)
+        kept.update(dict.fromkeys(name for name in plain if view.is_ignored(name, [entry])))
+    return tuple(kept)
+
+
+def _targets(view: CheckpointView, group: ConfigGroup) -> tuple[str, ...]:
+    """The targets of a group with the layers that it fits and that vLLM gives to none or to another."""
+    alone, architecture = len(view.config_groups) == 1, view.architecture
+    own = [fused for fused in view.fused_linears if _belongs(view, fused, group)]
+    lost = [fused for fused in own if _is_lost(view, fused)]
+    if not lost:
+        return group.targets
+    if alone and not all(is_head(fused.name) for fused in lost):
+        return tuple(targets_of(_groups(own), architecture, (), alone=True))
+    names = {fused.name for fused in own}
+    others = [fused for fused in view.fused_linears if fused.is_quantized and fused.name not in names]
+    return (*group.targets, *targets_of(_groups(lost), architecture, _groups(others), alone=False))
+
+
+def _belongs(view: CheckpointView, fused: FusedLinear, group: ConfigGroup) -> bool:
+    """Whether all members are stored as this group says, and as no group before it says."""
+    members = fused.members.values()
+    owners = (each for each in view.config_groups if all(fits(each, parameters) for parameters in members))
+    owner = next(owners, None)
+    return owner is not None and owner.name == group.name
+
+
+def _is_lost(view: CheckpointView, fused: FusedLinear) -> bool:
+    group = view.group_of(fused)
+    return group is None or not all(fits(group, parameters) for parameters in fused.members.values())
+
+
+def _unquantized(view: CheckpointView) -> Iterator[str]:
+    """What ignore lacks: unquantized layers that a target covers, or of which ignore names only some."""
+    missing: set[str] = set()
+    for fused in view.fused_linears:
+        named = {view.matched_ignore.match(name) for name in view.lookup_names(fused)}
+        if not fused.is_quantized and (view.group_of(fused) is not None or len(named) > 1):
+            missing.update(fused.members)
+    modules = {fused.name: tuple(fused.members) for fused in view.fused_linears}
+    names = names_of(view.index, view.architecture)
+    yield from (name for name in ignored(modules, missing, (), names) if name not in view.ignore)
+
+
+def _groups(fused_linears: Sequence[FusedLinear]) -> list[FusionGroup]:
+    return [
+        FusionGroup(
+            name=fused.name,
+            scheme="",
+            observer="",
+            members=tuple(
+                LinearPlan(name=name, weight=f"{name}.weight", out_features=0, in_features=0)
+                for name in fused.members
+            ),
+        )
+        for fused in fused_linears
+    ]
+
+
+def _with(
+    view: CheckpointView,
+    *,
+    ignore: Sequence[str] | None = None,
+    targets: tuple[str, Sequence[str]] | None = None,
+) -> CheckpointView:
+    """The checkpoint with another ignore list, or other targets of a config group."""
+    config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
+    if ignore is not None:
+        inside(config, KEY)["ignore"] = list(ignore)
+    if targets is not None:
+        inside(config, KEY, "config_groups", targets[0])["targets"] = list(targets[1])
+    return CheckpointView(replace(view.index, config=config), view.reader)
+
+
+def _ignore_repair(old: CheckpointView, new: CheckpointView) -> Iterator[Repair]:
+    if old.ignore != new.ignore:
+        yield _list_repair("ignore", old.ignore, new.ignore)
+
+
+def _target_repairs(old: CheckpointView, new: CheckpointView) -> Iterator[Repair]:
+    for before, after in zip(old.config_groups, new.config_groups, strict=True):
+        if before.targets != after.targets:
+            yield _list_repair(f"config_groups.{before.name}.targets", before.targets, after.targets)
+
+
+def _list_repair(place: str, old: Sequence[str], new: Sequence[str]) -> Repair:
+    gone = [name for name in old if name not in new]
+    come = [name for name in new if name not in old]
+    return Repair(
+        family="targets",
+        where=f"config.json: quantization_config.{place}",
+        got=f"{_listed(gone)} that vLLM does not resolve as it is stored" if gone else "an incomplete list",
+        now=f"with {_listed(come)}" if come else f"without {_listed(gone)}",
+        cost=f"{LOSSLESS}: no tensor changes",
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:MOST_NAMES])
+    return f"{shown} and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else shown

@@ -1,23 +1,169 @@
 """Every family of repairs, and what their changes cost: what needs torch."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
+import torch
+from compressed_tensors.compressors.format import infer_module_format
+from torch.nn import Linear
+
+from vexport.architectures.text_config import text_config
+from vexport.checkpoint.quantization import KEY as QUANTIZATION
+from vexport.checks import kv_cache as announced
+from vexport.checks.config import FORMAT_NAMES
+from vexport.checks.vllm.groups import ConfigGroup
+from vexport.checks.vllm.layers import Layer, fits, layers_of
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import dequantized
 from vexport.fidelity.source import Source
+from vexport.formats.arguments import Strategy
+from vexport.formats.dequantize import ct_scheme
+from vexport.formats.kv_cache import KEY, KV_CACHES, VALUE, kv_layout
+from vexport.formats.parsing import parse_args
 from vexport.numerics.metrics import quantization_error
-from vexport.repair import Family, arguments, config, global_scales, kv_cache, targets
-from vexport.repair.changes import WeightChange
+from vexport.plan.kv_cache import attention_layers
+from vexport.plan.linears import names_of
+from vexport.repair import Family, config, global_scales
+from vexport.repair.changes import LOSSLESS, Changes, Edit, Repair, WeightChange, inside
+from vexport.types import AttentionLayer, Json, KvCache, LinearPlan, TensorSpec
 
-# In this order: each family sees the checkpoint as those before it left it.
-FAMILIES: Sequence[Family] = (
-    config.run,
-    arguments.run,
-    targets.run,
-    global_scales.reciprocals,
-    global_scales.unequal,
-    kv_cache.run,
+GROUP_SIZES = (16, 32, 64, 128, 256)
+# strategy, group size, symmetric
+CHOICES: tuple[tuple[Strategy, int | None, bool], ...] = (
+    ("tensor", None, True),
+    ("channel", None, True),
+    ("channel", None, False),
+    ("block", None, True),
+    ("tensor_group", 16, True),
+    *(("group", size, symmetric) for size in GROUP_SIZES for symmetric in (True, False)),
 )
+
+
+def arguments(view: CheckpointView, source: Source | None) -> Changes:
+    """The config with arguments that fit, for groups of which no layer fits and one reading fits all."""
+    changed: dict[str, Json] = copy.deepcopy(dict(view.index.config))
+    repairs = [
+        repair
+        for group in view.config_groups
+        if (right := _right(group, _layers(view, group))) is not None
+        for repair in _corrected(changed, group, right)
+    ]
+    return Changes(config=changed, repairs=tuple(repairs)) if repairs else Changes()
+
+
+def _layers(view: CheckpointView, group: ConfigGroup) -> list[Layer]:
+    layers = layers_of(view).values()
+    return [
+        layer
+        for layer in layers
+        if layer.is_quantized and layer.group is not None and layer.group.name == group.name
+    ]
+
+
+def _right(group: ConfigGroup, layers: Sequence[Layer]) -> ConfigGroup | None:
+    """The only reading that fits all layers; None where the group's own fits one, or none or several do."""
+    if not layers or any(fits(group, layer.parameters) for layer in layers):
+        return None
+    readings = {
+        repr(reading.weights): reading
+        for reading in _readings(group)
+        if all(fits(reading, layer.parameters) for layer in layers)
+    }
+    return next(iter(readings.values())) if len(readings) == 1 else None
+
+
+def _readings(group: ConfigGroup) -> Iterator[ConfigGroup]:
+    """The group as it is and with other arguments, in its own format or the one that they imply."""
+    blocks = group.weights.block_structure
+    readings = [group.weights]
+    for strategy, size, symmetric in CHOICES:
+        if strategy != "block" or blocks:
+            other = replace(group.weights, strategy=strategy, group_size=size, symmetric=symmetric)
+            readings.append(replace(other, block_structure=blocks if strategy == "block" else None))
+    for weights in readings:
+        reading = replace(group, weights=replace(weights, observer_kwargs={}))
+        implied = _implied_format(reading)
+        if implied is not None and group.format in FORMAT_NAMES:
+            yield reading
+        if implied is not None:
+            yield replace(reading, format=implied)
+
+
+def _implied_format(group: ConfigGroup) -> str | None:
+    """The format that compressed-tensors would store; None where it refuses the arguments."""
+    try:
+        return str(infer_module_format(Linear, ct_scheme(group)).value)
+    except (NotImplementedError, ValueError):
+        return None
+
+
+def _corrected(config: dict[str, Json], group: ConfigGroup, right: ConfigGroup) -> Iterator[Repair]:
+    raw = inside(config, QUANTIZATION, "config_groups", group.name)
+    weights, where = inside(raw, "weights"), f"config_groups.{group.name}"
+    if right.format != group.format:
+        raw["format"] = right.format
+        yield _argument_repair(f"{where}.format", group.format, right.format)
+    for key in ("strategy", "group_size", "symmetric"):
+        old, new = getattr(group.weights, key), getattr(right.weights, key)
+        if old != new:
+            weights[key] = new
+            yield _argument_repair(f"{where}.weights.{key}", str(old), str(new))
+
+
+def _argument_repair(where: str, got: str, now: str) -> Repair:
+    cost = f"{LOSSLESS}: the tensors allow no other reading"
+    return Repair(
+        family="arguments", where=f"config.json: quantization_config.{where}", got=got, now=now, cost=cost
+    )
+
+
+def kv_cache(view: CheckpointView, source: Source | None) -> Changes:
+    """Scales of 1.0 for all attention layers; nothing where some have scales: 1.0 would not go with them."""
+    layers = _attention(view)
+    specs = [(layer, spec) for layer in layers for spec in kv_layout(layer)]
+    missing = {finding.where for finding in announced.run(view)} - view.index.tensors.keys()
+    if not all(f"{layer.name}.{parameter}" in missing for layer in layers for parameter in (KEY, VALUE)):
+        return Changes()
+    near = {layer.name: _neighbour(view, layer) for layer in layers}
+    edits = [Edit(tensors=(spec,), near=near[layer.name], make=partial(_ones, spec)) for layer, spec in specs]
+    repairs = [_scale_repair(layer) for layer in layers]
+    return Changes(edits=tuple(edits), repairs=tuple(repairs))
+
+
+def _attention(view: CheckpointView) -> tuple[AttentionLayer, ...]:
+    """The layers that get static scales by the config; none without a static kv_cache_scheme."""
+    scheme = parse_args((view.quantization or {}).get("kv_cache_scheme"))
+    if isinstance(scheme, str) or scheme.dynamic:
+        return ()
+    kind: KvCache = "fp8_per_head" if scheme.strategy == KV_CACHES["fp8_per_head"].strategy else "fp8"
+    linears = [
+        LinearPlan(name=name, weight=f"{name}.weight", out_features=0, in_features=0)
+        for name in layers_of(view)
+    ]
+    names = names_of(view.index, view.architecture)
+    return attention_layers(linears, names, text_config(view.index.config), kind)
+
+
+def _neighbour(view: CheckpointView, layer: AttentionLayer) -> str:
+    """The last tensor of the attention module."""
+    return [name for name in view.index.tensors if name.startswith(f"{layer.name}.")][-1]
+
+
+def _ones(spec: TensorSpec) -> Mapping[str, torch.Tensor]:
+    return {spec.name: torch.ones(spec.shape, dtype=torch.float32)}
+
+
+def _scale_repair(layer: AttentionLayer) -> Repair:
+    return Repair(
+        family="KV cache",
+        where=layer.name,
+        got="a static kv_cache_scheme and no k_scale or v_scale",
+        now="1.0 for keys and values",
+        cost="unknown without a calibration: keys and values beyond 448 saturate, small ones lose bits; "
+        "it is what vLLM would take silently",
+    )
 
 
 def weight_change(
@@ -40,3 +186,14 @@ def weight_change(
         snr_db=moved.sqnr_db if moved else None,
         source_snr_db=against,
     )
+
+
+# In this order: each family sees the checkpoint as those before it left it.
+FAMILIES: Sequence[Family] = (
+    config.keys,
+    arguments,
+    config.targets,
+    global_scales.reciprocals,
+    global_scales.unequal,
+    kv_cache,
+)

@@ -162,12 +162,7 @@ def _write(view: CheckpointView, tensors: list[TensorInfo], target: Path) -> Non
 
 def _write_config(index: SourceIndex, folder: Path) -> None:
     old = index.root / "config.json"
-    if index.config == _read(old):
+    if index.config == read_json_object(old):
         shutil.copyfile(old, folder / old.name)
     else:
         write_text(folder / old.name, json.dumps(index.config, indent=2) + "\n")
-
-
-def _read(path: Path) -> Mapping[str, object]:
-    content: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
-    return content

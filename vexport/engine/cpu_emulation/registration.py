@@ -26,18 +26,17 @@ from vllm.model_executor.layers.quantization.compressed_tensors.transform.module
 from vllm.model_executor.layers.quantization.quark.schemes import quark_nvfp4
 from vllm.platforms import PlatformEnum
 
-from vexport.engine.cpu_emulation.fp4 import (
+from vexport.engine.cpu_emulation.kernels import (
+    EmulationFp8BlockLinear,
+    EmulationFp8Linear,
     EmulationMxFp4Linear,
     EmulationNvFp4A16Linear,
     EmulationNvFp4Linear,
-)
-from vexport.engine.cpu_emulation.fp8 import (
-    EmulationFp8BlockLinear,
-    EmulationFp8Linear,
+    EmulationW4A8Fp8Linear,
     EmulationW8A16Fp8Linear,
+    EmulationWNA16Linear,
 )
 from vexport.engine.cpu_emulation.rounding import round_fp8
-from vexport.engine.cpu_emulation.wna16 import EmulationW4A8Fp8Linear, EmulationWNA16Linear
 
 # Entries of one size and either sign, which vLLM's kernel computes without the matrix, so exactly.
 _COMPUTED = "hadamard"

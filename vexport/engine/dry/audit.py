@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vexport.checkpoint.tensors import TORCH_DTYPES
 from vexport.engine.dry.layers import INDEX
-from vexport.engine.dry.messages import Miscopy
+from vexport.engine.messages import Miscopy
 
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 Region: TypeAlias = tuple[int, Layout]

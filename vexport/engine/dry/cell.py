@@ -14,11 +14,10 @@ import torch
 
 from vexport.checks.tokenizer import VOCABULARY
 from vexport.engine.dry.audit import Audit, opener
-from vexport.engine.dry.fake_platform import join_group, set_capability
+from vexport.engine.dry.fake_platform import AbsentValues, NotFollowed, join_group, set_capability
 from vexport.engine.dry.layers import layer_kinds, raising_layer, rank_memory
-from vexport.engine.dry.messages import Cell, CellResult, LoadedTensors, Outcome
-from vexport.engine.dry.stubs import AbsentValues, NotFollowed
 from vexport.engine.failures import one_line
+from vexport.engine.messages import Cell, CellResult, Miscopy, Outcome
 from vexport.files import from_json, to_json, write_text
 
 if TYPE_CHECKING:
@@ -88,14 +87,9 @@ def _load(
             if not known.is_file():
                 if rank == 0:
                     _open_tokenizer(checkpoint, config)
-                write_text(known, to_json(_load_weights(model, config, cell, audit)))
-    result = CellResult(
-        cell=cell,
-        outcome="loaded",
-        layers=layer_kinds(model),
-        faults=from_json(LoadedTensors, known).faults,
-        memory=memory,
-    )
+                faults = _load_weights(model, config, audit)
+                write_text(known, to_json(CellResult(cell=cell, outcome="loaded", faults=faults)))
+    result = replace(from_json(CellResult, known), cell=cell, layers=layer_kinds(model), memory=memory)
     if (raising := raising_layer(model, cell.sm)) is None:
         return result
     where, reason = raising
@@ -111,15 +105,14 @@ def _open_tokenizer(checkpoint: Path, config: "VllmConfig") -> None:
     config.model_config.try_get_generation_config()
 
 
-def _load_weights(model: torch.nn.Module, config: "VllmConfig", cell: Cell, audit: Audit) -> LoadedTensors:
+def _load_weights(model: torch.nn.Module, config: "VllmConfig", audit: Audit) -> tuple[Miscopy, ...]:
     from vllm.model_executor.model_loader import weight_utils
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     weight_utils.safe_open = opener(audit)
     with torch.device("meta"), audit:
         DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
-    faults = audit.faults(model, optional=frozenset(_optional(model)))
-    return LoadedTensors(faults=tuple(faults))
+    return tuple(audit.faults(model, optional=frozenset(_optional(model))))
 
 
 def _signature(model: torch.nn.Module) -> str:

@@ -3,18 +3,18 @@
 Called before any other part of vLLM is imported, because much of vLLM asks for the platform when imported.
 """
 
+import sys
+from collections.abc import Callable, Mapping
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import NoReturn
+
 import torch
 import torch.distributed
+import transformers.models.auto.image_processing_auto  # noqa: F401
 from torch._C._distributed_c10d import HashStore
-
-from vexport.engine.dry.stubs import (
-    stub_device,
-    stub_flashinfer,
-    stub_operators,
-    stub_packages,
-    stub_reloading,
-    supports_block_fp8,
-)
+from torch.overrides import TorchFunctionMode
 
 _MEMORY_BYTES = 80 * 2**30
 _MULTIPROCESSORS = 132
@@ -90,3 +90,199 @@ def join_group(tp: int, rank: int) -> None:
     parallel_state.initialize_model_parallel(1)
     group = parallel_state.get_tp_group()
     group.world_size, group.rank_in_group = tp, rank
+
+
+# Compiled parts of the CUDA wheel that modules look for when they are imported.
+_EXTENSIONS = (
+    "vllm._C_stable_libtorch",
+    "vllm._moe_C_stable_libtorch",
+    "vllm._qutlass_C",
+    "vllm.vllm_flash_attn._vllm_fa2_C",
+    "vllm.vllm_flash_attn._vllm_fa3_C",
+)
+# Imported by multimodal classes for pictures and sound only, of which there are none here; and FlashInfer by
+# backends of attention, which are chosen as if it were here.
+_OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "timm", "flashinfer")
+# The questions of vllm/utils/flashinfer.py on which the choice of a kernel for layers or experts rests.
+_FLASHINFER = (
+    "has_flashinfer",
+    "has_flashinfer_moe",
+    "has_flashinfer_cutedsl",
+    "has_flashinfer_bf16_fp4",
+    "has_flashinfer_trtllm_fused_moe",
+    "has_flashinfer_cutlass_fused_moe",
+    "has_flashinfer_cutedsl_grouped_gemm_nt_masked",
+    "has_flashinfer_cutedsl_moe_nvfp4",
+)
+
+
+class NotFollowed(RuntimeError):
+    """vLLM wants something that only a real device has."""
+
+
+def stub_device() -> None:
+    """Let the compiled parts of the CUDA wheel be imported, and streams be made."""
+    vars(torch.cuda).update(Stream=_OnDevice, Event=_OnDevice)
+    for name in _EXTENSIONS:
+        sys.modules.setdefault(name, ModuleType(name))
+
+
+def stub_flashinfer() -> None:
+    """FlashInfer comes with vLLM's CUDA wheel: kernels are chosen as if it were here. None is run."""
+    from vllm.utils import flashinfer
+
+    present = {name: _yes for name in _FLASHINFER if hasattr(flashinfer, name)}
+    vars(flashinfer).update(present)
+
+
+def _yes() -> bool:
+    return True
+
+
+def stub_reloading() -> None:
+    """vLLM notes how to load other weights later, which takes as long as to build the model: it need not."""
+    from vllm.model_executor.model_loader import utils
+
+    if hasattr(utils, "record_metadata_for_reloading"):
+        utils.record_metadata_for_reloading = lambda model: None
+
+
+class AbsentValues(TorchFunctionMode):
+    """While a model is built: numbers that it computes and reads back (slopes of ALiBi, say) are all 1, and
+    what it allocates on the GPU has no memory."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func is torch.Tensor.tolist and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            return torch.ones(args[0].shape, device="cpu").tolist()
+        if func is torch.Tensor.item and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            return args[0].new_ones((), device="cpu").item()
+        given = dict(kwargs or {})
+        if str(given.get("device")).startswith("cuda"):
+            given["device"] = "meta"
+        return func(*args, **given)
+
+
+def stub_packages() -> None:
+    """Let classes be imported without Triton and the packages that only pictures and sound need.
+
+    transformers decides by their presence how it prepares pictures: it was imported before they seem present.
+    """
+    sys.meta_path.append(_AbsentPackages())
+    from vllm.triton_utils import HAS_TRITON, triton
+
+    if not HAS_TRITON:
+        triton.Config = _TritonConfig
+
+
+def stub_operators() -> None:
+    """What the operators of a wheel for CUDA 12.9 or later say of a capability.
+
+    In csrc/libtorch_stable/quantization of vLLM: w8a8/cutlass/scaled_mm_entry.cu (FP8, blocks, groups),
+    fp4/nvfp4_scaled_mm_entry.cu, fp4/mxfp4_experts_quant.cu. vLLM's wrappers of them are imported before any
+    name seems to exist, because they describe to torch what they find.
+    """
+    import vllm._custom_ops  # noqa: F401
+
+    answers = {
+        "cutlass_scaled_mm_supports_fp8": lambda sm: sm >= 89,
+        "cutlass_scaled_mm_supports_block_fp8": supports_block_fp8,
+        "cutlass_group_gemm_supported": lambda sm: sm >= 90,
+        "cutlass_scaled_mm_supports_fp4": lambda sm: 100 <= sm < 130,
+        "mxfp4_experts_quant_supported": lambda sm: 100 <= sm < 120,
+        "moe_permute_unpermute_supported": _yes,
+    }
+    for namespace in (torch.ops._C, torch.ops._moe_C):
+        vars(namespace).update(answers)
+        namespace.__class__ = _operators_of_any_name(type(namespace))
+
+
+def supports_block_fp8(sm: int) -> bool:
+    """Whether CUTLASS multiplies FP8 by blocks."""
+    return sm >= 90
+
+
+def _operators_of_any_name(kind: type) -> type:
+    """A namespace of operators in which every name exists and raises when called."""
+
+    class AnyName(kind):  # type: ignore[misc]
+        def __getattr__(self, name: str) -> object:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return _Uncallable(name)
+
+    return AnyName
+
+
+class _OnDevice:
+    """Stands for a stream or an event, which layers make when they are built and use when they run."""
+
+
+class _TritonConfig:
+    """Stands for a choice of tile sizes, which modules filter when they are imported on a CUDA platform."""
+
+    num_stages = 1
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """Keep nothing."""
+
+
+class _AnyAttribute(type):
+    """The type of a class that has any attribute: another such class."""
+
+    def __getattr__(cls, name: str) -> "_AnyAttribute":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _AnyAttribute(name, (), {})
+
+
+class _Absent(ModuleType):
+    """Stands for an optional package that is not installed: any name in it is an empty class, but for
+    FlashInfer's functions, which vLLM 0.33 asks for sizes when it builds an attention."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if self.__name__.startswith("flashinfer") and name.islower():
+            return _one
+        return _AnyAttribute(name, (), {})
+
+
+def _one(*_: object, **__: object) -> int:
+    """A size."""
+    return 1
+
+
+class _AbsentPackages(MetaPathFinder, Loader):
+    """Finds the optional packages after everything that is installed."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        wanted = fullname.partition(".")[0] in _OPTIONAL_PACKAGES
+        return ModuleSpec(fullname, self, is_package=True) if wanted else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Absent(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing to run."""
+
+
+class _Uncallable:
+    """Stands for an operator of the CUDA wheel, and for each of its overloads."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, overload: str) -> "_Uncallable":
+        if overload.startswith("__"):
+            raise AttributeError(overload)
+        return self
+
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise NotFollowed(f"the operator {self._name} runs only on a device")

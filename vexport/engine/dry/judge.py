@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from vexport.engine.dry.messages import Cell, CellResult, Miscopy, MiscopyKind
+from vexport.engine.messages import Cell, CellResult, Miscopy, MiscopyKind
 from vexport.types import CellStatus, DryLoadReport, Finding, MatrixCell, MatrixRow, RankMemory, Severity
 
 CHECK = "dry-load"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vexport.engine.dry.messages import LayerKind
+from vexport.engine.messages import LayerKind
 from vexport.types import RankMemory, SequenceMemory
 
 if TYPE_CHECKING:

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_source
 from vexport.engine.arguments import require_layers
 from vexport.engine.dry.judge import Require, judge
-from vexport.engine.dry.messages import Cell, DryRequest, DryResult
-from vexport.engine.session import NO_EMULATION, log_folder, require_vllm, started_worker
+from vexport.engine.messages import Cell, DryRequest, DryResult
+from vexport.engine.session import NO_EMULATION, Worker, log_folder, require_vllm
 from vexport.formats.gpus import Card
 from vexport.types import DryLoadReport, GpuRoom, OnProgress, RankMemory, silent
 
@@ -19,93 +19,58 @@ CAPABILITIES = (80, 89, 90, 100)
 SECONDS = 600.0
 
 
-def dry_load(
-    checkpoint: Path,
-    *,
-    tp: Sequence[int] = (1,),
-    sm: Sequence[int] = (90,),
-    vllm_python: Path | None = None,
-    trust_remote_code: bool = False,
-) -> DryLoadReport:
-    """`dry_loads` of one checkpoint, each of whose cells must load."""
-    reports = dry_loads(
-        [checkpoint], tp=tp, sm=sm, vllm_python=vllm_python, trust_remote_code=trust_remote_code
-    )
-    return reports[0]
-
-
-def dry_loads(
-    checkpoints: Sequence[Path],
-    *,
-    tp: Sequence[int] = (1,),
-    sm: Sequence[int] = (90,),
-    require: Require = "all",
-    vllm_python: Path | None = None,
-    trust_remote_code: bool = False,
-    timeout: float = SECONDS,
-    on_progress: OnProgress = silent,
-) -> list[DryLoadReport]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryLoad:
     """What vLLM's own model classes and weight loaders make of checkpoints, from their headers alone.
 
-    As `started_dry_loads`, to whose end it waits.
+    Needs no GPU and reads no weights: about 10 s to import vLLM, then 0.2 s for each cell of a small model.
+    The cells are `tp` (tensor parallel sizes) x `sm` (90 for SM 9.0); each must load, or with `require` "any"
+    one for each `tp`. `vllm_python` is the interpreter, None our own.
     """
-    with started_dry_loads(
-        checkpoints,
-        tp=tp,
-        sm=sm,
-        require=require,
-        vllm_python=vllm_python,
-        trust_remote_code=trust_remote_code,
-        timeout=timeout,
-    ) as reports:
-        return reports(on_progress)
 
+    checkpoints: Sequence[Path]
+    tp: Sequence[int] = (1,)
+    sm: Sequence[int] = (90,)
+    require: Require = "all"
+    vllm_python: Path | None = None
+    trust_remote_code: bool = False
+    timeout: float = SECONDS
 
-@contextmanager
-def started_dry_loads(
-    checkpoints: Sequence[Path],
-    *,
-    tp: Sequence[int],
-    sm: Sequence[int],
-    require: Require,
-    vllm_python: Path | None,
-    trust_remote_code: bool,
-    timeout: float = SECONDS,
-) -> Iterator[Callable[[OnProgress], list[DryLoadReport]]]:
-    """Start to load checkpoints dry; what is yielded waits for the reports, in the order of `checkpoints`.
+    def reports(self, on_progress: OnProgress = silent) -> list[DryLoadReport]:
+        """A report for each checkpoint, in their order. Raises as `started`."""
+        with self.started() as reports:
+            return reports(on_progress)
 
-    Needs no GPU and reads no weights: about 10 s to import vLLM for the first ones, then 0.2 s for each cell
-    of a small model. The cells are `tp` (tensor parallel sizes) x `sm` (90 for SM 9.0); each must load, or
-    with `require` "any" one for each `tp`.
-    Raises EngineFault where vLLM is missing, dies outside a cell, or takes more than `timeout` seconds.
-    """
-    cells = tuple(Cell(tp=size, sm=capability) for size in tp for capability in sm)
-    with log_folder("vexport-dry-") as folder:
-        request = DryRequest(
-            checkpoints=tuple(checkpoint.absolute() for checkpoint in checkpoints),
-            cells=cells,
-            folder=folder,
-            trust_remote_code=trust_remote_code,
-        )
+    @contextmanager
+    def started(self) -> Iterator[Callable[[OnProgress], list[DryLoadReport]]]:
+        """Start the process; what is yielded waits for the reports.
 
-        def reports(on_progress: OnProgress) -> list[DryLoadReport]:
-            result = worker.result(on_progress)
-            return [
-                judge(str(checkpoint), result.vllm, found, require)
-                for checkpoint, found in zip(checkpoints, result.checkpoints, strict=True)
-            ]
+        EngineFault where vLLM is missing, dies outside a cell, or takes more than `timeout` seconds.
+        """
+        with log_folder("vexport-dry-") as folder:
+            worker = Worker(
+                module="vexport.engine.dry.worker",
+                request=DryRequest(
+                    checkpoints=tuple(checkpoint.absolute() for checkpoint in self.checkpoints),
+                    cells=tuple(Cell(tp=size, sm=capability) for size in self.tp for capability in self.sm),
+                    folder=folder,
+                    trust_remote_code=self.trust_remote_code,
+                ),
+                kind=DryResult,
+                where="dry load in vLLM",
+                log=folder / "vllm.log",
+                timeout=self.timeout,
+                vllm_python=self.vllm_python,
+                environment=NO_EMULATION,
+            )
+            with worker.started() as result:
+                yield lambda on_progress: self._judged(result(on_progress))
 
-        with started_worker(
-            "vexport.engine.dry.worker",
-            request,
-            DryResult,
-            where="dry load in vLLM",
-            log=folder / "vllm.log",
-            timeout=timeout,
-            vllm_python=vllm_python,
-            extra=NO_EMULATION,
-        ) as worker:
-            yield reports
+    def _judged(self, result: DryResult) -> list[DryLoadReport]:
+        return [
+            judge(str(checkpoint), result.vllm, cells, self.require)
+            for checkpoint, cells in zip(self.checkpoints, result.checkpoints, strict=True)
+        ]
 
 
 def dry_load_checkpoints(
@@ -122,7 +87,7 @@ def dry_load_checkpoints(
     """A report for each checkpoint and interpreter, in that order; None is our own interpreter.
 
     Without `sm` the capabilities are those of `gpus`, for which the reports have the room; without both they
-    are those of the GPUs in use, of which one must do for each `tp`. Raises as `dry_loads`,
+    are those of the GPUs in use, of which one must do for each `tp`. Raises as `DryLoad`,
     and InputError where a checkpoint cannot be read.
     """
     roots = [resolve_source(name, on_progress) for name in names]
@@ -134,16 +99,15 @@ def dry_load_checkpoints(
 
     wanted = sm or tuple(dict.fromkeys(card.sm for card in gpus))
     per_python = [
-        dry_loads(
-            roots,
+        DryLoad(
+            checkpoints=roots,
             tp=tp,
             sm=wanted or CAPABILITIES,
             require="all" if wanted else "any",
             vllm_python=python,
             trust_remote_code=trust_remote_code,
             timeout=timeout,
-            on_progress=on_progress,
-        )
+        ).reports(on_progress)
         for python in pythons
     ]
     return [

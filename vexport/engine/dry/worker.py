@@ -13,14 +13,14 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from vexport.engine.dry.messages import Cell, CellResult, DryRequest, DryResult, Outcome, merge_ranks
-from vexport.engine.worker import end_with_parent, reporter
+from vexport.engine.messages import Cell, CellResult, DryRequest, DryResult, Outcome
+from vexport.engine.worker import answer_request, reporter
 from vexport.files import from_json, to_json, write_text
 
 _STAGE = "dry load"
@@ -64,9 +64,10 @@ def preload() -> None:
 
 def main(arguments: list[str]) -> int:
     """Read the request, try every cell, write the result; 0 whenever there is a result to read."""
-    request_file, result_file = (Path(argument) for argument in arguments)
-    request = from_json(DryRequest, request_file)
-    end_with_parent()
+    return answer_request(arguments, DryRequest, _results_of)
+
+
+def _results_of(request: DryRequest) -> DryResult:
     report = reporter()
     tries = [_tries(number, request) for number in range(len(request.checkpoints))]
     total = sum(len(ranks) for cells in tries for ranks in cells)
@@ -78,8 +79,17 @@ def main(arguments: list[str]) -> int:
         tuple(merge_ranks([from_json(CellResult, rank.file) for rank in ranks]) for ranks in cells)
         for cells in tries
     )
-    write_text(result_file, to_json(DryResult(vllm=version, checkpoints=results)))
-    return 0
+    return DryResult(vllm=version, checkpoints=results)
+
+
+def merge_ranks(results: Sequence[CellResult]) -> CellResult:
+    """One result for a cell from those of its ranks: the first that did not load, else all their faults."""
+    failed = [result for result in results if result.outcome != "loaded"]
+    if failed:
+        return failed[0]
+    faults = {(fault.kind, fault.where): fault for result in reversed(results) for fault in result.faults}
+    seconds = sum(result.seconds for result in results)
+    return replace(results[0], faults=tuple(faults.values()), seconds=seconds)
 
 
 def _tries(number: int, request: DryRequest) -> list[list[_Try]]:

@@ -1,0 +1,250 @@
+"""Linear layers that are dequantized once at load. Imported only inside vLLM's processes."""
+
+import torch
+import torch.nn.functional as F
+from torch.nn import Module, Parameter
+from vllm.model_executor.kernels.linear import (
+    Fp8BlockScaledMMLinearKernel,
+    FP8ScaledMMLinearKernel,
+    FP8ScaledMMLinearLayerConfig,
+    MPLinearKernel,
+    MPLinearLayerConfig,
+    MxFp4LinearKernel,
+    MxFp4LinearLayerConfig,
+    NvFp4LinearKernel,
+)
+from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import (
+    break_fp4_bytes,
+    dequantize_to_dtype,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kMxfp4Dynamic
+
+from vexport.engine.cpu_emulation.rounding import fake_fp8, fake_mxfp4, fake_nvfp4, fp8_token_scale, round_fp8
+from vexport.formats.dequantize import unpack_int32
+from vexport.numerics.constants import E8M0_BIAS, MX_GROUP
+
+# (whether a kernel can run a layer, why not)
+Answer = tuple[bool, str | None]
+
+
+class QuantizedLayer(Module):
+    """What the kernels here read and replace on a linear layer of vLLM."""
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    weight_scale_inv: torch.Tensor
+    weight_block_size: tuple[int, int] | None
+    weight_global_scale: torch.Tensor
+    input_scale: torch.Tensor | None
+    input_global_scale_inv: torch.Tensor
+
+
+class Dequantized:
+    """Before a kernel class of vLLM's: runs anywhere, and multiplies by a weight in floats."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+        """Yes."""
+        return True, None
+
+    def apply_weights(
+        self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`x` (..., in) times the weight (out, in)."""
+        return F.linear(x, layer.weight, bias)
+
+    def apply_scaled_mm(self, **tensors: torch.Tensor) -> torch.Tensor:
+        """Never called, where `apply_weights` does it all; vLLM wants it to be there."""
+        raise NotImplementedError
+
+    apply_block_scaled_mm = apply_scaled_mm
+
+
+class EmulationWNA16Linear(Dequantized, MPLinearKernel):  # type: ignore[misc]
+    """Weights of 2 to 8 bits in groups or channels, with or without zero points; activations as they are."""
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return -1
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> Answer:
+        known = c.act_type in (torch.bfloat16, torch.float16)
+        return known, None if known else "requires 16-bit activations"
+
+    def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
+        packed, scale, zero_point = self._get_weight_params(layer)
+        columns, rows = self.config.partition_weight_shape
+        bits = self.config.weight_type.size_bits
+        values = unpack_int32(packed.data, bits, columns).reshape(rows, scale.shape[1], -1)
+        zeros = torch.tensor(1 << (bits - 1))
+        if self.config.zero_points:
+            zeros = unpack_int32(zero_point.data.T, bits, rows).T.unsqueeze(-1)
+        steps = self.stored_scale(scale.data.to(torch.float32)).unsqueeze(-1)
+        weight = (values - zeros).to(torch.float32) * steps
+        layer.weight = Parameter(weight.reshape(rows, columns).to(scale.dtype), requires_grad=False)
+        setattr(layer, self.w_q_name, None)
+
+    def stored_scale(self, scale: torch.Tensor) -> torch.Tensor:
+        """The scales (rows, groups), float32, as the kernel uses them."""
+        return scale
+
+
+class EmulationW4A8Fp8Linear(EmulationWNA16Linear):
+    """INT4 weights in groups, FP8 activations with a scale per token: vLLM's CutlassW4A8LinearKernel."""
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> Answer:
+        known = c.act_type == torch.float8_e4m3fn
+        return known, None if known else "requires FP8 activations"
+
+    def stored_scale(self, scale: torch.Tensor) -> torch.Tensor:
+        """Group scales in e4m3 relative to one of the row, an eighth of what would fill their range.
+
+        `convert_bf16_scales_to_fp8` (layers/quantization/utils/quant_utils.py).
+        """
+        row = fp8_token_scale(scale)
+        eighth = (round_fp8(scale, row) / 8).to(torch.float8_e4m3fn).to(torch.float32)
+        return eighth * 8 * row
+
+    def apply_weights(
+        self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        scale = fp8_token_scale(x)
+        product = F.linear(round_fp8(x, scale), layer.weight).to(torch.float32) * scale
+        return (product if bias is None else product + bias).to(x.dtype)
+
+
+class EmulationFp8Linear(Dequantized, FP8ScaledMMLinearKernel):  # type: ignore[misc]
+    """FP8 weights (a scale per tensor or channel) and activations (static per tensor, dynamic per token).
+
+    The CPU build ignores static activation scales where it has AMX, and takes 0.2 s a layer for dynamic ones
+    where it has no AMX-FP8.
+    """
+
+    @classmethod
+    def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> Answer:
+        activation, weight = c.activation_quant_key.scale, c.weight_quant_key.scale.group_shape
+        static = activation.static and activation.group_shape.is_per_tensor()
+        dynamic = not activation.static and activation.group_shape.is_per_token()
+        if not (static or dynamic):
+            return False, "requires activation scales static per tensor or dynamic per token"
+        return (
+            weight.is_per_tensor() or weight.is_per_channel(),
+            "requires weight scales per tensor or channel",
+        )
+
+    def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
+        """The weight's e4m3 values in the model's dtype, which holds them exactly, as (out, in)."""
+        weight = layer.weight.data.t().to(self.config.out_dtype)
+        layer.weight = Parameter(weight.contiguous(), requires_grad=False)
+        layer.weight_scale = Parameter(layer.weight_scale.data.reshape(-1), requires_grad=False)
+
+    def apply_weights(
+        self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        scale = fp8_token_scale(x) if layer.input_scale is None else layer.input_scale
+        product = F.linear(round_fp8(x, scale), layer.weight).to(torch.float32)
+        output = product * (scale * layer.weight_scale)
+        return (output if bias is None else output + bias).to(x.dtype)
+
+
+class EmulationW8A16Fp8Linear(Dequantized, FP8ScaledMMLinearKernel):  # type: ignore[misc]
+    """FP8 weights, activations as they are. vLLM makes scales per channel of those per tensor."""
+
+    @classmethod
+    def can_implement(cls, config: object) -> Answer:
+        return True, None
+
+    def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
+        """With scales per channel the weight comes as (in, out), with scales by block as it is stored."""
+        if layer.weight_block_size is None:
+            weight = layer.weight.data.t().to(torch.float32) * layer.weight_scale.data.reshape(-1, 1)
+        else:
+            weight = layer.weight.data.to(torch.float32) * blocks_of(layer, layer.weight_scale_inv.data)
+        layer.weight = Parameter(weight.to(self.config.out_dtype).contiguous(), requires_grad=False)
+
+
+class EmulationFp8BlockLinear(Dequantized, Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
+    """FP8 weights with scales by block, activations dynamic in groups: for CPUs without AMX."""
+
+    def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
+        """Dequantize the weight, which is stored as (out, in)."""
+        weight = layer.weight.data.to(torch.float32) * blocks_of(
+            layer, self._get_layer_params(layer).block_scale.data
+        )
+        layer.weight = Parameter(weight.to(self.config.out_dtype).contiguous(), requires_grad=False)
+
+    def apply_weights(
+        self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        group = self.config.activation_quant_key.scale.group_shape.col
+        rounded = fake_fp8(x.reshape(-1, x.shape[-1]), group)
+        return F.linear(rounded.reshape(x.shape), layer.weight, bias)
+
+
+class EmulationNvFp4A16Linear(Dequantized, NvFp4LinearKernel):  # type: ignore[misc]
+    """NVFP4 weights, activations as they are."""
+
+    @classmethod
+    def can_implement(cls, config: object) -> Answer:
+        return True, None
+
+    def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
+        """Dequantize; `weight_global_scale` is a factor by now, vLLM has inverted the stored global scale."""
+        weight = dequantize_to_dtype(
+            layer.weight.data,
+            layer.weight_scale.data,
+            layer.weight_global_scale,
+            torch.get_default_dtype(),
+            swizzle=False,
+        )
+        layer.weight = Parameter(weight, requires_grad=False)
+
+
+class EmulationNvFp4Linear(EmulationNvFp4A16Linear):
+    """NVFP4 weights and activations: vLLM's EmulationNvFp4LinearKernel, without its dequantization a call."""
+
+    def apply_weights(
+        self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return F.linear(fake_nvfp4(x, layer.input_global_scale_inv), layer.weight, bias)
+
+
+class EmulationMxFp4Linear(Dequantized, MxFp4LinearKernel):  # type: ignore[misc]
+    """MXFP4 weights; activations in MXFP4, as on SM 100, as they are, as in Marlin below, or in FP8."""
+
+    @classmethod
+    def can_implement(cls, config: MxFp4LinearLayerConfig) -> Answer:
+        known = cls._supports_quant_scheme(None, config.activation_quant_key)
+        return known, None if known else "requires MXFP4, dynamic FP8 or unquantized activations"
+
+    @classmethod
+    def _supports_quant_scheme(cls, weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
+        """Asked by vLLM 0.33 too, where the default refuses FP8 and an engine argument may have others."""
+        if activation_key in (None, kMxfp4Dynamic):
+            return True
+        return activation_key.dtype == torch.float8_e4m3fn and not activation_key.scale.static
+
+    def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
+        """Dequantize; the scales are e8m0 exponents with a bias of 127, one for 32 values."""
+        values = break_fp4_bytes(layer.weight.data, torch.float32)
+        scale = torch.exp2(layer.weight_scale.data.to(torch.float32) - E8M0_BIAS)
+        weight = (values * scale.repeat_interleave(MX_GROUP, dim=-1)).to(torch.get_default_dtype())
+        layer.weight = Parameter(weight, requires_grad=False)
+
+    def apply_weights(
+        self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        key = self.config.activation_quant_key
+        if key is not None:
+            x = fake_mxfp4(x) if key == kMxfp4Dynamic else fake_fp8(x, key.scale.group_shape.col)
+        return F.linear(x, layer.weight, bias)
+
+
+def blocks_of(layer: QuantizedLayer, stored: torch.Tensor) -> torch.Tensor:
+    """The scales by block of a weight (out, in), each as often as its block has elements."""
+    assert layer.weight_block_size is not None
+    (block_rows, block_cols), (rows, columns) = layer.weight_block_size, layer.weight.shape
+    scales = stored.repeat_interleave(block_rows, 0)[:rows]
+    return scales.repeat_interleave(block_cols, 1)[:, :columns]
