@@ -27,8 +27,6 @@ SHARED = {
         "input_rounding",
         "kv_cache",
         "own_schemes",
-        "parameters",
-        "parsing",
         "partition",
         "schemes",
     },

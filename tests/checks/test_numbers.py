@@ -18,7 +18,7 @@ from tests.mutations.edits import (
     tensors,
 )
 from vexport.checks import Against, check_checkpoint
-from vexport.formats.parsing import parse_args
+from vexport.formats.arguments import parse_args
 from vexport.types import Json
 
 LAYER = "model.layers.1"

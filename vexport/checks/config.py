@@ -8,8 +8,7 @@ from vexport.checks.vllm.quant_methods import METHOD, METHODS, method_name
 from vexport.checks.vllm.quant_methods.base import QuantMethod
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats import FORMATS
-from vexport.formats.arguments import contradictions, described
-from vexport.formats.parsing import parse_args
+from vexport.formats.arguments import contradictions, described, parse_args
 from vexport.types import Finding, Json
 from vexport.types.patterns import REGEX, expression
 from vexport.version import short_version

@@ -4,12 +4,10 @@ import re
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 
-from pydantic import TypeAdapter
-
 from vexport.architectures import Architecture, get_architecture
 from vexport.architectures.fusion import also_asked, looked_up, moe_layer
 from vexport.architectures.patterns import all_names, below
-from vexport.formats.arguments import QuantArgs
+from vexport.formats.arguments import QuantArgs, arguments_adapter
 from vexport.formats.kv_cache import KV_CACHES
 from vexport.formats.partition import is_head
 from vexport.formats.schemes import get_scheme
@@ -119,5 +117,5 @@ def _config_group(group: FusionGroup, targets: list[str]) -> dict[str, Json]:
 
 def arguments_json(args: QuantArgs | None) -> Json:
     """Arguments as config.json has them."""
-    dumped: Json = TypeAdapter(QuantArgs | None).dump_python(args, mode="json")
+    dumped: Json = None if args is None else arguments_adapter().dump_python(args, mode="json")
     return dumped

@@ -12,7 +12,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize as ct_dequantize
 from pydantic import TypeAdapter
 
-from vexport.formats.arguments import Arguments, QuantArgs, SchemeArgs
+from vexport.formats.arguments import Arguments, QuantArgs, SchemeArgs, arguments_adapter
 from vexport.numerics.constants import INT32_BITS
 
 # Elements that are dequantized at once.
@@ -55,12 +55,7 @@ def arguments_of(scheme: QuantizationScheme) -> SchemeArgs:
 
 
 def _dumped(args: QuantArgs) -> str:
-    return _adapter().dump_json(args).decode()
-
-
-@cache
-def _adapter() -> TypeAdapter[QuantArgs]:
-    return TypeAdapter(QuantArgs)
+    return arguments_adapter().dump_json(args).decode()
 
 
 @cache

@@ -7,8 +7,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vexport.formats.arguments import UNQUANTIZED_BITS, Arguments, QuantArgs, described_inputs, input_bits
-from vexport.formats.base import WITH_INPUTS, Cpu, Format, GpuSupport, Parameter
-from vexport.formats.parameters import exact, scale, single, zero_point
+from vexport.formats.base import (
+    WITH_INPUTS,
+    Cpu,
+    Format,
+    GpuSupport,
+    Parameter,
+    exact,
+    scale,
+    single,
+    zero_point,
+)
 from vexport.formats.partition import Partition
 from vexport.types import LinearPlan
 

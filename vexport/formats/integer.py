@@ -9,8 +9,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vexport.formats.arguments import UNQUANTIZED_BITS, Arguments, QuantArgs, input_bits
-from vexport.formats.base import WITH_INPUTS, Cpu, Format, GpuSupport, Parameter
-from vexport.formats.parameters import exact, scale, single, words, zero_point
+from vexport.formats.base import (
+    WITH_INPUTS,
+    Cpu,
+    Format,
+    GpuSupport,
+    Parameter,
+    exact,
+    scale,
+    single,
+    words,
+    zero_point,
+)
 from vexport.formats.partition import Partition, partial_group
 from vexport.numerics.constants import INT32_BITS
 from vexport.types import LinearPlan, TensorInfo

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vexport.formats.arguments import UNQUANTIZED_BITS, Arguments, QuantArgs, described_inputs, input_bits
-from vexport.formats.base import Format, GpuSupport, Parameter
-from vexport.formats.parameters import coded_scale, exact, zero_point
+from vexport.formats.base import Format, GpuSupport, Parameter, coded_scale, exact, zero_point
 from vexport.formats.partition import Partition, partial_group
 from vexport.numerics.constants import MX_GROUP
 from vexport.types import LinearPlan
@@ -29,21 +28,16 @@ class _Mx(Format):
     codes: str  # the dtype of the stored bytes
 
     def matches(self, args: Arguments, stored_as: str) -> bool:
-        weights = args.weights
-        kind = (weights.strategy, weights.type, weights.num_bits, weights.group_size, weights.symmetric)
-        return kind == ("group", "float", self.bits, MX_GROUP, True)
+        return _is_mx(args.weights, self.bits)
 
     def unwritten(self, args: Arguments) -> str | None:
         """vLLM takes no look at the inputs: only those are written that it runs as they are stored."""
         inputs = args.input_activations
-        if inputs is None or self._is_own(inputs) or (self.bits == 4 and _is_dynamic_fp8(args)):
+        if inputs is None or (self.bits == 4 and _is_dynamic_fp8(args)):
+            return None
+        if _is_mx(inputs, self.bits) and inputs.dynamic is True:
             return None
         return f"inputs that vLLM leaves as they are: {described_inputs(args)}"
-
-    def _is_own(self, inputs: QuantArgs) -> bool:
-        """Whether inputs are quantized as the weights are."""
-        kind = (inputs.strategy, inputs.type, inputs.num_bits, inputs.group_size, inputs.symmetric)
-        return kind == ("group", "float", self.bits, MX_GROUP, True) and inputs.dynamic is True
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
         """weight_packed (out, in/2) or weight (out, in), weight_scale (out, in/32), biased exponents."""
@@ -100,6 +94,11 @@ class Mxfp8(_Mx):
     def gpu_support(self, args: Arguments) -> GpuSupport:
         """Marlin, for weights only, below SM 100; kernels that quantize all inputs from there on."""
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS, 100: 8}, stored_bits=input_bits(args))
+
+
+def _is_mx(args: QuantArgs, bits: int) -> bool:
+    kind = (args.strategy, args.type, args.num_bits, args.group_size, args.symmetric)
+    return kind == ("group", "float", bits, MX_GROUP, True)
 
 
 def _is_dynamic_fp8(args: Arguments) -> bool:

@@ -8,8 +8,16 @@ from functools import reduce
 from typing import TYPE_CHECKING
 
 from vexport.formats.arguments import UNQUANTIZED_BITS, Arguments, QuantArgs, input_bits
-from vexport.formats.base import GLOBAL_SCALES, Format, GpuSupport, Parameter
-from vexport.formats.parameters import coded_scale, exact, single, zero_point
+from vexport.formats.base import (
+    GLOBAL_SCALES,
+    Format,
+    GpuSupport,
+    Parameter,
+    coded_scale,
+    exact,
+    single,
+    zero_point,
+)
 from vexport.formats.partition import Partition, partial_group
 from vexport.numerics.constants import NVFP4_GROUP
 from vexport.types import LinearPlan

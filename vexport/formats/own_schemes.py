@@ -7,12 +7,11 @@ plans, recipes and reports need no more than the name.
 
 import re
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 from vexport.formats import WRITTEN, vllm_format, written_format
-from vexport.formats.arguments import GROUPED, QuantArgs, SchemeArgs, Strategy, contradictions
+from vexport.formats.arguments import GROUPED, QuantArgs, SchemeArgs, Strategy, contradictions, parse_args
 from vexport.formats.base import Format
-from vexport.formats.parsing import parse_args
 from vexport.numerics.constants import MX_GROUP
 from vexport.types import Json
 
@@ -25,14 +24,7 @@ _TENSOR = (
 )
 _NAME = re.compile(rf"{_TENSOR}\.(?:{UNQUANTIZED}|{_TENSOR})", re.IGNORECASE)
 _TENSOR_NAME = re.compile(_TENSOR, re.IGNORECASE)
-_STRATEGIES: dict[str, Strategy] = {
-    "TENSOR": "tensor",
-    "CHANNEL": "channel",
-    "GROUP": "group",
-    "TENSOR_GROUP": "tensor_group",
-    "BLOCK": "block",
-    "TOKEN": "token",
-}
+_STRATEGIES: dict[str, Strategy] = {strategy.upper(): strategy for strategy in get_args(Strategy)}
 _DYNAMIC: dict[str, bool | Literal["local"]] = {"": False, "_DYNAMIC": True, "_LOCAL": "local"}
 
 

@@ -18,10 +18,9 @@ from vexport.checks.vllm.layers import Layer, fits, layers_of
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import dequantized
 from vexport.fidelity.source import Source
-from vexport.formats.arguments import Strategy
+from vexport.formats.arguments import Strategy, parse_args
 from vexport.formats.dequantize import ct_scheme
 from vexport.formats.kv_cache import KEY, KV_CACHES, VALUE, kv_layout
-from vexport.formats.parsing import parse_args
 from vexport.numerics.metrics import quantization_error
 from vexport.plan.kv_cache import attention_layers
 from vexport.plan.linears import names_of

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import JsonValue, ValidationError
 
 from vexport.errors import InputError, InputErrors, nearest
-from vexport.formats.parsing import parse_args
+from vexport.formats.arguments import parse_args
 from vexport.formats.schemes import KEEP, get_scheme
 from vexport.scenario.reading import load_yaml
 from vexport.scenario.rules import IgnoredLayers, Rule

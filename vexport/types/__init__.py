@@ -67,12 +67,17 @@ from vexport.types.plan import (
     TensorSpec,
     WeightPart,
 )
-from vexport.types.report import ComparedRun, KindSize, LayerError, LayerErrors, Quantized, Report
-from vexport.types.sensitivity import (
+from vexport.types.report import (
     BudgetKind,
     Choice,
+    ComparedRun,
     GroupSensitivity,
+    KindSize,
+    LayerError,
+    LayerErrors,
     MixedScheme,
+    Quantized,
+    Report,
     SchemeLoss,
     Sensitivity,
 )

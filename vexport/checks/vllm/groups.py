@@ -15,9 +15,8 @@ from functools import cached_property
 from vexport.architectures import Architecture
 from vexport.architectures.fusion import moe_layer
 from vexport.formats import nearest_format, vllm_format
-from vexport.formats.arguments import QuantArgs
+from vexport.formats.arguments import QuantArgs, parse_args
 from vexport.formats.base import Format, Parameter
-from vexport.formats.parsing import parse_args
 from vexport.formats.partition import is_head
 from vexport.types import Json, TensorInfo
 from vexport.types.patterns import REGEX, Patterns, matches

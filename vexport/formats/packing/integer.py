@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from vexport.formats.arguments import QuantArgs
+from vexport.formats.base import words
 from vexport.formats.packing.base import STORAGES, Array, PackingInputs, require_finite, storage_of
-from vexport.formats.parameters import words
 from vexport.numerics.arithmetic import (
     F32,
     FLOAT32,

@@ -11,6 +11,7 @@ from vexport.numerics.codes import (
     Bytes,
     e2m1_codes,
     e4m3_code,
+    e4m3_codes,
     e4m3_value,
     pack_nibbles,
 )
@@ -61,13 +62,6 @@ def pack_rows(
         pack_nibbles(codes[: end - start], packed[start // 2 : end // 2])
 
 
-@compiled()
-def encode(scales: Floats, codes: Bytes) -> None:
-    """The e4m3 codes of scales that are e4m3 numbers."""
-    for i in range(codes.size):
-        codes[i] = e4m3_code(scales[i], F32(1.0))
-
-
 class Nvfp4Packing:
     """weight_packed (out, in/2) uint8, weight_scale (out, in/16) e4m3, weight_global_scale (1,) float32."""
 
@@ -81,7 +75,8 @@ class Nvfp4Packing:
         if inputs.scales is not None:
             assert inputs.scales.global_scale is not None
             self._global_scale = inputs.scales.global_scale
-            encode(inputs.scales.scale.reshape(-1), self._scales.reshape(-1))
+            scales = inputs.scales.scale.reshape(-1)
+            e4m3_codes(scales, np.ones_like(scales), self._scales.reshape(-1))
         else:
             assert inputs.largest is not None
             self._global_scale = global_scale_of(inputs.largest)

@@ -14,8 +14,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.quant_methods.base import MethodFormat, MethodGroup, Translation, linear_group
 from vexport.formats import PACKED
 from vexport.formats.arguments import Arguments, QuantArgs
-from vexport.formats.base import FLOAT_SCALES, Parameter
-from vexport.formats.parameters import exact, words
+from vexport.formats.base import FLOAT_SCALES, Parameter, exact, words
 from vexport.types import TensorInfo
 
 # Some rows of a tensor, computed from stored ones.

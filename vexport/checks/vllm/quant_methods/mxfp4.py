@@ -17,9 +17,8 @@ from vexport.checks.vllm.quant_methods.base import (
 )
 from vexport.formats import MXFP4
 from vexport.formats.arguments import Arguments
-from vexport.formats.base import GpuSupport, Parameter
+from vexport.formats.base import GpuSupport, Parameter, exact
 from vexport.formats.mxfp import Mxfp4
-from vexport.formats.parameters import exact
 from vexport.formats.partition import Partition
 from vexport.formats.schemes import get_scheme
 from vexport.numerics.constants import MX_GROUP

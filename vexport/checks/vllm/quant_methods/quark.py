@@ -23,11 +23,10 @@ from vexport.checks.vllm.quant_methods.integers import integer_group
 from vexport.checks.vllm.quant_methods.modelopt import ModelOptFp8, ModelOptNvfp4
 from vexport.formats import FP8, INT8, MXFP4, NVFP4
 from vexport.formats.arguments import Arguments
-from vexport.formats.base import GpuSupport, Parameter
+from vexport.formats.base import GpuSupport, Parameter, exact
 from vexport.formats.fp8 import Fp8
 from vexport.formats.integer import Int8
 from vexport.formats.mxfp import Mxfp4
-from vexport.formats.parameters import exact
 from vexport.formats.schemes import get_scheme
 from vexport.numerics.constants import MX_GROUP, NVFP4_GROUP
 from vexport.types import Json
