@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vexport.architectures.modules import STACK, Kind, with_numbers, with_stars
-from vexport.engine.dry.audit import Audit, opener
+from vexport.engine.dry.audit import Audit, HeaderFile
 from vexport.engine.dry.cell import configure
 from vexport.engine.dry.fake_platform import AbsentValues, join_group, set_capability
 
@@ -146,7 +147,7 @@ def stored_modules(model: nn.Module, config: VllmConfig) -> Iterator[tuple[str, 
     """(a module of the file as vLLM's class renames it, the module that its weight was copied to)."""
     audit = Books(1)
     refused: list[str] = []
-    weight_utils.safe_open = opener(audit)
+    weight_utils.safe_open = partial(HeaderFile, audit)
     every_tensor = default_loader.safetensors_weights_iterator
 
     def accepted(*arguments: object, **options: object) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,6 +1,6 @@
 """Whether vLLM takes the arguments that were given for it, asked before anything long begins."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from vexport.architectures.text_config import text_config
@@ -12,7 +12,7 @@ from vexport.errors import InputError
 from vexport.files import read_json_object
 from vexport.plan.ranks import Heads
 from vexport.scenario.serve import Serve
-from vexport.types import Json, silent
+from vexport.types import silent
 
 # What every vLLM knows, and `Serve` has checked.
 _CERTAIN = {"max_model_len", "enforce_eager"}
@@ -61,7 +61,13 @@ def require_layers(checkpoint: Path) -> None:
 
 def require_heads(checkpoint: Path, ranks: int) -> None:
     """InputError where vLLM could not cut the attention heads of a checkpoint for so many ranks."""
-    heads = _heads(text_config(read_json_object(checkpoint / "config.json")))
+    text = text_config(read_json_object(checkpoint / "config.json"))
+    queries, keys = text.get("num_attention_heads"), text.get("num_key_value_heads")
+    heads = Heads(
+        queries=queries if isinstance(queries, int) and queries > 0 else 0,
+        # Latent attention (MLA) has none that are cut.
+        keys=keys if isinstance(keys, int) and keys > 0 and not text.get("kv_lora_rank") else 0,
+    )
     if (got := heads.uneven(ranks)) is not None:
         raise InputError(
             f"{checkpoint} (tensor_parallel_size {ranks})",
@@ -69,12 +75,3 @@ def require_heads(checkpoint: Path, ranks: int) -> None:
             need=f"heads that {ranks} ranks can share",
             fix=f"use --tp {heads.possible_ranks}",
         )
-
-
-def _heads(text: Mapping[str, Json]) -> Heads:
-    """The heads that config.json names; latent attention (MLA) has none of keys that are cut."""
-    queries, keys = text.get("num_attention_heads"), text.get("num_key_value_heads")
-    return Heads(
-        queries=queries if isinstance(queries, int) and queries > 0 else 0,
-        keys=keys if isinstance(keys, int) and keys > 0 and not text.get("kv_lora_rank") else 0,
-    )

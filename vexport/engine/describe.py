@@ -35,6 +35,8 @@ _KERNEL_BLIND_SPOTS = {
 }
 _CPU_BLIND_SPOT = "GPU kernels were not run: their rounding order, their limits on shapes"
 NONE = "none"
+# What stands before the kind of a module: its layer's number.
+_LAYER = re.compile(r"\.\d+\.")
 _CHOOSES = re.compile(
     r"VLLM_(\w+_)?(AITER|ALLREDUCE|ATTENTION_BACKEND|BATCH_INVARIANT|DEEP_GEMM|EMULATION|FLASHINFER|FP4|FP8|"
     r"HUMMING|INT4|KERNELS?|MARLIN|MLA|MOE|MXFP[48]|NVFP4|PRECISION|QUANT|QUANTIZATION|REDUCE|SAMPLER|SKINNY|"
@@ -62,15 +64,12 @@ class DescribeKernels:
 def _describe_layer(layer: torch.nn.Module) -> tuple[str, str, str]:
     """Scheme, kernel and blind spot of one layer of vLLM's model; the classes' own names."""
     scheme = getattr(layer, "scheme", None) or layer.quant_method
-    kernels = [type(value).__name__ for value in vars(scheme).values() if _is_kernel(value)]
+    parts = map(type, vars(scheme).values())
+    kernels = [part.__name__ for part in parts if part.__module__.startswith(_KERNEL_PACKAGES)]
     kernel = kernels[0] if kernels else type(layer.quant_method).__name__
     if not kernels and getattr(scheme, "use_batch_invariant", False):
         kernel = "dequantized, batch-invariant"  # VLLM_BATCH_INVARIANT from vLLM 0.33 on: no kernel of INT4
     return type(scheme).__name__, kernel, _blind_spot(layer, scheme, kernel)
-
-
-def _is_kernel(value: object) -> bool:
-    return type(value).__module__.startswith(_KERNEL_PACKAGES)
 
 
 def _blind_spot(layer: torch.nn.Module, scheme: object, kernel: str) -> str:
@@ -93,6 +92,9 @@ def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> Eng
     rows = [row for rank in llm.collective_rpc("vexport_kernels") for row in rank]
     on_cpu = current_platform.is_cpu()
     spots = dict.fromkeys(row[3] for row in rows if row[3])
+    config = llm.llm_engine.vllm_config
+    unseen = ", their collectives" if config.parallel_config.world_size > 1 else ", and tensor parallelism"
+    mode = config.compilation_config.mode
     return EngineInfo(
         vllm=vllm_version,
         torch=torch.__version__,
@@ -100,12 +102,12 @@ def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> Eng
         platform=str(current_platform.device_type),
         processor=_processor() if on_cpu else str(current_platform.get_device_name()),
         dtype=str(llm.llm_engine.model_config.dtype).removeprefix("torch."),
-        compilation=_compilation(llm),
+        compilation=str(getattr(mode, "name", mode)),  # a number or an enum, by the version
         settings=_settings(llm, given),
         multiprocess=os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "1",
         emulated=any("Emulation" in row[2] for row in rows),
         kernels=_by_kind(rows),
-        blind_spots=(_cpu_blind_spot(llm), *spots) if on_cpu else (),
+        blind_spots=(_CPU_BLIND_SPOT + unseen, *spots) if on_cpu else (),
         start_seconds=start_seconds,
     )
 
@@ -130,31 +132,14 @@ def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
     }
 
 
-def _cpu_blind_spot(llm: "LLM") -> str:
-    """What the CPU cannot show of the GPU's kernels."""
-    parallel = llm.llm_engine.vllm_config.parallel_config.world_size > 1
-    return _CPU_BLIND_SPOT + (", their collectives" if parallel else ", and tensor parallelism")
-
-
-def _compilation(llm: "LLM") -> str:
-    """The name of vLLM's compilation mode; versions differ in whether it is a number or an enum."""
-    mode = llm.llm_engine.vllm_config.compilation_config.mode
-    return str(getattr(mode, "name", mode))
-
-
 def _by_kind(rows: list[list[str]]) -> tuple[str, ...]:
     """`mlp.down_proj: Kernel (Scheme)`, once for each kind of layer and kernel, in the model's order."""
     return tuple(
         dict.fromkeys(
-            f"{_kind(name)}: {kernel}" + (f" ({scheme})" if scheme != kernel else "")
+            f"{_LAYER.split(name)[-1]}: {kernel}" + (f" ({scheme})" if scheme != kernel else "")
             for name, scheme, kernel, _ in rows
         )
     )
-
-
-def _kind(name: str) -> str:
-    """The module's name without the layer number and what comes before it."""
-    return re.split(r"\.\d+\.", name)[-1]
 
 
 def _processor() -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from vexport.architectures.text_config import text_config
+from vexport.checks.vllm.view import error
 from vexport.engine.agreement import (
     canary_findings,
     compare_logprobs,
@@ -137,8 +138,8 @@ def _agreement(
     try:
         kept = result.logprobs_file.with_name(REFERENCE_FILE)
         reference = remembered_reference(result.checkpoint, prompts.tokens, kept, on_progress)
-    except InputError as error:
-        return None, [Finding.of(error, check="logprobs", severity="info")]
+    except InputError as problem:
+        return None, [Finding.of(problem, check="logprobs", severity="info")]
     cache = result.engine.settings.get("kv_cache_dtype", "auto") if result.engine else "auto"
     agreement = compare_logprobs(
         reference,
@@ -162,38 +163,22 @@ def _agreement(
 def refused(result: SessionResult) -> Finding:
     """What is said of a checkpoint that vLLM does not load."""
     assert result.failure is not None
-    return Finding(
-        check="load",
-        severity="error",
-        where=str(result.checkpoint),
-        expected="a checkpoint that vLLM loads",
-        got=result.failure.message,
-        fix="find the fault with `vexport check`, repair it with `vexport repair`, or export it again",
-    )
+    fix = "find the fault with `vexport check`, repair it with `vexport repair`, or export it again"
+    expected, got = "a checkpoint that vLLM loads", result.failure.message
+    return error("load", str(result.checkpoint), expected=expected, got=got, fix=fix)
 
 
 def _not_finite(result: SessionResult, measured: torch.Tensor) -> Finding:
     bad = int(torch.isnan(measured).any(dim=-1).sum())
-    return Finding(
-        check="logprobs",
-        severity="error",
-        where=str(result.checkpoint),
-        expected="finite log-probabilities",
-        got=f"NaN at {bad} of {len(measured)} positions",
-        fix="look for scales that are zero, infinite or missing with `vexport check`",
-    )
+    expected, got = "finite log-probabilities", f"NaN at {bad} of {len(measured)} positions"
+    fix = "look for scales that are zero, infinite or missing with `vexport check`"
+    return error("logprobs", str(result.checkpoint), expected=expected, got=got, fix=fix)
 
 
 def _disagreement(result: SessionResult, agreement: LogprobAgreement) -> list[Finding]:
     if agreement.mean_kl <= agreement.limit:
         return []
-    return [
-        Finding(
-            check="logprobs",
-            severity="error",
-            where=str(result.checkpoint),
-            expected=f"mean KL to {agreement.reference} at most {agreement.limit:g}",
-            got=f"{agreement.mean_kl:.4g} over {agreement.positions} positions",
-            fix="vLLM does not read this checkpoint as it was written: see `vexport check`",
-        )
-    ]
+    expected = f"mean KL to {agreement.reference} at most {agreement.limit:g}"
+    got = f"{agreement.mean_kl:.4g} over {agreement.positions} positions"
+    fix = "vLLM does not read this checkpoint as it was written: see `vexport check`"
+    return [error("logprobs", str(result.checkpoint), expected=expected, got=got, fix=fix)]

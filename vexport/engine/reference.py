@@ -187,7 +187,8 @@ def load_dequantized(checkpoint: Path, on_layer: Callable[[], None] = lambda: No
         for name, module in skeleton.named_modules()
         if isinstance(module, Linear | Conv1D) and name in stored
     }
-    experts = dict.fromkeys(_experts(tensors), linear)
+    # The projections of single experts, which transformers joins to one tensor when it has them all.
+    experts = {key.rpartition(".")[0]: linear for key in tensors if EXPERT.search(key)}
     quantization = find_quantization(checkpoint, raw)
     transforms = OnlineTransforms(quantization, tensors)
     schemes = _schemes({**linears, **experts}, quantization, tensors)
@@ -231,11 +232,6 @@ def _require_whole(checkpoint: Path, missing: Iterable[str]) -> None:
         )
 
 
-def _experts(tensors: Tensors) -> set[str]:
-    """The projections of single experts, which transformers joins to one tensor when it has them all."""
-    return {key.rpartition(".")[0] for key in tensors if EXPERT.search(key)}
-
-
 def _schemes(
     linears: Mapping[str, Module], stored: StoredQuantization | None, tensors: Tensors
 ) -> dict[str, QuantizationScheme]:
@@ -271,7 +267,8 @@ def _first_match(name: str, module: Module, config: QuantizationConfig) -> Quant
 def _dequantize(name: str, scheme: QuantizationScheme, tensors: Tensors, dtype: torch.dtype) -> Tensors:
     """Replace a layer's stored tensors by its weight; return what its input needs."""
     prefix = f"{name}."
-    state = {key.removeprefix(prefix): tensors.pop(key) for key in _keys(tensors, prefix)}
+    names = [name for name in tensors if name.startswith(prefix)]
+    state = {name.removeprefix(prefix): tensors.pop(name) for name in names}
     bias = state.pop("bias", None)
     if bias is not None:
         tensors[f"{prefix}bias"] = bias
@@ -283,10 +280,6 @@ def _dequantize(name: str, scheme: QuantizationScheme, tensors: Tensors, dtype: 
     storage = nearest_format(args, str(scheme.format))
     tensors[f"{prefix}weight"] = storage.dequantize(args, state).to(dtype)
     return inputs
-
-
-def _keys(tensors: Tensors, prefix: str) -> Iterable[str]:
-    return [key for key in tensors if key.startswith(prefix)]
 
 
 class OnlineTransforms:

@@ -297,18 +297,19 @@ def require_engine(vllm_pythons: Sequence[Path | None]) -> None:
 def _missing(python: Path) -> EngineFailure | None:
     """Why `python` cannot run vLLM: it does not start, or has no such module."""
     probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    message, log = f"{python} has no module vllm", ""
     try:
         done = subprocess.run(
             [str(python), "-c", probe], capture_output=True, text=True, check=False, timeout=_PROBE_SECONDS
         )
+        if done.returncode == 0:
+            return None
+        log = done.stderr
     except OSError as error:
-        return EngineFailure(kind="missing", message=f"{python}: {error.strerror}", log_tail="")
+        message = f"{python}: {error.strerror}"
     except subprocess.TimeoutExpired:
         message = f"{python} did not say within {_PROBE_SECONDS:g} s whether it has vLLM"
-        return EngineFailure(kind="missing", message=message, log_tail="")
-    if done.returncode != 0:
-        return EngineFailure(kind="missing", message=f"{python} has no module vllm", log_tail=done.stderr)
-    return None
+    return EngineFailure(kind="missing", message=message, log_tail=log)
 
 
 def worker_environment() -> dict[str, str]:

@@ -4,7 +4,7 @@ Everything is on the meta device, so that a copy is only an entry in these books
 offset, shape and strides; the regions of one storage are equal or apart, as vLLM's loaders make them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -246,9 +246,9 @@ def _tensors(values: tuple[object, ...]) -> Iterator[torch.Tensor]:
 
 
 class HeaderFile:
-    """`safetensors.safe_open` whose tensors are on the meta device; the file itself is checked as ever."""
+    """In the place of vLLM's `safe_open`: tensors are on the meta device, the file is checked as ever."""
 
-    def __init__(self, filename: str, audit: Audit) -> None:
+    def __init__(self, audit: Audit, filename: str, framework: str = "pt", device: str = "cpu") -> None:
         self._file, self._audit = safetensors.safe_open(filename, framework="np"), audit
 
     def __enter__(self) -> "HeaderFile":
@@ -272,12 +272,3 @@ class HeaderFile:
         tensor = torch.empty(header.get_shape(), dtype=TORCH_DTYPES[header.get_dtype()], device="meta")
         self._audit.handed_out(name, tensor)
         return tensor
-
-
-def opener(audit: Audit) -> Callable[..., HeaderFile]:
-    """What takes the place of `safe_open` in vLLM's weight_utils."""
-
-    def open_header(filename: str, framework: str = "pt", device: str = "cpu") -> HeaderFile:
-        return HeaderFile(filename, audit)
-
-    return open_header

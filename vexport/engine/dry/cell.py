@@ -7,13 +7,14 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from vexport.checks.tokenizer import VOCABULARY
-from vexport.engine.dry.audit import Audit, opener
+from vexport.engine.dry.audit import Audit, HeaderFile
 from vexport.engine.dry.fake_platform import AbsentValues, NotFollowed, join_group, set_capability
 from vexport.engine.dry.layers import layer_kinds, raising_layer, rank_memory
 from vexport.engine.failures import one_line
@@ -109,7 +110,7 @@ def _load_weights(model: torch.nn.Module, config: "VllmConfig", audit: Audit) ->
     from vllm.model_executor.model_loader import weight_utils
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    weight_utils.safe_open = opener(audit)
+    weight_utils.safe_open = partial(HeaderFile, audit)
     with torch.device("meta"), audit:
         DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
     return tuple(audit.faults(model, optional=frozenset(_optional(model))))

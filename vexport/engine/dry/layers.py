@@ -33,8 +33,7 @@ _ACTIVATION_BITS = re.compile(r"W[\dN]+A(\d+)")
 
 def layer_kinds(model: torch.nn.Module) -> tuple[LayerKind, ...]:
     """The linear and expert layers of a model, those that differ in nothing but an index counted together."""
-    found = Counter(_layers(model))
-    return tuple(replace(kind, count=count) for kind, count in found.items())
+    return tuple(replace(kind, count=count) for kind, count in Counter(_layers(model)).items())
 
 
 def raising_layer(model: torch.nn.Module, sm: int) -> tuple[str, str] | None:
@@ -53,7 +52,8 @@ def raising_layer(model: torch.nn.Module, sm: int) -> tuple[str, str] | None:
 def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
-        if method is None or not _has_weights(layer) or "Embedding" in type(method).__name__:
+        weights = any("weight" in parameter for parameter, _ in layer.named_parameters(recurse=False))
+        if method is None or not weights or "Embedding" in type(method).__name__:
             continue
         scheme = getattr(layer, "scheme", None) or method
         kernel = _kernel(scheme)
@@ -66,10 +66,6 @@ def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
             runs=_runs(stored, scheme, kernel),
             kernel=kernel if isinstance(kernel, str) else type(kernel).__name__,
         )
-
-
-def _has_weights(layer: torch.nn.Module) -> bool:
-    return any("weight" in name for name, _ in layer.named_parameters(recurse=False))
 
 
 def _kernel(scheme: object) -> object:
