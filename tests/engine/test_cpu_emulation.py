@@ -33,6 +33,15 @@ COUNTED = (
 )
 
 
+def last_line(code: str) -> str:
+    """What a process that imports vLLM prints last."""
+    environment = {**os.environ, SWITCH: "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    return ran.stdout.splitlines()[-1]
+
+
 @pytest.fixture
 def activations() -> torch.Tensor:
     values = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 1.3
@@ -50,14 +59,7 @@ def test_register_is_inert_unless_asked() -> None:
 
 @pytest.mark.vllm
 def test_kernels_are_offered_once_and_only_when_asked() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", COUNTED],
-        env={**os.environ, SWITCH: "0", "VLLM_LOGGING_LEVEL": "ERROR"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split()[-2:] == ["0", "6"]
+    assert last_line(COUNTED) == "0 6"
 
 
 ASKED = (
@@ -71,14 +73,7 @@ ASKED = (
 @pytest.mark.vllm
 def test_mxfp4_weights_run_with_the_inputs_that_are_rounded_here() -> None:
     """vLLM 0.33 asks kernels so, where an engine argument may name other inputs than the checkpoint."""
-    done = subprocess.run(
-        [sys.executable, "-c", ASKED],
-        env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split("\n")[-2] == "[True, True, True, False, False]"
+    assert last_line(ASKED) == "[True, True, True, False, False]"
 
 
 def test_fp4_rounds_ties_to_even() -> None:

@@ -109,21 +109,6 @@ def test_bad_scales_are_found(
 
 
 @pytest.mark.parametrize(
-    "change", [{"num_bits": 4}, {"type": "int"}, {"symmetric": False}, {"strategy": "channel"}]
-)
-def test_a_cache_that_vllm_refuses_is_found(
-    written: dict[KvCache, Path], tmp_path: Path, change: dict[str, object]
-) -> None:
-    copytree(written["fp8"], tmp_path / "broken")
-    config = json.loads((tmp_path / "broken" / "config.json").read_text())
-    config["quantization_config"]["kv_cache_scheme"].update(change)
-    (tmp_path / "broken" / "config.json").write_text(json.dumps(config))
-    (finding,) = problems(tmp_path / "broken")
-    assert finding.check == "kv_cache"
-    assert "kv_cache_scheme" in finding.where
-
-
-@pytest.mark.parametrize(
     ("family", "modules"),
     [
         ("phi3", ["model.layers.0.self_attn", "model.layers.1.self_attn"]),

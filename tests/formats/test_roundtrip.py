@@ -12,12 +12,11 @@ from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.formats import dequantize
 from vexport.formats.schemes import scheme_names
-from vexport.numerics.metrics import quantization_error
 from vexport.plan import Settings, require_accepted
 from vexport.plan.source import plan_source, rules_for
 from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.scenario import Rule
-from vexport.types import Calibration, InputRange, LayerError, OnUnsupportedShape, Plan
+from vexport.types import Calibration, InputRange, OnUnsupportedShape, Plan
 
 # Least signal-to-noise in dB of a normal weight, rounded to nearest with scales from the range.
 LEAST = {
@@ -144,18 +143,6 @@ def test_a_byte_that_changed_is_found(llama: Path, tmp_path: Path) -> None:
     back = read_index(tmp_path / "out")
     (finding,) = changed_tensors(index, back, plan)
     assert (finding.where, finding.got) == ("model.norm.weight", "other bytes")
-    lowest = min(layer_errors(index, back, plan), key=snr)
+    lowest = min(layer_errors(index, back, plan), key=lambda error: error.snr_db)
     assert lowest.name == layer
     assert lowest.snr_db < LEAST["MXFP4"]
-
-
-def snr(error: LayerError) -> float:
-    """The measure itself."""
-    return error.snr_db
-
-
-def test_signal_to_noise() -> None:
-    exact = torch.tensor([3.0, 4.0])
-    assert quantization_error(exact, exact).sqnr_db == 200
-    assert quantization_error(exact, torch.tensor([3.0, 4.5])).sqnr_db == pytest.approx(20)
-    assert quantization_error(torch.zeros(2), exact).sqnr_db == -200
