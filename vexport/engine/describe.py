@@ -92,6 +92,11 @@ def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> Eng
     rows = [row for rank in llm.collective_rpc("vexport_kernels") for row in rank]
     on_cpu = current_platform.is_cpu()
     spots = dict.fromkeys(row[3] for row in rows if row[3])
+    # `mlp.down_proj: Kernel (Scheme)`, once for each kind of layer and kernel, in the model's order.
+    kernels = dict.fromkeys(
+        f"{_LAYER.split(name)[-1]}: {kernel}" + (f" ({scheme})" if scheme != kernel else "")
+        for name, scheme, kernel, _ in rows
+    )
     config = llm.llm_engine.vllm_config
     unseen = ", their collectives" if config.parallel_config.world_size > 1 else ", and tensor parallelism"
     mode = config.compilation_config.mode
@@ -106,7 +111,7 @@ def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> Eng
         settings=_settings(llm, given),
         multiprocess=os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "1",
         emulated=any("Emulation" in row[2] for row in rows),
-        kernels=_by_kind(rows),
+        kernels=tuple(kernels),
         blind_spots=(_CPU_BLIND_SPOT + unseen, *spots) if on_cpu else (),
         start_seconds=start_seconds,
     )
@@ -130,16 +135,6 @@ def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
         "engine_args": json.dumps(others, sort_keys=True) if others else "none",
         "environment": answer_environment(),
     }
-
-
-def _by_kind(rows: list[list[str]]) -> tuple[str, ...]:
-    """`mlp.down_proj: Kernel (Scheme)`, once for each kind of layer and kernel, in the model's order."""
-    return tuple(
-        dict.fromkeys(
-            f"{_LAYER.split(name)[-1]}: {kernel}" + (f" ({scheme})" if scheme != kernel else "")
-            for name, scheme, kernel, _ in rows
-        )
-    )
 
 
 def _processor() -> str:

@@ -203,7 +203,9 @@ def load_dequantized(checkpoint: Path, on_layer: Callable[[], None] = lambda: No
         None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
     )
     model, loading = loaded
-    _require_whole(checkpoint, loading["missing_keys"])
+    if missing := sorted(loading["missing_keys"]):  # they would be random
+        need, fix = "a checkpoint whose names transformers loads", "compare without a reference"
+        raise InputError(f"{checkpoint}: {missing[0]}", got="no weight", need=need, fix=fix)
     transforms.attach(model)
     for name, scales in inputs.items():
         args = schemes[name].input_activations
@@ -220,16 +222,6 @@ def _read(checkpoint: Path) -> Tensors:
             names = [name for name in opened.keys() if not name.endswith(KV_SCALES)]  # noqa: SIM118
             tensors |= {name: opened.get_tensor(name) for name in names}
     return tensors
-
-
-def _require_whole(checkpoint: Path, missing: Iterable[str]) -> None:
-    """InputError where transformers has found no weight for a parameter: it would be random."""
-    names = sorted(missing)
-    if names:
-        need = "a checkpoint whose names transformers loads"
-        raise InputError(
-            f"{checkpoint}: {names[0]}", got="no weight", need=need, fix="compare without a reference"
-        )
 
 
 def _schemes(

@@ -240,11 +240,11 @@ def reporter() -> OnProgress:
         return lambda stage, done, total: None
     descriptor = int(name)
     os.set_inheritable(descriptor, False)
-    return lambda stage, done, total: _write(descriptor, json.dumps([stage, done, total]) + "\n")
 
+    def report(stage: str, done: int, total: int) -> None:
+        os.write(descriptor, json.dumps([stage, done, total]).encode() + b"\n")
 
-def _write(descriptor: int, line: str) -> None:
-    os.write(descriptor, line.encode())
+    return report
 
 
 def end_with_parent() -> None:

@@ -31,7 +31,10 @@ def against(root: Path, *, on_layer: OnLayer) -> Against:
     the source is smoothed alike.
     """
     with Reader() as reader:
-        _require_plain(Source(root, reader))
+        index = Source(root, reader).index
+    if find_quantization(index.root, index.config) is not None:
+        need = "the unquantized one that the checkpoint was made from"
+        raise InputError(str(root), got="a quantized checkpoint", need=need, fix="name that with --source")
 
     def compare(view: CheckpointView) -> Iterator[Finding]:
         smoothing, objections = judged_smoothing(view.index.root, read_index(root))
@@ -145,13 +148,3 @@ def _stored_as(layer: Layer) -> str:
         return named_scheme(SchemeArgs(weights=group.weights, input_activations=group.input_activations)).name
     except InputError:
         return precision(group)
-
-
-def _require_plain(source: Source) -> None:
-    if find_quantization(source.index.root, source.index.config) is not None:
-        raise InputError(
-            str(source.index.root),
-            got="a quantized checkpoint",
-            need="the unquantized one that the checkpoint was made from",
-            fix="name that with --source",
-        )

@@ -179,19 +179,16 @@ def _lost(view: CheckpointView, tensor: TensorInfo) -> Iterator[Finding]:
 
 def file_findings(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
     """Findings on files that differ in what vLLM takes from them."""
-    yield from _config(index, source)
-    yield from _tokenizer(index.root, source.root)
-    yield from _template(index.root, source.root)
-    yield from _generation(index.root, source.root)
-    for name in PREPROCESSORS:
-        if (source.root / name).is_file() and not (index.root / name).is_file():
-            yield _finding("error", index.root / name, "the source's file", "none", "copy it from the source")
-
-
-def _config(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
     for key, old, new in _different(source.config, index.config):
         where = f"{index.root / 'config.json'}: {key}"
         yield _finding("error", where, f"{old!r}, as in the source", repr(new), "copy the source's value")
+    yield from _tokenizer(index.root, source.root)
+    yield from _template(index.root, source.root)
+    generation, before = (_object(root / "generation_config.json") for root in (index.root, source.root))
+    yield from _keys(index.root / "generation_config.json", before, generation, GENERATION_KEYS)
+    for name in PREPROCESSORS:
+        if (source.root / name).is_file() and not (index.root / name).is_file():
+            yield _finding("error", index.root / name, "the source's file", "none", "copy it from the source")
 
 
 def _different(
@@ -220,7 +217,8 @@ def _tokenizer(root: Path, source: Path) -> Iterator[Finding]:
             where = f"{root / TOKENIZER}: {part}"
             yield _finding("error", where, "that of the source", "another: other token ids for the same text")
     for name in VOCABULARIES[1:]:
-        if _differ(source / name, root / name):
+        before, after = source / name, root / name
+        if before.is_file() and after.is_file() and before.read_bytes() != after.read_bytes():
             yield _finding("error", root / name, "the bytes of the source", "other bytes")
     old, new = _object(source / "tokenizer_config.json"), _object(root / "tokenizer_config.json")
     yield from _keys(root / "tokenizer_config.json", old, new, TOKENIZER_KEYS)
@@ -259,11 +257,6 @@ def _chat_template(root: Path) -> Json:
     return None
 
 
-def _generation(root: Path, source: Path) -> Iterator[Finding]:
-    name = "generation_config.json"
-    yield from _keys(root / name, _object(source / name), _object(root / name), GENERATION_KEYS)
-
-
 def _keys(
     path: Path, old: Mapping[str, Json], new: Mapping[str, Json], keys: Iterable[str]
 ) -> Iterator[Finding]:
@@ -290,10 +283,6 @@ def _object(path: Path) -> Mapping[str, Json]:
     except InputError:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def _differ(before: Path, after: Path) -> bool:
-    return before.is_file() and after.is_file() and before.read_bytes() != after.read_bytes()
 
 
 def _meant(where: str, expected: str, got: str) -> Finding:

@@ -1,7 +1,7 @@
 """The `quantization_config` of config.json, in the terms of compressed-tensors that vLLM reads."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from vexport.architectures import Architecture, get_architecture
@@ -35,19 +35,13 @@ def quantization_config(plan: Plan) -> dict[str, Json]:
         groups[f"group_{number}"] = _config_group(members[0], targets)
     return {
         "config_groups": groups,
-        "format": _format(formats),
+        "format": MIXED_FORMAT if len(formats) > 1 else next(iter(formats), DENSE_FORMAT),
         "global_compression_ratio": None,
         "ignore": list(plan.ignore),
         "kv_cache_scheme": arguments_json(KV_CACHES[plan.kv_cache]) if plan.kv_cache else None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
     }
-
-
-def _format(formats: Set[str]) -> str:
-    if len(formats) > 1:
-        return MIXED_FORMAT
-    return next(iter(formats), DENSE_FORMAT)
 
 
 def targets_of(
@@ -70,13 +64,10 @@ def targets_of(
     patterns = [f"re:.*{name.rpartition('.')[2]}$" for name in heads]
     if alone:
         return ["Linear", *patterns]
-    different = all_names((name for group in others for name in _stored(group)), architecture)
+    stored = (name for group in others for name in (group.name, *(each.name for each in group.members)))
+    different = all_names(stored, architecture)
     layers = [name for name in names if name not in heads]
     return [*_experts_together(layers, architecture, different), *patterns]
-
-
-def _stored(group: FusionGroup) -> Iterator[str]:
-    yield from (group.name, *(member.name for member in group.members))
 
 
 def _names(group: FusionGroup, architecture: Architecture) -> Iterator[str]:

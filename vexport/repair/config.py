@@ -98,7 +98,7 @@ def targets(view: CheckpointView, source: "Source | None") -> Changes:
     for group in view.config_groups:
         repaired = _with(repaired, targets=(group.name, _targets(repaired, group)))
     repaired = _with(repaired, ignore=(*repaired.ignore, *_unquantized(repaired)))
-    repairs = (*_ignore_repair(view, repaired), *_target_repairs(view, repaired))
+    repairs = tuple(_list_repairs(view, repaired))
     return Changes(config=repaired.index.config, repairs=repairs) if repairs else Changes()
 
 
@@ -186,12 +186,9 @@ def _with(
     return CheckpointView(replace(view.index, config=config), view.reader)
 
 
-def _ignore_repair(old: CheckpointView, new: CheckpointView) -> Iterator[Repair]:
+def _list_repairs(old: CheckpointView, new: CheckpointView) -> Iterator[Repair]:
     if old.ignore != new.ignore:
         yield _list_repair("ignore", old.ignore, new.ignore)
-
-
-def _target_repairs(old: CheckpointView, new: CheckpointView) -> Iterator[Repair]:
     for before, after in zip(old.config_groups, new.config_groups, strict=True):
         if before.targets != after.targets:
             yield _list_repair(f"config_groups.{before.name}.targets", before.targets, after.targets)

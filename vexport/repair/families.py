@@ -125,8 +125,9 @@ def kv_cache(view: CheckpointView, source: Source | None) -> Changes:
     missing = {finding.where for finding in announced.run(view)} - view.index.tensors.keys()
     if not all(f"{layer.name}.{parameter}" in missing for layer in layers for parameter in (KEY, VALUE)):
         return Changes()
-    near = {layer.name: _neighbour(view, layer) for layer in layers}
-    edits = [Edit(tensors=(spec,), near=near[layer.name], make=partial(_ones, spec)) for layer, spec in specs]
+    names = [*view.index.tensors]
+    last = {layer.name: name for layer in layers for name in names if name.startswith(f"{layer.name}.")}
+    edits = [Edit(tensors=(spec,), near=last[layer.name], make=partial(_ones, spec)) for layer, spec in specs]
     repairs = [_scale_repair(layer) for layer in layers]
     return Changes(edits=tuple(edits), repairs=tuple(repairs))
 
@@ -143,11 +144,6 @@ def _attention(view: CheckpointView) -> tuple[AttentionLayer, ...]:
     ]
     names = names_of(view.index, view.architecture)
     return attention_layers(linears, names, text_config(view.index.config), kind)
-
-
-def _neighbour(view: CheckpointView, layer: AttentionLayer) -> str:
-    """The last tensor of the attention module."""
-    return [name for name in view.index.tensors if name.startswith(f"{layer.name}.")][-1]
 
 
 def _ones(spec: TensorSpec) -> Mapping[str, torch.Tensor]:

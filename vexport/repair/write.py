@@ -91,9 +91,6 @@ def _edited(edit: Edit, name: str, file: Path) -> TensorInfo:
     return TensorInfo(name=name, dtype=spec.dtype, shape=spec.shape, file=file, start=0, end=size)
 
 
-COPY_BYTES = 1 << 24
-
-
 def write_repaired(view: CheckpointView, folder: Path, *, on_progress: OnProgress) -> None:
     """Write weights, index and side files into the empty `folder`, config.json last.
 
@@ -112,7 +109,7 @@ def _write_files(view: CheckpointView, folder: Path, on_progress: OnProgress) ->
     for file, tensors in files.items():
         untouched = _is_untouched(view, file, tensors)
         if untouched:
-            _copy(file, folder / file.name)
+            shutil.copyfile(file, folder / file.name)  # never a link: it may be changed
         else:
             _write(view, tensors, folder / file.name)
         known = recorded.get(file.name) if untouched else None
@@ -141,12 +138,6 @@ def _is_untouched(view: CheckpointView, file: Path, tensors: list[TensorInfo]) -
     reader = view.reader
     edited = isinstance(reader, Overlay) and any(reader.is_edited(tensor.name) for tensor in tensors)
     return not edited and read_header(file).keys() == {tensor.name for tensor in tensors}
-
-
-def _copy(source: Path, target: Path) -> None:
-    """A separate copy, never a link: who changes the one must not change the other."""
-    with source.open("rb") as old, target.open("wb") as new:
-        shutil.copyfileobj(old, new, COPY_BYTES)
 
 
 def _write(view: CheckpointView, tensors: list[TensorInfo], target: Path) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from vexport.engine.messages import Cell, CellResult, Miscopy, MiscopyKind
-from vexport.types import CellStatus, DryLoadReport, Finding, MatrixCell, MatrixRow, RankMemory, Severity
+from vexport.types import CellStatus, DryLoadReport, Finding, MatrixCell, MatrixRow, Severity
 
 CHECK = "dry-load"
 # Which cells must load: every one, or for each tensor parallel size at least one.
@@ -33,6 +33,8 @@ _SAYS: dict[MiscopyKind, tuple[Severity, str, str]] = {
 
 def judge(name: str, vllm: str, results: Sequence[CellResult], require: Require) -> DryLoadReport:
     """The report on one checkpoint from its cells."""
+    # For each tensor parallel size the first that loaded: it is the same on every capability.
+    memory = {each.memory.tp: each.memory for each in reversed(results) if each.memory is not None}
     findings = (*_not_loaded(results, require), *_faults(results), *_precisions(results))
     return DryLoadReport(
         checkpoint=name,
@@ -41,7 +43,7 @@ def judge(name: str, vllm: str, results: Sequence[CellResult], require: Require)
         vllm=vllm,
         cells=tuple(_cell(result, needed=_needed(result.cell, results, require)) for result in results),
         rows=tuple(_rows(results)),
-        memory=tuple(_memory(results)),
+        memory=tuple(memory[tp] for tp in sorted(memory)),
         blind_spots=BLIND_SPOTS,
     )
 
@@ -71,12 +73,6 @@ def _place(cell: MatrixCell, require: Require) -> tuple[int, int]:
 def unused(report: DryLoadReport) -> list[Finding]:
     """The findings on stored tensors that went nowhere."""
     return [each for each in report.findings if each.expected == _SAYS["unused"][1]]
-
-
-def _memory(results: Sequence[CellResult]) -> Iterator[RankMemory]:
-    """For each tensor parallel size the first that loaded: it is the same on every capability."""
-    first = {result.memory.tp: result.memory for result in reversed(results) if result.memory is not None}
-    yield from (first[tp] for tp in sorted(first))
 
 
 def _cell(result: CellResult, *, needed: bool = True) -> MatrixCell:

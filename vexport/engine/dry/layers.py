@@ -132,7 +132,10 @@ def rank_memory(model: torch.nn.Module, config: "VllmConfig", tp: int) -> RankMe
         return None
     finally:
         config.model_config.max_model_len = longest
-    return RankMemory(tp=tp, weight_bytes=_parameter_bytes(model), sequences=sequences)
+    # What is shared (tied embeddings) counts once.
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return RankMemory(tp=tp, weight_bytes=size, sequences=sequences)
 
 
 def _sequences(config: "VllmConfig", longest: int) -> tuple[SequenceMemory, ...]:
@@ -170,9 +173,3 @@ def _specs(config: "VllmConfig") -> dict[str, object]:
         if getattr(layer, "kv_sharing_target_layer_name", None) is None
     }
     return {name: spec for name, spec in own.items() if spec is not None}
-
-
-def _parameter_bytes(model: torch.nn.Module) -> int:
-    """Bytes of all parameters and buffers; what is shared (tied embeddings) counts once."""
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
