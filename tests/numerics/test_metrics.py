@@ -30,7 +30,6 @@ def test_parts_add_up() -> None:
     other = exact.round(decimals=1)
     parts = quantization_error(exact[:20], other[:20]) + quantization_error(exact[20:], other[20:])
     whole = quantization_error(exact, other)
-    assert parts.changed == whole.changed == int((exact != other).sum())
     assert parts.sqnr_db == whole.sqnr_db == pytest.approx(20 * math.log10(1 / whole.relative), abs=1e-3)
     assert sqnr_db(100.0, 1.0) == 20
     assert sqnr_db(1.0, 0.0) == EXACT_DB

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +33,7 @@ class Reader:
     def __enter__(self) -> "Reader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def raw(self, tensor: TensorInfo) -> memoryview:

@@ -8,7 +8,6 @@ from itertools import accumulate
 from pathlib import Path
 from queue import Queue
 from threading import Thread
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
@@ -181,9 +180,7 @@ class ShardWriter:
     def __enter__(self) -> "ShardWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._chunks.put(None)
         self._thread.join()
         length = self._file.tell()

@@ -47,9 +47,9 @@ _MEANT: Mapping[int, str] = {signal.SIGBUS: ": /dev/shm is full, or a file was c
 _MARKS = re.compile(r"^\s*[~^]+$")
 
 
-def log_tail(log: Path, lines: int = TAIL_LINES) -> str:
+def log_tail(log: Path) -> str:
     """The last lines of a log that may not exist."""
-    return "\n".join(_lines(log)[-lines:])
+    return "\n".join(_lines(log)[-TAIL_LINES:])
 
 
 def last_exception(log: Path) -> str | None:

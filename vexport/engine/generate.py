@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save_file
 
-from vexport.engine.messages import SessionRequest
+from vexport.engine.messages import CANARY_TOKENS, SessionRequest
 from vexport.files import atomic_path
 from vexport.types import Canary
 
@@ -24,7 +24,7 @@ _ROWS_AT_ONCE = 16
 
 
 def run_canaries(llm: "LLM", request: SessionRequest, report: Report) -> tuple[Canary, ...]:
-    """Continue each prompt greedily by `canary_tokens` tokens, or as many as the longest sequence leaves.
+    """Continue each prompt greedily by CANARY_TOKENS tokens, or as many as the longest sequence leaves.
 
     The engine does not stop where the model ends the sequence: that place is noted, and what comes after it
     still shows whether the numbers stay finite.
@@ -38,7 +38,7 @@ def run_canaries(llm: "LLM", request: SessionRequest, report: Report) -> tuple[C
     samplings = [
         SamplingParams(
             temperature=0.0,
-            max_tokens=max(1, min(request.canary_tokens, longest - len(prompt))),
+            max_tokens=max(1, min(CANARY_TOKENS, longest - len(prompt))),
             ignore_eos=True,
             logprobs=0,
             seed=request.seed,

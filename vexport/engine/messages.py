@@ -54,7 +54,6 @@ class SessionRequest:
     arguments: EngineArguments = field(default_factory=dict)
     trust_remote_code: bool = False
     canaries: tuple[str, ...] = ()
-    canary_tokens: int = CANARY_TOKENS
     logprob_prompts: tuple[tuple[int, ...], ...] = ()
     logprobs_file: Path | None = None
     text: tuple[tuple[int, ...], ...] = ()

@@ -33,6 +33,7 @@ _MOST_UNKNOWN = 0.2
 # Each is continued by 200 tokens, which costs more than its log-probabilities.
 CONTINUED = 6
 _SEED = 20240229
+_TOKENS = 64
 _SEEDED_TOKENS = 48
 
 
@@ -48,10 +49,8 @@ class Prompts:
     tokens: tuple[tuple[int, ...], ...]
 
 
-def fixed_prompts(
-    checkpoint: Path, *, texts: Sequence[str] = (), count: int = CONTINUED, length: int = 64
-) -> Prompts:
-    """At most `count` prompts of at most `length` tokens, the same for every export of a model.
+def fixed_prompts(checkpoint: Path, *, texts: Sequence[str] = (), count: int = CONTINUED) -> Prompts:
+    """At most `count` prompts of at most 64 tokens, the same for every export of a model.
 
     The first `CONTINUED` texts are continued. `texts` come first where given (rows of the calibration data,
     say); the built-in ones otherwise. A tokenizer that does not know the texts gets its own sequences
@@ -60,8 +59,8 @@ def fixed_prompts(
     tokenizer = _tokenizer(checkpoint)
     known = [text for text in (texts or TEXTS) if _knows(tokenizer, text)]
     if not known:
-        return _seeded(tokenizer, count, min(length, _SEEDED_TOKENS))
-    tokens = [tuple(tokenizer(text)["input_ids"][:length]) for text in known[:count]]
+        return _seeded(tokenizer, count, _SEEDED_TOKENS)
+    tokens = [tuple(tokenizer(text)["input_ids"][:_TOKENS]) for text in known[:count]]
     return Prompts(
         natural=True, texts=tuple(known[:CONTINUED]), tokens=tuple(ids for ids in tokens if len(ids) > 1)
     )

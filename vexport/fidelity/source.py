@@ -38,10 +38,6 @@ class Source:
             return None
         return read_weight(self._reader, self.index.tensors[linear.weight], linear.part)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A stored tensor."""
-        return read_tensor(self._reader, self.index.tensors[name])
-
 
 # A weight (out, in) as the source has it: views of its files, whose rows follow each other.
 Pieces = Sequence[torch.Tensor]

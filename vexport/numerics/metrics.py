@@ -27,16 +27,14 @@ def sqnr_db(signal: float, error: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorPower:
-    """Over all elements: how many differ, the power of the first tensor, that of the difference."""
+    """Over all elements: the power of the first tensor, and that of the difference."""
 
-    changed: int = 0
     signal: float = 0.0
     error: float = 0.0
 
     def __add__(self, other: "ErrorPower") -> "ErrorPower":
         """That of both parts together."""
         return ErrorPower(
-            changed=self.changed + other.changed,
             signal=self.signal + other.signal,
             error=self.error + other.error,
         )
@@ -60,7 +58,6 @@ def quantization_error(exact: "torch.Tensor", other: "torch.Tensor") -> ErrorPow
         part = slice(start, start + COMPARED)
         old, new = left[part].double(), right[part].double()
         total += ErrorPower(
-            changed=int((old != new).sum()),
             signal=float(old.square().sum()),
             error=float((new - old).square().sum()),
         )

@@ -78,13 +78,12 @@ def resumable_directory(
     *,
     input_digest: str,
     overwrite: bool,
-    keep: str = "*.safetensors*",
     note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Path]:
     """Yield a folder that becomes `path` when the block ends without error.
 
     Whatever breaks the block off but a refusal of ours leaves the folder for the next call with the same
-    `input_digest` to go on in: it finds the files that match `keep`. One with another digest begins
+    `input_digest` to go on in: it finds the weights. One with another digest begins
     an empty folder. `note` is told of both. InputError where `path` exists and may not be replaced (see
     `refuse_existing`), where it cannot be renamed, where the working folder is not ours, or where another
     process is writing it. Of torchrun's ranks the first makes it, at the end of whose block it appears.
@@ -97,7 +96,7 @@ def resumable_directory(
         continued = before == input_digest
         if before:
             note("resumes where it was interrupted" if continued else "starts again: its inputs have changed")
-        _empty(work / NEW, keep=keep if continued else "")
+        _empty(work / NEW, keep="*.safetensors*" if continued else "")
         _empty(work / ASIDE, keep="*" if continued else "")
         _rewrite(record, input_digest)
         try:

@@ -1,7 +1,7 @@
 """What a repair did and what it cost; what one family of repairs wants to change."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from vexport.types import Finding, Json, TensorSpec
@@ -71,12 +71,11 @@ class Edit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What one family of repairs changes: the whole config where it does, tensors, tensors that go away."""
+    """What one family of repairs changes: the whole config where it does, and tensors."""
 
     repairs: tuple[Repair, ...] = ()
     config: Mapping[str, Json] | None = None
     edits: tuple[Edit, ...] = ()
-    dropped: frozenset[str] = field(default_factory=frozenset)
 
 
 LOSSLESS = "nothing"

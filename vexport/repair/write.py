@@ -64,23 +64,20 @@ def apply(view: CheckpointView, changes: Changes) -> CheckpointView:
     """The checkpoint with the changes."""
     index = view.index
     edits = {spec.name: edit for edit in changes.edits for spec in edit.tensors}
-    tensors = dict(_tensors(index, edits, changes.dropped))
+    tensors = dict(_tensors(index, edits))
     config = index.config if changes.config is None else changes.config
     reader = Overlay(view.reader, edits) if edits else view.reader
     return CheckpointView(replace(index, config=config, tensors=tensors), reader)
 
 
-def _tensors(
-    index: SourceIndex, edits: Mapping[str, Edit], dropped: frozenset[str]
-) -> Iterator[tuple[str, TensorInfo]]:
+def _tensors(index: SourceIndex, edits: Mapping[str, Edit]) -> Iterator[tuple[str, TensorInfo]]:
     """Tensors in the order of their files, new ones after the one that they are near."""
     fresh: dict[str, list[str]] = {}
     for name, edit in edits.items():
         if name not in index.tensors:
             fresh.setdefault(edit.near, []).append(name)
     for name, tensor in index.tensors.items():
-        if name not in dropped:
-            yield name, _edited(edits[name], name, tensor.file) if name in edits else tensor
+        yield name, _edited(edits[name], name, tensor.file) if name in edits else tensor
         for new in fresh.get(name, ()):
             yield new, _edited(edits[new], new, tensor.file)
 

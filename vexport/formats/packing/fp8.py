@@ -74,7 +74,6 @@ class Fp8Packing:
         return codes
 
     def tensor(self, name: str) -> Array:
-        """weight_scale."""
         assert name == "weight_scale"
         return self._scales.reshape(self._shape)
 

@@ -158,7 +158,6 @@ class Int8Packing(IntegerPacking):
         return self.packed(rows, first, rows.shape[1])
 
     def tensor(self, name: str) -> Array:
-        """weight_scale."""
         assert name == "weight_scale"
         return self._scales
 

@@ -91,7 +91,6 @@ class MxfpPacking:
         return packed
 
     def tensor(self, name: str) -> Array:
-        """weight_scale."""
         assert name == "weight_scale"
         return self._scales
 
