@@ -59,12 +59,12 @@ def require_data(name: str) -> None:
 
 def data_files(folder: Path) -> list[Path]:
     """The files with calibration data in a folder and below, by name. InputError where there is none."""
-    found = sorted(
+    files = sorted(
         path
         for path in folder.rglob("*")
         if path.suffix.lower() in SUFFIXES and path.is_file() and not path.name.startswith(".")
     )
-    if not found:
+    if not files:
         need = f"files that end in {', '.join(SUFFIXES)}"
         raise InputError(str(folder), got="a folder without any", need=need, fix="check the path")
-    return found
+    return files

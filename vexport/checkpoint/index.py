@@ -106,9 +106,9 @@ def read_index(root: Path) -> SourceIndex:
     weights = weight_files(root)
     statuses |= statuses_of(file for file in weights if file not in statuses)
     for file in weights:
-        found = read_header(file)
-        repeated += [tensors[name] for name in found.keys() & tensors.keys()]
-        tensors.update(found)
+        header = read_header(file)
+        repeated += [tensors[name] for name in header.keys() & tensors.keys()]
+        tensors.update(header)
     return SourceIndex(
         root=root,
         config=config,
@@ -131,8 +131,8 @@ def side_files_of(root: Path) -> tuple[Path, ...]:
 def status_of(file: Path) -> FileStatus | None:
     """The status of a file, of a link that of what it points to; None where there is none to be had."""
     with suppress(OSError):
-        found = file.stat()
-        return FileStatus(found.st_size, found.st_mtime_ns)
+        status = file.stat()
+        return FileStatus(status.st_size, status.st_mtime_ns)
     return None
 
 

@@ -70,13 +70,13 @@ class Reader:
             stored = np.frombuffer(self.raw(tensor), np.uint8)
             return stored.reshape(tensor.shape[0], -1)[numbers]
         size = tensor.num_bytes // tensor.shape[0]
-        found = np.empty((len(numbers), size), np.uint8)
+        stored = np.empty((len(numbers), size), np.uint8)
         with tensor.file.open("rb", buffering=0) as stream:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-            for number, row in zip(numbers, found, strict=True):
+            for number, row in zip(numbers, stored, strict=True):
                 if os.preadv(stream.fileno(), [row.data], tensor.start + number * size) < size:
                     raise changed(tensor.file, "less than its header described")
-        return found
+        return stored
 
     def is_hole(self, tensor: TensorInfo) -> bool:
         """Whether a file holds nothing where a tensor is: its bytes are zero and need not be read."""

@@ -136,26 +136,27 @@ def decode(text: str) -> Exponents:
     return np.frombuffer(base64.b64decode(text, validate=True), np.int8)
 
 
-def fits(tensor: TensorInfo, own: Smoothing) -> bool:
+def fits(tensor: TensorInfo, smoothing: Smoothing) -> bool:
     """Whether a tensor can be scaled: its dtype, and as many rows and columns as there are exponents."""
     if tensor.dtype not in VIEWS or len(tensor.shape) not in (1, 2):
         return False
     sizes = (*tensor.shape, 1)[:2]
     return all(
-        decode(text).size in (0, size) for text, size in zip((own.rows, own.columns), sizes, strict=True)
+        decode(text).size in (0, size)
+        for text, size in zip((smoothing.rows, smoothing.columns), sizes, strict=True)
     )
 
 
-def _scaled(stored: memoryview, tensor: TensorInfo, own: Smoothing) -> Array:
+def _scaled(stored: memoryview, tensor: TensorInfo, smoothing: Smoothing) -> Array:
     """The values (rows, columns) times 2^(rows' + columns' exponents), in the tensor's dtype."""
-    if not fits(tensor, own):
+    if not fits(tensor, smoothing):
         raise InputError(
             f"{tensor.file}: {tensor.name}",
             got=f"{tensor.dtype} {list(tensor.shape)}",
             need=f"the tensor that {SMOOTHING} of the checkpoint has exponents for",
             fix="name the source that the checkpoint was made of",
         )
-    rows, columns = (decode(text).astype(np.int32) for text in (own.rows, own.columns))
+    rows, columns = (decode(text).astype(np.int32) for text in (smoothing.rows, smoothing.columns))
     height, width = (*tensor.shape, 1)[:2]
     rows = rows if rows.size else np.zeros(height, np.int32)
     columns = columns if columns.size else np.zeros(width, np.int32)

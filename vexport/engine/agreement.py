@@ -92,18 +92,18 @@ def canary_findings(
     """
     others = {canary.prompt: canary for canary in baseline or ()}
     degenerate = [
-        (number, canary, found)
+        (number, canary, fault)
         for number, canary in enumerate(canaries)
-        if (found := symptom(canary, others.get(canary.prompt))) is not None
+        if (fault := symptom(canary, others.get(canary.prompt))) is not None
     ]
     broken = baseline is not None and not agrees and 2 * len(degenerate) >= len(canaries)
     severity: Severity = "error" if broken else "warning"
     fix = _FIX_QUANTIZED if agrees and baseline is not None else _FIX
     return [
-        _finding(number, canary, found, "error", _FIX)
-        if found == _NUMBERS
-        else _finding(number, canary, found, severity, fix)
-        for number, canary, found in degenerate
+        _finding(number, canary, fault, "error", _FIX)
+        if fault == _NUMBERS
+        else _finding(number, canary, fault, severity, fix)
+        for number, canary, fault in degenerate
     ]
 
 
@@ -169,12 +169,12 @@ def _script(text: str) -> str:
     return script if scripts.total() >= _LEAST_LETTERS and 2 * letters > scripts.total() else ""
 
 
-def _finding(number: int, canary: Canary, found: str, severity: Severity, fix: str) -> Finding:
+def _finding(number: int, canary: Canary, fault: str, severity: Severity, fix: str) -> Finding:
     return Finding(
         check="canary",
         severity=severity,
         where=f"greedy continuation {number} of {canary.prompt[:40]!r}",
         expected="finite numbers and text in the prompt's language that does not repeat itself",
-        got=f"{found} in {canary.tokens} tokens ({canary.finish_reason}): {canary.text[-80:]!r}",
+        got=f"{fault} in {canary.tokens} tokens ({canary.finish_reason}): {canary.text[-80:]!r}",
         fix=fix,
     )

@@ -52,14 +52,14 @@ def _devices(request: ArgumentsRequest) -> Iterator[InputProblem]:
         return
     if current_platform.device_type == CPU:
         return
-    found = int(current_platform.device_count())
-    if found < request.devices:
+    devices = int(current_platform.device_count())
+    if devices < request.devices:
         sizes = ("tensor_parallel_size", "pipeline_parallel_size")
         named = [f"{name} {request.arguments[name]}" for name in sizes if name in request.arguments]
         yield _problem(
             EnvironmentFault.exit_code,
             " and ".join(named) or "the engine",
-            _gpus(found),
+            _gpus(devices),
             _gpus(request.devices),
             "use a machine with more GPUs, a smaller --tp, or Ray over several hosts",
         )

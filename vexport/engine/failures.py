@@ -54,15 +54,15 @@ def log_tail(log: Path) -> str:
 
 def last_exception(log: Path) -> str | None:
     """The last line of the log that names an exception, other than vLLM's wrappers around another."""
-    found, code = None, ""
+    exception, code = None, ""
     for line in _lines(log):
         if _LAST_WORDS.match(line) or _EXCEPTION.match(line) and not _WRAPPER.search(line):
-            found = line
+            exception = line
         elif _BARE.match(line):
-            found = f"{line}: {code}"
+            exception = f"{line}: {code}"
         elif not _MARKS.match(line):
             code = line.strip()
-    return found
+    return exception
 
 
 def one_line(error: BaseException) -> str:

@@ -121,9 +121,9 @@ def write_text_scores(llm: "LLM", rows: Sequence[Sequence[int]], path: Path, rep
         prompts = [TokensPrompt(prompt_token_ids=list(row)) for row in some]
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         for number, (row, output) in enumerate(zip(some, outputs, strict=True), start):
-            found = [position for position in output.prompt_logprobs or () if position is not None]
-            costs = [-position[token].logprob for token, position in zip(row[1:], found, strict=True)]
-            best = [max(position, key=lambda token: position[token].logprob) for position in found]
+            positions = [position for position in output.prompt_logprobs or () if position is not None]
+            costs = [-position[token].logprob for token, position in zip(row[1:], positions, strict=True)]
+            best = [max(position, key=lambda token: position[token].logprob) for position in positions]
             tensors[f"nll.{number}"] = torch.tensor(costs, dtype=torch.float32)
             tensors[f"likeliest.{number}"] = torch.tensor(best, dtype=torch.int64)
     with atomic_path(path) as temporary:

@@ -53,7 +53,7 @@ def load_request(checkpoint: Path, prompts: Prompts, *, logprobs_file: Path) -> 
 def shortest_length(checkpoint: Path, length: int = _MAX_LENGTH) -> int:
     """`length`, or the model's own limit where that is less: what vLLM reserves its cache for."""
     text = text_config(json.loads((checkpoint / "config.json").read_text(encoding="utf-8")))
-    return min([length, *(own for key in _LENGTHS if isinstance(own := text.get(key), int))])
+    return min([length, *(limit for key in _LENGTHS if isinstance(limit := text.get(key), int))])
 
 
 def load_report(

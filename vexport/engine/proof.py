@@ -123,8 +123,8 @@ def _groups(plan: Plan, errors: Sequence[Finding]) -> Iterator[FusionGroup]:
 
 def _tail(name: str) -> str:
     """A layer's name from the one that numbers its decoder layer: `layers.0.mlp.down_proj`."""
-    found = _NUMBERED.search(name)
-    return found[0] if found else ""
+    numbered = _NUMBERED.search(name)
+    return numbered[0] if numbered else ""
 
 
 def _patterns(groups: Sequence[FusionGroup]) -> Iterator[str]:

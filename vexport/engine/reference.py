@@ -240,12 +240,12 @@ def _schemes(
         raise InputError(stored.place, got=got, need=need, fix=fix)
     with any_groups():
         config = QuantizationConfig.model_validate(stored.values)
-    found = {}
+    schemes = {}
     for name, module in linears.items():
         scheme = _first_match(name, module, config)
         if scheme is not None and (scheme.weights is None or f"{name}.weight_scale" in tensors):
-            found[name] = scheme
-    return found
+            schemes[name] = scheme
+    return schemes
 
 
 def _first_match(name: str, module: Module, config: QuantizationConfig) -> QuantizationScheme | None:
@@ -304,9 +304,9 @@ class OnlineTransforms:
             yield from ((name, args) for args in scheme.apply if args.is_online())
 
     def _hook(self, scheme: str, args: TransformArgs, module: Linear) -> None:
-        own = self._config.config_groups[scheme].head_dim
+        head_dim = self._config.config_groups[scheme].head_dim
         matrix = self._matrices[
-            scheme, own or (module.in_features if args.location == INPUT else module.out_features)
+            scheme, head_dim or (module.in_features if args.location == INPUT else module.out_features)
         ]
         matrix = (matrix.T if args.inverse else matrix) / matrix.shape[0] ** 0.5
 

@@ -58,19 +58,19 @@ def as_loaded(view: CheckpointView, layer: Layer) -> dict[str, torch.Tensor] | N
     shape = view.linear_shape(group, layer.name, parameters) if group is not None else None
     if group is None or shape is None or group.refusal is not None:
         return None
-    found = {}
+    stored = {}
     for parameter, form in group.parameters(shape).items():
         tensor = parameters.get(parameter)
         if parameter == "weight_shape":
-            found[parameter] = torch.tensor(shape)
+            stored[parameter] = torch.tensor(shape)
         elif parameter.startswith("weight"):
             if tensor is None or not _fills(tensor, form):
                 return None
             value = read_tensor(view.reader, tensor)
             value = value[tuple(slice(side) for side in form.shape)] if value.ndim else value
             kept = tensor.dtype in form.dtypes
-            found[parameter] = value if kept else value.to(TORCH_DTYPES[form.dtype])
-    return found
+            stored[parameter] = value if kept else value.to(TORCH_DTYPES[form.dtype])
+    return stored
 
 
 def _fills(tensor: TensorInfo, form: Parameter) -> bool:
@@ -109,8 +109,8 @@ def layer_errors(
     with source_reader(written.root) as old, Reader() as new:
         for group in plan.groups:
             for member in group.members:
-                found = _layer_error(source, written, group, member, old, new)
-                errors.append(LayerError(name=member.name, scheme=group.scheme, snr_db=found))
+                snr_db = _layer_error(source, written, group, member, old, new)
+                errors.append(LayerError(name=member.name, scheme=group.scheme, snr_db=snr_db))
                 on_layer(len(errors), total)
     return tuple(errors)
 
@@ -127,14 +127,14 @@ def _layer_error(
     scheme, tensor = get_scheme(group.scheme), source.tensors[member.weight]
     weight = read_weight(old, tensor, member.part)
     tensors = [written.tensors[spec.name] for spec in scheme.layout(member, tensor.dtype)]
-    stored = {one.name.rpartition(".")[2]: read_tensor(new, one) for one in tensors}
-    found = ErrorPower()
+    stored = {info.name.rpartition(".")[2]: read_tensor(new, info) for info in tensors}
+    power = ErrorPower()
     for rows in row_chunks(member.out_features, member.in_features):
         back = scheme.format.dequantize(scheme.args, rows_of(stored, scheme.args.weights, rows))
-        found += quantization_error(weight[rows], back)
+        power += quantization_error(weight[rows], back)
     old.release([tensor])
     new.release(tensors)
-    return found.sqnr_db
+    return power.sqnr_db
 
 
 def changed_tensors(source: SourceIndex, written: SourceIndex, plan: Plan) -> Iterator[Finding]:

@@ -77,13 +77,13 @@ def disagreements(
     """
     origins, layers = SourceTensors(view, source, reader), layers_of(view)
     for name in smoothing:
-        layer, own = layers.get(name.removesuffix(".weight")), view.index.tensors.get(name)
+        layer, tensor = layers.get(name.removesuffix(".weight")), view.index.tensors.get(name)
         got = ""
         if layer is not None and layer.is_quantized:
             comparison = compare_weight(view, layer, origins.weight(layer)) if layer.group else None
             got = "; ".join(comparison.faults) if comparison else ""
             origins.release()
-        elif own is not None and not same_bytes(reader, source.index.tensors[name], view.reader, own):
+        elif tensor is not None and not same_bytes(reader, source.index.tensors[name], view.reader, tensor):
             got = "other values"
         if got:
             where = f"{view.index.root / SMOOTHING}: {name}"
@@ -141,10 +141,13 @@ class Factors:
     def _of_norm(self, name: str) -> torch.Tensor | None:
         """What the norm before a layer was divided by, (in,)."""
         norm = self._norm_of(name)
-        own, origin = self._view.index.tensors.get(norm), self._origins.tensor(norm) if norm else None
-        if own is None or origin is None or own.shape != origin.shape or own.dtype not in TORCH_DTYPES:
+        norm_info, origin = self._view.index.tensors.get(norm), self._origins.tensor(norm) if norm else None
+        if norm_info is None or origin is None or norm_info.shape != origin.shape:
             return None
-        before, after = read_tensor(self._reader, origin).float(), read_tensor(self._view.reader, own).float()
+        if norm_info.dtype not in TORCH_DTYPES:
+            return None
+        before = read_tensor(self._reader, origin).float()
+        after = read_tensor(self._view.reader, norm_info).float()
         factors = before / after
         usable = bool(torch.isfinite(factors).all()) and bool((factors > 0).all())
         return None if not usable or torch.equal(before, after) else factors
@@ -163,12 +166,12 @@ class Factors:
     def _gains(self, name: str, axis: int) -> torch.Tensor | None:
         """By which factor each row (axis 1) or column (axis 0) of a weight is larger than its source's."""
         layer = layers_of(self._view).get(name)
-        own = dequantized(self._view, name) if layer is not None and layer.is_quantized else None
+        weight = dequantized(self._view, name) if layer is not None and layer.is_quantized else None
         pieces = self._origins.weight(layer) if layer is not None else ()
-        if own is None or not pieces:
+        if weight is None or not pieces:
             return None
         source, factors = torch.cat(tuple(pieces)).float(), self._of_norm(name)
         source = source if factors is None else source * factors
-        if own.shape != source.shape:
+        if weight.shape != source.shape:
             return None
-        return (own.float() * source).sum(axis) / source.square().sum(axis)
+        return (weight.float() * source).sum(axis) / source.square().sum(axis)

@@ -71,7 +71,8 @@ class SourceTensors:
 
     def missing(self) -> Iterator[TensorInfo]:
         """The source's tensors of which nothing was asked."""
-        yield from (one for one in self._source.index.tensors.values() if one.name not in self._found)
+        tensors = self._source.index.tensors
+        yield from (tensor for name, tensor in tensors.items() if name not in self._found)
 
     def release(self) -> None:
         """Give back the pages of the weights that were read since the last call."""

@@ -143,11 +143,11 @@ def compare_weight(view: CheckpointView, layer: Layer, pieces: Pieces) -> Weight
             yield rows, _rows(pieces, rows), weight_of(group, rows_of(stored, args, rows))
 
     def errors_of(rows: torch.Tensor) -> torch.Tensor:
-        found = []
+        errors = []
         for chunk, source, weight in chunks():
-            own = rows[(rows >= chunk.start) & (rows < chunk.stop)] - chunk.start
-            found.append(weight[own].to(torch.float32) - source[own])
-        return torch.cat(found)
+            chosen = rows[(rows >= chunk.start) & (rows < chunk.stop)] - chunk.start
+            errors.append(weight[chosen].to(torch.float32) - source[chosen])
+        return torch.cat(errors)
 
     try:
         nearest = _Nearest(args, pieces)

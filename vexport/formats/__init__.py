@@ -31,17 +31,17 @@ def vllm_format(args: Arguments, stored_as: str) -> Format | str:
         return reason
     if args.input_activations is None and stored_as in WITH_INPUTS and not args.weights.is_float:
         return f"format {stored_as} for integers without input_activations"
-    found = next((each for each in FORMATS if each.matches(args, stored_as)), None)
-    if found is None:
+    storage = next((each for each in FORMATS if each.matches(args, stored_as)), None)
+    if storage is None:
         return f"a combination that none of its schemes runs: {described(args)}, format {stored_as}"
-    return found.refusal(args) or found
+    return storage.refusal(args) or storage
 
 
 def nearest_format(args: Arguments, stored_as: str) -> Format:
     """The same; where vLLM refuses the group, the format that comes closest to its storage."""
-    found = vllm_format(args, stored_as)
-    if not isinstance(found, str):
-        return found
+    storage = vllm_format(args, stored_as)
+    if not isinstance(storage, str):
+        return storage
     weights = args.weights
     if weights.is_float:
         four = NVFP4 if weights.strategy == "tensor_group" else MXFP4

@@ -81,14 +81,14 @@ def _names(group: FusionGroup, architecture: Architecture) -> Iterator[str]:
 
 def _experts_together(names: Iterable[str], architecture: Architecture, others: Iterable[str]) -> list[str]:
     """Names, with one pattern for a projection's experts: vLLM has one scheme for all experts of a layer."""
-    found: dict[tuple[str, str], Sequence[str]] = {}
+    targets: dict[tuple[str, str], Sequence[str]] = {}
     for name in names:
         experts, last_part = moe_layer(name), name.rpartition(".")[2]
         key = (experts or "", last_part if experts else name)
-        if key not in found:
+        if key not in targets:
             ending = rf"\.\d+\.{re.escape(last_part)}$"
-            found[key] = [*below(experts, ending, architecture, others)] if experts else [name]
-    return list(dict.fromkeys(entry for entries in found.values() for entry in entries))
+            targets[key] = [*below(experts, ending, architecture, others)] if experts else [name]
+    return list(dict.fromkeys(entry for entries in targets.values() for entry in entries))
 
 
 def _config_group(group: FusionGroup, targets: list[str]) -> dict[str, Json]:

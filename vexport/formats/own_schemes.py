@@ -48,31 +48,31 @@ def own_args(weights: Json, inputs: Json) -> SchemeArgs:
     Observers are no part of them (see `Rule`).
     """
     parsed = _parsed("weights", weights)
-    own = None if inputs is None else _parsed("input_activations", inputs)
-    for where, args in (("weights", parsed), ("input_activations", own)):
+    parsed_inputs = None if inputs is None else _parsed("input_activations", inputs)
+    for where, args in (("weights", parsed), ("input_activations", parsed_inputs)):
         if args is not None and args.actorder in ("group", "dynamic"):
             raise ValueError(f"{where}: actorder static (vLLM refuses {args.actorder})")
-    found = _completed(parsed, own)
+    completed = _completed(parsed, parsed_inputs)
     for where, args, complete in (
-        ("weights", parsed, found.weights),
-        ("input_activations", own, found.input_activations),
+        ("weights", parsed, completed.weights),
+        ("input_activations", parsed_inputs, completed.input_activations),
     ):
         if args is not None and complete is not None:
             _require_dtypes(where, args, complete)
-    return found
+    return completed
 
 
 def format_of(args: SchemeArgs) -> Format | str:
     """The format that stores the weights, or why vLLM does not run them or vexport does not write them."""
-    found = written_format(args)
-    if found is None:
+    storage = written_format(args)
+    if storage is None:
         reason = next(contradictions(args), None)
         answers = [vllm_format(args, each.name) for each in reversed(WRITTEN)]
         return reason or next(answer for answer in answers if isinstance(answer, str))
-    if not found.gpu_support(args).input_bits and found.cpu(args) != "native":
-        sizes = [str(size) for size in found.group_sizes(args) if size]
+    if not storage.gpu_support(args).input_bits and storage.cpu(args) != "native":
+        sizes = [str(size) for size in storage.group_sizes(args) if size]
         return f"groups of {args.weights.group}, for which vLLM has no kernel: {' or '.join(sizes)} it runs"
-    return found.unwritten(args) or found
+    return storage.unwritten(args) or storage
 
 
 def _parsed(where: str, raw: Json) -> QuantArgs:

@@ -240,15 +240,15 @@ def _with_groups(args: SchemeArgs, group_size: int | None) -> SchemeArgs:
 
 
 def _scheme(name: str, args: SchemeArgs) -> Scheme:
-    found = format_of(args)
-    if isinstance(found, str):
+    storage = format_of(args)
+    if isinstance(storage, str):
         raise InputError(
             f"scheme {name!r}",
-            got=found,
+            got=storage,
             need="arguments that vLLM runs and vexport writes",
             fix="change them, or use a scheme of `vexport list schemes`",
         )
-    return Scheme(name=name, args=args, format=found)
+    return Scheme(name=name, args=args, format=storage)
 
 
 def _size(name: re.Match[str]) -> int | None:

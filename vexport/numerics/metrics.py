@@ -90,6 +90,6 @@ def divergence_of_logits(reference: "torch.Tensor", measured: "torch.Tensor") ->
     total, expected, got = 0.0, reference.flatten(0, -2), measured.flatten(0, -2)
     for start in range(0, len(expected), KL_ROWS):
         rows = slice(start, start + KL_ROWS)
-        pair = (one[rows].float().log_softmax(dim=-1) for one in (expected, got))
+        pair = (logits[rows].float().log_softmax(dim=-1) for logits in (expected, got))
         total += float(kl_divergence(*pair).sum())
     return total

@@ -95,10 +95,10 @@ def gather(value: T) -> list[T]:
     return [broadcast(value, source) for source in range(rank_and_size()[1])]
 
 
-def add_up(found: dict[str, A]) -> None:
+def add_up(sums: dict[str, A]) -> None:
     """Replace what this rank found by the sums over all ranks; a rank may not have all names."""
-    first, *others = gather(dict(found))
-    found.clear()
-    found.update(first)
+    first, *others = gather(dict(sums))
+    sums.clear()
+    sums.update(first)
     for name, value in (item for other in others for item in other.items()):
-        found[name] = found[name] + value if name in found else value
+        sums[name] = sums[name] + value if name in sums else value

@@ -82,14 +82,14 @@ def listed_digests(file: Path) -> dict[str, str]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        found = _LINE.fullmatch(line) or _TAGGED.fullmatch(line)
-        if found is None:
+        match = _LINE.fullmatch(line) or _TAGGED.fullmatch(line)
+        if match is None:
             raise _unreadable(f"{file}:{number}", ascii(line[:80]))
-        path = PurePosixPath(found["name"])
+        path = PurePosixPath(match["name"])
         if path.is_absolute() or ".." in path.parts:
-            got, need = f"the path {ascii(found['name'])}", "a path inside the checkpoint"
+            got, need = f"the path {ascii(match['name'])}", "a path inside the checkpoint"
             raise InputError(f"{file}:{number}", got=got, need=need, fix="run sha256sum in its folder")
-        digests[str(path)] = f"{SHA256}:{found['hex'].lower()}"
+        digests[str(path)] = f"{SHA256}:{match['hex'].lower()}"
     if not digests:
         raise _unreadable(str(file), "no line")
     return digests

@@ -28,9 +28,9 @@ def require_separate(outputs: Sequence[NamedPath], inputs: Sequence[NamedPath]) 
     folder point to, as in the hub's cache, counts as that input.
     """
     existing = [named for named in inputs if os.path.lexists(named.path)]
-    for output, one in (*product(outputs, existing), *combinations(outputs, 2)):
-        if relation := _relation(output.path, one.path):
-            raise _overlap(output, relation, one)
+    for output, other in (*product(outputs, existing), *combinations(outputs, 2)):
+        if relation := _relation(output.path, other.path):
+            raise _overlap(output, relation, other)
     for output, target in product(outputs, [link for named in existing for link in _linked_files(named)]):
         if _is_within(target.path, output.path):
             raise _overlap(output, "a folder that contains the file behind", target)
@@ -93,9 +93,9 @@ def _is_same_file(one: Path, other: Path) -> bool:
         return False
 
 
-def _linked_files(one: NamedPath) -> Iterator[NamedPath]:
+def _linked_files(folder: NamedPath) -> Iterator[NamedPath]:
     """The links directly inside an input folder."""
-    if one.path.is_dir():
-        for entry in sorted(one.path.iterdir()):
+    if folder.path.is_dir():
+        for entry in sorted(folder.path.iterdir()):
             if entry.is_symlink():
-                yield NamedPath(label=f"{one.label}'s", path=entry)
+                yield NamedPath(label=f"{folder.label}'s", path=entry)

@@ -143,8 +143,8 @@ def _rescaled(view: CheckpointView, layer: Layer, shared: float) -> Mapping[str,
     stored = read_parameters(
         view, {parameter: layer.parameters[parameter] for parameter in ("weight_scale", WEIGHT)}
     )
-    own, scale = stored[WEIGHT].to(torch.float64), stored["weight_scale"].to(torch.float64)
-    rescaled = (scale * (shared / own)).clamp(max=E4M3_MAX)
+    global_scale, scale = stored[WEIGHT].to(torch.float64), stored["weight_scale"].to(torch.float64)
+    rescaled = (scale * (shared / global_scale)).clamp(max=E4M3_MAX)
     rescaled = torch.where(scale > 0, rescaled.clamp(min=E4M3_SMALLEST), scale)
     return {
         "weight_scale": rescaled.to(torch.float32).to(stored["weight_scale"].dtype),

@@ -84,11 +84,13 @@ class Patterns(tuple[str, ...]):
     seconds: float
 
     def __new__(cls, entries: Iterable[str] = ()) -> "Patterns":
-        made = super().__new__(cls, entries)
-        made.names = frozenset(entry for entry in made if not entry.startswith(REGEX))
-        made.expressions = tuple(expression(entry[len(REGEX) :]) for entry in made if entry.startswith(REGEX))
-        made.seconds = MOST_SECONDS + SECONDS_EACH * len(made.expressions)
-        return made
+        patterns = super().__new__(cls, entries)
+        patterns.names = frozenset(entry for entry in patterns if not entry.startswith(REGEX))
+        patterns.expressions = tuple(
+            expression(entry[len(REGEX) :]) for entry in patterns if entry.startswith(REGEX)
+        )
+        patterns.seconds = MOST_SECONDS + SECONDS_EACH * len(patterns.expressions)
+        return patterns
 
     def match(self, name: str) -> bool:
         """Whether a name is one of them, or one of the patterns matches it from its start, as in vLLM.

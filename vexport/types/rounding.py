@@ -80,13 +80,12 @@ class RoundingReport:
 
     def completed(self, calibration: Calibration) -> Calibration:
         """A calibration with what the text showed of layers while they were rounded."""
-        found = calibration
         for layer in self.layers:
-            found = replace(
-                found,
-                ranges={**found.ranges, **layer.ranges},
-                importance={**found.importance, **layer.importance},
-                kv_ranges={**found.kv_ranges, **layer.cached},
-                routed={**found.routed, **layer.routed},
+            calibration = replace(
+                calibration,
+                ranges={**calibration.ranges, **layer.ranges},
+                importance={**calibration.importance, **layer.importance},
+                kv_ranges={**calibration.kv_ranges, **layer.cached},
+                routed={**calibration.routed, **layer.routed},
             )
-        return found
+        return calibration

@@ -106,14 +106,14 @@ def _rows(results: Sequence[CellResult]) -> Iterator[MatrixRow]:
 
 
 def _layer_cell(result: CellResult, key: tuple[str, str]) -> MatrixCell:
-    found = next((kind for kind in result.layers if (kind.name, kind.stored) == key), None)
-    if found is None:
+    layer = next((kind for kind in result.layers if (kind.name, kind.stored) == key), None)
+    if layer is None:
         return _cell(result)
-    status: CellStatus = "loads" if found.runs == found.stored else "other precision"
-    if any(_SAYS[fault.kind][0] == "error" and fault.layer == found.name for fault in result.faults):
+    status: CellStatus = "loads" if layer.runs == layer.stored else "other precision"
+    if any(_SAYS[fault.kind][0] == "error" and fault.layer == layer.name for fault in result.faults):
         status = "faulty"
     return MatrixCell(
-        tp=result.cell.tp, sm=result.cell.sm, status=status, precision=found.runs, kernel=found.kernel
+        tp=result.cell.tp, sm=result.cell.sm, status=status, precision=layer.runs, kernel=layer.kernel
     )
 
 
@@ -138,11 +138,11 @@ def _not_loaded(results: Sequence[CellResult], require: Require) -> Iterator[Fin
 
 def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
     """One finding for each fault at each place, however many cells have it."""
-    found: dict[tuple[str, MiscopyKind], tuple[Miscopy, list[Cell]]] = {}
+    faults: dict[tuple[str, MiscopyKind], tuple[Miscopy, list[Cell]]] = {}
     for result in results:
         for fault in result.faults:
-            found.setdefault((fault.where, fault.kind), (fault, []))[1].append(result.cell)
-    for fault, cells in found.values():
+            faults.setdefault((fault.where, fault.kind), (fault, []))[1].append(result.cell)
+    for fault, cells in faults.values():
         severity, expected, fix = _SAYS[fault.kind]
         yield Finding(
             check=CHECK,
@@ -156,15 +156,15 @@ def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
 
 def _precisions(results: Sequence[CellResult]) -> Iterator[Finding]:
     """One finding for each kernel with another precision than the stored one; a warning if it is coarser."""
-    found: dict[tuple[str, str, str], tuple[dict[str, None], dict[Cell, None]]] = {}
+    kernels: dict[tuple[str, str, str], tuple[dict[str, None], dict[Cell, None]]] = {}
     for result in results:
         for kind in result.layers:
             if kind.runs != kind.stored:
                 key = (kind.stored, kind.runs, kind.kernel or kind.scheme)
-                names, cells = found.setdefault(key, ({}, {}))
+                names, cells = kernels.setdefault(key, ({}, {}))
                 names[kind.name] = None
                 cells[result.cell] = None
-    for (stored, runs, kernel), (names, cells) in found.items():
+    for (stored, runs, kernel), (names, cells) in kernels.items():
         coarser = _activation_bits(runs) < _activation_bits(stored)
         yield Finding(
             check=CHECK,

@@ -115,8 +115,8 @@ def _activation_bits(scheme: object, kernel: object) -> int | None:
     if isinstance(chosen, torch.dtype):
         return 4 if chosen == torch.uint8 else chosen.itemsize * 8
     # vLLM names a scheme by what it makes of activations, whatever the config says (MXFP4A16).
-    found = _ACTIVATION_BITS.search(type(scheme).__name__)
-    return int(found[1]) if found else None
+    named = _ACTIVATION_BITS.search(type(scheme).__name__)
+    return int(named[1]) if named else None
 
 
 def rank_memory(model: torch.nn.Module, config: "VllmConfig", tp: int) -> RankMemory | None:
@@ -167,9 +167,9 @@ def _specs(config: "VllmConfig") -> dict[str, object]:
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
     layers = get_layers_from_vllm_config(config, AttentionLayerBase)
-    own = {
+    specs = {
         name: layer.get_kv_cache_spec(config)
         for name, layer in layers.items()
         if getattr(layer, "kv_sharing_target_layer_name", None) is None
     }
-    return {name: spec for name, spec in own.items() if spec is not None}
+    return {name: spec for name, spec in specs.items() if spec is not None}

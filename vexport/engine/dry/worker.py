@@ -139,36 +139,38 @@ def _run(tries: Sequence[_Try], request: DryRequest, on_done: Callable[[int], No
     Those of one capability come first, so that what they share is there for the others.
     """
     fork, running = multiprocessing.get_context("fork"), dict[BaseProcess, _Try]()
-    waiting = sorted(tries, key=lambda one: one.cell.sm)
+    waiting = sorted(tries, key=lambda attempt: attempt.cell.sm)
     while waiting or running:
         while waiting and len(running) < len(os.sched_getaffinity(0)):
-            one = waiting.pop(0)
-            child = fork.Process(target=_try, args=(one, request.trust_remote_code))
+            attempt = waiting.pop(0)
+            child = fork.Process(target=_try, args=(attempt, request.trust_remote_code))
             child.start()
-            running[child] = one
+            running[child] = attempt
         connection.wait([child.sentinel for child in running])
         for ended in [child for child in running if not child.is_alive()]:
             _require_file(running.pop(ended), ended.exitcode or 0)
         on_done(len(tries) - len(waiting) - len(running))
 
 
-def _try(one: _Try, trust_remote_code: bool) -> None:
+def _try(attempt: _Try, trust_remote_code: bool) -> None:
     from vexport.engine.dry.cell import try_cell
 
     gc.disable()
-    result = try_cell(one.checkpoint, one.cell, one.rank, one.loaded, trust_remote_code=trust_remote_code)
-    write_text(one.file, to_json(result))
+    result = try_cell(
+        attempt.checkpoint, attempt.cell, attempt.rank, attempt.loaded, trust_remote_code=trust_remote_code
+    )
+    write_text(attempt.file, to_json(result))
 
 
-def _require_file(one: _Try, code: int) -> None:
+def _require_file(attempt: _Try, code: int) -> None:
     """A child that died is a checkpoint that vLLM does not load there."""
-    if one.file.is_file():
+    if attempt.file.is_file():
         return
     ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     # The system kills where memory ends; any other death is vLLM's own.
     outcome: Outcome = "unknown" if code == -signal.SIGKILL else "refused"
     reason = f"the process ended with {ending}"
-    write_text(one.file, to_json(CellResult(cell=one.cell, outcome=outcome, reason=reason)))
+    write_text(attempt.file, to_json(CellResult(cell=attempt.cell, outcome=outcome, reason=reason)))
 
 
 if __name__ == "__main__":
