@@ -13,7 +13,7 @@ from tests.command import vexport
 from tests.models import quantize, save_llama
 from tests.mutations.edits import drop, put, spoiled
 from vexport.checkpoint.index import read_index
-from vexport.engine.proof import Proof, prove
+from vexport.engine.proof import Proof, Prover
 from vexport.plan import build_plan
 from vexport.plan.source import rules_for
 
@@ -55,7 +55,7 @@ def test_what_others_put_there_is_not_replaced(incomplete: Path, tmp_path: Path)
 
 def proof_of(source: Path, folder: Path, *, tp: Sequence[int] = (1,), dry: bool = True) -> Proof:
     plan = build_plan(read_index(source), rules_for("NVFP4A16", observer=None, ignore=()))
-    return prove(folder, plan, tp=tp, dry=dry)
+    return Prover(out=folder, tp=tp, dry=dry, note=print, keeping=str).prove(folder, plan)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,11 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vexport.checkpoint.source import with_revision
-from vexport.engine.proof import failure_of
+from vexport.engine.proof import Prover
 from vexport.plan import Settings
 from vexport.plan.needs import default_text_note, rounded_to_nearest, rules_need_calibration
 from vexport.plan.source import ignored_rules, plan_headers, rules_for, table_of_schemes
@@ -185,16 +184,15 @@ def quantize(
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         shard_bytes=max_shard_size,
-        prove=partial(
-            failure_of,
-            Path(out),
+        prove=Prover(
+            out=Path(out),
             tp=tuple(tp),
             dry=verify and not os.environ.get("VEXPORT_NO_VERIFY"),
             trust_remote_code=trust_remote_code,
             note=warnings.warn,
             keeping=lambda patterns: f"ignore={[*ignore, *patterns]}",
             on_progress=on_progress,
-        ),
+        ).failure,
         on_progress=on_progress,
     )
     planned, seen, rounded = quantize_source(job)

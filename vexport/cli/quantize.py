@@ -5,7 +5,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import click
@@ -83,7 +82,7 @@ def quantize(
     from vexport.checkpoint.data_name import DEFAULT
     from vexport.checkpoint.source import with_revision
     from vexport.cli.terminal import progress_display
-    from vexport.engine.proof import failure_of
+    from vexport.engine.proof import Prover
     from vexport.plan.needs import default_text_note, rounded_to_nearest, rules_need_calibration
     from vexport.quantize.estimate import Step
     from vexport.quantize.job import QuantizeJob, quantize_source
@@ -113,16 +112,15 @@ def quantize(
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             shard_bytes=max_shard_size,
-            prove=partial(
-                failure_of,
-                out,
+            prove=Prover(
+                out=out,
                 tp=options.settings.ranks,
                 dry=not no_verify,
                 trust_remote_code=trust_remote_code,
                 note=note,
                 keeping=_keeping,
                 on_progress=on_progress,
-            ),
+            ).failure,
             on_progress=on_progress,
             on_estimate=estimated,
         )

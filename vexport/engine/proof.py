@@ -36,76 +36,65 @@ class Proof:
         return CheckpointFailed(where.replace(str(folder), str(out)), got=got, need=first.expected, fix=fix)
 
 
-def failure_of(
-    out: Path,
-    folder: Path,
-    plan: Plan,
-    *,
-    tp: Sequence[int],
-    dry: bool,
-    trust_remote_code: bool,
-    note: Callable[[str], None],
-    keeping: Callable[[Sequence[str]], str],
-    on_progress: OnProgress,
-) -> CheckpointFailed | None:
-    """Why what was written into `folder` by the plan is not to become `out`; see `prove`.
-
-    `note` is told what was not judged; `keeping` says how patterns of layers are kept instead.
-    """
-    proof = prove(folder, plan, tp=tp, dry=dry, trust_remote_code=trust_remote_code, on_progress=on_progress)
-    for text in proof.not_judged:
-        note(text.replace(str(folder), str(out)))
-    if not proof.errors:
-        return None
-    fix = f"keep it: {keeping(proof.keep)}" if proof.keep else "complete SOURCE, or report it"
-    return proof.failure(folder, out, fix)
-
-
-def prove(
-    folder: Path,
-    plan: Plan,
-    *,
-    tp: Sequence[int] = (1,),
-    dry: bool = True,
-    trust_remote_code: bool = False,
-    on_progress: OnProgress = silent,
-) -> Proof:
-    """Judge what was written into `folder` by the plan: in this process by config, names and headers.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prover:
+    """Proves what was written by a plan before it becomes `out`: in this process its config, names, headers.
 
     With `dry` also by a dry load in vLLM, where it is installed: one GPU of those that run the schemes must
-    load it for each `tp`, as attention and a quantized KV cache need more than schemes do. What that cannot
-    judge is in `not_judged`, and no error.
+    load it for each `tp`, as attention and a quantized KV cache need more than schemes do. `note` is told
+    what was not judged; `keeping` says how patterns of layers are kept instead.
     """
-    on_progress("prove (config and names)", 0, 1)
-    findings = [each for each in findings_of_headers(folder) if each.severity == "error"]
-    unsure = [f"{each.where}: {each.got}" for each in findings if each.check == INTERNAL]
-    errors = [each for each in findings if each.check != INTERNAL]
-    on_progress("prove (config and names)", 1, 1)
-    if dry and not errors:
-        judged = _dry_loaded(folder, plan, tp, trust_remote_code, on_progress)
-        errors += judged if not isinstance(judged, str) else ()
-        unsure += [judged] if isinstance(judged, str) else ()
-    keep = tuple(_patterns(list(_groups(plan, errors)))) if errors else ()
-    return Proof(errors=tuple(errors), keep=keep, not_judged=tuple(unsure))
 
+    out: Path
+    note: Callable[[str], None]
+    keeping: Callable[[Sequence[str]], str]
+    tp: Sequence[int] = (1,)
+    dry: bool = True
+    trust_remote_code: bool = False
+    on_progress: OnProgress = silent
 
-def _dry_loaded(
-    folder: Path, plan: Plan, tp: Sequence[int], trust_remote_code: bool, on_progress: OnProgress
-) -> list[Finding] | str:
-    """What vLLM's loaders find wrong, or why they cannot tell."""
-    if not is_installed("vllm"):
-        return "vLLM is not installed, and has not loaded it; run `vexport load --dry` where it is"
-    schemes = [get_scheme(name) for name in plan.schemes]
-    supports = [scheme.format.gpu_support(scheme.args) for scheme in schemes]
-    sm = tuple(sm for sm in CAPABILITIES if not any(each.package or each.refuses(sm) for each in supports))
-    if not sm:
-        return "a dry load has no kernel for these schemes"
-    try:
-        load = DryLoad(checkpoints=[folder], tp=tp, sm=sm, require="any", trust_remote_code=trust_remote_code)
-        (report,) = load.reports(on_progress)
-    except EngineFault as fault:
-        return f"the dry load ended early: {fault.got}"
-    return errors_or_doubt(report)
+    def failure(self, folder: Path, plan: Plan) -> CheckpointFailed | None:
+        """Why what is in `folder` is not to become `out`."""
+        proof = self.prove(folder, plan)
+        for text in proof.not_judged:
+            self.note(text.replace(str(folder), str(self.out)))
+        if not proof.errors:
+            return None
+        fix = f"keep it: {self.keeping(proof.keep)}" if proof.keep else "complete SOURCE, or report it"
+        return proof.failure(folder, self.out, fix)
+
+    def prove(self, folder: Path, plan: Plan) -> Proof:
+        """What is wrong with what is in `folder`; what cannot be judged is no error."""
+        self.on_progress("prove (config and names)", 0, 1)
+        findings = [each for each in findings_of_headers(folder) if each.severity == "error"]
+        unsure = [f"{each.where}: {each.got}" for each in findings if each.check == INTERNAL]
+        errors = [each for each in findings if each.check != INTERNAL]
+        self.on_progress("prove (config and names)", 1, 1)
+        if self.dry and not errors:
+            judged = self._dry_loaded(folder, plan)
+            errors += judged if not isinstance(judged, str) else ()
+            unsure += [judged] if isinstance(judged, str) else ()
+        keep = tuple(_patterns(list(_groups(plan, errors)))) if errors else ()
+        return Proof(errors=tuple(errors), keep=keep, not_judged=tuple(unsure))
+
+    def _dry_loaded(self, folder: Path, plan: Plan) -> list[Finding] | str:
+        """What vLLM's loaders find wrong, or why they cannot tell."""
+        if not is_installed("vllm"):
+            return "vLLM is not installed, and has not loaded it; run `vexport load --dry` where it is"
+        schemes = [get_scheme(name) for name in plan.schemes]
+        supports = [scheme.format.gpu_support(scheme.args) for scheme in schemes]
+        sm = tuple(
+            sm for sm in CAPABILITIES if not any(each.package or each.refuses(sm) for each in supports)
+        )
+        if not sm:
+            return "a dry load has no kernel for these schemes"
+        trust = self.trust_remote_code
+        load = DryLoad(checkpoints=[folder], tp=self.tp, sm=sm, require="any", trust_remote_code=trust)
+        try:
+            (report,) = load.reports(self.on_progress)
+        except EngineFault as fault:
+            return f"the dry load ended early: {fault.got}"
+        return errors_or_doubt(report)
 
 
 def _groups(plan: Plan, errors: Sequence[Finding]) -> Iterator[FusionGroup]:
