@@ -13,7 +13,6 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import SmoothedReader
 from vexport.checks import check_checkpoint
 from vexport.errors import InputError
-from vexport.repair.write import Overlay
 from vexport.types import TensorInfo
 
 
@@ -76,8 +75,8 @@ def test_zero_scales_need_zero_weights(
     assert any(one.where == f"{layer}.weight_scale" and "zero" in one.got for one in errors) == broken, errors
 
 
-@pytest.mark.parametrize("kind", [DerivedReader, Overlay, SmoothedReader])
+@pytest.mark.parametrize("kind", [DerivedReader, SmoothedReader])
 def test_readers_that_change_bytes_give_the_rows_of_these(kind: type[Reader]) -> None:
     """A reader's own rows come from the file."""
     assert {"raw", "is_in_place"} <= vars(kind).keys()
-    assert set(Reader.__subclasses__()) == {DerivedReader, Overlay, SmoothedReader}
+    assert set(Reader.__subclasses__()) == {DerivedReader, SmoothedReader}

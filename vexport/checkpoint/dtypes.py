@@ -1,5 +1,6 @@
 """The dtypes of safetensors: bits per element and their numpy storage."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -47,10 +48,7 @@ _NUMPY = {
 
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes that a tensor takes in a safetensors file."""
-    elements = 1
-    for side in shape:
-        elements *= side
-    return elements * BITS[dtype] // 8
+    return math.prod(shape) * BITS[dtype] // 8
 
 
 def to_numpy(data: memoryview | bytes, dtype: str) -> npt.NDArray[np.generic]:

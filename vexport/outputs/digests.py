@@ -16,7 +16,6 @@ from vexport.types import Json
 # The key of vexport.json: the digest of each file of weights, as `digest_of` writes it.
 DIGESTS = "digests"
 XXH3, SHA256 = "xxh3", "sha256"
-READ_BYTES = 1 << 22
 # A line of sha256sum; of a name with a line break or a backslash, which begins with one, there is none.
 _LINE = re.compile(r"(?P<hex>[0-9a-fA-F]{64}) [ *](?P<name>.+)")
 _TAGGED = re.compile(r"SHA256 \((?P<name>.+)\) = (?P<hex>[0-9a-fA-F]{64})")
@@ -24,10 +23,8 @@ _TAGGED = re.compile(r"SHA256 \((?P<name>.+)\) = (?P<hex>[0-9a-fA-F]{64})")
 
 def digest_of(file: Path, algorithm: str = XXH3) -> str:
     """The digest of a file's bytes: `xxh3:` (64 bits) or `sha256:` and hexadecimal digits."""
-    state = hashlib.sha256() if algorithm == SHA256 else xxhash.xxh3_64()
     with file.open("rb", buffering=0) as stream:
-        while data := stream.read(READ_BYTES):
-            state.update(data)
+        state = hashlib.file_digest(stream, hashlib.sha256 if algorithm == SHA256 else xxhash.xxh3_64)
     return f"{algorithm}:{state.hexdigest()}"
 
 

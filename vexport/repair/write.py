@@ -2,13 +2,17 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from vexport.checkpoint.chat_template import copy_named_templates
-from vexport.checkpoint.dtypes import num_bytes
+from vexport.checkpoint.derived import Derived, DerivedReader
 from vexport.checkpoint.header import read_header
 from vexport.checkpoint.index import INDEX_NAME, SourceIndex, unchanged
 from vexport.checkpoint.reader import Reader
@@ -16,76 +20,43 @@ from vexport.checkpoint.writer import header_bytes
 from vexport.checks.vllm.view import CheckpointView
 from vexport.files import read_json_object, write_text
 from vexport.outputs.digests import digest_of, record_digests, recorded_digests
-from vexport.repair.changes import Changes, Edit
+from vexport.repair.changes import Changes
 from vexport.types import OnProgress, TensorInfo, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
 
-class Overlay(Reader):
-    """A reader that answers for edited tensors itself; it holds the tensors of one edit at a time."""
+def apply(view: CheckpointView, changes: Changes) -> CheckpointView:
+    """The checkpoint with the changes; the tensors of one edit are in memory at a time."""
+    made, stored = lru_cache(maxsize=1)(lambda edit: edit.make()), view.index.tensors
+    derived = {
+        spec.name: _derived(spec, stored.get(spec.name) or stored[edit.near], partial(made, edit))
+        for edit in changes.edits
+        for spec in edit.tensors
+    }
+    fresh: dict[str, list[str]] = {}
+    for edit in changes.edits:
+        fresh.setdefault(edit.near, []).extend(spec.name for spec in edit.tensors if spec.name not in stored)
+    tensors: dict[str, TensorInfo] = {}  # new ones come after the one that they are near
+    for name, tensor in stored.items():
+        tensors[name] = derived[name].info(name) if name in derived else tensor
+        tensors |= {new: derived[new].info(new) for new in fresh.get(name, ())}
+    config = view.index.config if changes.config is None else changes.config
+    reader = DerivedReader(view.reader, derived) if derived else view.reader
+    return CheckpointView(replace(view.index, config=config, tensors=tensors), reader)
 
-    def __init__(self, base: Reader, edits: Mapping[str, Edit]) -> None:
-        super().__init__()
-        self.base = base
-        self._edits = edits
-        self._last: tuple[Edit, Mapping[str, torch.Tensor]] | None = None
 
-    def raw(self, tensor: TensorInfo) -> memoryview:
-        """The bytes of a tensor as it will be written."""
-        edit = self._edits.get(tensor.name)
-        if edit is None:
-            return self.base.raw(tensor)
+def _derived(
+    spec: TensorSpec, source: TensorInfo, make: "Callable[[], Mapping[str, torch.Tensor]]"
+) -> Derived:
+    def rows(reader: Reader, part: slice) -> npt.NDArray[np.generic]:
         from vexport.checkpoint.tensors import raw_bytes
 
-        return raw_bytes(self._made(edit)[tensor.name])
+        data = np.frombuffer(raw_bytes(make()[spec.name]), np.uint8)
+        return data.reshape(spec.shape[0] if spec.shape else 1, -1)[part]
 
-    def is_in_place(self, tensor: TensorInfo) -> bool:
-        """Whether a tensor is as it was, in a local file."""
-        return tensor.name not in self._edits and self.base.is_in_place(tensor)
-
-    def release(self, tensors: Iterable[TensorInfo]) -> None:
-        """Pages of the checkpoint's files that are no longer needed; edited tensors have none."""
-        self.base.release(tensor for tensor in tensors if tensor.name not in self._edits)
-
-    def is_edited(self, name: str) -> bool:
-        """Whether a tensor's bytes are not those of the checkpoint's files."""
-        return name in self._edits or isinstance(self.base, Overlay) and self.base.is_edited(name)
-
-    def _made(self, edit: Edit) -> "Mapping[str, torch.Tensor]":
-        if self._last is None or self._last[0] is not edit:
-            self._last = None
-            self._last = (edit, edit.make())
-        return self._last[1]
-
-
-def apply(view: CheckpointView, changes: Changes) -> CheckpointView:
-    """The checkpoint with the changes."""
-    index = view.index
-    edits = {spec.name: edit for edit in changes.edits for spec in edit.tensors}
-    tensors = dict(_tensors(index, edits))
-    config = index.config if changes.config is None else changes.config
-    reader = Overlay(view.reader, edits) if edits else view.reader
-    return CheckpointView(replace(index, config=config, tensors=tensors), reader)
-
-
-def _tensors(index: SourceIndex, edits: Mapping[str, Edit]) -> Iterator[tuple[str, TensorInfo]]:
-    """Tensors in the order of their files, new ones after the one that they are near."""
-    fresh: dict[str, list[str]] = {}
-    for name, edit in edits.items():
-        if name not in index.tensors:
-            fresh.setdefault(edit.near, []).append(name)
-    for name, tensor in index.tensors.items():
-        yield name, _edited(edits[name], name, tensor.file) if name in edits else tensor
-        for new in fresh.get(name, ()):
-            yield new, _edited(edits[new], new, tensor.file)
-
-
-def _edited(edit: Edit, name: str, file: Path) -> TensorInfo:
-    spec = next(spec for spec in edit.tensors if spec.name == name)
-    size = num_bytes(spec.dtype, spec.shape)
-    return TensorInfo(name=name, dtype=spec.dtype, shape=spec.shape, file=file, start=0, end=size)
+    return Derived(dtype=spec.dtype, shape=spec.shape, sources=(source,), rows=rows)
 
 
 def write_repaired(view: CheckpointView, folder: Path, *, on_progress: OnProgress) -> None:
@@ -132,9 +103,8 @@ def _index_text(index: SourceIndex) -> str:
 
 
 def _is_untouched(view: CheckpointView, file: Path, tensors: list[TensorInfo]) -> bool:
-    reader = view.reader
-    edited = isinstance(reader, Overlay) and any(reader.is_edited(tensor.name) for tensor in tensors)
-    return not edited and read_header(file).keys() == {tensor.name for tensor in tensors}
+    in_place = all(view.reader.is_in_place(tensor) for tensor in tensors)
+    return in_place and read_header(file).keys() == {tensor.name for tensor in tensors}
 
 
 def _write(view: CheckpointView, tensors: list[TensorInfo], target: Path) -> None:
