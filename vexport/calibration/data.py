@@ -283,7 +283,7 @@ class _Tokens:
         InputError where it does not end: every row would take as long.
         """
         try:
-            with time_limit(TEMPLATE_SECONDS, "processor"):
+            with time_limit(TEMPLATE_SECONDS):
                 return self.tokenizer.apply_chat_template(list(turns), tokenize=True, return_dict=False)
         except TimeoutError as error:
             raise InputError(

@@ -213,7 +213,7 @@ def _downloaded(hub: HubName) -> str | None:
     try:
         HfApi().dataset_info(hub.id, revision=hub.revision, timeout=20)
     except Exception as error:
-        copy = downloaded(hub, "dataset") if is_network_error(error) else None
+        copy = downloaded(hub) if is_network_error(error) else None
         if copy is None:
             raise explain(error, hub, "dataset") from None
         return copy

@@ -89,12 +89,12 @@ def is_of_the_hub(error: BaseException) -> bool:
     return _is_any(error, _INPUT | _UNREACHABLE | {"HfHubHTTPError"})
 
 
-def downloaded(name: HubName, kind: Kind) -> str | None:
-    """The folder of the cache that `hf download` has filled; None where there is none."""
+def downloaded(name: HubName) -> str | None:
+    """The folder of a data set in the cache that `hf download` has filled; None where there is none."""
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(name.id, repo_type=kind, revision=name.revision, local_files_only=True)
+        return snapshot_download(name.id, repo_type="dataset", revision=name.revision, local_files_only=True)
     except Exception:
         return None
 

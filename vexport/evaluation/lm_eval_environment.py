@@ -80,7 +80,7 @@ class _Bounded(jinja2.Template):
     def render(self, *args: object, **kwargs: object) -> str:
         """As jinja2's; TemplateRuntimeError where it takes too long."""
         try:
-            with time_limit(TEMPLATE_SECONDS, "processor"):
+            with time_limit(TEMPLATE_SECONDS):
                 return super().render(*args, **kwargs)
         except TimeoutError as error:
             raise jinja2.TemplateRuntimeError(f"a template that is {error}") from None

@@ -82,7 +82,7 @@ class ServedChat:
     def _rendered(self, messages: list[Message], add_generation_prompt: bool) -> str:
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         try:
-            with time_limit(TEMPLATE_SECONDS, "processor"):
+            with time_limit(TEMPLATE_SECONDS):
                 text: str = self.tokenizer.apply_chat_template(
                     messages,
                     tokenize=False,

@@ -100,7 +100,7 @@ def explained_downloads(
             name = HubName(id=dataset, revision=str(revision) if revision else None)
             if is_local_dataset(dataset, dataset_kwargs):
                 raise
-            if is_network_error(error) and (copy := downloaded(name, "dataset")) is not None:
+            if is_network_error(error) and (copy := downloaded(name)) is not None:
                 _read_copy(self, copy, dataset_kwargs, original)
                 return
             if is_of_the_hub(error):

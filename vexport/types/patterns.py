@@ -8,24 +8,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import FrameType
-from typing import Literal
 
 from vexport.errors import InputError
 from vexport.errors.escaping import clip
 
-# Of the wall, or of this process' own time, whatever else runs.
-Clock = Literal["wall", "processor"]
-_TIMERS = {
-    "wall": (signal.ITIMER_REAL, signal.SIGALRM),
-    "processor": (signal.ITIMER_VIRTUAL, signal.SIGVTALRM),
-}
 # Of a chat template and a conversation; real ones take milliseconds.
 TEMPLATE_SECONDS = 10.0
 
 
 @contextmanager
-def time_limit(seconds: float, clock: Clock) -> Iterator[None]:
-    """Raise TimeoutError inside the block after so many seconds, of which there must be some.
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError inside the block after so many seconds of this process' own time.
 
     Only a main thread can be interrupted so (Python runs signal handlers there); on another one there is no
     bound. A single call in C is not interrupted, unless it looks for signals, as `re` does.
@@ -37,14 +30,13 @@ def time_limit(seconds: float, clock: Clock) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"not finished after {seconds:g} s")
 
-    timer, number = _TIMERS[clock]
-    before = signal.signal(number, stop)
+    before = signal.signal(signal.SIGVTALRM, stop)
     try:
-        signal.setitimer(timer, seconds)
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
         yield
     finally:
-        signal.setitimer(timer, 0)
-        signal.signal(number, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 REGEX = "re:"
@@ -107,7 +99,7 @@ class Patterns(tuple[str, ...]):
         try:
             if self.seconds <= 0:
                 raise TimeoutError
-            with time_limit(self.seconds, "processor"):
+            with time_limit(self.seconds):
                 for each in self.expressions:
                     if each.compiled is not None and each.compiled.match(name) is not None:
                         return True
