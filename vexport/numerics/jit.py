@@ -31,6 +31,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 # What a compiler may do to sums and products: a multiply-add as one instruction; a sum kept in lanes.
 MULTIPLY_ADD = frozenset({"contract"})
 LANES = frozenset({"contract", "reassoc"})
+STAGE = "compile kernels, once"
 
 
 def compiled(
@@ -177,9 +178,6 @@ def use_cache() -> None:
 
 
 use_cache()
-
-
-STAGE = "compile kernels, once"
 
 
 class Compilation(event.Listener):  # type: ignore[misc]
