@@ -6,7 +6,14 @@ import sys
 from dataclasses import dataclass
 from unittest.mock import patch
 
+import click
+
+from vexport.cli.entry import cli
 from vexport.cli.interrupts import run
+
+ALL_COMMANDS: dict[str, click.Command] = {
+    name: command for name in cli.places if (command := cli.get_command(click.Context(cli), name))
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from vexport.cli.entry import cli
+from tests.command import ALL_COMMANDS
 from vexport.formats.schemes import all_schemes
 from vexport.reports import catalog
 from vexport.scenario import Auto, Calibration, Evaluate, Rule, Scenario, Sensitivity
@@ -64,14 +64,14 @@ MENTIONED = [
 def test_a_command_shown_is_accepted(page: str, line: str) -> None:
     """click parses it: command, options, their values and the number of arguments."""
     _, name, *rest = shlex.split(line)
-    with cli.commands[name].make_context(name, rest):
+    with ALL_COMMANDS[name].make_context(name, rest):
         pass
 
 
 @pytest.mark.parametrize(("page", "code"), MENTIONED)
 def test_a_command_mentioned_exists(page: str, code: str) -> None:
     _, name, *rest = code.split()
-    options = {option for one in cli.commands[name].params for option in (*one.opts, *one.secondary_opts)}
+    options = {option for one in ALL_COMMANDS[name].params for option in (*one.opts, *one.secondary_opts)}
     assert {word.partition("=")[0] for word in rest if word.startswith("-")} <= options | {"--help"}
 
 
@@ -79,7 +79,7 @@ def test_a_command_mentioned_exists(page: str, code: str) -> None:
 def test_an_option_named_alone_is_one_of_some_command(page: str) -> None:
     known = {
         option
-        for command in cli.commands.values()
+        for command in ALL_COMMANDS.values()
         for one in command.params
         for option in (*one.opts, *one.secondary_opts)
     }
@@ -89,7 +89,7 @@ def test_an_option_named_alone_is_one_of_some_command(page: str) -> None:
 
 
 def test_every_command_is_shown_somewhere() -> None:
-    assert {shlex.split(line)[1] for _, line in COMMANDS} == set(cli.commands)
+    assert {shlex.split(line)[1] for _, line in COMMANDS} == set(ALL_COMMANDS)
 
 
 @EVERY_PAGE
@@ -221,7 +221,7 @@ def test_the_extras_listed_are_those_there_are() -> None:
     named = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert named == set(project["optional-dependencies"]) - {"dev"}
     of_none = set(re.findall(r"`(\w+)", table.splitlines()[2]))
-    assert of_none <= set(cli.commands)
+    assert of_none <= set(ALL_COMMANDS)
 
 
 def test_the_python_shown_is_python() -> None:

@@ -11,9 +11,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import vexport.api
+from tests.command import ALL_COMMANDS
 from tests.command import vexport as call
 from vexport.api import Calibration, Engine, Evaluate, Rule, Serve, check, evaluate, quantize, verdict
-from vexport.cli.entry import COMMANDS
 from vexport.errors import CheckpointFailed, InputError
 
 TYPES = {each.__name__: each for each in (Calibration, Engine, Evaluate, Rule, Serve)}
@@ -75,7 +75,7 @@ def test_importing_it_imports_nothing_heavy() -> None:
     code = f"import sys, vexport.api; print([name for name in {heavy} if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
-    commands = {command.name for command in COMMANDS} - {"demo"}
+    commands = ALL_COMMANDS.keys() - {"demo"}
     assert commands <= set(dir(vexport.api))
     assert all(callable(getattr(vexport.api, name)) for name in dir(vexport.api))
     others = set(dir(vexport.api)) - commands - TYPES.keys()
@@ -94,7 +94,7 @@ def test_functions_have_the_arguments_of_their_commands() -> None:
         "checkpoints": "checkpoint",
         "run_dirs": "run_dir",
     }
-    for command in COMMANDS:
+    for command in ALL_COMMANDS.values():
         if command.name and command.name != "demo":
             function = getattr(vexport.api, command.name)
             known = set(signature(function).parameters)

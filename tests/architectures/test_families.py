@@ -18,7 +18,7 @@ from vexport.checks.vllm.groups import matches_any
 from vexport.engine.dry.load import DryLoad
 from vexport.engine.reference import load_dequantized
 from vexport.errors import InputError
-from vexport.plan import Settings, build_plan
+from vexport.plan.build import Settings, build_plan
 from vexport.scenario import Rule
 from vexport.types import Plan
 

@@ -14,7 +14,7 @@ from vexport.architectures import get_architecture
 from vexport.architectures.parts import part_sizes
 from vexport.checkpoint.index import read_index
 from vexport.engine.dry.load import DryLoad
-from vexport.plan import Settings, build_plan
+from vexport.plan.build import Settings, build_plan
 from vexport.scenario import Rule
 
 IN_PROJ = "backbone.layers.0.mixer.in_proj"

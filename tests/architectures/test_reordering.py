@@ -11,7 +11,7 @@ from tests.command import vexport
 from tests.models import save_llama
 from vexport.checkpoint.index import read_index
 from vexport.formats.schemes import all_schemes
-from vexport.plan import Settings, build_plan
+from vexport.plan.build import Settings, build_plan
 from vexport.scenario import Rule
 from vexport.types import Plan
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from tests.command import vexport
-from vexport.cli.entry import cli
+from tests.command import ALL_COMMANDS, vexport
 
 COMMANDS = {
     "demo",
@@ -30,7 +29,7 @@ COMMANDS = {
 
 
 def test_the_commands_are_those_of_the_contract() -> None:
-    assert set(cli.commands) == COMMANDS
+    assert set(ALL_COMMANDS) == COMMANDS
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
@@ -38,7 +37,7 @@ def test_help_teaches_and_tells_exit_codes(command: str) -> None:
     ran = vexport(command, "--help")
     assert ran.code == 0
     assert ran.stdout.startswith(f"Usage: vexport {command} ")
-    options = [parameter for parameter in cli.commands[command].params if isinstance(parameter, click.Option)]
+    options = [parameter for parameter in ALL_COMMANDS[command].params if isinstance(parameter, click.Option)]
     assert options
     assert all(option.help for option in options)
     assert "Exit codes" in ran.stdout

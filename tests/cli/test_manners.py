@@ -11,10 +11,10 @@ from xml.etree import ElementTree
 import click
 import pytest
 
-from tests.command import vexport
+from tests.command import ALL_COMMANDS, vexport
 from tests.engine.fixtures import write_tokenizer
 from tests.mutations.edits import drop, spoiled
-from vexport.cli.entry import COMMANDS, MAX_CHARACTERS
+from vexport.cli.entry import MAX_CHARACTERS
 from vexport.cli.help import SECTIONS
 
 DOWN = "model.layers.2.mlp.down_proj.weight_scale"
@@ -50,7 +50,7 @@ def test_commands_stand_in_the_order_of_work_with_whole_sentences(monkeypatch: p
     monkeypatch.setenv("COLUMNS", "80")
     text = vexport("--help").stdout
     listed = re.findall(r"^  (\w+) +[A-Z]", text.partition("Commands:")[2], flags=re.MULTILINE)
-    assert listed == [one.name for one in COMMANDS if not one.hidden]
+    assert listed == [*ALL_COMMANDS]
     order = [listed.index(name) for name in ("plan", "quantize", "check", "load", "eval", "run", "report")]
     assert order == sorted(order)
     assert "..." not in text.partition("Commands:")[2].partition("Options:")[0]
@@ -59,7 +59,7 @@ def test_commands_stand_in_the_order_of_work_with_whole_sentences(monkeypatch: p
     assert not re.search(r"interrupted", vexport("check", "--help").stdout)
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: str(command.name))
+@pytest.mark.parametrize("command", ALL_COMMANDS.values(), ids=lambda command: str(command.name))
 def test_help_has_sections_and_examples_that_are_right(
     command: click.Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +117,7 @@ def test_every_command_with_an_answer_takes_a_file(llama: Path, tmp_path: Path) 
         ran = vexport(*arguments, "-o", file, "-q")
         assert (ran.code, ran.stdout) == (0, ""), ran
         assert json.loads(file.read_text())
-    for command in COMMANDS:
+    for command in ALL_COMMANDS.values():
         options = {name for parameter in command.params for name in parameter.opts}
         assert ("--format" in options) == ("-o" in options), command.name
         assert {"-q", "--quiet"} <= options

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from vexport.evaluation.reason import about
 from vexport.evaluation.statistics import tango_interval
 from vexport.evaluation.verdict import decide
 from vexport.files import from_json, to_json
 from vexport.types import TaskVerdict, Verdict
+from vexport.types.values import about
 
 
 def compare(runs: Path, name: str, margin: float = 0.02) -> Verdict:

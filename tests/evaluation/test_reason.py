@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from tests.reports import sample
-from vexport.evaluation.reason import about, reason_for
+from vexport.evaluation.reason import reason_for
 from vexport.evaluation.verdict import overall_outcome
 from vexport.types import Outcome, TaskVerdict
+from vexport.types.values import about
 
 
 def task(name: str, difference: float, low: float, high: float, *, needed: int | None = None) -> TaskVerdict:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.architectures.families import save_family
 from tests.models import problems, save_qwen3, write_calibration
 from vexport.formats.kv_cache import kv_layout
-from vexport.plan import Settings
+from vexport.plan.build import Settings
 from vexport.plan.source import plan_source, rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.scenario import Calibration

@@ -12,7 +12,7 @@ from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.formats import dequantize
 from vexport.formats.schemes import scheme_names
-from vexport.plan import Settings, require_accepted
+from vexport.plan.build import Settings, require_accepted
 from vexport.plan.source import plan_source, rules_for
 from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.scenario import Rule

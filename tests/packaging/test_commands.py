@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import Ran
+from tests.command import ALL_COMMANDS, Ran
 from tests.packaging.environment import ROOT, linked, run
 from tests.reports.sample import report
-from vexport.cli.entry import cli
 from vexport.files import to_json
 
 DEMO = ROOT / "scenarios" / "demo"
@@ -110,7 +109,7 @@ def damage(copy: Path, key: str, value: object) -> None:
 
 
 def test_every_command_has_a_call() -> None:
-    assert set(CALLS) == set(cli.commands)
+    assert set(CALLS) == set(ALL_COMMANDS)
 
 
 def test_the_plain_installation_has_neither_torch_nor_numba(plain: Path) -> None:

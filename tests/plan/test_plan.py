@@ -9,7 +9,8 @@ from tests.architectures.families import save_family
 from tests.command import vexport
 from tests.models import save_llama
 from vexport.checkpoint.index import read_index
-from vexport.plan import Settings, build_plan, matches
+from vexport.plan.build import Settings, build_plan
+from vexport.plan.rules import matches
 from vexport.scenario import Rule
 from vexport.types import Plan
 

@@ -14,7 +14,7 @@ from tests.models import quantize, save_llama
 from tests.mutations.edits import drop, put, spoiled
 from vexport.checkpoint.index import read_index
 from vexport.engine.proof import Proof, Prover
-from vexport.plan import build_plan
+from vexport.plan.build import build_plan
 from vexport.plan.source import rules_for
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"

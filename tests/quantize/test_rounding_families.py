@@ -19,8 +19,8 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import as_tensor
 from vexport.formats.packing.base import Array
 from vexport.formats.schemes import get_scheme
-from vexport.plan import Settings
-from vexport.plan.blocks import group_layout
+from vexport.layers.blocks import group_layout
+from vexport.plan.build import Settings
 from vexport.plan.source import plan_headers
 from vexport.quantize.rounding import REPORT, round_weights
 from vexport.quantize.stream import quantized_group

@@ -12,7 +12,7 @@ from vexport.calibration import Samples
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import read_index
 from vexport.errors import InputError
-from vexport.plan import Settings
+from vexport.plan.build import Settings
 from vexport.plan.source import plan_headers
 from vexport.quantize.rounding import COMPARED_ROWS, round_weights
 from vexport.rounding import settings

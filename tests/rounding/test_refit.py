@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.models import save_llama
 from vexport.numerics.arithmetic import integer_format
-from vexport.plan import Settings
+from vexport.plan.build import Settings
 from vexport.plan.source import plan_headers
 from vexport.rounding.gptq import Factor, Grid, factorize, refit, round_columns
 from vexport.rounding.moments import Moments

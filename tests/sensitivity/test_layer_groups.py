@@ -12,7 +12,7 @@ from vexport.checkpoint.index import read_index
 from vexport.errors import InputError
 from vexport.files import to_json
 from vexport.formats.schemes import KEEP
-from vexport.plan import Settings, build_plan
+from vexport.plan.build import Settings, build_plan
 from vexport.scenario import Auto, Rule
 from vexport.sensitivity.layer_groups import find_layer_groups, rest_bytes, rules_with, smallest
 from vexport.types import GroupSensitivity, SchemeLoss, Sensitivity

@@ -12,7 +12,7 @@ from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.engine.reference import reference_logprobs
 from vexport.formats.schemes import KEEP
-from vexport.plan import Settings, build_plan
+from vexport.plan.build import Settings, build_plan
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.scenario import Auto, Calibration, Rule
 from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, probe_plan, rules_with

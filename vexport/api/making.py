@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from vexport.checkpoint.source import with_revision
 from vexport.engine.proof import Prover
-from vexport.plan import Settings
+from vexport.plan.build import Settings
 from vexport.plan.needs import default_text_note, rounded_to_nearest, rules_need_calibration
 from vexport.plan.source import ignored_rules, plan_headers, rules_for, table_of_schemes
 from vexport.quantize.job import QuantizeJob, quantize_source

@@ -17,7 +17,7 @@ from vexport.checks.vllm.layers import (
     quantized_parameters,
 )
 from vexport.checks.vllm.view import CheckpointView, error, warning
-from vexport.plan.linears import PREDICTION, STACK, names_of
+from vexport.layers.linears import PREDICTION, STACK, names_of
 from vexport.types import Finding
 
 NAME = "completeness"

@@ -15,9 +15,9 @@ from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.arguments import SchemeArgs, input_bits, precision
 from vexport.formats.base import GpuSupport
 from vexport.formats.schemes import Scheme
-from vexport.plan.linears import Names, names_of
-from vexport.plan.ranks import heads_of
-from vexport.plan.shapes import unsupported_on
+from vexport.layers.linears import Names, names_of
+from vexport.layers.ranks import heads_of
+from vexport.layers.shapes import unsupported_on
 from vexport.types import Finding
 from vexport.version import PINNED
 

@@ -10,9 +10,9 @@ from vexport.checks.tensors.inputs import largest_output
 from vexport.checks.tensors.scales import PLACEHOLDER
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import FLOAT_SCALES
+from vexport.layers.kv_cache import makes_keys
+from vexport.layers.linears import names_of
 from vexport.numerics.constants import E4M3_MAX
-from vexport.plan.kv_cache import makes_keys
-from vexport.plan.linears import names_of
 from vexport.types import Finding, Json, TensorInfo
 
 NAME = "kv_cache"

@@ -14,9 +14,9 @@ from vexport.checks.vllm.quant_methods.base import MethodGroup
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import Parameter
 from vexport.formats.partition import EXPERT, is_head, partition_of
+from vexport.layers.linears import Names, names_of
+from vexport.layers.shapes import parts_of
 from vexport.numerics.constants import INT32_BITS
-from vexport.plan.linears import Names, names_of
-from vexport.plan.shapes import parts_of
 from vexport.types import Finding, TensorInfo
 
 NAME = "shapes"

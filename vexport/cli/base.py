@@ -164,7 +164,7 @@ def require_no_internal_error(reports: Sequence[CheckReport]) -> None:
 
 def require_plan(source: str, plan: Plan) -> None:
     """Exit with 2 where a plan has refusals, naming the first unless it has been read."""
-    from vexport.plan import require_accepted
+    from vexport.plan.build import require_accepted
 
     if plan.refusals and is_read():
         number = len(plan.refusals)

@@ -10,40 +10,29 @@ import click
 
 from vexport.cli import INTERRUPTED
 from vexport.cli.base import wants_colour
-from vexport.cli.catalog import explain_command, list_command
-from vexport.cli.check import check
-from vexport.cli.compare import compare
-from vexport.cli.demo import demo
-from vexport.cli.evaluate import evaluate
 from vexport.cli.help import WIDEST, OrderedGroup
-from vexport.cli.load import load
-from vexport.cli.plan import plan
-from vexport.cli.quantize import quantize
-from vexport.cli.repair import repair
-from vexport.cli.scenario import report, run
-from vexport.cli.verdict import verdict_command
 from vexport.errors import EnvironmentFaults, InputErrors, VexportError, file_problem
 from vexport.errors.escaping import clip, visible
 from vexport.errors.extras import unforeseen
 from vexport.errors.removed import instead_of
 from vexport.version import __version__
 
-# One file a topic; each imports what it runs, so that `--help` answers at once.
-COMMANDS: tuple[click.Command, ...] = (
-    demo,
-    plan,
-    quantize,
-    check,
-    load,
-    evaluate,
-    run,
-    compare,
-    report,
-    verdict_command,
-    repair,
-    list_command,
-    explain_command,
-)
+# One file a topic, imported when it is asked for; each imports what it runs: `--help` answers at once.
+COMMANDS = {
+    "demo": "demo:demo",
+    "plan": "plan:plan",
+    "quantize": "quantize:quantize",
+    "check": "check:check",
+    "load": "load:load",
+    "eval": "evaluate:evaluate",
+    "run": "scenario:run",
+    "compare": "compare:compare",
+    "report": "scenario:report",
+    "verdict": "verdict:verdict_command",
+    "repair": "repair:repair",
+    "list": "catalog:list_command",
+    "explain": "catalog:explain_command",
+}
 # Bounds of what goes to stderr: names and values come from files and may be of any size.
 MAX_CHARACTERS = 600
 MAX_LINES = 50
@@ -151,6 +140,7 @@ def _trace() -> None:
 
 @click.group(
     cls=OrderedGroup,
+    commands_in=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST},
     epilog=EPILOG,
 )
@@ -168,7 +158,3 @@ def cli() -> None:
       vexport eval OUT --baseline MODEL --task gsm8k
       vexport run SCENARIO.yaml
     """
-
-
-for command in COMMANDS:
-    cli.add_command(command)

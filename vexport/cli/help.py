@@ -3,6 +3,8 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from importlib import import_module
+from typing import Any
 
 import click
 
@@ -99,19 +101,31 @@ def grouped(function: Callable[..., object], values: Mapping[str, object]) -> di
 
 
 class OrderedGroup(click.Group):
-    """A group whose commands are listed in the order in which they were added, each with a whole sentence."""
+    """Commands in the order of work, each imported when it is asked for: `module:function` of vexport.cli."""
+
+    def __init__(self, *, commands_in: Mapping[str, str], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.places = commands_in
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of a name."""
+        if cmd_name not in self.places:
+            return None
+        module, _, function = self.places[cmd_name].partition(":")
+        command: click.Command = getattr(import_module(f"vexport.cli.{module}"), function)
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The command that is called; of one that is gone a UsageError says what to do instead."""
-        if args[0] not in self.commands and (instead := instead_of(args[0])):
+        if args[0] not in self.places and (instead := instead_of(args[0])):
             raise click.UsageError(f"No such command {args[0]!r}: {instead}.", ctx)
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names in the order of work."""
-        return list(self.commands)
+        return list(self.places)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The commands, then the options of all."""
@@ -122,11 +136,8 @@ class OrderedGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Name and first sentence of each command."""
-        rows = [
-            (name, command.get_short_help_str(limit=1000))
-            for name, command in self.commands.items()
-            if not command.hidden
-        ]
+        commands = ((name, self.get_command(ctx, name)) for name in self.places)
+        rows = [(name, command.get_short_help_str(limit=1000)) for name, command in commands if command]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 

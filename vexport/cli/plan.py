@@ -158,7 +158,7 @@ def _note_time(index: "SourceIndex", plan: Plan, text: "Calibration", on_progres
 def _compare_schemes(name: str, options: PlanOptions, answer: Answer) -> None:
     """What every scheme would give."""
     from vexport.cli.terminal import progress_display
-    from vexport.plan import Settings
+    from vexport.plan.build import Settings
     from vexport.plan.source import ignored_rules, table_of_schemes
     from vexport.reports.plan import render_table
 

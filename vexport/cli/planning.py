@@ -13,7 +13,7 @@ from vexport.types import KvCache, OnUnsupportedShape
 from vexport.types.rounding import ROUNDINGS, Rounding
 
 if TYPE_CHECKING:
-    from vexport.plan import Settings
+    from vexport.plan.build import Settings
     from vexport.quantize.estimate import Step
     from vexport.scenario import Calibration, Rule
 
@@ -52,7 +52,7 @@ class PlanOptions:
     @property
     def settings(self) -> "Settings":
         """What a plan depends on besides its rules."""
-        from vexport.plan import Settings
+        from vexport.plan.build import Settings
 
         return Settings(
             ranks=self.tp or (1,),

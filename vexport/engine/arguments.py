@@ -10,7 +10,7 @@ from vexport.engine.messages import ArgumentsRequest, FoundProblems
 from vexport.engine.session import Worker, log_folder, raise_found
 from vexport.errors import InputError
 from vexport.files import read_json_object
-from vexport.plan.ranks import Heads
+from vexport.layers.ranks import Heads
 from vexport.scenario.serve import Serve
 from vexport.types import silent
 

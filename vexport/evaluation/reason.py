@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vexport.types import Outcome, TaskVerdict
+from vexport.types.values import about
 
 MAX_NAMED = 3
 """Tasks that are named where several are not settled; the others are counted."""
@@ -57,12 +58,6 @@ def reason_for(outcome: Outcome, tasks: Sequence[TaskVerdict], *, margin: float)
         "INCONCLUSIVE": _not_settled,
     }
     return sentences[outcome](tasks, margin)
-
-
-def about(documents: int) -> str:
-    """An estimate of documents with two digits: 70941 is `about 71,000`."""
-    scale = 10 ** max(0, len(str(documents)) - 2)
-    return f"about {-(-documents // scale) * scale:,}"
 
 
 def _unit(task: TaskVerdict, margin: float) -> _Unit:

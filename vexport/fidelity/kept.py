@@ -21,7 +21,7 @@ from vexport.checks.vllm.view import CheckpointView, error
 from vexport.errors import InputError
 from vexport.fidelity.source import SourceTensors
 from vexport.files import read_json
-from vexport.plan.linears import PREDICTION
+from vexport.layers.linears import PREDICTION
 from vexport.types import Finding, Json, Severity, TensorInfo
 
 # What vLLM computes itself and skips when it loads (AutoWeightsLoader and the load_weights of its models).

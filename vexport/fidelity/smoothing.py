@@ -22,7 +22,7 @@ from vexport.errors import CheckpointFailed, InputError, raise_all
 from vexport.fidelity.dequantize import dequantized
 from vexport.fidelity.source import Pieces, Source, SourceTensors
 from vexport.fidelity.weights import compare_weight
-from vexport.plan.linears import STACK
+from vexport.layers.linears import STACK
 from vexport.types import Finding, Smoothing
 
 EXPECTED = "exponents that leave what each layer computes"

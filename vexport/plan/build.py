@@ -10,14 +10,14 @@ from vexport.architectures.text_config import text_config
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.quantization import find_quantization
 from vexport.errors import InputError
-from vexport.plan.blocks import output_bytes
+from vexport.layers.blocks import output_bytes
+from vexport.layers.ignore import ignored, ignored_head
+from vexport.layers.kv_cache import attention_layers, refused_caches
+from vexport.layers.linears import Names, Place, find_linears, is_unknown_experts, names_of
+from vexport.layers.ranks import OTHER_RANKS, is_uneven, refused_ranks
+from vexport.layers.shapes import SHAPE, kept_instead, refusal, unsupported
 from vexport.plan.group_sizes import Origin, advice_on, fitting_sizes, layers_alone, with_smaller_groups
-from vexport.plan.ignore import ignored, ignored_head
-from vexport.plan.kv_cache import attention_layers, refused_caches
-from vexport.plan.linears import Names, Place, find_linears, is_unknown_experts, names_of
-from vexport.plan.ranks import OTHER_RANKS, is_uneven, refused_ranks
 from vexport.plan.rules import Treatment, choose_rule, hidden_rules, require_matching_rules
-from vexport.plan.shapes import SHAPE, kept_instead, refusal, unsupported
 from vexport.plan.smoothing import smoothing_strength
 from vexport.types import Finding, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vexport.errors import InputError, raise_all
 from vexport.formats.schemes import KEEP, get_scheme
-from vexport.plan.linears import Place
+from vexport.layers.linears import Place
 from vexport.scenario.rules import WITH_IMPORTANCE
 from vexport.types import Finding
 from vexport.types.observer_names import EXPANDED, IMPORTANCE, MIN_MAX, OptionValue

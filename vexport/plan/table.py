@@ -10,11 +10,11 @@ from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats.gpus import generation
 from vexport.formats.schemes import get_scheme
-from vexport.plan.blocks import group_layout
+from vexport.layers.blocks import group_layout
+from vexport.layers.linears import Names, names_of
+from vexport.layers.shapes import kind_of_group, unsupported
 from vexport.plan.build import Settings, build_plan
 from vexport.plan.group_sizes import fitting_sizes
-from vexport.plan.linears import Names, names_of
-from vexport.plan.shapes import kind_of_group, unsupported
 from vexport.scenario import Rule
 from vexport.types import FusionGroup, Plan, SchemeOutlook, SchemeTable
 

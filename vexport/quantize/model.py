@@ -16,7 +16,7 @@ from vexport.formats.dequantize import ct_scheme
 from vexport.formats.input_rounding import InputRounding
 from vexport.formats.packing.base import Array
 from vexport.formats.schemes import get_scheme
-from vexport.plan.blocks import group_layout
+from vexport.layers.blocks import group_layout
 from vexport.quantize.stream import static_scales
 from vexport.types import Calibration, FusionGroup, LinearPlan
 

@@ -40,10 +40,9 @@ from vexport.formats.packing.base import (
     not_finite,
 )
 from vexport.formats.schemes import get_scheme
+from vexport.layers.blocks import blocks, group_layout, output_blocks
 from vexport.numerics.codes import largest_magnitude
 from vexport.numerics.ranks import rank_and_size
-from vexport.plan import blocks, output_blocks
-from vexport.plan.blocks import group_layout
 from vexport.plan.needs import calibration_need, needs_search
 from vexport.types import (
     AttentionLayer,

@@ -14,8 +14,8 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.config import targets_of
 from vexport.formats.partition import is_head
-from vexport.plan.ignore import ignored
-from vexport.plan.linears import names_of
+from vexport.layers.ignore import ignored
+from vexport.layers.linears import names_of
 from vexport.repair.changes import LOSSLESS, Changes, Repair, inside
 from vexport.types import FusionGroup, Json, LinearPlan
 

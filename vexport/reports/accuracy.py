@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from vexport.evaluation.reason import about
 from vexport.reports import document as doc
 from vexport.reports.charts import forests
 from vexport.reports.document import PAGE, badge, columns, muted, parts, row
@@ -20,6 +19,7 @@ from vexport.reports.sentences import (
     task_title,
 )
 from vexport.types import Comparison, Flip, TaskVerdict, TextLimit, TextVerdict, Verdict
+from vexport.types.values import about
 
 MAX_FLIPS = 100
 # The chart of a page has the result and the difference; the gates of a text have the result.

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vexport.evaluation.reason import about
 from vexport.reports.folding import SEVERITIES
 from vexport.reports.formatting import count, plural
 from vexport.reports.sentences import (
@@ -27,6 +26,7 @@ from vexport.types import (
     TaskVerdict,
     Verdict,
 )
+from vexport.types.values import about
 
 Status = Literal["PASS", "FAIL", "INCONCLUSIVE", "SKIPPED"]
 _NOT_RUN = "not run: an earlier gate failed"

@@ -12,7 +12,6 @@ from typing import TypeVar
 from pydantic import TypeAdapter
 
 from vexport.files import json_schema, write_text
-from vexport.repair.changes import RepairReport
 from vexport.types import (
     CheckReport,
     ComparedRun,
@@ -50,6 +49,8 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 def schemas() -> Mapping[str, str]:
     """File name to text of every schema."""
+    from vexport.repair.changes import RepairReport
+
     return {
         "report.schema.json": _titled("vexport report", json_schema(Report)),
         "check.schema.json": _titled("vexport check --format json", json_schema(list[CheckReport])),

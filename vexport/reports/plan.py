@@ -9,7 +9,7 @@ from vexport.evaluation.statistics import documents_for_power
 from vexport.files import to_json
 from vexport.formats.gpus import generation
 from vexport.formats.schemes import get_scheme
-from vexport.plan.linears import NUMBER
+from vexport.layers.linears import NUMBER
 from vexport.plan.needs import calibration_need
 from vexport.reports import document as doc
 from vexport.reports import text

@@ -4,7 +4,7 @@ import shlex
 from collections.abc import Sequence
 
 from vexport.files import to_json
-from vexport.plan.shapes import KEPT
+from vexport.layers.shapes import KEPT
 from vexport.repair.changes import Repair, RepairReport, WeightChange
 from vexport.reports import document as doc
 from vexport.reports import text

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from vexport.calibration.model import default_device
 from vexport.checkpoint.index import folder_digest
-from vexport.plan import build_plan, require_accepted
+from vexport.plan.build import build_plan, require_accepted
 from vexport.plan.needs import calibration_need
 from vexport.plan.smoothing import smoothing_strength
 from vexport.quantize.samples import PlanText, calibration_samples, require_calibration

@@ -8,7 +8,7 @@ from vexport.checks import check_checkpoint
 from vexport.checks.vllm.unjudged import NAMES
 from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.files import to_json, write_text
-from vexport.plan import build_plan, require_accepted
+from vexport.plan.build import build_plan, require_accepted
 from vexport.plan.smoothing import smoothing_for
 from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.reports.rounding import fallback_findings

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vexport.checkpoint.index import SourceIndex
 from vexport.files import from_json
-from vexport.plan import Settings, build_plan
+from vexport.plan.build import Settings, build_plan
 from vexport.plan.source import plan_headers, settings_of, source_index
 from vexport.scenario import Auto, Rule, Scenario
 from vexport.sensitivity.choose import mixed_scheme, require_size_in_reach

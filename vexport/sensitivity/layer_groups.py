@@ -14,8 +14,9 @@ from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError, raise_all
 from vexport.formats.schemes import KEEP, get_scheme
-from vexport.plan import Settings, build_plan, group_layout, output_bytes, require_accepted
-from vexport.plan.shapes import KEPT
+from vexport.layers.blocks import group_layout, output_bytes
+from vexport.layers.shapes import KEPT
+from vexport.plan.build import Settings, build_plan, require_accepted
 from vexport.scenario import AUTO, Auto, Rule
 from vexport.types import Finding, FusionGroup, Plan
 

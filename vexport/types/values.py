@@ -25,3 +25,9 @@ def named(what: str, on_progress: OnProgress) -> OnProgress:
 # Of whole numbers that clocks and loops can take: beyond it Python's own functions raise.
 MOST_COUNT = 2**31 - 1
 Positive = Annotated[int, Gt(0), Le(MOST_COUNT)]
+
+
+def about(documents: int) -> str:
+    """An estimate of documents with two digits: 70941 is `about 71,000`."""
+    scale = 10 ** max(0, len(str(documents)) - 2)
+    return f"about {-(-documents // scale) * scale:,}"

@@ -14,8 +14,8 @@ from vexport.checks.vllm.quant_methods.base import MethodGroup
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.config import DENSE_FORMAT, MIXED_FORMAT, arguments_json, targets_of
 from vexport.formats.kv_cache import KV_CACHES
-from vexport.plan.ignore import ignored
-from vexport.plan.linears import names_of
+from vexport.layers.ignore import ignored
+from vexport.layers.linears import names_of
 from vexport.types import Finding, FusionGroup, Json, LinearPlan, TensorInfo
 
 Run = Callable[[CheckpointView], Iterator[Finding]]

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from vexport.plan.kv_cache import makes_keys
-from vexport.plan.linears import Names
-from vexport.plan.shapes import unsupported_on
+from vexport.layers.kv_cache import makes_keys
+from vexport.layers.linears import Names
+from vexport.layers.shapes import unsupported_on
 from vexport.types import Finding, FusionGroup, Json, LinearPlan
 
 # The rank counts that are offered instead of one that does not work.

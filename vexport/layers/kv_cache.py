@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from vexport.formats.kv_cache import KV_CACHES
-from vexport.plan.linears import Names
+from vexport.layers.linears import Names
 from vexport.types import AttentionLayer, Finding, Json, KvCache, LinearPlan
 
 KEYS = "k_proj"

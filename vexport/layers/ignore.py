@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from vexport.architectures.fusion import also_asked, looked_up, moe_layer
 from vexport.architectures.patterns import all_names, below, matches_any
 from vexport.formats.partition import HEADS, is_head
-from vexport.plan.linears import STACK, Names
+from vexport.layers.linears import STACK, Names
 
 
 def ignored(

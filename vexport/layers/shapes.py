@@ -8,8 +8,8 @@ from vexport.architectures.fusion import looked_up, moe_layer
 from vexport.architectures.parts import QUERIES, evaluate, part_sizes
 from vexport.formats.partition import Split, is_head, uneven
 from vexport.formats.schemes import Scheme, get_scheme
-from vexport.plan.linears import Names
-from vexport.plan.reordered import unsupported_reordering
+from vexport.layers.linears import Names
+from vexport.layers.reordered import unsupported_reordering
 from vexport.types import Finding, FusionGroup, Json, LinearPlan
 
 # What becomes of layers that do not fit.
