@@ -1,4 +1,4 @@
-"""What starts vLLM, in processes of its own."""
+"""Functions that start vLLM, in processes of its own."""
 
 import warnings
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ Name = str | Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """How vLLM is started: as `serve` of a scenario, by vexport's interpreter or another one."""
+    """The start of vLLM: as `serve` of a scenario, by vexport's interpreter or another one."""
 
     serve: Serve = field(default_factory=Serve)
     vllm_python: Path | None = None

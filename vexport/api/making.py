@@ -1,4 +1,4 @@
-"""What reads a source and makes a checkpoint."""
+"""Functions that read a source and make a checkpoint."""
 
 import os
 import warnings
@@ -61,7 +61,7 @@ def plan(
     has_text: bool = False,
     on_progress: OnProgress = silent,
 ) -> Plan:
-    """What quantizing would do, from headers alone, as `vexport plan` shows; its `refusals` are not raised.
+    """Plan from headers alone, as `vexport plan` does; its `refusals` are not raised.
 
     One of `scheme`, `recipe` and `rules` says how; `has_text` says whether there will be calibration text. Or
     `source` is the file of a scenario, which says all; `run_dir` has what its `scheme: auto` chooses by.
@@ -112,7 +112,7 @@ def plan_schemes(
     tp: Sequence[int] = (1,),
     on_progress: OnProgress = silent,
 ) -> SchemeTable:
-    """What every scheme would give, as `vexport plan` shows where none is named."""
+    """Compare all schemes, as `vexport plan` does where none is named."""
     settings = Settings(ranks=tuple(tp), kv_cache=kv_cache)
     name = with_revision(str(source), revision)
     return table_of_schemes(name, ignored_rules(ignore), settings, on_progress, group_size)

@@ -1,4 +1,4 @@
-"""What reads checkpoints, results and the reference."""
+"""Functions that read checkpoints, results and the reference."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def check(
     trust_remote_code: bool = False,
     on_progress: OnProgress = silent,
 ) -> CheckReport:
-    """Whether vLLM loads a checkpoint, as `vexport check` says; `source` compares the weights as well.
+    """Return whether vLLM loads a checkpoint, as `vexport check` says; `source` compares the weights as well.
 
     Where vLLM is installed its own loaders are asked too, unless `static` or VEXPORT_NO_VERIFY is set.
     """

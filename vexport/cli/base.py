@@ -1,4 +1,4 @@
-"""What every command shares: its exit codes, its answer and that in colour, how findings become a code."""
+"""The exit codes, the answer in colour, and how findings become a code: shared by all commands."""
 
 import os
 import re
@@ -36,7 +36,7 @@ _MARKS = re.compile(
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Whether `stream` gets colour: a terminal does, NO_COLOR turns it off and FORCE_COLOR on."""
+    """Return whether `stream` gets colour: a terminal does, NO_COLOR turns it off and FORCE_COLOR on."""
     if os.environ.get("NO_COLOR"):
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
@@ -94,7 +94,7 @@ def print_text(text: str) -> None:
 
 
 def _given_paths(context: click.Context) -> Iterator[Path]:
-    """What a command was given that may be a path."""
+    """Yield the values that a command was given that may be paths."""
     for value in context.params.values():
         for item in value if isinstance(value, tuple) else (value,):
             if isinstance(item, str | Path):
@@ -110,13 +110,15 @@ def add_step_summary(markdown: str) -> None:
 
 
 def is_read() -> bool:
-    """Whether a person has the answer before their eyes, so that stderr need not repeat it."""
+    """Return whether a person has the answer before their eyes, so that stderr need not repeat it."""
     context = click.get_current_context(silent=True)
     return context is not None and context.params.get("format_") in _READ and answer_file(context) is None
 
 
 def given(*names: str) -> bool:
-    """Whether one of these options stands on the command line; what the environment sets may be moot."""
+    """Return whether one of these options stands on the command line; what the environment sets may be
+    moot.
+    """
     context = click.get_current_context()
     return any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in names)
 

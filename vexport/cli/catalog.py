@@ -1,4 +1,4 @@
-"""What vexport knows."""
+"""The tables and the reference: `list` and `explain`."""
 
 import json
 import sys

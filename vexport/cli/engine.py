@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreter:
-    """Which vLLM, and whether a checkpoint's code may run."""
+    """The vLLM to use, and whether a checkpoint's code may run."""
 
     vllm_python: Path | None
     trust_remote_code: bool
 
     def options(self, serve: "Serve", on_progress: "OnProgress") -> "EngineOptions":
-        """How every engine of the call is started."""
+        """The start of every engine of the call."""
         from vexport.run.serving import EngineOptions
 
         return EngineOptions(
@@ -39,7 +39,7 @@ class Interpreter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreters:
-    """As `Interpreter`, for several versions of vLLM; none is vexport's own."""
+    """The same for several versions of vLLM; none is vexport's own."""
 
     vllm_python: tuple[Path, ...]
     trust_remote_code: bool
@@ -52,7 +52,7 @@ class Interpreters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """How an engine is started where no scenario says it."""
+    """The start of an engine where no scenario says it."""
 
     engine_args: "dict[str, JsonValue]"
     timeout: int

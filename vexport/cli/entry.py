@@ -71,7 +71,7 @@ class _Lines(logging.Handler):
 
 
 def _show_log() -> None:
-    """What vexport logs goes to stderr: all of it with --debug or -v, nothing but warnings with -q."""
+    """Send vexport's log to stderr: all of it with --debug or -v, nothing but warnings with -q."""
     given = set(sys.argv[1:])
     is_verbose, is_quiet = given & {"--debug", "-v", "--verbose"}, given & {"-q", "--quiet"}
     logger = logging.getLogger("vexport")
@@ -109,7 +109,7 @@ def _failed(error: BaseException) -> int:
 
 
 def _problem(error: BaseException) -> VexportError:
-    """What was raised as one of our errors."""
+    """Return what was raised as one of our errors."""
     if isinstance(error, VexportError):
         return error
     if isinstance(error, OSError):

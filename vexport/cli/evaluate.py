@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What CHECKPOINT is compared with, and where its answers go as the next baseline."""
+    """The baseline, and the file that CHECKPOINT's answers are accepted into."""
 
     baseline: str | None
     against: Path | None
@@ -48,7 +48,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What both models are asked: tasks, or text that they read."""
+    """The questions to both models: tasks, or text that they read."""
 
     tasks: tuple[str, ...]
     text: str | None
@@ -79,7 +79,7 @@ def _tasks(context: click.Context, parameter: click.Parameter, values: tuple[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """Where lm-eval's files go."""
+    """The folder of lm-eval's files."""
 
     output_dir: Path | None
     overwrite: bool
@@ -235,7 +235,8 @@ def _settings(
 
 
 def _show_first(judged: "Sequence[Judged]", answer: Answer) -> bool:
-    """Whether the answer is shown before its cause is looked for: of another form, or in a file, it is whole.
+    """Return whether the answer is shown before its cause is looked for: of another form, or in a file, it
+    is whole.
 
     Then a line on stderr tells it.
     """

@@ -1,4 +1,4 @@
-"""How help reads: options in sections, commands in the order of work, lines that fit the terminal."""
+"""The layout of help: options in sections, commands in the order of work, lines that fit the terminal."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -143,7 +143,7 @@ class OrderedGroup(click.Group):
 
 
 def _key(option: click.Option) -> str:
-    """What `SECTIONS` calls an option; click's own have names of their own."""
+    """Return the name of an option in `SECTIONS`; click's own have names of their own."""
     return "help" if "--help" in option.opts else option.name or ""
 
 

@@ -105,7 +105,7 @@ def load(
 
 
 def _unreadable(names: Sequence[str], on_progress: "OnProgress") -> dict[str, VexportError]:
-    """Why some of several checkpoints cannot be read; raises where none can, or there is only one."""
+    """Return why some of several checkpoints cannot be read; raise where none can, or there is only one."""
     from vexport.checkpoint.index import require_checkpoint
     from vexport.checkpoint.source import resolve_source
     from vexport.engine.arguments import require_layers

@@ -153,7 +153,7 @@ def _remember(context: click.Context, parameter: click.Parameter, value: Path | 
 
 
 def answer_file(context: click.Context) -> Path | None:
-    """Where --output sends the answer; None for stdout."""
+    """Return the file of --output; None for stdout."""
     file = context.meta.get(ANSWER_FILE)
     return file if isinstance(file, Path) else None
 
@@ -209,7 +209,7 @@ def tp_option(function: Function) -> Function:
 
 
 def device_options(function: Function) -> Function:
-    """For which devices the question is asked."""
+    """Add the options for devices: --tp and --sm."""
     function = click.option(
         "--sm",
         type=capabilities,
@@ -240,7 +240,7 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def vllm_option(function: Function) -> Function:
-    """For which vLLM the question is asked."""
+    """Add the option for a version of vLLM."""
     return click.option(
         "--vllm",
         type=_version,

@@ -156,7 +156,7 @@ def _note_time(index: "SourceIndex", plan: Plan, text: "Calibration", on_progres
 
 
 def _compare_schemes(name: str, options: PlanOptions, answer: Answer) -> None:
-    """What every scheme would give."""
+    """Print the table of all schemes."""
     from vexport.cli.terminal import progress_display
     from vexport.plan.build import Settings
     from vexport.plan.source import ignored_rules, table_of_schemes

@@ -37,7 +37,7 @@ CALIBRATION_OPTIONS = ("calibration", "samples", "seq_len", "seed", "pack", "all
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What is quantized how."""
+    """The options for schemes, observers, rounding and layers that are kept."""
 
     group_size: GroupSize | None
     observer: str | None
@@ -51,7 +51,7 @@ class PlanOptions:
 
     @property
     def settings(self) -> "Settings":
-        """What a plan depends on besides its rules."""
+        """The settings of a plan besides its rules."""
         from vexport.plan.build import Settings
 
         return Settings(
@@ -124,7 +124,7 @@ def given_options(*names: str) -> list[str]:
 
 
 def given_values(*names: str) -> list[str]:
-    """As `given_options`, each with its value, as they would stand on another command line."""
+    """Return the given ones of these options with their values, as words of another command line."""
     words: list[str] = []
     context = click.get_current_context()
     for parameter in context.command.params:

@@ -23,7 +23,7 @@ MOST_DOCUMENTS = 2**53
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """How lm-eval asks both models; the names are those of lm-eval's command line."""
+    """The settings of lm-eval for both models, under the names of lm-eval's command line."""
 
     num_fewshot: int | None
     apply_chat_template: bool | None

@@ -142,7 +142,7 @@ def _print(
     rounding: RoundingReport | None,
     answer: Answer,
 ) -> None:
-    """What was done, and warnings on stderr."""
+    """Print the answer, and warnings on stderr."""
     from vexport.reports.quantized import quantized_answer, render_quantized
 
     experts: tuple[ExpertCoverage, ...] = ()

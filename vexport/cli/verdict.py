@@ -11,7 +11,7 @@ from vexport.cli.options import PATH, Answer, Real, format_option, stacked
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerdictOptions:
-    """What loss is acceptable, how sure the answer must be, and what decides."""
+    """The acceptable loss, the accepted risk, and the metrics that decide."""
 
     margin: float
     alpha: float

@@ -58,7 +58,7 @@ class Accepted:
 
 
 def is_accepted(path: Path) -> bool:
-    """Whether a file is an accepted baseline, and not lm-eval's results."""
+    """Return whether a file is an accepted baseline, and not lm-eval's results."""
     return path.is_file() and _KIND in read_json_object(path)
 
 
@@ -163,7 +163,7 @@ def _scores_text(chunk: Sequence[Sample], metric: str) -> str:
 
 
 def _question(sample: Sample) -> str:
-    """Which document was asked, with which prompt and target."""
+    """Return a digest of a document, its prompt and its target."""
     text = f"{sample.doc_id} {' '.join(sample.hashes)}"
     return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest())[:DIGEST].decode()
 
@@ -243,7 +243,7 @@ def choice_of(accepted: Accepted) -> Choice:
 
 
 def gates_of(accepted: Accepted) -> str:
-    """What was accepted, in words: `addition (exact_match,none), 1382 documents, 0.9964`."""
+    """Return the accepted tasks in words: `addition (exact_match,none), 1382 documents, 0.9964`."""
     return "; ".join(
         f"{name} ({task.metric},{task.filter}), {task.documents} documents, {task.score:g}"
         for name, task in accepted.tasks.items()

@@ -1,4 +1,4 @@
-"""Where a loss comes from: the same tokens scored four ways, each step changing one thing.
+"""The cause of a loss: the same tokens scored four ways, each step changing one thing.
 
 (1) transformers and (2) vLLM on the baseline, (3) transformers on the candidate's weights dequantized and its
 activations rounded, (4) vLLM on the candidate. 3 against 1 is what quantization costs in exact arithmetic,
@@ -162,7 +162,8 @@ def _against(distance: Distance) -> str:
 
 
 def _loader_evidence(candidate: Scored, vllm_python: Path | None, on_progress: OnProgress) -> tuple[str, ...]:
-    """Where stored and loaded differ: errors of the rules of vLLM's loaders, and of the loaders themselves.
+    """Return where stored and loaded differ: errors of the rules of vLLM's loaders, and of the loaders
+    themselves.
 
     The loaders run on the headers; where they cannot be run, the rules stand alone.
     """

@@ -116,7 +116,8 @@ def comparison(pair: TaskPair, *, margin: float, alpha: float) -> Comparison:
 
 
 def _uninformative(pair: TaskPair, baseline: Score, margin: float, is_templated: bool | None) -> str:
-    """Why nothing could be lost: the baseline has no more right answers than chance and the margin give.
+    """Return why nothing could be lost: the baseline has no more right answers than chance and the margin
+    give.
 
     Empty where it has, and for metrics that are not 0/1. The likely cause comes with it.
     """

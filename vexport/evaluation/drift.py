@@ -1,4 +1,4 @@
-"""How far the candidate's log-probabilities drift from the baseline's, both in vLLM, on the same tokens.
+"""The drift of the candidate's log-probabilities from the baseline's, both in vLLM, on the same tokens.
 
 An early signal: it needs some hundred tokens where a task needs a thousand documents, and it warns. It never
 decides, since a model may drift far and still answer right.

@@ -59,7 +59,7 @@ _THINK_ENDS = ("</think>", "[/THINK]", "</seed:think>", "<|channel|>final<|messa
 
 
 def changed_names(old: Fingerprint, new: Fingerprint) -> list[str]:
-    """What both sides tell, and tell differently."""
+    """Return the names that both sides have with different values."""
     names = [*old, *(name for name in _ABSENT if name in new and name not in old)]
     differ = [name for name in names if name in {*new, *_ABSENT} and _value(old, name) != _value(new, name)]
     follows = f"{GEN_KWARGS} of " if GEN_KWARGS in differ else None
@@ -91,7 +91,7 @@ def _value(side: Fingerprint, name: str) -> str:
 
 
 def engine_fingerprint(root: Path, engine: EngineInfo) -> Fingerprint:
-    """Of a checkpoint's bytes and what ran it."""
+    """Fingerprint a checkpoint's bytes and the engine that ran it."""
     pinned = pinned_name(root)
     return ({REVISION: pinned} if pinned else {}) | {
         MODEL: model_digest(root),
@@ -109,7 +109,7 @@ def engine_fingerprint(root: Path, engine: EngineInfo) -> Fingerprint:
 
 
 def device_of(fingerprint: Fingerprint) -> str:
-    """What ran the model, as EngineInfo.device; empty where that is not known."""
+    """Return the device that ran the model, as EngineInfo.device; empty where that is not known."""
     if "platform" not in fingerprint:
         return ""
     return device_words(
@@ -128,7 +128,7 @@ def model_digest(root: Path) -> str:
 
 
 def _template_digest(root: Path) -> str:
-    """Of the template that is used where none is named, else of all of them."""
+    """Return the digest of the template that is used where none is named, else of all of them."""
     templates = chat_templates(root)
     if not templates:
         return "none"
@@ -141,7 +141,7 @@ def write_fingerprint(folder: Path, fingerprint: Fingerprint) -> None:
 
 
 def read_fingerprint(folder: Path) -> Fingerprint:
-    """What `write_fingerprint` wrote; nothing in a folder made elsewhere."""
+    """Read the fingerprint of `write_fingerprint`; empty for a folder made elsewhere."""
     if not (folder / FILE).is_file():
         return {}
     return {name: str(value) for name, value in read_json_object(folder / FILE).items()}
@@ -169,7 +169,7 @@ UNTEMPLATED = "untemplated_tasks"
 
 
 def recorded_prompting(content: Mapping[str, Json], tasks: Sequence[str]) -> Prompting:
-    """How the documents of a results file were asked."""
+    """Return the prompting that a results file records."""
     template, arguments = _sha(content, "chat_template_sha"), _arguments(content)
     generation = {name: _text(value) for name in _ANSWERS if (value := arguments.get(name)) is not None}
     if given := mapping_in(content, "config").get("gen_kwargs"):

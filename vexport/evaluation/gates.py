@@ -1,4 +1,4 @@
-"""Which metric and filter decide for each task, and which tasks are judged as one."""
+"""The metric and filter that decide for each task, and the tasks that are judged as one."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ Choice = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedTask:
-    """What decides for a task or a group, and what is shown next to it."""
+    """The metric that decides for a task or a group, and those that are shown next to it."""
 
     gate: TaskPair
     also: tuple[TaskPair, ...]

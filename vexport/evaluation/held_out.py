@@ -149,7 +149,7 @@ def mean_bounds(values: Scores, alpha: float) -> Interval | None:
 
 
 def text_reason(outcome: Outcome, text: TextVerdict) -> str:
-    """Why the text has this outcome; no full stop."""
+    """Return the reason of the outcome on the text, without a full stop."""
     over = f"over {text.tokens:,} tokens of held-out text"
     if text.rows < LEAST_ROWS:
         return f"the text is too short: {text.rows} rows of it, at least {LEAST_ROWS} decide"

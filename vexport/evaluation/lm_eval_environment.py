@@ -34,7 +34,7 @@ _EXTRA = re.compile(r"^(?P<package>[\w.-]+).*extra == ['\"](?P<extra>[\w.-]+)['\
 
 
 def engine_words() -> str:
-    """What computes the answers besides the model."""
+    """Return the names and versions of what computes the answers besides the model."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -78,7 +78,7 @@ class _Bounded(jinja2.Template):
     """A template that ends."""
 
     def render(self, *args: object, **kwargs: object) -> str:
-        """As jinja2's; TemplateRuntimeError where it takes too long."""
+        """Render as jinja2 does; TemplateRuntimeError where it takes too long."""
         try:
             with time_limit(TEMPLATE_SECONDS):
                 return super().render(*args, **kwargs)
@@ -92,7 +92,7 @@ class _Sandbox(SandboxedEnvironment):
 
 @contextmanager
 def tasks_as_data() -> Iterator[None]:
-    """What a task's YAML says runs nothing but its templates, in a sandbox: no metric from elsewhere.
+    """Run nothing of a task's YAML but its templates, in a sandbox: no metric from elsewhere.
 
     A Jinja template can reach all of Python; a task's templates need no more than its documents.
     """

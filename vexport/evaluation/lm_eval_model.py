@@ -39,7 +39,8 @@ Message = dict[str, str]
 
 
 class ServedChat:
-    """What replaces the chat methods of lm-eval's vLLM model (lm_eval/models/vllm_causallms.py, 0.4.13).
+    """The chat methods in the place of those of lm-eval's vLLM model (lm_eval/models/vllm_causallms.py,
+    0.4.13).
 
     Where that does otherwise, this follows vLLM. It hands a template `enable_thinking=None` where nobody set
     it, which one that asks whether it is defined takes for false. It ignores a template's name. It records
@@ -196,7 +197,7 @@ def wrap_engine(
 
 
 class _ReportingLLM:
-    """What lm-eval uses of `vllm.LLM`, with progress going to `progress` instead of a terminal."""
+    """The part of `vllm.LLM` that lm-eval uses, with progress going to `progress` instead of a terminal."""
 
     def __init__(self, llm: "LLM", progress: OnProgress) -> None:
         self._llm, self._progress = llm, progress
@@ -205,7 +206,7 @@ class _ReportingLLM:
 
     @property
     def at_once(self) -> int:
-        """How many prompts the engine works on at once."""
+        """The number of prompts that the engine works on at once."""
         return int(self.llm_engine.vllm_config.scheduler_config.max_num_seqs)
 
     def expect(self, requests: Sequence["Instance"], prompts: int) -> None:

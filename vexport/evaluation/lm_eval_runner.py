@@ -87,7 +87,7 @@ def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, p
 
 @contextmanager
 def _cache(request: SessionRequest, given: ModelArguments) -> Iterator[str | None]:
-    """Where lm-eval's cache of this model's answers is; of another one's the file is removed.
+    """The path of lm-eval's cache of this model's answers; the file of another model's is removed.
 
     None without an identity: then nothing is kept. `given` are arguments that its keys leave out.
     """

@@ -37,7 +37,7 @@ class TaskPair:
 
     @property
     def binary(self) -> bool:
-        """Whether each document is either right (1) or wrong (0)."""
+        """Return whether each document is either right (1) or wrong (0)."""
         return bool(np.isin(self.baseline, (0, 1)).all() and np.isin(self.candidate, (0, 1)).all())
 
     @property
@@ -47,12 +47,12 @@ class TaskPair:
 
     @property
     def gain(self) -> Scores:
-        """How much better the candidate is on each document."""
+        """The candidate's score less the baseline's, for each document."""
         return self.sign * (self.candidate - self.baseline)
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What must agree for pairs to be joined."""
+        """The values that must agree for pairs to be joined."""
         return self.metric, self.filter, self.sign
 
 
@@ -140,7 +140,7 @@ def different_direction(where: str, metric: str) -> InputError:
 
 
 def _first_difference(ours: str, theirs: str) -> str:
-    """Where two prompts part, in words; nothing where they are the same."""
+    """Return where two prompts part, in words; empty where they are the same."""
     if ours == theirs:
         return ""
     at = next(

@@ -27,7 +27,7 @@ _SHOWN = 60
 
 
 def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSettings:
-    """What lm-eval is given for each of `models`, of which the first is the baseline, where there is one.
+    """Return lm-eval's settings for `models`, of which the first is the baseline, where there is one.
 
     The chat template is applied where the models have one and `settings` do not decide, but not to tasks that
     score a continuation of plain text, as lm-eval does. InputError where a

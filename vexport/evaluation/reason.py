@@ -51,7 +51,7 @@ class _Unit:
 
 
 def reason_for(outcome: Outcome, tasks: Sequence[TaskVerdict], *, margin: float) -> str:
-    """Why the tasks have this outcome over all; no full stop."""
+    """Return the reason of the outcome over all tasks, without a full stop."""
     sentences: dict[Outcome, Callable[[Sequence[TaskVerdict], float], str]] = {
         "PASS": _passed,
         "FAIL": _failed,
@@ -137,7 +137,7 @@ def _moved(task: TaskVerdict, unit: _Unit) -> str:
 
 
 def _others(tasks: Sequence[TaskVerdict], outcome: Outcome) -> str:
-    """What the tasks do that the sentence does not name, where all of them do the same."""
+    """Return what the other tasks do, where all of them do the same."""
     others = [task for task in tasks if task.outcome != outcome]
     if not others or {task.outcome for task in others} != {"PASS"}:
         return ""

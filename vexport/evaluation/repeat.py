@@ -26,14 +26,16 @@ Row = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """How many documents were asked again, and how many of them were then right instead of wrong or back."""
+    """The number of documents asked again, and of those that changed from wrong to right or back."""
 
     documents: int
     changed: int
 
 
 def documents_to_repeat(tasks: int, limit: float | None) -> int:
-    """How many documents of each task, from its first on, are asked again; `limit` is that of the tasks."""
+    """Return how many documents of each task, from its first on, are asked again; `limit` is that of the
+    tasks.
+    """
     share = max(LEAST, DOCUMENTS // max(1, tasks))
     return min(share, int(limit)) if limit is not None and limit >= 1 else share
 
@@ -77,7 +79,7 @@ def write_repeated(folder: Path, repeated: Repeated) -> None:
 
 
 def read_repeated(folder: Path) -> Repeated | None:
-    """What `write_repeated` wrote; None in a folder made elsewhere."""
+    """Read the counts of `write_repeated`; None for a folder made elsewhere."""
     return from_json(Repeated, folder / FILE) if (folder / FILE).is_file() else None
 
 

@@ -225,7 +225,7 @@ def _power_sum(alpha: float, power: float, spread: float) -> float:
 
 
 class Effective(NamedTuple):
-    """What clustered documents are worth: counts divided by `design`, tested at `alpha`."""
+    """The worth of clustered documents: counts divided by `design`, tested at `alpha`."""
 
     design: float
     alpha: float
@@ -247,7 +247,8 @@ def design_effect(gain: Scores, clusters: Clusters) -> float:
 
 
 def effective(gain: Scores, clusters: Clusters, alpha: float) -> Effective:
-    """How to shrink counts (Rao and Scott, Biometrics 48, 1992), with Student's K - 1 degrees of freedom.
+    """Return how to shrink counts (Rao and Scott, Biometrics 48, 1992), with Student's K - 1 degrees of
+    freedom.
 
     The variance between K clusters is an estimate too: `alpha` becomes the normal tail at Student's point.
     """

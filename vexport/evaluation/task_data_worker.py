@@ -59,7 +59,9 @@ def fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError]
 def _data_problem(
     settings: Mapping[str, object], report: OnProgress, folders: Sequence[Path]
 ) -> Iterator[VexportError]:
-    """Why the documents of a task that cannot be loaded cannot be had either, if so: all is said at once."""
+    """Return why the documents of a task that cannot be loaded cannot be had either, if so: all is said at
+    once.
+    """
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.config.task import TaskConfig
 

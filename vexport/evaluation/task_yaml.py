@@ -78,7 +78,7 @@ def parse_task(path: Path, trust: bool) -> Config:
 
 
 def remedy(got: str) -> str:
-    """What to do about a file that cannot be taken."""
+    """Return what to do about a file that cannot be taken."""
     return "add --trust-remote-code if you trust the file" if "!function" in got else "fix the file"
 
 

@@ -47,7 +47,7 @@ class TaskFile:
 
     @property
     def spec(self) -> str:
-        """What lm-eval's TaskManager is given."""
+        """The name or file that lm-eval's TaskManager is given."""
         return str(self.path or self.name)
 
 
@@ -146,7 +146,9 @@ def _require_complete(path: Path, config: Config, trust: bool) -> None:
 
 
 def _has_files(pattern: Path) -> bool:
-    """Whether a path, or one with `*` in its name, is of files; what is no pattern or a device is of none."""
+    """Return whether a path, or one with `*` in its name, is of files; what is no pattern or a device is
+    of none.
+    """
     try:
         return any(file.is_file() for file in pattern.parent.glob(pattern.name))
     except (ValueError, OSError):
@@ -161,7 +163,9 @@ def _metrics(config: Config) -> Iterator[str]:
 
 
 def reads_hub(spec: str) -> bool:
-    """Whether a resolved task (`TaskFile.spec`), or one of a group, has documents that are no local files."""
+    """Return whether a resolved task (`TaskFile.spec`), or one of a group, has documents that are no local
+    files.
+    """
     path = Path(spec)
     if not path.is_file():
         return True
@@ -175,7 +179,7 @@ def reads_hub(spec: str) -> bool:
 
 
 def is_local_dataset(dataset: str, kwargs: object) -> bool:
-    """Whether `datasets` finds a task's documents without the network."""
+    """Return whether `datasets` finds a task's documents without the network."""
     if not isinstance(kwargs, dict):
         return Path(dataset).is_dir()
     urls = any("://" in value for value in _texts([kwargs.get("data_files"), kwargs.get("data_dir")]))
@@ -202,7 +206,8 @@ def _data_files(config: Config) -> Iterator[Path]:
 
 
 def is_foreign_code(metric: str) -> bool:
-    """Whether `evaluate.load` would import a file, or what an account of the hub has (evaluate/loading.py).
+    """Return whether `evaluate.load` would import a file, or what an account of the hub has
+    (evaluate/loading.py).
 
     A name alone is lm-eval's own, or one of the account of `evaluate`, unless a folder here has that name.
     """

@@ -79,7 +79,7 @@ def _with_run(verdict: Verdict, candidate: Results, repeated: str) -> Verdict:
 
 
 def _asked_again(run: Results, alpha: float) -> str:
-    """How a model did against itself; EnvironmentFault where the engine is non-deterministic."""
+    """Return how a model did against itself; EnvironmentFault where the engine is non-deterministic."""
     folder = run.file.parent
     repeated = read_repeated(folder)
     if repeated is None:

@@ -1,4 +1,4 @@
-"""What an output is made of, in the order of the source: quantized groups and tensors that are copied."""
+"""The blocks of an output in the order of the source: quantized groups, and tensors that are copied."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -16,7 +16,7 @@ Source = FusionGroup | TensorInfo | AttentionLayer
 def blocks(
     index: SourceIndex, groups: Sequence[FusionGroup], attention: Sequence[AttentionLayer] = ()
 ) -> Iterator[Source]:
-    """What the output is made of, in the order of the source: groups to quantize and tensors to copy.
+    """Return the blocks of an output in the order of the source: groups to quantize and tensors to copy.
 
     A group comes where the first of its weights is stored; experts that are stored in one tensor come
     there one after the other. The scales of the KV cache come last.

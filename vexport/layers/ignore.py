@@ -51,7 +51,7 @@ def ignored(
 
 
 def _quantized_names(modules: Mapping[str, Sequence[str]], kept: Set[str], names: Names) -> tuple[str, ...]:
-    """What must not be matched: quantized layers by all of their names."""
+    """Return all names of quantized layers, which `ignore` must not match."""
     quantized = (
         module
         for name, members in modules.items()

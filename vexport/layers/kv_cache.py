@@ -1,4 +1,4 @@
-"""Which attention layers get scales for the KV cache, from names and shapes alone."""
+"""The attention layers that get scales for the KV cache, from names and shapes alone."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -31,13 +31,15 @@ def attention_layers(
 
 
 def makes_keys(linear: str, names: Names) -> bool:
-    """Whether a linear layer makes the keys of an attention layer of the decoder."""
+    """Return whether a linear layer makes the keys of an attention layer of the decoder."""
     last_part = linear.rpartition(".")[2]
     return (last_part == KEYS or last_part in FUSED) and names.in_decoder(linear)
 
 
 def kv_heads(linear: LinearPlan, text: Mapping[str, Json]) -> int:
-    """How many KV heads an attention layer has: by the rows of its keys, or else as the config says."""
+    """Return the number of KV heads of an attention layer: by the rows of its keys, or else as the config
+    says.
+    """
     heads = _heads_of_keys(linear, text) if linear.name.endswith(KEYS) else None
     return heads or _heads(text)
 
@@ -59,7 +61,7 @@ def _heads(text: Mapping[str, Json]) -> int:
 
 
 def refused_caches(layers: Sequence[AttentionLayer], linears: Iterable[LinearPlan]) -> Iterator[Finding]:
-    """Why vLLM would read no scale of the KV cache, where it would not."""
+    """Return why vLLM would read no scale of the KV cache, where it would not."""
     latent = next((linear.name for linear in linears if linear.name.endswith(f".{LATENT}")), None)
     if latent or not layers:
         yield Finding(

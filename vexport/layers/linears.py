@@ -33,7 +33,7 @@ UNNUMBERED = re.compile(r"\bexperts\.(?!\d+\.)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """How the names of one checkpoint are to be read: vLLM's class and the number of decoder layers.
+    """The reading of one checkpoint's names: vLLM's class and the number of decoder layers.
 
     `experts_known` says whether vLLM loads the class's experts one by one, `transposed_experts` whether a
     tensor of all experts is (experts, in, out) in this checkpoint.
@@ -45,7 +45,7 @@ class Names:
     transposed_experts: bool
 
     def place(self, module: str) -> Place:
-        """Where a linear layer of that name is."""
+        """Return the place of a linear layer of that name."""
         last_part = module.rpartition(".")[2]
         routed = moe_layer(module) is not None
         kept = (*self.architecture.unquantized, *self.architecture.routers)
@@ -55,7 +55,7 @@ class Names:
         return "decoder" if self.in_decoder(module) and not SMALL_BUT_DECISIVE.match(module) else "outside"
 
     def in_decoder(self, module: str) -> bool:
-        """Whether a module is part of a decoder layer of the language model."""
+        """Return whether a module is part of a decoder layer of the language model."""
         name = self.vllm_name(module)
         stack = STACK.search(name)
         if stack is None or PREDICTION.search(name) or not self._in_language_model(name):
@@ -91,7 +91,7 @@ def names_of(index: SourceIndex, architecture: Architecture) -> Names:
 
 
 def _is_transposed(index: SourceIndex, architecture: Architecture) -> bool:
-    """Whether tensors of all experts are (experts, in, out): by hidden_size, or as the class has them.
+    """Return whether tensors of all experts are (experts, in, out): by hidden_size, or as the class has them.
 
     Checkpoints of one class come in both orders: newer versions of transformers save the other one.
     """
@@ -126,7 +126,7 @@ def _linear(tensor: TensorInfo, module: str, names: Names) -> LinearPlan:
 
 
 def is_unknown_experts(tensor: TensorInfo, names: Names) -> bool:
-    """Whether a tensor holds experts in a way that is not understood: they are copied as they are."""
+    """Return whether a tensor holds experts in a way that is not understood: they are copied as they are."""
     if names.architecture.experts is None or tensor.dtype not in FLOATING or "conv" in tensor.name:
         return False
     together = len(tensor.shape) == 2 and UNNUMBERED.search(tensor.name)

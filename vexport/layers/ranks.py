@@ -15,13 +15,13 @@ OTHER_RANKS = "serve it on another number of GPUs (--tp)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """How many attention heads a model has, and how many of keys and values; 0 where that is not known."""
+    """The number of attention heads of a model, and of its keys and values; 0 where that is not known."""
 
     queries: int
     keys: int
 
     def uneven(self, ranks: int) -> str | None:
-        """Why the heads cannot be cut for so many ranks: `9 attention heads`; None where they can.
+        """Return why the heads cannot be cut for so many ranks: `9 attention heads`; None where they can.
 
         Sources: ModelConfig.verify_with_parallel_config (vllm/config/model.py); the attention of every model
         class, which asserts that key and value heads can be cut, or repeated.
@@ -80,7 +80,7 @@ def refused_ranks(
 
 
 def is_uneven(group: FusionGroup, names: Names, ranks: Sequence[int], text: Mapping[str, Json]) -> bool:
-    """Whether vLLM could not cut a group for some of the ranks in any scheme, nor unquantized."""
+    """Return whether vLLM could not cut a group for some of the ranks in any scheme, nor unquantized."""
     return any(unsupported_on(group, None, names, count, text) for count in ranks if count > 1)
 
 

@@ -1,4 +1,4 @@
-"""Which schemes cannot be stored for layers whose rows vLLM's loader reorders, and why."""
+"""Schemes that cannot be stored for layers whose rows vLLM's loader reorders."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -14,7 +14,7 @@ WEIGHTS = ("weight", "weight_packed")
 def unsupported_reordering(
     group: FusionGroup, architecture: Architecture, text: Mapping[str, Json]
 ) -> str | None:
-    """Why a group's tensors cannot follow the rows of its weights, or None where they do."""
+    """Return why a group's tensors cannot follow the rows of its weights, or None where they do."""
     return next(_reasons(group, architecture, _head_size(text)), None)
 
 

@@ -1,4 +1,4 @@
-"""Which groups vLLM could not run in their scheme, whole or cut over ranks."""
+"""Groups that vLLM could not run in their scheme, whole or cut over ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +24,8 @@ CUT_BY_GROUPS = ("weight", "weight_scale", "input_scale")
 def unsupported(
     groups: Iterable[FusionGroup], names: Names, ranks: Sequence[int], text: Mapping[str, Json]
 ) -> dict[str, str]:
-    """Why vLLM could not run groups on all these ranks, by their names; groups that it runs are not there.
+    """Return why vLLM could not run groups on all these ranks, by their names; groups that it runs are not
+    there.
 
     Groups alike in names and sizes are judged once: a model has few kinds of layers and many of each.
     """
@@ -75,7 +76,9 @@ def refusal(group: FusionGroup, reason: str, fix: str) -> Finding:
 def unsupported_on(
     group: FusionGroup, scheme: Scheme | None, names: Names, ranks: int, text: Mapping[str, Json]
 ) -> str | None:
-    """Why vLLM could not run a group on so many ranks, None where it can; None as a scheme is unquantized."""
+    """Return why vLLM could not run a group on so many ranks, None where it can; a scheme of None is
+    unquantized.
+    """
     split, members = split_of(group, names), _members_on(group, names, ranks, text)
     ungrouped = _ungrouped(group, scheme, names, ranks, text)
     if ungrouped:
@@ -123,7 +126,7 @@ def _ends(sizes: Iterable[int]) -> set[int]:
 def _ungrouped(
     group: FusionGroup, scheme: Scheme | None, names: Names, ranks: int, text: Mapping[str, Json]
 ) -> str | None:
-    """Why ranks cannot share the groups of a layer, one of which is repeated for all of them."""
+    """Return why ranks cannot share the groups of a layer, one of which is repeated for all of them."""
     expression = names.architecture.groups.get(group.name.rpartition(".")[2])
     count = evaluate(expression, text) if expression else 0
     if not count or count % ranks == 0:
@@ -138,7 +141,7 @@ def _ungrouped(
 
 
 def split_of(group: FusionGroup, names: Names) -> Split:
-    """What tensor parallelism cuts of a group's layers in vLLM."""
+    """Return the dimension that tensor parallelism cuts of a group's layers in vLLM."""
     last_part = group.name.rpartition(".")[2]
     architecture = names.architecture
     if moe_layer(group.members[0].name) and architecture.experts is not None:
@@ -157,5 +160,5 @@ def repeated(member: LinearPlan, ranks: int, text: Mapping[str, Json]) -> Linear
 
 
 def kept_instead(finding: Finding, name: str) -> Finding:
-    """What is said of layers that stay unquantized because one of them does not fit."""
+    """Return the finding on layers that stay unquantized because one of them does not fit."""
     return replace(finding, severity="warning", where=name, fix=KEPT)

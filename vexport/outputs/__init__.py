@@ -1,4 +1,4 @@
-"""Where a command writes: apart from what it reads, and only over what vexport itself made."""
+"""Places to write to: apart from what is read, and only over what vexport itself made."""
 
 from vexport.outputs.directory import (
     aside_folder,

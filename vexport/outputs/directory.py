@@ -28,7 +28,7 @@ RECORD, NEW, OLD, ASIDE = ".made-from", "new", "old", "aside"
 
 
 def working_folder(path: Path) -> Path:
-    """Where the folder `path` is made."""
+    """Return the folder that `path` is made in until it is whole."""
     return resolved(path).parent / f".{resolved(path).name}.partial"
 
 

@@ -1,4 +1,4 @@
-"""What `--overwrite` may replace: only what vexport wrote, and only where nothing else is with it.
+"""The bounds of `--overwrite`: only what vexport wrote, and only where nothing else is with it.
 
 Folders of results have a file that marks them as vexport's, and a list of what vexport writes there.
 """
@@ -71,7 +71,7 @@ def checkpoint_files(folder: Path) -> frozenset[str] | None:
 
 
 def is_filled_folder(path: Path) -> bool:
-    """Whether a folder with something in it is there; InputError where it is a file."""
+    """Return whether a folder with something in it is there; InputError where it is a file."""
     if path.exists() and not path.is_dir():
         raise InputError(str(path), got="a file", need="a folder to write to", fix="choose another path")
     return path.is_dir() and any(path.iterdir())
@@ -133,7 +133,7 @@ class FolderKind:
         write_text(folder / self.mark, self.text)
 
     def _is_own(self, name: str) -> bool:
-        """Whether vexport writes an entry of this name, or makes one under a hidden name first."""
+        """Return whether vexport writes an entry of this name, or makes one under a hidden name first."""
         entries = (self.mark, *self.entries)
         return any(fnmatchcase(name, entry) or fnmatchcase(name, f".{entry}.*") for entry in entries)
 

@@ -56,7 +56,7 @@ def _overlap(output: NamedPath, relation: str, other: NamedPath) -> InputError:
 
 
 def _relation(output: Path, other: Path) -> str:
-    """How an output and another path overlap, in words; nothing where they do not."""
+    """Return how an output and another path overlap, in words; empty where they do not."""
     inside, contains = _is_within(output, other), _is_within(other, output)
     if inside and contains:
         return "the same path as"
@@ -66,7 +66,7 @@ def _relation(output: Path, other: Path) -> str:
 
 
 def _is_within(inner: Path, outer: Path) -> bool:
-    """Whether `inner` is `outer` or lies below it. A link counts where it is and where it points."""
+    """Return whether `inner` is `outer` or lies below it. A link counts where it is and where it points."""
     steps = {step for path in _real_paths(inner) for step in (path, *path.parents)}
     return any(step == path or _is_same_file(step, path) for path in _real_paths(outer) for step in steps)
 

@@ -43,7 +43,7 @@ class Settings:
 
     @property
     def takes_smaller_groups(self) -> bool:
-        """Whether layers of unsupported shape are quantized in smaller groups."""
+        """Return whether layers of unsupported shape are quantized in smaller groups."""
         return self.smaller_groups or self.on_unsupported_shape == "smaller-group"
 
     @property

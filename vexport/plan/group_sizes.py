@@ -26,7 +26,9 @@ def fitting_sizes(
 
 
 def advice_on(group: FusionGroup, sizes: Sequence[int], origin: Origin) -> str:
-    """What to do about a group of unsupported shape, in words of options or a scenario; `sizes` fit."""
+    """Return what to do about a group of unsupported shape, in words of options or a scenario; `sizes`
+    fit.
+    """
     names_in_layer = [member.name.rpartition(".")[2] for member in group.members]
     if origin == "options":
         size, shape = "--group-size", "--on-unsupported-shape"
@@ -69,7 +71,9 @@ def with_smaller_groups(
 
 
 def layers_alone(groups: Sequence[FusionGroup]) -> Iterator[tuple[str, list[FusionGroup]]]:
-    """What vLLM takes one scheme for: a fused layer, or all routed experts of a layer, by name."""
+    """Return the layers that vLLM takes one scheme for: a fused layer, or all routed experts of a layer, by
+    name.
+    """
     units: dict[str, list[FusionGroup]] = {}
     for group in groups:
         units.setdefault(moe_layer(group.members[0].name) or group.name, []).append(group)

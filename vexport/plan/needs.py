@@ -1,4 +1,4 @@
-"""What quantizing by a plan needs beyond the weights: calibration data, a search for scales."""
+"""The needs of a plan beyond the weights: calibration data, a search for scales."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class CalibrationNeed:
 
 
 def calibration_need(plan: Plan) -> CalibrationNeed | None:
-    """What of a plan needs calibration: statistics, smoothing, or weights rounded by their inputs.
+    """Return what of a plan needs calibration: statistics, smoothing, or weights rounded by their inputs.
 
     None where samples would change nothing.
     """
@@ -58,7 +58,7 @@ def _ranges_need(plan: Plan) -> CalibrationNeed | None:
 
 
 def default_text_note(rules: Sequence[Rule]) -> str:
-    """What is said where no text was named that the rules need, with the schemes that need none."""
+    """Return the note where no text was named that the rules need, with the schemes that need none."""
     asked = {rule.scheme: _without_text(rule.scheme) for rule in rules if rule.scheme not in (KEEP, AUTO)}
     others = [f"{other} instead of {name} needs no text" for name, other in asked.items() if other]
     return "; ".join(
@@ -82,7 +82,7 @@ def _without_text(name: str) -> str | None:
 def rules_need_calibration(
     rules: Sequence[Rule], kv_cache: KvCache | None, smoothing: float | None = None
 ) -> bool:
-    """Whether a plan by these rules may need samples; it does unless they match no layer."""
+    """Return whether a plan by these rules may need samples; it does unless they match no layer."""
     return (
         kv_cache is not None
         or bool(smoothing)
@@ -117,10 +117,10 @@ def with_default_text(scenarios: Sequence[Scenario], note: Callable[[str], None]
 
 
 def needs_rounding(plan: Plan) -> bool:
-    """Whether weights of the plan are rounded by what calibration text shows."""
+    """Return whether weights of the plan are rounded by what calibration text shows."""
     return any(group.rounding != "nearest" for group in plan.groups)
 
 
 def needs_search(plan: Plan) -> bool:
-    """Whether an observer of the plan searches for scales instead of taking those of the range."""
+    """Return whether an observer of the plan searches for scales instead of taking those of the range."""
     return any(group.observer not in observer_names.MIN_MAX for group in plan.groups)

@@ -1,4 +1,4 @@
-"""Which rule decides about a linear layer."""
+"""The choice of the rule for a linear layer."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ MAY_BE_ABSENT = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """What a rule does to a layer."""
+    """The scheme, observers and rounding that a rule gives a layer."""
 
     scheme: str
     observer: str
@@ -42,7 +42,7 @@ class Treatment:
 
 
 def choose_rule(rules: Sequence["Rule"], name: str, place: Place, *, has_text: bool) -> Treatment | None:
-    """What the first rule that matches a linear layer does to it; None where it stays unquantized.
+    """Return the treatment by the first rule that matches a linear layer; None where it stays unquantized.
 
     What is outside the decoder layers is quantized only by a rule that names it rather than all linear
     layers; what vLLM builds unquantized only by one that names it without a pattern (and is then refused).
@@ -67,12 +67,12 @@ def choose_rule(rules: Sequence["Rule"], name: str, place: Place, *, has_text: b
 
 
 def default_rounding(scheme: str, *, has_text: bool) -> Rounding:
-    """How weights are rounded where no rule says it: those of 8 bits lose too little to be worth the time."""
+    """Return the rounding where no rule says it: weights of 8 bits lose too little to be worth the time."""
     return "refit" if has_text and get_scheme(scheme).args.weights.num_bits < FEW_BITS else "nearest"
 
 
 def default_observer(scheme: str, rounding: Rounding) -> str:
-    """How weight ranges are found where no rule says it: for what rounding leaves, by what enters the layer.
+    """Return the observer of weights where no rule says it, for the rounding.
 
     vexport/docs/rounding.md has the measurements.
     """
@@ -86,7 +86,7 @@ def default_observer(scheme: str, rounding: Rounding) -> str:
 
 
 def _applies(rule: "Rule", name: str, place: Place) -> bool:
-    """Whether a rule decides about a layer if none before it does."""
+    """Return whether a rule decides about a layer if none before it does."""
     if rule.match == ALL and place != "decoder":
         return False
     if rule.match.startswith(PATTERN) and place == "unquantizable":
@@ -123,13 +123,13 @@ def hidden_rules(rules: Sequence["Rule"], places: Mapping[str, Place]) -> Iterat
 
 
 def _is_missed(rule: "Rule", names: Collection[str]) -> bool:
-    """Whether it matches nothing that most models have."""
+    """Return whether it matches nothing that most models have."""
     usual = MAY_BE_ABSENT.match(rule.match.removeprefix(PATTERN).rstrip("$"))
     return usual is None and not any(matches(rule.match, name) for name in names)
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a rule's pattern covers a linear layer's name."""
+    """Return whether a rule's pattern covers a linear layer's name."""
     if pattern == ALL:
         return True
     if pattern.startswith(PATTERN):

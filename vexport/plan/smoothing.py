@@ -12,7 +12,9 @@ SMOOTHING_ROWS, WEIGHING_ROWS = 16, 4
 
 
 def smoothing_strength(groups: Sequence[FusionGroup], asked: float | None, *, has_text: bool) -> float:
-    """What was asked for; without it the default where text was named and some inputs lose much, else 0."""
+    """Return the given strength; without it the default where text was named and some inputs lose much, else
+    0.
+    """
     if asked is not None:
         return asked if groups else 0.0
     return STRENGTH if has_text and any(map(_gains, groups)) else 0.0
@@ -24,7 +26,7 @@ def smoothed_groups(groups: Sequence[FusionGroup]) -> tuple[FusionGroup, ...]:
 
 
 def smoothing_for(plan: Plan, found: Mapping[str, Smoothing]) -> Mapping[str, Smoothing]:
-    """Of what was found for all candidates of a plan, by stored tensor, the part that the plan asks for.
+    """Return the part that a plan asks for of what was found for all candidates, by stored tensor.
 
     It is what looking for these groups alone would find.
     """

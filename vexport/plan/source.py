@@ -75,7 +75,7 @@ def _option_problem(detail: ErrorDetails) -> InputError:
 
 
 def settings_of(scenario: Scenario) -> Settings:
-    """What a scenario's plan depends on besides its rules."""
+    """Return the settings of a scenario's plan besides its rules."""
     return Settings(
         ranks=scenario.serve.planned_ranks,
         on_unsupported_shape=scenario.on_unsupported_shape,
@@ -108,7 +108,7 @@ def plan_source(
 def plan_headers(
     source: str, rules: Sequence[Rule], settings: Settings, on_progress: OnProgress
 ) -> tuple[SourceIndex, Plan]:
-    """As `plan_source`, of a model on the hub from its headers alone, whose files may be gone afterwards."""
+    """Plan a model as `plan_source` does, from headers alone, whose files may be gone afterwards."""
     with source_headers(source, on_progress) as root:
         index, plan = plan_source(str(root), rules, settings)
         return index, replace(plan, source=pinned_source(source, root))
@@ -121,7 +121,7 @@ def table_of_schemes(
     on_progress: OnProgress,
     group_size: GroupSize | None = None,
 ) -> SchemeTable:
-    """What every scheme would give for a model, from its headers; see `vexport.plan.table`."""
+    """Compare all schemes for a model, from its headers; see `vexport.plan.table`."""
     names = scheme_names()
     if group_size is not None:
         names = grouped_schemes(parse_group_size(group_size))
@@ -131,7 +131,7 @@ def table_of_schemes(
 
 
 def _observer_problems(rule: Rule) -> Iterator[InputError]:
-    """What is wrong with the observers of a rule that are not vexport's own, whose classes say it."""
+    """Return the problems of a rule's observers that are not vexport's own, whose classes say them."""
     if rule.scheme in (KEEP, AUTO):
         return
     args = get_scheme(rule.scheme).args
@@ -146,7 +146,7 @@ def _observer_problems(rule: Rule) -> Iterator[InputError]:
 def _class_problems(
     rule: Rule, key: str, name: str, args: QuantArgs, keywords: Mapping[str, OptionValue]
 ) -> Iterator[InputError]:
-    """Why an observer of another package cannot be used for what a rule names it for."""
+    """Return why an observer of another package cannot be used for what a rule names it for."""
     require_extra("torch", f"the observer {name}")
     from vexport.observers import IMatrixMSEObserver, Observer
 

@@ -1,4 +1,4 @@
-"""What every scheme would give for one model, from headers alone."""
+"""The comparison of all schemes for one model, from headers alone."""
 
 from collections import Counter
 from collections.abc import Sequence

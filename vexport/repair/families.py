@@ -21,9 +21,9 @@ from vexport.fidelity.source import Source
 from vexport.formats.arguments import Strategy, parse_args
 from vexport.formats.dequantize import ct_scheme
 from vexport.formats.kv_cache import KEY, KV_CACHES, VALUE, kv_layout
-from vexport.numerics.metrics import quantization_error
 from vexport.layers.kv_cache import attention_layers
 from vexport.layers.linears import names_of
+from vexport.numerics.metrics import quantization_error
 from vexport.repair import Family, config, global_scales
 from vexport.repair.changes import LOSSLESS, Changes, Edit, Repair, WeightChange, inside
 from vexport.types import AttentionLayer, Json, KvCache, LinearPlan, TensorSpec

@@ -1,4 +1,4 @@
-"""What was found, in every form: text, JSON, HTML, Markdown, JUnit XML and GitHub annotations.
+"""Reports in every form: text, JSON, HTML, Markdown, JUnit XML and GitHub annotations.
 
 A kind of report is one function that builds its documents (vexport.reports.document), a form one module that
 draws them. Each function here is for one kind of report; the command line offers the forms that it has.

@@ -1,4 +1,4 @@
-"""What a report has of a verdict: tasks, what decides nothing, how to read the numbers, flipped answers."""
+"""The sections on a verdict: tasks, what decides nothing, how to read the numbers, flipped answers."""
 
 from collections.abc import Sequence
 
@@ -49,7 +49,7 @@ def verdict_document(verdict: Verdict) -> doc.Document:
 
 
 def cause_parts(verdict: Verdict) -> tuple[doc.Part, ...]:
-    """Where a loss comes from, and how far apart the four log-probabilities are."""
+    """The cause of a loss, and how far apart the four log-probabilities are."""
     found = verdict.attribution
     if found is None:
         return ()
@@ -118,7 +118,7 @@ def _comparison_row(comparison: Comparison) -> tuple[doc.Cell, ...]:
 
 
 def _reading(verdict: Verdict) -> doc.Details:
-    """What the numbers are, folded; with p values, where documents were paired."""
+    """An explanation of the numbers, folded; with p values, where documents were paired."""
     flips = tuple(
         row(
             task_title(task),
@@ -277,7 +277,7 @@ def p_values_line(verdict: Verdict) -> str:
 
 
 def _levels_line(verdict: Verdict) -> tuple[str, ...]:
-    """What Holm's correction does to the level of one upper bound (evaluation/verdict.py, holm_levels)."""
+    """Explain the level of one upper bound after Holm's correction (evaluation/verdict.py, holm_levels)."""
     tasks = len(verdict.tasks)
     if tasks < 2:
         return ()

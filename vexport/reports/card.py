@@ -95,7 +95,7 @@ def _front_matter(report: Report) -> str:
 
 
 def _inherited(report: Report, key: str) -> tuple[str, ...]:
-    """What the source's card has under `key`."""
+    """Return the values of the source's card under `key`."""
     value = report.source_card.get(key, ())
     return tuple(map(visible, (value,) if isinstance(value, str) else value))
 
@@ -109,7 +109,7 @@ def _model_name(report: Report) -> str:
 
 
 def _source_name(report: Report) -> str:
-    """What the source is called; of a local path its last part, since a card is for others."""
+    """Return the name of the source; of a local path its last part, since a card is for others."""
     if report.source_name:
         return report.source_name
     return report.source if _HUB_ID.fullmatch(report.source) else _last(report.source)
@@ -128,7 +128,7 @@ def _sections(report: Report) -> tuple[Part, ...]:
 
 
 def _use(report: Report) -> Code:
-    """How to serve it: the vLLM that loaded it, under a name that the reader fills in."""
+    """The commands to serve it: the vLLM that loaded it, under a name that the reader fills in."""
     version = report.load.engine.vllm if report.load.engine else ""
     install = f'pip install "vllm>={version}"\n' if _VERSION.fullmatch(version) else ""
     return Code(f"{install}vllm serve PATH_OR_NAME_OF_THIS_CHECKPOINT")

@@ -1,4 +1,4 @@
-"""What vexport knows: tables of schemes, observers, roundings, checks, architectures; the reference."""
+"""The tables of schemes, observers, roundings, checks, architectures; the sections of the reference."""
 
 import json
 import re

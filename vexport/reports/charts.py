@@ -41,7 +41,7 @@ class Axis:
         return round(100 * min(1.0, max(0.0, (value - self.low) / (self.high - self.low))), 2)
 
     def values(self) -> tuple[float, ...]:
-        """At most seven round values on the axis."""
+        """Round values on the axis, at most seven."""
         step = _round_step((self.high - self.low) / 6)
         first, last = math.ceil(self.low / step), math.floor(self.high / step)
         return tuple(index * step for index in range(first, last + 1))
@@ -94,7 +94,7 @@ class Bars:
 
 
 def size_bars(sizes: Sequence[KindSize]) -> Bars:
-    """What each kind of layer weighs before and after, in order."""
+    """Bars of what each kind of layer weighs before and after, in order."""
     largest = max((max(kind.source_bytes, kind.output_bytes) for kind in sizes), default=0) or 1
     bars = (
         Bar(
@@ -243,7 +243,9 @@ def layer_chart(layers: Sequence[LayerError]) -> LayerChart | None:
 
 
 def layer_kind(name: str) -> str:
-    """What repeats from block to block: `model.layers.3.mlp.experts.7.up_proj` is `mlp.experts.up_proj`."""
+    """Return the name without its numbers: `model.layers.3.mlp.experts.7.up_proj` is
+    `mlp.experts.up_proj`.
+    """
     parts = name.split(".")
     numbers = [index for index, part in enumerate(parts) if part.isdecimal()]
     start = numbers[0] if numbers else 0
@@ -268,7 +270,7 @@ def _layer_row(kind: str, scheme: str, members: Sequence[LayerError], axis: Axis
 
 
 def _thinned(ordered: Sequence[LayerError]) -> Sequence[LayerError]:
-    """At most MAX_DOTS layers evenly over the order; the lowest and the highest stay."""
+    """Return at most MAX_DOTS layers evenly over the order; the lowest and the highest stay."""
     if len(ordered) <= MAX_DOTS:
         return ordered
     last = len(ordered) - 1

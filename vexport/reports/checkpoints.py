@@ -45,7 +45,7 @@ def check_documents(reports: Sequence[CheckReport], *, every: bool = False) -> l
 
 
 def not_judged(report: CheckReport) -> tuple[doc.Part, ...]:
-    """What PASS is not said of."""
+    """The list of what PASS is not said of."""
     return parts(doc.Listing(row(*map(str, report.not_judged)), "not judged") if report.not_judged else None)
 
 
@@ -55,7 +55,7 @@ def load_documents(reports: Sequence[LoadReport]) -> list[doc.Document]:
 
 
 def dry_load_documents(reports: Sequence[DryLoadReport]) -> list[doc.Document]:
-    """As of loads; each with the matrix of kinds of layers by capability."""
+    """Documents of dry loads, each with the matrix of kinds of layers by capability."""
     return [*_versions(reports), *(_document("load", load, device_parts(load)) for load in titled(reports))]
 
 
@@ -94,7 +94,7 @@ def load_facts(load: LoadReport) -> doc.Facts:
 
 
 def column_names(reports: Sequence[CheckpointReport]) -> list[str]:
-    """For each load its vLLM, tensor parallel size and mode, as far as the loads differ in them.
+    """Return the vLLM, tensor parallel size and mode of each load, as far as the loads differ in them.
 
     A vLLM is named by its version: that of another load by the same interpreter where one does not know it,
     else the interpreter. Checks do not differ in any.
@@ -172,7 +172,7 @@ def _memory(report: DryLoadReport) -> doc.Section | None:
 
 
 def _rooms(report: DryLoadReport) -> doc.Section | None:
-    """How many sequences of each length fit on each GPU, and what that leaves out."""
+    """The number of sequences of each length that fit on each GPU, and what that leaves out."""
     if not report.rooms:
         return None
     lengths = dict.fromkeys(room.tokens for room in report.rooms)

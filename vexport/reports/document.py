@@ -1,4 +1,4 @@
-"""What a report consists of: built once for each kind of report, drawn by one renderer for each form.
+"""The parts of a report: built once for each kind of report, drawn by one renderer for each form.
 
 Every text here may come from a checkpoint, a model or a data set: the renderers escape and clip it. Only HTML
 draws charts.
@@ -89,7 +89,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """What is to be typed, or was."""
+    """A command to type, or one that was."""
 
     text: str
 
@@ -222,7 +222,7 @@ def muted(text: str) -> Paragraph:
 
 
 def listing(lines: Sequence[str], most: int) -> Listing:
-    """At most that many lines, and how many more there are."""
+    """List at most that many lines, and how many more there are."""
     more = [f"and {len(lines) - most} more: see --format json"] if len(lines) > most else []
     return Listing(row(*lines[:most], *more))
 
@@ -231,7 +231,9 @@ _Kinds = Sequence[tuple[str, Folded]]
 
 
 def finding_parts(part: FindingList, limit: int) -> tuple[Part, ...]:
-    """At most `limit` kinds, below them what may follow from each, and where all findings are."""
+    """Return tables of at most `limit` kinds, below them what may follow from each, and where all findings
+    are.
+    """
     gates = dict.fromkeys(gate for gate, _ in part.findings)
     kinds = [
         (gate, kind)

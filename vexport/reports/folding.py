@@ -36,12 +36,12 @@ class Folded:
 
     @property
     def following(self) -> int:
-        """How many findings follow from it."""
+        """The number of findings that follow from it."""
         return sum(kind.count for kind in self.follow)
 
     @property
     def not_shown(self) -> int:
-        """How many of those are of the kinds beyond MAX_FOLLOWING."""
+        """The number of those that are of the kinds beyond MAX_FOLLOWING."""
         return sum(kind.count for kind in self.follow[MAX_FOLLOWING:])
 
     @property

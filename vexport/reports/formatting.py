@@ -14,13 +14,13 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How one metric's numbers read: shares in per cent and points, anything else in its own units."""
+    """The reading of one metric's numbers: shares in per cent and points, anything else in its own units."""
 
     shares: bool
 
     @property
     def unit(self) -> str:
-        """What a difference is counted in."""
+        """The unit of a difference."""
         return "points" if self.shares else "of the metric"
 
     def value(self, value: float | None) -> str:

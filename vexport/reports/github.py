@@ -149,7 +149,8 @@ def _escape_property(text: str) -> str:
 
 
 def place_of(checkpoint: str, finding: Finding) -> Place | None:
-    """Where a finding on `checkpoint` belongs; None where that is no folder or lies outside the workspace.
+    """Return the place of a finding on `checkpoint`; None where that is no folder or lies outside the
+    workspace.
 
     The file that the finding names, else the weights that hold the tensor, else config.json.
     """

@@ -1,4 +1,4 @@
-"""What a page has on weights and layers: sizes, signal-to-noise, sensitivity, drift between the models."""
+"""The sections of a page on weights and layers: sizes, signal-to-noise, sensitivity, drift."""
 
 import math
 from collections import Counter
@@ -25,7 +25,7 @@ MAX_LAYERS = 400
 
 
 def size_section(report: Report) -> doc.Section:
-    """What is stored, before and after, and by kind of layer."""
+    """The sizes before and after, and by kind of layer."""
     plan = report.plan
     kept = f": {folded_places(plan.kept_linears)}" if plan.kept_linears else ""
     layers = count(sum(len(group.members) for group in plan.groups))
@@ -65,7 +65,7 @@ def _noise_first(layer: LayerError) -> float:
 
 
 def sensitivity_sections(report: Report) -> tuple[doc.Part, ...]:
-    """What each group of layers loses, and the mixture that was chosen from that."""
+    """The losses of each group of layers, and the mixture that was chosen from them."""
     return parts(
         _sensitivity(report.sensitivity, report.mixed) if report.sensitivity else None,
         _mixed(report.mixed) if report.mixed else None,
@@ -112,7 +112,7 @@ _FIRST = "The first tokens of each row of the text that decides."
 
 
 def signals_section(report: Report) -> doc.Section | None:
-    """What the log-probabilities of both models show; nothing where they were not compared."""
+    """The drift of both models' log-probabilities; None where they were not compared."""
     drift, attribution = report.drift, report.attribution
     if not drift and not attribution:
         return None
@@ -188,7 +188,7 @@ def _prompt(prompt: PromptDrift, limit: float) -> doc.Details:
 
 
 def heat(kl: float, limit: float) -> int:
-    """How dark a token is drawn: 0 up to the limit, a step for each power of ten above it, at most 3.
+    """Return how dark a token is drawn: 0 up to the limit, a step for each power of ten above it, at most 3.
 
     What is not a number is drawn as dark as can be: the model gave no probability there.
     """
@@ -198,7 +198,7 @@ def heat(kl: float, limit: float) -> int:
 
 
 def budget_of(mixed: MixedScheme) -> str:
-    """What the mixed scheme had to stay within."""
+    """Return the budget of the mixed scheme in words."""
     limits = {
         "bits": f"{mixed.limit:g} bits per weight",
         "bytes": size(round(mixed.limit)),

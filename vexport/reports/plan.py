@@ -35,7 +35,7 @@ def render_plan(plan: Plan, format_: str, then: str, evaluate: Evaluate | None =
 
 
 def render_table(table: SchemeTable, format_: str) -> str:
-    """What each scheme would give, as text or JSON (plan-schemes.schema.json), with a final newline."""
+    """Draw the table of schemes as text or JSON (plan-schemes.schema.json), with a final newline."""
     if format_ == "json":
         return to_json(table)
     rows = (
@@ -116,7 +116,7 @@ def suite_line(settings: Evaluate) -> str:
 
 
 def documents_needed(settings: Evaluate) -> str:
-    """How many documents pass a model that lost nothing, with power 0.8; the margin is not 0."""
+    """Return how many documents pass a model that lost nothing, with power 0.8; the margin is not 0."""
     needed = documents_for_power(settings.margin, TYPICAL_DISAGREEMENT, settings.alpha)
     condition = f"margin {percent(settings.margin)}, alpha {settings.alpha:g}"
     change = percent(TYPICAL_DISAGREEMENT, 0)
@@ -130,7 +130,7 @@ def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _scheme_lines(plan: Plan, scheme: str) -> list[tuple[str, str]]:
-    """How many layers a scheme quantizes, and which kinds."""
+    """Return how many layers a scheme quantizes, and their kinds."""
     groups = [group for group in plan.groups if group.scheme == scheme]
     layers = plural(sum(len(group.members) for group in groups), "linear layer")
     own = get_scheme(scheme)
@@ -143,19 +143,19 @@ def _scheme_lines(plan: Plan, scheme: str) -> list[tuple[str, str]]:
 
 
 def _kept_lines(plan: Plan) -> list[str]:
-    """How many linear layers are kept, and which kinds."""
+    """Return how many linear layers are kept, and their kinds."""
     kinds = dict.fromkeys(map(kind_of, plan.kept_linears))
     first = f"{plural(len(plan.kept_linears), 'linear layer')}; embeddings, norms and what else is not linear"
     return [first, *(f"  {kind}" for kind in _shortened([*kinds], MOST_KEPT))]
 
 
 def kind_of(name: str) -> str:
-    """What a layer is, wherever it stands: `model.layers.*.mlp.experts.*.down_proj`."""
+    """Return a layer's name with `*` for its numbers: `model.layers.*.mlp.experts.*.down_proj`."""
     return NUMBER.sub("*", name)
 
 
 def _group_kinds(groups: Sequence[FusionGroup]) -> list[str]:
-    """How many of each kind of group there are, and what vLLM fuses in it."""
+    """Return how many of each kind of group there are, and what vLLM fuses in it."""
     members = {kind_of(group.name): group.members for group in groups}
     kinds = Counter(kind_of(group.name) for group in groups)
     return [

@@ -26,7 +26,7 @@ def quantized_answer(
     experts: tuple[ExpertCoverage, ...],
     rounding: RoundingReport | None,
 ) -> Quantized:
-    """What `quantize` has written, in numbers."""
+    """Return what `quantize` has written, in numbers."""
     members = [member for group in plan.groups for member in group.members]
     quantized = sum(one.out_features * one.in_features for one in members)
     return Quantized(
@@ -85,7 +85,7 @@ def _calibrated(answer: Quantized) -> str:
 
 
 def _smoothed(answer: Quantized) -> str:
-    """How far, and how many tensors changed for it."""
+    """Return the strength of the smoothing, and how many tensors changed for it."""
     if not answer.smoothed_tensors:
         return "nothing: no channels of this model can be scaled without changing what it computes"
     return f"{plural(answer.smoothed_tensors, 'tensor')}, with strength {answer.smoothing:g}"

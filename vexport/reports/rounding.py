@@ -1,4 +1,4 @@
-"""How weights were rounded by calibration text, in sentences, findings and a section."""
+"""The rounding of weights by calibration text, in sentences, findings and a section."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ MAX_GROUPS = 400
 
 
 def rounding_lines(rounding: RoundingReport | None) -> tuple[str, ...]:
-    """What was done to how many groups, how strongly, and what it gained."""
+    """Return how many groups were rounded in which way, how strongly, and what it gained."""
     if rounding is None:
         return ()
     kinds = Counter(group.rounding for group in rounding.groups)
@@ -34,7 +34,7 @@ def rounding_lines(rounding: RoundingReport | None) -> tuple[str, ...]:
 
 
 def _gain_line(groups: Sequence[GroupRounding]) -> str:
-    """What the groups' outputs are off by, and what they would be off by with the nearest numbers."""
+    """Return the error of the groups' outputs, and that of the nearest numbers."""
     if not groups:
         return ""
     before, after = (median(group.nearest_error for group in groups), median(group.error for group in groups))
@@ -42,7 +42,7 @@ def _gain_line(groups: Sequence[GroupRounding]) -> str:
 
 
 def _strength_line(groups: Sequence[GroupRounding]) -> str:
-    """How much of the refit the groups took, and with which ridge: the most frequent of each strength."""
+    """Return the strengths and ridges of the refit: the most frequent of each strength."""
     kinds = Counter((group.strength, group.damping, group.weighs_tokens) for group in groups)
     most = dict[float, str]()
     for (strength, ridge, weighed), _ in kinds.most_common():
@@ -53,7 +53,7 @@ def _strength_line(groups: Sequence[GroupRounding]) -> str:
 
 
 def fallback_lines(rounding: RoundingReport | None) -> tuple[str, ...]:
-    """Which groups were rounded to nearest although a rule asks for more, a line for each reason."""
+    """Return the groups rounded to nearest although a rule asks for more, a line for each reason."""
     reasons: dict[str, list[str]] = {}
     for group in rounding.fallbacks if rounding else ():
         reasons.setdefault(group.fallback or "", []).append(group.name)

@@ -189,7 +189,7 @@ def _canaries(baseline: LoadReport, candidate: LoadReport) -> doc.Section | None
 
 
 def _has_text(pair: _CanaryPair) -> bool:
-    """Whether either model wrote something, or what it wrote could not be trusted."""
+    """Return whether either model wrote something, or what it wrote could not be trusted."""
     return any(canary and (canary.text.strip() or canary.non_finite) for canary in pair[1:])
 
 

@@ -38,19 +38,19 @@ def outcome_line(outcome: str, device: str) -> str:
 
 
 def report_device(report: Report) -> str:
-    """What ran the quantized model; empty where no engine did."""
+    """Return the device that ran the quantized model; empty where no engine did."""
     return report.load.engine.device if report.load.engine else ""
 
 
 def report_sentence(report: Report) -> str:
-    """Why the run ended as it did; of a checkpoint that loads its size too."""
+    """Return why the run ended as it did; of a checkpoint that loads its size too."""
     if not report.load.ok or not report.plan.source_bytes:
         return report.reason
     return f"{report.reason}. {size_share(report.plan)}"
 
 
 def next_step(report: Report) -> tuple[str, str]:
-    """What to do now: a command, or nothing in its place, and a sentence."""
+    """Return the next command, or an empty one, and a sentence."""
     if report.outcome == "PASS":
         return f"vllm serve {shlex.quote(report.load.checkpoint)}", "Serve it."
     if report.verdict and any(task.uninformative for task in report.verdict.tasks):
@@ -97,7 +97,7 @@ def schemes_in_use(plan: Plan) -> str:
 
 
 def engine_line(engine: EngineInfo) -> str:
-    """Which vLLM ran where."""
+    """Return the version of vLLM and its platform."""
     emulated = ", kernels emulated" if engine.emulated else ""
     return f"{engine.vllm} on {engine.platform} ({engine.processor}{emulated})"
 
@@ -109,7 +109,7 @@ def served_with(engine: EngineInfo) -> str:
 
 
 def agreement_line(agreement: LogprobAgreement) -> str:
-    """How far vLLM's log-probabilities are from the reference, against the limit."""
+    """Return the distance of vLLM's log-probabilities from the reference, against the limit."""
     return (
         f"mean KL {small(agreement.mean_kl)} against {agreement.reference} (limit {small(agreement.limit)}), "
         f"max {small(agreement.max_kl)}, first choice agrees {percent(agreement.top1_agreement)} "
@@ -123,12 +123,14 @@ def scale_of(task: TaskVerdict) -> Scale:
 
 
 def scale_of_comparison(one: Comparison) -> Scale:
-    """As `scale_of`, for what is shown next to a gate."""
+    """Return the scale of what is shown next to a gate."""
     return Scale(max(one.baseline, one.candidate) <= 1)
 
 
 def drift_line(drift: Drift) -> str:
-    """How far the quantized model's log-probabilities are from the baseline's, against the limits."""
+    """Return the distance of the quantized model's log-probabilities from the baseline's, against the
+    limits.
+    """
     rise = drift.candidate_nll - drift.baseline_nll
     return (
         f"mean KL {small(drift.mean_kl)} nats per token (limit {small(drift.kl_limit)}), NLL {rise:+.3g} "
@@ -138,13 +140,13 @@ def drift_line(drift: Drift) -> str:
 
 
 def attribution_line(attribution: Attribution) -> str:
-    """Where a loss comes from, and why."""
+    """Return the cause of a loss, and why."""
     cause = "no part stands out" if attribution.cause == "none" else f"the {attribution.cause}"
     return f"{cause}: {attribution.reason}"
 
 
 def signal_lines(report: Report) -> Sequence[tuple[str, str]]:
-    """What the log-probabilities of both models say, each with its label."""
+    """Return the drift of both models' log-probabilities, each line with its label."""
     lines = []
     if report.drift:
         lines.append(("drift", drift_line(report.drift)))
@@ -162,7 +164,7 @@ def shown_comparisons(verdict: Verdict) -> tuple[Comparison, ...]:
 
 
 def _worst(task: TaskVerdict) -> Sequence[Comparison]:
-    """At most MAX_BESIDE; a group's other metrics stay, then its tasks with the greatest loss come."""
+    """Return at most MAX_BESIDE; a group's other metrics stay, then its tasks with the greatest loss come."""
     order = sorted(task.also, key=lambda one: (one.task != task.task, one.difference))
     kept = {id(one) for one in order[:MAX_BESIDE]}
     return [one for one in task.also if id(one) in kept]
@@ -181,13 +183,13 @@ def accepted_loss(verdict: Verdict) -> str:
 
 
 def method_line(verdict: Verdict) -> str:
-    """What loss is accepted, at what risk, by which test, and how the models were asked."""
+    """Return the accepted loss and risk, the test, and how the models were asked."""
     asked = f"; {prompting_line(verdict.prompting)}" if verdict.prompting else ""
     return f"accepted loss {accepted_loss(verdict)}, alpha {verdict.alpha:g}; {verdict.method}{asked}"
 
 
 def prompting_line(prompting: Prompting) -> str:
-    """How the models were asked: `chat template: applied (sha 4d4a31c9), 2-shot as multiturn`."""
+    """Return how the models were asked: `chat template: applied (sha 4d4a31c9), 2-shot as multiturn`."""
     template, system = prompting.chat_template, prompting.system_instruction
     plain = prompting.untemplated
     kept = f", but not to {', '.join(plain[:MAX_BESIDE])}: plain text" if plain else ""
@@ -234,7 +236,7 @@ MAX_NAMED = 4
 
 
 def coverage_lines(experts: Sequence[ExpertCoverage]) -> tuple[str, ...]:
-    """What the router sent to the experts of all layers, then which experts it sent nothing."""
+    """Return what the router sent to the experts of all layers, then the experts it sent nothing."""
     if not experts:
         return ()
     fewest, most = min(layer.fewest for layer in experts), max(layer.most for layer in experts)

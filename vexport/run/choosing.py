@@ -21,12 +21,12 @@ from vexport.version import __version__
 
 
 def is_mixed(run: Run) -> bool:
-    """Whether a rule leaves the choice of schemes to a budget."""
+    """Return whether a rule leaves the choice of schemes to a budget."""
     return run.scenario.is_mixed
 
 
 def plan_candidates(run: Run) -> Plan:
-    """What calibration has to serve: the rules' plan, or with `auto` every candidate.
+    """Plan what calibration has to serve: the rules, or with `auto` every candidate.
 
     Raises InputError for refusals that no choice changes; the plan is left to be read.
     """
@@ -50,14 +50,14 @@ def _candidates(run: Run) -> tuple[FusionGroup, ...]:
 
 
 def needs_samples(run: Run) -> bool:
-    """Whether samples are to be run; InputError where the plan needs them and there are none."""
+    """Return whether samples are to be run; InputError where the plan needs them and there are none."""
     plan = run.result(CANDIDATES)
     require_calibration(plan, run.scenario.calibration)
     return calibration_need(plan) is not None
 
 
 def calibrate(run: Run) -> Calibration:
-    """What the samples show."""
+    """Run the samples through the source."""
     text = PlanText(
         run.index,
         run.result(CANDIDATES),
@@ -69,12 +69,12 @@ def calibrate(run: Run) -> Calibration:
 
 
 def is_sensitivity_asked(run: Run) -> bool:
-    """Whether the scenario asks for losses."""
+    """Return whether the scenario asks for losses."""
     return is_mixed(run) or run.scenario.sensitivity is not None
 
 
 def measure(run: Run) -> Sensitivity:
-    """What quantizing each unit costs, on the first samples; see `vexport.sensitivity.measure`."""
+    """Measure what quantizing each unit costs, on the first samples; see `vexport.sensitivity.measure`."""
     settings, how = run.scenario.calibration, run.scenario.sensitivity or SensitivitySettings()
     assert settings is not None, "a scenario whose losses are asked for has a calibration"
     trust = run.options.trust_remote_code
@@ -91,7 +91,7 @@ def measure(run: Run) -> Sensitivity:
 
 
 def choose(run: Run) -> MixedScheme:
-    """What `auto` comes to within its budget."""
+    """Choose the schemes of `auto` within its budget."""
     assert run.scenario.auto is not None
     return mixed_scheme(
         run.result(SENSITIVITY).groups,
@@ -114,19 +114,19 @@ def chosen_rules(run: Run) -> tuple[Rule, ...]:
 
 
 def scenario_inputs(run: Run) -> Digests:
-    """What depends on the scenario's own rules is made from."""
+    """Digests of the inputs of what depends on the scenario's own rules."""
     return rule_inputs(run, run.scenario.rules)
 
 
 def sensitivity_inputs(run: Run) -> Digests:
-    """What the losses depend on."""
+    """Digests of the inputs of the losses."""
     settings = run.scenario.sensitivity
     digest = value_digest(settings.model_dump(mode="json") if settings else None)
     return {**scenario_inputs(run), "sensitivity": digest}
 
 
 def rule_inputs(run: Run, rules: tuple[Rule, ...]) -> Digests:
-    """What a checkpoint by these rules depends on."""
+    """Digests of the inputs of a checkpoint by these rules."""
     settings = run.scenario.calibration
     digests = {
         "vexport": __version__,

@@ -70,7 +70,7 @@ def measure_drift(run: Run) -> Drift | None:
 
 
 def is_evaluated(run: Run) -> bool:
-    """Whether both models answered tasks, or read the text that decides."""
+    """Return whether both models answered tasks, or read the text that decides."""
     served = run.get(SERVED_CANDIDATE)
     return served is not None and served.result.failure is None and run.scenario.evaluate is not None
 
@@ -102,7 +102,7 @@ def _judge(run: Run) -> Verdict:
 
 
 def conclude_run(run: Run) -> Conclusion:
-    """What all stages come to."""
+    """Draw up the report of all stages."""
     loaded = run.get(LOADED) or NOT_RUN
     outcome, reason = conclude(run.result(CHECKED), run.get(DRY_LOADED), loaded, run.get(VERDICT))
     return Conclusion(outcome=outcome, reason=reason)
@@ -124,14 +124,16 @@ def conclude(
 
 
 def attribute_loss(run: Run) -> Attribution | None:
-    """What causes a loss."""
+    """Find the cause of a loss."""
     sessions = run.result(SERVED_BASELINE), run.result(SERVED_CANDIDATE)
     outcome = run.result(CONCLUSION).outcome
     return cause_of(*sessions, run.scenario.evaluate, outcome, run.options, run.explaining.seconds)
 
 
 def is_explained(run: Run) -> bool:
-    """Whether the cause of a loss is looked for: of a pass too, whose report shows the floor of noise."""
+    """Return whether the cause of a loss is looked for: of a pass too, whose report shows the floor of
+    noise.
+    """
     return is_served(run) and run.explaining.wanted is not False
 
 

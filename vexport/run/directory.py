@@ -51,7 +51,7 @@ Digests = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRecord:
-    """What a finished stage was made from (name of the input -> digest) and the seconds it took.
+    """The inputs of a finished stage (name -> digest) and the seconds it took.
 
     `made` is the digest of a checkpoint that the stage has made, empty for all else.
     """
@@ -90,7 +90,7 @@ class RunDirectory:
         write_text(self.root / MARK, KIND.text)
 
     def is_done(self, stage: str, inputs: Digests) -> bool:
-        """Whether the stage is finished; InputError where it was made from something else."""
+        """Return whether the stage is finished; InputError where it was made from something else."""
         record = self._stages.get(stage)
         if record is None:
             return False
@@ -131,7 +131,7 @@ class RunDirectory:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """How long each finished stage took."""
+        """The seconds that each finished stage took."""
         return {name: round(record.seconds, 3) for name, record in self._stages.items()}
 
 
@@ -174,6 +174,6 @@ def read_report(folder: Path) -> Report:
 
 
 def rounding_of(folder: Path) -> RoundingReport | None:
-    """How the weights of a run's checkpoint were rounded; None where no calibration text decided it."""
+    """Read how the weights of a run's checkpoint were rounded; None where no calibration text decided it."""
     file = folder / ROUNDING
     return from_json(RoundingReport, file) if file.is_file() else None

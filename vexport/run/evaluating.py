@@ -56,7 +56,7 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalJob:
-    """What is asked for: checkpoints, the settings with their baseline, and the folder of the results.
+    """A request: checkpoints, the settings with their baseline, and the folder of the results.
 
     With `against`, an accepted baseline, that is the baseline. `accept` is where the caller will write one.
     """
@@ -92,7 +92,9 @@ class EvalJob:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the folder is that of an interrupted evaluation, whose answers are not asked again."""
+        """Return whether the folder is that of an interrupted evaluation, whose answers are not asked
+        again.
+        """
         if self.overwrite or not (self.folder / RESULTS.mark).is_file():
             return False
         folders = [self.folder / role for role in self.candidates]
@@ -100,7 +102,7 @@ class EvalJob:
 
     @property
     def outputs(self) -> list[NamedPath]:
-        """What is written."""
+        """The paths that are written."""
         return _named({"--output": self.folder, "--accept": self.accept})
 
 

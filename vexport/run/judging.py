@@ -1,4 +1,6 @@
-"""What both models' answers come to: drift, verdict and the cause of a loss, for `eval` and `run` alike."""
+"""The comparison of both models' answers: drift, verdict and the cause of a loss, for `eval` and `run`
+alike.
+"""
 
 import logging
 import time
@@ -34,7 +36,7 @@ class Explaining:
     seconds: float = DEFAULT_SECONDS
 
     def is_due(self, outcome: Outcome) -> bool:
-        """Whether to look for the cause of this outcome."""
+        """Return whether to look for the cause of this outcome."""
         return outcome != "PASS" if self.wanted is None else self.wanted
 
 
@@ -50,13 +52,15 @@ def scored_pair(baseline: Served, candidate: Served) -> tuple[Scored, Scored] | 
 
 
 def drift_between(baseline: Served, candidate: Served, settings: Evaluate | None) -> Drift | None:
-    """How far both models' log-probabilities on the same prompts are apart; None where one has none."""
+    """Return the drift between both models' log-probabilities on the same prompts; None where one has
+    none.
+    """
     pair = scored_pair(baseline, candidate)
     return measure_drift(*pair, limits=limits_of(settings)) if pair else None
 
 
 def first_line(verdict: Verdict) -> str:
-    """What the answers come to, before anything is explained."""
+    """Return the outcome in a line, before anything is explained."""
     return f"accuracy: {outcome_line(verdict.outcome, verdict.device)}: {verdict.reason}"
 
 
@@ -79,7 +83,7 @@ def verdict_of(
 
 
 def warnings_of(drift: Drift | None) -> tuple[str, ...]:
-    """What is said of a drift beyond its limits."""
+    """Return the warnings on a drift beyond its limits."""
     return drift_warnings(drift) if drift else ()
 
 
@@ -91,7 +95,7 @@ def cause_of(
     options: EngineOptions,
     seconds: float = DEFAULT_SECONDS,
 ) -> Attribution | None:
-    """What causes a loss, given the outcome; None where vLLM refused a model, or time ran out."""
+    """Find the cause of a loss, given the outcome; None where vLLM refused a model, or time ran out."""
     pair = scored_pair(baseline, candidate)
     if pair is None:
         return None
@@ -109,7 +113,7 @@ def cause_of(
 
 
 def _until(deadline: float, on_progress: OnProgress) -> OnProgress:
-    """As `on_progress`, and _OutOfTime once the deadline is over."""
+    """Report progress, and raise _OutOfTime once the deadline is over."""
 
     def tell(stage: str, done: int, total: int) -> None:
         if time.monotonic() > deadline:

@@ -27,7 +27,7 @@ def plan(run: Run) -> Plan:
 
 
 def checkpoint_inputs(run: Run) -> Digests:
-    """What the checkpoint depends on."""
+    """Digests of the inputs of the checkpoint."""
     return rule_inputs(run, chosen_rules(run))
 
 

@@ -27,7 +27,7 @@ def commit_of(root: Path) -> str | None:
 
 
 def source_name(source: str, root: Path) -> str:
-    """What a model is called: its id on the hub where that is known, else the name of its folder.
+    """Return a model's id on the hub where that is known, else the name of its folder.
 
     `source` is the name that the scenario gives, `root` the folder that it became.
     """

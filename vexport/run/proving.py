@@ -38,7 +38,7 @@ _UNREAD = {"kl_limit", "nll_limit", "margin", "alpha", "gate"}
 
 
 def settle_questions(run: Run) -> LmEvalSettings:
-    """How lm-eval asks both models; the candidate has the source's tokenizer and chat template.
+    """Decide how lm-eval asks both models; the candidate has the source's tokenizer and chat template.
 
     Brings the tasks' documents into the cache first, unless both models have had them. Raises InputError
     where the models cannot be asked alike.
@@ -52,18 +52,18 @@ def settle_questions(run: Run) -> LmEvalSettings:
 
 
 def names_devices(run: Run) -> bool:
-    """Whether a sound checkpoint has GPUs of the scenario to be loaded for."""
+    """Return whether a sound checkpoint has GPUs of the scenario to be loaded for."""
     return run.result(CHECKED).ok and bool(run.scenario.serve.capabilities)
 
 
 def device_inputs(run: Run) -> Digests:
-    """What the dry load depends on."""
+    """Digests of the inputs of the dry load."""
     serve = run.scenario.serve
     return {**checkpoint_inputs(run), "serve devices": value_digest([serve.dry_ranks, serve.compute])}
 
 
 def dry_load(run: Run) -> DryLoadReport:
-    """Where else the checkpoint would load: each GPU of the scenario, for each tensor parallel size."""
+    """Load the checkpoint dry on each GPU of the scenario, for each tensor parallel size."""
     serve = run.scenario.serve
     (report,) = dry_load_checkpoints(
         [str(run.checkpoint)],
@@ -78,18 +78,18 @@ def dry_load(run: Run) -> DryLoadReport:
 
 
 def is_loadable(run: Run) -> bool:
-    """Whether nothing found so far keeps vLLM from loading the checkpoint."""
+    """Return whether nothing found so far keeps vLLM from loading the checkpoint."""
     dry = run.get(DRY_LOADED)
     return run.result(CHECKED).ok and (dry is None or dry.ok)
 
 
 def baseline_inputs(run: Run) -> Digests:
-    """What the baseline's session depends on."""
+    """Digests of the inputs of the baseline's session."""
     return {"baseline": folder_digest(run.baseline), **_session_inputs(run, is_baseline=True)}
 
 
 def candidate_inputs(run: Run) -> Digests:
-    """What the checkpoint's session depends on."""
+    """Digests of the inputs of the checkpoint's session."""
     return {**checkpoint_inputs(run), **_session_inputs(run, is_baseline=False)}
 
 
@@ -125,17 +125,17 @@ def _served(run: Run, role: str, model: Path) -> Served:
 
 
 def is_served(run: Run) -> bool:
-    """Whether both models were started in vLLM, which may have refused the checkpoint."""
+    """Return whether both models were started in vLLM, which may have refused the checkpoint."""
     return run.get(SERVED_CANDIDATE) is not None
 
 
 def baseline_sessions(run: Run) -> Digests:
-    """What the report on the baseline's session depends on."""
+    """Digests of the inputs of the report on the baseline's session."""
     return _judged_inputs(run.result(SERVED_BASELINE), run.result(SERVED_BASELINE))
 
 
 def candidate_sessions(run: Run) -> Digests:
-    """What the report on the checkpoint's session depends on."""
+    """Digests of the inputs of the report on the checkpoint's session."""
     return _judged_inputs(run.result(SERVED_CANDIDATE), run.result(SERVED_BASELINE))
 
 
@@ -161,7 +161,7 @@ def _judged_inputs(served: Served, baseline: Served) -> Digests:
 
 
 def _session_inputs(run: Run, *, is_baseline: bool) -> Digests:
-    """What a session depends on besides the model."""
+    """Digests of the inputs of a session besides the model."""
     settings = run.scenario.evaluate
     evaluation = None
     files: list[Path] = []

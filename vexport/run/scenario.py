@@ -69,7 +69,7 @@ def _require_usable(scenario: Scenario, options: EngineOptions) -> None:
 
 
 def _inputs(scenario: Scenario, file: Path | None) -> Iterator[NamedPath]:
-    """What a run reads; a hub id is no path that exists."""
+    """The paths that a run reads; a hub id is no path that exists."""
     if file is not None:
         yield NamedPath(label="SCENARIO", path=file)
     yield NamedPath(label="source", path=Path(scenario.source).expanduser())

@@ -44,7 +44,7 @@ KL_TOKENS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """How every engine of a call is started."""
+    """The start of every engine of a call."""
 
     serve: Serve
     vllm_python: Path | None
@@ -70,7 +70,7 @@ class Served:
 
     @property
     def read_text(self) -> ReadText | None:
-        """What the session's model makes of the text, where it read one."""
+        """The costs of the text's tokens for the session's model, where it read one."""
         scored, file = self.scored, self.result.text_file
         return ReadText(scored=scored, rows=self.rows, file=file) if scored and file else None
 
@@ -82,7 +82,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
-    """What a model is asked besides the fixed prompts.
+    """The questions to a model besides the fixed prompts.
 
     `texts` are prompts to continue; `evaluate` has the tasks of lm-eval, `lm_eval` how they are asked. With
     `repeat` a part of them is asked again, and an engine that is not deterministic is an error.
@@ -237,7 +237,7 @@ def _identified(request: SessionRequest) -> SessionRequest:
 
 
 def serve_digest(arguments: EngineArguments) -> str:
-    """Of what an engine is started with: its arguments, and the environment that chooses its kernels."""
+    """Digest the arguments that an engine is started with, and the environment that chooses its kernels."""
     chosen = answer_environment()
     return value_digest(dict(arguments) if chosen == NONE else {**arguments, "environment": chosen})
 

@@ -35,7 +35,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 def always(run: Run) -> bool:
-    """Of a stage that every run has."""
+    """The condition of a stage that every run has."""
     return True
 
 
@@ -112,7 +112,7 @@ def finish(run: Run) -> Report:
 
 
 def is_due(run: Run, stage: Stage[object]) -> bool:
-    """Whether a run has the stage, as far as the stages before it tell."""
+    """Return whether a run has the stage, as far as the stages before it tell."""
     run.readable = stage.reads
     try:
         return stage.when(run)

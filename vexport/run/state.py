@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Output(Generic[T_co]):
-    """What a stage leaves: a value of one type, and the file of the run directory that holds it as JSON.
+    """A result of a stage: a value of one type, and the file of the run directory that holds it as JSON.
 
     What has no file is worked out at every call, since that takes no time.
     """
@@ -93,12 +93,12 @@ class Run:
 
     @property
     def checkpoint(self) -> Path:
-        """Where the quantized checkpoint is written."""
+        """The folder of the quantized checkpoint."""
         return self.folder / CHECKPOINT
 
     @property
     def planning(self) -> PlanSettings:
-        """What the plan depends on besides the rules."""
+        """The settings of the plan besides the rules."""
         return settings_of(self.scenario)
 
     @cached_property
@@ -108,7 +108,7 @@ class Run:
 
     @cached_property
     def units(self) -> tuple[LayerGroup, ...]:
-        """What can be given its own scheme."""
+        """The groups of layers that can be given a scheme of their own."""
         scenario = self.scenario
         return find_layer_groups(self.index, scenario.rules, scenario.auto, self.planning)
 
@@ -120,12 +120,12 @@ class Run:
         return resolve_source(name, self.options.on_progress)
 
     def get(self, output: Output[T]) -> T | None:
-        """What a stage left; None where it was not run or found nothing."""
+        """Read the result of a stage; None where it was not run or found nothing."""
         assert self.readable is None or output in self.readable, f"{output.name} is not declared as read"
         return cast("T | None", self._values.get(output.name))
 
     def result(self, output: Output[T]) -> T:
-        """What a stage left that must have been run."""
+        """Read the result of a stage that must have been run."""
         value = self.get(output)
         assert value is not None, f"nothing has left {output.name}"
         return value

@@ -1,4 +1,4 @@
-"""What decides, and how the models are asked; suites, named lists of lm-eval tasks."""
+"""Tasks, limits and how the models are asked; suites, named lists of lm-eval tasks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

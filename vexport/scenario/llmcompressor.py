@@ -61,7 +61,7 @@ Keys = Mapping[str, JsonValue]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What a recipe comes to, and what of it has no effect here."""
+    """The rules of a recipe, and what of it has no effect here."""
 
     rules: tuple[Rule, ...]
     kv_cache: KvCache | None
@@ -290,7 +290,7 @@ def _strings(modifier: _Modifier, key: str, problems: list[InputError]) -> list[
 
 
 def _kv_cache(modifier: _Modifier, problems: list[InputError]) -> KvCache | None:
-    """How keys and values are stored."""
+    """Return how keys and values are stored."""
     raw = modifier.keys.get("kv_cache_scheme")
     if raw is None:
         return None
@@ -311,7 +311,7 @@ def _kv_cache(modifier: _Modifier, problems: list[InputError]) -> KvCache | None
 
 
 def _notes(modifier: _Modifier) -> Iterator[str]:
-    """What a modifier says that is not followed, and what is done."""
+    """Return the settings of a modifier that are not followed, and what is done."""
     if modifier.name == SMOOTHING:
         for key in _PLACES:
             if modifier.keys.get(key):

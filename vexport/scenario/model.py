@@ -54,7 +54,7 @@ class Calibration(Section):
         return name.path if name.kind == "path" else None
 
     def source(self, samples: int | None = None) -> CalibrationData:
-        """What is read, the whole of it or so many samples."""
+        """The path or hub id of the model."""
         return CalibrationData(
             name=self.data,
             samples=samples or self.samples,
@@ -113,10 +113,10 @@ class Scenario(Section):
 
     @property
     def run_dir(self) -> Path:
-        """Where everything goes unless a command names another folder."""
+        """The folder of everything unless a command names another."""
         return Path("runs") / self.name
 
     @property
     def is_mixed(self) -> bool:
-        """Whether a rule leaves the choice of schemes to a budget."""
+        """Return whether a rule leaves the choice of schemes to a budget."""
         return any(rule.scheme == AUTO for rule in self.rules)

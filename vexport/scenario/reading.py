@@ -93,7 +93,7 @@ def _known_keys(location: Sequence[int | str]) -> list[str]:
 
 
 def _where_to(key: str, known: Sequence[str]) -> str:
-    """What to do about an unknown key: where it belongs, or what it may have been meant to be."""
+    """Return what to do about an unknown key: where it belongs, or what it may have been meant to be."""
     if instead := instead_of(key):
         return f"remove it: {instead}"
     if key in _OTHER_NAMES:
@@ -106,7 +106,9 @@ def _where_to(key: str, known: Sequence[str]) -> str:
 
 
 def is_scenario(source: str) -> bool:
-    """Whether what stands for SOURCE|SCENARIO is the file of a scenario, or the recipe of a checkpoint."""
+    """Return whether what stands for SOURCE|SCENARIO is the file of a scenario, or the recipe of a
+    checkpoint.
+    """
     return source.endswith((".yaml", ".yml", f"/{RECIPE}")) or source == RECIPE
 
 
@@ -139,7 +141,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_yaml(path: Path, need: str = "a scenario") -> object:
-    """What a YAML file says, within bounds; InputError where it cannot be read."""
+    """Read a YAML file, within bounds; InputError where it cannot be read."""
     try:
         require_no_device(path)
         content: object = yaml.load(path.read_text(encoding="utf-8"), _Loader)
@@ -194,7 +196,7 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
 
 
 def base_scenario(source: str, scheme: str, file: Path | None) -> Scenario:
-    """What all schemes have in common: the scenario of a file, or text with all defaults."""
+    """Return what all schemes have in common: the scenario of a file, or text with all defaults."""
     if file is not None:
         return read_scenario(file).model_copy(update={"source": source})
     path = Path(source).expanduser()

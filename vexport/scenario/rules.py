@@ -43,12 +43,12 @@ def known_observer(name: str) -> str:
 
 
 def is_vexports(name: str) -> bool:
-    """Whether the keywords of an observer are known without its class."""
+    """Return whether the keywords of an observer are known without its class."""
     return name in OBSERVERS
 
 
 def keyword_problems(key: str, name: str | None, keywords: Mapping[str, OptionValue]) -> Iterator[Problem]:
-    """What is wrong with the keywords of the observer `name`, given under `key`."""
+    """Return the problems of the keywords of the observer `name`, given under `key`."""
     if name is None and keywords:
         need = "the observer that they are for"
         yield (key,), dict(keywords), need, f"add {key.removesuffix('_kwargs')}"
@@ -112,7 +112,7 @@ class Refit(Section):
 
 
 class Rule(Section):
-    """Which layers get which scheme; in a list of rules the first match wins.
+    """A pattern of layers and their scheme; in a list of rules the first match wins.
 
     `match` is "Linear" (every linear layer), a module's name, the last parts of one (`lm_head`,
     `self_attn.q_proj`), or `re:` and a regular expression anchored at the start of the name. Scheme `auto`
@@ -187,7 +187,7 @@ class Rule(Section):
 
 
 class Auto(Section):
-    """What `scheme: auto` chooses from, and its one budget for the whole checkpoint.
+    """The candidates of `scheme: auto`, and its one budget for the whole checkpoint.
 
     `bits` are bits per weight, `bytes` the size, `share` the part of the source's size (0.4).
     """
@@ -232,6 +232,8 @@ class Auto(Section):
 
 
 class IgnoredLayers(Rule):
-    """What another tool's recipe ignores: it serves many models, and may match nothing in this one."""
+    """The layers that another tool's recipe ignores: it serves many models, and may match nothing in this
+    one.
+    """
 
     of_recipe: ClassVar[bool] = True

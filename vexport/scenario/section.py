@@ -1,4 +1,4 @@
-"""What all sections of a scenario are, and the errors that their validators find, each at its key."""
+"""The base of all sections of a scenario, and the errors that their validators find, each at its key."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""How vLLM's engine is started: what a scenario or command line may say, and what vexport decides itself."""
+"""The start of vLLM's engine: what a scenario or command line may say, and what vexport decides itself."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -112,7 +112,7 @@ _OWNED: Mapping[str, _Owned] = {
 
 
 class Serve(Section):
-    """Where the checkpoint is meant to run, and how vLLM is started here.
+    """The GPUs that the checkpoint is meant for, and the start of vLLM here.
 
     `compute` has `cpu` and compute capabilities of GPUs (`sm90`). Each capability is loaded dry for every
     size of `dry_tensor_parallel`; what runs is the device that is there. All else are arguments of vLLM, in
@@ -186,7 +186,7 @@ class Serve(Section):
 
     @property
     def devices(self) -> int:
-        """How many devices one engine needs."""
+        """The number of devices that one engine needs."""
         return self.ranks * (self.pipeline_parallel_size or 1)
 
     @property
@@ -201,12 +201,12 @@ class Serve(Section):
 
     @property
     def given(self) -> EngineArguments:
-        """What was given for one engine of vLLM's, in the order of `TYPED` and then as written."""
+        """The arguments given for one engine of vLLM's, in the order of `TYPED` and then as written."""
         typed = {name: value for name in TYPED if (value := getattr(self, name)) is not None}
         return {**typed, **self.engine_args}
 
     def arguments(self, *, is_baseline: bool) -> EngineArguments:
-        """What was given for one of the two models; see `CANDIDATE_ONLY`."""
+        """Return the arguments for one of the two models; see `CANDIDATE_ONLY`."""
         return {
             name: value for name, value in self.given.items() if not (is_baseline and name in CANDIDATE_ONLY)
         }
@@ -255,7 +255,7 @@ def with_options(serve: Serve, typed: Mapping[str, JsonValue], engine_args: Engi
 
 
 def _option_error(detail: ErrorDetails, options: EngineArguments) -> InputError:
-    """Where the option stands that a value came from, and what is wrong with it."""
+    """Return where the option stands that a value came from, and what is wrong with it."""
     where = [str(part) for part in detail["loc"]]
     name = where[1] if len(where) > 1 else where[0] if where else ""
     return InputError(
