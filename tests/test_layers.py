@@ -6,8 +6,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parent.parent / "vexport"
 # From the bottom to the top: a module may import from its own layer's package and from layers below.
 LAYERS = (
@@ -75,35 +73,40 @@ def test_every_part_has_a_layer() -> None:
 
 
 def test_no_two_rooms_import_each_other() -> None:
-    arrows = {
-        (part, name.split(".")[1])
-        for part, path in modules()
-        for name, _ in imports(ast.parse(path.read_text(encoding="utf-8")))
-        if name.startswith("vexport.")
-    }
+    arrows = {(part, name.split(".")[1]) for part, _, name, _ in all_imports() if name.startswith("vexport.")}
     assert not {(one, other) for one, other in arrows if one < other and (other, one) in arrows}
 
 
-@pytest.mark.parametrize(
-    ("part", "path"), list(modules()), ids=lambda value: str(value).rpartition("vexport/")[2]
-)
-def test_imports_never_go_up(part: str, path: Path) -> None:
-    for name, _ in imports(ast.parse(path.read_text(encoding="utf-8"))):
-        if name.startswith("vexport."):
-            target = name.split(".")[1]
-            assert target == part or RANK[target] < RANK[part], f"{path.name} imports {name}"
+def all_imports() -> Iterator[tuple[str, Path, str, bool]]:
+    """(part, module, what it imports, whether inside a function)."""
+    for part, path in modules():
+        for name, late in imports(ast.parse(path.read_text(encoding="utf-8"))):
+            yield part, path, name, late
 
 
-@pytest.mark.parametrize(
-    ("part", "path"), list(modules()), ids=lambda value: str(value).rpartition("vexport/")[2]
-)
-def test_late_imports_are_the_named_ones(part: str, path: Path) -> None:
-    for name, late in imports(ast.parse(path.read_text(encoding="utf-8"))):
-        root = name.split(".")[0]
-        assert not late or root in LATE.get(part, ()), f"{path.name} imports {name} inside a function"
-        assert late or root not in ("vllm", "lm_eval") or "cpu_emulation" in str(path), (
-            f"{path.name} imports {name}"
-        )
+def test_imports_never_go_up() -> None:
+    up = [
+        f"{path} imports {name}"
+        for part, path, name, _ in all_imports()
+        if name.startswith("vexport.")
+        and (target := name.split(".")[1]) != part
+        and RANK[target] >= RANK[part]
+    ]
+    assert up == []
+
+
+def test_late_imports_are_the_named_ones() -> None:
+    late = [
+        f"{path} imports {name} inside a function"
+        for part, path, name, inside in all_imports()
+        if inside and name.split(".")[0] not in LATE.get(part, ())
+    ]
+    early = [
+        f"{path} imports {name}"
+        for _, path, name, inside in all_imports()
+        if not inside and name.split(".")[0] in ("vllm", "lm_eval") and "cpu_emulation" not in str(path)
+    ]
+    assert late + early == []
 
 
 def loaded_by(statement: str) -> set[str]:
