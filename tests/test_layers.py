@@ -119,13 +119,11 @@ def test_the_command_line_loads_nothing_heavy() -> None:
     assert not loaded_by("import vexport.cli, vexport") & set(HEAVY)
 
 
-def test_checks_do_not_load_torch() -> None:
-    assert not loaded_by("import vexport.checks, vexport.reports") & {
-        "torch",
-        "transformers",
-        "scipy",
-        "vllm",
-    }
+def test_a_check_loads_neither_torch_nor_what_makes_or_evaluates() -> None:
+    loaded = loaded_by("import vexport.checks, vexport.reports, vexport.cli.check")
+    assert not loaded & {"torch", "transformers", "scipy", "vllm"}
+    rooms = {name.split(".")[1] for name in loaded if name.startswith("vexport.")}
+    assert not rooms & {"plan", "scenario", "quantize", "evaluation", "repair", "run"}
 
 
 def test_planning_does_not_load_transformers() -> None:
