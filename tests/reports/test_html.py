@@ -16,7 +16,8 @@ import pytest
 
 from tests.reports import sample
 from vexport.reports import document, render
-from vexport.reports.charts import forests, layer_kind, size_bars
+from vexport.reports.charts import forests
+from vexport.reports.layers import layer_kind
 from vexport.types import KindSize, Report
 
 CHROMIUM = shutil.which("chromium")
@@ -255,11 +256,11 @@ def test_sizes_stand_by_kind_of_layer() -> None:
         KindSize(kind="mlp", source_bytes=2_000_000, output_bytes=600_000),
         KindSize(kind="embed_tokens", source_bytes=800_000, output_bytes=800_000),
     )
-    mlp, embeddings = size_bars(sizes).bars
-    assert (mlp.before, mlp.after, mlp.remark) == (100.0, 30.0, "(30%)")
-    assert (embeddings.before, embeddings.after, embeddings.remark) == (40.0, 40.0, "(100%)")
-    words = Page(render(replace(sample.report(), sizes=sizes), "html")).words
-    assert "embed_tokens" in words
+    page = Page(render(replace(sample.report(), sizes=sizes), "html"))
+    words = [word.strip() for word in page.words if word.strip()]
+    start = words.index("mlp")
+    assert words[start : start + 4] == ["mlp", "2.00 MB", "600 kB", "30%"]
+    assert words[start + 4 : start + 8] == ["embed_tokens", "800 kB", "800 kB", "100%"]
 
 
 def test_findings_of_a_kind_are_one_row_and_what_follows_is_folded() -> None:

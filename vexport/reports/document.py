@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vexport.reports.charts import Bars, Forest, LayerChart
+from vexport.reports.charts import Forest
 from vexport.reports.folding import MAX_FOLLOWING, SEVERITIES, Folded, fold
 from vexport.reports.formatting import plural
 from vexport.reports.gates import Gate, Status
@@ -151,10 +151,20 @@ class Section:
     forms: tuple[Form, ...] = FORMS
 
 
-Chart = Bars | Forest | LayerChart
 Part = (
-    Section | Table | Paragraph | Listing | Facts | Code | Details | FindingList | Exchange | Filter | Tokens
-) | Chart
+    Section
+    | Table
+    | Paragraph
+    | Listing
+    | Facts
+    | Code
+    | Details
+    | FindingList
+    | Exchange
+    | Filter
+    | Tokens
+    | Forest
+)
 
 
 @dataclass(frozen=True, slots=True)

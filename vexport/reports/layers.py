@@ -2,13 +2,22 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from statistics import median
 
 from vexport.reports import document as doc
-from vexport.reports.charts import chosen_schemes, layer_chart, loss_bars, size_bars
 from vexport.reports.document import PAGE, badge, columns, muted, parts, row
 from vexport.reports.folding import folded_places
-from vexport.reports.formatting import bits_per_weight, count, decibels, percent, plural, size, small
+from vexport.reports.formatting import (
+    bits_per_weight,
+    count,
+    decibels,
+    percent,
+    plural,
+    ratio,
+    size,
+    small,
+)
 from vexport.reports.sentences import attribution_line, schemes_in_use
 from vexport.types import (
     Attribution,
@@ -35,21 +44,31 @@ def size_section(report: Report) -> doc.Section:
     )
     before, after = (bits_per_weight(n, plan.parameters) for n in (plan.source_bytes, plan.output_bytes))
     whole = KindSize(kind="checkpoint", source_bytes=plan.source_bytes, output_bytes=plan.output_bytes)
-    kinds = doc.Section("By kind of layer", (size_bars(report.sizes),)) if report.sizes else None
+    rows = (
+        row(
+            kind.kind,
+            size(kind.source_bytes),
+            size(kind.output_bytes),
+            ratio(kind.output_bytes, kind.source_bytes),
+        )
+        for kind in (*report.sizes, whole)
+    )
+    table = doc.Table(columns("Kind", ">Source", ">Quantized", ">Share"), tuple(rows))
     bits = muted(
         f"{after} bits per weight, was {before}: everything stored, scales and kept layers included, over "
         f"{count(plan.parameters)} parameters."
     )
-    return doc.Section("Size", parts(size_bars([whole]), kinds, bits), anchor="size", lead=lead, forms=PAGE)
+    return doc.Section("Size", (table, bits), anchor="size", lead=lead, forms=PAGE)
 
 
 def noise_section(layers: Sequence[LayerError]) -> doc.Section | None:
     """Signal-to-noise of the layers; nothing where none has any noise."""
-    chart = layer_chart(layers)
-    if chart is None:
+    if not any(math.isfinite(layer.snr_db) for layer in layers):
         return None
-    hidden = f"; {count(chart.hidden)} dots between their neighbours are left out" if chart.hidden else ""
-    lead = f"How well stored weights reproduce the source, in dB; more is better. A dot is a layer{hidden}."
+    lead = "How well stored weights reproduce the source, in dB; more is better."
+    kinds = doc.Table(
+        columns("Layers", "Scheme", ">Number", ">Lowest", ">Median"), tuple(_noise_rows(layers))
+    )
     worst = sorted(layers, key=_noise_first)[:MAX_LAYERS]
     rows = (row(doc.Cell(layer.name, mono=True), layer.scheme, decibels(layer.snr_db)) for layer in worst)
     table = doc.Table(columns("Layer", "Scheme", ">dB"), tuple(rows), stack=False)
@@ -57,7 +76,30 @@ def noise_section(layers: Sequence[LayerError]) -> doc.Section | None:
     content = parts(table, muted(more) if len(layers) > len(worst) else None)
     details = doc.Details(doc.Cell("Layers from the lowest signal-to-noise up"), content)
     title = "Signal-to-noise by layer"
-    return doc.Section(title, (chart, details), anchor="signal-to-noise", lead=lead, forms=PAGE)
+    return doc.Section(title, (kinds, details), anchor="signal-to-noise", lead=lead, forms=PAGE)
+
+
+def _noise_rows(layers: Sequence[LayerError]) -> Iterator[tuple[doc.Cell, ...]]:
+    """A row for each kind of layer and scheme."""
+    kinds: dict[tuple[str, str], list[float]] = {}
+    for layer in layers:
+        kinds.setdefault((layer_kind(layer.name), layer.scheme), []).append(_noise_first(layer))
+    for (kind, scheme), noise in kinds.items():
+        yield row(
+            doc.Cell(kind, mono=True),
+            scheme,
+            count(len(noise)),
+            decibels(min(noise)),
+            decibels(median(noise)),
+        )
+
+
+def layer_kind(name: str) -> str:
+    """Return a name without numbers: `model.layers.3.mlp.experts.7.up_proj` is `mlp.experts.up_proj`."""
+    words = name.split(".")
+    numbers = [index for index, word in enumerate(words) if word.isdecimal()]
+    start = numbers[0] if numbers else 0
+    return ".".join(word for word in words[start:] if not word.isdecimal())
 
 
 def _noise_first(layer: LayerError) -> float:
@@ -77,14 +119,16 @@ def _sensitivity(sensitivity: Sensitivity, mixed: MixedScheme | None) -> doc.Sec
         "What each group of layers costs when it alone is quantized: KL against the source in nats per "
         f"token, on {count(sensitivity.tokens)} tokens of {count(sensitivity.samples)} samples."
     )
-    details = doc.Details(doc.Cell("All groups and schemes"), (_losses(sensitivity, mixed),))
-    content = (loss_bars(sensitivity, mixed), details)
+    content = (_losses(sensitivity, mixed),)
     return doc.Section("Sensitivity", content, anchor="sensitivity", lead=lead, forms=PAGE)
 
 
 def _losses(sensitivity: Sensitivity, mixed: MixedScheme | None) -> doc.Table:
-    """Every group under every scheme, in the model's order, at most MAX_LAYERS."""
-    chosen = chosen_schemes(mixed)
+    """Every group under every scheme, the most sensitive first, at most MAX_LAYERS."""
+    chosen = {choice.name: choice.scheme for choice in mixed.choices} if mixed else {}
+    groups = sorted(
+        sensitivity.groups, key=lambda group: -max((each.loss for each in group.schemes), default=0.0)
+    )
     rows = [
         row(
             doc.Cell(group.name, mono=True),
@@ -92,7 +136,7 @@ def _losses(sensitivity: Sensitivity, mixed: MixedScheme | None) -> doc.Table:
             size(loss.num_bytes),
             small(loss.loss),
         )
-        for group in sensitivity.groups
+        for group in groups
         for loss in group.schemes
     ]
     header = columns("Group", "Scheme", ">Size", ">KL")
