@@ -66,23 +66,25 @@ def load(
     A real load has the tensor parallel size of `engine.serve`. `gpu` has names, as "H100", whose room is
     compared with what the model takes.
     """
-    own = engine or Engine()
+    engine_settings = engine or Engine()
     if dry:
         (found,) = dry_load_checkpoints(
             (str(checkpoint),),
-            (own.vllm_python,),
+            (engine_settings.vllm_python,),
             tp=tuple(tp),
             sm=None if sm is None else tuple(sm),
             gpus=cards(gpu),
-            trust_remote_code=own.trust_remote_code,
-            timeout=own.serve.timeout,
+            trust_remote_code=engine_settings.trust_remote_code,
+            timeout=engine_settings.serve.timeout,
             on_progress=on_progress,
         )
         return found
     if sm is not None or gpu or tuple(tp) != (1,):
         raise ValueError("load: got tp, sm or gpu without dry, need dry=True, or the size in engine.serve")
-    options = own.options(on_progress)
-    (report,) = load_checkpoints((str(checkpoint),), (own.vllm_python,), [own.serve], (mode,), options)
+    options = engine_settings.options(on_progress)
+    (report,) = load_checkpoints(
+        (str(checkpoint),), (engine_settings.vllm_python,), [engine_settings.serve], (mode,), options
+    )
     return report
 
 

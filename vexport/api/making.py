@@ -248,9 +248,11 @@ def _wanted(
         raise ValueError("got an observer, rounding or group_size next to what says the same, need it there")
     if recipe is None:
         return (*ignored_rules(ignore), *rules), settings
-    found = read_recipe(Path(recipe))
-    for text in found.notes:
+    recipe_rules = read_recipe(Path(recipe))
+    for text in recipe_rules.notes:
         warnings.warn(text, stacklevel=3)
-    smoothing = found.smoothing if settings.smoothing is None else settings.smoothing
-    own = replace(settings, kv_cache=settings.kv_cache or found.kv_cache, smoothing=smoothing)
-    return (*ignored_rules(ignore), *found.rules), own
+    smoothing = recipe_rules.smoothing if settings.smoothing is None else settings.smoothing
+    recipe_settings = replace(
+        settings, kv_cache=settings.kv_cache or recipe_rules.kv_cache, smoothing=smoothing
+    )
+    return (*ignored_rules(ignore), *recipe_rules.rules), recipe_settings

@@ -180,8 +180,8 @@ def require_plan(source: str, plan: Plan) -> None:
 def require_loaded(reports: Sequence[LoadReport | DryLoadReport]) -> None:
     """Exit with 1 where a checkpoint fails, else with 4 where an engine died before it could tell."""
     for report in reports:
-        own = [finding for finding in report.findings if finding.check != ENGINE_CHECK]
-        require_ok(report.checkpoint, report.ok or not own, own)
+        of_checkpoint = [finding for finding in report.findings if finding.check != ENGINE_CHECK]
+        require_ok(report.checkpoint, report.ok or not of_checkpoint, of_checkpoint)
     for finding in (finding for report in reports for finding in report.findings):
         if finding.check == ENGINE_CHECK:
             raise EnvironmentFault(finding.where, got=finding.got, need=finding.expected, fix=finding.fix)

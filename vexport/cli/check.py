@@ -125,9 +125,9 @@ def _resolved(
     """The folder of each name, or why there is none."""
     from vexport.checkpoint.source import resolve_source
 
-    found = {name: attempt(partial(resolve_source, name, on_progress), name) for name in names}
-    roots = {name: root for name, root in found.items() if isinstance(root, Path)}
-    return roots, {name: problem for name, problem in found.items() if isinstance(problem, VexportError)}
+    outcomes = {name: attempt(partial(resolve_source, name, on_progress), name) for name in names}
+    roots = {name: root for name, root in outcomes.items() if isinstance(root, Path)}
+    return roots, {name: problem for name, problem in outcomes.items() if isinstance(problem, VexportError)}
 
 
 def _checked(

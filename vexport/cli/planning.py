@@ -173,12 +173,12 @@ def requested_rules(
     assert recipe is not None
     from vexport.scenario.llmcompressor import read_recipe
 
-    found = read_recipe(recipe)
-    for text in found.notes:
+    read = read_recipe(recipe)
+    for text in read.notes:
         note(text)
-    rules = (*ignored_rules(options.ignore), *found.rules)
-    smoothing = found.smoothing if options.smoothing is None else options.smoothing
-    return rules, replace(options, kv_cache=options.kv_cache or found.kv_cache, smoothing=smoothing)
+    rules = (*ignored_rules(options.ignore), *read.rules)
+    smoothing = read.smoothing if options.smoothing is None else options.smoothing
+    return rules, replace(options, kv_cache=options.kv_cache or read.kv_cache, smoothing=smoothing)
 
 
 class GroupSizeType(click.ParamType["GroupSize"]):

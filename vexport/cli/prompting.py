@@ -56,10 +56,10 @@ def _generation(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> GenerationValues:
     """Generation arguments as lm-eval takes them: K=V,... or a JSON object; a later one wins."""
-    found: GenerationValues = {}
+    arguments: GenerationValues = {}
     for value in values:
-        found |= dict(_generation_pairs(value))
-    return found
+        arguments |= dict(_generation_pairs(value))
+    return arguments
 
 
 def _generation_pairs(text: str) -> Iterator[tuple[str, Scalar | list[Scalar] | dict[str, Scalar]]]:

@@ -155,13 +155,15 @@ def text_reason(outcome: Outcome, text: TextVerdict) -> str:
         return f"the text is too short: {text.rows} rows of it, at least {LEAST_ROWS} decide"
     if outcome == "PASS":
         shown = (
-            f"{one.measure} {one.value:.3g} (at most {one.high:.3g}, limit {one.limit:g})"
-            for one in text.limits
+            f"{limit.measure} {limit.value:.3g} (at most {limit.high:.3g}, limit {limit.limit:g})"
+            for limit in text.limits
         )
         return f"{' and '.join(shown)} nats a token {over}"
-    worst = [one for one in text.limits if one.outcome == outcome]
+    worst = [limit for limit in text.limits if limit.outcome == outcome]
     bound = "at least {0.low:.3g}" if outcome == "FAIL" else "between {0.low:.3g} and {0.high:.3g}"
-    shown = (f"{one.measure} {one.value:.3g} ({bound.format(one)}), limit {one.limit:g}" for one in worst)
+    shown = (
+        f"{limit.measure} {limit.value:.3g} ({bound.format(limit)}), limit {limit.limit:g}" for limit in worst
+    )
     sentence = f"{'; '.join(shown)} nats a token {over}"
     return sentence if outcome == "FAIL" else f"{sentence} is not settled; {_remedy(worst)}"
 

@@ -114,14 +114,14 @@ def _aggregated_groups(content: Mapping[str, Json], tasks: frozenset[str]) -> di
 
     def leaves(group: str) -> tuple[str, ...]:
         """The tasks in a group and below it, in order; a group that names itself is gone through once."""
-        found, seen, waiting = dict[str, None](), {group}, [group]
+        found, visited, waiting = dict[str, None](), {group}, [group]
         while waiting:
             name = waiting.pop()
             if name in tasks:
                 found[name] = None
                 continue
-            inner = [child for child in dict.fromkeys(children.get(name, ())) if child not in seen]
-            seen.update(inner)
+            inner = [child for child in dict.fromkeys(children.get(name, ())) if child not in visited]
+            visited.update(inner)
             waiting += reversed(inner)
         return tuple(found)
 

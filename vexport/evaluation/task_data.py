@@ -29,7 +29,7 @@ def fetch_task_data(
     if not any(map(reads_hub, request.tasks)):
         return
 
-    found = Worker(
+    fetched = Worker(
         module="vexport.evaluation.task_data_worker",
         request=request,
         kind=FoundProblems,
@@ -38,7 +38,7 @@ def fetch_task_data(
         timeout=timeout,
         vllm_python=vllm_python,
     ).run(on_progress)
-    raise_found(found)
+    raise_found(fetched)
 
 
 def _read_copy(

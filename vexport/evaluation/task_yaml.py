@@ -40,17 +40,17 @@ def read_task(path: Path, trust: bool, above: tuple[Path, ...]) -> Config:
 
 def _read(path: Path, trust: bool, above: tuple[Path, ...], read: dict[Path, Config]) -> Config:
     """Each file is `read` once, however many files include it."""
-    own = resolved(path)
-    if own in above:
+    file = resolved(path)
+    if file in above:
         raise InputError(str(path), got="an include of itself", need="no cycle", fix="remove the include")
-    if own not in read:
+    if file not in read:
         config = parse_task(path, trust)
         includes = config.pop("include", [])
         merged: Config = {}
         for include in includes if isinstance(includes, list) else [includes]:
-            merged |= _read(path.parent / str(include), trust, (*above, own), read)
-        read[own] = merged | with_absolute_paths(config, own.parent)
-    return read[own]
+            merged |= _read(path.parent / str(include), trust, (*above, file), read)
+        read[file] = merged | with_absolute_paths(config, file.parent)
+    return read[file]
 
 
 def parse_task(path: Path, trust: bool) -> Config:
@@ -160,7 +160,7 @@ def require_no_python(name: str, folders: Sequence[Path]) -> None:
     """InputError where a task of these folders, or a file that it names, would run its own Python."""
     files = sorted(file for folder in folders for file in folder.rglob("*.yaml") if file.is_file())
     texts = {file: file.read_bytes() for file in files}
-    defined = {file: {one.decode() for one, _ in _INDEXED.findall(text)} for file, text in texts.items()}
+    defined = {file: {key.decode() for key, _ in _INDEXED.findall(text)} for file, text in texts.items()}
     pending = {file for file in texts if name in defined[file]}
     pending = pending or {file for file in texts if name in _indexed(texts[file])}  # a tag in a list
     reached = set[Path]()
@@ -176,7 +176,7 @@ def require_no_python(name: str, folders: Sequence[Path]) -> None:
 
 def _indexed(text: bytes) -> set[str]:
     """Tasks, groups and tags that a YAML file defines or lists."""
-    return {(one or other).decode() for one, other in _INDEXED.findall(text)}
+    return {(key or other).decode() for key, other in _INDEXED.findall(text)}
 
 
 def _included(text: bytes) -> set[str]:

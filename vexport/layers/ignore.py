@@ -39,12 +39,12 @@ def ignored(
         if all(member in kept for member in members):
             outside, draft = _outside(name, stacks), names.draft_layer(name)
             if draft is not None and draft not in partly:
-                found = tuple(below(draft, r"\..*", names.architecture, quantized))
+                copied = tuple(below(draft, r"\..*", names.architecture, quantized))
             elif outside is not None and not matches_any(outside, quantized):
-                found = (f"re:{outside}",)
+                copied = (f"re:{outside}",)
             else:
-                found = tuple(_patterns(name, members, names, quantized))
-            patterns.update(dict.fromkeys((*found, *also_asked(name, members, found, names.architecture))))
+                copied = tuple(_patterns(name, members, names, quantized))
+            patterns.update(dict.fromkeys((*copied, *also_asked(name, members, copied, names.architecture))))
     for tensor in opaque:
         patterns.update(dict.fromkeys(_unknown(tensor, names, quantized)))
     return tuple(patterns)

@@ -72,7 +72,7 @@ def refused_ranks(
         for name, members in modules.items():
             if quantized.isdisjoint(members) and names.place(members[0]) == "decoder":
                 group = FusionGroup(
-                    name=name, scheme="", observer="", members=tuple(linears[one] for one in members)
+                    name=name, scheme="", observer="", members=tuple(linears[member] for member in members)
                 )
                 reason = unsupported_on(group, None, names, count, text)
                 if reason:

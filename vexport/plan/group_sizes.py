@@ -53,7 +53,7 @@ def with_smaller_groups(
     """
     reasons = unsupported(groups, names, ranks, text)
     sizes: dict[tuple[object, ...], int | None] = {}
-    found: list[FusionGroup] = []
+    regrouped_groups: list[FusionGroup] = []
     notes: list[Finding] = []
     for name, layers in layers_alone(groups):
         bad = next((group for group in layers if group.name in reasons), None)
@@ -62,12 +62,12 @@ def with_smaller_groups(
             sizes[kind] = next(iter(fitting_sizes(layers, names, ranks, text)), None)
         size = sizes.get(kind) if bad is not None else None
         if bad is None or size is None:
-            found.extend(layers)
+            regrouped_groups.extend(layers)
             continue
-        found.extend(_regrouped(layers, size))
+        regrouped_groups.extend(_regrouped(layers, size))
         note = kept_instead(refusal(bad, reasons[bad.name], ""), name)
-        notes.append(replace(note, fix=f"quantized in groups of {size} ({found[-1].scheme})"))
-    return found, notes
+        notes.append(replace(note, fix=f"quantized in groups of {size} ({regrouped_groups[-1].scheme})"))
+    return regrouped_groups, notes
 
 
 def layers_alone(groups: Sequence[FusionGroup]) -> Iterator[tuple[str, list[FusionGroup]]]:
@@ -81,8 +81,8 @@ def layers_alone(groups: Sequence[FusionGroup]) -> Iterator[tuple[str, list[Fusi
 
 
 def _smaller(scheme: str) -> tuple[int, ...]:
-    own = get_scheme(scheme).args.weights.group if scheme else None
-    return tuple(size for size in group_sizes(scheme) if size < own) if own else ()
+    group_size = get_scheme(scheme).args.weights.group if scheme else None
+    return tuple(size for size in group_sizes(scheme) if size < group_size) if group_size else ()
 
 
 def _regrouped(groups: Sequence[FusionGroup], size: int) -> list[FusionGroup]:

@@ -51,7 +51,9 @@ def _ranges_need(plan: Plan) -> CalibrationNeed | None:
     if static:
         return CalibrationNeed(where=static[0], samples="samples for its static scales")
     nearest = [group for group in plan.groups if group.rounding == "nearest"]
-    weighted = next((one.observer for one in nearest if one.observer in observer_names.BY_IMPORTANCE), None)
+    weighted = next(
+        (rule.observer for rule in nearest if rule.observer in observer_names.BY_IMPORTANCE), None
+    )
     if weighted is None:
         return None
     return CalibrationNeed(where=f"observer {weighted}", samples="samples that show importance")
@@ -76,7 +78,10 @@ def _without_text(name: str) -> str | None:
     if not scheme.args.calibrated:
         return None
     others = (get_scheme(other) for other in scheme_names())
-    return next((one.name for one in others if one.format is scheme.format and not one.args.calibrated), None)
+    return next(
+        (preset.name for preset in others if preset.format is scheme.format and not preset.args.calibrated),
+        None,
+    )
 
 
 def rules_need_calibration(
@@ -105,14 +110,18 @@ def rounded_to_nearest(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
 def with_default_text(scenarios: Sequence[Scenario], note: Callable[[str], None]) -> list[Scenario]:
     """Scenarios of one kind; where one needs text and none is named, all with vexport's own, and a note."""
-    needy = (one for one in scenarios if rules_need_calibration(one.rules, one.kv_cache, one.smoothing))
-    if all(one.calibration is not None for one in needy):
+    needy = (
+        scenario
+        for scenario in scenarios
+        if rules_need_calibration(scenario.rules, scenario.kv_cache, scenario.smoothing)
+    )
+    if all(scenario.calibration is not None for scenario in needy):
         return list(scenarios)
-    note(default_text_note([rule for one in scenarios for rule in one.rules]))
+    note(default_text_note([rule for scenario in scenarios for rule in scenario.rules]))
     text = default_calibration()
     return [
-        one.model_copy(update={"calibration": text, "rules": rounded_to_nearest(one.rules)})
-        for one in scenarios
+        scenario.model_copy(update={"calibration": text, "rules": rounded_to_nearest(scenario.rules)})
+        for scenario in scenarios
     ]
 
 

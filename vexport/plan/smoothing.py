@@ -33,15 +33,15 @@ def smoothing_for(plan: Plan, found: Mapping[str, Smoothing]) -> Mapping[str, Sm
     if not plan.smoothing:
         return {}
     wanted = {member.weight for group in smoothed_groups(plan.groups) for member in group.members}
-    folded = {name for name, one in found.items() if not wanted.isdisjoint(one.readers)}
+    folded = {name for name, smoothing in found.items() if not wanted.isdisjoint(smoothing.readers)}
     read = {reader for name in folded for reader in found[name].readers}
     return {
         name: Smoothing(
-            rows=one.rows if name in folded else "",
-            columns=one.columns if name in read else "",
-            readers=one.readers if name in folded else (),
+            rows=smoothing.rows if name in folded else "",
+            columns=smoothing.columns if name in read else "",
+            readers=smoothing.readers if name in folded else (),
         )
-        for name, one in found.items()
+        for name, smoothing in found.items()
         if name in folded | read
     }
 

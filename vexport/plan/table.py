@@ -43,7 +43,7 @@ def scheme_table(
     kinds = _kinds(index, plan)
     # What stays in every scheme: copied tensors and scales of the KV cache.
     rest = plan.output_bytes - sum(kind.number * _stored(index, kind.group, PROBE) for kind in kinds)
-    refused = next((str(one.got) for one in plan.refusals if one.check != "shape"), "")
+    refused = next((str(refusal.got) for refusal in plan.refusals if refusal.check != "shape"), "")
     return SchemeTable(
         source=plan.source,
         architecture=plan.architecture,
@@ -59,16 +59,16 @@ def scheme_table(
 
 def _kinds(index: SourceIndex, plan: Plan) -> list[_Kind]:
     """The groups of a plan by kind and dtype."""
-    found: dict[tuple[object, ...], FusionGroup] = {}
+    groups: dict[tuple[object, ...], FusionGroup] = {}
     counted: Counter[tuple[object, ...]] = Counter()
     for group in plan.groups:
         dtypes = tuple(index.tensors[member.weight].dtype for member in group.members)
         key = (kind_of_group(group), dtypes)
-        found.setdefault(key, group)
+        groups.setdefault(key, group)
         counted[key] += 1
     return [
         _Kind(group=group, number=counted[key], source_bytes=_unquantized(index, group))
-        for key, group in found.items()
+        for key, group in groups.items()
     ]
 
 

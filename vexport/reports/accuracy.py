@@ -50,12 +50,16 @@ def verdict_document(verdict: Verdict) -> doc.Document:
 
 def cause_parts(verdict: Verdict) -> tuple[doc.Part, ...]:
     """The cause of a loss, and how far apart the four log-probabilities are."""
-    found = verdict.attribution
-    if found is None:
+    attribution = verdict.attribution
+    if attribution is None:
         return ()
-    distances = (("noise", found.noise), ("quantization", found.quantization), ("engine", found.engine))
+    distances = (
+        ("noise", attribution.noise),
+        ("quantization", attribution.quantization),
+        ("engine", attribution.engine),
+    )
     lines = ((name, f"{small(each.mean_kl)} nats a token") for name, each in distances if each is not None)
-    return (doc.facts(("cause", attribution_line(found)), *lines),)
+    return (doc.facts(("cause", attribution_line(attribution)), *lines),)
 
 
 def accuracy_section(verdict: Verdict) -> doc.Section:

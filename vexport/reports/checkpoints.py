@@ -178,18 +178,18 @@ def _rooms(report: DryLoadReport) -> doc.Section | None:
     lengths = dict.fromkeys(room.tokens for room in report.rooms)
     header = columns("GPUs", "For KV cache", *(f"of {count(tokens)} tokens" for tokens in lengths))
     rows = tuple(
-        row(f"{tp} x {gpu}", _free(own[0]), *(count(room.sequences) for room in own))
-        for (gpu, tp), own in _by_gpu(report).items()
+        row(f"{tp} x {gpu}", _free(rooms[0]), *(count(room.sequences) for room in rooms))
+        for (gpu, tp), rooms in _by_gpu(report).items()
     )
     caption = "At most: activations and CUDA graphs take their part, which vLLM measures at its start."
     return doc.Section("sequences that fit at once", (doc.Table(header, rows, caption=caption, stack=False),))
 
 
 def _by_gpu(report: DryLoadReport) -> dict[tuple[str, int], list[GpuRoom]]:
-    found: dict[tuple[str, int], list[GpuRoom]] = {}
+    rooms: dict[tuple[str, int], list[GpuRoom]] = {}
     for room in report.rooms:
-        found.setdefault((room.gpu, room.tp), []).append(room)
-    return found
+        rooms.setdefault((room.gpu, room.tp), []).append(room)
+    return rooms
 
 
 def _free(room: GpuRoom) -> doc.Cell:

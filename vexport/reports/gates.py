@@ -174,5 +174,8 @@ def _accuracy_gates(verdict: Verdict) -> tuple[Gate, ...]:
     limits = verdict.text.limits if verdict.text else ()
     return (
         *(task_gate(task, verdict.margin) for task in verdict.tasks),
-        *(Gate(name=text_title(one), status=one.outcome, message=text_message(one)) for one in limits),
+        *(
+            Gate(name=text_title(limit), status=limit.outcome, message=text_message(limit))
+            for limit in limits
+        ),
     )

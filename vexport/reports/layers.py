@@ -253,6 +253,6 @@ def budget_of(mixed: MixedScheme) -> str:
 
 def mixed_line(mixed: MixedScheme) -> str:
     """The budget, what it came to, and the loss that it predicts."""
-    counts = Counter(one.scheme for one in mixed.choices)
+    counts = Counter(choice.scheme for choice in mixed.choices)
     chosen = ", ".join(f"{scheme} for {plural(number, 'group')}" for scheme, number in counts.items())
     return f"within {budget_of(mixed)}: {chosen}; predicted loss {small(mixed.loss)} nats per token"

@@ -133,10 +133,10 @@ def _scheme_lines(plan: Plan, scheme: str) -> list[tuple[str, str]]:
     """Return how many layers a scheme quantizes, and their kinds."""
     groups = [group for group in plan.groups if group.scheme == scheme]
     layers = plural(sum(len(group.members) for group in groups), "linear layer")
-    own = get_scheme(scheme)
-    support = own.format.gpu_support(own.args)
+    known = get_scheme(scheme)
+    support = known.format.gpu_support(known.args)
     needs = f", needs the package {support.package} next to vLLM" if support.package else ""
-    runs = f"{own.format.name}, loads from {generation(support.loads_from)} on{needs}"
+    runs = f"{known.format.name}, loads from {generation(support.loads_from)} on{needs}"
     first = f"{layers} in {plural(len(groups), 'group')} ({runs})"
     kinds = (f"  {kind}" for kind in _shortened(_group_kinds(groups), MOST_KINDS))
     return _labelled(scheme, [first, *kinds])

@@ -263,11 +263,11 @@ def _relative(path: Path, start: Path) -> str:
 
 def run_files(folder: Path, start: Path) -> Sequence[RunFile]:
     """Those that exist, for a page in the folder `start`."""
-    found = []
+    files = []
     for name, about in _FILES:
         path = folder / name
         if path.exists():
             shown = f"{name}/" if path.is_dir() else name
             href = _relative(path, start) + ("/" if path.is_dir() else "")
-            found.append(RunFile(name=shown, href=href, about=about))
-    return tuple(found)
+            files.append(RunFile(name=shown, href=href, about=about))
+    return tuple(files)

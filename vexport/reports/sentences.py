@@ -159,15 +159,15 @@ def shown_comparisons(verdict: Verdict) -> tuple[Comparison, ...]:
     """All documents as one task, then what goes with each task: the worst of them, in their order."""
     return (
         *((verdict.pooled,) if verdict.pooled else ()),
-        *(one for t in verdict.tasks for one in _worst(t)),
+        *(comparison for t in verdict.tasks for comparison in _worst(t)),
     )
 
 
 def _worst(task: TaskVerdict) -> Sequence[Comparison]:
     """Return at most MAX_BESIDE; a group's other metrics stay, then its tasks with the greatest loss come."""
-    order = sorted(task.also, key=lambda one: (one.task != task.task, one.difference))
-    kept = {id(one) for one in order[:MAX_BESIDE]}
-    return [one for one in task.also if id(one) in kept]
+    order = sorted(task.also, key=lambda comparison: (comparison.task != task.task, comparison.difference))
+    kept = {id(comparison) for comparison in order[:MAX_BESIDE]}
+    return [comparison for comparison in task.also if id(comparison) in kept]
 
 
 def task_title(task: TaskVerdict | Comparison) -> str:

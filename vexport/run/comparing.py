@@ -26,15 +26,17 @@ def compare_schemes(
     served: Path | None = None
     for scheme, scenario in scenarios.items():
         options.on_progress(f"{scheme} (schemes)", len(rows), len(scenarios))
-        own = folder / scheme
+        run_dir = folder / scheme
         try:
-            report = run_scenario(scenario, own, options, overwrite=overwrite, baseline_of=served)
+            report = run_scenario(scenario, run_dir, options, overwrite=overwrite, baseline_of=served)
         except VexportError as error:
             problems.append(error)
-            rows.append(ComparedRun(name=scenario.name, folder=str(own), schemes=scheme, reason=str(error)))
+            rows.append(
+                ComparedRun(name=scenario.name, folder=str(run_dir), schemes=scheme, reason=str(error))
+            )
         else:
-            rows.append(compared_run(report, str(own)))
-            served = served or (own if report.baseline_load.engine else None)
+            rows.append(compared_run(report, str(run_dir)))
+            served = served or (run_dir if report.baseline_load.engine else None)
     if len(problems) == len(scenarios):
         raise problems[0]
     faults = tuple(error for error in problems if isinstance(error, EnvironmentFault))

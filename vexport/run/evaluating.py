@@ -98,7 +98,9 @@ class EvalJob:
         if self.overwrite or not (self.folder / RESULTS.mark).is_file():
             return False
         folders = [self.folder / role for role in self.candidates]
-        return not all(any(one.glob("results_*.json")) or (one / TEXT_FILE).is_file() for one in folders)
+        return not all(
+            any(folder.glob("results_*.json")) or (folder / TEXT_FILE).is_file() for folder in folders
+        )
 
     @property
     def outputs(self) -> list[NamedPath]:
@@ -147,7 +149,7 @@ def explained(job: EvalJob, judged: Judged, explaining: Explaining, on_progress:
 
 def compared(judged: Sequence[Judged]) -> tuple[ComparedRun, ...]:
     """A row for each checkpoint, the smallest that passes marked."""
-    return marked([_row(one) for one in judged])
+    return marked([_row(checkpoint) for checkpoint in judged])
 
 
 def _row(judged: Judged) -> ComparedRun:

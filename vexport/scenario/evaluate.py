@@ -124,8 +124,12 @@ class Evaluate(Section):
         tasks, given = tuple(suite.tasks), content.get("tasks")
         if given and (not isinstance(given, list | tuple) or tuple(given) != tasks):
             raise located_errors([(("tasks",), given, "a suite, or tasks", "remove one of the two")])
-        own = {"margin": suite.margin, "limit": suite.limit, "apply_chat_template": suite.apply_chat_template}
-        return {**own, **content, "tasks": tasks}
+        defaults = {
+            "margin": suite.margin,
+            "limit": suite.limit,
+            "apply_chat_template": suite.apply_chat_template,
+        }
+        return {**defaults, **content, "tasks": tasks}
 
     @field_validator("include_path", mode="before")
     @classmethod

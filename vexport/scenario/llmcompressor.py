@@ -93,7 +93,7 @@ def read_recipe(path: Path) -> Recipe:
     smoothings = [_smoothing(modifier, problems) for modifier in every if modifier.name == SMOOTHING]
     followed = [modifier for modifier in modifiers if modifier.name in MODIFIERS] or modifiers
     ignored = [_strings(modifier, "ignore", problems) for modifier in followed]
-    if any(set(one) != set(ignored[0]) for one in ignored):
+    if any(set(names) != set(ignored[0]) for names in ignored):
         first = followed[1]
         need = "the same in every modifier, as the first rule that matches decides"
         problems.append(first.problem("ignore", "another list than the first modifier's", need, "join them"))
@@ -185,8 +185,10 @@ def _rules(modifier: _Modifier, problems: list[InputError]) -> list[Rule]:
                 rules.append(_rule(keys, _observers(modifier)["input"]))
             except ValidationError as error:
                 problems += [
-                    _of_pydantic(modifier, _place(modifier, where, one["loc"]), one["msg"], one["input"])
-                    for one in error.errors()
+                    _of_pydantic(
+                        modifier, _place(modifier, where, problem["loc"]), problem["msg"], problem["input"]
+                    )
+                    for problem in error.errors()
                 ]
     return sorted(rules, key=lambda rule: _breadth(rule.match))
 
@@ -231,7 +233,7 @@ def _groups(
         for name, group in groups.items():
             where = f"config_groups.{name}"
             if isinstance(group, list):  # a preset and its targets, as compressed-tensors reads them
-                yield where, [str(one) for one in group], {"scheme": _scheme(name)}
+                yield where, [str(target) for target in group], {"scheme": _scheme(name)}
             elif not isinstance(group, dict) or group.get("weights") is None:
                 got = "no weights" if isinstance(group, dict) else repr(group)
                 need = "the arguments of weights, or the name of a preset with the list of its targets"
@@ -244,7 +246,7 @@ def _groups(
     elif isinstance(scheme, dict):
         for name, own in scheme.items():
             listed = own if isinstance(own, list) else [own]
-            yield f"scheme.{name}", [str(one) for one in listed], {"scheme": _scheme(name)}
+            yield f"scheme.{name}", [str(target) for target in listed], {"scheme": _scheme(name)}
     elif isinstance(scheme, str):
         yield "scheme", targets, {"scheme": _scheme(scheme)}
     elif modifier.name in MODIFIERS and "kv_cache_scheme" not in modifier.keys:
@@ -253,12 +255,12 @@ def _groups(
 
 def _config_group(where: str, group: Keys, targets: list[str]) -> tuple[str, list[str], dict[str, JsonValue]]:
     """A config group's targets and arguments; without group-wise order, which is GPTQ's own."""
-    own = group.get("targets")
+    listed = group.get("targets")
     keys: dict[str, JsonValue] = {
         "weights": group.get("weights"),
         "input_activations": _inputs(group.get("input_activations")),
     }
-    return where, [str(one) for one in own] if isinstance(own, list) else targets, keys
+    return where, [str(target) for target in listed] if isinstance(listed, list) else targets, keys
 
 
 def _inputs(raw: JsonValue) -> JsonValue:
@@ -283,10 +285,10 @@ def _strings(modifier: _Modifier, key: str, problems: list[InputError]) -> list[
     """A key's list of strings, or its one string."""
     value = modifier.keys.get(key)
     listed = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(listed, Sequence) or not all(isinstance(one, str) for one in listed):
+    if not isinstance(listed, Sequence) or not all(isinstance(item, str) for item in listed):
         problems.append(modifier.problem(key, repr(value), "a list of names", "correct the value"))
         return []
-    return [str(one) for one in listed]
+    return [str(item) for item in listed]
 
 
 def _kv_cache(modifier: _Modifier, problems: list[InputError]) -> KvCache | None:

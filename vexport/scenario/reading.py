@@ -130,13 +130,13 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         """The mapping of a node; MarkedYAMLError where a key stands in it twice."""
-        seen = set[str]()
+        keys = set[str]()
         for key, _ in node.value:
             name = repr(self.construct_object(key, deep=True))
-            if name in seen:
+            if name in keys:
                 problem = f"the key {clip(name, 100)} a second time"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            seen.add(name)
+            keys.add(name)
         return super().construct_mapping(node, deep)
 
 

@@ -60,8 +60,8 @@ def keyword_problems(key: str, name: str | None, keywords: Mapping[str, OptionVa
 
 def observer_problems(scheme: str, observer: str | None, input_observer: str | None) -> Iterator[Problem]:
     """Observers that a scheme has no use for, by the key that names them."""
-    own = None if scheme in (KEEP, AUTO) else get_scheme(scheme)
-    strategy = own.args.weights.strategy if own else WITH_IMPORTANCE[0]
+    known = None if scheme in (KEEP, AUTO) else get_scheme(scheme)
+    strategy = known.args.weights.strategy if known else WITH_IMPORTANCE[0]
     if observer in BY_IMPORTANCE and strategy not in WITH_IMPORTANCE:
         need = f"an observer without importance: {scheme} has one scale a {strategy}, of many input channels"
         yield ("observer",), observer, need, "use memoryless_mse"
@@ -72,8 +72,8 @@ def observer_problems(scheme: str, observer: str | None, input_observer: str | N
         yield ("input_observer",), input_observer, need, "use static_minmax, minmax or mse"
     elif scheme == KEEP:
         yield ("input_observer",), input_observer, "a scheme that quantizes inputs", "remove it"
-    elif own is not None and not own.args.calibrated:
-        inputs = own.args.input_activations
+    elif known is not None and not known.args.calibrated:
+        inputs = known.args.input_activations
         why = "scales its inputs when the model runs" if inputs else "leaves its inputs as they are"
         need = f"a scheme with static input scales (FP8, NVFP4): {scheme} {why}"
         yield ("input_observer",), input_observer, need, "remove it, or use another scheme"
@@ -203,7 +203,10 @@ class Auto(Section):
         """A candidate may be the keys of a rule that say its scheme."""
         if not isinstance(values, list):
             return values
-        return [with_named_scheme(one).get("scheme") if isinstance(one, dict) else one for one in values]
+        return [
+            with_named_scheme(candidate).get("scheme") if isinstance(candidate, dict) else candidate
+            for candidate in values
+        ]
 
     @field_validator("candidates")
     @classmethod

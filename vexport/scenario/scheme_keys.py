@@ -70,8 +70,8 @@ def _with_arguments(
 
 def _observers(args: JsonValue, prefix: str) -> dict[str, JsonValue]:
     """The keys of a rule for the observer that arguments name, and its keywords."""
-    own = args if isinstance(args, dict) else {}
-    return {f"{prefix}{key}": own[key] for key in ("observer", "observer_kwargs") if own.get(key)}
+    arguments = args if isinstance(args, dict) else {}
+    return {f"{prefix}{key}": arguments[key] for key in ("observer", "observer_kwargs") if arguments.get(key)}
 
 
 def _sized(size: JsonValue, scheme: JsonValue) -> JsonValue:

@@ -20,7 +20,7 @@ class Section(BaseModel):
         """Pydantic takes `true` for 1."""
         values = value if isinstance(value, list | tuple) else [value]
         kind = str(cls.model_fields[info.field_name or ""].annotation)
-        if any(isinstance(one, bool) for one in values) and "bool" not in kind:
+        if any(isinstance(item, bool) for item in values) and "bool" not in kind:
             raise ValueError("neither true nor false")
         return value
 
