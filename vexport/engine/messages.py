@@ -143,6 +143,22 @@ class DryRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DryTry:
+    """One checkpoint in one cell as one rank, in a separate process; `file` takes the CellResult.
+
+    In files that begin with `loaded` the tries of one checkpoint and rank on several capabilities tell each
+    other what became of its tensors: nothing else does so where the same model is built.
+    """
+
+    checkpoint: Path
+    cell: Cell
+    rank: int
+    file: Path
+    loaded: Path
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Miscopy:
     """What the copy audit saw: at a parameter of vLLM's (missing) or a stored tensor (the others).
 
