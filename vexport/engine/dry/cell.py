@@ -35,7 +35,7 @@ _NEVER_READ = ("weight_shape", "input_scale_ub")
 
 
 def try_cell(attempt: DryTry) -> CellResult:
-    """What vLLM does with a checkpoint as a rank of a cell; after `fake_cuda`."""
+    """Build and load a checkpoint as a rank of a cell; after `fake_cuda`."""
     start = time.monotonic()
     audit = Audit(attempt.cell.tp)
     try:
@@ -111,7 +111,7 @@ def _load_weights(model: torch.nn.Module, config: "VllmConfig", audit: Audit) ->
 
 
 def _signature(model: torch.nn.Module) -> str:
-    """What loading depends on: the parameters, and the classes of the modules and methods that load them."""
+    """Digest of what loading depends on: parameters, classes of the modules and methods that load them."""
     digest = hashlib.sha256()
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
