@@ -11,6 +11,7 @@ from model_classes import language_models
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
@@ -22,7 +23,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vexport.architectures.modules import STACK, Kind, with_numbers, with_stars
 from vexport.engine.dry.audit import Audit, HeaderFile
-from vexport.engine.dry.cell import configure
+from vexport.engine.dry.cell import _optional, configure
 from vexport.engine.dry.fake_platform import AbsentValues, join_group, set_capability
 
 CAPABILITY = 90
@@ -35,11 +36,14 @@ class Built:
     """The modules of a class, in vLLM's names with a star for each number.
 
     `asked` are the names that the quantization config hears for modules that have others, for the parts of
-    fused ones that of the whole.
+    fused ones that of the whole. `stored` says what became of each tensor of a file, `faults` what vLLM would
+    not have read right.
     """
 
     kinds: dict[str, Kind] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)
+    stored: dict[str, str] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +90,18 @@ def build(folder: Path) -> Built:
         join_group(1, 0)
         with torch.device("meta"), AbsentValues(), set_default_torch_dtype(config.model_config.dtype):
             model = initialize_model(config)
-        loaded = dict(stored_modules(model, config)) if (folder / "model.safetensors").is_file() else {}
-    return described(model, config, heard, loaded)
+        if not (folder / "model.safetensors").is_file():
+            return described(model, config, heard, {})
+        audit, refused = load(model, config)
+    built = described(model, config, heard, dict(stored_modules(model, audit)))
+    modules = dict(model.named_modules())
+    for tensor, parameter in audit.copied(model):
+        built.stored.setdefault(tensor, stored_kind(modules[parameter.rpartition(".")[0]], heard))
+    faults = list(audit.faults(model, optional=frozenset(_optional(model))))
+    dropped = {fault.where: "dropped" for fault in faults if fault.kind == "unused"}
+    built.stored = {**built.stored, **dropped, **dict.fromkeys(refused, "refused")}
+    built.faults = [f"{fault.kind} {fault.where}: {fault.got}" for fault in faults if fault.kind != "unused"]
+    return built
 
 
 def described(
@@ -143,8 +157,20 @@ def kind_of(module: nn.Module, heard: Mapping[nn.Module, Asked]) -> Kind | None:
     return "plain" if weight.dim() == 2 else None
 
 
-def stored_modules(model: nn.Module, config: VllmConfig) -> Iterator[tuple[str, str]]:
-    """(a module of the file as vLLM's class renames it, the module that its weight was copied to)."""
+def stored_kind(module: nn.Module, heard: Mapping[nn.Module, Asked]) -> str:
+    """What a stored tensor is part of; empty for parameters of other kinds."""
+    if isinstance(module, RoutedExperts):
+        return "experts"
+    name = type(module).__name__
+    if "Norm" in name:
+        return "norm above one" if isinstance(module, GemmaRMSNorm) else "norm"
+    if "Conv" in name:
+        return "convolution"
+    return kind_of(module, heard) or ""
+
+
+def load(model: nn.Module, config: VllmConfig) -> tuple[Books, list[str]]:
+    """What vLLM's loaders copied, and the tensors that they refused, which are left out one by one."""
     audit = Books(1)
     refused: list[str] = []
     weight_utils.safe_open = partial(HeaderFile, audit)
@@ -159,6 +185,11 @@ def stored_modules(model: nn.Module, config: VllmConfig) -> Iterator[tuple[str, 
             default_loader.DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
             break
         refused.append(audit.last_handed_out)
+    return audit, refused
+
+
+def stored_modules(model: nn.Module, audit: Books) -> Iterator[tuple[str, str]]:
+    """(a module of the file as vLLM's class renames it, the module that its weight was copied to)."""
     mapper = getattr(type(model), "hf_to_vllm_mapper", None)
     for stored, parameter in audit.copied(model):
         renamed = mapper.get_rename_mapper().map_name(stored) if mapper is not None else stored

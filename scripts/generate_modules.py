@@ -13,11 +13,10 @@ import os
 import re
 import sys
 import tempfile
-import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vexport.engine.dry.worker import preload
 
@@ -38,7 +37,7 @@ DEFAULTS = {
     "size|dim": 64,
     "num|head|layer|top_?k|_id|rank|factor|scale|length|multiplier": 1,
 }
-Entry = dict[str, object]
+Entry = dict[str, Any]
 
 
 def main() -> None:
@@ -93,52 +92,55 @@ def built(name: str, *, verbose: bool) -> Iterator["Built"]:
 
 def from_recipe(recipe: "Recipe", *, verbose: bool) -> "Built | None":
     """What a class is built of by one config, with the keys that vLLM misses in it; None where it fails."""
-    missing: dict[str, object] = {}
-    for _ in range(MOST_MISSING):
+    from built_modules import Built, build
+
+    def attempt(missing: Entry) -> Entry:
         with tempfile.TemporaryDirectory() as folder:
-            result = in_child(recipe, Path(folder), missing)
-        if not isinstance(result, str):
+            recipe.write(Path(folder), missing)
+            return asdict(build(Path(folder)))
+
+    result = until_built(attempt)
+    if isinstance(result, str) and verbose:
+        print(f"{recipe}: {result}")
+    return None if isinstance(result, str) else Built(**result)
+
+
+def until_built(attempt: Callable[[Entry], Entry]) -> Entry | str:
+    """What an attempt in a child makes with the keys that vLLM misses in a config, or why it cannot."""
+    missing: Entry = {}
+    while True:
+        result = in_child(lambda: attempt(missing))
+        key = MISSING.search(result) if isinstance(result, str) else None
+        if key is None or key[1] in missing or len(missing) == MOST_MISSING:
             return result
-        if verbose:
-            print(f"{recipe}: {result}")
-        key = MISSING.search(result)
-        if key is None or key[1] in missing:
-            return None
         found = (value for names, value in DEFAULTS.items() if re.search(names, key[1]))
         missing[key[1]] = next(found, False)
-    return None
 
 
-def in_child(recipe: "Recipe", folder: Path, missing: dict[str, object]) -> "Built | str":
-    """What a child builds, or why it could not."""
-    from built_modules import Built
-
-    answer = folder / "answer.json"
+def in_child(work: Callable[[], Entry]) -> Entry | str:
+    """What a child process answers, or why it could not; vLLM's logs go nowhere."""
+    reading, writing = os.pipe()
     sys.stdout.flush()
     child = os.fork()
     if not child:
         try:
-            work(recipe, folder, missing, answer)
+            silent = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silent, 1)
+            os.dup2(silent, 2)
+            try:
+                answer: Entry | str = work()
+            except Exception as error:
+                answer = f"{type(error).__name__}: {str(error)[:200]}"
+            with os.fdopen(writing, "w") as file:
+                json.dump(answer, file)
         finally:
             os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        text = file.read()
     os.waitpid(child, 0)
-    values = json.loads(answer.read_text()) if answer.is_file() else "the process ended"
-    return values if isinstance(values, str) else Built(**values)
-
-
-def work(recipe: "Recipe", folder: Path, missing: dict[str, object], answer: Path) -> None:
-    """Build a class and write what came of it; vLLM's logs go nowhere."""
-    from built_modules import build
-
-    silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, 1)
-    os.dup2(silent, 2)
-    try:
-        recipe.write(folder, missing)
-        answer.write_text(json.dumps(asdict(build(folder))))
-    except Exception as error:
-        lines = traceback.format_exception_only(error)
-        answer.write_text(json.dumps("".join(lines)))
+    answer = json.loads(text) if text else "the process ended"
+    return answer if isinstance(answer, str) else dict(answer)
 
 
 def merged(results: list["Built"]) -> Entry | None:

@@ -27,6 +27,10 @@ Values: TypeAlias = dict[str, object]
 LAYERS = re.compile(r"(?:\w*_)?(?:layers?|depth|blocks)")
 # So many layers are enough to see a module of each kind; where they are not possible, all are built.
 FEW, ALL = 4, 1 << 20
+# Experts of a layer, and those that a token goes to.
+EXPERTS = re.compile(r"(\w+_)?(routed_|local_)?experts")
+CHOSEN = re.compile(r"(\w+_)?(per_tok|top_?k|topk_experts)(_experts)?")
+FEW_EXPERTS, FEW_CHOSEN = 8, 2
 # Towers that wrappers take by the type of their nested config.
 TOWERS = ("clip_vision_model", "siglip_vision_model", "pixtral")
 # Lists of the hub's own for each class: None in a default config, and vLLM counts on a number.
@@ -43,14 +47,6 @@ QUANTIZATION: Values = {
         }
     },
 }
-DTYPES = {
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.bool: "BOOL",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,15 +58,24 @@ class Recipe:
     tower: str = ""
     layers: int = FEW
 
-    def write(self, folder: Path, missing: Mapping[str, object]) -> None:
-        """config.json, and the tensors where transformers has the model. `missing` are keys to add."""
+    def values(self) -> Values:
+        """The default config with few layers."""
         without_packages()
         config = filled(AutoConfig.for_model(self.model_type))
         if self.tower:
             config.vision_config = AutoConfig.for_model(self.tower)
-        values = json.loads(json.dumps(config.to_dict(), default=str))
-        shorten(values, self.layers, {key: elsewhere(values, key, value) for key, value in missing.items()})
-        values |= {"architectures": [self.architecture], "model_type": self.model_type, "dtype": "bfloat16"}
+        values: Values = json.loads(json.dumps(config.to_dict(), default=str))
+        shorten(values, self.layers, {})
+        return values | {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "dtype": "bfloat16",
+        }
+
+    def write(self, folder: Path, missing: Mapping[str, object]) -> None:
+        """config.json, and the tensors where transformers has the model. `missing` are keys to add."""
+        values = self.values()
+        shorten(values, ALL, {key: elsewhere(values, key, value) for key, value in missing.items()})
         file = folder / "config.json"
         file.write_text(json.dumps(values))
         model = getattr(transformers, self.architecture, None)
@@ -151,7 +156,7 @@ def elsewhere(values: Values, key: str, default: object) -> object:
 
 def shorten(values: Values, layers: int, missing: Mapping[str, object]) -> None:
     """Cut the numbers of layers, and lists of so many entries; add what vLLM asks for."""
-    for key in ("id2label", "label2id"):
+    for key in ("id2label", "label2id", "per_layer_config"):
         values.pop(key, None)
     counts = {value for key, value in values.items() if LAYERS.fullmatch(key) and type(value) is int}
     many = {count for count in counts if isinstance(count, int) and count > layers}
@@ -160,7 +165,10 @@ def shorten(values: Values, layers: int, missing: Mapping[str, object]) -> None:
     if asked and isinstance(heads, int) and isinstance(hidden, int) and values.get("head_dim") is None:
         values["head_dim"] = hidden // heads
     values.update({key: 1 for key in COUNTS if key in values and values[key] is None})
-    values.update({key: 0 for key in ("pad_token_id",) if isinstance(values.get(key), int)})
+    values.update({key: heads for key in ("num_key_value_heads",) if key in values and values[key] is None})
+    values.update(
+        {key: 0 for key in ("pad_token_id", "num_kv_shared_layers") if isinstance(values.get(key), int)}
+    )
     values.update({key: value for key, value in missing.items() if key not in values})
     for key, value in list(values.items()):
         if isinstance(value, dict) and key.endswith("config"):
@@ -169,6 +177,10 @@ def shorten(values: Values, layers: int, missing: Mapping[str, object]) -> None:
             values[key] = value[:layers]
         elif LAYERS.fullmatch(key) and type(value) is int and value in many:
             values[key] = layers
+        elif EXPERTS.fullmatch(key) and type(value) is int:
+            values[key] = min(value, FEW_EXPERTS)
+        elif CHOSEN.fullmatch(key) and type(value) is int:
+            values[key] = min(value, FEW_CHOSEN)
 
 
 def save_tensors(model: type, folder: Path) -> None:
@@ -176,14 +188,22 @@ def save_tensors(model: type, folder: Path) -> None:
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"), AbsentValues():
         made = model._from_config(config, dtype=torch.bfloat16)  # type: ignore[attr-defined]
-    tensors = revert_weight_conversion(made, dict(made.state_dict()))
-    if getattr(config.get_text_config(), "tie_word_embeddings", False):
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("lm_head.weight")}
-    specs = [
-        TensorSpec(name=name, dtype=DTYPES[tensor.dtype], shape=tuple(tensor.shape))
-        for name, tensor in tensors.items()
-    ]
+    tensors = stored_tensors(made, config)
+    save({name: tuple(tensor.shape) for name, tensor in tensors.items()}, folder)
+
+
+def save(shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Tensors in a file that is a hole."""
+    specs = [TensorSpec(name=name, dtype="BF16", shape=shape) for name, shape in shapes.items()]
     header = header_bytes(specs)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(header)
         file.truncate(len(header) + sum(num_bytes(spec.dtype, spec.shape) for spec in specs))
+
+
+def stored_tensors(made: nn.Module, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """The tensors of a model as files on the hub have them."""
+    tensors: dict[str, torch.Tensor] = revert_weight_conversion(made, dict(made.state_dict()))
+    if getattr(config.get_text_config(), "tie_word_embeddings", False):
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("lm_head.weight")}
+    return tensors

@@ -126,7 +126,7 @@ def test_architectures_are_those_of_vllm() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["transformers", "decoders"])
+@pytest.mark.parametrize("name", ["transformers"])
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_tables_are_those_of_what_is_installed(name: str, tmp_path: Path) -> None:
     """Each is what its script makes of vLLM and its transformers."""

@@ -4,9 +4,10 @@ The expressions come with the table (scripts/output_sizes.py): keys of config.js
 `values` for those of attention, whole numbers, `+ - * //`, and `a or b`, which is b where there is no a.
 """
 
-import ast
+from collections import defaultdict
 from collections.abc import Mapping
 
+from vexport.architectures.expressions import Unknown, size
 from vexport.architectures.table import Architecture
 from vexport.types import Json
 
@@ -35,22 +36,8 @@ def query_rows(text: Mapping[str, Json]) -> int:
 
 def evaluate(expression: str, values: Mapping[str, Json]) -> int:
     """A size; 0 where the config does not tell."""
-    return _evaluate(ast.parse(expression, mode="eval").body, values)
-
-
-def _evaluate(node: ast.expr, values: Mapping[str, Json]) -> int:
-    if isinstance(node, ast.Constant):
-        return node.value if isinstance(node.value, int) else 0
-    if isinstance(node, ast.Name):
-        value = values.get(node.id)
-        return value if isinstance(value, int) and value > 0 else 0
-    if isinstance(node, ast.BoolOp):
-        return next((size for size in (_evaluate(each, values) for each in node.values) if size), 0)
-    if not isinstance(node, ast.BinOp):
+    sizes = {key: value for key, value in values.items() if isinstance(value, int) and value > 0}
+    try:
+        return size(expression, defaultdict(int, sizes))
+    except Unknown:
         return 0
-    left, right = _evaluate(node.left, values), _evaluate(node.right, values)
-    if isinstance(node.op, ast.Mult):
-        return left * right
-    if isinstance(node.op, ast.FloorDiv):
-        return left // right if right else 0
-    return left + right if isinstance(node.op, ast.Add) else left - right

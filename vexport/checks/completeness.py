@@ -1,13 +1,10 @@
 """Is every tensor there that vLLM would otherwise leave uninitialized, silently?"""
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from vexport.architectures.fusion import moe_layer
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.reader import same_bytes
-from vexport.checks.vllm.decoder import Layout, impossible_size
 from vexport.checks.vllm.groups import INPUT, OUTPUT, ConfigGroup
 from vexport.checks.vllm.layers import (
     QUANTIZED_PARAMETERS,
@@ -15,7 +12,9 @@ from vexport.checks.vllm.layers import (
     FusedLinear,
     joined_name,
     quantized_parameters,
+    split_name,
 )
+from vexport.checks.vllm.layout import Layout, impossible_size
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.layers.linears import PREDICTION, STACK, names_of
 from vexport.types import Finding
@@ -27,6 +26,7 @@ LAYERS = "layers"
 # How configs count layers that draft (hf_config_override in vllm/config/speculative.py).
 DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 EXPERTS = ".experts."
+LAYER = re.compile(r"\.layers\.\d+$")
 # The table of tokens and the output head, of text models and within multimodal ones.
 TABLES = (
     "model.embed_tokens.weight",
@@ -36,8 +36,6 @@ TABLES = (
 HEADS = tuple(
     f"{model}lm_head.{weight}" for model in ("", "language_model.") for weight in ("weight", "weight_packed")
 )
-# model.norm; final_layernorm (Jamba, Falcon-H1, Zamba2), embedding_norm (LFM2)
-FINAL_NORM = re.compile(r"model\.(?:\w+_)?(?:layer)?norm\.weight$")
 # Tensors that vLLM drops or takes for the KV cache, whatever the class: AutoWeightsLoader in models/utils.py,
 # get_cache_scale_mapper and _ignore_unexpected_suffixes in quantization/base_config.py.
 UNREAD = re.compile(
@@ -63,12 +61,16 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         yield from _of_layout(view, view.layout)
         return
     yield from _decoder_layers(view)
-    yield from _outside_layers(view)
 
 
 def unjudged(view: CheckpointView) -> Iterator[str]:
     """What of a checkpoint's tensors is not judged, and why: `WHAT: WHY`."""
-    if view.layout is None:
+    layout = view.layout
+    if layout is not None and layout.unknown:
+        first, *more = sorted(layout.unknown)
+        others = f" and {len(more)} more" if more else ""
+        yield f"{first}{others}: it is not known what vLLM builds of them for this config"
+    if layout is None:
         yield (
             f"names and shapes of the tensors of {view.class_name or 'the model'}: it is not known what vLLM "
             "builds of this class and config, so that only layers are compared with each other"
@@ -109,42 +111,80 @@ def _of_method(view: CheckpointView) -> Iterator[Finding]:
 
 def _of_layout(view: CheckpointView, layout: Layout) -> Iterator[Finding]:
     """Modules and parameters that the class has and the checkpoint lacks, and the other way round."""
-    names = view.index.tensors.keys()
-    stored = {name.rpartition(".")[0] for name in names if not name.endswith(".bias")}
-    modules = {**layout.linears, **layout.tables}
-    for module in sorted(layout.linears.keys() - stored):
-        yield _missing(module, f"the layer, of {view.class_name} as its config sizes it")
-    for module in sorted(layout.tables.keys() - stored - layout.optional):
-        yield _missing(f"{module}.weight", f"the tensor, of {view.class_name} as its config sizes it")
-    for name in sorted(layout.parameters.keys() - names):
-        yield _missing(name, f"the tensor, of {view.class_name} as its config sizes it")
-    prefixes = {name.rpartition(".")[0] for name in layout.parameters} | modules.keys()
+    unexpected, missing = list(_unexpected(view, layout)), _lacking(view, layout)
     yield from _untied_head(view)
-    own_scales = tuple(view.method.cache_scales.values()) if view.method else ()
-    for name in sorted(names - layout.parameters.keys()):
-        module, _, parameter = name.rpartition(".")
-        if UNREAD.search(name) or name.endswith(own_scales) or module in modules and parameter in WEIGHTS:
-            continue
-        if parameter == "weight" and _is_read_matrix(view, module, modules):
-            continue
-        if parameter == "bias":
-            # vLLM drops every bias that it does not expect (AutoWeightsLoader, models/utils.py).
-            expected = "no bias, or a config that announces it" if module in prefixes else "no such tensor"
-            fix = "remove it if it is zero, else correct the config (attention_bias, mlp_bias)"
-            yield _passed_over(name, expected, "a bias that vLLM drops silently", fix)
-        elif module not in modules and moe_layer(module) is not None:
-            # vLLM drops what its mapping of experts does not have (load_weights of models with experts).
-            expected = "only experts and projections of the class, as many as config.json says"
-            fix = "remove it, or correct its name or the number of experts"
-            yield _passed_over(name, expected, "an unknown name, which vLLM drops silently", fix)
+    for experts in sorted({_experts(name) for name in unexpected if _experts(name)}):
+        lost = [name for name in missing if name.startswith(experts)]
+        names = [name for name in unexpected if name.startswith(experts)]
+        if lost:
+            expected = f"experts under names that vLLM has, as {min(lost)}"
+            got = f"{len(names)} tensors of other names, which vLLM passes over: {len(lost)} are missing"
+            yield error(NAME, min(names), expected=expected, got=got, fix="export the experts one by one")
+            missing = {name: where for name, where in missing.items() if name not in lost}
+    for name in unexpected:
+        yield _without_parameter(view, layout, name)
+    yield from _absent(view, layout, missing)
+
+
+def _experts(name: str) -> str:
+    """The routed experts of a layer that a tensor, which is not of one of them, is part of; "" for others."""
+    before, _, rest = name.partition(EXPERTS)
+    return f"{before}{EXPERTS}" if rest and not rest[0].isdigit() else ""
+
+
+def _lacking(view: CheckpointView, layout: Layout) -> dict[str, str]:
+    """The tensors that are not there, with the place that a finding names."""
+    names = view.index.tensors.keys()
+    stored = {split_name(name)[0] for name in names if not name.endswith("bias")}
+    missing = {f"{module}.weight": module for module in layout.linears if module not in stored}
+    missing |= {f"{module}.weight": f"{module}.weight" for module in layout.tables if module not in stored}
+    missing |= {name: name for name in layout.parameters if name not in names}
+    return {name: where for name, where in missing.items() if name not in layout.optional}
+
+
+def _absent(view: CheckpointView, layout: Layout, missing: Mapping[str, str]) -> Iterator[Finding]:
+    """Findings on missing tensors: one on a part of the model of which nothing is there."""
+    held = {name[:at] for name in view.index.tensors for at, letter in enumerate(name) if letter == "."}
+    parts: dict[str, list[str]] = {}
+    for name in missing:
+        around = (name[:at] for at, letter in enumerate(name) if letter == "." and name[:at] not in held)
+        parts.setdefault(next(around, name), []).append(name)
+    sized = f"of {view.class_name} as its config sizes it"
+    for part, inside in sorted(parts.items()):
+        if len({name.rpartition(".")[0] for name in inside}) > 1:
+            layers = text_config(view.index.config).get("num_hidden_layers")
+            known = f"; {layers} decoder layers (num_hidden_layers)" if LAYER.search(part) else ""
+            yield _missing(part, f"the {len(inside)} tensors in it, {sized}{known}")
         else:
-            yield error(
-                NAME,
-                name,
-                expected=f"only tensors of {view.class_name}, as its config sizes it",
-                got="a name for which vLLM has no parameter",
-                fix="remove the tensor, or correct its name or the config",
-            )
+            for name in inside:
+                kind = "layer" if name.removesuffix(".weight") in layout.linears else "tensor"
+                yield _missing(missing[name], f"the {kind}, {sized}")
+
+
+def _unexpected(view: CheckpointView, layout: Layout) -> Iterator[str]:
+    """Tensors that the class does not have."""
+    own_scales = tuple(view.method.cache_scales.values()) if view.method else ()
+    drafts = names_of(view.index, view.architecture)
+    for name in sorted(view.index.tensors.keys() - layout.parameters.keys() - layout.optional):
+        module, parameter = split_name(name)
+        read = (
+            module in layout.modules and parameter in WEIGHTS or _is_read_matrix(view, module, layout.modules)
+        )
+        drafted = PREDICTION.search(name) or drafts.draft_layer(name)
+        if not (read or drafted or UNREAD.search(name) or name.endswith(own_scales)) and layout.judges(name):
+            yield name
+
+
+def _without_parameter(view: CheckpointView, layout: Layout, name: str) -> Finding:
+    """What vLLM does with a tensor that it has no parameter for."""
+    expected = f"only tensors of {view.class_name}, as its config sizes it"
+    fix = "remove the tensor, or correct its name or the config"
+    if name.endswith(".bias"):
+        # vLLM drops every bias that it does not expect (AutoWeightsLoader, models/utils.py).
+        return _passed_over(name, expected, "a bias that vLLM drops silently", f"{fix} (attention_bias)")
+    if layout.is_dropped(name):
+        return _passed_over(name, expected, "an unknown name, which vLLM drops silently", fix)
+    return error(NAME, name, expected=expected, got="a name for which vLLM has no parameter", fix=fix)
 
 
 def _is_read_matrix(view: CheckpointView, module: str, modules: Iterable[str]) -> bool:
@@ -233,80 +273,19 @@ def _is_repeated(view: CheckpointView, module: str) -> bool:
 
 
 def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
-    """Every decoder layer has the tensors that all its siblings have; none is missing at the end."""
-    stacks: dict[str, dict[int, set[str]]] = {}
+    """As many decoder layers as the config says, of a class whose tensors are not known."""
+    numbers: dict[str, set[int]] = {}
     for name in view.index.tensors:
-        if view.is_transform(name.rpartition(".")[0]):
-            continue
         prefix, mark, rest = name.partition(f".{LAYERS}.")
-        number, dot, relative = rest.partition(".")
-        if mark and dot and number.isdigit():
-            stacks.setdefault(prefix + mark, {}).setdefault(int(number), set()).add(_parameter(relative))
-    names = names_of(view.index, view.architecture)
+        number = rest.partition(".")[0]
+        if mark and number.isdigit():
+            numbers.setdefault(prefix + mark, set()).add(int(number))
     declared = text_config(view.index.config).get("num_hidden_layers")
-    for prefix, layers in stacks.items():
-        if isinstance(declared, int) and names.in_decoder(f"{prefix}0.mlp"):
-            # Those behind the last decoder layer draft: the model runs without them.
-            layers = {number: own for number, own in layers.items() if number < declared}
-        yield from _siblings(view, prefix, layers)
-    if (
-        isinstance(declared, int)
-        and stacks
-        and not impossible_size(view.index.config, len(view.index.tensors))
-    ):
-        prefix, layers = max(stacks.items(), key=lambda item: len(item[1]))
-        for missing in sorted(set(range(declared)) - layers.keys()):
+    possible = not impossible_size(view.index.config, len(view.index.tensors))
+    if isinstance(declared, int) and numbers and possible:
+        prefix, layers = max(numbers.items(), key=lambda item: len(item[1]))
+        for missing in sorted(set(range(declared)) - layers):
             yield _missing(f"{prefix}{missing}", f"{declared} decoder layers (num_hidden_layers)")
-
-
-def _parameter(name: str) -> str:
-    """A tensor's name, for all of a quantized weight's tensors that of the weight: schemes may differ."""
-    module, dot, parameter = name.rpartition(".")
-    return f"{module}{dot}weight" if parameter in WEIGHTS else name
-
-
-def _siblings(view: CheckpointView, prefix: str, layers: Mapping[int, set[str]]) -> Iterator[Finding]:
-    counts = Counter(name for names in layers.values() for name in names)
-    if len(layers) < 3:
-        return
-    common = {name for name, count in counts.items() if count == len(layers) - 1}
-    for layer, names in sorted(layers.items()):
-        own = {_block(name) for name in names if counts[name] == 1}
-        for name in sorted(common - names):
-            module = f"{prefix}{layer}.{name}".rpartition(".")[0]
-            of_another_kind = _is_of_another_kind(name, names, common - names, own)
-            if not of_another_kind and not _is_repeated(view, module):
-                yield _missing(f"{prefix}{layer}.{name}", "the tensor that all other layers have")
-
-
-def _is_of_another_kind(name: str, names: set[str], missing: set[str], own: set[str]) -> bool:
-    """Whether a layer has something else in a tensor's place: full attention, an MLP without experts."""
-    block = _block(name)
-    if all(_block(other) != block for other in names):
-        return bool(own)
-    return block in own and any(_block(other) == block and EXPERTS in other for other in missing)
-
-
-def _block(name: str) -> str:
-    return name.partition(".")[0]
-
-
-def _outside_layers(view: CheckpointView) -> Iterator[Finding]:
-    """Embeddings, final norm and, unless tied, the output head: what every class in the table loads."""
-    names = set(view.index.tensors)
-    if not any(name.startswith("model.layers.") for name in names):
-        return
-    required = ["model.embed_tokens.weight"]
-    if not any(FINAL_NORM.match(name) for name in names):
-        required.append("model.norm.weight")
-    tied = text_config(view.index.config).get(
-        "tie_word_embeddings", view.index.config.get("tie_word_embeddings", False)
-    )
-    if not tied and not any(name.startswith("lm_head.") for name in names):
-        required.append("lm_head.weight")
-    for name in required:
-        if name not in names:
-            yield _missing(name, "the tensor")
 
 
 def _missing(where: str, expected: str) -> Finding:

@@ -4,9 +4,10 @@ import re
 from collections.abc import Iterator, Mapping
 
 from vexport.architectures import architecture_table
-from vexport.architectures.decoders import decoders
+from vexport.architectures.layouts import ClassLayout, get_layout
+from vexport.architectures.text_config import text_config
 from vexport.architectures.transformers_models import transformers_models
-from vexport.checks.vllm.decoder import impossible_size, layout_of, missing_sizes
+from vexport.checks.vllm.layout import impossible_size, layout_of, missing_sizes
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.types import Finding, Json
 
@@ -46,12 +47,13 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         key, got = impossible
         yield _wrong(view, key, "at most as many as there are tensors", got)
         return
-    if view.class_name in decoders():
-        for key in missing_sizes(view.class_name, config):
+    entry = get_layout(view.class_name)
+    if entry is not None:
+        for key in missing_sizes(entry, config):
             got = repr(config[key]) if key in config else "none: transformers would take its own default"
             yield _wrong(view, key, "a size", got)
-        yield from _sizes(view, config)
-        yield from _positions(view, config)
+        yield from _sizes(view, entry, text_config(config))
+        yield from _positions(view, text_config(config))
 
 
 def _narrowed(view: CheckpointView) -> Iterator[Finding]:
@@ -115,11 +117,12 @@ def _of_another_type(view: CheckpointView) -> Iterator[Finding]:
     """
     name, kind, config = view.class_name, _kind(view), view.index.config
     models = architecture_table().text_models
-    own = name in decoders() and "auto_map" not in config
+    own = get_layout(name) is not None and "auto_map" not in config
     if own and kind not in models and transformers_models(kind) is None:
         yield _wrong(view, "model_type", f"the model type of {name}", kind)
     elif name in models.values() and models.get(kind, name) != name:
-        meant, layout = layout_of(models[kind], config, tensors=len(view.index.tensors)), view.layout
+        meant = layout_of(models[kind], config, view.architecture, view.index.tensors)
+        layout = view.layout
         missing = meant and layout and meant.parameters.keys() - layout.parameters.keys()
         if layout is None or missing and missing & view.index.tensors.keys():
             yield _wrong(view, "model_type", f"the model type of {name}", kind)
@@ -148,15 +151,16 @@ def _kind(view: CheckpointView) -> str:
     return str(view.index.config.get("model_type"))
 
 
-def _sizes(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Finding]:
+def _sizes(view: CheckpointView, entry: ClassLayout, config: Mapping[str, Json]) -> Iterator[Finding]:
     heads, keys = config.get("num_attention_heads"), config.get("num_key_value_heads")
-    if isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
+    sized = any("num_key_value_heads" in side for row in entry.rows for side in row.shape or ())
+    if sized and isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
         yield _wrong(view, "num_key_value_heads", f"a divisor of num_attention_heads {heads}", str(keys))
     epsilon = config.get("rms_norm_eps", LARGEST_EPSILON)
     if not isinstance(epsilon, float) or not 0 <= epsilon <= LARGEST_EPSILON:
         yield _wrong(view, "rms_norm_eps", f"a number from 0 to {LARGEST_EPSILON}", repr(epsilon))
     activation = config.get("hidden_act", SILU)
-    if activation != SILU and decoders()[view.class_name].silu:
+    if activation != SILU and entry.silu:
         yield _wrong(view, "hidden_act", SILU, repr(activation))
 
 

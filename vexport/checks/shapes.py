@@ -7,9 +7,9 @@ import numpy as np
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checks.tensors.payloads import is_lossless_cast, is_rounded_little, rounded
-from vexport.checks.vllm.decoder import Layout
 from vexport.checks.vllm.groups import ConfigGroup
-from vexport.checks.vllm.layers import FusedLinear
+from vexport.checks.vllm.layers import JOINED, FusedLinear
+from vexport.checks.vllm.layout import Layout, Shape
 from vexport.checks.vllm.quant_methods.base import MethodGroup
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import Parameter
@@ -125,14 +125,14 @@ def _shape(
         yield error(NAME, tensor.name, expected=wanted, got=got, fix=fix)
 
 
-def _is_narrowed(stored: tuple[int, ...], expected: tuple[int, ...], cut: int | None) -> bool:
+def _is_narrowed(stored: tuple[int, ...], expected: Shape, cut: int | None) -> bool:
     """Whether a tensor only has too much along the dimension that vLLM cuts (parameter.py)."""
     if cut is None or len(stored) != len(expected):
         return False
     same = all(
         size == full for axis, (size, full) in enumerate(zip(stored, expected, strict=True)) if axis != cut
     )
-    return same and stored[cut] > expected[cut]
+    return same and stored[cut] > (expected[cut] or stored[cut])
 
 
 def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
@@ -173,18 +173,17 @@ def _unquantized(view: CheckpointView, layout: Layout) -> Iterator[Finding]:
     for fused in view.fused_linears:
         cut = _cut(view, fused)
         for module in fused.members.keys() & layout.linears.keys() - quantized:
-            expected = Parameter(dtypes=FLOATING, shape=layout.linears[module], along=(0, 1))
-            yield from _plain(view, f"{module}.weight", expected, cut)
+            yield from _plain(view, f"{module}.weight", layout.linears[module], cut)
     for module, shape in layout.tables.items():
         if module not in quantized:
-            yield from _plain(view, f"{module}.weight", Parameter(dtypes=FLOATING, shape=shape), None)
-    for name, lengths in layout.parameters.items():
-        yield from _plain(view, name, Parameter(dtypes=FLOATING, shape=lengths), None)
+            yield from _plain(view, f"{module}.weight", shape, None)
+    for name, shape in layout.parameters.items():
+        yield from _plain(view, name, shape, None)
 
 
-def _plain(view: CheckpointView, name: str, expected: Parameter, cut: int | None) -> Iterator[Finding]:
+def _plain(view: CheckpointView, name: str, shape: Shape, cut: int | None) -> Iterator[Finding]:
     tensor = view.index.tensors.get(name)
-    if tensor is None:
+    if tensor is None or JOINED.fullmatch(name):
         return
     if tensor.dtype not in FLOATING:
         expected_dtype = f"dtype {' or '.join(sorted(FLOATING))}"
@@ -192,11 +191,19 @@ def _plain(view: CheckpointView, name: str, expected: Parameter, cut: int | None
     elif _loses_in_bfloat16(view, tensor):
         got = "F16 with digits that BF16 does not hold: vLLM drops them, or its bits are no F16"
         yield error(NAME, name, expected="dtype BF16, as the model has", got=got, fix=EXPORT)
-    if tensor.shape != expected.shape:
-        narrowed = cut in expected.along and _is_narrowed(tensor.shape, expected.shape, cut)
-        wanted = f"shape {list(expected.shape)}, as config.json sizes {view.class_name}"
+    if shape and not _has_shape(tensor, shape):
+        narrowed = _is_narrowed(tensor.shape, shape, cut)
+        wanted = f"shape {list(shape)}, as config.json sizes {view.class_name}"
         got = f"{list(tensor.shape)}{', of which vLLM silently drops the end' if narrowed else ''}"
         yield error(NAME, name, expected=wanted, got=got, fix="export it again, or correct config.json")
+
+
+def _has_shape(tensor: TensorInfo, shape: Shape) -> bool:
+    """Whether a tensor is as large as it should be; the experts in one tensor may be either way round."""
+    if len(tensor.shape) == 3 and None not in shape and ".experts." in tensor.name:
+        return sorted(tensor.shape) == sorted(size for size in shape if size is not None)
+    sides = zip(shape, tensor.shape, strict=False)
+    return len(tensor.shape) == len(shape) and all(known in (None, size) for known, size in sides)
 
 
 def _loses_in_bfloat16(view: CheckpointView, tensor: TensorInfo) -> bool:

@@ -51,7 +51,7 @@ def _is_remnant(name: str, files: Mapping[Path, Mapping[str, TensorInfo]]) -> bo
 
 def _strays(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
     """Tensors of files next to model.safetensors; vLLM refuses names that its class does not have."""
-    modules = () if view.layout is None else (*view.layout.linears, *view.layout.tables)
+    modules = () if view.layout is None or view.layout.unknown else view.layout.modules
     for name in sorted(places.keys() - view.index.tensors.keys()):
         module, _, parameter = name.rpartition(".")
         packed = parameter == "weight" and f"{module}.weight_packed" in view.index.tensors

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.index import read_index
-from vexport.checks.vllm.decoder import impossible_size
+from vexport.checks.vllm.layout import impossible_size
 from vexport.engine.messages import ArgumentsRequest, FoundProblems
 from vexport.engine.session import Worker, log_folder, raise_found
 from vexport.errors import InputError

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vexport.architectures.decoders import ATTENTION_NORM, decoders
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.layers import layers_of
+from vexport.checks.vllm.layout import ATTENTION_NORM
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.numerics.constants import GLOBAL_SCALE_NUMERATOR
 from vexport.types import Finding, TensorInfo
@@ -79,9 +79,10 @@ def norm_bounds(view: CheckpointView, module: str) -> tuple[float, float] | None
     """Between what the largest output of the norm before a layer lies; None where that is not known."""
     match, architecture = IN_LAYER.match(module), view.architecture
     after_others = (*architecture.row_parallel, *(architecture.experts or ())[1:2])
-    if match is None or match["projection"] in after_others or view.layout is None:
+    before_mlp = view.layout.norm_before_mlp if view.layout is not None else ""
+    if match is None or match["projection"] in after_others or not before_mlp:
         return None
-    norm = ATTENTION_NORM if match["part"] == "self_attn" else decoders()[view.class_name].norm_before_mlp
+    norm = ATTENTION_NORM if match["part"] == "self_attn" else before_mlp
     tensor = view.index.tensors.get(f"{match['layer']}{norm}.weight")
     if tensor is None or not tensor.num_bytes:
         return None
@@ -90,7 +91,7 @@ def norm_bounds(view: CheckpointView, module: str) -> tuple[float, float] | None
 
 def reach(view: CheckpointView, tensor: TensorInfo) -> tuple[float, float]:
     """Between what the largest output of a norm lies; the second is the most of their length, too."""
-    offset = 1.0 if decoders()[view.class_name].norms_above_one else 0.0
+    offset = 1.0 if view.layout is not None and view.layout.norms_above_one else 0.0
     weights = np.abs(view.reader.floats(tensor) + offset)
     with np.errstate(divide="ignore"):
         least = float(np.mean(weights**-2.0) ** -0.5)
@@ -104,7 +105,7 @@ def largest_output(view: CheckpointView, module: str) -> float | None:
     where keys have their own norm, what that lets through.
     """
     norm = view.index.tensors.get(f"{module.removesuffix('proj')}norm.weight")
-    if norm is not None and norm.num_bytes and view.layout is not None:
+    if norm is not None and norm.num_bytes and view.layout is not None and view.layout.norm_before_mlp:
         return MARGIN * reach(view, norm)[1]
     layer, bounds = layers_of(view).get(module), norm_bounds(view, module)
     if layer is None or layer.group is None or bounds is None:

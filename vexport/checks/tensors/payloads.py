@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from vexport.architectures.decoders import decoders
 from vexport.checkpoint.dtypes import BITS, to_numpy
 from vexport.checkpoint.reader import Reader
 from vexport.checks.tensors.scales import E4M3_NAN, LAYER_SCALES
@@ -112,7 +111,7 @@ def empty(view: CheckpointView, check: str) -> Iterator[Finding]:
     A class whose norms multiply by one more than their weight is passed over.
     """
     layout = view.layout
-    if layout is None or decoders()[view.class_name].norms_above_one:
+    if layout is None or layout.norms_above_one or not layout.norm_before_mlp:
         return
     names = [f"{table}.weight" for table in layout.tables]
     names += [name for name in layout.parameters if name.endswith("norm.weight")]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from vexport.architectures.versions import nearest_version
+from vexport.checks.completeness import unjudged as tensors_unjudged
 from vexport.checks.config import has_quantized_outputs, other_method
 from vexport.checks.vllm.view import CheckpointView
 from vexport.types import NotJudged
@@ -29,6 +30,6 @@ def unjudged(view: CheckpointView) -> Iterator[NotJudged]:
         return
     if has_quantized_outputs(view):
         yield NotJudged(what=NUMBERS, why="vLLM runs static INT8 outputs in a scheme of its own (WNA8O8Int)")
-    if view.layout is None:
-        why = f"the layout of {view.class_name or 'the model class'} is not known"
-        yield NotJudged(what=NAMES, why=why)
+    for entry in tensors_unjudged(view):
+        what, _, why = entry.partition(": ")
+        yield NotJudged(what=what, why=why)

@@ -11,7 +11,6 @@ from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.quantization import KEY, StoredQuantization, find_quantization
 from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.decoder import Layout, layout_of
 from vexport.checks.vllm.groups import (
     ConfigGroup,
     OnlineTransform,
@@ -26,6 +25,7 @@ from vexport.checks.vllm.groups import (
     targets_of,
 )
 from vexport.checks.vllm.layers import FusedLinear, linear_modules, split_name
+from vexport.checks.vllm.layout import Layout, Shape, layout_of
 from vexport.checks.vllm.quant_methods import METHODS, method_name
 from vexport.checks.vllm.quant_methods.base import MethodGroup, Model, QuantMethod
 from vexport.formats.partition import is_head
@@ -49,6 +49,7 @@ class Target:
 
 
 ANY = Target()
+NO_SHAPE: Shape = (None, None)
 
 
 class CheckpointView:
@@ -126,16 +127,11 @@ class CheckpointView:
 
     @cached_property
     def layout(self) -> Layout | None:
-        """What the model's class and config ask for; None where that is not known.
-
-        Nor is it where tensors hold all experts of a layer, whose names and order differ by version.
-        """
-        if any(len(tensor.shape) > 2 and ".experts." in name for name, tensor in self.index.tensors.items()):
-            return None
-        layout = layout_of(self.class_name, self.index.config, tensors=len(self.index.tensors))
+        """What the model's class and config ask for; None where that is not known."""
+        layout = layout_of(self.class_name, self.index.config, self.architecture, self.index.tensors)
         return None if layout is None else replace(layout, linears=self._as_stored(layout.linears))
 
-    def _as_stored(self, linears: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    def _as_stored(self, linears: Mapping[str, Shape]) -> dict[str, Shape]:
         """Layers that the checkpoint stores fused, in the place of their parts: vLLM loads both."""
         merged = dict(linears)
         for fused in self.fused_linears:
@@ -143,7 +139,8 @@ class CheckpointView:
             parts = [f"{prefix}{dot}{part}" for part in self.fused_modules.get(projection, ())]
             if fused.name in fused.members and parts and merged.keys() >= {*parts}:
                 shapes = [merged.pop(part) for part in parts]
-                merged[fused.name] = (sum(shape[0] for shape in shapes), shapes[0][1])
+                rows = [shape[0] for shape in shapes if shape[0] is not None]
+                merged[fused.name] = (sum(rows) if len(rows) == len(shapes) else None, shapes[0][1])
         return merged
 
     @property
@@ -209,9 +206,11 @@ class CheckpointView:
         self, group: ConfigGroup, module: str, parameters: Mapping[str, TensorInfo]
     ) -> tuple[int, int] | None:
         """(out_features, in_features) of a quantized layer: by the model's config, else by its weight."""
-        layout = self.layout
-        configured = (layout.linears.get(module) or layout.tables.get(module)) if layout is not None else None
-        return configured or group.shape(parameters)
+        rows, columns = self.layout.modules.get(module, NO_SHAPE) if self.layout is not None else NO_SHAPE
+        if rows is None or columns is None:
+            return group.shape(parameters)
+        turned = self.architecture.reordered.get(module.rpartition(".")[2]) == "transposed"
+        return (columns, rows) if turned else (rows, columns)
 
     def planned(self, fused: FusedLinear, group: ConfigGroup | None) -> FusionGroup | None:
         """A fused layer as a plan has it; None where the sides of a part cannot be told."""

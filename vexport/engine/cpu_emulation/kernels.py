@@ -28,7 +28,7 @@ Answer = tuple[bool, str | None]
 
 
 class QuantizedLayer(Module):
-    """A linear layer of vLLM: the tensors that the kernels here read and replace."""
+    """What the kernels here read and replace on a linear layer of vLLM."""
 
     weight: torch.Tensor
     weight_scale: torch.Tensor

@@ -1,0 +1,393 @@
+"""Finds the rows of a class's table: names, layers and sizes of tensors as functions of its config."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from itertools import combinations
+from operator import and_, or_
+from typing import Any
+
+from samples import PLAIN, Model, Numbers, Sample, Values, changed, is_number, leaves, part_of, with_traces
+
+from vexport.architectures.expressions import Unknown, evaluate, size
+from vexport.architectures.layouts import ConfigValues
+from vexport.architectures.modules import with_stars
+from vexport.types import Json
+
+# Layers, and words of their kinds, in configs that lack a list.
+MANY, PATTERNS = 8, ("M-*EM*E-", "*EM-")
+# A number that was made of others in a way that was not seen.
+LITERAL = re.compile(r"(?<![\w.])\d{3,}")
+KEY, WORD = re.compile(r"[A-Za-z_][\w.]*"), re.compile(r"'[^']*'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """A size, or of `layers` layers the set of those that have something, under one config."""
+
+    sample: Sample
+    result: Any
+    i: int = -1
+    layers: int = -1
+
+    def read(self, expression: str) -> object:
+        """The value of an expression; None where it has none."""
+        with suppress(Unknown):
+            return evaluate(expression, self.sample.values, i=self.i, layers=self.layers)
+        return None
+
+
+def fitted(observed: Iterable[Observed], *, deeper: bool = True) -> str:
+    """The size under every config: an expression of the model's code, or one where a key is set and
+    another where it is not; "" where there is none."""
+    observed = list({(id(each.sample), each.i, each.result): each for each in observed}.values())
+    first = observed[0]
+    texts = sorted(first.sample.made.get(first.result, ()), key=len)
+    lists = (f"len({path})" for path, value in first.sample.keys.items() if isinstance(value, list | str))
+    candidates = (*texts, *lists, str(first.result))
+    plain = (text for text in candidates if not LITERAL.search(text))
+    fitting = [text for text in plain if all(each.read(text) == each.result for each in observed)]
+    if fitting:
+        return "" if differ(fitting, first) else fitting[0]
+    sets: list[set[str]] = [{path for path, value in each.sample.keys.items() if value} for each in observed]
+    for key in sorted(set[str]().union(*sets) - sets[0].intersection(*sets[1:])) if deeper else ():
+        parts = [[each for each in observed if bool(each.read(key)) is wanted] for wanted in (True, False)]
+        if all(parts):
+            one, other = (fitted(part, deeper=False) for part in parts)
+            if one and other:
+                return f"({key} or {other})" if one == key else f"({one} if {key} else {other})"
+    return ""
+
+
+def size_of(value: Json) -> int:
+    """A number of a config, 0 for other values."""
+    return value if isinstance(value, int) else 0
+
+
+def differ(expressions: Sequence[str], observed: Observed) -> bool:
+    """Whether expressions that are alike under every config would not be under another one."""
+    for path in {key for text in expressions for key in KEY.findall(text)} if len(expressions) > 1 else ():
+        value = size_of(observed.sample.keys.get(path))
+        raw = changed(observed.sample.config, path, 2 * value)
+        values = ConfigValues(raw or {}, PLAIN)
+        with suppress(Unknown):
+            sizes = {evaluate(text, values, i=observed.i, layers=observed.layers) for text in expressions}
+            if len(sizes) > 1:
+                return True
+    return False
+
+
+def fitted_condition(observed: Sequence[Observed], keys: Sequence[str]) -> str:
+    """A condition that holds for the layers that were seen; "" where there is none."""
+    tables: dict[int, str] = {}
+    places = [(each, i) for each in observed for i in (range(each.layers) if each.layers >= 0 else (-1,))]
+    for atom in conditions(observed, keys):
+        with suppress(Unknown):
+            holds = [evaluate(atom, each.sample.values, i=i, layers=each.layers) for each, i in places]
+            tables.setdefault(bits(map(bool, holds)), atom)
+    wanted = bits(i in each.result for each, i in places)
+    necessary = [table for table in tables if not wanted & ~table]
+    sufficient = [table for table in tables if not table & ~wanted]
+    for chosen, join, word in ((necessary, and_, " and "), (sufficient, or_, " or ")):
+        for count in (1, 2, 3):
+            for few in combinations(chosen, count):
+                if reduce(join, few) == wanted:
+                    return word.join(tables[table] for table in few)
+    for one in necessary:
+        for two, three in combinations(tables, 2):
+            if one & (two | three) == wanted:
+                return f"{tables[one]} and ({tables[two]} or {tables[three]})"
+    return ""
+
+
+def bits(values: Iterable[bool]) -> int:
+    """Truth values as the bits of a number."""
+    return sum(value << at for at, value in enumerate(values))
+
+
+def conditions(observed: Sequence[Observed], keys: Sequence[str]) -> Iterator[str]:
+    """Conditions of one key each, the plainest first."""
+    yield "1"
+    layered = any(each.layers >= 0 for each in observed)
+    for key in keys:
+        seen = [each.sample.keys.get(key) for each in observed]
+        items = {
+            item for value in seen if isinstance(value, list | str) for item in value if isinstance(item, str)
+        }
+        if layered and items:
+            yield from (f"{key}[i] {sign} '{item}'" for sign in ("==", "!=") for item in sorted(items))
+        elif layered and any(isinstance(value, list) for value in seen):
+            yield from (f"i in {key}", f"i not in {key}", f"{key}[i]", f"not {key}[i]")
+        yield from (
+            f"{key} == '{word}'" for word in sorted({value for value in seen if isinstance(value, str)})
+        )
+        yield from (key, f"not {key}", f"{key} == None", f"{key} != None")
+        if layered and any(map(is_number, seen)):
+            yield from (f"i >= {key}", f"i < {key}", f"i < layers - {key}", f"i >= layers - {key}")
+            yield from (
+                f"(i + 1) % {key} == 0",
+                f"i % {key} == 0",
+                f"(i + 1) % {key} != 0",
+                f"i % {key} != 0",
+            )
+            others = [other for other in keys if other != key]
+            yield from (f"i % {other} {sign} {key}" for other in others for sign in ("==", "!="))
+    if layered:
+        yield from ("i >= 1", "i < 1", "i < layers - 1", "i >= layers - 1")
+
+
+Seen = Mapping[Numbers, tuple[int, ...]]
+
+
+@dataclass(kw_only=True)
+class Fitter:
+    """Finds the rows of a class, by name."""
+
+    model: Model
+
+    @cached_property
+    def literal(self) -> set[str]:
+        """The names with stars up to numbers that are the same under every config: those count nothing."""
+        seen: dict[str, set[frozenset[str]]] = {}
+        for sample in self.model.samples:
+            own: dict[str, set[str]] = {}
+            for name in sample.tensors:
+                parts = name.split(".")
+                for at, part in enumerate(parts):
+                    if part.isdigit():
+                        own.setdefault(with_stars(".".join(parts[: at + 1]) + "."), set()).add(part)
+            for prefix, numbers in own.items():
+                seen.setdefault(prefix, set()).add(frozenset(numbers))
+        return {prefix for prefix, sets in seen.items() if len(sets) == 1}
+
+    @cached_property
+    def tables(self) -> dict[int, dict[str, dict[Numbers, tuple[int, ...]]]]:
+        """The tensors of each sample, by name and numbers."""
+        tables = {}
+        for sample in self.model.samples:
+            table: dict[str, dict[Numbers, tuple[int, ...]]] = {}
+            for name, shape in sample.tensors.items():
+                pattern, numbers = self.split(name)
+                table.setdefault(pattern, {})[numbers] = shape
+            tables[id(sample)] = table
+        return tables
+
+    def split(self, name: str) -> tuple[str, Numbers]:
+        """A name with stars for the numbers that count something, and these."""
+        parts = name.split(".")
+        ends = [".".join(parts[: at + 1]) + "." for at in range(len(parts))]
+        counting = [
+            part.isdigit() and with_stars(end) not in self.literal
+            for part, end in zip(parts, ends, strict=True)
+        ]
+        pattern = ".".join("*" if each else part for each, part in zip(counting, parts, strict=True))
+        return pattern, tuple(int(part) for each, part in zip(counting, parts, strict=True) if each)
+
+    def seen(self, sample: Sample, pattern: str) -> Seen:
+        """The tensors of a name under a config."""
+        return self.tables[id(sample)].get(pattern, {})
+
+    def entry(self) -> dict[str, Any]:
+        """`counts` and `rows` of the table."""
+        counts: dict[str, str] = {}
+        rows: dict[str, list[str]] = {}
+        for pattern in dict.fromkeys(name for table in self.tables.values() for name in table):
+            parts = pattern.split(".")
+            stars = [".".join(parts[: at + 1]) for at, part in enumerate(parts) if part == "*"]
+            for number, prefix in enumerate(stars):
+                if prefix not in counts:
+                    counts[prefix] = self.count(prefix, number)
+            for condition, shape in self.row(pattern, counts[stars[0]] if stars else ""):
+                rows.setdefault(json.dumps([condition, shape]), []).append(pattern)
+        found = ((names, *json.loads(key)) for key, names in rows.items())
+        return {
+            "counts": counts,
+            "rows": [
+                {"names": names, "condition": condition, "shape": shape} for names, condition, shape in found
+            ],
+        }
+
+    def count(self, prefix: str, star: int) -> str:
+        """How many there are at a star."""
+        found = []
+        for sample in self.model.samples:
+            tensors = self.tables[id(sample)].items()
+            inside = [n[star] for name, seen in tensors if f"{name}.".startswith(f"{prefix}.") for n in seen]
+            if inside:
+                found.append(Observed(sample=sample, result=max(inside) + 1))
+        return fitted(found)
+
+    def row(self, pattern: str, count: str) -> Iterator[tuple[str, list[str] | None]]:
+        """(a condition, a shape) of each kind of layers that have a tensor."""
+        observed = []
+        for sample in self.model.samples:
+            seen = self.seen(sample, pattern)
+            present = (
+                {numbers[:1] and numbers[0] for numbers in seen}
+                if "*" in pattern
+                else {-1}
+                if seen
+                else set()
+            )
+            try:
+                layers = size(count, sample.values) if "*" in pattern else -1
+            except (Unknown, SyntaxError):
+                if seen:
+                    yield "", None
+                    return
+                continue
+            observed.append(Observed(sample=sample, result=present, layers=layers))
+        keys = self.keys(pattern, lambda one, other: one.keys() != other.keys())
+        used = set(KEY.findall(count))
+        condition = fitted_condition(distinct(observed, keys - used), sorted(keys - used))
+        condition = condition or fitted_condition(distinct(observed, keys), sorted(keys))
+        for part, shape in self.shapes(pattern, observed, keys):
+            yield f"{condition} and {part}" if condition and part else condition, shape
+
+    def keys(self, pattern: str, differ: Callable[[Seen, Seen], bool]) -> set[str]:
+        """The keys on which something of a name depends."""
+        changes = self.model.changes
+        return {
+            each.path
+            for each in changes
+            if differ(self.seen(each.before, pattern), self.seen(each.after, pattern))
+        }
+
+    def shapes(
+        self, pattern: str, observed: Sequence[Observed], keys: set[str]
+    ) -> Iterator[tuple[str, list[str] | None]]:
+        """(a condition, a shape): of all layers, or of two kinds of them."""
+        seen = [(each, self.seen(each.sample, pattern)) for each in observed]
+        if all(len({*own.values()}) <= 1 for _, own in seen):
+            yield "", shape([(each, next(iter(own.values()))) for each, own in seen if own])
+            return
+        keys = keys | self.keys(
+            pattern, lambda one, other: any(one[n] != other[n] for n in one.keys() & other.keys())
+        )
+        for atom in conditions(observed, sorted(keys)):
+            parts: list[list[tuple[Observed, tuple[int, ...]]]] = [[], []]
+            with suppress(Unknown):
+                for each, own in seen:
+                    sides: tuple[set[tuple[int, ...]], set[tuple[int, ...]]] = (set(), set())
+                    for numbers, sizes in own.items():
+                        holds = evaluate(atom, each.sample.values, i=numbers[0], layers=each.layers)
+                        sides[not holds].add(sizes)
+                    if max(map(len, sides)) > 1:
+                        break
+                    for part, side in zip(parts, sides, strict=True):
+                        part += [(each, sizes) for sizes in side]
+                else:
+                    if all(parts):
+                        yield f"({atom})", shape(parts[0])
+                        yield f"not ({atom})", shape(parts[1])
+                        return
+        yield "", None
+
+
+def shape(seen: Sequence[tuple[Observed, tuple[int, ...]]]) -> list[str] | None:
+    """The sizes of tensors that are alike under each config."""
+    if len({len(sizes) for _, sizes in seen}) != 1:
+        return None
+    axes = range(len(seen[0][1]))
+    return [fitted(Observed(sample=each.sample, result=sizes[axis]) for each, sizes in seen) for axis in axes]
+
+
+def distinct(observed: Sequence[Observed], keys: Iterable[str]) -> list[Observed]:
+    """One of those that say the same of some keys."""
+    names = sorted(keys)
+    told = {
+        json.dumps([each.layers, *map(each.sample.keys.get, names), sorted(each.result)]): each
+        for each in observed
+    }
+    return [*told.values()]
+
+
+def entry_of(model: Model) -> dict[str, Any]:
+    """The entry of a class but for what vLLM makes of it."""
+    entry = Fitter(model=model).entry()
+    texts = [text for row in entry["rows"] for text in (row["condition"], *(row["shape"] or ()))]
+    names = {name for text in (*texts, *entry["counts"].values()) for name in KEY.findall(WORD.sub("", text))}
+    keys = {path for sample in model.samples for path in sample.keys} | {*model.hidden}
+    return {**entry, **meanings(model, sorted(names & keys))}
+
+
+def meanings(model: Model, used: Iterable[str]) -> dict[str, Any]:
+    """`defaults`, `nulls`, `lists` and `aliases` of the keys that are used, and of those that these need."""
+    found: dict[str, dict[str, Any]] = {"defaults": {}, "nulls": {}, "lists": {}, "aliases": {}}
+    waiting, known = [*used], set[str]()
+    while waiting:
+        path = waiting.pop()
+        if path in known:
+            continue
+        known.add(path)
+        holder, _, key = path.rpartition(".")
+        for name in ("defaults", "nulls"):
+            value = meant(model, path, absent=name == "defaults")
+            if value == []:
+                found[name][path] = "[]"
+            elif isinstance(value, list) and name == "defaults":
+                if rules := listed(model, path):
+                    found["lists"][path] = rules
+            elif isinstance(value, int | str):
+                text = getattr(value, "text", None) or repr(value)
+                found[name][path] = text
+                waiting += KEY.findall(text) if hasattr(value, "text") else ()
+        config = model.config.from_dict(with_traces(model.raw))
+        for name in holder.split(".") if holder else ():
+            config = getattr(config, name)
+        names = [name for name, target in (config.attribute_map or {}).items() if target == key]
+        found["aliases"] |= {path: names} if names else {}
+    return found
+
+
+def meant(model: Model, path: str, *, absent: bool, raw: Values | None = None) -> Any:
+    """What transformers takes for a key that a config lacks or that is null; None where it keeps that."""
+    raw = json.loads(json.dumps(raw or model.raw))
+    key = path.rpartition(".")[2]
+    try:
+        part = part_of(raw, path)
+        part.pop(key, None)
+        part |= {} if absent else {key: None}
+        config = model.config.from_dict(with_traces(raw))
+        for name in path.split("."):
+            config = getattr(config, name)
+    except Exception:
+        return None
+    return config
+
+
+def listed(model: Model, path: str) -> dict[str, str] | None:
+    """Of a list that a config lacks: how many entries it has (""), and a condition for each word."""
+    holder = path.rpartition(".")[0]
+    base = changed(model.raw, f"{holder}.num_hidden_layers".lstrip("."), MANY) or model.raw
+    part_of(base, path).pop(path.rpartition(".")[2], None)
+    named = {**dict.fromkeys(model.hidden), **dict(leaves(base))}
+    keys = [key for key, value in named.items() if value is None or is_number(value)]
+    keys = [key for key in keys if key.rpartition(".")[0] == holder]
+    changes = [(key, value) for key in keys for value in (PATTERNS if "pattern" in key else (2, 3))]
+    seen, keys = [], []
+    for key, raw in [("", base), *((key, changed(base, key, value)) for key, value in changes)]:
+        words = meant(model, path, absent=True, raw=raw)
+        if raw and isinstance(words, list) and all(isinstance(word, str) for word in words):
+            seen.append(Observed(sample=Sample(raw=raw, config=raw, tensors={}, made={}), result=words))
+            keys += [key] if words != seen[0].result and key not in keys else []
+    for few in (seen, *([each for each in seen if each.sample.keys.get(key)] for key in keys)):
+        lengths = (f"len({key})" if "pattern" in key else key for key in keys)
+        length = next((key for key in lengths if all(each.read(key) == len(each.result) for each in few)), "")
+        rules = {"": length}
+        for word in dict.fromkeys(word for each in few for word in each.result):
+            layers = [
+                Observed(
+                    sample=each.sample,
+                    result={i for i, other in enumerate(each.result) if other == word},
+                    layers=len(each.result),
+                )
+                for each in few
+            ]
+            rules[word] = fitted_condition(distinct(layers, keys), keys)
+        if len(few) > 1 and all(rules.values()):
+            return rules
+    return None

@@ -1,0 +1,183 @@
+"""Write vexport/architectures/layouts.json: the tensors of each class by its config, what vLLM makes of them.
+
+Run in an environment with vLLM: `python scripts/generate_layouts.py [--out TABLE.json] [CLASS]...`. Classes
+that are named are made again, the others where the table is of another version or lacks them: it can be
+stopped at any time. Names, layers and shapes are those of transformers' models (samples.py, fitting.py);
+vLLM's class loads the tensors of one config, as `vexport load --dry` does. Of what it does not load nothing
+is said.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from generate_modules import Entry, in_child, until_built
+
+from vexport.engine.dry.worker import preload
+
+TARGET = Path(__file__).parent.parent / "vexport" / "architectures" / "layouts.json"
+# A name that no class knows, to see whether it is passed over.
+UNKNOWN = "zz_unknown.weight"
+# What the code of a class says where it has no other activation.
+ONLY_SILU = "Only silu is supported"
+
+
+def main() -> None:
+    """Make the entries that are asked for or not there, and write the table after each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("classes", nargs="*", metavar="CLASS", help="only these, again")
+    parser.add_argument("--out", type=Path, default=TARGET, help="where the table goes (vexport's own)")
+    arguments = parser.parse_args()
+    preload()
+    import transformers
+    import vllm
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda function: function()
+    versions = {"vllm": vllm.__version__, "transformers": transformers.__version__}
+    table = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}
+    if {key: table.get(key) for key in versions} != versions:
+        table = {**versions, "unknown": {}, "classes": {}}
+    known = json.loads((TARGET.parent / "vllm.json").read_text())["architectures"]
+    done = {*table["classes"], *table["unknown"]} - {*arguments.classes}
+    for name in arguments.classes or known:
+        if name in done or not hasattr(transformers, name):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            entry = made(name, Path(folder))
+        previous = table["classes"].pop(name, None), table["unknown"].pop(name, None)
+        table["unknown" if isinstance(entry, str) else "classes"][name] = entry
+        changed = "" if entry in previous else "changed: "
+        print(f"{name}: {changed}{entry if isinstance(entry, str) else len(entry['rows'])}", flush=True)
+        write(arguments.out, table)
+
+
+def write(target: Path, table: Mapping[str, Any]) -> None:
+    """The table, one class a line."""
+    classes = table["classes"]
+    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(classes[name])}" for name in sorted(classes))
+    head = "".join(f" {json.dumps(key)}: {json.dumps(table[key])},\n" for key in table if key != "classes")
+    new = target.with_suffix(".new")
+    new.write_text(f'{{\n{head} "classes": {{\n{rows}\n }}\n}}\n')
+    new.replace(target)
+
+
+def made(name: str, folder: Path) -> Entry | str:
+    """The entry of a class, or why there is none."""
+    found = in_child(lambda: observed(name, folder))
+    if isinstance(found, str):
+        return found
+    built = loaded(folder)
+    return built if isinstance(built, str) else joined(found, built)
+
+
+def observed(name: str, folder: Path) -> Entry:
+    """What transformers' class has; a checkpoint of it is written, with names that no class knows."""
+    import transformers
+    from fitting import entry_of
+    from model_classes import load_class, parts_of, source
+    from model_configs import QUANTIZATION, Recipe, own_types, save, transformers_types
+    from samples import Model
+    from vllm.model_executor.models import registry
+
+    transformers.logging.set_verbosity_error()
+    problem: Exception = ValueError("no model type")
+    for kind in transformers_types(name) or own_types(name):
+        raw = json.loads(json.dumps(Recipe(architecture=name, model_type=kind).values()))
+        model = Model.of(getattr(transformers, name), kind, raw)
+        try:
+            model.observe()
+        except ValueError as error:
+            problem = error
+            continue
+        entry = entry_of(model)
+        base = model.samples[0]
+        entry["types"] = {
+            path: part["model_type"] for path, part in typed({**base.config, "model_type": kind})
+        }
+        entry["based"] = list(base.tensors)
+        probes = entry["probes"] = containers(base.tensors)
+        save({**base.tensors, **dict.fromkeys(probes.values(), (2, 2))}, folder)
+        (folder / "config.json").write_text(json.dumps({**base.raw, "quantization_config": QUANTIZATION}))
+        registered = {**registry._MULTIMODAL_MODELS, **registry._TEXT_GENERATION_MODELS}.get(name)
+        parts = parts_of(load_class(*registered)) if registered else ()
+        entry["silu"] = any(ONLY_SILU in source(part) for part in parts)
+        return entry
+    raise problem
+
+
+def typed(config: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
+    """The config and those in it that have a model type, by path."""
+    inner = [(f"{path}.{key}".lstrip("."), part) for key, part in config.items() if isinstance(part, dict)]
+    own = [(path, config)] if isinstance(config.get("model_type"), str) else []
+    return [*own, *(each for key, part in inner if key.endswith("config") for each in typed(part, key))]
+
+
+def containers(names: Mapping[str, object]) -> dict[str, str]:
+    """Of each part of a model, with stars, a name in it that no class knows; "" is the model itself."""
+    from vexport.architectures.modules import with_stars
+
+    found = {"": UNKNOWN, "mtp": f"mtp.{UNKNOWN}"}
+    for name in names:
+        parts = name.split(".")[:-1]
+        for end in range(1, len(parts)):
+            prefix = ".".join(parts[:end])
+            found.setdefault(with_stars(f"{prefix}.").rstrip("."), f"{prefix}.{UNKNOWN}")
+    return found
+
+
+def loaded(folder: Path) -> Entry | str:
+    """What vLLM's class makes of the checkpoint, or why it does not."""
+    from built_modules import build
+    from model_configs import ALL, elsewhere, shorten
+
+    def attempt(missing: Entry) -> Entry:
+        file = folder / "config.json"
+        config = json.loads(file.read_text())
+        shorten(config, ALL, {key: elsewhere(config, key, value) for key, value in missing.items()})
+        file.write_text(json.dumps(config))
+        return asdict(build(folder))
+
+    return until_built(attempt)
+
+
+def joined(found: Entry, built: Mapping[str, Any]) -> Entry:
+    """The entry with what vLLM makes of each tensor; of those that it does not read nothing is known."""
+    from vexport.architectures.modules import with_stars
+
+    stored, probes = built["stored"], found.pop("probes")
+    kinds: dict[str, set[str]] = {}
+    for name in found.pop("based"):
+        kinds.setdefault(with_stars(name), set()).add(stored.get(name, "refused"))
+    rows: dict[str, list[str]] = {}
+    for row in found["rows"]:
+        for name in row["names"]:
+            of_name = kinds.get(with_stars(name), {""})
+            kind = next((each for each in ("refused", "dropped", "experts") if each in of_name), min(of_name))
+            known = kind != "refused"
+            values = {
+                "condition": row["condition"] if known else "",
+                "shape": row["shape"] if known else None,
+                "kind": kind if known else "",
+            }
+            rows.setdefault(json.dumps(values), []).append(name)
+    entry = {
+        **found,
+        "drops": sorted(prefix for prefix, name in probes.items() if stored.get(name) == "dropped"),
+        "rows": [{"names": names, **json.loads(values)} for values, names in rows.items()],
+    }
+    for row in entry["rows"]:
+        for key, usual in (("condition", "1"), ("shape", None), ("kind", "")):
+            if row[key] == usual:
+                del row[key]
+    return {key: value for key, value in entry.items() if value}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""The tensors that transformers' models have under small configs that differ in one key, by names of the hub.
+
+Numbers of a config remember, through the code of a model, the keys that they come from.
+"""
+
+import copy
+import inspect
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from model_configs import stored_tensors
+from transformers import AutoConfig, PretrainedConfig
+from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
+
+from vexport.architectures.layouts import ClassLayout, ConfigValues
+from vexport.architectures.modules import with_stars
+from vexport.engine.dry.fake_platform import AbsentValues
+from vexport.types import Json
+
+Values = dict[str, Json]
+Numbers = tuple[int, ...]
+# Keys that no tensor depends on.
+IRRELEVANT = re.compile(
+    r"transformers_version|_name_or_path|architectures|model_type|dtype|torch_dtype|.*token_?(id|index|ids)?$|"
+    r".*dropout|.*_eps|initializer.*|output_.*|return_.*|use_cache|.*_act|hidden_act|activation.*|is_encoder_decoder|"
+    r"problem_type|chunk_size.*|router_aux.*|rope_.*|.*_prob|.*_coef|attn_implementation|.*scaling.*|time_step.*|"
+    r"_attn.*|id2label|label2id|pruned_heads|max_length"
+)
+# How the code of a model asks for a key that its config need not have.
+ASKED = re.compile(
+    r'getattr\((?:\w+\.)?(?:\w+_)?config, "(\w+)"|kwargs\.(?:pop|get)\("(\w+)"|"(\w+)" in kwargs'
+)
+LISTED = (*ALLOWED_ATTN_LAYER_TYPES, *ALLOWED_MLP_LAYER_TYPES)
+LAYERS = re.compile(r"layers|depth|blocks")
+LONGEST, MOST_TRIES, MOST_COMBINED = 300, 24, 6
+PLAIN = ClassLayout(types={})
+
+
+class Traced(int):
+    """A number of a config with the expression that it was made by."""
+
+    text: str
+    # Every number that was made under one config, with the expressions.
+    made: dict[int, dict[str, None]] = {}
+
+    def __new__(cls, value: int, text: str) -> "Traced":
+        self = int.__new__(cls, value)
+        self.text = text
+        if len(text) <= LONGEST:
+            cls.made.setdefault(int(value), {})[text] = None
+        return self
+
+    def __deepcopy__(self, memo: object) -> "Traced":
+        return self
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+    def __pow__(self, other: int, *_: object) -> Any:
+        return Traced(int(self) ** other, f"({self.text} ** {other})")
+
+
+def traced(name: str, sign: str) -> None:
+    """Let an operation of numbers remember what it was done with."""
+    forward, backward = getattr(int, f"__{name}__"), getattr(int, f"__r{name}__")
+
+    def of(self: Traced, other: object) -> object:
+        value = forward(self, other)
+        known = type(value) is int and not isinstance(other, bool)
+        return Traced(value, f"({self.text} {sign} {getattr(other, 'text', other)})") if known else value
+
+    def with_number(self: Traced, other: object) -> object:
+        value = backward(self, other)
+        return Traced(value, f"({other} {sign} {self.text})") if type(value) is int else value
+
+    setattr(Traced, f"__{name}__", of)
+    setattr(Traced, f"__r{name}__", with_number)
+
+
+for operation, operator in {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}.items():
+    traced(operation, operator)
+
+
+def sized(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A function of torch that takes several traced sizes: its own takes those in a tuple only."""
+
+    def takes(*sizes: Any, **options: Any) -> torch.Tensor:
+        several = sizes and all(isinstance(each, int) for each in sizes)
+        return make(sizes, **options) if several else make(*sizes, **options)
+
+    return takes
+
+
+torch.utils._device._device_constructors()  # knows torch's own ones from here on
+for function in ("empty", "ones", "zeros", "randn", "rand"):
+    setattr(torch, function, sized(getattr(torch, function)))
+
+
+def with_traces(value: Json, path: str = "") -> Any:
+    """A config whose numbers are traced."""
+    if isinstance(value, dict):
+        return {key: with_traces(each, f"{path}.{key}" if path else key) for key, each in value.items()}
+    return Traced(value, path) if isinstance(value, int) and is_number(value) else copy.deepcopy(value)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a whole number."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A config, as it is given and as it is read, and the tensors of its model.
+
+    `made` are the numbers that the model's code made of those of the config, with expressions.
+    """
+
+    raw: Values
+    config: Values
+    tensors: Mapping[str, tuple[int, ...]]
+    made: Mapping[int, Mapping[str, None]]
+
+    @cached_property
+    def keys(self) -> dict[str, Json]:
+        """The keys of the config, as it is read, by path."""
+        return dict(leaves(self.config))
+
+    @cached_property
+    def values(self) -> ConfigValues:
+        """The config for expressions."""
+        return ConfigValues(self.config, PLAIN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Two configs that differ in one key."""
+
+    path: str
+    before: Sample
+    after: Sample
+
+
+@dataclass(slots=True, kw_only=True)
+class Model:
+    """A class of transformers, and what was seen of it."""
+
+    kind: type
+    config: type[PretrainedConfig]
+    raw: Values
+    hidden: tuple[str, ...] = ()
+    samples: list[Sample] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, kind: type, model_type: str, raw: Values) -> "Model":
+        """A class with a config to begin with."""
+        config = type(AutoConfig.for_model(model_type))
+        return cls(kind=kind, config=config, raw=raw, hidden=tuple(hidden_keys(kind, raw)))
+
+    def sample(self, raw: Values) -> Sample | None:
+        """The model of a config; None where there is none, or one without a size."""
+        Traced.made = {}
+        try:
+            config = self.config.from_dict(with_traces(raw))
+            with torch.device("meta"), AbsentValues():
+                made = self.kind._from_config(config, dtype=torch.bfloat16)  # type: ignore[attr-defined]
+            shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(made, config).items()}
+        except Exception:
+            return None
+        if any(0 in shape for shape in shapes.values()):
+            return None
+        read = json.loads(json.dumps(config.to_dict(), default=str))
+        return Sample(raw=raw, config=joined(raw, read), tensors=shapes, made=Traced.made)
+
+    def observe(self) -> None:
+        """Vary each key of the config, and again where a key brings other tensors."""
+        base = self.sample(self.raw)
+        if base is None:
+            raise ValueError("transformers makes no model of its default config")
+        self.samples.append(base)
+        self.vary(base)
+        known, nulls = {*map(with_stars, base.tensors)}, set[str]()
+        for change in list(self.changes):
+            path, before, after = change.path, change.before, change.after
+            if new := {*map(with_stars, after.tensors)} - known:
+                known |= new
+                self.vary(after)
+            elif None in (before.keys.get(path), after.keys.get(path)) and path not in nulls:
+                if before.tensors == after.tensors:
+                    continue
+                nulls.add(path)
+                self.vary(after, holder=path.rpartition(".")[0])
+        self.combine()
+
+    def vary(self, base: Sample, *, holder: str | None = None) -> None:
+        """Change each key of a config to some others; only numbers of a part of it where one is named."""
+        values = {**dict.fromkeys(self.hidden), **base.keys}
+        layers = {value for path, value in values.items() if LAYERS.search(path) and isinstance(value, int)}
+        for path, value in values.items():
+            if holder is not None and not (is_number(value) and path.rpartition(".")[0] == holder):
+                continue
+            alike = 0
+            for choices in variations(path, value, layers):
+                raws = (changed(base.raw, path, choice) for choice in choices if choice != value)
+                made = (self.sample(raw) for raw in raws if raw is not None)
+                other = next((sample for sample in made if sample is not None), None)
+                if other is not None:
+                    self.samples.append(other)
+                    self.changes.append(Change(path=meant(path, base, other), before=base, after=other))
+                    alike += other.tensors == base.tensors
+                if alike == (1 if value is None else 2):  # a key that no tensor depends on
+                    break
+
+    def combine(self) -> None:
+        """Models of configs that differ from the first in several keys."""
+        rng, first = random.Random(0), self.samples[0]
+        changes = {
+            change.path: change.after
+            for change in self.changes
+            if change.before is first and change.after.tensors != first.tensors
+        }
+        made = 0
+        for _ in range(MOST_TRIES if changes else 0):
+            raw: Values | None = first.raw
+            for path in rng.sample(sorted(changes), min(len(changes), 1 + len(changes) // 4)):
+                value = part_of(changes[path].raw, path)[path.rpartition(".")[2]]
+                raw = changed(raw, path, value) if raw else None
+            other = self.sample(raw) if raw and made < MOST_COMBINED else None
+            if other is not None:
+                self.samples.append(other)
+                made += 1
+
+
+def joined(one: Values, other: Values) -> Values:
+    """The keys of two configs, the second's value where both have one."""
+    both: Values = {**one, **other}
+    for key, value in one.items():
+        inner = other.get(key)
+        if isinstance(value, dict) and isinstance(inner, dict):
+            both[key] = joined(value, inner)
+    return both
+
+
+def hidden_keys(kind: type, raw: Values) -> Iterator[str]:
+    """Keys that a class or its config asks for and that no default config has, in each part of a config."""
+    names: dict[str, None] = {}
+    for file in sorted(Path(inspect.getfile(kind)).parent.glob("*.py")):
+        names |= dict.fromkeys(name for found in ASKED.findall(file.read_text()) for name in found if name)
+    known = {path for path, _ in leaves(raw)}
+    for part in sorted({path.rpartition(".")[0] for path in known}):
+        for name in names:
+            path = f"{part}.{name}" if part else name
+            if path not in known and not IRRELEVANT.fullmatch(name) and len(name) > 2:
+                yield path
+
+
+def leaves(values: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, Json]]:
+    """The keys of a config and of those in it, by path."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            if key.endswith("config"):
+                yield from leaves(value, f"{prefix}{key}.")
+        elif not IRRELEVANT.fullmatch(key):
+            yield f"{prefix}{key}", value
+
+
+def part_of(raw: Values, path: str) -> Any:
+    """The part of a config that has a key. Raises KeyError."""
+    part: Any = raw
+    for name in path.split(".")[:-1]:
+        part = part[name]
+    return part
+
+
+def changed(raw: Values, path: str, value: Json) -> Values | None:
+    """A config with another value; lists of an entry for each layer get as many as there are layers then."""
+    raw, key = copy.deepcopy(raw), path.rpartition(".")[2]
+    try:
+        part = part_of(raw, path)
+    except KeyError:
+        return None
+    old = part.get(key)
+    if is_number(old) and is_number(value) and LAYERS.search(key):
+        for name, each in list(part.items()):
+            if isinstance(each, str) and "pattern" not in name:
+                continue
+            if isinstance(each, list | str) and len(each) == old > 1 and isinstance(value, int):
+                part[name] = (each * (1 + value // old))[:value]
+    part[key] = value
+    return raw
+
+
+def variations(path: str, value: Json, layers: set[int]) -> Iterator[list[Any]]:
+    """Lists of other values for a key; of each the first that makes a model is taken."""
+    if isinstance(value, bool):
+        yield [not value]
+    elif isinstance(value, int):
+        yield [2 * value, value // 2, value + 1, value - 1] if value > 1 else [value + 1, 2, 4]
+        yield [value + 1, 3 * value, value // 2, value - 1, 4 * value] if value > 1 else [2, 4, 8, 0]
+        yield from ([0, value - 1], [None]) if value > 0 else ()
+    elif isinstance(value, float):
+        yield from ([2 * value], [value / 2])
+    elif value is None and "pattern" in path:
+        yield from (["M-*EM-"], ["*EM-*M"], [2], [3])
+    elif value is None:
+        yield from ([64, 8], [32, 16], [2], [3], [True], [False])
+    elif isinstance(value, list):
+        yield from variations_of_list(value, layers)
+
+
+def variations_of_list(value: list[Any], layers: set[int]) -> Iterator[list[Any]]:
+    """As `variations`, of words or of numbers."""
+    if any(isinstance(each, str) for each in value):
+        yield from ([[*value[1:], value[0]]], [[*value, value[-1]]])
+        for other in dict.fromkeys((*value, *LISTED)):
+            yield from ([[other] * len(value)], [[*value[:-1], other]], [[other, *value[1:]]])
+    elif len(value) not in layers and all(map(is_number, value)):
+        yield from ([[]], [[0]], [[1]], [[0, 2]], [[1, 2, 3]])
+    elif {*value} <= {0, 1}:
+        yield from ([[1 - value[0], *value[1:]]], [[*value[:-1], 1 - value[-1]]])
+
+
+def meant(path: str, before: Sample, after: Sample) -> str:
+    """The key that a config sets where another name of it is given."""
+    holder, old, new = path.rpartition(".")[0], before.keys, after.keys
+    others = (
+        key
+        for key, value in new.items()
+        if key != path
+        and key.rpartition(".")[0] == holder
+        and value == new.get(path) is not None
+        and old.get(key) != value
+    )
+    return next(others, path) if old.get(path) is None else path

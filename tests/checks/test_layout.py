@@ -1,0 +1,115 @@
+"""The tensors of a model are those that vLLM's classes build, by their config."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.architectures.families import save_family
+from tests.models import errors, quantize
+from tests.mutations.edits import WEIGHTS, Tensors, forget_digests
+from vexport.architectures import Architecture, architecture_table
+from vexport.architectures.layouts import get_layout, layouts
+from vexport.checks.vllm.layout import layout_of
+from vexport.types import Json
+
+SIZES: dict[str, Json] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+}
+ATTENTION, MLP = "self_attn.{}_proj.bias", "mlp.{}_proj.bias"
+
+
+def parameters(name: str, **config: Json) -> set[str]:
+    """The parameters of the first layer that are no weights of linear layers, without its number."""
+    layout = layout_of(
+        name, {**SIZES, **config}, Architecture(), [f"{number}.weight" for number in range(99)]
+    )
+    assert layout is not None
+    return {parameter.removeprefix("model.layers.0.") for parameter in layout.parameters}
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "mlp"),
+    [
+        ("LlamaForCausalLM", "qkvo", True),
+        ("MistralForCausalLM", "", False),
+        ("Gemma2ForCausalLM", "qkvo", False),
+        ("Gemma3ForCausalLM", "qkvo", False),
+        ("Qwen3ForCausalLM", "qkvo", False),
+        ("GemmaForCausalLM", "qkvo", False),
+    ],
+)
+def test_biases_are_there_where_the_config_announces_them(name: str, attention: str, mlp: bool) -> None:
+    announced = parameters(name, attention_bias=True, mlp_bias=True) - parameters(name)
+    expected = {ATTENTION.format(projection) for projection in attention}
+    assert announced == expected | {MLP.format(part) for part in ("gate", "up", "down") if mlp}
+
+
+def test_what_a_class_always_has_needs_no_config() -> None:
+    assert {ATTENTION.format(projection) for projection in "qkv"} < parameters("Qwen2ForCausalLM")
+    assert {"self_attn.q_norm.weight", "self_attn.k_norm.weight"} < parameters("Qwen3ForCausalLM")
+    assert "pre_feedforward_layernorm.weight" in parameters("Gemma2ForCausalLM")
+
+
+def test_experts_have_the_names_of_the_large_table() -> None:
+    table = architecture_table()
+    for name in layouts().keys() & table.architectures.keys():
+        entry, experts = get_layout(name), table.architectures[name].experts
+        assert entry is not None
+        own = {each.split(".")[-2] for row in entry.rows for each in row.names if ".experts.*." in each}
+        assert own <= {*(experts or ())}, name
+
+
+def dropped(start: str) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {name: value for name, value in tensors.items() if not name.startswith(start)}
+
+
+def stacked(tensors: Tensors) -> Tensors:
+    """The experts of the second layer in one tensor each, under a name that no loader of vLLM knows."""
+    start = "model.layers.1.mlp.experts."
+    experts = {name: value for name, value in tensors.items() if name.startswith(start)}
+    down = torch.stack([value for name, value in experts.items() if name.endswith("down_proj.weight_packed")])
+    return {**dropped(start)(tensors), f"{start}down_proj_packed": down}
+
+
+@pytest.mark.parametrize(
+    ("family", "spoil", "where"),
+    [
+        ("qwen3-moe", dropped("model.layers.1.mlp.experts."), "model.layers.1.mlp.experts"),
+        ("qwen3-moe", dropped("model.layers.1.mlp.experts.2."), "model.layers.1.mlp.experts.2"),
+        ("qwen3-moe", stacked, "model.layers.1.mlp.experts.down_proj_packed"),
+        ("deepseek-v3", dropped("model.layers.1.mlp.experts."), "model.layers.1.mlp.experts"),
+        ("qwen3-next", dropped("model.layers.0.linear_attn.A_log"), "model.layers.0.linear_attn.A_log"),
+        ("mistral3", dropped("multi_modal_projector.norm"), "multi_modal_projector.norm.weight"),
+        ("qwen2.5-vl", dropped("visual.blocks.0.attn.qkv.bias"), "visual.blocks.0.attn.qkv.bias"),
+        ("gpt2", dropped("transformer.wpe"), "transformer.wpe.weight"),
+    ],
+)
+def test_the_first_cause_is_named(
+    family: str, spoil: Callable[[Tensors], Tensors], where: str, tmp_path: Path
+) -> None:
+    folder = quantize(save_family(family, tmp_path / "source"), tmp_path / "out", "NVFP4A16")
+    assert errors(folder) == []
+    forget_digests(folder)
+    save_file(spoil(load_file(folder / WEIGHTS)), folder / WEIGHTS)
+    assert [finding.where for finding in errors(folder)][:1] == [where]
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "key"),
+    [("mistral3", "text_config", "intermediate_size"), ("qwen2.5-vl", "vision_config", "hidden_size")],
+)
+def test_sizes_of_nested_configs_count(family: str, part: str, key: str, tmp_path: Path) -> None:
+    folder = quantize(save_family(family, tmp_path / "source"), tmp_path / "out", "FP8_DYNAMIC")
+    config = json.loads((folder / "config.json").read_text())
+    config[part][key] *= 2
+    forget_digests(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert {finding.check for finding in errors(folder)} == {"shapes"}

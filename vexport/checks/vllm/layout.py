@@ -1,0 +1,222 @@
+"""What tensors a model has, and how large they are, from its class and its config.json.
+
+For a class that is not in the table only what its tensors say of each other can be checked.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from vexport.architectures import Architecture
+from vexport.architectures.fusion import moe_layer
+from vexport.architectures.layouts import ClassLayout, Expected, Row, expected_tensors, get_layout
+from vexport.architectures.modules import with_stars
+from vexport.architectures.text_config import text_config
+from vexport.checks.vllm.layers import JOINED, joined_name, split_name
+from vexport.types import Json
+
+Shape = tuple[int | None, ...]
+# Keys of which each unit has tensors of its own, so that there are at most as many as tensors.
+COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
+# Experts that a config may announce beyond those that are stored: of layers without any, or missing.
+SLACK, LEAST_SLACK = 16, 4096
+# Keys without which transformers would build a model of its default size.
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+TABLES = ("table", "lookup", "head")
+ATTENTION_NORM, MLP_NORM, FEEDFORWARD_NORM = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+)
+# Tensors of all experts of a layer that vLLM's loaders know (load_weights of its classes).
+STACKED = re.compile(r".*\.experts\.(gate_up|down|gate|up)_proj(\.weight|_(blocks|scales|bias))?")
+# All that a decoder with an RMSNorm before its attention and one before its MLP has.
+PLAIN = re.compile(
+    r"lm_head\.weight|model\.(embed_tokens|norm)\.weight|model\.layers\.\*\."
+    r"(((input|post_attention|pre_feedforward|post_feedforward)_layernorm|self_attn\.[qk]_norm)\.weight"
+    r"|(self_attn\.(q|k|v|o|qkv)_proj|\w+\.(gate|up|down|gate_up)_proj|\w+\.gate|\w+\.experts\.\*\.\w+)\.(weight|bias))"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The modules of a model: linear layers and tables with their sizes, other parameters by name.
+
+    A size is None, a shape empty where it is not known. `optional` are names that may be there, `unknown`
+    (with stars) those of which it is not known, `drops` the modules in which vLLM passes over names that it
+    does not have; `translated` says that the file has other names than transformers. `norm_before_mlp` is ""
+    where it is not known what the inputs of layers come from.
+    """
+
+    linears: dict[str, Shape]
+    tables: dict[str, Shape]
+    parameters: Mapping[str, Shape] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
+    unknown: frozenset[str] = frozenset()
+    drops: frozenset[str] = frozenset()
+    norm_before_mlp: str = ""
+    norms_above_one: bool = False
+    translated: bool = False
+
+    @cached_property
+    def modules(self) -> dict[str, Shape]:
+        """All with a matrix."""
+        return {**self.linears, **self.tables}
+
+    @cached_property
+    def places(self) -> set[str]:
+        """The modules that hold others, with stars."""
+        names = {*map(with_stars, (*self.parameters, *self.modules)), *self.unknown}
+        return {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
+
+    def place(self, name: str) -> str:
+        """The innermost of these around a tensor; "" is the model."""
+        parts = with_stars(name).split(".")
+        around = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+        return next((prefix for prefix in around if prefix in self.places), "")
+
+    def is_dropped(self, name: str) -> bool:
+        """Whether vLLM passes over a name that it does not know."""
+        return self.place(name) in self.drops
+
+    def judges(self, name: str) -> bool:
+        """Whether a tensor that is not among these is none of the model."""
+        inside = f"{self.place(name)}.".lstrip(".")
+        if self.translated and "*" not in inside:
+            return False
+        return not any(other.startswith(inside) for other in self.unknown)
+
+
+def layout_of(
+    class_name: str, config: Mapping[str, Json], architecture: Architecture, tensors: Iterable[str]
+) -> Layout | None:
+    """The layout of a model in the names of its files, None where its class or types are not in the table or
+    its config lacks a size.
+
+    Nor is there one where the config asks for more than could be among these tensors.
+    """
+    stored = list(tensors)
+    entry, most = get_layout(class_name), SLACK * len(stored) + LEAST_SLACK
+    if entry is None or not entry.knows(config) or impossible_size(config, len(stored)):
+        return None
+    if missing_sizes(entry, config):
+        return None
+    found, unsure = expected_tensors(entry, config, most)
+    heads = tuple(replace(row, condition="1") for row in entry.rows if _holds_head(row))
+    tied = expected_tensors(replace(entry, rows=heads), config, most)[0]
+    names = _names_in_file(stored, architecture)
+    expected = {joined_name(*names(name)): each for name, each in {**tied, **found}.items()}
+    otherwise = _stored_otherwise(expected, stored)
+    joined = {split_name(name)[0] for name in stored if JOINED.fullmatch(name) and "_blocks" in name}
+    linears, tables, parameters = dict[str, Shape](), dict[str, Shape](), dict[str, Shape]()
+    for name, each in expected.items():
+        module, parameter = split_name(name)
+        if each.kind == "dropped" or _experts(name, each) in otherwise:
+            continue
+        if name in joined:  # all experts, quantized
+            linears[name] = (None, None)
+        elif (
+            parameter == "weight" and (each.shape is None or len(each.shape) == 2) and "norm" not in each.kind
+        ):
+            (tables if each.kind in TABLES else linears)[module] = each.shape or (None, None)
+        else:
+            parameters[name] = each.shape or ()
+    dropped = {name for name, each in found.items() if each.kind == "dropped"}
+    plain = not unsure and all(PLAIN.fullmatch(name) for row in entry.rows for name in row.names)
+    before_mlp = (FEEDFORWARD_NORM, MLP_NORM)
+    return Layout(
+        linears=linears,
+        tables=tables,
+        parameters=parameters,
+        optional=frozenset({joined_name(*names(name)) for name in (tied.keys() - found.keys()) | dropped}),
+        unknown=frozenset(map(with_stars, (*unsure, *(f"{prefix}.*" for prefix in otherwise)))),
+        drops=entry.drops,
+        norm_before_mlp=next((norm for norm in before_mlp if plain and _has_norm(entry, norm)), ""),
+        translated=not expected.keys() <= {**tied, **found}.keys(),
+        norms_above_one=any(row.kind == "norm above one" for row in entry.rows),
+    )
+
+
+def _stored_otherwise(expected: Mapping[str, Expected], stored: Iterable[str]) -> set[str]:
+    """The experts that are one by one where the class is known with all in one, or the other way round."""
+    known = {_experts(name, each): _is_single(name) for name, each in expected.items()}
+    own = {_experts(name): _is_single(name) for name in stored if STACKED.fullmatch(name) or _is_single(name)}
+    return {prefix for prefix in known.keys() & own.keys() if prefix and known[prefix] != own[prefix]}
+
+
+def _is_single(name: str) -> bool:
+    """Whether a tensor is one of one expert."""
+    return moe_layer(split_name(name)[0]) is not None
+
+
+def _experts(name: str, each: Expected | None = None) -> str:
+    """The routed experts that a tensor holds weights of; "" for others."""
+    before, experts, _ = name.partition(".experts.")
+    stacked = each is not None and each.kind == "experts" and len(each.shape or ()) == 3
+    if stacked and not experts:
+        before = split_name(name)[0].rpartition(".")[0]
+    return f"{before}.experts" if experts or stacked else ""
+
+
+def _holds_head(row: Row) -> bool:
+    """Whether tensors may be left out where the head is tied to the embeddings."""
+    return row.kind == "head" or any(name.endswith("lm_head.weight") for name in row.names)
+
+
+def _has_norm(entry: ClassLayout, norm: str) -> bool:
+    return any(name.endswith(f".{norm}.weight") for row in entry.rows for name in row.names)
+
+
+def _names_in_file(stored: Iterable[str], architecture: Architecture) -> Callable[[str], tuple[str, str]]:
+    """The module and parameter of a tensor, by the name in the file that vLLM takes for the same."""
+    modules = {split_name(name)[0] for name in stored}
+    renamed = {architecture.vllm_name(module): module for module in modules}
+
+    def named(name: str) -> tuple[str, str]:
+        module, parameter = split_name(name)
+        return module if module in modules else renamed.get(architecture.vllm_name(module), module), parameter
+
+    return named
+
+
+def impossible_size(config: Mapping[str, Json], tensors: int) -> tuple[str, str] | None:
+    """A key whose number no checkpoint of so many tensors can have, and what it is; None where all may be.
+
+    What is looked at for each layer and expert is bounded by it: a file decides, not a number in it.
+    """
+    text = text_config(config)
+    for where in (config, text):
+        for key in COUNTS:
+            if _int(where, key) > max(tensors, 1):
+                return key, f"{_int(where, key):.6g} in a checkpoint of {tensors:,} tensors"
+    experts = max(_int(text, key) for key in COUNTS[1:])
+    if _int(text, "num_hidden_layers") * experts > SLACK * tensors + LEAST_SLACK:
+        return "num_hidden_layers", f"more experts in its layers than the checkpoint's {tensors:,} tensors"
+    return None
+
+
+def missing_sizes(entry: ClassLayout, config: Mapping[str, Json]) -> list[str]:
+    """The sizes that a class is built from and a config does not give, or not as a number."""
+    absent = [key for key in SIZES if _int(config, key) < 1]
+    if not absent:
+        return []
+    given = {key: value for key, value in config.items() if key not in absent}
+    kept = {key: value for key, value in entry.defaults.items() if key not in absent}
+    unsure = expected_tensors(replace(entry, defaults=kept), given, 1 << 20)[1]
+    unsure -= expected_tensors(entry, given, 1 << 20)[1]
+    texts = " ".join(
+        text
+        for row in entry.rows
+        if not unsure.isdisjoint(row.names)
+        for text in (
+            *(row.shape or ()),
+            *(entry.counts.get(name[: name.find("*") + 1], "") for name in row.names),
+        )
+    )
+    return [key for key in absent if re.search(rf"(?<![\w.]){key}\b", texts)]
+
+
+def _int(config: Mapping[str, Json], key: str) -> int:
+    value = config.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
