@@ -1,4 +1,4 @@
-"""What the name of calibration data means: a file or folder, a data set of the hub, one that vexport has."""
+"""Names of calibration data: a file or folder, a data set of the hub, one that vexport has."""
 
 import re
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class DataName:
 
 
 def parse_data(name: str) -> DataName:
-    """What a name means; what exists is a path, and what looks like nothing else is one that is missing."""
+    """The meaning of a name; what exists is a path, and what looks like nothing else is a missing one."""
     if name == DEFAULT:
         return DataName(kind="default", name=name)
     if Path(name).expanduser().exists():

@@ -26,7 +26,7 @@ class Derived:
     rows: Callable[[Reader, slice], Array]
 
     def info(self, name: str) -> TensorInfo:
-        """How an index describes it."""
+        """Its entry in an index."""
         size = num_bytes(self.dtype, self.shape)
         return TensorInfo(
             name=name, dtype=self.dtype, shape=self.shape, file=self.sources[0].file, start=0, end=size

@@ -241,7 +241,7 @@ def _cached(name: HubName, fault: BaseException) -> Path:
 
 
 def _asked(name: HubName, ask: Callable[[], T]) -> T:
-    """What the hub answers; its errors become ours."""
+    """The hub's answer; its errors become ours."""
     try:
         return ask()
     except Exception as error:

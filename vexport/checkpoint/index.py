@@ -163,7 +163,7 @@ def folder_digest(root: Path) -> str:
 
 
 def content_files(root: Path) -> list[Path]:
-    """What a checkpoint is loaded from besides weights: config, index, tokenizer; no pictures, no texts."""
+    """The files besides weights that a checkpoint is loaded from: config, index, tokenizer."""
     return [
         path
         for path in sorted(root.iterdir())
@@ -209,7 +209,7 @@ def weight_files(root: Path) -> list[Path]:
 
 
 def _shard_problems(root: Path, name: str) -> Iterator[InputError]:
-    """What is wrong with a file name of an index."""
+    """Problems of a file name of an index."""
     file, index = file_inside(root, name), str(root / INDEX_NAME)
     if file is None:
         fix = "do not use this checkpoint: its index points elsewhere"

@@ -1,4 +1,4 @@
-"""Where a checkpoint keeps its quantization config, in the order in which vLLM looks for it."""
+"""Places of a checkpoint's quantization config, in the order in which vLLM looks for it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -157,7 +157,7 @@ class Reader:
             return self._maps[file]
 
     def _bounds(self, tensor: TensorInfo, view: npt.NDArray[np.generic]) -> tuple[int, int]:
-        """Where in its file a view begins and ends."""
+        """The beginning and end of a view in its file."""
         if not view.size:
             return 0, 0
         low, high = np.lib.array_utils.byte_bounds(view)

@@ -85,7 +85,7 @@ def source_reader(checkpoint: Path) -> Reader:
 
 
 def smoothing_of(checkpoint: Path) -> Mapping[str, Smoothing]:
-    """How the source of a checkpoint was smoothed; InputError where its exponents cannot be read."""
+    """The smoothing of a checkpoint's source; InputError where its exponents cannot be read."""
     path = checkpoint / SMOOTHING
     if not os.path.lexists(path):
         return {}

@@ -117,7 +117,7 @@ def not_finite(canaries: Sequence[Canary]) -> list[Finding]:
 
 
 def symptom(canary: Canary, baseline: Canary | None = None) -> str | None:
-    """What is wrong with a continuation, or None where nothing is, or the baseline's is no better."""
+    """The fault of a continuation; None without one, or where the baseline's is no better."""
     if canary.non_finite:
         return _NUMBERS
     if (alone := _alone(canary)) is not None:

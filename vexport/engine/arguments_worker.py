@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
 
 
 def problems_of(request: ArgumentsRequest) -> Iterator[InputProblem]:
-    """What vLLM does not know of the arguments, and what this machine lacks for them."""
+    """Problems of the arguments: unknown to vLLM, unfit, or more than this machine has."""
     from vllm import __version__ as version
     from vllm.engine.arg_utils import EngineArgs
 
@@ -74,7 +74,7 @@ def _problem(exit_code: int, where: str, got: str, need: str, fix: str) -> Input
 
 
 def unfit(kind: object, value: JsonValue) -> str:
-    """What a value must be where it is not of an argument's type; empty where it is, or only vLLM can tell.
+    """The type that an argument's value must have; empty where it has it, or only vLLM can tell.
 
     Of a section (`compilation_config`) its keys are looked at; its values are vLLM's to judge.
     """

@@ -1,4 +1,4 @@
-"""What really ran: the kernel of each kind of layer, the machine, and what this platform cannot show.
+"""Describes an engine: the kernel of each kind of layer, the machine, what this platform cannot show.
 
 And the environment variables of vLLM (vllm/envs.py) that choose kernels or precisions, and so may change an
 answer: `VLLM_BATCH_INVARIANT=1` dequantizes packed weights from vLLM 0.33 on, `VLLM_MARLIN_INPUT_DTYPE`
@@ -118,7 +118,7 @@ def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> Eng
 
 
 def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
-    """What the engine was started with, vLLM's defaults too: names of EngineArgs to values in words.
+    """The engine's arguments, vLLM's defaults too: names of EngineArgs to values in words.
 
     `kv_cache_dtype` is what was asked for: vLLM's own answer depends on the checkpoint.
     """

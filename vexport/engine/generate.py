@@ -1,4 +1,4 @@
-"""What the worker asks of a loaded engine: greedy continuations and full-vocabulary log-probabilities."""
+"""Asks a loaded engine for greedy continuations and full-vocabulary log-probabilities."""
 
 import math
 from array import array
@@ -59,7 +59,7 @@ def run_canaries(llm: "LLM", request: SessionRequest, report: Report) -> tuple[C
 def _canary(
     prompt: str, output: "CompletionOutput", ends: frozenset[int], tokenizer: "TokenizerLike"
 ) -> Canary:
-    """What the model wrote before it first ended the sequence, and how far the engine went."""
+    """The continuation up to the first end of the sequence, and how far the engine went."""
     tokens = list(output.token_ids)
     ended = next((number for number, token in enumerate(tokens) if token in ends), None)
     chosen = [entry[token].logprob for entry, token in zip(output.logprobs or (), tokens, strict=True)]

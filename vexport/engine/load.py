@@ -1,4 +1,4 @@
-"""What to ask of the real vLLM to see whether a checkpoint works, and what to make of its answers."""
+"""The session that shows whether a checkpoint works in the real vLLM, and the report on its answers."""
 
 import json
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ def load_report(
 def _canaries(
     result: SessionResult, prompts: Prompts, baseline: SessionResult | None, *, agrees: bool
 ) -> list[Finding]:
-    """What is wrong with the continuations, against the baseline's or, for bad ones, the reference's."""
+    """Findings on the continuations, against the baseline's or, for bad ones, the reference's."""
     if baseline is not None:
         return canary_findings(result.canaries, baseline.canaries, agrees=agrees)
     if not prompts.natural:
@@ -161,7 +161,7 @@ def _agreement(
 
 
 def refused(result: SessionResult) -> Finding:
-    """What is said of a checkpoint that vLLM does not load."""
+    """The finding on a checkpoint that vLLM does not load."""
     assert result.failure is not None
     fix = "find the fault with `vexport check`, repair it with `vexport repair`, or export it again"
     expected, got = "a checkpoint that vLLM loads", result.failure.message

@@ -1,4 +1,4 @@
-"""What crosses the border between vexport and the processes that import vLLM: JSON in, JSON out."""
+"""Requests to the processes that import vLLM, and their results: JSON in, JSON out."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +70,7 @@ class SessionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFailure:
-    """Why a session has no full result: whose fault, vLLM's own last words, the end of the log.
+    """The reason why a session has no full result: cause, vLLM's own last words, the end of the log.
 
     "refused" is the checkpoint's fault; "unsupported" means that this platform lacks a kernel for it.
     """
@@ -101,14 +101,14 @@ class ArgumentsRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundProblems:
-    """What a worker found wrong with arguments of vLLM, or with the data of tasks."""
+    """Problems that a worker found in arguments of vLLM, or in the data of tasks."""
 
     problems: tuple[InputProblem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionResult:
-    """What the worker did; with `failure` set, what it did before that."""
+    """The answers of a session; with `failure` set, those before that."""
 
     name: str
     checkpoint: Path
@@ -143,8 +143,24 @@ class DryRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DryTry:
+    """One checkpoint in one cell as one rank, in a separate process; `file` takes the CellResult.
+
+    In files that begin with `loaded` the tries of one checkpoint and rank on several capabilities tell each
+    other what became of its tensors: nothing else does so where the same model is built.
+    """
+
+    checkpoint: Path
+    cell: Cell
+    rank: int
+    file: Path
+    loaded: Path
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Miscopy:
-    """What the copy audit saw: at a parameter of vLLM's (missing) or a stored tensor (the others).
+    """A fault that the copy audit saw: at a parameter of vLLM's (missing) or a stored tensor (the others).
 
     `layer` is the kind of layer whose parameter it is, empty for a tensor that went nowhere.
     """
@@ -173,7 +189,7 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellResult:
-    """What vLLM did with one checkpoint in one cell.
+    """The outcome of one checkpoint in one cell.
 
     "refused" has vLLM's reason, and in `where` the stored tensor that it was at, if any; "unknown" means
     that the dry load could not follow vLLM that far.

@@ -22,7 +22,7 @@ _NUMBERED = re.compile(r"[^.\s]+\.\d+\.\S+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What is wrong with a checkpoint, the patterns of layers to keep instead, and what was not judged."""
+    """The errors of a checkpoint, the patterns of layers to keep instead, and what was not judged."""
 
     errors: tuple[Finding, ...]
     keep: tuple[str, ...]
@@ -54,7 +54,7 @@ class Prover:
     on_progress: OnProgress = silent
 
     def failure(self, folder: Path, plan: Plan) -> CheckpointFailed | None:
-        """Why what is in `folder` is not to become `out`."""
+        """The error of what is in `folder`, for which it is not to become `out`."""
         proof = self.prove(folder, plan)
         for text in proof.not_judged:
             self.note(text.replace(str(folder), str(self.out)))
@@ -64,7 +64,7 @@ class Prover:
         return proof.failure(folder, self.out, fix)
 
     def prove(self, folder: Path, plan: Plan) -> Proof:
-        """What is wrong with what is in `folder`; what cannot be judged is no error."""
+        """Judge what is in `folder`; what cannot be judged is no error."""
         self.on_progress("prove (config and names)", 0, 1)
         findings = [each for each in findings_of_headers(folder) if each.severity == "error"]
         unsure = [f"{each.where}: {each.got}" for each in findings if each.check == INTERNAL]
@@ -78,7 +78,7 @@ class Prover:
         return Proof(errors=tuple(errors), keep=keep, not_judged=tuple(unsure))
 
     def _dry_loaded(self, folder: Path, plan: Plan) -> list[Finding] | str:
-        """What vLLM's loaders find wrong, or why they cannot tell."""
+        """The errors that vLLM's loaders find, or why they cannot tell."""
         if not is_installed("vllm"):
             return "vLLM is not installed, and has not loaded it; run `vexport load --dry` where it is"
         schemes = [get_scheme(name) for name in plan.schemes]
@@ -117,7 +117,7 @@ def _tail(name: str) -> str:
 
 
 def _patterns(groups: Sequence[FusionGroup]) -> Iterator[str]:
-    """What --ignore takes to keep layers whole: all that are fused, and all experts of a layer."""
+    """Patterns of --ignore that keep layers whole: all that are fused, and all experts of a layer."""
     names = [member.name for group in groups for member in group.members]
     experts = dict.fromkeys(layer for name in names if (layer := moe_layer(name)))
     singles = [name for name in names if moe_layer(name) is None]

@@ -1,4 +1,4 @@
-"""What a checkpoint should answer: transformers with its weights dequantized by compressed-tensors.
+"""The answers that a checkpoint should give: transformers with weights dequantized by compressed-tensors.
 
 Independent of vLLM and of vexport's own quantizer. Activations are rounded with compressed-tensors' code,
 computed in float32, as the scheme of each layer says; those of routed experts are not, because transformers
@@ -135,7 +135,7 @@ def remembered_reference(
 
 
 def reference_canaries(checkpoint: Path, canaries: Sequence[Canary]) -> tuple[Canary, ...]:
-    """What the reference says to the prompts of canaries, greedily, up to as many tokens or its own end.
+    """The reference's greedy continuations of canaries' prompts, up to as many tokens or its own end.
 
     Raises as `reference_logprobs`.
     """

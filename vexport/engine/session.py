@@ -213,7 +213,7 @@ class Worker(Generic[T]):
 
 
 def _temporary_files(scratch: Path) -> Mapping[str, str]:
-    """Where a worker has them: they go with the session, also those that a killed process leaves.
+    """The variables that name a worker's folder for temporary files, which goes with the session.
 
     Each engine leaves sockets. What torch compiles is kept where it would be without this.
     """
@@ -295,7 +295,7 @@ def require_engine(vllm_pythons: Sequence[Path | None]) -> None:
 
 
 def _missing(python: Path) -> EngineFailure | None:
-    """Why `python` cannot run vLLM: it does not start, or has no such module."""
+    """The reason why `python` cannot run vLLM: it does not start, or has no such module."""
     probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     message, log = f"{python} has no module vllm", ""
     try:

@@ -296,7 +296,7 @@ def prepare_cpu(arguments: EngineArguments) -> None:
 
 
 def _nodes() -> int:
-    """How many NUMA nodes the machine has; 1 where the kernel does not say."""
+    """The machine's number of NUMA nodes; 1 where the kernel does not say."""
     return len(list(_NODES.glob("node[0-9]*"))) or 1
 
 

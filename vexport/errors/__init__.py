@@ -105,7 +105,7 @@ _LARGER = "free some, raise the limit (`ulimit -a`) or use a larger machine"
 
 
 def file_problem(error: OSError) -> VexportError:
-    """What the operating system refused: bad input (exit 2), or a fault of the machine (exit 4)."""
+    """The error of the operating system as ours: bad input (exit 2), or a fault of the machine (exit 4)."""
     where = clip(str(error.filename or "file system"), 200)
     got = error.strerror or str(error)
     if error.errno in _WRONG_PATH:

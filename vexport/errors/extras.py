@@ -89,7 +89,7 @@ def is_installed(module: str) -> bool:
 
 
 def fix(module: str) -> str:
-    """What to do where a module is missing; the CPU build of vLLM is another choice than the one for GPUs."""
+    """The remedy for a missing module; the CPU build of vLLM is another choice than the one for GPUs."""
     extra = EXTRAS.get(module)
     if extra is None:
         return f"install the package that has the module {module}"
@@ -104,7 +104,7 @@ def is_mismatch(message: str) -> bool:
 
 
 def mismatch_of(error: BaseException) -> str | None:
-    """What a mismatched package said, also where transformers raised another error from it."""
+    """The message of a mismatched package, also where transformers raised another error from it."""
     cause: BaseException | None = error
     while cause is not None:
         if is_mismatch(str(cause)):
@@ -114,7 +114,7 @@ def mismatch_of(error: BaseException) -> str | None:
 
 
 def unforeseen(error: Exception, where: str) -> VexportError:
-    """What nothing turned into an error of its own: packages that do not fit, memory, a mistake of ours."""
+    """An exception that nobody expected, as ours: packages that do not fit, memory, a mistake of vexport."""
     if isinstance(error, MemoryError) or is_memory(f"{type(error).__name__}: {error}"):
         return EnvironmentFault(
             f"{where}: memory", got="too little", need="more", fix="free some or use a larger machine"
@@ -132,7 +132,7 @@ def unforeseen(error: Exception, where: str) -> VexportError:
 
 
 def attempt(action: Callable[[], T], where: str) -> T | VexportError:
-    """What an action returns, or what it raises as one of our errors: the others go on without it."""
+    """The result of an action, or its exception as one of our errors: the others go on without it."""
     try:
         return action()
     except VexportError as error:
@@ -144,7 +144,7 @@ def attempt(action: Callable[[], T], where: str) -> T | VexportError:
 
 
 def attempt_all(actions: Iterable[tuple[str, Callable[[], T]]]) -> list[T]:
-    """What all actions return, each with where it is; raises what all that failed came to."""
+    """The results of all actions, each with its place; raises the errors of all that failed."""
     outcomes = [attempt(action, where) for where, action in actions]
     problems = {str(outcome): outcome for outcome in outcomes if isinstance(outcome, VexportError)}
     raise_problems([*problems.values()])
@@ -177,7 +177,7 @@ def _arguments(extra: str) -> str:
 
 
 def _direct_url() -> Mapping[str, object]:
-    """Where vexport was installed from, if not from an index: its direct_url.json."""
+    """The place vexport was installed from, if not from an index: its direct_url.json."""
     try:
         text = distribution("vexport").read_text("direct_url.json")
     except PackageNotFoundError:

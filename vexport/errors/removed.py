@@ -33,5 +33,5 @@ INSTEAD: Mapping[str, str] = {
 
 
 def instead_of(name: str) -> str:
-    """What to do instead of a command, an option or a key that is gone; empty for any other."""
+    """The advice for a command, an option or a key that is gone; empty for any other."""
     return INSTEAD.get(name, "")

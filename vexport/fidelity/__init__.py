@@ -1,1 +1,1 @@
-"""How true a quantized checkpoint is to the one that it was made from."""
+"""Comparison of a quantized checkpoint with the one that it was made from."""

@@ -1,4 +1,4 @@
-"""How true a quantized checkpoint is to the one that it was made from."""
+"""Compares a quantized checkpoint with the one that it was made from."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -117,7 +117,7 @@ def _judged(layer: Layer, comparison: WeightComparison) -> Iterator[Finding]:
 
 
 def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Finding]:
-    """What was measured, in one line for each kind of layer."""
+    """The signal-to-noise ratios, in one line for each kind of layer."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name in ratios:
         kinds.setdefault((INDEX.sub("*", name), _stored_as(layers_of(view)[name])), []).append(name)

@@ -1,4 +1,4 @@
-"""Is what is not quantized the source's: other tensors, config, tokenizer, chat template, generation?
+"""Compares what is not quantized with the source: other tensors, config, tokenizer, template, generation.
 
 Severity follows vLLM: an error where it would refuse, or would silently answer differently.
 """

@@ -41,7 +41,7 @@ MOST_DISAGREEMENT = 0.1
 def judged_smoothing(
     checkpoint: Path, source: SourceIndex
 ) -> tuple[Mapping[str, Smoothing], tuple[Finding, ...]]:
-    """How the source of a checkpoint was smoothed, and what speaks against it.
+    """The smoothing of a checkpoint's source, and what speaks against it.
 
     An error where the exponents change what the source computes, or are for other tensors and so smooth
     nothing; a warning where it cannot run. InputError where they cannot be read.
@@ -62,7 +62,7 @@ def judged_smoothing(
 
 
 def proven_smoothing(checkpoint: Path, source: SourceIndex) -> Mapping[str, Smoothing]:
-    """How the source of a checkpoint was smoothed; InputError where that cannot be shown."""
+    """The smoothing of a checkpoint's source; InputError where that cannot be shown."""
     smoothing, findings = judged_smoothing(checkpoint, source)
     raise_all([InputError(each.where, got=each.got, need=each.expected, fix=FIX) for each in findings])
     return smoothing
@@ -139,7 +139,7 @@ class Factors:
         return f"{name[: stack.end()]}{norm}" if stack and norm else ""
 
     def _of_norm(self, name: str) -> torch.Tensor | None:
-        """What the norm before a layer was divided by, (in,)."""
+        """The factors by which the norm before a layer was divided, (in,)."""
         norm = self._norm_of(name)
         norm_info, origin = self._view.index.tensors.get(norm), self._origins.tensor(norm) if norm else None
         if norm_info is None or origin is None or norm_info.shape != origin.shape:

@@ -1,4 +1,4 @@
-"""Is each dequantized weight its source's but for rounding, in every part?
+"""Compares dequantized weights with their source's: equal but for rounding, in every part.
 
 Rounding that knows the inputs (GPTQ, refit) moves a weight far from its source's where inputs forgive it.
 What it leaves has no direction: a fault of scale goes along the weight,
@@ -66,7 +66,7 @@ ErrorsOf = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightComparison:
-    """How a stored weight compares with its source's.
+    """The comparison of a stored weight with its source's.
 
     `snr_db` is its signal-to-noise, `rounding_db` that of the source's weight rounded to nearest in the same
     scheme; `gain` the factor by which the stored weight is larger, `spread` the standard deviation of the
@@ -91,7 +91,7 @@ class WeightComparison:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What is implausible, in words."""
+        """The implausible properties, in words."""
         noise = 10 ** (-self.snr_db / 10)
         below = self.rounding_db - self.snr_db
         # What a scale alone leaves once it is right: a refit leaves more than rounding.
@@ -220,7 +220,7 @@ def _part_width(args: QuantArgs, columns: int) -> int:
 
 
 def _judged(parts: Sequence[_Part], errors_of: ErrorsOf, columns: int) -> WeightComparison:
-    """What parts say together; rows in which GPTQ explains the parts are not wrong."""
+    """The comparison from its parts; rows in which GPTQ explains the parts are not wrong."""
     signal = torch.cat([part.signal for part in parts])
     noise = torch.cat([part.noise for part in parts])
     rounding = torch.cat([part.rounding for part in parts])
@@ -295,7 +295,7 @@ def unlike_the_others(wrong: torch.Tensor, errors_of: ErrorsOf, columns: int) ->
 
 
 def _along(shown: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
-    """How much of the power of each error (rows, in) lies along the main directions of those `shown`."""
+    """The share of the power of each error (rows, in) along the main directions of those `shown`."""
     shown = normalize(shown, dim=1)
     _, combinations = torch.linalg.eigh(shown @ shown.T)
     directions = normalize(combinations[:, -DIRECTIONS:].T @ shown, dim=1)

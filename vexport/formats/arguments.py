@@ -1,4 +1,4 @@
-"""How weights and inputs are quantized, in compressed-tensors' terms: read from JSON, checked, in words."""
+"""Arguments of a quantization in compressed-tensors' terms: read from JSON, checked, put into words."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ MOST_BITS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantArgs:
-    """How one tensor is quantized; names and meaning are compressed-tensors' `QuantizationArgs`.
+    """The quantization of one tensor; names and meaning are compressed-tensors' `QuantizationArgs`.
 
     `dynamic` is "local" where only the global scale is static (NVFP4 inputs).
     """
@@ -133,7 +133,7 @@ def _described(args: QuantArgs) -> str:
 
 
 def contradictions(args: Arguments) -> Iterator[str]:
-    """What compressed-tensors refuses of arguments that it can read (`validate_model_after`)."""
+    """Contradictions of arguments, for which compressed-tensors refuses them (`validate_model_after`)."""
     for each in (args.weights, args.input_activations):
         if each is not None:
             yield from _contradictions(each)
@@ -197,12 +197,12 @@ def parse_args(raw: Json) -> QuantArgs | str:
 
 @cache
 def arguments_adapter() -> TypeAdapter[QuantArgs]:
-    """What validates and dumps arguments; made once, as making it takes longer than all of a small check."""
+    """The adapter of arguments; made once, as making it takes longer than all of a small check."""
     return TypeAdapter(QuantArgs)
 
 
 def _unknown_value(raw: Mapping[str, Json], args: QuantArgs) -> str | None:
-    """What pydantic converts here, or takes for any text, and compressed-tensors refuses."""
+    """A value that pydantic converts here, or takes for any text, and compressed-tensors refuses."""
     dynamic = raw.get("dynamic")
     if isinstance(dynamic, str) and dynamic.lower() != "local":
         return f"dynamic {dynamic!r}, which is neither true, false nor local"

@@ -1,4 +1,4 @@
-"""What a storage format answers, and the parameters that several formats have, as vLLM makes them."""
+"""The protocol of a storage format, and the parameters that several formats have, as vLLM makes them."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -109,7 +109,7 @@ class Format(Protocol):
         """Whether vLLM picks this format's scheme for a config group whose format is called `stored_as`."""
 
     def refusal(self, args: Arguments) -> str | None:
-        """Why vLLM refuses a group that it picks this format for, or None."""
+        """The reason why vLLM refuses a group that it picks this format for, or None."""
         return None
 
     def unquantized_inputs(self, args: Arguments) -> str | None:
@@ -117,7 +117,7 @@ class Format(Protocol):
         return None
 
     def unwritten(self, args: Arguments) -> str | None:
-        """What of arguments that vLLM runs vexport does not write, or None."""
+        """The arguments that vLLM runs and vexport does not write, in words, or None."""
         return None
 
     def group_sizes(self, args: Arguments) -> Sequence[int | None]:
@@ -145,14 +145,14 @@ class Format(Protocol):
 
     @abstractmethod
     def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
-        """Why vLLM could not run a rank's part of layers, or None where it can."""
+        """The reason why vLLM could not run a rank's part of layers, or None where it can."""
 
     @abstractmethod
     def gpu_support(self, args: Arguments) -> GpuSupport:
         """Which GPUs run it, and with how many bits of inputs."""
 
     def cpu(self, args: Arguments) -> Cpu:
-        """How vLLM's CPU build runs it."""
+        """The kernels by which vLLM's CPU build runs it."""
         return "emulated"
 
     def static_inputs(self, args: Arguments, largest: "np.float32") -> "Mapping[str, Array]":
@@ -168,7 +168,7 @@ class Format(Protocol):
 
     @abstractmethod
     def packing(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs") -> "Packing":
-        """What packs a weight that is stored in `dtype` (safetensors' name), a few rows at a time."""
+        """The packing of a weight that is stored in `dtype` (safetensors' name), a few rows at a time."""
 
     def dequantize(self, args: Arguments, stored: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
         """The weight (out, in) of a layer's stored tensors, by compressed-tensors' compressor."""

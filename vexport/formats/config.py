@@ -51,7 +51,7 @@ def targets_of(
     *,
     alone: bool,
 ) -> list[str]:
-    """What vLLM resolves to these layers and none of `others`, which have other schemes.
+    """Targets that vLLM resolves to these layers and none of `others`, which have other schemes.
 
     A fused module that its quantization config does not take apart (not in `resolved`, see `Architecture`)
     is named itself as well; of one that it does, all parts are named, also those that no tensor has. What

@@ -34,7 +34,7 @@ class Card:
 
     @property
     def usable_bytes(self) -> int:
-        """What vLLM takes of the memory."""
+        """The bytes that vLLM takes of the memory."""
         return int(self.memory_bytes * UTILIZATION)
 
 

@@ -46,7 +46,7 @@ class InputRounding:
         return rounded
 
     def hook(self, module: Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """What `rounding_hook` gives."""
+        """The hook of `rounding_hook`."""
         value, *others = inputs
         return (self.rounded(value, module), *others)
 
@@ -73,7 +73,7 @@ def round_activations(
 
 
 def _rounded_to_e2m1(exact: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """What `fake_quantize` makes of values (1, tokens, features) with scales (1, tokens, groups)."""
+    """As `fake_quantize`: values (1, tokens, features) with scales (1, tokens, groups)."""
     scales = scale.to(torch.float32).unsqueeze(-1)
     scaled = (exact.reshape(*scale.shape, -1) / scales).clamp_(-E2M1_MAX, E2M1_MAX)
     round_values(scaled.numpy().reshape(-1), E2M1)

@@ -1,4 +1,4 @@
-"""What one rank holds of layers that vLLM runs as one, and what tensor parallelism can cut."""
+"""The part of one rank of layers that vLLM runs as one, and where tensor parallelism can cut."""
 
 import re
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ EXPERT = re.compile(r"\.experts\.\d+\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """What one rank holds of the layers that vLLM runs as one: `out_features` has a size a layer.
+    """One rank's part of the layers that vLLM runs as one: `out_features` has a size a layer.
 
     `experts` marks the layers of routed experts, which vLLM keeps in one tensor, `head` an output head.
     """
@@ -41,7 +41,7 @@ def partition_of(members: Sequence[LinearPlan], ranks: int, split: Split) -> Par
 
 
 def uneven(members: Sequence[LinearPlan], ranks: int, split: Split) -> str | None:
-    """Why layers cannot be cut for so many ranks (`divide`, vllm/distributed/utils.py), or None."""
+    """The reason why so many ranks cannot share layers (`divide`, vllm/distributed/utils.py), or None."""
     for member in members if split != "none" else ():
         size = member.out_features if split == "out" else member.in_features
         if size % ranks:

@@ -51,7 +51,7 @@ class Scheme:
     def unsupported_shape(
         self, members: Sequence[LinearPlan], *, ranks: int = 1, split: Split = "none"
     ) -> str | None:
-        """Why vLLM could not run these layers as one on so many ranks, or None where it can.
+        """The reason why vLLM could not run these layers as one on so many ranks, or None.
 
         `split` is what tensor parallelism cuts of them. Key and value layers whose heads are fewer than the
         ranks are repeated by vLLM: pass them with as many out_features as all ranks hold together.
@@ -205,7 +205,7 @@ def regrouped(scheme: Scheme, group_size: int | None) -> Scheme:
 
 
 def regrouped_name(preset: str, group_size: int | None) -> str:
-    """What a preset is called with other groups."""
+    """The name of a preset with other groups."""
     return f"{preset}_{'CHANNEL' if group_size is None else f'G{group_size}'}"
 
 

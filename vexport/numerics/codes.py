@@ -1,4 +1,4 @@
-"""What the packing kernels share: magnitudes, codes of small floats, codes packed into bytes."""
+"""Building blocks of the packing kernels: magnitudes, codes of small floats, codes packed into bytes."""
 
 import numpy as np
 import numpy.typing as npt

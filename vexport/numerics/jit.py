@@ -1,4 +1,4 @@
-"""How kernels are compiled: by numba at their first call, then kept in `cache_folder`, without torch.
+"""Compiles kernels by numba at their first call and keeps them in `cache_folder`, without torch.
 
 The folder is named by a digest of all kernels' sources. Numba looks at the file of a function alone: code
 that calls a function of another file would stay as it is when that file changes. And it looks at the file's

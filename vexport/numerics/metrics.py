@@ -1,4 +1,4 @@
-"""How far tensors and distributions are apart, a part at a time, so that float64 copies stay small.
+"""Distances of tensors and distributions, a part at a time, so that float64 copies stay small.
 
 It works on tensors without importing torch.
 """

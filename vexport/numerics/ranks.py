@@ -22,7 +22,7 @@ PATIENCE = timedelta(days=7)
 
 
 class Addable(Protocol):
-    """What can be added up."""
+    """A value that can be added up."""
 
     def __add__(self, other: Self, /) -> Self: ...
 
@@ -86,7 +86,7 @@ def broadcast(value: T, source: int = 0) -> T:
 
 
 def on_first(make: Callable[[], T]) -> T:
-    """What `make` gives on the first rank, which alone calls it."""
+    """The value that `make` gives on the first rank, which alone calls it."""
     return broadcast(make() if rank_and_size()[0] == 0 else cast(T, None))
 
 

@@ -94,7 +94,7 @@ def _families() -> Sequence[Family]:
 
 
 def _smoothing(checkpoint: Path, source: Path | None) -> Mapping[str, Smoothing]:
-    """How the source was smoothed; InputError where the file that says so is not to be believed."""
+    """The source's smoothing; InputError where the file that has it is not to be believed."""
     if source is None:
         return smoothing_of(checkpoint)
     require_extra("torch", "--source")

@@ -1,4 +1,4 @@
-"""What a repair did and what it cost; what one family of repairs wants to change."""
+"""Records of repairs: changes that a family makes, what they did and what they cost."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ class Edit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """What one family of repairs changes: the whole config where it does, and tensors."""
+    """The changes of one family of repairs: the whole config where it has one, and tensors."""
 
     repairs: tuple[Repair, ...] = ()
     config: Mapping[str, Json] | None = None

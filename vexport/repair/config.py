@@ -145,7 +145,7 @@ def _is_lost(view: CheckpointView, fused: FusedLinear) -> bool:
 
 
 def _unquantized(view: CheckpointView) -> Iterator[str]:
-    """What ignore lacks: unquantized layers that a target covers, or of which ignore names only some."""
+    """Unquantized layers that ignore lacks: a target covers them, or ignore names only some."""
     missing: set[str] = set()
     for fused in view.fused_linears:
         named = {view.matched_ignore.match(name) for name in view.lookup_names(fused)}

@@ -164,7 +164,7 @@ def _scale_repair(layer: AttentionLayer) -> Repair:
 def weight_change(
     before: CheckpointView, after: CheckpointView, layer: str, source: Source | None
 ) -> WeightChange | None:
-    """How far the weight of a layer moved; None where it cannot be dequantized afterwards."""
+    """The distance that a layer's weight moved; None where it cannot be dequantized afterwards."""
     old, new = dequantized(before, layer), dequantized(after, layer)
     if new is None:
         return None

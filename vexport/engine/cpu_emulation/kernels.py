@@ -28,7 +28,7 @@ Answer = tuple[bool, str | None]
 
 
 class QuantizedLayer(Module):
-    """What the kernels here read and replace on a linear layer of vLLM."""
+    """A linear layer of vLLM: the tensors that the kernels here read and replace."""
 
     weight: torch.Tensor
     weight_scale: torch.Tensor

@@ -110,13 +110,13 @@ def ready_amx() -> None:
 
 
 def nvfp4_kernel(use_a16: bool = False) -> NvFp4LinearKernel:
-    """What vLLM's `init_nvfp4_linear_kernel` answers, for the CPU."""
+    """In the place of vLLM's `init_nvfp4_linear_kernel`: the kernel for the CPU."""
     kernel = EmulationNvFp4A16Linear if use_a16 else EmulationNvFp4Linear
     return kernel(NvFp4LinearLayerConfig())
 
 
 def rotate(transform: HadamardTransform, value: torch.Tensor, part_id: int = 0) -> torch.Tensor:
-    """What `HadamardTransform.forward` answers: `value` (..., features) times the matrix, or its inverse.
+    """In the place of `HadamardTransform.forward`: `value` (..., features) times the matrix, or its inverse.
 
     vLLM has kernels for it on GPUs only.
     """

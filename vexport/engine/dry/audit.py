@@ -153,7 +153,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return 1
 
     def faults(self, model: torch.nn.Module, *, optional: frozenset[str]) -> Iterator[Miscopy]:
-        """What went wrong silently. Parameters named in `optional` need no stored tensor."""
+        """Silent faults of a load. Parameters named in `optional` need no stored tensor."""
         for parameter in model.parameters():  # one that a loader replaced is a stored tensor itself
             self._read(parameter)
         layers = {_storage(parameter): _layer(name) for name, parameter in model.named_parameters()}
@@ -185,7 +185,7 @@ def _region(tensor: torch.Tensor) -> Region:
 
 
 def _source_faults(name: str, source: _Source, layer: str, ranks: int) -> Iterator[Miscopy]:
-    """What went wrong with one stored tensor."""
+    """The faults of one stored tensor."""
     tensor = source.tensor
     shape = list(tensor.shape)
     read = ranks * sum(source.read.values()) // tensor.element_size()

@@ -18,7 +18,7 @@ from vexport.engine.dry.audit import Audit, HeaderFile
 from vexport.engine.dry.fake_platform import AbsentValues, NotFollowed, join_group, set_capability
 from vexport.engine.dry.layers import layer_kinds, raising_layer, rank_memory
 from vexport.engine.failures import one_line
-from vexport.engine.messages import Cell, CellResult, Miscopy, Outcome
+from vexport.engine.messages import CellResult, DryTry, Miscopy, Outcome
 from vexport.files import from_json, to_json, write_text
 
 if TYPE_CHECKING:
@@ -34,21 +34,16 @@ _PYDANTIC = re.compile(r"^\d+ validation errors? for \w+\s+Value error,|\[type=.
 _NEVER_READ = ("weight_shape", "input_scale_ub")
 
 
-def try_cell(checkpoint: Path, cell: Cell, rank: int, loaded: Path, *, trust_remote_code: bool) -> CellResult:
-    """What vLLM does with a checkpoint as a rank of a cell; in a separate process after `fake_cuda`.
-
-    In files that begin with `loaded` the tries of one checkpoint and rank on several capabilities tell each
-    other what became of its tensors: nothing else does so where the same model is built.
-    """
+def try_cell(attempt: DryTry) -> CellResult:
+    """Build and load a checkpoint as a rank of a cell; after `fake_cuda`."""
     start = time.monotonic()
-    audit = Audit(cell.tp)
+    audit = Audit(attempt.cell.tp)
     try:
-        result = _load(checkpoint, cell, rank, loaded, audit, trust_remote_code=trust_remote_code)
+        result = _load(attempt, audit)
     except Exception as error:
         traceback.print_exception(error)
-        result = CellResult(
-            cell=cell, outcome=_outcome(error), reason=_one_line(error), where=audit.last_handed_out
-        )
+        place, reason = audit.last_handed_out, _one_line(error)
+        result = CellResult(cell=attempt.cell, outcome=_outcome(error), reason=reason, where=place)
     return replace(result, seconds=round(time.monotonic() - start, 3))
 
 
@@ -67,27 +62,26 @@ def configure(checkpoint: Path, *, tp: int, trust_remote_code: bool) -> "VllmCon
     return arguments.create_engine_config()
 
 
-def _load(
-    checkpoint: Path, cell: Cell, rank: int, loaded: Path, audit: Audit, *, trust_remote_code: bool
-) -> CellResult:
+def _load(attempt: DryTry, audit: Audit) -> CellResult:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    cell, trust = attempt.cell, attempt.trust_remote_code
     set_capability(cell.sm)
-    config = configure(checkpoint, tp=cell.tp, trust_remote_code=trust_remote_code)
+    config = configure(attempt.checkpoint, tp=cell.tp, trust_remote_code=trust)
     with set_current_vllm_config(config):
-        join_group(cell.tp, rank)
+        join_group(cell.tp, attempt.rank)
         with torch.device("meta"), AbsentValues(), set_default_torch_dtype(config.model_config.dtype):
             model = initialize_model(config)
         memory = rank_memory(model, config, cell.tp)
-        known = loaded.with_name(f"{loaded.name}-{_signature(model)}.json")
+        known = attempt.loaded.with_name(f"{attempt.loaded.name}-{_signature(model)}.json")
         with known.with_suffix(".lock").open("w") as lock:
             # One loads; its like on another capability, at the same time, waits for what it finds.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not known.is_file():
-                if rank == 0:
-                    _open_tokenizer(checkpoint, config)
+                if attempt.rank == 0:
+                    _open_tokenizer(attempt.checkpoint, config)
                 faults = _load_weights(model, config, audit)
                 write_text(known, to_json(CellResult(cell=cell, outcome="loaded", faults=faults)))
     result = replace(from_json(CellResult, known), cell=cell, layers=layer_kinds(model), memory=memory)
@@ -117,7 +111,7 @@ def _load_weights(model: torch.nn.Module, config: "VllmConfig", audit: Audit) ->
 
 
 def _signature(model: torch.nn.Module) -> str:
-    """What loading depends on: the parameters, and the classes of the modules and methods that load them."""
+    """Digest of what loading depends on: parameters, classes of the modules and methods that load them."""
     digest = hashlib.sha256()
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)

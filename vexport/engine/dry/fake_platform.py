@@ -181,7 +181,7 @@ def stub_packages() -> None:
 
 
 def stub_operators() -> None:
-    """What the operators of a wheel for CUDA 12.9 or later say of a capability.
+    """Answer for the operators of a wheel for CUDA 12.9 or later, by capability.
 
     In csrc/libtorch_stable/quantization of vLLM: w8a8/cutlass/scaled_mm_entry.cu (FP8, blocks, groups),
     fp4/nvfp4_scaled_mm_entry.cu, fp4/mxfp4_experts_quant.cu. vLLM's wrappers of them are imported before any

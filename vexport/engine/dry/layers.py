@@ -1,4 +1,4 @@
-"""What became of a model that vLLM built: scheme, precision and kernel of its layers, memory of a rank."""
+"""Reads a model that vLLM built: scheme, precision and kernel of its layers, memory of a rank."""
 
 import re
 import traceback
@@ -139,7 +139,7 @@ def rank_memory(model: torch.nn.Module, config: "VllmConfig", tp: int) -> RankMe
 
 
 def _sequences(config: "VllmConfig", longest: int) -> tuple[SequenceMemory, ...]:
-    """What vLLM's scheduler reserves for one sequence (vllm/v1/core/kv_cache_utils.py).
+    """The bytes that vLLM's scheduler reserves for one sequence (vllm/v1/core/kv_cache_utils.py).
 
     Whole blocks; the window of a sliding attention and the tokens scheduled with it; states of linear layers.
     """

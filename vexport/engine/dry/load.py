@@ -21,7 +21,7 @@ SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryLoad:
-    """What vLLM's own model classes and weight loaders make of checkpoints, from their headers alone.
+    """A load of checkpoints by vLLM's own model classes and weight loaders, from their headers alone.
 
     Needs no GPU and reads no weights: about 10 s to import vLLM, then 0.2 s for each cell of a small model.
     The cells are `tp` (tensor parallel sizes) x `sm` (90 for SM 9.0); each must load, or with `require` "any"

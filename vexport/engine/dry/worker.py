@@ -13,13 +13,12 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 
-from vexport.engine.messages import Cell, CellResult, DryRequest, DryResult, Outcome
+from vexport.engine.messages import CellResult, DryRequest, DryResult, DryTry, Outcome
 from vexport.engine.worker import answer_request, reporter
 from vexport.files import from_json, to_json, write_text
 
@@ -33,20 +32,6 @@ _EVERY_CELL = (
     "vllm.v1.attention.backends.triton_attn",
     "vllm.v1.attention.backends.turboquant_attn",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Try:
-    """One checkpoint in one cell as one rank, and the file that its child writes.
-
-    `loaded` begins the names of the files that it shares with its like on other capabilities.
-    """
-
-    checkpoint: Path
-    cell: Cell
-    rank: int
-    file: Path
-    loaded: Path
 
 
 @cache
@@ -74,7 +59,7 @@ def _results_of(request: DryRequest) -> DryResult:
     report(_STAGE, 0, total)
     version = _import_vllm(request)
     everything = [rank for cells in tries for ranks in cells for rank in ranks]
-    _run(everything, request, lambda done: report(_STAGE, done, total))
+    _run(everything, lambda done: report(_STAGE, done, total))
     results = tuple(
         tuple(merge_ranks([from_json(CellResult, rank.file) for rank in ranks]) for ranks in cells)
         for cells in tries
@@ -92,16 +77,17 @@ def merge_ranks(results: Sequence[CellResult]) -> CellResult:
     return replace(results[0], faults=tuple(faults.values()), seconds=seconds)
 
 
-def _tries(number: int, request: DryRequest) -> list[list[_Try]]:
+def _tries(number: int, request: DryRequest) -> list[list[DryTry]]:
     """For each cell of a checkpoint its first and its last rank: what is too small shows at the last one."""
     return [
         [
-            _Try(
+            DryTry(
                 checkpoint=request.checkpoints[number],
                 cell=cell,
                 rank=rank,
                 file=request.folder / f"{number}-{cell.tp}-{cell.sm}-{rank}.json",
                 loaded=request.folder / f"{number}-{cell.tp}-{rank}",
+                trust_remote_code=request.trust_remote_code,
             )
             for rank in dict.fromkeys((0, cell.tp - 1))
         ]
@@ -133,17 +119,17 @@ def _import_vllm(request: DryRequest) -> str:
     return str(version)
 
 
-def _run(tries: Sequence[_Try], request: DryRequest, on_done: Callable[[int], None]) -> None:
+def _run(tries: Sequence[DryTry], on_done: Callable[[int], None]) -> None:
     """Fork a child for each try, as many at a time as there are cores; every one leaves a file.
 
     Those of one capability come first, so that what they share is there for the others.
     """
-    fork, running = multiprocessing.get_context("fork"), dict[BaseProcess, _Try]()
+    fork, running = multiprocessing.get_context("fork"), dict[BaseProcess, DryTry]()
     waiting = sorted(tries, key=lambda attempt: attempt.cell.sm)
     while waiting or running:
         while waiting and len(running) < len(os.sched_getaffinity(0)):
             attempt = waiting.pop(0)
-            child = fork.Process(target=_try, args=(attempt, request.trust_remote_code))
+            child = fork.Process(target=_try, args=(attempt,))
             child.start()
             running[child] = attempt
         connection.wait([child.sentinel for child in running])
@@ -152,17 +138,14 @@ def _run(tries: Sequence[_Try], request: DryRequest, on_done: Callable[[int], No
         on_done(len(tries) - len(waiting) - len(running))
 
 
-def _try(attempt: _Try, trust_remote_code: bool) -> None:
+def _try(attempt: DryTry) -> None:
     from vexport.engine.dry.cell import try_cell
 
     gc.disable()
-    result = try_cell(
-        attempt.checkpoint, attempt.cell, attempt.rank, attempt.loaded, trust_remote_code=trust_remote_code
-    )
-    write_text(attempt.file, to_json(result))
+    write_text(attempt.file, to_json(try_cell(attempt)))
 
 
-def _require_file(attempt: _Try, code: int) -> None:
+def _require_file(attempt: DryTry, code: int) -> None:
     """A child that died is a checkpoint that vLLM does not load there."""
     if attempt.file.is_file():
         return

@@ -1,4 +1,4 @@
-"""What a packing is, what it may be told about a weight, and what packings share."""
+"""The protocol of a packing, its inputs, and what packings share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ STORAGES: Mapping[str, int] = {"BF16": BFLOAT16, "F16": FLOAT16, "F32": FLOAT32,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """What a search found for a weight: scales and zero points, float32, any shape with a value a group."""
+    """Scales and zero points of a weight from a search: float32, any shape with a value a group."""
 
     scale: Floats
     zero_point: Floats
@@ -35,7 +35,7 @@ class RoundedWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingInputs:
-    """What is known of a weight before its rows are packed.
+    """A weight's scales or range, known before its rows are packed.
 
     `largest` is the largest magnitude in its fusion group, for schemes that share a scale; without `scales`
     those of the rows' ranges are made while they are packed.
@@ -64,7 +64,7 @@ class Packing(Protocol):
 
 
 def storage_of(rows: Bits, dtype: str) -> int:
-    """How the kernels read some rows of a weight stored in `dtype`: rounded ones are float32 in any case."""
+    """The storage as which kernels read rows of a weight stored in `dtype`: rounded ones are float32."""
     return FLOAT32 if rows.dtype == np.int32 else STORAGES[dtype]
 
 

@@ -24,7 +24,7 @@ from vexport.types import LinearPlan
 
 
 class Integers(NamedTuple):
-    """How values become integers of `bits` bits.
+    """The integers of `bits` bits that values become.
 
     `base` is the integer whose code is zero: the smallest one, or 0 where codes are two's complement.
     `symmetric` is without zero points; `scale_storage` is the dtype that scales are rounded to first.
@@ -111,7 +111,7 @@ def pack_rows(
 
 
 class IntegerPacking:
-    """What both storages share: scales and zero points by group, rows into codes of `form`."""
+    """Packing of either storage: scales and zero points by group, rows into codes of `form`."""
 
     multiple = 1
 
