@@ -64,7 +64,7 @@ def test_the_layer_that_makes_the_value_is_named(
 ) -> None:
     folder = changed(llama, tmp_path / "model", infinite(f"{weight}.weight"))
     text = failure(folder, samples())
-    assert text.startswith(f"{where}: got an {side} that is not finite, from calibration row 1")
+    assert text.startswith(f"{where}: calibration row 1 makes an {side} that is not finite")
 
 
 def test_a_layer_that_sees_no_token_is_named(llama: Path) -> None:

@@ -87,10 +87,7 @@ def test_a_finding_is_printed_once(broken: Path) -> None:
     ran = vexport("check", broken)
     assert ran.code == 1
     (line,) = ran.errors
-    assert line == (
-        f"error: {broken}: got 1 error at {DOWN} (completeness), need a checkpoint without errors; "
-        "see the findings above"
-    )
+    assert line == f"error: {broken}: it fails with 1 error at {DOWN} (completeness), shown above"
     assert "uninitialized" in ran.stdout
     full = vexport("check", broken, "--format", "json")
     assert "uninitialized" in full.errors[0]
@@ -176,7 +173,7 @@ def test_a_refused_plan_is_printed_once(llama: Path) -> None:
     ran = vexport("plan", llama, *options)
     assert ran.code == 2
     (line,) = ran.errors
-    assert line.endswith("need layers that vLLM can run; see the plan above")
+    assert line.endswith(": vLLM could not run what this plan makes: 1 refusal, shown above")
     first = json.loads(vexport("plan", llama, *options, "--format", "json").stdout)["refusals"][0]
     assert first["got"] in ran.stdout
     assert first["got"] not in line

@@ -42,7 +42,7 @@ def test_code_needs_trust_then_its_metric_and_its_documents(cut_off: Path, llama
     code, errors = run(cut_off, llama, "code", "--trust-remote-code")
     assert code == 4
     for task in ("humaneval", "mbpp"):
-        assert f"task {task}: got no metric code_eval" in errors
+        assert f"task {task}: the metric code_eval is not in the cache" in errors
     assert "evaluate.load('code_eval')" in errors
     for name in ("openai/openai_humaneval", "google-research-datasets/mbpp"):
         assert name in errors
@@ -59,7 +59,7 @@ def test_chat_needs_the_data_of_nltk_and_its_documents(
     monkeypatch.setenv("PYTHONPATH", str(shadow), prepend=":")
     code, errors = run(cut_off, llama, "chat")
     assert code == 4
-    assert "task ifeval: got no punkt_tab of NLTK" in errors
+    assert "task ifeval: NLTK's punkt_tab, which cuts sentences, is missing" in errors
     assert "python -m nltk.downloader punkt_tab" in errors
     for name in ("google/IFEval", "openai/gsm8k", "truthfulqa/truthful_qa"):
         assert name in errors
@@ -70,7 +70,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it() -> None:
     fault = missing(ModuleNotFoundError("No module named 'langdetect'", name="langdetect"), "ifeval")
     assert fault is not None
     assert str(fault) == (
-        "task ifeval: got no Python module langdetect, need it to score; `pip install 'lm-eval[ifeval]'`"
+        "task ifeval: it scores with the module langdetect, which is missing; `pip install 'lm-eval[ifeval]'`"
     )
     assert missing(ValueError("a broken template"), "mine") is None
 

@@ -153,7 +153,7 @@ def test_a_checkpoint_of_the_hub_is_checked(machine: Machine, hub: Hub) -> None:
     (machine.folder / "runs").mkdir()
     mistake = machine.run("check", "runs/nope", HF_ENDPOINT="http://127.0.0.1:9")
     assert mistake.code == 2
-    assert "no such folder, and the hub cannot be asked" in mistake.stderr
+    assert "no such folder, and the hub cannot be reached" in mistake.stderr
 
 
 def test_without_network_a_whole_copy_in_the_cache_is_used(machine: Machine, hub: Hub) -> None:

@@ -69,9 +69,9 @@ def test_a_stage_knows_checkpoints_by_their_files(change: Callable[[Path], objec
     (source / "README.md").write_text("Read me.")
     assert RunDirectory(tmp_path / "run").is_done("quantize", inputs)
     change(made)
-    with pytest.raises(InputError, match="files that have changed since the run wrote them"):
+    with pytest.raises(InputError, match="files have changed since the run wrote them"):
         RunDirectory(tmp_path / "run").is_done("quantize", inputs)
     assert RunDirectory(tmp_path / "run").is_done("calibrate", inputs)
     change(source)
-    with pytest.raises(InputError, match="results made from another source"):
+    with pytest.raises(InputError, match="the run began with another source"):
         RunDirectory(tmp_path / "run").is_done("calibrate", {"source": folder_digest(source)})

@@ -51,7 +51,7 @@ def test_a_second_call_in_the_same_folder_is_refused(name: str, tmp_path: Path) 
     }
     with (
         written_alone(folder, "--run-dir"),
-        pytest.raises(InputError, match="another process that writes it"),
+        pytest.raises(InputError, match="another process is writing it"),
     ):
         calls[name]()
     assert [entry.name for entry in folder.iterdir()] == [kind.mark]

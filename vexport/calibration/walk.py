@@ -189,8 +189,8 @@ class LayerWalk:
             name, side = layer, "input"
         return CheckpointFailed(
             name,
-            got=f"an {side} that is not finite, from calibration row {self._rows[position]}",
-            need="finite activations",
+            got=f"calibration row {self._rows[position]} makes an {side} that is not finite",
+            need="",
             fix="remove the row, or keep this layer unquantized and look at its weights",
         )
 

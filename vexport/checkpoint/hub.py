@@ -72,11 +72,12 @@ def explain(error: BaseException, name: HubName, kind: Kind = "model") -> Vexpor
     InputError where the name, the revision or the access to it is wrong; EnvironmentFault for all else.
     """
     words = " ".join(f"{type(error).__name__}: {error}".split())
+    got = f"it cannot be had from the hub: {words}"
     if _is_any(error, _INPUT):
-        need, fix = f"a {kind} of the hub that may be read", "check the name, and HF_TOKEN for a private one"
-        return InputError(f"{kind} {name}", got=words, need=need, fix=fix)
+        fix = "check the name, and HF_TOKEN for a private one"
+        return InputError(f"{kind} {name}", got=got, need="", fix=fix)
     fix = "check the network, HF_TOKEN and HF_HOME, or fetch it before with `hf download`"
-    return EnvironmentFault(f"{kind} {name}", got=words, need="its files from the hub", fix=fix)
+    return EnvironmentFault(f"{kind} {name}", got=got, need="", fix=fix)
 
 
 def is_network_error(error: BaseException) -> bool:

@@ -86,7 +86,7 @@ def _or_no_such_folder(name: str) -> Iterator[None]:
     except EnvironmentFault as fault:
         if not Path(name).parent.is_dir():
             raise
-        got = f"no such folder, and the hub cannot be asked ({fault.got})"
+        got = f"no such folder, and {fault.got}"
         raise InputError(name, got=got, need="a checkpoint folder", fix="check the path") from fault
 
 

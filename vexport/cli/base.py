@@ -131,10 +131,8 @@ def require_ok(checkpoint: str, ok: bool, findings: Sequence[Finding]) -> None:
     first, number = errors[0], len(errors)
     if is_read():
         counted = "1 error" if number == 1 else f"{number:,} errors, the first"
-        got = f"{counted} at {first.where} ({first.check})"
-        raise CheckpointFailed(
-            checkpoint, got=got, need="a checkpoint without errors", fix="see the findings above"
-        )
+        got = f"it fails with {counted} at {first.where} ({first.check}), shown above"
+        raise CheckpointFailed(checkpoint, got=got, need="", fix="")
     more = f" ({number - 1:,} more)" if number > 1 else ""
     raise CheckpointFailed(
         f"{checkpoint}: {first.where}", got=first.got, need=first.expected, fix=first.fix + more
@@ -149,8 +147,8 @@ def require_judged(reports: Sequence[CheckReport]) -> None:
             more = f" ({number - 1:,} more)" if number > 1 else ""
             raise Inconclusive(
                 report.checkpoint,
-                got=f"no judgement on {first.what}{more}: {first.why}",
-                need="all judged, as --strict says",
+                got=f"not judged, which --strict asks for: {first.what}{more}: {first.why}",
+                need="",
                 fix="load it where vLLM runs (`vexport load`), or leave --strict out",
             )
 
@@ -171,9 +169,8 @@ def require_plan(source: str, plan: Plan) -> None:
     if plan.refusals and is_read():
         number = len(plan.refusals)
         counted = "1 refusal" if number == 1 else f"{number:,} refusals"
-        raise InputError(
-            source, got=f"a plan with {counted}", need="layers that vLLM can run", fix="see the plan above"
-        )
+        got = f"vLLM could not run what this plan makes: {counted}, shown above"
+        raise InputError(source, got=got, need="", fix="")
     require_accepted(plan)
 
 

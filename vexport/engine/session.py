@@ -88,6 +88,19 @@ _FIXES = {
 }
 
 
+_EVENTS = {
+    "refused": "vLLM refuses to load it",
+    "unsupported": "vLLM cannot run it on this CPU",
+    "no compiler": "vLLM found no C++ compiler",
+    "crashed": "the engine stopped",
+    "out of memory": "the engine ran out of memory",
+    "no space": "the disk is full",
+    "timed out": "the engine took too long",
+    "mismatched build": "a package was built for another torch",
+    "missing": "vLLM cannot be started",
+}
+
+
 class EngineFault(EnvironmentFault):
     """vLLM is missing, crashed, ran out of memory, space or time; `failure` has the end of its log."""
 
@@ -96,8 +109,8 @@ class EngineFault(EnvironmentFault):
         place = f" (log: {log})" if log else ""
         super().__init__(
             where,
-            got=f"{failure.kind}: {failure.message}",
-            need="an engine that runs to the end",
+            got=f"{_EVENTS[failure.kind]}: {failure.message}",
+            need="",
             fix=f"{_FIXES[failure.kind]}{place}",
         )
 

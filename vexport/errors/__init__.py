@@ -15,14 +15,16 @@ from vexport.errors.escaping import clip
 class VexportError(Exception):
     """A problem with a place and a remedy, printed as `where: got X, need Y; do Z`.
 
-    Without a `need`, `got` is a sentence that says both: `where: X is not a multiple of Y; do Z`.
+    Without a `need`, `got` is a sentence: of a wrong value `X is not a multiple of Y`, of an event what
+    happened. Without a `fix`, what was shown before says what to do.
     """
 
     exit_code = 2
 
     def __init__(self, where: str, *, got: str, need: str, fix: str) -> None:
         self.where, self.got, self.need, self.fix = where, got, need, fix
-        super().__init__(f"{where}: got {got}, need {need}; {fix}" if need else f"{where}: {got}; {fix}")
+        problem = f"{where}: got {got}, need {need}" if need else f"{where}: {got}"
+        super().__init__(f"{problem}; {fix}" if fix else problem)
 
 
 class InputError(VexportError):
@@ -84,7 +86,7 @@ class InternalError(VexportError):
     def __init__(self, where: str, error: Exception) -> None:
         got = clip(f"{type(error).__name__}: {error}".splitlines()[0], 300)
         super().__init__(
-            f"internal error in {where}", got=got, need="no exception", fix="rerun with --debug and report it"
+            f"internal error in {where}", got=got, need="", fix="rerun with --debug and report it"
         )
         logging.getLogger(__name__).debug("%s", where, exc_info=error)
 
@@ -96,10 +98,10 @@ _WRONG_PATH = frozenset(
 
 # What the system has no more of, which is no fault of the disk.
 _EXHAUSTED = {
-    errno.ENOMEM: "more memory",
-    errno.EAGAIN: "more processes and threads",
-    errno.EMFILE: "more open files",
-    errno.ENFILE: "more open files",
+    errno.ENOMEM: "the memory is used up",
+    errno.EAGAIN: "no more processes and threads may start",
+    errno.EMFILE: "no more files may be open",
+    errno.ENFILE: "no more files may be open",
 }
 _LARGER = "free some, raise the limit (`ulimit -a`) or use a larger machine"
 
@@ -111,8 +113,8 @@ def file_problem(error: OSError) -> VexportError:
     if error.errno in _WRONG_PATH:
         return InputError(where, got=got, need="a usable path", fix="check the path and its permissions")
     if error.errno in _EXHAUSTED:
-        return EnvironmentFault(where, got=got, need=_EXHAUSTED[error.errno], fix=_LARGER)
-    return EnvironmentFault(where, got=got, need="a working disk", fix="check the free space and the disk")
+        return EnvironmentFault(where, got=f"{got}: {_EXHAUSTED[error.errno]}", need="", fix=_LARGER)
+    return EnvironmentFault(where, got=got, need="", fix="check the free space and the disk")
 
 
 # What a disk or a server answers that cannot be read: no fault of the file.

@@ -117,13 +117,13 @@ def unforeseen(error: Exception, where: str) -> VexportError:
     """An exception that nobody expected, as ours: packages that do not fit, memory, a mistake of vexport."""
     if isinstance(error, MemoryError) or is_memory(f"{type(error).__name__}: {error}"):
         return EnvironmentFault(
-            f"{where}: memory", got="too little", need="more", fix="free some or use a larger machine"
+            where, got="the memory is used up", need="", fix="free some or use a larger machine"
         )
     if mismatch := mismatch_of(error):
         return EnvironmentFault(
             "torchvision",
-            got=f"one for another torch ({mismatch})",
-            need="none, or a fitting one",
+            got=f"it was built for another torch ({mismatch})",
+            need="",
             fix=UNINSTALL,
         )
     if isinstance(error, ModuleNotFoundError) and error.name:

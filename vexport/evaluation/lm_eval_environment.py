@@ -151,8 +151,11 @@ def missing(error: Exception, task: str) -> EnvironmentFault | None:
     where = f"task {task}"
     if isinstance(error, ModuleNotFoundError) and error.name:
         module = error.name.partition(".")[0]
-        fix = f"`pip install {_requirement(module)}`"
-        return EnvironmentFault(where, got=f"no Python module {module}", need="it to score", fix=fix)
+        got, fix = (
+            f"it scores with the module {module}, which is missing",
+            f"`pip install {_requirement(module)}`",
+        )
+        return EnvironmentFault(where, got=got, need="", fix=fix)
     metric = _METRIC.search(str(error)) if isinstance(error, FileNotFoundError) else None
     if metric is None:
         return None
@@ -160,8 +163,8 @@ def missing(error: Exception, task: str) -> EnvironmentFault | None:
         "load it once where the hub is reached, and copy the folder `modules` of HF_HOME from there: "
         f"`python -c \"import evaluate; evaluate.load('{metric['name']}')\"`"
     )
-    got = f"no metric {metric['name']} of the hub in the cache"
-    return EnvironmentFault(where, got=got, need="it, or the hub", fix=fix)
+    got = f"the metric {metric['name']} is not in the cache, and the hub cannot be reached"
+    return EnvironmentFault(where, got=got, need="", fix=fix)
 
 
 def nltk_problem(task: str, before: Collection[str]) -> Iterator[EnvironmentFault]:
@@ -178,7 +181,7 @@ def nltk_problem(task: str, before: Collection[str]) -> Iterator[EnvironmentFaul
         fix = "fetch it where there is a network, and copy the folder nltk_data from there: "
         fix += "`python -m nltk.downloader punkt_tab`"
         yield EnvironmentFault(
-            f"task {task}", got="no punkt_tab of NLTK", need="it to cut sentences", fix=fix
+            f"task {task}", got="NLTK's punkt_tab, which cuts sentences, is missing", need="", fix=fix
         )
 
 

@@ -38,7 +38,7 @@ def fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError]
     """Build every task once, which downloads its documents; yield why those of a task cannot be had."""
     if importlib.util.find_spec("lm_eval") is None:
         fix = "install it there with `pip install lm-eval`"
-        raise EnvironmentFault(sys.executable, got="no module lm_eval", need="lm-eval", fix=fix)
+        raise EnvironmentFault(sys.executable, got="lm-eval is missing", need="", fix=fix)
     report(STAGE, 0, len(request.tasks))
     manager, folders = task_manager(request), request.include_paths
     for number, task in enumerate(request.tasks):

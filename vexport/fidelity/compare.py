@@ -128,9 +128,9 @@ def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Find
             check=SOURCE,
             severity="info",
             where=f"{kind} ({len(names)} in {stored})",
-            expected="the source's weight but for rounding",
+            expected="",
             got=f"signal-to-noise {least:.1f} to {most:.1f} dB, median {median:.1f}, least in {names[0]}",
-            fix="nothing",
+            fix="",
         )
 
 

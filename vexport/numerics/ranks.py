@@ -50,8 +50,9 @@ def process_group() -> Iterator[None]:
     except RuntimeError as error:
         if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
             raise
-        need, fix = "all ranks", "see torchrun's table, then run the same command again to resume"
-        raise EnvironmentFault("torchrun", got=first_line(error), need=need, fix=fix) from error
+        got = f"a rank was lost: {first_line(error)}"
+        fix = "see torchrun's table, then run the same command again to resume"
+        raise EnvironmentFault("torchrun", got=got, need="", fix=fix) from error
     finally:
         distributed.destroy_process_group()
 

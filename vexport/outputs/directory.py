@@ -182,7 +182,7 @@ def _lock(record: TextIO, work: Path, path: Path) -> None:
     except BlockingIOError:
         pass
     fix = "wait for it, or choose another path"
-    raise InputError(str(path), got="another process that writes it", need="one at a time", fix=fix)
+    raise InputError(str(path), got="another process is writing it", need="", fix=fix)
 
 
 def _foreign(entry: Path, path: Path) -> InputError:
@@ -223,7 +223,7 @@ def _settle(path: Path, work: Path) -> None:
         (work / OLD).rename(path)
     elif (work / NEW).exists():
         fix = f"move {work / OLD} elsewhere, which was there before"
-        raise InputError(str(path), got="a folder in place of the one to be replaced", need="one", fix=fix)
+        raise InputError(str(path), got="another folder came where one was to be replaced", need="", fix=fix)
     else:
         shutil.rmtree(work / OLD)
 

@@ -153,8 +153,7 @@ def written_alone(folder: Path, option: str) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 fix = f"wait for it, or choose another {option}"
-                got = "another process that writes it"
-                raise InputError(str(folder), got=got, need="one at a time", fix=fix) from None
+                raise InputError(str(folder), got="another process is writing it", need="", fix=fix) from None
         yield
     finally:
         os.close(descriptor)

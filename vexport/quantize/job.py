@@ -78,8 +78,8 @@ def _require_same_on_all_ranks(plan: Plan) -> None:
     rank, size = rank_and_size()
     own = digest_bytes(repr((plan.groups, plan.attention)).encode()) if size > 1 else ""
     if on_first(lambda: own) != own:
-        need, fix = "the same on all ranks", "give all of them the same source and arguments"
-        raise InputError(f"rank {rank} of {size}", got="another plan than rank 0", need=need, fix=fix)
+        got, fix = "its plan is not that of rank 0", "give all of them the same source and arguments"
+        raise InputError(f"rank {rank} of {size}", got=got, need="", fix=fix)
 
 
 def write_checkpoint(

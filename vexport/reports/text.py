@@ -127,7 +127,8 @@ def _kind(kind: Folded) -> Iterator[RenderableType]:
     grid = Grid(box=None, show_header=False, padding=(0, 1, 0, 2))
     grid.add_column(justify="right")
     for other in kind.follow[:MAX_FOLLOWING]:
-        what = f"{other.places}: {other.first.got}, need {other.first.expected}  [{other.first.check}]"
+        need = f", need {other.first.expected}" if other.first.expected else ""
+        what = f"{other.places}: {other.first.got}{need}  [{other.first.check}]"
         grid.add_row(f"{other.count:,}", harmless(what))
     if kind.not_shown:
         grid.add_row(f"{kind.not_shown:,}", "of other kinds: see --format json (or `check --all`)")
@@ -139,4 +140,4 @@ def _finding(finding: Finding) -> RenderableType:
     check = harmless(f"[{finding.check}]")
     head = Text.assemble(finding.severity, "  ", harmless(finding.where), "  ", check)
     rows = [("got", finding.got), ("need", finding.expected), ("do", finding.fix)]
-    return Group(head, _aligned(rows, (0, 1, 0, 2)))
+    return Group(head, _aligned([row for row in rows if row[1]], (0, 1, 0, 2)))

@@ -98,15 +98,15 @@ class RunDirectory:
         if changed:
             raise InputError(
                 f"{self.root} ({stage})",
-                got=f"results made from another {' and another '.join(changed)}",
-                need="the inputs that the run began with",
+                got=f"the run began with another {' and another '.join(changed)}",
+                need="",
                 fix="choose another --run-dir, or add --overwrite to start again",
             )
         if record.made and record.made != folder_digest(self.root / CHECKPOINT):
             raise InputError(
                 str(self.root / CHECKPOINT),
-                got="files that have changed since the run wrote them",
-                need="those that its results are about",
+                got="files have changed since the run wrote them: its results are about others",
+                need="",
                 fix="restore them, or add --overwrite to start again",
             )
         return True

@@ -297,7 +297,7 @@ def require_served(role: str, result: SessionResult) -> None:
     kind = CheckpointFailed if role == CANDIDATE else InputError
     raise kind(
         f"{role} {result.checkpoint}",
-        got=result.failure.message,
-        need="a checkpoint that vLLM loads",
+        got=f"vLLM does not load it: {result.failure.message}",
+        need="",
         fix="find the fault with `vexport check`, or export it again",
     )

@@ -26,7 +26,7 @@ def write_demo(folder: Path, *, overwrite: bool) -> Path:
     files = list(demo_files(root))
     if Path(FIRST) not in files:
         fix = "install vexport again, or run from a checkout"
-        raise EnvironmentFault(str(root), got=f"no {FIRST}", need="the files of the demo", fix=fix)
+        raise EnvironmentFault(str(root), got="the files of the demo are missing", need="", fix=fix)
     KIND.require_replaceable(folder, overwrite=overwrite)
     inside = [path.relative_to(folder) for path in sorted((folder / "demo").rglob("*")) if path.is_file()]
     refuse_others(folder, [str(path) for path in inside if path not in files])

@@ -11,7 +11,10 @@ Severity = Literal["error", "warning", "info"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing a check saw: the place, what was expected, what was found, what to do."""
+    """One thing a check saw: the place, what was expected, what was found, what to do.
+
+    As of an error `expected` and `fix` may be empty: nothing else was expected, there is nothing to do.
+    """
 
     check: str
     severity: Severity
@@ -33,7 +36,7 @@ class Finding:
         )
 
     def __str__(self) -> str:
-        return f"{self.where}: got {self.got}, need {self.expected}; {self.fix} [{self.check}]"
+        return f"{VexportError(self.where, got=self.got, need=self.expected, fix=self.fix)} [{self.check}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
