@@ -197,7 +197,8 @@ def test_an_expert_that_overflows_is_named(tmp_path: Path, routed: bool) -> None
         tensors["model.layers.1.post_attention_layernorm.weight"].mul_(100)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        CheckpointFailed, match=r"block_sparse_moe\.experts\.3\.w2: calibration row .* makes an input that is not finite"
+        CheckpointFailed,
+        match=r"block_sparse_moe\.experts\.3\.w2: calibration row .* makes an input that is not finite",
     ):
         calibrated(plan_with_experts(folder), samples([5]))
 

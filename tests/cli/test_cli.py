@@ -225,3 +225,56 @@ def test_progress_goes_to_stderr_and_json_alone_to_stdout(llama: Path, tmp_path:
     assert "quantize (bytes)" not in ran.stdout
     assert "W8A8" in ran.stdout
     assert json.loads(vexport("plan", llama, "--scheme", "W8A8", "--format", "json").stdout)["groups"]
+
+
+def test_a_file_sets_options_which_the_call_overrules(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The narrower place wins; a list is several values, or the parts of one."""
+    monkeypatch.chdir(tmp_path)
+    project = tmp_path / "pyproject.toml"
+    project.write_text(
+        '[tool.vexport]\nformat = "json"\n[tool.vexport.plan]\ntp = [1, 3]\nignore = ["re:.*o_proj"]\n'
+    )
+    call = ("plan", llama, "--scheme", "FP8_DYNAMIC")
+    refused = vexport(*call)  # three ranks cannot share what they are given
+    assert refused.code == 2
+    plan = json.loads(refused.stdout)
+    assert not any("o_proj" in group["name"] for group in plan["groups"])
+    assert vexport(*call, "--tp", "1").code == 0
+    (tmp_path / "vexport.toml").write_text("[plan]\n")
+    assert not vexport(*call).stdout.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            "[plan]\ntpp = 1\n",
+            "vexport.toml: plan.tpp: got no option that a file may set, need one; correct it",
+        ),
+        ("[plam]\ntp = 1\n", "(did you mean plan?)"),
+        ("trust-remote-code = true\n", "only a call itself says so"),
+        ("[eval]\nvllm-python = 'x'\n", "only a call itself says so"),
+        ("[plan\n", "need TOML"),
+        ("[plan]\ntp = -1\n", "'-1' is not a number of GPUs"),
+    ],
+)
+def test_a_file_that_sets_what_it_may_not_is_refused(
+    content: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "vexport.toml").write_text(content)
+    ran = vexport("plan", "MODEL", "--scheme", "FP8_DYNAMIC")
+    assert ran.code == 2
+    assert said in ran.errors[0]
+
+
+def test_flags_of_vllm_are_arguments_of_its_engine() -> None:
+    words = ("load", "MODEL", "--max-num-seqs", "4", "--gpu-memory-utilization", "0.5", "--dtype", "float16")
+    context = cli.commands["load"].make_context("load", list(words[1:]))
+    expected = {"max_num_seqs": 4, "gpu_memory_utilization": 0.5, "dtype": "float16"}
+    assert context.params["engine_args"] == expected
+    ran = vexport(*words, "--engine-arg", "max_num_seqs=8")
+    assert ran.code == 2
+    assert "max_num_seqs is given as 4 and as 8" in ran.errors[0]

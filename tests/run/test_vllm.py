@@ -138,9 +138,12 @@ def test_the_demo_passes_and_resumes(tmp_path: Path) -> None:
     refused = run(changed, folder)
     assert refused.code == 2
     assert "another source" in refused.errors[0]
-    otherwise = vexport("run", scenario, "--run-dir", folder, "--quiet", "--engine-arg", "max_num_seqs=8")
+    otherwise = vexport("run", scenario, "--run-dir", folder, "--quiet", "--max-num-seqs", "8")
     assert otherwise.code == 2
     assert "another serve section" in otherwise.errors[0]
+    log = (folder / "vexport.log").read_text(encoding="utf-8")
+    lines = ("quantize: done before", "vLLM on ", "InputError: ", "vexport run ")
+    assert all(line in log for line in lines), log
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,8 @@
 import os
 from typing import NoReturn
 
+# The logger of progress, which a log has and a terminal shows otherwise.
+PROGRESS = "vexport.progress"
 INTERRUPTED = "Interrupted. Run the same command again to resume"
 
 

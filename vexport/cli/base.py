@@ -71,6 +71,7 @@ def command(
         )(function)
         decorated.params += [
             click.Option(["-q", "--quiet"], is_flag=True, help="No progress on stderr."),
+            click.Option(["-v", "--verbose"], is_flag=True, expose_value=False, help="More of it on stderr."),
             click.Option(["--debug"], is_flag=True, expose_value=False, help="Show tracebacks."),
         ]
         return decorated

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vexport.cli.options import PATH, POSITIVE, stacked, trust_option
+from vexport.cli.options import PATH, POSITIVE, Decorator, Real, stacked, trust_option
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from vexport.run.serving import EngineOptions
     from vexport.scenario import Serve
     from vexport.types import OnProgress
+
+
+# Where the context of a command keeps what flags of vLLM's own say.
+ENGINE_FLAGS = "vexport.engine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +74,7 @@ def _engine_args(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, "JsonValue"]:
     """NAME -> value: JSON where it is JSON, else text."""
-    arguments: dict[str, JsonValue] = {}
+    arguments: dict[str, JsonValue] = dict(context.meta.get(ENGINE_FLAGS, {}))
     for value in values:
         name, sign, text = value.partition("=")
         key = name.strip().removeprefix("--").replace("-", "_")
@@ -81,6 +85,18 @@ def _engine_args(
             raise click.BadParameter(f"{key} is given as {arguments[key]!r} and as {parsed!r}.")
         arguments[key] = parsed
     return arguments
+
+
+def _engine_flag(name: str, kind: click.ParamType[object], metavar: str, text: str) -> Decorator:
+    """An option under vLLM's own name: what --engine-arg would say."""
+
+    def keep(context: click.Context, parameter: click.Parameter, value: object) -> None:
+        if value is not None:
+            context.meta.setdefault(ENGINE_FLAGS, {})[parameter.name] = value
+
+    return click.option(
+        name, type=kind, metavar=metavar, is_eager=True, expose_value=False, callback=keep, help=text
+    )
 
 
 def _json_or_text(text: str) -> "JsonValue":
@@ -120,13 +136,18 @@ attribution_options = stacked(
         help="Longest time for that.",
     ),
 )
-engine_arg_option = click.option(
-    "--engine-arg",
-    "engine_args",
-    multiple=True,
-    metavar="NAME=VALUE",
-    callback=_engine_args,
-    help="Argument of vLLM's engine, as block_size=32; repeatable.",
+engine_arg_option = stacked(
+    _engine_flag("--max-num-seqs", POSITIVE, "N", "Most sequences at once [default: vLLM's]."),
+    _engine_flag("--gpu-memory-utilization", Real(0, 1), "S", "Share of the GPU's memory [default: vLLM's]."),
+    _engine_flag("--dtype", click.STRING, "D", "Data type of what is not quantized [default: the model's]."),
+    click.option(
+        "--engine-arg",
+        "engine_args",
+        multiple=True,
+        metavar="NAME=VALUE",
+        callback=_engine_args,
+        help="Any other argument of vLLM's engine, as block_size=32; repeatable.",
+    ),
 )
 
 
@@ -152,7 +173,12 @@ session_options = stacked(
 )
 serve_options = stacked(
     click.option(
-        "--tp", type=POSITIVE, metavar="N", help="Tensor parallel size: serve the model on N devices."
+        "--tp",
+        "--tensor-parallel-size",
+        "tp",
+        type=POSITIVE,
+        metavar="N",
+        help="Tensor parallel size: serve the model on N devices.",
     ),
     engine_arg_option,
 )

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import click
 
-from vexport.cli import INTERRUPTED
+from vexport.cli import INTERRUPTED, PROGRESS
 from vexport.cli.base import wants_colour
+from vexport.cli.defaults import default_map
 from vexport.cli.help import WIDEST, OrderedGroup
 from vexport.errors import EnvironmentFaults, InputErrors, VexportError, file_problem
 from vexport.errors.escaping import clip, visible
@@ -40,6 +41,9 @@ EPILOG = """
 Exit codes: 0 pass; 1 the checkpoint fails; 2 bad usage or input; 3 inconclusive; 4 the environment is at
 fault (vLLM missing, crashed, out of memory, timed out); 130 interrupted, 143 terminated.
 
+Defaults: options in vexport.toml, or in [tool.vexport] of pyproject.toml, of the current folder; a table such
+as [check] is for one command.
+
 Environment: VEXPORT_VLLM_PYTHON sets --vllm-python; the command line wins. NO_COLOR and FORCE_COLOR are
 obeyed.
 
@@ -51,7 +55,7 @@ def run_command() -> int:
     """Run a command; every outcome becomes an exit code, which is returned, and one line an error."""
     _show_log()
     try:
-        result = cli.main(prog_name="vexport", standalone_mode=False)
+        result = cli.main(prog_name="vexport", standalone_mode=False, default_map=default_map(cli))
         return result if isinstance(result, int) else 0
     except BaseException as error:
         if (interrupt := _interrupt_before(error)) is not None:
@@ -75,7 +79,9 @@ def _show_log() -> None:
     given = set(sys.argv[1:])
     is_verbose, is_quiet = given & {"--debug", "-v", "--verbose"}, given & {"-q", "--quiet"}
     logger = logging.getLogger("vexport")
-    logger.addHandler(_Lines(logging.DEBUG if is_verbose else logging.WARNING if is_quiet else logging.INFO))
+    lines = _Lines(logging.DEBUG if is_verbose else logging.WARNING if is_quiet else logging.INFO)
+    lines.addFilter(lambda record: record.name != PROGRESS)  # which is shown as it is
+    logger.addHandler(lines)
     logger.setLevel(logging.DEBUG)
 
 

@@ -1,5 +1,6 @@
 """Progress on stderr: bars with time left on a terminal, a line now and then elsewhere, nothing if quiet."""
 
+import logging
 import os
 import sys
 import time
@@ -18,7 +19,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from vexport.types import PROGRESS_DETAIL, OnProgress
+from vexport.cli import PROGRESS
+from vexport.types import PROGRESS_DETAIL, OnProgress, silent
 
 LINE_EVERY_SECONDS = 15.0
 # Time left is by the mean speed since the start: a layer can take longer than what rich looks back at.
@@ -30,18 +32,32 @@ def progress_display(*, quiet: bool) -> Iterator[OnProgress]:
     """Yield the function that stages report to, for as long as the display stands."""
     if quiet:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-        yield lambda stage, done, total: None
+        yield _logged(silent)
         return
     if not sys.stderr.isatty():
         # Not rich's own answer: FORCE_COLOR, which CI sets, asks for colour and not for bars that move.
-        yield PlainDisplay()
+        yield _logged(PlainDisplay())
         return
     bars = _bars(Console(stderr=True))
     try:
-        yield BarDisplay(bars)
+        yield _logged(BarDisplay(bars))
     finally:
         if bars.tasks:
             bars.stop()
+
+
+def _logged(display: OnProgress) -> OnProgress:
+    """The display, and a line in the log where a stage starts and ends."""
+    seen, log = set[str](), logging.getLogger(PROGRESS)
+
+    def report(stage: str, done: int, total: int) -> None:
+        for event in (f"{stage} ...", f"{stage}: done" if done >= total else ""):
+            if event and event not in seen:
+                seen.add(event)
+                log.debug(event)
+        display(stage, done, total)
+
+    return report
 
 
 def _bars(console: Console) -> Progress:

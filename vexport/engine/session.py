@@ -2,6 +2,7 @@
 
 import getpass
 import json
+import logging
 import os
 import re
 import shutil
@@ -88,6 +89,7 @@ _FIXES = {
 }
 
 
+LOG = logging.getLogger(__name__)
 _EVENTS = {
     "refused": "vLLM refuses to load it",
     "unsupported": "vLLM cannot run it on this CPU",
@@ -148,6 +150,7 @@ def run_session(
     An unusable task is an InputError. No process of the session is left when this returns or raises.
     """
     where = f"vLLM on {request.checkpoint}"
+    LOG.debug("%s by %s: %s, log %s", where, vllm_python or sys.executable, dict(request.arguments), log)
     eager = request.arguments.get("enforce_eager", request.enforce_eager)
     result = Worker(
         module=worker,

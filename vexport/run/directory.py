@@ -12,6 +12,7 @@ from vexport.checkpoint.index import folder_digest
 from vexport.errors import InputError
 from vexport.files import digest_bytes, digest_file, from_json, to_json, write_text
 from vexport.outputs import FolderKind
+from vexport.outputs.log import LOG_FILE
 from vexport.scenario import Calibration
 from vexport.types import Report
 from vexport.types.rounding import RoundingReport
@@ -29,7 +30,7 @@ KIND = FolderKind(
     mark=MARK,
     text="A run directory of vexport. `vexport run --overwrite` replaces everything in it.\n",
     entries=frozenset(
-        (STAGES_FILE, CHECKPOINT, SCENARIO, "calibration", "sensitivity", "eval")
+        (STAGES_FILE, CHECKPOINT, SCENARIO, LOG_FILE, "calibration", "sensitivity", "eval")
         + (
             "plan.json",
             "layers.json",

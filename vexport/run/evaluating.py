@@ -15,6 +15,7 @@ from vexport.errors.extras import attempt_all
 from vexport.evaluation.accepted import accept_results, choice_of, gates_of, read_accepted, require_writable
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.outputs import FolderKind, NamedPath, require_separate, written_alone
+from vexport.outputs.log import LOG_FILE, logged_to
 from vexport.reports.comparison import marked, worst_task
 from vexport.run.judging import (
     Explaining,
@@ -41,13 +42,13 @@ from vexport.run.serving import (
     task_files,
 )
 from vexport.scenario import Evaluate
-from vexport.types import ComparedRun, OnProgress, Verdict
+from vexport.types import ComparedRun, LmEvalSettings, OnProgress, Verdict
 
 RESULTS = FolderKind(
     name="an output folder of `vexport eval`",
     mark=".vexport-eval",
     text="Results of vexport. `vexport eval --overwrite` replaces everything in this folder.\n",
-    entries=frozenset((BASELINE, CANDIDATE)),
+    entries=frozenset((BASELINE, CANDIDATE, LOG_FILE)),
 )
 
 
@@ -192,6 +193,12 @@ def _evaluated(job: EvalJob, models: Mapping[str, Path]) -> Iterator[Judged]:
     else:
         RESULTS.require_replaceable(job.folder, overwrite=job.overwrite)
         RESULTS.begin(job.folder)
+    with logged_to(job.folder):
+        yield from _served_and_judged(job, models, lm_eval)
+
+
+def _served_and_judged(job: EvalJob, models: Mapping[str, Path], lm_eval: LmEvalSettings) -> Iterator[Judged]:
+    """The verdict on each model that can be had, the baseline served first."""
     baseline: Served | None = None
     for role, model in models.items():
         questions = Questions(

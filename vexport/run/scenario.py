@@ -9,6 +9,7 @@ from vexport.engine.arguments import require_arguments
 from vexport.engine.session import require_vllm
 from vexport.files import write_text
 from vexport.outputs import NamedPath, require_separate, written_alone
+from vexport.outputs.log import logged_to
 from vexport.run.directory import KIND, SCENARIO, RunDirectory
 from vexport.run.judging import Explaining
 from vexport.run.naming import portable
@@ -45,7 +46,8 @@ def run_scenario(
     with written_alone(folder, "--run-dir"):
         run = Run(scenario, folder, options, explaining)
         run.directory.begin(overwrite=overwrite)
-        return _finished(run, file=file, baseline_of=baseline_of)
+        with logged_to(folder):
+            return _finished(run, file=file, baseline_of=baseline_of)
 
 
 def _finished(run: Run, *, file: Path | None, baseline_of: Path | None) -> Report:

@@ -1,5 +1,6 @@
 """The stages of a run in their order: when each is done, from what, and what it leaves for the others."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from vexport.run.state import (
 )
 from vexport.types import Report
 
+LOG = logging.getLogger(__name__)
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -126,10 +128,12 @@ def do(run: Run, stage: Stage[object]) -> None:
     try:
         inputs = stage.digest(run) if stage.digest else None
         if inputs is not None and run.directory.is_done(stage.name, inputs):
+            LOG.debug("%s: done before", stage.name)
             run.restore(stage.output)
             return
         start = time.monotonic()
         run.keep(stage.output, stage.make(run))
+        LOG.debug("%s: %.1f s", stage.name, time.monotonic() - start)
         if inputs is not None:
             made = run.checkpoint if stage.output == WRITTEN else None
             run.directory.finish(stage.name, inputs, time.monotonic() - start, made)
