@@ -91,3 +91,18 @@ def test_documents_lie_next_to_the_task_or_are_named(tmp_path: Path) -> None:
         fetch(on_progress=silent)
     (folder / "own.jsonl").write_text('{"text": "a", "answer": " b"}\n')
     fetch(on_progress=silent)
+
+
+def test_a_metric_that_nobody_has_is_named(cut_off: Path) -> None:
+    """Of generated text it may be the hub's; lm-eval itself would answer all documents, and then fail."""
+    (cut_off / "own.jsonl").write_text('{"text": "a", "answer": " b"}\n')
+    task = cut_off / "own.yaml"
+    task.write_text(
+        f"task: own\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {cut_off / 'own.jsonl'}}}}}\n"
+        "test_split: test\noutput_type: generate_until\n"
+        "doc_to_text: '{{text}}'\ndoc_to_target: '{{answer}}'\n"
+        "metric_list: [{metric: exact_mtch, aggregation: mean, higher_is_better: true}]\n"
+    )
+    request = SessionRequest(checkpoint=cut_off, name="a", tasks=(str(task),))
+    with pytest.raises(InputError, match="task own: metric exact_mtch: lm-eval does not have it"):
+        fetch_task_data(request, log=cut_off / "log", timeout=300, vllm_python=None, on_progress=silent)

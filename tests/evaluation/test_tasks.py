@@ -68,6 +68,10 @@ def test_an_included_function_travels_too(tmp_path: Path) -> None:
         ("group: all\ntask: []\n", "got no tasks"),
         ("group: ../all\ntask: [sums]\n", r"t\.yaml: group: got '\.\./all'"),
         ("group: all\ntask: [{task: sums}]\n", "got no key dataset_path"),
+        (
+            SUMS.replace("generate_until", "loglikelihood").replace("exact_match", "acuracy"),
+            r"t\.yaml: metric: got acuracy, need one of acc, perplexity \(loglikelihood\); correct it",
+        ),
     ],
 )
 def test_a_broken_file_is_refused_by_place(tmp_path: Path, text: str, message: str) -> None:

@@ -92,7 +92,7 @@ def test_what_was_finished_from_the_same_inputs_is_read_from_its_file(run: Run) 
     do(again, checking("a", made))
     assert made == ["a"]
     assert again.result(CHECKED) == run.result(CHECKED)
-    with pytest.raises(InputError, match="made from another source"):
+    with pytest.raises(InputError, match="the run began with another source"):
         do(again, checking("b", made))
     assert made == ["a"]
 

@@ -111,6 +111,24 @@ def tasks_as_data() -> Iterator[None]:
 
 
 @contextmanager
+def metrics_required(name: str) -> Iterator[None]:
+    """Within the block a metric that nobody has is an InputError: lm-eval fails when it scores by it."""
+    from lm_eval.api import task
+
+    known = task.get_metric
+
+    def get_metric(metric: str, hf_evaluate_metric: bool = False) -> object:
+        if (found := known(metric, hf_evaluate_metric)) is None:
+            got = "lm-eval does not have it, nor do the hub or the cache of `evaluate`"
+            fix = "correct the name, or load it once where the hub is reached"
+            raise InputError(f"task {name}: metric {metric}", got=got, need="", fix=fix)
+        return found
+
+    with replaced(task, "get_metric", get_metric):
+        yield
+
+
+@contextmanager
 def computed_once() -> Iterator[None]:
     """lm-eval compiles a task's templates again for each document (`apply_template` in lm_eval/utils.py), and
     asks pip and the system what is installed in each pass (`add_env_info` in lm_eval/loggers/utils.py).

@@ -27,6 +27,7 @@ from vexport.evaluation.lm_eval_environment import (
     computed_once,
     dataset_cache,
     engine_words,
+    metrics_required,
     missing,
     require_allowed,
     tasks_as_data,
@@ -251,7 +252,8 @@ def load_tasks(request: SessionRequest, manager: "TaskManager", names: Sequence[
         require_allowed(task, manager, trust=request.trust_remote_code)
         try:
             name = Path(task).name.removesuffix(GROUP_SUFFIX) if task.endswith(GROUP_SUFFIX) else task
-            tasks += outermost(manager.load([name]))
+            with metrics_required(Path(name).stem):
+                tasks += outermost(manager.load([name]))
         except VexportError:
             raise
         except Exception as error:

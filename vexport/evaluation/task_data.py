@@ -9,7 +9,7 @@ from vexport.checkpoint.hub import HubName, downloaded, explain, is_network_erro
 from vexport.engine.messages import FoundProblems, SessionRequest
 from vexport.engine.session import Worker, raise_found
 from vexport.errors import InputError
-from vexport.evaluation.tasks import FILE_FORMATS, is_local_dataset, reads_hub
+from vexport.evaluation.tasks import FILE_FORMATS, has_other_metrics, is_local_dataset, reads_hub
 from vexport.types import PROGRESS_DETAIL, OnProgress
 
 if TYPE_CHECKING:
@@ -23,10 +23,11 @@ def fetch_task_data(
 ) -> None:
     """Bring the documents of `request.tasks` into the cache, with the lm-eval that will read them.
 
-    Starts nothing where all data are local files. InputError where a task or its dataset is wrong,
-    EnvironmentFault where network, token, disk or an offline variable is in the way.
+    Starts nothing where all data are local files and all metrics usual ones of lm-eval. InputError where a
+    task, its dataset or metric is wrong, EnvironmentFault where network, token, disk or an offline variable
+    is in the way.
     """
-    if not any(map(reads_hub, request.tasks)):
+    if not any(reads_hub(task) or has_other_metrics(task) for task in request.tasks):
         return
 
     fetched = Worker(

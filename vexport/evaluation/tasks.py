@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from vexport.errors import InputError, raise_all
+from vexport.errors import InputError, nearest, raise_all
 from vexport.evaluation.task_yaml import (
     Config,
     TaskDumper,
@@ -34,6 +34,13 @@ FILE_FORMATS = {"json", "csv", "parquet", "arrow", "text", "xml", "webdataset", 
 PICKLED = "pandas"
 """The one of files that older versions of datasets unpickle."""
 EVALUATION_SPLITS = ("test_split", "validation_split")
+METRICS = {
+    "loglikelihood": ("acc", "perplexity"),
+    "loglikelihood_rolling": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
+    "multiple_choice": ("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "exact_match", "f1", "mcc")
+    + ("brier_score", "likelihood"),
+}
+"""All metrics of tasks by output type (`process_results` in lm_eval/api/task.py); generated text has more."""
 METRIC_CODE = "Python that would be run"
 METRIC_FIX = "add --trust-remote-code if you trust it, or name a metric of lm-eval"
 
@@ -142,7 +149,7 @@ def _require_complete(path: Path, config: Config, trust: bool) -> None:
     for metric in _metrics(config) if not trust else ():
         if is_foreign_code(metric):
             problems.append(InputError(f"{path}: metric {metric}", got=METRIC_CODE, need="", fix=METRIC_FIX))
-    raise_all(problems)
+    raise_all(problems or [*_unknown_metrics(path, config)])
 
 
 def _has_files(pattern: Path) -> bool:
@@ -162,20 +169,44 @@ def _metrics(config: Config) -> Iterator[str]:
             yield metric
 
 
+def _unknown_metrics(path: Path, config: Config) -> Iterator[InputError]:
+    """The metrics that lm-eval would leave out of the scores without a word."""
+    output_type = str(config.get("output_type"))
+    known = METRICS.get(output_type)
+    if known is None or "process_results" in config:
+        return
+    for metric in _metrics(config):
+        if metric not in known:
+            need, fix = f"one of {', '.join(known)} ({output_type})", f"correct it{nearest(metric, known)}"
+            yield InputError(f"{path}: metric", got=metric, need=need, fix=fix)
+
+
 def reads_hub(spec: str) -> bool:
     """Return whether a resolved task (`TaskFile.spec`), or one of a group, has documents that are no local
     files.
     """
-    path = Path(spec)
-    if not path.is_file():
-        return True
+    return not Path(spec).is_file() or not all(
+        is_local_dataset(str(one.get("dataset_path")), one.get("dataset_kwargs"))
+        for one in _resolved(Path(spec))
+    )
+
+
+def has_other_metrics(spec: str) -> bool:
+    """Return whether a metric of generated text in a resolved task may be one that nobody has."""
+    return Path(spec).is_file() and any(
+        metric != "exact_match"
+        for one in _resolved(Path(spec))
+        if "process_results" not in one and one.get("output_type") not in METRICS
+        for metric in _metrics(one)
+    )
+
+
+def _resolved(path: Path) -> list[Config]:
+    """The keys of the task in a resolved file, or of each of a group's."""
     config = parse_task(path, trust=True)
     members = config["task"] if isinstance(config.get("task"), list) else [config]
     assert isinstance(members, list)
-    merged = [{**config, **member} if isinstance(member, dict) else config for member in members]
-    return not all(
-        is_local_dataset(str(one.get("dataset_path")), one.get("dataset_kwargs")) for one in merged
-    )
+    return [{**config, **member} if isinstance(member, dict) else config for member in members]
 
 
 def is_local_dataset(dataset: str, kwargs: object) -> bool:
