@@ -272,7 +272,7 @@ def test_a_file_that_sets_what_it_may_not_is_refused(
 
 def test_flags_of_vllm_are_arguments_of_its_engine() -> None:
     words = ("load", "MODEL", "--max-num-seqs", "4", "--gpu-memory-utilization", "0.5", "--dtype", "float16")
-    context = cli.commands["load"].make_context("load", list(words[1:]))
+    context = ALL_COMMANDS["load"].make_context("load", list(words[1:]))
     expected = {"max_num_seqs": 4, "gpu_memory_utilization": 0.5, "dtype": "float16"}
     assert context.params["engine_args"] == expected
     ran = vexport(*words, "--engine-arg", "max_num_seqs=8")

@@ -1,6 +1,7 @@
 """Group sizes and own schemes: on the command line, in rules and candidates; what fits is named and taken."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,9 @@ def test_sizes_fit_the_part_of_each_rank(tmp_path: Path) -> None:
 
 
 def test_the_table_takes_a_group_size_and_names_those_that_fit(narrow: Path) -> None:
-    assert "--group-size 64 or 32 fits" in vexport("plan", narrow).stdout
+    table = vexport("plan", narrow).stdout
+    assert "--group-size 64 or 32 fits" in table
+    assert re.search(r"^W4A16_G64 .* yes *$", table, re.MULTILINE)
     ran = vexport("plan", narrow, "--group-size", "64", "--format", "json")
     names = [row["scheme"] for row in json.loads(ran.stdout)["schemes"] if row["fits"]]
     assert {"W4A16_G64", "W8A16_G64", "W4A16_ASYM_G64"} <= set(names)

@@ -32,7 +32,9 @@ def default_map(group: click.Group) -> dict[str, dict[str, object]]:
         known = [name for each in options.values() for name in each]
         if key not in known:
             raise _unknown(f"{where}: {key}", key, known)
-    return {name: dict(_values(where, name, shared, table.get(name, {}), each)) for name, each in options.items()}
+    return {
+        name: dict(_values(where, name, shared, table.get(name, {}), each)) for name, each in options.items()
+    }
 
 
 def _values(

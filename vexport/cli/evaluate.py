@@ -131,7 +131,7 @@ class Results:
 @interpreter_option
 @serve_options
 @session_options
-@format_option(names=("-o", "--output-file"))
+@format_option(names=("-o", "--output-file", "--output"))
 def evaluate(
     checkpoints: tuple[str, ...],
     comparison: Comparison,

@@ -110,8 +110,12 @@ class PlainDisplay:
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Print where the stage is, if it is time to."""
         now, name = time.monotonic(), stage.partition(PROGRESS_DETAIL)[0]
-        started = self._started.setdefault(name, now)
+        is_first, started = name not in self._started, self._started.setdefault(name, now)
         if name in self._ended:
+            return
+        if is_first and done >= total:  # what is told, not done
+            self._ended.add(name)
+            self._print(_whole(stage))
             return
         if stage not in self._told and stage != name:
             self._told.add(stage)

@@ -145,9 +145,9 @@ def get_scheme(name: str) -> Scheme:
         return named_scheme(args)
     raise InputError(
         f"scheme {name!r}",
-        got="an unknown name",
+        got=f"an unknown name{meant(name, list(known))}",
         need=f"one of {', '.join(known)}",
-        fix=f"see `vexport list schemes`{meant(name, list(known))}",
+        fix="see `vexport list schemes`",
     )
 
 

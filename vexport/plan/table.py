@@ -1,7 +1,7 @@
 """The comparison of all schemes for one model, from headers alone."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vexport.architectures import resolve
@@ -9,7 +9,7 @@ from vexport.architectures.text_config import text_config
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats.gpus import generation
-from vexport.formats.schemes import get_scheme
+from vexport.formats.schemes import get_scheme, with_group_size
 from vexport.layers.blocks import group_layout
 from vexport.layers.linears import Names, names_of
 from vexport.layers.shapes import kind_of_group, unsupported
@@ -44,17 +44,25 @@ def scheme_table(
     # What stays in every scheme: copied tensors and scales of the KV cache.
     rest = plan.output_bytes - sum(kind.number * _stored(index, kind.group, PROBE) for kind in kinds)
     refused = next((str(refusal.got) for refusal in plan.refusals if refusal.check != "shape"), "")
+
+    def outlook(name: str) -> SchemeOutlook:
+        return _outlook(name, index, plan, names, kinds, settings, rest=rest, refused=refused)
+
     return SchemeTable(
         source=plan.source,
         architecture=plan.architecture,
         parameters=plan.parameters,
         source_bytes=plan.source_bytes,
         layers=sum(kind.number * len(kind.group.members) for kind in kinds),
-        schemes=tuple(
-            _outlook(name, index, plan, names, kinds, settings, rest=rest, refused=refused)
-            for name in schemes
-        ),
+        schemes=tuple(one for name in schemes for one in _with_fitting(outlook(name), outlook)),
     )
+
+
+def _with_fitting(first: SchemeOutlook, outlook: Callable[[str], SchemeOutlook]) -> Iterator[SchemeOutlook]:
+    """A scheme, and in its largest groups that fit where its own do not."""
+    yield first
+    if first.group_sizes:
+        yield outlook(with_group_size(first.scheme, first.group_sizes[0]))
 
 
 def _kinds(index: SourceIndex, plan: Plan) -> list[_Kind]:

@@ -55,8 +55,8 @@ def render_table(table: SchemeTable, format_: str) -> str:
         f"{size(table.source_bytes)}, {plural(table.layers, 'linear layer')}"
     )
     legend = (
-        "bits: over all weights; data: calibration text; in full from: the least GPU on which vLLM "
-        "multiplies inputs of as many bits as are stored; where it does not fit, the size is that with "
+        "bits: over all weights; data: calibration text; in full from: the oldest GPU whose kernels use "
+        "the stored input precision; where it does not fit, the size is that with "
         "--on-unsupported-shape keep."
     )
     content = (
