@@ -222,7 +222,9 @@ def _equal_rows(kinds: Sequence[MatrixRow], tp: int) -> list[tuple[doc.Cell, ...
     """The kinds of layers that are stored alike and do alike, together."""
     alike: dict[tuple[doc.Cell, ...], list[MatrixRow]] = {}
     for kind in kinds:
-        shown = row(kind.stored, *(_cell(cell) for cell in kind.cells if cell.tp == tp))
+        # W8A8 is integers or floats, which vLLM's name of the scheme says.
+        stored = kind.scheme if kind.scheme.startswith(kind.stored) else kind.stored
+        shown = row(stored, *(_cell(cell) for cell in kind.cells if cell.tp == tp))
         alike.setdefault(shown, []).append(kind)
     return [row(_names(members), *shown) for shown, members in alike.items()]
 
