@@ -14,6 +14,7 @@ import vexport.api
 from tests.command import ALL_COMMANDS
 from tests.command import vexport as call
 from vexport.api import Calibration, Engine, Evaluate, Rule, Serve, check, evaluate, quantize, verdict
+from vexport.cli.planning import CALIBRATION_OPTIONS
 from vexport.errors import CheckpointFailed, InputError
 
 TYPES = {each.__name__: each for each in (Calibration, Engine, Evaluate, Rule, Serve)}
@@ -86,13 +87,14 @@ def test_importing_it_imports_nothing_heavy() -> None:
 
 def test_functions_have_the_arguments_of_their_commands() -> None:
     """Themselves or in a type that they take; but for what is printed, how, and how it exits."""
-    printed = {"format_", "answer_file", "quiet", "debug", "every", "strict"}
+    printed = {"format_", "answer_file", "quiet", "verbose", "debug", "every", "strict"}
     renamed = {"cards": "gpu", "output_dir": "folder", "scenario_file": "scenario", "no_verify": "verify"}
     renamed |= {
         "tp": "tensor_parallel_size",
         "chat_template": "apply_chat_template",
         "checkpoints": "checkpoint",
         "run_dirs": "run_dir",
+        "dtype": "engine_args",
     }
     for command in ALL_COMMANDS.values():
         if command.name and command.name != "demo":
@@ -103,6 +105,8 @@ def test_functions_have_the_arguments_of_their_commands() -> None:
             if Engine in types:
                 known |= signature(Serve).parameters.keys()
             asked = {parameter.name for parameter in command.params} - printed
+            if "has_text" in known:  # whether there is text; how long it takes is printed
+                asked -= set(CALIBRATION_OPTIONS)
             assert {name for name in asked if not {name, renamed.get(name)} & known} == set(), command.name
 
 

@@ -180,7 +180,9 @@ def test_a_data_set_that_was_downloaded_is_read_offline(
     monkeypatch.setenv(variable, "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     data = CalibrationData(name="org/chats", samples=2, seq_len=3)
-    with pytest.raises(EnvironmentFault, match="dataset org/chats: got .* `hf download`"):
+    with pytest.raises(
+        EnvironmentFault, match="dataset org/chats: it cannot be had from the hub: .* `hf download`"
+    ):
         read_samples(data, DEMO, vocab_size=VOCABULARY)
     repository = tmp_path / "datasets--org--chats"
     snapshot = repository / "snapshots" / ("a" * 40)
