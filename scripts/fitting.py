@@ -15,7 +15,6 @@ from samples import PLAIN, Model, Numbers, Sample, Values, changed, is_number, l
 from vexport.architectures.expressions import Unknown, evaluate, size
 from vexport.architectures.layouts import ConfigValues
 from vexport.architectures.modules import with_stars
-from vexport.types import Json
 
 # Layers, and words of their kinds, in configs that lack a list.
 MANY, PATTERNS = 8, ("M-*EM*E-", "*EM-")
@@ -62,16 +61,11 @@ def fitted(observed: Iterable[Observed], *, deeper: bool = True) -> str:
     return ""
 
 
-def size_of(value: Json) -> int:
-    """A number of a config, 0 for other values."""
-    return value if isinstance(value, int) else 0
-
-
 def differ(expressions: Sequence[str], observed: Observed) -> bool:
     """Whether expressions that are alike under every config would not be under another one."""
     for path in {key for text in expressions for key in KEY.findall(text)} if len(expressions) > 1 else ():
-        value = size_of(observed.sample.keys.get(path))
-        raw = changed(observed.sample.config, path, 2 * value)
+        value = observed.sample.keys.get(path)
+        raw = changed(observed.sample.config, path, 2 * value if isinstance(value, int) else 0)
         values = ConfigValues(raw or {}, PLAIN)
         with suppress(Unknown):
             sizes = {evaluate(text, values, i=observed.i, layers=observed.layers) for text in expressions}
@@ -308,10 +302,22 @@ def distinct(observed: Sequence[Observed], keys: Iterable[str]) -> list[Observed
 def entry_of(model: Model) -> dict[str, Any]:
     """The entry of a class but for what vLLM makes of it."""
     entry = Fitter(model=model).entry()
+    for row in entry["rows"]:
+        row["shape"] = row["shape"] and [without_hidden(side, model.hidden) for side in row["shape"]]
     texts = [text for row in entry["rows"] for text in (row["condition"], *(row["shape"] or ()))]
     names = {name for text in (*texts, *entry["counts"].values()) for name in KEY.findall(WORD.sub("", text))}
     keys = {path for sample in model.samples for path in sample.keys} | {*model.hidden}
     return {**entry, **meanings(model, sorted(names & keys))}
+
+
+def without_hidden(side: str, hidden: Sequence[str]) -> str:
+    """A size that is known only where it does not hang on a key that the class has no default for: vLLM need
+    not read it."""
+    for key in hidden:
+        alike = rf"(\2 if not {key} or \1 == \2 else '')"
+        side = re.sub(rf"^\((.*) if {re.escape(key)} else (.*)\)$", alike, side)
+        side = re.sub(rf"^\(({re.escape(key)}) or (.*)\)$", alike, side)
+    return side
 
 
 def meanings(model: Model, used: Iterable[str]) -> dict[str, Any]:

@@ -151,6 +151,8 @@ def _absent(view: CheckpointView, layout: Layout, missing: Mapping[str, str]) ->
         parts.setdefault(next(around, name), []).append(name)
     sized = f"of {view.class_name} as its config sizes it"
     for part, inside in sorted(parts.items()):
+        if any(name.startswith(f"{part}.") for name in layout.unknown):
+            continue  # a tower that the config may leave out
         if len({name.rpartition(".")[0] for name in inside}) > 1:
             layers = text_config(view.index.config).get("num_hidden_layers")
             known = f"; {layers} decoder layers (num_hidden_layers)" if LAYER.search(part) else ""
