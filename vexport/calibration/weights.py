@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import transformers
@@ -30,6 +29,7 @@ from vexport.errors import InputError, raise_all
 from vexport.errors.escaping import first_line
 from vexport.types import TensorInfo
 
+FIX = "restore the checkpoint, or use a weight-only scheme"
 # The value of a stored tensor.
 Read = Callable[[TensorInfo], torch.Tensor]
 
@@ -145,8 +145,17 @@ class Weights:
 
     def load(self, module: torch.nn.Module, prefix: str) -> None:
         """Fill the module named `prefix`; InputErrors name what the checkpoint lacks."""
-        missing = self._fill(module, prefix, lambda name: True)
-        raise_all([_missing(self.root, name) for name in missing])
+        raise_all(
+            [
+                InputError(
+                    f"{self.root}: {name}",
+                    got="no tensor of that name",
+                    need="the weight that the model class asks for",
+                    fix=FIX,
+                )
+                for name in self._fill(module, prefix, lambda name: True)
+            ]
+        )
 
     def load_around(self, layers_name: str) -> None:
         """Fill what lies outside the decoder layers.
@@ -165,9 +174,22 @@ class Weights:
         names = [name for name in owners if wanted(name)]
         needed = {recipe.target: recipe for name in names if (recipe := self._recipes.get(name))}
         for recipe in needed.values():
-            for name, value in self._values(recipe).items():
-                if name in owners:
-                    self._put(owners[name], name, value)
+            try:
+                made = recipe.values(partial(read_tensor, self.reader), self._model)
+                values = {name: value for name, value in made.items() if name in owners}
+                for name, value in values.items():
+                    shape = getattr(owners[name], last_part(name)).shape
+                    if value.shape != shape:
+                        raise ValueError(f"shape {tuple(value.shape)}, not {tuple(shape)}")
+            except (ValueError, RuntimeError) as error:
+                raise InputError(
+                    f"{self.root}: {recipe.stored[0].name}",
+                    got=f"what does not make {recipe.target} ({first_line(error)})",
+                    need="the shapes and numbers of the model class",
+                    fix=FIX,
+                ) from None
+            for name, value in values.items():
+                self._put(owners[name], name, value)
             self.reader.release(recipe.stored)
         return [
             name
@@ -175,19 +197,10 @@ class Weights:
             if name not in self._recipes and last_part(name) in owners[name]._parameters
         ]
 
-    def _values(self, recipe: ParameterRecipe) -> Mapping[str, torch.Tensor]:
-        try:
-            return recipe.values(partial(read_tensor, self.reader), self._model)
-        except (ValueError, RuntimeError) as error:
-            raise _unfit(self.root, recipe, first_line(error)) from None
-
     def _put(self, owner: torch.nn.Module, name: str, value: torch.Tensor) -> None:
         """Make a value the owner's parameter or buffer, in the dtype that transformers loads it in."""
-        present = getattr(owner, last_part(name))
-        if present.shape != value.shape:
-            reason = f"shape {tuple(value.shape)}, not {tuple(present.shape)}"
-            raise _unfit(self.root, self._recipes[name], reason)
-        value = value.to(self._device, self._dtype(name, present), copy=self._recipes[name].rule is None)
+        dtype = self._dtype(name, getattr(owner, last_part(name)))
+        value = value.to(self._device, dtype, copy=self._recipes[name].rule is None)
         if last_part(name) in owner._parameters:
             value = torch.nn.Parameter(value, requires_grad=False)
         setattr(owner, last_part(name), value)
@@ -236,21 +249,3 @@ def targets_of(recipe: ParameterRecipe) -> tuple[str, ...]:
         return (recipe.target,)
     first, *others = recipe.rule.target_patterns
     return (recipe.target, *(recipe.target.replace(first, other, 1) for other in others))
-
-
-def _missing(root: Path, name: str) -> InputError:
-    return InputError(
-        f"{root}: {name}",
-        got="no tensor of that name",
-        need="the weight that the model class asks for",
-        fix="restore the checkpoint, or use a weight-only scheme",
-    )
-
-
-def _unfit(root: Path, recipe: ParameterRecipe, reason: str) -> InputError:
-    return InputError(
-        f"{root}: {recipe.stored[0].name}",
-        got=f"what does not make {recipe.target} ({reason})",
-        need="the shapes and numbers of the model class",
-        fix="restore the checkpoint, or use a weight-only scheme",
-    )
