@@ -27,7 +27,6 @@ from vexport.observers.kernels.searches import (
     ranges_of_groups,
     search_grid_groups,
     search_nvfp4_scales,
-    shrink_errors,
 )
 from vexport.observers.qparams import mx_scale
 
@@ -106,19 +105,6 @@ def assert_least_error(
         assert errors[found.step[group]] <= min(errors) * (1 + TOLERANCE)
 
 
-def assert_least_tensor_error(values: torch.Tensor, form: Format) -> None:
-    exact = values.double().numpy()
-    low, high = np.float32(exact.min()), np.float32(exact.max())
-    assert range_of_values(values) == (float(low), float(high))
-    found = shrink_errors(values, (float(low), float(high)), form, SHRINKS, norm=2.4).numpy()
-    factors = np.asarray(SHRINKS, dtype=np.float32)
-    expected = np.array(
-        [(errors_of_range(exact, low * factor, high * factor, form) ** 2.4).sum() for factor in factors]
-    )
-    assert expected[found.argmin()] <= expected.min() * (1 + TOLERANCE)
-    assert np.allclose(found / found[0], expected / expected[0], rtol=TOLERANCE)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("size", "form"),
@@ -127,7 +113,7 @@ def assert_least_tensor_error(values: torch.Tensor, form: Format) -> None:
 def test_the_error_is_the_least_of_all_candidates(size: int, form: Format, dtype: torch.dtype) -> None:
     weight = heavy_tailed(21, 1536, dtype)
     assert_least_error(weight.reshape(-1, size), form)
-    assert_least_tensor_error(weight, form)
+    assert_least_error(weight.reshape(1, -1), form)
 
 
 def test_a_range_may_be_expanded() -> None:
@@ -169,7 +155,7 @@ def test_groups_of_other_columns_have_other_importance(period: int) -> None:
 def test_the_unit_of_the_weight_changes_nothing(form: Format, scale: float) -> None:
     weight = heavy_tailed(6, 128, torch.float32) * scale
     assert_least_error(weight, form)
-    assert_least_tensor_error(weight, form)
+    assert_least_error(weight.reshape(1, -1), form)
 
 
 def test_float16_subnormals_are_exact() -> None:
@@ -196,6 +182,7 @@ def test_a_step_improved_when_it_was_the_best_so_far_for_a_group() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_that_are_not_finite_show_in_the_range(dtype: torch.dtype) -> None:
     groups = heavy_tailed(8, 128, dtype)
+    assert range_of_values(groups) == (float(groups.min()), float(groups.max()))
     groups[1, 3], groups[4, 100], groups[6, 5] = torch.nan, torch.inf, -torch.inf
     found = search_grid_groups(groups, INT4, SHRINKS, norm=2.4)
     finite = (found.low.isfinite() & found.high.isfinite()).tolist()

@@ -22,7 +22,6 @@ from vexport.observers.kernels.searches import (
     readable,
     search_grid_groups,
     search_nvfp4_scales,
-    shrink_errors,
 )
 from vexport.observers.qparams import (
     ObserverArgs,
@@ -102,9 +101,8 @@ def search_rows(
     again then.
     """
     form, improved = format_of(args), [False] * len(search.factors)
-    is_one_group = math.prod(tiles.groups) == 1 and importance is None
     for rows, tile in tiles.by_rows():
-        found = (search_one_group if is_one_group else search_tile)(readable(tile), form, search, importance)
+        found = search_tile(readable(tile), form, search, importance)
         factor, shape = torch.tensor(search.factors)[found.step], tile.shape[1:-1]
         low, high = ((end * factor).view(shape).to(tile.device) for end in (found.low, found.high))
         yield rows, (low, high)
@@ -127,28 +125,12 @@ def search_tile(
     tile: torch.Tensor, form: Format, search: Search, importance: torch.Tensor | None
 ) -> GroupChoices:
     """The best factor of each group of a tile (num_observations, *qparam_shape, group_size)."""
+    groups = tile.movedim(0, -2).reshape(math.prod(tile.shape[1:-1]), -1)
+    if len(groups) == 1 and importance is None and tile.dtype.itemsize == 2 and tile.numel() >= PATTERNS:
+        groups, importance = (part.view(1, -1) for part in distinct_values(tile))  # each number once
     return search_grid_groups(
-        tile.movedim(0, -2).reshape(math.prod(tile.shape[1:-1]), -1),
-        form,
-        search.factors,
-        norm=search.norm,
-        expand=search.expand,
-        importance=importance,
+        groups, form, search.factors, norm=search.norm, expand=search.expand, importance=importance
     )
-
-
-def search_one_group(
-    tile: torch.Tensor, form: Format, search: Search, importance: torch.Tensor | None
-) -> GroupChoices:
-    """The same of all values of a tile together: of 16 bits each number once."""
-    if tile.dtype.itemsize == 2 and tile.numel() >= PATTERNS:
-        values, counts = distinct_values(tile)
-        return search_tile(values.view(1, 1, -1), form, search, counts)
-    ends = torch.tensor(range_of_values(tile)) * search.expand
-    low, high = ends.tolist()
-    errors = shrink_errors(tile, (low, high), form, search.factors, norm=search.norm)
-    before = torch.cat([torch.tensor([torch.inf], dtype=errors.dtype), errors.cummin(0).values[:-1]])
-    return GroupChoices(ends[:1], ends[1:], errors.argmin().view(1), (errors < before).tolist())
 
 
 def _within_patience(search: Search, improved: Sequence[bool]) -> Search:

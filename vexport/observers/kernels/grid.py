@@ -324,32 +324,3 @@ def tensor_ranges(weight: Bits, storage: int, lows: Floats, highs: Floats) -> No
         values = np.empty(part.size, dtype=F32)
         widen(values, part, storage)
         lows[chunk], highs[chunk] = value_range(values)
-
-
-@compiled(parallel=True)
-def tensor_errors(
-    weight: Bits,
-    storage: int,
-    low: np.float32,
-    high: np.float32,
-    shrinks: Floats,
-    form: Format,
-    norm: np.float32,
-    errors: Doubles,
-) -> None:
-    """Write the error of every TENSOR_CHUNK values of a flat weight for every shrink of its range.
-
-    Errors are in units of unit_of(low, high)**-norm.
-    """
-    unit = unit_of(low, high)
-    for chunk in prange(errors.shape[0]):
-        start = chunk * TENSOR_CHUNK
-        part = weight[start : min(start + TENSOR_CHUNK, weight.size)]
-        values = np.empty(part.size, dtype=F32)
-        widen(values, part, storage)
-        multiply(values, unit)
-        ones = np.ones(part.size, dtype=F32)
-        for step in range(shrinks.size):
-            shrink = F32(shrinks[step] * unit)
-            scaling = scaling_of(F32(low * shrink), F32(high * shrink), form, unit)
-            errors[chunk, step] = group_error(values, ones, scaling, form, norm, np.inf)

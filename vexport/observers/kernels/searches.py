@@ -1,8 +1,8 @@
 """The compiled searches on tensors.
 
 They read bfloat16, float16 and float32 values as they are, others and those of another device as a copy,
-compute in float32, use all cores, and need a few hundred kilobytes in addition to their results. A group with
-NaN or infinity has a range that is not finite.
+compute in float32, use all cores, and need room for a few groups next to their results. A group with NaN or
+infinity has a range that is not finite.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,6 @@ from vexport.observers.kernels.grid import (
     TENSOR_CHUNK,
     group_ranges,
     search_groups,
-    tensor_errors,
     tensor_ranges,
 )
 from vexport.observers.kernels.nvfp4 import NVFP4Search, search_block_scales
@@ -127,23 +126,6 @@ def range_of_values(values: torch.Tensor) -> tuple[float, float]:
     lows, highs = np.empty(chunks, dtype=np.float32), np.empty(chunks, dtype=np.float32)
     tensor_ranges(bits.reshape(-1), storage, lows, highs)
     return float(lows.min()), float(highs.max())
-
-
-def shrink_errors(
-    values: torch.Tensor,
-    ends: tuple[float, float],
-    form: Format,
-    shrinks: Sequence[float],
-    *,
-    norm: float,
-) -> torch.Tensor:
-    """`sum(|q - x|**norm)` of all values for every shrink of the range `ends`: float64, in a common unit."""
-    bits, storage = stored_bits(values)
-    low, high = np.float32(ends[0]), np.float32(ends[1])
-    factors = np.asarray(shrinks, dtype=np.float32)
-    errors = np.empty((-(-bits.size // TENSOR_CHUNK), factors.size))
-    tensor_errors(bits.reshape(-1), storage, low, high, factors, form, np.float32(norm), errors)
-    return torch.from_numpy(errors.sum(0))
 
 
 def search_nvfp4_scales(
