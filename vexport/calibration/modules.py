@@ -216,6 +216,8 @@ def _require_statistics(module: torch.nn.Module, base_name: str, observer: Obser
 
 
 def _write_qparams(module: torch.nn.Module, base_name: str, observer: Observer, onload: bool) -> None:
+    from compressed_tensors.offload import update_offload_parameter
+
     for name, value in observer.get_qparams().items():
         if value is None or (observer.args.dynamic is not False and name != "global_scale"):
             continue
@@ -225,8 +227,6 @@ def _write_qparams(module: torch.nn.Module, base_name: str, observer: Observer, 
         if not isinstance(present, torch.Tensor):
             module.register_parameter(full, torch.nn.Parameter(value, requires_grad=False))
             continue
-        from compressed_tensors.offload import update_offload_parameter
-
         value = value.to(present.dtype).reshape(present.shape)
         if onload:
             present.data = value.to(present.device)

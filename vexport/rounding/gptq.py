@@ -16,17 +16,9 @@ import torch
 
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.packing.base import Scales
-from vexport.numerics.arithmetic import (
-    E2M1,
-    E4M3,
-    F32,
-    Floats,
-    Format,
-    integer_format,
-    round_to,
-    round_values,
-)
+from vexport.numerics.arithmetic import F32, Floats, Format, round_to, round_values
 from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
+from vexport.observers.search import format_of
 from vexport.rounding.moments import Moments
 
 # Rows that one thread rounds at a time.
@@ -50,13 +42,6 @@ class Grid:
     width: int
 
 
-def number_format(args: QuantArgs) -> Format:
-    """The numbers of a weight in units of its scale."""
-    if args.is_float:
-        return E2M1 if args.num_bits == 4 else E4M3
-    return integer_format(args.num_bits, symmetric=args.symmetric)
-
-
 def grid_of(args: QuantArgs, scales: Scales, shape: tuple[int, int], stored: torch.dtype) -> Grid:
     """The grid of a weight (out, in), whose scales are stored in the dtype `stored`."""
     rows, columns = shape
@@ -66,7 +51,7 @@ def grid_of(args: QuantArgs, scales: Scales, shape: tuple[int, int], stored: tor
     if scales.global_scale is not None:
         scale = scale / torch.from_numpy(scales.global_scale)
     return Grid(
-        form=number_format(args),
+        form=format_of(args),
         scale=_spread(scale.numpy(), rows, groups, high),
         zero=_spread(scales.zero_point, rows, groups, high),
         width=width,
