@@ -109,8 +109,8 @@ class InOrder:
     """Groups of one layer, and the inputs of those that text decides about.
 
     All rows wait in front of a module whose weights are not rounded yet. What they bring decides static
-    scales of inputs and importance, then the weights; then they go on through the rounded module. `learn` is
-    told of scales and importance before anything asks for them. `text` is how many tokens all rows have.
+    scales of inputs and importance, then the weights; then they go on through the rounded module. `text` is
+    how many tokens all rows have.
     """
 
     def __init__(
@@ -119,12 +119,10 @@ class InOrder:
         groups: Sequence[FusionGroup],
         inputs: GroupInputs,
         statistics: Statistics,
-        *,
-        learn: Callable[[LayerRounding], None],
         text: int,
     ) -> None:
         self._model, self._groups, self._inputs, self._statistics = model, groups, inputs, statistics
-        self._learn, self._text = learn, text
+        self._text = text
         self._stored, self._how = dict[str, Array](), dict[str, GroupRounding]()
         self._learnt = LayerRounding(groups=(), state_error=0.0)
         self._weights = dict[LinearPlan, torch.Tensor]()
@@ -179,7 +177,7 @@ class InOrder:
             importance={**learnt.importance, **seen.importances()},
             routed={**learnt.routed, **seen.routing()},
         )
-        self._learn(self._learnt)
+        self._model.learn(self._learnt)
 
     def _round(self, groups: Sequence[FusionGroup], sums: SiteSums, block: ExitStack) -> None:
         """Round some groups, and put them into the model until the end of `block`."""

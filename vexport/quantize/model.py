@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,6 +20,7 @@ from vexport.formats.schemes import get_scheme
 from vexport.layers.blocks import group_layout
 from vexport.quantize.stream import static_scales
 from vexport.types import Calibration, FusionGroup, LinearPlan
+from vexport.types.rounding import LayerRounding
 
 # What rounds the inputs of a module.
 Hook = Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
@@ -52,8 +54,10 @@ class QuantizedModel:
     """Puts quantized layers into the model that a walk fills layer by layer."""
 
     def __init__(self, walk: LayerWalk, calibration: Calibration) -> None:
-        self.index, self.calibration = walk.index, calibration
-        self.device = walk.device
+        self.index, self.device = walk.index, walk.device
+        # What static scales and searches need of inputs is filled in as text comes to each layer.
+        self._ranges, self._importance = dict(calibration.ranges), dict(calibration.importance)
+        self.calibration = replace(calibration, ranges=self._ranges, importance=self._importance)
         self._model, self._weights = walk.model, walk.weights
         self._roundings: dict[tuple[str, str], InputRounding] = {}
         self.places = Places(walk.model, walk.weights)
@@ -62,6 +66,11 @@ class QuantizedModel:
     def reader(self) -> Reader:
         """That of the text which is on its way."""
         return self._weights.reader
+
+    def learn(self, layer: LayerRounding) -> None:
+        """Make known what the inputs of a layer showed, before its scales or importance are asked for."""
+        self._ranges.update(layer.ranges)
+        self._importance.update(layer.importance)
 
     def weights_of(self, group: FusionGroup, stored: Mapping[str, Array]) -> dict[LinearPlan, torch.Tensor]:
         """The weights (out, in) of a group's layers as compressed-tensors dequantizes its `stored` bytes."""

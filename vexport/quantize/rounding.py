@@ -131,9 +131,6 @@ class RoundingWalk:
     ) -> None:
         self._walk, self._plan, self._statistics, self._done = walk, plan, statistics, done
         self._source, self._quantized, self._tokens = source, quantized, tokens
-        # What static scales and searches need of inputs is filled in as text comes to each layer.
-        self._ranges, self._importance = dict(calibration.ranges), dict(calibration.importance)
-        calibration = replace(calibration, ranges=self._ranges, importance=self._importance)
         self._model = QuantizedModel(walk, calibration)
         self._refits = any(strength_of(group).strength > 0 for group in plan.groups)
         # The source's rows that are followed, by their positions among this rank's.
@@ -150,7 +147,7 @@ class RoundingWalk:
         runs = [partial(self._run, self._quantized, layer, one) for one in range(len(self._quantized))]
         learnt = on_first(lambda: self._done.how(layer.number))
         if learnt is not None:
-            self._learn(learnt)
+            self._model.learn(learnt)
             rounded = dict[LinearPlan, torch.Tensor]()
             for group in groups:
                 rounded |= self._model.weights_of(group, self._done)
@@ -180,13 +177,7 @@ class RoundingWalk:
         self._put(number, *self._in_order(groups, inputs).round(rows, exact))
 
     def _in_order(self, groups: Sequence[FusionGroup], inputs: GroupInputs) -> InOrder:
-        model, seen = self._model, self._statistics
-        return InOrder(model, groups, inputs, seen, learn=self._learn, text=self._tokens)
-
-    def _learn(self, learnt: LayerRounding) -> None:
-        """Make what inputs showed known to all that asks for static scales or importance."""
-        self._ranges.update(learnt.ranges)
-        self._importance.update(learnt.importance)
+        return InOrder(self._model, groups, inputs, self._statistics, self._tokens)
 
     def _inputs(self, groups: Sequence[FusionGroup]) -> GroupInputs:
         """What enters those of the groups that text decides about."""
