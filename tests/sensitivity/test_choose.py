@@ -11,7 +11,7 @@ from tests.command import vexport
 from vexport.errors import InputError
 from vexport.formats.schemes import KEEP
 from vexport.scenario import Auto
-from vexport.sensitivity.choose import best_mixtures, mixed_scheme
+from vexport.sensitivity.auto import best_mixtures, mixed_scheme
 from vexport.types import Choice, GroupSensitivity, MixedScheme, SchemeLoss
 
 CANDIDATES = ("NVFP4", "FP8_DYNAMIC", KEEP)

@@ -22,7 +22,7 @@ import torch
 
 from vexport.calibration.capture import HiddenStates, hidden_states
 from vexport.calibration.data import Samples
-from vexport.calibration.experts import arithmetic_of
+from vexport.calibration.inputs import arithmetic_of
 from vexport.calibration.model import joined
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.types import OnProgress, silent

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from vexport.architectures.fusion import moe_layer
-from vexport.calibration.experts import Entered
-from vexport.calibration.inputs import GroupInputs, Value
+from vexport.calibration.inputs import Entered, GroupInputs, Value
 from vexport.errors import CheckpointFailed
 from vexport.formats.schemes import get_scheme
 from vexport.numerics.ranks import add_up, all_reduce, gather

@@ -21,6 +21,7 @@ from vexport.calibration.capture import (
 )
 from vexport.calibration.data import Samples
 from vexport.calibration.model import (
+    Weights,
     build_on_meta,
     decoder_layers,
     joined,
@@ -28,7 +29,6 @@ from vexport.calibration.model import (
     tie_head,
     unload,
 )
-from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of

@@ -13,8 +13,7 @@ from vexport.run.state import CALIBRATION, CANDIDATES, MIXED, PLAN, SENSITIVITY,
 from vexport.scenario import Rule
 from vexport.scenario import Sensitivity as SensitivitySettings
 from vexport.sensitivity import measure as losses
-from vexport.sensitivity.auto import require_in_reach
-from vexport.sensitivity.choose import mixed_scheme
+from vexport.sensitivity.auto import mixed_scheme, require_in_reach
 from vexport.sensitivity.layer_groups import probe_plan, rest_bytes, rules_with
 from vexport.types import Calibration, FusionGroup, MixedScheme, Plan, Sensitivity
 from vexport.version import __version__
