@@ -175,7 +175,10 @@ def _tensors(
 def _shape(row: Row, values: ConfigValues, i: int, layers: int) -> tuple[int | None, ...] | None:
     if row.shape is None:
         return None
-    return tuple(size(side, values, i=i, layers=layers) if side else None for side in row.shape)
+    sides = tuple(size(side, values, i=i, layers=layers) if side else None for side in row.shape)
+    if 0 in sides:  # a key that stands for another one, or for none
+        raise Unknown(row.names[0])
+    return sides
 
 
 @cache

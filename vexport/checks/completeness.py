@@ -166,13 +166,14 @@ def _absent(view: CheckpointView, layout: Layout, missing: Mapping[str, str]) ->
 def _unexpected(view: CheckpointView, layout: Layout) -> Iterator[str]:
     """Tensors that the class does not have."""
     own_scales = tuple(view.method.cache_scales.values()) if view.method else ()
-    drafts = names_of(view.index, view.architecture)
+    drafts, text = names_of(view.index, view.architecture), text_config(view.index.config)
+    announced = any(text.get(key) for key in DRAFTS)
     for name in sorted(view.index.tensors.keys() - layout.parameters.keys() - layout.optional):
         module, parameter = split_name(name)
         read = (
             module in layout.modules and parameter in WEIGHTS or _is_read_matrix(view, module, layout.modules)
         )
-        drafted = PREDICTION.search(name) or drafts.draft_layer(name)
+        drafted = PREDICTION.search(name) or announced and drafts.draft_layer(name)
         if not (read or drafted or UNREAD.search(name) or name.endswith(own_scales)) and layout.judges(name):
             yield name
 
