@@ -58,9 +58,12 @@ def note(text: str) -> None:
 
 
 def command(
-    name: str | None = None, *, no_args_is_help: bool = False
+    name: str | None = None, *, no_args_is_help: bool = False, unlisted: Sequence[str] = ()
 ) -> Callable[[Callable[..., None]], click.Command]:
-    """A command named `name`, or like its function, with --quiet and --debug."""
+    """A command named `name`, or like its function, with --quiet and --debug.
+
+    Help leaves out the options that are `unlisted`; they work.
+    """
 
     def decorate(function: Callable[..., None]) -> click.Command:
         decorated = click.command(
@@ -69,6 +72,9 @@ def command(
             epilog=EXIT_CODES,
             no_args_is_help=no_args_is_help,
         )(function)
+        for parameter in decorated.params:
+            if isinstance(parameter, click.Option) and parameter.name in unlisted:
+                parameter.hidden = True
         decorated.params += [
             click.Option(["-q", "--quiet"], is_flag=True, help="No progress on stderr."),
             click.Option(["-v", "--verbose"], is_flag=True, expose_value=False, help="More of it on stderr."),

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 @click.option(
     "--digests",
     metavar="FILE",
-    help="Compare files with this list of sha256sum, whose paths are relative to CHECKPOINT; `vexport.json` "
-    "is the checkpoint's own, with which up to 8 GB are compared unasked.",
+    help="Compare files with a list of sha256sum, with paths relative to CHECKPOINT, or with vexport.json "
+    "(up to 8 GB unasked).",
 )
 @device_options
 @vllm_option

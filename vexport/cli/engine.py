@@ -88,14 +88,21 @@ def _engine_args(
 
 
 def _engine_flag(name: str, kind: click.ParamType[object], metavar: str, text: str) -> Decorator:
-    """An option under vLLM's own name: what --engine-arg would say."""
+    """An option under vLLM's own name, which help leaves to --engine-arg."""
 
     def keep(context: click.Context, parameter: click.Parameter, value: object) -> None:
         if value is not None:
             context.meta.setdefault(ENGINE_FLAGS, {})[parameter.name] = value
 
     return click.option(
-        name, type=kind, metavar=metavar, is_eager=True, expose_value=False, callback=keep, help=text
+        name,
+        type=kind,
+        metavar=metavar,
+        is_eager=True,
+        expose_value=False,
+        callback=keep,
+        help=text,
+        hidden=True,
     )
 
 
@@ -146,7 +153,7 @@ engine_arg_option = stacked(
         multiple=True,
         metavar="NAME=VALUE",
         callback=_engine_args,
-        help="Any other argument of vLLM's engine, as block_size=32; repeatable.",
+        help="Any other argument of vLLM's engine, as max_num_seqs=64; repeatable.",
     ),
 )
 

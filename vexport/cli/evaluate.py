@@ -126,7 +126,7 @@ class Results:
 @click.option(
     "--overwrite",
     is_flag=True,
-    help="Replace the output folder if vexport made it and nothing else is in it.",
+    help="Replace the output folder, if it is vexport's alone.",
 )
 @interpreter_option
 @serve_options
@@ -155,7 +155,6 @@ def evaluate(
     \b
     Examples:
       vexport eval OUT --baseline MODEL --task gsm8k --margin 0.02
-      vexport eval OUT1 OUT2 --baseline MODEL --tasks gsm8k,arc_easy
       vexport eval OUT --task gsm8k --accept accepted.json
       vexport eval NEXT --task gsm8k --against accepted.json
       vexport eval OUT --baseline MODEL --text held-out.jsonl

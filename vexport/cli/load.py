@@ -69,8 +69,6 @@ def load(
     refused, what gets no value or a converted one, which kernel each layer would get, and the memory of a
     rank. Without --sm, SM 80, 89, 90 and 100 are shown, and each --tp must load on one of them.
 
-    Each --vllm-python is one more vLLM to load in: the answer is a matrix of checkpoints and versions.
-
     \b
     Examples:
       vexport load OUT

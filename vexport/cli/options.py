@@ -172,7 +172,7 @@ def format_option(
             is_eager=True,
             expose_value=False,
             callback=_remember,
-            help="Write the answer to FILE; without --format its ending decides the form.",
+            help="Write the answer to FILE, whose ending decides the form.",
         )(function)
         return click.option(
             "--format",

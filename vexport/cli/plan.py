@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from vexport.scenario import Calibration, Rule, Scenario
 
 
-@command()
+@command(unlisted=("smoothing", "input_observer", "seed", "pack", "all_experts", "device"))
 @click.argument("source", metavar="SOURCE|SCENARIO")
 @revision_option
 @scheme_option
 @click.option(
     "--run-dir",
     type=PATH,
-    help="Run directory with the losses that `scheme: auto` chooses by [default: runs/NAME].",
+    help="Run directory with the losses for `scheme: auto` [default: runs/NAME].",
 )
 @plan_options
 @calibration_options
@@ -55,13 +55,12 @@ def plan(
 ) -> None:
     """Show what quantizing would do: layers, groups, size, problems.
 
-    SOURCE is a folder or a hub id (ORG/NAME or ORG/NAME@REVISION). Reads headers only, also from the hub.
-    Without --scheme it compares all schemes. With --calibration it measures how long the text will take.
+    SOURCE is a folder or a hub id. Reads headers only. Without --scheme it compares all schemes; with
+    --calibration it measures how long the text will take. Takes what quantize takes.
 
     \b
     Examples:
       vexport plan MODEL
-      vexport plan MODEL --scheme FP8_DYNAMIC
       vexport plan MODEL --scheme W4A16 --tp 2
       vexport plan MODEL --scheme W4A16 --calibration chats.jsonl
       vexport plan SCENARIO.yaml

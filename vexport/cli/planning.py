@@ -221,7 +221,7 @@ plan_options = stacked(
     click.option(
         "--rounding",
         type=click.Choice(ROUNDINGS),
-        help="How weights are rounded [default: refit below 8 bits where text is given, else nearest].",
+        help="How weights are rounded [default: by bits and text].",
     ),
     click.option(
         "--ignore",
@@ -246,7 +246,7 @@ plan_options = stacked(
         type=click.Choice(("refuse", "keep", "smaller-group")),
         default="refuse",
         show_default=True,
-        help="What becomes of layers whose shape vLLM could not run.",
+        help="Layers whose shape vLLM could not run.",
     ),
     tp_option,
 )
@@ -254,8 +254,8 @@ calibration_options = stacked(
     click.option(
         "--calibration",
         metavar="DATA",
-        help="Text for rounding and static scales: a file or folder (JSON lines, text, parquet), a data set "
-        "of the hub (ORG/NAME:SPLIT:COLUMN), or default, which ships with vexport.",
+        help="Text for rounding and static scales: a file, a folder, a data set of the hub "
+        "(ORG/NAME:SPLIT:COLUMN), or default, which ships with vexport.",
     ),
     click.option("--samples", type=POSITIVE, default=128, show_default=True, help="Samples to use."),
     click.option(
