@@ -244,6 +244,9 @@ def test_a_file_sets_options_which_the_call_overrules(
     assert vexport(*call, "--tp", "1").code == 0
     (tmp_path / "vexport.toml").write_text("[plan]\n")
     assert not vexport(*call).stdout.startswith("{")
+    (tmp_path / "vexport.toml").unlink()
+    project.write_text('tool.vexport = "x"\n')
+    assert "got 'x', need a table" in vexport(*call).stderr
 
 
 @pytest.mark.parametrize(

@@ -123,9 +123,7 @@ def is_read() -> bool:
 
 
 def given(*names: str) -> bool:
-    """Return whether one of these options stands on the command line; what the environment sets may be
-    moot.
-    """
+    """Return whether one of these options stands on the command line: the environment's may be moot."""
     context = click.get_current_context()
     return any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in names)
 

@@ -63,8 +63,12 @@ def _table() -> tuple[str, Mapping[str, object]]:
             table = tomllib.loads(content.decode())
         except ValueError as error:
             raise InputError(name, got=str(error), need="TOML", fix="correct the file") from None
-        found = table if name == FILE else table.get("tool", {}).get("vexport", {})
-        return (name if name == FILE else f"{name}: tool.vexport"), found
+        where = name if name == FILE else f"{name}: tool.vexport"
+        tool = {"vexport": table} if name == FILE else table.get("tool")
+        settings = tool.get("vexport", {}) if isinstance(tool, dict) else {}
+        if not isinstance(settings, dict):
+            raise InputError(where, got=repr(settings)[:80], need="a table", fix="write [tool.vexport]")
+        return where, settings
     return FILE, {}
 
 
