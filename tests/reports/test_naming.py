@@ -6,8 +6,8 @@ import pytest
 
 from tests.models import save_llama
 from vexport.checkpoint.index import read_index
-from vexport.run.concluding import size_by_kind, tensor_kind
-from vexport.run.naming import portable, source_name
+from vexport.run.concluding import size_by_kind, source_name, tensor_kind
+from vexport.run.directory import portable
 
 
 @pytest.mark.parametrize(

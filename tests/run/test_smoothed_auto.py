@@ -8,9 +8,10 @@ from tests.calibration.test_smoothing import with_large_channels
 from tests.models import save_llama, write_calibration
 from vexport.checkpoint.smoothed import SMOOTHING, smoothing_of
 from vexport.outputs.replaceable import RECIPE
+from vexport.run.making import CALIBRATION, MIXED, SENSITIVITY
 from vexport.run.serving import EngineOptions
-from vexport.run.stages import STAGES, do
-from vexport.run.state import CALIBRATION, MIXED, SENSITIVITY, Run
+from vexport.run.stages import STAGES
+from vexport.run.state import Run
 from vexport.scenario import read_scenario
 from vexport.types import silent
 
@@ -44,8 +45,8 @@ def made_by(scenario_file: Path, run_dir: Path) -> Run:
     run = Run(scenario, run_dir, options)
     run_dir.mkdir()
     for stage in STAGES:
-        if stage.name in UNTIL_WRITTEN and stage.when(run):
-            do(run, stage)
+        if stage.name in UNTIL_WRITTEN:
+            run.do(stage)
     return run
 
 

@@ -9,20 +9,16 @@ import pytest
 from tests.models import save_llama, write_calibration
 from vexport.errors import InputError
 from vexport.outputs import written_alone
-from vexport.run import state
 from vexport.run.directory import KIND as RUN
 from vexport.run.evaluating import RESULTS, EvalJob, evaluate_checkpoints
-from vexport.run.making import plan, write
-from vexport.run.scenario import run_scenario
+from vexport.run.making import PLAN, plan, write
 from vexport.run.serving import EngineOptions
-from vexport.run.stages import STAGES, Stage, do
-from vexport.run.state import Output, Run
+from vexport.run.stages import STAGES, run_scenario
+from vexport.run.state import Run, Stage
 from vexport.scenario import Serve, read_scenario
 from vexport.types import CheckReport, Plan, silent
 
 SCENARIO = Path(__file__).parents[2] / "scenarios" / "demo-nvfp4.yaml"
-CHECKED = Output("check", CheckReport, "check.json")
-PLAN = Output("plan", Plan, "plan.json")
 OWN_CODE = """from transformers import LlamaConfig, LlamaForCausalLM
 class OwnConfig(LlamaConfig):
     model_type = "own-llama"
@@ -73,36 +69,34 @@ def checking(source: str, made: list[str]) -> Stage[CheckReport]:
         made.append(source)
         return CheckReport(checkpoint=source, ok=True, findings=())
 
-    return Stage(name="check", digest=lambda run: {"source": source}, make=make, output=CHECKED)
+    return Stage("check", CheckReport, make, "check.json", digest=lambda run: {"source": source})
 
 
 def test_every_stage_reads_what_earlier_ones_leave() -> None:
-    left: list[Output[object]] = []
-    for stage in STAGES:
-        assert set(stage.reads) <= set(left), stage.name
-        assert stage.output not in left
-        left.append(stage.output)
+    for number, stage in enumerate(STAGES):
+        assert set(stage.reads) <= set(STAGES[:number]), stage.name
     assert len({stage.name for stage in STAGES}) == len(STAGES)
 
 
 def test_what_was_finished_from_the_same_inputs_is_read_from_its_file(run: Run) -> None:
     made: list[str] = []
-    do(run, checking("a", made))
+    check = checking("a", made)
+    run.do(check)
     again = Run(run.scenario, run.folder, run.options)
-    do(again, checking("a", made))
+    again.do(checking("a", made))
     assert made == ["a"]
-    assert again.result(CHECKED) == run.result(CHECKED)
+    assert again.result(check) == run.result(check)
     with pytest.raises(InputError, match="the run began with another source"):
-        do(again, checking("b", made))
+        again.do(checking("b", made))
     assert made == ["a"]
 
 
 def test_a_stage_cannot_read_what_it_does_not_declare(run: Run) -> None:
-    do(run, checking("a", []))
-    hidden = Stage(name="hidden", make=lambda run: run.get(CHECKED), output=CHECKED)
+    check = checking("a", [])
+    run.do(check)
     with pytest.raises(AssertionError, match="check is not declared as read"):
-        do(run, hidden)
-    do(run, Stage(name="open", reads=(CHECKED,), make=lambda run: run.get(CHECKED), output=CHECKED))
+        run.do(Stage("hidden", CheckReport, lambda run: run.get(check)))
+    run.do(Stage("open", CheckReport, lambda run: run.get(check), reads=(check,)))
 
 
 def test_a_stage_that_fails_leaves_no_record(run: Run) -> None:
@@ -110,7 +104,7 @@ def test_a_stage_that_fails_leaves_no_record(run: Run) -> None:
         raise InputError("plan", got="a refusal", need="none", fix="keep the layer")
 
     with pytest.raises(InputError):
-        do(run, Stage(name="plan", digest=lambda run: {"rules": "1"}, make=fail, output=PLAN))
+        run.do(Stage("plan", Plan, fail, digest=lambda run: {"rules": "1"}))
     assert not (run.folder / "stages.json").exists()
     assert run.directory.seconds == {}
 
@@ -130,5 +124,5 @@ def test_weights_of_a_model_with_its_own_code_are_rounded(tmp_path: Path) -> Non
     options = EngineOptions(serve=read.serve, vllm_python=None, trust_remote_code=True, on_progress=silent)
     run = Run(read, tmp_path / "run", options)
     run.folder.mkdir()
-    run.keep(state.PLAN, plan(run))
+    run.keep(PLAN, plan(run))
     assert "model.layers.0.mlp.down_proj.weight_packed" in write(run).tensors

@@ -9,12 +9,10 @@ from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.engine.session import require_engine
 from vexport.formats.gpus import cards
 from vexport.plan.needs import with_default_text
-from vexport.run.comparing import compare_schemes, with_scheme
 from vexport.run.evaluating import EvalJob, accept_answers, evaluate_checkpoints, explained
 from vexport.run.judging import DEFAULT_SECONDS, Explaining
-from vexport.run.loading import load_checkpoints
-from vexport.run.scenario import run_scenario
-from vexport.run.serving import EngineOptions
+from vexport.run.serving import EngineOptions, load_checkpoints
+from vexport.run.stages import compare_schemes, run_scenario, with_scheme
 from vexport.scenario import Evaluate, Serve, base_scenario, read_scenario
 from vexport.scenario.serve import EngineArguments, with_options
 from vexport.types import (

@@ -63,7 +63,7 @@ def compare(
     base = base_scenario(source, schemes[0], scenario_file)
     require_engine((interpreter.vllm_python,))
     from vexport.plan.needs import with_default_text
-    from vexport.run.comparing import compare_schemes, with_scheme
+    from vexport.run.stages import compare_schemes, with_scheme
 
     scenarios = with_default_text([with_scheme(base, scheme) for scheme in schemes], note)
     folder = run_dir or Path("runs") / f"compare-{base.name}"

@@ -181,8 +181,7 @@ def _loads(
 
     serves = [session.serve(size) for size in sizes]
     require_engine(interpreters.pythons)
-    from vexport.run.loading import load_checkpoints
-    from vexport.run.serving import EngineOptions
+    from vexport.run.serving import EngineOptions, load_checkpoints
 
     options = EngineOptions(
         serve=serves[0],

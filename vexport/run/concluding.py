@@ -1,46 +1,37 @@
-"""The last stages: drift, verdict, outcome, the cause of a loss, and the report."""
+"""The last stages: the outcome, the cause of a loss, and the report."""
 
+import re
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 
+from vexport.checkpoint.hub import HubName, pinned_name
 from vexport.checkpoint.index import SourceIndex
-from vexport.errors import VexportError
 from vexport.files import from_json, write_text
 from vexport.reports import render
 from vexport.reports.card import inherited_card
 from vexport.reports.gates import checkpoint_gate
-from vexport.run.directory import LAYERS, REPORT_FILE, rounding_of
-from vexport.run.judging import cause_of, drift_between, verdict_of, warnings_of
-from vexport.run.naming import commit_of, portable, source_name
-from vexport.run.proving import is_served
-from vexport.run.serving import BASELINE, CANDIDATE
-from vexport.run.state import (
-    ATTRIBUTION,
-    CALIBRATION,
-    CHECKED,
-    CONCLUSION,
+from vexport.run.directory import LAYERS, REPORT_FILE, portable, rounding_of
+from vexport.run.judging import cause_of
+from vexport.run.making import CALIBRATION, CHECKED, MIXED, PLAN, SENSITIVITY, WRITTEN
+from vexport.run.proving import (
     DRIFT,
     DRY_LOADED,
     LOADED,
     LOADED_BASELINE,
-    MIXED,
-    PLAN,
-    SENSITIVITY,
     SERVED_BASELINE,
     SERVED_CANDIDATE,
     VERDICT,
-    WRITTEN,
-    Conclusion,
-    Run,
+    is_served,
 )
+from vexport.run.state import Run, Stage
 from vexport.types import (
     Attribution,
     CheckReport,
-    Drift,
     DryLoadReport,
     KindSize,
     LayerErrors,
@@ -53,56 +44,27 @@ from vexport.types import (
 from vexport.types.calibration import expert_coverage
 from vexport.version import __version__
 
-SEEN_TEXT = "the text that decides is the calibration data: give text that the checkpoint was not made with"
-LOAD_DECIDES = "the checkpoint failed at load, which decides: what it answered is for information"
 NOT_RUN = LoadReport(checkpoint="", ok=False, findings=())
 # The page comes last: it links to what is there.
 RENDERED = {"report.md": "markdown", "junit.xml": "junit", "model-card.md": "card", "report.html": "html"}
 # A kind below this share of both checkpoints is counted among the others.
 _LEAST_SHARE = 0.005
 OTHERS = "others"
+# The hub's cache: models--ORG--NAME/snapshots/REVISION (huggingface_hub.constants, REPO_ID_SEPARATOR).
+_CACHED = re.compile(r"(?:^|/)models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
+# What a folder is called that is named after its role; the folder around it has the name.
+_ROLES = {"model", "checkpoint", "source", "snapshot", "hf", "weights", "final", "main", "output"}
 
 
-def measure_drift(run: Run) -> Drift | None:
-    """Both models' log-probabilities on the same prompts."""
-    sessions = run.result(SERVED_BASELINE), run.result(SERVED_CANDIDATE)
-    return drift_between(*sessions, run.scenario.evaluate)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conclusion:
+    """The outcome and the sentence that justifies it."""
+
+    outcome: Outcome
+    reason: str
 
 
-def is_evaluated(run: Run) -> bool:
-    """Return whether both models answered tasks, or read the text that decides."""
-    served = run.get(SERVED_CANDIDATE)
-    return served is not None and served.result.failure is None and run.scenario.evaluate is not None
-
-
-def judge(run: Run) -> Verdict | None:
-    """The paired comparison of both models' answers, or of what they make of the text.
-
-    Where the load gate has failed it decides nothing, and is None for answers that cannot be compared.
-    """
-    if run.result(LOADED).ok:
-        return _judge(run)
-    try:
-        verdict = _judge(run)
-    except VexportError:
-        return None
-    return replace(verdict, warnings=(*verdict.warnings, LOAD_DECIDES))
-
-
-def _judge(run: Run) -> Verdict:
-    settings, folder = run.scenario.evaluate, run.folder / "eval"
-    assert settings is not None
-    served = run.result(SERVED_BASELINE), run.result(SERVED_CANDIDATE)
-    verdict = verdict_of(settings, (folder / BASELINE, folder / CANDIDATE), *served)
-    if settings.text is not None:
-        calibration = run.scenario.calibration
-        is_seen = calibration is not None and calibration.data == settings.text
-        return replace(verdict, warnings=(SEEN_TEXT,)) if is_seen else verdict
-    return replace(verdict, warnings=(*verdict.warnings, *warnings_of(run.get(DRIFT))))
-
-
-def conclude_run(run: Run) -> Conclusion:
-    """Draw up the report of all stages."""
+def _conclude(run: Run) -> Conclusion:
     loaded = run.get(LOADED) or NOT_RUN
     outcome, reason = conclude(run.result(CHECKED), run.get(DRY_LOADED), loaded, run.get(VERDICT))
     return Conclusion(outcome=outcome, reason=reason)
@@ -123,34 +85,40 @@ def conclude(
     return verdict.outcome, verdict.reason
 
 
-def attribute_loss(run: Run) -> Attribution | None:
+CONCLUSION = Stage("conclude", Conclusion, _conclude, reads=(CHECKED, DRY_LOADED, LOADED, VERDICT))
+
+
+def _attribute(run: Run) -> Attribution | None:
     """Find the cause of a loss."""
     sessions = run.result(SERVED_BASELINE), run.result(SERVED_CANDIDATE)
     outcome = run.result(CONCLUSION).outcome
     return cause_of(*sessions, run.scenario.evaluate, outcome, run.options, run.explaining.seconds)
 
 
-def is_explained(run: Run) -> bool:
-    """Return whether the cause of a loss is looked for: of a pass too, whose report shows the floor of
-    noise.
-    """
-    return is_served(run) and run.explaining.wanted is not False
+# Of a pass too, whose report shows the floor of noise.
+ATTRIBUTION = Stage(
+    "attribute",
+    Attribution,
+    _attribute,
+    when=lambda run: is_served(run) and run.explaining.wanted is not False,
+    reads=(SERVED_BASELINE, SERVED_CANDIDATE, CONCLUSION),
+)
 
 
-def report(run: Run) -> Report:
+def _report(run: Run) -> Report:
     """Everything the run found, in its files too."""
-    report = _report(run)
+    report = _all_of(run)
     write_text(run.folder / REPORT_FILE, render(report, "json"))
     for name, format_ in RENDERED.items():
         write_text(run.folder / name, render(report, format_, folder=run.folder))
     return report
 
 
-def _report(run: Run) -> Report:
+def _all_of(run: Run) -> Report:
     scenario, root = run.scenario, run.index.root
     plan, conclusion = run.result(PLAN), run.result(CONCLUSION)
     calibration, sensitivity = run.get(CALIBRATION), run.get(SENSITIVITY)
-    rounding = rounding_of(run.folder)
+    rounding, pinned = rounding_of(run.folder), pinned_name(root)
     if calibration is not None and rounding is not None:
         calibration = rounding.completed(calibration)
     return Report(
@@ -160,7 +128,7 @@ def _report(run: Run) -> Report:
         command=shlex.join(["vexport", *map(portable, sys.argv[1:])]),
         source=portable(scenario.source),
         source_name=source_name(scenario.source, root),
-        source_revision=commit_of(root),
+        source_revision=pinned.partition("@")[2] if pinned else None,
         source_card=inherited_card(root),
         baseline=portable(str(run.baseline)),
         outcome=conclusion.outcome,
@@ -184,6 +152,32 @@ def _report(run: Run) -> Report:
         mixed=run.get(MIXED),
         seconds=run.directory.seconds,
     )
+
+
+REPORT = Stage(
+    "report",
+    Report,
+    _report,
+    reads=(
+        *(PLAN, CALIBRATION, SENSITIVITY, MIXED, WRITTEN, CHECKED, DRY_LOADED, LOADED_BASELINE, LOADED),
+        *(DRIFT, VERDICT, CONCLUSION, ATTRIBUTION),
+    ),
+)
+
+
+def source_name(source: str, root: Path) -> str:
+    """Return a model's id on the hub where that is known, else the name of its folder.
+
+    `source` is the name that the scenario gives, `root` the folder that it became.
+    """
+    for path in (source, root.as_posix()):
+        if cached := _CACHED.search(path):
+            return f"{cached[1]}/{cached[2]}"
+    if not Path(source).expanduser().exists() and (model := HubName.parse(source)):
+        return model.id
+    parts = [part for part in root.resolve().parts if part != root.anchor]
+    named = [part for part in parts if part.lower() not in _ROLES]
+    return (named or parts or [source])[-1]
 
 
 def size_by_kind(source: SourceIndex, written: SourceIndex) -> tuple[KindSize, ...]:

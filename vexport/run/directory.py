@@ -178,3 +178,12 @@ def rounding_of(folder: Path) -> RoundingReport | None:
     """Read how the weights of a run's checkpoint were rounded; None where no calibration text decided it."""
     file = folder / ROUNDING
     return from_json(RoundingReport, file) if file.is_file() else None
+
+
+def portable(argument: str) -> str:
+    """A word of a command line without the path of the current folder, of `--option=PATH` too."""
+    here = f"{Path.cwd().as_posix().rstrip('/')}/"
+    option, equals, value = argument.partition("=")
+    if equals and option.startswith("-"):
+        return f"{option}={portable(value)}"
+    return argument.removeprefix(here) if len(here) > 1 else argument

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from vexport.checkpoint.index import read_index, require_checkpoint
+from vexport.checkpoint.index import read_index
 from vexport.checkpoint.quantization import find_quantization
 from vexport.checkpoint.source import hub_name, require_source, resolve_source
-from vexport.engine.arguments import require_arguments, require_heads, require_layers
+from vexport.engine.arguments import require_arguments
 from vexport.errors import CheckpointFailed
 from vexport.errors.extras import attempt_all
 from vexport.evaluation.accepted import accept_results, choice_of, gates_of, read_accepted, require_writable
+from vexport.evaluation.drift import drift_warnings
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.outputs import FolderKind, NamedPath, require_separate, written_alone
 from vexport.outputs.log import LOG_FILE, logged_to
@@ -23,7 +24,6 @@ from vexport.run.judging import (
     drift_between,
     first_line,
     verdict_of,
-    warnings_of,
 )
 from vexport.run.serving import (
     BASELINE,
@@ -36,6 +36,7 @@ from vexport.run.serving import (
     clear_session,
     fetch_tasks,
     remove_answers,
+    require_servable,
     require_served,
     require_tasks,
     serve_model,
@@ -128,7 +129,9 @@ def evaluate_checkpoints(job: EvalJob) -> list[Judged]:
     _require_usable(job)
     fetch_tasks(job.settings, job.options)
     models = {role: resolve_source(name, job.options.on_progress) for role, name in job.names.items()}
-    attempt_all((str(model), partial(_require_fitting, model, job.options)) for model in models.values())
+    attempt_all(
+        (str(model), partial(require_servable, model, [job.options.serve])) for model in models.values()
+    )
     require_separate(job.outputs, _named(models))
     with written_alone(job.folder, "--output-dir"):
         judged = list(_evaluated(job, models))
@@ -238,7 +241,8 @@ def _judged(job: EvalJob, role: str, baseline: Served | None, candidate: Served)
     verdict = verdict_of(job.settings, (job.known, job.folder / role), baseline, candidate)
     if baseline is not None:
         drift = drift_between(baseline, candidate, job.settings)
-        warnings = () if verdict.text else warnings_of(drift)  # what has decided is no warning
+        # What has decided is no warning.
+        warnings = drift_warnings(drift) if drift and not verdict.text else ()
         verdict = replace(verdict, warnings=(*verdict.warnings, *warnings), drift=drift)
     if len(job.checkpoints) > 1:
         LOG.info("%s: %s", name, first_line(verdict))
@@ -271,15 +275,9 @@ def _require_usable(job: EvalJob) -> None:
 def _require_had(name: str, options: EngineOptions) -> None:
     """Raise for a model that cannot be had, or whose folder vLLM cannot serve."""
     if hub_name(name) is None:
-        _require_fitting(Path(name).expanduser(), options)
+        require_servable(Path(name).expanduser(), [options.serve])
     else:
         require_source(name)
-
-
-def _require_fitting(model: Path, options: EngineOptions) -> None:
-    require_checkpoint(model)
-    require_layers(model)
-    require_heads(model, options.serve.ranks)
 
 
 def _named(paths: Mapping[str, Path | None]) -> list[NamedPath]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vexport.evaluation.attribution import attribute
-from vexport.evaluation.drift import Limits, Scored, drift_warnings, measure_drift
+from vexport.evaluation.drift import Limits, measure_drift
 from vexport.evaluation.held_out import TextLimits, decide_on_text
 from vexport.evaluation.verdict import decide
 from vexport.reports.sentences import outcome_line
-from vexport.run.naming import portable
+from vexport.run.directory import portable
 from vexport.run.serving import EngineOptions, Served
 from vexport.scenario import Evaluate
 from vexport.types import Attribution, Drift, OnProgress, Outcome, Verdict, named
@@ -40,23 +40,12 @@ class Explaining:
         return outcome != "PASS" if self.wanted is None else self.wanted
 
 
-def limits_of(settings: Evaluate | None) -> Limits:
-    """The limits beyond which drift is a warning."""
-    return Limits(kl=settings.kl_limit, nll=settings.nll_limit) if settings else Limits()
-
-
-def scored_pair(baseline: Served, candidate: Served) -> tuple[Scored, Scored] | None:
-    """Both sessions' log-probabilities; None where vLLM refused a model."""
-    old, new = baseline.scored, candidate.scored
-    return (old, new) if old and new else None
-
-
 def drift_between(baseline: Served, candidate: Served, settings: Evaluate | None) -> Drift | None:
-    """Return the drift between both models' log-probabilities on the same prompts; None where one has
-    none.
-    """
-    pair = scored_pair(baseline, candidate)
-    return measure_drift(*pair, limits=limits_of(settings)) if pair else None
+    """The drift between both models' log-probabilities on the same prompts; None where vLLM refused one."""
+    if not baseline.scored or not candidate.scored:
+        return None
+    limits = Limits(kl=settings.kl_limit, nll=settings.nll_limit) if settings else Limits()
+    return measure_drift(baseline.scored, candidate.scored, limits=limits)
 
 
 def first_line(verdict: Verdict) -> str:
@@ -82,11 +71,6 @@ def verdict_of(
     return decide_on_text(portable(settings.text), old, new, limits, device=device)
 
 
-def warnings_of(drift: Drift | None) -> tuple[str, ...]:
-    """Return the warnings on a drift beyond its limits."""
-    return drift_warnings(drift) if drift else ()
-
-
 def cause_of(
     baseline: Served,
     candidate: Served,
@@ -96,13 +80,13 @@ def cause_of(
     seconds: float = DEFAULT_SECONDS,
 ) -> Attribution | None:
     """Find the cause of a loss, given the outcome; None where vLLM refused a model, or time ran out."""
-    pair = scored_pair(baseline, candidate)
-    if pair is None:
+    if not baseline.scored or not candidate.scored:
         return None
     try:
         return attribute(
-            *pair,
-            limit=limits_of(settings).kl,
+            baseline.scored,
+            candidate.scored,
+            limit=settings.kl_limit if settings else Limits().kl,
             outcome=outcome,
             vllm_python=options.vllm_python,
             on_progress=_until(time.monotonic() + seconds, named("attribution", options.on_progress)),

@@ -1,34 +1,193 @@
-"""The stages that make the checkpoint and check it: plan, quantize, check."""
+"""The stages that make the checkpoint: which layer gets which scheme, by the rules or by measured losses,
+calibration, quantization, and the check of what was written.
+"""
 
 from dataclasses import replace
 from functools import partial
 
-from vexport.checkpoint.index import SourceIndex, read_index
+from vexport.calibration.model import default_device
+from vexport.checkpoint.index import SourceIndex, folder_digest, read_index
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.unjudged import NAMES
 from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.files import to_json, write_text
 from vexport.plan.build import build_plan, require_accepted
-from vexport.plan.smoothing import smoothing_for
+from vexport.plan.needs import calibration_need
+from vexport.plan.smoothing import smoothing_for, smoothing_strength
 from vexport.quantize.job import QuantizeJob, write_checkpoint
+from vexport.quantize.samples import PlanText, calibration_samples, require_calibration
 from vexport.reports.rounding import fallback_findings
-from vexport.run.choosing import chosen_rules, rule_inputs
-from vexport.run.directory import LAYERS, ROUNDING, Digests, rounding_of
-from vexport.run.state import CALIBRATION, PLAN, WRITTEN, Run
-from vexport.types import CheckReport, LayerErrors, Plan
+from vexport.run.directory import (
+    CHECKPOINT,
+    LAYERS,
+    ROUNDING,
+    Digests,
+    data_digest,
+    rounding_of,
+    value_digest,
+)
+from vexport.run.state import Run, Stage
+from vexport.scenario import Rule
+from vexport.scenario import Sensitivity as SensitivitySettings
+from vexport.sensitivity import measure
+from vexport.sensitivity.auto import mixed_scheme, require_in_reach
+from vexport.sensitivity.layer_groups import probe_plan, rest_bytes, rules_with
+from vexport.types import Calibration, CheckReport, FusionGroup, LayerErrors, MixedScheme, Plan, Sensitivity
+from vexport.version import __version__
+
+
+def _rule_inputs(run: Run, rules: tuple[Rule, ...]) -> Digests:
+    """Digests of the inputs of a checkpoint by these rules."""
+    settings = run.scenario.calibration
+    digests = {
+        "vexport": __version__,
+        "source": folder_digest(run.index.root),
+        "rules": value_digest([rule.model_dump() for rule in rules]),
+        "calibration": value_digest(settings.model_dump(mode="json") if settings else None),
+    }
+    if run.scenario.auto:
+        digests["candidates"] = value_digest(list(run.scenario.auto.candidates))
+    return digests | ({"calibration data": data_digest(settings)} if settings else {})
+
+
+def checkpoint_inputs(run: Run) -> Digests:
+    """Digests of the inputs of the checkpoint."""
+    return _rule_inputs(run, _chosen_rules(run))
+
+
+def _candidate_groups(run: Run) -> tuple[FusionGroup, ...]:
+    """The groups of all that `auto` could choose."""
+    return tuple(group for unit in run.units for option in unit.options for group in option.groups)
+
+
+def _plan_candidates(run: Run) -> Plan:
+    """Plan what calibration has to serve: the rules, or with `auto` every candidate.
+
+    Raises InputError for refusals that no choice changes; the plan is left to be read.
+    """
+    if run.scenario.is_mixed:
+        plain = build_plan(run.index, rules_with((), {}, run.scenario.rules), run.planning)
+        if run.scenario.auto is not None:
+            require_in_reach(run.index, run.units, plain, run.scenario.auto)
+        asked = run.planning
+        smoothing = smoothing_strength(_candidate_groups(run), asked.smoothing, has_text=asked.has_text)
+        return replace(probe_plan(plain, run.units), smoothing=smoothing)
+    plan = build_plan(run.index, run.scenario.rules, run.planning)
+    if plan.refusals:
+        run.keep(PLAN, plan)
+    require_accepted(plan)
+    return plan
+
+
+CANDIDATES = Stage("plan candidates", Plan, _plan_candidates)
+
+
+def _needs_samples(run: Run) -> bool:
+    """Return whether samples are to be run; InputError where the plan needs them and there are none."""
+    plan = run.result(CANDIDATES)
+    require_calibration(plan, run.scenario.calibration)
+    return calibration_need(plan) is not None
+
+
+def _calibrate(run: Run) -> Calibration:
+    """Run the samples through the source."""
+    text = PlanText(
+        run.index,
+        run.result(CANDIDATES),
+        run.scenario.calibration,
+        on_progress=run.options.on_progress,
+        trust_remote_code=run.options.trust_remote_code,
+    )
+    return text.calibrate(_candidate_groups(run) if run.scenario.is_mixed else ())
+
+
+CALIBRATION = Stage(
+    "calibrate",
+    Calibration,
+    _calibrate,
+    "calibration/statistics.json",
+    when=_needs_samples,
+    reads=(CANDIDATES,),
+    digest=lambda run: _rule_inputs(run, run.scenario.rules),
+)
+
+
+def _sensitivity_inputs(run: Run) -> Digests:
+    settings = run.scenario.sensitivity
+    digest = value_digest(settings.model_dump(mode="json") if settings else None)
+    return {**_rule_inputs(run, run.scenario.rules), "sensitivity": digest}
+
+
+def _measure(run: Run) -> Sensitivity:
+    """Measure what quantizing each unit costs, on the first samples; see `vexport.sensitivity.measure`."""
+    settings, how = run.scenario.calibration, run.scenario.sensitivity or SensitivitySettings()
+    assert settings is not None, "a scenario whose losses are asked for has a calibration"
+    trust = run.options.trust_remote_code
+    return measure.measure(
+        run.index,
+        run.units,
+        run.get(CALIBRATION) or Calibration(rows=(), digest="", tokens=0, ranges={}),
+        calibration_samples(run.index, settings, how.samples, trust_remote_code=trust),
+        file=run.folder / "sensitivity" / "trials.json",
+        on_progress=run.options.on_progress,
+        trust_remote_code=trust,
+        device=settings.device or default_device(),
+    )
+
+
+SENSITIVITY = Stage(
+    "sensitivity",
+    Sensitivity,
+    _measure,
+    "sensitivity.json",
+    when=lambda run: run.scenario.is_mixed or run.scenario.sensitivity is not None,
+    reads=(CALIBRATION,),
+    digest=_sensitivity_inputs,
+)
+
+
+def _choose(run: Run) -> MixedScheme:
+    """Choose the schemes of `auto` within its budget."""
+    assert run.scenario.auto is not None
+    return mixed_scheme(
+        run.result(SENSITIVITY).groups,
+        {unit.name: unit.allowed for unit in run.units},
+        run.scenario.auto,
+        rest_bytes=rest_bytes(run.index, run.units, run.result(CANDIDATES)),
+        source_bytes=run.index.num_bytes,
+        parameters=run.index.num_parameters,
+    )
+
+
+MIXED = Stage(
+    "choose",
+    MixedScheme,
+    _choose,
+    "mixed.json",
+    when=lambda run: run.scenario.is_mixed,
+    reads=(CANDIDATES, SENSITIVITY),
+)
+
+
+def _chosen_rules(run: Run) -> tuple[Rule, ...]:
+    """The scenario's rules, and before them one for each layer that they do not decide about alone."""
+    mixed = run.get(MIXED)
+    if mixed is None:
+        return run.scenario.rules
+    schemes = {unit.name: unit.allowed[0] for unit in run.units}
+    chosen = {choice.name: choice.scheme for choice in mixed.choices}
+    return rules_with(run.units, schemes | chosen, run.scenario.rules)
 
 
 def plan(run: Run) -> Plan:
     """The plan by the rules that were chosen; InputError for refusals, which are left to be read."""
-    plan = build_plan(run.index, chosen_rules(run), run.planning)
+    plan = build_plan(run.index, _chosen_rules(run), run.planning)
     run.keep(PLAN, plan)
     require_accepted(plan)
     return plan
 
 
-def checkpoint_inputs(run: Run) -> Digests:
-    """Digests of the inputs of the checkpoint."""
-    return rule_inputs(run, chosen_rules(run))
+PLAN = Stage("plan", Plan, plan, "plan.json", reads=(MIXED,))
 
 
 def write(run: Run) -> SourceIndex:
@@ -36,7 +195,7 @@ def write(run: Run) -> SourceIndex:
     job = QuantizeJob(
         source=run.scenario.source,
         out=run.checkpoint,
-        rules=chosen_rules(run),
+        rules=_chosen_rules(run),
         planning=run.planning,
         calibration=run.scenario.calibration,
         overwrite=True,
@@ -54,7 +213,12 @@ def write(run: Run) -> SourceIndex:
     return read_index(run.checkpoint)
 
 
-def check(run: Run) -> CheckReport:
+WRITTEN = Stage(
+    "quantize", SourceIndex, write, CHECKPOINT, reads=(MIXED, PLAN, CALIBRATION), digest=checkpoint_inputs
+)
+
+
+def _check(run: Run) -> CheckReport:
     """Static findings, and whether what should have been copied was; each layer's error in its own file."""
     plan, written = run.result(PLAN), run.result(WRITTEN)
     report = check_checkpoint(str(run.checkpoint))
@@ -66,3 +230,8 @@ def check(run: Run) -> CheckReport:
     # Names and shapes vLLM judges in the stages that follow.
     not_judged = tuple(each for each in report.not_judged if each.what != NAMES)
     return replace(report, ok=report.ok and not lost, findings=findings, not_judged=not_judged)
+
+
+CHECKED = Stage(
+    "check", CheckReport, _check, "check.json", reads=(MIXED, PLAN, WRITTEN), digest=checkpoint_inputs
+)

@@ -1,4 +1,4 @@
-"""One engine start for a model and everything that is asked of it there."""
+"""One engine start for a model and everything that is asked of it there; for `load` one after the other."""
 
 import shutil
 import tempfile
@@ -8,26 +8,39 @@ from pathlib import Path
 
 from vexport.calibration.data import read_samples
 from vexport.checkpoint.data_name import require_data
-from vexport.checkpoint.index import folder_digest, read_index
+from vexport.checkpoint.index import folder_digest, read_index, require_checkpoint
+from vexport.checkpoint.source import resolve_source
+from vexport.engine.arguments import require_arguments, require_heads, require_layers
 from vexport.engine.describe import NONE, answer_environment
 from vexport.engine.load import load_report, load_request, shortest_length
 from vexport.engine.messages import ANSWERS, SessionRequest, SessionResult
 from vexport.engine.prompts import CONTINUED, Prompts, fixed_prompts
-from vexport.engine.session import WORKER, run_session
-from vexport.errors import CheckpointFailed, InputError
+from vexport.engine.session import WORKER, EngineFault, log_folder, require_vllm, run_session
+from vexport.errors import CheckpointFailed, InputError, VexportError
+from vexport.errors.extras import unforeseen
 from vexport.evaluation.drift import Scored
 from vexport.evaluation.fingerprint import engine_fingerprint, write_fingerprint
 from vexport.evaluation.held_out import ReadText, Rows
 from vexport.evaluation.repeat import read_repeated, require_deterministic
 from vexport.evaluation.task_data import fetch_task_data
-from vexport.evaluation.tasks import resolve_tasks
+from vexport.evaluation.tasks import TaskFile, resolve_tasks
 from vexport.files import digest_bytes, to_json
 from vexport.outputs import NamedPath
 from vexport.quantize.samples import vocab_size
 from vexport.run.directory import value_digest
 from vexport.scenario import Evaluate
 from vexport.scenario.serve import EngineArguments, Serve
-from vexport.types import CalibrationData, LmEvalSettings, LoadReport, OnProgress, named, silent
+from vexport.types import (
+    ENGINE_CHECK,
+    CalibrationData,
+    EngineMode,
+    Finding,
+    LmEvalSettings,
+    LoadReport,
+    OnProgress,
+    named,
+    silent,
+)
 
 # What an evaluation reserves its cache for where no length is given; longer prompts are an error, never cut.
 EVALUATION_LENGTH = 4096
@@ -196,12 +209,7 @@ def _with_tasks(
     request: SessionRequest, settings: Evaluate, options: EngineOptions, folder: Path, *, repeat: bool
 ) -> SessionRequest:
     """The request with lm-eval's tasks, whose files go to `folder`."""
-    tasks = resolve_tasks(
-        settings.tasks,
-        folder=folder / "tasks",
-        include_paths=settings.include_path,
-        trust_remote_code=options.trust_remote_code,
-    )
+    tasks = _resolved(settings, options, folder / "tasks")
     length = options.serve.max_model_len or shortest_length(request.checkpoint, EVALUATION_LENGTH)
     return replace(
         request,
@@ -212,6 +220,16 @@ def _with_tasks(
         output=folder,
         seed=settings.seed,
         repeat=repeat,
+    )
+
+
+def _resolved(settings: Evaluate, options: EngineOptions, folder: Path) -> tuple[TaskFile, ...]:
+    """The tasks of lm-eval, whose files go to `folder`."""
+    return resolve_tasks(
+        settings.tasks,
+        folder=folder,
+        include_paths=settings.include_path,
+        trust_remote_code=options.trust_remote_code,
     )
 
 
@@ -254,12 +272,7 @@ def require_tasks(settings: Evaluate, options: EngineOptions) -> None:
     if settings.text is not None:
         require_data(settings.text)
     with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as folder:
-        resolve_tasks(
-            settings.tasks,
-            folder=Path(folder),
-            include_paths=settings.include_path,
-            trust_remote_code=options.trust_remote_code,
-        )
+        _resolved(settings, options, Path(folder))
 
 
 def fetch_tasks(settings: Evaluate, options: EngineOptions) -> None:
@@ -268,12 +281,7 @@ def fetch_tasks(settings: Evaluate, options: EngineOptions) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as name:
         folder = Path(name)
-        tasks = resolve_tasks(
-            settings.tasks,
-            folder=folder / "tasks",
-            include_paths=settings.include_path,
-            trust_remote_code=options.trust_remote_code,
-        )
+        tasks = _resolved(settings, options, folder / "tasks")
         request = SessionRequest(
             checkpoint=folder,
             name="tasks",
@@ -301,3 +309,64 @@ def require_served(role: str, result: SessionResult) -> None:
         need="",
         fix="find the fault with `vexport check`, or export it again",
     )
+
+
+def load_checkpoints(
+    names: Sequence[str],
+    pythons: Sequence[Path | None],
+    serves: Sequence[Serve],
+    modes: Sequence[EngineMode],
+    options: EngineOptions,
+) -> list[LoadReport]:
+    """A report for each checkpoint, interpreter, engine setting and mode, in that order.
+
+    None is our own interpreter; the settings differ in their tensor parallel size. Before the first engine
+    starts, raises InputError where a checkpoint cannot be read, its heads cannot be cut or a vLLM does not
+    know an argument, EnvironmentFault where an interpreter has no vLLM or there are too few GPUs. What stops
+    an engine later is in its report.
+    """
+    for name in names:
+        if Path(name).is_dir():  # before vLLM is asked, which takes longer
+            require_servable(Path(name), serves)
+    for python in pythons:
+        require_vllm(python)
+        require_arguments(serves, python)
+    roots = {name: resolve_source(name, options.on_progress) for name in names}
+    for root in roots.values():
+        require_servable(root, serves)
+    return [
+        _load(name, roots[name], mode, replace(options, vllm_python=python, serve=serve))
+        for name in names
+        for python in pythons
+        for serve in serves
+        for mode in modes
+    ]
+
+
+def require_servable(root: Path, serves: Sequence[Serve]) -> None:
+    """InputError where a folder is no checkpoint that vLLM could serve with these settings."""
+    require_checkpoint(root)
+    require_layers(root)
+    for serve in serves:
+        require_heads(root, serve.ranks)
+
+
+def _load(name: str, root: Path, mode: EngineMode, options: EngineOptions) -> LoadReport:
+    """Load and judge one checkpoint. The log of a session that died is kept, and named."""
+    serve = options.serve.model_copy(update={"enforce_eager": mode == "eager"})
+    try:
+        with log_folder("vexport-load-") as folder:
+            report = serve_model(f"load {root.name}", root, folder, replace(options, serve=serve)).report()
+    except EngineFault as fault:
+        report = _died(fault, fault.failure.log_tail)
+    except (VexportError, OSError):
+        raise
+    except Exception as error:
+        report = _died(unforeseen(error, f"the load of {name}"), "")
+    python = str(options.vllm_python or "")
+    return replace(report, checkpoint=name, mode=mode, tp=serve.ranks, vllm_python=python)
+
+
+def _died(fault: VexportError, log_tail: str) -> LoadReport:
+    finding = Finding.of(fault, check=ENGINE_CHECK, severity="error")
+    return LoadReport(checkpoint="", ok=False, findings=(finding,), log_tail=log_tail)

@@ -1,7 +1,9 @@
-"""A run under way: what is asked for, and what its stages have left for each other."""
+"""A run under way: its stages, what each reads and leaves, and the results that have been left so far."""
 
-from collections.abc import Collection
-from dataclasses import dataclass
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Generic, TypeVar, cast
@@ -11,70 +13,35 @@ from vexport.checkpoint.source import resolve_source
 from vexport.files import from_json, to_json, write_text
 from vexport.plan.build import Settings as PlanSettings
 from vexport.plan.source import settings_of, source_index
-from vexport.run.directory import CHECKPOINT, RunDirectory
+from vexport.run.directory import CHECKPOINT, Digests, RunDirectory
 from vexport.run.judging import Explaining
-from vexport.run.serving import EngineOptions, Served
+from vexport.run.serving import EngineOptions
 from vexport.scenario import Scenario
 from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups
-from vexport.types import (
-    Attribution,
-    Calibration,
-    CheckReport,
-    Drift,
-    DryLoadReport,
-    LmEvalSettings,
-    LoadReport,
-    MixedScheme,
-    Outcome,
-    Plan,
-    Report,
-    Sensitivity,
-    Verdict,
-)
 
+LOG = logging.getLogger(__name__)
 EXPLAINING = Explaining()
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Output(Generic[T_co]):
-    """A result of a stage: a value of one type, and the file of the run directory that holds it as JSON.
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage(Generic[T_co]):
+    """One stage of a run, whose result `make` returns, and which sees the results of what it `reads` alone.
 
-    What has no file is worked out at every call, since that takes no time.
+    `file` of the run directory holds the result as JSON, or is a checkpoint. `digest` has a digest of each
+    input: a stage that was finished from the same ones is not done again, from others it is an InputError. A
+    stage without `digest` takes no time and is done at every call. All of them are skipped unless `when`.
     """
 
     name: str
     type: type[T_co]
+    make: Callable[["Run"], T_co | None]
     file: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conclusion:
-    """The outcome and the sentence that justifies it."""
-
-    outcome: Outcome
-    reason: str
-
-
-QUESTIONS = Output("lm-eval settings", LmEvalSettings)
-CANDIDATES = Output("plan of all candidates", Plan)
-CALIBRATION = Output("calibration", Calibration, "calibration/statistics.json")
-SENSITIVITY = Output("sensitivity", Sensitivity, "sensitivity.json")
-MIXED = Output("mixed scheme", MixedScheme, "mixed.json")
-PLAN = Output("plan", Plan, "plan.json")
-WRITTEN = Output("checkpoint", SourceIndex, CHECKPOINT)
-CHECKED = Output("check", CheckReport, "check.json")
-DRY_LOADED = Output("dry load", DryLoadReport, "dry-load.json")
-SERVED_BASELINE = Output("baseline session", Served, "eval/baseline/session.json")
-SERVED_CANDIDATE = Output("candidate session", Served, "eval/candidate/session.json")
-LOADED_BASELINE = Output("baseline load", LoadReport, "eval/baseline/load.json")
-LOADED = Output("load", LoadReport, "load.json")
-DRIFT = Output("drift", Drift)
-VERDICT = Output("verdict", Verdict)
-CONCLUSION = Output("conclusion", Conclusion)
-ATTRIBUTION = Output("attribution", Attribution)
-REPORT = Output("report", Report)
+    _: KW_ONLY
+    reads: tuple["Stage[object]", ...] = ()
+    digest: Callable[["Run"], Digests] | None = None
+    when: Callable[["Run"], bool] | None = None
 
 
 class Run:
@@ -88,8 +55,8 @@ class Run:
         self.options = options
         self.explaining = explaining
         self.directory = RunDirectory(folder)
-        self.readable: Collection[Output[object]] | None = None
-        self._values: dict[str, object] = {}
+        self.readable: Collection[Stage[object]] | None = None
+        self._results: dict[str, object] = {}
 
     @property
     def checkpoint(self) -> Path:
@@ -119,25 +86,45 @@ class Run:
         name = settings.baseline if settings and settings.baseline else self.scenario.source
         return resolve_source(name, self.options.on_progress)
 
-    def get(self, output: Output[T]) -> T | None:
-        """Read the result of a stage; None where it was not run or found nothing."""
-        assert self.readable is None or output in self.readable, f"{output.name} is not declared as read"
-        return cast("T | None", self._values.get(output.name))
+    def get(self, stage: Stage[T]) -> T | None:
+        """The result of a stage; None where it was not run or found nothing."""
+        assert self.readable is None or stage in self.readable, f"{stage.name} is not declared as read"
+        return cast("T | None", self._results.get(stage.name))
 
-    def result(self, output: Output[T]) -> T:
-        """Read the result of a stage that must have been run."""
-        value = self.get(output)
-        assert value is not None, f"nothing has left {output.name}"
-        return value
+    def result(self, stage: Stage[T]) -> T:
+        """The result of a stage that must have been run."""
+        result = self.get(stage)
+        assert result is not None, f"{stage.name} has left nothing"
+        return result
 
-    def keep(self, output: Output[T], value: T | None) -> None:
-        """Leave a value for later stages, in its file too; a checkpoint is in place already."""
-        self._values[output.name] = value
-        if output.file is not None and output != WRITTEN and value is not None:
-            write_text(self.folder / output.file, to_json(value))
+    def keep(self, stage: Stage[T], result: T | None) -> None:
+        """Leave a result for later stages, in its file too; a checkpoint is in place already."""
+        self._results[stage.name] = result
+        if stage.file is not None and stage.file != CHECKPOINT and result is not None:
+            write_text(self.folder / stage.file, to_json(result))
 
-    def restore(self, output: Output[object]) -> None:
-        """Leave what an earlier call has written."""
-        assert output.file is not None
-        path = self.folder / output.file
-        self._values[output.name] = read_index(path) if output == WRITTEN else from_json(output.type, path)
+    def do(self, stage: Stage[object]) -> None:
+        """Do a stage that the run has, unless it was finished from the same inputs; InputError for others."""
+        self.readable = stage.reads
+        try:
+            if stage.when is None or stage.when(self):
+                self._do(stage)
+        finally:
+            self.readable = None
+
+    def _do(self, stage: Stage[object]) -> None:
+        inputs = stage.digest(self) if stage.digest else None
+        if inputs is not None and self.directory.is_done(stage.name, inputs):
+            LOG.debug("%s: done before", stage.name)
+            assert stage.file is not None
+            path = self.folder / stage.file
+            is_checkpoint = stage.file == CHECKPOINT
+            self._results[stage.name] = read_index(path) if is_checkpoint else from_json(stage.type, path)
+            return
+        start = time.monotonic()
+        self.keep(stage, stage.make(self))
+        seconds = time.monotonic() - start
+        LOG.debug("%s: %.1f s", stage.name, seconds)
+        if inputs is not None:
+            made = self.checkpoint if stage.file == CHECKPOINT else None
+            self.directory.finish(stage.name, inputs, seconds, made)
