@@ -55,6 +55,7 @@ SINGLE_GATE = re.compile(r"mlp\.experts\.\d+\.gate_proj\.weight")
 # transformers 5 does not turn these experts back to the (experts, in, out) of the hub.
 SAVED_OTHERWISE = ("qwen3_vl_moe",)
 # transformers 5 leaves out a part of these names.
+NEXT_NORMS = ("enorm", "hnorm", "shared_head.norm")
 RENAMED = {"gemma3": ("vision_tower.", "vision_tower.vision_model.")}
 
 
@@ -63,7 +64,8 @@ class Family:
     """A model type of transformers with micro sizes; `towers` are the nested configs of a multimodal one.
 
     `without` are the usual values that this type does not take. `draft` adds a draft layer of Qwen's names
-    (`mtp.layers.0.`), whose experts are each in their own tensors ("single") or all in one ("stacked").
+    (`mtp.layers.0.`), whose experts are each in their own tensors ("single") or all in one ("stacked"); or
+    one of DeepSeek's (`model.layers.N.`, "next").
     """
 
     model_type: str
@@ -71,7 +73,7 @@ class Family:
     towers: Mapping[str, Values] | None = None
     values: Values | None = None
     without: tuple[str, ...] = ()
-    draft: Literal["single", "stacked"] | None = None
+    draft: Literal["single", "stacked", "next"] | None = None
 
     def config(self, **changes: object) -> PretrainedConfig:
         """The micro configuration; `changes` go to the language model."""
@@ -96,6 +98,18 @@ QWEN35_MOE = Family(
     model_type="qwen3_5_moe",
     text={**EXPERTS, **LINEAR_ATTENTION, "num_experts": 4},
     towers={"vision_config": QWEN_VISION},
+)
+DEEPSEEK = Family(
+    model_type="deepseek_v3",
+    text={
+        **EXPERTS,
+        **MLA,
+        "n_routed_experts": 4,
+        "topk_method": "noaux_tc",
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
 )
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(model_type="llama", text={}),
@@ -127,17 +141,20 @@ FAMILIES: Mapping[str, Family] = {
     "olmoe": Family(
         model_type="olmoe", text={"intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
     ),
-    "deepseek-v3": Family(
-        model_type="deepseek_v3",
+    "deepseek-v3": DEEPSEEK,
+    "deepseek-v3-mtp": replace(DEEPSEEK, text={**DEEPSEEK.text, "num_nextn_predict_layers": 1}, draft="next"),
+    "glm4-moe-mtp": Family(
+        model_type="glm4_moe",
         text={
             **EXPERTS,
-            **MLA,
             "n_routed_experts": 4,
-            "topk_method": "noaux_tc",
-            "n_group": 2,
-            "topk_group": 1,
+            "n_shared_experts": 1,
             "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_nextn_predict_layers": 1,
         },
+        draft="next",
     ),
     "granite-moe": Family(
         model_type="granitemoe",
@@ -288,19 +305,27 @@ def hub_tensors(config: PretrainedConfig, device: str = "cpu") -> tuple[str, dic
 
 
 def draft_layer(
-    tensors: Mapping[str, torch.Tensor], kind: Literal["single", "stacked"]
+    tensors: Mapping[str, torch.Tensor], kind: Literal["single", "stacked", "next"]
 ) -> dict[str, torch.Tensor]:
-    """A draft layer as Qwen's checkpoints have it: another decoder layer with attention, and `mtp.fc`."""
-    last = next(name for name in tensors if name.endswith("self_attn.o_proj.weight"))
+    """A draft layer: a copy of the last decoder layer with attention, and what joins embedding and state."""
+    *_, last = (name for name in tensors if name.endswith("self_attn.o_proj.weight"))
     prefix = last.removesuffix("self_attn.o_proj.weight")
     layer = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    norm = layer["input_layernorm.weight"]
+    join = 0.02 * torch.randn(norm.numel(), 2 * norm.numel(), dtype=torch.bfloat16)
+    if kind == "next":
+        number = int(prefix.split(".")[-2])
+        more = {"eh_proj.weight": join, **{f"{name}.weight": norm for name in NEXT_NORMS}}
+        return {
+            prefix.replace(f".{number}.", f".{number + 1}.") + name: value
+            for name, value in {**layer, **more}.items()
+        }
     named = single_experts(layer) if kind == "single" else stacked_experts(layer)
-    hidden = layer["input_layernorm.weight"].numel()
     norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
     return {
         **{f"mtp.layers.0.{name}": value for name, value in named.items()},
-        **{f"mtp.{norm}.weight": layer["input_layernorm.weight"] for norm in norms},
-        "mtp.fc.weight": 0.02 * torch.randn(hidden, 2 * hidden, dtype=torch.bfloat16),
+        **{f"mtp.{name}.weight": norm for name in norms},
+        "mtp.fc.weight": join,
     }
 
 

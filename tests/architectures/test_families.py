@@ -342,19 +342,6 @@ def test_patterns_of_one_stack_match_no_layer_of_another(tmp_path: Path) -> None
     assert vexport("check", tmp_path / "repaired").code == 0
 
 
-@pytest.mark.vllm
-def test_vllms_draft_classes_load_what_is_kept_of_draft_layers(tmp_path: Path) -> None:
-    made = []
-    for family, drafter in (("qwen3-next-mtp", "Qwen3NextMTP"), ("qwen3.5-moe-mtp-single", "Qwen3_5MoeMTP")):
-        out = quantize(save_family(family, tmp_path / family), tmp_path / drafter, "FP8_DYNAMIC")
-        config = json.loads((out / "config.json").read_text())
-        (out / "config.json").write_text(json.dumps({**config, "architectures": [drafter]}))
-        made.append(out)
-    assert [
-        cell.status for report in DryLoad(checkpoints=made, tp=(1, 2)).reports() for cell in report.cells
-    ] == ["loads"] * 4
-
-
 def test_experts_of_either_order_are_the_same_layers(tmp_path: Path) -> None:
     """transformers 5 saves (experts, out, in) where the hub has (experts, in, out)."""
     hub = save_family("qwen3-vl-moe", tmp_path / "hub")

@@ -23,6 +23,7 @@ from vexport.checkpoint.hub import (
     require_model,
     side_files,
 )
+from vexport.checkpoint.index import require_checkpoint
 from vexport.errors import EnvironmentFault, InputError, InputErrors
 from vexport.types import OnProgress, silent
 
@@ -198,3 +199,13 @@ def _range(listing: Listing, file: str, start: int, stop: int) -> bytes:
         raise
     except Exception as error:
         raise explain(error, listing.name) from error
+
+
+def resolve_drafter(speculative: str, on_progress: OnProgress) -> str:
+    """`METHOD`, or `METHOD=FOLDER` with the folder of a draft model, given like any source, made absolute."""
+    method, _, name = speculative.partition("=")
+    if not name:
+        return method
+    root = resolve_source(name, on_progress)
+    require_checkpoint(root)
+    return f"{method}={root.absolute()}"

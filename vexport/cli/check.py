@@ -16,7 +16,7 @@ from vexport.cli.base import (
     require_ok,
 )
 from vexport.cli.engine import Interpreter, interpreter_option
-from vexport.cli.options import Answer, device_options, format_option, vllm_option
+from vexport.cli.options import Answer, device_options, format_option, speculative_option, vllm_option
 from vexport.errors import VexportError, file_problem
 from vexport.errors.extras import attempt, raise_problems
 from vexport.types import CheckReport
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     help="Judge by the files alone, without a dry load in vLLM.",
 )
 @interpreter_option
-@click.option("--speculative", metavar="METHOD", default="", help="Method of drafting to support, e.g. mtp.")
+@speculative_option
 @click.option("--strict", is_flag=True, help="Exit with 3 where something was not judged.")
 @click.option("--all", "every", is_flag=True, help="List each finding; text has those of one kind as one.")
 @format_option()
@@ -84,13 +84,15 @@ def check(
       vexport check OUT --digests vexport.json
       vexport check checkpoints/* --format junit -o check.xml
     """
+    from vexport.checkpoint.source import resolve_drafter
     from vexport.checks import CHECKS, FILES
     from vexport.checks.vllm.view import Target
     from vexport.cli.terminal import progress_display
     from vexport.reports import render_checks, summarize_checks
 
-    target = Target(tp=tp or (), sm=sm or (), vllm=vllm, speculative=speculative)
     with progress_display(quiet=answer.quiet) as on_progress:
+        drafter = resolve_drafter(speculative, on_progress)
+        target = Target(tp=tp or (), sm=sm or (), vllm=vllm, speculative=drafter)
         against = _against(source, on_progress)
         roots, problems = _resolved(checkpoints, on_progress)
         read = partial(_checked, checkpoints, roots, problems, target, against, digests)

@@ -9,7 +9,7 @@ import click
 
 from vexport.cli.base import command, given, print_text, require_loaded
 from vexport.cli.engine import Interpreters, Session, engine_arg_option, interpreters_option, session_options
-from vexport.cli.options import Answer, device_options, format_option, gpu_option
+from vexport.cli.options import Answer, device_options, format_option, gpu_option, speculative_option
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, raise_problems
 from vexport.types import DryLoadReport, EngineMode, LoadReport
@@ -25,11 +25,12 @@ _NO_DRY_LOAD = partial(DryLoadReport, vllm="", cells=(), rows=(), blind_spots=()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Targets:
-    """The devices that a dry load is asked about; `sm` None leaves them to the cards or the defaults."""
+    """What a dry load is asked about; `sm` None leaves the devices to the cards or the defaults."""
 
     tp: tuple[int, ...]
     sm: tuple[int, ...] | None
     cards: tuple["Card", ...]
+    speculative: str
 
 
 @command()
@@ -37,6 +38,7 @@ class _Targets:
 @click.option("--dry", is_flag=True, help="Only the loading, from headers: no weights, no GPU.")
 @device_options
 @gpu_option
+@speculative_option
 @interpreters_option
 @click.option(
     "--mode",
@@ -54,6 +56,7 @@ def load(
     tp: tuple[int, ...] | None,
     sm: tuple[int, ...] | None,
     cards: tuple["Card", ...] | None,
+    speculative: str,
     interpreters: Interpreters,
     mode: Mode,
     session: Session,
@@ -86,7 +89,7 @@ def load(
         if dry:
             from vexport.reports import render_dry_loads
 
-            targets = _Targets(tp=tp or (1,), sm=sm, cards=cards or ())
+            targets = _Targets(tp=tp or (1,), sm=sm, cards=cards or (), speculative=speculative)
             found = _dry_loads(names, interpreters, targets, session.timeout, on_progress)
             reports = shown = _in_order(checkpoints, found, problems, _NO_DRY_LOAD)
             text = render_dry_loads(shown, answer.format_)
@@ -136,10 +139,9 @@ def _in_order(
 
 def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
     """UsageError where options do not go together."""
-    for option in ("sm", "cards"):
+    for option, name in (("sm", "--sm"), ("cards", "--gpu"), ("speculative", "--speculative")):
         if not dry and given(option):
-            name = "--sm" if option == "sm" else "--gpu"
-            raise click.UsageError(f"{name} needs --dry: a real load uses the devices that are there.")
+            raise click.UsageError(f"{name} needs --dry: a real load uses what is there, and drafts nothing.")
     if dry and (session.max_model_len or session.engine_args or mode != "eager"):
         raise click.UsageError(
             "--max-model-len, --engine-arg and --mode do not go with --dry, which runs nothing."
@@ -164,6 +166,7 @@ def _dry_loads(
         sm=targets.sm,
         gpus=targets.cards,
         trust_remote_code=interpreters.trust_remote_code,
+        speculative=targets.speculative,
         timeout=timeout,
         on_progress=on_progress,
     )

@@ -230,6 +230,16 @@ def gpu_option(function: Function) -> Function:
     )(function)
 
 
+def speculative_option(function: Function) -> Function:
+    """How it is to draft."""
+    return click.option(
+        "--speculative",
+        metavar="METHOD",
+        default="",
+        help="Drafting to support: mtp, or eagle3=FOLDER.",
+    )(function)
+
+
 def _version(text: str) -> tuple[int, int]:
     """Major and minor number of a version. A type for click."""
     major, _, rest = text.removeprefix("v").partition(".")

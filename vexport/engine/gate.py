@@ -47,6 +47,7 @@ def checked_in_vllm(
         require=require,
         vllm_python=vllm_python,
         trust_remote_code=trust_remote_code,
+        speculative=target.speculative,
     )
     with ExitStack() as stack:
         running = attempt(partial(stack.enter_context, dry_load.started()), DRY_LOAD) if loadable else None

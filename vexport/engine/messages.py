@@ -134,12 +134,16 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRequest:
-    """Checkpoints and the cells to try for each; `folder` takes a file per finished cell."""
+    """Checkpoints and the cells to try for each; `folder` takes a file per finished cell.
+
+    `speculative` is the method of drafting, `METHOD` or `METHOD=FOLDER` of the draft model, empty for none.
+    """
 
     checkpoints: tuple[Path, ...]
     cells: tuple[Cell, ...]
     folder: Path
     trust_remote_code: bool = False
+    speculative: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +160,7 @@ class DryTry:
     file: Path
     loaded: Path
     trust_remote_code: bool
+    speculative: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

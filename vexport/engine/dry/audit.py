@@ -27,8 +27,9 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
 # Never read (weight_shape), or unused placeholders of the KV cache.
 _ANY_DTYPE = ("weight_shape", "k_zero_point", "v_zero_point", "q_zero_point")
-# What vLLM drops before it loads (get_checkpoint_weight_mapper in quantization/base_config.py).
-_DROPPED = ".g_idx"
+# What vLLM drops before it loads: get_checkpoint_weight_mapper in quantization/base_config.py, EAGLE-3's map
+# from the target's vocabulary in models/llama_eagle3.py.
+_DROPPED = (".g_idx", "t2d")
 _MOST_NAMES = 4
 
 
@@ -73,6 +74,10 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.last_handed_out = ""
         self._ranks = ranks
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with a model: nothing is read or written yet."""
         self._written: dict[int, _Written] = {}
         self._sources: dict[str, _Source] = {}
         self._origins: dict[int, _Origin] = {}
@@ -255,6 +260,8 @@ class HeaderFile:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if error[0] is None:  # what is raised from here on is not about the last tensor
+            self._audit.last_handed_out = ""
         self._file.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def keys(self) -> list[str]:

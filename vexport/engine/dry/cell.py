@@ -5,7 +5,7 @@ import hashlib
 import re
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 
 from vexport.checks.tokenizer import VOCABULARY
 from vexport.engine.dry.audit import Audit, HeaderFile
+from vexport.engine.dry.drafter import DRAFTER, build_drafter, shared_parameters, speculative_config
 from vexport.engine.dry.fake_platform import AbsentValues, NotFollowed, join_group, set_capability
 from vexport.engine.dry.layers import layer_kinds, raising_layer, rank_memory
 from vexport.engine.failures import one_line
@@ -22,7 +23,7 @@ from vexport.engine.messages import CellResult, DryTry, Miscopy, Outcome
 from vexport.files import from_json, to_json, write_text
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 _MOST_MESSAGE = 1000
 # What a missing device, package or value says: the end of what can be shown, not vLLM's judgement.
@@ -47,7 +48,7 @@ def try_cell(attempt: DryTry) -> CellResult:
     return replace(result, seconds=round(time.monotonic() - start, 3))
 
 
-def configure(checkpoint: Path, *, tp: int, trust_remote_code: bool) -> "VllmConfig":
+def configure(checkpoint: Path, *, tp: int, trust_remote_code: bool, speculative: str = "") -> "VllmConfig":
     """vLLM's configuration for a checkpoint; raises what vLLM raises."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -58,6 +59,7 @@ def configure(checkpoint: Path, *, tp: int, trust_remote_code: bool) -> "VllmCon
         skip_tokenizer_init=True,
         safetensors_load_strategy="lazy",
         trust_remote_code=trust_remote_code,
+        speculative_config=speculative_config(speculative),
     )
     return arguments.create_engine_config()
 
@@ -69,26 +71,34 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
 
     cell, trust = attempt.cell, attempt.trust_remote_code
     set_capability(cell.sm)
-    config = configure(attempt.checkpoint, tp=cell.tp, trust_remote_code=trust)
+    drafts = attempt.speculative
+    config = configure(attempt.checkpoint, tp=cell.tp, trust_remote_code=trust, speculative=drafts)
     with set_current_vllm_config(config):
         join_group(cell.tp, attempt.rank)
         with torch.device("meta"), AbsentValues(), set_default_torch_dtype(config.model_config.dtype):
-            model = initialize_model(config)
-        memory = rank_memory(model, config, cell.tp)
-        known = attempt.loaded.with_name(f"{attempt.loaded.name}-{_signature(model)}.json")
+            models = {"": initialize_model(config)}
+            layers = layer_kinds(models[""])  # a drafter's names replace what vLLM knows of these
+            if (drafter := build_drafter(config)) is not None:
+                models[DRAFTER] = drafter
+                layers += tuple(replace(kind, name=DRAFTER + kind.name) for kind in layer_kinds(drafter))
+        memory = rank_memory([*models.values()], config, cell.tp)
+        known = attempt.loaded.with_name(f"{attempt.loaded.name}-{_signature(models)}.json")
         with known.with_suffix(".lock").open("w") as lock:
             # One loads; its like on another capability, at the same time, waits for what it finds.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not known.is_file():
                 if attempt.rank == 0:
                     _open_tokenizer(attempt.checkpoint, config)
-                faults = _load_weights(model, config, audit)
+                faults = _load_weights(models[""], config, config.model_config, audit)
+                if drafter is not None:
+                    faults = _with_drafter(faults, drafter, config, audit)
                 write_text(known, to_json(CellResult(cell=cell, outcome="loaded", faults=faults)))
-    result = replace(from_json(CellResult, known), cell=cell, layers=layer_kinds(model), memory=memory)
-    if (raising := raising_layer(model, cell.sm)) is None:
-        return result
-    where, reason = raising
-    return replace(result, outcome="refused", where=where, reason=reason, layers=())
+    result = replace(from_json(CellResult, known), cell=cell, layers=layers, memory=memory)
+    for prefix, model in models.items():
+        if (raising := raising_layer(model, cell.sm)) is not None:
+            where, reason = raising
+            return replace(result, outcome="refused", where=prefix + where, reason=reason, layers=())
+    return result
 
 
 def _open_tokenizer(checkpoint: Path, config: "VllmConfig") -> None:
@@ -100,25 +110,50 @@ def _open_tokenizer(checkpoint: Path, config: "VllmConfig") -> None:
     config.model_config.try_get_generation_config()
 
 
-def _load_weights(model: torch.nn.Module, config: "VllmConfig", audit: Audit) -> tuple[Miscopy, ...]:
+def _load_weights(
+    model: torch.nn.Module, config: "VllmConfig", loaded: "ModelConfig", audit: Audit
+) -> tuple[Miscopy, ...]:
     from vllm.model_executor.model_loader import weight_utils
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     weight_utils.safe_open = partial(HeaderFile, audit)
     with torch.device("meta"), audit:
-        DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
+        DefaultModelLoader(config.load_config).load_weights(model, loaded)
     return tuple(audit.faults(model, optional=frozenset(_optional(model))))
 
 
-def _signature(model: torch.nn.Module) -> str:
+def _with_drafter(
+    faults: tuple[Miscopy, ...], drafter: torch.nn.Module, config: "VllmConfig", audit: Audit
+) -> tuple[Miscopy, ...]:
+    """The faults of a target and its drafter; where both read one folder, what neither reads is unused."""
+    draft, shared = config.speculative_config.draft_model_config, frozenset(shared_parameters(drafter))
+    audit.begin()
+    own = [
+        replace(
+            fault,
+            where=DRAFTER + fault.where if fault.kind == "missing" else fault.where,
+            layer=DRAFTER + fault.layer,
+        )
+        for fault in _load_weights(drafter, config, draft, audit)
+        if fault.kind != "missing" or fault.where not in shared
+    ]
+    if draft.model != config.model_config.model:
+        return (*faults, *own)
+    unread = {fault.where for fault in own if fault.kind == "unused"}
+    read = [fault for fault in faults if fault.kind != "unused" or fault.where in unread]
+    return (*read, *(fault for fault in own if fault.kind != "unused"))
+
+
+def _signature(models: Mapping[str, torch.nn.Module]) -> str:
     """Digest of what loading depends on: parameters, classes of the modules and methods that load them."""
     digest = hashlib.sha256()
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        scheme = getattr(module, "scheme", None)
-        digest.update(f"{name} {type(module)} {type(method)} {type(scheme)}\n".encode())
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {type(parameter)} {parameter.shape} {parameter.dtype}\n".encode())
+    for model in models.values():
+        for name, module in model.named_modules():
+            method = getattr(module, "quant_method", None)
+            scheme = getattr(module, "scheme", None)
+            digest.update(f"{name} {type(module)} {type(method)} {type(scheme)}\n".encode())
+        for name, parameter in model.named_parameters():
+            digest.update(f"{name} {type(parameter)} {parameter.shape} {parameter.dtype}\n".encode())
     return digest.hexdigest()[:16]
 
 

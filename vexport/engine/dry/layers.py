@@ -3,7 +3,7 @@
 import re
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -57,7 +57,9 @@ def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
             continue
         scheme = getattr(layer, "scheme", None) or method
         kernel = _kernel(scheme)
-        stored = _stored(method, layer, name)
+        # The name that vLLM gave it, which in a drafter is not where it stands.
+        given = getattr(layer, "prefix", None) or getattr(layer, "layer_name", None)
+        stored = _stored(method, layer, given if isinstance(given, str) else name)
         yield LayerKind(
             name=INDEX.sub("*", name),
             count=1,
@@ -119,7 +121,7 @@ def _activation_bits(scheme: object, kernel: object) -> int | None:
     return int(named[1]) if named else None
 
 
-def rank_memory(model: torch.nn.Module, config: "VllmConfig", tp: int) -> RankMemory | None:
+def rank_memory(models: Sequence[torch.nn.Module], config: "VllmConfig", tp: int) -> RankMemory | None:
     """Bytes of a rank's parameters before `load_weights`, and of its KV cache for sequences of some lengths.
 
     None where this vLLM counts in another way: the load itself does not depend on it.
@@ -133,7 +135,8 @@ def rank_memory(model: torch.nn.Module, config: "VllmConfig", tp: int) -> RankMe
     finally:
         config.model_config.max_model_len = longest
     # What is shared (tied embeddings) counts once.
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    parameters = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    tensors = {id(tensor): tensor for tensor in parameters}
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     return RankMemory(tp=tp, weight_bytes=size, sequences=sequences)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vexport.checkpoint.index import require_checkpoint
-from vexport.checkpoint.source import resolve_source
+from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.engine.arguments import require_layers
 from vexport.engine.dry.judge import Require, judge
 from vexport.engine.messages import Cell, DryRequest, DryResult
@@ -25,7 +25,8 @@ class DryLoad:
 
     Needs no GPU and reads no weights: about 10 s to import vLLM, then 0.2 s for each cell of a small model.
     The cells are `tp` (tensor parallel sizes) x `sm` (90 for SM 9.0); each must load, or with `require` "any"
-    one for each `tp`. `vllm_python` is the interpreter, None our own.
+    one for each `tp`. `vllm_python` is the interpreter, None our own. With `speculative`, `METHOD` or
+    `METHOD=FOLDER`, vLLM's draft model is built and loaded as well.
     """
 
     checkpoints: Sequence[Path]
@@ -34,6 +35,7 @@ class DryLoad:
     require: Require = "all"
     vllm_python: Path | None = None
     trust_remote_code: bool = False
+    speculative: str = ""
     timeout: float = SECONDS
 
     def reports(self, on_progress: OnProgress = silent) -> list[DryLoadReport]:
@@ -55,6 +57,7 @@ class DryLoad:
                     cells=tuple(Cell(tp=size, sm=capability) for size in self.tp for capability in self.sm),
                     folder=folder,
                     trust_remote_code=self.trust_remote_code,
+                    speculative=self.speculative,
                 ),
                 kind=DryResult,
                 where="dry load in vLLM",
@@ -83,6 +86,7 @@ def dry_load_checkpoints(
     trust_remote_code: bool,
     timeout: float,
     on_progress: OnProgress,
+    speculative: str = "",
 ) -> list[DryLoadReport]:
     """A report for each checkpoint and interpreter, in that order; None is our own interpreter.
 
@@ -94,6 +98,7 @@ def dry_load_checkpoints(
     for root in roots:
         require_checkpoint(root)
         require_layers(root)
+    drafter = resolve_drafter(speculative, on_progress)
     for python in pythons:
         require_vllm(python)
 
@@ -106,6 +111,7 @@ def dry_load_checkpoints(
             require="all" if wanted else "any",
             vllm_python=python,
             trust_remote_code=trust_remote_code,
+            speculative=drafter,
             timeout=timeout,
         ).reports(on_progress)
         for python in pythons

@@ -88,6 +88,7 @@ def _tries(number: int, request: DryRequest) -> list[list[DryTry]]:
                 file=request.folder / f"{number}-{cell.tp}-{cell.sm}-{rank}.json",
                 loaded=request.folder / f"{number}-{cell.tp}-{rank}",
                 trust_remote_code=request.trust_remote_code,
+                speculative=request.speculative,
             )
             for rank in dict.fromkeys((0, cell.tp - 1))
         ]
