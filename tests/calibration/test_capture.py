@@ -1,7 +1,7 @@
 """Captured calls keep what is shared once; hidden states beyond a size are on disk."""
 
-import os
-from tempfile import TemporaryFile
+from pathlib import Path
+from tempfile import gettempdir
 
 import pytest
 import torch
@@ -9,15 +9,15 @@ from transformers import AutoModelForCausalLM
 
 from tests.calibration.make import batches_of, samples
 from tests.calibration.models import configs
-from vexport.calibration.capture import HiddenStates, LayerCall, capture_layer_calls, hidden_states
-from vexport.calibration.statistics import channel_extremes
+from vexport.calibration.capture import HiddenStates, LayerCall, capture_layer_calls
+from vexport.observers.flatten import channel_extremes
 
 
 def captured(family: str, lengths: list[int]) -> list[list[LayerCall]]:
     model = AutoModelForCausalLM.from_config(configs()[family], dtype=torch.bfloat16).eval()
     batches = batches_of(samples(lengths))
-    with hidden_states() as hidden, torch.no_grad():
-        return capture_layer_calls(model, "model.layers", model.model.layers, batches, hidden).calls
+    with torch.no_grad():
+        return capture_layer_calls(model, "model.layers", model.model.layers, batches, HiddenStates()).calls
 
 
 @pytest.mark.parametrize(
@@ -39,16 +39,16 @@ def test_equal_arguments_are_kept_once(family: str, lengths: list[int], most: in
 
 def test_states_beyond_the_limit_are_on_disk_and_can_be_overwritten() -> None:
     values = [torch.randn(1, length, 8, dtype=torch.bfloat16) for length in (3, 5, 4, 600)]
-    with TemporaryFile() as file:
-        hidden = HiddenStates(file, memory_bytes=150)
-        for value in values:
-            hidden.append(value)
-        assert file.seek(0, os.SEEK_END) > 600 * 16
-        for number, value in enumerate(values):
-            assert torch.equal(hidden[number], value)
-            hidden[number] = value + 1
-        for number, value in enumerate(values):
-            assert torch.equal(hidden[number], value + 1)
+    hidden = HiddenStates(memory_bytes=150)
+    for value in values:
+        hidden.append(value)
+    mapped = Path("/proc/self/maps").read_text().splitlines()
+    assert sum(f" {gettempdir()}/" in line and line.endswith("(deleted)") for line in mapped) == 2
+    for number, value in enumerate(values):
+        assert torch.equal(hidden[number], value)
+        hidden[number] = value + 1
+    for number, value in enumerate(values):
+        assert torch.equal(hidden[number], value + 1)
 
 
 def test_extremes_by_channel_are_exact() -> None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from tests.calibration.make import calibrated, plan_for, samples
 from tests.calibration.models import configs, save
 from vexport.calibration import Samples, calibrate
-from vexport.calibration.capture import capture_layer_calls, hidden_states
+from vexport.calibration.capture import HiddenStates, capture_layer_calls
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import read_index
 from vexport.errors import CheckpointFailed, InputError
@@ -90,11 +90,10 @@ def test_a_model_that_does_more_between_its_layers_is_refused(llama: Path) -> No
     layers = model.model.layers
     layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
     with (
-        hidden_states() as hidden,
         torch.no_grad(),
         pytest.raises(InputError, match=r"model\.layers\.1: got another input than the output"),
     ):
-        capture_layer_calls(model, "model.layers", layers, [torch.tensor([[1, 2]])], hidden)
+        capture_layer_calls(model, "model.layers", layers, [torch.tensor([[1, 2]])], HiddenStates())
     assert "forward" not in vars(layers[0])
 
 

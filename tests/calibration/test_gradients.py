@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from tests.calibration.make import samples
 from tests.calibration.models import configs, save
 from vexport.calibration import gradients
-from vexport.calibration.forward import look_back
-from vexport.calibration.gradients import Again, Gradients, TokenWeights, walk_back, weights_of
+from vexport.calibration.gradients import Again, Gradients, TokenWeights, weights_of
+from vexport.calibration.smoothing import look_back
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.checkpoint.index import read_index
 
@@ -139,7 +139,7 @@ def test_gradients_are_those_of_the_whole_model(tmp_path: Path, monkeypatch: pyt
     steps, seen = list[tuple[int, int]](), Seen()
     monkeypatch.setattr(gradients, "ENTERED_BYTES", 0)
     walk = LayerWalk(read_index(folder))
-    walk_back(walk, ROWS, [seen], lambda stage, done, total: steps.append((done, total)))
+    Gradients(walk, [seen]).run(ROWS, lambda stage, done, total: steps.append((done, total)))
     depth = len(walk.layers)
     assert steps == [(done + 1, 2 * depth) for done in range(2 * depth)]
     expected = dict[int, list[torch.Tensor]]()

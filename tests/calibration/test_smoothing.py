@@ -18,7 +18,7 @@ from tests.calibration.models import configs, expert_configs, save
 from tests.command import vexport
 from tests.models import quantize, save_llama, write_calibration
 from tests.mutations.edits import forget_digests
-from vexport.calibration.forward import look_back
+from vexport.calibration.smoothing import look_back
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader

@@ -6,7 +6,6 @@ register the hooks or call `observe`, run the module, then `update_qparams` and 
 """
 
 from vexport.calibration.data import Samples, read_samples
-from vexport.calibration.forward import calibrate
 from vexport.calibration.model import default_device
 from vexport.calibration.modules import (
     calibrate_input_hook,
@@ -21,6 +20,7 @@ from vexport.calibration.modules import (
     sync_activation_stats,
     update_qparams,
 )
+from vexport.calibration.statistics import calibrate
 
 __all__ = [
     "Samples",

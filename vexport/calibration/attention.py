@@ -1,4 +1,4 @@
-"""What attention layers would write to the KV cache: seen where transformers hands it to the attention.
+"""The ranges of keys and values, seen where transformers hands them to the attention.
 
 Keys are seen after rotary embedding and before they are repeated for the query heads. Multi-head latent
 attention (DeepSeek) caches something else; vLLM reads no scales for it and plans refuse them.
@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vexport.calibration.capture import Forward, replaced_forwards
 from vexport.calibration.model import joined
-from vexport.calibration.statistics import channel_extremes
+from vexport.observers.flatten import channel_extremes
 from vexport.types import HeadRanges, KeyValueRanges
 
 # An attention function of transformers: its outputs, and its probabilities or None.
@@ -81,7 +81,7 @@ WIDENED = (torch.bfloat16, torch.float16)
 
 
 def widens(device: str) -> bool:
-    """Whether float32 products are the faster ones: on Intel's CPUs without AMX.
+    """True where float32 products are the faster ones: on Intel's CPUs without AMX.
 
     On one of Sapphire Rapids whose AMX is hidden by its hypervisor torch 2.13 multiplies bf16 at 84 GFLOPS
     and float32 at 154 (one thread, 512 tokens, 576 x 1536).

@@ -1,4 +1,4 @@
-"""How a model calls its decoder layers, recorded by hooks: no tracing, no knowledge of the model's class.
+"""The calls of a model's decoder layers, recorded without knowledge of the model's class.
 
 The hidden states between two layers lie in memory, and on disk from a size on.
 """
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import IO
 
 import torch
 
@@ -24,19 +23,19 @@ Forward = Callable[..., object]
 Rest = tuple[object, ...] | None
 
 
-# Hidden states beyond this many bytes go to a memory-mapped temporary file.
+# Hidden states beyond this many bytes go to memory-mapped temporary files.
 MEMORY_BYTES = 2**30
 
 
 class HiddenStates:
     """The hidden states of every batch, overwritten layer after layer; they lie in main memory.
 
-    The first `memory_bytes` stay in memory. What exceeds them lies in `file`, and its pages leave the
-    process's memory as soon as they are written: the kernel keeps or flushes them as it sees fit.
+    The first `memory_bytes` stay in memory. Others lie in unnamed files of the temporary folder (TMPDIR), and
+    their pages leave the process's memory as soon as they are written.
     """
 
-    def __init__(self, file: IO[bytes], memory_bytes: int = MEMORY_BYTES) -> None:
-        self._file, self._room, self._end = file, memory_bytes, 0
+    def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._room = memory_bytes
         self._states: list[torch.Tensor] = []
         # The mapped pages of those that lie on disk.
         self._pages: dict[int, mmap.mmap] = {}
@@ -50,10 +49,9 @@ class HiddenStates:
             self._room -= states.nbytes
             self._states.append(states.to("cpu", copy=True))
             return
-        start, grain = self._end, mmap.ALLOCATIONGRANULARITY
-        self._end += -(-states.nbytes // grain) * grain
-        self._file.truncate(self._end)
-        pages = self._pages[len(self)] = mmap.mmap(self._file.fileno(), states.nbytes, offset=start)
+        with tempfile.TemporaryFile(prefix="vexport-hidden-") as file:
+            file.truncate(states.nbytes)
+            pages = self._pages[len(self)] = mmap.mmap(file.fileno(), states.nbytes)
         self._states.append(torch.frombuffer(pages, dtype=states.dtype).view(states.shape))
         self[len(self) - 1] = states
 
@@ -70,16 +68,9 @@ class HiddenStates:
             self._pages[batch].madvise(mmap.MADV_DONTNEED)  # a shared mapping: its data stay in the file
 
 
-@contextmanager
-def hidden_states(memory_bytes: int = MEMORY_BYTES) -> Iterator[HiddenStates]:
-    """Hidden states whose file lies in the system's temporary folder (TMPDIR) and is gone after the block."""
-    with tempfile.TemporaryFile(prefix="vexport-hidden-") as file:
-        yield HiddenStates(file, memory_bytes)
-
-
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """How the model calls one decoder layer for one batch, besides the hidden states."""
+    """The arguments of one decoder layer for one batch, besides the hidden states."""
 
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
@@ -94,14 +85,6 @@ def first_tensor(output: object) -> torch.Tensor:
     states = output[0] if isinstance(output, tuple) else output
     assert isinstance(states, torch.Tensor)
     return states
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """The calls of every layer for every batch, and what layers return in addition to the hidden states."""
-
-    calls: list[list[LayerCall]]
-    rest: Rest
 
 
 def as_output(states: torch.Tensor, rest: Rest) -> object:
@@ -129,9 +112,9 @@ class Interner:
 
 
 class Recorder:
-    """Stands in for the layers' forwards: records how each is called and passes the states through.
+    """Stands in for the layers' forwards: records the calls of each and passes the states through.
 
-    Only for the first batch the first layer really runs, to see what a layer returns.
+    `rest` is what layers return after the hidden states: for the first batch the first layer really runs.
     """
 
     def __init__(self, name: str, layers: torch.nn.ModuleList, hidden: HiddenStates) -> None:
@@ -201,8 +184,8 @@ def capture_layer_calls(
     layers: torch.nn.ModuleList,
     batches: Sequence[torch.Tensor],
     hidden: HiddenStates,
-) -> Captured:
-    """For each layer how the model calls it for each batch; the first layer's inputs go to `hidden`.
+) -> Recorder:
+    """The calls of each layer by the model for each batch; the first layer's inputs go to `hidden`.
 
     `batches` are token ids (samples, tokens). The first layer must be loaded, the others need not. Raises
     InputError for a model that does not run its layers one after the other.
@@ -216,7 +199,7 @@ def capture_layer_calls(
             for number, calls in enumerate(recorder.calls):
                 if len(calls) != len(hidden):
                     raise recorder.unusual(number, "a layer that the forward does not call")
-    return Captured(recorder.calls, recorder.rest)
+    return recorder
 
 
 @contextmanager

@@ -29,7 +29,7 @@ Message = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one row says: exactly one of `ids`, `messages` and `text`.
+    """The content of one row: exactly one of `ids`, `messages` and `text`.
 
     `flat` is the text of a conversation for a model without a chat template; None where that is an error.
     """

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import torch
 
-from vexport.calibration.capture import HiddenStates, hidden_states
+from vexport.calibration.capture import HiddenStates
 from vexport.calibration.data import Samples
 from vexport.calibration.inputs import arithmetic_of
 from vexport.calibration.model import joined
@@ -44,49 +44,32 @@ class GradientWatcher(Protocol):
         """Within the block text runs through the layer, and its gradients back."""
 
     def leave(self, layer: Layer, again: Again) -> None:
-        """What is done with a layer that all of the text has gone through; it still has its weights."""
-
-
-def walk_back(
-    walk: LayerWalk,
-    samples: Samples,
-    watchers: Sequence[GradientWatcher],
-    on_progress: OnProgress = silent,
-) -> None:
-    """Run samples up through all layers, and their gradients back.
-
-    Raises CheckpointFailed where a state is not finite, and what `LayerWalk.text` raises.
-    """
-    text = walk.text(samples, stage=LOOK_BACK, on_progress=on_progress)
-    with text as hidden, hidden_states(ENTERED_BYTES) as entered:
-        Gradients(walk, watchers, hidden, entered).run()
+        """Take leave of a layer that all of the text has gone through; it still has its weights."""
 
 
 class Gradients:
     """The states of a walk on its way up, and the gradients on the way back; None where there is none."""
 
-    def __init__(
-        self,
-        walk: LayerWalk,
-        watchers: Sequence[GradientWatcher],
-        hidden: HiddenStates,
-        entered: HiddenStates,
-    ) -> None:
-        self._walk, self._watchers = walk, watchers
-        self._hidden, self._entered = hidden, entered
+    def __init__(self, walk: LayerWalk, watchers: Sequence[GradientWatcher]) -> None:
+        self._walk, self._watchers, self._entered = walk, watchers, HiddenStates(ENTERED_BYTES)
         self._generator = torch.Generator(walk.device).manual_seed(0)
         self._behind: list[torch.Tensor | None] = []
 
-    def run(self) -> None:
-        """Go up and back."""
-        for layer in self._walk.forward(0, 2):
-            for position in range(len(self._walk.ids)):
-                self._entered.append(self._hidden[position])
-                self._hidden[position] = self._walk.through(layer, position, self._before(layer, position))
-        self._walk.model.requires_grad_(False)
-        self._behind = [self._of_logits(position) for position in range(len(self._walk.ids))]
-        for layer in self._walk.backward(1, 2):
-            self._back(layer)
+    def run(self, samples: Samples, on_progress: OnProgress = silent) -> None:
+        """Run samples up through all layers, and their gradients back.
+
+        Raises CheckpointFailed where a state is not finite, and as `LayerWalk.text`.
+        """
+        walk = self._walk
+        with walk.text(samples, stage=LOOK_BACK, on_progress=on_progress) as hidden:
+            for layer in walk.forward(0, 2):
+                for position in range(len(walk.ids)):
+                    self._entered.append(hidden[position])
+                    hidden[position] = walk.through(layer, position, self._before(layer, position))
+            walk.model.requires_grad_(False)
+            self._behind = [self._of_logits(position, hidden[position]) for position in range(len(walk.ids))]
+            for layer in walk.backward(1, 2):
+                self._back(layer)
 
     def _back(self, layer: Layer) -> None:
         layer.module.requires_grad_(False)
@@ -113,9 +96,9 @@ class Gradients:
             layer.run(position, self._before(layer, position))
         return found
 
-    def _of_logits(self, position: int) -> torch.Tensor | None:
-        """The gradient by what leaves the last layer."""
-        states = self._hidden[position].to(self._walk.device).clone()
+    def _of_logits(self, position: int, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The gradient by the states that leave the last layer."""
+        states = hidden.to(self._walk.device).clone()
         return _gradient(states, lambda states: self._walk.logits(position, states), self._errors)
 
     def _errors(self, logits: torch.Tensor) -> torch.Tensor:
@@ -160,7 +143,7 @@ TokenWeights = Mapping[str, tuple[float, ...]]
 
 
 def weights_of(found: TokenWeights, modules: Sequence[str], tokens: int) -> torch.Tensor | None:
-    """By how much each of a row's tokens counts for these modules together, (tokens,) float32.
+    """The weights of a row's tokens for these modules together, (tokens,) float32.
 
     They go by the root mean square of the gradient, and their mean is about 1; powers of two, so that a
     16-bit input times its weight loses no digit. None where nothing is known of any.

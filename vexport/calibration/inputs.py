@@ -1,4 +1,4 @@
-"""What enters the layers of fusion groups while a model runs.
+"""The inputs of fusion groups while a model runs.
 
 Linear modules show it to a hook. Experts that a model holds as three-dimensional parameters run in a few
 grouped products: seen is what enters their module, and what enters each expert's layers is computed from it.
@@ -25,7 +25,7 @@ LAYOUT = ("has_gate", "has_bias", "is_transposed", "down_proj")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entered:
-    """What enters a module of experts: all tokens (tokens, hidden size), in the order of the text, and for
+    """The input of a module of experts: all tokens (tokens, hidden size), in the order of the text, and for
     each expert which of them it gets and by how much its answer to each counts (routed, 1)."""
 
     tokens: torch.Tensor
@@ -34,17 +34,17 @@ class Entered:
 
 
 class Arithmetic:
-    """What a module of experts computes, expert by expert: for what its own forward has no place for.
+    """The computation of a module of experts, expert by expert, with room between its products.
 
     These are the experts that run by transformers' experts interface (integrations/moe.py).
     """
 
     def serves(self, module: torch.nn.Module) -> bool:
-        """Whether the module is of this kind."""
+        """True for a module of this kind."""
         return all(hasattr(module, part) for part in LAYOUT)
 
     def enter(self, module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Entered:
-        """What a call of the module's forward brings."""
+        """The tokens and routes in a call of the module's forward."""
         given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments.values()
         _, hidden, chosen, weights = given
         assert isinstance(hidden, torch.Tensor)
@@ -58,13 +58,13 @@ class Arithmetic:
         )
 
     def between(self, module: torch.nn.Module, expert: int, tokens: torch.Tensor) -> torch.Tensor:
-        """What enters an expert's down projection (tokens, intermediate size) of tokens (tokens, hidden)."""
+        """The input (tokens, intermediate size) of an expert's down projection."""
         experts = cast(Experts, module)
         made = self._product(experts, "gate_up_proj" if experts.has_gate else "up_proj", expert, tokens)
         return experts._apply_gate(made) if experts.has_gate else experts.act_fn(made)
 
     def down(self, module: torch.nn.Module, expert: int, between: torch.Tensor) -> torch.Tensor:
-        """What its down projection makes of that, (tokens, hidden size)."""
+        """The output (tokens, hidden size) of its down projection."""
         return self._product(cast(Experts, module), "down_proj", expert, between)
 
     def leave(self, entered: Entered, answers: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -136,7 +136,7 @@ KINDS: Sequence[Arithmetic] = (Arithmetic(), Llama4())
 
 
 def arithmetic_of(module: torch.nn.Module) -> Arithmetic | None:
-    """What a module with stacked weights computes; None where that is not known."""
+    """The arithmetic of a module with stacked weights; None where it is not known."""
     return next((kind for kind in KINDS if kind.serves(module)), None)
 
 
@@ -291,11 +291,11 @@ class GroupInputs:
         return sorted(self._names[site.module])
 
     def first_of(self, site: Site) -> FusionGroup | None:
-        """What makes the input of an expert's down projection of its tokens."""
+        """The group that makes the input of an expert's down projection."""
         return None if site.expert is None else self._firsts.get((site.module, site.expert))
 
     def between(self, site: Site, tokens: torch.Tensor) -> torch.Tensor:
-        """What enters an expert's down projection (tokens, intermediate size) of tokens (tokens, hidden)."""
+        """The input (tokens, intermediate size) of an expert's down projection."""
         (module,) = self._modules[site.module]
         arithmetic = arithmetic_of(module)
         assert arithmetic is not None
@@ -303,7 +303,7 @@ class GroupInputs:
         return arithmetic.between(module, site.expert, tokens)
 
     def only(self, module: str | None) -> "GroupInputs":
-        """Those of the groups whose input enters this module; None: of the groups that have none."""
+        """The inputs of this module's groups; None: of the groups that have none."""
         part = copy(self)
         part.sites = tuple(site for site in self.sites if site.module == module)
         part.unreachable = {} if module else self.unreachable
@@ -340,7 +340,7 @@ class GroupInputs:
             yield seen
 
     def values(self, site: Site, value: Value, *, all_experts: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """What enters the layers of a site, by name: of experts all tokens, or those that each gets."""
+        """The inputs of a site's layers by name: for experts all tokens, or those that each gets."""
         members = [member for group in site.groups for member in group.members]
         if not isinstance(value, Entered):
             yield from ((member.name, value) for member in members)

@@ -165,7 +165,7 @@ Read = Callable[[TensorInfo], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRecipe:
-    """How tensors of the checkpoint become parameters.
+    """A conversion of tensors of the checkpoint into parameters.
 
     `tensors` are by the pattern of transformers' rule that they matched, in the rule's order; without a rule
     the one tensor is the parameter. With one, `target` is the first parameter that it makes.
@@ -349,7 +349,7 @@ def last_part(name: str) -> str:
 def recipes(
     model: transformers.PreTrainedModel, stored: Mapping[str, TensorInfo]
 ) -> Iterator[ParameterRecipe]:
-    """How the stored tensors become the model's parameters and buffers; others are left out.
+    """The conversions of stored tensors into the model's parameters and buffers; others are left out.
 
     This is the matching of transformers' `convert_and_load_state_dict_in_model` (core_model_loading.py).
     """

@@ -172,7 +172,7 @@ def observer_of(module: torch.nn.Module, base_name: str) -> Observer | None:
 
 
 def arguments_of(module: torch.nn.Module, base_name: str) -> QuantizationArguments | None:
-    """How the module's scheme quantizes that part; None where it does not."""
+    """The arguments by which the module's scheme quantizes that part; None where it does not."""
     _require_base_name(base_name)
     scheme = getattr(module, "quantization_scheme", None)
     return cast(QuantizationArguments | None, getattr(scheme, ARGUMENTS[base_name], None))

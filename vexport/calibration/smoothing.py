@@ -1,4 +1,4 @@
-"""Which channels of a model can be scaled without changing what it computes, and by how much.
+"""Channels of a model scaled without changing its function, so that rounded inputs lose less.
 
 An input that is rounded loses what is small next to the largest values of its block or token. Where a norm,
 or a linear layer with nothing but products behind it, makes that input, its channels can be scaled there and
@@ -21,13 +21,14 @@ import torch
 from vexport.architectures.fusion import moe_layer
 from vexport.architectures.text_config import text_config
 from vexport.calibration.data import Samples
-from vexport.calibration.gradients import Again
+from vexport.calibration.gradients import Again, Gradients, GradientWatcher, TokenWeigher, TokenWeights
 from vexport.calibration.model import Weights, joined
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.smoothed import MOST, encode, reader_of
 from vexport.checkpoint.tensors import read_tensor
-from vexport.types import FusionGroup, Smoothing
+from vexport.numerics.ranks import on_first
+from vexport.types import FusionGroup, OnProgress, Smoothing, silent
 
 # A channel that is never used counts as this share of the largest.
 LEAST = 1e-5
@@ -226,9 +227,34 @@ def _times(values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _is_exact(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether no digit was lost: of small numbers in float16, say."""
+    """True where no digit was lost: of small numbers in float16, say."""
     mantissas = torch.frexp(before.float()).mantissa, torch.frexp(after.float()).mantissa
     return torch.equal(*mantissas)
+
+
+def look_back(
+    walk: LayerWalk,
+    samples: Samples,
+    *,
+    smoothed: Sequence[FusionGroup],
+    strength: float,
+    weighs_tokens: bool,
+    on_progress: OnProgress = silent,
+) -> tuple[Mapping[str, Smoothing], TokenWeights]:
+    """The scales of the inputs of the groups `smoothed`, and the weights of tokens where asked.
+
+    Both come from the same gradients, of all `samples`; the first rank finds them for all. Raises as
+    `calibrate`.
+    """
+
+    def find() -> tuple[Mapping[str, Smoothing], TokenWeights]:
+        smoother = Smoother(smoothed, strength, walk.weights)
+        weigher = TokenWeigher([len(ids) for ids in samples.token_ids])
+        watchers: list[GradientWatcher] = [weigher] if weighs_tokens else []
+        Gradients(walk, [*watchers, smoother] if smoothed else watchers).run(samples, on_progress)
+        return smoother.found, weigher.found()
+
+    return on_first(find)
 
 
 # Powers of two are undone for any input or for none: tokens from all over the vocabulary.

@@ -6,16 +6,24 @@ more slowly than the integers that they are stored as, and over groups of 16 cha
 """
 
 import base64
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from vexport.architectures.fusion import moe_layer
-from vexport.calibration.inputs import Entered, GroupInputs, Value
-from vexport.errors import CheckpointFailed
+from vexport.calibration.attention import watching_attention
+from vexport.calibration.capture import HiddenStates, base_of
+from vexport.calibration.data import Samples
+from vexport.calibration.gradients import TokenWeights
+from vexport.calibration.inputs import Entered, GroupInputs, Places, Value
+from vexport.calibration.walk import Layer, LayerWalk, is_finite
+from vexport.checkpoint.index import SourceIndex
+from vexport.errors import CheckpointFailed, InputError
 from vexport.formats.schemes import get_scheme
-from vexport.numerics.ranks import add_up, all_reduce, gather
+from vexport.numerics.ranks import add_up, all_reduce, gather, process_group, rank_and_size
 from vexport.observers import (
     Importance,
     MemorylessMinMaxObserver,
@@ -24,37 +32,29 @@ from vexport.observers import (
     StaticMinMaxObserver,
     load_observer,
 )
-from vexport.types import FusionGroup, InputRange, Plan, observer_names
+from vexport.observers.flatten import channel_extremes
+from vexport.types import (
+    Calibration,
+    FusionGroup,
+    InputRange,
+    KeyValueRanges,
+    OnProgress,
+    Plan,
+    Smoothing,
+    observer_names,
+    silent,
+)
+from vexport.types.calibration import CALIBRATE
 
 DEFAULT_INPUT_OBSERVER = "static_minmax"
 # Observers whose statistics follow from the extremes of an observation, and strategies that group channels.
 OF_RANGES = (MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver)
 OF_CHANNELS = ("tensor", "group", "tensor_group")
-SIGN = -(2**15)
-# Sign and magnitude in 16 bits; infinite and NaN have the largest magnitudes.
-SIXTEEN_BIT = (torch.bfloat16, torch.float16)
-
-
-def channel_extremes(value: torch.Tensor) -> torch.Tensor:
-    """Minima and maxima over all tokens of an activation (..., channels): (2, channels), same dtype.
-
-    A channel with a NaN has a NaN among them. The activation must not be empty.
-    """
-    flat = value.detach().reshape(-1, value.shape[-1])
-    if flat.dtype not in SIXTEEN_BIT:
-        return torch.stack((flat.amin(0), flat.amax(0)))
-    bits = flat.contiguous().view(torch.int16)
-    # As integers positive floats are in order and above all negative ones, which are in reverse order.
-    highest, lowest = bits.amax(0), bits.amin(0)
-    most_negative = (bits ^ SIGN).amax(0)
-    low = torch.where(most_negative >= 0, most_negative ^ SIGN, lowest)
-    high = torch.where(highest >= 0, highest, lowest)
-    return torch.stack((low, high)).view(flat.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """What was seen so far.
+    """Statistics of inputs so far.
 
     `inputs` and `importance` go by the name of the linear layer whose input they see; `routed` counts tokens
     by module of experts and expert. With `all_experts` the experts' statistics see all tokens.
@@ -67,7 +67,7 @@ class Statistics:
 
     @classmethod
     def needed_by(cls, plan: Plan, *, all_experts: bool) -> "Statistics":
-        """What a plan needs: static input scales, weight searches by importance."""
+        """Empty statistics for a plan's static input scales and weight searches by importance."""
         return cls(
             inputs=input_observers(plan),
             importance={
@@ -80,7 +80,7 @@ class Statistics:
         )
 
     def wants(self, group: FusionGroup) -> bool:
-        """Whether something of a group's input is needed."""
+        """True where something of a group's input is needed."""
         return any(one.name in self.inputs or one.name in self.importance for one in group.members)
 
     def only(self, groups: Sequence[FusionGroup]) -> "Statistics":
@@ -123,15 +123,22 @@ class Statistics:
         add_up(self.routed)
 
     def ranges(self) -> dict[str, InputRange]:
-        """What the observers of inputs saw, by layer; CheckpointFailed where one saw nothing."""
-        return {name: _input_range(name, observer) for name, observer in self.inputs.items()}
+        """The ranges that the observers of inputs saw, by layer; CheckpointFailed where one saw nothing."""
+        found = dict[str, InputRange]()
+        for name, observer in self.inputs.items():
+            _require_tokens(name, observer.tokens, "its static input scale")
+            low, high = observer.range()
+            found[name] = InputRange(low=float(low.min()), high=float(high.max()), tokens=observer.tokens)
+        return found
 
     def importances(self) -> dict[str, str]:
         """The importance of the channels of inputs, by layer; CheckpointFailed where nothing was seen."""
-        return {name: _importance(name, gathered) for name, gathered in self.importance.items()}
+        for name, gathered in self.importance.items():
+            _require_tokens(name, gathered.tokens, "the importance of its input channels")
+        return {name: encode_channels(gathered.mean()) for name, gathered in self.importance.items()}
 
     def routing(self) -> dict[str, tuple[int, ...]]:
-        """How many tokens each expert got, by module of experts."""
+        """The numbers of tokens that experts got, by module of experts."""
         return {name: tuple(counts.tolist()) for name, counts in self.routed.items()}
 
 
@@ -156,17 +163,6 @@ def show(observer: Observer, value: torch.Tensor, rows: torch.Tensor) -> None:
         observer(value)
 
 
-def _input_range(name: str, observer: Observer) -> InputRange:
-    _require_tokens(name, observer.tokens, "its static input scale")
-    low, high = observer.range()
-    return InputRange(low=float(low.min()), high=float(high.max()), tokens=observer.tokens)
-
-
-def _importance(name: str, gathered: Importance) -> str:
-    _require_tokens(name, gathered.tokens, "the importance of its input channels")
-    return encode_channels(gathered.mean())
-
-
 def encode_channels(values: torch.Tensor) -> str:
     """A vector as JSON text: base64 of its little-endian float32 bytes."""
     return base64.b64encode(values.cpu().numpy().astype("<f4").tobytes()).decode("ascii")
@@ -179,4 +175,131 @@ def _require_tokens(name: str, tokens: int, purpose: str) -> None:
             got="0 tokens in calibration",
             need=f"at least one for {purpose}",
             fix="add samples that reach this layer (an expert: calibrate all), or choose a dynamic scheme",
+        )
+
+
+def calibrate(
+    walk: LayerWalk,
+    plan: Plan,
+    samples: Samples,
+    *,
+    on_progress: OnProgress = silent,
+    all_experts: bool = True,
+    smoothing: Mapping[str, Smoothing] | None = None,
+    token_weights: TokenWeights | None = None,
+) -> Calibration:
+    """Run the samples through the source and record what static scales, importance and the KV cache need.
+
+    With `all_experts` the statistics of every expert see all tokens, else those routed to it; what the model
+    computes is the same. The source is read as smoothed. Under torchrun, or in a process group, the samples
+    are dealt to the ranks and every rank ends with the statistics of all.
+
+    Raises CheckpointFailed where an activation is not finite or a layer saw no token, InputError for a model
+    that cannot run layer by layer.
+    """
+    seen, cached = Statistics.needed_by(plan, all_experts=all_experts), dict[str, KeyValueRanges]()
+    if seen.inputs or seen.importance or plan.kv_cache:
+        with process_group():
+            rank, size = rank_and_size()
+            own = samples.taken(range(rank, len(samples.rows), size))
+            text = walk.text(own, smoothing, stage=CALIBRATE, on_progress=on_progress)
+            with text as hidden:
+                watch = _Watch(walk, plan, seen, cached, hidden)
+                for layer in walk.forward():
+                    watch.layer(layer)
+                watch.behind()
+            seen.sync()
+            add_up(cached)
+            if plan.kv_cache:
+                require_cache(walk.index, cached)
+    return Calibration(
+        rows=samples.rows,
+        digest=samples.digest,
+        tokens=sum(len(ids) for ids in samples.token_ids),
+        ranges=seen.ranges(),
+        importance=seen.importances(),
+        kv_ranges=cached,
+        data=samples.data,
+        smoothing=smoothing or {},
+        token_weights=token_weights or {},
+        routed=seen.routing(),
+    )
+
+
+class _Watch:
+    """Runs all samples of this rank through the source, and takes in statistics."""
+
+    def __init__(
+        self,
+        walk: LayerWalk,
+        plan: Plan,
+        seen: Statistics,
+        cached: dict[str, KeyValueRanges],
+        hidden: HiddenStates,
+    ) -> None:
+        self._walk, self._seen, self._cached, self._hidden = walk, seen, cached, hidden
+        self._places = Places(walk.model, walk.weights)
+        self._groups = [group for group in plan.groups if seen.wants(group)]
+        self._watches_cache = bool(plan.kv_cache)
+
+    def layer(self, layer: Layer) -> None:
+        """Run all samples through a decoder layer."""
+        inputs = self._inputs(self._places.below(f"{layer.name}.", self._groups))
+        watching = watching_attention(layer.module, layer.name, self._walk.weights.stored_name, self._cached)
+        with watching if self._watches_cache else nullcontext():
+            for position in range(len(self._hidden)):
+                run = partial(layer.run, position, self._hidden[position].to(self._walk.device))
+                made = self._take(inputs, layer.module, layer.name, position, run)
+                assert made is not None
+                self._hidden[position] = made
+
+    def behind(self) -> None:
+        """Run what is outside the layers, where something there is watched."""
+        inside = {one.name for one in self._places.below(f"{self._walk.name}.", self._groups)}
+        outside = [group for group in self._groups if group.name not in inside]
+        if not outside:
+            return
+        # An output head is behind the model's base, which alone need not run it.
+        model, base = self._walk.model, base_of(self._walk.model)
+        name = next(name for name, module in model.named_modules() if module is base)
+        in_base = self._places.below(f"{name}." if name else "", outside) == outside
+        inputs = self._inputs(outside)
+        for position in range(len(self._hidden)):
+            part = base if in_base else model
+            run = partial(self._walk.run_behind, part, position, self._hidden[position])
+            self._take(inputs, model, "", position, run)
+
+    def _inputs(self, groups: Sequence[FusionGroup]) -> GroupInputs:
+        """The inputs of groups; InputError where that of one cannot be seen."""
+        inputs = GroupInputs(self._places, groups)
+        for name, reason in inputs.unreachable.items():
+            need, fix = "a layer whose input can be seen", "use a weight-only or dynamic scheme for it"
+            raise InputError(name, got=reason, need=need, fix=fix)
+        return inputs
+
+    def _take(
+        self,
+        inputs: GroupInputs,
+        module: torch.nn.Module,
+        name: str,
+        position: int,
+        run: Callable[[], torch.Tensor | None],
+    ) -> torch.Tensor | None:
+        """Run a sample through a module and take in what enters the groups; what comes out must be finite."""
+        not_finite = list[str]()
+        with inputs.shown(lambda at, value: not_finite.extend(self._seen.take(inputs, at, value)), once=True):
+            made = run()
+        if not_finite or (made is not None and not is_finite(made)):
+            raise self._walk.not_finite(module, name, position, run, next(iter(not_finite), None))
+        return made
+
+
+def require_cache(index: SourceIndex, seen: Mapping[str, object]) -> None:
+    """InputError where no keys and values were seen."""
+    if not seen:
+        raise InputError(
+            f"{index.root}: KV cache",
+            got="no attention layer that calls transformers' attention interface",
+            need="one, to see keys and values",
+            fix="leave the KV cache unquantized",
         )

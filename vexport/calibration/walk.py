@@ -16,7 +16,6 @@ from vexport.calibration.capture import (
     LayerCall,
     base_of,
     capture_layer_calls,
-    hidden_states,
     replayed_layers,
 )
 from vexport.calibration.data import Samples
@@ -37,7 +36,7 @@ from vexport.types import OnProgress, Smoothing, silent
 
 
 def is_finite(value: torch.Tensor) -> bool:
-    """Whether no element is infinite or NaN; an empty tensor is finite."""
+    """True where no element is infinite or NaN; an empty tensor is finite."""
     if not value.numel():
         return True
     low, high = torch.aminmax(value)
@@ -132,15 +131,14 @@ class LayerWalk:
             torch.compiler.set_stance("force_eager"),
             fast_products(self.layers, self.device),
             reader_of(smoothing or {}) as self.weights.reader,
-            hidden_states() as hidden,
         ):
             self._load(0)
+            hidden = HiddenStates()
             self._captured = capture_layer_calls(self.model, self.name, self.layers, self.ids, hidden)
-            for position, ids in enumerate(self.ids):
+            for position in range(len(self.ids)):
                 if not is_finite(hidden[position]):
-                    with self._behind(hidden[position]):
-                        run = partial(base_of(self.model), input_ids=ids, use_cache=False)
-                        raise self.not_finite(self.model, "", position, run)
+                    run = partial(self.run_behind, base_of(self.model), position, hidden[position])
+                    raise self.not_finite(self.model, "", position, run)
             yield hidden
 
     def forward(self, part: int = 0, parts: int = 1) -> Iterator[Layer]:

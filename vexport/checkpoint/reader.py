@@ -118,7 +118,7 @@ class Reader:
         if part is None:
             return stored
         expert: npt.NDArray[np.generic] = stored.reshape(-1, *stored.shape[-2:])[part.expert]
-        return (expert.T if part.transposed else expert)[part.start : part.stop : part.step]
+        return (expert.T if part.transposed else expert)[part.start : part.stop]
 
     def release(self, tensors: Iterable[TensorInfo]) -> None:
         """Tell the kernel that these tensors' pages are no longer needed."""

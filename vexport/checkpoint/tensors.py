@@ -46,7 +46,7 @@ def read_weight(reader: Reader, tensor: TensorInfo, part: WeightPart | None) -> 
     if part is None:
         return stored
     expert = stored.reshape(-1, *stored.shape[-2:])[part.expert]
-    return (expert.T if part.transposed else expert)[part.start : part.stop : part.step]
+    return (expert.T if part.transposed else expert)[part.start : part.stop]
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:

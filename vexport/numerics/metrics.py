@@ -33,7 +33,7 @@ class ErrorPower:
     error: float = 0.0
 
     def __add__(self, other: "ErrorPower") -> "ErrorPower":
-        """That of both parts together."""
+        """The error of both parts together."""
         return ErrorPower(
             signal=self.signal + other.signal,
             error=self.error + other.error,

@@ -116,22 +116,22 @@ class Observer(Named, OlderNames):
 
     @property
     def has_statistics(self) -> bool:
-        """Whether anything was observed yet."""
+        """True when something was observed."""
         return self.low is not None or self._weight is not None
 
     @property
     def strategy(self) -> str:
-        """Which elements share a scale, by compressed-tensors' name."""
+        """The strategy of scales, by compressed-tensors' name."""
         return strategy_of(self.args)
 
     @property
     def _keeps_statistics(self) -> bool:
-        """Whether a subclass takes in observations itself."""
+        """True where a subclass takes in observations itself."""
         return type(self).update_statistics_from_observed is not Observer.update_statistics_from_observed
 
     @property
     def _finds_ranges_last(self) -> bool:
-        """Whether a subclass changes the range and leaves the scales to the class above it."""
+        """True where a subclass changes the range and leaves the scales to the class above it."""
         order = type(self).__mro__
         find, scale = (
             next(place for place, kind in enumerate(order) if name in vars(kind))
@@ -141,7 +141,7 @@ class Observer(Named, OlderNames):
 
     @property
     def min_vals(self) -> torch.Tensor:
-        """What was seen, shape qparam_shape, by the name that llm-compressor's subclasses set."""
+        """The minima, shape qparam_shape, by the name that llm-compressor's subclasses set."""
         return self._end(self.low)
 
     @min_vals.setter
@@ -201,7 +201,7 @@ class Observer(Named, OlderNames):
         return new
 
     def range(self) -> Range:
-        """What was seen: (low, high), shape qparam_shape, float32.
+        """The range that was seen: (low, high), shape qparam_shape, float32.
 
         Raises ValueError when nothing was seen.
         """

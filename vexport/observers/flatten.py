@@ -44,14 +44,14 @@ def require_layout(base_name: str, args: ObserverArgs) -> None:
 
 
 def permutes(g_idx: torch.Tensor | None) -> bool:
-    """Whether a column-to-group map is set: not None, not on meta, without -1 (not initialized)."""
+    """True for a column-to-group map that is set: not None, not on meta, without -1 (not initialized)."""
     return g_idx is not None and g_idx.device.type != "meta" and not bool((g_idx == -1).any())
 
 
 def permutation(
     g_idx: torch.Tensor | None, value: torch.Tensor, base_name: str, args: ObserverArgs
 ) -> torch.Tensor | None:
-    """How the columns of a value are permuted before they are grouped; None where they stay in order."""
+    """The permutation of a value's columns before they are grouped; None where they stay in order."""
     grouped = base_name == WEIGHT and strategy_of(args) in ("group", "tensor_group")
     if g_idx is None or not grouped or not permutes(g_idx):
         return None
@@ -248,3 +248,25 @@ def get_observer_token_count(module: torch.nn.Module) -> Counter[str]:
         if last == "input_observer":
             counts[owner] = int(getattr(submodule, "tokens", 0))
     return counts
+
+
+SIGN = -(2**15)
+# Sign and magnitude in 16 bits; infinite and NaN have the largest magnitudes.
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+
+
+def channel_extremes(value: torch.Tensor) -> torch.Tensor:
+    """Minima and maxima over all tokens of an activation (..., channels): (2, channels), same dtype.
+
+    A channel with a NaN has a NaN among them. The activation must not be empty.
+    """
+    flat = value.detach().reshape(-1, value.shape[-1])
+    if flat.dtype not in SIXTEEN_BIT:
+        return torch.stack((flat.amin(0), flat.amax(0)))
+    bits = flat.contiguous().view(torch.int16)
+    # As integers positive floats are in order and above all negative ones, which are in reverse order.
+    highest, lowest = bits.amax(0), bits.amin(0)
+    most_negative = (bits ^ SIGN).amax(0)
+    low = torch.where(most_negative >= 0, most_negative ^ SIGN, lowest)
+    high = torch.where(highest >= 0, highest, lowest)
+    return torch.stack((low, high)).view(flat.dtype)

@@ -50,7 +50,7 @@ class Importance:
         return (self.total / float(self.tokens)).to(torch.float32)
 
     def problem(self, channels: int) -> str | None:
-        """Why it cannot weight a weight of that many input channels, or None where it can."""
+        """The reason why it cannot weight that many input channels, or None where it can."""
         if not self.tokens:
             return "no importance data available"
         if self.total.numel() != channels:
@@ -83,7 +83,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
 
     @property
     def search(self) -> Search:
-        """What is searched: here the last step is included."""
+        """The candidates: here the last step is included."""
         return search_of(self.options, max(1, int(self.options.maxshrink * self.options.grid)) + 1)
 
     def attach(self, module: torch.nn.Module) -> None:

@@ -46,7 +46,7 @@ class MemorylessMSEObserver(Observer):
 
     @property
     def search(self) -> Search:
-        """What is searched."""
+        """The candidates."""
         return search_of(self.options, int(self.options.maxshrink * self.options.grid))
 
     def importance(self, channels: int, order: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""What an observer asks of quantization arguments, and the formulas from a range to scales, in float32.
+"""Quantization arguments of observers, and the formulas from a range to scales, in float32.
 
 `QuantArgs` and compressed-tensors' own `QuantizationArgs` both answer. Symmetric scales are
 absmax / (range / 2): FP4 /6, FP8 /448, INT4 /7.5, INT8 /127.5 (calculate_qparams in
@@ -75,22 +75,22 @@ def plain(value: object) -> str:
 
 
 def strategy_of(args: ObserverArgs) -> str:
-    """Which elements share a scale, by compressed-tensors' name."""
+    """The strategy of scales, by compressed-tensors' name."""
     return plain(args.strategy)
 
 
 def is_float(args: ObserverArgs) -> bool:
-    """Whether the quantized values are floating point (e2m1 or e4m3) and not integers."""
+    """True for floating-point values (e2m1 or e4m3), False for integers."""
     return plain(args.type) == "float"
 
 
 def is_nvfp4(args: ObserverArgs) -> bool:
-    """Whether values are e2m1 with e4m3 block scales relative to a global scale."""
+    """True for e2m1 values with e4m3 block scales relative to a global scale."""
     return strategy_of(args) == "tensor_group" and is_float(args) and args.num_bits == 4
 
 
 def is_mx(args: ObserverArgs) -> bool:
-    """Whether scales are powers of two stored as exponents (e8m0): MXFP4 and MXFP8.
+    """True where scales are powers of two stored as exponents (e8m0): MXFP4 and MXFP8.
 
     Source: should_generate_mx_scales in compressed_tensors/quantization/utils/mxfp_utils.py.
     """

@@ -14,7 +14,7 @@ NamedT = TypeVar("NamedT", bound="Named")
 
 
 class Named:
-    """What loads subclasses by name."""
+    """A class that loads its subclasses by name."""
 
     registry_name: ClassVar[str] = ""
     aliases: ClassVar[tuple[str, ...]] = ()

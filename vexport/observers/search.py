@@ -43,7 +43,7 @@ SAMPLED_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What is searched: the observed range times `expand` times each of `factors`, in that order.
+    """The candidates of a search: the observed range times `expand` times each of `factors`, in that order.
 
     `patience` steps without an improvement in any group end the search; 0 turns that off.
     """
@@ -113,7 +113,7 @@ def search_rows(
 
 
 def format_of(args: ObserverArgs) -> Format:
-    """What values are rounded to, with scales as they are stored."""
+    """The format that values are rounded to, with scales as they are stored."""
     form = integer_format(args.num_bits)
     if is_float(args):
         form = E2M1 if args.num_bits == 4 else E4M3

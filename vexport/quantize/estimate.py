@@ -1,4 +1,4 @@
-"""How long calibration text will take, measured on a few rows and layers of the model itself.
+"""The time that calibration text will take, measured on a few rows and layers of the model itself.
 
 A trial runs all steps of a plan on two layers of the most common kind and one of each other. The first layer
 of a trial warms up; the others show how long a layer takes. Two trials, of few rows and of more, tell what a
@@ -115,7 +115,7 @@ class _Trials:
         self._numbers = [*firsts, *second]
 
     def steps(self) -> tuple[Step, ...]:
-        """What the text will take."""
+        """The steps of the text."""
         text, size = self._text, rank_and_size()[1]
         if len(self._numbers) < 2 or len(self._counts) > MOST_KINDS:
             return ()
@@ -150,7 +150,7 @@ class _Trials:
         return {name: self._taken(marks) for name, marks in clock.marks.items()}
 
     def _taken(self, marks: Sequence[float]) -> _Taken:
-        """What a step took that went through the layers once, or up and back."""
+        """The time of a step that went through the layers once, or up and back."""
         seconds = [end - start for start, end in pairwise(marks)]
         layers = around = 0.0
         for number, start in enumerate(range(0, len(seconds), len(self._numbers))):
@@ -181,6 +181,6 @@ def _groups_of_layers(walk: "LayerWalk", plan: Plan) -> list[list[FusionGroup]]:
 
 
 def _kind(walk: "LayerWalk", number: int, groups: Sequence[Sequence[FusionGroup]]) -> Hashable:
-    """What the time of a layer depends on: the shapes of its parameters, and how they are quantized."""
+    """The causes of a layer's time: the shapes of its parameters, and their quantization."""
     shapes = tuple((name, *one.shape) for name, one in walk.layers[number].named_parameters())
     return shapes, tuple((one.scheme, one.rounding, one.observer) for one in groups[number])

@@ -1,4 +1,4 @@
-"""What a quantized checkpoint has besides its weights: index, side files, config.json, which comes last.
+"""The files of a quantized checkpoint besides its weights: index, side files, config.json, which comes last.
 
 Its recipe, vexport.json, is a scenario that makes it again, with digests of its inputs. Nothing in it depends
 on time or machine, so that equal calls leave equal bytes. Paths are relative to the checkpoint's folder.

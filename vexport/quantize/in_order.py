@@ -58,7 +58,7 @@ class WaitingRows:
         return {stop[0] for stop in self._stops if stop is not None}
 
     def noted(self, position: int, name: str) -> Noted:
-        """What enters this module of a row that waits there."""
+        """The input of this module, of a row that waits there."""
         stop = self._stops[position]
         return {name: stop[1]} if stop is not None and stop[0] == name else {}
 
@@ -92,7 +92,7 @@ class NotedRows:
         return set[str]().union(*self._seen)
 
     def noted(self, position: int, name: str) -> Noted:
-        """What enters this module of a row."""
+        """The input of this module, of a row."""
         seen = self._seen[position]
         return {name: seen[name]} if name in seen else {}
 

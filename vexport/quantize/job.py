@@ -34,7 +34,7 @@ from vexport.types.rounding import RoundingReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeJob:
-    """What is asked for. `source` is a folder or a hub id as it was asked for, `out` the folder written."""
+    """A request to quantize `source`, a folder or a hub id as it was asked for, into the folder `out`."""
 
     source: str
     out: Path

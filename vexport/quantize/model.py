@@ -63,7 +63,7 @@ class QuantizedModel:
 
     @property
     def reader(self) -> Reader:
-        """That of the text which is on its way."""
+        """The reader of the text that is on its way."""
         return self._weights.reader
 
     def learn(self, layer: LayerRounding) -> None:
@@ -85,7 +85,7 @@ class QuantizedModel:
         return found
 
     def _input_rounding(self, group: FusionGroup) -> InputRounding | None:
-        """What rounds a group's inputs; None where they are not rounded."""
+        """The rounding of a group's inputs; None where they are not rounded."""
         args = ct_scheme(get_scheme(group.scheme).args).input_activations
         if args is None:
             return None
@@ -159,7 +159,7 @@ class QuantizedModel:
                 original = read_tensor(self.reader, self.index.tensors[name])
                 tensors[name] = original.to(self.device, copy=True)
             expert = tensors[name].view(-1, *tensors[name].shape[-2:])[part.expert]
-            (expert.T if part.transposed else expert)[part.start : part.stop : part.step] = weight
+            (expert.T if part.transposed else expert)[part.start : part.stop] = weight
         return tensors
 
 

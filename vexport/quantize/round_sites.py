@@ -81,7 +81,7 @@ def round_group(
 
 
 def _name(group: FusionGroup, strength: Strength) -> str:
-    """What was done: a refit of no strength is GPTQ."""
+    """The name of the rounding: a refit of no strength is GPTQ."""
     return "gptq" if group.rounding == "refit" and not strength.strength else group.rounding
 
 
@@ -167,7 +167,7 @@ class SiteSums:
                 self._moments[site.name].add(rounded, wanted, weights=weights)
 
     def _weights(self, site: Site, tokens: torch.Tensor) -> torch.Tensor | None:
-        """By how much each of a row's tokens counts; None where nothing is known of it."""
+        """The weights of a row's tokens; None where they are not known."""
         if not all(self._strength(group, site).weighs_tokens for group in site.rounded):
             return None
         number = tokens.numel() // tokens.shape[-1]

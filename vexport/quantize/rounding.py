@@ -17,11 +17,10 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from vexport.calibration.attention import watching_attention
-from vexport.calibration.capture import HiddenStates, hidden_states
+from vexport.calibration.capture import HiddenStates
 from vexport.calibration.data import Samples
-from vexport.calibration.forward import require_cache
 from vexport.calibration.inputs import GroupInputs, Value
-from vexport.calibration.statistics import Statistics
+from vexport.calibration.statistics import Statistics, require_cache
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.files import atomic_path, from_json, to_json, write_text
 from vexport.formats.packing.base import Array
@@ -62,7 +61,7 @@ class RoundedLayers(Stored):
         return len(self._files)
 
     def how(self, number: int) -> LayerRounding | None:
-        """How a layer was rounded; None where it is not finished."""
+        """The report of a rounded layer; None where it is not finished."""
         told = self._folder / f"layer-{number:04d}.json"
         return from_json(LayerRounding, told) if told.is_file() else None
 
@@ -99,9 +98,9 @@ def round_weights(
         statistics = Statistics.needed_by(plan, all_experts=all_experts)
         own = samples.taken(range(rank, len(samples.rows), size))
         text = walk.text(own, calibration.smoothing, stage=ROUND, on_progress=on_progress)
-        with text as source, hidden_states() as quantized:
+        with text as source:
             tokens = sum(map(len, samples.token_ids))
-            rounding = RoundingWalk(walk, plan, calibration, statistics, done, source, quantized, tokens)
+            rounding = RoundingWalk(walk, plan, calibration, statistics, done, source, tokens)
             for layer in walk.forward():
                 rounding.layer(layer)
             rounding.behind()
@@ -126,18 +125,17 @@ class RoundingWalk:
         statistics: Statistics,
         done: RoundedLayers,
         source: HiddenStates,
-        quantized: HiddenStates,
         tokens: int,
     ) -> None:
         self._walk, self._plan, self._statistics, self._done = walk, plan, statistics, done
-        self._source, self._quantized, self._tokens = source, quantized, tokens
+        self._source, self._quantized, self._tokens = source, HiddenStates(), tokens
         self._model = QuantizedModel(walk, calibration)
         self._refits = any(strength_of(group).strength > 0 for group in plan.groups)
         # The source's rows that are followed, by their positions among this rank's.
         (rank, size), rows = rank_and_size(), range(len(source))
         self._followed = [one for one in rows if self._refits or rank + one * size < COMPARED_ROWS]
         for position in rows:
-            quantized.append(source[position])
+            self._quantized.append(source[position])
 
     def layer(self, layer: Layer) -> None:
         """Round the groups of a decoder layer, and bring both streams behind it."""
@@ -180,7 +178,7 @@ class RoundingWalk:
         return InOrder(self._model, groups, inputs, self._statistics, self._tokens)
 
     def _inputs(self, groups: Sequence[FusionGroup]) -> GroupInputs:
-        """What enters those of the groups that text decides about."""
+        """The inputs of the groups that text decides about."""
         wanted = [one for one in groups if one.rounding != "nearest" or self._statistics.wants(one)]
         return GroupInputs(self._model.places, wanted)
 

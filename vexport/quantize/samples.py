@@ -1,4 +1,4 @@
-"""What calibration text decides of a plan: samples, what they show, weights rounded by them."""
+"""Calibration text of a plan: its samples, their statistics, weights rounded by them."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -95,7 +95,7 @@ class PlanText:
         return on_first(lambda: from_json(Calibration, file))
 
     def calibrate(self, candidates: Sequence[FusionGroup] = ()) -> Calibration:
-        """What the samples show before weights are rounded.
+        """The statistics of the samples before weights are rounded.
 
         Statistics of a plan that rounds by text come with the rounding, unless they are for `candidates`,
         which smoothing serves, too.
@@ -116,13 +116,13 @@ class PlanText:
 
     @property
     def look_back_rows(self) -> int:
-        """How many of the samples, spread over all, are looked back from."""
+        """The number of samples, spread over all, that are looked back from."""
         return SMOOTHING_ROWS if self.plan.smoothing else WEIGHING_ROWS
 
     def _look_back(
         self, candidates: Sequence[FusionGroup]
     ) -> tuple[Mapping[str, Smoothing], Mapping[str, tuple[float, ...]]]:
-        from vexport.calibration.forward import look_back
+        from vexport.calibration.smoothing import look_back
         from vexport.rounding.settings import weighs_tokens
 
         smoothed = smoothed_groups(candidates or self.plan.groups) if self.plan.smoothing else ()

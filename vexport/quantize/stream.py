@@ -140,7 +140,7 @@ def planned_shards(index: SourceIndex, plan: Plan, shard_bytes: int) -> tuple[Sh
 
 
 def dealt(shards: Sequence[Shard]) -> Sequence[Shard]:
-    """Those that this rank writes: the largest first, each to the rank with least to write."""
+    """The files that this rank writes: the largest first, each to the rank with least to write."""
     rank, size = rank_and_size()
     loads, own = [0] * size, list[Shard]()
     for shard in sorted(shards, key=lambda shard: -shard.num_bytes):
@@ -164,7 +164,7 @@ class Stream:
     finished: Mapping[str, Array] = field(default_factory=dict)
 
     def chunks(self, unit: WriteUnit) -> Iterator[Chunk]:
-        """What is written for a unit, in order: a kept tensor itself, or the packed weights of a group."""
+        """The chunks of a unit, in order: a kept tensor itself, or the packed weights of a group."""
         if isinstance(unit.source, TensorInfo):
             is_in_file = unit.source.name not in self.calibration.smoothing
             yield unit.source if is_in_file else partial(self.stored, unit.source)
@@ -211,7 +211,7 @@ class Stream:
         return packed
 
     def known(self, group: FusionGroup) -> Sequence[PackingInputs]:
-        """What has to be known of each member before its rows can be packed."""
+        """The scales or largest values of members, needed before rows can be packed."""
         if group.members[0].name in self.rounded:
             return [PackingInputs(scales=self.rounded[member.name].scales) for member in group.members]
         if group.observer not in observer_names.MIN_MAX:

@@ -80,7 +80,7 @@ def observe_weight(
 
 
 def scales_of(observer: Observer) -> Scales:
-    """What the observer found, as the packings take it."""
+    """The scales of an observer, as the packings take them."""
     qparams = observer.get_qparams()
     global_scale = qparams["global_scale"]
     return Scales(

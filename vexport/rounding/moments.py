@@ -1,4 +1,4 @@
-"""What calibration text shows of a layer's input: second moments of two streams."""
+"""Second moments of a layer's input in two streams."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""How much of a refit is taken, and how much text can be rounded by at once."""
+"""The strength of a refit, and the most text that can be rounded by at once."""
 
 import os
 import re
@@ -40,7 +40,7 @@ REFITS = {
 
 
 def strength_of(group: FusionGroup) -> Strength:
-    """How a group is rounded: by its rule, else by the table above."""
+    """The strength of a group: by its rule, else by the table above."""
     if group.rounding != "refit":
         return GPTQ
     found = REFITS[input_bits(get_scheme(group.scheme).args)]
@@ -50,12 +50,12 @@ def strength_of(group: FusionGroup) -> Strength:
 
 
 def weighs_tokens(groups: Iterable[FusionGroup]) -> bool:
-    """Whether how much tokens count has to be found for these groups."""
+    """True where the weights of tokens have to be found for these groups."""
     return any(strength_of(group).weighs_tokens for group in groups if group.rounding != "nearest")
 
 
 def most_waiting() -> int:
-    """How many bytes rows may take that wait in a layer: half of what this process may use."""
+    """The most bytes for rows that wait in a layer: half of this process's memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # no such group, or one without a limit
         memory = min(memory, int(CGROUP_MEMORY.read_text(encoding="ascii")))
@@ -63,7 +63,7 @@ def most_waiting() -> int:
 
 
 def waiting_bytes(groups: Iterable[FusionGroup], tokens: int) -> int:
-    """What rows of so many tokens in all take that wait in front of the widest of a layer's inputs, 16-bit.
+    """The bytes of rows of so many tokens in all that wait in front of a layer's widest input, 16-bit.
 
     A row has what enters the widest and that as it is rounded, of the others about as much as they take, and
     as much again is lost between; a refit keeps what enters the widest in the source's stream, too.

@@ -1,1 +1,1 @@
-"""How much accuracy each group of layers costs, and what is chosen from that."""
+"""The loss of accuracy by group of layers, and the choice of schemes from it."""

@@ -1,4 +1,4 @@
-"""What `scheme: auto` comes to: by measured losses where a run has left them, else the smallest.
+"""The choice for `scheme: auto`: by measured losses where a run has left them, else the smallest.
 
 The mixed scheme of least loss within a budget is a knapsack with one choice for each group. Losses of groups
 are added up, as if each did its harm alone (measured one at a time, they are small); the run's evaluation has
@@ -207,7 +207,7 @@ def require_in_reach(index: SourceIndex, layer_groups: Sequence[LayerGroup], pla
 
 
 def _measured(run_dir: Path, layer_groups: Sequence[LayerGroup]) -> Sensitivity | None:
-    """What a run found of these very layer groups in these schemes, rounded in these ways."""
+    """A run's losses of these very layer groups in these schemes, rounded in these ways."""
     file = run_dir / FILE
     if not file.is_file():
         return None

@@ -1,4 +1,4 @@
-"""What can be given its own scheme: fused layers and all routed experts of a layer, from headers alone.
+"""Layers that can be given their own scheme: fused ones, all routed experts of a layer; from headers alone.
 
 vLLM needs one scheme for the members of a fused layer and one for the routed experts of a layer (rules in
 CompressedTensorsConfig.get_scheme_dict and compressed_tensors_moe.py). Which scheme a layer group could have
@@ -53,7 +53,7 @@ class LayerGroup:
         return tuple(member.name for group in self.options[0].groups for member in group.members)
 
     def bytes_in(self, scheme: str) -> int:
-        """What the layer group takes in a scheme."""
+        """The bytes of the layer group in a scheme."""
         if scheme == KEEP:
             return self.source_bytes
         return next(option.num_bytes for option in self.options if option.scheme == scheme)
@@ -166,7 +166,7 @@ def _allowed(
     mixed: Mapping[str, Mapping[str, Groups]],
     candidates: Sequence[str],
 ) -> tuple[str, ...]:
-    """What a rule names, else the candidates that fit (also in smaller groups, if asked), else `keep`."""
+    """The scheme of a rule, else the candidates that fit (also in smaller groups, if asked), else `keep`."""
     if name in named:
         return (named[name][0].scheme,)
     fitting = (
@@ -205,7 +205,7 @@ def _stored_bytes(index: SourceIndex, groups: Iterable[FusionGroup]) -> int:
 
 
 def _refusals(name: str, plans: Mapping[str, Plan]) -> tuple[Finding, ...]:
-    """Why candidates do not fit a layer group."""
+    """The reasons why candidates do not fit a layer group."""
     return tuple(
         note for plan in plans.values() for note in plan.notes if note.where == name and note.fix == KEPT
     )

@@ -48,14 +48,13 @@ class WeightPart:
     """Which part of a stored tensor is a layer's weight: experts that are stored together, or (in, out).
 
     A tensor of three dimensions is indexed by `expert` along its first; it is transposed where `transposed`,
-    and cut to the rows `start` to `stop`, taking every `step`-th (2 where gate and up alternate).
+    and cut to the rows `start` to `stop`.
     """
 
     expert: int
     transposed: bool
     start: int
     stop: int
-    step: int = 1
 
 
 # How the KV cache is stored: one fp8 scale for keys and one for values of a layer, or one for each KV head.
