@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from vexport.formats.packing.base import Scales
 from vexport.formats.schemes import get_scheme
-from vexport.rounding.gptq import Grid, factorize, grid_of, round_columns, round_nearest
+from vexport.rounding.gptq import Grid, factorize, grid_of, round_blocks, round_columns, round_nearest
 from vexport.rounding.settings import GPTQ
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "values.safetensors")
@@ -32,7 +31,7 @@ def codes(weight: torch.Tensor, found: Grid) -> torch.Tensor:
 
     The peer sets what no text has reached to zero; here it is rounded to nearest.
     """
-    scale = torch.from_numpy(found.scale).repeat_interleave(found.width, dim=1)
+    scale = found.scale.repeat_interleave(found.width, dim=1)
     alive = [column for column in range(weight.shape[1]) if column != DEAD]
     return (weight / scale)[:, alive]
 
@@ -52,6 +51,9 @@ def test_codes_are_the_peers(scheme: str) -> None:
     assert equal_share(rounded, GOLDEN[f"{scheme}/rounded"], found) >= 0.999
     nearest = round_nearest(GOLDEN["weight"], found)
     assert equal_share(nearest, GOLDEN[f"{scheme}/rounded"], found) < 0.98
+    by_products = GOLDEN["weight"][:, factor.order]
+    round_blocks(by_products, factor, found)
+    assert equal_share(by_products[:, factor.order.argsort()], rounded, found) >= 0.999
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -93,4 +95,4 @@ def test_more_damping_is_tried_before_that() -> None:
     factor = factorize(singular, 1e-4)
     assert factor is not None
     assert factor.damping > 1e-4
-    assert np.isfinite(factor.upper).all()
+    assert torch.isfinite(factor.upper).all()

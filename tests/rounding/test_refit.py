@@ -41,7 +41,7 @@ def rounded(strength: float) -> torch.Tensor:
     """The weight in 4 bits after a refit of some strength."""
     moments = Moments(hessian=HESSIAN, drift=CROSS - HESSIAN, tokens=1)
     wanted = refit(WEIGHT, moments, strength=strength, ridge=RIDGE)
-    scale = GOLDEN["scale"].numpy()
+    scale = GOLDEN["scale"]
     form = integer_format(4, symmetric=True)
     return round_columns(wanted, factor(), Grid(form=form, scale=scale, zero=0 * scale, width=16))
 

@@ -52,7 +52,7 @@ class Gradients:
 
     def __init__(self, walk: LayerWalk, watchers: Sequence[GradientWatcher]) -> None:
         self._walk, self._watchers, self._entered = walk, watchers, HiddenStates(ENTERED_BYTES)
-        self._generator = torch.Generator(walk.device).manual_seed(0)
+        self._generator = torch.Generator().manual_seed(0)  # of the CPU: the same draws on any device
         self._behind: list[torch.Tensor | None] = []
 
     def run(self, samples: Samples, on_progress: OnProgress = silent) -> None:
@@ -108,7 +108,7 @@ class Gradients:
         for part, own in zip(torch.split(logits[0], rows), torch.split(errors[0], rows), strict=True):
             found = torch.softmax(part.to(torch.float32), -1)
             ends = found.cumsum(-1)
-            share = torch.rand(len(found), 1, generator=self._generator, device=logits.device)
+            share = torch.rand(len(found), 1, generator=self._generator).to(logits.device)
             drawn = torch.searchsorted(ends, share * ends[:, -1:]).clamp_max(found.shape[-1] - 1)
             own.copy_(found.scatter_add_(1, drawn, torch.full_like(share, -1.0)))
         return errors
@@ -200,7 +200,7 @@ class TokenWeigher:
             output.register_hook(partial(self._add, name))  # type: ignore[no-untyped-call]
 
     def _add(self, name: str, gradient: torch.Tensor) -> None:
-        squares = gradient.reshape(-1, gradient.shape[-1]).to("cpu", torch.float32).square().sum(-1)
+        squares = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32).square().sum(-1).cpu()
         if len(squares) not in self._lengths:  # not one of each token
             return
         if name not in self._sums:

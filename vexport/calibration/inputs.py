@@ -50,12 +50,11 @@ class Arithmetic:
         assert isinstance(hidden, torch.Tensor)
         assert isinstance(chosen, torch.Tensor)
         assert isinstance(weights, torch.Tensor)
-        here = [(chosen == expert).nonzero() for expert in range(len(module.get_parameter("down_proj")))]
-        return Entered(
-            tokens=hidden,
-            routes=tuple(found[:, 0] for found in here),
-            shares=tuple(weights[found[:, 0], found[:, 1]].unsqueeze(-1) for found in here),
-        )
+        # The places of (tokens, chosen) by expert: the host waits for the counts alone.
+        experts, places = len(module.get_parameter("down_proj")), chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=experts).tolist()
+        routes, shares = places // chosen.shape[-1], weights.flatten()[places].unsqueeze(-1)
+        return Entered(tokens=hidden, routes=torch.split(routes, counts), shares=torch.split(shares, counts))
 
     def between(self, module: torch.nn.Module, expert: int, tokens: torch.Tensor) -> torch.Tensor:
         """The input (tokens, intermediate size) of an expert's down projection."""

@@ -250,7 +250,9 @@ class Weights:
         """
 
         def read(tensor: TensorInfo) -> torch.Tensor:
-            return stored[tensor.name] if tensor.name in stored else read_tensor(self.reader, tensor)
+            if tensor.name in stored:
+                return stored[tensor.name]
+            return read_tensor(self.reader, tensor).to(self._device)
 
         needed = {
             recipe.target: recipe

@@ -54,7 +54,7 @@ def round_group(
     `factor` is that of the moments' H with the strength's ridge; None where H is not positive definite.
     Raises InputError where a weight is not finite.
     """
-    source = torch.cat([weight.to(torch.float32) for weight in weights])
+    source = torch.cat([weight.to(moments.hessian.device, torch.float32) for weight in weights])
     wanted = source
     if factor and strength.strength:
         wanted = refit(source, moments, strength=strength.strength, ridge=factor.damping)
@@ -63,7 +63,7 @@ def round_group(
     rounded = round_columns(wanted, factor, grid) if factor else round_nearest(wanted, grid)
     nearest_error, error = _errors(source, wanted, rounded, grid, moments.hessian)
     made = {
-        member.name: RoundedWeight(values=part.numpy(), scales=found)
+        member.name: RoundedWeight(values=part.cpu().numpy(), scales=found)
         for member, part, found in zip(group.members, torch.split(rounded, sizes), scales, strict=True)
     }
     return made, GroupRounding(
@@ -93,7 +93,7 @@ def _scales_and_grid(
     dtypes = [TORCH_DTYPES[index.tensors[member.weight].dtype] for member in group.members]
     importance = moments.hessian.diagonal() / max(1, moments.tokens)
     observers = [
-        observe_weight(member, weight, group, importance, stored=dtype)
+        observe_weight(member, weight.cpu(), group, importance, stored=dtype)  # searches run there
         for member, weight, dtype in zip(group.members, weights, dtypes, strict=True)
     ]
     fuse(observers)
@@ -103,17 +103,17 @@ def _scales_and_grid(
         in_model_dtype = scheme.format.parameters(scheme.args, shape)["weight_scale"].in_model_dtype
         stored = dtype if in_model_dtype else torch.float32
         grids.append(grid_of(scheme.args.weights, found, shape, stored))
-    return scales, stack(grids)
+    return scales, stack(grids, moments.hessian.device)
 
 
 def _errors(
     source: torch.Tensor, wanted: torch.Tensor, rounded: torch.Tensor, grid: Grid, hessian: torch.Tensor
 ) -> tuple[float, float]:
     """|X~ (Q - W)^T|^2 / |X~ W^T|^2 to nearest and as rounded, of rows evenly spread over the group's."""
-    rows = torch.linspace(0, len(source) - 1, min(len(source), MEASURED_ROWS)).to(torch.int64)
-    exact, own = source[rows], replace(grid, scale=grid.scale[rows.numpy()], zero=grid.zero[rows.numpy()])
+    rows = torch.linspace(0, len(source) - 1, min(len(source), MEASURED_ROWS)).to(source.device, torch.int64)
+    exact = source[rows]
     signal = float((exact @ hessian * exact).sum())
-    changes = (round_nearest(wanted[rows], own) - exact, rounded[rows] - exact)
+    changes = (round_nearest(wanted[rows], grid.rows(rows)) - exact, rounded[rows] - exact)
     before, after = (float((change @ hessian * change).sum()) for change in changes)
     return (before / signal, after / signal) if signal else (0.0, 0.0)
 

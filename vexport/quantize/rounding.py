@@ -206,9 +206,12 @@ class RoundingWalk:
         """|h~ - h|^2 / |h|^2 behind a layer, over the rows that are followed. All ranks call."""
         signal = noise = 0.0
         for position in self._followed:
-            exact = self._source[position].to(torch.float32)
+            exact, made = (
+                states[position].to(self._walk.device, torch.float32)
+                for states in (self._source, self._quantized)
+            )
             signal += float(exact.square().sum())
-            noise += float((self._quantized[position].to(torch.float32) - exact).square().sum())
+            noise += float((made - exact).square().sum())
         signals, noises = zip(*gather((signal, noise)), strict=True)
         return sum(noises) / sum(signals) if sum(signals) else 0.0
 

@@ -1,14 +1,15 @@
 """GPTQ: the columns of a weight are rounded one after another, each corrects the errors before it.
 
 A refit is GPTQ of a weight that is corrected first, for what the quantized layers before it make of the text.
-The grid has the numbers that a weight may become: its format's, in units of each group's scale.
+The grid has the numbers that a weight may become: its format's, in units of each group's scale. All of it
+stays on the device of H; on the CPU compiled kernels round the columns.
 
 Source: Frantar et al. (arXiv 2210.17323); order of columns and damping as in llm-compressor's GPTQModifier.
 """
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,7 @@ import torch
 
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.packing.base import Scales
-from vexport.numerics.arithmetic import F32, Floats, Format, round_to, round_values
+from vexport.numerics.arithmetic import F32, Floats, Format, round_to
 from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
 from vexport.observers.search import format_of
 from vexport.rounding.moments import Moments
@@ -37,9 +38,13 @@ class Grid:
     """
 
     form: Format
-    scale: Floats
-    zero: Floats
+    scale: torch.Tensor
+    zero: torch.Tensor
     width: int
+
+    def rows(self, rows: torch.Tensor) -> "Grid":
+        """The grid of some rows."""
+        return replace(self, scale=self.scale[rows], zero=self.zero[rows])
 
 
 def grid_of(args: QuantArgs, scales: Scales, shape: tuple[int, int], stored: torch.dtype) -> Grid:
@@ -52,30 +57,23 @@ def grid_of(args: QuantArgs, scales: Scales, shape: tuple[int, int], stored: tor
         scale = scale / torch.from_numpy(scales.global_scale)
     return Grid(
         form=format_of(args),
-        scale=_spread(scale.numpy(), rows, groups, high),
-        zero=_spread(scales.zero_point, rows, groups, high),
+        scale=_spread(scale, rows, groups, high),
+        zero=_spread(torch.from_numpy(scales.zero_point), rows, groups, high),
         width=width,
     )
 
 
-def stack(grids: "list[Grid]") -> Grid:
+def stack(grids: "list[Grid]", device: torch.device) -> Grid:
     """The grid of several weights of one scheme and one input, one below the other."""
-    first = grids[0]
-    return Grid(
-        form=first.form,
-        scale=np.concatenate([grid.scale for grid in grids]),
-        zero=np.concatenate([grid.zero for grid in grids]),
-        width=first.width,
-    )
+    scale, zero = torch.cat([one.scale for one in grids]), torch.cat([one.zero for one in grids])
+    return replace(grids[0], scale=scale.to(device), zero=zero.to(device))
 
 
-def _spread(values: Floats, rows: int, groups: int, high: int) -> Floats:
+def _spread(values: torch.Tensor, rows: int, groups: int, high: int) -> torch.Tensor:
     """(rows, groups) of a value a block of rows, a row, or one for all."""
-    if values.size == 1:
-        return np.full((rows, groups), values.reshape(()), np.float32)
-    blocks = values.reshape(-1, groups)
-    spread: Floats = np.ascontiguousarray(np.repeat(blocks, high, axis=0)[:rows], dtype=np.float32)
-    return spread
+    if values.numel() == 1:
+        return values.reshape(1, 1).repeat(rows, groups)
+    return values.reshape(-1, groups).repeat_interleave(high, dim=0)[:rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +84,7 @@ class Factor:
     added, `dead` how many columns were always zero.
     """
 
-    upper: Floats
+    upper: torch.Tensor
     order: torch.Tensor
     damping: float
     dead: int
@@ -111,17 +109,14 @@ def factorize(hessian: torch.Tensor, damping: float) -> Factor | None:
     return None
 
 
-def _inverse_factor(hessian: torch.Tensor) -> Floats | None:
+def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
     """U, upper, with U^T U = H^-1: the inverse of the Cholesky factor R, upper, with R R^T = H."""
     lower, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
     if failed:
         return None
     eye = torch.eye(len(hessian), device=hessian.device)
     upper = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
-    if not bool(torch.isfinite(upper).all()):
-        return None
-    found: Floats = upper.contiguous().numpy()
-    return found
+    return upper.contiguous() if bool(torch.isfinite(upper).all()) else None
 
 
 @compiled(fastmath=MULTIPLY_ADD)
@@ -179,19 +174,48 @@ def round_nearest(weight: torch.Tensor, grid: Grid) -> torch.Tensor:
     """The nearest number of the grid for every value of a weight (out, in), float32."""
     columns = weight.shape[1]
     scale, zero = (
-        torch.from_numpy(values).repeat_interleave(grid.width, dim=1)[:, :columns]
-        for values in (grid.scale, grid.zero)
+        values.repeat_interleave(grid.width, dim=1)[:, :columns] for values in (grid.scale, grid.zero)
     )
-    scaled = (weight / scale + zero).clamp(float(grid.form.low), float(grid.form.high)).contiguous()
-    codes = scaled.numpy().reshape(-1)
-    round_values(codes, grid.form)
-    return (scaled - zero) * scale
+    return _nearest(weight, scale, zero, grid.form)
+
+
+def _nearest(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, form: Format) -> torch.Tensor:
+    """The nearest number of a format in units of these scales, as `round_to` finds it."""
+    scaled = (values / scale + zero).clamp_(float(form.low), float(form.high))
+    exponent = (scaled.view(torch.int32) & int(form.mask)).clamp_(min=int(form.floor))
+    rounder = (exponent + int(form.rounder)).view(torch.float32)
+    return (scaled + rounder).sub_(rounder).sub_(zero).mul_(scale)
 
 
 def round_columns(weight: torch.Tensor, factor: Factor, grid: Grid) -> torch.Tensor:
     """The rounded weight (out, in) float32, every value of it a number of the grid."""
-    columns = weight.shape[1]
-    values: Floats = weight[:, factor.order].to(torch.float32).contiguous().numpy()
+    values = weight[:, factor.order].to(torch.float32).contiguous()
+    (round_compiled if values.device.type == "cpu" else round_blocks)(values, factor, grid)
+    rounded = torch.empty_like(values)
+    rounded[:, factor.order] = values
+    return rounded
+
+
+def round_blocks(values: torch.Tensor, factor: Factor, grid: Grid) -> None:
+    """Round the ordered columns in place, by matrix products on any device: nothing waits for the host."""
+    groups = factor.order // grid.width
+    for first in range(0, values.shape[1], BLOCK_COLUMNS):
+        block, upper = values[:, first : first + BLOCK_COLUMNS], factor.upper[first : first + BLOCK_COLUMNS]
+        own, steps = upper[:, first : first + BLOCK_COLUMNS], groups[first : first + BLOCK_COLUMNS]
+        scale, zero, errors = grid.scale[:, steps], grid.zero[:, steps], torch.empty_like(block)
+        for column in range(block.shape[1]):
+            part = slice(column, column + 1)
+            rounded = _nearest(block[:, part], scale[:, part], zero[:, part], grid.form)
+            torch.div(block[:, part] - rounded, own[part, part], out=errors[:, part])
+            block[:, column + 1 :].addmm_(errors[:, part], own[part, column + 1 :], alpha=-1)
+            block[:, part] = rounded
+        values[:, first + BLOCK_COLUMNS :].addmm_(errors, upper[:, first + BLOCK_COLUMNS :], alpha=-1)
+
+
+def round_compiled(weight: torch.Tensor, factor: Factor, grid: Grid) -> None:
+    """The same on the CPU, by a kernel on all its cores."""
+    columns, upper, values = weight.shape[1], factor.upper.numpy(), weight.numpy()
+    scale, zero = grid.scale.contiguous().numpy(), grid.zero.contiguous().numpy()
     groups = (factor.order.numpy() // grid.width).astype(np.int32)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for first in range(0, columns, BLOCK_COLUMNS):
@@ -200,11 +224,9 @@ def round_columns(weight: torch.Tensor, factor: Factor, grid: Grid) -> torch.Ten
 
             def tile(start: int, first: int = first, errors: Floats = errors) -> None:
                 rows = slice(start, start + TILE_ROWS)
-                scales, zeros = grid.scale[rows], grid.zero[rows]
-                round_block(values[rows], factor.upper, scales, zeros, groups, grid.form, first, errors[rows])
+                round_block(
+                    values[rows], upper, scale[rows], zero[rows], groups, grid.form, first, errors[rows]
+                )
 
             list(pool.map(tile, range(0, len(values), TILE_ROWS)))
-            values[:, last:] -= errors @ factor.upper[first:last, last:]
-    rounded = torch.empty(weight.shape, dtype=torch.float32)
-    rounded[:, factor.order] = torch.from_numpy(values)
-    return rounded
+            values[:, last:] -= errors @ upper[first:last, last:]

@@ -64,12 +64,16 @@ class Moments:
         self, found: torch.Tensor, exact: torch.Tensor, weights: torch.Tensor | None, alpha: float
     ) -> None:
         """Products of bf16 are added up in float32 and rounded once a row: a small error of what is small
-        next to H, in half of the time. Those of others are float32."""
+        next to H, in half of the time. Those of others, and on other devices than the CPU, are float32."""
         assert self.drift is not None
         if found.dtype != torch.bfloat16:
             found, exact = found.to(torch.float32), exact.to(torch.float32)
         change = exact.to(found.dtype) - found
         weighed = found if weights is None else found * weights[:, None].to(found.dtype)
+        if found.device.type != "cpu":  # where parts of a sum may be added up in bf16
+            with exact_products(found.dtype):
+                self.drift.addmm_(weighed.to(torch.float32).T, change.to(torch.float32), alpha=alpha)
+            return
         self.drift.add_(weighed.T @ change, alpha=alpha)
 
     def all_reduce(self) -> None:
@@ -98,16 +102,18 @@ def _blocks(matrix: torch.Tensor) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def exact_products(dtype: torch.dtype) -> Iterator[None]:
-    """Within the block float32 matrices that hold bf16 values are multiplied by the CPU's bf16 units.
+    """Within the block float32 matrices that hold 16-bit values are multiplied by units for those: the CPU's
+    for bf16, a GPU's for TF32, whose mantissa has the ten bits of float16.
 
-    Products of two bf16 numbers are exact in float32, in which they are added up: only the order of the sum
+    Products of two such numbers are exact in float32, in which they are added up: only the order of the sum
     differs (1e-6 of the result).
     """
-    # torch's own stubs do not know this switch.
-    switch: SimpleNamespace = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = switch.fp32_precision
-    switch.fp32_precision = "bf16" if dtype == torch.bfloat16 else before
+    cpu: SimpleNamespace = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # in no stub
+    gpu = torch.backends.cuda.matmul
+    before = cpu.fp32_precision, gpu.fp32_precision
+    cpu.fp32_precision = "bf16" if dtype == torch.bfloat16 else before[0]
+    gpu.fp32_precision = "tf32" if dtype in (torch.bfloat16, torch.float16) else before[1]
     try:
         yield
     finally:
-        switch.fp32_precision = before
+        cpu.fp32_precision, gpu.fp32_precision = before
