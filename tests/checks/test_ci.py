@@ -1,15 +1,20 @@
 """`vexport check` in CI: annotations stand where the fault is, and no checkpoint hides another."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.command import vexport
 from tests.engine.fixtures import write_tokenizer
 from tests.mutations.edits import all_of, element, put, spoiled
 
+ROOT = Path(__file__).parent.parent.parent
 DOWN = "model.layers.2.mlp.down_proj"
 
 
@@ -45,3 +50,43 @@ def test_annotations_stand_at_the_file_and_line(
     monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path / "elsewhere"))
     (outside,) = vexport("check", "models/broken", "--format", "github").stdout.splitlines()
     assert outside.startswith("::error title=")
+
+
+def run_action(checkpoint: Path, command: str, folder: Path) -> tuple[int, dict[str, str]]:
+    """(exit code, outputs) of the action's step that judges, as GitHub's runner runs it."""
+    action = yaml.safe_load((ROOT / ".github/action/action.yml").read_text())
+    step = next(step for step in action["runs"]["steps"] if step.get("id") == "gate")
+    assert step["env"] == {"COMMAND": "${{ inputs.command }}", "CHECKPOINT": "${{ inputs.checkpoint }}"}
+    folder.mkdir()
+    (folder / "step.sh").write_text(step["run"])
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+        "COMMAND": command,
+        "CHECKPOINT": str(checkpoint),
+        "RUNNER_TEMP": str(folder),
+        "GITHUB_OUTPUT": str(folder / "output"),
+        "GITHUB_STEP_SUMMARY": str(folder / "summary.md"),
+    }
+    shell = ["bash", "--noprofile", "--norc", "-eo", "pipefail", str(folder / "step.sh")]
+    code = subprocess.run(shell, env=environment, cwd=folder, capture_output=True, check=False).returncode
+    outputs = dict(line.split("=", 1) for line in (folder / "output").read_text().splitlines())
+    assert outputs.keys() == action["outputs"].keys()
+    return code, outputs
+
+
+def test_the_action_tells_the_verdict_and_where_the_report_is(
+    good: Callable[[str], Path], tmp_path: Path
+) -> None:
+    broken = spoiled(good("W8A8"), tmp_path / "broken", put(f"{DOWN}.weight_scale", element(float("nan"))))
+    checked = "check --static --sm 90"
+    for checkpoint, command, code, verdict in (
+        (good("W8A8"), checked, 0, "PASS"),
+        (broken, checked, 1, "FAIL"),
+        (broken, f"{checked} --no-such-option", 2, "ERROR"),
+    ):
+        folder = tmp_path / f"step-{code}"
+        ran, outputs = run_action(checkpoint, command, folder)
+        assert (ran, outputs["verdict"]) == (code, verdict)
+        assert ("::error" in (Path(outputs["report"]) / "answer.txt").read_text()) == (code == 1)
+        assert (folder / "summary.md").exists() == (code < 2)

@@ -116,6 +116,12 @@ def add_step_summary(markdown: str) -> None:
             stream.write(markdown)
 
 
+def add_text_summary(text: str) -> None:
+    """Append an answer for people, as it is shown in a terminal, to the summary of the step."""
+    fenced = text.replace("```", "'''").rstrip("\n")
+    add_step_summary(f"```text\n{fenced}\n```\n")
+
+
 def is_read() -> bool:
     """Return whether a person has the answer before their eyes, so that stderr need not repeat it."""
     context = click.get_current_context(silent=True)

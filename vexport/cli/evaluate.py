@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vexport.cli.base import command, conclude, print_text
+from vexport.cli.base import add_text_summary, command, conclude, print_text
 from vexport.cli.engine import (
     ExplanationOptions,
     Interpreter,
@@ -284,6 +284,8 @@ def _answer(job: "EvalJob", judged: "Sequence[Judged]", answer: Answer, *, is_sh
     verdicts = [one.verdict for one in judged if one.verdict]
     if verdicts and (text := _whole(judged, verdicts, answer.format_, is_shown=is_shown)):
         print_text(text)
+    if verdicts and answer.format_ == "github":
+        add_text_summary(_text(judged))
     if text := accept_answers(job, verdicts[0] if verdicts else None):
         click.echo(text, err=bool(verdicts))
     for outcome in ("FAIL", "INCONCLUSIVE"):

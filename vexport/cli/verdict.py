@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from vexport.cli.base import command, conclude, print_text
+from vexport.cli.base import add_text_summary, command, conclude, print_text
 from vexport.cli.options import PATH, Answer, Real, format_option, stacked
 
 
@@ -105,4 +105,6 @@ def verdict_command(
 
     verdict = decide(baseline_results, results, margin=options.margin, alpha=options.alpha, gate=options.gate)
     print_text(render_verdict(verdict, answer.format_))
+    if answer.format_ == "github":
+        add_text_summary(render_verdict(verdict, "text"))
     conclude(verdict.outcome, str(results), verdict.reason)
