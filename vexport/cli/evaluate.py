@@ -1,7 +1,7 @@
 """Is a checkpoint accurate enough."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from vexport.cli.engine import (
     serve_options,
     session_options,
 )
-from vexport.cli.options import PATH, POSITIVE, Answer, answer_file, format_option
+from vexport.cli.options import PATH, POSITIVE, Answer, Real, answer_file, format_option, stacked
 from vexport.cli.prompting import PromptOptions, prompting_options
 from vexport.cli.verdict import DriftOptions, VerdictOptions, drift_options, verdict_options
 
@@ -34,6 +34,15 @@ class Comparison:
     baseline: str | None
     against: Path | None
     accept: Path | None
+
+    def with_accepted(self) -> "Comparison":
+        """With an accepted baseline that is given as --baseline in its place."""
+        from vexport.evaluation.accepted import is_accepted
+
+        path = Path(self.baseline or "")
+        if self.against or path.suffix != ".json" or not is_accepted(path):
+            return self
+        return replace(self, baseline=None, against=path)
 
     def require_consistent(self, drift: DriftOptions) -> None:
         """UsageError where options of `eval` do not go together."""
@@ -55,7 +64,7 @@ class Subject:
     text_rows: int | None
     text_tokens: int | None
 
-    def require_consistent(self, comparison: Comparison) -> None:
+    def require_consistent(self, comparison: Comparison, checkpoints: Sequence[str]) -> None:
         """UsageError where options of `eval` do not go together."""
         if bool(self.tasks) == bool(self.text):
             raise click.UsageError("Give --task NAME_OR_YAML, or --text DATA in the place of tasks.")
@@ -65,6 +74,8 @@ class Subject:
             return
         if comparison.baseline is None or comparison.accept:
             raise click.UsageError("--text needs --baseline SOURCE alone: both models read it.")
+        if any(name.startswith(("http://", "https://")) for name in (comparison.baseline, *checkpoints)):
+            raise click.UsageError("--text needs checkpoints that are served here.")
 
 
 def _tasks(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
@@ -78,6 +89,47 @@ def _tasks(context: click.Context, parameter: click.Parameter, values: tuple[str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """How a served model is asked."""
+
+    tokenizer: str | None
+    model: str | None
+    baseline_model: str | None
+    concurrency: int
+    request_timeout: float
+    retry_seconds: float
+
+
+served_options = stacked(
+    click.option("--tokenizer", metavar="T", help="Folder or ORG/NAME of a served model's tokenizer."),
+    click.option("--model", metavar="NAME", help="The model, where a server has several."),
+    click.option("--baseline-model", metavar="NAME", help="The same for the baseline [default: --model]."),
+    click.option(
+        "--concurrency",
+        type=click.IntRange(1, 4096),
+        metavar="N",
+        default=32,
+        show_default=True,
+        help="Requests under way at a server.",
+    ),
+    click.option(
+        "--request-timeout",
+        type=Real(0, min_open=True),
+        metavar="S",
+        default=300.0,
+        help="Longest time for one answer of a server [default: 300].",
+    ),
+    click.option(
+        "--retry-seconds",
+        type=Real(0),
+        metavar="S",
+        default=300.0,
+        help="How long a server that fails is tried again [default: 300].",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
     """The folder of lm-eval's files."""
 
@@ -86,8 +138,8 @@ class Results:
 
 
 @command("eval")
-@click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
-@click.option("--baseline", metavar="SOURCE", help="The unquantized checkpoint to compare with.")
+@click.argument("checkpoints", metavar="CHECKPOINT|URL...", nargs=-1, required=True)
+@click.option("--baseline", metavar="SOURCE|URL", help="The unquantized checkpoint to compare with.")
 @click.option(
     "--against", type=PATH, metavar="FILE", help="An accepted baseline to compare with; starts one engine."
 )
@@ -117,6 +169,7 @@ class Results:
 @drift_options
 @attribution_options
 @prompting_options
+@served_options
 @click.option(
     "--output-dir",
     type=PATH,
@@ -140,6 +193,7 @@ def evaluate(
     drift: DriftOptions,
     explanation: ExplanationOptions,
     prompts: PromptOptions,
+    asking: Asking,
     results: Results,
     interpreter: Interpreter,
     tp: int | None,
@@ -150,7 +204,8 @@ def evaluate(
 
     Both answer the same documents; the verdict (PASS, FAIL or INCONCLUSIVE) comes first, then the cause
     where it is not PASS. Several checkpoints give a table. An accepted baseline is a small file for git with
-    each document's score: make one with --accept, and compare later checkpoints --against it.
+    each document's score: make one with --accept, and compare later checkpoints --against it. Either side
+    may be lm-eval's results, or the address of a server's OpenAI API, whose key is VEXPORT_API_KEY.
 
     \b
     Examples:
@@ -158,13 +213,15 @@ def evaluate(
       vexport eval OUT --task gsm8k --accept accepted.json
       vexport eval NEXT --task gsm8k --against accepted.json
       vexport eval OUT --baseline MODEL --text held-out.jsonl
+      vexport eval http://new:8000/v1 --baseline http://old:8000/v1 --task gsm8k
     """
     from vexport.cli.terminal import progress_display
     from vexport.engine.session import require_engine
 
     prompts.require_consistent()
+    comparison = comparison.with_accepted()
     comparison.require_consistent(drift)
-    subject.require_consistent(comparison)
+    subject.require_consistent(comparison, checkpoints)
     serve = session.serve(tp)
     require_engine((interpreter.vllm_python,))
     from vexport.run.evaluating import EvalJob, evaluate_checkpoints, explained
@@ -172,11 +229,12 @@ def evaluate(
     if len(checkpoints) > 1 and comparison.accept:
         raise click.UsageError("--accept takes the answers of one CHECKPOINT.")
     last = f"and-{len(checkpoints) - 1}-more" if len(checkpoints) > 1 else ""
-    name = "-".join(filter(None, (Path(checkpoints[0]).name, last)))
+    first = checkpoints[0].partition("://")[2].replace(":", "-").split("/")[0] or Path(checkpoints[0]).name
+    name = "-".join(filter(None, (first, last)))
     with progress_display(quiet=answer.quiet) as on_progress:
         job = EvalJob(
             checkpoints=checkpoints,
-            settings=_settings(subject, comparison.baseline, verdict, drift, prompts),
+            settings=_settings(subject, comparison.baseline, verdict, drift, prompts, asking),
             folder=results.output_dir or Path("runs") / f"eval-{name}",
             options=interpreter.options(serve, on_progress),
             overwrite=results.overwrite,
@@ -196,6 +254,7 @@ def _settings(
     verdict: VerdictOptions,
     drift: DriftOptions,
     prompts: PromptOptions,
+    asking: Asking,
 ) -> "Evaluate":
     """The options as what a scenario says under `evaluate`; InputErrors for values out of bounds."""
     from vexport.scenario import (
@@ -230,6 +289,7 @@ def _settings(
             include_path=tuple(path.resolve() for path in prompts.include_path),
             batch_size=prompts.batch_size,
             limit=prompts.limit,
+            **asdict(asking),
         )
 
 

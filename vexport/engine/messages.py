@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from vexport.scenario.serve import EngineArguments
-from vexport.types import Canary, EngineInfo, LmEvalSettings, RankMemory
+from vexport.types import Canary, Endpoint, EngineInfo, LmEvalSettings, RankMemory
 
 # As long as it takes for a slow loss (of the KV cache, of long-range positions) to show.
 CANARY_TOKENS = 200
@@ -43,7 +43,7 @@ class SessionRequest:
     the documents of each task, below 1 to a share of them. With
     `repeat` a part of the documents is asked again. `identity` names what the answers depend on besides the
     engine: with it they are kept in `output` batch by batch, and those of a killed session are not asked
-    again. `workload` is what is timed, unless kernels are emulated.
+    again. With an `endpoint`, `checkpoint` is the folder of its tokenizer, and no engine is started.
     """
 
     checkpoint: Path
@@ -66,6 +66,7 @@ class SessionRequest:
     output: Path | None = None
     identity: str | None = None
     seed: int = 0
+    endpoint: Endpoint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ FILE = "fingerprint.json"
 """Next to lm-eval's results: what lm-eval does not record."""
 MODEL = "model"
 REVISION = "model's revision on the hub"
+TEMPLATE = "model's chat template"
 TASK_HASH = "task hash of "
 CHAT_TEMPLATE, SYSTEM_INSTRUCTION = "chat template", "system instruction"
 MULTITURN, FEWSHOT = "few-shot as multiturn", "few-shot examples of "
@@ -95,7 +96,7 @@ def engine_fingerprint(root: Path, engine: EngineInfo) -> Fingerprint:
     pinned = pinned_name(root)
     return ({REVISION: pinned} if pinned else {}) | {
         MODEL: model_digest(root),
-        "model's chat template": _template_digest(root),
+        TEMPLATE: template_of(root),
         "vexport": __version__,
         "vllm": engine.vllm,
         "torch": engine.torch,
@@ -127,7 +128,7 @@ def model_digest(root: Path) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
-def _template_digest(root: Path) -> str:
+def template_of(root: Path) -> str:
     """Return the digest of the template that is used where none is named, else of all of them."""
     templates = chat_templates(root)
     if not templates:

@@ -6,7 +6,7 @@ sequences, chat templates, scoring) stays lm-eval's.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import jinja2
 from pydantic import JsonValue
@@ -98,13 +98,41 @@ class ServedChat:
         return text
 
 
+class AskedModel(Protocol):
+    """The part of `vllm.LLM` that lm-eval's model uses, and what it is told besides.
+
+    `at_once` is the number of prompts that are worked on at once.
+    """
+
+    llm_engine: object
+    at_once: int
+
+    def generate(
+        self,
+        prompts: Sequence["TokensPrompt"],
+        sampling_params: Sequence["SamplingParams"],
+        use_tqdm: bool,
+        lora_request: "LoRARequest | None",
+    ) -> "list[RequestOutput]":
+        """Answer prompts."""
+
+    def expect(self, requests: Sequence["Instance"], prompts: int) -> None:
+        """So many prompts will come, for these requests."""
+
+    def ask_again(self) -> None:
+        """From now on ask what was answered before, too."""
+
+    def require_scores(self) -> None:
+        """InputError unless log-probabilities of prompts can be had."""
+
+
 class BatchedChat(ServedChat):
     """Asks in batches, whose answers are in lm-eval's cache before the next is asked, and reports progress.
 
     `requests` are those whose log-likelihoods are asked for, in the order of their tokens.
     """
 
-    model: "_ReportingLLM"
+    model: AskedModel
     max_length: int
     cache_hook: "CacheHook"
     requests: Sequence["Instance"] = ()
@@ -135,10 +163,8 @@ class BatchedChat(ServedChat):
             _require_room(request, len(context) + len(continuation), 1, self.max_length)
 
 
-def wrap_engine(
-    llm: "LLM", arguments: ModelArguments, settings: LmEvalSettings, progress: OnProgress
-) -> "VLLM":
-    """lm-eval's VLLM around `llm`; `arguments` are its constructor's.
+def wrap_engine(asked: AskedModel, arguments: ModelArguments, settings: LmEvalSettings) -> "VLLM":
+    """lm-eval's VLLM around `asked`; `arguments` are its constructor's.
 
     It raises InputError where lm-eval would cut a prompt or leave a system instruction out, and where there
     is no chat template to apply; it reports the tasks' names, requests done and requests in all.
@@ -190,30 +216,45 @@ def wrap_engine(
             score = super()._loglikelihood_tokens
             return self.in_batches(requests, lambda batch: score(batch, disable_tqdm=True))
 
-    with replaced(vllm_causallms, "LLM", lambda **_: _ReportingLLM(llm, progress)):
+    with replaced(vllm_causallms, "LLM", lambda **_: asked):
         model = BuiltVLLM(batch_size=settings.batch_size, **arguments)
     model.choose_template(settings)
     return model
 
 
-class _ReportingLLM:
-    """The part of `vllm.LLM` that lm-eval uses, with progress going to `progress` instead of a terminal."""
+class Reporting:
+    """Tells `progress` the tasks' names, requests done and requests in all."""
 
-    def __init__(self, llm: "LLM", progress: OnProgress) -> None:
-        self._llm, self._progress = llm, progress
-        self.llm_engine = llm.llm_engine
+    def __init__(self, progress: OnProgress) -> None:
+        self._progress = progress
         self._stage, self._done, self._total = "", 0, 0
-
-    @property
-    def at_once(self) -> int:
-        """The number of prompts that the engine works on at once."""
-        return int(self.llm_engine.vllm_config.scheduler_config.max_num_seqs)
 
     def expect(self, requests: Sequence["Instance"], prompts: int) -> None:
         """So many prompts will come, for these requests."""
         self._stage = ", ".join(dict.fromkeys(str(request.task_name) for request in requests))
         self._done, self._total = 0, prompts
         self._progress(self._stage, 0, prompts)
+
+    def count(self, finished: int) -> None:
+        """So many more are answered."""
+        before, self._done = self._done, self._done + finished
+        if before * _PROGRESS_STEPS // self._total < self._done * _PROGRESS_STEPS // self._total:
+            self._progress(self._stage, self._done, self._total)
+
+
+class ReportingLLM(Reporting):
+    """An engine of this process; lm-eval's cache, which keeps its answers, is not asked again."""
+
+    def __init__(self, llm: "LLM", progress: OnProgress) -> None:
+        super().__init__(progress)
+        self._llm, self.llm_engine = llm, llm.llm_engine
+        self.at_once = int(self.llm_engine.vllm_config.scheduler_config.max_num_seqs)
+
+    def ask_again(self) -> None:
+        """Nothing to do."""
+
+    def require_scores(self) -> None:
+        """Nothing to do: an engine has them."""
 
     def generate(
         self,
@@ -227,17 +268,12 @@ class _ReportingLLM:
 
         def counted() -> "list[RequestOutput]":
             outputs: list[RequestOutput] = step()
-            self._count(sum(output.finished for output in outputs))
+            self.count(sum(output.finished for output in outputs))
             return outputs
 
         with replaced(self.llm_engine, "step", counted):
             answers: list[RequestOutput] = self._llm.generate(prompts, sampling_params, use_tqdm=False)
         return answers
-
-    def _count(self, finished: int) -> None:
-        before, self._done = self._done, self._done + finished
-        if before * _PROGRESS_STEPS // self._total < self._done * _PROGRESS_STEPS // self._total:
-            self._progress(self._stage, self._done, self._total)
 
 
 def _require_room(request: "Instance", prompt: int, new: int, room: int) -> None:

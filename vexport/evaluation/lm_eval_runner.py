@@ -33,7 +33,13 @@ from vexport.evaluation.lm_eval_environment import (
     tasks_as_data,
     vllm_distribution,
 )
-from vexport.evaluation.lm_eval_model import ModelArguments, replaced, wrap_engine
+from vexport.evaluation.lm_eval_model import (
+    AskedModel,
+    ModelArguments,
+    ReportingLLM,
+    replaced,
+    wrap_engine,
+)
 from vexport.evaluation.repeat import Repeated, compare_rows, documents_to_repeat, write_repeated
 from vexport.evaluation.task_data import explained_downloads
 from vexport.evaluation.tasks import GROUP_SUFFIX
@@ -56,10 +62,17 @@ _ANSWER_KEYS = ("max_gen_toks", "think_end_token", "enable_thinking")
 
 
 def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, progress: OnProgress) -> None:
+    """Evaluate `request.tasks` on an engine, as `ask_tasks`; `model_args` are those it was built with."""
+    arguments = {key: model_args[key] for key in _CONSTRUCTOR_KEYS if key in model_args}
+    arguments["pretrained"] = model_args["model"]
+    ask_tasks(ReportingLLM(llm, progress), arguments, request)
+
+
+def ask_tasks(asked: AskedModel, arguments: dict[str, JsonValue], request: SessionRequest) -> None:
     """Evaluate `request.tasks` and write lm-eval's result and sample files into `request.output`.
 
-    `model_args` are those `llm` was built with; `progress` is told the tasks' names, requests done and
-    requests in all. InputError names the task where it cannot be loaded or its prompts do not fit.
+    `arguments` are those of lm-eval's model. InputError names the task where it cannot be loaded or its
+    prompts do not fit.
     """
     from lm_eval.utils import setup_logging
 
@@ -75,12 +88,10 @@ def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, p
         if not request.trust_remote_code:
             stack.enter_context(tasks_as_data())
         stack.enter_context(computed_once())
-        arguments = {key: model_args[key] for key in _CONSTRUCTOR_KEYS if key in model_args}
-        arguments["pretrained"] = model_args["model"]
         settings = request.lm_eval
         given = {key: value for key in _ANSWER_KEYS if (value := getattr(settings, key)) is not None}
-        arguments |= given
-        model = wrap_engine(llm, arguments, settings, progress)
+        arguments = {**arguments, **given}
+        model = wrap_engine(asked, arguments, settings)
         cache = stack.enter_context(_cache(request, given))
         _evaluate(model, arguments, request, scratch / "output", cache)
         _move_files(scratch / "output", request.output)
@@ -129,12 +140,15 @@ def _evaluate(
     manager = task_manager(request)
     run = partial(_simple_evaluate, model, dict(arguments), manager, tracker, request)
     tasks = load_tasks(request, manager, request.tasks)
+    if any(task.OUTPUT_TYPE != "generate_until" for task in each_task(tasks)):
+        model.model.require_scores()
     plain = list(map(_without_template, plain_tasks(tasks))) if request.lm_eval.plain_as_is else []
     try:
         results = run(tasks, request.limit, cache)
         if request.repeat:
             assert request.output is not None
             model.set_cache_hook(CacheHook(None))
+            model.model.ask_again()
             write_repeated(request.output, _repeat(run, results, request))
     except jinja2.TemplateError as error:
         fix = "fix doc_to_text, doc_to_target or doc_to_choice of the task"
@@ -147,10 +161,14 @@ def _evaluate(
 
 def plain_tasks(loaded: "list[Task | Group]") -> "Iterator[Task]":
     """The tasks that score how likely a text is as it stands; chats are no such text."""
+    scored = ("loglikelihood", "loglikelihood_rolling")
+    return (task for task in each_task(loaded) if task.OUTPUT_TYPE in scored)
+
+
+def each_task(loaded: "list[Task | Group]") -> "Iterator[Task]":
+    """The tasks, those of groups too."""
     for entry in loaded:
-        for task in entry.get_all_tasks() if hasattr(entry, "get_all_tasks") else [entry]:
-            if task.OUTPUT_TYPE in ("loglikelihood", "loglikelihood_rolling"):
-                yield task
+        yield from entry.get_all_tasks() if hasattr(entry, "get_all_tasks") else [entry]
 
 
 def _without_template(task: "Task") -> str:

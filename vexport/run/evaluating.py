@@ -14,10 +14,12 @@ from vexport.errors import CheckpointFailed
 from vexport.errors.extras import attempt_all
 from vexport.evaluation.accepted import accept_results, choice_of, gates_of, read_accepted, require_writable
 from vexport.evaluation.drift import drift_warnings
+from vexport.evaluation.endpoint import is_url, require_address
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.outputs import FolderKind, NamedPath, require_separate, written_alone
 from vexport.outputs.log import LOG_FILE, logged_to
 from vexport.reports.comparison import marked, worst_task
+from vexport.run.endpoints import ask_endpoint, is_results, tokenizer_of
 from vexport.run.judging import (
     Explaining,
     cause_of,
@@ -88,9 +90,18 @@ class EvalJob:
         return {**({BASELINE: baseline} if baseline is not None else {}), **self.candidates}
 
     @property
+    def asked(self) -> dict[str, str]:
+        """The models that are asked, by their role: those whose answers are not given."""
+        return {role: name for role, name in self.names.items() if not is_results(name)}
+
+    def answers(self, role: str) -> Path:
+        """The folder of a model's answers, or lm-eval's file that was given."""
+        return self.folder / role if role in self.asked else Path(self.names[role]).expanduser()
+
+    @property
     def known(self) -> Path | None:
         """The answers to compare with; None where there are none."""
-        return self.against or (self.folder / BASELINE if self.settings.baseline else None)
+        return self.against or (self.answers(BASELINE) if self.settings.baseline else None)
 
     @property
     def is_unfinished(self) -> bool:
@@ -99,7 +110,7 @@ class EvalJob:
         """
         if self.overwrite or not (self.folder / RESULTS.mark).is_file():
             return False
-        folders = [self.folder / role for role in self.candidates]
+        folders = [self.folder / role for role in self.asked]
         return not all(
             any(folder.glob("results_*.json")) or (folder / TEXT_FILE).is_file() for folder in folders
         )
@@ -128,9 +139,11 @@ def evaluate_checkpoints(job: EvalJob) -> list[Judged]:
     """
     _require_usable(job)
     fetch_tasks(job.settings, job.options)
-    models = {role: resolve_source(name, job.options.on_progress) for role, name in job.names.items()}
+    models = {role: _resolved(job, role, name) for role, name in job.asked.items()}
     attempt_all(
-        (str(model), partial(require_servable, model, [job.options.serve])) for model in models.values()
+        (str(model), partial(require_servable, model, [job.options.serve]))
+        for role, model in models.items()
+        if not is_url(job.asked[role])
     )
     require_separate(job.outputs, _named(models))
     with written_alone(job.folder, "--output-dir"):
@@ -138,6 +151,13 @@ def evaluate_checkpoints(job: EvalJob) -> list[Judged]:
     for role in models:
         remove_answers(job.folder / role)
     return judged
+
+
+def _resolved(job: EvalJob, role: str, name: str) -> Path:
+    """The folder of a checkpoint, or of a served model's tokenizer."""
+    if is_url(name):
+        return tokenizer_of(role, name, job.settings)
+    return resolve_source(name, job.options.on_progress)
 
 
 def explained(job: EvalJob, judged: Judged, explaining: Explaining, on_progress: OnProgress) -> Judged:
@@ -183,7 +203,7 @@ def accept_answers(job: EvalJob, verdict: Verdict | None) -> str:
     if job.accept is None or (verdict is not None and verdict.outcome == "FAIL"):
         return ""
     choice = choice_of(read_accepted(job.against)) if job.against else job.settings.gate
-    accepted = accept_results(job.folder / CANDIDATE, job.accept, choice)
+    accepted = accept_results(job.answers(CANDIDATE), job.accept, choice)
     return f"accepted: {job.accept}: {gates_of(accepted)}"
 
 
@@ -201,27 +221,33 @@ def _evaluated(job: EvalJob, models: Mapping[str, Path]) -> Iterator[Judged]:
 
 
 def _served_and_judged(job: EvalJob, models: Mapping[str, Path], lm_eval: LmEvalSettings) -> Iterator[Judged]:
-    """The verdict on each model that can be had, the baseline served first."""
-    baseline: Served | None = None
-    for role, model in models.items():
-        questions = Questions(
-            evaluate=job.settings,
-            lm_eval=lm_eval,
-            repeat=role == BASELINE or job.against is not None,
-        )
-        served = serve_model(role, model, job.folder / role, job.options, questions)
-        if role == BASELINE:
-            require_served(role, served.result)
-            baseline = served
-        else:
-            yield _judged(job, role, baseline, served)
+    """The verdict on each model that can be had, the baseline asked first."""
+    baseline = _answered(job, BASELINE, models, lm_eval) if BASELINE in job.names else None
+    if baseline is not None:
+        require_served(BASELINE, baseline.result)
+    for role in job.candidates:
+        yield _judged(job, role, baseline, _answered(job, role, models, lm_eval))
 
 
-def _judged(job: EvalJob, role: str, baseline: Served | None, candidate: Served) -> Judged:
+def _answered(job: EvalJob, role: str, models: Mapping[str, Path], lm_eval: LmEvalSettings) -> Served | None:
+    """The session that asked a model; None where its answers are given, or come from a server."""
+    name = job.asked.get(role)
+    if name is None:
+        return None
+    repeat = role == BASELINE or job.against is not None
+    questions = Questions(evaluate=job.settings, lm_eval=lm_eval, repeat=repeat)
+    if is_url(name):
+        ask_endpoint(role, name, models[role], job.folder / role, job.options, questions)
+        return None
+    return serve_model(role, models[role], job.folder / role, job.options, questions)
+
+
+def _judged(job: EvalJob, role: str, baseline: Served | None, candidate: Served | None) -> Judged:
     """The verdict on one model's answers, which is logged where others follow."""
     name = job.candidates[role]
     try:
-        require_served(CANDIDATE, candidate.result)
+        if candidate is not None:
+            require_served(CANDIDATE, candidate.result)
     except CheckpointFailed as refused:
         if len(job.checkpoints) == 1:
             raise
@@ -238,8 +264,8 @@ def _judged(job: EvalJob, role: str, baseline: Served | None, candidate: Served)
         return Judged(checkpoint=name, verdict=verdict)
     if job.known is None:
         return Judged(checkpoint=name, verdict=None)
-    verdict = verdict_of(job.settings, (job.known, job.folder / role), baseline, candidate)
-    if baseline is not None:
+    verdict = verdict_of(job.settings, (job.known, job.answers(role)), baseline, candidate)
+    if baseline is not None and candidate is not None:
         drift = drift_between(baseline, candidate, job.settings)
         # What has decided is no warning.
         warnings = drift_warnings(drift) if drift and not verdict.text else ()
@@ -257,6 +283,9 @@ def _require_usable(job: EvalJob) -> None:
         require_writable(job.accept)
     files = [*_named({"--against": job.against}), *task_files(job.settings, "--task")]
     for name in job.names.values():
+        if is_url(name):
+            require_address(name)
+            continue
         label = "--baseline" if name == job.settings.baseline else "CHECKPOINT"
         files.append(NamedPath(label=label, path=Path(name).expanduser()))
     require_separate(job.outputs, files)
@@ -266,7 +295,7 @@ def _require_usable(job: EvalJob) -> None:
     attempt_all(
         [
             ("tasks", partial(require_tasks, job.settings, job.options)),
-            *((name, partial(_require_had, name, job.options)) for name in dict.fromkeys(job.names.values())),
+            *((name, partial(_require_had, name, job.options)) for name in dict.fromkeys(job.asked.values())),
         ]
     )
     require_arguments([job.options.serve], job.options.vllm_python)
@@ -274,6 +303,8 @@ def _require_usable(job: EvalJob) -> None:
 
 def _require_had(name: str, options: EngineOptions) -> None:
     """Raise for a model that cannot be had, or whose folder vLLM cannot serve."""
+    if is_url(name):
+        return
     if hub_name(name) is None:
         require_servable(Path(name).expanduser(), [options.serve])
     else:

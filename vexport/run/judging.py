@@ -54,7 +54,7 @@ def first_line(verdict: Verdict) -> str:
 
 
 def verdict_of(
-    settings: Evaluate, answers: tuple[Path, Path], baseline: Served | None, candidate: Served
+    settings: Evaluate, answers: tuple[Path, Path], baseline: Served | None, candidate: Served | None
 ) -> Verdict:
     """The comparison of both models' answers to tasks, or of what they make of the text that decides.
 
@@ -63,10 +63,10 @@ def verdict_of(
     """
     if settings.text is None:
         return decide(*answers, margin=settings.margin, alpha=settings.alpha, gate=settings.gate)
-    old, new = baseline.read_text if baseline else None, candidate.read_text
+    old, new = baseline.read_text if baseline else None, candidate.read_text if candidate else None
     assert old is not None
     assert new is not None
-    device = candidate.result.engine.device if candidate.result.engine else ""
+    device = candidate.result.engine.device if candidate and candidate.result.engine else ""
     limits = TextLimits(kl=settings.kl_limit, nll=settings.nll_limit, alpha=settings.alpha)
     return decide_on_text(portable(settings.text), old, new, limits, device=device)
 

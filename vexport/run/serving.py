@@ -200,26 +200,23 @@ def _request(
         return request
     if not settings.tasks:
         return _identified(request)
-    request = _with_tasks(request, settings, options, folder, repeat=questions.repeat)
-    request = replace(request, lm_eval=questions.lm_eval)
-    return _identified(request)
+    length = options.serve.max_model_len or shortest_length(checkpoint, EVALUATION_LENGTH)
+    request = replace(request, lm_eval=questions.lm_eval, repeat=questions.repeat, max_model_len=length)
+    return _identified(with_tasks(request, settings, options, folder))
 
 
-def _with_tasks(
-    request: SessionRequest, settings: Evaluate, options: EngineOptions, folder: Path, *, repeat: bool
+def with_tasks(
+    request: SessionRequest, settings: Evaluate, options: EngineOptions, folder: Path
 ) -> SessionRequest:
     """The request with lm-eval's tasks, whose files go to `folder`."""
     tasks = _resolved(settings, options, folder / "tasks")
-    length = options.serve.max_model_len or shortest_length(request.checkpoint, EVALUATION_LENGTH)
     return replace(
         request,
-        max_model_len=length,
         tasks=tuple(task.spec for task in tasks),
         include_paths=settings.include_path,
         limit=settings.limit,
         output=folder,
         seed=settings.seed,
-        repeat=repeat,
     )
 
 

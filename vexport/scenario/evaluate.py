@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, field_validator, model_validator
 
 from vexport.errors import nearest
 from vexport.scenario.section import Section, located_errors
-from vexport.types import GENERATION_KEYS, BatchSize, GenKwargs
+from vexport.types import GENERATION_KEYS, BatchSize, Endpoint, GenKwargs
 
 SuiteName = Literal["quick", "standard", "code", "chat"]
 
@@ -67,6 +67,9 @@ DEFAULT_ALPHA = 0.05
 DEFAULT_KL_LIMIT = 0.1
 DEFAULT_NLL_LIMIT = 0.05
 DEFAULT_KL_PROMPTS = 16
+DEFAULT_CONCURRENCY = 32
+# Of one answer, and of trying again where there is none.
+DEFAULT_SECONDS = 300.0
 # Of held-out text that decides. On one row the tokens depend on each other: rows count, not tokens.
 DEFAULT_TEXT_ROWS = 32
 DEFAULT_TEXT_TOKENS = 512
@@ -86,6 +89,10 @@ class Evaluate(Section):
     `apply_chat_template` (true, false or a template's name) a template is applied where the models have one;
     with one, few-shot examples are turns of a conversation unless `fewshot_as_multiturn` is false.
     `include_path` names folders with more tasks. `limit` takes the first documents, below 1 a share of them.
+
+    A model behind the address of a server is asked by `model` (`baseline_model`), where there are several,
+    with the prompts of `tokenizer`: `concurrency` at a time, for at most `request_timeout` seconds each, and
+    again for `retry_seconds` where the server fails.
     """
 
     tasks: tuple[str, ...] = ()
@@ -112,6 +119,22 @@ class Evaluate(Section):
     kl_limit: Annotated[float, Gt(0)] = DEFAULT_KL_LIMIT
     nll_limit: Annotated[float, Gt(0)] = DEFAULT_NLL_LIMIT
     kl_prompts: Annotated[int, Gt(0)] = DEFAULT_KL_PROMPTS
+    tokenizer: Annotated[str, Field(min_length=1)] | None = None
+    model: Annotated[str, Field(min_length=1)] | None = None
+    baseline_model: Annotated[str, Field(min_length=1)] | None = None
+    concurrency: Annotated[int, Gt(0), Le(4096)] = DEFAULT_CONCURRENCY
+    request_timeout: Annotated[float, Gt(0)] = DEFAULT_SECONDS
+    retry_seconds: Annotated[float, Ge(0)] = DEFAULT_SECONDS
+
+    def asking(self, url: str, *, is_baseline: bool) -> Endpoint:
+        """The endpoint at an address, and how it is asked."""
+        return Endpoint(
+            url=url,
+            model=(self.baseline_model if is_baseline else None) or self.model,
+            concurrency=self.concurrency,
+            request_timeout=self.request_timeout,
+            retry_seconds=self.retry_seconds,
+        )
 
     @model_validator(mode="before")
     @classmethod

@@ -11,6 +11,7 @@ from vexport.types.accuracy import (
     Comparison,
     Distance,
     Drift,
+    Endpoint,
     Flip,
     GenKwargs,
     LmEvalSettings,

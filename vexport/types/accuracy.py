@@ -148,6 +148,22 @@ class LmEvalSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """The address of a server's OpenAI API, as `http://HOST:PORT/v1`, and how it is asked.
+
+    `model` is needed where it serves several. `concurrency` requests are under way at a time; one that takes
+    longer than `request_timeout` seconds, or fails in a way that may pass, is tried again for at most
+    `retry_seconds`.
+    """
+
+    url: str
+    model: str | None = None
+    concurrency: int = 32
+    request_timeout: float = 300.0
+    retry_seconds: float = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prompting:
     """How the results of a verdict were asked for, as lm-eval recorded it.
 

@@ -1,0 +1,107 @@
+"""A server of the OpenAI API that adds up the token ids of a prompt, and misbehaves as it is told to."""
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+Fault = str | int
+"""A status of HTTP, `cut off` (in the middle of the body), `abort` (by the engine), `slow` or `closed`."""
+
+
+class AddingServer(ThreadingHTTPServer):
+    """What is served, the prompts that were answered, and the faults to come, one for each completion."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.root, self.version, self.gives_scores = "models/adder", "0.32.0", True
+        self.answered: list[list[int]] = []
+        self.faults: deque[Fault] = deque()
+        self.after: int | None = None
+        self.headers: list[str | None] = []
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def fault(self) -> Fault | None:
+        """The next fault; after so many answers nothing but errors."""
+        if self.after is not None and len(self.answered) >= self.after:
+            return 500
+        return self.faults.popleft() if self.faults else None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: AddingServer
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        if self.path == "/version" and self.server.version:
+            self._send({"version": self.server.version})
+        elif self.path == "/v1/models":
+            card = {"id": "adder", "root": self.server.root, "max_model_len": 512}
+            self._send({"data": [card, {**card, "id": "other"}]})
+        else:
+            self._send({"detail": "Not Found"}, 404)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.headers.append(self.headers["Authorization"])
+            fault = self.server.fault()
+            if fault is None:
+                self.server.answered.append(body["prompt"])
+        text = str(sum(body["prompt"]))
+        choice: dict[str, object] = {"index": 0, "text": text, "finish_reason": "stop", "logprobs": None}
+        if body.get("echo") and self.server.gives_scores:
+            choice["logprobs"] = _scores(body["prompt"])
+        if fault == "abort":
+            choice |= {"finish_reason": "abort", "text": text[:1]}
+        elif fault == "slow":
+            time.sleep(1)
+        elif fault == "closed":
+            self.close_connection = True
+            return
+        elif isinstance(fault, int):
+            words = f"no luck with {self.headers['Authorization']}"
+            self._send({"error": {"message": words}}, fault)
+            return
+        self._send({"choices": [choice]}, cut=fault == "cut off")
+
+    def _send(self, value: object, status: int = 200, *, cut: bool = False) -> None:
+        content = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content[: len(content) // 2] if cut else content)
+        if cut:
+            self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def _scores(prompt: list[int]) -> dict[str, object]:
+    """Each token costs a hundredth of its id; token 7 is likelier than those of a higher id."""
+    own = [None, *(-token / 100 for token in prompt[1:]), -1.0]
+    best = [None, *({f"token_id:{token}": -token / 100, "token_id:7": -0.07} for token in prompt[1:]), {}]
+    return {"token_logprobs": own, "top_logprobs": best}
+
+
+@contextmanager
+def adding_server() -> Iterator[AddingServer]:
+    """A server on a free port of this machine."""
+    with AddingServer() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()

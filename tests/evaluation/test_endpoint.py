@@ -1,0 +1,111 @@
+"""A served model, asked over HTTP: a server that fails neither loses nor changes an answer."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.evaluation.misbehaving import AddingServer, Fault, adding_server
+from vexport.errors import EnvironmentFault, InputError
+from vexport.evaluation.endpoint import API_KEY, Server, require_address
+from vexport.evaluation.endpoint_worker import KeptAnswers, ServedLLM
+from vexport.types import Endpoint, Json
+
+PROMPTS = [[number, 1] for number in range(100)]
+KEY = "sk-of-nobody-else"
+
+
+@pytest.fixture
+def server() -> Iterator[AddingServer]:
+    with adding_server() as server:
+        yield server
+
+
+def endpoint(server: AddingServer, *, retry: float = 10.0) -> Endpoint:
+    return Endpoint(url=server.url, model="adder", concurrency=8, request_timeout=0.5, retry_seconds=retry)
+
+
+def ask(
+    server: AddingServer,
+    file: Path,
+    prompts: list[list[int]] = PROMPTS,
+    *,
+    retry: float = 10.0,
+    again: int = 0,
+) -> list[str]:
+    model = ServedLLM(Server(endpoint(server, retry=retry)), KeptAnswers(file), lambda *_: None)
+    model.expect([], len(prompts))
+    for _ in range(again):
+        model.ask_again()
+    parameters: dict[str, Json] = {"max_tokens": 4, "stop": ["."], "temperature": 0}
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    answers = model.generate(asked, [parameters] * len(asked), False, None)
+    return [answer.outputs[0].text for answer in answers]
+
+
+@pytest.mark.parametrize("fault", [429, 500, 503, "cut off", "abort", "slow", "closed"])
+def test_what_may_pass_is_asked_again(fault: Fault, server: AddingServer, tmp_path: Path) -> None:
+    server.faults.extend([fault] * 3)
+    assert ask(server, tmp_path / "kept") == [str(sum(prompt)) for prompt in PROMPTS]
+    lost = [tuple(prompt) for prompt in server.answered]
+    assert len(lost) == len(set(lost)) == len(PROMPTS)
+
+
+def test_a_server_that_stays_away_costs_no_answer(server: AddingServer, tmp_path: Path) -> None:
+    server.after = 50
+    with pytest.raises(EnvironmentFault, match="HTTP 500.*only the rest is asked"):
+        ask(server, tmp_path / "kept", retry=1)
+    assert len((tmp_path / "kept").read_text().splitlines()) == 50
+    server.after = None
+    assert ask(server, tmp_path / "kept") == [str(sum(prompt)) for prompt in PROMPTS]
+    assert len(server.answered) == len(PROMPTS)
+    ask(server, tmp_path / "kept", PROMPTS[:10], again=1)
+    assert len(server.answered) == len(PROMPTS) + 10
+
+
+def test_another_model_behind_the_address_ends_it(server: AddingServer, tmp_path: Path) -> None:
+    kept = KeptAnswers(tmp_path / "kept")
+    model = ServedLLM(Server(endpoint(server)), kept, lambda *_: None)
+    model.expect([], 1)
+    server.root = "models/subtracter"
+    with pytest.raises(EnvironmentFault, match=r"another model .* \(models/subtracter, vLLM 0.32.0\)"):
+        model.generate([{"prompt_token_ids": [3, 4]}], [{}], False, None)
+    assert not (tmp_path / "kept").exists()
+
+
+def test_log_probabilities_are_those_of_the_prompts_tokens(server: AddingServer) -> None:
+    asked = Server(endpoint(server))
+    assert asked.score([5, 3, 9], 1) == [{3: -0.03, 7: -0.07}, {9: -0.09, 7: -0.07}]
+    server.gives_scores = False
+    with pytest.raises(InputError, match="no log-probabilities of prompts .* need completions with echo"):
+        asked.score([5, 3, 9], 1)
+
+
+def test_the_key_is_sent_and_shown_to_nobody(
+    server: AddingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(API_KEY, KEY)
+    server.faults.extend([401] * 8)
+    with pytest.raises(InputError, match=f"HTTP 401.*set {API_KEY}") as error:
+        ask(server, tmp_path / "kept")
+    assert server.headers[0] == f"Bearer {KEY}"
+    assert KEY not in str(error.value)
+    ask(server, tmp_path / "kept")
+    assert KEY not in (tmp_path / "kept").read_text()
+
+
+def test_a_server_that_is_not_there_is_named(server: AddingServer) -> None:
+    with pytest.raises(InputError, match="got 2 models, need one of adder, other; name one with --model"):
+        Server(Endpoint(url=server.url))
+    with pytest.raises(EnvironmentFault, match="ConnectionRefusedError"):
+        Server(Endpoint(url="http://127.0.0.1:9/v1", retry_seconds=0))
+
+
+@pytest.mark.parametrize(
+    "url", ["http://", "https://me:secret@host/v1", "http://host/v1?key=secret", "http://host:99999/v1"]
+)
+def test_an_address_has_no_secrets(url: str) -> None:
+    with pytest.raises(InputError) as error:
+        require_address(url)
+    assert "secret" not in json.dumps(str(error.value))

@@ -1,0 +1,311 @@
+"""A model behind a server's OpenAI API: what the server says of it, and answers to prompts of token ids.
+
+What may pass (refused, 429, 5xx, a timeout, an answer that is cut off) is tried again within bounds.
+"""
+
+import http.client
+import json
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
+from urllib.parse import urlsplit
+
+from vexport.errors import EnvironmentFault, InputError
+from vexport.errors.escaping import clip, visible
+from vexport.types import Endpoint, Json
+from vexport.version import __version__
+
+T = TypeVar("T")
+API_KEY = "VEXPORT_API_KEY"
+_FIRST_WAIT, _LONGEST_WAIT = 0.5, 20.0
+# Of the first contact: an address may be mistyped, a server that is asked already may be starting again.
+_FIRST_CONTACT = 5.0
+_PASSING = (408, 425, 429)
+_CUT_OFF = (None, "abort", "error")
+_KEPT = "look at the server, and call again: what is answered is kept, and only the rest is asked"
+_SHOWN = 300
+_TOKEN = "token_id:"
+"""How vLLM spells a token where it is asked for `return_tokens_as_token_ids`."""
+
+_NEUTRAL: Mapping[str, Json] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Else vLLM's server takes what generation_config.json says; an engine that is asked here does not."""
+_VLLMS = ("skip_special_tokens", "spaces_between_special_tokens")
+"""Of lm-eval's parameters, vLLM's alone."""
+
+Position = Mapping[int, float]
+"""Log-probabilities by token id: that of the prompt's own token, and of the likeliest ones.
+
+Tokens of a server that does not spell ids are -1, -2, ...
+"""
+
+
+class _PassingError(Exception):
+    """What may be over when it is tried again; `wait` is how long the server asks to wait."""
+
+    def __init__(self, words: str, wait: float = 0.0) -> None:
+        self.wait = wait
+        super().__init__(words)
+
+
+class _RefusedError(Exception):
+    """A request that the server will refuse again; `status` is that of HTTP."""
+
+    def __init__(self, status: int, words: str) -> None:
+        self.status = status
+        super().__init__(f"HTTP {status}: {words}" if words else f"HTTP {status}")
+
+
+class UnreachableError(EnvironmentFault):
+    """A server that did not answer within bounds (exit 4); what it answered before stands."""
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect would take the API key to another host."""
+
+    def redirect_request(self, *_: object) -> None:
+        """Follow none: the answer is then an error with its status."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What a server says of a model: its name, the folder or hub id it was started with, its longest
+    sequence, and vLLM's version. Empty or None where the server does not say.
+    """
+
+    name: str
+    root: str
+    max_model_len: int | None
+    version: str
+
+
+def is_url(name: str) -> bool:
+    """Return whether the name of a model is the address of a server."""
+    return name.startswith(("http://", "https://"))
+
+
+def require_address(url: str) -> None:
+    """InputError for an address with a password or a query, which reports would show."""
+    try:
+        parts = urlsplit(url)
+        has_host = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        has_host = False
+    if not has_host:
+        fix = "give http://HOST:PORT/v1"
+        raise InputError(clip(visible(url), 100), got="no host in it", need="a server's address", fix=fix)
+    if parts.username or parts.password or parts.query or parts.fragment:
+        where, got = f"{parts.scheme}://{parts.hostname}", "a password, a query or a fragment in the address"
+        raise InputError(where, got=got, need="the address alone", fix=f"put a key into {API_KEY}")
+
+
+class Server:
+    """The model of an endpoint. Several threads may ask; `model` is what the server said at first."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        require_address(endpoint.url)
+        self.endpoint, self._stopped = endpoint, threading.Event()
+        self._key = os.environ.get(API_KEY, "").strip()
+        if not (self._key.isascii() and self._key.isprintable()):
+            fix = "set it to the key alone"
+            raise InputError(API_KEY, got="characters that no header takes", need="a key", fix=fix)
+        self._url = endpoint.url.rstrip("/")
+        if not urlsplit(self._url).path:
+            self._url += "/v1"
+        self._opener = urllib.request.build_opener(_NoRedirects)
+        seconds = min(_FIRST_CONTACT, endpoint.retry_seconds)
+        try:
+            version = self._version()
+        except (_PassingError, _RefusedError):  # vLLM's alone
+            version = ""
+        self.model = self._described(seconds, version)
+
+    def stop(self) -> None:
+        """Let no thread try again."""
+        self._stopped.set()
+
+    def require_same(self) -> None:
+        """EnvironmentFault where the server has another model than at first."""
+        seconds = self.endpoint.retry_seconds
+        version = self._tried(seconds, self._version) if self.model.version else ""
+        now = self._described(seconds, version)
+        if now != self.model:
+            got = f"another model is served than before: {_words(now)}, not {_words(self.model)}"
+            raise EnvironmentFault(self.endpoint.url, got=got, need="", fix=_KEPT)
+
+    def generate(self, prompt: Sequence[int], parameters: Mapping[str, Json]) -> str:
+        """The text after a prompt; `parameters` are those of the completions API."""
+        wanted = {**_NEUTRAL, **parameters} if self.model.version else _plain(parameters)
+        choice = self._complete({"prompt": list(prompt), **wanted})
+        text = choice["text"]
+        assert isinstance(text, str)
+        return text
+
+    def score(self, prompt: Sequence[int], top: int) -> list[Position]:
+        """Log-probabilities of all tokens of a prompt but the first, with the `top` likeliest in the place of
+        each.
+
+        InputError where the server gives none.
+        """
+        asked = {"echo": True, "logprobs": top, "max_tokens": 1, "temperature": 0}
+        ids = {"return_tokens_as_token_ids": True} if self.model.version else {}
+        choice = self._complete({"prompt": list(prompt), **asked, **ids})
+        given = choice.get("logprobs")
+        own = given.get("token_logprobs") if isinstance(given, dict) else None
+        best = given.get("top_logprobs") if isinstance(given, dict) else None
+        if not isinstance(own, list) or not isinstance(best, list) or min(len(own), len(best)) < len(prompt):
+            self._require_scores("none in its answer")
+        places = zip(prompt[1:], own[1:], best[1:], strict=False)
+        try:
+            return [_position(token, value, others) for token, value, others in places]
+        except (TypeError, ValueError, AttributeError):
+            self._require_scores("something else in its answer")
+
+    def _require_scores(self, got: str) -> NoReturn:
+        raise InputError(
+            self.endpoint.url,
+            got=f"no log-probabilities of prompts from the server ({got})",
+            need="completions with echo and logprobs, as vLLM's",
+            fix="leave out --text, and tasks that choose by likelihood (multiple choice, perplexity)",
+        )
+
+    def _complete(self, body: dict[str, Json]) -> dict[str, Json]:
+        """The one choice of an answer that is whole."""
+        seconds = self.endpoint.retry_seconds
+        body = {"model": self.model.name, **body}
+        try:
+            return self._tried(seconds, lambda: _choice(self._request(f"{self._url}/completions", body)))
+        except _RefusedError as error:
+            self.require_same()
+            if "echo" in body and error.status not in (401, 403):
+                self._require_scores(str(error))
+            raise self._refused(error) from None
+
+    def _described(self, seconds: float, version: str) -> ServedModel:
+        try:
+            listed = self._tried(seconds, lambda: _cards(self._request(f"{self._url}/models")))
+        except _RefusedError as error:
+            raise self._refused(error) from None
+        return _chosen(self.endpoint, listed, version)
+
+    def _version(self) -> str:
+        return str(self._request(f"{self._url.removesuffix('/v1')}/version").get("version") or "")
+
+    def _tried(self, seconds: float, attempt: Callable[[], T]) -> T:
+        """The answer of the first attempt that succeeds within `seconds`."""
+        wait, deadline = _FIRST_WAIT, time.monotonic() + seconds
+        while True:
+            try:
+                return attempt()
+            except _PassingError as error:
+                pause = min(max(wait, error.wait), _LONGEST_WAIT)
+                if time.monotonic() + pause > deadline or self._stopped.wait(pause):
+                    got = f"no answer: {error}"
+                    raise UnreachableError(self.endpoint.url, got=got, need="", fix=_KEPT) from None
+                wait *= 2
+
+    def _request(self, url: str, body: Mapping[str, Json] | None = None) -> dict[str, Json]:
+        """One answer of the server, an object."""
+        headers = {"Content-Type": "application/json", "User-Agent": f"vexport/{__version__}"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        data = json.dumps(body).encode() if body is not None else None
+        request = urllib.request.Request(url, data=data, headers=headers)
+        try:
+            with self._opener.open(request, timeout=self.endpoint.request_timeout) as response:
+                answer: Json = json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            self._raise_status(error)
+        except (OSError, http.client.HTTPException) as error:
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
+            raise _PassingError(self._shown(f"{type(reason).__name__}: {reason}")) from None
+        except ValueError:
+            raise _PassingError("an answer that is cut off") from None
+        if not isinstance(answer, dict):
+            raise _PassingError("an answer that is no JSON object")
+        return answer
+
+    def _raise_status(self, error: urllib.error.HTTPError) -> NoReturn:
+        """Raise for an answer with a status of HTTP that tells of an error."""
+        try:
+            words = self._shown(error.read(4 * _SHOWN).decode(errors="replace"))
+        except (OSError, http.client.HTTPException):
+            words = ""
+        if error.code in _PASSING or error.code >= 500:
+            after = str(error.headers.get("Retry-After", ""))
+            wait = float(after) if after.isdecimal() else 0.0
+            raise _PassingError(f"HTTP {error.code}: {words}", wait) from None
+        raise _RefusedError(error.code, words) from None
+
+    def _shown(self, words: str) -> str:
+        """A server's words on one line, without the key."""
+        words = words.replace(self._key, "***") if self._key else words
+        return clip(visible(" ".join(words.split())), _SHOWN)
+
+    def _refused(self, error: _RefusedError) -> InputError:
+        fix = "correct the address (http://HOST:PORT/v1) or what is asked"
+        if error.status in (401, 403):
+            fix = f"set {API_KEY}"
+        return InputError(self.endpoint.url, got=str(error), need="an answer", fix=fix)
+
+
+def _plain(parameters: Mapping[str, Json]) -> dict[str, Json]:
+    """The parameters that any server knows, and those that somebody set."""
+    return {name: value for name, value in parameters.items() if name not in _VLLMS}
+
+
+def _choice(answer: Mapping[str, Json]) -> dict[str, Json]:
+    """The choice of an answer; _PassingError where the answer was cut off."""
+    choices = answer.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
+        raise _PassingError("an answer without a text")
+    if choice.get("finish_reason") in _CUT_OFF:
+        raise _PassingError(f"an answer that is cut off (finish_reason {choice.get('finish_reason')})")
+    return choice
+
+
+def _cards(answer: Mapping[str, Json]) -> list[dict[str, Json]]:
+    listed = answer.get("data")
+    cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
+    if not cards:
+        raise _PassingError("no models in its answer")
+    return cards
+
+
+def _chosen(endpoint: Endpoint, cards: Sequence[Mapping[str, Json]], version: str) -> ServedModel:
+    """The model of a server's list that is meant; InputError where that is not clear."""
+    names = [str(card.get("id")) for card in cards]
+    name = endpoint.model or (names[0] if len(names) == 1 else None)
+    if name not in names:
+        got = f"no model {name}" if name else f"{len(names)} models"
+        need, fix = f"one of {', '.join(names)}", "name one with --model (of the baseline: --baseline-model)"
+        raise InputError(endpoint.url, got=got, need=need, fix=fix)
+    card = cards[names.index(name)]
+    longest, root = card.get("max_model_len"), card.get("root")
+    return ServedModel(
+        name=name,
+        root=root if isinstance(root, str) else "",
+        max_model_len=longest if isinstance(longest, int) else None,
+        version=version,
+    )
+
+
+def _words(model: ServedModel) -> str:
+    return f"{model.name} ({model.root or 'no root'}, vLLM {model.version or 'unknown'})"
+
+
+def _position(token: int, value: Json, others: Json) -> Position:
+    """The log-probabilities in one place of a prompt, its own token's first."""
+    assert isinstance(others, dict)
+    own = {token: float(value)}  # type: ignore[arg-type]
+    names = {_id(name, number): float(each) for number, (name, each) in enumerate(others.items())}  # type: ignore[arg-type]
+    return {**own, **{name: each for name, each in names.items() if name != token}}
+
+
+def _id(name: str, number: int) -> int:
+    return int(name.removeprefix(_TOKEN)) if name.startswith(_TOKEN) else -1 - number
