@@ -14,25 +14,10 @@ from vexport.plan.needs import default_text_note, rounded_to_nearest, rules_need
 from vexport.plan.source import ignored_rules, plan_headers, rules_for, table_of_schemes
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.reports.quantized import quantized_answer
-from vexport.scenario import (
-    Calibration,
-    GroupSize,
-    Rule,
-    default_calibration,
-    is_scenario,
-    read_scenario,
-)
+from vexport.scenario import Calibration, GroupSize, Rule, default_calibration, is_scenario, read_scenario
 from vexport.scenario.llmcompressor import read_recipe
 from vexport.sensitivity.auto import plan_scenario
-from vexport.types import (
-    KvCache,
-    OnProgress,
-    OnUnsupportedShape,
-    Plan,
-    Quantized,
-    SchemeTable,
-    silent,
-)
+from vexport.types import KvCache, OnProgress, OnUnsupportedShape, Plan, Quantized, SchemeTable, silent
 from vexport.types.rounding import Rounding
 
 if TYPE_CHECKING:

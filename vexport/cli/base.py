@@ -67,10 +67,7 @@ def command(
 
     def decorate(function: Callable[..., None]) -> click.Command:
         decorated = click.command(
-            name,
-            cls=SectionedCommand,
-            epilog=EXIT_CODES,
-            no_args_is_help=no_args_is_help,
+            name, cls=SectionedCommand, epilog=EXIT_CODES, no_args_is_help=no_args_is_help
         )(function)
         for parameter in decorated.params:
             if isinstance(parameter, click.Option) and parameter.name in unlisted:

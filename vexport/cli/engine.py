@@ -136,11 +136,7 @@ attribution_options = stacked(
         help="Look for a loss's cause after the verdict [default: unless PASS].",
     ),
     click.option(
-        "--attribution-seconds",
-        type=POSITIVE,
-        default=300,
-        show_default=True,
-        help="Longest time for that.",
+        "--attribution-seconds", type=POSITIVE, default=300, show_default=True, help="Longest time for that."
     ),
 )
 engine_arg_option = stacked(

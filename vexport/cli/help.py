@@ -14,67 +14,33 @@ WIDEST = 100
 OTHERS = "Options"
 # The sections in their order; an option that none of them names stands under "Options".
 SECTIONS: Mapping[str, Sequence[str]] = {
-    "Scheme": (
-        "scheme",
-        "recipe",
-        "observer",
-        "input_observer",
-        "rounding",
-        "group_size",
-        "ignore",
-        "kv_cache",
-        "on_unsupported_shape",
-        "smoothing",
-        "revision",
-    ),
-    "Comparison": ("baseline", "against", "accept", "source"),
-    "Calibration": ("calibration", "samples", "seq_len", "seed", "pack", "all_experts", "device"),
-    "Tasks": ("tasks", "text", "text_rows", "text_tokens", "include_path", "limit", "batch_size"),
-    "Prompts": (
-        "apply_chat_template",
-        "chat_template",
-        "system_instruction",
-        "num_fewshot",
-        "fewshot_as_multiturn",
-        "gen_kwargs",
-        "max_gen_toks",
-        "think_end_token",
-        "enable_thinking",
-    ),
-    "Verdict": ("margin", "alpha", "gate", "kl_limit", "nll_limit", "attribution", "attribution_seconds"),
-    "vLLM": (
-        "tp",
-        "sm",
-        "cards",
-        "vllm",
-        "dry",
-        "static",
-        "strict",
-        "speculative",
-        "mode",
-        "vllm_python",
-        "max_model_len",
-        "max_num_seqs",
-        "gpu_memory_utilization",
-        "dtype",
-        "engine_args",
-        "timeout",
-        "trust_remote_code",
-    ),
-    OTHERS: (),
-    "Output": (
-        "format_",
-        "answer_file",
-        "every",
-        "output_dir",
-        "run_dir",
-        "max_shard_size",
-        "overwrite",
-        "quiet",
-        "verbose",
-        "debug",
-        "help",
-    ),
+    title: names.split()
+    for title, names in (
+        (
+            "Scheme",
+            "scheme recipe observer input_observer rounding group_size ignore kv_cache "
+            "on_unsupported_shape smoothing revision",
+        ),
+        ("Comparison", "baseline against accept source"),
+        ("Calibration", "calibration samples seq_len seed pack all_experts device"),
+        ("Tasks", "tasks text text_rows text_tokens include_path limit batch_size"),
+        (
+            "Prompts",
+            "apply_chat_template chat_template system_instruction num_fewshot "
+            "fewshot_as_multiturn gen_kwargs max_gen_toks think_end_token enable_thinking",
+        ),
+        ("Verdict", "margin alpha gate kl_limit nll_limit attribution attribution_seconds"),
+        (
+            "vLLM",
+            "tp sm cards vllm dry static strict speculative mode vllm_python max_model_len "
+            "max_num_seqs gpu_memory_utilization dtype engine_args timeout trust_remote_code",
+        ),
+        (OTHERS, ""),
+        (
+            "Output",
+            "format_ answer_file every output_dir run_dir max_shard_size overwrite quiet verbose debug help",
+        ),
+    )
 }
 _SECTION_OF = {name: title for title, names in SECTIONS.items() for name in names}
 

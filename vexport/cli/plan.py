@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 @revision_option
 @scheme_option
 @click.option(
-    "--run-dir",
-    type=PATH,
-    help="Run directory with the losses for `scheme: auto` [default: runs/NAME].",
+    "--run-dir", type=PATH, help="Run directory with the losses for `scheme: auto` [default: runs/NAME]."
 )
 @plan_options
 @calibration_options

@@ -109,10 +109,7 @@ def note_estimate(which: str, steps: "Sequence[Step]") -> None:
 scheme_option = stacked(
     click.option("--scheme", metavar="S", help=SCHEME_HELP),
     click.option(
-        "--recipe",
-        type=PATH,
-        metavar="FILE.yaml",
-        help="Recipe of llm-compressor in the place of a scheme.",
+        "--recipe", type=PATH, metavar="FILE.yaml", help="Recipe of llm-compressor in the place of a scheme."
     ),
 )
 
@@ -209,9 +206,7 @@ plan_options = stacked(
         help="Columns that share a scale, or channel: a whole row.",
     ),
     click.option(
-        "--observer",
-        metavar="O",
-        help="How weight ranges are found [default: what suits the rounding].",
+        "--observer", metavar="O", help="How weight ranges are found [default: what suits the rounding]."
     ),
     click.option(
         "--input-observer",
@@ -230,9 +225,7 @@ plan_options = stacked(
         help="Keep these layers: a name, its end, or re:REGEX; repeatable.",
     ),
     click.option(
-        "--kv-cache",
-        type=click.Choice(("fp8", "fp8_per_head")),
-        help="Calibrate scales of an fp8 KV cache.",
+        "--kv-cache", type=click.Choice(("fp8", "fp8_per_head")), help="Calibrate scales of an fp8 KV cache."
     ),
     click.option(
         "--smoothing",

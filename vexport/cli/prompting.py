@@ -110,12 +110,7 @@ def _batch_size(text: str) -> BatchSize:
 
 
 prompting_options = stacked(
-    click.option(
-        "--num-fewshot",
-        type=Count(0),
-        metavar="N",
-        help="Examples in each prompt.",
-    ),
+    click.option("--num-fewshot", type=Count(0), metavar="N", help="Examples in each prompt."),
     click.option(
         "--apply-chat-template/--no-apply-chat-template",
         default=None,
@@ -127,11 +122,7 @@ prompting_options = stacked(
         default=None,
         help="Examples as turns [default: with a chat template].",
     ),
-    click.option(
-        "--system-instruction",
-        metavar="TEXT",
-        help="System prompt.",
-    ),
+    click.option("--system-instruction", metavar="TEXT", help="System prompt."),
     click.option(
         "--gen-kwargs",
         multiple=True,
@@ -145,11 +136,7 @@ prompting_options = stacked(
         metavar="N",
         help="Most new tokens where a task sets none [default: 256].",
     ),
-    click.option(
-        "--think-end-token",
-        metavar="TEXT",
-        help="Score only what follows it, such as </think>.",
-    ),
+    click.option("--think-end-token", metavar="TEXT", help="Score only what follows it, such as </think>."),
     click.option(
         "--enable-thinking/--no-enable-thinking",
         default=None,

@@ -10,14 +10,7 @@ from pathlib import Path
 import click
 
 from vexport.cli.base import command, note, print_text
-from vexport.cli.options import (
-    PATH,
-    Answer,
-    ByteSize,
-    format_option,
-    revision_option,
-    trust_option,
-)
+from vexport.cli.options import PATH, Answer, ByteSize, format_option, revision_option, trust_option
 from vexport.cli.planning import (
     CalibrationOptions,
     PlanOptions,
@@ -136,11 +129,7 @@ def _keeping(patterns: Sequence[str]) -> str:
 
 
 def _print(
-    out: Path,
-    plan: Plan,
-    seen: Calibration | None,
-    rounding: RoundingReport | None,
-    answer: Answer,
+    out: Path, plan: Plan, seen: Calibration | None, rounding: RoundingReport | None, answer: Answer
 ) -> None:
     """Print the answer, and warnings on stderr."""
     from vexport.reports.quantized import quantized_answer, render_quantized

@@ -83,12 +83,7 @@ drift_options = stacked(
 @click.argument("results", type=PATH)
 @verdict_options
 @format_option()
-def verdict_command(
-    baseline_results: Path,
-    results: Path,
-    options: VerdictOptions,
-    answer: Answer,
-) -> None:
+def verdict_command(baseline_results: Path, results: Path, options: VerdictOptions, answer: Answer) -> None:
     """Compare two lm-eval result folders; starts no model.
 
     The folders may come from anywhere. BASELINE_RESULTS may also be an accepted baseline

@@ -74,11 +74,7 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def resumable_directory(
-    path: Path,
-    *,
-    input_digest: str,
-    overwrite: bool,
-    note: Callable[[str], None] = lambda text: None,
+    path: Path, *, input_digest: str, overwrite: bool, note: Callable[[str], None] = lambda text: None
 ) -> Iterator[Path]:
     """Yield a folder that becomes `path` when the block ends without error.
 

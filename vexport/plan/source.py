@@ -47,11 +47,7 @@ def rules_for(
         name = with_group_size(name, parse_group_size(group_size))
     try:
         rule = Rule(
-            match="Linear",
-            scheme=name,
-            observer=observer,
-            input_observer=input_observer,
-            rounding=rounding,
+            match="Linear", scheme=name, observer=observer, input_observer=input_observer, rounding=rounding
         )
     except ValidationError as error:
         raise InputErrors([_option_problem(detail) for detail in error.errors()]) from None
@@ -93,11 +89,7 @@ def source_index(source: str, rules: Sequence[Rule], on_progress: OnProgress = s
 
 
 def plan_source(
-    source: str,
-    rules: Sequence[Rule],
-    settings: Settings = DEFAULTS,
-    *,
-    on_progress: OnProgress = silent,
+    source: str, rules: Sequence[Rule], settings: Settings = DEFAULTS, *, on_progress: OnProgress = silent
 ) -> tuple[SourceIndex, Plan]:
     """Read a source's headers and plan. Raises InputError for an unusable source or rule."""
     index = source_index(source, rules, on_progress)

@@ -8,16 +8,7 @@ from statistics import median
 from vexport.reports import document as doc
 from vexport.reports.document import PAGE, badge, columns, muted, parts, row
 from vexport.reports.folding import folded_places
-from vexport.reports.formatting import (
-    bits_per_weight,
-    count,
-    decibels,
-    percent,
-    plural,
-    ratio,
-    size,
-    small,
-)
+from vexport.reports.formatting import bits_per_weight, count, decibels, percent, plural, ratio, size, small
 from vexport.reports.sentences import attribution_line, schemes_in_use
 from vexport.types import (
     Attribution,

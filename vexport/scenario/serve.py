@@ -49,10 +49,7 @@ CANDIDATE_ONLY = frozenset(
     }
 )
 # Options of the command line for arguments of vLLM.
-_OPTIONS = {
-    "tensor_parallel_size": "--tp",
-    "max_model_len": "--max-model-len",
-}
+_OPTIONS = {"tensor_parallel_size": "--tp", "max_model_len": "--max-model-len"}
 
 
 @dataclass(frozen=True, slots=True)

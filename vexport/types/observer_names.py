@@ -111,9 +111,7 @@ class ObserverName:
 
 OBSERVERS: Mapping[str, ObserverName] = {
     "memoryless_minmax": ObserverName(
-        file="minmax",
-        kind="MemorylessMinMaxObserver",
-        summary="The range of the last tensor observed",
+        file="minmax", kind="MemorylessMinMaxObserver", summary="The range of the last tensor observed"
     ),
     "static_minmax": ObserverName(
         file="minmax",
