@@ -10,14 +10,23 @@ from typing import TYPE_CHECKING
 from vexport.checkpoint.source import with_revision
 from vexport.engine.proof import Prover
 from vexport.plan.build import Settings
-from vexport.plan.needs import default_text_note, rounded_to_nearest, rules_need_calibration
-from vexport.plan.source import ignored_rules, plan_headers, rules_for, table_of_schemes
+from vexport.plan.needs import default_text_note, with_needed_text
+from vexport.plan.source import ignored_rules, plan_headers, requested, table_of_schemes
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.reports.quantized import quantized_answer
-from vexport.scenario import Calibration, GroupSize, Rule, default_calibration, is_scenario, read_scenario
-from vexport.scenario.llmcompressor import read_recipe
+from vexport.scenario import Calibration, Rule, default_calibration, is_scenario, read_scenario
 from vexport.sensitivity.auto import plan_scenario
-from vexport.types import KvCache, OnProgress, OnUnsupportedShape, Plan, Quantized, SchemeTable, silent
+from vexport.types import (
+    GroupSize,
+    KvCache,
+    OnProgress,
+    OnUnsupportedShape,
+    Plan,
+    PlanRequest,
+    Quantized,
+    SchemeTable,
+    silent,
+)
 from vexport.types.rounding import Rounding
 
 if TYPE_CHECKING:
@@ -67,23 +76,21 @@ def plan(
             raise ValueError(f"plan: got arguments next to {source}, need them in the scenario")
         folder = None if run_dir is None else Path(run_dir)
         return plan_scenario(read_scenario(Path(source)), folder, on_progress)[1]
-    wanted, settings = _wanted(
-        scheme,
-        recipe,
-        rules,
-        Settings(
-            ranks=tuple(tp),
-            on_unsupported_shape=on_unsupported_shape,
-            kv_cache=kv_cache,
-            has_text=has_text,
-            smoothing=smoothing,
-        ),
+    request = PlanRequest(
+        scheme=scheme,
+        recipe=None if recipe is None else Path(recipe),
         group_size=group_size,
         observer=observer,
         input_observer=input_observer,
         rounding=rounding,
-        ignore=ignore,
+        ignore=tuple(ignore),
+        kv_cache=kv_cache,
+        smoothing=smoothing,
+        on_unsupported_shape=on_unsupported_shape,
+        tp=tuple(tp),
     )
+    wanted, settings = requested(request, rules, _warn)
+    settings = replace(settings, has_text=has_text)
     return plan_headers(with_revision(str(source), revision), wanted, settings, on_progress)[1]
 
 
@@ -136,36 +143,29 @@ def quantize(
     OUT.failed, where it fails.
     """
     data = Calibration(data=str(calibration)) if isinstance(calibration, str | Path) else calibration
-    wanted, settings = _wanted(
-        scheme,
-        recipe,
-        rules,
-        Settings(
-            ranks=tuple(tp),
-            on_unsupported_shape=on_unsupported_shape,
-            kv_cache=kv_cache,
-            has_text=data is not None,
-            smoothing=smoothing,
-        ),
+    request = PlanRequest(
+        scheme=scheme,
+        recipe=None if recipe is None else Path(recipe),
         group_size=group_size,
         observer=observer,
         input_observer=input_observer,
         rounding=rounding,
-        ignore=ignore,
+        ignore=tuple(ignore),
+        kv_cache=kv_cache,
+        smoothing=smoothing,
+        on_unsupported_shape=on_unsupported_shape,
+        tp=tuple(tp),
     )
-    if data is None and rules_need_calibration(wanted, settings.kv_cache, settings.smoothing):
+    wanted, settings = requested(request, rules, _warn)
+    wanted, settings, text = with_needed_text(wanted, settings, data, default_calibration())
+    if text is not data:
         warnings.warn(default_text_note(wanted), stacklevel=2)
-        data, wanted, settings = (
-            default_calibration(),
-            rounded_to_nearest(wanted),
-            replace(settings, has_text=True),
-        )
     job = QuantizeJob(
         source=with_revision(str(source), revision),
         out=Path(out),
         rules=wanted,
         planning=settings,
-        calibration=data,
+        calibration=text,
         overwrite=overwrite,
         trust_remote_code=trust_remote_code,
         shard_bytes=max_shard_size,
@@ -180,12 +180,7 @@ def quantize(
         ).failure,
         on_progress=on_progress,
     )
-    planned, seen, rounded = quantize_source(job)
-    if seen is None:
-        return quantized_answer(str(out), planned, seen, (), rounded)
-    from vexport.types.calibration import expert_coverage
-
-    return quantized_answer(str(out), planned, seen, expert_coverage(seen), rounded)
+    return quantized_answer(str(out), *quantize_source(job))
 
 
 def repair(
@@ -205,39 +200,5 @@ def repair(
     )
 
 
-def _wanted(
-    scheme: str | None,
-    recipe: Name | None,
-    rules: Sequence[Rule],
-    settings: Settings,
-    *,
-    group_size: GroupSize | None,
-    observer: str | None,
-    input_observer: str | None,
-    rounding: Rounding | None,
-    ignore: Sequence[str],
-) -> tuple[tuple[Rule, ...], Settings]:
-    """The rules of a call, and its settings with what a recipe says besides."""
-    if [scheme is None, recipe is None, not rules].count(False) != 1:
-        raise ValueError("got several or none of scheme, recipe and rules, need one of them")
-    if scheme is not None:
-        return rules_for(
-            scheme,
-            observer=observer,
-            input_observer=input_observer,
-            ignore=ignore,
-            rounding=rounding,
-            group_size=group_size,
-        ), settings
-    if any(each is not None for each in (observer, input_observer, rounding, group_size)):
-        raise ValueError("got an observer, rounding or group_size next to what says the same, need it there")
-    if recipe is None:
-        return (*ignored_rules(ignore), *rules), settings
-    recipe_rules = read_recipe(Path(recipe))
-    for text in recipe_rules.notes:
-        warnings.warn(text, stacklevel=3)
-    smoothing = recipe_rules.smoothing if settings.smoothing is None else settings.smoothing
-    recipe_settings = replace(
-        settings, kv_cache=settings.kv_cache or recipe_rules.kv_cache, smoothing=smoothing
-    )
-    return (*ignored_rules(ignore), *recipe_rules.rules), recipe_settings
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)

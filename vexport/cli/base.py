@@ -141,32 +141,28 @@ def require_ok(checkpoint: str, ok: bool, findings: Sequence[Finding]) -> None:
         counted = "1 error" if number == 1 else f"{number:,} errors, the first"
         got = f"it fails with {counted} at {first.where} ({first.check}), shown above"
         raise CheckpointFailed(checkpoint, got=got, need="", fix="")
-    more = f" ({number - 1:,} more)" if number > 1 else ""
-    raise CheckpointFailed(
-        f"{checkpoint}: {first.where}", got=first.got, need=first.expected, fix=first.fix + more
-    )
+    where, fix = f"{checkpoint}: {first.where}", f"{first.fix}{_more(number)}"
+    raise CheckpointFailed(where, got=first.got, need=first.expected, fix=fix)
+
+
+def _more(number: int) -> str:
+    return f" ({number - 1:,} more)" if number > 1 else ""
 
 
 def require_judged(reports: Sequence[CheckReport]) -> None:
     """Exit with 3 where something of a checkpoint was not judged, naming the first."""
     for report in reports:
         if report.not_judged:
-            first, number = report.not_judged[0], len(report.not_judged)
-            more = f" ({number - 1:,} more)" if number > 1 else ""
-            raise Inconclusive(
-                report.checkpoint,
-                got=f"not judged, which --strict asks for: {first.what}{more}: {first.why}",
-                need="",
-                fix="load it where vLLM runs (`vexport load`), or leave --strict out",
-            )
+            first, more = report.not_judged[0], _more(len(report.not_judged))
+            got = f"not judged, which --strict asks for: {first.what}{more}: {first.why}"
+            fix = "load it where vLLM runs (`vexport load`), or leave --strict out"
+            raise Inconclusive(report.checkpoint, got=got, need="", fix=fix)
 
 
-def require_no_internal_error(reports: Sequence[CheckReport]) -> None:
-    """Exit with 4 where a check ended with an exception of ours, whatever else was found."""
-    from vexport.checks import INTERNAL
-
+def require_no(check: str, reports: Sequence[CheckReport | LoadReport | DryLoadReport]) -> None:
+    """Exit with 4 at a finding of this check: an exception of ours, or an engine that died."""
     for finding in (finding for report in reports for finding in report.findings):
-        if finding.check == INTERNAL:
+        if finding.check == check:
             raise EnvironmentFault(finding.where, got=finding.got, need=finding.expected, fix=finding.fix)
 
 
@@ -187,9 +183,7 @@ def require_loaded(reports: Sequence[LoadReport | DryLoadReport]) -> None:
     for report in reports:
         of_checkpoint = [finding for finding in report.findings if finding.check != ENGINE_CHECK]
         require_ok(report.checkpoint, report.ok or not of_checkpoint, of_checkpoint)
-    for finding in (finding for report in reports for finding in report.findings):
-        if finding.check == ENGINE_CHECK:
-            raise EnvironmentFault(finding.where, got=finding.got, need=finding.expected, fix=finding.fix)
+    require_no(ENGINE_CHECK, reports)
 
 
 def conclude(outcome: str, name: str, reason: str) -> None:

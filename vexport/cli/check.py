@@ -12,7 +12,7 @@ from vexport.cli.base import (
     command,
     print_text,
     require_judged,
-    require_no_internal_error,
+    require_no,
     require_ok,
 )
 from vexport.cli.engine import Interpreter, interpreter_option
@@ -85,7 +85,7 @@ def check(
       vexport check checkpoints/* --format junit -o check.xml
     """
     from vexport.checkpoint.source import resolve_drafter
-    from vexport.checks import CHECKS, FILES
+    from vexport.checks import CHECKS, FILES, INTERNAL
     from vexport.checks.vllm.view import Target
     from vexport.cli.terminal import progress_display
     from vexport.reports import render_checks, summarize_checks
@@ -113,7 +113,7 @@ def check(
         print_text(render_checks(reports, answer.format_, (FILES, *CHECKS), every=every))
     if answer.format_ == "github":
         add_step_summary(summarize_checks(reports))
-    require_no_internal_error(reports)
+    require_no(INTERNAL, reports)
     raise_problems([*problems.values()])
     for report in reports:
         require_ok(report.checkpoint, report.ok, report.findings)

@@ -13,22 +13,21 @@ from vexport.cli.planning import (
     CALIBRATION_OPTIONS,
     PLAN_OPTIONS,
     CalibrationOptions,
-    PlanOptions,
     calibration_options,
     given_options,
     given_values,
     note_estimate,
     plan_options,
-    requested_rules,
+    require_consistent,
     require_scenario_alone,
     scheme_option,
 )
 from vexport.errors import InputError
-from vexport.types import OnProgress, Plan
+from vexport.types import OnProgress, Plan, PlanRequest
 
 if TYPE_CHECKING:
     from vexport.checkpoint.index import SourceIndex
-    from vexport.scenario import Calibration, Rule, Scenario
+    from vexport.scenario import Calibration, Scenario
 
 
 @command(unlisted=("smoothing", "input_observer", "seed", "pack", "all_experts", "device"))
@@ -44,10 +43,8 @@ if TYPE_CHECKING:
 def plan(
     source: str,
     revision: str | None,
-    scheme: str | None,
-    recipe: Path | None,
+    request: PlanRequest,
     run_dir: Path | None,
-    options: PlanOptions,
     calibration: CalibrationOptions,
     answer: Answer,
 ) -> None:
@@ -70,13 +67,12 @@ def plan(
         raise click.UsageError("--run-dir needs a SCENARIO: scheme: auto chooses by what a run measured.")
     if is_scenario(source):
         _plan_scenario(source, revision, run_dir, answer)
-    elif scheme or recipe:
-        rules, options = requested_rules(scheme, recipe, options)
-        _plan_rules(source, with_revision(source, revision), rules, options, calibration, answer)
+    elif request.scheme or request.recipe:
+        _plan_rules(source, with_revision(source, revision), request, calibration, answer)
     elif extra := given_options(*CALIBRATION_OPTIONS):
         raise click.UsageError(f"{', '.join(extra)} needs --scheme or --recipe: what the text is for.")
     else:
-        _compare_schemes(with_revision(source, revision), options, answer)
+        _compare_schemes(with_revision(source, revision), request, answer)
 
 
 def _plan_scenario(source: str, revision: str | None, run_dir: Path | None, answer: Answer) -> None:
@@ -115,17 +111,18 @@ def _note_missing_data(scenario: "Scenario") -> None:
 def _plan_rules(
     source: str,
     name: str,
-    rules: "tuple[Rule, ...]",
-    options: PlanOptions,
+    request: PlanRequest,
     calibration: CalibrationOptions,
     answer: Answer,
 ) -> None:
-    """The plan of rules for a model; `name` is the source with its revision."""
+    """The plan of a scheme or recipe for a model; `name` is the source with its revision."""
     from vexport.cli.terminal import progress_display
-    from vexport.plan.source import plan_headers
+    from vexport.plan.source import plan_headers, requested
 
+    require_consistent(request)
+    rules, settings = requested(request, (), note)
     text = calibration.settings
-    planning = replace(options.settings, has_text=text is not None)
+    planning = replace(settings, has_text=text is not None)
     with progress_display(quiet=answer.quiet) as on_progress:
         index, plan = plan_headers(name, rules, planning, on_progress)
         if text is not None and not plan.refusals:
@@ -152,17 +149,17 @@ def _note_time(index: "SourceIndex", plan: Plan, text: "Calibration", on_progres
             note("with this text: seconds, or more than can be measured here")
 
 
-def _compare_schemes(name: str, options: PlanOptions, answer: Answer) -> None:
+def _compare_schemes(name: str, request: PlanRequest, answer: Answer) -> None:
     """Print the table of all schemes."""
     from vexport.cli.terminal import progress_display
     from vexport.plan.build import Settings
     from vexport.plan.source import ignored_rules, table_of_schemes
     from vexport.reports.plan import render_table
 
-    settings = Settings(ranks=options.tp or (1,), kv_cache=options.kv_cache)
+    settings = Settings(ranks=request.tp or (1,), kv_cache=request.kv_cache)
     with progress_display(quiet=answer.quiet) as on_progress:
         table = table_of_schemes(
-            name, ignored_rules(options.ignore), settings, on_progress, options.group_size
+            name, ignored_rules(request.ignore), settings, on_progress, request.group_size
         )
     print_text(render_table(table, answer.format_))
 

@@ -1,65 +1,21 @@
 """Options that say what is quantized how, and what they come to."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import click
 
 from vexport.cli.base import given, note
 from vexport.cli.options import PATH, POSITIVE, Count, Real, stacked, tp_option
-from vexport.types import KvCache, OnUnsupportedShape
-from vexport.types.rounding import ROUNDINGS, Rounding
+from vexport.types import GroupSize, PlanRequest
+from vexport.types.rounding import ROUNDINGS
 
 if TYPE_CHECKING:
-    from vexport.plan.build import Settings
     from vexport.quantize.estimate import Step
-    from vexport.scenario import Calibration, Rule
+    from vexport.scenario import Calibration
 
-GroupSize = int | Literal["channel"]
-SCHEME_HELP = "Scheme for all linear layers; see `vexport list schemes`."
-PLAN_OPTIONS = (
-    "scheme",
-    "recipe",
-    "group_size",
-    "observer",
-    "input_observer",
-    "rounding",
-    "ignore",
-    "kv_cache",
-    "smoothing",
-    "on_unsupported_shape",
-    "tp",
-)
-CALIBRATION_OPTIONS = ("calibration", "samples", "seq_len", "seed", "pack", "all_experts", "device")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """The options for schemes, observers, rounding and layers that are kept."""
-
-    group_size: GroupSize | None
-    observer: str | None
-    input_observer: str | None
-    rounding: Rounding | None
-    ignore: tuple[str, ...]
-    kv_cache: KvCache | None
-    smoothing: float | None
-    on_unsupported_shape: OnUnsupportedShape
-    tp: tuple[int, ...] | None
-
-    @property
-    def settings(self) -> "Settings":
-        """The settings of a plan besides its rules."""
-        from vexport.plan.build import Settings
-
-        return Settings(
-            ranks=self.tp or (1,),
-            on_unsupported_shape=self.on_unsupported_shape,
-            kv_cache=self.kv_cache,
-            smoothing=self.smoothing,
-        )
+PLAN_OPTIONS = tuple(field.name for field in fields(PlanRequest))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +39,11 @@ class CalibrationOptions:
         """The calibration on these data."""
         from vexport.scenario import Calibration
 
-        return Calibration(
-            data=data,
-            samples=self.samples,
-            seq_len=self.seq_len,
-            seed=self.seed,
-            pack=self.pack,
-            all_experts=self.all_experts,
-            device=self.device,
-        )
+        keys = {name: getattr(self, name) for name in CALIBRATION_OPTIONS[1:]}
+        return Calibration(data=data, **keys)
+
+
+CALIBRATION_OPTIONS = tuple(field.name for field in fields(CalibrationOptions))
 
 
 def note_estimate(which: str, steps: "Sequence[Step]") -> None:
@@ -107,7 +59,7 @@ def note_estimate(which: str, steps: "Sequence[Step]") -> None:
 
 
 scheme_option = stacked(
-    click.option("--scheme", metavar="S", help=SCHEME_HELP),
+    click.option("--scheme", metavar="S", help="Scheme for all linear layers; see `vexport list schemes`."),
     click.option(
         "--recipe", type=PATH, metavar="FILE.yaml", help="Recipe of llm-compressor in the place of a scheme."
     ),
@@ -144,38 +96,13 @@ def require_scenario_alone() -> None:
         raise click.UsageError(f"{', '.join(extra)} cannot be used with a scenario; set it in the scenario.")
 
 
-def requested_rules(
-    scheme: str | None, recipe: Path | None, options: PlanOptions
-) -> "tuple[tuple[Rule, ...], PlanOptions]":
-    """The rules of --scheme or --recipe, and the options with what a recipe says besides.
-
-    Raises UsageError where both or none are given, or options say what a recipe says.
-    """
-    from vexport.plan.source import ignored_rules, rules_for
-
-    if (scheme is None) == (recipe is None):
+def require_consistent(request: PlanRequest) -> None:
+    """UsageError where both or none of scheme and recipe are given, or options say what a recipe says."""
+    if (request.scheme is None) == (request.recipe is None):
         raise click.UsageError("Name what to quantize to: --scheme S, or --recipe FILE.yaml.")
-    if scheme is not None:
-        rules = rules_for(
-            scheme,
-            observer=options.observer,
-            input_observer=options.input_observer,
-            ignore=options.ignore,
-            rounding=options.rounding,
-            group_size=options.group_size,
-        )
-        return rules, options
-    if extra := given_options("observer", "input_observer", "rounding", "group_size"):
+    extra = given_options("observer", "input_observer", "rounding", "group_size")
+    if request.recipe is not None and extra:
         raise click.UsageError(f"{', '.join(extra)} cannot be used with --recipe, which says the same.")
-    assert recipe is not None
-    from vexport.scenario.llmcompressor import read_recipe
-
-    read = read_recipe(recipe)
-    for text in read.notes:
-        note(text)
-    rules = (*ignored_rules(options.ignore), *read.rules)
-    smoothing = read.smoothing if options.smoothing is None else options.smoothing
-    return rules, replace(options, kv_cache=options.kv_cache or read.kv_cache, smoothing=smoothing)
 
 
 class GroupSizeType(click.ParamType["GroupSize"]):

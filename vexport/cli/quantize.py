@@ -4,7 +4,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -13,16 +12,14 @@ from vexport.cli.base import command, note, print_text
 from vexport.cli.options import PATH, Answer, ByteSize, format_option, revision_option, trust_option
 from vexport.cli.planning import (
     CalibrationOptions,
-    PlanOptions,
     calibration_options,
     note_estimate,
     plan_options,
-    requested_rules,
+    require_consistent,
     scheme_option,
 )
 from vexport.errors.extras import require_extra
-from vexport.types import Calibration, ExpertCoverage, Plan
-from vexport.types.rounding import RoundingReport
+from vexport.types import Plan, PlanRequest
 
 
 @command()
@@ -48,9 +45,7 @@ def quantize(
     source: str,
     out: Path,
     revision: str | None,
-    scheme: str | None,
-    recipe: Path | None,
-    options: PlanOptions,
+    request: PlanRequest,
     calibration: CalibrationOptions,
     max_shard_size: int,
     no_verify: bool,
@@ -76,16 +71,19 @@ def quantize(
     from vexport.checkpoint.source import with_revision
     from vexport.cli.terminal import progress_display
     from vexport.engine.proof import Prover
-    from vexport.plan.needs import default_text_note, rounded_to_nearest, rules_need_calibration
+    from vexport.plan.needs import default_text_note, with_needed_text
+    from vexport.plan.source import requested
     from vexport.quantize.estimate import Step
     from vexport.quantize.job import QuantizeJob, quantize_source
+    from vexport.reports.quantized import quantized_answer, render_quantized
 
     is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks, or alone: the one that speaks
-    rules, options = requested_rules(scheme, recipe, options)
-    samples = calibration.settings
-    is_default = samples is None and rules_need_calibration(rules, options.kv_cache, options.smoothing)
-    if is_default:
-        samples, rules = calibration.with_data(DEFAULT), rounded_to_nearest(rules)
+    require_consistent(request)
+    rules, settings = requested(request, (), note)
+    rules, settings, text = with_needed_text(
+        rules, settings, calibration.settings, calibration.with_data(DEFAULT)
+    )
+    is_default = text is not None and calibration.calibration is None
 
     def notes(plan: Plan) -> None:
         if is_default and is_first:
@@ -100,14 +98,14 @@ def quantize(
             source=with_revision(source, revision),
             out=out,
             rules=rules,
-            planning=replace(options.settings, has_text=samples is not None),
-            calibration=samples,
+            planning=settings,
+            calibration=text,
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             shard_bytes=max_shard_size,
             prove=Prover(
                 out=out,
-                tp=options.settings.ranks,
+                tp=tuple(settings.ranks),
                 dry=not no_verify,
                 trust_remote_code=trust_remote_code,
                 note=note,
@@ -117,29 +115,14 @@ def quantize(
             on_progress=on_progress,
             on_estimate=estimated,
         )
-        plan, seen, rounding = quantize_source(job, notes)
+        quantized = quantized_answer(str(out), *quantize_source(job, notes))
     if is_first:
-        _print(out, plan, seen, rounding, answer)
+        for warning in quantized.warnings:
+            click.echo(f"warning: {warning}", err=True)
+        print_text(render_quantized(quantized, answer.format_))
 
 
 def _keeping(patterns: Sequence[str]) -> str:
     """This command, with layers kept that it did not keep."""
     words = [word for pattern in patterns for word in ("--ignore", pattern)]
     return f"`{shlex.join(['vexport', *sys.argv[1:], *words])}`"
-
-
-def _print(
-    out: Path, plan: Plan, seen: Calibration | None, rounding: RoundingReport | None, answer: Answer
-) -> None:
-    """Print the answer, and warnings on stderr."""
-    from vexport.reports.quantized import quantized_answer, render_quantized
-
-    experts: tuple[ExpertCoverage, ...] = ()
-    if seen is not None:
-        from vexport.types.calibration import expert_coverage
-
-        experts = expert_coverage(seen)
-    quantized = quantized_answer(str(out), plan, seen, experts, rounding)
-    for warning in quantized.warnings:
-        click.echo(f"warning: {warning}", err=True)
-    print_text(render_quantized(quantized, answer.format_))

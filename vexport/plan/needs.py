@@ -1,11 +1,12 @@
 """The needs of a plan beyond the weights: calibration data, a search for scales."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vexport.errors import InputError
 from vexport.formats.schemes import KEEP, get_scheme, scheme_names
-from vexport.scenario import AUTO, Rule, Scenario, default_calibration
+from vexport.plan.build import Settings
+from vexport.scenario import AUTO, Calibration, Rule, Scenario, default_calibration
 from vexport.types import KvCache, Plan, observer_names
 
 
@@ -106,6 +107,15 @@ def rounded_to_nearest(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     return tuple(
         rule.model_copy(update={"rounding": "nearest"}) if rule.rounding is None else rule for rule in rules
     )
+
+
+def with_needed_text(
+    rules: Sequence[Rule], settings: Settings, text: Calibration | None, default: Calibration
+) -> tuple[tuple[Rule, ...], Settings, Calibration | None]:
+    """The same, with the `default` text where rules need one and none is named."""
+    if text is None and rules_need_calibration(rules, settings.kv_cache, settings.smoothing):
+        return rounded_to_nearest(rules), replace(settings, has_text=True), default
+    return tuple(rules), replace(settings, has_text=text is not None), text
 
 
 def with_default_text(scenarios: Sequence[Scenario], note: Callable[[str], None]) -> list[Scenario]:

@@ -1,6 +1,6 @@
 """From the name of a source, a folder or a hub id, to its headers and its plan."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from pydantic import ValidationError
@@ -21,8 +21,9 @@ from vexport.formats.schemes import (
 )
 from vexport.plan.build import Settings, build_plan, hidden_rule_notes
 from vexport.plan.table import scheme_table
-from vexport.scenario import AUTO, GroupSize, Rule, Scenario, parse_group_size
-from vexport.types import OnProgress, Plan, SchemeTable, silent
+from vexport.scenario import AUTO, Rule, Scenario, parse_group_size
+from vexport.scenario.llmcompressor import read_recipe
+from vexport.types import GroupSize, OnProgress, Plan, PlanRequest, SchemeTable, silent
 from vexport.types.observer_names import OBSERVERS, OptionValue
 from vexport.types.rounding import Rounding
 
@@ -52,6 +53,43 @@ def rules_for(
     except ValidationError as error:
         raise InputErrors([_option_problem(detail) for detail in error.errors()]) from None
     return (*ignored_rules(ignore), rule)
+
+
+def requested(
+    request: PlanRequest, rules: Sequence[Rule], note: Callable[[str], None]
+) -> tuple[tuple[Rule, ...], Settings]:
+    """The rules of a call, and the settings besides; `note` is told what of a recipe is not followed.
+
+    ValueError unless one of a scheme, a recipe and `rules` is given, and what goes with a scheme alone.
+    """
+    if [request.scheme is None, request.recipe is None, not rules].count(False) != 1:
+        raise ValueError("got several or none of scheme, recipe and rules, need one of them")
+    settings = Settings(
+        ranks=request.tp or (1,),
+        on_unsupported_shape=request.on_unsupported_shape,
+        kv_cache=request.kv_cache,
+        smoothing=request.smoothing,
+    )
+    of_scheme = (request.observer, request.input_observer, request.rounding, request.group_size)
+    if request.scheme is not None:
+        return rules_for(
+            request.scheme,
+            observer=request.observer,
+            input_observer=request.input_observer,
+            ignore=request.ignore,
+            rounding=request.rounding,
+            group_size=request.group_size,
+        ), settings
+    if any(each is not None for each in of_scheme):
+        raise ValueError("got an observer, rounding or group_size next to what says the same, need it there")
+    if request.recipe is not None:
+        recipe = read_recipe(request.recipe)
+        for text in recipe.notes:
+            note(text)
+        smoothing = recipe.smoothing if request.smoothing is None else request.smoothing
+        kv_cache = request.kv_cache or recipe.kv_cache
+        rules, settings = recipe.rules, replace(settings, kv_cache=kv_cache, smoothing=smoothing)
+    return (*ignored_rules(request.ignore), *rules), settings
 
 
 def ignored_rules(ignore: Sequence[str]) -> tuple[Rule, ...]:

@@ -12,7 +12,8 @@ from vexport.reports.document import facts, listing, parts
 from vexport.reports.formatting import count, decibels, plural, ratio, size
 from vexport.reports.rounding import fallback_lines, rounding_lines
 from vexport.reports.sentences import coverage_lines
-from vexport.types import Calibration, ExpertCoverage, Finding, Plan, Quantized
+from vexport.types import Calibration, Finding, Plan, Quantized
+from vexport.types.calibration import expert_coverage
 from vexport.types.rounding import RoundingReport
 
 # Of the weights of the linear layers in decoder layers, below which a checkpoint is hardly a quantized one.
@@ -23,7 +24,6 @@ def quantized_answer(
     checkpoint: str,
     plan: Plan,
     calibration: Calibration | None,
-    experts: tuple[ExpertCoverage, ...],
     rounding: RoundingReport | None,
 ) -> Quantized:
     """Return what `quantize` has written, in numbers."""
@@ -45,7 +45,7 @@ def quantized_answer(
         calibration_digest=calibration.digest if calibration else None,
         smoothing=plan.smoothing,
         smoothed_tensors=len(calibration.smoothing) if calibration else 0,
-        experts=experts,
+        experts=expert_coverage(calibration) if calibration else (),
         rounding=rounding,
         warnings=(*_warnings(plan, len(members), quantized), *fallback_lines(rounding)),
         next_commands=(

@@ -20,5 +20,5 @@ from vexport.scenario.model import (
 )
 from vexport.scenario.reading import base_scenario, is_scenario, problems_at, read_scenario
 from vexport.scenario.rules import DEFAULT_OBSERVERS, Auto, IgnoredLayers, Rule
-from vexport.scenario.scheme_keys import AUTO, GroupSize, parse_group_size
+from vexport.scenario.scheme_keys import AUTO, parse_group_size
 from vexport.scenario.serve import Serve

@@ -10,9 +10,9 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from vexport.errors import nearest
 from vexport.formats.schemes import KEEP, get_scheme, is_scheme, scheme_name, scheme_names
-from vexport.scenario.scheme_keys import AUTO, GroupSize, with_named_scheme
+from vexport.scenario.scheme_keys import AUTO, with_named_scheme
 from vexport.scenario.section import Problem, Section, known_name, located_errors
-from vexport.types import BudgetKind
+from vexport.types import BudgetKind, GroupSize
 from vexport.types.observer_names import (
     BY_IMPORTANCE,
     OBSERVERS,

@@ -1,7 +1,6 @@
 """The keys of a rule or candidate that say a scheme: its name, a group size, or the arguments themselves."""
 
 from collections.abc import Mapping
-from typing import Literal
 
 from pydantic import JsonValue
 
@@ -10,7 +9,6 @@ from vexport.formats.own_schemes import own_args
 from vexport.formats.schemes import KEEP, is_scheme, named_scheme, scheme_name, with_group_size
 from vexport.scenario.section import located_errors
 
-GroupSize = int | Literal["channel"]
 SIZE, WEIGHTS, INPUTS = OWN_KEYS = ("group_size", "weights", "input_activations")
 # The scheme of a rule that leaves the choice to measured losses and a budget.
 AUTO = "auto"

@@ -58,10 +58,12 @@ from vexport.types.findings import (
 from vexport.types.plan import (
     AttentionLayer,
     FusionGroup,
+    GroupSize,
     KvCache,
     LinearPlan,
     OnUnsupportedShape,
     Plan,
+    PlanRequest,
     SchemeOutlook,
     SchemeTable,
     TensorInfo,

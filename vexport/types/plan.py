@@ -61,6 +61,8 @@ class WeightPart:
 KvCache = Literal["fp8", "fp8_per_head"]
 # What becomes of layers whose shapes vLLM could not run.
 OnUnsupportedShape = Literal["refuse", "keep", "smaller-group"]
+# Columns that share a scale, or one scale for a whole row.
+GroupSize = int | Literal["channel"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,3 +190,24 @@ class SchemeTable:
     source_bytes: int
     layers: int
     schemes: tuple[SchemeOutlook, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """How a call wants layers quantized: by a scheme for all linear layers, or a recipe of llm-compressor.
+
+    `observer` to `group_size` go with a scheme; layers to `ignore` are kept. `tp` are the tensor parallel
+    sizes to support.
+    """
+
+    scheme: str | None = None
+    recipe: Path | None = None
+    group_size: GroupSize | None = None
+    observer: str | None = None
+    input_observer: str | None = None
+    rounding: Rounding | None = None
+    ignore: tuple[str, ...] = ()
+    kv_cache: KvCache | None = None
+    smoothing: float | None = None
+    on_unsupported_shape: OnUnsupportedShape = "refuse"
+    tp: tuple[int, ...] | None = None
