@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tests.reports import sample
 from vexport.reports import render
-from vexport.reports.rounding import fallback_findings, fallback_lines, rounding_lines
+from vexport.reports.layers import fallback_findings, fallback_lines, rounding_lines
 from vexport.types.rounding import GroupRounding, LayerRounding, RoundingReport
 
 QKV = GroupRounding(

@@ -1,11 +1,9 @@
 """The sections on a verdict: tasks, what decides nothing, how to read the numbers, flipped answers."""
 
-from collections.abc import Sequence
-
 from vexport.reports import document as doc
 from vexport.reports.charts import forests
 from vexport.reports.document import PAGE, badge, columns, muted, parts, row
-from vexport.reports.formatting import count, p_value, percent, percent_interval, plural, small
+from vexport.reports.formatting import Scale, count, p_value, percent, percent_interval, plural, small
 from vexport.reports.gates import verdict_gates
 from vexport.reports.sentences import (
     accepted_loss,
@@ -14,7 +12,6 @@ from vexport.reports.sentences import (
     nats,
     nats_interval,
     scale_of,
-    scale_of_comparison,
     shown_comparisons,
     task_title,
 )
@@ -72,10 +69,11 @@ def accuracy_section(verdict: Verdict) -> doc.Section:
         "task passes when all of it lies right of the dashed line, fails when all of it lies left, and is "
         "inconclusive across it."
     )
+    others = doc.Table(_BESIDE_COLUMNS, tuple(map(_comparison_row, shown_comparisons(verdict))))
     content = parts(
         forests(verdict),
         task_table(verdict) if verdict.tasks else None,
-        _beside(shown_comparisons(verdict)),
+        doc.Section("For information, decides nothing", (others,)) if others.rows else None,
         [doc.Paragraph(warning, "warning") for warning in verdict.warnings],
         _reading(verdict),
     )
@@ -104,13 +102,8 @@ def _task_row(task: TaskVerdict) -> tuple[doc.Cell, ...]:
     )
 
 
-def _beside(comparisons: Sequence[Comparison]) -> doc.Section | None:
-    table = doc.Table(_BESIDE_COLUMNS, tuple(map(_comparison_row, comparisons)))
-    return doc.Section("For information, decides nothing", (table,)) if comparisons else None
-
-
 def _comparison_row(comparison: Comparison) -> tuple[doc.Cell, ...]:
-    scale = scale_of_comparison(comparison)
+    scale = Scale(max(comparison.baseline, comparison.candidate) <= 1)
     interval = f"{scale.changes(comparison.low, comparison.high)} {scale.unit}"
     return row(
         task_title(comparison),
@@ -134,8 +127,11 @@ def _reading(verdict: Verdict) -> doc.Details:
     )
     table = doc.Table(columns("Task", ">Flips", ">Still wrong, other answer", ">p"), flips)
     lines = doc.Listing(row(*reading_lines(verdict)))
-    p_values = p_values_line(verdict)
-    brief = [levels_line(verdict), *([f"p values, which decide nothing: {p_values}"] if p_values else [])]
+    p_values = ", ".join(f"{task.task} {p_value(task.mcnemar_p)}" for task in verdict.tasks)
+    level, tasks = _level(verdict.alpha), len(verdict.tasks)
+    corrected = f", the upper ones corrected for {tasks} tasks (Holm)" if tasks > 1 else ""
+    brief = [f"intervals of differences: one-sided {level} bounds{corrected}"]
+    brief += [f"p values, which decide nothing: {p_values}"] if p_values else []
     summary = doc.Cell("How to read this, and p values")
     return doc.Details(summary, parts(lines, table if flips else None), brief=tuple(brief))
 
@@ -266,18 +262,6 @@ def reading_lines(verdict: Verdict) -> tuple[str, ...]:
             "what was accepted."
         )
     return (*lines, f"Method: {method_line(verdict)}.")
-
-
-def levels_line(verdict: Verdict) -> str:
-    """The levels of the bounds of a difference, in a few words."""
-    level, tasks = _level(verdict.alpha), len(verdict.tasks)
-    corrected = f", the upper ones corrected for {tasks} tasks (Holm)" if tasks > 1 else ""
-    return f"intervals of differences: one-sided {level} bounds{corrected}"
-
-
-def p_values_line(verdict: Verdict) -> str:
-    """`addition 0.031, facts 1.000`."""
-    return ", ".join(f"{task.task} {p_value(task.mcnemar_p)}" for task in verdict.tasks)
 
 
 def _levels_line(verdict: Verdict) -> tuple[str, ...]:

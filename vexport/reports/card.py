@@ -13,8 +13,8 @@ from vexport.errors.escaping import visible
 from vexport.reports.accuracy import task_table, text_table
 from vexport.reports.document import Code, Listing, Paragraph, Part, Section, parts, row
 from vexport.reports.formatting import plural
+from vexport.reports.layers import fallback_lines, rounding_lines
 from vexport.reports.markdown import render_parts, safe
-from vexport.reports.rounding import fallback_lines, rounding_lines
 from vexport.reports.sentences import (
     coverage_lines,
     engine_line,
@@ -144,8 +144,10 @@ def _accuracy(verdict: Verdict) -> Section:
 
 def _made(report: Report) -> Listing:
     rows = report.calibration_rows
+    # Without the folders of the machine that it ran on.
+    command = _ABSOLUTE.sub(lambda match: f"{match[1]}{_last(match[2])}", report.command)
     lines = [
-        f"vexport {report.vexport}, {report.created}: {_public(report.command)}",
+        f"vexport {report.vexport}, {report.created}: {command}",
         f"calibrated on {plural(rows, 'row')}" if rows else "no calibration",
         f"{plural(len(report.plan.kept_linears), 'linear layer')} kept",
         *coverage_lines(report.experts),
@@ -157,11 +159,6 @@ def _made(report: Report) -> Listing:
         lines += [f"served there with {served_with(engine)}"] if engine.settings else []
         lines += [f"not shown there: {spot}" for spot in engine.blind_spots]
     return Listing(row(*lines))
-
-
-def _public(command: str) -> str:
-    """A command line without the folders of the machine that it ran on."""
-    return _ABSOLUTE.sub(lambda match: f"{match[1]}{_last(match[2])}", command)
 
 
 def inherited_card(root: Path) -> Mapping[str, str | tuple[str, ...]]:

@@ -32,7 +32,9 @@ class Axis:
 
     def values(self) -> tuple[float, ...]:
         """Round values on the axis, at most seven."""
-        step = _round_step((self.high - self.low) / 6)
+        least = (self.high - self.low) / 6
+        power = 10.0 ** math.floor(math.log10(least))
+        step = next((step * power for step in _STEPS if step * power >= least * (1 - 1e-9)), 10 * power)
         first, last = math.ceil(self.low / step), math.floor(self.high / step)
         return tuple(index * step for index in range(first, last + 1))
 
@@ -42,12 +44,6 @@ def padded(values: Sequence[float]) -> Axis:
     low, high = min(values), max(values)
     room = 0.06 * (high - low) or 1.0
     return Axis(low - room, high + room)
-
-
-def _round_step(least: float) -> float:
-    """The smallest 1, 2 or 5 times a power of ten that is not below `least`."""
-    power = 10.0 ** math.floor(math.log10(least))
-    return next((step * power for step in _STEPS if step * power >= least * (1 - 1e-9)), 10 * power)
 
 
 def signed(value: float) -> str:

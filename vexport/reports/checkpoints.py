@@ -41,12 +41,14 @@ _SHORT: dict[CellStatus, str] = {
 
 def check_documents(reports: Sequence[CheckReport], *, every: bool = False) -> list[doc.Document]:
     """One for each checkpoint; its findings, those of a kind as one unless `every`."""
-    return [_document("check", report, not_judged(report), every=every) for report in reports]
-
-
-def not_judged(report: CheckReport) -> tuple[doc.Part, ...]:
-    """The list of what PASS is not said of."""
-    return parts(doc.Listing(row(*map(str, report.not_judged)), "not judged") if report.not_judged else None)
+    unjudged = [
+        parts(doc.Listing(row(*map(str, report.not_judged)), "not judged") if report.not_judged else None)
+        for report in reports
+    ]
+    return [
+        _document("check", report, listed, every=every)
+        for report, listed in zip(reports, unjudged, strict=True)
+    ]
 
 
 def load_documents(reports: Sequence[LoadReport]) -> list[doc.Document]:
@@ -177,19 +179,15 @@ def _rooms(report: DryLoadReport) -> doc.Section | None:
         return None
     lengths = dict.fromkeys(room.tokens for room in report.rooms)
     header = columns("GPUs", "For KV cache", *(f"of {count(tokens)} tokens" for tokens in lengths))
+    by_gpu: dict[tuple[str, int], list[GpuRoom]] = {}
+    for room in report.rooms:
+        by_gpu.setdefault((room.gpu, room.tp), []).append(room)
     rows = tuple(
         row(f"{tp} x {gpu}", _free(rooms[0]), *(count(room.sequences) for room in rooms))
-        for (gpu, tp), rooms in _by_gpu(report).items()
+        for (gpu, tp), rooms in by_gpu.items()
     )
     caption = "At most: activations and CUDA graphs take their part, which vLLM measures at its start."
     return doc.Section("sequences that fit at once", (doc.Table(header, rows, caption=caption, stack=False),))
-
-
-def _by_gpu(report: DryLoadReport) -> dict[tuple[str, int], list[GpuRoom]]:
-    rooms: dict[tuple[str, int], list[GpuRoom]] = {}
-    for room in report.rooms:
-        rooms.setdefault((room.gpu, room.tp), []).append(room)
-    return rooms
 
 
 def _free(room: GpuRoom) -> doc.Cell:

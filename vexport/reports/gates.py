@@ -1,19 +1,19 @@
 """The gates of a run in their order: what CI shows as test cases and people read as a checklist."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from vexport.reports.folding import SEVERITIES
 from vexport.reports.formatting import count, plural
 from vexport.reports.sentences import (
+    nats,
+    nats_interval,
     outcome_line,
     report_device,
     report_sentence,
     scale_of,
     task_title,
-    text_message,
-    text_title,
 )
 from vexport.types import (
     CheckReport,
@@ -24,6 +24,7 @@ from vexport.types import (
     Report,
     Severity,
     TaskVerdict,
+    TextLimit,
     Verdict,
 )
 from vexport.types.values import about
@@ -51,14 +52,20 @@ class Gate:
 
 def report_gates(report: Report) -> tuple[Gate, ...]:
     """plan, check, dry load, load of both models, every task, the answer; a stage not reached is SKIPPED."""
+    unasked = _NOT_ASKED if report.outcome == "PASS" else _NOT_RUN
+    overall = f"{outcome_line(report.outcome, report_device(report))}: {report_sentence(report)}"
     return (
         findings_gate("plan", report.plan.refusals),
         checkpoint_gate("check", report.check),
         *((checkpoint_gate("dry load", report.dry_load),) if report.dry_load else ()),
         _load_gate("load baseline", report.baseline_load),
         _load_gate("load", report.load),
-        *_evaluation_gates(report),
-        Gate(name="overall", status=report.outcome, message=_overall(report)),
+        *(
+            _accuracy_gates(report.verdict)
+            if report.verdict
+            else [Gate(name="evaluate", status="SKIPPED", message=unasked)]
+        ),
+        Gate(name="overall", status=report.outcome, message=overall),
     )
 
 
@@ -101,7 +108,7 @@ def cell_gate(cell: MatrixCell) -> Gate:
 
 def findings_gate(name: str, findings: Sequence[Finding], *, ok: bool = True) -> Gate:
     """FAIL with an error finding or where `ok` is off; the message is the first error or the counts."""
-    ordered = by_severity(findings)
+    ordered = tuple(sorted(findings, key=lambda finding: _ORDER[finding.severity]))
     errors = [finding for finding in ordered if finding.severity == "error"]
     if errors:
         more = f" (and {plural(len(errors) - 1, 'more error')})" if len(errors) > 1 else ""
@@ -125,11 +132,6 @@ def task_gate(task: TaskVerdict, margin: float) -> Gate:
     return Gate(name=task_title(task), status=task.outcome, message=message)
 
 
-def by_severity(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Errors, then warnings, then notes, each in the order found."""
-    return tuple(sorted(findings, key=lambda finding: _ORDER[finding.severity]))
-
-
 def staged_findings(report: Report) -> tuple[tuple[str, Finding], ...]:
     """Every finding of a run with the gate it belongs to, the gravest first."""
     pairs = ((gate.name, finding) for gate in report_gates(report) for finding in gate.findings)
@@ -141,11 +143,6 @@ def finding_counts(findings: Sequence[Finding]) -> str:
     nouns: dict[Severity, str] = {"error": "error", "warning": "warning", "info": "note"}
     counts = {kind: sum(finding.severity == kind for finding in findings) for kind in nouns}
     return ", ".join(plural(counts[kind], nouns[kind]) for kind in nouns if counts[kind]) or "no findings"
-
-
-def _overall(report: Report) -> str:
-    """The one line of a run: the outcome with what ran the model, and why."""
-    return f"{outcome_line(report.outcome, report_device(report))}: {report_sentence(report)}"
 
 
 def judged_for(report: CheckReport | LoadReport | DryLoadReport) -> str:
@@ -163,19 +160,16 @@ def _load_gate(name: str, report: LoadReport) -> Gate:
     return checkpoint_gate(name, report)
 
 
-def _evaluation_gates(report: Report) -> tuple[Gate, ...]:
-    if report.verdict is None:
-        message = _NOT_ASKED if report.outcome == "PASS" else _NOT_RUN
-        return (Gate(name="evaluate", status="SKIPPED", message=message),)
-    return _accuracy_gates(report.verdict)
-
-
 def _accuracy_gates(verdict: Verdict) -> tuple[Gate, ...]:
-    limits = verdict.text.limits if verdict.text else ()
     return (
         *(task_gate(task, verdict.margin) for task in verdict.tasks),
-        *(
-            Gate(name=text_title(limit), status=limit.outcome, message=text_message(limit))
-            for limit in limits
-        ),
+        *map(_text_gate, verdict.text.limits if verdict.text else ()),
     )
+
+
+def _text_gate(limit: TextLimit) -> Gate:
+    """One measure of the text: its value and bounds against the limit."""
+    message = f"{nats(limit, limit.value)} nats per token ({nats_interval(limit)}), limit {limit.limit:g}"
+    if limit.rows_needed is not None:
+        message += f"; about {count(limit.rows_needed)} rows would settle it"
+    return Gate(name=f"text ({limit.measure})", status=limit.outcome, message=message)

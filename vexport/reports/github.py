@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from vexport.errors import InputError
 from vexport.errors.escaping import clip, visible
-from vexport.files import read_json_object
 from vexport.reports.checkpoints import titled
 from vexport.reports.folding import fold
 from vexport.reports.formatting import plural
@@ -22,7 +20,6 @@ from vexport.types import (
     CheckReport,
     DryLoadReport,
     Finding,
-    Json,
     LoadReport,
     Outcome,
     Report,
@@ -66,7 +63,7 @@ class _Annotation:
     def __str__(self) -> str:
         file = {"file": self.place.file, "line": str(self.place.line or 1)} if self.place else {}
         properties = ",".join(
-            f"{name}={_escape_property(visible(value))}"
+            f"{name}={_escape_data(visible(value)).replace(':', '%3A').replace(',', '%2C')}"
             for name, value in {**file, "title": self.title}.items()
         )
         return f"::{self.level} {properties}::{_escape_data(visible(clip(self.message, _MAX_CHARACTERS)))}"
@@ -120,13 +117,12 @@ def _of_gate(gate: Gate, place: str = "") -> Iterator[_Annotation]:
         )
     for kind in fold(gate.findings):
         if kind.first.severity != "info":
-            note = _of_finding(gate.name, prefix, kind.finding)
-            yield replace(note, place=place_of(place, kind.first))
-
-
-def _of_finding(gate: str, prefix: str, finding: Finding) -> _Annotation:
-    title = f"{gate}: {finding.check}"
-    return _Annotation(level=_OF_SEVERITY[finding.severity], title=title, message=f"{prefix}{finding}")
+            yield _Annotation(
+                level=_OF_SEVERITY[kind.first.severity],
+                title=f"{gate.name}: {kind.first.check}",
+                message=f"{prefix}{kind.finding}",
+                place=place_of(place, kind.first),
+            )
 
 
 def _lines(answer: _Annotation | None, notes: Iterable[_Annotation]) -> str:
@@ -144,21 +140,17 @@ def _escape_data(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def _escape_property(text: str) -> str:
-    return _escape_data(text).replace(":", "%3A").replace(",", "%2C")
-
-
 def place_of(checkpoint: str, finding: Finding) -> Place | None:
     """Return the place of a finding on `checkpoint`; None where that is no folder or lies outside the
     workspace.
 
-    The file that the finding names, else the weights that hold the tensor, else config.json.
+    The file that the finding names, else the index of the weights or their file, else config.json.
     """
     root = _folder(checkpoint)
     if root is None:
         return None
     name, _, key = finding.where.partition(": ")
-    file = _named(root, name) or _weights(root, finding.where) or root / CONFIG
+    file = _named(root, name) or _stored(root, finding.where) or root / CONFIG
     return in_workspace(file, _line(file, key))
 
 
@@ -195,29 +187,12 @@ def _named(root: Path, name: str) -> Path | None:
     return None
 
 
-def _weights(root: Path, where: str) -> Path | None:
-    """The file that holds the tensor or layer `where`, else one with its neighbours, else the index."""
+def _stored(root: Path, where: str) -> Path | None:
+    """The index of the weights, or their only file, where `where` is the name of a tensor or layer."""
     if "." not in where or "/" in where or " " in where.strip():
         return None
-    index = min(root.glob("*.safetensors.index.json"), default=None)
-    if index is None:
-        return min(root.glob("*.safetensors"), default=None)
-    files = _weight_map(index)
-    name = where
-    while name:
-        for tensor, file in files.items():
-            if tensor == name or tensor.startswith(f"{name}."):
-                return root / str(file)
-        name = name.rpartition(".")[0]
-    return index
-
-
-def _weight_map(index: Path) -> Mapping[str, Json]:
-    try:
-        files = read_json_object(index).get("weight_map")
-    except InputError:
-        return {}
-    return files if isinstance(files, dict) else {}
+    files = (*root.glob("*.safetensors.index.json"), *sorted(root.glob("*.safetensors")))
+    return next(iter(files), None)
 
 
 def _line(file: Path, key: str) -> int:

@@ -7,7 +7,6 @@ from markupsafe import Markup
 
 from vexport.errors.escaping import clip, visible
 from vexport.reports.document import Document, FindingList, Part, Section, Table, finding_parts
-from vexport.reports.gates import Gate
 from vexport.reports.sentences import opening
 
 MAX_FINDINGS = 200
@@ -20,7 +19,11 @@ def render(document: Document) -> str:
         "document": document,
         "contents": [(part.anchor, part.title) for part in _sections(document) if part.anchor],
         "sentence": opening(document.sentence),
-        "problems": [gate for gate in document.gates if gate.findings and _adds_to(document.sentence, gate)],
+        "problems": [
+            gate
+            for gate in document.gates
+            if gate.findings and gate.status == "FAIL" and gate.message not in document.sentence
+        ],
     }
     return _environment().get_template("page.html").render(context)
 
@@ -49,18 +52,10 @@ def _environment() -> Environment:
         macros = environment.get_template("parts.html").module
         return Markup(getattr(macros, type(part).__name__.lower())(part))
 
-    environment.globals.update(draw=draw, clip=_clip)
+    environment.globals.update(draw=draw, clip=lambda text, limit=MAX_TEXT: clip(text, limit))
     return environment
 
 
 def _finalize(value: object) -> object:
     """Every printed string passes here before it is escaped; Markup was printed once already."""
     return visible(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def _clip(text: str, limit: int = MAX_TEXT) -> str:
-    return clip(text, limit)
-
-
-def _adds_to(sentence: str, gate: Gate) -> bool:
-    return gate.status == "FAIL" and gate.message not in sentence

@@ -10,7 +10,7 @@ from vexport.reports import document as doc
 from vexport.reports import text
 from vexport.reports.document import facts, listing, parts
 from vexport.reports.formatting import count, decibels, plural, ratio, size
-from vexport.reports.rounding import fallback_lines, rounding_lines
+from vexport.reports.layers import fallback_lines, rounding_lines
 from vexport.reports.sentences import coverage_lines
 from vexport.types import Calibration, Finding, Plan, Quantized
 from vexport.types.calibration import expert_coverage
@@ -64,9 +64,11 @@ def render_quantized(answer: Quantized, format_: str) -> str:
     layers = f"{count(answer.layers)} of {count(answer.of_layers)} linear layers"
     change = f"{size(answer.source_bytes)} -> {size(answer.output_bytes)}"
     of_source = ratio(answer.output_bytes, answer.source_bytes)
+    text_digest = (answer.calibration_digest or "")[:16]
+    samples = f"{plural(answer.calibration_rows, 'sample')} of {answer.calibration_data or 'text'}"
     rows = facts(
         ("size", f"{change} ({of_source}), {answer.bits:.2f} bits per weight"),
-        ("calibrated", _calibrated(answer)) if answer.calibration_digest else None,
+        ("calibrated", f"{samples}, sha256 {text_digest}") if answer.calibration_digest else None,
         ("smoothed", _smoothed(answer)) if answer.smoothing else None,
         *(("experts", line) for line in coverage_lines(answer.experts)),
         *(("rounding", line) for line in rounding_lines(answer.rounding)),
@@ -74,14 +76,6 @@ def render_quantized(answer: Quantized, format_: str) -> str:
     )
     title = doc.Paragraph(f"{answer.checkpoint}: {schemes}: {layers}, {share} of the weights")
     return text.render([doc.Document(title=answer.checkpoint, parts=(title, rows), wide=True)])
-
-
-def _calibrated(answer: Quantized) -> str:
-    """On how much of what the checkpoint was calibrated."""
-    samples = plural(answer.calibration_rows, "sample")
-    return (
-        f"{samples} of {answer.calibration_data or 'text'}, sha256 {(answer.calibration_digest or '')[:16]}"
-    )
 
 
 def _smoothed(answer: Quantized) -> str:
@@ -134,7 +128,8 @@ def _document(report: RepairReport) -> doc.Document:
 
 def _kind(family: str, cost: str, repairs: Sequence[Repair]) -> doc.Section:
     """The repairs of one kind, and what the worst of them cost."""
-    lines = listing([_repair(repair) for repair in repairs], SHOWN)
+    texts = [f"{each.where}: {each.got} -> {each.now}{_change(each.change)}" for each in repairs]
+    lines = listing(texts, SHOWN)
     total = doc.Paragraph(f"cost: {cost}{_worst(repairs)}")
     return doc.Section(f"{family}: {plural(len(repairs), 'fix', 'fixes')}", (lines, total))
 
@@ -144,12 +139,9 @@ def _findings(title: str, findings: Sequence[Finding]) -> doc.Section | None:
     return doc.Section(title, (doc.FindingList(rows, "--format json"),)) if rows else None
 
 
-def _repair(repair: Repair) -> str:
-    change = f" ({_change(repair.change)})" if repair.change else ""
-    return f"{repair.where}: {repair.got} -> {repair.now}{change}"
-
-
-def _change(change: WeightChange) -> str:
+def _change(change: WeightChange | None) -> str:
+    if change is None:
+        return ""
     parts = []
     if change.relative is not None and change.snr_db is not None:
         parts.append(f"weight moved by {change.relative:.2%}, {decibels(change.snr_db)} dB")
@@ -157,7 +149,7 @@ def _change(change: WeightChange) -> str:
         before, after = change.source_snr_db
         old = "unreadable" if before is None else f"{decibels(before)} dB"
         parts.append(f"against the source {old} -> {decibels(after)} dB")
-    return "; ".join(parts) or "not comparable"
+    return f" ({'; '.join(parts) or 'not comparable'})"
 
 
 def _worst(repairs: Sequence[Repair]) -> str:

@@ -15,11 +15,12 @@ from vexport.reports.gates import finding_counts, report_gates, staged_findings
 from vexport.reports.layers import (
     mixed_line,
     noise_section,
+    rounding_lines,
+    rounding_section,
     sensitivity_sections,
     signals_section,
     size_section,
 )
-from vexport.reports.rounding import rounding_lines, rounding_section
 from vexport.reports.sentences import (
     coverage_lines,
     next_step,
@@ -33,8 +34,6 @@ from vexport.reports.sentences import (
 from vexport.types import Canary, EngineInfo, LoadReport, LogprobAgreement, Report
 
 _NOT_RUN = "an earlier gate failed"
-# A prompt, and what the baseline and the quantized model wrote after it.
-_CanaryPair = tuple[str, Canary | None, Canary | None]
 
 
 # In the order of a reader's interest: what a run writes (vexport.run, vexport.run.serving), and what it is.
@@ -181,21 +180,15 @@ def _canaries(baseline: LoadReport, candidate: LoadReport) -> doc.Section | None
     pairs = [(prompt, first.get(prompt), second.get(prompt)) for prompt in {**first, **second} if second]
     if not pairs:
         return None
-    shown = [_exchange(pair) for pair in pairs if _has_text(pair)]
+    shown = [
+        doc.Exchange("prompt", prompt, (_answer("baseline", before), _answer("quantized", after)))
+        for prompt, before, after in pairs
+        if any(canary and (canary.text.strip() or canary.non_finite) for canary in (before, after))
+    ]
     silent = len(pairs) - len(shown)
     both = "at which both models" if shown else "both models"
     note = f"{'Not shown:' if shown else 'At'} {plural(silent, 'prompt')} {both} ended the text at once."
     return doc.Section("Greedy continuations", parts(shown, muted(note) if silent else None))
-
-
-def _has_text(pair: _CanaryPair) -> bool:
-    """Return whether either model wrote something, or what it wrote could not be trusted."""
-    return any(canary and (canary.text.strip() or canary.non_finite) for canary in pair[1:])
-
-
-def _exchange(pair: _CanaryPair) -> doc.Exchange:
-    prompt, before, after = pair
-    return doc.Exchange("prompt", prompt, (_answer("baseline", before), _answer("quantized", after)))
 
 
 def _answer(label: str, canary: Canary | None) -> tuple[str, str, str]:
@@ -256,11 +249,6 @@ def _provenance(report: Report) -> doc.Section:
     return doc.Section("Provenance", (sources, reproduce), anchor="provenance", forms=PAGE)
 
 
-def _relative(path: Path, start: Path) -> str:
-    """A relative link; a colon in its first part is no scheme, since that part is escaped."""
-    return quote(os.path.relpath(path, start).replace(os.sep, "/"))
-
-
 def run_files(folder: Path, start: Path) -> Sequence[RunFile]:
     """Those that exist, for a page in the folder `start`."""
     files = []
@@ -268,6 +256,7 @@ def run_files(folder: Path, start: Path) -> Sequence[RunFile]:
         path = folder / name
         if path.exists():
             shown = f"{name}/" if path.is_dir() else name
-            href = _relative(path, start) + ("/" if path.is_dir() else "")
+            # A colon in the first part of a link is no scheme, since that part is escaped.
+            href = quote(os.path.relpath(path, start).replace(os.sep, "/")) + ("/" if path.is_dir() else "")
             files.append(RunFile(name=shown, href=href, about=about))
     return tuple(files)

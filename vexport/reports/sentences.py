@@ -46,7 +46,7 @@ def report_sentence(report: Report) -> str:
     """Return why the run ended as it did; of a checkpoint that loads its size too."""
     if not report.load.ok or not report.plan.source_bytes:
         return report.reason
-    return f"{report.reason}. {size_share(report.plan)}"
+    return f"{report.reason}. {ratio(report.plan.output_bytes, report.plan.source_bytes)} of the size."
 
 
 def next_step(report: Report) -> tuple[str, str]:
@@ -76,11 +76,6 @@ def opening(sentence: str) -> str:
         if sentence.startswith(("all ", "both ", "check ", "load "))
         else sentence
     )
-
-
-def size_share(plan: Plan) -> str:
-    """`35% of the size.`"""
-    return f"{ratio(plan.output_bytes, plan.source_bytes)} of the size."
 
 
 def size_change(plan: Plan) -> str:
@@ -120,11 +115,6 @@ def agreement_line(agreement: LogprobAgreement) -> str:
 def scale_of(task: TaskVerdict) -> Scale:
     """Per cent where both means are at most one, as in the verdict's reason; else the metric's own units."""
     return Scale(max(task.baseline.value, task.candidate.value) <= 1)
-
-
-def scale_of_comparison(one: Comparison) -> Scale:
-    """Return the scale of what is shown next to a gate."""
-    return Scale(max(one.baseline, one.candidate) <= 1)
 
 
 def drift_line(drift: Drift) -> str:
@@ -205,19 +195,6 @@ def prompting_line(prompting: Prompting) -> str:
         parts.append(f"{shots}-shot{turns if shots else ''}{named}")
     parts += [f"system instruction (sha {system[:8]})"] if system else []
     return ", ".join([*parts, *(f"{name} {value}" for name, value in prompting.generation.items())])
-
-
-def text_message(limit: TextLimit) -> str:
-    """One measure as a gate's sentence."""
-    message = f"{nats(limit, limit.value)} nats per token ({nats_interval(limit)}), limit {limit.limit:g}"
-    if limit.rows_needed is not None:
-        message += f"; about {count(limit.rows_needed)} rows would settle it"
-    return message
-
-
-def text_title(limit: TextLimit) -> str:
-    """The measure with what it is of."""
-    return f"text ({limit.measure})"
 
 
 def nats(limit: TextLimit, value: float) -> str:

@@ -16,7 +16,7 @@ from vexport.plan.needs import calibration_need
 from vexport.plan.smoothing import smoothing_for, smoothing_strength
 from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.quantize.samples import PlanText, calibration_samples, require_calibration
-from vexport.reports.rounding import fallback_findings
+from vexport.reports.layers import fallback_findings
 from vexport.run.directory import (
     CHECKPOINT,
     LAYERS,
