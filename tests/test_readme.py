@@ -150,9 +150,8 @@ def test_every_scheme_is_in_the_table() -> None:
     assert {name: spans for name, *spans in cells} == {name: list(spans) for name, spans in rows.items()}
 
 
-@pytest.mark.parametrize("page", ["README", "schemes"])
-def test_a_scheme_named_for_a_gpu_runs_there(page: str) -> None:
-    rows = re.findall(r"^\| \w+ \(SM ([\d, ]+)\) \| (.+?) \| (.+?) \|", PAGES[page], flags=re.MULTILINE)
+def test_a_scheme_named_for_a_gpu_runs_there() -> None:
+    rows = re.findall(r"^\| \w+ \(SM ([\d, ]+)\) \| (.+?) \| (.+?) \|", PAGES["README"], flags=re.MULTILINE)
     assert len(rows) == 4
     supports = {scheme.name: scheme.format.gpu_support(scheme.args) for scheme in all_schemes()}
     for capabilities, *cells in rows:

@@ -74,7 +74,7 @@ def default_rounding(scheme: str, *, has_text: bool) -> Rounding:
 def default_observer(scheme: str, rounding: Rounding) -> str:
     """Return the observer of weights where no rule says it, for the rounding.
 
-    vexport/docs/rounding.md has the measurements.
+    vexport/docs/results.md has the measurements.
     """
     chosen = get_scheme(scheme)
     weights = chosen.args.weights

@@ -31,7 +31,7 @@ class Strength:
 
 # llm-compressor's damping.
 GPTQ = Strength(strength=0.0, ridge=0.01)
-# The strength of a refit by the bits of inputs, what left least KL on SmolLM2-135M (docs/rounding.md).
+# The strength of a refit by the bits of inputs, what left least KL on SmolLM2-135M (docs/results.md).
 REFITS = {
     16: Strength(strength=0.5, ridge=0.1, weighs_tokens=True),
     8: Strength(strength=0.5, ridge=0.1, weighs_tokens=True),
