@@ -2,12 +2,22 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.engine.warm import Warm
 from tests.models import quantize, save_llama, write_calibration
+
+# Of the cases of one test those that `--quick` runs: the first, the last and so many between them.
+CASES = 5
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--quick`: no vLLM, nothing slow, a sample of the cases of each test."""
+    parser.addoption("--quick", action="store_true")
 
 
 def pytest_configure() -> None:
@@ -18,10 +28,37 @@ def pytest_configure() -> None:
     os.environ["VEXPORT_NO_VERIFY"] = "1"  # tests/quantize/test_proof.py has the dry load
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files that start engines come first: a worker takes a file at a time and should end with short ones."""
+    if config.getoption("quick"):
+        items[:] = quick(items)
     engines = {item.path for item in items if item.get_closest_marker("vllm")}
     items.sort(key=lambda item: item.path not in engines)
+
+
+def quick(items: list[pytest.Item]) -> list[pytest.Item]:
+    """What `--quick` runs; the same each time."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        slow = any(map(item.get_closest_marker, ("vllm", "slow"))) or "lm_eval_runs" in item.fixturenames
+        if not slow:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    sampled = []
+    for cases in tests.values():
+        step = max(1, (len(cases) - 1) / (CASES - 1))
+        sampled += [cases[int(number * step)] for number in range(min(len(cases), CASES))]
+    return sampled
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm() -> Iterator[None]:
+    """Workers are forked from a process that has imported vLLM, once the first one is started."""
+    with tempfile.TemporaryDirectory(prefix="warm-") as folder, pytest.MonkeyPatch.context() as patch:
+        processes = Warm(Path(folder))
+        patch.setattr("vexport.engine.session.started_group", processes.started_group)
+        yield
+        processes.end()
 
 
 @pytest.fixture

@@ -52,6 +52,7 @@ def logits(model: str, prompts: list[str]) -> torch.Tensor:
     return result
 
 
+@pytest.mark.slow
 def test_committed_variants_are_what_the_script_writes(tmp_path: Path) -> None:
     assert run_script("make_variants.py", "--out", str(tmp_path), cwd=tmp_path).returncode == 0
     for variant in VARIANTS:

@@ -60,6 +60,7 @@ def test_text_is_rows_of_prose(text: Path) -> None:
     assert "BSD" in (text / "SOURCES").read_text()
 
 
+@pytest.mark.slow
 def test_a_cell_of_the_bench_is_kept(tmp_path: Path) -> None:
     for name in ("calibration", "same", "other"):
         row = json.dumps({"input_ids": list(range(3, 90))})
@@ -71,5 +72,4 @@ def test_a_cell_of_the_bench_is_kept(tmp_path: Path) -> None:
     assert cell["nll"] != cell["source_nll"]
     kept = {file.name for file in (tmp_path / "cells" / "4" / "W3A16_G64-nearest").iterdir()}
     assert kept == {"made.json", "score.json"}
-    assert bench(*options, "--show").splitlines()[2].startswith("| W3A16_G64 | nearest | ")
     assert json.loads(bench(*options, *chosen, "--json")) == [cell]

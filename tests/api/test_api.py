@@ -21,6 +21,7 @@ TYPES = {each.__name__: each for each in (Calibration, Engine, Evaluate, Rule, S
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 
 
+@pytest.mark.slow
 def test_quantize_and_check_as_the_command_line(llama: Path, calibration: Path, tmp_path: Path) -> None:
     data = Calibration(data=str(calibration), samples=4)
     answer = quantize(llama, tmp_path / "a", scheme="NVFP4", calibration=data, ignore=["down_proj"])

@@ -232,6 +232,7 @@ def test_exponents_that_cancel_in_no_product_do_not_pass(source: Path, tmp_path:
     assert "smoothing.json: model.layers.1: got other answers" in refused.errors[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", ["its own", "another checkpoint's"])
 def test_repair_takes_nothing_from_a_source_smoothed_otherwise(
     source: Path, text: Path, tmp_path: Path, whose: str
@@ -261,6 +262,7 @@ def test_repair_takes_nothing_from_a_source_smoothed_otherwise(
         assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_refit_is_smoothed(source: Path, text: Path, tmp_path: Path) -> None:
     how = ("--rounding", "refit", "--smoothing", 0.5)
     out = quantize(source, tmp_path / "out", "NVFP4", "--calibration", text, *how)

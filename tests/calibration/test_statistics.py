@@ -42,6 +42,7 @@ def test_importance_is_the_mean_square_of_a_whole_model_run(llama: Path, tmp_pat
     assert from_json(Calibration, tmp_path / "statistics.json") == found
 
 
+@pytest.mark.slow
 def test_quantize_searches_by_it(llama: Path, tmp_path: Path) -> None:
     """Scales change with importance; without it there is a warning."""
     index, plan = plan_for(llama, scheme="NVFP4A16", observer="imatrix_mse")

@@ -34,6 +34,7 @@ def check(good: Callable[[str], Path], tmp_path: Path) -> Callable[[Change], Ran
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_slow_expression_is_stopped_and_named(bomb: str) -> None:
     start = time.thread_time()
@@ -43,6 +44,7 @@ def test_a_slow_expression_is_stopped_and_named(bomb: str) -> None:
     assert time.thread_time() - start < 2 * MOST_SECONDS
 
 
+@pytest.mark.slow
 def test_a_slow_expression_in_ignore_is_one_error(check: Callable[[Change], Ran]) -> None:
     ran = check(config(QUANTIZATION, ignore=["lm_head", BOMBS[0]]))
     assert ran.code == 1

@@ -79,6 +79,7 @@ def test_progress_and_log_arrive(tmp_path: Path) -> None:
     assert seen == [("load", 0, 1), ("load", 1, 1)]
 
 
+@pytest.mark.slow
 def test_timeout_ends_grandchildren(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     with pytest.raises(TimeoutError):
@@ -86,6 +87,7 @@ def test_timeout_ends_grandchildren(tmp_path: Path) -> None:
     assert gone(int(note.read_text()))
 
 
+@pytest.mark.slow
 def test_interrupt_ends_grandchildren(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     script = f"""
@@ -113,6 +115,7 @@ def test_a_flood_ends_at_the_timeout(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 20
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_never_torn_down_ends_after_its_result(tmp_path: Path) -> None:
     request, result, note = (tmp_path / name for name in ("request.json", "result.json", "pid"))
     request.write_text(to_json(SessionRequest(name="", checkpoint=tmp_path)))

@@ -38,6 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_group_is_one_task_clustered_by_subject(runs: Path) -> None:
     verdict = decide(runs / "baseline", runs / "worse", margin=0.02, alpha=0.05)
     (task,) = verdict.tasks
@@ -126,6 +127,7 @@ def draw(rng: np.random.Generator, sizes: Sequence[int], loss: float, spread: fl
     )
 
 
+@pytest.mark.slow
 def test_clustered_bounds_err_as_promised_where_plain_ones_do_not() -> None:
     """2000 draws of 40 subjects: 5 % + 3 standard errors (1.5 points) at most; the plain one far more."""
     rng = np.random.default_rng(1)

@@ -105,6 +105,7 @@ def test_a_ragged_block_is_refused_by_name(tmp_path: Path) -> None:
     assert "128" in refusal.got
 
 
+@pytest.mark.slow
 def test_mixed_schemes_come_back(llama: Path, tmp_path: Path) -> None:
     """FP4 MLPs with FP8 attention and an FP8 output head, each measured by its own arithmetic."""
     rules = (

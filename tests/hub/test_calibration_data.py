@@ -8,6 +8,7 @@ import pytest
 from tests.hub.conftest import Machine
 from tests.hub.server import Hub, Repository
 
+pytestmark = pytest.mark.slow
 CHATS = "acme/chats"
 
 
@@ -47,7 +48,6 @@ def test_a_data_set_is_read_by_split_and_column(machine: Machine, chats: Hub, ll
     [
         (f"{CHATS}:train:text", {}, "no column text, but ids, id"),
         (f"{CHATS}:valid", {}, "name them: ORG/NAME:SPLIT:COLUMN"),
-        (CHATS, {"HF_ENDPOINT": "http://127.0.0.1:9"}, "Connection refused"),
     ],
 )
 def test_what_cannot_be_had_is_one_error_with_a_remedy(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.environment import ROOT
+from tests.command import ROOT
 from tests.quantize.test_streaming import digests, write_model
 
 WORDS = ("--scheme", "W8A8", "--quiet", "--max-shard-size", "1MB")
@@ -37,6 +37,7 @@ def quantize(source: Path, out: Path, *, largest: int | None = None) -> tuple[in
     return ran.returncode, ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("largest", [0, 100, 300_000])
 def test_a_quota_is_one_line_and_the_next_call_completes(largest: int, source: Path, tmp_path: Path) -> None:
     """At the first byte, in the record or a header, in the middle of a shard."""

@@ -140,6 +140,7 @@ def test_a_shard_of_the_right_length_and_wrong_bytes_is_written_again(tmp_path: 
     assert not list((tmp_path / "out").glob("*.progress"))
 
 
+@pytest.mark.slow
 def test_a_damaged_kernel_cache_is_made_again(llama: Path, tmp_path: Path) -> None:
     """Empty, garbage, cut: numba's own errors, or none, in the place of an answer."""
     code = (

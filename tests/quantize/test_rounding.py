@@ -19,6 +19,7 @@ from vexport.engine.reference import reference_logprobs
 from vexport.files import digest_file
 from vexport.numerics.metrics import kl_divergence
 
+pytestmark = pytest.mark.slow
 # Refit goes through all of what GPTQ does: where it is not named, that is enough.
 SCHEMES = {
     "W4A16": ("gptq", "refit"),

@@ -68,6 +68,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_groups_are_rounded_by_what_enters_them(family: str, tmp_path: Path) -> None:
     stacked, scheme, present = FAMILIES[family]
@@ -126,6 +127,7 @@ def weights_of(
     return weights
 
 
+@pytest.mark.slow
 def test_answers_of_experts_are_closer_to_the_sources(tmp_path: Path) -> None:
     """Independent of the record: outputs of the first layer's experts for the tokens routed to them."""
     folder = save(expert_configs()["qwen3_moe"], tmp_path / "qwen3_moe")
@@ -169,6 +171,7 @@ def test_the_cache_is_calibrated_in_the_quantized_stream(tmp_path: Path) -> None
     assert report.cached != calibrate(LayerWalk(index), plan, TEXT).kv_ranges
 
 
+@pytest.mark.slow
 def test_experts_go_on_to_the_same_bytes_after_a_kill(tmp_path: Path) -> None:
     """What a kill in the second layer leaves: half a file."""
     folder = save(expert_configs()["mixtral"], tmp_path / "mixtral")

@@ -104,6 +104,7 @@ def dequantized(source: Path, checkpoint: Path, out: Path) -> Path:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "plain", "phi3", "tied"])
 def test_it_is_closer_than_to_nearest_and_like_its_source(name: str, tmp_path: Path) -> None:
     source, wrapped = made(tmp_path / "source", name), name in multimodal.configs()

@@ -104,6 +104,7 @@ def test_repairs_without_loss(
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_source", [False, True])
 def test_experts_of_the_peer_get_shared_global_scales(tmp_path: Path, with_source: bool) -> None:
     """Rescaled or quantized again, the weights stay within half a step of e4m3 of what they were."""

@@ -134,6 +134,7 @@ def test_the_cause_comes_first_in_every_format(good: Callable[[str], Path], tmp_
     assert len((details["completeness"] or "").splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_however_many_kinds_there_are_a_page_shows_so_many() -> None:
     """10,000 findings that all differ in words, half of them under a cause: counted; JSON has every one."""
     words = ["".join("abcdefghij"[int(digit)] for digit in f"{number:04}") for number in range(5000)]

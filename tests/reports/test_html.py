@@ -155,6 +155,7 @@ def test_a_divergence_that_is_no_number_is_drawn(kl: float) -> None:
         render(replace(report, drift=drift), format_)
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
 @pytest.mark.parametrize("width", [400, 1280])

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -14,6 +15,7 @@ from vexport.numerics.metrics import kl_divergence
 SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
 
 
+@pytest.mark.slow
 def test_refit_leaves_a_quarter_of_the_divergence(tmp_path: Path) -> None:
     scenario = yaml.safe_load((SCENARIOS / "demo-rescue-int4.yaml").read_text())
     rung = yaml.safe_load((SCENARIOS / "ladder" / "int4-g128-x8.yaml").read_text())

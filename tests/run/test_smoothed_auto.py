@@ -73,6 +73,7 @@ def loss_of_smoothed(run: Run) -> float:
     )
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_smoothed_weights(folder: Path, smoothed: Run) -> None:
     plain = written(folder, "0")
     assert not plain.result(CALIBRATION).smoothing

@@ -1,0 +1,138 @@
+"""Starts vexport's workers as forks of a process that has imported what they import, for tests.
+
+An import of vLLM takes 10 s of a core, and most tests of the engine need one. A worker is forked only where
+its environment is that of the process it is forked from, but for what is read after the imports.
+"""
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from runpy import run_module
+
+from vexport.engine.cpu_emulation import SWITCH
+from vexport.engine.process import PROGRESS_FD, Follow, started_group
+
+DRY = "vexport.engine.dry.worker"
+# Read by a worker after its imports, or set by vLLM when it is imported.
+LATE = frozenset(
+    {
+        *("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_COMPILE_THREADS"),
+        *("TILELANG_CLEANUP_TEMP_FILES", "TRITON_CACHE_AUTOTUNING"),
+        *(PROGRESS_FD, SWITCH, "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TORCHDYNAMO_DISABLE"),
+        *("PYTEST_CURRENT_TEST", "VEXPORT_NO_VERIFY", "COLUMNS", "NO_COLOR", "PWD"),
+    }
+)
+# Of what a worker leaves open.
+_BYTES = 1 << 20
+
+
+class Warm:
+    """The processes that workers are forked from, by what they have imported; they end with this one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: dict[str, tuple[subprocess.Popen[bytes], dict[str, str]]] = {}
+
+    @contextmanager
+    def started_group(
+        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, timeout: float
+    ) -> Iterator[Follow]:
+        """As that of vexport.engine.process, with a client in the place of a worker."""
+        python, _, module, *arguments = command
+        if python == sys.executable and (address := self._address(module, environment)):
+            client = str(Path(__file__).with_name("warm_client.py"))
+            command = [python, "-SE", client, PROGRESS_FD, address, module, *arguments]
+        with started_group(command, environment=environment, log=log, timeout=timeout) as follow:
+            yield follow
+
+    def _address(self, module: str, environment: Mapping[str, str]) -> str:
+        """Where to ask for a worker; empty where the environment is another one."""
+        kind, early = "dry" if module == DRY else "engine", _early(environment)
+        address = str(self.folder / kind)
+        if kind not in self.started:
+            command = [sys.executable, "-m", "tests.engine.warm", kind, address]
+            eager = {**environment, "TORCHDYNAMO_DISABLE": "1"}
+            process = subprocess.Popen(
+                command, env=eager, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            self.started[kind] = process, early
+        return address if self.started[kind][1] == early else ""
+
+    def end(self) -> None:
+        """End them."""
+        for process, _ in self.started.values():
+            process.communicate()
+
+
+def _early(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in LATE}
+
+
+def server(kind: str, address: str) -> int:
+    """Import, then fork a worker for each client until stdin closes; in a worker its exit code."""
+    if kind == "dry":
+        import_module(DRY).preload()
+    else:
+        for module in ("vllm", "transformers", "lm_eval.evaluator", "vexport.evaluation.lm_eval_runner"):
+            import_module(module)
+        import_module("vllm").LLM  # noqa: B018
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        print("ready", flush=True)
+        heard: list[int | socket.socket] = [0, listener]
+        while 0 not in select.select(heard, [], [])[0]:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                return _supervise(connection)
+            connection.close()
+            with suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+    os._exit(0)
+
+
+def _supervise(connection: socket.socket) -> int:
+    """Fork the worker and tell the client of its end; the exit code in the worker."""
+    data, descriptors, *_ = socket.recv_fds(connection, _BYTES, 3)
+    while len(data) < 10 + int(data[:10]):
+        data += connection.recv(_BYTES)
+    (module, *arguments), environment, folder = json.loads(data[10:])
+    worker = os.fork()
+    if worker:
+        for descriptor in (0, 1, 2, *descriptors):
+            os.close(descriptor)
+        connection.send(str(os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])).encode())
+        os._exit(0)
+    connection.close()
+    os.setsid()
+    stdin, output, progress = descriptors
+    for old, new in ((stdin, 0), (output, 1), (output, 2)):
+        os.dup2(old, new)
+    os.close(stdin)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update({**environment, PROGRESS_FD: str(progress)})
+    os.chdir(folder)
+    tempfile.tempdir = None
+    sys.argv = [module, *arguments]
+    main: Callable[[list[str]], int] | None = getattr(import_module(module), "main", None)
+    if main is None:
+        run_module(module, run_name="__main__")
+        return 0
+    return main(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(server(*sys.argv[1:]))

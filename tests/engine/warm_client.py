@@ -1,0 +1,33 @@
+"""`warm_client.py VARIABLE ADDRESS MODULE ARGUMENTS...`: has a worker forked, and ends as it ends.
+
+The worker has our descriptors, that which the variable names among them, and our environment. Nothing but the
+standard library is imported: it starts in 20 ms.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+
+def main(variable: str, address: str, *arguments: str) -> int:
+    """The exit code of the worker; it ends by itself when its stdin closes, of which SIGTERM comes after."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        descriptors = [0, 1, int(os.environ[variable])]
+        request = json.dumps([arguments, dict(os.environ), str(Path.cwd())]).encode()
+        socket.send_fds(connection, [f"{len(request):10}".encode() + request], descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        code = int(connection.recv(100) or b"1")
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return code
+
+
+if __name__ == "__main__":
+    os._exit(main(*sys.argv[1:]))
