@@ -4,6 +4,7 @@ import contextlib
 import io
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from unittest.mock import patch
 
 import click
@@ -11,6 +12,7 @@ import click
 from vexport.cli.entry import cli
 from vexport.cli.interrupts import run
 
+ROOT = Path(__file__).parent.parent
 ALL_COMMANDS: dict[str, click.Command] = {
     name: command for name in cli.places if (command := cli.get_command(click.Context(cli), name))
 }

@@ -11,11 +11,10 @@ from shutil import copy, copytree
 import pytest
 import torch
 
-from tests.command import vexport
+from tests.command import ROOT, vexport
 from tests.engine.sketches import QWEN3_MOE, sketch
 from tests.models import quantize
 from tests.mutations.edits import QUANTIZATION, WHOLE, Change, Tensors, all_of, config, put, spoiled, tensors
-from tests.packaging.environment import ROOT
 from vexport.api import check
 
 TESTS = Path(__file__).parent.parent

