@@ -163,8 +163,6 @@ REFUSED = {
     # parts of a layer that is stored as one, of keys that are the values, too
     **dict.fromkeys(("nemotron-h", "granite-hybrid", "gemma4", "gemma4-vision"), ("FP8_BLOCK",)),
 }
-# Schemes whose checkpoints are loaded dry, of every family.
-LOADED = ("NVFP4A16", "W4A16", "FP8_BLOCK")
 DEFAULTS = Settings()
 LEAST_DB = {"NVFP4A16": 18.0, "FP8_DYNAMIC": 29.0, "W4A16": 16.0}
 
@@ -359,28 +357,3 @@ def test_experts_of_either_order_are_the_same_layers(tmp_path: Path) -> None:
     first, second = (load_file(Path(f"{folder}-out") / "model.safetensors") for folder in (hub, other))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.vllm
-def test_vllms_own_classes_load_what_the_plan_accepts_and_nothing_else(tmp_path: Path) -> None:
-    """On one rank and on two; what the plan refuses for a number of ranks, vLLM refuses there."""
-    accepted: dict[tuple[str, int], bool] = {}
-    for family in FAMILIES:
-        source = save_family(family, tmp_path / family)
-        for scheme in LOADED:
-            name = f"{family} {scheme}"
-            for ranks in (1, 2):
-                accepted[name, ranks] = not plan_of(source, scheme, Settings(ranks=(ranks,))).refusals
-            if accepted[name, 1]:
-                quantize(source, tmp_path / name, scheme)
-    made = [tmp_path / name for name, ranks in accepted if ranks == 1 and accepted[name, ranks]]
-    loaded = {
-        (Path(report.checkpoint).name, cell.tp): cell.status == "loads"
-        for report in DryLoad(checkpoints=made, tp=(1, 2), sm=(90,)).reports()
-        for cell in report.cells
-    }
-    assert loaded == {key: fits for key, fits in accepted.items() if tmp_path / key[0] in made}
-    assert {name for (name, ranks), fits in accepted.items() if ranks == 1 and not fits} == {
-        f"{family} {scheme}" for family, schemes in REFUSED.items() for scheme in schemes if scheme in LOADED
-    }
-    assert sum(loaded.values()) > len(loaded) / 2

@@ -1,15 +1,70 @@
-"""What `quantize` writes loads, or it says what to do."""
+"""What `quantize` writes of every micro family loads in vLLM, or it says what to do."""
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.architectures.families import FAMILIES
-from tests.architectures.matrix import cells
+from tests.architectures.families import FAMILIES, save_family
+from tests.architectures.test_families import REFUSED, plan_of
+from tests.command import vexport
+from vexport.engine.dry.load import DryLoad
+from vexport.plan.build import Settings
+
+# Groups of 64 fit the sizes of the micro models.
+SCHEMES = ("FP8_DYNAMIC", "NVFP4A16", "W4A16_G64", "FP8_BLOCK")
+# What a refusal says that helps, the first that it says: other options in the place of those that were given.
+ADVICE = re.compile(
+    r"--scheme (?P<scheme>\w+)|--group-size (?P<size>\d+)|(?P<keep>--on-unsupported-shape keep)"
+)
+
+
+def quantized(source: Path, out: Path, *options: str) -> str:
+    """The error of `quantize`, empty where there is an output. All outputs are loaded by one worker."""
+    ran = vexport("quantize", source, out, *options, "--rounding", "nearest", "--no-verify", "--quiet")
+    assert (ran.code == 0) == out.exists(), ran.stderr
+    return " ".join(ran.errors)
+
+
+def advised(message: str, scheme: str) -> tuple[str, ...]:
+    """The options that a refusal says to use instead."""
+    found = ADVICE.search(message)
+    assert found is not None, message
+    if found["scheme"]:
+        return ("--scheme", found["scheme"])
+    return (
+        "--scheme",
+        scheme,
+        *(("--group-size", found["size"]) if found["size"] else found["keep"].split()),
+    )
+
+
+def written(folder: Path) -> Iterator[tuple[Path, bool | None]]:
+    """Each family in each scheme, after a refusal as advised: the output, and whether it fits two ranks."""
+    for family in FAMILIES:
+        source = save_family(family, folder / family)
+        for scheme in SCHEMES:
+            out = folder / f"{family}-{scheme}"
+            message = quantized(source, out, "--scheme", scheme)
+            assert bool(message) == (scheme.removesuffix("_G64") in REFUSED.get(family, ())), (out, message)
+            assert not message or quantized(source, out, *advised(message, scheme)) == ""
+            yield out, None if message else not plan_of(source, scheme, Settings(ranks=(2,))).refusals
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_every_family_is_written_as_it_loads_or_refused_with_advice_that_works(tmp_path: Path) -> None:
-    found = cells(FAMILIES, tmp_path)
-    assert {key: cell for key, cell in found.items() if not cell.startswith("loads")} == {}
+    """What the plan refuses for two ranks, vLLM refuses there."""
+    made = dict(written(tmp_path))
+    checked = vexport("check", *made)
+    assert checked.code == 0, checked.stdout
+    wrong = []
+    for (out, fits), report in zip(
+        made.items(), DryLoad(checkpoints=[*made], tp=(1, 2)).reports(), strict=True
+    ):
+        one, two = (cell.status == "loads" for cell in report.cells)
+        if not one or two != (two if fits is None else fits):
+            wrong.append((out.name, one, two, fits))
+    assert wrong == []
+    assert {fits for fits in made.values()} == {True, False, None}

@@ -19,27 +19,30 @@ from vexport.engine.cpu_emulation.rounding import (
 )
 from vexport.formats.input_rounding import round_activations
 
-COUNTED = (
-    "import os; from vexport.engine.cpu_emulation import SWITCH, register;"
-    "from vllm.model_executor.kernels import linear;"
-    "from vllm.platforms import PlatformEnum;"
-    "tables = (linear._POSSIBLE_FP8_KERNELS, linear._POSSIBLE_WFP8A16_KERNELS, linear._POSSIBLE_KERNELS,"
-    " linear._POSSIBLE_MXFP4_KERNELS, linear._POSSIBLE_MXFP8_KERNELS);"
-    "count = lambda: sum('Emulation' in kernel.__name__ for table in tables"
-    " for kernel in table.get(PlatformEnum.CPU, []));"
-    "register(); before = count();"
-    "os.environ[SWITCH] = '1'; register(); register();"
-    "print(before, count())"
-)
+SEEN = """
+import os
+from vexport.engine.cpu_emulation import SWITCH, register
+from vllm.model_executor.kernels import linear
+from vllm.model_executor.layers.quantization.utils import quant_utils as keys
+from vllm.platforms import PlatformEnum
 
+kinds = ("", "_FP8", "_WFP8A16", "_MXFP4", "_MXFP8")
+tables = [getattr(linear, f"_POSSIBLE{kind}_KERNELS") for kind in kinds]
 
-def last_line(code: str) -> str:
-    """What a process that imports vLLM prints last."""
-    environment = {**os.environ, SWITCH: "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    ran = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    return ran.stdout.splitlines()[-1]
+def count():
+    kernels = [kernel for table in tables for kernel in table.get(PlatformEnum.CPU, [])]
+    return sum("Emulation" in kernel.__name__ for kernel in kernels)
+
+register()
+before = count()
+os.environ[SWITCH] = "1"
+register()
+register()
+from vexport.engine.cpu_emulation.kernels import EmulationMxFp4Linear as Kernel
+inputs = [None, keys.kMxfp4Dynamic, keys.kFp8DynamicTokenSym]
+inputs += [keys.kFp8StaticTensorSym, keys.kInt8StaticChannelSym]
+print(before, count(), [Kernel._supports_quant_scheme(keys.kMxfp4Static, key) for key in inputs])
+"""
 
 
 @pytest.fixture
@@ -59,21 +62,12 @@ def test_register_is_inert_unless_asked() -> None:
 
 @pytest.mark.vllm
 def test_kernels_are_offered_once_and_only_when_asked() -> None:
-    assert last_line(COUNTED) == "0 6"
-
-
-ASKED = (
-    "from vexport.engine.cpu_emulation.kernels import EmulationMxFp4Linear as Kernel;"
-    "from vllm.model_executor.layers.quantization.utils import quant_utils as keys;"
-    "print([Kernel._supports_quant_scheme(keys.kMxfp4Static, key) for key in (None, keys.kMxfp4Dynamic,"
-    " keys.kFp8DynamicTokenSym, keys.kFp8StaticTensorSym, keys.kInt8StaticChannelSym)])"
-)
-
-
-@pytest.mark.vllm
-def test_mxfp4_weights_run_with_the_inputs_that_are_rounded_here() -> None:
-    """vLLM 0.33 asks kernels so, where an engine argument may name other inputs than the checkpoint."""
-    assert last_line(ASKED) == "[True, True, True, False, False]"
+    """MXFP4 with the inputs that are rounded here: vLLM 0.33 asks, as an engine argument may name others."""
+    environment = {**os.environ, SWITCH: "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    ran = subprocess.run(
+        [sys.executable, "-c", SEEN], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.splitlines()[-1] == "0 6 [True, True, True, False, False]"
 
 
 def test_fp4_rounds_ties_to_even() -> None:

@@ -11,14 +11,13 @@ from tests.evaluation.faults import (
     bad_kernel,
     quantized,
     with_own_global_scales,
-    with_swapped_scales,
     with_template,
 )
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Scored
 from vexport.run.serving import EngineOptions, Questions, serve_model
 from vexport.scenario.serve import Serve
-from vexport.types import Attribution, Outcome
+from vexport.types import Attribution
 
 TEXTS = (
     "4 7 + 3 8 = 5 8 0 . the tool of taruna is lever .",
@@ -48,15 +47,11 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_template(quantized(folder / "plain"), folder / "nvfp4a16", TEMPLATE)
 
 
-def blamed(baseline: Scored, candidate: Path, folder: Path, outcome: Outcome = "FAIL") -> Attribution:
-    found = attribute(baseline, served(candidate, folder / "session"), limit=0.1, outcome=outcome)
+def blamed(baseline: Scored, candidate: Path, folder: Path) -> Attribution:
+    found = attribute(baseline, served(candidate, folder / "session"), limit=0.1, outcome="FAIL")
     assert found is not None
     print(found)
     return found
-
-
-def test_a_sound_export(baseline: Scored, export: Path, tmp_path: Path) -> None:
-    assert blamed(baseline, export, tmp_path, "PASS").cause == "none"
 
 
 def test_a_bad_kernel(
@@ -65,11 +60,6 @@ def test_a_bad_kernel(
     monkeypatch.setenv("PYTHONPATH", str(bad_kernel(tmp_path / "plugin")), prepend=":")
     found = blamed(baseline, export, tmp_path)
     assert found.cause == "kernel"
-
-
-def test_swapped_scales(baseline: Scored, export: Path, tmp_path: Path) -> None:
-    found = blamed(baseline, with_swapped_scales(export, tmp_path / "swapped"), tmp_path)
-    assert found.cause == "quantization"
 
 
 def test_scales_that_the_loader_joins(baseline: Scored, export: Path, tmp_path: Path) -> None:

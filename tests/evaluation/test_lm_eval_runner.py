@@ -4,20 +4,16 @@ import hashlib
 import json
 import os
 import random
-import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.evaluation.make import make_model, make_tasks
 from vexport.engine.messages import SessionRequest
-from vexport.evaluation.repeat import Repeated, read_repeated
+from vexport.evaluation.repeat import read_repeated
 from vexport.evaluation.results import read_results
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.evaluation.verdict import decide
@@ -48,8 +44,8 @@ CHAT = LmEvalSettings(
 LEAKING = "doc_to_text: \"{{ ''.__class__.__mro__ }}\""
 
 
-def started(requests: Sequence[SessionRequest], folder: Path) -> "subprocess.Popen[str]":
-    """A process that answers the requests on one engine."""
+def in_vllm(requests: Sequence[SessionRequest], folder: Path) -> list[dict[str, object]]:
+    """Run the requests on one engine, in a process of its own; what came of each."""
     files = [folder / f"request{number}.json" for number in range(len(requests))]
     for file, request in zip(files, requests, strict=True):
         file.write_text(to_json(request))
@@ -60,21 +56,8 @@ def started(requests: Sequence[SessionRequest], folder: Path) -> "subprocess.Pop
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
-    command = [
-        sys.executable,
-        "-m",
-        "tests.evaluation.in_vllm",
-        str(folder / "outcomes.json"),
-        *map(str, files),
-    ]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-
-
-def in_vllm(requests: Sequence[SessionRequest], folder: Path) -> list[dict[str, object]]:
-    """Run the requests on one engine, in a process of its own; what came of each."""
-    with started(requests, folder) as process:
-        _, errors = process.communicate()
-    assert process.returncode == 0, errors[-4000:]
+    command = [sys.executable, "-m", "tests.evaluation.in_vllm", folder / "outcomes.json", *files]
+    subprocess.run([*map(str, command)], env=environment, check=True)
     outcomes: list[dict[str, object]] = json.loads((folder / "outcomes.json").read_text())
     return outcomes
 
@@ -222,53 +205,3 @@ def test_documents_that_are_asked_again_get_the_same_examples(evaluated: Evaluat
     repeated = read_repeated(evaluated[0] / "chat")
     assert repeated is not None
     assert (repeated.documents, repeated.changed) == (200, 0)
-
-
-def test_a_killed_evaluation_asks_only_what_its_cache_lacks(tmp_path: Path) -> None:
-    tasks = [str(DEMO / f"tasks/{name}.yaml") for name in ("addition", "addition_choice")]
-    specs = tuple(task.spec for task in resolve_tasks(tasks, folder=tmp_path / "resolved"))
-    request = SessionRequest(
-        checkpoint=DEMO / "model",
-        name="killed",
-        tasks=specs,
-        output=tmp_path / "killed",
-        max_model_len=64,
-        limit=300,
-        repeat=True,
-        identity="model",
-        lm_eval=LmEvalSettings(batch_size=50),
-    )
-    with started([request], tmp_path) as process:
-        while answers_in(tmp_path / "killed") < 800:
-            assert process.poll() is None, "it ended before it was killed"
-            time.sleep(0.05)
-        process.kill()
-    # 300 sums, which lm-eval keeps under two keys, and a part of the 1200 choices.
-    left = 300 * 2 + 1200 - answers_in(tmp_path / "killed")
-    assert 0 < left <= 1000
-    undisturbed = replace(request, output=tmp_path / "undisturbed", identity="another model")
-    again, whole = in_vllm([request, undisturbed], tmp_path)
-    assert asked(whole)[:2] == [("addition", 300), ("addition_choice", 1200)]
-    assert asked(again)[:2] == [("addition_choice", left), ("addition", 100)]  # then some a second time
-    for task in ("addition", "addition_choice"):
-        assert samples(tmp_path / "killed", task) == samples(tmp_path / "undisturbed", task)
-    assert read_repeated(tmp_path / "killed") == Repeated(documents=200, changed=0)
-
-
-def answers_in(folder: Path) -> int:
-    """How many answers lm-eval's cache holds, if it is there."""
-    files = list(folder.glob("answers-*.db"))
-    if not files:
-        return 0
-    with closing(sqlite3.connect(files[0])) as cache:
-        try:
-            return int(cache.execute("SELECT count(*) FROM unnamed").fetchone()[0])
-        except sqlite3.OperationalError:  # its table is being made
-            return 0
-
-
-def asked(outcome: dict[str, object]) -> list[tuple[str, int]]:
-    """The tasks with how many prompts were asked, in order."""
-    progress = outcome["progress"]
-    assert isinstance(progress, list)
-    return [(stage, total) for stage, done, total in progress if done == total]

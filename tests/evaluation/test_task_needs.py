@@ -1,13 +1,12 @@
 """What tasks of the suites need besides documents is named, with what brings it, before an engine starts."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.command import vexport
 from vexport.engine.messages import SessionRequest
-from vexport.errors import InputError
+from vexport.errors import InputErrors
 from vexport.evaluation.lm_eval_environment import missing
 from vexport.evaluation.task_data import fetch_task_data
 from vexport.types import silent
@@ -75,34 +74,31 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it() -> None:
     assert missing(ValueError("a broken template"), "mine") is None
 
 
-def test_documents_lie_next_to_the_task_or_are_named(tmp_path: Path) -> None:
-    folder = tmp_path / "tasks" / "own"
-    folder.mkdir(parents=True)
-    (folder / "own.yaml").write_text(
-        "task: own\ndataset_path: json\ndataset_kwargs: {data_files: {test: own.jsonl}}\ntest_split: test\n"
-        "output_type: loglikelihood\ndoc_to_text: '{{text}}'\ndoc_to_target: '{{answer}}'\n"
-        "metric_list: [{metric: acc}]\n"
-    )
-    request = SessionRequest(
-        checkpoint=tmp_path, name="a", tasks=("own",), include_paths=(tmp_path / "tasks",)
-    )
-    fetch = partial(fetch_task_data, request, log=tmp_path / "log", timeout=300, vllm_python=None)
-    with pytest.raises(InputError, match=r"task own: data_files: got no file own\.jsonl"):
-        fetch(on_progress=silent)
-    (folder / "own.jsonl").write_text('{"text": "a", "answer": " b"}\n')
-    fetch(on_progress=silent)
-
-
-def test_a_metric_that_nobody_has_is_named(cut_off: Path) -> None:
+def test_documents_that_are_missing_and_a_metric_that_nobody_has_are_named(cut_off: Path) -> None:
     """Of generated text it may be the hub's; lm-eval itself would answer all documents, and then fail."""
-    (cut_off / "own.jsonl").write_text('{"text": "a", "answer": " b"}\n')
-    task = cut_off / "own.yaml"
-    task.write_text(
-        f"task: own\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {cut_off / 'own.jsonl'}}}}}\n"
-        "test_split: test\noutput_type: generate_until\n"
-        "doc_to_text: '{{text}}'\ndoc_to_target: '{{answer}}'\n"
-        "metric_list: [{metric: exact_mtch, aggregation: mean, higher_is_better: true}]\n"
+    head = (
+        "task: {name}\ndataset_path: json\ntest_split: test\n"
+        "dataset_kwargs: {{data_files: {{test: {file}}}}}\n"
     )
-    request = SessionRequest(checkpoint=cut_off, name="a", tasks=(str(task),))
-    with pytest.raises(InputError, match="task own: metric exact_mtch: lm-eval does not have it"):
+    kinds = {
+        "own": ("own.jsonl", "loglikelihood", "{metric: acc}"),
+        "other": (
+            cut_off / "other.jsonl",
+            "generate_until",
+            "{metric: exact_mtch, aggregation: mean, higher_is_better: true}",
+        ),
+    }
+    for name, (file, kind, metric) in kinds.items():
+        (cut_off / f"{name}.yaml").write_text(
+            head.format(name=name, file=file)
+            + f"output_type: {kind}\ndoc_to_text: '{{{{text}}}}'\ndoc_to_target: '{{{{answer}}}}'\n"
+            + f"metric_list: [{metric}]\n"
+        )
+    (cut_off / "other.jsonl").write_text('{"text": "a", "answer": " b"}\n')
+    request = SessionRequest(
+        checkpoint=cut_off, name="a", tasks=("own", str(cut_off / "other.yaml")), include_paths=(cut_off,)
+    )
+    with pytest.raises(InputErrors) as caught:
         fetch_task_data(request, log=cut_off / "log", timeout=300, vllm_python=None, on_progress=silent)
+    assert "task own: data_files: got no file own.jsonl" in str(caught.value)
+    assert "task other: metric exact_mtch: lm-eval does not have it" in str(caught.value)

@@ -82,17 +82,16 @@ def started(command: Sequence[object]) -> "subprocess.Popen[bytes]":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard_size", ["40MB", "5GB"])
-def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path: Path, shard_size: str) -> None:
+def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", hidden=2048, layers=6)
     whole, out = tmp_path / "whole", tmp_path / "out"
-    options = ("--scheme", "NVFP4A16", "--max-shard-size", shard_size)
+    options = ("--scheme", "NVFP4A16", "--max-shard-size", "40MB")
     begin = time.monotonic()
     assert started(("quantize", source, whole, *options)).wait() == 0
     duration = time.monotonic() - begin
-    expected, moments = digests(whole), random.Random(shard_size)
+    expected, moments = digests(whole), random.Random(0)
     kills = continued = 0
-    while kills < 10:
+    while kills < 4:
         process = started(("quantize", source, out, *options))
         time.sleep(duration * moments.uniform(0.2, 1.0))
         written = sum(file.stat().st_size for file in tmp_path.glob(".out.partial/new/*.safetensors"))
@@ -107,7 +106,7 @@ def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path: Path, s
             subprocess.run(["rm", "-r", out], check=True)
     assert started(("quantize", source, out, *options)).wait() == 0
     assert digests(out) == expected
-    assert continued > 2
+    assert continued > 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "whole"]
 
 
@@ -279,6 +278,7 @@ def sparse_model(folder: Path, rows: int, columns: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_weights(tmp_path: Path) -> None:
     peaks = []
     for name, rows in (("small", 2048), ("large", 28672)):

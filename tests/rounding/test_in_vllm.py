@@ -1,6 +1,5 @@
 """Real vLLM loads what a refit wrote in every scheme, and answers as the dequantized weights do."""
 
-import json
 from itertools import product
 from pathlib import Path
 
@@ -8,12 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.command import vexport
 from tests.engine.fixtures import write_tokenizer
 from tests.models import save_llama, write_calibration
+from vexport.api import load
 from vexport.formats.schemes import scheme_names
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.scenario import Calibration, Rule
+from vexport.types import LoadReport
 from vexport.types.rounding import Rounding
 
 # What vLLM runs as one parameter has one scheme: so many of them fit into a layer.
@@ -48,10 +48,16 @@ def test_every_scheme_in_one_model(tmp_path: Path) -> None:
     stored = [name if name in nearest else f"{name}_packed" for name in layers]
     assert len(stored) == sum(3 if "q|k|v" in part else 2 if "gate" in part else 1 for part in USED)
     assert [name for name in stored if torch.equal(nearest[name], refit[name])] == []
-    ran = vexport("load", tmp_path / "refit", "--format", "json", "--quiet")
-    assert ran.code == 0, ran.stdout + ran.stderr
-    (report,) = json.loads(ran.stdout)
+    report = load(tmp_path / "refit")
+    assert isinstance(report, LoadReport)
+    assert report.ok, report.findings
+    assert report.logprobs is not None
+    assert report.engine is not None
     # The limit follows the inputs: those of 4 bits round to other codes where a sum has another order.
-    assert report["logprobs"]["mean_kl"] < report["logprobs"]["limit"]
-    classes = {kernel.partition("(")[2] for kernel in report["engine"]["kernels"]} - {""}
+    assert 0 < report.logprobs.mean_kl < report.logprobs.limit
+    assert report.logprobs.positions >= 100
+    assert not report.engine.multiprocess, "one import of vLLM is enough"
+    assert report.engine.emulated
+    assert report.engine.blind_spots
+    classes = {kernel.partition("(")[2] for kernel in report.engine.kernels} - {""}
     assert len(classes) == 9, classes

@@ -1,4 +1,4 @@
-"""Held-out text decides in the real vLLM: a scenario without tasks, and `vexport eval --text`."""
+"""Held-out text decides in the real vLLM: a scenario without tasks."""
 
 import json
 from pathlib import Path
@@ -43,12 +43,3 @@ def test_text_decides_in_the_place_of_tasks(tmp_path: Path) -> None:
     again = vexport("run", scenario(tmp_path, kl_limit=1e-6), "--run-dir", folder, "--quiet")
     assert again.code == 1, "other limits, the same sessions"
     assert "KL to the baseline" in again.stdout
-
-    checkpoint = folder / "checkpoint"
-    options = ("--baseline", DEMO / "model", "--text", TEXT, "--text-rows", 4, "--text-tokens", 64)
-    ran = vexport("eval", checkpoint, *options, "--output-dir", tmp_path / "e", "--format", "json", "--quiet")
-    assert ran.code == 3, ran.stderr
-    verdict = json.loads(ran.stdout)
-    assert verdict["outcome"] == "INCONCLUSIVE"
-    assert "too short: 4 rows" in verdict["reason"]
-    assert {limit["rows_needed"] for limit in verdict["text"]["limits"]} == {8}

@@ -1,65 +1,52 @@
-"""The main job in the real vLLM: schemes of the demo model, and whole scenarios."""
+"""The main job in the real vLLM: whole scenarios, schemes compared, and the functions that start vLLM."""
 
 import json
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 import yaml
 
 from tests.command import Ran, vexport
-from tests.evaluation.test_lm_eval_runner import answers_in
+from vexport.api import Evaluate, compare, evaluate, load
+from vexport.evaluation.accepted import accept_results
 from vexport.run.directory import KIND
+from vexport.types import DryLoadReport
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "scenarios" / "demo"
-WEIGHT_ONLY_KL = 0.003
-QUANTIZED_INPUTS_KL = 0.1
-SCHEMES = {
-    "NVFP4": QUANTIZED_INPUTS_KL,
-    "FP8": QUANTIZED_INPUTS_KL,
-    "W4A16": WEIGHT_ONLY_KL,
-}
+COMPARISON = json.loads((ROOT / "vexport" / "reports" / "compare.schema.json").read_text())
+SCHEMES = ("W4A16", "FP8_DYNAMIC")
+LIMIT = 300
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-@pytest.mark.parametrize(("scheme", "limit"), SCHEMES.items())
-def test_vllm_agrees_with_the_dequantized_reference(scheme: str, limit: float, tmp_path: Path) -> None:
-    out = tmp_path / scheme
-    # tests/rounding/test_in_vllm.py has all schemes refitted.
-    calibration = ("--calibration", DEMO / "calibration.jsonl", "--samples", 16, "--rounding", "nearest")
-    ran = vexport("quantize", DEMO / "model", out, "--scheme", scheme, *calibration, "--quiet")
-    assert ran.code == 0, ran.stderr
-    ran = vexport("load", out, "--format", "json", "--quiet")
-    assert ran.code == 0, ran.stderr
-    (report,) = json.loads(ran.stdout)
-    agreement, engine = report["logprobs"], report["engine"]
-    print(f"{scheme}: mean KL {agreement['mean_kl']:.2g}; {engine['kernels'][0]}")
-    assert report["ok"], report["findings"]
-    assert 0 < agreement["mean_kl"] < limit
-    assert agreement["positions"] >= 100
-    assert not engine["multiprocess"], "one import of vLLM is enough"
-    assert len(engine["kernels"]) == 4
-    assert engine["blind_spots"]
-    assert engine["emulated"] or not scheme.startswith("NVFP4")
-
-
-def shortened(scenario: str, folder: Path, limit: int) -> Path:
-    """A committed scenario with absolute paths and fewer documents."""
-    content = yaml.safe_load((ROOT / "scenarios" / f"{scenario}.yaml").read_text())
-    text = json.dumps({**content, "evaluate": {**content["evaluate"], "limit": limit}})
-    path = folder / f"{scenario}.yaml"
+@pytest.fixture(scope="module")
+def hard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A committed scenario with absolute paths and fewer documents; its runs are in the folder `runs`."""
+    content = yaml.safe_load((ROOT / "scenarios" / "demo-hard-int4.yaml").read_text())
+    text = json.dumps({**content, "evaluate": {**content["evaluate"], "limit": LIMIT}})
+    path = tmp_path_factory.mktemp("hard") / "demo-hard-int4.yaml"
     path.write_text(re.sub(r'"demo/', f'"{DEMO}/', text))
     return path
 
 
-def report_of(folder: Path) -> dict[str, object]:
-    report: dict[str, object] = json.loads((folder / "report.json").read_text())
+@pytest.fixture(scope="module")
+def int4(hard: Path) -> Ran:
+    """The run that fails: INT4 of a model with outliers."""
+    return run(hard, hard.parent / "runs" / "W4A16")
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     schema = json.loads((ROOT / "vexport" / "reports" / "report.schema.json").read_text())
     jsonschema.validate(report, schema)
     KIND.require_replaceable(folder, overwrite=True)  # raises where a run writes what its list lacks
@@ -68,6 +55,18 @@ def report_of(folder: Path) -> dict[str, object]:
 
 def run(scenario: Path, folder: Path) -> Ran:
     return vexport("run", scenario, "--run-dir", folder, "--quiet")
+
+
+def answers_in(folder: Path) -> int:
+    """How many answers lm-eval's cache holds, if it is there."""
+    files = list(folder.glob("answers-*.db"))
+    if not files:
+        return 0
+    with closing(sqlite3.connect(files[0])) as cache:
+        try:
+            return int(cache.execute("SELECT count(*) FROM unnamed").fetchone()[0])
+        except sqlite3.OperationalError:  # its table is being made
+            return 0
 
 
 def kill_while_answering(scenario: Path, folder: Path) -> int:
@@ -114,7 +113,6 @@ def test_the_demo_passes_and_resumes(tmp_path: Path) -> None:
     assert {"checkpoint/", "scenario.yaml", "report.json", "eval/candidate/vllm.log"} <= set(links)
     assert all((folder / link).exists() for link in links)
     verdict = report["verdict"]
-    assert isinstance(verdict, dict)
     assert {task["task"] for task in verdict["tasks"]} == {
         "addition",
         "addition_choice",
@@ -146,58 +144,73 @@ def test_the_demo_passes_and_resumes(tmp_path: Path) -> None:
     assert all(line in log for line in lines), log
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of run directories."""
-    return tmp_path_factory.mktemp("runs")
-
-
-def test_int4_on_outliers_fails_and_says_why(tmp_path: Path, runs: Path) -> None:
-    ran = run(shortened("demo-hard-int4", tmp_path, 300), runs / "int4")
-    assert ran.code == 1
-    (line,) = ran.errors
+def test_int4_on_outliers_fails_and_says_why(hard: Path, int4: Ran) -> None:
+    folder = hard.parent / "runs" / "W4A16"
+    assert int4.code == 1
+    (line,) = int4.errors
     assert "FAIL" in line
-    assert "worst: addition" in ran.stdout
-    assert report_of(runs / "int4")["outcome"] == "FAIL"
-    assert "FAIL" in (runs / "int4" / "report.html").read_text()
+    assert "worst: addition" in int4.stdout
+    report = report_of(folder)
+    assert (report["outcome"], report["attribution"]["guilty"]) == ("FAIL", "quantization")
+    assert report["drift"]["prompts"] == 16
+    assert report["drift"]["mean_kl"] > 0
+    assert "FAIL" in (folder / "report.html").read_text()
 
 
-def test_after_a_failed_load_the_answers_are_shown_and_decide_nothing(tmp_path: Path, runs: Path) -> None:
+@pytest.mark.usefixtures("int4")
+def test_after_a_failed_load_the_answers_are_shown_and_decide_nothing(hard: Path, tmp_path: Path) -> None:
     """A load gate is failed by hand: what does it in vLLM would need an engine more."""
-    folder = tmp_path / "run"
-    if not (runs / "int4").is_dir():
-        assert run(shortened("demo-hard-int4", tmp_path, 300), runs / "int4").code == 1
-    shutil.copytree(runs / "int4", folder)
-    shutil.copyfile(folder / "scenario.yaml", scenario := tmp_path / "again.yaml")
+    folder = Path(shutil.copytree(hard.parent / "runs" / "W4A16", tmp_path / "run"))
     load = json.loads((folder / "load.json").read_text())
-    finding = {
-        "check": "canary",
-        "severity": "error",
-        "where": "a prompt",
-        "got": "a loop",
-        "fix": "a finer scheme",
-    }
+    finding = {"check": "canary", "severity": "error", "where": "a prompt", "got": "a loop", "fix": "no"}
     load |= {"ok": False, "findings": [{**finding, "expected": "text"}]}
     (folder / "load.json").write_text(json.dumps(load))
-    ran = run(scenario, folder)
+    ran = run(hard, folder)
     assert ran.code == 1
     assert "load: a prompt" in ran.stdout
-    report = report_of(folder)
-    verdict = report["verdict"]
-    assert isinstance(verdict, dict)
-    assert {task["documents"] for task in verdict["tasks"]} == {300}
+    assert {task["documents"] for task in report_of(folder)["verdict"]["tasks"]} == {LIMIT}
     assert "evaluate" not in (folder / "report.md").read_text()
     for name in ("report.md", "report.html"):
-        text = (folder / name).read_text()
-        assert "what it answered is for information" in text
+        assert "what it answered is for information" in (folder / name).read_text()
 
 
-def test_the_same_function_is_indistinguishable(tmp_path: Path, runs: Path) -> None:
-    ran = run(shortened("demo-outliers", tmp_path, 300), runs / "outliers")
+@pytest.mark.usefixtures("int4")
+def test_schemes_are_compared_and_the_baseline_is_served_once(hard: Path) -> None:
+    source, out = DEMO / "model-x16", hard.parent / "runs"
+    before = (out / "W4A16" / "load.json").stat().st_mtime_ns
+    rows = compare(source, SCHEMES, scenario=hard, run_dir=out)
+    assert (out / "W4A16" / "load.json").stat().st_mtime_ns == before
+    assert [(row.schemes, row.outcome) for row in rows] == [("W4A16", "FAIL"), ("FP8_DYNAMIC", "PASS")]
+    call = ("compare", source, "--schemes", "w4a16,FP8_DYNAMIC", "--scenario", hard, "--run-dir", out)
+    ran = vexport(*call, "--quiet", "--format", "json")
     assert ran.code == 0, ran.stderr
-    verdict = report_of(runs / "outliers")["verdict"]
-    assert isinstance(verdict, dict)
-    for task in verdict["tasks"]:
-        assert task["documents"] == 300
-        assert task["difference"] == 0
-        assert task["right_to_wrong"] == task["wrong_to_right"] == task["changed_wrong"] == 0
+    shown = json.loads(ran.stdout)
+    jsonschema.validate(shown, COMPARISON)
+    assert [row["mean_kl"] for row in shown] == [row.mean_kl for row in rows]
+    assert [row["schemes"] for row in shown if row["smallest"]] == ["FP8_DYNAMIC"]
+    for row in shown:
+        assert row["mean_kl"] > 0
+        assert row["worst"]["low"] <= row["worst"]["difference"] <= row["worst"]["high"]
+        assert row["folder"] == str(out / row["schemes"])
+    stages = [json.loads((Path(row["folder"]) / "stages.json").read_text())["stages"] for row in shown]
+    assert len({json.dumps(each["serve baseline"]) for each in stages}) == 1, "made once"
+    reports = vexport("report", *(out / scheme for scheme in SCHEMES), "--format", "json")
+    assert json.loads(reports.stdout) == shown
+
+
+@pytest.mark.usefixtures("int4")
+def test_a_checkpoint_is_compared_with_an_accepted_baseline(hard: Path, tmp_path: Path) -> None:
+    """And loaded dry; both as functions."""
+    done = hard.parent / "runs" / "W4A16"
+    dry = load(done / "checkpoint", dry=True, gpu=["h100"])
+    assert isinstance(dry, DryLoadReport)
+    assert [(cell.sm, cell.status) for cell in dry.cells] == [(90, "loads")]
+    assert [room.gpu for room in dry.rooms] == ["H100"]
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    accept_results(done / "eval" / "candidate", old, {})
+    tasks = tuple(str(DEMO / "tasks" / f"{name}.yaml") for name in ("addition", "facts"))
+    settings = Evaluate(tasks=tasks, limit=LIMIT, margin=0.2)
+    verdict = evaluate(done / "checkpoint", settings, tmp_path / "results", against=old, accept=new)
+    assert verdict is not None
+    assert [(verdict.outcome, task.difference) for task in verdict.tasks] == [("PASS", 0)] * 2
+    assert json.loads(new.read_text())["tasks"] == json.loads(old.read_text())["tasks"]
