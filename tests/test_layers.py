@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "vexport"
@@ -77,11 +78,14 @@ def test_no_two_rooms_import_each_other() -> None:
     assert not {(one, other) for one, other in arrows if one < other and (other, one) in arrows}
 
 
-def all_imports() -> Iterator[tuple[str, Path, str, bool]]:
+@cache
+def all_imports() -> list[tuple[str, Path, str, bool]]:
     """(part, module, what it imports, whether inside a function)."""
-    for part, path in modules():
-        for name, late in imports(ast.parse(path.read_text(encoding="utf-8"))):
-            yield part, path, name, late
+    return [
+        (part, path, name, late)
+        for part, path in modules()
+        for name, late in imports(ast.parse(path.read_text(encoding="utf-8")))
+    ]
 
 
 def test_imports_never_go_up() -> None:

@@ -231,8 +231,9 @@ def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert down.startswith("down: 256 tokens")
 
 
-@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-@pytest.mark.parametrize("observer", ["memoryless_minmax", "memoryless_mse"])
+@pytest.mark.parametrize(
+    ("bad", "observer"), [(torch.inf, "memoryless_minmax"), (torch.nan, "memoryless_mse")]
+)
 @pytest.mark.parametrize(
     "changes",
     [

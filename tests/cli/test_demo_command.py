@@ -6,7 +6,7 @@ import pytest
 
 from tests.command import vexport
 from vexport.scenario import read_scenario
-from vexport.scenario.shipped import PACKAGE, demo_files, scenarios
+from vexport.scenario.shipped import PACKAGE, demo_files
 
 SOURCE = PACKAGE.parent / "scenarios"
 
@@ -55,15 +55,3 @@ def test_what_exists_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     assert vexport("demo", tmp_path / "other").code == 2
     assert vexport("demo", tmp_path / "other", "--overwrite").code == 0
     assert (tmp_path / "other" / "demo-nvfp4.yaml").read_bytes() == (SOURCE / "demo-nvfp4.yaml").read_bytes()
-
-
-def test_a_checkout_has_the_demo_once() -> None:
-    assert scenarios() == SOURCE
-    assert not (PACKAGE / "scenarios").exists()
-
-
-def test_help_begins_with_it() -> None:
-    examples = [
-        line.strip() for line in vexport("--help").stdout.splitlines() if line.startswith("    vexport ")
-    ]
-    assert examples[0] == "vexport demo"

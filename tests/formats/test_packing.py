@@ -122,8 +122,9 @@ def test_a_scale_that_its_dtype_stores_as_zero_makes_the_codes_of_zero() -> None
     assert set(raw(stored["weight_packed"])) == {128}
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("BF16", float("nan")), ("F16", float("inf")), ("F32", -float("inf"))]
+)
 @pytest.mark.parametrize("name", ["FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4A16", "W4A16_ASYM", "MXFP4A16"])
 def test_a_weight_that_is_not_finite_is_named(name: str, dtype: str, value: float) -> None:
     weight = heavy_tailed(64, 256, dtype)

@@ -150,7 +150,7 @@ def test_groups_of_other_columns_have_other_importance(period: int) -> None:
     assert_least_error(groups, INT4, norm=2.0, importance=importance)
 
 
-@pytest.mark.parametrize("scale", [2.0**-110, 1e-30, 1e-10, 1e10, 1e36])
+@pytest.mark.parametrize("scale", [2.0**-110, 1e-10, 1e36])
 @pytest.mark.parametrize("form", [INT4, INT4_ASYMMETRIC, INT8, E4M3])
 def test_the_unit_of_the_weight_changes_nothing(form: Format, scale: float) -> None:
     weight = heavy_tailed(6, 128, torch.float32) * scale
@@ -201,11 +201,10 @@ def test_another_dtype_is_searched_in_float32() -> None:
     assert torch.equal(found.step, other.step)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "unit"), zip(DTYPES, (1.0, 1e-3, 2.0**-12), strict=True))
 @pytest.mark.parametrize(
     ("largest", "smallest", "norm"), [(1.0, 0.81, 2.4), (1.8, 0.8, 2.4), (1.0, 0.05, 3.0)]
 )
-@pytest.mark.parametrize("unit", [1.0, 1e-3, 2.0**-12])
 def test_the_nvfp4_error_is_the_least_of_all_candidates(
     dtype: torch.dtype, largest: float, smallest: float, norm: float, unit: float
 ) -> None:

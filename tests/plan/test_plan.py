@@ -207,8 +207,10 @@ def test_a_wrapper_with_an_unknown_language_model_says_what_it_assumes(tmp_path:
     assert any(group.name.endswith("qkv_proj") and len(group.members) == 3 for group in plan.groups)
 
 
-@pytest.mark.parametrize("scheme", ["NVFP4A16", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "MXFP4A16", "W8A8"])
-@pytest.mark.parametrize("family", ["llama", "deepseek-v3", "granite-moe"])
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [("llama", "W8A8"), ("llama", "MXFP4A16"), ("deepseek-v3", "FP8_BLOCK"), ("granite-moe", "NVFP4A16")],
+)
 def test_the_predicted_size_is_the_written_one(family: str, scheme: str, tmp_path: Path) -> None:
     model = save_family(family, tmp_path / "model")
     plan = plan_of(model, ("Linear", scheme))
