@@ -25,6 +25,7 @@ from vexport.evaluation.statistics import (
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.evaluation.verdict import decide
 
+pytestmark = pytest.mark.slow
 SUBJECTS, DOCUMENTS = 12, 30
 
 
@@ -38,7 +39,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_a_group_is_one_task_clustered_by_subject(runs: Path) -> None:
     verdict = decide(runs / "baseline", runs / "worse", margin=0.02, alpha=0.05)
     (task,) = verdict.tasks
@@ -127,7 +127,6 @@ def draw(rng: np.random.Generator, sizes: Sequence[int], loss: float, spread: fl
     )
 
 
-@pytest.mark.slow
 def test_clustered_bounds_err_as_promised_where_plain_ones_do_not() -> None:
     """2000 draws of 40 subjects: 5 % + 3 standard errors (1.5 points) at most; the plain one far more."""
     rng = np.random.default_rng(1)

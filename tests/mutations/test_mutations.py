@@ -15,7 +15,7 @@ from tests.mutations.table import mutations
 from vexport.checks import check_checkpoint
 
 # Of the records those that are looked at each time; the others take minutes.
-ONE_IN = 12
+ONE_IN = 30
 
 
 @pytest.fixture(scope="module")
