@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -29,7 +30,6 @@ MODELS: Mapping[str, type[BaseModel]] = {
 PROSE = {
     page: re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE) for page, text in PAGES.items()
 }
-# What stands between single backticks.
 INLINE = {
     page: [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)] for page, text in PROSE.items()
 }
@@ -56,8 +56,8 @@ def test_commands_and_options_are_those_there_are(page: str) -> None:
     for code in INLINE[page]:
         words = code.split()
         if re.match(r"vexport [a-z]", code):
-            known_here = OPTIONS[words[1]] | OF_OTHERS
-            assert {word.partition("=")[0] for word in words if word.startswith("-")} <= known_here, code
+            given = {word.partition("=")[0] for word in words if word.startswith("-")}
+            assert given <= OPTIONS[words[1]] | OF_OTHERS, code
         elif code.startswith("--"):
             assert words[0].partition("=")[0] in known, code
 
@@ -80,8 +80,7 @@ def test_files_and_links_lead_somewhere(path: Path) -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that GitHub gives the headings of a page."""
-    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    headings = re.findall(r"(?m)^#+ (.+)$", text)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -90,14 +89,13 @@ def test_every_scheme_is_in_the_table_and_those_named_for_a_gpu_run_there() -> N
     rows = {row["scheme"]: (row["loads from SM"], row["in full from SM"]) for row in catalog.schemes()}
     assert {name: tuple(spans) for name, *spans in cells} == rows
     supports = {scheme.name: scheme.format.gpu_support(scheme.args) for scheme in all_schemes()}
-    for page in ("README", "schemes"):
-        gpus = re.findall(r"^\| \w+ \(SM ([\d, ]+)\) \| (.+?) \| (.+?) \|", PAGES[page], flags=re.MULTILINE)
-        assert len(gpus) == 4
-        for capabilities, *named in gpus:
-            lowest, highest = (pick(map(int, capabilities.split(", "))) for pick in (min, max))
-            for name in re.findall(r"`(\w+)`", " ".join(named)):
-                assert (supports[name].full_from or lowest + 1) <= lowest
-                assert not supports[name].refuses(highest)
+    gpus = re.findall(r"^\| \w+ \(SM ([\d, ]+)\) \| (.+?) \| (.+?) \|", PAGES["README"], flags=re.MULTILINE)
+    assert len(gpus) == 4
+    for capabilities, *named in gpus:
+        lowest, highest = (pick(map(int, capabilities.split(", "))) for pick in (min, max))
+        for name in re.findall(r"`(\w+)`", " ".join(named)):
+            assert (supports[name].full_from or lowest + 1) <= lowest
+            assert not supports[name].refuses(highest)
 
 
 def test_scenarios_pages_observers_and_keys_with_their_defaults_are_those_there_are() -> None:
@@ -125,6 +123,7 @@ def defaults(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
         yield prefix + name, kind or f"`{text}`"
 
 
+@pytest.mark.slow
 def test_the_python_shown_imports_what_there_is_and_that_of_observers_runs(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,10 +135,8 @@ def test_the_python_shown_imports_what_there_is_and_that_of_observers_runs(
                 module = import_module(node.module or "")
                 assert all(hasattr(module, alias.name) for alias in node.names)
     monkeypatch.chdir(tmp_path)
-    for number, block in enumerate(blocks("observers", "python")):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        monkeypatch.chdir(folder)
-        (folder / "MODEL").symlink_to(llama)
-        write_calibration(folder / "TEXT.jsonl")
+    (tmp_path / "MODEL").symlink_to(llama)
+    write_calibration(tmp_path / "TEXT.jsonl")
+    for block in blocks("observers", "python"):
+        shutil.rmtree("OUT", ignore_errors=True)
         exec(block.replace('data="TEXT"', 'data="TEXT.jsonl"'), {"__name__": "example"})

