@@ -7,7 +7,7 @@ transform/smoothquant/base.py of llm-compressor 0.14.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import JsonValue, ValidationError
@@ -31,25 +31,14 @@ GATHERER = "IMatrixGatherer"
 # Stages and groups of modifiers are called like `quant_stage`, `DEFAULT_stage`, `quant_modifiers`.
 _CLASS = re.compile(r"[A-Z][A-Za-z0-9]+")
 _OF_BOTH = (
-    "config_groups",
-    "targets",
-    "ignore",
-    "scheme",
-    "kv_cache_scheme",
-    "weight_observer",
-    "input_observer",
-    "output_observer",
-    "observer",
+    *("config_groups", "targets", "ignore", "scheme", "kv_cache_scheme"),
+    *("weight_observer", "input_observer", "output_observer", "observer"),
 )
 # What changes how llm-compressor works, and not what comes of it.
-_WITHOUT_EFFECT: tuple[str, ...] = (
-    "block_size",
-    "sequential_update",
-    "sequential_targets",
-    "offload_hessians",
-    "index",
+_WITHOUT_EFFECT = (
+    *("block_size", "sequential_update", "sequential_targets", "offload_hessians", "index"),
+    *("start", "end", "group", "bypass_divisibility_checks"),
 )
-_WITHOUT_EFFECT += ("start", "end", "group", "bypass_divisibility_checks")
 _OF_GPTQ = ("dampening_frac", "actorder")
 # llm-compressor's default and ours (vexport.rounding.settings; a test holds them equal).
 GPTQ_DAMPING = 0.01
@@ -71,13 +60,24 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Modifier:
+    """A modifier of a recipe, and the problems that were found in it."""
+
     name: str
     keys: Keys
     where: str
+    problems: list[InputError] = field(default_factory=list)
 
-    def problem(self, key: str, got: str, need: str, fix: str = "remove it") -> InputError:
-        """An error at one of its keys."""
-        return InputError(f"{self.where}.{key}", got=got, need=need, fix=fix)
+    def refuse(self, key: str, got: str, need: str, fix: str = "remove it") -> None:
+        """Keep an error at one of its keys."""
+        self.problems.append(InputError(f"{self.where}.{key}", got=got, need=need, fix=fix))
+
+    @property
+    def observers(self) -> Mapping[str, JsonValue]:
+        """The observer of weights and that of inputs, however they are written."""
+        both = self.keys.get("observer")
+        named = both if isinstance(both, dict) else {"weights": both}
+        inputs = self.keys.get("input_observer") or named.get("input") or named.get("input_activations")
+        return {"weights": self.keys.get("weight_observer") or named.get("weights"), "input": inputs}
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -89,24 +89,22 @@ def read_recipe(path: Path) -> Recipe:
         need = f"a recipe of llm-compressor in YAML with {' or '.join(MODIFIERS)}"
         fix = "write it as YAML; llm-compressor saves recipe.yaml with each checkpoint"
         raise InputError(str(path), got="no modifier", need=need, fix=fix)
-    problems = [problem for modifier in modifiers for problem in _unknown(modifier)]
-    smoothings = [_smoothing(modifier, problems) for modifier in every if modifier.name == SMOOTHING]
-    followed = [modifier for modifier in modifiers if modifier.name in MODIFIERS] or modifiers
-    ignored = [_strings(modifier, "ignore", problems) for modifier in followed]
-    if any(set(names) != set(ignored[0]) for names in ignored):
-        first = followed[1]
-        need = "the same in every modifier, as the first rule that matches decides"
-        problems.append(first.problem("ignore", "another list than the first modifier's", need, "join them"))
-    rules: list[Rule] = [
-        IgnoredLayers(match=pattern, scheme="keep") for pattern in ignored[0] if not problems
-    ]
     for modifier in modifiers:
-        rules += _rules(modifier, problems)
-    caches = {cache for modifier in modifiers if (cache := _kv_cache(modifier, problems)) is not None}
-    if problems:  # each target of a group has those of its arguments
-        raise InputErrors(list({str(problem): problem for problem in problems}.values()))
+        _refuse_unknown(modifier)
+    smoothings = [_smoothing(modifier) for modifier in every if modifier.name == SMOOTHING]
+    followed = [modifier for modifier in modifiers if modifier.name in MODIFIERS] or modifiers
+    ignored = [_strings(modifier, "ignore") for modifier in followed]
+    if any(set(names) != set(ignored[0]) for names in ignored):
+        need = "the same in every modifier, as the first rule that matches decides"
+        followed[1].refuse("ignore", "another list than the first modifier's", need, "join them")
+    rules = [rule for modifier in modifiers for rule in _rules(modifier)]
+    caches = {cache for modifier in modifiers if (cache := _kv_cache(modifier)) is not None}
+    # Each target of a group has the problems of its arguments: each is told once.
+    problems = {str(problem): problem for modifier in every for problem in modifier.problems}
+    if problems:
+        raise InputErrors(list(problems.values()))
     return Recipe(
-        rules=tuple(rules),
+        rules=(*(IgnoredLayers(match=pattern, scheme=KEEP) for pattern in ignored[0]), *rules),
         kv_cache=next(iter(caches), None),
         smoothing=next(iter(smoothings), None),
         notes=tuple(note for modifier in every for note in _notes(modifier)),
@@ -130,66 +128,56 @@ def _modifiers(content: object, where: str) -> Iterator[_Modifier]:
             yield from _modifiers(value, inside)
 
 
-def _smoothing(modifier: _Modifier, problems: list[InputError]) -> float:
+def _smoothing(modifier: _Modifier) -> float:
     """Its strength; which layers are smoothed against which others is found here, not named."""
     known = (STRENGTH, *_PLACES, *_WITHOUT_EFFECT)
     for key, value in modifier.keys.items():
         if key not in known and value is not None:
-            problems.append(modifier.problem(key, "a key of SmoothQuant's own", f"{STRENGTH} alone"))
+            modifier.refuse(key, "a key of SmoothQuant's own", f"{STRENGTH} alone")
     strength = modifier.keys.get(STRENGTH, SMOOTHING_STRENGTH)
     if isinstance(strength, int | float) and not isinstance(strength, bool) and 0 <= strength <= 1:
         return float(strength)
-    problems.append(modifier.problem(STRENGTH, repr(strength), "a number from 0 to 1", "correct it"))
+    modifier.refuse(STRENGTH, repr(strength), "a number from 0 to 1", "correct it")
     return 0.0
 
 
-def _unknown(modifier: _Modifier) -> Iterator[InputError]:
-    """The modifier, or its keys, that vexport has nothing for."""
+def _refuse_unknown(modifier: _Modifier) -> None:
+    """Refuse the modifier, or its keys, that vexport has nothing for."""
     if modifier.name not in MODIFIERS:
         need = " or ".join(MODIFIERS)
         fix = "remove it, or use llm-compressor for it and `vexport check` its checkpoint"
-        yield InputError(modifier.where, got="a modifier that vexport does not have", need=need, fix=fix)
+        got = "a modifier that vexport does not have"
+        modifier.problems.append(InputError(modifier.where, got=got, need=need, fix=fix))
         return
     known = (*_OF_BOTH, *_WITHOUT_EFFECT, *(_OF_GPTQ if modifier.name == GPTQ else ()))
     for key in modifier.keys:
         if key not in known:
             fix = f"remove it{nearest(key, known)}"
-            yield modifier.problem(key, "a key that vexport does not know", "one of a modifier's keys", fix)
+            modifier.refuse(key, "a key that vexport does not know", "one of a modifier's keys", fix)
     order = modifier.keys.get("actorder")
     if order not in _STATIC_ORDERS:
         need = "static or none: vLLM refuses groups in another order"
-        yield modifier.problem("actorder", repr(order), need, "write static")
+        modifier.refuse("actorder", repr(order), need, "write static")
 
 
-def _observers(modifier: _Modifier) -> Mapping[str, JsonValue]:
-    """The observer of weights and that of inputs, however they are written."""
-    both = modifier.keys.get("observer")
-    named = both if isinstance(both, dict) else {"weights": both}
-    return {
-        "weights": modifier.keys.get("weight_observer") or named.get("weights"),
-        "input": modifier.keys.get("input_observer") or named.get("input") or named.get("input_activations"),
-    }
-
-
-def _rules(modifier: _Modifier, problems: list[InputError]) -> list[Rule]:
+def _rules(modifier: _Modifier) -> list[Rule]:
     """The rules of a modifier: names first, then patterns, then classes, as compressed-tensors matches."""
     rules: list[Rule] = []
-    for where, targets, scheme in _groups(modifier, problems):
+    rounding = "gptq" if modifier.name == GPTQ else "nearest"
+    common = {"rounding": rounding, "observer": modifier.observers["weights"]}
+    for where, targets, scheme in _groups(modifier):
         for target in sorted(targets, key=_breadth):
             if _breadth(target) == 2 and target != "Linear":
-                got, need = f"the class {target}", "Linear, the name of a layer, or re:..."
-                problems.append(modifier.problem(where, got, need, "name the layers"))
+                need = "Linear, the name of a layer, or re:..."
+                modifier.refuse(where, f"the class {target}", need, "name the layers")
                 continue
-            keys = {"match": target, **_common(modifier), **scheme}
             try:
-                rules.append(_rule(keys, _observers(modifier)["input"]))
+                rules.append(_rule({"match": target, **common, **scheme}, modifier.observers["input"]))
             except ValidationError as error:
-                problems += [
-                    _of_pydantic(
-                        modifier, _place(modifier, where, problem["loc"]), problem["msg"], problem["input"]
-                    )
-                    for problem in error.errors()
-                ]
+                for problem in error.errors():
+                    value, need = problem["input"], problem["msg"].removeprefix("Value error, ")
+                    got = "arguments that are not written" if isinstance(value, dict) else repr(value)
+                    modifier.refuse(_place(modifier, where, problem["loc"]), got, need, "correct the value")
     return sorted(rules, key=lambda rule: _breadth(rule.match))
 
 
@@ -212,23 +200,10 @@ def _place(modifier: _Modifier, where: str, loc: tuple[int | str, ...]) -> str:
     return named if named in modifier.keys else where
 
 
-def _of_pydantic(modifier: _Modifier, where: str, message: str, value: object) -> InputError:
-    got = "arguments that are not written" if isinstance(value, dict) else repr(value)
-    return modifier.problem(where, got, message.removeprefix("Value error, "), "correct the value")
-
-
-def _common(modifier: _Modifier) -> dict[str, JsonValue]:
-    observer = _observers(modifier)["weights"]
-    rounding = "gptq" if modifier.name == GPTQ else "nearest"
-    return {"rounding": rounding, "observer": observer}
-
-
-def _groups(
-    modifier: _Modifier, problems: list[InputError]
-) -> Iterator[tuple[str, list[str], dict[str, JsonValue]]]:
+def _groups(modifier: _Modifier) -> Iterator[tuple[str, list[str], dict[str, JsonValue]]]:
     """(key, targets, keys of a rule) of the scheme or of each config group."""
     groups, scheme = modifier.keys.get("config_groups"), modifier.keys.get("scheme")
-    targets = _strings(modifier, "targets", problems) or ["Linear"]
+    targets = _strings(modifier, "targets") or ["Linear"]
     if isinstance(groups, dict):
         for name, group in groups.items():
             where = f"config_groups.{name}"
@@ -237,30 +212,23 @@ def _groups(
             elif not isinstance(group, dict) or group.get("weights") is None:
                 got = "no weights" if isinstance(group, dict) else repr(group)
                 need = "the arguments of weights, or the name of a preset with the list of its targets"
-                problems.append(modifier.problem(where, got, need, "correct the group"))
+                modifier.refuse(where, got, need, "correct the group")
             elif group.get("output_activations") is not None:
                 need = "none: vLLM quantizes no outputs"
-                problems.append(modifier.problem(f"{where}.output_activations", "quantized outputs", need))
+                modifier.refuse(f"{where}.output_activations", "quantized outputs", need)
             else:
-                yield _config_group(where, group, targets)
+                listed = group.get("targets")
+                names = [str(target) for target in listed] if isinstance(listed, list) else targets
+                inputs = _inputs(group.get("input_activations"))
+                yield where, names, {"weights": group["weights"], "input_activations": inputs}
     elif isinstance(scheme, dict):
-        for name, own in scheme.items():
-            listed = own if isinstance(own, list) else [own]
+        for name, own_targets in scheme.items():
+            listed = own_targets if isinstance(own_targets, list) else [own_targets]
             yield f"scheme.{name}", [str(target) for target in listed], {"scheme": _scheme(name)}
     elif isinstance(scheme, str):
         yield "scheme", targets, {"scheme": _scheme(scheme)}
     elif modifier.name in MODIFIERS and "kv_cache_scheme" not in modifier.keys:
-        problems.append(modifier.problem("scheme", "none", "a scheme or config_groups", "add one"))
-
-
-def _config_group(where: str, group: Keys, targets: list[str]) -> tuple[str, list[str], dict[str, JsonValue]]:
-    """A config group's targets and arguments; without group-wise order, which is GPTQ's own."""
-    listed = group.get("targets")
-    keys: dict[str, JsonValue] = {
-        "weights": group.get("weights"),
-        "input_activations": _inputs(group.get("input_activations")),
-    }
-    return where, [str(target) for target in listed] if isinstance(listed, list) else targets, keys
+        modifier.refuse("scheme", "none", "a scheme or config_groups", "add one")
 
 
 def _inputs(raw: JsonValue) -> JsonValue:
@@ -271,7 +239,7 @@ def _inputs(raw: JsonValue) -> JsonValue:
 
 
 def _scheme(name: str) -> str:
-    return "keep" if name.upper() == "UNQUANTIZED" else name
+    return KEEP if name.upper() == "UNQUANTIZED" else name
 
 
 def _breadth(target: str) -> int:
@@ -281,33 +249,33 @@ def _breadth(target: str) -> int:
     return 2 if target[:1].isupper() else 0
 
 
-def _strings(modifier: _Modifier, key: str, problems: list[InputError]) -> list[str]:
+def _strings(modifier: _Modifier, key: str) -> list[str]:
     """A key's list of strings, or its one string."""
     value = modifier.keys.get(key)
     listed = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(listed, Sequence) or not all(isinstance(item, str) for item in listed):
-        problems.append(modifier.problem(key, repr(value), "a list of names", "correct the value"))
+        modifier.refuse(key, repr(value), "a list of names", "correct the value")
         return []
     return [str(item) for item in listed]
 
 
-def _kv_cache(modifier: _Modifier, problems: list[InputError]) -> KvCache | None:
-    """Return how keys and values are stored."""
+def _kv_cache(modifier: _Modifier) -> KvCache | None:
+    """The way keys and values are stored."""
     raw = modifier.keys.get("kv_cache_scheme")
     if raw is None:
         return None
     args = parse_args(raw)
     if isinstance(args, str):
-        problems.append(modifier.problem("kv_cache_scheme", args, "quantization arguments", "correct them"))
+        modifier.refuse("kv_cache_scheme", args, "quantization arguments", "correct them")
         return None
     if args.observer not in _CACHE_OBSERVERS or args.observer_kwargs:
         need = "static_minmax, the range over all samples, which is all that vexport does for keys and values"
-        problems.append(modifier.problem("kv_cache_scheme.observer", repr(args.observer), need))
+        modifier.refuse("kv_cache_scheme.observer", repr(args.observer), need)
     kinds: dict[str, KvCache] = {"tensor": "fp8", "attn_head": "fp8_per_head"}
     is_fp8 = args.is_float and args.num_bits == 8 and args.symmetric and not args.dynamic
     if not is_fp8 or args.strategy not in kinds:
         need = "static symmetric floats of 8 bits, strategy tensor or attn_head, as vLLM takes them"
-        problems.append(modifier.problem("kv_cache_scheme", "another scheme", need, "correct it"))
+        modifier.refuse("kv_cache_scheme", "another scheme", need, "correct it")
         return None
     return kinds[args.strategy]
 
