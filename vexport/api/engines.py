@@ -66,7 +66,7 @@ def load(
     """
     engine_settings = engine or Engine()
     if dry:
-        (found,) = dry_load_checkpoints(
+        (dry_report,) = dry_load_checkpoints(
             (str(checkpoint),),
             (engine_settings.vllm_python,),
             tp=tuple(tp),
@@ -76,7 +76,7 @@ def load(
             timeout=engine_settings.serve.timeout,
             on_progress=on_progress,
         )
-        return found
+        return dry_report
     if sm is not None or gpu or tuple(tp) != (1,):
         raise ValueError("load: got tp, sm or gpu without dry, need dry=True, or the size in engine.serve")
     options = engine_settings.options(on_progress)

@@ -22,8 +22,8 @@ def default_map(group: click.Group) -> dict[str, dict[str, object]]:
     if not table:
         return {}
     context = click.Context(group)
-    found = ((name, group.get_command(context, name)) for name in group.list_commands(context))
-    options = {name: _options(command) for name, command in found if command}
+    commands = ((name, group.get_command(context, name)) for name in group.list_commands(context))
+    options = {name: _options(command) for name, command in commands if command}
     shared = {key: value for key, value in table.items() if not isinstance(value, dict)}
     for name in table.keys() - shared.keys() - options.keys():
         fix = f"name a command{nearest(name, [*options])}"
@@ -40,7 +40,7 @@ def default_map(group: click.Group) -> dict[str, dict[str, object]]:
 def _values(
     where: str, name: str, shared: Mapping[str, object], own: object, options: Mapping[str, click.Option]
 ) -> Iterator[tuple[str, object]]:
-    """What a command's options are by default, those of its own table last."""
+    """The defaults of a command's options, those of its own table last."""
     table = own if isinstance(own, dict) else {}
     for key in table:
         if key not in options:
@@ -89,7 +89,7 @@ def _unknown(where: str, key: str, known: list[str]) -> InputError:
 
 
 def _value(option: click.Option, value: object) -> object:
-    """As a command line has it: text, which click converts, of several values a list of it."""
+    """The value as a command line has it: text, which click converts, of several values a list of it."""
     if isinstance(value, bool):
         return value
     parts = [str(part) for part in (value if isinstance(value, list) else [value])]

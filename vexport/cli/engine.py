@@ -116,7 +116,7 @@ def _json_or_text(text: str) -> "JsonValue":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplanationOptions:
-    """Whether the cause of a loss is looked for after the verdict, and how long."""
+    """The search for the cause of a loss after the verdict, and its time."""
 
     attribution: bool | None
     attribution_seconds: int

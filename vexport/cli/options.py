@@ -32,7 +32,7 @@ ANSWER_FILE = "answer_file"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """In which form the answer is given, and whether progress is shown."""
+    """The form of the answer; `quiet` shows no progress."""
 
     format_: str
     quiet: bool
@@ -113,7 +113,7 @@ def capabilities(text: str) -> tuple[int, ...]:
     """Compute capabilities separated by commas, each once: `80,90`, `9.0` or `sm90`. A type for click."""
     from vexport.formats.gpus import GENERATIONS, parse_capability
 
-    found = []
+    listed = []
     for part in (part.strip() for part in text.split(",")):
         number = parse_capability(part)
         if number is None:
@@ -121,8 +121,8 @@ def capabilities(text: str) -> tuple[int, ...]:
             raise click.BadParameter(
                 f"{part!r} is not a known compute capability; write 90 or 9.0. Known: {known}."
             )
-        found.append(number)
-    return tuple(dict.fromkeys(found))
+        listed.append(number)
+    return tuple(dict.fromkeys(listed))
 
 
 def gpus(text: str) -> tuple["Card", ...]:
@@ -199,7 +199,7 @@ trust_option = click.option(
 
 
 def tp_option(function: Function) -> Function:
-    """On how many GPUs it is served."""
+    """Add --tp, the tensor parallel sizes."""
     return click.option(
         "--tp",
         type=numbers,
@@ -220,7 +220,7 @@ def device_options(function: Function) -> Function:
 
 
 def gpu_option(function: Function) -> Function:
-    """On which GPUs it is to fit."""
+    """Add --gpu, the GPUs whose memory is compared."""
     return click.option(
         "--gpu",
         "cards",

@@ -67,7 +67,7 @@ scheme_option = stacked(
 
 
 def given_options(*names: str) -> list[str]:
-    """Those parameters of the running command that stand on its command line, as options: `--seq-len`."""
+    """The options on the command line of the running command among these parameters: `--seq-len`."""
     parameters = click.get_current_context().command.params
     return [each.opts[0] for each in parameters if each.name in names and given(each.name)]
 

@@ -97,15 +97,15 @@ def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
     from vexport.run.directory import read_report
 
     outcomes = [(folder, attempt(partial(read_report, folder), str(folder))) for folder in run_dirs]
-    problems = [found for _, found in outcomes if isinstance(found, VexportError)]
-    reports = [(folder, found) for folder, found in outcomes if not isinstance(found, VexportError)]
-    reports.sort(key=lambda one: one[1].created)
+    problems = [outcome for _, outcome in outcomes if isinstance(outcome, VexportError)]
+    reports = [(folder, report) for folder, report in outcomes if not isinstance(report, VexportError)]
+    reports.sort(key=lambda pair: pair[1].created)
     if len(reports) == 1:
         (folder, only), file = reports[0], answer_file(click.get_current_context())
         page = file.parent if file else Path()
         print_text(render(only, answer.format_, folder=folder, page=page))
     elif reports:
-        rows = marked([compared_run(found, str(folder)) for folder, found in reports])
+        rows = marked([compared_run(report, str(folder)) for folder, report in reports])
         print_text(render_comparison(rows, answer.format_))
     raise_problems(problems)
     _, newest = reports[-1]

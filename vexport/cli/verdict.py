@@ -20,7 +20,7 @@ class VerdictOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftOptions:
-    """Beyond which drift of the log-probabilities a verdict warns."""
+    """The drift of the log-probabilities beyond which a verdict warns."""
 
     kl_limit: float | None
     nll_limit: float | None

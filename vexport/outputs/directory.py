@@ -150,15 +150,15 @@ def _locked(work: Path, path: Path) -> Iterator[TextIO]:
 
 def _require_ours(work: Path, path: Path) -> None:
     """InputError where a working folder has links, or what vexport does not leave there."""
-    made = [entry for part in (NEW, ASIDE) for entry in (work / part).rglob("*")]
+    entries = [entry for part in (NEW, ASIDE) for entry in (work / part).rglob("*")]
     known = [work / name for name in (RECORD, NEW, OLD, ASIDE)]
-    for entry in (work, *(work.iterdir() if work.is_dir() else ()), *made):
+    for entry in (work, *(work.iterdir() if work.is_dir() else ()), *entries):
         if entry.is_symlink() or entry.lstat().st_uid != os.geteuid() or not work.is_dir():
             raise _foreign(entry, path)
         if entry.parent == work and entry not in known:
             raise _foreign(entry, path)
     if not (work / RECORD).exists() or not (work / RECORD).stat().st_size:
-        for entry in (*made, *(work / OLD).glob("*")):
+        for entry in (*entries, *(work / OLD).glob("*")):
             raise _foreign(entry, path)  # we begin with the record
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What else a plan depends on: tensor parallel sizes to serve, what becomes of unsupported shapes, the
+    """Settings of a plan besides its rules: tensor parallel sizes, what becomes of unsupported shapes, the
     KV cache, whether there is calibration text and how much inputs are smoothed by it (None: as the schemes
     need). With `smaller_groups` layers take the largest group size that fits before any is refused or kept.
     `origin` is what the advice of refusals names: options or keys of a scenario.

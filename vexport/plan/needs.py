@@ -43,7 +43,7 @@ def calibration_need(plan: Plan) -> CalibrationNeed | None:
 
 
 def _ranges_need(plan: Plan) -> CalibrationNeed | None:
-    """What needs statistics of all samples: static scales of inputs, keys or values, weights searched by
+    """The need for statistics of all samples: static scales of inputs, keys or values, weights searched by
     importance and rounded to nearest.
     """
     static = [f"scheme {name}" for name in plan.schemes if get_scheme(name).args.calibrated]

@@ -1,4 +1,4 @@
-"""Whether inputs are smoothed before they are rounded, and those of which layers."""
+"""The strength with which inputs are smoothed before they are rounded, and the layers that have it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +21,7 @@ def smoothing_strength(groups: Sequence[FusionGroup], asked: float | None, *, ha
 
 
 def smoothed_groups(groups: Sequence[FusionGroup]) -> tuple[FusionGroup, ...]:
-    """Those whose inputs lose much, or all where none does: weights have their part of it too."""
+    """The groups whose inputs lose much, or all where none does: weights have their part of it too."""
     return tuple(filter(_gains, groups)) or tuple(groups)
 
 

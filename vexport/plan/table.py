@@ -54,7 +54,7 @@ def scheme_table(
         parameters=plan.parameters,
         source_bytes=plan.source_bytes,
         layers=sum(kind.number * len(kind.group.members) for kind in kinds),
-        schemes=tuple(one for name in schemes for one in _with_fitting(outlook(name), outlook)),
+        schemes=tuple(each for name in schemes for each in _with_fitting(outlook(name), outlook)),
     )
 
 

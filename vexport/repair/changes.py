@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightChange:
-    """How far a layer's weight moved, dequantized by compressed-tensors before and after.
+    """The distance that a layer's weight moved, dequantized by compressed-tensors before and after.
 
     `relative` is |after - before| / |before| in Frobenius norms, `snr_db` the same as signal-to-noise; None
     where the layer could not be dequantized before. `source_snr_db` are the weight's signal-to-noise
@@ -42,7 +42,7 @@ class Repair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairReport:
-    """What was repaired of a checkpoint, and what keeps it from being sound.
+    """The repairs of a checkpoint, and the findings that keep it from being sound.
 
     `ok` means that `out` was written and that `vexport check` finds no error in it; else `refusals` say what
     cannot be repaired, and nothing was written. `warnings` remain in what was written.

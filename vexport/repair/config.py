@@ -120,19 +120,19 @@ def _without_quantized(view: CheckpointView) -> tuple[str, ...]:
 def _targets(view: CheckpointView, group: ConfigGroup) -> tuple[str, ...]:
     """The targets of a group with the layers that it fits and that vLLM gives to none or to another."""
     alone, architecture = len(view.config_groups) == 1, view.architecture
-    own = [fused for fused in view.fused_linears if _belongs(view, fused, group)]
-    lost = [fused for fused in own if _is_lost(view, fused)]
+    fitting = [fused for fused in view.fused_linears if _belongs(view, fused, group)]
+    lost = [fused for fused in fitting if _is_lost(view, fused)]
     if not lost:
         return group.targets
     if alone and not all(is_head(fused.name) for fused in lost):
-        return tuple(targets_of(_groups(own), architecture, (), alone=True))
-    names = {fused.name for fused in own}
+        return tuple(targets_of(_groups(fitting), architecture, (), alone=True))
+    names = {fused.name for fused in fitting}
     others = [fused for fused in view.fused_linears if fused.is_quantized and fused.name not in names]
     return (*group.targets, *targets_of(_groups(lost), architecture, _groups(others), alone=False))
 
 
 def _belongs(view: CheckpointView, fused: FusedLinear, group: ConfigGroup) -> bool:
-    """Whether all members are stored as this group says, and as no group before it says."""
+    """Return whether all members are stored as this group says, and as no group before it says."""
     members = fused.members.values()
     owners = (each for each in view.config_groups if all(fits(each, parameters) for parameters in members))
     owner = next(owners, None)

@@ -159,7 +159,7 @@ def _is_better(
     again: Callable[[], Mapping[str, torch.Tensor]],
     rescale: Callable[[], Mapping[str, torch.Tensor]],
 ) -> bool:
-    """Whether quantizing again is nearer to the source than rescaling."""
+    """Return whether quantizing again is nearer to the source than rescaling."""
     exact = source.weight(layer.name) if source else None
     if exact is None or layer.group is None:
         return False

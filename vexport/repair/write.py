@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 def apply(view: CheckpointView, changes: Changes) -> CheckpointView:
     """The checkpoint with the changes; the tensors of one edit are in memory at a time."""
-    made, stored = lru_cache(maxsize=1)(lambda edit: edit.make()), view.index.tensors
+    computed, stored = lru_cache(maxsize=1)(lambda edit: edit.make()), view.index.tensors
     derived = {
-        spec.name: _derived(spec, stored.get(spec.name) or stored[edit.near], partial(made, edit))
+        spec.name: _derived(spec, stored.get(spec.name) or stored[edit.near], partial(computed, edit))
         for edit in changes.edits
         for spec in edit.tensors
     }

@@ -209,7 +209,7 @@ def _word(node: yaml.Node) -> str:
 
 
 def _beginning(file: Path) -> str:
-    """Of a text; nothing of what is none."""
+    """The first bytes of a text file; empty where there is no file."""
     try:
         if not file.is_file():
             return ""

@@ -46,7 +46,7 @@ class Folded:
 
     @property
     def finding(self) -> Finding:
-        """It as one finding, whose remedy says how many it stands for."""
+        """One finding for all of the kind, whose remedy says how many it stands for."""
         notes = [f"{self.count - 1:,} more like it"] if self.count > 1 else []
         notes += [f"{plural(self.following, 'more finding')} may follow from it"] if self.follow else []
         fix = f"{self.first.fix} ({', '.join(notes)})" if notes else self.first.fix
@@ -71,7 +71,7 @@ def kinds(findings: Iterable[Finding]) -> tuple[Folded, ...]:
         texts = (finding.got, finding.expected, finding.fix)
         alike.setdefault((finding.check, finding.severity, *map(_shape, texts)), []).append(finding)
     return tuple(
-        Folded(first=same[0], places=folded_places([one.where for one in same]), count=len(same))
+        Folded(first=same[0], places=folded_places([finding.where for finding in same]), count=len(same))
         for same in alike.values()
     )
 

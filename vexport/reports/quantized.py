@@ -28,7 +28,7 @@ def quantized_answer(
 ) -> Quantized:
     """Return what `quantize` has written, in numbers."""
     members = [member for group in plan.groups for member in group.members]
-    quantized = sum(one.out_features * one.in_features for one in members)
+    quantized = sum(member.out_features * member.in_features for member in members)
     return Quantized(
         checkpoint=checkpoint,
         source=plan.source,
@@ -86,7 +86,7 @@ def _smoothed(answer: Quantized) -> str:
 
 
 def _warnings(plan: Plan, layers: int, quantized: int) -> tuple[str, ...]:
-    """That little was quantized, and why layers were kept that rules meant to quantize."""
+    """Warnings: layers kept that rules meant to quantize, with the reason, and few weights quantized."""
     unsupported: dict[str, list[Finding]] = {}
     for note in plan.notes:
         if note.check == "shape":

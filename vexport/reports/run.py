@@ -250,7 +250,7 @@ def _provenance(report: Report) -> doc.Section:
 
 
 def run_files(folder: Path, start: Path) -> Sequence[RunFile]:
-    """Those that exist, for a page in the folder `start`."""
+    """The files that exist, for a page in the folder `start`."""
     files = []
     for name, about in _FILES:
         path = folder / name

@@ -74,7 +74,7 @@ def _part(part: doc.Part) -> Iterator[RenderableType]:
 
 
 def _section(section: doc.Section) -> Iterator[RenderableType]:
-    """What has an anchor on a page is known by its content; other sections have their title."""
+    """The parts below the title; a section with an anchor on a page is known by its content and has none."""
     blocks = [block for part in section.parts for block in _part(part)]
     if blocks and section.title and not section.anchor:
         blocks[0] = Group(harmless(section.title), blocks[0])

@@ -27,9 +27,9 @@ class _OutOfTime(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explaining:
-    """Whether the cause of a loss is looked for after the verdict, and for how many seconds at most.
+    """The search for the cause of a loss after the verdict, which takes so many seconds at most.
 
-    Without `wanted` it is looked for unless the verdict is PASS.
+    Without `wanted` there is one unless the verdict is PASS.
     """
 
     wanted: bool | None = None

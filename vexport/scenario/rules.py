@@ -32,27 +32,22 @@ WITH_IMPORTANCE = ("channel", "group", "tensor_group")
 
 def known_observer(name: str) -> str:
     """The registry name that is meant, or package.module:Class as it is; ValueError lists what is known."""
-    found = observer_name(name)
+    spelled = folded(observer_name(name))
     known = (*OBSERVERS, *(each for each in _registered() if each not in OBSERVERS))
     registered = {folded(each): each for each in known}
-    if folded(found) in registered:
-        return registered[folded(found)]
+    if spelled in registered:
+        return registered[spelled]
     if not _CLASS.fullmatch(name):
         raise ValueError(f"one of {', '.join(known)}, or package.module:Class{nearest(name, known)}")
     return name
 
 
-def is_vexports(name: str) -> bool:
-    """Return whether the keywords of an observer are known without its class."""
-    return name in OBSERVERS
-
-
 def keyword_problems(key: str, name: str | None, keywords: Mapping[str, OptionValue]) -> Iterator[Problem]:
-    """Return the problems of the keywords of the observer `name`, given under `key`."""
+    """The problems of the keywords of the observer `name`, given under `key`."""
     if name is None and keywords:
         need = "the observer that they are for"
         yield (key,), dict(keywords), need, f"add {key.removesuffix('_kwargs')}"
-    if name is None or not is_vexports(name):
+    if name is None or name not in OBSERVERS:  # the class of another package knows its own
         return
     for keyword, need in option_problems(OBSERVERS[name].options, keywords):
         yield (key, keyword), keywords[keyword], need, f"correct it, or remove it: it is a keyword of {name}"

@@ -1,4 +1,4 @@
-"""How documents are asked, what two models' answers and log-probabilities tell, and the verdict."""
+"""Settings of lm-eval, the comparison of two models' answers and log-probabilities, and the verdict."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -125,7 +125,7 @@ which gets the others."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LmEvalSettings:
-    """What lm-eval's `simple_evaluate` and its vLLM model are given, under their names (0.4.13).
+    """The arguments of lm-eval's `simple_evaluate` and its vLLM model, under their names (0.4.13).
 
     `apply_chat_template` is a template's name or true for the default one; with `plain_as_is` tasks that
     score the log-likelihood of plain text get none. `fewshot_as_multiturn` counts only with a template.
@@ -165,7 +165,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompting:
-    """How the results of a verdict were asked for, as lm-eval recorded it.
+    """The prompts behind the results of a verdict, as lm-eval recorded them.
 
     `chat_template` and `system_instruction` are SHA-256, shortened to 16 digits; None where there was none.
     `num_fewshot` counts the examples of each task. `generation` has `gen_kwargs`, and of the model's

@@ -1,4 +1,4 @@
-"""Where calibration text comes from, and what it showed."""
+"""Calibration text, and the statistics of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,14 +35,14 @@ class HeadRanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyValueRanges:
-    """What an attention layer would write to the KV cache: keys after rotary embedding, and values."""
+    """Ranges of what an attention layer writes to the KV cache: keys after rotary embedding, and values."""
 
     key: HeadRanges
     value: HeadRanges
     tokens: int
 
     def __add__(self, other: "KeyValueRanges") -> "KeyValueRanges":
-        """What both would write."""
+        """The ranges of both."""
         key, value = self.key + other.key, self.value + other.value
         return KeyValueRanges(key=key, value=value, tokens=self.tokens + other.tokens)
 
@@ -89,7 +89,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertCoverage:
-    """How many calibration tokens the router of one layer sent to its experts: fewest, median and most.
+    """Calibration tokens that the router of one layer sent to each expert: fewest, median and most.
 
     `none` are the experts that it sent none: of their inputs calibration knows only what they would do
     with other experts' tokens, or nothing.

@@ -1,4 +1,4 @@
-"""What a check found, what the real engine did, and what its loaders would do on other devices."""
+"""Reports of a check, of a load in the real engine, and of a dry load for other devices."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ class Finding:
 
     @classmethod
     def of(cls, error: VexportError, *, check: str, severity: Severity) -> Self:
-        """What an error says, as a finding."""
+        """The finding that an error describes."""
         return cls(
             check=check,
             severity=severity,
@@ -41,7 +41,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotJudged:
-    """What a check did not look at, and why."""
+    """A part that a check did not judge, and the reason."""
 
     what: str
     why: str
@@ -70,7 +70,7 @@ class CheckReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What ran the model: versions, platform, kernels by layer kind, and what this platform cannot show.
+    """The engine that ran the model: versions, platform, kernels by kind of layer, limits of the platform.
 
     `compilation` is vLLM's name of the mode (NONE in eager mode); `settings` are arguments of the engine by
     name, its defaults too, in words.
@@ -92,7 +92,7 @@ class EngineInfo:
 
     @property
     def device(self) -> str:
-        """What ran the model, to be read after "on": as `device_words`."""
+        """The device in words, as `device_words`, to be read after "on"."""
         return device_words(
             self.platform, self.processor, emulated=self.emulated, compilation=self.compilation
         )
@@ -148,7 +148,7 @@ EngineMode = Literal["default", "eager"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What the real engine did with a checkpoint.
+    """The load of a checkpoint in the real engine.
 
     `tp` is the tensor parallel size, `vllm` the version where that is known, `vllm_python` the interpreter,
     empty for vexport's own; `log_tail` the end of the log of an engine that died.
@@ -173,7 +173,7 @@ CellStatus = Literal["loads", "other precision", "faulty", "refused", "not shown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixCell:
-    """What vLLM does with a checkpoint, or one kind of its layers, on `tp` devices of capability `sm`.
+    """The load of a checkpoint, or of one kind of its layers, on `tp` devices of capability `sm`.
 
     `sm` is 90 for SM 9.0. "faulty" loads, but wrongly; "other precision" loads, and multiplies in another
     precision than stored; "not shown" needs a real device. The answer rests on the cells that are `needed`.
@@ -223,7 +223,7 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRoom:
-    """What fits next to the weights on each of `tp` GPUs of a name, by sequences of `tokens`.
+    """The room next to the weights on each of `tp` GPUs of a name, in sequences of `tokens`.
 
     `kv_bytes` is what vLLM's share of the memory leaves for the KV cache, negative where the weights do not
     fit; `sequences` is how many of that length it holds at once, rounded down.
@@ -238,7 +238,7 @@ class GpuRoom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryLoadReport:
-    """What vLLM's model class and loaders do with a checkpoint's headers, for every tp and sm asked for.
+    """The load of a checkpoint's headers by vLLM's model class and loaders, for every tp and sm asked for.
 
     `cells` are the columns for the whole checkpoint, `rows` those for each kind of layer, in the same order;
     there are no rows where no cell was loaded. `memory` has one entry for each tp that was loaded, `rooms`

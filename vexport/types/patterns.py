@@ -85,7 +85,7 @@ class Patterns(tuple[str, ...]):
         return patterns
 
     def match(self, name: str) -> bool:
-        """Whether a name is one of them, or one of the patterns matches it from its start, as in vLLM.
+        """Return whether a name is listed, or one of the patterns matches it from its start, as in vLLM.
 
         What is no expression matches nothing. InputError where the expressions have taken too long for all
         names so far. Off the main thread that is only seen between two names: Python tells signals to the
@@ -121,5 +121,5 @@ def _alone(pattern: str) -> Patterns:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a name equals a pattern, or matches an `re:` pattern from its start; InputError as `match`."""
+    """Return whether a name equals a pattern, or an `re:` pattern matches it; InputError as `match`."""
     return pattern == name or (pattern.startswith(REGEX) and _alone(pattern).match(name))

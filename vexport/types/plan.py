@@ -45,7 +45,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPart:
-    """Which part of a stored tensor is a layer's weight: experts that are stored together, or (in, out).
+    """The part of a stored tensor that is a layer's weight: of experts stored together, or (in, out).
 
     A tensor of three dimensions is indexed by `expert` along its first; it is transposed where `transposed`,
     and cut to the rows `start` to `stop`.
@@ -102,7 +102,7 @@ class FusionGroup:
 
     @property
     def observers(self) -> str:
-        """What finds the ranges, with the keywords that a rule gives: `mse(norm=2.0), inputs minmax`."""
+        """The observers, with the keywords that a rule gives: `mse(norm=2.0), inputs minmax`."""
         weights = _called(self.observer, self.observer_kwargs)
         if self.input_observer is None:
             return weights
@@ -127,7 +127,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What will be done to a checkpoint, from headers, rules and architecture alone.
+    """The quantization of a checkpoint as planned from headers, rules and architecture alone.
 
     `ignore` says in vLLM's terms what stays unquantized; `notes` are warnings about what was assumed or kept.
     `attention` has the layers that get scales for the KV cache; none where `kv_cache` is None.
@@ -194,7 +194,7 @@ class SchemeTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """How a call wants layers quantized: by a scheme for all linear layers, or a recipe of llm-compressor.
+    """The options of a plan: a scheme for all linear layers, or a recipe of llm-compressor, and the rest.
 
     `observer` to `group_size` go with a scheme; layers to `ignore` are kept. `tp` are the tensor parallel
     sizes to support.

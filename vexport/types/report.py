@@ -18,7 +18,7 @@ BudgetKind = Literal["bits", "bytes", "share"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemeLoss:
-    """What one scheme costs one group while all else stays as in the source.
+    """The cost of one scheme for one group while all else stays as in the source.
 
     `num_bytes` is what the group's tensors take, `loss` the mean KL(source || quantized) in nats per token.
     """
@@ -67,7 +67,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedScheme:
-    """What `scheme: auto` chose within its budget.
+    """The schemes that `scheme: auto` chose within its budget.
 
     `loss` is the sum of the choices' losses, a prediction.
     """

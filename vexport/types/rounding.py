@@ -1,4 +1,4 @@
-"""How weights were rounded."""
+"""Records of how weights were rounded."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ ROUNDINGS = tuple(SUMMARIES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRounding:
-    """How the weights of a fusion group were rounded.
+    """The rounding of the weights of a fusion group.
 
     `fallback` says why they were rounded to nearest, although a rule asks for more. `strength` is how much
     of the refit was taken, `weighs_tokens` whether tokens counted by the gradient behind them, `damping` what
@@ -56,7 +56,7 @@ class LayerRounding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingReport:
-    """How a checkpoint's weights were rounded by calibration text.
+    """The rounding of a checkpoint's weights by calibration text.
 
     `layers` are the decoder layers in order, and last what is behind them, if any of that was rounded.
     """
@@ -75,7 +75,7 @@ class RoundingReport:
 
     @property
     def cached(self) -> Mapping[str, KeyValueRanges]:
-        """What the rounded layers would write to the KV cache, by attention module."""
+        """The ranges that the rounded layers write to the KV cache, by attention module."""
         return {name: ranges for layer in self.layers for name, ranges in layer.cached.items()}
 
     def completed(self, calibration: Calibration) -> Calibration:
