@@ -64,7 +64,7 @@ class Subject:
     text_rows: int | None
     text_tokens: int | None
 
-    def require_consistent(self, comparison: Comparison, checkpoints: Sequence[str]) -> None:
+    def require_consistent(self, comparison: Comparison) -> None:
         """UsageError where options of `eval` do not go together."""
         if bool(self.tasks) == bool(self.text):
             raise click.UsageError("Give --task NAME_OR_YAML, or --text DATA in the place of tasks.")
@@ -74,8 +74,6 @@ class Subject:
             return
         if comparison.baseline is None or comparison.accept:
             raise click.UsageError("--text needs --baseline SOURCE alone: both models read it.")
-        if any(name.startswith(("http://", "https://")) for name in (comparison.baseline, *checkpoints)):
-            raise click.UsageError("--text needs checkpoints that are served here.")
 
 
 def _tasks(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
@@ -221,7 +219,7 @@ def evaluate(
     prompts.require_consistent()
     comparison = comparison.with_accepted()
     comparison.require_consistent(drift)
-    subject.require_consistent(comparison, checkpoints)
+    subject.require_consistent(comparison)
     serve = session.serve(tp)
     require_engine((interpreter.vllm_python,))
     from vexport.run.evaluating import EvalJob, evaluate_checkpoints, explained

@@ -32,6 +32,8 @@ TEXTS = (
 _MOST_UNKNOWN = 0.2
 # Each is continued by 200 tokens, which costs more than its log-probabilities.
 CONTINUED = 6
+# Of each row of a text, as far as vocabularies are compared: vLLM answers in Python lists.
+KL_TOKENS = 64
 _SEED = 20240229
 _TOKENS = 64
 _SEEDED_TOKENS = 48

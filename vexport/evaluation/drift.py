@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
+from torch.nn import functional
 from transformers import AutoTokenizer
 
 from vexport.engine.prompts import Prompts
@@ -23,6 +24,8 @@ from vexport.types import Drift, PromptDrift, TokenDrift
 WORST = 3
 """Prompts shown: each takes a screen in the report."""
 _DIGITS = 16
+_ROUNDING = 1e-6
+"""Of a sum of probabilities that are told as logarithms in float32."""
 
 
 class Limits(NamedTuple):
@@ -34,11 +37,15 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A model, the prompts it was given and the worker's file with its log-probabilities."""
+    """A model, the prompts it was given and the worker's file with its log-probabilities.
+
+    Of a served model they are those of the likeliest tokens (`is_partial`), NaN for others.
+    """
 
     checkpoint: Path
     prompts: Prompts
     logprobs_file: Path
+    is_partial: bool = False
 
 
 def measure_drift(baseline: Scored, candidate: Scored, *, limits: Limits) -> Drift | None:
@@ -73,8 +80,25 @@ def measure_drift(baseline: Scored, candidate: Scored, *, limits: Limits) -> Dri
 
 def mean_kls(baseline: Scored, candidate: Scored) -> list[float] | None:
     """The mean KL of each prompt; None where one is not finite. Both were given the same tokens."""
-    kls = [float(kl_divergence(old, new).mean()) for _, old, new in _rows(baseline, candidate)]
+    measure = least_kl if baseline.is_partial or candidate.is_partial else kl_divergence
+    kls = [float(measure(old, new).mean()) for _, old, new in _rows(baseline, candidate)]
     return kls if all(map(math.isfinite, kls)) else None
+
+
+def least_kl(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """A lower bound of the KL at each position, in nats, where NaN are tokens that a side does not tell.
+
+    They count as one token: the KL of sums is no larger (log-sum inequality).
+    """
+    width = max(old.shape[-1], new.shape[-1])
+    old, new = (
+        functional.pad(each.double(), (0, width - each.shape[-1]), value=math.nan) for each in (old, new)
+    )
+    known = ~(old.isnan() | new.isnan())
+    terms = torch.where(known & (old > -math.inf), old.exp() * (old - new), 0.0).sum(-1)
+    rest, other = (1 - torch.where(known, each.exp(), 0.0).sum(-1) for each in (old, new))
+    others = torch.where(rest > _ROUNDING, rest * (rest / other.clamp(min=_ROUNDING)).log(), 0.0)
+    return (terms + others).clamp(min=0)
 
 
 def drift_warnings(drift: Drift) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ cut prompts, leave out the first token that a tokenizer adds, and end answers by
 
 import hashlib
 import json
+import math
 import os
 import sys
 import tempfile
@@ -17,23 +18,28 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
 import transformers
 from pydantic import JsonValue
+from safetensors.torch import save_file
 
 from vexport.engine.messages import ANSWERS, SessionRequest, SessionResult
+from vexport.engine.prompts import KL_TOKENS
 from vexport.engine.worker import answer_request, input_problem, reporter
-from vexport.errors import VexportError
+from vexport.errors import InputError, VexportError
 from vexport.evaluation.endpoint import Position, Server, UnreachableError
 from vexport.evaluation.fingerprint import MODEL, TEMPLATE, Fingerprint, template_of, write_fingerprint
 from vexport.evaluation.lm_eval_environment import vllm_distribution
 from vexport.evaluation.lm_eval_model import Reporting, replaced
 from vexport.evaluation.lm_eval_runner import ask_tasks
-from vexport.files import digest_bytes, to_json
+from vexport.files import atomic_path, digest_bytes, to_json
 from vexport.types import Json, OnProgress
 from vexport.version import __version__
 
 # Prompts are windows of a text, and answers are kept one by one: there is no need for batches.
 _AT_ONCE = 1 << 30
+# The most that vLLM's server tells of each place, unless it is started with --max-logprobs.
+_TOP = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +186,9 @@ def _session(request: SessionRequest) -> SessionResult:
         ask_server(request, reporter())
     except VexportError as error:
         return replace(result, problem=input_problem(error))
-    return replace(result, tasks=request.tasks)
+    return replace(
+        result, tasks=request.tasks, text_file=request.text_file, logprobs_file=request.logprobs_file
+    )
 
 
 def ask_server(request: SessionRequest, progress: OnProgress) -> None:
@@ -209,14 +217,47 @@ def ask_server(request: SessionRequest, progress: OnProgress) -> None:
         except (OSError, ValueError):
             return transformers.PretrainedConfig()
 
+    model = ServedLLM(server, KeptAnswers(file), progress)
+    if request.text:
+        write_text_scores(model, request)
+        return
     with tempfile.TemporaryDirectory(prefix="vexport-eval-") as folder, vllm_distribution(Path(folder)):
         from lm_eval.models import vllm_causallms
     with (
         replaced(vllm_causallms, "SamplingParams", dict),
         replaced(transformers.AutoConfig, "from_pretrained", config),
     ):
-        ask_tasks(ServedLLM(server, KeptAnswers(file), progress), arguments, request)
+        ask_tasks(model, arguments, request)
     write_fingerprint(request.output, fingerprint)
+
+
+def write_text_scores(model: ServedLLM, request: SessionRequest) -> None:
+    """Write what each token of the rows costs, as `vexport.engine.generate`, and the log-probabilities of the
+    likeliest tokens in the first places of each row, as a matrix (positions, tokens) with NaN for the others.
+    """
+    model.expect_of("text", len(request.text))
+    rows = [{"prompt_token_ids": list(row)} for row in request.text]
+    answers = model.generate(rows, [{"prompt_logprobs": _TOP}] * len(rows), False, None)
+    scores: dict[str, torch.Tensor] = {}
+    logprobs: dict[str, torch.Tensor] = {}
+    for number, (row, answer) in enumerate(zip(request.text, answers, strict=True)):
+        places = [place for place in answer.prompt_logprobs if place is not None]
+        if any(token < 0 for place in places for token in place):
+            got, need = "tokens without their ids", "return_tokens_as_token_ids, as vLLM's"
+            raise InputError(model.server.endpoint.url, got=got, need=need, fix="let tasks decide (--task)")
+        scores[f"nll.{number}"] = torch.tensor(
+            [-place[token] for token, place in zip(row[1:], places, strict=True)]
+        )
+        scores[f"likeliest.{number}"] = torch.tensor([max(place, key=place.__getitem__) for place in places])
+        first = places[: KL_TOKENS - 1]
+        told = torch.full((len(first), 1 + max(map(max, first))), math.nan)
+        for position, place in enumerate(first):
+            told[position, list(place)] = torch.tensor(list(place.values()))
+        logprobs[f"prompt.{number}"] = told
+    for file, tensors in ((request.text_file, scores), (request.logprobs_file, logprobs)):
+        assert file is not None
+        with atomic_path(file) as temporary:
+            save_file(tensors, temporary)
 
 
 def _fingerprint(server: Server, tokenizer: Path) -> Fingerprint:

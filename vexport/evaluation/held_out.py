@@ -66,6 +66,8 @@ def decide_on_text(
     rises = np.array([float((after - before).mean()) for before, after in costs])
     if kls is None or not np.isfinite(rises).all():
         raise _failed(candidate, "log-probabilities that are not finite", "numbers")
+    is_partial = baseline.scored.is_partial or candidate.scored.is_partial
+    measure: TextMeasure = "lower bound of the KL to the baseline" if is_partial else "KL to the baseline"
     agreement = np.array(same)
     certain = mean_bounds(agreement, limits.alpha)
     text = TextVerdict(
@@ -80,7 +82,7 @@ def decide_on_text(
         top1_low=max(0.0, certain.low) if certain else None,
         top1_high=min(1.0, certain.high) if certain else None,
         limits=(
-            judge_limit("KL to the baseline", np.array(kls), limits.kl, limits.alpha),
+            judge_limit(measure, np.array(kls), limits.kl, limits.alpha),
             judge_limit("rise of the NLL", rises, limits.nll, limits.alpha),
         ),
     )

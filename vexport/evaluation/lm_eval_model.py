@@ -231,9 +231,12 @@ class Reporting:
 
     def expect(self, requests: Sequence["Instance"], prompts: int) -> None:
         """So many prompts will come, for these requests."""
-        self._stage = ", ".join(dict.fromkeys(str(request.task_name) for request in requests))
-        self._done, self._total = 0, prompts
-        self._progress(self._stage, 0, prompts)
+        self.expect_of(", ".join(dict.fromkeys(str(request.task_name) for request in requests)), prompts)
+
+    def expect_of(self, stage: str, prompts: int) -> None:
+        """The same of what is no task."""
+        self._stage, self._done, self._total = stage, 0, prompts
+        self._progress(stage, 0, prompts)
 
     def count(self, finished: int) -> None:
         """So many more are answered."""

@@ -224,9 +224,11 @@ def _row(limit: TextLimit) -> tuple[doc.Cell, ...]:
 
 
 def _caption(verdict: Verdict, text: TextVerdict) -> str:
+    is_partial = any("lower bound" in limit.measure for limit in text.limits)
+    compared = "the tokens that both sides tell, others as one" if is_partial else "the whole vocabulary"
     return (
         f"{text.data} ({text.digest}): {plural(text.rows, 'row')}, {count(text.tokens)} tokens, the KL of "
-        f"{count(text.positions)} of them over the whole vocabulary; NLL {small(text.baseline_nll)} and "
+        f"{count(text.positions)} of them over {compared}; NLL {small(text.baseline_nll)} and "
         f"{small(text.candidate_nll)}; the likeliest token is the same at {percent(text.top1_agreement)} "
         f"({percent_interval(text.top1_low, text.top1_high)}); alpha {verdict.alpha:g}; {verdict.method}"
     )

@@ -122,7 +122,7 @@ def _size_tile(report: Report) -> doc.Tile:
 
 
 def _load_tile(report: Report) -> doc.Tile:
-    load, device = report.load, report_device(report)
+    load, device = report.load, report.load.engine.device if report.load.engine else ""
     answer = "yes" if load.ok else "no" if load.engine or load.findings else "not run"
     note = "the engine did not start" if load.findings else _NOT_RUN
     if load.engine:

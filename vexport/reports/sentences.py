@@ -38,7 +38,9 @@ def outcome_line(outcome: str, device: str) -> str:
 
 
 def report_device(report: Report) -> str:
-    """Return the device that ran the quantized model; empty where no engine did."""
+    """Return the device that ran the quantized model; empty where no engine of vexport's did."""
+    if report.verdict is not None and report.load.ok:
+        return report.verdict.device
     return report.load.engine.device if report.load.engine else ""
 
 
@@ -199,7 +201,7 @@ def prompting_line(prompting: Prompting) -> str:
 
 def nats(limit: TextLimit, value: float) -> str:
     """A KL as it is, a rise with its sign."""
-    return small(value) if limit.measure == "KL to the baseline" else f"{value:+.3g}"
+    return small(value) if limit.measure != "rise of the NLL" else f"{value:+.3g}"
 
 
 def nats_interval(limit: TextLimit) -> str:

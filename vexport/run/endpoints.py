@@ -5,13 +5,25 @@ from pathlib import Path
 from vexport.checkpoint.hub import fetch, list_files, side_files
 from vexport.checkpoint.source import hub_name
 from vexport.engine.messages import SessionRequest, SessionResult
+from vexport.engine.prompts import KL_TOKENS, Prompts
 from vexport.engine.session import Worker, session_error
 from vexport.errors import InputError
 from vexport.evaluation.endpoint import Server
 from vexport.evaluation.repeat import read_repeated, require_deterministic
-from vexport.run.serving import BASELINE, EVALUATION_LENGTH, EngineOptions, Questions, with_tasks
+from vexport.run.serving import (
+    BASELINE,
+    EVALUATION_LENGTH,
+    LOGPROBS,
+    TEXT_FILE,
+    EngineOptions,
+    Questions,
+    Served,
+    read_rows,
+    with_tasks,
+)
 from vexport.scenario import Evaluate
 from vexport.types import named
+from vexport.types.values import MOST_COUNT
 
 WORKER = "vexport.evaluation.endpoint_worker"
 
@@ -24,12 +36,14 @@ def is_results(name: str) -> bool:
     return path.is_file() and path.name.startswith("results_")
 
 
-def tokenizer_of(role: str, url: str, settings: Evaluate) -> Path:
-    """The folder of the tokenizer that prompts for a server are made with: what is given, else what the
-    server was started with.
+def tokenizer_of(role: str, url: str, settings: Evaluate, here: Path | None = None) -> Path:
+    """The folder of the tokenizer that prompts for a server are made with: what is given, else `here`, else
+    what the server was started with.
 
     InputError where there is none to be had; raises as `Server` where the server does not answer.
     """
+    if here is not None and settings.tokenizer is None:
+        return here
     server = Server(settings.asking(url, is_baseline=role == BASELINE))
     name = settings.tokenizer or server.model.root or server.model.name
     folder = Path(name).expanduser()
@@ -49,29 +63,35 @@ def tokenizer_of(role: str, url: str, settings: Evaluate) -> Path:
 
 def ask_endpoint(
     role: str, url: str, tokenizer: Path, folder: Path, options: EngineOptions, questions: Questions
-) -> None:
-    """Ask the model behind an address; lm-eval's files and the log go to `folder`.
+) -> Served:
+    """Ask the model behind an address; lm-eval's files, scores of a text and the log go to `folder`.
 
     A share of the questions is asked twice: what is behind an address may change. Raises EnvironmentFault
     where the server fails for good or is not deterministic, InputError for unusable tasks.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    settings = questions.evaluate
+    settings, trust = questions.evaluate, options.trust_remote_code
     assert settings is not None
     endpoint = settings.asking(url, is_baseline=role == BASELINE)
     served = Server(endpoint).model.max_model_len or EVALUATION_LENGTH
+    longest = min(served, options.serve.max_model_len or EVALUATION_LENGTH)
+    rows = read_rows(settings, tokenizer, longest, MOST_COUNT, trust_remote_code=trust)
     request = SessionRequest(
         checkpoint=tokenizer,
         name=role,
         endpoint=endpoint,
         lm_eval=questions.lm_eval,
-        max_model_len=min(served, options.serve.max_model_len or EVALUATION_LENGTH),
+        max_model_len=longest,
         repeat=True,
-        trust_remote_code=options.trust_remote_code,
+        trust_remote_code=trust,
+        output=folder,
+        text=rows,
+        text_file=folder / TEXT_FILE if rows else None,
+        logprobs_file=folder / LOGPROBS if rows else None,
     )
     result = Worker(
         module=WORKER,
-        request=with_tasks(request, settings, options, folder),
+        request=with_tasks(request, settings, options, folder) if settings.tasks else request,
         kind=SessionResult,
         where=f"{role} {url}",
         log=folder / "lm-eval.log",
@@ -82,3 +102,5 @@ def ask_endpoint(
         raise session_error(result.problem)
     if (repeated := read_repeated(folder)) is not None:
         require_deterministic(folder, repeated, settings.alpha)
+    tokens = tuple(row[:KL_TOKENS] for row in rows)
+    return Served(result=result, prompts=Prompts(natural=True, texts=(), tokens=tokens), rows=rows)

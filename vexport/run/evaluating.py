@@ -10,7 +10,7 @@ from vexport.checkpoint.index import read_index
 from vexport.checkpoint.quantization import find_quantization
 from vexport.checkpoint.source import hub_name, require_source, resolve_source
 from vexport.engine.arguments import require_arguments
-from vexport.errors import CheckpointFailed
+from vexport.errors import CheckpointFailed, InputError
 from vexport.errors.extras import attempt_all
 from vexport.evaluation.accepted import accept_results, choice_of, gates_of, read_accepted, require_writable
 from vexport.evaluation.drift import drift_warnings
@@ -230,15 +230,14 @@ def _served_and_judged(job: EvalJob, models: Mapping[str, Path], lm_eval: LmEval
 
 
 def _answered(job: EvalJob, role: str, models: Mapping[str, Path], lm_eval: LmEvalSettings) -> Served | None:
-    """The session that asked a model; None where its answers are given, or come from a server."""
+    """The session that asked a model; None where its answers are given."""
     name = job.asked.get(role)
     if name is None:
         return None
     repeat = role == BASELINE or job.against is not None
     questions = Questions(evaluate=job.settings, lm_eval=lm_eval, repeat=repeat)
     if is_url(name):
-        ask_endpoint(role, name, models[role], job.folder / role, job.options, questions)
-        return None
+        return ask_endpoint(role, name, models[role], job.folder / role, job.options, questions)
     return serve_model(role, models[role], job.folder / role, job.options, questions)
 
 
@@ -265,6 +264,7 @@ def _judged(job: EvalJob, role: str, baseline: Served | None, candidate: Served 
     if job.known is None:
         return Judged(checkpoint=name, verdict=None)
     verdict = verdict_of(job.settings, (job.known, job.answers(role)), baseline, candidate)
+    baseline, candidate = _here(baseline), _here(candidate)
     if baseline is not None and candidate is not None:
         drift = drift_between(baseline, candidate, job.settings)
         # What has decided is no warning.
@@ -275,6 +275,11 @@ def _judged(job: EvalJob, role: str, baseline: Served | None, candidate: Served 
     return Judged(
         checkpoint=name, verdict=replace(verdict, checkpoint=name), baseline=baseline, candidate=candidate
     )
+
+
+def _here(served: Served | None) -> Served | None:
+    """The session, if it was on an engine of this machine: of others nobody can tell the cause of a loss."""
+    return served if served is not None and served.result.engine is not None else None
 
 
 def _require_usable(job: EvalJob) -> None:
@@ -288,6 +293,9 @@ def _require_usable(job: EvalJob) -> None:
             continue
         label = "--baseline" if name == job.settings.baseline else "CHECKPOINT"
         files.append(NamedPath(label=label, path=Path(name).expanduser()))
+    if job.settings.text is not None and len(job.asked) < len(job.names):
+        got, need = "lm-eval's results", "a checkpoint or an address: both models read the text"
+        raise InputError("--text", got=got, need=need, fix="give one, or --task")
     require_separate(job.outputs, files)
     RESULTS.require_replaceable(job.folder, overwrite=job.overwrite or job.is_unfinished)
     if job.against is not None:

@@ -16,6 +16,7 @@ from vexport.errors import VexportError
 from vexport.evaluation.drift import drift_warnings
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.run.directory import Digests, data_digest, path_digest, value_digest
+from vexport.run.endpoints import ask_endpoint, tokenizer_of
 from vexport.run.judging import drift_between, first_line, verdict_of
 from vexport.run.making import CHECKED, MIXED, checkpoint_inputs
 from vexport.run.serving import (
@@ -37,7 +38,10 @@ from vexport.types import Drift, DryLoadReport, LmEvalSettings, LoadReport, Verd
 
 LOG = logging.getLogger(__name__)
 # Settings of the evaluation that a session does not depend on: those that warn, those that decide.
-_UNREAD = {"kl_limit", "nll_limit", "margin", "alpha", "gate"}
+_UNREAD = {
+    *("kl_limit", "nll_limit", "margin", "alpha", "gate"),
+    *("concurrency", "request_timeout", "retry_seconds"),
+}
 SESSION = "eval/{}/session.json"
 SEEN_TEXT = "the text that decides is the calibration data: give text that the checkpoint was not made with"
 LOAD_DECIDES = "the checkpoint failed at load, which decides: what it answered is for information"
@@ -139,7 +143,16 @@ def _serve(run: Run, role: str, model: Path) -> Served:
         lm_eval=run.result(QUESTIONS),
         repeat=role == BASELINE,
     )
-    served = serve_model(role, model, folder, run.options, questions)
+    settings = run.scenario.evaluate
+    url = (settings.endpoint if role == CANDIDATE else settings.baseline_endpoint) if settings else None
+    here = questions
+    if settings is not None and url is not None:
+        here = replace(questions, evaluate=settings.model_copy(update={"tasks": ()}))
+    served = serve_model(role, model, folder, run.options, here)
+    if url is not None and served.result.failure is None:
+        assert settings is not None
+        tokenizer = tokenizer_of(role, url, settings, model)
+        ask_endpoint(role, url, tokenizer, folder, run.options, questions)
     remove_answers(folder)
     return served
 

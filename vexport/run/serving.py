@@ -14,7 +14,7 @@ from vexport.engine.arguments import require_arguments, require_heads, require_l
 from vexport.engine.describe import NONE, answer_environment
 from vexport.engine.load import load_report, load_request, shortest_length
 from vexport.engine.messages import ANSWERS, SessionRequest, SessionResult
-from vexport.engine.prompts import CONTINUED, Prompts, fixed_prompts
+from vexport.engine.prompts import CONTINUED, KL_TOKENS, Prompts, fixed_prompts
 from vexport.engine.session import WORKER, EngineFault, log_folder, require_vllm, run_session
 from vexport.errors import CheckpointFailed, InputError, VexportError
 from vexport.errors.extras import unforeseen
@@ -51,8 +51,6 @@ CANDIDATE = "candidate"
 PLAIN = LmEvalSettings()
 # What each token of the text cost.
 TEXT_FILE = "text.safetensors"
-# Of each row, as far as the whole vocabulary is compared: vLLM answers in Python lists.
-KL_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +77,8 @@ class Served:
         file = self.result.logprobs_file
         if file is None:
             return None
-        return Scored(checkpoint=self.result.checkpoint, prompts=self.prompts, logprobs_file=file)
+        checkpoint, is_partial = self.result.checkpoint, self.result.engine is None
+        return Scored(checkpoint=checkpoint, prompts=self.prompts, logprobs_file=file, is_partial=is_partial)
 
     @property
     def read_text(self) -> ReadText | None:
@@ -124,7 +123,8 @@ def serve_model(
     count = settings.kl_prompts if settings else CONTINUED
     prompts = fixed_prompts(checkpoint, texts=questions.texts, count=count)
     trust, longest = options.trust_remote_code, options.serve.max_model_len
-    rows = read_rows(settings, checkpoint, longest, trust_remote_code=trust) if settings else ()
+    size = vocab_size(read_index(checkpoint))
+    rows = read_rows(settings, checkpoint, longest, size, trust_remote_code=trust) if settings else ()
     if rows:
         prompts = replace(prompts, tokens=tuple(row[:KL_TOKENS] for row in rows))
     request = with_text(_request(role, checkpoint, folder, options, questions, prompts), rows, folder)
@@ -143,7 +143,9 @@ def serve_model(
     return Served(result=result, prompts=prompts, rows=rows)
 
 
-def read_rows(settings: Evaluate, checkpoint: Path, longest: int | None, *, trust_remote_code: bool) -> Rows:
+def read_rows(
+    settings: Evaluate, checkpoint: Path, longest: int | None, vocabulary: int, *, trust_remote_code: bool
+) -> Rows:
     """The rows of the text as the checkpoint's tokens; none where tasks decide.
 
     They are as long as asked, or as the sequences that the engine (`longest`) or the model allows; what is
@@ -154,8 +156,9 @@ def read_rows(settings: Evaluate, checkpoint: Path, longest: int | None, *, trus
     needed = settings.text_tokens + 1  # vLLM generates a token after each
     tokens = min(needed, longest or shortest_length(checkpoint, needed)) - 1
     data = CalibrationData(name=settings.text, samples=settings.text_rows, seq_len=tokens, pack=True)
-    size = vocab_size(read_index(checkpoint))
-    read = read_samples(data, checkpoint, vocab_size=size, trust_remote_code=trust_remote_code).token_ids
+    read = read_samples(
+        data, checkpoint, vocab_size=vocabulary, trust_remote_code=trust_remote_code
+    ).token_ids
     return tuple(row for row in read if len(row) == tokens) or tuple(row for row in read if len(row) > 1)
 
 

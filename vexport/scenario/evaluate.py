@@ -90,9 +90,10 @@ class Evaluate(Section):
     with one, few-shot examples are turns of a conversation unless `fewshot_as_multiturn` is false.
     `include_path` names folders with more tasks. `limit` takes the first documents, below 1 a share of them.
 
-    A model behind the address of a server is asked by `model` (`baseline_model`), where there are several,
-    with the prompts of `tokenizer`: `concurrency` at a time, for at most `request_timeout` seconds each, and
-    again for `retry_seconds` where the server fails.
+    The checkpoint's answers to tasks come from the server at `endpoint`, the baseline's from that at
+    `baseline_endpoint`, where they are given. The model behind an address is asked by `model`
+    (`baseline_model`), where there are several, with the prompts of `tokenizer`: `concurrency` at a time, for
+    at most `request_timeout` seconds each, and again for `retry_seconds` where the server fails.
     """
 
     tasks: tuple[str, ...] = ()
@@ -119,6 +120,8 @@ class Evaluate(Section):
     kl_limit: Annotated[float, Gt(0)] = DEFAULT_KL_LIMIT
     nll_limit: Annotated[float, Gt(0)] = DEFAULT_NLL_LIMIT
     kl_prompts: Annotated[int, Gt(0)] = DEFAULT_KL_PROMPTS
+    endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
+    baseline_endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
     tokenizer: Annotated[str, Field(min_length=1)] | None = None
     model: Annotated[str, Field(min_length=1)] | None = None
     baseline_model: Annotated[str, Field(min_length=1)] | None = None
@@ -199,6 +202,8 @@ class Evaluate(Section):
     def _goes_together(self) -> Self:
         if self.fewshot_as_multiturn and self.apply_chat_template is False:
             raise ValueError("`fewshot_as_multiturn: true` only where a chat template is applied")
+        if self.text and (self.endpoint or self.baseline_endpoint):
+            raise ValueError("`endpoint` and `baseline_endpoint` with tasks alone: text is read here")
         if self.enable_thinking and self.think_end_token is None:
             raise ValueError("`think_end_token` with `enable_thinking: true`, to cut the thinking off")
         return self

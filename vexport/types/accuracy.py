@@ -271,7 +271,7 @@ class TaskVerdict:
     also: tuple[Comparison, ...] = ()
 
 
-TextMeasure = Literal["KL to the baseline", "rise of the NLL"]
+TextMeasure = Literal["KL to the baseline", "lower bound of the KL to the baseline", "rise of the NLL"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
