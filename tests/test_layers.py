@@ -42,7 +42,7 @@ LATE = {
     "numerics": ("torch",),
     "engine": ("vllm", "vexport"),
     "reports": ("huggingface_hub", "vexport"),
-    "evaluation": ("vllm", "lm_eval", "datasets", "sqlitedict", "torch"),
+    "evaluation": ("vllm", "lm_eval", "datasets", "torch"),
 }
 HEAVY = ("torch", "transformers", "vllm", "lm_eval", "scipy", "matplotlib", "compressed_tensors", "numpy")
 

@@ -8,8 +8,9 @@ import pytest
 
 from tests.evaluation.misbehaving import AddingServer, Fault, adding_server
 from vexport.errors import EnvironmentFault, InputError
+from vexport.evaluation.asked import KeptAnswers
 from vexport.evaluation.endpoint import API_KEY, Server, require_address
-from vexport.evaluation.endpoint_worker import KeptAnswers, ServedLLM
+from vexport.evaluation.endpoint_worker import ServedModel
 from vexport.types import Endpoint, Json
 
 PROMPTS = [[number, 1] for number in range(100)]
@@ -34,7 +35,7 @@ def ask(
     retry: float = 10.0,
     again: int = 0,
 ) -> list[str]:
-    model = ServedLLM(Server(endpoint(server, retry=retry)), KeptAnswers(file), lambda *_: None)
+    model = ServedModel(Server(endpoint(server, retry=retry)), KeptAnswers(file), lambda *_: None)
     model.expect([], len(prompts))
     for _ in range(again):
         model.ask_again()
@@ -59,14 +60,16 @@ def test_a_server_that_stays_away_costs_no_answer(server: AddingServer, tmp_path
     assert len((tmp_path / "kept").read_text().splitlines()) == 50
     server.after = None
     assert ask(server, tmp_path / "kept") == [str(sum(prompt)) for prompt in PROMPTS]
-    assert len(server.answered) == len(PROMPTS)
+    assert not [prompt for prompt in server.answered[50:] if prompt in server.answered[:50]]
+    assert len({tuple(prompt) for prompt in server.answered}) == len(PROMPTS)
+    asked = len(server.answered)
     ask(server, tmp_path / "kept", PROMPTS[:10], again=1)
-    assert len(server.answered) == len(PROMPTS) + 10
+    assert len(server.answered) == asked + 10
 
 
 def test_another_model_behind_the_address_ends_it(server: AddingServer, tmp_path: Path) -> None:
     kept = KeptAnswers(tmp_path / "kept")
-    model = ServedLLM(Server(endpoint(server)), kept, lambda *_: None)
+    model = ServedModel(Server(endpoint(server)), kept, lambda *_: None)
     model.expect([], 1)
     server.root = "models/subtracter"
     with pytest.raises(EnvironmentFault, match=r"another model .* \(models/subtracter, vLLM 0.32.0\)"):

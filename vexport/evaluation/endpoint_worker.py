@@ -4,17 +4,13 @@ lm-eval's vLLM model asks, as it asks an engine of ours: the prompts are the sam
 cut prompts, leave out the first token that a tokenizer adds, and end answers by other rules.
 """
 
-import hashlib
-import json
 import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,74 +19,33 @@ import transformers
 from pydantic import JsonValue
 from safetensors.torch import save_file
 
-from vexport.engine.messages import ANSWERS, SessionRequest, SessionResult
+from vexport.engine.messages import SessionRequest, SessionResult
 from vexport.engine.prompts import KL_TOKENS
 from vexport.engine.worker import answer_request, input_problem, reporter
 from vexport.errors import InputError, VexportError
-from vexport.evaluation.endpoint import Position, Server, UnreachableError
+from vexport.evaluation.asked import AskedModel, KeptAnswers, Question, replaced
+from vexport.evaluation.endpoint import Server, UnreachableError
 from vexport.evaluation.fingerprint import MODEL, TEMPLATE, Fingerprint, template_of, write_fingerprint
 from vexport.evaluation.lm_eval_environment import vllm_distribution
-from vexport.evaluation.lm_eval_model import Reporting, replaced
-from vexport.evaluation.lm_eval_runner import ask_tasks
-from vexport.files import atomic_path, digest_bytes, to_json
+from vexport.evaluation.lm_eval_runner import ask_tasks, kept_answers
+from vexport.files import atomic_path, to_json
 from vexport.types import Json, OnProgress
 from vexport.version import __version__
 
-# Prompts are windows of a text, and answers are kept one by one: there is no need for batches.
-_AT_ONCE = 1 << 30
 # The most that vLLM's server tells of each place, unless it is started with --max-logprobs.
 _TOP = 20
+TEXT: Mapping[str, Json] = {"logprobs": _TOP}
+"""In the place of the parameters: what every token of a prompt costs, and the likeliest ones."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
-    """A generated text, under the name of vLLM's attribute."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """The part of vLLM's RequestOutput that lm-eval reads."""
-
-    outputs: tuple[Text, ...] = ()
-    prompt_logprobs: tuple[Position | None, ...] = ()
-
-
-class KeptAnswers:
-    """Answers in a file, a line each, which a later call does not ask again."""
-
-    def __init__(self, file: Path) -> None:
-        self._file, self._answers = file, dict[str, Json]()
-        for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
-            with suppress(ValueError):  # the last line of a killed process
-                self._answers.update(json.loads(line))
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._answers
-
-    def __getitem__(self, key: str) -> Json:
-        return self._answers[key]
-
-    def add(self, answers: Mapping[str, Json]) -> None:
-        """Keep answers."""
-        self._answers.update(answers)
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with self._file.open("a", encoding="utf-8") as file:
-            file.writelines(f"{json.dumps({key: answer})}\n" for key, answer in answers.items())
-
-
-class ServedLLM(Reporting):
-    """The model behind an address, asked like `vllm.LLM` by lm-eval's model.
-
-    An answer is kept once the server still has the same model after it, or fails.
+class ServedModel(AskedModel):
+    """The model behind an address. An answer is kept once the server still has the same model after it, or
+    fails.
     """
 
-    at_once = _AT_ONCE
-
     def __init__(self, server: Server, kept: KeptAnswers, progress: OnProgress) -> None:
-        super().__init__(progress)
-        self.server, self._kept, self._round = server, kept, 0
+        super().__init__(kept, progress)
+        self.server = server
         # What vLLM looks at to choose a chat template, beyond the tokenizer's folder.
         config = SimpleNamespace(
             model="",
@@ -100,79 +55,51 @@ class ServedLLM(Reporting):
             trust_remote_code=False,
             hf_config=SimpleNamespace(model_type=""),
         )
-        self.llm_engine: object = SimpleNamespace(model_config=config)
-
-    def ask_again(self) -> None:
-        """From now on ask what was answered before, too."""
-        self._round += 1
+        self.llm_engine = SimpleNamespace(model_config=config)
 
     def require_scores(self) -> None:
         """InputError unless the server gives log-probabilities of prompts."""
         self.server.score([1, 2], 1)
 
-    def generate(
-        self,
-        prompts: Sequence[Mapping[str, list[int]]],
-        sampling_params: Sequence[Mapping[str, Json]],
-        use_tqdm: bool,
-        lora_request: None,
-    ) -> list[Answered]:
-        """Answer prompts, in their order."""
-        asks: dict[str, Callable[[], Json]] = {}
-        keys = []
-        for number, (prompt, parameters) in enumerate(zip(prompts, sampling_params, strict=True)):
-            tokens = prompt["prompt_token_ids"]
-            sampled = number if parameters.get("temperature") else None
-            words = json.dumps([self._round, tokens, parameters, sampled], sort_keys=True)
-            keys.append(hashlib.sha256(words.encode()).hexdigest()[:32])
-            asks[keys[-1]] = partial(self._ask, tokens, parameters)
-        answers = self.answers(asks)
-        self.count(len(keys) - len(asks))  # the same question twice
-        return [_answered(answers[key]) for key in keys]
-
-    def answers(self, asks: Mapping[str, Callable[[], Json]]) -> KeptAnswers:
-        """Ask what is not kept yet; EnvironmentFault where the server fails for good."""
-        left = {key: ask for key, ask in asks.items() if key not in self._kept}
-        self.count(len(asks) - len(left))
-        pool = ThreadPoolExecutor(self.server.endpoint.concurrency)
-        futures: dict[Future[Json], str] = {pool.submit(ask): key for key, ask in left.items()}
+    def ask(self, questions: Mapping[str, Question]) -> None:
+        """Ask as many at a time as may be under way; EnvironmentFault where the server fails for good."""
+        at_once = self.server.endpoint.concurrency
+        pool = ThreadPoolExecutor(at_once)
+        futures = {pool.submit(self._answer, question): key for key, question in questions.items()}
         fresh: dict[str, Json] = {}
         try:
             for future in as_completed(futures):
                 fresh[futures[future]] = future.result()
                 self.count(1)
-                if len(fresh) >= self.server.endpoint.concurrency:
+                if len(fresh) >= at_once:
                     self._keep(fresh)
             self._keep(fresh)
         except UnreachableError:
-            self._kept.add(fresh)
+            self.kept.add(fresh)
             raise
         finally:
             if not all(future.done() for future in futures):
                 self.server.stop()
             pool.shutdown(wait=False, cancel_futures=True)
-        return self._kept
 
     def _keep(self, fresh: dict[str, Json]) -> None:
         """Keep answers of the same model as at first; EnvironmentFault where there is another now."""
         if fresh:
             self.server.require_same()
-            self._kept.add(fresh)
+            self.kept.add(fresh)
             fresh.clear()
 
-    def _ask(self, tokens: Sequence[int], parameters: Mapping[str, Json]) -> Json:
-        """One answer as it is kept: a text, or pairs of token and log-probability for each place."""
-        top = parameters.get("prompt_logprobs")
-        if not isinstance(top, int):
-            return self.server.generate(tokens, parameters)
-        return [[[token, value] for token, value in at.items()] for at in self.server.score(tokens, top)]
-
-
-def _answered(answer: Json) -> Answered:
-    if isinstance(answer, str):
-        return Answered(outputs=(Text(text=answer),))
-    assert isinstance(answer, list)
-    return Answered(prompt_logprobs=(None, *map(dict, answer)))  # type: ignore[arg-type]
+    def _answer(self, question: Question) -> Json:
+        """One answer as it is kept; of a text all places, as pairs of token and log-probability."""
+        prompt, parameters = question.prompt, question.parameters
+        if parameters == TEXT:
+            return [[[token, value] for token, value in at.items()] for at in self.server.score(prompt, _TOP)]
+        if isinstance(parameters, dict):
+            return self.server.generate(prompt, parameters)
+        places = self.server.score(prompt, 1)[question.context - 1 :]
+        own = list(zip(prompt[question.context :], places, strict=True))
+        is_greedy = all(max(place, key=place.__getitem__) == token for token, place in own)
+        return [sum(place[token] for token, place in own), is_greedy]
 
 
 def main(arguments: list[str]) -> int:
@@ -197,10 +124,7 @@ def ask_server(request: SessionRequest, progress: OnProgress) -> None:
     assert request.output is not None
     server = Server(request.endpoint)
     fingerprint = _fingerprint(server, request.checkpoint)
-    file = request.output / f"{ANSWERS}{digest_bytes(to_json(fingerprint).encode())[:16]}.jsonl"
-    for other in request.output.glob(f"{ANSWERS}*"):
-        if other != file:
-            other.unlink()
+    model = ServedModel(server, kept_answers(request.output, to_json(fingerprint)), progress)
     arguments: dict[str, JsonValue] = {
         "pretrained": str(request.checkpoint),
         "base_url": request.endpoint.url,
@@ -217,7 +141,6 @@ def ask_server(request: SessionRequest, progress: OnProgress) -> None:
         except (OSError, ValueError):
             return transformers.PretrainedConfig()
 
-    model = ServedLLM(server, KeptAnswers(file), progress)
     if request.text:
         write_text_scores(model, request)
         return
@@ -231,17 +154,17 @@ def ask_server(request: SessionRequest, progress: OnProgress) -> None:
     write_fingerprint(request.output, fingerprint)
 
 
-def write_text_scores(model: ServedLLM, request: SessionRequest) -> None:
+def write_text_scores(model: ServedModel, request: SessionRequest) -> None:
     """Write what each token of the rows costs, as `vexport.engine.generate`, and the log-probabilities of the
     likeliest tokens in the first places of each row, as a matrix (positions, tokens) with NaN for the others.
     """
     model.expect_of("text", len(request.text))
-    rows = [{"prompt_token_ids": list(row)} for row in request.text]
-    answers = model.generate(rows, [{"prompt_logprobs": _TOP}] * len(rows), False, None)
+    answers = model.answers([Question(prompt=row, parameters=TEXT) for row in request.text])
     scores: dict[str, torch.Tensor] = {}
     logprobs: dict[str, torch.Tensor] = {}
     for number, (row, answer) in enumerate(zip(request.text, answers, strict=True)):
-        places = [place for place in answer.prompt_logprobs if place is not None]
+        assert isinstance(answer, list)
+        places: list[dict[int, float]] = [dict(place) for place in answer]  # type: ignore[arg-type]
         if any(token < 0 for place in places for token in place):
             got, need = "tokens without their ids", "return_tokens_as_token_ids, as vLLM's"
             raise InputError(model.server.endpoint.url, got=got, need=need, fix="let tasks decide (--task)")

@@ -4,37 +4,26 @@ lm-eval's constructor builds its own engine; here it is handed ours, and everyth
 sequences, chat templates, scoring) stays lm-eval's.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import jinja2
 from pydantic import JsonValue
 
 from vexport.errors import InputError
-from vexport.types import LmEvalSettings, OnProgress
+from vexport.evaluation.asked import AskedModel, replaced
+from vexport.types import LmEvalSettings
 from vexport.types.patterns import TEMPLATE_SECONDS, time_limit
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
-    from lm_eval.api.model import CacheHook
     from lm_eval.models.vllm_causallms import VLLM
     from transformers import PreTrainedTokenizerBase
-    from vllm import LLM, RequestOutput, SamplingParams, TokensPrompt
-    from vllm.lora.request import LoRARequest
-
 
 ModelArguments = Mapping[str, JsonValue]
 Tokens = tuple[tuple[str, str] | None, list[int], list[int]]
 """A prompt and its continuation: the two texts, None for a window of a long one, and their tokens."""
 
-Asked = TypeVar("Asked")
-Answer = TypeVar("Answer")
-
-_PROGRESS_STEPS = 100
-# Of what the engine works on at once: few, and it idles at the end of each batch; many, and a killed
-# evaluation loses as many answers.
-_BATCHES = 4
 Message = dict[str, str]
 
 
@@ -98,71 +87,6 @@ class ServedChat:
         return text
 
 
-class AskedModel(Protocol):
-    """The part of `vllm.LLM` that lm-eval's model uses, and what it is told besides.
-
-    `at_once` is the number of prompts that are worked on at once.
-    """
-
-    llm_engine: object
-    at_once: int
-
-    def generate(
-        self,
-        prompts: Sequence["TokensPrompt"],
-        sampling_params: Sequence["SamplingParams"],
-        use_tqdm: bool,
-        lora_request: "LoRARequest | None",
-    ) -> "list[RequestOutput]":
-        """Answer prompts."""
-
-    def expect(self, requests: Sequence["Instance"], prompts: int) -> None:
-        """So many prompts will come, for these requests."""
-
-    def ask_again(self) -> None:
-        """From now on ask what was answered before, too."""
-
-    def require_scores(self) -> None:
-        """InputError unless log-probabilities of prompts can be had."""
-
-
-class BatchedChat(ServedChat):
-    """Asks in batches, whose answers are in lm-eval's cache before the next is asked, and reports progress.
-
-    `requests` are those whose log-likelihoods are asked for, in the order of their tokens.
-    """
-
-    model: AskedModel
-    max_length: int
-    cache_hook: "CacheHook"
-    requests: Sequence["Instance"] = ()
-
-    def in_batches(
-        self, requests: Sequence[Asked], ask: Callable[[list[Asked]], list[Answer]]
-    ) -> list[Answer]:
-        """Answers to all requests."""
-        chosen, answers = self.settings.batch_size, list[Answer]()
-        size = chosen if isinstance(chosen, int) else _BATCHES * self.model.at_once
-        for first in range(0, len(requests), size):
-            answers += ask(list(requests[first : first + size]))
-            if self.cache_hook.dbdict is not None:
-                self.cache_hook.dbdict.commit()
-        return answers
-
-    def stored(self, requests: Sequence["Instance"], answers: list[str]) -> list[str]:
-        """Generated answers, kept under what lm-eval looks up: it keeps them under completed arguments."""
-        for request, answer in zip(requests, answers, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args, answer)
-        return answers
-
-    def require_room_to_score(self, requests: Sequence[Tokens]) -> None:
-        """InputError where a prompt with its continuation is too long; windows of a long text always fit."""
-        if any(key is None for key, _, _ in requests):
-            return
-        for request, (_, context, continuation) in zip(self.requests, requests, strict=True):
-            _require_room(request, len(context) + len(continuation), 1, self.max_length)
-
-
 def wrap_engine(asked: AskedModel, arguments: ModelArguments, settings: LmEvalSettings) -> "VLLM":
     """lm-eval's VLLM around `asked`; `arguments` are its constructor's.
 
@@ -171,16 +95,16 @@ def wrap_engine(asked: AskedModel, arguments: ModelArguments, settings: LmEvalSe
     """
     from lm_eval.models import vllm_causallms
 
-    class BuiltVLLM(BatchedChat, vllm_causallms.VLLM):  # type: ignore[misc]
+    class BuiltVLLM(ServedChat, vllm_causallms.VLLM):  # type: ignore[misc]
+        requests: Sequence["Instance"] = ()
+
         def generate_until(self, requests: list["Instance"], disable_tqdm: bool = False) -> list[str]:
-            self._require_room_to_generate(requests)
-            self.model.expect(requests, len(requests))
-            generate = super().generate_until
-
-            def ask(batch: list["Instance"]) -> list[str]:
-                return self.stored(batch, generate(batch, disable_tqdm=True))
-
-            return self.in_batches(requests, ask)
+            for request, tokens in zip(requests, self.tok_encode([r.args[0] for r in requests]), strict=True):
+                *_, new = self.modify_gen_kwargs(request.args[1], default_max_gen_toks=self.max_gen_toks)
+                _require_room(request, len(tokens), new, self.max_length)
+            asked.expect(requests, len(requests))
+            answers: list[str] = super().generate_until(requests, disable_tqdm=True)
+            return answers
 
         def loglikelihood(
             self, requests: list["Instance"], disable_tqdm: bool = False
@@ -192,91 +116,23 @@ def wrap_engine(asked: AskedModel, arguments: ModelArguments, settings: LmEvalSe
         def loglikelihood_rolling(
             self, requests: list["Instance"], disable_tqdm: bool = False
         ) -> list[float]:
-            score = super().loglikelihood_rolling
-
-            def ask(batch: list["Instance"]) -> list[float]:
-                self.requests = batch
-                answers: list[float] = score(batch, disable_tqdm=True)
-                return answers
-
-            return self.in_batches(requests, ask)
-
-        def _require_room_to_generate(self, requests: list["Instance"]) -> None:
-            for request, tokens in zip(requests, self.tok_encode([r.args[0] for r in requests]), strict=True):
-                *_, new = self.modify_gen_kwargs(request.args[1], default_max_gen_toks=self.max_gen_toks)
-                _require_room(request, len(tokens), new, self.max_length)
+            self.requests = requests
+            answers: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=True)
+            return answers
 
         def _loglikelihood_tokens(
-            self,
-            requests: Sequence[Tokens],
-            disable_tqdm: bool = False,
+            self, requests: Sequence[Tokens], disable_tqdm: bool = False
         ) -> list[tuple[float, bool]]:
-            self.require_room_to_score(requests)
-            self.model.expect(self.requests, len(requests))
-            score = super()._loglikelihood_tokens
-            return self.in_batches(requests, lambda batch: score(batch, disable_tqdm=True))
+            if all(key is not None for key, _, _ in requests):  # windows of a long text always fit
+                for request, (_, context, continuation) in zip(self.requests, requests, strict=True):
+                    _require_room(request, len(context) + len(continuation), 1, self.max_length)
+            asked.expect(self.requests, len(requests))
+            return asked.score([(context, continuation) for _, context, continuation in requests])
 
     with replaced(vllm_causallms, "LLM", lambda **_: asked):
-        model = BuiltVLLM(batch_size=settings.batch_size, **arguments)
+        model = BuiltVLLM(batch_size="auto", **arguments)
     model.choose_template(settings)
     return model
-
-
-class Reporting:
-    """Tells `progress` the tasks' names, requests done and requests in all."""
-
-    def __init__(self, progress: OnProgress) -> None:
-        self._progress = progress
-        self._stage, self._done, self._total = "", 0, 0
-
-    def expect(self, requests: Sequence["Instance"], prompts: int) -> None:
-        """So many prompts will come, for these requests."""
-        self.expect_of(", ".join(dict.fromkeys(str(request.task_name) for request in requests)), prompts)
-
-    def expect_of(self, stage: str, prompts: int) -> None:
-        """The same of what is no task."""
-        self._stage, self._done, self._total = stage, 0, prompts
-        self._progress(stage, 0, prompts)
-
-    def count(self, finished: int) -> None:
-        """So many more are answered."""
-        before, self._done = self._done, self._done + finished
-        if before * _PROGRESS_STEPS // self._total < self._done * _PROGRESS_STEPS // self._total:
-            self._progress(self._stage, self._done, self._total)
-
-
-class ReportingLLM(Reporting):
-    """An engine of this process; lm-eval's cache, which keeps its answers, is not asked again."""
-
-    def __init__(self, llm: "LLM", progress: OnProgress) -> None:
-        super().__init__(progress)
-        self._llm, self.llm_engine = llm, llm.llm_engine
-        self.at_once = int(self.llm_engine.vllm_config.scheduler_config.max_num_seqs)
-
-    def ask_again(self) -> None:
-        """Nothing to do."""
-
-    def require_scores(self) -> None:
-        """Nothing to do: an engine has them."""
-
-    def generate(
-        self,
-        prompts: Sequence["TokensPrompt"],
-        sampling_params: Sequence["SamplingParams"],
-        use_tqdm: bool,
-        lora_request: "LoRARequest | None",
-    ) -> "list[RequestOutput]":
-        assert lora_request is None, "models are served as they are"
-        step = self.llm_engine.step
-
-        def counted() -> "list[RequestOutput]":
-            outputs: list[RequestOutput] = step()
-            self.count(sum(output.finished for output in outputs))
-            return outputs
-
-        with replaced(self.llm_engine, "step", counted):
-            answers: list[RequestOutput] = self._llm.generate(prompts, sampling_params, use_tqdm=False)
-        return answers
 
 
 def _require_room(request: "Instance", prompt: int, new: int, room: int) -> None:
@@ -288,14 +144,3 @@ def _require_room(request: "Instance", prompt: int, new: int, room: int) -> None
             need=f"at most {room} in all (max_model_len)",
             fix="raise max_model_len, or lower max_gen_toks (256 if the task sets none) or num_fewshot",
         )
-
-
-@contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Let `owner.name` be `value` inside the block."""
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

@@ -1,16 +1,11 @@
-"""`python -m vexport.evaluation.lm_eval_runner REQUEST RESULT`: the engine's worker with tasks of lm-eval.
-
-What a killed evaluation was answered is in lm-eval's cache of requests. Its key leaves the model out: a file
-is for one model, one engine and one way of asking.
-"""
+"""`python -m vexport.evaluation.lm_eval_runner REQUEST RESULT`: the engine's worker with tasks of lm-eval."""
 
 import hashlib
-import json
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +16,7 @@ from pydantic import JsonValue
 from vexport.engine import worker
 from vexport.engine.messages import ANSWERS, SessionRequest
 from vexport.errors import EnvironmentFault, InputError, VexportError
+from vexport.evaluation.asked import AskedModel, EngineModel, KeptAnswers
 from vexport.evaluation.fingerprint import UNTEMPLATED
 from vexport.evaluation.lm_eval_environment import (
     allow_code,
@@ -33,13 +29,7 @@ from vexport.evaluation.lm_eval_environment import (
     tasks_as_data,
     vllm_distribution,
 )
-from vexport.evaluation.lm_eval_model import (
-    AskedModel,
-    ModelArguments,
-    ReportingLLM,
-    replaced,
-    wrap_engine,
-)
+from vexport.evaluation.lm_eval_model import ModelArguments, wrap_engine
 from vexport.evaluation.repeat import Repeated, compare_rows, documents_to_repeat, write_repeated
 from vexport.evaluation.task_data import explained_downloads
 from vexport.evaluation.tasks import GROUP_SUFFIX
@@ -65,7 +55,11 @@ def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, p
     """Evaluate `request.tasks` on an engine, as `ask_tasks`; `model_args` are those it was built with."""
     arguments = {key: model_args[key] for key in _CONSTRUCTOR_KEYS if key in model_args}
     arguments["pretrained"] = model_args["model"]
-    ask_tasks(ReportingLLM(llm, progress), arguments, request)
+    kept, size = KeptAnswers(None), request.lm_eval.batch_size
+    if request.identity is not None and request.output is not None:
+        kept = kept_answers(request.output, f"{request.identity} {engine_words()}")
+    asked = EngineModel(llm, kept, progress, size if isinstance(size, int) else None)
+    ask_tasks(asked, arguments, request)
 
 
 def ask_tasks(asked: AskedModel, arguments: dict[str, JsonValue], request: SessionRequest) -> None:
@@ -92,48 +86,22 @@ def ask_tasks(asked: AskedModel, arguments: dict[str, JsonValue], request: Sessi
         given = {key: value for key in _ANSWER_KEYS if (value := getattr(settings, key)) is not None}
         arguments = {**arguments, **given}
         model = wrap_engine(asked, arguments, settings)
-        cache = stack.enter_context(_cache(request, given))
-        _evaluate(model, arguments, request, scratch / "output", cache)
+        _evaluate(model, asked, arguments, request, scratch / "output")
         _move_files(scratch / "output", request.output)
 
 
-@contextmanager
-def _cache(request: SessionRequest, given: ModelArguments) -> Iterator[str | None]:
-    """The path of lm-eval's cache of this model's answers; the file of another model's is removed.
-
-    None without an identity: then nothing is kept. `given` are arguments that its keys leave out.
-    """
-    import sqlitedict
-
-    if request.identity is None:
-        yield None
-        return
-    assert request.output is not None, "a request with tasks has an output folder"
-    identity = json.dumps([request.identity, engine_words(), dict(given)], sort_keys=True)
-    file = request.output / f"{ANSWERS}{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-    for other in request.output.glob(f"{ANSWERS}*"):
-        if not other.name.startswith(file.name):
+def kept_answers(output: Path, identity: str) -> KeptAnswers:
+    """The answers of a model, and of what computes them; those of another are removed."""
+    file = output / f"{ANSWERS}{hashlib.sha256(identity.encode()).hexdigest()[:16]}.jsonl"
+    for other in output.glob(f"{ANSWERS}*"):
+        if other != file:
             other.unlink()
-
-    class JsonDict(sqlitedict.SqliteDict):  # type: ignore[misc]
-        """JSON instead of pickle, and written to disk for each batch instead of for each answer."""
-
-        def __init__(self, filename: str, autocommit: bool) -> None:
-            super().__init__(filename, encode=json.dumps, decode=_decoded)
-
-    with replaced(sqlitedict, "SqliteDict", JsonDict):
-        yield str(file)
-
-
-def _decoded(text: str) -> object:
-    value = json.loads(text)
-    return tuple(value) if isinstance(value, list) else value
+    return KeptAnswers(file)
 
 
 def _evaluate(
-    model: "VLLM", arguments: ModelArguments, request: SessionRequest, output: Path, cache: str | None
+    model: "VLLM", asked: AskedModel, arguments: ModelArguments, request: SessionRequest, output: Path
 ) -> None:
-    from lm_eval.api.model import CacheHook
     from lm_eval.loggers import EvaluationTracker
 
     tracker = EvaluationTracker(output_path=str(output))
@@ -141,14 +109,13 @@ def _evaluate(
     run = partial(_simple_evaluate, model, dict(arguments), manager, tracker, request)
     tasks = load_tasks(request, manager, request.tasks)
     if any(task.OUTPUT_TYPE != "generate_until" for task in each_task(tasks)):
-        model.model.require_scores()
+        asked.require_scores()
     plain = list(map(_without_template, plain_tasks(tasks))) if request.lm_eval.plain_as_is else []
     try:
-        results = run(tasks, request.limit, cache)
+        results = run(tasks, request.limit)
         if request.repeat:
             assert request.output is not None
-            model.set_cache_hook(CacheHook(None))
-            model.model.ask_again()
+            asked.ask_again()
             write_repeated(request.output, _repeat(run, results, request))
     except jinja2.TemplateError as error:
         fix = "fix doc_to_text, doc_to_target or doc_to_choice of the task"
@@ -191,7 +158,6 @@ def _simple_evaluate(
     request: SessionRequest,
     tasks: "list[Task | Group]",
     limit: float | None,
-    cache: str | None = None,
 ) -> "EvalResults":
     from lm_eval import simple_evaluate
 
@@ -209,7 +175,6 @@ def _simple_evaluate(
         gen_kwargs=dict(settings.gen_kwargs) or None,
         limit=limit,
         log_samples=True,
-        use_cache=cache,
         bootstrap_iters=0,
         evaluation_tracker=tracker,
         confirm_run_unsafe_code=request.trust_remote_code,
@@ -238,7 +203,6 @@ def _repeat(
 
 def _save(tracker: "EvaluationTracker", results: "EvalResults", output: Path) -> None:
     samples = results.pop("samples")
-    results["config"]["use_cache"] = None  # it is removed
     tracker.save_results_aggregated(results=results, samples=samples)
     for name, rows in samples.items():
         tracker.save_results_samples(task_name=name, samples=rows)
