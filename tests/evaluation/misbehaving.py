@@ -20,7 +20,7 @@ class AddingServer(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.root, self.version, self.gives_scores = "models/adder", "0.32.0", True
+        self.name, self.root, self.version, self.gives_scores = "adder", "models/adder", "0.32.0", True
         self.answered: list[list[int]] = []
         self.faults: deque[Fault] = deque()
         self.after: int | None = None
@@ -46,7 +46,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/version" and self.server.version:
             self._send({"version": self.server.version})
         elif self.path == "/v1/models":
-            card = {"id": "adder", "root": self.server.root, "max_model_len": 512}
+            card = {"id": self.server.name, "root": self.server.root, "max_model_len": 512}
             self._send({"data": [card, {**card, "id": "other"}]})
         else:
             self._send({"detail": "Not Found"}, 404)

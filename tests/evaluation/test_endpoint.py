@@ -10,7 +10,7 @@ from tests.evaluation.misbehaving import AddingServer, Fault, adding_server
 from vexport.errors import EnvironmentFault, InputError
 from vexport.evaluation.asked import KeptAnswers
 from vexport.evaluation.endpoint import API_KEY, Server, require_address
-from vexport.evaluation.endpoint_worker import ServedModel
+from vexport.evaluation.endpoint_worker import EndpointModel
 from vexport.types import Endpoint, Json
 
 PROMPTS = [[number, 1] for number in range(100)]
@@ -35,7 +35,7 @@ def ask(
     retry: float = 10.0,
     again: int = 0,
 ) -> list[str]:
-    model = ServedModel(Server(endpoint(server, retry=retry)), KeptAnswers(file), lambda *_: None)
+    model = EndpointModel(Server(endpoint(server, retry=retry)), KeptAnswers(file), lambda *_: None)
     model.expect([], len(prompts))
     for _ in range(again):
         model.ask_again()
@@ -69,11 +69,14 @@ def test_a_server_that_stays_away_costs_no_answer(server: AddingServer, tmp_path
 
 def test_another_model_behind_the_address_ends_it(server: AddingServer, tmp_path: Path) -> None:
     kept = KeptAnswers(tmp_path / "kept")
-    model = ServedModel(Server(endpoint(server)), kept, lambda *_: None)
+    model = EndpointModel(Server(endpoint(server)), kept, lambda *_: None)
     model.expect([], 1)
     server.root = "models/subtracter"
     with pytest.raises(EnvironmentFault, match=r"another model .* \(models/subtracter, vLLM 0.32.0\)"):
         model.generate([{"prompt_token_ids": [3, 4]}], [{}], False, None)
+    server.name = "subtracter"
+    with pytest.raises(EnvironmentFault, match="another model .* no model adder"):
+        model.server.require_same()
     assert not (tmp_path / "kept").exists()
 
 

@@ -117,12 +117,7 @@ class Server:
         if not urlsplit(self._url).path:
             self._url += "/v1"
         self._opener = urllib.request.build_opener(_NoRedirects)
-        seconds = min(_FIRST_CONTACT, endpoint.retry_seconds)
-        try:
-            version = self._version()
-        except (_PassingError, _RefusedError):  # vLLM's alone
-            version = ""
-        self.model = self._described(seconds, version)
+        self.model = self._described(min(_FIRST_CONTACT, endpoint.retry_seconds))
 
     def stop(self) -> None:
         """Let no thread try again."""
@@ -130,11 +125,13 @@ class Server:
 
     def require_same(self) -> None:
         """EnvironmentFault where the server has another model than at first."""
-        seconds = self.endpoint.retry_seconds
-        version = self._tried(seconds, self._version) if self.model.version else ""
-        now = self._described(seconds, version)
-        if now != self.model:
-            got = f"another model is served than before: {_words(now)}, not {_words(self.model)}"
+        try:
+            now = self._described(self.endpoint.retry_seconds)
+            words = "" if now == self.model else _words(now)
+        except InputError as error:
+            words = error.got
+        if words:
+            got = f"another model is served than before: {words}, not {_words(self.model)}"
             raise EnvironmentFault(self.endpoint.url, got=got, need="", fix=_KEPT)
 
     def generate(self, prompt: Sequence[int], parameters: Mapping[str, Json]) -> str:
@@ -185,15 +182,17 @@ class Server:
                 self._require_scores(str(error))
             raise self._refused(error) from None
 
-    def _described(self, seconds: float, version: str) -> ServedModel:
+    def _described(self, seconds: float) -> ServedModel:
         try:
             listed = self._tried(seconds, lambda: _cards(self._request(f"{self._url}/models")))
         except _RefusedError as error:
             raise self._refused(error) from None
-        return _chosen(self.endpoint, listed, version)
-
-    def _version(self) -> str:
-        return str(self._request(f"{self._url.removesuffix('/v1')}/version").get("version") or "")
+        try:
+            root = self._url.removesuffix("/v1")
+            version = self._tried(seconds, lambda: self._request(f"{root}/version")).get("version")
+        except _RefusedError:  # vLLM's alone
+            version = None
+        return _chosen(self.endpoint, listed, str(version or ""))
 
     def _tried(self, seconds: float, attempt: Callable[[], T]) -> T:
         """The answer of the first attempt that succeeds within `seconds`."""

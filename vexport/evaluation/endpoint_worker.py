@@ -25,7 +25,14 @@ from vexport.engine.worker import answer_request, input_problem, reporter
 from vexport.errors import InputError, VexportError
 from vexport.evaluation.asked import AskedModel, KeptAnswers, Question, replaced
 from vexport.evaluation.endpoint import Server, UnreachableError
-from vexport.evaluation.fingerprint import MODEL, TEMPLATE, Fingerprint, template_of, write_fingerprint
+from vexport.evaluation.fingerprint import (
+    ENDPOINT,
+    MODEL,
+    TEMPLATE,
+    Fingerprint,
+    template_of,
+    write_fingerprint,
+)
 from vexport.evaluation.lm_eval_environment import vllm_distribution
 from vexport.evaluation.lm_eval_runner import ask_tasks, kept_answers
 from vexport.files import atomic_path, to_json
@@ -38,7 +45,7 @@ TEXT: Mapping[str, Json] = {"logprobs": _TOP}
 """In the place of the parameters: what every token of a prompt costs, and the likeliest ones."""
 
 
-class ServedModel(AskedModel):
+class EndpointModel(AskedModel):
     """The model behind an address. An answer is kept once the server still has the same model after it, or
     fails.
     """
@@ -124,7 +131,7 @@ def ask_server(request: SessionRequest, progress: OnProgress) -> None:
     assert request.output is not None
     server = Server(request.endpoint)
     fingerprint = _fingerprint(server, request.checkpoint)
-    model = ServedModel(server, kept_answers(request.output, to_json(fingerprint)), progress)
+    model = EndpointModel(server, kept_answers(request.output, to_json(fingerprint)), progress)
     arguments: dict[str, JsonValue] = {
         "pretrained": str(request.checkpoint),
         "base_url": request.endpoint.url,
@@ -154,7 +161,7 @@ def ask_server(request: SessionRequest, progress: OnProgress) -> None:
     write_fingerprint(request.output, fingerprint)
 
 
-def write_text_scores(model: ServedModel, request: SessionRequest) -> None:
+def write_text_scores(model: EndpointModel, request: SessionRequest) -> None:
     """Write what each token of the rows costs, as `vexport.engine.generate`, and the log-probabilities of the
     likeliest tokens in the first places of each row, as a matrix (positions, tokens) with NaN for the others.
     """
@@ -187,7 +194,8 @@ def _fingerprint(server: Server, tokenizer: Path) -> Fingerprint:
     """What the server says of itself, as far as it could change a score."""
     model = server.model
     return {
-        MODEL: f"{model.name} ({model.root}) at {server.endpoint.url}",
+        MODEL: f"{model.name} ({model.root})",
+        ENDPOINT: server.endpoint.url,
         "vexport": __version__,
         "vllm": model.version or "unknown",
         TEMPLATE: template_of(tokenizer),

@@ -23,6 +23,7 @@ Fingerprint = Mapping[str, str]
 FILE = "fingerprint.json"
 """Next to lm-eval's results: what lm-eval does not record."""
 MODEL = "model"
+ENDPOINT = "endpoint"
 REVISION = "model's revision on the hub"
 TEMPLATE = "model's chat template"
 TASK_HASH = "task hash of "
@@ -110,9 +111,11 @@ def engine_fingerprint(root: Path, engine: EngineInfo) -> Fingerprint:
 
 
 def device_of(fingerprint: Fingerprint) -> str:
-    """Return the device that ran the model, as EngineInfo.device; empty where that is not known."""
+    """Return the device that ran the model, as EngineInfo.device, or its server's address; empty where that
+    is not known.
+    """
     if "platform" not in fingerprint:
-        return ""
+        return fingerprint.get(ENDPOINT, "")
     return device_words(
         fingerprint["platform"],
         fingerprint.get("processor", ""),

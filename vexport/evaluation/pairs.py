@@ -159,15 +159,15 @@ def _pair(task: TaskSamples, metric: str, pairs: tuple[tuple[Sample, Sample], ..
     left, right = (
         np.array([pair[side].scores[metric] for pair in pairs], dtype=np.float64) for side in (0, 1)
     )
-    for index in islice(np.flatnonzero(~np.isfinite(left) | ~np.isfinite(right)), 1):
-        where = f"{task.file}: task {task.task}, document {pairs[index][0].doc_id}"
-        got = f"{metric} of {left[index]} (baseline) and {right[index]} (candidate)"
-        raise InputError(where, got=got, need="finite numbers", fix="look at both answers, evaluate again")
+    low, high = np.minimum(left, right), np.maximum(left, right)
+    wrong = {"finite numbers": ~np.isfinite(left) | ~np.isfinite(right)}
     if metric in SHARES:
-        for index in islice(np.flatnonzero((np.minimum(left, right) < 0) | (np.maximum(left, right) > 1)), 1):
+        wrong["from 0 to 1"] = (low < 0) | (high > 1)
+    for need, documents in wrong.items():
+        for index in islice(np.flatnonzero(documents), 1):
             where = f"{task.file}: task {task.task}, document {pairs[index][0].doc_id}"
             got = f"{metric} of {left[index]} (baseline) and {right[index]} (candidate)"
-            raise InputError(where, got=got, need="from 0 to 1", fix="look at both results, evaluate again")
+            raise InputError(where, got=got, need=need, fix="look at both answers, evaluate again")
     sign = 1 if task.higher_is_better.get(metric, True) else -1
     return TaskPair(
         task=task.task,

@@ -20,6 +20,7 @@ from vexport.evaluation.accepted import Accepted, is_accepted, pair_with, read_a
 from vexport.evaluation.compare import compare_task, comparison, difference_interval
 from vexport.evaluation.fingerprint import (
     EMULATED,
+    ENDPOINT,
     MODEL,
     REVISION,
     changes,
@@ -58,9 +59,8 @@ def decide(
     left, right = attempt_all((str(run), partial(read_results, run)) for run in (baseline, candidate))
     repeated = "".join(_asked_again(run, alpha) for run in (left, right))
     where = ("in the baseline", "in the results")
-    others = {
-        name: value for name, value in left.fingerprint.items() if name not in (MODEL, REVISION, EMULATED)
-    }
+    own = (MODEL, ENDPOINT, REVISION, EMULATED)
+    others = {name: value for name, value in left.fingerprint.items() if name not in own}
     changed = changes(others, right.fingerprint, where=where)
     gated = gated_tasks(left, right, gate)
     verdict = judge(gated, margin=margin, alpha=alpha, warnings=changed, prompting=right.prompting)

@@ -38,8 +38,8 @@ def outcome_line(outcome: str, device: str) -> str:
 
 
 def report_device(report: Report) -> str:
-    """Return the device that ran the quantized model; empty where no engine of vexport's did."""
-    if report.verdict is not None and report.load.ok:
+    """Return the device that ran the quantized model, or the server that answered; empty where none did."""
+    if report.verdict is not None and "://" in report.verdict.device:
         return report.verdict.device
     return report.load.engine.device if report.load.engine else ""
 

@@ -323,9 +323,9 @@ class Verdict:
     `prompting` says how the documents were asked, None in reports that were written before it was recorded.
     `drift` and `attribution` are what
     `vexport eval` measured apart from the tasks; a run has its own in its report. `checkpoint` is the
-    candidate as it was given to `vexport eval`. `device` ran it (`CPU, emulated`), empty where its results do
-    not tell. `text` decides where there are no tasks: `margin`
-    is then the limit of the NLL.
+    candidate as it was given to `vexport eval`. `device` ran it (`CPU, emulated`), or is its server's
+    address; empty where its results do not tell. `text` decides where there are no tasks: `margin` is then
+    the limit of the NLL.
     """
 
     schema: Literal["vexport.verdict/1"] = "vexport.verdict/1"
