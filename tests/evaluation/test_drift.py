@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from vexport.engine.prompts import Prompts, fixed_prompts
-from vexport.evaluation.drift import Limits, Scored, drift_warnings, measure_drift
+from vexport.evaluation.drift import Limits, Scored, drift_warnings, least_kl, measure_drift
+from vexport.numerics.metrics import kl_divergence
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 TEXTS = ("4 7 + 3 8 = 5 8 0 .", "the tool of taruna is lever .", "the city of ruvek is osaka .")
@@ -96,3 +97,15 @@ def test_other_tokens_or_nan_have_no_drift(tmp_path: Path, prompts: Prompts) -> 
     nan = scored(tmp_path / "c", prompts, broken)
     assert measure_drift(one, nan, limits=Limits()) is None
     assert measure_drift(nan, one, limits=Limits()) is None
+
+
+def test_the_kl_of_what_two_servers_tell_is_a_lower_bound() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old, new = (torch.randn(200, 300, generator=generator).mul(3).log_softmax(-1) for _ in range(2))
+    exact = kl_divergence(old, new)
+    torch.testing.assert_close(least_kl(old, new), exact, atol=1e-5, rtol=1e-5)
+    told = [side.masked_fill(side < side.topk(20).values[:, -1:], torch.nan) for side in (old, new)]
+    for first, second in ((told[0], told[1]), (old, told[1]), (told[0], new[:, :299].log_softmax(-1))):
+        assert bool((least_kl(first, second) >= 0).all())
+    assert bool((least_kl(*told) <= exact + 1e-6).all())
+    assert float(least_kl(old, told[1]).mean()) > 0.1 * float(exact.mean())

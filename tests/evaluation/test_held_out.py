@@ -11,11 +11,11 @@ from torch.nn import functional
 
 from vexport.engine.prompts import Prompts
 from vexport.errors import CheckpointFailed
-from vexport.evaluation.drift import Scored
-from vexport.evaluation.held_out import ReadText, Rows, TextLimits, decide_on_text, judge_limit, mean_bounds
+from vexport.evaluation.drift import Limits, Scored
+from vexport.evaluation.held_out import ReadText, Rows, decide_on_text, judge_limit, mean_bounds
 from vexport.reports import render_verdict
 
-LIMITS = TextLimits(kl=0.1, nll=0.05, alpha=0.05)
+LIMITS = Limits(kl=0.1, nll=0.05, alpha=0.05)
 VOCABULARY, TOKENS, KL_TOKENS = 50, 40, 10
 
 

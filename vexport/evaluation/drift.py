@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from vexport.engine.prompts import Prompts
 from vexport.files import digest_bytes
 from vexport.numerics.metrics import kl_divergence
-from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT
+from vexport.scenario import DEFAULT_ALPHA, DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT
 from vexport.types import Drift, PromptDrift, TokenDrift
 
 WORST = 3
@@ -29,10 +29,13 @@ _ROUNDING = 1e-6
 
 
 class Limits(NamedTuple):
-    """Nats a token, beyond which a drift is a warning: of the mean KL, and of the rise of the mean NLL."""
+    """Nats a token: of the mean KL, and of the rise of the mean NLL. A drift beyond them is a warning; where
+    text decides, `alpha` is the risk of a wrong PASS and of a wrong FAIL.
+    """
 
     kl: float = DEFAULT_KL_LIMIT
     nll: float = DEFAULT_NLL_LIMIT
+    alpha: float = DEFAULT_ALPHA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from scipy import stats
 
 from vexport.errors import CheckpointFailed
-from vexport.evaluation.drift import Scored, mean_kls
+from vexport.evaluation.drift import Limits, Scored, mean_kls
 from vexport.evaluation.statistics import RESAMPLES, Interval, Scores, documents_to_settle
 from vexport.files import digest_bytes
 from vexport.types import Outcome, TextLimit, TextMeasure, TextVerdict, Verdict
@@ -41,17 +41,8 @@ class ReadText:
     file: Path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextLimits:
-    """In nats a token, with the risk of a wrong PASS and of a wrong FAIL."""
-
-    kl: float
-    nll: float
-    alpha: float
-
-
 def decide_on_text(
-    data: str, baseline: ReadText, candidate: ReadText, limits: TextLimits, *, device: str = ""
+    data: str, baseline: ReadText, candidate: ReadText, limits: Limits, *, device: str = ""
 ) -> Verdict:
     """Compare two models on the rows of `data`.
 

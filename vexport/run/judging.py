@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Limits, measure_drift
-from vexport.evaluation.held_out import TextLimits, decide_on_text
+from vexport.evaluation.held_out import decide_on_text
 from vexport.evaluation.verdict import decide
 from vexport.reports.sentences import outcome_line
 from vexport.run.directory import portable
@@ -67,7 +67,7 @@ def verdict_of(
     assert old is not None
     assert new is not None
     device = candidate.result.engine.device if candidate and candidate.result.engine else ""
-    limits = TextLimits(kl=settings.kl_limit, nll=settings.nll_limit, alpha=settings.alpha)
+    limits = Limits(kl=settings.kl_limit, nll=settings.nll_limit, alpha=settings.alpha)
     return decide_on_text(portable(settings.text), old, new, limits, device=device)
 
 
