@@ -5,6 +5,7 @@ A later call asks only what is not kept. Used in worker processes only.
 
 import hashlib
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from vllm import LLM, RequestOutput
 
+LOG = logging.getLogger(__name__)
 _PROGRESS_STEPS = 100
 # Of what an engine works on at once: few, and it idles at the end of each batch; many, and a killed
 # evaluation loses as many answers.
@@ -125,6 +127,7 @@ class AskedModel(ABC):
         keys = [self._key(number, question) for number, question in enumerate(questions)]
         asked = dict(zip(keys, questions, strict=True))
         left = sorted((key for key in asked if key not in self.kept), key=lambda key: -len(asked[key].prompt))
+        LOG.info("%d of %d answers are kept", len(keys) - len(left), len(keys))
         self.count(len(keys) - len(left))
         if left:
             self.ask({key: asked[key] for key in left})
