@@ -65,7 +65,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "abort":
             choice |= {"finish_reason": "abort", "text": text[:1]}
         elif fault == "slow":
-            time.sleep(1)
+            time.sleep(2)
         elif fault == "closed":
             self.close_connection = True
             return

@@ -23,47 +23,44 @@ def server() -> Iterator[AddingServer]:
         yield server
 
 
-def endpoint(server: AddingServer, *, retry: float = 10.0) -> Endpoint:
-    return Endpoint(url=server.url, model="adder", concurrency=8, request_timeout=0.5, retry_seconds=retry)
+def endpoint(server: AddingServer, *, retry: float = 30.0, timeout: float = 30.0) -> Endpoint:
+    return Endpoint(
+        url=server.url, model="adder", concurrency=8, request_timeout=timeout, retry_seconds=retry
+    )
 
 
-def ask(
-    server: AddingServer,
-    file: Path,
-    prompts: list[list[int]] = PROMPTS,
-    *,
-    retry: float = 10.0,
-    again: int = 0,
-) -> list[str]:
-    model = EndpointModel(Server(endpoint(server, retry=retry)), KeptAnswers(file), lambda *_: None)
+def ask(asked: Endpoint, file: Path, prompts: list[list[int]] = PROMPTS, *, again: int = 0) -> list[str]:
+    model = EndpointModel(Server(asked), KeptAnswers(file), lambda *_: None)
     model.expect([], len(prompts))
     for _ in range(again):
         model.ask_again()
     parameters: dict[str, Json] = {"max_tokens": 4, "stop": ["."], "temperature": 0}
-    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-    answers = model.generate(asked, [parameters] * len(asked), False, None)
+    questions = [{"prompt_token_ids": prompt} for prompt in prompts]
+    answers = model.generate(questions, [parameters] * len(prompts), False, None)
     return [answer.outputs[0].text for answer in answers]
 
 
 @pytest.mark.parametrize("fault", [429, 500, 503, "cut off", "abort", "slow", "closed"])
 def test_what_may_pass_is_asked_again(fault: Fault, server: AddingServer, tmp_path: Path) -> None:
     server.faults.extend([fault] * 3)
-    assert ask(server, tmp_path / "kept") == [str(sum(prompt)) for prompt in PROMPTS]
-    lost = [tuple(prompt) for prompt in server.answered]
-    assert len(lost) == len(set(lost)) == len(PROMPTS)
+    asked = endpoint(server, timeout=1 if fault == "slow" else 30)
+    assert ask(asked, tmp_path / "kept") == [str(sum(prompt)) for prompt in PROMPTS]
+    answered = [tuple(prompt) for prompt in server.answered]
+    assert len(set(answered)) == len(PROMPTS)
+    assert fault == "slow" or len(answered) == len(PROMPTS)
 
 
 def test_a_server_that_stays_away_costs_no_answer(server: AddingServer, tmp_path: Path) -> None:
     server.after = 50
     with pytest.raises(EnvironmentFault, match="HTTP 500.*only the rest is asked"):
-        ask(server, tmp_path / "kept", retry=1)
+        ask(endpoint(server, retry=1), tmp_path / "kept")
     assert len((tmp_path / "kept").read_text().splitlines()) == 50
     server.after = None
-    assert ask(server, tmp_path / "kept") == [str(sum(prompt)) for prompt in PROMPTS]
+    assert ask(endpoint(server), tmp_path / "kept") == [str(sum(prompt)) for prompt in PROMPTS]
     assert not [prompt for prompt in server.answered[50:] if prompt in server.answered[:50]]
     assert len({tuple(prompt) for prompt in server.answered}) == len(PROMPTS)
     asked = len(server.answered)
-    ask(server, tmp_path / "kept", PROMPTS[:10], again=1)
+    ask(endpoint(server), tmp_path / "kept", PROMPTS[:10], again=1)
     assert len(server.answered) == asked + 10
 
 
@@ -94,10 +91,10 @@ def test_the_key_is_sent_and_shown_to_nobody(
     monkeypatch.setenv(API_KEY, KEY)
     server.faults.extend([401] * 8)
     with pytest.raises(InputError, match=f"HTTP 401.*set {API_KEY}") as error:
-        ask(server, tmp_path / "kept")
+        ask(endpoint(server), tmp_path / "kept")
     assert server.headers[0] == f"Bearer {KEY}"
     assert KEY not in str(error.value)
-    ask(server, tmp_path / "kept")
+    ask(endpoint(server), tmp_path / "kept")
     assert KEY not in (tmp_path / "kept").read_text()
 
 
