@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from vexport.types import Json, OnProgress
@@ -35,20 +36,6 @@ class Question:
     prompt: Sequence[int]
     context: int = 0
     parameters: Parameters = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
-    """A generated text, under the name of vLLM's attribute."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    """The part of vLLM's RequestOutput that lm-eval reads."""
-
-    outputs: tuple[Text]
 
 
 class KeptAnswers:
@@ -111,11 +98,11 @@ class AskedModel(ABC):
         sampling_params: Sequence[Parameters],
         use_tqdm: bool,
         lora_request: None,
-    ) -> list[Generated]:
+    ) -> list[SimpleNamespace]:
         """Continue prompts, as `vllm.LLM` does."""
         pairs = zip(prompts, sampling_params, strict=True)
         answers = self.answers([Question(prompt=p["prompt_token_ids"], parameters=s) for p, s in pairs])
-        return [Generated(outputs=(Text(text=str(answer)),)) for answer in answers]
+        return [SimpleNamespace(outputs=[SimpleNamespace(text=str(answer))]) for answer in answers]
 
     def score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """The log-likelihood of each continuation after its context, and whether it is the likeliest."""
@@ -135,7 +122,12 @@ class AskedModel(ABC):
 
     def _key(self, number: int, question: Question) -> str:
         parameters = question.parameters
-        given = parameters if isinstance(parameters, dict) else vars_of(parameters)
+        names = getattr(parameters, "__struct_fields__", ())  # of vLLM's SamplingParams
+        given = (
+            parameters
+            if isinstance(parameters, dict)
+            else {name: getattr(parameters, name) for name in names}
+        )
         sampled = number if given.get("temperature") else None  # the same prompt may come again
         words = repr((self._round, list(question.prompt), question.context, sorted(given.items()), sampled))
         return hashlib.sha256(words.encode()).hexdigest()[:32]
@@ -147,12 +139,6 @@ class AskedModel(ABC):
     @abstractmethod
     def require_scores(self) -> None:
         """InputError unless log-probabilities of prompts can be had."""
-
-
-def vars_of(parameters: Parameters) -> dict[str, object]:
-    """The fields of vLLM's SamplingParams."""
-    names = getattr(parameters, "__struct_fields__", ())
-    return {name: getattr(parameters, name) for name in names}
 
 
 class EngineModel(AskedModel):
