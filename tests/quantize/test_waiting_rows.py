@@ -50,10 +50,10 @@ def test_text_that_does_not_fit_is_refused_with_how_many_samples_do(
     rules = [Rule(match="Linear", scheme="W4A16_CHANNEL", rounding="gptq")]
     _, plan = plan_headers(str(folder), rules, Settings(), silent)
     needed = waiting_bytes(plan.groups, ROWS * 32)
-    monkeypatch.setattr(settings, "most_waiting", lambda: needed // 2)
+    monkeypatch.setattr(settings, "most_waiting", lambda device: needed // 2)
     with pytest.raises(InputError, match=f"--samples {ROWS // 2}"):
-        require_room(plan.groups, ROWS * 32, ROWS)
-    require_room(plan.groups, ROWS * 16, ROWS // 2)
+        require_room(plan.groups, ROWS * 32, ROWS, "cpu")
+    require_room(plan.groups, ROWS * 16, ROWS // 2, "cpu")
 
 
 def test_a_rank_without_rows_walks_along(tmp_path: Path) -> None:

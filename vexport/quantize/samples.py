@@ -65,7 +65,7 @@ class PlanText:
         )
         if needs_rounding(plan):
             tokens = sum(len(ids) for ids in self.samples.token_ids)
-            require_room(plan.groups, tokens, len(self.samples.rows))
+            require_room(plan.groups, tokens, len(self.samples.rows), self._device)
 
     @property
     def digest(self) -> str:

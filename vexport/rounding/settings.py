@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from vexport.errors import InputError
 from vexport.formats.arguments import input_bits
 from vexport.formats.schemes import get_scheme
@@ -54,8 +56,10 @@ def weighs_tokens(groups: Iterable[FusionGroup]) -> bool:
     return any(strength_of(group).weighs_tokens for group in groups if group.rounding != "nearest")
 
 
-def most_waiting() -> int:
-    """The most bytes for rows that wait in a layer: half of this process's memory."""
+def most_waiting(device: str = "cpu") -> int:
+    """The most bytes for rows that wait in a layer: half of the GPU's, or else of this process's memory."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_properties(device).total_memory // 2
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # no such group, or one without a limit
         memory = min(memory, int(CGROUP_MEMORY.read_text(encoding="ascii")))
@@ -75,9 +79,9 @@ def waiting_bytes(groups: Iterable[FusionGroup], tokens: int) -> int:
     return tokens * (sum(columns.values()) + (3 if refits else 2) * widest) * WAITING_BYTES
 
 
-def require_room(groups: Iterable[FusionGroup], tokens: int, samples: int) -> None:
+def require_room(groups: Iterable[FusionGroup], tokens: int, samples: int, device: str) -> None:
     """InputError where so many samples of text that wait in a layer take more memory than there is."""
-    needed, most = waiting_bytes(groups, tokens), most_waiting()
+    needed, most = waiting_bytes(groups, tokens), most_waiting(device)
     if needed > most:
         fitting = samples * most // needed
         raise InputError(

@@ -1,0 +1,92 @@
+"""A device of torch next to the CPU, in Python: no numpy of its tensors, no product with the CPU's.
+
+As a program it quantizes: `second_device.py SOURCE OUT --device second ...`. Its arithmetic is the CPU's own:
+a path for GPUs runs where there is none and comes to the same codes.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+NAME = "second"
+COPIES = ("aten::copy_", "aten::_to_copy", "aten::_copy_from")
+
+
+class Second(torch.Tensor):
+    """A tensor there; `host` has its values."""
+
+    host: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "Second":
+        made: Second = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=torch.device(NAME, 0)
+        )
+        made.host = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return run(op, *args, **(kwargs or {}))
+
+    def tolist(self) -> Any:
+        """The values."""
+        return self.host.tolist()
+
+
+def run(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation on the values; RuntimeError where a tensor of the CPU is among them."""
+    name, here = op._schema.name, dict[int, Second]()
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, Second):
+            here[id(leaf.host)] = leaf
+        elif isinstance(leaf, torch.Tensor) and leaf.dim() and name not in COPIES:
+            raise RuntimeError(f"{name}: got tensors of {NAME} and of {leaf.device}, need one device")
+    own, keywords = pytree.tree_map(_down, (args, kwargs))
+    if name in ("aten::copy_", "aten::_copy_from"):
+        target, source = own[:2] if name == "aten::copy_" else own[1::-1]
+        target.copy_(source)
+        return args[0 if name == "aten::copy_" else 1]
+    if name == "aten::histc":  # the CPU's has no integers
+        own = (own[0].float(), *own[1:])
+    made = op(*own, **keywords)
+    if keywords.get("device") is not None and torch.device(kwargs["device"]).type == "cpu":
+        return made
+    return pytree.tree_map(lambda one: _up(one, here), made)
+
+
+def _up(value: object, here: dict[int, Second]) -> object:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return here[id(value)] if id(value) in here else Second(value)
+
+
+def _down(value: object) -> object:
+    if isinstance(value, Second):
+        return value.host
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def main() -> None:
+    """Register the device, and quantize."""
+    _setup_privateuseone_for_python_backend(NAME)
+    library: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+    library.fallback(run, "PrivateUse1")
+    make = torch.tensor
+
+    def tensor(*values: Any, device: str | None = None, **keywords: Any) -> torch.Tensor:
+        made = make(*values, **keywords)  # which has no way to a device in Python
+        return made if device is None else made.to(device)
+
+    setattr(torch, "tensor", tensor)  # noqa: B010
+    from vexport.cli.entry import cli
+
+    cli.main(["quantize", *sys.argv[1:], "--no-verify", "--quiet"], standalone_mode=False)
+
+
+if __name__ == "__main__":
+    main()

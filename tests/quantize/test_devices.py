@@ -1,0 +1,72 @@
+"""Calibration and rounding on another device than the CPU, and the rehearsal of what measures a GPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.architectures.families import save_family
+from tests.command import vexport
+from tests.models import write_calibration
+
+ROOT = Path(__file__).parent.parent.parent
+SECOND = Path(__file__).with_name("second_device.py")
+STAGES = {"device", "kernels", "pipeline", "decode", "vllm", "peer"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "scheme", "how"),
+    [("llama", "W4A16", "refit"), ("qwen3-moe", "NVFP4", "gptq")],
+)
+def test_codes_of_another_device_are_the_cpus(family: str, scheme: str, how: str, tmp_path: Path) -> None:
+    """Of the first layer's inputs, which both compute alike; from there on attention rounds otherwise."""
+    source, text = save_family(family, tmp_path / family), write_calibration(tmp_path / "text.jsonl")
+    # Smoothing sets `data` of parameters, which the second device cannot.
+    options = [
+        "--scheme",
+        scheme,
+        "--rounding",
+        how,
+        "--calibration",
+        text,
+        "--samples",
+        "4",
+        "--smoothing",
+        "0",
+    ]
+    words = [sys.executable, SECOND, source, tmp_path / "second", *options, "--device", "second"]
+    ran = subprocess.run(list(map(str, words)), cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert vexport("quantize", source, tmp_path / "cpu", *options, "--device", "cpu").code == 0
+    first = [f"model.layers.0.self_attn.{name}_proj.weight_packed" for name in "qkv"]
+    made, expected = (load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("second", "cpu"))
+    assert made.keys() == expected.keys()
+    for name in first:
+        equal = made[name].view(torch.uint8) == expected[name].view(torch.uint8)
+        assert equal.float().mean() >= 0.999
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")],
+        ),
+    ],
+)
+def test_every_stage_comes_to_its_end(device: str, tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "scripts" / "gpu", "--device", device, "--out", tmp_path]
+    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    rows = json.loads((tmp_path / "gpu.json").read_text())
+    assert {row["stage"] for row in rows} == STAGES
+    assert (tmp_path / "gpu.md").read_text() == ran.stdout
