@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from vexport.architectures.text_config import text_config
+from vexport.checkpoint.chat_template import FILE, chat_templates
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
@@ -73,7 +74,6 @@ ABOUT_THE_FILE = frozenset(
 # Keys that change a model's answers and have no other default than none.
 DECISIVE = ("logit_scale", "partial_rotary_factor", "rope_scaling", "sliding_window")
 PREPROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 
 def tensor_findings(
@@ -234,27 +234,24 @@ def _opened(path: Path) -> Mapping[str, Json]:
 
 
 def _template(root: Path, source: Path) -> Iterator[Finding]:
-    old, new = _chat_template(source), _chat_template(root)
-    where = root / TEMPLATES[0]
-    if old is not None and new is None:
+    old, new = _templates(source), _templates(root)
+    where = root / FILE
+    if old and not new:
         yield _finding("error", where, "the source's chat template", "none: vLLM refuses chats")
-    elif old is not None and old != new:
+    elif old and old != new:
         yield _finding("error", where, "the source's chat template", "another: chats become other prompts")
-    elif old is None and new is not None:
+    elif new and not old:
         yield _finding(
             "warning", where, "no chat template, as in the source", "one", "nothing, if it is meant"
         )
 
 
-def _chat_template(root: Path) -> Json:
-    """The template that transformers would use: a separate file wins."""
-    if (root / TEMPLATES[0]).is_file():
-        return (root / TEMPLATES[0]).read_text(encoding="utf-8").rstrip("\n")
-    for name in (TEMPLATES[1], "tokenizer_config.json"):
-        template = _object(root / name).get("chat_template")
-        if template is not None:
-            return template.rstrip("\n") if isinstance(template, str) else template
-    return None
+def _templates(root: Path) -> Mapping[str, str]:
+    """The texts of the chat templates that transformers would use, by name; empty where none can be read."""
+    try:
+        return {name: text.rstrip("\n") for name, text in chat_templates(root).items()}
+    except InputError:
+        return {}
 
 
 def _keys(
