@@ -35,6 +35,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
             "tp sm cards vllm dry static strict speculative mode vllm_python max_model_len "
             "max_num_seqs gpu_memory_utilization dtype engine_args timeout trust_remote_code",
         ),
+        ("Servers", "tokenizer model baseline_model concurrency request_timeout retry_seconds"),
         (OTHERS, ""),
         (
             "Output",

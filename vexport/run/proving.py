@@ -14,6 +14,7 @@ from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.engine.prompts import CONTINUED
 from vexport.errors import VexportError
 from vexport.evaluation.drift import drift_warnings
+from vexport.evaluation.endpoint import require_address
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.run.directory import Digests, data_digest, path_digest, value_digest
 from vexport.run.endpoints import ask_endpoint, tokenizer_of
@@ -56,6 +57,8 @@ def _settle_questions(run: Run) -> LmEvalSettings:
     settings = run.scenario.evaluate
     if settings is None or not settings.tasks:
         return PLAIN
+    for url in filter(None, (settings.endpoint, settings.baseline_endpoint)):
+        require_address(url)
     if not (run.folder / SESSION.format(CANDIDATE)).is_file():
         fetch_tasks(settings, run.options)
     return lm_eval_settings(settings, {BASELINE: run.baseline, "source": run.index.root})
