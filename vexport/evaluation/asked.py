@@ -5,7 +5,6 @@ A later call asks only what is not kept. Used in worker processes only.
 
 import hashlib
 import json
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
     from vllm import LLM, RequestOutput
 
-LOG = logging.getLogger(__name__)
 _PROGRESS_STEPS = 100
 # Of what an engine works on at once: few, and it idles at the end of each batch; many, and a killed
 # evaluation loses as many answers.
@@ -114,7 +112,7 @@ class AskedModel(ABC):
         keys = [self._key(number, question) for number, question in enumerate(questions)]
         asked = dict(zip(keys, questions, strict=True))
         left = sorted((key for key in asked if key not in self.kept), key=lambda key: -len(asked[key].prompt))
-        LOG.info("%d of %d answers are kept", len(keys) - len(left), len(keys))
+        print(f"{len(keys) - len(left)} of {len(keys)} answers are kept", flush=True)  # into the worker's log
         self.count(len(keys) - len(left))
         if left:
             self.ask({key: asked[key] for key in left})
