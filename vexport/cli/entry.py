@@ -129,7 +129,8 @@ def _problem(error: BaseException) -> VexportError:
 
 def _say(messages: Sequence[str], code: int) -> int:
     """Each message as one line on stderr: bounded, and with nothing in it that a terminal would obey."""
-    _trace()
+    if "--debug" in sys.argv:
+        traceback.print_exc()
     colour = wants_colour(sys.stderr)
     label = click.style("error:", fg="red", bold=True) if colour else "error:"
     for message in messages[:MAX_LINES]:
@@ -137,11 +138,6 @@ def _say(messages: Sequence[str], code: int) -> int:
     if len(messages) > MAX_LINES:
         click.echo(f"{label} {len(messages) - MAX_LINES:,} more problems like these", err=True, color=colour)
     return code
-
-
-def _trace() -> None:
-    if "--debug" in sys.argv:
-        traceback.print_exc()
 
 
 @click.group(

@@ -127,7 +127,9 @@ def _plan_rules(
         index, plan = plan_headers(name, rules, planning, on_progress)
         if text is not None and not plan.refusals:
             _note_time(index, plan, text, on_progress)
-    _print(source, plan, _quantize_command(source, plan), answer)
+    out = "-".join((Path(source).resolve().name, *(plan.schemes or ("KV",))))
+    options = given_values("revision", *PLAN_OPTIONS, *CALIBRATION_OPTIONS)
+    _print(source, plan, shlex.join(["vexport", "quantize", source, out, *options]), answer)
 
 
 def _note_time(index: "SourceIndex", plan: Plan, text: "Calibration", on_progress: OnProgress) -> None:
@@ -171,11 +173,3 @@ def _print(source: str, plan: Plan, then: str, answer: Answer, scenario: "Scenar
     evaluate = scenario.evaluate if scenario else None
     print_text(render_plan(plan, answer.format_, then, evaluate))
     require_plan(source, plan)
-
-
-def _quantize_command(source: str, plan: Plan) -> str:
-    """The command that does what was planned, into a folder named after source and scheme."""
-    out = "-".join((Path(source).resolve().name, *(plan.schemes or ("KV",))))
-    return shlex.join(
-        ["vexport", "quantize", source, out, *given_values("revision", *PLAN_OPTIONS, *CALIBRATION_OPTIONS)]
-    )

@@ -139,6 +139,11 @@ def matches(pattern: str, name: str) -> bool:
 
 def require_matching_rules(rules: Sequence["Rule"], names: Mapping[str, Place]) -> None:
     """InputErrors for the rules that match no layer at all."""
+    bound = [
+        rule
+        for rule in rules
+        if not rule.of_recipe and (rule.scheme != KEEP or MAY_BE_ABSENT.match(rule.match) is None)
+    ]
     raise_all(
         [
             InputError(
@@ -147,11 +152,7 @@ def require_matching_rules(rules: Sequence["Rule"], names: Mapping[str, Place]) 
                 need="the name of a linear layer, the end of one, `re:...` or Linear",
                 fix="correct the pattern or remove the rule",
             )
-            for rule in rules
-            if not _may_match_nothing(rule) and not any(matches(rule.match, name) for name in names)
+            for rule in bound
+            if not any(matches(rule.match, name) for name in names)
         ]
     )
-
-
-def _may_match_nothing(rule: "Rule") -> bool:
-    return rule.of_recipe or rule.scheme == KEEP and MAY_BE_ABSENT.match(rule.match) is not None

@@ -58,11 +58,17 @@ def repair_checkpoint(
             view = CheckpointView(read_index(checkpoint), reader)
             if (method := other_method(view)) is not None:
                 return _report(checkpoint, out, repairs, [_unknown(view, method)])
-            families = _families()
+            families = CONFIG_ONLY
+            if is_installed("torch"):
+                from vexport.repair.families import FAMILIES
+
+                families = FAMILIES
             for number, family in enumerate(families):
                 on_progress("repair (families)", number, len(families))
-                view, family_repairs = _repaired(view, family(view, origin), origin)
-                repairs += family_repairs
+                changes = family(view, origin)
+                if changes.repairs:
+                    before, view = view, apply(view, changes)
+                    repairs += tuple(_priced(repair, before, view, origin) for repair in changes.repairs)
             on_progress("repair (families)", len(families), len(families))
             findings = list(findings_on(view))
             if origin is not None and smoothing and repairs:
@@ -83,14 +89,6 @@ def repair_checkpoint(
 def _unknown(view: CheckpointView, method: str) -> Finding:
     expected, fix = f"compressed-tensors, or one of {', '.join(METHODS)}", "quantize from the source"
     return error(NAME, view.quantization_place, expected=expected, got=repr(method), fix=fix)
-
-
-def _families() -> Sequence[Family]:
-    if not is_installed("torch"):
-        return CONFIG_ONLY
-    from vexport.repair.families import FAMILIES
-
-    return FAMILIES
 
 
 def _smoothing(checkpoint: Path, source: Path | None) -> Mapping[str, Smoothing]:
@@ -123,17 +121,8 @@ def _report(
     )
 
 
-def _repaired(
-    view: CheckpointView, changes: Changes, source: "Source | None"
-) -> tuple[CheckpointView, tuple[Repair, ...]]:
-    """The checkpoint with the changes, and the repairs with what they cost the weights."""
-    if not changes.repairs:
-        return view, ()
-    after = apply(view, changes)
-    return after, tuple(_priced(repair, view, after, source) for repair in changes.repairs)
-
-
 def _priced(repair: Repair, before: CheckpointView, after: CheckpointView, source: "Source | None") -> Repair:
+    """The repair with its cost for the weight of its layer."""
     if repair.layer is None:
         return repair
     from vexport.repair.families import weight_change

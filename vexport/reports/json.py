@@ -51,26 +51,27 @@ def schemas() -> Mapping[str, str]:
     """File name to text of every schema."""
     from vexport.repair.changes import RepairReport
 
-    return {
-        "report.schema.json": _titled("vexport report", json_schema(Report)),
-        "check.schema.json": _titled("vexport check --format json", json_schema(list[CheckReport])),
-        "plan.schema.json": _titled("vexport plan --format json", json_schema(Plan)),
-        "plan-schemes.schema.json": _titled("vexport plan SOURCE --format json", json_schema(SchemeTable)),
-        "quantize.schema.json": _titled("vexport quantize --format json", json_schema(Quantized)),
-        "load.schema.json": _titled("vexport load --format json", json_schema(list[LoadReport])),
-        "compare.schema.json": _titled("vexport compare --format json", json_schema(list[ComparedRun])),
-        "verdict.schema.json": _titled("vexport eval and verdict --format json", json_schema(Verdict)),
-        "repair.schema.json": _titled("vexport repair --format json", json_schema(RepairReport)),
-        "dry-load.schema.json": _titled("vexport load --dry --format json", json_schema(list[DryLoadReport])),
+    kinds: Mapping[str, tuple[str, str]] = {
+        "report": ("vexport report", json_schema(Report)),
+        "check": ("vexport check --format json", json_schema(list[CheckReport])),
+        "plan": ("vexport plan --format json", json_schema(Plan)),
+        "plan-schemes": ("vexport plan SOURCE --format json", json_schema(SchemeTable)),
+        "quantize": ("vexport quantize --format json", json_schema(Quantized)),
+        "load": ("vexport load --format json", json_schema(list[LoadReport])),
+        "compare": ("vexport compare --format json", json_schema(list[ComparedRun])),
+        "verdict": ("vexport eval and verdict --format json", json_schema(Verdict)),
+        "repair": ("vexport repair --format json", json_schema(RepairReport)),
+        "dry-load": ("vexport load --dry --format json", json_schema(list[DryLoadReport])),
     }
+    texts = {}
+    for name, (title, text) in kinds.items():
+        schema: dict[str, Json] = json.loads(text)
+        whole = {**schema, "$schema": _DIALECT, "title": title}
+        texts[f"{name}.schema.json"] = json.dumps(whole, indent=2, sort_keys=True) + "\n"
+    return texts
 
 
 def write_schemas(folder: Path = FOLDER) -> None:
     """Write every schema into `folder`."""
     for name, text in schemas().items():
         write_text(folder / name, text)
-
-
-def _titled(title: str, text: str) -> str:
-    schema: dict[str, Json] = json.loads(text)
-    return json.dumps({**schema, "$schema": _DIALECT, "title": title}, indent=2, sort_keys=True) + "\n"

@@ -111,16 +111,11 @@ def sensitivity_sections(report: Report) -> tuple[doc.Part, ...]:
 
 
 def _sensitivity(sensitivity: Sensitivity, mixed: MixedScheme | None) -> doc.Section:
+    """Every group under every scheme, the most sensitive first, at most MAX_LAYERS."""
     lead = (
         "What each group of layers costs when it alone is quantized: KL against the source in nats per "
         f"token, on {count(sensitivity.tokens)} tokens of {count(sensitivity.samples)} samples."
     )
-    content = (_losses(sensitivity, mixed),)
-    return doc.Section("Sensitivity", content, anchor="sensitivity", lead=lead, forms=PAGE)
-
-
-def _losses(sensitivity: Sensitivity, mixed: MixedScheme | None) -> doc.Table:
-    """Every group under every scheme, the most sensitive first, at most MAX_LAYERS."""
     chosen = {choice.name: choice.scheme for choice in mixed.choices} if mixed else {}
     groups = sorted(
         sensitivity.groups, key=lambda group: -max((each.loss for each in group.schemes), default=0.0)
@@ -136,7 +131,8 @@ def _losses(sensitivity: Sensitivity, mixed: MixedScheme | None) -> doc.Table:
         for loss in group.schemes
     ]
     header = columns("Group", "Scheme", ">Size", ">KL")
-    return doc.Table(header, tuple(rows[:MAX_LAYERS]), stack=False)
+    content = (doc.Table(header, tuple(rows[:MAX_LAYERS]), stack=False),)
+    return doc.Section("Sensitivity", content, anchor="sensitivity", lead=lead, forms=PAGE)
 
 
 def _mixed(mixed: MixedScheme) -> doc.Section:

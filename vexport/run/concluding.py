@@ -4,7 +4,6 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,7 +37,6 @@ from vexport.types import (
     LoadReport,
     Outcome,
     Report,
-    TensorInfo,
     Verdict,
 )
 from vexport.types.calibration import expert_coverage
@@ -182,11 +180,15 @@ def source_name(source: str, root: Path) -> str:
 
 def size_by_kind(source: SourceIndex, written: SourceIndex) -> tuple[KindSize, ...]:
     """The largest of the source first; all kinds together have all bytes of both."""
-    before, after = _bytes_by_kind(source.tensors), _bytes_by_kind(written.tensors)
+    before, after = Counter[str](), Counter[str]()
+    for index, sizes_by_kind in ((source, before), (written, after)):
+        for name, tensor in index.tensors.items():
+            sizes_by_kind[tensor_kind(name)] += tensor.num_bytes
     sizes: dict[str, tuple[int, int]] = {}
     for kind in before | after:
         pair = (before[kind], after[kind])
-        shown = _is_large(pair[0], source.num_bytes) or _is_large(pair[1], written.num_bytes)
+        wholes = source.num_bytes, written.num_bytes
+        shown = any(part >= _LEAST_SHARE * max(1, whole) for part, whole in zip(pair, wholes, strict=True))
         name = kind if shown else OTHERS
         old = sizes.get(name, (0, 0))
         sizes[name] = (old[0] + pair[0], old[1] + pair[1])
@@ -204,14 +206,3 @@ def tensor_kind(name: str) -> str:
     inner = modules[numbers[0] + 1 :] if numbers else modules[-1:]
     kind = inner[0] if inner else last
     return "norm" if "norm" in kind else kind
-
-
-def _bytes_by_kind(tensors: Mapping[str, TensorInfo]) -> Counter[str]:
-    sizes: Counter[str] = Counter()
-    for name, tensor in tensors.items():
-        sizes[tensor_kind(name)] += tensor.num_bytes
-    return sizes
-
-
-def _is_large(part: int, whole: int) -> bool:
-    return part >= _LEAST_SHARE * max(1, whole)

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,6 +37,16 @@ _OTHER_NAMES = {
 }
 
 
+_SECTIONS: Mapping[str, type[BaseModel]] = {
+    "rules": Rule,
+    "calibration": Calibration,
+    "auto": Auto,
+    "sensitivity": Sensitivity,
+    "serve": Serve,
+    "evaluate": Evaluate,
+}
+
+
 @contextmanager
 def problems_at(where: str) -> Iterator[None]:
     """Raise what pydantic finds inside the block as InputErrors, each at its key in `where`."""
@@ -61,7 +71,8 @@ def _problem(file: str, detail: ErrorDetails) -> InputError:
     key_path = clip(".".join(str(part) for part in detail["loc"]), MOST_CHARACTERS)
     where = f"{file}: {key_path}" if key_path else file
     if detail["type"] == "extra_forbidden":
-        key, known = clip(str(detail["loc"][-1]), 100), _known_keys(detail["loc"][:-1])
+        section = next((_SECTIONS[str(part)] for part in detail["loc"][:-1] if part in _SECTIONS), Scenario)
+        key, known = clip(str(detail["loc"][-1]), 100), list(section.model_fields)
         need = f"one of {', '.join(known)}"
         return InputError(where, got=f"the unknown key {key!r}", need=need, fix=_where_to(key, known))
     if detail["type"] == "missing":
@@ -74,31 +85,13 @@ def _problem(file: str, detail: ErrorDetails) -> InputError:
     return InputError(where, got=got, need=message, fix=fix)
 
 
-def _sections() -> dict[str, type[BaseModel]]:
-    return {
-        "rules": Rule,
-        "calibration": Calibration,
-        "auto": Auto,
-        "sensitivity": Sensitivity,
-        "serve": Serve,
-        "evaluate": Evaluate,
-    }
-
-
-def _known_keys(location: Sequence[int | str]) -> list[str]:
-    models = _sections()
-    section = next((str(part) for part in location if part in models), None)
-    model = models[section] if section else Scenario
-    return list(model.model_fields)
-
-
 def _where_to(key: str, known: Sequence[str]) -> str:
     """Return what to do about an unknown key: where it belongs, or what it may have been meant to be."""
     if instead := instead_of(key):
         return f"remove it: {instead}"
     if key in _OTHER_NAMES:
         return f"write {_OTHER_NAMES[key]}"
-    if homes := [name for name, model in _sections().items() if key in model.model_fields]:
+    if homes := [name for name, model in _SECTIONS.items() if key in model.model_fields]:
         return f"move it to {' or '.join(homes)}"
     if key in GENERATION_KEYS:
         return f"move it to evaluate.gen_kwargs: {{{key}: ...}}"
