@@ -1,15 +1,9 @@
 """A walk up through a model's layers and back, with the gradients of its own answers.
 
-Gradients are those of the log-probability of tokens that are drawn from the model's own answer: their second
-moments are the Fisher information, by which a small error of an input moves the KL divergence. What enters
-each layer is kept on the way up; on the way back the layer runs once more, and the gradient behind it becomes
-the one in front of it.
-
-They show how much a token counts, by its place in the text. Most attention rests on the first token: an error
-of its key or value changes every answer, hundreds of times as much as that of any later one; behind attention
-it counts for little. GPTQ takes all tokens for equal. Here each is weighed by the square of the gradient
-behind the layer (GuidedQuant, arXiv 2505.07004), averaged over places in the text: a few rows show it. The
-root of the mean left less of the KL divergence than the mean (docs/rounding.md).
+Gradients are those of the log-probability of tokens drawn from the model's own answer: their second moments
+are the Fisher information, by which a small error of an input moves the KL divergence. By them each token is
+weighed (GuidedQuant, arXiv 2505.07004): most attention rests on the first, whose errors change every answer.
+The root of the mean square, averaged over places in the text, left less KL than the mean (docs/rounding.md).
 """
 
 import logging

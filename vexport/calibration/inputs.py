@@ -1,9 +1,9 @@
 """The inputs of fusion groups while a model runs.
 
-Linear modules show it to a hook. Experts that a model holds as three-dimensional parameters run in a few
-grouped products: seen is what enters their module, and what enters each expert's layers is computed from it.
-Gate and up of all experts take the same tokens, all of the text's. An expert's down projection has its own,
-of what it makes of tokens. A new kind of experts is one class like `Arithmetic` and one entry in KINDS.
+Linear modules show theirs to a hook. Of experts held as three-dimensional parameters the input of their
+module is seen, and those of each expert's layers are computed from it: gate and up take all tokens of the
+text, an expert's down projection its own. A new kind of experts is one class like `Arithmetic` and one entry
+in KINDS.
 """
 
 import inspect

@@ -1,11 +1,8 @@
 """Observers attached to modules: calibrate any torch.nn.Module and read its quantization parameters.
 
-A module says how it is quantized by its attribute `quantization_scheme`: compressed-tensors'
-`QuantizationScheme` or vexport's `SchemeArgs`. `initialize_observer` attaches `{base_name}_observer`, hooks
-or `observe` show it values, `update_qparams` writes `{base_name}_scale`, `_zero_point` and `_global_scale`.
-Names and meaning are llm-compressor's (modifiers/quantization/calibration.py). This layer computes nothing:
-formulas and statistics are those of `vexport.observers`. compressed-tensors, which takes seconds to import,
-is asked where a module may be offloaded.
+A module's `quantization_scheme` is compressed-tensors' `QuantizationScheme` or vexport's `SchemeArgs`. Names
+and meaning are llm-compressor's (modifiers/quantization/calibration.py), formulas those of
+`vexport.observers`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -79,11 +76,9 @@ def observe(module: Modules, base_name: str, value: torch.Tensor | None = None) 
 def update_qparams(module: Modules, base_name: str | Iterable[str], only_update_onload: bool = False) -> None:
     """Write what the observers found to the modules: `{base_name}_scale`, `_zero_point`, `_global_scale`.
 
-    Parameters that exist keep their dtype and shape, others are registered: scale and global scale
-    float32, zero point int32. Dynamic "local" writes the global scale alone. For offloaded modules
-    (compressed-tensors) `only_update_onload` leaves the offloaded copy as it is. Modules without such an
-    observer are passed over; CheckpointFailed names those whose observer saw nothing, or values that are not
-    finite.
+    Parameters that exist keep their dtype and shape, others are registered: scales float32, zero point int32.
+    Dynamic "local" writes the global scale alone; `only_update_onload` leaves offloaded copies as they are.
+    CheckpointFailed names modules whose observer saw nothing, or values that are not finite.
     """
     base_names = [base_name] if isinstance(base_name, str) else list(base_name)
     for one in _each(module):

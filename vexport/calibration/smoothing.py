@@ -1,14 +1,10 @@
 """Channels of a model scaled without changing its function, so that rounded inputs lose less.
 
-An input that is rounded loses what is small next to the largest values of its block or token. Where a norm,
-or a linear layer with nothing but products behind it, makes that input, its channels can be scaled there and
-back in the weights that read it, as SmoothQuant does (arXiv 2211.10438): by a_j^s / g_j^(1 - s), with the
-root mean squares of channel j and of its gradient, and the strength s. (The paper takes the largest
-magnitudes of inputs and of weights, which leaves more of the KL divergence: docs/rounding.md.) With s = 1/2
-the errors of a block that has one step for all its channels weigh least.
-
-Scales are powers of two, so that a folded layer computes the same bits; each fold is tried on a row of text
-and kept where it does.
+Where a norm, or a linear layer with nothing but products behind it, makes an input, its channels can be
+scaled there and back in the weights that read it, as SmoothQuant does (arXiv 2211.10438): by a_j^s / g_j^(1 -
+s), with the root mean squares of channel j and of its gradient, and the strength s. (The paper's largest
+magnitudes leave more KL: docs/rounding.md.) Scales are powers of two, so that a folded layer computes the
+same bits; each fold is tried on a row of text and kept where it does.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -23,7 +23,7 @@ from vexport.calibration.walk import Layer, LayerWalk, is_finite
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
 from vexport.formats.schemes import get_scheme
-from vexport.numerics.ranks import add_up, all_reduce, gather, process_group, rank_and_size
+from vexport.numerics.ranks import add_up, process_group, rank_and_size
 from vexport.observers import (
     Importance,
     MemorylessMinMaxObserver,
@@ -118,8 +118,7 @@ class Statistics:
         for observer in self.inputs.values():
             observer.sync_activation_stats()
         for gathered in self.importance.values():
-            all_reduce(gathered.total)
-            gathered.tokens = sum(gather(gathered.tokens))
+            gathered.all_reduce()
         add_up(self.routed)
 
     def ranges(self) -> dict[str, InputRange]:
@@ -188,14 +187,11 @@ def calibrate(
     smoothing: Mapping[str, Smoothing] | None = None,
     token_weights: TokenWeights | None = None,
 ) -> Calibration:
-    """Run the samples through the source and record what static scales, importance and the KV cache need.
+    """Run the samples through the smoothed source and record ranges, importance and those of the KV cache.
 
-    With `all_experts` the statistics of every expert see all tokens, else those routed to it; what the model
-    computes is the same. The source is read as smoothed. Under torchrun, or in a process group, the samples
-    are dealt to the ranks and every rank ends with the statistics of all.
-
-    Raises CheckpointFailed where an activation is not finite or a layer saw no token, InputError for a model
-    that cannot run layer by layer.
+    With `all_experts` the statistics of every expert see all tokens, else those routed to it. Ranks deal the
+    samples and end with the statistics of all. Raises CheckpointFailed where an activation is not finite or a
+    layer saw no token, InputError for a model that cannot run layer by layer.
     """
     seen, cached = Statistics.needed_by(plan, all_experts=all_experts), dict[str, KeyValueRanges]()
     if seen.inputs or seen.importance or plan.kv_cache:

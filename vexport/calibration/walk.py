@@ -86,12 +86,10 @@ class LayerWalk:
     """The model of a checkpoint, built once, for samples of text on their way through its layers.
 
     `text` runs what is in front of the decoder layers; `forward` and `backward` load one layer after the
-    other, for whoever runs the samples through it, in as many streams of hidden states as are kept; `logits`
-    runs what is behind them. Samples run one by one: in bf16 a batched product rounds differently, and a
-    moving average takes one step per forward.
-
-    Layers run on the torch device `device`; what waits for its turn is in main memory, and on disk from a
-    size on. Raises InputError for an unusable device and a model that transformers cannot build.
+    other, for any number of streams of hidden states; `logits` runs what is behind them. Samples run one by
+    one: in bf16 a batched product rounds differently, and a moving average takes one step per forward. Layers
+    run on `device`, hidden states wait in main memory, beyond a size on disk. Raises InputError for an
+    unusable device and a model that transformers cannot build.
     """
 
     def __init__(self, index: SourceIndex, *, trust_remote_code: bool = False, device: str = "cpu") -> None:

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from vexport.numerics.ranks import all_reduce, gather
+from vexport.numerics.ranks import gather
 from vexport.observers.flatten import WEIGHT, flatten_for_calibration
 from vexport.observers.mse import MemorylessMSEObserver
 from vexport.observers.search import Search, search_of
@@ -44,6 +44,11 @@ class Importance:
         dims = tuple(range(inputs.ndim - 1))
         self.total = self.total.to(inputs.device) + squares.sum(dims, dtype=self.total.dtype)
         self.tokens += inputs.numel() // inputs.shape[-1] if inputs.numel() else 0
+
+    def all_reduce(self) -> None:
+        """Add up what all ranks have gathered, on whatever devices; all call."""
+        self.total = torch.stack(gather(self.total.cpu())).sum(0).to(self.total.device)
+        self.tokens = sum(gather(self.tokens))
 
     def mean(self) -> torch.Tensor:
         """Mean of x squared, float32, shape (in_features,)."""
@@ -130,8 +135,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         """Sum what was gathered over all ranks."""
         super().reduce_over_ranks()
         if self.gathered is not None:
-            all_reduce(self.gathered.total)
-            self.gathered.tokens = sum(gather(self.gathered.tokens))
+            self.gathered.all_reduce()
 
     def _problem(self, channels: int) -> str | None:
         if self.base_name != WEIGHT:

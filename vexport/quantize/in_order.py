@@ -1,8 +1,7 @@
 """The groups of a decoder layer rounded one after another, in the order in which text comes to them.
 
-Rows of text wait in the layer until what they reach is rounded: the forward of each runs in a greenlet, which
-gives control back in front of a module whose weights are not rounded yet. All rows run in one thread, one at
-a time.
+Rows of text wait in front of a module until its weights are rounded: the forward of each runs in a greenlet,
+all in one thread, one at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -108,9 +107,8 @@ Rows = WaitingRows | NotedRows
 class InOrder:
     """Groups of one layer, and the inputs of those that text decides about.
 
-    All rows wait in front of a module whose weights are not rounded yet. What they bring decides static
-    scales of inputs and importance, then the weights; then they go on through the rounded module. `text` is
-    how many tokens all rows have.
+    Rows that wait in front of a module decide static scales and importance, then its weights, and go on
+    through it as rounded. `text` is the number of tokens of all rows.
     """
 
     def __init__(

@@ -85,12 +85,10 @@ def round_weights(
 ) -> tuple[Stored, RoundingReport]:
     """The bytes that replace the weights, by tensor name, read as they are asked for; how they were rounded.
 
-    Finished layers lie in `folder`: a call that was broken off is continued by the next one. Torchrun's ranks
-    call it together; each runs its own rows, all see the `folder`, and the first one writes there. With
-    `all_experts` static scales of experts are those of all tokens, else of those routed to them.
-
-    Raises CheckpointFailed where a hidden state is not finite or a static scale's input saw no token,
-    InputError for a model that cannot run layer by layer and a weight that is not finite.
+    Finished layers lie in `folder`, which all ranks see and the first writes: the next call goes on there.
+    With `all_experts` static scales of experts are those of all tokens, else of those routed to them. Raises
+    CheckpointFailed where a hidden state is not finite or a static scale's input saw no token, InputError for
+    a model that cannot run layer by layer and a weight that is not finite.
     """
     told = folder / REPORT
     if not on_first(told.is_file):

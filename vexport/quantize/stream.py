@@ -80,10 +80,9 @@ def write_shards(
 ) -> None:
     """Write some files of weights of a quantized checkpoint into `folder`, and how far each is written.
 
-    `folder` is empty or holds what a call that was broken off left there, with the same arguments: it is
-    continued. `finished` has the bytes of tensors that are rounded already. `on_progress` counts the bytes
-    handed to the writer. Raises InputError where a scheme needs a calibration and there is none, or where a
-    weight is not finite.
+    `folder` is empty or was left by an equal call that was broken off, which is continued. `finished` has the
+    bytes of rounded tensors; `on_progress` counts those handed to the writer. Raises InputError where a
+    scheme needs a calibration and there is none, or where a weight is not finite.
     """
     if calibration is None and (need := calibration_need(plan)):
         raise need.missing()

@@ -102,10 +102,9 @@ def _blocks(matrix: torch.Tensor) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def exact_products(dtype: torch.dtype) -> Iterator[None]:
-    """Within the block float32 matrices that hold 16-bit values are multiplied by units for those: the CPU's
-    for bf16, a GPU's for TF32, whose mantissa has the ten bits of float16.
+    """Within the block float32 products of 16-bit values run on units for them: bf16 of a CPU, TF32 of a GPU.
 
-    Products of two such numbers are exact in float32, in which they are added up: only the order of the sum
+    Two such numbers have an exact product in float32, in which they are added up: only the order of the sum
     differs (1e-6 of the result).
     """
     cpu: SimpleNamespace = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # in no stub

@@ -115,9 +115,8 @@ def _sensitivity(group: LayerGroup, losses: Mapping[str, float]) -> GroupSensiti
 class Trial:
     """A layer group in one scheme, in the model that `walk` fills.
 
-    Nothing in front of it is quantized: a refit has no errors of earlier layers to correct and comes to GPTQ
-    for inputs that the trial's own scheme rounds, which is what is done. InputError where the text model has
-    none of its weights.
+    Nothing in front of it is quantized, so that a refit has nothing to correct and comes to GPTQ. InputError
+    where the text model has none of its weights.
     """
 
     def __init__(self, model: QuantizedModel, walk: LayerWalk, group: LayerGroup, option: Option) -> None:
