@@ -1,12 +1,10 @@
 """One model over two ranks: vLLM's CPU build cuts the layers as a GPU's does, in two processes."""
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
 
-from tests.cli.striking import CODES, RESUME, strike
 from tests.command import vexport
 from tests.engine.fixtures import quantize_model
 
@@ -23,10 +21,3 @@ def test_two_ranks_answer_as_the_reference(tiny_llama: Path, tmp_path: Path) -> 
     assert (report["tp"], report["engine"]["settings"]["tensor_parallel_size"]) == (2, "2")
     assert report["logprobs"]["mean_kl"] < 0.003
     assert len(report["engine"]["kernels"]) == 4
-
-
-def test_an_end_from_outside_leaves_no_rank(tiny_llama: Path, tmp_path: Path) -> None:
-    number = signal.SIGTERM
-    until = f"load {tiny_llama.name}: canaries ..."
-    struck = strike(("load", tiny_llama, *RANKS), number, 0.02, folder=tmp_path, until=until)
-    assert (struck.code, struck.errors, struck.left) == (CODES[number], [RESUME], []), struck
