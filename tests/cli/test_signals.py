@@ -70,11 +70,7 @@ def test_what_hears_nothing_ends_all_the_same() -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize(
-    "arguments",
-    [("load", "--dry", MODEL), EVAL],
-    ids=["dry", "eval"],
-)
+@pytest.mark.parametrize("arguments", [("load", "--dry", MODEL), EVAL], ids=["dry", "eval"])
 def test_a_signal_while_vllm_is_imported(
     arguments: Sequence[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,10 +52,7 @@ def test_a_download_that_is_cut_off_goes_on_where_it_was(machine: Machine, hub: 
     assert ran.code == 0, ran.stderr
     assert (Path(ran.stdout.strip()) / "model.safetensors").stat().st_size == size
     parts = [one for one in hub.requests if one.path.endswith("/model.safetensors") and one.sent]
-    assert [(one.range, one.sent) for one in parts] == [
-        (None, 15_000_000),
-        (f"bytes={chunk}-", size - chunk),
-    ]
+    assert [(one.range, one.sent) for one in parts] == [(None, 15_000_000), (f"bytes={chunk}-", size - chunk)]
 
 
 @pytest.mark.parametrize(

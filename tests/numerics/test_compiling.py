@@ -36,11 +36,7 @@ def test_compiling_is_announced_once(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             cwd=tmp_path,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(package.parent),
-                "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
-            },
+            env={**os.environ, "PYTHONPATH": str(package.parent), "NUMBA_CACHE_DIR": str(tmp_path / "cache")},
         )
         said.append([line for line in ran.stderr.splitlines() if line.startswith(LINE)])
     assert said[0][0] == f"{LINE} ..."

@@ -107,11 +107,7 @@ def write(out: Path, text: str, *, input_digest: str = "x", stop: bool = False) 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, SystemExit, OSError])
 def test_broken_off_at_the_last_steps_the_old_or_the_new_is_there(
-    step: int,
-    moment: str,
-    fault: type[BaseException],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    step: int, moment: str, fault: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, rename, steps = tmp_path / "out", Path.rename, []
     write(out, "old")

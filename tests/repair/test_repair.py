@@ -69,11 +69,7 @@ WITHOUT_LOSS = [
     ("W8A8", config(quant_method=None), "config"),
     ("W4A16", weights(no_such_key=1), "config"),
     ("W8A8", inputs(zero=1), "config"),
-    (
-        "FP8_DYNAMIC",
-        config(sparsity_config={"format": "dense", "targets": ["Linear"]}),
-        "config",
-    ),
+    ("FP8_DYNAMIC", config(sparsity_config={"format": "dense", "targets": ["Linear"]}), "config"),
     ("W8A8", config(ignore=["lm_head", Q]), "targets"),
     ("W8A8", config(ignore=["re:.*"]), "targets"),
     ("W8A8", group(targets=["re:.*mlp.*"]), "targets"),
@@ -186,10 +182,7 @@ REFUSED = [
     ("FP8_DYNAMIC", weights(num_bits=3), "config_groups.group_0"),
     (
         "W4A16",
-        together(
-            weights(actorder="group"),
-            add(f"{DOWN}.weight_g_idx", torch.zeros(512, dtype=torch.int32)),
-        ),
+        together(weights(actorder="group"), add(f"{DOWN}.weight_g_idx", torch.zeros(512, dtype=torch.int32))),
         "config_groups.group_0",
     ),
     (

@@ -104,12 +104,7 @@ def test_a_plan_without_losses_shows_the_smallest(llama: Path, tmp_path: Path) -
     assert "vexport run" in plan["notes"][0]["fix"]
 
 
-@pytest.mark.parametrize(
-    ("budget", "error"),
-    [
-        ("bits: 0.1", "auto.bits: got 0.1, need at least"),
-    ],
-)
+@pytest.mark.parametrize(("budget", "error"), [("bits: 0.1", "auto.bits: got 0.1, need at least")])
 def test_a_plan_says_what_no_candidate_reaches(budget: str, error: str, llama: Path, tmp_path: Path) -> None:
     """Before anything is measured."""
     ran = vexport("plan", scenario(tmp_path, llama, budget), "--run-dir", tmp_path / "run")
