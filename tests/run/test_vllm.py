@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from vexport.api import Evaluate, compare, evaluate, load
 from vexport.evaluation.accepted import accept_results
 from vexport.run.directory import KIND
 from vexport.types import DryLoadReport
+from vexport.types.report import ComparedRun
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "scenarios" / "demo"
@@ -162,12 +164,20 @@ def test_after_a_failed_load_the_answers_are_shown_and_decide_nothing(hard: Path
         assert "what it answered is for information" in (folder / name).read_text()
 
 
-@pytest.mark.usefixtures("int4")
-def test_schemes_are_compared_and_the_baseline_is_served_once(hard: Path) -> None:
-    source, out = DEMO / "model-x16", hard.parent / "runs"
+@pytest.fixture(scope="module")
+def rows(hard: Path, int4: Ran) -> Sequence[ComparedRun]:
+    """Another scheme next to the one that was run, by the function."""
+    out = hard.parent / "runs"
     before = (out / "W4A16" / "load.json").stat().st_mtime_ns
-    rows = compare(source, SCHEMES, scenario=hard, run_dir=out)
+    compared = compare(DEMO / "model-x16", SCHEMES, scenario=hard, run_dir=out)
     assert (out / "W4A16" / "load.json").stat().st_mtime_ns == before
+    return compared
+
+
+def test_schemes_are_compared_and_the_baseline_is_served_once(
+    hard: Path, rows: Sequence[ComparedRun]
+) -> None:
+    source, out = DEMO / "model-x16", hard.parent / "runs"
     assert [(row.schemes, row.outcome) for row in rows] == [("W4A16", "FAIL"), ("FP8_DYNAMIC", "PASS")]
     call = ("compare", source, "--schemes", "w4a16,FP8_DYNAMIC", "--scenario", hard, "--run-dir", out)
     ran = vexport(*call, "--quiet", "--format", "json")
@@ -186,10 +196,10 @@ def test_schemes_are_compared_and_the_baseline_is_served_once(hard: Path) -> Non
     assert json.loads(reports.stdout) == shown
 
 
-@pytest.mark.usefixtures("int4")
+@pytest.mark.usefixtures("rows")
 def test_a_checkpoint_is_compared_with_an_accepted_baseline(hard: Path, tmp_path: Path) -> None:
     """And loaded dry; both as functions."""
-    done = hard.parent / "runs" / "W4A16"
+    done = hard.parent / "runs" / "FP8_DYNAMIC"
     dry = load(done / "checkpoint", dry=True, gpu=["h100"])
     assert isinstance(dry, DryLoadReport)
     assert [(cell.sm, cell.status) for cell in dry.cells] == [(90, "loads")]
