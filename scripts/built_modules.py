@@ -69,7 +69,7 @@ class Books(Audit):  # type: ignore[no-untyped-call]
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """What tells a tensor's memory from others'."""
+    """Return what tells a tensor's memory from others'."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -158,7 +158,7 @@ def kind_of(module: nn.Module, heard: Mapping[nn.Module, Asked]) -> Kind | None:
 
 
 def stored_kind(module: nn.Module, heard: Mapping[nn.Module, Asked]) -> str:
-    """What a stored tensor is part of; empty for parameters of other kinds."""
+    """Return what a stored tensor is part of; empty for parameters of other kinds."""
     if isinstance(module, RoutedExperts):
         return "experts"
     name = type(module).__name__
@@ -170,7 +170,7 @@ def stored_kind(module: nn.Module, heard: Mapping[nn.Module, Asked]) -> str:
 
 
 def load(model: nn.Module, config: VllmConfig) -> tuple[Books, list[str]]:
-    """What vLLM's loaders copied, and the tensors that they refused, which are left out one by one."""
+    """Return what vLLM's loaders copied, and the tensors that they refused, which are left out one by one."""
     audit = Books(1)
     refused: list[str] = []
     weight_utils.safe_open = partial(HeaderFile, audit)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from itertools import combinations
+from itertools import chain, combinations, product
 from operator import and_, or_
 from typing import Any
 
@@ -18,6 +18,8 @@ from vexport.architectures.modules import with_stars
 
 # Layers, and words of their kinds, in configs that lack a list.
 MANY, PATTERNS = 8, ("M-*EM*E-", "*EM-")
+# Conditions of one key, of which four are joined at most.
+FEW_TABLES = 60
 # A number that was made of others in a way that was not seen.
 LITERAL = re.compile(r"(?<![\w.])\d{3,}")
 KEY, WORD = re.compile(r"[A-Za-z_][\w.]*"), re.compile(r"'[^']*'")
@@ -62,7 +64,7 @@ def fitted(observed: Iterable[Observed], *, deeper: bool = True) -> str:
 
 
 def differ(expressions: Sequence[str], observed: Observed) -> bool:
-    """Whether expressions that are alike under every config would not be under another one."""
+    """Return whether expressions that are alike under every config would not be under another one."""
     for path in {key for text in expressions for key in KEY.findall(text)} if len(expressions) > 1 else ():
         value = observed.sample.keys.get(path)
         raw = changed(observed.sample.config, path, 2 * value if isinstance(value, int) else 0)
@@ -83,18 +85,31 @@ def fitted_condition(observed: Sequence[Observed], keys: Sequence[str]) -> str:
             holds = [evaluate(atom, each.sample.values, i=i, layers=each.layers) for each, i in places]
             tables.setdefault(bits(map(bool, holds)), atom)
     wanted = bits(i in each.result for each, i in places)
+    return next(chain(joined_alike(tables, wanted), nested(tables, wanted)), "")
+
+
+def joined_alike(tables: Mapping[int, str], wanted: int) -> Iterator[str]:
+    """Three conditions at most, all of which must hold or one of which."""
     necessary = [table for table in tables if not wanted & ~table]
     sufficient = [table for table in tables if not table & ~wanted]
     for chosen, join, word in ((necessary, and_, " and "), (sufficient, or_, " or ")):
         for count in (1, 2, 3):
             for few in combinations(chosen, count):
                 if reduce(join, few) == wanted:
-                    return word.join(tables[table] for table in few)
+                    yield word.join(tables[table] for table in few)
+
+
+def nested(tables: Mapping[int, str], wanted: int) -> Iterator[str]:
+    """One condition that must hold next to one of two, or of two the second of which is two."""
+    necessary = [table for table in tables if not wanted & ~table]
     for one in necessary:
         for two, three in combinations(tables, 2):
             if one & (two | three) == wanted:
-                return f"{tables[one]} and ({tables[two]} or {tables[three]})"
-    return ""
+                yield f"{tables[one]} and ({tables[two]} or {tables[three]})"
+    for one, two in product(necessary, tables) if len(tables) <= FEW_TABLES else ():
+        for three, four in combinations(tables, 2):
+            if one & (two | three & four) == wanted:
+                yield f"{tables[one]} and ({tables[two]} or {tables[three]} and {tables[four]})"
 
 
 def bits(values: Iterable[bool]) -> int:
@@ -119,6 +134,8 @@ def conditions(observed: Sequence[Observed], keys: Sequence[str]) -> Iterator[st
             f"{key} == '{word}'" for word in sorted({value for value in seen if isinstance(value, str)})
         )
         yield from (key, f"not {key}", f"{key} == None", f"{key} != None")
+        numbers = {value for value in seen if type(value) is int}
+        yield from (f"{key} == {number}" for number in sorted(numbers))
         if layered and any(map(is_number, seen)):
             yield from (f"i >= {key}", f"i < {key}", f"i < layers - {key}", f"i >= layers - {key}")
             yield from (
@@ -205,7 +222,7 @@ class Fitter:
         }
 
     def count(self, prefix: str, star: int) -> str:
-        """How many there are at a star."""
+        """Return how many there are at a star."""
         found = []
         for sample in self.model.samples:
             tensors = self.tables[id(sample)].items()
@@ -228,7 +245,7 @@ class Fitter:
             )
             try:
                 layers = size(count, sample.values) if "*" in pattern else -1
-            except (Unknown, SyntaxError):
+            except Unknown:
                 if seen:
                     yield "", None
                     return

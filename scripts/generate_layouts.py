@@ -9,14 +9,18 @@ is said.
 
 import argparse
 import json
+import re
 import tempfile
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
 from generate_modules import Entry, in_child, until_built
 
+from vexport.architectures.modules import with_stars
 from vexport.engine.dry.worker import preload
 
 TARGET = Path(__file__).parent.parent / "vexport" / "architectures" / "layouts.json"
@@ -69,16 +73,63 @@ def write(target: Path, table: Mapping[str, Any]) -> None:
 
 
 def made(name: str, folder: Path) -> Entry | str:
-    """The entry of a class, or why there is none."""
+    """The entry of a class, or why there is none.
+
+    What vLLM refuses is loaded once more as files on the hub have it: a part under a name that is one deeper
+    or less deep, experts with their last two dimensions the other way round.
+    """
     found = in_child(lambda: observed(name, folder))
-    if isinstance(found, str):
-        return found
-    built = loaded(folder)
+    built = found if isinstance(found, str) else loaded(folder)
+    if isinstance(found, str) or isinstance(built, str):
+        return built
+    place, refused = (
+        other_place(built),
+        [name for name in built["stored"] if built["stored"][name] == "refused"],
+    )
+    turned = {with_stars(name) for name in refused if ".experts." in name}
+    if place is not None or turned:
+        old, new = place or ("", "")
+        for row in found["rows"]:
+            if not turned.isdisjoint(map(with_stars, row["names"])) and row["shape"]:
+                row["shape"] = [row["shape"][0], *row["shape"][:0:-1]]
+        found = json.loads(json.dumps(found).replace(f'"{old}', f'"{new}'))
+        in_child(lambda: rewrite(folder, old, new, turned))
+        built = loaded(folder)
     return built if isinstance(built, str) else joined(found, built)
 
 
+def other_place(built: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The prefix of tensors that vLLM refuses, and that of the tensors that it lacks in their place."""
+    lacking = [fault.split()[1].rstrip(":") for fault in built["faults"] if fault.startswith("missing ")]
+    found: Counter[tuple[str, str]] = Counter()
+    for name in (name for name, kind in built["stored"].items() if kind == "refused"):
+        for other in lacking:
+            alike = len(commonprefix([name.split(".")[::-1], other.split(".")[::-1]]))
+            head, place = name.split(".")[:-alike], other.split(".")[:-alike]
+            if alike > 1 and head and place[-2:-1] == head[-1:]:
+                found[f"{'.'.join(head)}.", f"{'.'.join((*head, place[-1]))}."] += 1
+            elif alike > 1 and place and place == head[:-1]:
+                found[f"{'.'.join(head)}.", f"{'.'.join(place)}."] += 1
+    return max(found, key=found.__getitem__, default=None)
+
+
+def rewrite(folder: Path, old: str, new: str, turned: Collection[str]) -> Entry:
+    """Give the tensors of a part another prefix, and turn some around."""
+    from model_configs import save
+
+    from vexport.checkpoint.header import read_header
+
+    shapes = {name: tensor.shape for name, tensor in read_header(folder / "model.safetensors").items()}
+    changed = {
+        name: (shape[0], *shape[:0:-1]) if with_stars(name) in turned else shape
+        for name, shape in shapes.items()
+    }
+    save({re.sub(f"^{re.escape(old)}", new, name): shape for name, shape in changed.items()}, folder)
+    return {}
+
+
 def observed(name: str, folder: Path) -> Entry:
-    """What transformers' class has; a checkpoint of it is written, with names that no class knows."""
+    """Return what transformers' class has; a checkpoint of it is written, with names that no class knows."""
     import transformers
     from fitting import entry_of
     from model_classes import load_class, parts_of, source
@@ -121,8 +172,6 @@ def typed(config: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
 
 def containers(names: Mapping[str, object]) -> dict[str, str]:
     """Of each part of a model, with stars, a name in it that no class knows; "" is the model itself."""
-    from vexport.architectures.modules import with_stars
-
     found = {"": UNKNOWN, "mtp": f"mtp.{UNKNOWN}"}
     for name in names:
         parts = name.split(".")[:-1]
@@ -133,7 +182,7 @@ def containers(names: Mapping[str, object]) -> dict[str, str]:
 
 
 def loaded(folder: Path) -> Entry | str:
-    """What vLLM's class makes of the checkpoint, or why it does not."""
+    """Return what vLLM's class makes of the checkpoint, or why it does not."""
     from built_modules import build
     from model_configs import ALL, elsewhere, shorten
 
@@ -149,8 +198,6 @@ def loaded(folder: Path) -> Entry | str:
 
 def joined(found: Entry, built: Mapping[str, Any]) -> Entry:
     """The entry with what vLLM makes of each tensor; of those that it does not read nothing is known."""
-    from vexport.architectures.modules import with_stars
-
     stored, probes = built["stored"], found.pop("probes")
     kinds: dict[str, set[str]] = {}
     for name in found.pop("based"):

@@ -63,7 +63,7 @@ def items(value: object) -> Iterator[tuple[str, object]]:
 
 
 def facts(wheel: Wheel) -> Entry:
-    """What does not depend on a model class."""
+    """Return what does not depend on a model class."""
     required = re.search(r"compressed-tensors==([\w.]+)", wheel.metadata)
     assert required is not None
     return {
@@ -124,7 +124,7 @@ def methods(wheel: Wheel) -> list[str]:
 
 
 def model_classes(wheel: Wheel) -> dict[str, Entry]:
-    """What each registered class fuses, and how it builds its table of tokens."""
+    """Return what each registered class fuses, and how it builds its table of tokens."""
     found = {}
     for name, (module, defined) in sorted(registered(wheel).items()):
         file = wheel.file_of(module if "." in module else f".{module}", f"{MODELS}/registry.py")

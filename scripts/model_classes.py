@@ -69,7 +69,7 @@ def reachable(model: type) -> tuple[type, ...]:
 
 
 def listed(value: object) -> list[object]:
-    """What a name may stand for: itself, or the values of a table of layer types."""
+    """Return what a name may stand for: itself, or the values of a table of layer types."""
     return list(value.values()) if isinstance(value, dict) else [value]
 
 
@@ -124,7 +124,7 @@ def registered(owner: type) -> Iterator[str]:
 
 
 def marks(block: ast.With) -> bool:
-    """Whether a block assigns the language model."""
+    """Return whether a block assigns the language model."""
     return any("_mark_language_model" in ast.unparse(item) for item in block.items)
 
 
@@ -168,5 +168,5 @@ def calls_in(part: type) -> Iterator[ast.Call]:
 
 
 def name_of(call: ast.Call) -> str:
-    """What a call calls, without its module."""
+    """Return what a call calls, without its module."""
     return ast.unparse(call.func).rpartition(".")[2]

@@ -29,7 +29,7 @@ LAYERS = re.compile(r"(?:\w*_)?(?:layers?|depth|blocks)")
 FEW, ALL = 4, 1 << 20
 # Experts of a layer, and those that a token goes to.
 EXPERTS = re.compile(r"(\w+_)?(routed_|local_)?experts")
-CHOSEN = re.compile(r"(\w+_)?(per_tok|top_?k|topk_experts)(_experts)?")
+CHOSEN = re.compile(r"(?!index_)(\w+_)?(per_tok|top_?k|topk_experts)(_experts)?")
 FEW_EXPERTS, FEW_CHOSEN = 8, 2
 # Towers that wrappers take by the type of their nested config.
 TOWERS = ("clip_vision_model", "siglip_vision_model", "pixtral")
@@ -135,7 +135,7 @@ def own_types(architecture: str) -> list[str]:
 
 
 def takes_any_tower(kind: str) -> bool:
-    """Whether the vision config of a model type may be of any type."""
+    """Return whether the vision config of a model type may be of any type."""
     return getattr(type(AutoConfig.for_model(kind)), "sub_configs", {}).get("vision_config") is AutoConfig
 
 

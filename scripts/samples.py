@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from generate_modules import default_of
 from model_configs import stored_tensors
 from transformers import AutoConfig, PretrainedConfig
 from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
@@ -111,7 +112,7 @@ def with_traces(value: Json, path: str = "") -> Any:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a whole number."""
+    """Return whether a value is a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -169,6 +170,7 @@ class Model:
         Traced.made = {}
         try:
             config = self.config.from_dict(with_traces(raw))
+            read = json.loads(json.dumps(config.to_dict(), default=str))  # before the model changes it
             with torch.device("meta"), AbsentValues():
                 made = self.kind._from_config(config, dtype=torch.bfloat16)  # type: ignore[attr-defined]
             shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(made, config).items()}
@@ -176,12 +178,14 @@ class Model:
             return None
         if any(0 in shape for shape in shapes.values()):
             return None
-        read = json.loads(json.dumps(config.to_dict(), default=str))
         return Sample(raw=raw, config=joined(raw, read), tensors=shapes, made=Traced.made)
 
     def observe(self) -> None:
         """Vary each key of the config, and again where a key brings other tensors."""
         base = self.sample(self.raw)
+        if base is None:
+            fill(self.raw)
+            base = self.sample(self.raw)
         if base is None:
             raise ValueError("transformers makes no model of its default config")
         self.samples.append(base)
@@ -236,6 +240,17 @@ class Model:
             if other is not None:
                 self.samples.append(other)
                 made += 1
+
+
+def fill(raw: Values) -> None:
+    """Give the keys that are null a value by their names, where the default config makes no model."""
+    for path in [path for path, value in leaves(raw) if value is None]:
+        part, key = part_of(raw, path), path.rpartition(".")[2]
+        layers = part.get("num_hidden_layers")
+        if key == "layer_types" and isinstance(layers, int):
+            part[key] = [LISTED[0]] * layers
+        elif is_number(default := default_of(key)):
+            part[key] = default
 
 
 def joined(one: Values, other: Values) -> Values:
@@ -321,10 +336,10 @@ def variations_of_list(value: list[Any], layers: set[int]) -> Iterator[list[Any]
         yield from ([[*value[1:], value[0]]], [[*value, value[-1]]])
         for other in dict.fromkeys((*value, *LISTED)):
             yield from ([[other] * len(value)], [[*value[:-1], other]], [[other, *value[1:]]])
-    elif len(value) not in layers and all(map(is_number, value)):
-        yield from ([[]], [[0]], [[1]], [[0, 2]], [[1, 2, 3]])
-    elif {*value} <= {0, 1}:
+    elif value and all(each in (0, 1) for each in value):
         yield from ([[1 - value[0], *value[1:]]], [[*value[:-1], 1 - value[-1]]])
+    elif all(map(is_number, value)):
+        yield from ([[]], [[0]], [[1]], [[0, 2]], [[1, 2, 3]])
 
 
 def meant(path: str, before: Sample, after: Sample) -> str:

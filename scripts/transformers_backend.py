@@ -105,7 +105,7 @@ def generating_classes() -> dict[str, str]:
 
 
 def has_tensor_parallel_plan(kind: str) -> bool:
-    """Whether the config of a model type, or of its language model, says how its layers are cut."""
+    """Return whether the config of a model type, or of its language model, says how its layers are cut."""
     config = CONFIG_MAPPING[kind]
     inner = config.sub_configs.get("text_config", config)
     return bool(getattr(inner, "base_model_tp_plan", None) or getattr(config, "base_model_tp_plan", None))
@@ -181,7 +181,7 @@ def _entry(model: Base, asked: AskedNames) -> Table:
 
 
 def is_table(layer: nn.Module) -> bool:
-    """Whether a layer is the table of tokens; a head is made of the same class."""
+    """Return whether a layer is the table of tokens; a head is made of the same class."""
     return isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
 
 
@@ -217,7 +217,7 @@ def _expert_names(model: Base) -> list[str] | None:
 
 
 def _renames(model: Base) -> Iterator[tuple[str, str]]:
-    """How the names of a checkpoint become vLLM's, in vLLM's order."""
+    """Return how the names of a checkpoint become vLLM's, in vLLM's order."""
     mapper = model.hf_to_vllm_mapper
     for renaming in mapper.orig_to_new_renaming:
         if isinstance(renaming, WeightRenaming) and not COMMON & set(renaming.source_patterns):

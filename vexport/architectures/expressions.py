@@ -55,7 +55,7 @@ def evaluate(expression: str, values: Mapping[str, object], *, i: int = -1, laye
     known = {"__builtins__": {}, "len": len, "i": i, "layers": layers}
     try:
         return eval(_compiled(expression), known, values)
-    except (TypeError, ValueError, ArithmeticError, AttributeError, NameError) as error:
+    except (TypeError, ValueError, ArithmeticError, AttributeError, NameError, SyntaxError) as error:
         raise Unknown(f"{expression}: {error}") from error
 
 

@@ -158,10 +158,10 @@ class AbsentValues(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        if func is torch.Tensor.tolist and isinstance(args[0], torch.Tensor) and args[0].is_meta:
-            return torch.ones(args[0].shape, device="cpu").tolist()
-        if func is torch.Tensor.item and isinstance(args[0], torch.Tensor) and args[0].is_meta:
-            return args[0].new_ones((), device="cpu").item()
+        read = func in (torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.cpu)
+        if read and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+            values = torch.ones(args[0].shape, dtype=args[0].dtype, device="cpu")
+            return values if func is torch.Tensor.cpu else func(values)
         given = dict(kwargs or {})
         if str(given.get("device")).startswith("cuda"):
             given["device"] = "meta"
