@@ -32,7 +32,7 @@ from model_classes import (  # noqa: E402
     source,
     tree,
 )
-from output_sizes import groups, output_sizes, repeated  # noqa: E402
+from output_sizes import groups, output_sizes  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 from transformers_backend import (  # noqa: E402
     describe_backed,
@@ -138,7 +138,7 @@ def backed_classes(known: Collection[str]) -> tuple[dict[str, Table], dict[str, 
 
 
 def other_tasks() -> dict[str, str]:
-    """What vLLM runs for something else than to generate text, and what it does not run any more."""
+    """Return what vLLM runs for something else than to generate text, and what it does not run any more."""
     pooling = {
         **registry._EMBEDDING_MODELS,
         **registry._LATE_INTERACTION_MODELS,
@@ -182,7 +182,6 @@ def describe(model: type) -> Table:
         "reordered": reordered([*parts, model]),
         "parts": {name: sizes[name] for name in sizes if name not in (*plain, *unquantized(parts))},
         "groups": groups(parts),
-        "repeated": repeated([*parts, model], fused),
         "unquantized": plain,
         "routers": sorted({*named_layers(parts, is_quantizable_router)} - {*unquantized(parts)}),
         "row_parallel": named_layers(parts, lambda call: name_of(call) == "RowParallelLinear"),
@@ -288,13 +287,13 @@ def named_layers(parts: list[type], wanted: Callable[[ast.Call], bool]) -> list[
 
 
 def is_replicated(call: ast.Call) -> bool:
-    """Whether every rank of tensor parallelism holds the whole layer."""
+    """Return whether every rank of tensor parallelism holds the whole layer."""
     whole = any(word.arg == "disable_tp" and literal(word.value) is True for word in call.keywords)
     return whole or name_of(call) in REPLICATED
 
 
 def is_plain(call: ast.Call, called: str) -> bool:
-    """Whether a layer is built without a quantization config."""
+    """Return whether a layer is built without a quantization config."""
     given = [keyword.value for keyword in call.keywords if keyword.arg == "quant_config"]
     passed = any("quant_config" in ast.unparse(argument) for argument in call.args)
     no_config = bool(given) and is_none(given[0])
@@ -302,7 +301,7 @@ def is_plain(call: ast.Call, called: str) -> bool:
 
 
 def is_quantizable_router(call: ast.Call) -> bool:
-    """Whether a call builds a router with a quantization config (fused_moe/router/gate_linear.py)."""
+    """Return whether a call builds a router with a quantization config (fused_moe/router/gate_linear.py)."""
     called = name_of(call)
     return called == "GateLinear" and not is_plain(call, called)
 
@@ -322,7 +321,7 @@ def embedding(parts: list[type]) -> str | None:
 
 
 def is_none(node: ast.AST) -> bool:
-    """Whether an argument is the literal None."""
+    """Return whether an argument is the literal None."""
     return isinstance(node, ast.Constant) and node.value is None
 
 

@@ -1,14 +1,11 @@
 """The sizes of the parts of linear layers that vLLM builds merged, as sums and products of config keys."""
 
 import ast
-import inspect
-import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from types import FunctionType
 
-from model_classes import literal, name_of, namespace, tree
+from model_classes import literal, name_of, tree
 
 MERGED = "MergedColumnParallelLinear"
 QKV = "QKVParallelLinear"
@@ -28,7 +25,7 @@ class Scope:
     caller: "Scope | None" = None
 
     def look_up(self, node: ast.expr) -> "tuple[ast.expr, Scope] | None":
-        """What a name or an attribute of self was assigned, and where."""
+        """Return what a name or an attribute of self was assigned, and where."""
         if isinstance(node, ast.Name):
             if node.id in self.arguments and self.caller is not None:
                 return self.arguments[node.id], self.caller
@@ -79,7 +76,7 @@ def scopes(part: type, function: ast.FunctionDef, parts: Sequence[type], depth: 
 
 @cache
 def text_of(call: ast.Call) -> str:
-    """What is called, as it is written."""
+    """Return what is called, as it is written."""
     return ast.unparse(call.func)
 
 
@@ -100,7 +97,7 @@ def default(function: ast.FunctionDef, name: str) -> ast.expr | None:
 
 
 def assignment(function: ast.FunctionDef, target: str) -> ast.expr | None:
-    """What a name is assigned in a function: once, or once outside its branches."""
+    """Return what a name is assigned in a function: once, or once outside its branches."""
     for nodes in (function.body, [*ast.walk(function)]):
         values = [
             node.value
@@ -219,58 +216,3 @@ def groups(parts: list[type]) -> dict[str, str]:
                     if count and name:
                         found.setdefault(name, count)
     return found
-
-
-def repeated(parts: Sequence[type], fused: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Parts of fused layers that some layers do not have, as vLLM loads another in their place: that one,
-    the key of the config that says so and the type of these layers.
-
-    Written as the shards of a tensor, `("k", ["k", "v"])`, by a function that makes a loader's mapping.
-    """
-    found: dict[str, list[str]] = {}
-    for function in loaders(parts):
-        for node in ast.walk(function):
-            shards = literal(node) if isinstance(node, ast.Tuple) else None
-            if not isinstance(shards, tuple) or len(shards) != 2 or not isinstance(shards[1], list):
-                continue
-            flags = [call for call in ast.walk(function) if isinstance(call, ast.Call) and is_flag(call)]
-            kinds = [
-                literal(test.comparators[0]) for test in ast.walk(function) if isinstance(test, ast.Compare)
-            ]
-            kinds = [kind for kind in kinds if isinstance(kind, str)]
-            for members in fused.values():
-                names = {shard: name for shard in shards[1] for name in members if name.startswith(shard)}
-                if len(names) == len(shards[1]) and len(flags) == len(kinds) == 1:
-                    flag = str(literal(flags[0].args[1]))
-                    flag = "" if is_set(parts, flag) else flag
-                    for shard in names.keys() - {shards[0]}:
-                        found[names[shard]] = [names[shards[0]], flag, str(kinds[0])]
-    return found
-
-
-def loaders(parts: Iterable[type]) -> list[ast.FunctionDef]:
-    """The functions, in the modules of classes, that classes name."""
-    found: dict[str, ast.FunctionDef] = {}
-    for part in parts:
-        for node in ast.walk(tree(part)):
-            value = getattr(namespace(part), node.id, None) if isinstance(node, ast.Name) else None
-            if isinstance(value, FunctionType) and value.__module__ == part.__module__:
-                (function,) = ast.parse(textwrap.dedent(inspect.getsource(value))).body
-                if isinstance(function, ast.FunctionDef):
-                    found[value.__qualname__] = function
-    return list(found.values())
-
-
-def is_flag(call: ast.Call) -> bool:
-    """Whether a call reads a key that is false where the config does not have it."""
-    return name_of(call) == "getattr" and len(call.args) == 3 and literal(call.args[2]) is False
-
-
-def is_set(parts: Iterable[type], flag: str) -> bool:
-    """Whether a class sets a key of the config itself."""
-    return any(
-        isinstance(node, ast.Assign) and literal(node.value) is True
-        for part in parts
-        for node in ast.walk(tree(part))
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith(f"config.{flag}")
-    )

@@ -23,6 +23,7 @@ SIZES: dict[str, Json] = {
     "num_attention_heads": 4,
     "vocab_size": 256,
 }
+NORM = "vision_tower.vision_model.encoder.layers.0.layer_norm1.weight"
 ATTENTION, MLP = "self_attn.{}_proj.bias", "mlp.{}_proj.bias"
 
 
@@ -87,6 +88,13 @@ def stacked(tensors: Tensors) -> Tensors:
         ("qwen3-moe", stacked, "model.layers.1.mlp.experts.down_proj_packed"),
         ("deepseek-v3", dropped("model.layers.1.mlp.experts."), "model.layers.1.mlp.experts"),
         ("qwen3-next", dropped("model.layers.0.linear_attn.A_log"), "model.layers.0.linear_attn.A_log"),
+        (
+            "granite-moe",
+            dropped("model.layers.1.block_sparse_moe.experts.1."),
+            "model.layers.1.block_sparse_moe.experts.1",
+        ),
+        ("llama4", dropped("model.layers.0.feed_forward.experts."), "model.layers.0.feed_forward.experts"),
+        ("gemma3-vision", dropped(NORM), NORM),
         ("mistral3", dropped("multi_modal_projector.norm"), "multi_modal_projector.norm.weight"),
         ("qwen2.5-vl", dropped("visual.blocks.0.attn.qkv.bias"), "visual.blocks.0.attn.qkv.bias"),
         ("gpt2", dropped("transformer.wpe"), "transformer.wpe.weight"),

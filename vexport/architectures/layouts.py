@@ -31,6 +31,11 @@ class Row:
     shape: Sequence[str] | None = None
     kind: str = ""
 
+    @property
+    def holds_head(self) -> bool:
+        """Return whether the tensors may be stored although the head is tied to the embeddings."""
+        return self.kind == "head" or any(name.endswith("lm_head.weight") for name in self.names)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassLayout:
@@ -131,10 +136,11 @@ class ConfigValues(Mapping[str, object]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """A tensor that a class has: its shape, None for a size or all of them where that is not known."""
+    """A tensor that a class has, or may have: its shape, None for a size or all where that is not known."""
 
     shape: tuple[int | None, ...] | None
     kind: str
+    optional: bool = False
 
 
 def expected_tensors(
@@ -164,8 +170,12 @@ def _tensors(
         raise Unknown(name)
     layers = counts[0] if counts else -1
     for i in range(layers) if counts else (-1,):
-        if evaluate(row.condition, values, i=i, layers=layers):
-            each = Expected(shape=_shape(row, values, i, layers), kind=row.kind)
+        holds = bool(evaluate(row.condition, values, i=i, layers=layers))
+        if holds or row.holds_head:
+            shape = _shape(row, values, i, layers)
+            # Single numbers that vLLM was not seen to load are bounds or factors with a default.
+            optional = not holds or row.kind == "dropped" or shape == () and not row.kind
+            each = Expected(shape=shape, kind=row.kind, optional=optional)
             for rest in product(*map(range, counts[1:])):
                 for at, number in zip(stars, (i, *rest), strict=False):
                     parts[at] = str(number)

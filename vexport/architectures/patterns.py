@@ -37,5 +37,5 @@ def _of_one_expert(module: str) -> str:
 
 
 def matches_any(pattern: str, modules: Iterable[str]) -> bool:
-    """Whether a pattern matches one of these from its start, as vLLM matches it."""
+    """Return whether a pattern matches one of these from its start, as vLLM matches it."""
     return any(map(re.compile(pattern).match, modules))

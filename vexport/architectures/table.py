@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pydantic import TypeAdapter
 
@@ -30,15 +30,6 @@ USUAL_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
 TABLE_NAMES = re.compile(
     r"wte|wpe|(?!.*patch)\w*embed(?:ding)?s?|embed_(?:tokens(?:_per_layer)?|positions|in)"
 )
-
-
-class RepeatedPart(NamedTuple):
-    """Which part of a fused layer vLLM loads in the place of one that layers of a type do not have, where
-    the config sets a key; an empty key stands for every config."""
-
-    part: str
-    key: str
-    layer_type: str
 
 
 # Whether vLLM can quantize a class's table of tokens: found by its name or its class, or by its class alone.
@@ -80,14 +71,14 @@ class Architecture:
     order when vLLM loads them. `unquantized` layers are built without a quantization config, `routers` with
     one: vLLM quantizes them unless `ignore` names them. `parts` are the sizes of what layers are merged of,
     also where a checkpoint stores them as one (`parts.py`), `groups` the number of groups of which each rank
-    needs whole ones, `repeated` the parts of fused layers that some layers do not have. `row_parallel` layers
-    are cut along in_features by tensor parallelism, `replicated` ones not at all, the rest along
-    out_features. `embedding` says how vLLM looks for the config group of the table of tokens, None where it
-    never quantizes it. `language_model` are the attributes of a multimodal class that hold one, empty for a
-    text model; `inner_unknown` where the checkpoint's config chooses its class. `kinds` are modules outside
-    the decoder layers, and `asked` names under which vLLM asks for modules, both in vLLM's names with `*` for
-    numbers (`modules.py`). `backend` is "transformers" for a class that vLLM runs with
-    transformers' code, in which it replaces and fuses the layers that it recognizes.
+    needs whole ones. `row_parallel` layers are cut along in_features by tensor parallelism, `replicated` ones
+    not at all, the rest along out_features. `embedding` says how vLLM looks for the config group of the
+    table of tokens, None where it never quantizes it. `language_model` are the attributes of a multimodal
+    class that hold one, empty for a text model; `inner_unknown` where the checkpoint's config chooses its
+    class. `kinds` are modules outside the decoder layers, and `asked` names under which vLLM asks for
+    modules, both in vLLM's names with `*` for numbers (`modules.py`). `backend` is "transformers" for a
+    class that vLLM runs with transformers' code, in which it replaces and fuses the layers that it
+    recognizes.
     """
 
     backend: Literal["transformers"] | None = None
@@ -99,7 +90,6 @@ class Architecture:
     reordered: Mapping[str, Reordering] = field(default_factory=dict)
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     groups: Mapping[str, str] = field(default_factory=dict)
-    repeated: Mapping[str, RepeatedPart] = field(default_factory=dict)
     unquantized: tuple[str, ...] = ()
     routers: tuple[str, ...] = ()
     row_parallel: tuple[str, ...] = ()
@@ -122,7 +112,7 @@ class Architecture:
         return name if pattern is None else with_numbers(pattern, name)
 
     def matched(self, entry: str) -> str:
-        """What vLLM makes of an entry of `ignore` or of targets: it renames what names a layer
+        """Return what vLLM makes of an entry of `ignore` or of targets: it renames what names a layer
         (apply_vllm_mapper in compressed_tensors.py)."""
         return self.renames(entry) if "." in entry and not entry.startswith("re:") else entry
 
@@ -236,7 +226,7 @@ def _joined(outer: Architecture, inner: Architecture) -> Architecture:
 
 
 def _unknown_modules(name: str) -> tuple[Finding, ...]:
-    """What is said of a multimodal class that could not be built to look at its towers."""
+    """Return what is said of a multimodal class that could not be built to look at its towers."""
     if name not in module_table().unknown or not get_architecture(name).language_model:
         return ()
     return (
@@ -264,7 +254,7 @@ def _assumed(name: str) -> Finding:
 
 
 def _backed(name: str, architecture: Architecture) -> tuple[Finding, ...]:
-    """What is not known of a class that vLLM runs with transformers' code."""
+    """Return what is not known of a class that vLLM runs with transformers' code."""
     if architecture.backend is None:
         return ()
     table = architecture_table()

@@ -172,6 +172,6 @@ def internal_error(where: str, error: Exception) -> Finding:
 
 
 def findings_of(error: VexportError) -> tuple[Finding, ...]:
-    """What is said of files that cannot be read: a finding for each problem."""
+    """Return what is said of files that cannot be read: a finding for each problem."""
     problems = error.problems if isinstance(error, InputErrors) else (error,)
     return tuple(Finding.of(problem, check=FILES, severity="error") for problem in problems)

@@ -15,16 +15,13 @@ from vexport.checks.vllm.layers import (
     split_name,
 )
 from vexport.checks.vllm.layout import Layout, impossible_size
-from vexport.checks.vllm.view import CheckpointView, error, warning
-from vexport.layers.linears import PREDICTION, STACK, names_of
+from vexport.checks.vllm.view import DRAFTS, CheckpointView, error, warning
 from vexport.types import Finding
 
 NAME = "completeness"
 WEIGHTS = QUANTIZED_PARAMETERS | WITH_OTHERS | {"weight"}
 DESCRIPTION = "no parameter is missing and none is left over, per layer, per fused part and per decoder layer"
 LAYERS = "layers"
-# How configs count layers that draft (hf_config_override in vllm/config/speculative.py).
-DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 EXPERTS = ".experts."
 LAYER = re.compile(r"\.layers\.\d+$")
 # The table of tokens and the output head, of text models and within multimodal ones.
@@ -53,9 +50,8 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         if view.layout is None:
             yield from _fused_parts(view, fused)
         for module, parameters in fused.members.items():
-            if group is not None and quantized_parameters(parameters):
+            if view.is_read(module) and group is not None and quantized_parameters(parameters):
                 yield from _parameters(view, fused, group, module)
-    yield from _of_method(view)
     yield from _drafts(view)
     if view.layout is not None:
         yield from _of_layout(view, view.layout)
@@ -64,7 +60,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def unjudged(view: CheckpointView) -> Iterator[str]:
-    """What of a checkpoint's tensors is not judged, and why: `WHAT: WHY`."""
+    """Return what of a checkpoint's tensors is not judged, and why: `WHAT: WHY`."""
     layout = view.layout
     if layout is not None and layout.unknown:
         first, *more = sorted(layout.unknown)
@@ -79,11 +75,9 @@ def unjudged(view: CheckpointView) -> Iterator[str]:
 
 def _drafts(view: CheckpointView) -> Iterator[Finding]:
     """Layers that predict further tokens, which the config announces: only drafting needs them."""
-    text, names = text_config(view.index.config), names_of(view.index, view.architecture)
+    text = text_config(view.index.config)
     announced = next((key for key in DRAFTS if isinstance(text.get(key), int) and text[key]), None)
-    if announced is None or any(
-        PREDICTION.search(tensor) or names.draft_layer(tensor) for tensor in view.index.tensors
-    ):
+    if announced is None or any(map(view.drafts, view.index.tensors)):
         return
     asked = "mtp" in view.target.speculative
     yield (error if asked else warning)(
@@ -95,25 +89,11 @@ def _drafts(view: CheckpointView) -> Iterator[Finding]:
     )
 
 
-def _of_method(view: CheckpointView) -> Iterator[Finding]:
-    """Modules that another method stores in every decoder layer, of which none is there."""
-    count = text_config(view.index.config).get("num_hidden_layers")
-    if view.method is None or not isinstance(count, int):
-        return
-    if impossible_size(view.index.config, len(view.index.tensors)):
-        return
-    stored = {fused.name for fused in view.fused_linears if fused.is_quantized}
-    names = (f"model.layers.{number}.{name}" for number in range(count) for name in view.method.modules)
-    for name in names:
-        if name not in stored:
-            yield _missing(joined_name(name, "blocks"), f"the layer, quantized ({view.method.source})")
-
-
 def _of_layout(view: CheckpointView, layout: Layout) -> Iterator[Finding]:
     """Modules and parameters that the class has and the checkpoint lacks, and the other way round."""
     unexpected, missing = list(_unexpected(view, layout)), _lacking(view, layout)
     yield from _untied_head(view)
-    for experts in sorted({_experts(name) for name in unexpected if _experts(name)}):
+    for experts in sorted({"".join(name.partition(EXPERTS)[:2]) for name in unexpected if EXPERTS in name}):
         lost = [name for name in missing if name.startswith(experts)]
         names = [name for name in unexpected if name.startswith(experts)]
         if lost:
@@ -126,17 +106,16 @@ def _of_layout(view: CheckpointView, layout: Layout) -> Iterator[Finding]:
     yield from _absent(view, layout, missing)
 
 
-def _experts(name: str) -> str:
-    """The routed experts of a layer that a tensor, which is not of one of them, is part of; "" for others."""
-    before, _, rest = name.partition(EXPERTS)
-    return f"{before}{EXPERTS}" if rest and not rest[0].isdigit() else ""
-
-
 def _lacking(view: CheckpointView, layout: Layout) -> dict[str, str]:
     """The tensors that are not there, with the place that a finding names."""
     names = view.index.tensors.keys()
-    stored = {split_name(name)[0] for name in names if not name.endswith("bias")}
-    missing = {f"{module}.weight": module for module in layout.linears if module not in stored}
+    pairs = map(split_name, names)
+    stored = {module for module, parameter in pairs if parameter not in WITH_OTHERS | {"bias"}}
+    missing = {
+        f"{module}.weight": joined_name(module, "blocks").removesuffix(".blocks")
+        for module in layout.linears
+        if module not in stored
+    }
     missing |= {f"{module}.weight": f"{module}.weight" for module in layout.tables if module not in stored}
     missing |= {name: name for name in layout.parameters if name not in names}
     return {name: where for name, where in missing.items() if name not in layout.optional}
@@ -166,20 +145,19 @@ def _absent(view: CheckpointView, layout: Layout, missing: Mapping[str, str]) ->
 def _unexpected(view: CheckpointView, layout: Layout) -> Iterator[str]:
     """Tensors that the class does not have."""
     own_scales = tuple(view.method.cache_scales.values()) if view.method else ()
-    drafts, text = names_of(view.index, view.architecture), text_config(view.index.config)
-    announced = any(text.get(key) for key in DRAFTS)
     for name in sorted(view.index.tensors.keys() - layout.parameters.keys() - layout.optional):
         module, parameter = split_name(name)
         read = (
             module in layout.modules and parameter in WEIGHTS or _is_read_matrix(view, module, layout.modules)
         )
-        drafted = PREDICTION.search(name) or announced and drafts.draft_layer(name)
-        if not (read or drafted or UNREAD.search(name) or name.endswith(own_scales)) and layout.judges(name):
+        if not (
+            read or view.drafts(name) or UNREAD.search(name) or name.endswith(own_scales)
+        ) and layout.judges(name):
             yield name
 
 
 def _without_parameter(view: CheckpointView, layout: Layout, name: str) -> Finding:
-    """What vLLM does with a tensor that it has no parameter for."""
+    """Return what vLLM does with a tensor that it has no parameter for."""
     expected = f"only tensors of {view.class_name}, as its config sizes it"
     fix = "remove the tensor, or correct its name or the config"
     if name.endswith(".bias"):
@@ -191,7 +169,7 @@ def _without_parameter(view: CheckpointView, layout: Layout, name: str) -> Findi
 
 
 def _is_read_matrix(view: CheckpointView, module: str, modules: Iterable[str]) -> bool:
-    """Whether a module is the online transform of a linear layer."""
+    """Return whether a module is the online transform of a linear layer."""
     return (
         module.rpartition(".")[0] in modules
         and module.endswith((INPUT, OUTPUT))
@@ -258,21 +236,10 @@ def _fused_parts(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
         module = f"{prefix}{dot}{part}"
         stored_apart = fused.name not in fused.members
         missing = fused.is_quantized and stored_apart and module not in fused.members
-        if missing and not _is_repeated(view, module):
+        if missing:
             expected = f"the part of {projection} that vLLM loads with {len(fused.members)} others"
             fix = "export the checkpoint again"
             yield error(NAME, module, expected=expected, got="no tensor of it", fix=fix)
-
-
-def _is_repeated(view: CheckpointView, module: str) -> bool:
-    """Whether vLLM loads another part in the place of one that a layer does not have."""
-    repeats, layer = view.architecture.repeated.get(module.rpartition(".")[2]), STACK.search(module)
-    text = text_config(view.index.config)
-    kinds = text.get("layer_types")
-    if repeats is None or layer is None or repeats.key and not text.get(repeats.key):
-        return False
-    number = int(layer[1])
-    return isinstance(kinds, list) and number < len(kinds) and kinds[number] == repeats.layer_type
 
 
 def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:

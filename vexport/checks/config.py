@@ -61,7 +61,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _other_method(view: CheckpointView, method: QuantMethod) -> Iterator[Finding]:
-    """What vLLM refuses of another method's config, or reads otherwise than it is meant."""
+    """Return what vLLM refuses of another method's config, or reads otherwise than it is meant."""
     for problem in method.problems:
         yield problem.finding(NAME, f"{view.quantization_place}.{problem.where}")
     used = [view.group_of(fused) for fused in view.fused_linears if fused.is_quantized]
@@ -81,7 +81,7 @@ def _unreadable(view: CheckpointView, groups: Mapping[str, Json]) -> Iterator[Fi
 
 
 def has_quantized_outputs(view: CheckpointView) -> bool:
-    """Whether vLLM runs a group in a scheme of its own, whose rules are not among the checks."""
+    """Return whether vLLM runs a group in a scheme of its own, whose rules are not among the checks."""
     groups = (view.quantization or {}).get("config_groups")
     each_group = groups.values() if isinstance(groups, dict) else ()
     return any(

@@ -15,7 +15,7 @@ from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.arguments import SchemeArgs, input_bits, precision
 from vexport.formats.base import GpuSupport
 from vexport.formats.schemes import Scheme
-from vexport.layers.linears import Names, names_of
+from vexport.layers.linears import Names
 from vexport.layers.ranks import heads_of
 from vexport.layers.shapes import unsupported_on
 from vexport.types import Finding
@@ -64,7 +64,7 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _ranks(view: CheckpointView) -> Iterator[Finding]:
-    names = names_of(view.index, view.architecture)
+    names = view.names
     for ranks in view.target.tp:
         yield from _heads(view, names, ranks)
         yield from _shapes(view, names, ranks)

@@ -11,7 +11,6 @@ from vexport.checks.tensors.scales import PLACEHOLDER
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import FLOAT_SCALES
 from vexport.layers.kv_cache import makes_keys
-from vexport.layers.linears import names_of
 from vexport.numerics.constants import E4M3_MAX
 from vexport.types import Finding, Json, TensorInfo
 
@@ -91,7 +90,7 @@ def _places(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]
 
 
 def _attention_modules(view: CheckpointView) -> Iterator[str]:
-    names = names_of(view.index, view.architecture)
+    names = view.names
     for fused in view.fused_linears:
         yield from (module.rpartition(".")[0] for module in fused.members if makes_keys(module, names))
 
@@ -120,7 +119,7 @@ def _count(view: CheckpointView, tensor: TensorInfo, *, per_head: bool) -> Itera
 
 
 def _values(view: CheckpointView, module: str, parameter: str, tensor: TensorInfo) -> Iterator[Finding]:
-    """Whether scales are numbers, of a size that those of keys and values can have."""
+    """Return whether scales are numbers, of a size that those of keys and values can have."""
     values = view.reader.floats(tensor)
     bad = int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))
     if tensor.dtype not in FLOAT_SCALES:

@@ -14,7 +14,7 @@ from vexport.checks.vllm.quant_methods.base import MethodGroup
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import Parameter
 from vexport.formats.partition import EXPERT, is_head, partition_of
-from vexport.layers.linears import Names, names_of
+from vexport.layers.linears import Names
 from vexport.layers.shapes import parts_of
 from vexport.numerics.constants import INT32_BITS
 from vexport.types import Finding, TensorInfo
@@ -31,7 +31,7 @@ CACHE_SCALES = (".k_scale", ".v_scale")
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on tensors that vLLM would refuse, narrow or cast."""
-    right, names = _right_somewhere(view), names_of(view.index, view.architecture)
+    right, names = _right_somewhere(view), view.names
     for fused in view.fused_linears:
         group = view.group_of(fused)
         if group is not None and fused.is_quantized:
@@ -63,7 +63,7 @@ def _quantized(
 
 
 def _unusable(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) -> Iterator[Finding]:
-    """What another method stores and vLLM passes over."""
+    """Return what another method stores and vLLM passes over."""
     if not isinstance(group, MethodGroup):
         return
     for module, parameters in fused.members.items():
@@ -126,7 +126,7 @@ def _shape(
 
 
 def _is_narrowed(stored: tuple[int, ...], expected: Shape, cut: int | None) -> bool:
-    """Whether a tensor only has too much along the dimension that vLLM cuts (parameter.py)."""
+    """Return whether a tensor only has too much along the dimension that vLLM cuts (parameter.py)."""
     if cut is None or len(stored) != len(expected):
         return False
     same = all(
@@ -170,13 +170,10 @@ def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]
 def _unquantized(view: CheckpointView, layout: Layout) -> Iterator[Finding]:
     """Norms, biases, embeddings and layers that are not quantized, by the model's config."""
     quantized = {module for fused in view.fused_linears if fused.is_quantized for module in fused.members}
-    for fused in view.fused_linears:
-        cut = _cut(view, fused)
-        for module in fused.members.keys() & layout.linears.keys() - quantized:
-            yield from _plain(view, f"{module}.weight", layout.linears[module], cut)
-    for module, shape in layout.tables.items():
+    cuts = {module: _cut(view, fused) for fused in view.fused_linears for module in fused.members}
+    for module, shape in layout.modules.items():
         if module not in quantized:
-            yield from _plain(view, f"{module}.weight", shape, None)
+            yield from _plain(view, f"{module}.weight", shape, cuts.get(module))
     for name, shape in layout.parameters.items():
         yield from _plain(view, name, shape, None)
 
@@ -207,7 +204,7 @@ def _has_shape(tensor: TensorInfo, shape: Shape) -> bool:
 
 
 def _loses_in_bfloat16(view: CheckpointView, tensor: TensorInfo) -> bool:
-    """Whether a tensor of float16 stands alone in a model of bfloat16 and does not fit into it."""
+    """Return whether a tensor of float16 stands alone in a model of bfloat16 and does not fit into it."""
     config, tensors = view.index.config, view.index.tensors.values()
     if tensor.dtype != "F16" or config.get("dtype", config.get("torch_dtype")) != "bfloat16":
         return False
@@ -238,7 +235,7 @@ def _fit_together(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) 
 def _whole_blocks(
     view: CheckpointView, names: Names, group: ConfigGroup, fused: FusedLinear
 ) -> Iterator[Finding]:
-    """What vLLM refuses at every tensor parallel size."""
+    """Return what vLLM refuses at every tensor parallel size."""
     planned = view.planned(fused, group) if group.weights.block is not None else None
     if planned is None:
         return

@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Sequence
 
 from vexport.architectures.fusion import moe_layer
+from vexport.checkpoint.dtypes import FLOATING
 from vexport.checks.vllm.groups import ConfigGroup, of_attention
 from vexport.checks.vllm.layers import FusedLinear, quantized_parameters
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.formats import PACKED
 from vexport.formats.arguments import described
 from vexport.formats.partition import is_head
+from vexport.layers.linears import stacked_ending
 from vexport.numerics.constants import INT32_BITS
 from vexport.types import Finding
 from vexport.version import short_version
@@ -22,6 +24,8 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     if not view.config_groups and not _only_attention(view):
         return
     for fused in view.fused_linears:
+        if view.drafts(fused.name) and not fused.is_quantized and "mtp" not in view.target.speculative:
+            continue  # vLLM builds it to draft alone
         ignored, parts = view.ignored(fused), view.lookup_names(fused)
         if ignored and len(ignored) < len(parts):
             expected = f"all or none of {_names(parts)} in {_list(view)}: vLLM runs them as one layer"
@@ -32,10 +36,11 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         yield from _quantized_table(view, fused) if table else _agreement(view, fused)
     yield from _experts(view)
     yield from _embeddings(view)
+    yield from _stacked_experts(view)
 
 
 def _only_attention(view: CheckpointView) -> bool:
-    """Whether vLLM passes over every config group, so that it quantizes no layer."""
+    """Return whether vLLM passes over every config group, so that it quantizes no layer."""
     groups = (view.quantization or {}).get("config_groups")
     return isinstance(groups, dict) and bool(groups) and all(of_attention(raw) for raw in groups.values())
 
@@ -49,6 +54,17 @@ def _embeddings(view: CheckpointView) -> Iterator[Finding]:
         group = view.group_of(FusedLinear(name=module, members={module: {parameter: tensor}}))
         if group is not None:
             yield _unquantized(module, group, "table", "add the table to ignore, or narrow the targets")
+
+
+def _stacked_experts(view: CheckpointView) -> Iterator[Finding]:
+    """Tensors of all experts of a layer that a target matches: vLLM asks for the group of the first one."""
+    for name, tensor in view.index.tensors.items() if view.method is None else ():
+        ending = stacked_ending(name, view.architecture) if len(tensor.shape) == 3 else None
+        if ending and tensor.dtype in FLOATING and not view.drafts(name):
+            first = f"{name.removesuffix(ending[0])}{ending[1].rpartition('.')[0]}.0.down_proj"
+            group = view.group_of(FusedLinear(name=first, members={first: {"weight": tensor}}))
+            if group is not None:
+                yield _unquantized(name, group, "layer's experts", "add the experts to ignore")
 
 
 def _unquantized(module: str, group: ConfigGroup, kind: str, fix: str) -> Finding:
@@ -67,7 +83,7 @@ def _quantized_table(view: CheckpointView, fused: FusedLinear) -> Iterator[Findi
 
 
 def _table_refusal(view: CheckpointView, fused: FusedLinear) -> str | None:
-    """Why vLLM refuses a quantized table; None where it looks tokens up in it.
+    """Return why vLLM refuses a quantized table; None where it looks tokens up in it.
 
     Sources: get_quant_method in compressed_tensors.py, compressed_tensors_embedding.py, and what each model
     hands to its VocabParallelEmbedding.

@@ -44,7 +44,8 @@ _E4M3 = to_numpy(bytes(range(256)), "F8_E4M3").astype(np.float64)
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on scales that are NaN, infinite, zero, negative or implausible, and on payloads."""
-    for fused in read_ahead(view.fused_linears, lambda later: view.reader.expect(_scales_of(later))):
+    known = [fused for fused in view.fused_linears if any(map(view.is_read, fused.members))]
+    for fused in read_ahead(known, lambda later: view.reader.expect(_scales_of(later))):
         group = view.group_of(fused)
         broken, ends = False, dict[str, tuple[float, float]]()
         for parameters in fused.members.values():
@@ -120,7 +121,7 @@ def _odd_sign(tensor: TensorInfo) -> Finding:
 
 
 def _may_be_negative(found: Counts, parameter: str, group: ConfigGroup | None) -> bool:
-    """Whether signs change nothing, or are meant."""
+    """Return whether signs change nothing, or are meant."""
     of_float_inputs = group is not None and group.weights.is_float and parameter == "input_scale"
     return of_float_inputs or _has_signs(found, parameter, group)
 
@@ -133,7 +134,7 @@ def _has_signs(found: Counts, parameter: str, group: ConfigGroup | None) -> bool
 
 
 def _scales_zeros(view: CheckpointView, scale: TensorInfo, parameters: Mapping[str, TensorInfo]) -> bool:
-    """Whether what the zeros of a scale multiply is zero anyway: rows of a weight, or groups in it."""
+    """Return whether what the zeros of a scale multiply is zero anyway: rows of a weight, or groups in it."""
     weight = parameters.get("weight_packed", parameters.get("weight"))
     if weight is None or len(scale.shape) != 2 or len(weight.shape) != 2:
         return False
@@ -232,7 +233,7 @@ def _typical(
 
 
 def _is_empty(view: CheckpointView, parameters: Mapping[str, TensorInfo]) -> bool:
-    """Whether a weight is all zero, so that its scales mean nothing."""
+    """Return whether a weight is all zero, so that its scales mean nothing."""
     weight = parameters.get("weight_packed", parameters.get("weight"))
     if weight is None or not weight.num_bytes:
         return False

@@ -97,7 +97,7 @@ def _is_transposed(index: SourceIndex, architecture: Architecture) -> bool:
     """
     hidden = text_config(index.config).get("hidden_size")
     for tensor in index.tensors.values():
-        ending = _ending(tensor.name, architecture) if len(tensor.shape) == 3 else None
+        ending = stacked_ending(tensor.name, architecture) if len(tensor.shape) == 3 else None
         _, rows, columns = tensor.shape if ending else (0, 0, 0)
         if ending and rows != columns and hidden in (rows, columns):
             return (rows == hidden) != ending[1].endswith("down_proj")
@@ -132,11 +132,11 @@ def is_unknown_experts(tensor: TensorInfo, names: Names) -> bool:
     together = len(tensor.shape) == 2 and UNNUMBERED.search(tensor.name)
     if len(tensor.shape) != 3 and not together:
         return False
-    understood = names.experts_known and _ending(tensor.name, names.architecture) is not None
+    understood = names.experts_known and stacked_ending(tensor.name, names.architecture) is not None
     return names.in_decoder(tensor.name.removesuffix(".weight")) and not understood
 
 
-def _ending(name: str, architecture: Architecture) -> tuple[str, str] | None:
+def stacked_ending(name: str, architecture: Architecture) -> tuple[str, str] | None:
     """(ending on disk, vLLM's ending) of a tensor that holds all experts of a layer."""
     endings = {**STACKED_EXPERTS, **architecture.stacked_experts}
     return next(((old, new) for old, new in endings.items() if name.endswith(old)), None)
@@ -144,7 +144,7 @@ def _ending(name: str, architecture: Architecture) -> tuple[str, str] | None:
 
 def _stacked_experts(tensor: TensorInfo, names: Names) -> Iterator[LinearPlan]:
     """Gate and up, or down, of each expert: gate rows first, as `RoutedExperts.load_weights` cuts them."""
-    ending = _ending(tensor.name, names.architecture)
+    ending = stacked_ending(tensor.name, names.architecture)
     if ending is None or names.architecture.experts is None or 0 in tensor.shape:
         return
     old, new = ending

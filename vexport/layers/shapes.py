@@ -110,11 +110,9 @@ def parts_of(group: FusionGroup, names: Names, text: Mapping[str, Json]) -> list
         return [
             replace(first, name=name, out_features=size) for name, size in zip(called, sizes, strict=True)
         ]
-    for name in looked_up(group.name, tuple(members), architecture):
-        repeats = architecture.repeated.get(name.rpartition(".")[2])
-        of = members.get(f"{prefix}{dot}{repeats.part}") if repeats else None
-        if name not in members and of is not None:
-            members[name] = replace(of, name=name)
+    if QUERIES in architecture.parts.get(last_part, ()):
+        for name in looked_up(group.name, tuple(members), architecture):
+            members.setdefault(name, replace(group.members[-1], name=name))
     return [*members.values()]
 
 

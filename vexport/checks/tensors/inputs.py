@@ -58,7 +58,7 @@ def impossible(
 def static_range(
     view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo]
 ) -> StaticRange | None:
-    """What a layer's static scale represents; None where it has none."""
+    """Return what a layer's static scale represents; None where it has none."""
     scale, global_scale = parameters.get("input_scale"), parameters.get("input_global_scale")
     if scale is not None and scale.num_bytes:
         value = float(np.abs(view.reader.floats(scale)).max())

@@ -94,7 +94,7 @@ def _count_not_finite(view: CheckpointView, tensor: TensorInfo, *, infinity: boo
 
 
 def is_zero(view: CheckpointView, tensor: TensorInfo) -> bool:
-    """Whether a tensor has zeros only; a part at a time, pages are given back."""
+    """Return whether a tensor has zeros only; a part at a time, pages are given back."""
     if view.reader.is_hole(tensor):
         return True
     data = np.frombuffer(view.reader.raw(tensor), np.uint8)
@@ -125,7 +125,7 @@ def empty(view: CheckpointView, check: str) -> Iterator[Finding]:
 
 
 def is_lossless_cast(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
-    """Whether a tensor's values are all kept when vLLM's `copy_` casts them to a parameter's dtype."""
+    """Return whether a tensor's values are all kept when vLLM's `copy_` casts them to a parameter's dtype."""
     if {tensor.dtype, dtype} in SAME_BITS:
         return True
     if tensor.dtype not in CONTAINED_IN.get(dtype, ()):
@@ -141,7 +141,7 @@ def is_lossless_cast(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
 
 
 def is_rounded_little(reader: Reader, tensor: TensorInfo) -> bool:
-    """Whether what a single scale lost when it was stored in this dtype moves no answer by much."""
+    """Return whether what a single scale lost when it was stored in this dtype moves no answer by much."""
     if tensor.dtype in SIXTEEN_BITS:
         return True
     return tensor.dtype in INTEGERS and bool(reader.floats(tensor).min(initial=WHOLE) >= WHOLE)

@@ -43,12 +43,12 @@ class ConfigGroup:
 
     @cached_property
     def storage(self) -> Format:
-        """How its layers are stored; where vLLM refuses the group, the format that comes closest."""
+        """Return how its layers are stored; where vLLM refuses the group, the format that comes closest."""
         return nearest_format(self, self.format)
 
     @cached_property
     def refusal(self) -> str | None:
-        """Why vLLM refuses the group, or None."""
+        """Return why vLLM refuses the group, or None."""
         found = vllm_format(self, self.format)
         return found if isinstance(found, str) else None
 
@@ -144,7 +144,7 @@ def group_for_table(targets: Targets) -> ConfigGroup | None:
 
 
 def _are_resolved(projection: str, members: Sequence[str], architecture: Architecture) -> bool:
-    """Whether vLLM looks for the members' names: it does not know those of every fused layer."""
+    """Return whether vLLM looks for the members' names: it does not know those of every fused layer."""
     alone = len(members) == 1 or moe_layer(members[0]) is not None
     return alone or projection in architecture.resolved
 
@@ -177,7 +177,7 @@ def _class_of(projection: str, members: Sequence[str], architecture: Architectur
 
 
 def matches_any(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name equals a pattern or matches an `re:` pattern from its start, as in vLLM."""
+    """Return whether a name equals a pattern or matches an `re:` pattern from its start, as in vLLM."""
     if isinstance(patterns, Patterns):
         return patterns.match(name)
     return any(matches(pattern, name) for pattern in patterns)
@@ -199,7 +199,7 @@ class OnlineTransform:
         return f"{self.scheme}_{self.location}"
 
     def applies(self, module: str) -> bool:
-        """Whether it rotates the inputs or outputs of a linear layer."""
+        """Return whether it rotates the inputs or outputs of a linear layer."""
         return self._names(module, self.targets) and not self._names(module, self.ignore)
 
     def _names(self, module: str, patterns: tuple[str, ...]) -> bool:

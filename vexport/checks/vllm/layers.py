@@ -53,7 +53,7 @@ class FusedLinear:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether any member stores quantized tensors."""
+        """Return whether any member stores quantized tensors."""
         return any(quantized_parameters(parameters) for parameters in self.members.values())
 
 
@@ -123,7 +123,7 @@ def layers_of(view: "CheckpointView") -> Mapping[str, Layer]:
 
 
 def fits(group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> bool:
-    """Whether a layer's tensors are all and only what a config group announces."""
+    """Return whether a layer's tensors are all and only what a config group announces."""
     expected = group.expected(parameters)
     if expected is None or expected.keys() != parameters.keys() - {"bias"}:
         return False

@@ -10,10 +10,10 @@ from functools import cached_property
 
 from vexport.architectures import Architecture
 from vexport.architectures.fusion import moe_layer
-from vexport.architectures.layouts import ClassLayout, Expected, Row, expected_tensors, get_layout
+from vexport.architectures.layouts import ClassLayout, Expected, expected_tensors, get_layout
 from vexport.architectures.modules import with_stars
 from vexport.architectures.text_config import text_config
-from vexport.checks.vllm.layers import JOINED, joined_name, split_name
+from vexport.checks.vllm.layers import joined_name, split_name
 from vexport.types import Json
 
 Shape = tuple[int | None, ...]
@@ -23,7 +23,7 @@ COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_exp
 SLACK, LEAST_SLACK = 16, 4096
 # Keys without which transformers would build a model of its default size.
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-TABLES = ("table", "lookup", "head")
+TABLES, PLAIN_KINDS = ("table", "lookup", "head"), ("plain", "lookup")
 ATTENTION_NORM, MLP_NORM, FEEDFORWARD_NORM = (
     "input_layernorm",
     "post_attention_layernorm",
@@ -43,7 +43,8 @@ PLAIN = re.compile(
 class Layout:
     """The modules of a model: linear layers and tables with their sizes, other parameters by name.
 
-    A size is None, a shape empty where it is not known. `optional` are names that may be there, `unknown`
+    A size is None, a shape empty where it is not known. `plain` are modules that vLLM builds without a
+    quantization config, `optional` are names that may be there, `unknown`
     (with stars) those of which it is not known, `drops` the modules in which vLLM passes over names that it
     does not have; `translated` says that the file has other names than transformers. `norm_before_mlp` is ""
     where it is not known what the inputs of layers come from.
@@ -52,6 +53,7 @@ class Layout:
     linears: dict[str, Shape]
     tables: dict[str, Shape]
     parameters: Mapping[str, Shape] = field(default_factory=dict)
+    plain: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
     unknown: frozenset[str] = frozenset()
     drops: frozenset[str] = frozenset()
@@ -63,6 +65,12 @@ class Layout:
     def modules(self) -> dict[str, Shape]:
         """All with a matrix."""
         return {**self.linears, **self.tables}
+
+    @cached_property
+    def known(self) -> set[str]:
+        """The modules of which a tensor is known, with stars."""
+        names = (*self.modules, *(split_name(name)[0] for name in self.parameters))
+        return {*map(with_stars, names)}
 
     @cached_property
     def places(self) -> set[str]:
@@ -77,15 +85,19 @@ class Layout:
         return next((prefix for prefix in around if prefix in self.places), "")
 
     def is_dropped(self, name: str) -> bool:
-        """Whether vLLM passes over a name that it does not know."""
+        """Return whether vLLM passes over a name that it does not know."""
         return self.place(name) in self.drops
 
     def judges(self, name: str) -> bool:
-        """Whether a tensor that is not among these is none of the model."""
-        inside = f"{self.place(name)}.".lstrip(".")
+        """Return whether a tensor that is not among these is none of the model."""
+        inside, module = f"{self.place(name)}.".lstrip("."), split_name(with_stars(name))[0]
         if self.translated and "*" not in inside:
             return False
-        return not any(other.startswith(inside) for other in self.unknown)
+        unknown = {split_name(other)[0] for other in self.unknown if other.startswith(inside)}
+        if inside.endswith(".experts.") and unknown:
+            return False
+        # An unknown tensor of a module that has others says nothing of other modules.
+        return module not in unknown and unknown <= {*self.known, inside.rstrip(".")}
 
 
 def layout_of(
@@ -103,12 +115,11 @@ def layout_of(
     if missing_sizes(entry, config):
         return None
     found, unsure = expected_tensors(entry, config, most)
-    heads = tuple(replace(row, condition="1") for row in entry.rows if _holds_head(row))
-    tied = expected_tensors(replace(entry, rows=heads), config, most)[0]
     names = _names_in_file(stored, architecture)
-    expected = {joined_name(*names(name)): each for name, each in {**tied, **found}.items()}
-    otherwise = _stored_otherwise(expected, stored)
-    joined = {split_name(name)[0] for name in stored if JOINED.fullmatch(name) and "_blocks" in name}
+    expected = {joined_name(*names(name)): each for name, each in found.items()}
+    translated = not expected.keys() <= found.keys()
+    expected, otherwise = _as_stored(expected, stored, architecture, _int(text_config(config), "hidden_size"))
+    joined = {split_name(name)[0] for name in stored if not name.endswith("bias")}
     linears, tables, parameters = dict[str, Shape](), dict[str, Shape](), dict[str, Shape]()
     for name, each in expected.items():
         module, parameter = split_name(name)
@@ -122,31 +133,67 @@ def layout_of(
             (tables if each.kind in TABLES else linears)[module] = each.shape or (None, None)
         else:
             parameters[name] = each.shape or ()
-    dropped = {name for name, each in found.items() if each.kind == "dropped"}
     plain = not unsure and all(PLAIN.fullmatch(name) for row in entry.rows for name in row.names)
     before_mlp = (FEEDFORWARD_NORM, MLP_NORM)
     return Layout(
         linears=linears,
         tables=tables,
         parameters=parameters,
-        optional=frozenset({joined_name(*names(name)) for name in (tied.keys() - found.keys()) | dropped}),
+        plain=frozenset(split_name(name)[0] for name, each in expected.items() if each.kind in PLAIN_KINDS),
+        optional=frozenset(name for name, each in expected.items() if each.optional),
         unknown=frozenset(map(with_stars, (*unsure, *(f"{prefix}.*" for prefix in otherwise)))),
         drops=entry.drops,
         norm_before_mlp=next((norm for norm in before_mlp if plain and _has_norm(entry, norm)), ""),
-        translated=not expected.keys() <= {**tied, **found}.keys(),
+        translated=translated,
         norms_above_one=any(row.kind == "norm above one" for row in entry.rows),
     )
 
 
-def _stored_otherwise(expected: Mapping[str, Expected], stored: Iterable[str]) -> set[str]:
-    """The experts that are one by one where the class is known with all in one, or the other way round."""
-    known = {_experts(name, each): _is_single(name) for name, each in expected.items()}
+def _as_stored(
+    expected: Mapping[str, Expected], stored: Iterable[str], architecture: Architecture, hidden: int
+) -> tuple[dict[str, Expected], set[str]]:
+    """(the tensors with experts one by one where the file has them so, the experts of which the class is not
+    known as the file has them)."""
+    known: dict[str, list[str]] = {}
+    for name, each in expected.items():
+        known.setdefault(_experts(name, each), []).append(name)
     own = {_experts(name): _is_single(name) for name in stored if STACKED.fullmatch(name) or _is_single(name)}
-    return {prefix for prefix in known.keys() & own.keys() if prefix and known[prefix] != own[prefix]}
+    found, otherwise = dict(expected), set[str]()
+    for prefix, names in known.items():
+        single = own.get(prefix, any(own.values()))
+        if not prefix or single == _is_single(names[0]) or prefix not in own and not single:
+            continue
+        apart = [_one_by_one(prefix, name, expected[name], architecture, hidden) for name in names]
+        if not single or not all(apart):
+            otherwise.add(prefix)
+            continue
+        for name, layers in zip(names, apart, strict=True):
+            del found[name]
+            found |= layers
+    return found, otherwise
+
+
+def _one_by_one(
+    prefix: str, name: str, stacked: Expected, architecture: Architecture, hidden: int
+) -> dict[str, Expected]:
+    """The layers of all experts that are in one tensor; none where they are not known."""
+    if architecture.experts is None or stacked.shape is None or len(stacked.shape) != 3:
+        return {}
+    count, *sides = (side or 0 for side in stacked.shape)
+    gate, down, up = architecture.experts
+    last = next((new for old, new in architecture.stacked_experts.items() if name.endswith(old)), name)
+    if hidden not in sides or up is None:
+        return {}
+    other = sum(sides) - hidden
+    is_down = "down" in last.rpartition("experts")[2]
+    shape = (hidden, other) if is_down else (other // 2, hidden)
+    each = Expected(shape=shape, kind="linear")
+    parts = (down,) if is_down else (gate, up)
+    return {f"{prefix}.{number}.{part}.weight": each for number in range(count) for part in parts}
 
 
 def _is_single(name: str) -> bool:
-    """Whether a tensor is one of one expert."""
+    """Return whether a tensor is one of one expert."""
     return moe_layer(split_name(name)[0]) is not None
 
 
@@ -157,11 +204,6 @@ def _experts(name: str, each: Expected | None = None) -> str:
     if stacked and not experts:
         before = split_name(name)[0].rpartition(".")[0]
     return f"{before}.experts" if experts or stacked else ""
-
-
-def _holds_head(row: Row) -> bool:
-    """Whether tensors may be left out where the head is tied to the embeddings."""
-    return row.kind == "head" or any(name.endswith("lm_head.weight") for name in row.names)
 
 
 def _has_norm(entry: ClassLayout, norm: str) -> bool:

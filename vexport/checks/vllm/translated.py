@@ -15,7 +15,6 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.config import DENSE_FORMAT, MIXED_FORMAT, arguments_json, targets_of
 from vexport.formats.kv_cache import KV_CACHES
 from vexport.layers.ignore import ignored
-from vexport.layers.linears import names_of
 from vexport.types import Finding, FusionGroup, Json, LinearPlan, TensorInfo
 
 Run = Callable[[CheckpointView], Iterator[Finding]]
@@ -102,7 +101,7 @@ def _read(group: MethodGroup, parameters: Mapping[str, TensorInfo]) -> Mapping[s
 
 
 def _is_sound(group: MethodGroup, parameters: Mapping[str, TensorInfo]) -> bool:
-    """Whether all tensors of a layer are there in the dtypes and shapes that they should have."""
+    """Return whether all tensors of a layer are there in the dtypes and shapes that they should have."""
     expected = group.expected(parameters)
     if expected is None:
         return False
@@ -133,7 +132,7 @@ def _config(view: CheckpointView, tensors: Iterable[str]) -> Json:
     assert view.method is not None
     formats = {group.translated_format for group, _ in groups.values()}
     architecture, alone = view.architecture, len(groups) == 1
-    names = names_of(view.index, architecture)
+    names = view.names
     config_groups: dict[str, Json] = {}
     for number, (name, (group, layers)) in enumerate(groups.items()):
         others = [layer for other, (_, each) in groups.items() if other != name for layer in each]

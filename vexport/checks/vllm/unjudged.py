@@ -15,7 +15,7 @@ NUMBERS = "quantized weights and their scales"
 
 
 def unjudged(view: CheckpointView) -> Iterator[NotJudged]:
-    """What of a checkpoint no check has looked at."""
+    """Return what of a checkpoint no check has looked at."""
     asked, known = view.target.vllm, nearest_version(view.target.vllm)
     if asked != known or view.method is not None and known != PINNED:
         rules = short_version(known if view.method is None else PINNED)

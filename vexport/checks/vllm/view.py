@@ -6,6 +6,7 @@ from functools import cached_property
 
 from vexport.architectures import Architecture, FusedModules, TableLookup, architecture_table, resolve
 from vexport.architectures.fusion import fuse, looked_up, moe_layer
+from vexport.architectures.text_config import text_config
 from vexport.architectures.versions import VersionFacts, facts_of, nearest_version, with_facts
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
@@ -29,6 +30,7 @@ from vexport.checks.vllm.layout import Layout, Shape, layout_of
 from vexport.checks.vllm.quant_methods import METHODS, method_name
 from vexport.checks.vllm.quant_methods.base import MethodGroup, Model, QuantMethod
 from vexport.formats.partition import is_head
+from vexport.layers.linears import PREDICTION, Names, names_of
 from vexport.types import Finding, FusionGroup, Json, LinearPlan, TensorInfo
 from vexport.types.patterns import Patterns
 from vexport.version import PINNED, Version
@@ -49,6 +51,8 @@ class Target:
 
 
 ANY = Target()
+# How configs count layers that draft (hf_config_override in vllm/config/speculative.py).
+DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 NO_SHAPE: Shape = (None, None)
 
 
@@ -86,7 +90,7 @@ class CheckpointView:
 
     @property
     def quantization_place(self) -> str:
-        """What names the quantization config in messages."""
+        """Return what names the quantization config in messages."""
         stored = self.stored_quantization
         return stored.place if stored else f"{self.config_path}: {KEY}"
 
@@ -111,8 +115,21 @@ class CheckpointView:
         return pinned if changed is None else with_facts(pinned, changed)
 
     @cached_property
+    def names(self) -> Names:
+        """The reading of the tensors' names."""
+        return names_of(self.index, self.architecture)
+
+    def drafts(self, name: str) -> bool:
+        """Return whether a tensor or module is of a layer that predicts further tokens, which the config
+        announces where it has a decoder layer's name."""
+        layer, text = self.names.draft_layer(name), text_config(self.index.config)
+        announced = next((count for key in DRAFTS if isinstance(count := text.get(key), int) and count), 0)
+        behind = layer is not None and int(layer.rpartition(".")[2]) < (self.names.layers or 0) + announced
+        return behind and announced > 0 or PREDICTION.search(name) is not None
+
+    @cached_property
     def facts(self) -> VersionFacts:
-        """What the vLLM that was asked for has, or the nearest one that is known."""
+        """Return what the vLLM that was asked for has, or the nearest one that is known."""
         return facts_of(nearest_version(self.target.vllm))
 
     @cached_property
@@ -127,7 +144,7 @@ class CheckpointView:
 
     @cached_property
     def layout(self) -> Layout | None:
-        """What the model's class and config ask for; None where that is not known."""
+        """Return what the model's class and config ask for; None where that is not known."""
         layout = layout_of(self.class_name, self.index.config, self.architecture, self.index.tensors)
         return None if layout is None else replace(layout, linears=self._as_stored(layout.linears))
 
@@ -176,7 +193,7 @@ class CheckpointView:
         return Patterns(map(self.architecture.matched, self.ignore))
 
     def is_ignored(self, module: str, entries: Iterable[str]) -> bool:
-        """Whether any of some entries of `ignore` means a module by the name that vLLM has for it."""
+        """Return whether any of some entries of `ignore` means a module by the name that vLLM has for it."""
         return matches_any(self.architecture.asked_name(module), [*map(self.architecture.matched, entries)])
 
     @cached_property
@@ -185,7 +202,7 @@ class CheckpointView:
         return online_transforms(self.quantization)
 
     def is_transform(self, module: str) -> bool:
-        """Whether a module is no layer but stores the matrix of such a rotation."""
+        """Return whether a module is no layer but stores the matrix of such a rotation."""
         projection = module.rpartition(".")[2]
         return any(projection == transform.submodule for transform in self.transforms)
 
@@ -211,6 +228,11 @@ class CheckpointView:
             return group.shape(parameters)
         turned = self.architecture.reordered.get(module.rpartition(".")[2]) == "transposed"
         return (columns, rows) if turned else (rows, columns)
+
+    def is_read(self, module: str) -> bool:
+        """Return whether vLLM has a module, or may have one of that name."""
+        layout = self.layout
+        return layout is None or module in layout.modules or not layout.judges(f"{module}.")
 
     def planned(self, fused: FusedLinear, group: ConfigGroup | None) -> FusionGroup | None:
         """A fused layer as a plan has it; None where the sides of a part cannot be told."""
@@ -297,7 +319,8 @@ class CheckpointView:
         projection = fused.name.rpartition(".")[2]
         kind = self.architecture.kind(fused.name)
         plain = projection in self.architecture.unquantized and moe_layer(fused.name) is None
-        if plain or kind in ("plain", "lookup"):
+        built = self.layout is not None and not self.layout.plain.isdisjoint(fused.members)
+        if plain or built or kind in ("plain", "lookup"):
             return f"{self.class_name} builds it without a quantization config"
         return None
 

@@ -51,7 +51,7 @@ def is_ours(config: Mapping[str, Json]) -> bool:
 
 
 def _is_modelopt(config: Mapping[str, Json]) -> bool:
-    """Whether ModelOpt wrote a config without a method (_normalize_quantization_config)."""
+    """Return whether ModelOpt wrote a config without a method (_normalize_quantization_config)."""
     producer = config.get("producer")
     named = isinstance(producer, dict) and producer.get("name") == "modelopt"
     return named or isinstance(config.get("quantization"), dict)

@@ -17,7 +17,7 @@ from vexport.checks.vllm.quant_methods.base import (
     linear_group,
 )
 from vexport.checks.vllm.quant_methods.gptq import Gptq
-from vexport.checks.vllm.quant_methods.integers import MOST_BITS, integer_group
+from vexport.checks.vllm.quant_methods.integers import integer_group
 from vexport.formats import MXFP4, MXFP8
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import GpuSupport
@@ -65,20 +65,10 @@ class AsGptq(Gptq):
 
 
 class AsMxfp4(MethodFormat, Mxfp4):
-    """As compressed-tensors has it."""
+    """As compressed-tensors has it; Marlin takes SM 75, and INCConfig.get_min_capability is 60."""
 
     name = "auto-round"
-
-    def gpu_support(self, args: Arguments) -> GpuSupport:
-        """No least capability is asked for (INCConfig.get_min_capability is 60), and Marlin takes SM 75."""
-        return from_turing(super().gpu_support(args))
-
-
-def from_turing(support: GpuSupport) -> GpuSupport:
-    """The same from SM 75 on."""
-    least = support.loads_from
-    bits = {75 if sm == least else sm: bits for sm, bits in support.input_bits.items()}
-    return replace(support, input_bits=bits)
+    least_sm = 75
 
 
 class AsMxfp8(MethodFormat, Mxfp8):
@@ -159,7 +149,7 @@ def _entry_of(layer: str, name: str, entries: Mapping[str, Settings]) -> Setting
 
 
 def _finds(pattern: str, name: str) -> bool:
-    """Whether a pattern is found anywhere in a name."""
+    """Return whether a pattern is found anywhere in a name."""
     return matches(f"{REGEX}(?s:.*?)(?:{pattern})", name)
 
 
@@ -184,19 +174,9 @@ def _group(config: Config, settings: Settings) -> MethodGroup:
     backend = values.get("backend", values.get("vllm_backend", "auto"))
     if backend not in BACKENDS:
         config.wrong("backend", " or ".join(BACKENDS), repr(backend))
-    size = settings.group_size
-    if not isinstance(size, int):
-        config.wrong("group_size", "a number", repr(size))
-    if not 0 < settings.bits <= MOST_BITS:
-        config.wrong("bits", f"1 to {MOST_BITS}", str(settings.bits))
     as_awq = "awq" in str(layout) and "gptq" not in str(backend)
-    return integer_group(
-        name,
-        Awq() if as_awq else AsGptq(),
-        bits=settings.bits if 0 < settings.bits <= MOST_BITS else 4,
-        size=size if isinstance(size, int) else -1,
-        symmetric=settings.symmetric and not as_awq,
-    )
+    stored_as, symmetric = Awq() if as_awq else AsGptq(), settings.symmetric and not as_awq
+    return integer_group(name, stored_as, config, settings.bits, settings.group_size, symmetric=symmetric)
 
 
 def _mx_group(config: Config, settings: Settings, name: str) -> MethodGroup:

@@ -12,7 +12,6 @@ from vexport.checkpoint.derived import Derived
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.quant_methods.base import (
     Config,
-    MethodFormat,
     MethodGroup,
     Model,
     QuantMethod,
@@ -20,9 +19,9 @@ from vexport.checks.vllm.quant_methods.base import (
     contains_listed,
 )
 from vexport.checks.vllm.quant_methods.integers import (
-    MOST_BITS,
     PACKED_NAMES,
     Array,
+    TransposedIntegers,
     bits_of,
     integer_group,
     packed,
@@ -31,8 +30,7 @@ from vexport.checks.vllm.quant_methods.integers import (
     unpacked,
 )
 from vexport.formats.arguments import Arguments
-from vexport.formats.base import GpuSupport, Parameter
-from vexport.formats.integer import PackedIntegers
+from vexport.formats.base import Parameter
 from vexport.numerics.constants import INT32_BITS
 from vexport.types import Json, TensorInfo
 
@@ -46,16 +44,13 @@ LAYOUT = "gemm"
 SIGN = 8
 
 
-class Awq(MethodFormat, PackedIntegers):
+class Awq(TransposedIntegers):
     """qweight (in, out/8), qzeros (groups, out/8), scales (groups, out).
 
     `places` are those of the codes in a word; codes of symmetric weights have a sign, others zero points.
     """
 
     name = "awq"
-    weight = "qweight"
-    names = PACKED_NAMES
-    transposed = True
     places: Sequence[int] = PLACES
 
     def refusal(self, args: Arguments) -> str | None:
@@ -72,9 +67,6 @@ class Awq(MethodFormat, PackedIntegers):
         if codes is None or len(codes.shape) != 2:
             return None
         return codes.shape[1] * CODES, codes.shape[0]
-
-    def gpu_support(self, args: Arguments) -> GpuSupport:
-        return GpuSupport(input_bits={75: 16}, stored_bits=16)
 
     def translated(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> Translation:
         """Codes and zero points in words along the inputs and outputs, in the plain order."""
@@ -111,23 +103,12 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
         expected = "true: without zero points vLLM takes slower kernels on GPUs, and others on CPUs"
         fix = "quantize with zero points"
         config.wrong("zero_point", expected, "false", fix, severity="warning")
-    for key, value in (("bits", bits), ("group_size", size)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            config.wrong(key, "a number", repr(value))
-    if isinstance(bits, int) and not 0 < bits <= MOST_BITS:
-        config.wrong("bits", f"1 to {MOST_BITS}", str(bits))
     version = str(values.get("version", LAYOUT)).lower()
     if version != LAYOUT:
         expected = f"{LAYOUT}: vLLM reads every checkpoint as packed by AutoAWQ's WQLinear_GEMM"
         config.wrong("version", expected, version, "export it again as gemm")
     kept = config.names("modules_to_not_convert")
-    group = integer_group(
-        "awq",
-        Awq(),
-        bits=bits if isinstance(bits, int) and 0 < bits <= MOST_BITS else BITS,
-        size=size if isinstance(size, int) else -1,
-        symmetric=False,
-    )
+    group = integer_group("awq", Awq(), config, bits, size, symmetric=False)
 
     def group_of(layer: str, name: str) -> MethodGroup | None:
         if not kept:

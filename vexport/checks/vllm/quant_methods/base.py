@@ -60,6 +60,8 @@ class MethodFormat(Format):
     names: Mapping[str, str] = {}
     # Those of compressed-tensors' that are the reciprocals of what is stored.
     reciprocals: frozenset[str] = frozenset()
+    # The method's own least capability, in the place of the scheme's.
+    least_sm: int = 0
 
     def matches(self, args: Arguments, stored_as: str) -> bool:
         """vLLM picks it by the method, never for a config group."""
@@ -68,6 +70,12 @@ class MethodFormat(Format):
     def vllm_scheme(self, args: Arguments) -> str:
         """None of compressed-tensors' schemes."""
         return ""
+
+    def gpu_support(self, args: Arguments) -> GpuSupport:
+        support, own = super().gpu_support(args), self.least_sm  # type: ignore[safe-super]
+        least = support.loads_from
+        bits = {max(own, 0 if sm == least and own else sm): bits for sm, bits in support.input_bits.items()}
+        return replace(support, input_bits=bits)
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
         renamed_parameters = super().parameters(args, shape)  # type: ignore[safe-super]
@@ -143,8 +151,7 @@ class QuantMethod:
     `group_of` answers for vLLM's name of a layer and the name of one of its members, both those of the routed
     experts of a layer: None where vLLM keeps it. `skip_key` names the list that keeps layers;
     `quantizes_head` says whether the output head is quantized where that list does not name it; `source` is
-    vLLM's file, `cache_scales` its own names for the KV cache's scales, `modules` what every decoder layer
-    stores quantized where that is known.
+    vLLM's file, `cache_scales` its own names for the KV cache's scales.
     """
 
     name: str
@@ -155,7 +162,6 @@ class QuantMethod:
     quantizes_head: bool = False
     kv_cache: bool = False
     cache_scales: Mapping[str, str] = field(default_factory=dict)
-    modules: Sequence[str] = ()
     problems: Sequence[Problem] = field(default_factory=tuple)
 
 
@@ -196,11 +202,6 @@ class Config:
     ) -> None:
         """Note a problem."""
         self.problems.append(Problem(where=key, expected=expected, got=got, fix=fix, severity=severity))
-
-
-def at_least(support: GpuSupport, sm: int) -> GpuSupport:
-    """Without GPUs below a capability."""
-    return replace(support, input_bits={max(sm, start): bits for start, bits in support.input_bits.items()})
 
 
 def is_listed(name: str, listed: Collection[str]) -> bool:

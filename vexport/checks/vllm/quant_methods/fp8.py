@@ -79,7 +79,7 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
 
 
 def is_block(block: Json) -> bool:
-    """Whether a block has two sides."""
+    """Return whether a block has two sides."""
     sides = block if isinstance(block, list) else []
     return len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)
 

@@ -13,7 +13,6 @@ import numpy as np
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.quant_methods.base import (
     Config,
-    MethodFormat,
     MethodGroup,
     Model,
     Problem,
@@ -22,9 +21,8 @@ from vexport.checks.vllm.quant_methods.base import (
     contains_listed,
 )
 from vexport.checks.vllm.quant_methods.integers import (
-    MOST_BITS,
-    PACKED_NAMES,
     Array,
+    TransposedIntegers,
     bits_of,
     integer_group,
     packed,
@@ -35,8 +33,7 @@ from vexport.checks.vllm.quant_methods.integers import (
     unpacked,
 )
 from vexport.formats.arguments import Arguments
-from vexport.formats.base import GpuSupport, Parameter
-from vexport.formats.integer import PackedIntegers
+from vexport.formats.base import Parameter
 from vexport.numerics.constants import INT32_BITS
 from vexport.types import Json, TensorInfo
 from vexport.types.patterns import REGEX, Patterns
@@ -47,14 +44,11 @@ BITS, MARLIN_GROUPS = (4, 8), (-1, 32, 64, 128)
 V1, V2 = "gptq", "gptq_v2"
 
 
-class Gptq(MethodFormat, PackedIntegers):
+class Gptq(TransposedIntegers):
     """qweight (in*bits/32, out), scales (groups, out), qzeros (groups, out*bits/32), g_idx (in,)."""
 
     name = V1
-    weight = "qweight"
-    names = PACKED_NAMES
     unread = frozenset({"qzeros", "g_idx"})
-    transposed = True
     # What is added to a stored zero point.
     zero_offset = 1
 
@@ -76,10 +70,6 @@ class Gptq(MethodFormat, PackedIntegers):
         if codes is None or len(codes.shape) != 2:
             return None
         return codes.shape[1], codes.shape[0] * INT32_BITS // args.weights.num_bits
-
-    def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Marlin and others, with inputs as they are (verify_marlin_supported)."""
-        return GpuSupport(input_bits={75: 16}, stored_bits=16)
 
     def translated(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> Translation:
         """Words of codes and scales transposed; zero points too, where the weight is not symmetric."""
@@ -192,24 +182,13 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
 
 
 def _group(config: Config, values: Mapping[str, Json], name: str = "gptq") -> MethodGroup:
-    bits, size = values.get("bits"), values.get("group_size")
-    for key, value in (("bits", bits), ("group_size", size)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            config.wrong(key, "a number", repr(value))
-    if isinstance(bits, int) and not 0 < bits <= MOST_BITS:
-        config.wrong("bits", f"1 to {MOST_BITS}", str(bits))
-    grouped = isinstance(size, int) and size > 0
-    if values.get("desc_act") is True and grouped:
+    size = values.get("group_size")
+    if values.get("desc_act") is True and isinstance(size, int) and size > 0:
         fix = "quantize without desc_act, or with static groups"
         config.wrong("desc_act", "false: vLLM orders no columns by activation (gptq_utils.py)", "true", fix)
     stored_as = GptqV2() if config.values.get("checkpoint_format") == V2 else Gptq()
-    return integer_group(
-        name,
-        stored_as,
-        bits=bits if isinstance(bits, int) and 0 < bits <= MOST_BITS else 4,
-        size=size if isinstance(size, int) else -1,
-        symmetric=values.get("sym") is not False,
-    )
+    symmetric = values.get("sym") is not False
+    return integer_group(name, stored_as, config, values.get("bits"), size, symmetric=symmetric)
 
 
 def _rules(config: Config, base: Mapping[str, Json]) -> Iterator[Rule]:

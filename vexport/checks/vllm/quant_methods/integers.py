@@ -11,31 +11,55 @@ import numpy.typing as npt
 
 from vexport.checkpoint.derived import Derived
 from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.quant_methods.base import MethodFormat, MethodGroup, Translation, linear_group
+from vexport.checks.vllm.quant_methods.base import (
+    Config,
+    MethodFormat,
+    MethodGroup,
+    Translation,
+    linear_group,
+)
 from vexport.formats import PACKED
 from vexport.formats.arguments import Arguments, QuantArgs
-from vexport.formats.base import FLOAT_SCALES, Parameter, exact, words
-from vexport.types import TensorInfo
+from vexport.formats.base import FLOAT_SCALES, GpuSupport, Parameter, exact, words
+from vexport.formats.integer import PackedIntegers
+from vexport.types import Json, TensorInfo
 
 # Some rows of a tensor, computed from stored ones.
 Rows = Callable[[Reader, slice], npt.NDArray[np.generic]]
 Array = npt.NDArray[np.generic]
 PACKED_NAMES = {"weight_packed": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros"}
 
-# Bits of a code that methods of integers have; which of them vLLM runs is each method's.
-MOST_BITS = 8
+# Bits of a code that methods of integers have, and usually; which of them vLLM runs is each method's.
+MOST_BITS, USUAL_BITS = 8, 4
+
+
+class TransposedIntegers(MethodFormat, PackedIntegers):
+    """Words of codes and scales, inputs first, which Marlin and others run with inputs as they are."""
+
+    weight = "qweight"
+    names = PACKED_NAMES
+    transposed = True
+
+    def gpu_support(self, args: Arguments) -> GpuSupport:
+        return GpuSupport(input_bits={75: 16}, stored_bits=16)
 
 
 def integer_group(
-    name: str, stored_as: MethodFormat, *, bits: int, size: int, symmetric: bool
+    name: str, stored_as: MethodFormat, config: Config, bits: Json, size: Json, *, symmetric: bool
 ) -> MethodGroup:
-    """Weight-only integers in groups, or with a scale for each row."""
+    """Weight-only integers in groups, or with a scale for each row; `config` notes what is no number."""
+    for key, value in (("bits", bits), ("group_size", size)):
+        if value is not None and type(value) is not int:
+            config.wrong(key, "a number", repr(value))
+    if type(bits) is int and not 0 < bits <= MOST_BITS:
+        config.wrong("bits", f"1 to {MOST_BITS}", str(bits))
+    group = size if type(size) is int and size > 0 else None
     weights = QuantArgs(
-        num_bits=bits,
+        num_bits=bits if type(bits) is int and 0 < bits <= MOST_BITS else USUAL_BITS,
         type="int",
         symmetric=symmetric,
-        strategy="group" if size > 0 else "channel",
-        group_size=size if size > 0 else None,
+        strategy="group" if group else "channel",
+        group_size=group,
         observer="minmax",
     )
     return linear_group(name, stored_as, weights, None, PACKED)

@@ -20,14 +20,13 @@ from vexport.checks.vllm.quant_methods.base import (
     Model,
     QuantMethod,
     Translation,
-    at_least,
     contains_listed,
     is_listed,
     linear_group,
 )
 from vexport.formats import FP8, MXFP8, NVFP4
 from vexport.formats.arguments import Arguments
-from vexport.formats.base import Format, GpuSupport, Parameter
+from vexport.formats.base import Format, Parameter
 from vexport.formats.fp8 import Fp8
 from vexport.formats.mxfp import Mxfp8
 from vexport.formats.nvfp4 import Nvfp4
@@ -48,9 +47,10 @@ NVFP4_KEYS = ("group_size", "kv_cache_quant_algo", "exclude_modules")
 
 
 class ModelOptFp8(MethodFormat, Fp8):
-    """weight, weight_scale and, per tensor, input_scale."""
+    """weight, weight_scale and, per tensor, input_scale; SM 80 by ModelOptFp8Config.get_min_capability."""
 
     name = "modelopt"
+    least_sm = 80
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
         """Scales per channel are (out,), of blocks (rows, 1, columns, 1)."""
@@ -62,10 +62,6 @@ class ModelOptFp8(MethodFormat, Fp8):
             rows, columns = scale.shape
             found["weight_scale"] = replace(scale, shape=(rows, 1, columns, 1), along=(0,))
         return found
-
-    def gpu_support(self, args: Arguments) -> GpuSupport:
-        """The method refuses SM 75 (ModelOptFp8Config.get_min_capability)."""
-        return at_least(super().gpu_support(args), 80)
 
 
 class ModelOptNvfp4(MethodFormat, Nvfp4):
@@ -184,7 +180,7 @@ def _group(algo: str) -> MethodGroup:
 
 
 def _is_weight_only(values: Mapping[str, Json]) -> bool:
-    """Whether config groups say that no inputs are quantized (ModelOptNvFp4Config._from_config)."""
+    """Return whether config groups say that no inputs are quantized (ModelOptNvFp4Config._from_config)."""
     groups = values.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         return False

@@ -92,7 +92,6 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
         skip_key="modules_to_not_convert",
         groups=tuple(groups.values()),
         group_of=group_of,
-        modules=tuple(f"mlp.experts.{projection}" for projection in groups),
         problems=tuple(config.problems),
     )
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from typing import TypeGuard
 
-from vexport.checks.vllm.quant_methods.auto_round import from_turing
 from vexport.checks.vllm.quant_methods.awq import PLACES, Awq
 from vexport.checks.vllm.quant_methods.base import (
     Config,
@@ -16,14 +15,13 @@ from vexport.checks.vllm.quant_methods.base import (
     MethodGroup,
     Model,
     QuantMethod,
-    at_least,
     linear_group,
 )
 from vexport.checks.vllm.quant_methods.integers import integer_group
 from vexport.checks.vllm.quant_methods.modelopt import ModelOptFp8, ModelOptNvfp4
 from vexport.formats import FP8, INT8, MXFP4, NVFP4
 from vexport.formats.arguments import Arguments
-from vexport.formats.base import GpuSupport, Parameter, exact
+from vexport.formats.base import Parameter, exact
 from vexport.formats.fp8 import Fp8
 from vexport.formats.integer import Int8
 from vexport.formats.mxfp import Mxfp4
@@ -49,7 +47,7 @@ class Side:
     second: Mapping[str, Json] | None = None
 
     def has(self, **expected: Json) -> bool:
-        """Whether the keys have these values; False stands for absent too."""
+        """Return whether the keys have these values; False stands for absent too."""
         return all((self.values.get(key) or False) == value for key, value in expected.items())
 
 
@@ -114,7 +112,7 @@ def _dicts(value: Json) -> Iterator[tuple[str, Json]]:
 
 
 def _names(entry: str, name: str) -> bool:
-    """Whether an entry of layer_quant_config is of a layer (get_layer_quant_config_from_name)."""
+    """Return whether an entry of layer_quant_config is of a layer (get_layer_quant_config_from_name)."""
     return fnmatch(name, entry) if "*" in entry else name in entry
 
 
@@ -127,7 +125,7 @@ def _sides(raw: Json) -> Iterator[Side | None]:
 
 
 def _group(config: Config, key: str, raw: Json, pack_method: str) -> MethodGroup | None:
-    """How layers are stored, by what vLLM tells from the config (_get_scheme_cls_from_config)."""
+    """Return how layers are stored, by what vLLM tells from the config (_get_scheme_cls_from_config)."""
     weight, inputs = _sides(raw)
     if weight is None:
         config.wrong(key, "weights that are quantized", repr(raw)[:80])
@@ -136,7 +134,7 @@ def _group(config: Config, key: str, raw: Json, pack_method: str) -> MethodGroup
         raw.get("bias") or key == "global_quant_config" and raw.get("output_tensors")
     ):
         config.wrong(key, "no quantized outputs or biases", "some, which vLLM refuses")
-    found = _kind(weight, inputs, pack_method)
+    found = _kind(config, weight, inputs, pack_method)
     if found is None:
         sides = [str(each.values.get("dtype")) for each in (weight, inputs) if each]
         got = f"{' with inputs of '.join(sides)}, {weight.values.get('qscheme')}"
@@ -144,7 +142,7 @@ def _group(config: Config, key: str, raw: Json, pack_method: str) -> MethodGroup
     return found
 
 
-def _kind(weight: Side, inputs: Side | None, pack_method: str) -> MethodGroup | None:
+def _kind(config: Config, weight: Side, inputs: Side | None, pack_method: str) -> MethodGroup | None:
     if weight.second is not None:
         return _nvfp4(weight, inputs)
     if weight.has(dtype="fp8_e4m3") and inputs is not None and inputs.has(dtype="fp8_e4m3"):
@@ -156,7 +154,7 @@ def _kind(weight: Side, inputs: Side | None, pack_method: str) -> MethodGroup | 
         if not isinstance(size, int) or size <= 0:
             return None
         stored_as = QuarkInt4(reordered=pack_method == "reorder")
-        return integer_group("quark INT4", stored_as, bits=4, size=size, symmetric=symmetric)
+        return integer_group("quark INT4", stored_as, config, 4, size, symmetric=symmetric)
     if weight.has(
         dtype="fp4", qscheme="per_group", group_size=MX_GROUP, scale_format="e8m0", is_dynamic=False
     ):
@@ -220,19 +218,14 @@ class QuarkFp8(ModelOptFp8):
     """weight, weight_scale (out,) or one number, input_scale where inputs are static."""
 
     name = "quark"
-
-    def gpu_support(self, args: Arguments) -> GpuSupport:
-        """SM 89 or above (get_min_capability)."""
-        return at_least(Fp8.gpu_support(self, args), 89)
+    least_sm = 89
 
 
 class QuarkFp8Block(MethodFormat, Fp8):
     """weight and weight_scale as compressed-tensors has them."""
 
     name = "quark"
-
-    def gpu_support(self, args: Arguments) -> GpuSupport:
-        return at_least(super().gpu_support(args), 89)
+    least_sm = 89
 
 
 class QuarkInt8(MethodFormat, Int8):
@@ -250,15 +243,12 @@ class QuarkInt8(MethodFormat, Int8):
 
 
 class QuarkMxfp4(MethodFormat, Mxfp4):
-    """weight (two codes a byte) and weight_scale."""
+    """weight (two codes a byte) and weight_scale; Marlin takes SM 75, and the scheme asks for no more."""
 
     name = "quark"
     weight = "weight"
     names = {"weight_packed": "weight"}
-
-    def gpu_support(self, args: Arguments) -> GpuSupport:
-        """The scheme asks for less than compressed-tensors', and Marlin's kernel takes SM 75."""
-        return from_turing(super().gpu_support(args))
+    least_sm = 75
 
 
 class QuarkNvfp4(ModelOptNvfp4):
