@@ -55,6 +55,7 @@ def load(
     tp: Sequence[int] = (1,),
     sm: Sequence[int] | None = None,
     gpu: Sequence[str] = (),
+    speculative: str = "",
     mode: EngineMode = "eager",
     engine: Engine | None = None,
     on_progress: OnProgress = silent,
@@ -62,7 +63,8 @@ def load(
     """Load a checkpoint in vLLM, as `vexport load` does; with `dry` from headers, for `tp`, `sm` and `gpu`.
 
     A real load has the tensor parallel size of `engine.serve`. `gpu` has names, as "H100", whose room is
-    compared with what the model takes.
+    compared with what the model takes; with `speculative`, METHOD or METHOD=FOLDER, the drafter is loaded
+    next to the model.
     """
     engine_settings = engine or Engine()
     if dry:
@@ -72,13 +74,14 @@ def load(
             tp=tuple(tp),
             sm=None if sm is None else tuple(sm),
             gpus=cards(gpu),
+            speculative=speculative,
             trust_remote_code=engine_settings.trust_remote_code,
             timeout=engine_settings.serve.timeout,
             on_progress=on_progress,
         )
         return dry_report
-    if sm is not None or gpu or tuple(tp) != (1,):
-        raise ValueError("load: got tp, sm or gpu without dry, need dry=True, or the size in engine.serve")
+    if sm is not None or gpu or speculative or tuple(tp) != (1,):
+        raise ValueError("load: got tp, sm, gpu or speculative without dry, need dry=True, or engine.serve")
     options = engine_settings.options(on_progress)
     (report,) = load_checkpoints(
         (str(checkpoint),), (engine_settings.vllm_python,), [engine_settings.serve], (mode,), options
