@@ -195,7 +195,7 @@ def test_groups_are_the_modules_that_vllm_builds(family: str, tmp_path: Path) ->
     )
 
 
-@pytest.mark.parametrize(("number", "family"), enumerate(FAMILIES))
+@pytest.mark.parametrize(("number", "family"), list(enumerate(FAMILIES)))
 def test_written_experts_and_layers_come_back(number: int, family: str, tmp_path: Path) -> None:
     """Against transformers' own view of the model, which holds all experts of a layer in one tensor.
 

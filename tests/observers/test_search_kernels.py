@@ -201,7 +201,7 @@ def test_another_dtype_is_searched_in_float32() -> None:
     assert torch.equal(found.step, other.step)
 
 
-@pytest.mark.parametrize(("dtype", "unit"), zip(DTYPES, (1.0, 1e-3, 2.0**-12), strict=True))
+@pytest.mark.parametrize(("dtype", "unit"), list(zip(DTYPES, (1.0, 1e-3, 2.0**-12), strict=True)))
 @pytest.mark.parametrize(
     ("largest", "smallest", "norm"), [(1.0, 0.81, 2.4), (1.8, 0.8, 2.4), (1.0, 0.05, 3.0)]
 )
