@@ -63,12 +63,15 @@ FUSED: Mapping[str, Mapping[str, str]] = {
     },
     # The last layer has no v_proj.
     **dict.fromkeys(("gemma4", "gemma4-vision"), {**DENSE, "self_attn.qkv_proj": "q_proj k_proj"}),
-    "glm4.5v": {
-        **DENSE,
-        **EXPERTS,
-        "mlp.shared_experts.gate_up_proj": "gate_proj up_proj",
-        "mlp.shared_experts.down_proj": "down_proj",
-    },
+    **dict.fromkeys(
+        ("glm4.5v", "glm4-moe-mtp"),
+        {
+            **DENSE,
+            **EXPERTS,
+            "mlp.shared_experts.gate_up_proj": "gate_proj up_proj",
+            "mlp.shared_experts.down_proj": "down_proj",
+        },
+    ),
     "nemotron-h": {
         "mixer.in_proj": "in_proj",
         "mixer.out_proj": "out_proj",
