@@ -41,6 +41,7 @@ CHAT = LmEvalSettings(
     gen_kwargs={"max_gen_toks": 3, "temperature": 0},
     batch_size=16,
 )
+SAMPLED = LmEvalSettings(gen_kwargs={"temperature": 1.0}, seeds=3)
 LEAKING = "doc_to_text: \"{{ ''.__class__.__mro__ }}\""
 
 
@@ -86,7 +87,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
     chat = [str(folder / f"tasks/{name}-chat.yaml") for name in ("sums", "choices")]
     tasks = {"first": [sums, choices], "second": [sums, choices]}
     tasks |= {name: [str(folder / f"tasks/{name}.yaml")] for name in ("long", "leak")}
-    tasks |= {"chat": chat}
+    tasks |= {"chat": chat, "sampled": [sums, choices], "sampled again": [sums, choices]}
     requests = [
         SessionRequest(
             checkpoint=model,
@@ -94,9 +95,9 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
             tasks=tuple(task.spec for task in resolve_tasks(given, folder=folder / "resolved")),
             output=folder / name,
             max_model_len=64,
-            limit=DOCUMENTS - 10,
+            limit=30 if name.startswith("sampled") else DOCUMENTS - 10,
             repeat=name in ("second", "chat"),
-            lm_eval=CHAT if name == "chat" else LmEvalSettings(),
+            lm_eval={"chat": CHAT, "first": LmEvalSettings(), "second": LmEvalSettings()}.get(name, SAMPLED),
         )
         for name, given in tasks.items()
     ]
@@ -205,3 +206,14 @@ def test_documents_that_are_asked_again_get_the_same_examples(evaluated: Evaluat
     repeated = read_repeated(evaluated[0] / "chat")
     assert repeated is not None
     assert (repeated.documents, repeated.changed) == (200, 0)
+
+
+def test_sampled_answers_are_those_of_their_seeds(evaluated: Evaluated) -> None:
+    folder, _ = evaluated
+    first, again = (read_results(folder / name).tasks for name in ("sampled", "sampled again"))
+    assert {name: len(task.samples) for name, task in first.items()} == {"sums": 90, "choices": 30}
+    answers = {key: sample.answer for key, sample in first["sums"].samples.items()}
+    assert answers == {key: sample.answer for key, sample in again["sums"].samples.items()}
+    assert len({answers["none", 3, seed] for seed in range(3)}) > 1
+    (choices, sums) = decide(folder / "sampled", folder / "sampled again", margin=0.02, alpha=0.05).tasks
+    assert [(task.documents, task.seeds) for task in (sums, choices)] == [(30, 3), (30, 1)]

@@ -43,10 +43,10 @@ def gates(baseline: Results, candidate: Results) -> list[TaskPair]:
 def test_answers_are_read_as_people_see_them(lm_eval_runs: Path) -> None:
     results = read_results(lm_eval_runs / "baseline")
     assert set(results.tasks) == {"sums", "choices", "near"}
-    generated, chosen = (results.tasks[name].samples["none", 25] for name in ("sums", "choices"))
+    generated, chosen = (results.tasks[name].samples["none", 25, 0] for name in ("sums", "choices"))
     assert (generated.prompt, generated.target, generated.answer) == ("5 + 1 =", "6", "6")
     assert (chosen.prompt, chosen.target, chosen.answer) == ("5 + 1 =", "6", "6")
-    assert results.tasks["choices"].samples["none", 0].answer == "none of them"
+    assert results.tasks["choices"].samples["none", 0, 0].answer == "none of them"
 
 
 def test_scores_agree_with_lm_evals_own_means(lm_eval_runs: Path) -> None:

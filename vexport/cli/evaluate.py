@@ -281,6 +281,7 @@ def _settings(
             fewshot_as_multiturn=prompts.fewshot_as_multiturn,
             system_instruction=prompts.system_instruction,
             gen_kwargs=prompts.gen_kwargs,
+            seeds=prompts.seeds,
             max_gen_toks=prompts.max_gen_toks,
             think_end_token=prompts.think_end_token,
             enable_thinking=prompts.enable_thinking,

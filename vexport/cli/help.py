@@ -27,7 +27,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
         (
             "Prompts",
             "apply_chat_template chat_template system_instruction num_fewshot "
-            "fewshot_as_multiturn gen_kwargs max_gen_toks think_end_token enable_thinking",
+            "fewshot_as_multiturn gen_kwargs seeds max_gen_toks think_end_token enable_thinking",
         ),
         ("Verdict", "margin alpha gate kl_limit nll_limit attribution attribution_seconds"),
         (

@@ -31,6 +31,7 @@ class PromptOptions:
     fewshot_as_multiturn: bool | None
     system_instruction: str | None
     gen_kwargs: GenerationValues
+    seeds: int
     max_gen_toks: int | None
     think_end_token: str | None
     enable_thinking: bool | None
@@ -46,6 +47,8 @@ class PromptOptions:
             raise click.UsageError(
                 "--fewshot-as-multiturn needs a chat template: drop --no-apply-chat-template."
             )
+        if self.seeds > 1 and not self.gen_kwargs.get("temperature"):
+            raise click.UsageError("--seeds needs answers that differ: --gen-kwargs temperature=0.6.")
         if self.enable_thinking and not self.think_end_token:
             raise click.UsageError(
                 "--enable-thinking needs --think-end-token, to cut the thinking off answers."
@@ -129,6 +132,13 @@ prompting_options = stacked(
         metavar="K=V,...",
         callback=_generation,
         help="Replace the tasks' generation arguments; repeatable.",
+    ),
+    click.option(
+        "--seeds",
+        type=click.IntRange(1, 64),
+        default=1,
+        metavar="N",
+        help="Sampled answers to each document, with --gen-kwargs temperature=0.6.",
     ),
     click.option(
         "--max-gen-toks",

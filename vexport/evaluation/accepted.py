@@ -133,6 +133,9 @@ def _members(gate: TaskPair, results: Results) -> tuple[str, ...]:
 
 def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
     samples = _ordered(results, name, gate.filter)
+    if any(sample.seed for sample in samples):
+        where, fix = f"{results.file}: task {name}", "accept greedy answers, without --seeds"
+        raise InputError(where, got="several answers to a document", need="one", fix=fix)
     if samples[-1].doc_id - samples[0].doc_id >= len(samples):
         where, fix = f"{results.file}: task {name}", "evaluate all documents, or the first (--limit)"
         raise InputError(where, got="documents with gaps", need="consecutive ones", fix=fix)

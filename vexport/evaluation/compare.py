@@ -1,5 +1,6 @@
 """The comparison of two models on one task: from scores to a TaskVerdict."""
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -18,6 +19,7 @@ from vexport.evaluation.statistics import (
     mean_statistic,
     permutation_p,
     recovery_interval,
+    seeds_to_settle,
     spread_over_null,
     tango_interval,
     tango_statistic,
@@ -36,7 +38,7 @@ def difference_interval(pair: TaskPair, alpha: float) -> Interval:
     """
     if pair.clusters is not None:
         if pair.binary:
-            return clustered_tango(pair.gain, pair.clusters, alpha)
+            return clustered_tango(pair.gain, pair.clusters, alpha, _answers(pair))
         return clustered_bootstrap(pair.gain, pair.clusters, alpha, span=_span(pair))
     if pair.binary:
         return tango_interval(_wins(pair), _losses(pair), len(pair.gain), alpha)
@@ -64,9 +66,11 @@ def compare_task(
     uninformative = _uninformative(pair, baseline, margin, is_templated) if outcome != "FAIL" else ""
     if uninformative:
         outcome = "INCONCLUSIVE"
-    documents, wins, losses = len(pair.gain), _wins(pair), _losses(pair)
-    flips = wilson_interval(wins + losses, documents, alpha)
+    documents, wins, losses = len(pair.gain) // pair.seeds, _wins(pair), _losses(pair)
+    flips = wilson_interval(wins + losses, len(pair.gain), alpha)
     recovery, recovery_bounds = _recovery(pair, alpha)
+    is_open = outcome == "INCONCLUSIVE" and not uninformative
+    needed = _needed(pair, margin, alpha, fail_alpha) if is_open else None
     return TaskVerdict(
         task=pair.task,
         metric=pair.metric,
@@ -81,19 +85,19 @@ def compare_task(
         right_to_wrong=losses,
         wrong_to_right=wins,
         changed_wrong=_changed_wrong(pair) if pair.answers_known else None,
-        flip_rate=(wins + losses) / documents,
+        flip_rate=(wins + losses) / len(pair.gain),
         flip_low=flips.low,
         flip_high=flips.high,
-        mcnemar_p=mcnemar_p(wins, losses) if pair.binary else permutation_p(pair.gain),
+        mcnemar_p=mcnemar_p(wins, losses) if pair.binary and pair.seeds == 1 else permutation_p(_means(pair)),
         recovery=recovery,
         recovery_low=recovery_bounds.low if recovery_bounds else None,
         recovery_high=recovery_bounds.high if recovery_bounds else None,
         uninformative=uninformative,
-        documents_needed=_needed(pair, margin, alpha, fail_alpha)
-        if outcome == "INCONCLUSIVE" and not uninformative
-        else None,
+        documents_needed=needed,
+        seeds=pair.seeds,
+        seeds_needed=_seeds_needed(pair, alpha, needed),
         flips=tuple(islice(_flips(pair), MAX_FLIPS)),
-        clusters=None if pair.clusters is None else len(np.unique(pair.clusters)),
+        clusters=None if pair.clusters is None or _answers(pair) > 1 else len(np.unique(pair.clusters)),
         also=tuple(comparison(other, margin=margin, alpha=alpha) for other in also),
     )
 
@@ -105,7 +109,7 @@ def comparison(pair: TaskPair, *, margin: float, alpha: float) -> Comparison:
         task=pair.task,
         metric=pair.metric,
         filter=pair.filter,
-        documents=len(pair.gain),
+        documents=len(pair.gain) // pair.seeds,
         baseline=float(pair.baseline.mean()),
         candidate=float(pair.candidate.mean()),
         difference=float(pair.gain.mean()),
@@ -139,6 +143,20 @@ def _outcome(low: float, high: float, margin: float) -> Outcome:
     return "PASS" if low > -margin else "FAIL" if high < -margin else "INCONCLUSIVE"
 
 
+def _answers(pair: TaskPair) -> int:
+    """The answers that a cluster of documents has; 1 where clusters are the tasks of a group."""
+    assert pair.clusters is not None
+    return pair.seeds if len(np.unique(pair.clusters)) * pair.seeds == len(pair.gain) else 1
+
+
+def _means(pair: TaskPair) -> Scores:
+    """The mean gain of each document."""
+    if pair.seeds == 1 or pair.clusters is None or _answers(pair) == 1:
+        return pair.gain
+    means: Scores = np.bincount(pair.clusters, weights=pair.gain) / pair.seeds
+    return means
+
+
 def _wins(pair: TaskPair) -> int:
     return int((pair.gain > 0).sum())
 
@@ -156,7 +174,7 @@ def _score(pair: TaskPair, scores: Scores, alpha: float) -> Score:
     if pair.clusters is not None and not pair.binary:
         low, high = clustered_bootstrap(scores, pair.clusters, alpha, span=_span(pair))
     elif pair.clusters is not None:
-        worth = effective(scores, pair.clusters, alpha)
+        worth = effective(scores, pair.clusters, alpha, _answers(pair))
         low, high = wilson_interval(
             float(scores.sum()) / worth.design, len(scores) / worth.design, worth.alpha
         )
@@ -168,7 +186,7 @@ def _score(pair: TaskPair, scores: Scores, alpha: float) -> Score:
         task=pair.task,
         metric=pair.metric,
         filter=pair.filter,
-        documents=len(scores),
+        documents=len(scores) // pair.seeds,
         value=float(scores.mean()),
         low=low,
         high=high,
@@ -198,9 +216,18 @@ def _needed(pair: TaskPair, margin: float, alpha: float, fail_alpha: float) -> i
         statistic = mean_statistic(pair.gain, -margin, _span(pair))
     level = alpha if statistic > 0 else fail_alpha
     if pair.clusters is not None:
-        worth = effective(pair.gain, pair.clusters, level)
+        worth = effective(pair.gain, pair.clusters, level, _answers(pair))
         statistic, level = statistic / worth.design**0.5, worth.alpha
-    return documents_to_settle(documents, statistic, level, spread=spread)
+    needed = documents_to_settle(documents, statistic, level, spread=spread)
+    return None if needed is None else math.ceil(needed / pair.seeds)
+
+
+def _seeds_needed(pair: TaskPair, alpha: float, needed: int | None) -> int | None:
+    """The answers to each of these documents that would do in the place of more documents."""
+    if needed is None or pair.clusters is None or (answers := _answers(pair)) == 1:
+        return None
+    design = effective(pair.gain, pair.clusters, alpha, answers).design
+    return seeds_to_settle(len(pair.gain) // answers, answers, design, needed)
 
 
 def _changed_wrong(pair: TaskPair) -> int:

@@ -31,6 +31,7 @@ from vexport.evaluation.lm_eval_environment import (
 )
 from vexport.evaluation.lm_eval_model import ModelArguments, wrap_engine
 from vexport.evaluation.repeat import Repeated, compare_rows, documents_to_repeat, write_repeated
+from vexport.evaluation.samples import SEED
 from vexport.evaluation.task_data import explained_downloads
 from vexport.evaluation.tasks import GROUP_SUFFIX
 from vexport.files import atomic_path
@@ -113,6 +114,7 @@ def _evaluate(
     plain = list(map(_without_template, plain_tasks(tasks))) if request.lm_eval.plain_as_is else []
     try:
         results = run(tasks, request.limit)
+        _ask_further_seeds(run, results, request)
         if request.repeat:
             assert request.output is not None
             asked.ask_again()
@@ -158,10 +160,12 @@ def _simple_evaluate(
     request: SessionRequest,
     tasks: "list[Task | Group]",
     limit: float | None,
+    seed: int = 0,
 ) -> "EvalResults":
     from lm_eval import simple_evaluate
 
     settings = request.lm_eval
+    sampling = {"seed": request.seed + seed, "do_sample": True} if settings.seeds > 1 else {}
     return simple_evaluate(
         model=model,
         model_args=arguments,
@@ -172,7 +176,7 @@ def _simple_evaluate(
         system_instruction=settings.system_instruction,
         apply_chat_template=settings.apply_chat_template,
         fewshot_as_multiturn=settings.fewshot_as_multiturn,
-        gen_kwargs=dict(settings.gen_kwargs) or None,
+        gen_kwargs={**sampling, **settings.gen_kwargs} or None,
         limit=limit,
         log_samples=True,
         bootstrap_iters=0,
@@ -183,6 +187,25 @@ def _simple_evaluate(
         torch_random_seed=request.seed,
         fewshot_random_seed=request.seed,
     )
+
+
+def _ask_further_seeds(
+    run: "Callable[[list[Task | Group], float | None, int], EvalResults]",
+    results: "EvalResults",
+    request: SessionRequest,
+) -> None:
+    """Add the answers of generating tasks with further seeds to the samples of the first.
+
+    lm-eval's own scores stay those of the first seed.
+    """
+    for seed in range(1, request.lm_eval.seeds):
+        tasks = load_tasks(request, task_manager(request), request.tasks)
+        generating = {task.task_name for task in each_task(tasks) if task.OUTPUT_TYPE == "generate_until"}
+        if request.lm_eval.plain_as_is:
+            list(map(_without_template, plain_tasks(tasks)))
+        samples = run(tasks, request.limit, seed)["samples"] if generating else {}
+        for name in generating & samples.keys():
+            results["samples"][name] += [{**row, SEED: seed} for row in samples[name]]
 
 
 def _repeat(

@@ -21,8 +21,9 @@ class TaskPair:
     """Both models' scores on one task, metric and filter, in the same order of documents.
 
     `baseline` and `candidate` have the shape (documents,); `sign` is -1 where lower is better. `clusters`,
-    of the same shape, numbers the tasks of a group whose documents are clustered. `answers_known` is off
-    where the baseline's answers were not kept, only whether they were right.
+    of the same shape, numbers the tasks of a group whose documents are clustered, or the documents where
+    `seeds` answers were sampled for each. `answers_known` is off where the baseline's answers were not kept,
+    only whether they were right.
     """
 
     task: str
@@ -33,6 +34,7 @@ class TaskPair:
     baseline: Scores
     candidate: Scores
     clusters: Clusters | None = None
+    seeds: int = 1
     answers_known: bool = True
 
     @property
@@ -74,7 +76,7 @@ def pair_metrics(left: TaskSamples, right: TaskSamples, *, changed: Sequence[str
 def join_group(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
     """The documents of a group's tasks as one task's, clustered by task where there are MIN_CLUSTERS."""
     by_task = np.repeat(np.arange(len(pairs)), [len(pair.gain) for pair in pairs])
-    return _join(name, pairs, by_task if len(pairs) >= MIN_CLUSTERS else None)
+    return _join(name, pairs, by_task) if len(pairs) >= MIN_CLUSTERS else pool(name, pairs)
 
 
 def pool(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
@@ -98,6 +100,7 @@ def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> Ta
         baseline=np.concatenate([pair.baseline for pair in pairs]),
         candidate=np.concatenate([pair.candidate for pair in pairs]),
         clusters=clusters,
+        seeds=max(pair.seeds for pair in pairs),
         answers_known=all(pair.answers_known for pair in pairs),
     )
 
@@ -106,9 +109,10 @@ def _require_equal_documents(left: TaskSamples, right: TaskSamples, changed: str
     for first, other in ((left, right), (right, left)):
         lost = [key for key in first.samples if key not in other.samples]
         if lost:
-            filter_name, doc_id = lost[0]
-            got = f"no document {doc_id} (filter {filter_name}), {len(lost)} missing in all"
-            fix = f"evaluate the documents of {first.file}, with the same --limit"
+            filter_name, doc_id, seed = lost[0]
+            which = f"answer {seed} to document {doc_id}" if seed else f"document {doc_id}"
+            got = f"no {which} (filter {filter_name}), {len(lost)} missing in all"
+            fix = f"evaluate the documents of {first.file}, with the same --limit and --seeds"
             raise InputError(f"{other.file}: task {first.task}", got=got, need="the same documents", fix=fix)
     for key, sample in left.samples.items():
         twin = right.samples[key]
@@ -177,4 +181,13 @@ def _pair(task: TaskSamples, metric: str, pairs: tuple[tuple[Sample, Sample], ..
         documents=pairs,
         baseline=left,
         candidate=right,
+        clusters=_by_document(pairs),
+        seeds=1 + max(sample.seed for sample, _ in pairs),
     )
+
+
+def _by_document(pairs: tuple[tuple[Sample, Sample], ...]) -> Clusters | None:
+    """The answers' documents, numbered, where there are several answers to one."""
+    if not any(sample.seed for sample, _ in pairs):
+        return None
+    return np.unique([sample.doc_id for sample, _ in pairs], return_inverse=True)[1]

@@ -50,6 +50,7 @@ def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSe
         fewshot_as_multiturn=bool(template) if multiturn is None else multiturn,
         system_instruction=settings.system_instruction,
         gen_kwargs=settings.gen_kwargs,
+        seeds=settings.seeds,
         max_gen_toks=settings.max_gen_toks,
         think_end_token=settings.think_end_token,
         enable_thinking=settings.enable_thinking,

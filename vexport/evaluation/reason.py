@@ -147,7 +147,8 @@ def _others(tasks: Sequence[TaskVerdict], outcome: Outcome) -> str:
 def _remedy(task: TaskVerdict) -> str:
     if task.documents_needed is None:
         return "at this difference no number of documents would settle it"
-    return f"{about(task.documents_needed)} would settle it"
+    seeds = f", or {task.seeds_needed:,} seeds," if task.seeds_needed else ""
+    return f"{about(task.documents_needed)}{seeds} would settle it"
 
 
 def _need(task: TaskVerdict) -> str:

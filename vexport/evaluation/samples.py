@@ -15,6 +15,8 @@ from vexport.errors import InputError, require_working_disk
 from vexport.files import require_no_device
 from vexport.types import Json
 
+SEED = "vexport_seed"
+"""The key of a sample's seed, where several answers were sampled for a document."""
 HASHES = ("doc_hash", "prompt_hash", "target_hash")
 
 
@@ -36,27 +38,31 @@ class Sample:
     compared: str
     scores: Mapping[str, float]
     options: int = 0
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSamples:
-    """All samples of a task, keyed by (filter, doc_id), in the file's order."""
+    """All samples of a task, keyed by (filter, doc_id, seed), in the file's order.
+
+    Answers that were sampled for one document have the seeds 0, 1, ...; a single answer has 0.
+    """
 
     task: str
     file: Path
     output_type: str
     higher_is_better: Mapping[str, bool]
-    samples: Mapping[tuple[str, int], Sample]
+    samples: Mapping[tuple[str, int, int], Sample]
 
 
 def read_samples(
     path: Path, task: str, *, output_type: str, higher_is_better: Mapping[str, bool]
 ) -> TaskSamples:
     """Read one samples file. InputError names the line where something is missing or broken."""
-    samples: dict[tuple[str, int], Sample] = {}
+    samples: dict[tuple[str, int, int], Sample] = {}
     for where, line in _json_lines(path):
         sample = _read_sample(where, line, output_type)
-        if (key := (sample.filter, sample.doc_id)) in samples:
+        if (key := (sample.filter, sample.doc_id, sample.seed)) in samples:
             got = f"document {sample.doc_id} twice (filter {sample.filter})"
             raise InputError(where, got=got, need="each document once", fix="evaluate into an empty folder")
         samples[key] = sample
@@ -101,10 +107,10 @@ def _read_sample(where: str, line: dict[str, Json], output_type: str) -> Sample:
     if missing := [key for key in required if key not in line]:
         fix = "write the samples with lm-eval 0.4.5 or newer"
         raise InputError(where, got=f"no {', '.join(missing)}", need="lm-eval's sample keys", fix=fix)
-    doc_id, metrics = line["doc_id"], line["metrics"]
-    if type(doc_id) is not int or not isinstance(metrics, list):
-        got = f"doc_id {doc_id!r}, metrics {metrics!r}"
-        raise InputError(where, got=got, need="an integer and a list", fix="evaluate again")
+    doc_id, metrics, seed = line["doc_id"], line["metrics"], line.get(SEED, 0)
+    if type(doc_id) is not int or type(seed) is not int or not isinstance(metrics, list):
+        got = f"doc_id {doc_id!r}, {SEED} {seed!r}, metrics {metrics!r}"
+        raise InputError(where, got=got, need="integers and a list", fix="evaluate again")
     arguments = [_values(request) for request in _values(line["arguments"])]
     answer, compared = _answers(arguments, line["resps"], line["filtered_resps"], output_type)
     scores = {str(name): line.get(str(name)) for name in metrics}
@@ -123,6 +129,7 @@ def _read_sample(where: str, line: dict[str, Json], output_type: str) -> Sample:
             if isinstance(value, (bool, int, float))
         },
         options=len(_values(line["filtered_resps"])) if output_type == "multiple_choice" else 0,
+        seed=seed,
     )
 
 

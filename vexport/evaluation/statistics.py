@@ -224,6 +224,18 @@ def _power_sum(alpha: float, power: float, spread: float) -> float:
     return normal_quantile(alpha) + float(stats.norm.ppf(power)) * spread
 
 
+def seeds_to_settle(documents: int, seeds: int, design: float, needed: float) -> int | None:
+    """Answers a document that would settle what `needed` documents with `seeds` answers each would.
+
+    By the design effect 1 + (seeds - 1) * correlation of answers to one document (Kish, Survey Sampling,
+    1965). None where no number of answers to these documents is worth as much.
+    """
+    correlation = min(1.0, (design - 1) / (seeds - 1))
+    worth = needed * seeds / design
+    left = documents - worth * correlation
+    return max(1, math.ceil(worth * (1 - correlation) / left)) if left > 0 else None
+
+
 class Effective(NamedTuple):
     """The worth of clustered documents: counts divided by `design`, tested at `alpha`."""
 
@@ -231,34 +243,39 @@ class Effective(NamedTuple):
     alpha: float
 
 
-def design_effect(gain: Scores, clusters: Clusters) -> float:
+def design_effect(gain: Scores, clusters: Clusters, answers: int = 1) -> float:
     """Clustered over plain variance of the mean of `gain`, shape (documents,), at least 1.
+
+    `answers` to each document, where documents are the clusters: then few changes do not show that the
+    answers to one document change apart from each other, and one document whose answers all change is added.
 
     The clustered one is K / (K - 1) * sum over clusters of (sum of residuals)^2 (Liang and Zeger,
     Biometrika 73, 1986); `clusters` has the shape (documents,) and numbers from 0.
     """
     residuals = gain - gain.mean()
-    plain = float((residuals**2).sum())
-    if plain == 0:
-        return 1.0
-    sums = np.bincount(clusters, weights=residuals)
+    added = answers if answers > 1 else 0
+    plain = float((residuals**2).sum()) + added
     many = len(np.unique(clusters))
-    return max(1.0, many / (many - 1) * float((sums**2).sum()) / plain)
+    if plain == 0 or many < 2:
+        return float(answers)
+    sums = np.bincount(clusters, weights=residuals)
+    return max(1.0, many / (many - 1) * (float((sums**2).sum()) + added**2) / plain)
 
 
-def effective(gain: Scores, clusters: Clusters, alpha: float) -> Effective:
+def effective(gain: Scores, clusters: Clusters, alpha: float, answers: int = 1) -> Effective:
     """Return how to shrink counts (Rao and Scott, Biometrics 48, 1992), with Student's K - 1 degrees of
     freedom.
 
     The variance between K clusters is an estimate too: `alpha` becomes the normal tail at Student's point.
     """
-    many = len(np.unique(clusters))
-    return Effective(design_effect(gain, clusters), float(stats.norm.sf(stats.t.isf(alpha, many - 1))))
+    freedom = max(1, len(np.unique(clusters)) - 1)
+    tail = float(stats.norm.sf(stats.t.isf(alpha, freedom)))
+    return Effective(design_effect(gain, clusters, answers), tail)
 
 
-def clustered_tango(gain: Scores, clusters: Clusters, alpha: float) -> Interval:
+def clustered_tango(gain: Scores, clusters: Clusters, alpha: float, answers: int = 1) -> Interval:
     """Tango's score interval of gains of -1, 0 and 1, on the counts that clustered documents are worth."""
-    worth = effective(gain, clusters, alpha)
+    worth = effective(gain, clusters, alpha, answers)
     wins, losses = (float((sign * gain > 0).sum()) / worth.design for sign in (1, -1))
     return tango_interval(wins, losses, len(gain) / worth.design, worth.alpha)
 

@@ -187,7 +187,9 @@ def _method(gates: Sequence[TaskPair], alpha: float) -> str:
 
 def _interval_name(gate: TaskPair) -> str:
     name = "Tango's score interval" if gate.binary else "BCa bootstrap"
-    return name if gate.clusters is None else f"{name} clustered by task"
+    if gate.clusters is None:
+        return name
+    return f"{name} clustered by {'document' if gate.seeds > 1 else 'task'}"
 
 
 def _pooled(gates: Sequence[TaskPair], margin: float, alpha: float) -> Comparison | None:

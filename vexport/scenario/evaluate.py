@@ -88,6 +88,7 @@ class Evaluate(Section):
     How the models are asked has lm-eval's own names and meanings, for both models alike. Without
     `apply_chat_template` (true, false or a template's name) a template is applied where the models have one;
     with one, few-shot examples are turns of a conversation unless `fewshot_as_multiturn` is false.
+    With `seeds`, which need a `temperature`, each document of a generating task is answered so often.
     `include_path` names folders with more tasks. `limit` takes the first documents, below 1 a share of them.
 
     The checkpoint's answers to tasks come from the server at `endpoint`, the baseline's from that at
@@ -117,6 +118,7 @@ class Evaluate(Section):
     gate: dict[str, str] = {}
     baseline: str | None = None
     seed: int = 0
+    seeds: Annotated[int, Gt(0), Le(64)] = 1
     kl_limit: Annotated[float, Gt(0)] = DEFAULT_KL_LIMIT
     nll_limit: Annotated[float, Gt(0)] = DEFAULT_NLL_LIMIT
     kl_prompts: Annotated[int, Gt(0)] = DEFAULT_KL_PROMPTS
@@ -204,6 +206,8 @@ class Evaluate(Section):
             raise ValueError("`fewshot_as_multiturn: true` only where a chat template is applied")
         if self.text and (self.endpoint or self.baseline_endpoint):
             raise ValueError("`endpoint` and `baseline_endpoint` with tasks alone: text is read here")
+        if self.seeds > 1 and not self.gen_kwargs.get("temperature"):
+            raise ValueError("`seeds` with a `temperature` above 0 in `gen_kwargs`: greedy answers are alike")
         if self.enable_thinking and self.think_end_token is None:
             raise ValueError("`think_end_token` with `enable_thinking: true`, to cut the thinking off")
         return self

@@ -132,7 +132,7 @@ class LmEvalSettings:
     `num_fewshot` does not change a task that sets 0 itself. `gen_kwargs` replace those of
     generating tasks, key by key; `max_gen_toks` is the most new tokens where the task sets none. What stands
     before the last `think_end_token` is cut off an answer; `enable_thinking` is handed to the template.
-    `batch_size` is how many requests vLLM is given at once.
+    `batch_size` is how many requests vLLM is given at once. Generating tasks are asked with `seeds` seeds.
     """
 
     num_fewshot: int | None = None
@@ -145,6 +145,7 @@ class LmEvalSettings:
     think_end_token: str | None = None
     enable_thinking: bool | None = None
     batch_size: BatchSize = "auto"
+    seeds: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,6 +237,7 @@ class TaskVerdict:
     one-sided bounds that decide: `low` at 1 - alpha, `high` at 1 - alpha or, with several tasks, at the
     level of Holm's step. `recovery` is candidate / baseline, None where the baseline scores 0.
     `documents_needed` would settle an INCONCLUSIVE; None where no number would, or nothing is open.
+    `seeds` answers were sampled for each document, and `seeds_needed` of these documents would do as well.
     `uninformative` says why the task shows nothing, empty where it does: the baseline does no better than
     chance, so that no answer of the candidate is a pass.
     Where the metric is not 0/1, right to wrong counts the documents that got worse and `mcnemar_p` is of a
@@ -268,6 +270,8 @@ class TaskVerdict:
     flips: tuple[Flip, ...]
     uninformative: str = ""
     clusters: int | None = None
+    seeds: int = 1
+    seeds_needed: int | None = None
     also: tuple[Comparison, ...] = ()
 
 

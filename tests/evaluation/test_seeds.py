@@ -1,0 +1,95 @@
+"""Sampled answers, several to a document: the document is the unit of every interval."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from tests.command import vexport
+from vexport.evaluation.samples import SEED
+from vexport.evaluation.statistics import Scores, clustered_tango, seeds_to_settle
+from vexport.evaluation.verdict import decide
+from vexport.types import Verdict
+
+MARGIN, ALPHA, SEEDS, TRIALS = 0.05, 0.05, 4, 1500
+
+
+def gains(documents: int, correlation: float, right: float, loss: float, rng: np.random.Generator) -> Scores:
+    """Gains of answers of two models to the same documents, whose difficulty both share (beta-binomial)."""
+    size, difficulty = (1 - correlation) / correlation, rng.random(documents)
+    shares = [stats.beta.ppf(difficulty, mean * size, (1 - mean) * size) for mean in (right, right - loss)]
+    baseline, candidate = (rng.random((documents, SEEDS)) < share[:, None] for share in shares)
+    gain: Scores = (candidate.astype(float) - baseline).reshape(-1)
+    return gain
+
+
+@pytest.mark.parametrize("correlation", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize(("documents", "right"), [(50, 0.9), (200, 0.6)])
+def test_false_alarms_stay_below_alpha(documents: int, right: float, correlation: float) -> None:
+    rng, clusters = np.random.default_rng(3), np.repeat(np.arange(documents), SEEDS)
+    passed, failed, failed_without_loss = 0, 0, 0
+    for _ in range(TRIALS):
+        at_margin, equal = (
+            clustered_tango(gains(documents, correlation, right, loss, rng), clusters, ALPHA, SEEDS)
+            for loss in (MARGIN, 0.0)
+        )
+        passed += at_margin.low > -MARGIN
+        failed += at_margin.high < -MARGIN
+        failed_without_loss += equal.high < -MARGIN
+    # What chance adds to a rate of alpha, once in a thousand such tests.
+    most = stats.binom.isf(0.001, TRIALS, ALPHA)
+    assert max(passed, failed) <= most
+    assert failed_without_loss <= TRIALS * ALPHA / 5
+
+
+def test_answers_that_repeat_each_other_are_worth_one() -> None:
+    lost = np.repeat([-1.0] * 6 + [1.0] * 2 + [0.0] * 92, SEEDS)
+    clusters = np.repeat(np.arange(100), SEEDS)
+    many = clustered_tango(lost, clusters, ALPHA, SEEDS)
+    one = clustered_tango(lost[::SEEDS], clusters[::SEEDS], ALPHA)
+    assert many == pytest.approx(one, abs=0.002)
+    # Without a change nothing is known of the documents that were not asked either.
+    quiet = clustered_tango(np.zeros(400), clusters, ALPHA, SEEDS)
+    assert quiet == pytest.approx(clustered_tango(np.zeros(100), np.arange(100), ALPHA), abs=1e-3)
+
+
+def test_more_seeds_help_only_where_answers_differ() -> None:
+    assert seeds_to_settle(100, 4, design=1.0, needed=200) == 8
+    assert seeds_to_settle(100, 4, design=4.0, needed=200) is None
+    assert seeds_to_settle(100, 4, design=1.75, needed=150) == 18  # 100 * 18 / (1 + 17 * .25)
+
+
+def with_seeds(folder: Path, out: Path, flips: int) -> Path:
+    """A run whose generated answers were sampled twice; in the second, so many more documents are wrong."""
+    shutil.copytree(folder, out)
+    (file,) = out.glob("**/samples_sums_*.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    again = [{**row, SEED: 1} for row in rows]
+    for row in again[100 : 100 + flips]:
+        row["exact_match"] = 0.0
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows + again))
+    return out
+
+
+def sums(verdict: Verdict) -> tuple[int, int, float, int]:
+    (task,) = (task for task in verdict.tasks if task.task == "sums")
+    return task.documents, task.seeds, task.difference, task.right_to_wrong
+
+
+def test_a_verdict_over_sampled_answers(lm_eval_runs: Path, tmp_path: Path) -> None:
+    baseline = with_seeds(lm_eval_runs / "baseline", tmp_path / "baseline", 0)
+    candidate = with_seeds(lm_eval_runs / "twin", tmp_path / "candidate", 8)
+    verdict = decide(baseline, candidate, margin=0.02, alpha=0.05)
+    assert sums(verdict) == (400, 2, -0.01, 8)
+    assert "clustered by document" in verdict.method
+    ran = vexport("verdict", lm_eval_runs / "baseline", candidate)
+    assert ran.code == 2
+    assert "no answer 1 to document 0" in ran.stderr
+
+
+def test_greedy_answers_are_not_sampled_several_times(tmp_path: Path) -> None:
+    ran = vexport("eval", tmp_path, "--baseline", tmp_path, "--task", "gsm8k", "--seeds", "4")
+    assert (ran.code, "--gen-kwargs temperature=0.6" in ran.stderr) == (2, True)
