@@ -92,12 +92,12 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
         SessionRequest(
             checkpoint=model,
             name=name,
-            tasks=tuple(task.spec for task in resolve_tasks(given, folder=folder / "resolved")),
+            tasks=tuple(task.spec for task in resolve_tasks(given, folder=folder / "resolved" / name)),
             output=folder / name,
             max_model_len=64,
             limit=30 if name.startswith("sampled") else DOCUMENTS - 10,
             repeat=name in ("second", "chat"),
-            lm_eval={"chat": CHAT, "first": LmEvalSettings(), "second": LmEvalSettings()}.get(name, SAMPLED),
+            lm_eval={"chat": CHAT, "sampled": SAMPLED}.get(name.split()[0], LmEvalSettings()),
         )
         for name, given in tasks.items()
     ]

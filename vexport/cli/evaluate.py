@@ -135,7 +135,21 @@ class Results:
     overwrite: bool
 
 
-@command("eval")
+# Few need these; the reference has them.
+@command(
+    "eval",
+    unlisted=(
+        "text_rows",
+        "text_tokens",
+        "batch_size",
+        "fewshot_as_multiturn",
+        "baseline_model",
+        "request_timeout",
+        "retry_seconds",
+        "attribution_seconds",
+        "timeout",
+    ),
+)
 @click.argument("checkpoints", metavar="CHECKPOINT|URL...", nargs=-1, required=True)
 @click.option("--baseline", metavar="SOURCE|URL", help="The unquantized checkpoint to compare with.")
 @click.option(

@@ -135,10 +135,10 @@ prompting_options = stacked(
     ),
     click.option(
         "--seeds",
-        type=click.IntRange(1, 64),
+        type=POSITIVE,
         default=1,
         metavar="N",
-        help="Sampled answers to each document, with --gen-kwargs temperature=0.6.",
+        help="Sampled answers to each document [default: 1].",
     ),
     click.option(
         "--max-gen-toks",
