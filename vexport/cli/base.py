@@ -115,8 +115,7 @@ def add_step_summary(markdown: str) -> None:
 
 def add_text_summary(text: str) -> None:
     """Append an answer for people, as it is shown in a terminal, to the summary of the step."""
-    fenced = text.replace("```", "'''").rstrip("\n")
-    add_step_summary(f"```text\n{fenced}\n```\n")
+    add_step_summary("```text\n" + text.replace("```", "'''").rstrip("\n") + "\n```\n")
 
 
 def is_read() -> bool:

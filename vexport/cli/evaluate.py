@@ -20,6 +20,7 @@ from vexport.cli.engine import (
 from vexport.cli.options import PATH, POSITIVE, Answer, Real, answer_file, format_option, stacked
 from vexport.cli.prompting import PromptOptions, prompting_options
 from vexport.cli.verdict import DriftOptions, VerdictOptions, drift_options, verdict_options
+from vexport.types.accuracy import DEFAULT_CONCURRENCY, REQUEST_SECONDS
 
 if TYPE_CHECKING:
     from vexport.run.evaluating import EvalJob, Judged
@@ -106,7 +107,7 @@ served_options = stacked(
         "--concurrency",
         type=click.IntRange(1, 4096),
         metavar="N",
-        default=32,
+        default=DEFAULT_CONCURRENCY,
         show_default=True,
         help="Requests under way at a server.",
     ),
@@ -114,14 +115,14 @@ served_options = stacked(
         "--request-timeout",
         type=Real(0, min_open=True),
         metavar="S",
-        default=300.0,
+        default=REQUEST_SECONDS,
         help="Longest time for one answer of a server [default: 300].",
     ),
     click.option(
         "--retry-seconds",
         type=Real(0),
         metavar="S",
-        default=300.0,
+        default=REQUEST_SECONDS,
         help="How long a server that fails is tried again [default: 300].",
     ),
 )

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from vexport.errors import nearest
 from vexport.scenario.section import Section, located_errors
 from vexport.types import GENERATION_KEYS, BatchSize, Endpoint, GenKwargs
+from vexport.types.accuracy import DEFAULT_CONCURRENCY, REQUEST_SECONDS
 
 SuiteName = Literal["quick", "standard", "code", "chat"]
 
@@ -67,9 +68,6 @@ DEFAULT_ALPHA = 0.05
 DEFAULT_KL_LIMIT = 0.1
 DEFAULT_NLL_LIMIT = 0.05
 DEFAULT_KL_PROMPTS = 16
-DEFAULT_CONCURRENCY = 32
-# Of one answer, and of trying again where there is none.
-DEFAULT_SECONDS = 300.0
 # Of held-out text that decides. On one row the tokens depend on each other: rows count, not tokens.
 DEFAULT_TEXT_ROWS = 32
 DEFAULT_TEXT_TOKENS = 512
@@ -128,8 +126,8 @@ class Evaluate(Section):
     model: Annotated[str, Field(min_length=1)] | None = None
     baseline_model: Annotated[str, Field(min_length=1)] | None = None
     concurrency: Annotated[int, Gt(0), Le(4096)] = DEFAULT_CONCURRENCY
-    request_timeout: Annotated[float, Gt(0)] = DEFAULT_SECONDS
-    retry_seconds: Annotated[float, Ge(0)] = DEFAULT_SECONDS
+    request_timeout: Annotated[float, Gt(0)] = REQUEST_SECONDS
+    retry_seconds: Annotated[float, Ge(0)] = REQUEST_SECONDS
 
     def asking(self, url: str, *, is_baseline: bool) -> Endpoint:
         """The endpoint at an address, and how it is asked."""

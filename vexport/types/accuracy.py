@@ -148,6 +148,11 @@ class LmEvalSettings:
     seeds: int = 1
 
 
+DEFAULT_CONCURRENCY = 32
+REQUEST_SECONDS = 300.0
+"""Of one answer of a server, and of trying again where there is none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
     """The address of a server's OpenAI API, as `http://HOST:PORT/v1`, and how it is asked.
@@ -159,9 +164,9 @@ class Endpoint:
 
     url: str
     model: str | None = None
-    concurrency: int = 32
-    request_timeout: float = 300.0
-    retry_seconds: float = 300.0
+    concurrency: int = DEFAULT_CONCURRENCY
+    request_timeout: float = REQUEST_SECONDS
+    retry_seconds: float = REQUEST_SECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

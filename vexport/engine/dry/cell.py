@@ -149,9 +149,8 @@ def _signature(models: Mapping[str, torch.nn.Module]) -> str:
     digest = hashlib.sha256()
     for model in models.values():
         for name, module in model.named_modules():
-            method = getattr(module, "quant_method", None)
-            scheme = getattr(module, "scheme", None)
-            digest.update(f"{name} {type(module)} {type(method)} {type(scheme)}\n".encode())
+            parts = [module, getattr(module, "quant_method", None), getattr(module, "scheme", None)]
+            digest.update(f"{name} {[*map(type, parts)]}\n".encode())
         for name, parameter in model.named_parameters():
             digest.update(f"{name} {type(parameter)} {parameter.shape} {parameter.dtype}\n".encode())
     return digest.hexdigest()[:16]

@@ -31,8 +31,7 @@ def build_drafter(config: "VllmConfig") -> torch.nn.Module | None:
     from vllm.compilation.backends import set_model_tag
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    speculative = config.speculative_config
-    draft = getattr(speculative, "draft_model_config", None)
+    draft = getattr(config.speculative_config, "draft_model_config", None)
     if draft is None or draft.runner_type != "draft":
         return None
     with set_model_tag("eagle_head"):

@@ -135,8 +135,7 @@ def rank_memory(models: Sequence[torch.nn.Module], config: "VllmConfig", tp: int
     finally:
         config.model_config.max_model_len = longest
     # What is shared (tied embeddings) counts once.
-    parameters = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-    tensors = {id(tensor): tensor for tensor in parameters}
+    tensors = {id(tensor): tensor for model in models for tensor in (*model.parameters(), *model.buffers())}
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     return RankMemory(tp=tp, weight_bytes=size, sequences=sequences)
 
