@@ -21,7 +21,7 @@ from vllm.transformers_utils.config import _CONFIG_REGISTRY, _register_config_cl
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.writer import header_bytes
 from vexport.engine.dry.fake_platform import AbsentValues
-from vexport.types import TensorSpec
+from vexport.records import TensorSpec
 
 Values: TypeAlias = dict[str, object]
 LAYERS = re.compile(r"(?:\w*_)?(?:layers?|depth|blocks)")

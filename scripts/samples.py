@@ -23,7 +23,7 @@ from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_M
 from vexport.architectures.layouts import ClassLayout, ConfigValues
 from vexport.architectures.modules import with_stars
 from vexport.engine.dry.fake_platform import AbsentValues
-from vexport.types import Json
+from vexport.records import Json
 
 Values = dict[str, Json]
 Numbers = tuple[int, ...]

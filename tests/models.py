@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Co
 
 from tests.command import vexport
 from vexport.checks import check_checkpoint
-from vexport.types import Finding
+from vexport.records import Finding
 
 VOCABULARY = 384
 SIZES: Mapping[str, int] = {

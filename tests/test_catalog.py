@@ -13,7 +13,7 @@ from tests.command import vexport
 from vexport import checks, formats, observers
 from vexport.architectures import architecture_table
 from vexport.formats.schemes import presets
-from vexport.types.observer_names import OBSERVERS
+from vexport.records.observer_names import OBSERVERS
 
 PACKAGE = Path(__file__).parent.parent / "vexport"
 # Files of a plug-in folder that are no plug-in but what plug-ins share.

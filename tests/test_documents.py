@@ -16,10 +16,10 @@ from pydantic import BaseModel
 from tests.command import ALL_COMMANDS, ROOT
 from tests.models import write_calibration
 from vexport.formats.schemes import all_schemes
+from vexport.records.observer_names import OBSERVERS
 from vexport.reports import catalog
 from vexport.scenario import Auto, Calibration, Evaluate, Rule, Scenario, Sensitivity
 from vexport.scenario.serve import Serve
-from vexport.types.observer_names import OBSERVERS
 
 FILES = (ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md", *(ROOT / "vexport" / "docs").glob("*.md"))
 PAGES: Mapping[str, str] = {path.stem: path.read_text(encoding="utf-8") for path in FILES}

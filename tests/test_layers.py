@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "vexport"
 # From the bottom to the top: a module may import from its own layer's package and from layers below.
 LAYERS = (
     {"version", "errors"},
-    {"__init__", "types"},
+    {"__init__", "records"},
     {"files", "architectures", "numerics"},
     {"checkpoint", "outputs", "formats", "observers"},
     {"scenario", "calibration", "rounding", "layers"},

@@ -12,7 +12,7 @@ from typing import TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from vexport.errors import InputError, require_working_disk
-from vexport.types import Json
+from vexport.records import Json
 
 T = TypeVar("T")
 LFS_VERSION = b"version https://git-lfs.github.com/spec/"

@@ -24,12 +24,12 @@ from vexport.formats.schemes import all_schemes, get_scheme
 from vexport.numerics.metrics import divergence_of_logits
 from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
+from vexport.records import Plan
+from vexport.records.rounding import Rounding
 from vexport.rounding.gptq import factorize, grid_of, round_blocks, round_compiled, stack
 from vexport.rounding.moments import Moments
 from vexport.rounding.settings import GPTQ, waiting_bytes
 from vexport.scenario import Calibration
-from vexport.types import Plan
-from vexport.types.rounding import Rounding
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEMO = ROOT / "scenarios" / "demo"

@@ -20,7 +20,7 @@ from tests.models import errors, quantize
 from tests.mutations.edits import WEIGHTS, Tensors, forget_digests, spoiled
 from vexport.architectures.text_config import text_config
 from vexport.engine.dry.load import DryLoad
-from vexport.types import Json
+from vexport.records import Json
 
 SCHEMES = ("NVFP4A16", "FP8_DYNAMIC")
 NUMBER = re.compile(r"\.\d+\.")

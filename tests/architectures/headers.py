@@ -9,7 +9,7 @@ from transformers import AutoConfig, PretrainedConfig
 from tests.architectures.families import hub_tensors
 from vexport.checkpoint.index import INDEX_NAME
 from vexport.checkpoint.writer import header_bytes
-from vexport.types import TensorSpec
+from vexport.records import TensorSpec
 
 SHARD_BYTES = 5_000_000_000
 # How vLLM is to choose experts: with a bias that is stored.

@@ -18,8 +18,8 @@ from vexport.checks.vllm.groups import matches_any
 from vexport.engine.reference import load_dequantized
 from vexport.errors import InputError
 from vexport.plan.build import Settings, build_plan
+from vexport.records import Plan
 from vexport.scenario import Rule
-from vexport.types import Plan
 
 STACK = re.compile(r"(?:layers|h)\.\*\.")
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")

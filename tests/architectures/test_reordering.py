@@ -12,8 +12,8 @@ from tests.models import save_llama
 from vexport.checkpoint.index import read_index
 from vexport.formats.schemes import all_schemes
 from vexport.plan.build import Settings, build_plan
+from vexport.records import Plan
 from vexport.scenario import Rule
-from vexport.types import Plan
 
 DEFAULTS = Settings()
 # Every stored tensor of these has a row for each row of the weight.

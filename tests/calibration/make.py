@@ -9,7 +9,7 @@ from tests.calibration.models import VOCABULARY
 from vexport.calibration import Samples, calibrate
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex, read_index
-from vexport.types import Calibration, FusionGroup, KvCache, LinearPlan, Plan
+from vexport.records import Calibration, FusionGroup, KvCache, LinearPlan, Plan
 
 
 def samples(lengths: Sequence[int] = (12, 20, 12, 7, 20, 12), seed: int = 3) -> Samples:

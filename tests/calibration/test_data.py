@@ -11,8 +11,8 @@ from vexport.calibration import Samples, read_samples
 from vexport.calibration.sources import shuffled
 from vexport.checkpoint.data_name import DEFAULT_FILE, parse_data
 from vexport.errors import EnvironmentFault, InputError
+from vexport.records import CalibrationData
 from vexport.scenario import Calibration
-from vexport.types import CalibrationData
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 VOCABULARY = 384

@@ -19,7 +19,7 @@ from vexport.calibration.inputs import arithmetic_of
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
-from vexport.types import Calibration, InputRange, LinearPlan, Plan, WeightPart
+from vexport.records import Calibration, InputRange, LinearPlan, Plan, WeightPart
 
 pytestmark = pytest.mark.usefixtures("own_products")
 

@@ -17,7 +17,7 @@ from vexport.calibration.capture import HiddenStates, capture_layer_calls
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import read_index
 from vexport.errors import CheckpointFailed, InputError
-from vexport.types import LinearPlan
+from vexport.records import LinearPlan
 
 Change = Callable[[dict[str, torch.Tensor]], None]
 

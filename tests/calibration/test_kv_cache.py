@@ -12,7 +12,7 @@ from tests.calibration.models import configs, expert_configs, save
 from vexport.calibration import calibrate
 from vexport.calibration.walk import LayerWalk
 from vexport.errors import InputError
-from vexport.types import HeadRanges
+from vexport.records import HeadRanges
 
 pytestmark = pytest.mark.usefixtures("own_products")
 

@@ -13,7 +13,7 @@ from tests.calibration.make import batches_of, plan_for, samples
 from tests.calibration.models import LLAMA_LIKE
 from vexport.calibration import calibrate
 from vexport.calibration.walk import LayerWalk
-from vexport.types import InputRange
+from vexport.records import InputRange
 
 pytestmark = pytest.mark.usefixtures("own_products")
 

@@ -24,7 +24,7 @@ from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import SMOOTHING, encode, reader_of, write_smoothing
 from vexport.checkpoint.tensors import read_tensor
-from vexport.types import Smoothing
+from vexport.records import Smoothing
 
 TEXT = samples((16,) * 4)
 FAMILIES = {**configs(), **expert_configs()}

@@ -15,7 +15,7 @@ from vexport.calibration import calibrate
 from vexport.calibration.walk import LayerWalk
 from vexport.files import from_json, to_json, write_text
 from vexport.quantize.job import QuantizeJob, write_checkpoint
-from vexport.types import Calibration, InputRange
+from vexport.records import Calibration, InputRange
 
 pytestmark = pytest.mark.usefixtures("own_products")
 

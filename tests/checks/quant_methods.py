@@ -9,7 +9,7 @@ from shutil import copytree
 import torch
 from safetensors.torch import load_file, save_file
 
-from vexport.types import Json
+from vexport.records import Json
 
 Tensors = dict[str, torch.Tensor]
 GROUP = 64

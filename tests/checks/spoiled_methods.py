@@ -15,7 +15,7 @@ from tests.mutations.edits import (
     rename,
     tensors,
 )
-from vexport.types import Json
+from vexport.records import Json
 
 LAYER = "model.layers.1"
 GATE = f"{LAYER}.mlp.gate_proj"

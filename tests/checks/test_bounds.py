@@ -11,8 +11,8 @@ from tests.command import Ran, vexport
 from tests.evaluation.make import make_tasks
 from tests.mutations.edits import QUANTIZATION, WHOLE, Change, config, spoiled
 from vexport.errors import InputError
-from vexport.types import Json
-from vexport.types.patterns import MOST_SECONDS, matches
+from vexport.records import Json
+from vexport.records.patterns import MOST_SECONDS, matches
 
 BOMBS = (r"re:([a-z._0-9]+)+\$", r"re:(.*)*(.*)*(.*)*(.*)*(.*)*X", "re:(?=(.+)+Z)", r"re:(\w|\w\w|\.|_)+!")
 NAME = "model.layers.0.self_attn.q_proj.weight_packed"

@@ -26,7 +26,7 @@ from tests.mutations.edits import (
     without,
 )
 from vexport.formats.schemes import all_schemes
-from vexport.types import Json
+from vexport.records import Json
 
 SCHEMES = tuple(scheme.name for scheme in all_schemes() if scheme.name != "INT8")
 Q = "model.layers.1.self_attn.q_proj"

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.sketches import LLAMA, Tensor, sketch
 from vexport.checks import check_checkpoint
-from vexport.types import Json
+from vexport.records import Json
 
 ROWS, COLUMNS, GROUP = 384, 256, 32
 NAMED, OF_CLASS = "re:.*embed_tokens$", "Embedding"

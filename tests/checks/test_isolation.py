@@ -11,7 +11,7 @@ import pytest
 from tests.command import vexport
 from vexport.checks import CHECKS, Check
 from vexport.checks.vllm.view import CheckpointView
-from vexport.types import Finding
+from vexport.records import Finding
 
 
 def _broken(view: CheckpointView) -> Iterator[Finding]:

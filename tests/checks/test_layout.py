@@ -14,7 +14,7 @@ from tests.mutations.edits import WEIGHTS, Tensors, forget_digests
 from vexport.architectures import Architecture, architecture_table
 from vexport.architectures.layouts import get_layout, layouts
 from vexport.checks.vllm.layout import layout_of
-from vexport.types import Json
+from vexport.records import Json
 
 SIZES: dict[str, Json] = {
     "hidden_size": 64,

@@ -12,7 +12,7 @@ from tests.models import problems
 from tests.mutations.edits import QUANTIZATION, WHOLE, Change, config, json_config, spoiled
 from vexport.checks.vllm.quant_methods import METHODS, OTHERS
 from vexport.checks.vllm.unjudged import NAMES, NUMBERS
-from vexport.types import Finding, Json
+from vexport.records import Finding, Json
 
 # As the producers write them, shortened.
 CONFIGS: dict[str, dict[str, Json]] = {

@@ -10,7 +10,7 @@ from tests.models import errors
 from tests.mutations.edits import WEIGHTS, Tensors
 from vexport.checkpoint.index import read_index
 from vexport.quantize.samples import vocab_size
-from vexport.types import Json
+from vexport.records import Json
 
 # Class and model type, where the names of the language model begin, the keys around its config.
 WRAPPERS = {

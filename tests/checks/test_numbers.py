@@ -19,7 +19,7 @@ from tests.mutations.edits import (
 )
 from vexport.checks import Against, check_checkpoint
 from vexport.formats.arguments import parse_args
-from vexport.types import Json
+from vexport.records import Json
 
 LAYER = "model.layers.1"
 Q = f"{LAYER}.self_attn.q_proj"

@@ -24,7 +24,7 @@ from tests.mutations.edits import (
 )
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.view import Target
-from vexport.types import Json
+from vexport.records import Json
 
 TESTS = Path(__file__).parent.parent
 PEER, CHECKPOINTS, METHODS = (

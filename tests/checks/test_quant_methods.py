@@ -23,7 +23,7 @@ from tests.mutations.edits import (
 )
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.view import Target
-from vexport.types import Finding, Json
+from vexport.records import Finding, Json
 
 Written = Callable[[str], Path]
 

@@ -13,7 +13,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import SmoothedReader
 from vexport.checks import check_checkpoint
 from vexport.errors import InputError
-from vexport.types import TensorInfo
+from vexport.records import TensorInfo
 
 
 def stored(file: Path, data: bytes, dtype: str, shape: tuple[int, ...]) -> TensorInfo:

@@ -11,7 +11,7 @@ from tests.command import vexport
 from tests.engine.fixtures import write_tokenizer
 from tests.mutations.edits import Change, file_bytes, spoiled
 from vexport.checks import check_checkpoint
-from vexport.types import Json
+from vexport.records import Json
 
 TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 

@@ -10,7 +10,7 @@ from vexport.architectures import architecture_table
 from vexport.architectures.versions import facts_of, known_versions
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.view import Target
-from vexport.types import Finding
+from vexport.records import Finding
 from vexport.version import PINNED, Version, short_version
 
 

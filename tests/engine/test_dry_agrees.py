@@ -12,7 +12,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checks import devices
 from vexport.checks.vllm.view import CheckpointView, Target
 from vexport.engine.dry.load import DryLoad
-from vexport.types import Json
+from vexport.records import Json
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

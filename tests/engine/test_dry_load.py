@@ -11,7 +11,7 @@ from tests.command import Ran, vexport
 from tests.engine.sketches import LLAMA, QWEN3_MOE, Tensor, sketch
 from tests.engine.test_dry_agrees import static
 from vexport.engine.dry.load import DryLoad
-from vexport.types import DryLoadReport, Finding, MatrixCell
+from vexport.records import DryLoadReport, Finding, MatrixCell
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -3,8 +3,8 @@
 import pytest
 
 from vexport.engine.describe import answer_environment
+from vexport.records import Json
 from vexport.run.serving import serve_digest
-from vexport.types import Json
 
 
 def test_variables_that_choose_kernels_are_named_and_no_others() -> None:

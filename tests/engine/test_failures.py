@@ -11,7 +11,7 @@ import pytest
 from vexport.engine.failures import explain, failure_from_exit
 from vexport.engine.messages import EngineFailure, FailureKind, SessionRequest
 from vexport.engine.session import EngineFault, Worker, run_session
-from vexport.types import silent
+from vexport.records import silent
 
 WRAPPER = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 NO_COMPILER = (

@@ -16,7 +16,7 @@ from vexport.checks.vllm.unjudged import NAMES, NUMBERS
 from vexport.checks.vllm.view import Target
 from vexport.engine.gate import DRY_LOAD, with_load
 from vexport.files import write_text
-from vexport.types import CellStatus, CheckReport, DryLoadReport, Finding, MatrixCell, NotJudged, Severity
+from vexport.records import CellStatus, CheckReport, DryLoadReport, Finding, MatrixCell, NotJudged, Severity
 
 Good = Callable[[str], Path]
 UNKNOWN = NotJudged(what=NAMES, why="the layout of a class is not known")

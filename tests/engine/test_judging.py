@@ -24,7 +24,7 @@ from vexport.engine.reference import (
 )
 from vexport.errors import InputError
 from vexport.numerics.metrics import kl_divergence
-from vexport.types import Canary
+from vexport.records import Canary
 
 GOOD = Canary(prompt="The sky", text=" is blue and the grass is green.", tokens=8, finish_reason="length")
 STUCK = replace(GOOD, text=" is the the the the")

@@ -12,7 +12,7 @@ import pytest
 from vexport.engine.messages import SessionRequest, SessionResult
 from vexport.engine.process import started_group
 from vexport.files import from_json, to_json
-from vexport.types import OnProgress, silent
+from vexport.records import OnProgress, silent
 
 # A worker with a child of its own; the child writes its process id and sleeps, deaf to SIGTERM.
 CHILD = (

@@ -12,7 +12,7 @@ from vexport.engine.messages import SessionResult
 from vexport.engine.prompts import fixed_prompts
 from vexport.engine.session import EngineFault, run_session
 from vexport.errors import InputError
-from vexport.types import Json, silent
+from vexport.records import Json, silent
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vexport.engine.session import Worker
-from vexport.types import silent
+from vexport.records import silent
 
 SUMS = """
 task: sums

@@ -21,7 +21,7 @@ from vexport.engine.prompts import Prompts, fixed_prompts
 from vexport.engine.reference import reference_logprobs
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Scored
-from vexport.types import Attribution, Outcome
+from vexport.records import Attribution, Outcome
 
 TEXTS = (
     "4 7 + 3 8 = 5 8 0 . the tool of taruna is lever .",

@@ -15,9 +15,9 @@ from tests.evaluation.faults import (
 )
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Scored
+from vexport.records import Attribution
 from vexport.run.serving import EngineOptions, Questions, serve_model
 from vexport.scenario.serve import Serve
-from vexport.types import Attribution
 
 TEXTS = (
     "4 7 + 3 8 = 5 8 0 . the tool of taruna is lever .",

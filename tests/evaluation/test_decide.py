@@ -8,8 +8,8 @@ import pytest
 from vexport.evaluation.statistics import tango_interval
 from vexport.evaluation.verdict import decide
 from vexport.files import from_json, to_json
-from vexport.types import TaskVerdict, Verdict
-from vexport.types.values import about
+from vexport.records import TaskVerdict, Verdict
+from vexport.records.values import about
 
 
 def compare(runs: Path, name: str, margin: float = 0.02) -> Verdict:

@@ -11,7 +11,7 @@ from vexport.errors import EnvironmentFault, InputError
 from vexport.evaluation.asked import KeptAnswers
 from vexport.evaluation.endpoint import API_KEY, Server, require_address
 from vexport.evaluation.endpoint_worker import EndpointModel
-from vexport.types import Endpoint, Json
+from vexport.records import Endpoint, Json
 
 PROMPTS = [[number, 1] for number in range(100)]
 KEY = "sk-of-nobody-else"

@@ -9,7 +9,7 @@ import pytest
 
 from vexport.errors import InputError
 from vexport.evaluation.verdict import decide
-from vexport.types import Verdict
+from vexport.records import Verdict
 
 Break = Callable[[Path], None]
 

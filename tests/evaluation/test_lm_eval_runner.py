@@ -18,7 +18,7 @@ from vexport.evaluation.results import read_results
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.evaluation.verdict import decide
 from vexport.files import to_json
-from vexport.types import LmEvalSettings
+from vexport.records import LmEvalSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -14,8 +14,8 @@ from vexport.cli.prompting import prompting_options
 from vexport.errors import InputError
 from vexport.evaluation.lm_eval_model import ServedChat
 from vexport.evaluation.prompting import lm_eval_settings
+from vexport.records import LmEvalSettings
 from vexport.scenario import Evaluate
-from vexport.types import LmEvalSettings
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"

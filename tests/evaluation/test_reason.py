@@ -8,8 +8,8 @@ import pytest
 from tests.reports import sample
 from vexport.evaluation.reason import reason_for
 from vexport.evaluation.verdict import overall_outcome
-from vexport.types import Outcome, TaskVerdict
-from vexport.types.values import about
+from vexport.records import Outcome, TaskVerdict
+from vexport.records.values import about
 
 
 def task(name: str, difference: float, low: float, high: float, *, needed: int | None = None) -> TaskVerdict:

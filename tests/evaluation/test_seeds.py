@@ -12,7 +12,7 @@ from tests.command import vexport
 from vexport.evaluation.samples import SEED
 from vexport.evaluation.statistics import Scores, clustered_tango, seeds_to_settle
 from vexport.evaluation.verdict import decide
-from vexport.types import Verdict
+from vexport.records import Verdict
 
 MARGIN, ALPHA, SEEDS, TRIALS = 0.05, 0.05, 4, 1500
 

@@ -9,7 +9,7 @@ from vexport.engine.messages import SessionRequest
 from vexport.errors import InputErrors
 from vexport.evaluation.lm_eval_environment import missing
 from vexport.evaluation.task_data import fetch_task_data
-from vexport.types import silent
+from vexport.records import silent
 
 SCENARIO = (
     "name: a\nsource: {source}\nrules: [{{match: Linear, scheme: W8A8}}]\nevaluate: {{suite: {suite}}}\n"

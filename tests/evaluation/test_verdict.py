@@ -14,7 +14,7 @@ from vexport.evaluation.samples import Sample
 from vexport.evaluation.verdict import holm_levels, overall_outcome
 from vexport.evaluation.verdict import judge as judge_tasks
 from vexport.files import to_json
-from vexport.types import Outcome, TaskVerdict
+from vexport.records import Outcome, TaskVerdict
 
 MARGIN, ALPHA, DOCUMENTS = 0.02, 0.05, 400
 SAMPLE = Sample(

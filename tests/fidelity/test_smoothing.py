@@ -12,7 +12,7 @@ from tests.models import save_llama
 from tests.mutations.edits import Change, put
 from vexport.checks import check_checkpoint
 from vexport.fidelity.compare import against
-from vexport.types import Finding
+from vexport.records import Finding
 
 LAYER = "model.layers.1"
 # What is divided by factors, whole or by rows, and what has its columns multiplied by them.

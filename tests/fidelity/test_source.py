@@ -26,7 +26,7 @@ from tests.mutations.edits import (
     swap,
     tensors,
 )
-from vexport.types import Json
+from vexport.records import Json
 
 SCHEMES = ("NVFP4A16", "MXFP4", "MXFP8", "FP8_BLOCK", "FP8", "W8A8", "W4A16", "W4A16_ASYM", "W3A16")
 DOWN = "model.layers.2.mlp.down_proj"

@@ -8,7 +8,7 @@ from vexport.formats.packing.base import STORAGES, Array, PackingInputs, Scales,
 from vexport.formats.schemes import Scheme
 from vexport.numerics.codes import largest_magnitude
 from vexport.observers import QParamsDict
-from vexport.types import LinearPlan
+from vexport.records import LinearPlan
 
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 

@@ -5,7 +5,7 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig
 
 from vexport.formats.config import quantization_config
-from vexport.types import FusionGroup, LinearPlan, Plan
+from vexport.records import FusionGroup, LinearPlan, Plan
 
 ATTENTION = ("q_proj", "k_proj", "v_proj")
 MLP = ("gate_proj", "up_proj")

@@ -13,7 +13,7 @@ from vexport.errors import InputError
 from vexport.formats import INT8, PACKED, vllm_format, written_format
 from vexport.formats.dequantize import unpack_int32
 from vexport.formats.schemes import get_scheme, regrouped, scheme_name
-from vexport.types import LinearPlan
+from vexport.records import LinearPlan
 
 LAYER = LinearPlan(name="layer", weight="layer.weight", out_features=64, in_features=256)
 

@@ -15,8 +15,8 @@ from vexport.formats.kv_cache import kv_layout
 from vexport.plan.build import Settings
 from vexport.plan.source import plan_source, rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
+from vexport.records import AttentionLayer, KvCache
 from vexport.scenario import Calibration
-from vexport.types import AttentionLayer, KvCache
 
 RULES = rules_for("FP8_DYNAMIC", observer="memoryless_minmax", ignore=())
 KINDS: tuple[KvCache, ...] = ("fp8", "fp8_per_head")

@@ -18,7 +18,7 @@ from vexport.numerics.arithmetic import E2M1, E4M3, F32
 from vexport.numerics.codes import e2m1_code, e4m3_code, e4m3_value, largest_magnitude
 from vexport.observers import QParamsDict, load_observer
 from vexport.quantize.stream import runs
-from vexport.types import LinearPlan
+from vexport.records import LinearPlan
 
 SCHEMES = [scheme.name for scheme in all_schemes()]
 DTYPES = ("BF16", "F16", "F32")

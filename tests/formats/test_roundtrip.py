@@ -15,8 +15,8 @@ from vexport.formats.schemes import scheme_names
 from vexport.plan.build import Settings, require_accepted
 from vexport.plan.source import plan_source, rules_for
 from vexport.quantize.job import QuantizeJob, write_checkpoint
+from vexport.records import Calibration, InputRange, OnUnsupportedShape, Plan
 from vexport.scenario import Rule
-from vexport.types import Calibration, InputRange, OnUnsupportedShape, Plan
 
 # Least signal-to-noise in dB of a normal weight, rounded to nearest with scales from the range.
 LEAST = {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from vexport.formats.partition import Split
 from vexport.formats.schemes import get_scheme
-from vexport.types import LinearPlan
+from vexport.records import LinearPlan
 
 
 def layers(*rows: int, columns: int, names: str = "layer.{}") -> tuple[LinearPlan, ...]:

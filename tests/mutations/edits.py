@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from vexport.outputs import RECIPE
 from vexport.outputs.digests import DIGESTS
-from vexport.types import Json
+from vexport.records import Json
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Path], None]

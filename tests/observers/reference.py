@@ -19,7 +19,7 @@ from vexport.observers.qparams import (
     strategy_of,
 )
 from vexport.observers.search import Search, search_of
-from vexport.types.observer_names import OBSERVERS, ImportanceOptions, SearchOptions
+from vexport.records.observer_names import OBSERVERS, ImportanceOptions, SearchOptions
 
 Range = tuple[torch.Tensor, torch.Tensor]
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from tests.command import vexport
 from tests.models import write_calibration
 from vexport.api import Rule, quantize
+from vexport.records.observer_names import BY_IMPORTANCE, OBSERVERS
 from vexport.scenario import problems_at
-from vexport.types.observer_names import BY_IMPORTANCE, OBSERVERS
 
 LAYER = "model.layers.0.mlp.down_proj"
 FOR_INPUTS = [name for name in OBSERVERS if name not in BY_IMPORTANCE]

@@ -11,8 +11,8 @@ from tests.models import save_llama
 from vexport.checkpoint.index import read_index
 from vexport.plan.build import Settings, build_plan
 from vexport.plan.rules import matches
+from vexport.records import Plan
 from vexport.scenario import Rule
-from vexport.types import Plan
 
 DEFAULTS = Settings()
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.models import problems
 from tests.mutations.edits import WHOLE, config, spoiled
-from vexport.types import Json
+from vexport.records import Json
 
 WRITTEN: dict[str, dict[str, Json]] = json.loads(
     (Path(__file__).parent / "configs" / "compressed-tensors-0.20.json").read_text()

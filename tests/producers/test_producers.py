@@ -20,7 +20,7 @@ from vexport.checks import check_checkpoint
 from vexport.checks.vllm.view import Target
 from vexport.engine.dry.load import DryLoad
 from vexport.engine.reference import reference_logprobs
-from vexport.types import Json
+from vexport.records import Json
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())

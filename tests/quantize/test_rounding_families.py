@@ -24,9 +24,9 @@ from vexport.plan.build import Settings
 from vexport.plan.source import plan_headers
 from vexport.quantize.rounding import REPORT, round_weights
 from vexport.quantize.stream import quantized_group
+from vexport.records import Calibration, KvCache, Plan, silent
+from vexport.records.rounding import GroupRounding, RoundingReport
 from vexport.scenario import Rule
-from vexport.types import Calibration, KvCache, Plan, silent
-from vexport.types.rounding import GroupRounding, RoundingReport
 
 TEXT = samples((24,) * 8)
 

@@ -27,7 +27,7 @@ from vexport.checkpoint.writer import ShardWriter, WriteUnit, header_bytes, spli
 from vexport.outputs import resumable_directory
 from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
-from vexport.types import FusionGroup, TensorInfo, TensorSpec, WeightPart
+from vexport.records import FusionGroup, TensorInfo, TensorSpec, WeightPart
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096}
 

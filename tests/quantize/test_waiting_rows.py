@@ -15,11 +15,11 @@ from vexport.errors import InputError
 from vexport.plan.build import Settings
 from vexport.plan.source import plan_headers
 from vexport.quantize.rounding import COMPARED_ROWS, round_weights
+from vexport.records import Calibration, silent
+from vexport.records.rounding import RoundingReport
 from vexport.rounding import settings
 from vexport.rounding.settings import most_waiting, require_room, waiting_bytes
 from vexport.scenario import Rule
-from vexport.types import Calibration, silent
-from vexport.types.rounding import RoundingReport
 
 ROWS, LAYERS = 12, 3
 TEXT = samples((32,) * ROWS)

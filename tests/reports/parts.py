@@ -1,6 +1,6 @@
 """The parts of a sample report that not every run has: signals, sensitivity, other devices."""
 
-from vexport.types import (
+from vexport.records import (
     Attribution,
     Choice,
     Distance,

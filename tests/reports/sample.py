@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tests.reports import parts
-from vexport.types import (
+from vexport.records import (
     Canary,
     CheckReport,
     Comparison,

@@ -12,9 +12,9 @@ from tests.command import vexport
 from tests.reports import sample
 from vexport.errors import InputError
 from vexport.files import to_json
+from vexport.records import ComparedRun, Report
 from vexport.reports import render_comparison
 from vexport.reports.comparison import compared_run, marked
-from vexport.types import ComparedRun, Report
 
 
 def runs() -> list[Report]:

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from tests.reports import sample
+from vexport.records import Calibration, ExpertCoverage
+from vexport.records.calibration import expert_coverage
 from vexport.reports import render
 from vexport.reports.sentences import coverage_lines
-from vexport.types import Calibration, ExpertCoverage
-from vexport.types.calibration import expert_coverage
 
 ROUTED = {
     "layers.0.experts": (5, 0, 9, 2),

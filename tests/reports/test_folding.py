@@ -12,9 +12,9 @@ import pytest
 from tests.command import vexport
 from tests.engine.fixtures import write_tokenizer
 from tests.mutations.edits import Change, drop, element, put, spoiled
+from vexport.records import CheckReport, Finding, Json
 from vexport.reports import render_checks
 from vexport.reports.folding import fold, folded_places
-from vexport.types import CheckReport, Finding, Json
 
 LINES = 40
 

@@ -15,10 +15,10 @@ from urllib.parse import unquote
 import pytest
 
 from tests.reports import sample
+from vexport.records import KindSize, Report
 from vexport.reports import document, render
 from vexport.reports.charts import forests
 from vexport.reports.layers import layer_kind
-from vexport.types import KindSize, Report
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = (

@@ -12,8 +12,8 @@ import vexport.reports
 from tests.reports.sample import load
 from vexport.cli.base import require_loaded
 from vexport.errors import CheckpointFailed, EnvironmentFault
+from vexport.records import ENGINE_CHECK, Finding, LoadReport
 from vexport.reports import render_loads
-from vexport.types import ENGINE_CHECK, Finding, LoadReport
 
 SCHEMA = Path(vexport.reports.__file__).parent / "load.schema.json"
 OTHER = "/venv/bin/python"

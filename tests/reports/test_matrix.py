@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 import jsonschema
 
 import vexport.reports
+from vexport.records import DryLoadReport, Finding, MatrixCell, MatrixRow
 from vexport.reports import render_dry_loads
-from vexport.types import DryLoadReport, Finding, MatrixCell, MatrixRow
 
 SCHEMA = Path(vexport.reports.__file__).parent / "dry-load.schema.json"
 COLUMNS = [(tp, sm) for tp in (1, 2, 4, 8) for sm in (80, 89, 90, 100)]

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from tests.reports import parts, sample
+from vexport.records import CheckReport
 from vexport.reports import render
 from vexport.run.concluding import NOT_RUN, conclude
-from vexport.types import CheckReport
 
 GOOD = CheckReport(checkpoint="c", ok=True, findings=(sample.finding(),))
 

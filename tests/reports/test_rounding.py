@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from tests.reports import sample
+from vexport.records.rounding import GroupRounding, LayerRounding, RoundingReport
 from vexport.reports import render
 from vexport.reports.layers import fallback_findings, fallback_lines, rounding_lines
-from vexport.types.rounding import GroupRounding, LayerRounding, RoundingReport
 
 QKV = GroupRounding(
     name="model.layers.0.self_attn.qkv_proj",

@@ -6,9 +6,9 @@ import jsonschema
 import pytest
 
 from tests.reports import sample
+from vexport.records import Report
 from vexport.reports import render, render_checks
 from vexport.reports.json import FOLDER, schemas
-from vexport.types import Report
 
 
 @pytest.mark.parametrize("name", schemas())

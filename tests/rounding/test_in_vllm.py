@@ -12,9 +12,9 @@ from tests.models import save_llama, write_calibration
 from vexport.api import load
 from vexport.formats.schemes import scheme_names
 from vexport.quantize.job import QuantizeJob, quantize_source
+from vexport.records import LoadReport
+from vexport.records.rounding import Rounding
 from vexport.scenario import Calibration, Rule
-from vexport.types import LoadReport
-from vexport.types.rounding import Rounding
 
 # What vLLM runs as one parameter has one scheme: so many of them fit into a layer.
 PARTS = ("self_attn[.](q|k|v)_proj", "self_attn[.]o_proj", "mlp[.](gate|up)_proj", "mlp[.]down_proj")

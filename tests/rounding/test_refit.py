@@ -15,11 +15,11 @@ from tests.models import save_llama
 from vexport.numerics.arithmetic import integer_format
 from vexport.plan.build import Settings
 from vexport.plan.source import plan_headers
+from vexport.records import silent
 from vexport.rounding.gptq import Factor, Grid, factorize, refit, round_columns
 from vexport.rounding.moments import Moments
 from vexport.rounding.settings import GPTQ, REFITS, Strength, strength_of
 from vexport.scenario import Rule
-from vexport.types import silent
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "qronos.safetensors")
 WEIGHT, HESSIAN, CROSS = GOLDEN["weight"], GOLDEN["hessian"], GOLDEN["cross"]

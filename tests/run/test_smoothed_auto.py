@@ -8,12 +8,12 @@ from tests.calibration.test_smoothing import with_large_channels
 from tests.models import save_llama, write_calibration
 from vexport.checkpoint.smoothed import SMOOTHING, smoothing_of
 from vexport.outputs.replaceable import RECIPE
+from vexport.records import silent
 from vexport.run.making import CALIBRATION, MIXED, SENSITIVITY
 from vexport.run.serving import EngineOptions
 from vexport.run.stages import STAGES
 from vexport.run.state import Run
 from vexport.scenario import read_scenario
-from vexport.types import silent
 
 UNTIL_WRITTEN = ("plan candidates", "calibrate", "sensitivity", "choose", "plan", "quantize")
 

@@ -9,6 +9,7 @@ import pytest
 from tests.models import save_llama, write_calibration
 from vexport.errors import InputError
 from vexport.outputs import written_alone
+from vexport.records import CheckReport, Plan, silent
 from vexport.run.directory import KIND as RUN
 from vexport.run.evaluating import RESULTS, EvalJob, evaluate_checkpoints
 from vexport.run.making import PLAN, plan, write
@@ -16,7 +17,6 @@ from vexport.run.serving import EngineOptions
 from vexport.run.stages import STAGES, run_scenario
 from vexport.run.state import Run, Stage
 from vexport.scenario import Serve, read_scenario
-from vexport.types import CheckReport, Plan, silent
 
 SCENARIO = Path(__file__).parents[2] / "scenarios" / "demo-nvfp4.yaml"
 OWN_CODE = """from transformers import LlamaConfig, LlamaForCausalLM

@@ -17,9 +17,9 @@ import yaml
 from tests.command import Ran, vexport
 from vexport.api import Evaluate, compare, evaluate, load
 from vexport.evaluation.accepted import accept_results
+from vexport.records import DryLoadReport
+from vexport.records.report import ComparedRun
 from vexport.run.directory import KIND
-from vexport.types import DryLoadReport
-from vexport.types.report import ComparedRun
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "scenarios" / "demo"

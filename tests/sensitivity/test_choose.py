@@ -10,9 +10,9 @@ import pytest
 from tests.command import vexport
 from vexport.errors import InputError
 from vexport.formats.schemes import KEEP
+from vexport.records import Choice, GroupSensitivity, MixedScheme, SchemeLoss
 from vexport.scenario import Auto
 from vexport.sensitivity.auto import best_mixtures, mixed_scheme
-from vexport.types import Choice, GroupSensitivity, MixedScheme, SchemeLoss
 
 CANDIDATES = ("NVFP4", "FP8_DYNAMIC", KEEP)
 REST = 1000

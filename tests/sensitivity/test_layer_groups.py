@@ -13,9 +13,9 @@ from vexport.errors import InputError
 from vexport.files import to_json
 from vexport.formats.schemes import KEEP
 from vexport.plan.build import Settings, build_plan
+from vexport.records import GroupSensitivity, SchemeLoss, Sensitivity
 from vexport.scenario import Auto, Rule
 from vexport.sensitivity.layer_groups import find_layer_groups, rest_bytes, rules_with, smallest
-from vexport.types import GroupSensitivity, SchemeLoss, Sensitivity
 
 MOE = Path(__file__).parents[1] / "peer" / "moe"
 AUTO = (Rule(match="Linear", scheme="auto"),)

@@ -14,11 +14,11 @@ from vexport.engine.reference import reference_logprobs
 from vexport.formats.schemes import KEEP
 from vexport.plan.build import Settings, build_plan
 from vexport.quantize.job import QuantizeJob, quantize_source
+from vexport.records import CalibrationData, SchemeLoss, Sensitivity
+from vexport.records.rounding import Rounding
 from vexport.scenario import Auto, Calibration, Rule
 from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, probe_plan, rules_with
 from vexport.sensitivity.measure import measure
-from vexport.types import CalibrationData, SchemeLoss, Sensitivity
-from vexport.types.rounding import Rounding
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo"
 RULES = (Rule(match="Linear", scheme="auto"),)

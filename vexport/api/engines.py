@@ -9,13 +9,7 @@ from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.engine.session import require_engine
 from vexport.formats.gpus import cards
 from vexport.plan.needs import with_default_text
-from vexport.run.evaluating import EvalJob, accept_answers, evaluate_checkpoints, explained
-from vexport.run.judging import DEFAULT_SECONDS, Explaining
-from vexport.run.serving import EngineOptions, load_checkpoints
-from vexport.run.stages import compare_schemes, run_scenario, with_scheme
-from vexport.scenario import Evaluate, Serve, base_scenario, read_scenario
-from vexport.scenario.serve import EngineArguments, with_options
-from vexport.types import (
+from vexport.records import (
     ComparedRun,
     DryLoadReport,
     EngineMode,
@@ -25,6 +19,12 @@ from vexport.types import (
     Verdict,
     silent,
 )
+from vexport.run.evaluating import EvalJob, accept_answers, evaluate_checkpoints, explained
+from vexport.run.judging import DEFAULT_SECONDS, Explaining
+from vexport.run.serving import EngineOptions, load_checkpoints
+from vexport.run.stages import compare_schemes, run_scenario, with_scheme
+from vexport.scenario import Evaluate, Serve, base_scenario, read_scenario
+from vexport.scenario.serve import EngineArguments, with_options
 
 Name = str | Path
 

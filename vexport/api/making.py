@@ -13,10 +13,7 @@ from vexport.plan.build import Settings
 from vexport.plan.needs import default_text_note, with_needed_text
 from vexport.plan.source import ignored_rules, plan_headers, requested, table_of_schemes
 from vexport.quantize.job import QuantizeJob, quantize_source
-from vexport.reports.quantized import quantized_answer
-from vexport.scenario import Calibration, Rule, default_calibration, is_scenario, read_scenario
-from vexport.sensitivity.auto import plan_scenario
-from vexport.types import (
+from vexport.records import (
     GroupSize,
     KvCache,
     OnProgress,
@@ -27,7 +24,10 @@ from vexport.types import (
     SchemeTable,
     silent,
 )
-from vexport.types.rounding import Rounding
+from vexport.records.rounding import Rounding
+from vexport.reports.quantized import quantized_answer
+from vexport.scenario import Calibration, Rule, default_calibration, is_scenario, read_scenario
+from vexport.sensitivity.auto import plan_scenario
 
 if TYPE_CHECKING:
     from vexport.repair.changes import RepairReport

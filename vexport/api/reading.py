@@ -9,9 +9,9 @@ from vexport.checkpoint.source import resolve_source
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.view import Target
 from vexport.outputs.digests import named_digests
+from vexport.records import CheckReport, OnProgress, Report, Verdict, silent
 from vexport.reports.catalog import CATALOGS, Rows, find_section
 from vexport.scenario import DEFAULT_ALPHA, DEFAULT_MARGIN, Evaluate, problems_at
-from vexport.types import CheckReport, OnProgress, Report, Verdict, silent
 from vexport.version import PINNED, Version
 
 Name = str | Path

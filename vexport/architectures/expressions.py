@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from types import CodeType
 
-from vexport.types import Json
+from vexport.records import Json
 
 # No tensor is made of larger numbers.
 LARGEST = 1 << 40

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from vexport.architectures import Architecture
-from vexport.types.patterns import matches
+from vexport.records.patterns import matches
 
 EXPERT = re.compile(r"(?P<layer>.*\bexperts)\.\d+$")
 

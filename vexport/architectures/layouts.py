@@ -9,7 +9,7 @@ from itertools import product
 from math import prod
 
 from vexport.architectures.expressions import Unknown, evaluate, size, wrapped
-from vexport.types import Json
+from vexport.records import Json
 
 FOLDER = files("vexport.architectures")
 # Where transformers keeps values of single layers: no expression is made of those.

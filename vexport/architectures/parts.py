@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from vexport.architectures.expressions import Unknown, size
 from vexport.architectures.table import Architecture
-from vexport.types import Json
+from vexport.records import Json
 
 QUERIES, KEYS, VALUES = "queries", "keys", "values"
 

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from vexport.architectures.modules import Kind, ModuleNames, module_table, with_numbers, with_stars
 from vexport.errors import InputError
-from vexport.types import Finding, Json
+from vexport.records import Finding, Json
 
 # fused module name -> names of the layers that it is made of, in vLLM's order
 FusedModules = Mapping[str, tuple[str, ...]]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from vexport.types import Json
+from vexport.records import Json
 
 # Keys of nested configs: of most models; of InternVL, Nemotron VL and NVLM, which vLLM reads as text_config
 # (_CONFIG_ATTRS_MAPPING in transformers_utils/config.py); of DeepSeek-VL2; of Qwen Omni and Qwen3-ASR, around

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vexport.calibration.capture import Forward, replaced_forwards
 from vexport.calibration.model import joined
 from vexport.observers.flatten import channel_extremes
-from vexport.types import HeadRanges, KeyValueRanges
+from vexport.records import HeadRanges, KeyValueRanges
 
 # An attention function of transformers: its outputs, and its probabilities or None.
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]

@@ -13,8 +13,8 @@ from vexport.checkpoint.data_name import DEFAULT
 from vexport.errors import InputError, raise_all
 from vexport.errors.escaping import first_line
 from vexport.files import digest_bytes
-from vexport.types import CalibrationData
-from vexport.types.patterns import TEMPLATE_SECONDS, time_limit
+from vexport.records import CalibrationData
+from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
 
 # Characters that a token stands for at most: what is beyond them of a text would be cut again as tokens.
 CHARACTERS = 64

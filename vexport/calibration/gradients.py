@@ -19,8 +19,8 @@ from vexport.calibration.data import Samples
 from vexport.calibration.inputs import arithmetic_of
 from vexport.calibration.model import joined
 from vexport.calibration.walk import Layer, LayerWalk
-from vexport.types import OnProgress, silent
-from vexport.types.calibration import LOOK_BACK
+from vexport.records import OnProgress, silent
+from vexport.records.calibration import LOOK_BACK
 
 # What enters all layers is kept until the way back: so many bytes in memory, the rest on disk.
 ENTERED_BYTES = 2**28

@@ -17,7 +17,7 @@ import torch
 
 from vexport.architectures.fusion import moe_layer
 from vexport.calibration.model import Weights, last_part
-from vexport.types import FusionGroup, LinearPlan
+from vexport.records import FusionGroup, LinearPlan
 
 # What says how the parameters of a module of experts of transformers' interface are laid out.
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "down_proj")

@@ -30,7 +30,7 @@ from vexport.checkpoint.tensors import read_tensor
 from vexport.errors import InputError, raise_all
 from vexport.errors.escaping import first_line
 from vexport.errors.extras import mismatch_of
-from vexport.types import TensorInfo
+from vexport.records import TensorInfo
 
 
 def build_on_meta(

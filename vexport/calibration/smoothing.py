@@ -24,7 +24,7 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.smoothed import MOST, encode, reader_of
 from vexport.checkpoint.tensors import read_tensor
 from vexport.numerics.ranks import on_first
-from vexport.types import FusionGroup, OnProgress, Smoothing, silent
+from vexport.records import FusionGroup, OnProgress, Smoothing, silent
 
 # A channel that is never used counts as this share of the largest.
 LEAST = 1e-5

@@ -16,7 +16,7 @@ from vexport.errors import InputError, require_working_disk
 from vexport.errors.escaping import first_line
 from vexport.errors.extras import require_extra
 from vexport.files import require_fetched
-from vexport.types import CalibrationData
+from vexport.records import CalibrationData
 
 T = TypeVar("T")
 # Rows among which a seed chooses, as `datasets` does with a stream.

@@ -33,7 +33,7 @@ from vexport.observers import (
     load_observer,
 )
 from vexport.observers.flatten import channel_extremes
-from vexport.types import (
+from vexport.records import (
     Calibration,
     FusionGroup,
     InputRange,
@@ -44,7 +44,7 @@ from vexport.types import (
     observer_names,
     silent,
 )
-from vexport.types.calibration import CALIBRATE
+from vexport.records.calibration import CALIBRATE
 
 DEFAULT_INPUT_OBSERVER = "static_minmax"
 # Observers whose statistics follow from the extremes of an observation, and strategies that group channels.

@@ -32,7 +32,7 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of
 from vexport.errors import CheckpointFailed
-from vexport.types import OnProgress, Smoothing, silent
+from vexport.records import OnProgress, Smoothing, silent
 
 
 def is_finite(value: torch.Tensor) -> bool:

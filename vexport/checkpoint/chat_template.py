@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vexport.errors import InputError, require_working_disk
 from vexport.files import digest_bytes, read_json_object
-from vexport.types import Json
+from vexport.records import Json
 
 DEFAULT = "default"
 """The template that is used where none is named."""

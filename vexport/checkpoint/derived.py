@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.reader import Reader
-from vexport.types import TensorInfo
+from vexport.records import TensorInfo
 
 Array = npt.NDArray[np.generic]
 

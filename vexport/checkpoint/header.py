@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vexport.checkpoint.dtypes import BITS
 from vexport.errors import InputError, require_working_disk
-from vexport.types import Json, TensorInfo
+from vexport.records import Json, TensorInfo
 
 # The longest header that safetensors itself accepts (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER_BYTES = 100_000_000

@@ -17,7 +17,7 @@ from vexport.checkpoint.index import (
     weight_files,
 )
 from vexport.errors import EnvironmentFault, InputError, VexportError
-from vexport.types import OnProgress
+from vexport.records import OnProgress
 
 # huggingface_hub/utils/_validators.py, with a git branch, tag or commit after the @.
 _NAME = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")

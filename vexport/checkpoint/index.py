@@ -12,7 +12,7 @@ from vexport.checkpoint.dtypes import BITS
 from vexport.checkpoint.header import read_header
 from vexport.errors import InputError, raise_all
 from vexport.files import digest_bytes, read_json_object, require_fetched
-from vexport.types import Json, TensorInfo
+from vexport.records import Json, TensorInfo
 
 # Endings of the files that a checkpoint is of: not its pictures.
 CONTENT = frozenset({".safetensors", ".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vexport.files import read_json_object
-from vexport.types import Json
+from vexport.records import Json
 
 KEY = "quantization_config"
 # compressed-tensors' older name.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import to_numpy
 from vexport.checkpoint.index import changed
-from vexport.types import TensorInfo, WeightPart
+from vexport.records import TensorInfo, WeightPart
 
 # How the elements of a weight are seen: 16-bit floats as their bits, which numpy has no arithmetic for.
 WEIGHT_VIEWS = {"BF16": "<u2", "F16": "<u2", "F32": "<f4", "F64": "<f8"}

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from vexport.checkpoint.reader import Reader
 from vexport.errors import InputError
 from vexport.files import from_json, to_json, write_text
-from vexport.types import Smoothing, TensorInfo
+from vexport.records import Smoothing, TensorInfo
 
 SMOOTHING = "smoothing.json"
 # Channels are scaled by at most 2^8.

@@ -25,7 +25,7 @@ from vexport.checkpoint.hub import (
 )
 from vexport.checkpoint.index import require_checkpoint
 from vexport.errors import EnvironmentFault, InputError, InputErrors
-from vexport.types import OnProgress, silent
+from vexport.records import OnProgress, silent
 
 # As huggingface_hub's own reader of headers: most are shorter, and one request is then enough.
 _FIRST_BYTES = 100_000

@@ -8,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from vexport.checkpoint.reader import Reader
-from vexport.types import TensorInfo, TensorSpec, WeightPart
+from vexport.records import TensorInfo, TensorSpec, WeightPart
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,

@@ -17,7 +17,7 @@ from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import INDEX_NAME, SINGLE_NAME, changed
 from vexport.errors import require_working_disk
 from vexport.files import write_text
-from vexport.types import AttentionLayer, FusionGroup, Json, TensorInfo, TensorSpec
+from vexport.records import AttentionLayer, FusionGroup, Json, TensorInfo, TensorSpec
 
 # transformers' own default for the size of a shard (modeling_utils.save_pretrained).
 DEFAULT_SHARD_BYTES = 5_000_000_000

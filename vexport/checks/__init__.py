@@ -17,7 +17,7 @@ from vexport.checks.vllm.unjudged import unjudged
 from vexport.checks.vllm.view import ANY, CheckpointView, Target
 from vexport.errors import InputError, InputErrors, VexportError, file_problem
 from vexport.errors.extras import unforeseen
-from vexport.types import CheckReport, Finding, NotJudged
+from vexport.records import CheckReport, Finding, NotJudged
 from vexport.version import short_version
 
 FILES = "files"

@@ -16,7 +16,7 @@ from vexport.checks.vllm.layers import (
 )
 from vexport.checks.vllm.layout import Layout, impossible_size
 from vexport.checks.vllm.view import DRAFTS, CheckpointView, error, warning
-from vexport.types import Finding
+from vexport.records import Finding
 
 NAME = "completeness"
 WEIGHTS = QUANTIZED_PARAMETERS | WITH_OTHERS | {"weight"}

@@ -9,8 +9,8 @@ from vexport.checks.vllm.quant_methods.base import QuantMethod
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats import FORMATS
 from vexport.formats.arguments import contradictions, described, parse_args
-from vexport.types import Finding, Json
-from vexport.types.patterns import REGEX, expression
+from vexport.records import Finding, Json
+from vexport.records.patterns import REGEX, expression
 from vexport.version import short_version
 
 NAME = "config"

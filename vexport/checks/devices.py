@@ -18,7 +18,7 @@ from vexport.formats.schemes import Scheme
 from vexport.layers.linears import Names
 from vexport.layers.ranks import heads_of
 from vexport.layers.shapes import unsupported_on
-from vexport.types import Finding
+from vexport.records import Finding
 from vexport.version import PINNED
 
 NAME = "devices"

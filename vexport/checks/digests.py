@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.outputs import RECIPE
 from vexport.outputs.digests import DIGESTS, digest_of, recorded_digests
-from vexport.types import Finding
+from vexport.records import Finding
 
 NAME = "digests"
 DESCRIPTION = "files have the bytes that were written (vexport.json, --digests)"

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.layers import FusedLinear, single_value
 from vexport.checks.vllm.view import CheckpointView
-from vexport.types import Finding, Severity
+from vexport.records import Finding, Severity
 
 NAME = "fusion"
 DESCRIPTION = (

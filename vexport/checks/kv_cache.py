@@ -12,7 +12,7 @@ from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import FLOAT_SCALES
 from vexport.layers.kv_cache import makes_keys
 from vexport.numerics.constants import E4M3_MAX
-from vexport.types import Finding, Json, TensorInfo
+from vexport.records import Finding, Json, TensorInfo
 
 NAME = "kv_cache"
 DESCRIPTION = "the KV cache is stored as vLLM can, with a usable scale for the keys and values of every layer"

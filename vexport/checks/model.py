@@ -9,7 +9,7 @@ from vexport.architectures.text_config import text_config
 from vexport.architectures.transformers_models import transformers_models
 from vexport.checks.vllm.layout import impossible_size, layout_of, missing_sizes
 from vexport.checks.vllm.view import CheckpointView, error, warning
-from vexport.types import Finding, Json
+from vexport.records import Finding, Json
 
 NAME = "model"
 DESCRIPTION = "vLLM has the model's class, and config.json the sizes and names that it is built from"

@@ -17,7 +17,7 @@ from vexport.formats.partition import EXPERT, is_head, partition_of
 from vexport.layers.linears import Names
 from vexport.layers.shapes import parts_of
 from vexport.numerics.constants import INT32_BITS
-from vexport.types import Finding, TensorInfo
+from vexport.records import Finding, TensorInfo
 
 NAME = "shapes"
 EXPORT = "export it again"

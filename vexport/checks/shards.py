@@ -9,7 +9,7 @@ from vexport.checkpoint.index import INDEX_NAME
 from vexport.checkpoint.reader import same_bytes
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.files import read_json_object
-from vexport.types import Finding, TensorInfo
+from vexport.records import Finding, TensorInfo
 
 NAME = "shards"
 SHARD = re.compile(r"(?P<start>.*)-\d+(?P<of>-of-(?P<count>\d{1,9})\.safetensors)")

@@ -12,7 +12,7 @@ from vexport.formats.arguments import described
 from vexport.formats.partition import is_head
 from vexport.layers.linears import stacked_ending
 from vexport.numerics.constants import INT32_BITS
-from vexport.types import Finding
+from vexport.records import Finding
 from vexport.version import short_version
 
 NAME = "targets"

@@ -14,7 +14,7 @@ from vexport.architectures.transformers_models import transformers_models
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.errors import InputError
 from vexport.files import read_json_object
-from vexport.types import Finding, Severity
+from vexport.records import Finding, Severity
 
 NAME = "tokenizer"
 TOKENIZER = "tokenizer.json"

@@ -6,7 +6,7 @@ from vexport.architectures.fusion import moe_layer
 from vexport.checks.vllm.groups import INPUT, OUTPUT, OnlineTransform
 from vexport.checks.vllm.layers import FusedLinear
 from vexport.checks.vllm.view import CheckpointView, error
-from vexport.types import Finding
+from vexport.records import Finding
 
 NAME = "transforms"
 DESCRIPTION = "online rotations (transform_config) are ones that vLLM computes, and have their matrices"

@@ -16,7 +16,7 @@ from vexport.checks.vllm.layers import FusedLinear
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats import NVFP4
 from vexport.numerics.constants import E2M1_MAX, E4M3_MAX, E8M0_NAN, GLOBAL_SCALE_NUMERATOR
-from vexport.types import Finding, TensorInfo
+from vexport.records import Finding, TensorInfo
 
 NAME = "values"
 # Scales of which a layer has one number, or few.

@@ -9,7 +9,7 @@ from vexport.architectures.versions import VersionFacts, facts_of, known_version
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats import MXFP4, PACKED
-from vexport.types import Finding
+from vexport.records import Finding
 from vexport.version import PINNED, short_version
 
 NAME = "versions"

@@ -13,7 +13,7 @@ from click.core import ParameterSource
 from vexport.cli.help import SectionedCommand
 from vexport.cli.options import answer_file
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError
-from vexport.types import ENGINE_CHECK, CheckReport, DryLoadReport, Finding, LoadReport, Plan
+from vexport.records import ENGINE_CHECK, CheckReport, DryLoadReport, Finding, LoadReport, Plan
 
 # What a line of a text report begins with, or a column of it holds: vexport.reports.text and matrix.
 _SHADES = {

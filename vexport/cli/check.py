@@ -19,12 +19,12 @@ from vexport.cli.engine import Interpreter, interpreter_option
 from vexport.cli.options import Answer, device_options, format_option, speculative_option, vllm_option
 from vexport.errors import VexportError, file_problem
 from vexport.errors.extras import attempt, raise_problems
-from vexport.types import CheckReport
+from vexport.records import CheckReport
 
 if TYPE_CHECKING:
     from vexport.checks import Against
     from vexport.checks.vllm.view import Target
-    from vexport.types import OnProgress
+    from vexport.records import OnProgress
 
 
 @command()

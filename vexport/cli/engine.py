@@ -12,10 +12,10 @@ from vexport.cli.options import PATH, POSITIVE, Decorator, Real, stacked, trust_
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
+    from vexport.records import OnProgress
     from vexport.run.judging import Explaining
     from vexport.run.serving import EngineOptions
     from vexport.scenario import Serve
-    from vexport.types import OnProgress
 
 
 # Where the context of a command keeps what flags of vLLM's own say.

@@ -20,12 +20,12 @@ from vexport.cli.engine import (
 from vexport.cli.options import PATH, POSITIVE, Answer, Real, answer_file, format_option, stacked
 from vexport.cli.prompting import PromptOptions, prompting_options
 from vexport.cli.verdict import DriftOptions, VerdictOptions, drift_options, verdict_options
-from vexport.types.accuracy import DEFAULT_CONCURRENCY, REQUEST_SECONDS
+from vexport.records.accuracy import DEFAULT_CONCURRENCY, REQUEST_SECONDS
 
 if TYPE_CHECKING:
+    from vexport.records import Verdict
     from vexport.run.evaluating import EvalJob, Judged
     from vexport.scenario import Evaluate
-    from vexport.types import Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

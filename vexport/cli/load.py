@@ -12,11 +12,11 @@ from vexport.cli.engine import Interpreters, Session, engine_arg_option, interpr
 from vexport.cli.options import Answer, device_options, format_option, gpu_option, speculative_option
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, raise_problems
-from vexport.types import DryLoadReport, EngineMode, LoadReport
+from vexport.records import DryLoadReport, EngineMode, LoadReport
 
 if TYPE_CHECKING:
     from vexport.formats.gpus import Card
-    from vexport.types import OnProgress
+    from vexport.records import OnProgress
 
 Mode = Literal["eager", "default", "both"]
 R = TypeVar("R", LoadReport, DryLoadReport)

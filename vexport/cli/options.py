@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from vexport.types.values import MOST_COUNT
+from vexport.records.values import MOST_COUNT
 from vexport.version import short_version
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from vexport.cli.planning import (
     scheme_option,
 )
 from vexport.errors import InputError
-from vexport.types import OnProgress, Plan, PlanRequest
+from vexport.records import OnProgress, Plan, PlanRequest
 
 if TYPE_CHECKING:
     from vexport.checkpoint.index import SourceIndex

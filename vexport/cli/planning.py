@@ -8,8 +8,8 @@ import click
 
 from vexport.cli.base import given, note
 from vexport.cli.options import PATH, POSITIVE, Count, Real, stacked, tp_option
-from vexport.types import GroupSize, PlanRequest
-from vexport.types.rounding import ROUNDINGS
+from vexport.records import GroupSize, PlanRequest
+from vexport.records.rounding import ROUNDINGS
 
 if TYPE_CHECKING:
     from vexport.quantize.estimate import Step

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from vexport.cli.options import POSITIVE, Count, stacked
-from vexport.types import BatchSize, Scalar
+from vexport.records import BatchSize, Scalar
 
 GenerationValues = dict[str, Scalar | list[Scalar] | dict[str, Scalar]]
 _WORDS: dict[str, Scalar] = {"true": True, "false": False, "none": None}

@@ -19,7 +19,7 @@ from vexport.cli.planning import (
     scheme_option,
 )
 from vexport.errors.extras import require_extra
-from vexport.types import Plan, PlanRequest
+from vexport.records import Plan, PlanRequest
 
 
 @command()

@@ -20,7 +20,7 @@ from rich.progress import (
 )
 
 from vexport.cli import PROGRESS
-from vexport.types import PROGRESS_DETAIL, OnProgress, silent
+from vexport.records import PROGRESS_DETAIL, OnProgress, silent
 
 LINE_EVERY_SECONDS = 15.0
 # Time left is by the mean speed since the start: a layer can take longer than what rich looks back at.

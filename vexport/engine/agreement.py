@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from vexport.checkpoint.quantization import find_quantization
 from vexport.numerics.metrics import kl_divergence
-from vexport.types import Canary, Finding, LogprobAgreement, Severity
+from vexport.records import Canary, Finding, LogprobAgreement, Severity
 
 # Limits on the mean KL(reference || vLLM) in nats, by the bits of the quantized activations (16: none are).
 # Both sides round to bfloat16 in their own order, and a low-bit rounding turns some of those differences into

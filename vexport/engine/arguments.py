@@ -11,8 +11,8 @@ from vexport.engine.session import Worker, log_folder, raise_found
 from vexport.errors import InputError
 from vexport.files import read_json_object
 from vexport.layers.ranks import Heads
+from vexport.records import silent
 from vexport.scenario.serve import Serve
-from vexport.types import silent
 
 # What every vLLM knows, and `Serve` has checked.
 _CERTAIN = {"max_model_len", "enforce_eager"}

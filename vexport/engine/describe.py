@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 import transformers
 
+from vexport.records import EngineInfo
 from vexport.scenario.serve import TYPED, EngineArguments
-from vexport.types import EngineInfo
 
 if TYPE_CHECKING:
     from vllm import LLM

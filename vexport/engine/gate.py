@@ -15,7 +15,7 @@ from vexport.engine.dry.judge import Require, errors_or_doubt, unused
 from vexport.engine.dry.load import CAPABILITIES, DryLoad
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, is_installed
-from vexport.types import CheckReport, DryLoadReport, Finding, NotJudged, OnProgress
+from vexport.records import CheckReport, DryLoadReport, Finding, NotJudged, OnProgress
 from vexport.version import short_version
 
 DRY_LOAD = "vLLM's own loaders"

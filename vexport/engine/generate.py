@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from vexport.engine.messages import CANARY_TOKENS, SessionRequest
 from vexport.files import atomic_path
-from vexport.types import Canary
+from vexport.records import Canary
 
 if TYPE_CHECKING:
     from vllm import LLM

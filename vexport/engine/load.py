@@ -21,7 +21,7 @@ from vexport.engine.messages import CANARY_TOKENS, SessionRequest, SessionResult
 from vexport.engine.prompts import Prompts
 from vexport.engine.reference import REFERENCE_FILE, agreement_limit, reference_canaries, remembered_reference
 from vexport.errors import InputError
-from vexport.types import Finding, LoadReport, LogprobAgreement, OnProgress, silent
+from vexport.records import Finding, LoadReport, LogprobAgreement, OnProgress, silent
 
 REFERENCE = "transformers with dequantized weights"
 _MAX_LENGTH = 512

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from vexport.records import Canary, Endpoint, EngineInfo, LmEvalSettings, RankMemory
 from vexport.scenario.serve import EngineArguments
-from vexport.types import Canary, Endpoint, EngineInfo, LmEvalSettings, RankMemory
 
 # As long as it takes for a slow loss (of the KV cache, of long-range positions) to show.
 CANARY_TOKENS = 200

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from vexport.types import OnProgress
+from vexport.records import OnProgress
 
 PROGRESS_FD = "VEXPORT_PROGRESS_FD"
 _POLL_SECONDS, _GRACE_SECONDS = 0.1, 1.0

@@ -13,7 +13,7 @@ from vexport.engine.session import EngineFault
 from vexport.errors import CheckpointFailed
 from vexport.errors.extras import is_installed
 from vexport.formats.schemes import get_scheme
-from vexport.types import Finding, FusionGroup, OnProgress, Plan, silent
+from vexport.records import Finding, FusionGroup, OnProgress, Plan, silent
 
 # Layers that are named one by one in advice; of more their projections are.
 _FEW = 6

@@ -39,7 +39,7 @@ from vexport.formats.dequantize import any_groups, arguments_of
 from vexport.formats.input_rounding import rounding_hook
 from vexport.formats.kv_cache import KEY, VALUE
 from vexport.numerics.metrics import kl_divergence
-from vexport.types import Canary, OnProgress, silent
+from vexport.records import Canary, OnProgress, silent
 
 Tensors = dict[str, torch.Tensor]
 EXPERT = re.compile(r"\.experts\.\d+\.")

@@ -38,7 +38,7 @@ from vexport.errors import (
 )
 from vexport.errors.extras import UNINSTALL, require_extra
 from vexport.files import from_json, to_json, write_text
-from vexport.types import OnProgress
+from vexport.records import OnProgress
 from vexport.version import __version__
 
 T = TypeVar("T")

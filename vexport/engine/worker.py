@@ -26,8 +26,8 @@ from vexport.engine.messages import EngineFailure, FailureKind, InputProblem, Se
 from vexport.engine.process import PROGRESS_FD
 from vexport.errors import InputError, VexportError
 from vexport.files import from_json, to_json, write_text
+from vexport.records import OnProgress
 from vexport.scenario.serve import EngineArguments
-from vexport.types import OnProgress
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from vexport.types import Json, OnProgress
+from vexport.records import Json, OnProgress
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

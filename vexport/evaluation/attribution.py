@@ -21,7 +21,7 @@ from vexport.errors import EnvironmentFault, InputError
 from vexport.evaluation.drift import Scored
 from vexport.evaluation.prompting import differences
 from vexport.numerics.metrics import kl_divergence
-from vexport.types import Attribution, Cause, Distance, OnProgress, Outcome, named, silent
+from vexport.records import Attribution, Cause, Distance, OnProgress, Outcome, named, silent
 
 ABOVE_NOISE = 3.0
 """A loss without a distance beyond its limit is put down to quantization where that is so many times the

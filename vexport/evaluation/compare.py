@@ -25,7 +25,7 @@ from vexport.evaluation.statistics import (
     tango_statistic,
     wilson_interval,
 )
-from vexport.types import Comparison, Flip, Outcome, Score, TaskVerdict
+from vexport.records import Comparison, Flip, Outcome, Score, TaskVerdict
 
 MAX_FLIPS = 50
 """Changed documents shown for each task: enough to read, few enough to print."""

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 from vexport.engine.prompts import Prompts
 from vexport.files import digest_bytes
 from vexport.numerics.metrics import kl_divergence
+from vexport.records import Drift, PromptDrift, TokenDrift
 from vexport.scenario import DEFAULT_ALPHA, DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT
-from vexport.types import Drift, PromptDrift, TokenDrift
 
 WORST = 3
 """Prompts shown: each takes a screen in the report."""

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from vexport.errors import EnvironmentFault, InputError
 from vexport.errors.escaping import clip, visible
-from vexport.types import Endpoint, Json
+from vexport.records import Endpoint, Json
 from vexport.version import __version__
 
 T = TypeVar("T")

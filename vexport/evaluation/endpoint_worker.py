@@ -36,7 +36,7 @@ from vexport.evaluation.fingerprint import (
 from vexport.evaluation.lm_eval_environment import vllm_distribution
 from vexport.evaluation.lm_eval_runner import ask_tasks, kept_answers
 from vexport.files import atomic_path, to_json
-from vexport.types import Json, OnProgress
+from vexport.records import Json, OnProgress
 from vexport.version import __version__
 
 # The most that vLLM's server tells of each place, unless it is started with --max-logprobs.

@@ -14,7 +14,7 @@ from vexport.checkpoint.chat_template import FILE as TEMPLATE_FILE
 from vexport.checkpoint.hub import pinned_name
 from vexport.checkpoint.index import weight_files
 from vexport.files import digest_file, read_json_object, write_text
-from vexport.types import EngineInfo, Json, Prompting, device_words
+from vexport.records import EngineInfo, Json, Prompting, device_words
 from vexport.version import __version__
 
 Fingerprint = Mapping[str, str]

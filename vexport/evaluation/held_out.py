@@ -18,7 +18,7 @@ from vexport.errors import CheckpointFailed
 from vexport.evaluation.drift import Limits, Scored, mean_kls
 from vexport.evaluation.statistics import RESAMPLES, Interval, Scores, documents_to_settle
 from vexport.files import digest_bytes
-from vexport.types import Outcome, TextLimit, TextMeasure, TextVerdict, Verdict
+from vexport.records import Outcome, TextLimit, TextMeasure, TextVerdict, Verdict
 
 LEAST_ROWS = 8
 """Of fewer, an interval of the mean says little of rows that were not seen."""

@@ -20,7 +20,7 @@ from vexport.errors import EnvironmentFault, InputError
 from vexport.evaluation.asked import replaced
 from vexport.evaluation.tasks import METRIC_CODE, METRIC_FIX, is_foreign_code, reads_hub
 from vexport.files import write_text
-from vexport.types.patterns import TEMPLATE_SECONDS, time_limit
+from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

@@ -12,8 +12,8 @@ from pydantic import JsonValue
 
 from vexport.errors import InputError
 from vexport.evaluation.asked import AskedModel, replaced
-from vexport.types import LmEvalSettings
-from vexport.types.patterns import TEMPLATE_SECONDS, time_limit
+from vexport.records import LmEvalSettings
+from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

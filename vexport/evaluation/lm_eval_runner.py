@@ -35,7 +35,7 @@ from vexport.evaluation.samples import SEED
 from vexport.evaluation.task_data import explained_downloads
 from vexport.evaluation.tasks import GROUP_SUFFIX
 from vexport.files import atomic_path
-from vexport.types import OnProgress
+from vexport.records import OnProgress
 
 if TYPE_CHECKING:
     from lm_eval.api.group import Group

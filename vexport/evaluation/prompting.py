@@ -12,8 +12,8 @@ from vexport.engine.prompts import Prompts
 from vexport.errors import InputError, raise_all
 from vexport.evaluation.drift import Scored
 from vexport.files import read_json_object
+from vexport.records import Json, LmEvalSettings
 from vexport.scenario import Evaluate
-from vexport.types import Json, LmEvalSettings
 
 _ADD = "copy the template from the model that has one (chat_template.jinja)"
 _SKIP = "do not apply it: --no-apply-chat-template, or apply_chat_template: false in a scenario"

@@ -7,8 +7,8 @@ Intervals, levels and p values stand in the tables of a report.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vexport.types import Outcome, TaskVerdict
-from vexport.types.values import about
+from vexport.records import Outcome, TaskVerdict
+from vexport.records.values import about
 
 MAX_NAMED = 3
 """Tasks that are named where several are not settled; the others are counted."""

@@ -20,7 +20,7 @@ from vexport.evaluation.fingerprint import (
 )
 from vexport.evaluation.samples import TaskSamples, read_samples
 from vexport.files import read_json_object
-from vexport.types import Json, Prompting
+from vexport.records import Json, Prompting
 
 # Of a task: with lm-eval's prefix and date a file's name has at most 255 bytes.
 LONGEST_NAME = 200

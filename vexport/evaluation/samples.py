@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from vexport.errors import InputError, require_working_disk
 from vexport.files import require_no_device
-from vexport.types import Json
+from vexport.records import Json
 
 SEED = "vexport_seed"
 """The key of a sample's seed, where several answers were sampled for a document."""

@@ -10,7 +10,7 @@ from vexport.engine.messages import FoundProblems, SessionRequest
 from vexport.engine.session import Worker, raise_found
 from vexport.errors import InputError
 from vexport.evaluation.tasks import FILE_FORMATS, has_other_metrics, is_local_dataset, reads_hub
-from vexport.types import PROGRESS_DETAIL, OnProgress
+from vexport.records import PROGRESS_DETAIL, OnProgress
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask

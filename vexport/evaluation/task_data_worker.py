@@ -15,7 +15,7 @@ from vexport.errors import EnvironmentFault, VexportError
 from vexport.evaluation.lm_eval_environment import nltk_problem, task_settings, tasks_as_data
 from vexport.evaluation.lm_eval_runner import load_tasks, task_manager
 from vexport.evaluation.task_data import STAGE, explained_downloads
-from vexport.types import OnProgress
+from vexport.records import OnProgress
 
 
 def main(arguments: list[str]) -> int:

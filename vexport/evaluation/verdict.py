@@ -31,7 +31,7 @@ from vexport.evaluation.pairs import TaskPair, pool
 from vexport.evaluation.reason import reason_for
 from vexport.evaluation.repeat import read_repeated, require_deterministic
 from vexport.evaluation.results import Results, read_results
-from vexport.types import Comparison, Outcome, Prompting, TaskVerdict, Verdict
+from vexport.records import Comparison, Outcome, Prompting, TaskVerdict, Verdict
 
 NO_CHOICE: Choice = MappingProxyType({})
 

@@ -18,7 +18,7 @@ from vexport.fidelity.source import Source, SourceTensors
 from vexport.fidelity.weights import WeightComparison, compare_weight
 from vexport.formats.arguments import SchemeArgs, precision
 from vexport.formats.schemes import named_scheme
-from vexport.types import Finding
+from vexport.records import Finding
 
 OnLayer = Callable[[int, int], None]
 

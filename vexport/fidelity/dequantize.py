@@ -15,7 +15,7 @@ from vexport.formats.base import Format, Parameter
 from vexport.formats.dequantize import row_chunks, rows_of
 from vexport.formats.schemes import get_scheme
 from vexport.numerics.metrics import ErrorPower, quantization_error
-from vexport.types import Finding, FusionGroup, LayerError, LinearPlan, Plan, TensorInfo
+from vexport.records import Finding, FusionGroup, LayerError, LinearPlan, Plan, TensorInfo
 
 CHECK = "roundtrip"
 

@@ -23,7 +23,7 @@ from vexport.errors import InputError
 from vexport.fidelity.source import SourceTensors
 from vexport.files import read_json
 from vexport.layers.linears import PREDICTION
-from vexport.types import Finding, Json, Severity, TensorInfo
+from vexport.records import Finding, Json, Severity, TensorInfo
 
 # What vLLM computes itself and skips when it loads (AutoWeightsLoader and the load_weights of its models).
 COMPUTED = re.compile(r".*\b(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|attn\.bias)$")

@@ -23,7 +23,7 @@ from vexport.fidelity.dequantize import dequantized
 from vexport.fidelity.source import Pieces, Source, SourceTensors
 from vexport.fidelity.weights import compare_weight
 from vexport.layers.linears import STACK
-from vexport.types import Finding, Smoothing
+from vexport.records import Finding, Smoothing
 
 EXPECTED = "exponents that leave what each layer computes"
 FIX = "name the source that the checkpoint was made of, or export it again"

@@ -13,7 +13,7 @@ from vexport.checkpoint.tensors import read_tensor, read_weight
 from vexport.checks.vllm.layers import Layer, joined_name, layers_of
 from vexport.checks.vllm.view import CheckpointView
 from vexport.layers.linears import find_linears, names_of
-from vexport.types import LinearPlan, TensorInfo
+from vexport.records import LinearPlan, TensorInfo
 
 
 class Source:

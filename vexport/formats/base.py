@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from vexport.formats.arguments import Arguments, QuantArgs
 from vexport.formats.partition import Partition
 from vexport.numerics.constants import E4M3_MAX, INT32_BITS
-from vexport.types import LinearPlan, TensorInfo
+from vexport.records import LinearPlan, TensorInfo
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,7 +11,7 @@ from vexport.formats.arguments import QuantArgs, arguments_adapter
 from vexport.formats.kv_cache import KV_CACHES
 from vexport.formats.partition import is_head
 from vexport.formats.schemes import get_scheme
-from vexport.types import FusionGroup, Json, Plan
+from vexport.records import FusionGroup, Json, Plan
 
 MIXED_FORMAT = "mixed-precision"
 DENSE_FORMAT = "dense"

@@ -19,7 +19,7 @@ from vexport.formats.base import (
     zero_point,
 )
 from vexport.formats.partition import Partition
-from vexport.types import LinearPlan
+from vexport.records import LinearPlan
 
 if TYPE_CHECKING:
     import numpy as np

@@ -23,7 +23,7 @@ from vexport.formats.base import (
 )
 from vexport.formats.partition import Partition, partial_group
 from vexport.numerics.constants import INT32_BITS
-from vexport.types import LinearPlan, TensorInfo
+from vexport.records import LinearPlan, TensorInfo
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ import numpy as np
 
 from vexport.errors import InputError
 from vexport.formats.arguments import QuantArgs
-from vexport.types import AttentionLayer, HeadRanges, KeyValueRanges, KvCache, TensorSpec
+from vexport.records import AttentionLayer, HeadRanges, KeyValueRanges, KvCache, TensorSpec
 
 if TYPE_CHECKING:
     from vexport.formats.packing.base import Array

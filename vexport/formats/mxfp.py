@@ -11,7 +11,7 @@ from vexport.formats.arguments import UNQUANTIZED_BITS, Arguments, QuantArgs, de
 from vexport.formats.base import Format, GpuSupport, Parameter, coded_scale, exact, zero_point
 from vexport.formats.partition import Partition, partial_group
 from vexport.numerics.constants import MX_GROUP
-from vexport.types import LinearPlan
+from vexport.records import LinearPlan
 
 if TYPE_CHECKING:
     from vexport.formats.packing.base import Packing, PackingInputs

@@ -20,7 +20,7 @@ from vexport.formats.base import (
 )
 from vexport.formats.partition import Partition, partial_group
 from vexport.numerics.constants import NVFP4_GROUP
-from vexport.types import LinearPlan
+from vexport.records import LinearPlan
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,7 +13,7 @@ from vexport.formats import WRITTEN, vllm_format, written_format
 from vexport.formats.arguments import GROUPED, QuantArgs, SchemeArgs, Strategy, contradictions, parse_args
 from vexport.formats.base import Format
 from vexport.numerics.constants import MX_GROUP
-from vexport.types import Json
+from vexport.records import Json
 
 UNQUANTIZED = "A16"
 STATIC_OBSERVER = "static_minmax"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vexport.types import LinearPlan
+from vexport.records import LinearPlan
 
 # What tensor parallelism cuts: out_features (column-parallel in vLLM), in_features (row-parallel), nothing.
 Split = Literal["out", "in", "none"]

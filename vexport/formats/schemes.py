@@ -13,7 +13,7 @@ from vexport.formats.arguments import SchemeArgs, Strategy
 from vexport.formats.base import Format
 from vexport.formats.own_schemes import format_of, spelled, spelled_args
 from vexport.formats.partition import Split, partition_of, uneven
-from vexport.types import LinearPlan, TensorSpec
+from vexport.records import LinearPlan, TensorSpec
 
 KEEP = "keep"
 # `W4A16_G64` and `W4A16_CHANNEL` are W4A16 with groups of 64 columns, and with a scale a row.

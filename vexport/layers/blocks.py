@@ -7,7 +7,7 @@ from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats.kv_cache import kv_layout
 from vexport.formats.schemes import get_scheme
-from vexport.types import AttentionLayer, FusionGroup, LinearPlan, TensorInfo, TensorSpec
+from vexport.records import AttentionLayer, FusionGroup, LinearPlan, TensorInfo, TensorSpec
 
 # What a block of the output is made of.
 Source = FusionGroup | TensorInfo | AttentionLayer

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from vexport.formats.kv_cache import KV_CACHES
 from vexport.layers.linears import Names
-from vexport.types import AttentionLayer, Finding, Json, KvCache, LinearPlan
+from vexport.records import AttentionLayer, Finding, Json, KvCache, LinearPlan
 
 KEYS = "k_proj"
 # Queries, keys and values in one weight on disk.

@@ -12,7 +12,7 @@ from vexport.architectures.modules import STACK as STACK
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
-from vexport.types import LinearPlan, TensorInfo, WeightPart
+from vexport.records import LinearPlan, TensorInfo, WeightPart
 
 # decoder: quantized by a rule for all linear layers; outside: only by a rule that names it (lm_head, vision
 # towers, layers that predict further tokens, routers, gates); unquantizable: vLLM builds it without a

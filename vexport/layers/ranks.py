@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from vexport.layers.kv_cache import makes_keys
 from vexport.layers.linears import Names
 from vexport.layers.shapes import unsupported_on
-from vexport.types import Finding, FusionGroup, Json, LinearPlan
+from vexport.records import Finding, FusionGroup, Json, LinearPlan
 
 # The rank counts that are offered instead of one that does not work.
 MOST_RANKS = 16

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from vexport.architectures import Architecture, Reordering
 from vexport.formats.schemes import get_scheme
-from vexport.types import FusionGroup, Json, LinearPlan, TensorSpec
+from vexport.records import FusionGroup, Json, LinearPlan, TensorSpec
 
 # Why vLLM would load one of a layer's tensors wrongly or not at all; `size` is that of a head, 0 if unknown.
 Reason = Callable[[LinearPlan, TensorSpec, int], str | None]

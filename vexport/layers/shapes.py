@@ -10,7 +10,7 @@ from vexport.formats.partition import Split, is_head, uneven
 from vexport.formats.schemes import Scheme, get_scheme
 from vexport.layers.linears import Names
 from vexport.layers.reordered import unsupported_reordering
-from vexport.types import Finding, FusionGroup, Json, LinearPlan
+from vexport.records import Finding, FusionGroup, Json, LinearPlan
 
 # What becomes of layers that do not fit.
 SHAPE = "shape"

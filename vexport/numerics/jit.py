@@ -24,7 +24,7 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvid
 from numba.core.typing import Context, Signature
 from numba.extending import intrinsic
 
-from vexport.types import OnProgress
+from vexport.records import OnProgress
 
 Function = TypeVar("Function", bound=Callable[..., object])
 

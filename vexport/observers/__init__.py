@@ -1,6 +1,6 @@
 """Observers: from tensors seen to scale, zero point and global scale.
 
-Adding an observer is one new file here and one entry in `vexport.types.observer_names`.
+Adding an observer is one new file here and one entry in `vexport.records.observer_names`.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from vexport.observers.minmax import MemorylessMinMaxObserver, MinMaxObserver, S
 from vexport.observers.model_fusion import fuse_weight_observers
 from vexport.observers.mse import MemorylessMSEObserver, MovingAverageMSEObserver, NVFP4ExpandedMSEObserver
 from vexport.observers.qparams import ObserverArgs
-from vexport.types import observer_names
-from vexport.types.observer_names import ObserverName, OptionValue
+from vexport.records import observer_names
+from vexport.records.observer_names import ObserverName, OptionValue
 
 
 def _class(observer: ObserverName) -> type[Observer]:

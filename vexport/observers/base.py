@@ -27,7 +27,7 @@ from vexport.observers.qparams import (
 )
 from vexport.observers.registry import Named, OlderNames
 from vexport.observers.search import extremes_of, range_of, ranges_of_rows, scales_of_rows
-from vexport.types.observer_names import Options, OptionsT, OptionValue, read_options
+from vexport.records.observer_names import Options, OptionsT, OptionValue, read_options
 
 Range = tuple[torch.Tensor, torch.Tensor]
 Reduction = Literal["extremes", "average"]

@@ -11,7 +11,7 @@ from vexport.numerics.ranks import gather
 from vexport.observers.flatten import WEIGHT, flatten_for_calibration
 from vexport.observers.mse import MemorylessMSEObserver
 from vexport.observers.search import Search, search_of
-from vexport.types.observer_names import (
+from vexport.records.observer_names import (
     IMPORTANCE_SEARCH,
     NVFP4_EXPANDED_IMPORTANCE,
     ImportanceOptions,

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 
 from vexport.observers.base import Observer, Range, Reduction
-from vexport.types.observer_names import AverageOptions, OptionValue
+from vexport.records.observer_names import AverageOptions, OptionValue
 
 
 class MemorylessMinMaxObserver(Observer):

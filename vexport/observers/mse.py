@@ -18,7 +18,7 @@ from vexport.observers.search import (
     search_of,
     search_rows,
 )
-from vexport.types.observer_names import (
+from vexport.records.observer_names import (
     NVFP4_EXPANDED_SEARCH,
     SEARCH,
     AverageSearchOptions,

@@ -24,7 +24,7 @@ from vexport.numerics.constants import (
     FLOAT32_EPS,
     MX_ROUND_UP,
 )
-from vexport.types.observer_names import OptionValue
+from vexport.records.observer_names import OptionValue
 
 MX_EXPONENT = {4: E2M1_EXPONENT, 8: E4M3_EXPONENT}
 # Dtypes of fewer bits that scales are stored in; all others are float32's or separate kinds (NVFP4, MX).

@@ -8,7 +8,7 @@ import torch
 
 from vexport.observers.flatten import WEIGHT
 from vexport.observers.qparams import ObserverArgs, strategy_of
-from vexport.types.observer_names import CLASS_SEPARATOR, OptionValue, folded
+from vexport.records.observer_names import CLASS_SEPARATOR, OptionValue, folded
 
 NamedT = TypeVar("NamedT", bound="Named")
 

@@ -31,7 +31,7 @@ from vexport.observers.qparams import (
     scale_and_zero_point,
     stored_dtype,
 )
-from vexport.types.observer_names import SearchOptions
+from vexport.records.observer_names import SearchOptions
 
 Range = tuple[torch.Tensor, torch.Tensor]
 # The peer computes candidates in bf16: its range may be off by three roundings of 2**-8 each. Candidates

@@ -11,7 +11,7 @@ import xxhash
 from vexport.errors import InputError
 from vexport.files import read_json_object, write_text
 from vexport.outputs.replaceable import RECIPE
-from vexport.types import Json
+from vexport.records import Json
 
 # The key of vexport.json: the digest of each file of weights, as `digest_of` writes it.
 DIGESTS = "digests"

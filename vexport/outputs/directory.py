@@ -21,7 +21,7 @@ from vexport.files import read_json_object, write_text
 from vexport.numerics.ranks import on_first, rank_and_size
 from vexport.outputs.replaceable import FILES, RECIPE, refuse_existing
 from vexport.outputs.separate import resolved
-from vexport.types import Json
+from vexport.records import Json
 from vexport.version import __version__
 
 RECORD, NEW, OLD, ASIDE = ".made-from", "new", "old", "aside"

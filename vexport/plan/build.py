@@ -19,7 +19,7 @@ from vexport.layers.shapes import SHAPE, kept_instead, refusal, unsupported
 from vexport.plan.group_sizes import Origin, advice_on, fitting_sizes, layers_alone, with_smaller_groups
 from vexport.plan.rules import Treatment, choose_rule, hidden_rules, require_matching_rules
 from vexport.plan.smoothing import smoothing_strength
-from vexport.types import Finding, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
+from vexport.records import Finding, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
 
 if TYPE_CHECKING:
     from vexport.scenario import Rule

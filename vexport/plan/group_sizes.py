@@ -8,7 +8,7 @@ from vexport.architectures.fusion import moe_layer
 from vexport.formats.schemes import get_scheme, group_sizes, regrouped
 from vexport.layers.linears import Names
 from vexport.layers.shapes import kept_instead, kind_of_group, refusal, unsupported
-from vexport.types import Finding, FusionGroup, Json
+from vexport.records import Finding, FusionGroup, Json
 
 # Where a plan's rules come from, and where they are to be changed.
 Origin = Literal["options", "scenario"]

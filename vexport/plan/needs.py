@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from vexport.errors import InputError
 from vexport.formats.schemes import KEEP, get_scheme, scheme_names
 from vexport.plan.build import Settings
+from vexport.records import KvCache, Plan, observer_names
 from vexport.scenario import AUTO, Calibration, Rule, Scenario, default_calibration
-from vexport.types import KvCache, Plan, observer_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

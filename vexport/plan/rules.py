@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from vexport.errors import InputError, raise_all
 from vexport.formats.schemes import KEEP, get_scheme
 from vexport.layers.linears import Place
+from vexport.records import Finding
+from vexport.records.observer_names import EXPANDED, IMPORTANCE, MIN_MAX, OptionValue
+from vexport.records.patterns import matches as pattern_matches
+from vexport.records.rounding import Rounding
 from vexport.scenario.rules import WITH_IMPORTANCE
-from vexport.types import Finding
-from vexport.types.observer_names import EXPANDED, IMPORTANCE, MIN_MAX, OptionValue
-from vexport.types.patterns import matches as pattern_matches
-from vexport.types.rounding import Rounding
 
 if TYPE_CHECKING:
     from vexport.scenario import Rule

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from vexport.formats.schemes import get_scheme
-from vexport.types import FusionGroup, Plan, Smoothing
+from vexport.records import FusionGroup, Plan, Smoothing
 
 # The strength that is best for most models (SmoothQuant, arXiv 2211.10438, section 5.1), and on ours.
 STRENGTH = 0.5

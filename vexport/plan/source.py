@@ -21,11 +21,11 @@ from vexport.formats.schemes import (
 )
 from vexport.plan.build import Settings, build_plan, hidden_rule_notes
 from vexport.plan.table import scheme_table
+from vexport.records import GroupSize, OnProgress, Plan, PlanRequest, SchemeTable, silent
+from vexport.records.observer_names import OBSERVERS, OptionValue
+from vexport.records.rounding import Rounding
 from vexport.scenario import AUTO, Rule, Scenario, parse_group_size
 from vexport.scenario.llmcompressor import read_recipe
-from vexport.types import GroupSize, OnProgress, Plan, PlanRequest, SchemeTable, silent
-from vexport.types.observer_names import OBSERVERS, OptionValue
-from vexport.types.rounding import Rounding
 
 DEFAULTS = Settings()
 

@@ -15,8 +15,8 @@ from vexport.layers.linears import Names, names_of
 from vexport.layers.shapes import kind_of_group, unsupported
 from vexport.plan.build import Settings, build_plan
 from vexport.plan.group_sizes import fitting_sizes
+from vexport.records import FusionGroup, Plan, SchemeOutlook, SchemeTable
 from vexport.scenario import Rule
-from vexport.types import FusionGroup, Plan, SchemeOutlook, SchemeTable
 
 # The scheme whose plan says which layers a rule for all linear layers reaches; any would do.
 PROBE = "FP8_DYNAMIC"

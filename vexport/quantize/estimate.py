@@ -19,8 +19,8 @@ from vexport.errors import CheckpointFailed, InputError
 from vexport.numerics.ranks import on_first, rank_and_size
 from vexport.plan.needs import needs_rounding
 from vexport.quantize.samples import PlanText
-from vexport.types import PROGRESS_DETAIL, FusionGroup, OnProgress, Plan
-from vexport.types.calibration import LOOK_BACK
+from vexport.records import PROGRESS_DETAIL, FusionGroup, OnProgress, Plan
+from vexport.records.calibration import LOOK_BACK
 
 if TYPE_CHECKING:
     from vexport.calibration import Samples

@@ -22,7 +22,7 @@ from vexport.formats.config import quantization_config
 from vexport.outputs import kept_as_failed
 from vexport.outputs.digests import record_digests
 from vexport.outputs.replaceable import RECIPE
-from vexport.types import Calibration, Json, Plan
+from vexport.records import Calibration, Json, Plan
 from vexport.version import __version__
 
 if TYPE_CHECKING:

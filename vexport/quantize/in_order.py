@@ -18,8 +18,8 @@ from vexport.numerics.ranks import gather
 from vexport.quantize.model import QuantizedModel
 from vexport.quantize.round_sites import SiteSums
 from vexport.quantize.stream import Stored
-from vexport.types import FusionGroup, LinearPlan
-from vexport.types.rounding import GroupRounding, LayerRounding
+from vexport.records import FusionGroup, LinearPlan
+from vexport.records.rounding import GroupRounding, LayerRounding
 
 # The name of the module that a row waits in front of, and what enters it.
 Stop = tuple[str, Value]

@@ -26,10 +26,10 @@ from vexport.quantize.estimate import Step, estimated_steps, numbered
 from vexport.quantize.finishing import finish
 from vexport.quantize.samples import PlanText, require_calibration
 from vexport.quantize.stream import dealt, input_digest, planned_shards, write_shards
+from vexport.records import Calibration, OnProgress, Plan, silent
+from vexport.records.rounding import RoundingReport
 from vexport.scenario import Calibration as CalibrationSettings
 from vexport.scenario import Rule
-from vexport.types import Calibration, OnProgress, Plan, silent
-from vexport.types.rounding import RoundingReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from vexport.formats.packing.base import Array
 from vexport.formats.schemes import get_scheme
 from vexport.layers.blocks import group_layout
 from vexport.quantize.stream import static_scales
-from vexport.types import Calibration, FusionGroup, LinearPlan
-from vexport.types.rounding import LayerRounding
+from vexport.records import Calibration, FusionGroup, LinearPlan
+from vexport.records.rounding import LayerRounding
 
 # What rounds the inputs of a module.
 Hook = Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]

@@ -15,6 +15,8 @@ from vexport.numerics.ranks import gather, rank_and_size
 from vexport.quantize.model import QuantizedModel
 from vexport.quantize.stream import Stored, quantized_group
 from vexport.quantize.weight_scales import fuse, observe_weight, scales_of, search_scales
+from vexport.records import FusionGroup
+from vexport.records.rounding import GroupRounding
 from vexport.rounding.gptq import (
     Factor,
     Grid,
@@ -27,8 +29,6 @@ from vexport.rounding.gptq import (
 )
 from vexport.rounding.moments import Moments
 from vexport.rounding.settings import GPTQ, Strength, strength_of
-from vexport.types import FusionGroup
-from vexport.types.rounding import GroupRounding
 
 # Of the tokens of the text so many a column count as one that is routed to an expert, together.
 SHARED_TOKENS_PER_COLUMN = 1.0

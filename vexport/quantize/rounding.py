@@ -28,10 +28,10 @@ from vexport.numerics.ranks import add_up, gather, on_first, rank_and_size
 from vexport.quantize.in_order import InOrder, NotedRows, WaitingRows
 from vexport.quantize.model import QuantizedModel
 from vexport.quantize.stream import Stored
+from vexport.records import Calibration, FusionGroup, KeyValueRanges, LinearPlan, OnProgress, Plan, silent
+from vexport.records.calibration import ROUND
+from vexport.records.rounding import LayerRounding, RoundingReport
 from vexport.rounding.settings import strength_of
-from vexport.types import Calibration, FusionGroup, KeyValueRanges, LinearPlan, OnProgress, Plan, silent
-from vexport.types.calibration import ROUND
-from vexport.types.rounding import LayerRounding, RoundingReport
 
 REPORT = "rounding.json"
 # Rows of the source's stream that are followed where only the report asks for them.

@@ -17,9 +17,9 @@ from vexport.formats.packing.base import Array
 from vexport.numerics.ranks import on_first, rank_and_size
 from vexport.plan.needs import calibration_need, needs_rounding
 from vexport.plan.smoothing import SMOOTHING_ROWS, WEIGHING_ROWS, smoothed_groups
+from vexport.records import Calibration, FusionGroup, OnProgress, Plan, Smoothing
+from vexport.records.rounding import RoundingReport
 from vexport.scenario import Calibration as CalibrationSettings
-from vexport.types import Calibration, FusionGroup, OnProgress, Plan, Smoothing
-from vexport.types.rounding import RoundingReport
 
 if TYPE_CHECKING:
     from vexport.calibration import Samples

@@ -44,7 +44,7 @@ from vexport.layers.blocks import blocks, group_layout, output_blocks
 from vexport.numerics.codes import largest_magnitude
 from vexport.numerics.ranks import rank_and_size
 from vexport.plan.needs import calibration_need, needs_search
-from vexport.types import (
+from vexport.records import (
     AttentionLayer,
     Calibration,
     FusionGroup,

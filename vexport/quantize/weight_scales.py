@@ -13,8 +13,8 @@ from vexport.formats.packing.base import Scales, not_finite
 from vexport.formats.schemes import get_scheme
 from vexport.observers import IMatrixMSEObserver, Importance, Observer, load_observer
 from vexport.observers.mse import fit_global_scale
-from vexport.types import Calibration, FusionGroup, LinearPlan
-from vexport.types.observer_names import BY_IMPORTANCE, MIN_MAX, UNWEIGHTED
+from vexport.records import Calibration, FusionGroup, LinearPlan
+from vexport.records.observer_names import BY_IMPORTANCE, MIN_MAX, UNWEIGHTED
 
 
 def search_scales(

@@ -19,10 +19,10 @@ from vexport.checks.vllm.view import CheckpointView, error
 from vexport.errors import InputError
 from vexport.errors.extras import MissingPackage, is_installed, require_extra
 from vexport.outputs import NamedPath, new_directory, refuse_existing, require_separate, working_folder
+from vexport.records import Finding, Smoothing
 from vexport.repair import config
 from vexport.repair.changes import Changes, Repair, RepairReport
 from vexport.repair.write import apply, write_repaired
-from vexport.types import Finding, Smoothing
 
 if TYPE_CHECKING:
     from vexport.fidelity.source import Source

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from vexport.types import Finding, Json, TensorSpec
+from vexport.records import Finding, Json, TensorSpec
 
 if TYPE_CHECKING:
     import torch

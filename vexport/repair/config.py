@@ -16,8 +16,8 @@ from vexport.formats.config import targets_of
 from vexport.formats.partition import is_head
 from vexport.layers.ignore import ignored
 from vexport.layers.linears import names_of
+from vexport.records import FusionGroup, Json, LinearPlan
 from vexport.repair.changes import LOSSLESS, Changes, Repair, inside
-from vexport.types import FusionGroup, Json, LinearPlan
 
 if TYPE_CHECKING:
     from vexport.fidelity.source import Source

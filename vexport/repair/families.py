@@ -24,9 +24,9 @@ from vexport.formats.kv_cache import KEY, KV_CACHES, VALUE, kv_layout
 from vexport.layers.kv_cache import attention_layers
 from vexport.layers.linears import names_of
 from vexport.numerics.metrics import quantization_error
+from vexport.records import AttentionLayer, Json, KvCache, LinearPlan, TensorSpec
 from vexport.repair import Family, config, global_scales
 from vexport.repair.changes import LOSSLESS, Changes, Edit, Repair, WeightChange, inside
-from vexport.types import AttentionLayer, Json, KvCache, LinearPlan, TensorSpec
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
 # strategy, group size, symmetric

@@ -21,8 +21,8 @@ from vexport.numerics.constants import E4M3_MAX
 from vexport.numerics.metrics import quantization_error
 from vexport.observers import MemorylessMinMaxObserver
 from vexport.observers.qparams import scale_and_zero_point
+from vexport.records import TensorInfo, TensorSpec
 from vexport.repair.changes import LOSSLESS, Changes, Edit, Repair
-from vexport.types import TensorInfo, TensorSpec
 
 NAME = "global scales"
 LEAST = {WEIGHT: LEAST_WEIGHT_GLOBAL_SCALE, INPUT: LEAST_INPUT_GLOBAL_SCALE}

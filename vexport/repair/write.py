@@ -20,8 +20,8 @@ from vexport.checkpoint.writer import header_bytes
 from vexport.checks.vllm.view import CheckpointView
 from vexport.files import read_json_object, write_text
 from vexport.outputs.digests import digest_of, record_digests, recorded_digests
+from vexport.records import OnProgress, TensorInfo, TensorSpec
 from vexport.repair.changes import Changes
-from vexport.types import OnProgress, TensorInfo, TensorSpec
 
 if TYPE_CHECKING:
     import torch

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vexport.errors import InputError
+from vexport.records import CheckReport, ComparedRun, DryLoadReport, LoadReport, Report, Verdict
 from vexport.reports import checkpoints, github, json, junit, markdown, text
 from vexport.reports.document import Document
-from vexport.types import CheckReport, ComparedRun, DryLoadReport, LoadReport, Report, Verdict
 
 
 def _drawn(documents: Sequence[Document], format: str) -> str:

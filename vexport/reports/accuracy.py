@@ -1,5 +1,7 @@
 """The sections on a verdict: tasks, what decides nothing, how to read the numbers, flipped answers."""
 
+from vexport.records import Comparison, Flip, TaskVerdict, TextLimit, TextVerdict, Verdict
+from vexport.records.values import about
 from vexport.reports import document as doc
 from vexport.reports.charts import forests
 from vexport.reports.document import PAGE, badge, columns, muted, parts, row
@@ -15,8 +17,6 @@ from vexport.reports.sentences import (
     shown_comparisons,
     task_title,
 )
-from vexport.types import Comparison, Flip, TaskVerdict, TextLimit, TextVerdict, Verdict
-from vexport.types.values import about
 
 MAX_FLIPS = 100
 # The chart of a page has the result and the difference; the gates of a text have the result.

@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from vexport.errors.escaping import visible
+from vexport.records import Report, Verdict
 from vexport.reports.accuracy import task_table, text_table
 from vexport.reports.document import Code, Listing, Paragraph, Part, Section, parts, row
 from vexport.reports.formatting import plural
@@ -26,7 +27,6 @@ from vexport.reports.sentences import (
     size_change,
     task_title,
 )
-from vexport.types import Report, Verdict
 
 # A name on the hub, as huggingface_hub.utils.validate_repo_id has it; a local path is none.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vexport.records import Outcome, TaskVerdict, Verdict
 from vexport.reports.formatting import Scale
 from vexport.reports.sentences import scale_of, task_title
-from vexport.types import Outcome, TaskVerdict, Verdict
 
 _STEPS = (1.0, 2.0, 5.0, 10.0)
 

@@ -4,12 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from vexport.reports import document as doc
-from vexport.reports.document import columns, facts, muted, parts, row
-from vexport.reports.formatting import count, size
-from vexport.reports.gates import checkpoint_gate, finding_counts, judged_for
-from vexport.reports.sentences import agreement_line, engine_line, served_with
-from vexport.types import (
+from vexport.records import (
     ENGINE_CHECK,
     CellStatus,
     CheckReport,
@@ -19,6 +14,11 @@ from vexport.types import (
     MatrixCell,
     MatrixRow,
 )
+from vexport.reports import document as doc
+from vexport.reports.document import columns, facts, muted, parts, row
+from vexport.reports.formatting import count, size
+from vexport.reports.gates import checkpoint_gate, finding_counts, judged_for
+from vexport.reports.sentences import agreement_line, engine_line, served_with
 
 CheckpointReport = CheckReport | LoadReport | DryLoadReport
 T = TypeVar("T", bound=CheckpointReport)

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from vexport.records import ComparedRun, Report, TaskVerdict, Verdict
 from vexport.reports import document as doc
 from vexport.reports.document import Cell, Column, columns, facts, muted, row
 from vexport.reports.formatting import NOT_AVAILABLE, plural, size, small
 from vexport.reports.sentences import scale_of, schemes_in_use
-from vexport.types import ComparedRun, Report, TaskVerdict, Verdict
 
 _COLUMNS = (
     *columns("run", "scheme", ">size", ">bits", ">KL", "worst task"),

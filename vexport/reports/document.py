@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from vexport.records import Finding
 from vexport.reports.charts import Forest
 from vexport.reports.folding import MAX_FOLLOWING, SEVERITIES, Folded, fold
 from vexport.reports.formatting import plural
 from vexport.reports.gates import Gate, Status
-from vexport.types import Finding
 
 Form = Literal["text", "markdown", "html"]
 FORMS: tuple[Form, ...] = ("text", "markdown", "html")

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from vexport.records import Finding, Severity
 from vexport.reports.formatting import plural
-from vexport.types import Finding, Severity
 
 _NUMBER = re.compile(r"\d+")
 # Dotted names of three parts and more: modules and tensors. A long word is read once, from its beginning.

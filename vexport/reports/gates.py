@@ -4,18 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vexport.reports.folding import SEVERITIES
-from vexport.reports.formatting import count, plural
-from vexport.reports.sentences import (
-    nats,
-    nats_interval,
-    outcome_line,
-    report_device,
-    report_sentence,
-    scale_of,
-    task_title,
-)
-from vexport.types import (
+from vexport.records import (
     CheckReport,
     DryLoadReport,
     Finding,
@@ -27,7 +16,18 @@ from vexport.types import (
     TextLimit,
     Verdict,
 )
-from vexport.types.values import about
+from vexport.records.values import about
+from vexport.reports.folding import SEVERITIES
+from vexport.reports.formatting import count, plural
+from vexport.reports.sentences import (
+    nats,
+    nats_interval,
+    outcome_line,
+    report_device,
+    report_sentence,
+    scale_of,
+    task_title,
+)
 
 Status = Literal["PASS", "FAIL", "INCONCLUSIVE", "SKIPPED"]
 _NOT_RUN = "not run: an earlier gate failed"

@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from vexport.errors.escaping import clip, visible
-from vexport.reports.checkpoints import titled
-from vexport.reports.folding import fold
-from vexport.reports.formatting import plural
-from vexport.reports.gates import Gate, Status, checkpoint_gate, judged_for, report_gates, verdict_gates
-from vexport.reports.sentences import outcome_line, report_device, report_sentence
-from vexport.types import (
+from vexport.records import (
     CheckReport,
     DryLoadReport,
     Finding,
@@ -26,6 +21,11 @@ from vexport.types import (
     Severity,
     Verdict,
 )
+from vexport.reports.checkpoints import titled
+from vexport.reports.folding import fold
+from vexport.reports.formatting import plural
+from vexport.reports.gates import Gate, Status, checkpoint_gate, judged_for, report_gates, verdict_gates
+from vexport.reports.sentences import outcome_line, report_device, report_sentence
 
 MAX_ANNOTATIONS = 10
 _MAX_CHARACTERS = 2000

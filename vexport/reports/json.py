@@ -12,7 +12,7 @@ from typing import TypeVar
 from pydantic import TypeAdapter
 
 from vexport.files import json_schema, write_text
-from vexport.types import (
+from vexport.records import (
     CheckReport,
     ComparedRun,
     DryLoadReport,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from xml.etree import ElementTree
 
 from vexport.errors.escaping import visible
+from vexport.records import CheckReport, DryLoadReport, LoadReport, Report, Verdict
 from vexport.reports.checkpoints import column_names
 from vexport.reports.folding import kinds
 from vexport.reports.gates import (
@@ -16,7 +17,6 @@ from vexport.reports.gates import (
     report_gates,
     verdict_gates,
 )
-from vexport.types import CheckReport, DryLoadReport, LoadReport, Report, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

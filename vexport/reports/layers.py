@@ -7,12 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from vexport.reports import document as doc
-from vexport.reports.document import PAGE, badge, columns, muted, parts, row
-from vexport.reports.folding import folded_places
-from vexport.reports.formatting import bits_per_weight, count, decibels, percent, plural, ratio, size, small
-from vexport.reports.sentences import attribution_line, schemes_in_use
-from vexport.types import (
+from vexport.records import (
     Attribution,
     Drift,
     Finding,
@@ -23,7 +18,12 @@ from vexport.types import (
     Report,
     Sensitivity,
 )
-from vexport.types.rounding import GroupRounding, RoundingReport
+from vexport.records.rounding import GroupRounding, RoundingReport
+from vexport.reports import document as doc
+from vexport.reports.document import PAGE, badge, columns, muted, parts, row
+from vexport.reports.folding import folded_places
+from vexport.reports.formatting import bits_per_weight, count, decibels, percent, plural, ratio, size, small
+from vexport.reports.sentences import attribution_line, schemes_in_use
 
 MAX_LAYERS = 400
 MAX_NAMED = 4

@@ -11,13 +11,13 @@ from vexport.formats.gpus import generation
 from vexport.formats.schemes import get_scheme
 from vexport.layers.linears import NUMBER
 from vexport.plan.needs import calibration_need
+from vexport.records import Finding, FusionGroup, Plan, SchemeTable
 from vexport.reports import document as doc
 from vexport.reports import text
 from vexport.reports.document import columns, facts, row
 from vexport.reports.formatting import count, percent, plural, ratio, size
 from vexport.scenario import Evaluate
 from vexport.scenario.evaluate import SUITES
-from vexport.types import Finding, FusionGroup, Plan, SchemeTable
 
 # Lines of text; a plan as JSON has everything.
 MOST_KINDS = 16

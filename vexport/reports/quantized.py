@@ -5,6 +5,9 @@ from collections.abc import Sequence
 
 from vexport.files import to_json
 from vexport.layers.shapes import KEPT
+from vexport.records import Calibration, Finding, Plan, Quantized
+from vexport.records.calibration import expert_coverage
+from vexport.records.rounding import RoundingReport
 from vexport.repair.changes import Repair, RepairReport, WeightChange
 from vexport.reports import document as doc
 from vexport.reports import text
@@ -12,9 +15,6 @@ from vexport.reports.document import facts, listing, parts
 from vexport.reports.formatting import count, decibels, plural, ratio, size
 from vexport.reports.layers import fallback_lines, rounding_lines
 from vexport.reports.sentences import coverage_lines
-from vexport.types import Calibration, Finding, Plan, Quantized
-from vexport.types.calibration import expert_coverage
-from vexport.types.rounding import RoundingReport
 
 # Of the weights of the linear layers in decoder layers, below which a checkpoint is hardly a quantized one.
 LITTLE = 0.5

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
+from vexport.records import Canary, EngineInfo, LoadReport, LogprobAgreement, Report
 from vexport.reports import document as doc
 from vexport.reports.accuracy import accuracy_section, accuracy_tiles, answers_section
 from vexport.reports.checkpoints import device_parts, load_facts
@@ -31,7 +32,6 @@ from vexport.reports.sentences import (
     signal_lines,
     size_change,
 )
-from vexport.types import Canary, EngineInfo, LoadReport, LogprobAgreement, Report
 
 _NOT_RUN = "an earlier gate failed"
 

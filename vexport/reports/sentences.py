@@ -4,8 +4,7 @@ import shlex
 from collections.abc import Sequence
 from statistics import median
 
-from vexport.reports.formatting import Scale, bits_per_weight, count, percent, plural, ratio, size, small
-from vexport.types import (
+from vexport.records import (
     Attribution,
     Comparison,
     Drift,
@@ -19,6 +18,7 @@ from vexport.types import (
     TextLimit,
     Verdict,
 )
+from vexport.reports.formatting import Scale, bits_per_weight, count, percent, plural, ratio, size, small
 
 # What says nothing of how a model was served.
 _OFF = {

@@ -12,7 +12,7 @@ import torch
 from vexport.errors import InputError
 from vexport.formats.arguments import input_bits
 from vexport.formats.schemes import get_scheme
-from vexport.types import FusionGroup
+from vexport.records import FusionGroup
 
 CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 WAITING_BYTES = 2

@@ -11,6 +11,18 @@ from pathlib import Path
 from vexport.checkpoint.hub import HubName, pinned_name
 from vexport.checkpoint.index import SourceIndex
 from vexport.files import from_json, write_text
+from vexport.records import (
+    Attribution,
+    CheckReport,
+    DryLoadReport,
+    KindSize,
+    LayerErrors,
+    LoadReport,
+    Outcome,
+    Report,
+    Verdict,
+)
+from vexport.records.calibration import expert_coverage
 from vexport.reports import render
 from vexport.reports.card import inherited_card
 from vexport.reports.gates import checkpoint_gate
@@ -28,18 +40,6 @@ from vexport.run.proving import (
     is_served,
 )
 from vexport.run.state import Run, Stage
-from vexport.types import (
-    Attribution,
-    CheckReport,
-    DryLoadReport,
-    KindSize,
-    LayerErrors,
-    LoadReport,
-    Outcome,
-    Report,
-    Verdict,
-)
-from vexport.types.calibration import expert_coverage
 from vexport.version import __version__
 
 NOT_RUN = LoadReport(checkpoint="", ok=False, findings=())

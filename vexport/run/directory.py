@@ -13,9 +13,9 @@ from vexport.errors import InputError
 from vexport.files import digest_bytes, digest_file, from_json, to_json, write_text
 from vexport.outputs import FolderKind
 from vexport.outputs.log import LOG_FILE
+from vexport.records import Report
+from vexport.records.rounding import RoundingReport
 from vexport.scenario import Calibration
-from vexport.types import Report
-from vexport.types.rounding import RoundingReport
 
 STAGES_FILE = "stages.json"
 REPORT_FILE = "report.json"

@@ -10,6 +10,8 @@ from vexport.engine.session import Worker, session_error
 from vexport.errors import InputError
 from vexport.evaluation.endpoint import Server
 from vexport.evaluation.repeat import read_repeated, require_deterministic
+from vexport.records import named
+from vexport.records.values import MOST_COUNT
 from vexport.run.serving import (
     BASELINE,
     EVALUATION_LENGTH,
@@ -22,8 +24,6 @@ from vexport.run.serving import (
     with_tasks,
 )
 from vexport.scenario import Evaluate
-from vexport.types import named
-from vexport.types.values import MOST_COUNT
 
 WORKER = "vexport.evaluation.endpoint_worker"
 

@@ -18,6 +18,7 @@ from vexport.evaluation.endpoint import is_url, require_address
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.outputs import FolderKind, NamedPath, require_separate, written_alone
 from vexport.outputs.log import LOG_FILE, logged_to
+from vexport.records import ComparedRun, LmEvalSettings, OnProgress, Verdict
 from vexport.reports.comparison import marked, worst_task
 from vexport.run.endpoints import ask_endpoint, is_results, tokenizer_of
 from vexport.run.judging import (
@@ -45,7 +46,6 @@ from vexport.run.serving import (
     task_files,
 )
 from vexport.scenario import Evaluate
-from vexport.types import ComparedRun, LmEvalSettings, OnProgress, Verdict
 
 RESULTS = FolderKind(
     name="an output folder of `vexport eval`",

@@ -11,11 +11,11 @@ from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Limits, measure_drift
 from vexport.evaluation.held_out import decide_on_text
 from vexport.evaluation.verdict import decide
+from vexport.records import Attribution, Drift, OnProgress, Outcome, Verdict, named
 from vexport.reports.sentences import outcome_line
 from vexport.run.directory import portable
 from vexport.run.serving import EngineOptions, Served
 from vexport.scenario import Evaluate
-from vexport.types import Attribution, Drift, OnProgress, Outcome, Verdict, named
 
 DEFAULT_SECONDS = 300
 LOG = logging.getLogger(__name__)

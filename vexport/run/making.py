@@ -16,6 +16,7 @@ from vexport.plan.needs import calibration_need
 from vexport.plan.smoothing import smoothing_for, smoothing_strength
 from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.quantize.samples import PlanText, calibration_samples, require_calibration
+from vexport.records import Calibration, CheckReport, FusionGroup, LayerErrors, MixedScheme, Plan, Sensitivity
 from vexport.reports.layers import fallback_findings
 from vexport.run.directory import (
     CHECKPOINT,
@@ -32,7 +33,6 @@ from vexport.scenario import Sensitivity as SensitivitySettings
 from vexport.sensitivity import measure
 from vexport.sensitivity.auto import mixed_scheme, require_in_reach
 from vexport.sensitivity.layer_groups import probe_plan, rest_bytes, rules_with
-from vexport.types import Calibration, CheckReport, FusionGroup, LayerErrors, MixedScheme, Plan, Sensitivity
 from vexport.version import __version__
 
 

@@ -16,6 +16,7 @@ from vexport.errors import VexportError
 from vexport.evaluation.drift import drift_warnings
 from vexport.evaluation.endpoint import require_address
 from vexport.evaluation.prompting import lm_eval_settings
+from vexport.records import Drift, DryLoadReport, LmEvalSettings, LoadReport, Verdict, named
 from vexport.run.directory import Digests, data_digest, path_digest, value_digest
 from vexport.run.endpoints import ask_endpoint, tokenizer_of
 from vexport.run.judging import drift_between, first_line, verdict_of
@@ -35,7 +36,6 @@ from vexport.run.serving import (
 )
 from vexport.run.state import Run, Stage
 from vexport.scenario import Calibration
-from vexport.types import Drift, DryLoadReport, LmEvalSettings, LoadReport, Verdict, named
 
 LOG = logging.getLogger(__name__)
 # Settings of the evaluation that a session does not depend on: those that warn, those that decide.

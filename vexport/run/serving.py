@@ -27,10 +27,7 @@ from vexport.evaluation.tasks import TaskFile, resolve_tasks
 from vexport.files import digest_bytes, to_json
 from vexport.outputs import NamedPath
 from vexport.quantize.samples import vocab_size
-from vexport.run.directory import value_digest
-from vexport.scenario import Evaluate
-from vexport.scenario.serve import EngineArguments, Serve
-from vexport.types import (
+from vexport.records import (
     ENGINE_CHECK,
     CalibrationData,
     EngineMode,
@@ -41,6 +38,9 @@ from vexport.types import (
     named,
     silent,
 )
+from vexport.run.directory import value_digest
+from vexport.scenario import Evaluate
+from vexport.scenario.serve import EngineArguments, Serve
 
 # What an evaluation reserves its cache for where no length is given; longer prompts are an error, never cut.
 EVALUATION_LENGTH = 4096

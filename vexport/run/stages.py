@@ -12,6 +12,7 @@ from vexport.files import write_text
 from vexport.formats.schemes import KEEP
 from vexport.outputs import NamedPath, require_separate, written_alone
 from vexport.outputs.log import logged_to
+from vexport.records import ComparedRun, Report
 from vexport.reports.comparison import compared_run, marked
 from vexport.run import concluding, making, proving
 from vexport.run.directory import KIND, SCENARIO, RunDirectory, portable
@@ -19,7 +20,6 @@ from vexport.run.judging import Explaining
 from vexport.run.serving import BASELINE, EngineOptions, require_tasks, task_files
 from vexport.run.state import EXPLAINING, Run, Stage
 from vexport.scenario import DEFAULT_OBSERVERS, Scenario
-from vexport.types import ComparedRun, Report
 
 STAGES: tuple[Stage[object], ...] = (
     making.CANDIDATES,

@@ -9,9 +9,9 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field, field_validator, model_validator
 
 from vexport.errors import nearest
+from vexport.records import GENERATION_KEYS, BatchSize, Endpoint, GenKwargs
+from vexport.records.accuracy import DEFAULT_CONCURRENCY, REQUEST_SECONDS
 from vexport.scenario.section import Section, located_errors
-from vexport.types import GENERATION_KEYS, BatchSize, Endpoint, GenKwargs
-from vexport.types.accuracy import DEFAULT_CONCURRENCY, REQUEST_SECONDS
 
 SuiteName = Literal["quick", "standard", "code", "chat"]
 

@@ -15,9 +15,9 @@ from pydantic import JsonValue, ValidationError
 from vexport.errors import InputError, InputErrors, nearest
 from vexport.formats.arguments import parse_args
 from vexport.formats.schemes import KEEP, get_scheme
+from vexport.records import KvCache
 from vexport.scenario.reading import load_yaml
 from vexport.scenario.rules import IgnoredLayers, Rule
-from vexport.types import KvCache
 
 QUANTIZATION, GPTQ = "QuantizationModifier", "GPTQModifier"
 MODIFIERS = (QUANTIZATION, GPTQ)

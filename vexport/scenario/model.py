@@ -7,13 +7,13 @@ from annotated_types import Ge
 from pydantic import Field, Strict, field_validator, model_validator
 
 from vexport.checkpoint.data_name import DEFAULT, parse_data
+from vexport.records import CalibrationData, KvCache, OnUnsupportedShape
+from vexport.records.values import Positive
 from vexport.scenario.evaluate import Evaluate
 from vexport.scenario.rules import Auto, Rule
 from vexport.scenario.scheme_keys import AUTO
 from vexport.scenario.section import Section
 from vexport.scenario.serve import Serve
-from vexport.types import CalibrationData, KvCache, OnUnsupportedShape
-from vexport.types.values import Positive
 
 # llm-compressor's usual calibration: 512 samples suffice for min-max of inputs; 128 on small models.
 DEFAULT_SAMPLES = 128

@@ -17,11 +17,11 @@ from vexport.errors.escaping import clip
 from vexport.errors.removed import instead_of
 from vexport.files import require_no_device
 from vexport.outputs.replaceable import RECIPE
+from vexport.records import GENERATION_KEYS
 from vexport.scenario.evaluate import Evaluate
 from vexport.scenario.model import Calibration, Scenario, Sensitivity
 from vexport.scenario.rules import Auto, Rule
 from vexport.scenario.serve import Serve
-from vexport.types import GENERATION_KEYS
 
 # Of one file, in full, and of a value in one.
 MOST_PROBLEMS, MOST_CHARACTERS = 50, 300

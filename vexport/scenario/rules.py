@@ -10,10 +10,8 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from vexport.errors import nearest
 from vexport.formats.schemes import KEEP, get_scheme, is_scheme, scheme_name, scheme_names
-from vexport.scenario.scheme_keys import AUTO, with_named_scheme
-from vexport.scenario.section import Problem, Section, known_name, located_errors
-from vexport.types import BudgetKind, GroupSize
-from vexport.types.observer_names import (
+from vexport.records import BudgetKind, GroupSize
+from vexport.records.observer_names import (
     BY_IMPORTANCE,
     OBSERVERS,
     OptionValue,
@@ -21,8 +19,10 @@ from vexport.types.observer_names import (
     observer_name,
     option_problems,
 )
-from vexport.types.patterns import REFUSED
-from vexport.types.rounding import ROUNDINGS, Rounding
+from vexport.records.patterns import REFUSED
+from vexport.records.rounding import ROUNDINGS, Rounding
+from vexport.scenario.scheme_keys import AUTO, with_named_scheme
+from vexport.scenario.section import Problem, Section, known_name, located_errors
 
 # The name of a class of another package.
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

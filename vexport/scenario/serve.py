@@ -19,8 +19,8 @@ from pydantic_core import ErrorDetails
 from vexport.errors import InputError, InputErrors, raise_all
 from vexport.errors.removed import instead_of
 from vexport.formats.gpus import GENERATIONS, parse_capability
+from vexport.records.values import Positive
 from vexport.scenario.section import Problem, Section, located_errors
-from vexport.types.values import Positive
 
 EngineArguments = Mapping[str, JsonValue]
 """Arguments of `vllm.EngineArgs` by name."""

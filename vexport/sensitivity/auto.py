@@ -18,9 +18,7 @@ from vexport.files import from_json
 from vexport.formats.schemes import KEEP
 from vexport.plan.build import Settings, build_plan
 from vexport.plan.source import plan_headers, settings_of, source_index
-from vexport.scenario import Auto, Rule, Scenario
-from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, rest_bytes, rules_with, smallest
-from vexport.types import (
+from vexport.records import (
     Choice,
     Finding,
     GroupSensitivity,
@@ -30,6 +28,8 @@ from vexport.types import (
     Sensitivity,
     silent,
 )
+from vexport.scenario import Auto, Rule, Scenario
+from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, rest_bytes, rules_with, smallest
 
 # Mixtures kept while groups are added. Below this the answer is exact; groups come in few sizes, so that even
 # large models have few different sums of bytes.

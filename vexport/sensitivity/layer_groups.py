@@ -17,8 +17,8 @@ from vexport.formats.schemes import KEEP, get_scheme
 from vexport.layers.blocks import group_layout, output_bytes
 from vexport.layers.shapes import KEPT
 from vexport.plan.build import Settings, build_plan, require_accepted
+from vexport.records import Finding, FusionGroup, Plan
 from vexport.scenario import AUTO, Auto, Rule
-from vexport.types import Finding, FusionGroup, Plan
 
 Groups = tuple[FusionGroup, ...]
 

@@ -23,8 +23,8 @@ from vexport.quantize.model import QuantizedModel
 from vexport.quantize.round_sites import SiteSums
 from vexport.quantize.stream import quantized_group
 from vexport.quantize.weight_scales import search_scales
+from vexport.records import Calibration, GroupSensitivity, LinearPlan, OnProgress, SchemeLoss, Sensitivity
 from vexport.sensitivity.layer_groups import LayerGroup, Option
-from vexport.types import Calibration, GroupSensitivity, LinearPlan, OnProgress, SchemeLoss, Sensitivity
 
 # Hidden states of trials that are under way together take at most so many bytes, and results are written at
 # least every so many trials.

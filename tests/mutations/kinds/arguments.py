@@ -16,7 +16,7 @@ from tests.mutations.edits import (
     without,
 )
 from tests.mutations.good import Sound
-from vexport.types import Json
+from vexport.records import Json
 
 LISTED = ("lm_head",)
 # Schemes that quantize inputs too.

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.mutations.edits import INDEX, WEIGHTS, Change, Tensors, file_bytes, header, index
 from tests.mutations.good import Sound
-from vexport.types import Json
+from vexport.records import Json
 
 SECOND = "model-00002-of-00002.safetensors"
 NORM = "model.norm.weight"

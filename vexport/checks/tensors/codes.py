@@ -16,7 +16,7 @@ from vexport.checkpoint.dtypes import to_numpy
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.layers import FusedLinear
 from vexport.checks.vllm.view import CheckpointView, error
-from vexport.types import Finding, TensorInfo
+from vexport.records import Finding, TensorInfo
 
 # Rows of a layer that are looked at, from all over it: fewer where there are thousands of layers.
 FEWEST_ROWS, MOST_ROWS, ROWS_OF_ALL = 16, 128, 1 << 16

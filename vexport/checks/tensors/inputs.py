@@ -18,7 +18,7 @@ from vexport.checks.vllm.layers import layers_of
 from vexport.checks.vllm.layout import ATTENTION_NORM
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.numerics.constants import GLOBAL_SCALE_NUMERATOR
-from vexport.types import Finding, TensorInfo
+from vexport.records import Finding, TensorInfo
 
 # Ranges that are rounded, averaged or given some room; inputs so small that the norm's epsilon counts.
 MARGIN = 1.5

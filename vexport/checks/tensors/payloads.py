@@ -10,7 +10,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checks.tensors.scales import E4M3_NAN, LAYER_SCALES
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView, error
-from vexport.types import Finding, TensorInfo
+from vexport.records import Finding, TensorInfo
 
 # Bits that are all set in NaN and infinity, by dtype: e4m3 has no infinity, and its NaN has them all.
 NOT_FINITE = {"F8_E4M3": E4M3_NAN, "F16": 0x7C00, "BF16": 0x7F80}

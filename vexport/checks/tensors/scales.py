@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import BITS, to_numpy
 from vexport.checkpoint.reader import Reader
-from vexport.types import TensorInfo
+from vexport.records import TensorInfo
 
 E4M3_NAN = 0x7F
 # Of a linear layer; those of the KV cache are apart.

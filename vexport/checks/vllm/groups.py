@@ -18,8 +18,8 @@ from vexport.formats import nearest_format, vllm_format
 from vexport.formats.arguments import QuantArgs, parse_args
 from vexport.formats.base import Format, Parameter
 from vexport.formats.partition import is_head
-from vexport.types import Json, TensorInfo
-from vexport.types.patterns import REGEX, Patterns, matches
+from vexport.records import Json, TensorInfo
+from vexport.records.patterns import REGEX, Patterns, matches
 
 HEAD_CLASS = "ParallelLMHead"
 EMBEDDING_CLASS = "VocabParallelEmbedding"

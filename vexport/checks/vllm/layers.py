@@ -10,7 +10,7 @@ from vexport.architectures import Architecture
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
 from vexport.checks.vllm.groups import ConfigGroup
-from vexport.types import TensorInfo
+from vexport.records import TensorInfo
 
 if TYPE_CHECKING:
     from vexport.checks.vllm.view import CheckpointView

@@ -14,7 +14,7 @@ from vexport.architectures.layouts import ClassLayout, Expected, expected_tensor
 from vexport.architectures.modules import with_stars
 from vexport.architectures.text_config import text_config
 from vexport.checks.vllm.layers import joined_name, split_name
-from vexport.types import Json
+from vexport.records import Json
 
 Shape = tuple[int | None, ...]
 # Keys of which each unit has tensors of its own, so that there are at most as many as tensors.

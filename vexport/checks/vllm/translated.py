@@ -15,7 +15,7 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.config import DENSE_FORMAT, MIXED_FORMAT, arguments_json, targets_of
 from vexport.formats.kv_cache import KV_CACHES
 from vexport.layers.ignore import ignored
-from vexport.types import Finding, FusionGroup, Json, LinearPlan, TensorInfo
+from vexport.records import Finding, FusionGroup, Json, LinearPlan, TensorInfo
 
 Run = Callable[[CheckpointView], Iterator[Finding]]
 CACHE_SCALE = re.compile(r"\.[kv]_scale$")

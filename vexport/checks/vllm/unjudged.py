@@ -6,7 +6,7 @@ from vexport.architectures.versions import nearest_version
 from vexport.checks.completeness import unjudged as tensors_unjudged
 from vexport.checks.config import has_quantized_outputs, other_method
 from vexport.checks.vllm.view import CheckpointView
-from vexport.types import NotJudged
+from vexport.records import NotJudged
 from vexport.version import PINNED, short_version
 
 NAMES = "names and shapes of tensors"

@@ -31,8 +31,8 @@ from vexport.checks.vllm.quant_methods import METHODS, method_name
 from vexport.checks.vllm.quant_methods.base import MethodGroup, Model, QuantMethod
 from vexport.formats.partition import is_head
 from vexport.layers.linears import PREDICTION, Names, names_of
-from vexport.types import Finding, FusionGroup, Json, LinearPlan, TensorInfo
-from vexport.types.patterns import Patterns
+from vexport.records import Finding, FusionGroup, Json, LinearPlan, TensorInfo
+from vexport.records.patterns import Patterns
 from vexport.version import PINNED, Version
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from vexport.engine.messages import Cell, CellResult, Miscopy, MiscopyKind
-from vexport.types import CellStatus, DryLoadReport, Finding, MatrixCell, MatrixRow, Severity
+from vexport.records import CellStatus, DryLoadReport, Finding, MatrixCell, MatrixRow, Severity
 
 CHECK = "dry-load"
 # Which cells must load: every one, or for each tensor parallel size at least one.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vexport.engine.messages import LayerKind
-from vexport.types import RankMemory, SequenceMemory
+from vexport.records import RankMemory, SequenceMemory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -12,7 +12,7 @@ from vexport.engine.dry.judge import Require, judge
 from vexport.engine.messages import Cell, DryRequest, DryResult
 from vexport.engine.session import NO_EMULATION, Worker, log_folder, require_vllm
 from vexport.formats.gpus import Card
-from vexport.types import DryLoadReport, GpuRoom, OnProgress, RankMemory, silent
+from vexport.records import DryLoadReport, GpuRoom, OnProgress, RankMemory, silent
 
 # Ampere, Ada, Hopper and Blackwell in data centres: where vLLM's answers differ.
 CAPABILITIES = (80, 89, 90, 100)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from vexport.errors import InputError
 from vexport.numerics.arithmetic import BFLOAT16, FLOAT16, FLOAT32, Bits, Floats
-from vexport.types import LinearPlan
+from vexport.records import LinearPlan
 
 Array = npt.NDArray[np.generic]
 

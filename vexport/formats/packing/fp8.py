@@ -9,7 +9,7 @@ from vexport.numerics.arithmetic import E4M3, F32, Bits, Floats, fp8_scale_of, w
 from vexport.numerics.codes import SPAN, Bytes, e4m3_codes, largest_magnitude, spread
 from vexport.numerics.constants import FLOAT32_EPS
 from vexport.numerics.jit import compiled
-from vexport.types import LinearPlan
+from vexport.records import LinearPlan
 
 
 @compiled()

@@ -20,7 +20,7 @@ from vexport.numerics.arithmetic import (
 from vexport.numerics.codes import Bytes, largest_magnitude, pack_bits, spread
 from vexport.numerics.constants import FLOAT32_EPS, INT32_BITS
 from vexport.numerics.jit import compiled, wide_vectors
-from vexport.types import LinearPlan
+from vexport.records import LinearPlan
 
 
 class Integers(NamedTuple):

@@ -16,7 +16,7 @@ from vexport.numerics.codes import (
 )
 from vexport.numerics.constants import E2M1_EXPONENT, E4M3_EXPONENT, E8M0_NAN, MX_GROUP, MX_ROUND_UP
 from vexport.numerics.jit import compiled
-from vexport.types import LinearPlan
+from vexport.records import LinearPlan
 
 
 @compiled()

@@ -17,7 +17,7 @@ from vexport.numerics.codes import (
 )
 from vexport.numerics.constants import E4M3_EPS_CODE, NVFP4_GROUP
 from vexport.numerics.jit import compiled
-from vexport.types import LinearPlan
+from vexport.records import LinearPlan
 
 
 @compiled()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from vexport.checks.vllm.quant_methods import auto_round, awq, fp8, gptq, modelopt, mxfp4, quark
 from vexport.checks.vllm.quant_methods.base import Model, QuantMethod
-from vexport.types import Json
+from vexport.records import Json
 
 # By the name in configs: reads the config, next to the model's.
 METHODS: Mapping[str, Callable[[Mapping[str, Json], Model], QuantMethod]] = {

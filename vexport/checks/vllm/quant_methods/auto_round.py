@@ -26,8 +26,8 @@ from vexport.formats.mxfp import Mxfp4, Mxfp8
 from vexport.formats.partition import is_head
 from vexport.formats.schemes import get_scheme
 from vexport.numerics.constants import MX_GROUP
-from vexport.types import Json
-from vexport.types.patterns import REGEX, matches
+from vexport.records import Json
+from vexport.records.patterns import REGEX, matches
 
 SOURCE = "inc/inc.py"
 # Of the layouts of integers, the first is that of configs without one.

@@ -32,7 +32,7 @@ from vexport.checks.vllm.quant_methods.integers import (
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import Parameter
 from vexport.numerics.constants import INT32_BITS
-from vexport.types import Json, TensorInfo
+from vexport.records import Json, TensorInfo
 
 SOURCE = "auto_awq.py"
 BITS = 4

@@ -14,7 +14,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.formats.arguments import Arguments, QuantArgs
 from vexport.formats.base import Format, GpuSupport, Parameter
-from vexport.types import Finding, Json, Severity, TensorInfo
+from vexport.records import Finding, Json, Severity, TensorInfo
 
 # What a layer's tensors are in compressed-tensors: the same bytes under another name, or computed ones.
 Translation = Mapping[str, TensorInfo | Derived]

@@ -22,7 +22,7 @@ from vexport.formats.arguments import Arguments
 from vexport.formats.fp8 import Fp8
 from vexport.formats.partition import Partition
 from vexport.formats.schemes import get_scheme
-from vexport.types import Json
+from vexport.records import Json
 
 SOURCE = "fp8.py"
 SCHEMES = ("static", "dynamic")

@@ -35,8 +35,8 @@ from vexport.checks.vllm.quant_methods.integers import (
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import Parameter
 from vexport.numerics.constants import INT32_BITS
-from vexport.types import Json, TensorInfo
-from vexport.types.patterns import REGEX, Patterns
+from vexport.records import Json, TensorInfo
+from vexport.records.patterns import REGEX, Patterns
 
 SOURCE = "auto_gptq.py"
 BITS, MARLIN_GROUPS = (4, 8), (-1, 32, 64, 128)

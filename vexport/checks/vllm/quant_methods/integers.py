@@ -22,7 +22,7 @@ from vexport.formats import PACKED
 from vexport.formats.arguments import Arguments, QuantArgs
 from vexport.formats.base import FLOAT_SCALES, GpuSupport, Parameter, exact, words
 from vexport.formats.integer import PackedIntegers
-from vexport.types import Json, TensorInfo
+from vexport.records import Json, TensorInfo
 
 # Some rows of a tensor, computed from stored ones.
 Rows = Callable[[Reader, slice], npt.NDArray[np.generic]]

@@ -32,7 +32,7 @@ from vexport.formats.mxfp import Mxfp8
 from vexport.formats.nvfp4 import Nvfp4
 from vexport.formats.schemes import get_scheme
 from vexport.numerics.constants import NVFP4_GROUP
-from vexport.types import Json, TensorInfo
+from vexport.records import Json, TensorInfo
 
 if TYPE_CHECKING:
     from vexport.checks.vllm.quant_methods.integers import Array

@@ -22,7 +22,7 @@ from vexport.formats.mxfp import Mxfp4
 from vexport.formats.partition import Partition
 from vexport.formats.schemes import get_scheme
 from vexport.numerics.constants import MX_GROUP
-from vexport.types import Json, TensorInfo
+from vexport.records import Json, TensorInfo
 
 SOURCE = "mxfp4.py"
 MODEL_TYPE = "gpt_oss"

@@ -27,8 +27,8 @@ from vexport.formats.integer import Int8
 from vexport.formats.mxfp import Mxfp4
 from vexport.formats.schemes import get_scheme
 from vexport.numerics.constants import MX_GROUP, NVFP4_GROUP
-from vexport.types import Json
-from vexport.types.patterns import Patterns
+from vexport.records import Json
+from vexport.records.patterns import Patterns
 
 SOURCE = "quark/quark.py"
 JUDGED = "FP8, INT8, INT4 in groups, MXFP4 and NVFP4 as vLLM runs them"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from vexport.types.calibration import Calibration, InputRange, KeyValueRanges
+from vexport.records.calibration import Calibration, InputRange, KeyValueRanges
 
 # The name of a way of rounding, of which the later ones know more.
 Rounding = str

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vexport.types.values import Outcome
+from vexport.records.values import Outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vexport.types.accuracy import Attribution, Drift, TaskVerdict, Verdict
-from vexport.types.calibration import ExpertCoverage
-from vexport.types.findings import CheckReport, DryLoadReport, Finding, LoadReport
-from vexport.types.plan import Plan
-from vexport.types.rounding import Rounding, RoundingReport
-from vexport.types.values import Outcome
+from vexport.records.accuracy import Attribution, Drift, TaskVerdict, Verdict
+from vexport.records.calibration import ExpertCoverage
+from vexport.records.findings import CheckReport, DryLoadReport, Finding, LoadReport
+from vexport.records.plan import Plan
+from vexport.records.rounding import Rounding, RoundingReport
+from vexport.records.values import Outcome
 
 # What a mixed scheme must stay within: bits per weight, bytes or share of the source's bytes for the whole
 # checkpoint.

@@ -3,7 +3,7 @@
 No module imported here loads torch: `vexport --help` and `vexport check` start at once.
 """
 
-from vexport.types.accuracy import (
+from vexport.records.accuracy import (
     GENERATION_KEYS,
     Attribution,
     BatchSize,
@@ -26,7 +26,7 @@ from vexport.types.accuracy import (
     TokenDrift,
     Verdict,
 )
-from vexport.types.calibration import (
+from vexport.records.calibration import (
     Calibration,
     CalibrationData,
     ExpertCoverage,
@@ -35,7 +35,7 @@ from vexport.types.calibration import (
     KeyValueRanges,
     Smoothing,
 )
-from vexport.types.findings import (
+from vexport.records.findings import (
     ENGINE_CHECK,
     Canary,
     CellStatus,
@@ -55,7 +55,7 @@ from vexport.types.findings import (
     Severity,
     device_words,
 )
-from vexport.types.plan import (
+from vexport.records.plan import (
     AttentionLayer,
     FusionGroup,
     GroupSize,
@@ -70,7 +70,7 @@ from vexport.types.plan import (
     TensorSpec,
     WeightPart,
 )
-from vexport.types.report import (
+from vexport.records.report import (
     BudgetKind,
     Choice,
     ComparedRun,
@@ -84,4 +84,4 @@ from vexport.types.report import (
     SchemeLoss,
     Sensitivity,
 )
-from vexport.types.values import PROGRESS_DETAIL, Json, OnProgress, Outcome, named, silent
+from vexport.records.values import PROGRESS_DETAIL, Json, OnProgress, Outcome, named, silent
