@@ -17,7 +17,7 @@ from vexport.numerics.arithmetic import (
     E4M3,
     E8M0,
     FLOAT16,
-    Format,
+    NumberFormat,
     integer_format,
     power,
     power_6_5,
@@ -53,20 +53,20 @@ def rounded_float(scaled: Doubles, largest: float, smallest_exponent: int, manti
     return np.asarray(np.clip(np.rint(scaled / step) * step, -largest, largest))
 
 
-FLOATS: Mapping[Format, Callable[[Doubles], Doubles]] = {
+FLOATS: Mapping[NumberFormat, Callable[[Doubles], Doubles]] = {
     E4M3: lambda scaled: rounded_float(scaled, 448.0, -6, 3),
     E2M1: lambda scaled: rounded_float(scaled, 6.0, 0, 1),
 }
 
 
-def as_stored(scale: np.float32, form: Format) -> np.float32:
+def as_stored(scale: np.float32, form: NumberFormat) -> np.float32:
     """The scale as it comes back from its dtype."""
     dtypes = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
     stored = torch.tensor(float(scale), dtype=dtypes.get(form.scale_storage, torch.float32))
     return np.float32(stored.float().item())
 
 
-def errors_of_range(values: Doubles, low: np.float32, high: np.float32, form: Format) -> Doubles:
+def errors_of_range(values: Doubles, low: np.float32, high: np.float32, form: NumberFormat) -> Doubles:
     """|q - x| of every value with the float32 scale and zero point of a range."""
     low, high = np.minimum(low, np.float32(0)), np.maximum(high, np.float32(0))
     least, most = float(form.low), float(form.high)
@@ -84,7 +84,7 @@ def errors_of_range(values: Doubles, low: np.float32, high: np.float32, form: Fo
 
 def assert_least_error(
     groups: torch.Tensor,
-    form: Format,
+    form: NumberFormat,
     *,
     shrinks: list[float] = SHRINKS,
     norm: float = 2.4,
@@ -110,7 +110,7 @@ def assert_least_error(
     ("size", "form"),
     [(128, INT4), (32, INT4_ASYMMETRIC), (16, E2M1), (1536, INT8), (1536, E4M3), (3 * 1536, E4M3), (7, INT8)],
 )
-def test_the_error_is_the_least_of_all_candidates(size: int, form: Format, dtype: torch.dtype) -> None:
+def test_the_error_is_the_least_of_all_candidates(size: int, form: NumberFormat, dtype: torch.dtype) -> None:
     weight = heavy_tailed(21, 1536, dtype)
     assert_least_error(weight.reshape(-1, size), form)
     assert_least_error(weight.reshape(1, -1), form)
@@ -122,7 +122,7 @@ def test_a_range_may_be_expanded() -> None:
 
 @pytest.mark.parametrize("storage", [BFLOAT16, FLOAT16])
 @pytest.mark.parametrize("form", [INT4, INT4_ASYMMETRIC, INT8])
-def test_the_error_is_that_of_the_scale_as_it_is_stored(form: Format, storage: int) -> None:
+def test_the_error_is_that_of_the_scale_as_it_is_stored(form: NumberFormat, storage: int) -> None:
     """Scales of the smaller weight are subnormal in float16."""
     for unit in (1.0, 2.0**-9):
         weight = heavy_tailed(24, 128, torch.float32) * unit
@@ -130,7 +130,7 @@ def test_the_error_is_that_of_the_scale_as_it_is_stored(form: Format, storage: i
 
 
 @pytest.mark.parametrize(("form", "bits"), [(E2M1, 4), (E4M3, 8)])
-def test_scales_of_mx_are_powers_of_two(form: Format, bits: int) -> None:
+def test_scales_of_mx_are_powers_of_two(form: NumberFormat, bits: int) -> None:
     """The least error with the scale that compressed-tensors makes of each range."""
     groups, powers = heavy_tailed(64, 32, torch.bfloat16), form._replace(scale_storage=E8M0)
     found = search_grid_groups(groups, powers, IMATRIX_SHRINKS, norm=2.4)
@@ -152,7 +152,7 @@ def test_groups_of_other_columns_have_other_importance(period: int) -> None:
 
 @pytest.mark.parametrize("scale", [2.0**-110, 1e-10, 1e36])
 @pytest.mark.parametrize("form", [INT4, INT4_ASYMMETRIC, INT8, E4M3])
-def test_the_unit_of_the_weight_changes_nothing(form: Format, scale: float) -> None:
+def test_the_unit_of_the_weight_changes_nothing(form: NumberFormat, scale: float) -> None:
     weight = heavy_tailed(6, 128, torch.float32) * scale
     assert_least_error(weight, form)
     assert_least_error(weight.reshape(1, -1), form)

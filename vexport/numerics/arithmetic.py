@@ -25,7 +25,7 @@ EXPONENT_MASK = 0x7F800000
 ROUNDER = (23 << 23) | 0x400000
 
 
-class Format(NamedTuple):
+class NumberFormat(NamedTuple):
     """A number format that values in units of the scale are rounded to.
 
     `low` and `high` are its ends. `mask` and `floor` say how the exponent of a value becomes that of its
@@ -43,17 +43,21 @@ class Format(NamedTuple):
     scale_storage: int
 
 
-def integer_format(bits: int, *, symmetric: bool = True) -> Format:
+def integer_format(bits: int, *, symmetric: bool = True) -> NumberFormat:
     """Signed integers of that many bits."""
     high = 2 ** (bits - 1) - 1
-    return Format(F32(-high - 1), F32(high), I32(0), I32(127 << 23), I32(ROUNDER), not symmetric, FLOAT32)
+    return NumberFormat(
+        F32(-high - 1), F32(high), I32(0), I32(127 << 23), I32(ROUNDER), not symmetric, FLOAT32
+    )
 
 
-def float_format(largest: float, smallest_exponent: int, mantissa_bits: int) -> Format:
+def float_format(largest: float, smallest_exponent: int, mantissa_bits: int) -> NumberFormat:
     """A float with subnormals below 2**smallest_exponent; values beyond `largest` saturate."""
     floor = (127 + smallest_exponent) << 23
     rounder = ROUNDER - (mantissa_bits << 23)
-    return Format(F32(-largest), F32(largest), I32(EXPONENT_MASK), I32(floor), I32(rounder), False, FLOAT32)
+    return NumberFormat(
+        F32(-largest), F32(largest), I32(EXPONENT_MASK), I32(floor), I32(rounder), False, FLOAT32
+    )
 
 
 E4M3 = float_format(E4M3_MAX, -6, 3)
@@ -120,7 +124,7 @@ def nearest(value: np.float32) -> np.float32:
 
 
 @compiled(inline=True)
-def round_to(value: np.float32, form: Format) -> np.float32:
+def round_to(value: np.float32, form: NumberFormat) -> np.float32:
     """The nearest number of a format, ties to the even mantissa, for a value within its ends."""
     exponent = max(I32(as_bits(value) & form.mask), form.floor)
     rounder = as_float(exponent + form.rounder)
@@ -128,7 +132,7 @@ def round_to(value: np.float32, form: Format) -> np.float32:
 
 
 @compiled()
-def round_values(values: Floats, form: Format) -> None:
+def round_values(values: Floats, form: NumberFormat) -> None:
     """Round values within a format's ends to the nearest of its numbers, in place."""
     wide_vectors()
     for i in range(values.size):

@@ -14,7 +14,7 @@ from vexport.numerics.arithmetic import (
     I32,
     Bits,
     Floats,
-    Format,
+    NumberFormat,
     as_bits,
     as_float,
 )
@@ -62,7 +62,7 @@ def widened_magnitude(bits: np.int32, storage: int) -> np.float32:
 
 
 @compiled(inline=True)
-def float_code(magnitude: np.float32, form: Format, mantissa_bits: int) -> np.int32:
+def float_code(magnitude: np.float32, form: NumberFormat, mantissa_bits: int) -> np.int32:
     """The code, without a sign, of the nearest number of a small float format, ties to the even mantissa.
 
     `magnitude` is at least 0; beyond `form.high` it saturates. Adding the rounder leaves the number of steps

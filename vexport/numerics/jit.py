@@ -93,17 +93,17 @@ def sources_digest() -> str:
 
 def cache_folder() -> Path | None:
     """Below NUMBA_CACHE_DIR, the package, or the user's cache, whichever is writable; None where none is."""
-    given = os.environ.get("NUMBA_CACHE_DIR")
-    own = PACKAGE / "numerics" / "__pycache__"
+    named = os.environ.get("NUMBA_CACHE_DIR")
+    package = PACKAGE / "numerics" / "__pycache__"
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "vexport"
-    for folder in [Path(given)] if given else [own, home]:
-        kept = folder / f"kernels-{sources_digest()}"
+    for folder in [Path(named)] if named else [package, home]:
+        kernels = folder / f"kernels-{sources_digest()}"
         try:
-            kept.mkdir(parents=True, exist_ok=True)
+            kernels.mkdir(parents=True, exist_ok=True)
         except OSError:
             continue
-        if os.access(kept, os.W_OK):
-            return kept
+        if os.access(kernels, os.W_OK):
+            return kernels
     return None
 
 

@@ -26,10 +26,9 @@ from vexport.observers.qparams import (
     with_keywords,
 )
 from vexport.observers.registry import Named, OlderNames
-from vexport.observers.search import extremes_of, range_of, ranges_of_rows, scales_of_rows
+from vexport.observers.search import Range, extremes_of, range_of, ranges_of_rows, scales_of_rows
 from vexport.records.observer_names import Options, OptionsT, OptionValue, read_options
 
-Range = tuple[torch.Tensor, torch.Tensor]
 Reduction = Literal["extremes", "average"]
 
 
@@ -51,14 +50,14 @@ class SharedRange:
 
     def union(self) -> Range:
         """(low, high) over all members, each of no dimension; ValueError where one saw nothing yet."""
-        seen = [extremes for extremes in self._extremes.values() if extremes is not None]
-        if len(seen) < len(self._extremes):
+        observed = [extremes for extremes in self._extremes.values() if extremes is not None]
+        if len(observed) < len(self._extremes):
             raise ValueError(
-                f"fused observers: got observations of {len(seen)} of {len(self._extremes)}, "
+                f"fused observers: got observations of {len(observed)} of {len(self._extremes)}, "
                 "need all before a shared scale is asked"
             )
-        return reduce(torch.minimum, (low for low, _ in seen)), reduce(
-            torch.maximum, (high for _, high in seen)
+        return reduce(torch.minimum, (low for low, _ in observed)), reduce(
+            torch.maximum, (high for _, high in observed)
         )
 
 
@@ -105,14 +104,14 @@ class Observer(Named, OlderNames):
         self._weight: Tiles | None = None
         self.configure(dict(self.args.observer_kwargs or {}))
 
-    def configure(self, given: dict[str, OptionValue]) -> None:
+    def configure(self, keywords: dict[str, OptionValue]) -> None:
         """Read the keywords; a subclass with more of them overrides this."""
         if not self._keeps_statistics or "defaults" in vars(type(self)):
-            self.read(self.defaults, given)
+            self.read(self.defaults, keywords)
 
-    def read(self, defaults: OptionsT, given: dict[str, OptionValue]) -> OptionsT:
-        """The given keywords over `defaults`; ValueError names this observer."""
-        return read_options(defaults, given, f"observer {self.registry_name}")
+    def read(self, defaults: OptionsT, keywords: dict[str, OptionValue]) -> OptionsT:
+        """The keywords over `defaults`; ValueError names this observer."""
+        return read_options(defaults, keywords, f"observer {self.registry_name}")
 
     @property
     def has_statistics(self) -> bool:
@@ -272,10 +271,10 @@ class Observer(Named, OlderNames):
         self.tokens = sum(gather(self.tokens))
         if self.reduction is None or self.base_name == WEIGHT:
             return
-        own = None if self.low is None or self.high is None else torch.stack((self.low, self.high)).cpu()
-        seen = [ends for ends in gather(own) if ends is not None]
-        if seen:
-            ends = torch.stack(seen)
+        local = None if self.low is None or self.high is None else torch.stack((self.low, self.high)).cpu()
+        of_ranks = [ends for ends in gather(local) if ends is not None]
+        if of_ranks:
+            ends = torch.stack(of_ranks)
             mean = ends.to(torch.float32).mean(0).to(ends.dtype)
             extremes = ends[:, 0].amin(0), ends[:, 1].amax(0)
             self.low, self.high = mean if self.reduction == "average" else extremes

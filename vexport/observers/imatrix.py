@@ -78,10 +78,10 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
     registry_name = "imatrix_mse"
     defaults: ClassVar[ImportanceOptions] = IMPORTANCE_SEARCH
 
-    def configure(self, given: dict[str, OptionValue]) -> None:
+    def configure(self, keywords: dict[str, OptionValue]) -> None:
         """Read the keywords of the search and `strict`."""
-        options = self.read(self.defaults, given)
-        super().configure(given)
+        options = self.read(self.defaults, keywords)
+        super().configure(keywords)
         self.strict = options.strict
         self.gathered: Importance | None = None
         self._hook: RemovableHandle | None = None

@@ -4,7 +4,8 @@ from typing import ClassVar
 
 import torch
 
-from vexport.observers.base import Observer, Range, Reduction
+from vexport.observers.base import Observer, Reduction
+from vexport.observers.search import Range
 from vexport.records.observer_names import AverageOptions, OptionValue
 
 
@@ -35,9 +36,9 @@ class MinMaxObserver(Observer):
     defaults: ClassVar[AverageOptions] = AverageOptions()
     reduction: ClassVar[Reduction | None] = "average"
 
-    def configure(self, given: dict[str, OptionValue]) -> None:
+    def configure(self, keywords: dict[str, OptionValue]) -> None:
         """Read `averaging_constant`."""
-        self.averaging_constant = self.read(self.defaults, given).averaging_constant
+        self.averaging_constant = self.read(self.defaults, keywords).averaging_constant
 
     def combine(self, old: Range, new: Range) -> Range:
         """The moving average of both ranges."""

@@ -5,11 +5,12 @@ from typing import ClassVar
 
 import torch
 
-from vexport.observers.base import Observer, Range, Reduction
+from vexport.observers.base import Observer, Reduction
 from vexport.observers.flatten import Tiles
 from vexport.observers.minmax import moving_average
 from vexport.observers.qparams import is_nvfp4
 from vexport.observers.search import (
+    Range,
     Search,
     nvfp4_error,
     scales_of_rows,
@@ -39,9 +40,9 @@ class MemorylessMSEObserver(Observer):
     registry_name = "memoryless_mse"
     defaults: ClassVar[SearchOptions] = SEARCH
 
-    def configure(self, given: dict[str, OptionValue]) -> None:
+    def configure(self, keywords: dict[str, OptionValue]) -> None:
         """Read the keywords of the search."""
-        self.options = self.read(self.defaults, given)
+        self.options = self.read(self.defaults, keywords)
         self._importance: torch.Tensor | None = None
 
     @property
@@ -79,20 +80,20 @@ def fit_global_scale(observers: Sequence[Observer]) -> None:
     may take a larger one, a smaller global scale leaves it room: best for weights that are all about as
     large, while others lose a little. Fuse the observers before, and let all observe.
     """
-    members = [one for one in observers if isinstance(one, MemorylessMSEObserver)]
-    room = max((one.options.expand for one in members), default=1.0)
+    members = [observer for observer in observers if isinstance(observer, MemorylessMSEObserver)]
+    room = max((member.options.expand for member in members), default=1.0)
     if len(members) < len(observers) or room <= 1:
         return
-    shared = [(one._shared, one._weight) for one in members]
+    shared = [(member._shared, member._weight) for member in members]
     errors = dict[float, float]()
     for factor in (1.0, 1 / min(room, MOST_ROOM)):
         for range_, _ in shared:
             if range_ is not None:
                 range_.factor = factor
-        scales = [one.global_scale() for one in members]
+        scales = [member.global_scale() for member in members]
         errors[factor] = sum(
-            nvfp4_error(tiles, scale, one.search, one._importance)
-            for one, (_, tiles), scale in zip(members, shared, scales, strict=True)
+            nvfp4_error(tiles, scale, member.search, member._importance)
+            for member, (_, tiles), scale in zip(members, shared, scales, strict=True)
             if tiles is not None and scale is not None
         )
     best = min(errors, key=lambda factor: errors[factor])
@@ -111,10 +112,10 @@ class MovingAverageMSEObserver(MemorylessMSEObserver):
     defaults: ClassVar[AverageSearchOptions] = AverageSearchOptions()
     reduction: ClassVar[Reduction | None] = "average"
 
-    def configure(self, given: dict[str, OptionValue]) -> None:
+    def configure(self, keywords: dict[str, OptionValue]) -> None:
         """Read the keywords of the search and `averaging_constant`."""
-        super().configure(given)
-        self.averaging_constant = self.read(self.defaults, given).averaging_constant
+        super().configure(keywords)
+        self.averaging_constant = self.read(self.defaults, keywords).averaging_constant
 
     def combine(self, old: Range, new: Range) -> Range:
         """The moving average of both ranges."""

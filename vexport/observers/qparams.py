@@ -63,10 +63,10 @@ def with_keywords(args: ArgsT, keywords: Mapping[str, OptionValue]) -> ArgsT:
     """The arguments with these keywords of the observer over their own; those given stay as they are."""
     if not keywords:
         return args
-    own = {**(args.observer_kwargs or {}), **keywords}
+    merged = {**(args.observer_kwargs or {}), **keywords}
     if isinstance(args, BaseModel):
-        return cast(ArgsT, args.model_copy(update={"observer_kwargs": own}))
-    return replace(args, observer_kwargs=own)  # type: ignore[type-var]
+        return cast(ArgsT, args.model_copy(update={"observer_kwargs": merged}))
+    return replace(args, observer_kwargs=merged)  # type: ignore[type-var]
 
 
 def plain(value: object) -> str:

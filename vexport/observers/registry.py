@@ -36,10 +36,10 @@ class Named:
 
         ValueError lists the names.
         """
-        given = args or quantization_args
-        if given is None:
+        arguments = args or quantization_args
+        if arguments is None:
             raise ValueError(f"observer {name!r}: got no args, need the quantization arguments")
-        return cls.of_name(name)(base_name, given, **observer_kwargs)
+        return cls.of_name(name)(base_name, arguments, **observer_kwargs)
 
     @classmethod
     def register(
@@ -53,10 +53,10 @@ class Named:
         def decorate(kind: type[NamedT]) -> type[NamedT]:
             names = (name or kind.__name__, *([alias] if isinstance(alias, str) else alias))
             known = cls.by_name()
-            for one in names:
-                if known.get(folded(one), kind) is not kind:
+            for spelling in names:
+                if known.get(folded(spelling), kind) is not kind:
                     raise ValueError(
-                        f"observer {one!r}: got a second class of that name, need one; rename it"
+                        f"observer {spelling!r}: got a second class of that name, need one; rename it"
                     )
             kind.registry_name, kind.aliases = names[0], tuple(names[1:])
             return kind
@@ -93,15 +93,15 @@ class Named:
     def _imported(cls, name: str) -> "type[Self]":
         module, _, attribute = name.partition(CLASS_SEPARATOR)
         try:
-            found = getattr(import_module(module), attribute)
+            kind = getattr(import_module(module), attribute)
         except Exception as error:
             raise ValueError(
                 f"observer {name!r}: got {type(error).__name__}: {error}, need a class that can be imported; "
                 "install its package, or name its folder in PYTHONPATH"
             ) from error
-        if not isinstance(found, type) or not issubclass(found, cls):
-            raise ValueError(f"observer {name!r}: got {found!r}, need a subclass of vexport's Observer")
-        return found
+        if not isinstance(kind, type) or not issubclass(kind, cls):
+            raise ValueError(f"observer {name!r}: got {kind!r}, need a subclass of vexport's Observer")
+        return kind
 
 
 class OlderNames(torch.nn.Module):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from vexport.numerics.arithmetic import E2M1, E4M3, E8M0, Format, integer_format
+from vexport.numerics.arithmetic import E2M1, E4M3, E8M0, NumberFormat, integer_format
 from vexport.observers.flatten import Tiles
 from vexport.observers.kernels.searches import (
     PATTERNS,
@@ -102,17 +102,17 @@ def search_rows(
     """
     form, improved = format_of(args), [False] * len(search.factors)
     for rows, tile in tiles.by_rows():
-        found = search_tile(readable(tile), form, search, importance)
-        factor, shape = torch.tensor(search.factors)[found.step], tile.shape[1:-1]
-        low, high = ((end * factor).view(shape).to(tile.device) for end in (found.low, found.high))
+        choices = search_tile(readable(tile), form, search, importance)
+        factor, shape = torch.tensor(search.factors)[choices.step], tile.shape[1:-1]
+        low, high = ((end * factor).view(shape).to(tile.device) for end in (choices.low, choices.high))
         yield rows, (low, high)
-        improved = [a or b for a, b in zip(improved, found.improved, strict=True)]
+        improved = [a or b for a, b in zip(improved, choices.improved, strict=True)]
     shorter = _within_patience(search, improved)
     if shorter != search:
         yield from search_rows(tiles, args, shorter, importance)
 
 
-def format_of(args: ObserverArgs) -> Format:
+def format_of(args: ObserverArgs) -> NumberFormat:
     """The format that values are rounded to, with scales as they are stored."""
     form = integer_format(args.num_bits)
     if is_float(args):
@@ -122,7 +122,7 @@ def format_of(args: ObserverArgs) -> Format:
 
 
 def search_tile(
-    tile: torch.Tensor, form: Format, search: Search, importance: torch.Tensor | None
+    tile: torch.Tensor, form: NumberFormat, search: Search, importance: torch.Tensor | None
 ) -> GroupChoices:
     """The best factor of each group of a tile (num_observations, *qparam_shape, group_size)."""
     groups = tile.movedim(0, -2).reshape(math.prod(tile.shape[1:-1]), -1)
@@ -150,8 +150,8 @@ def _steps_until_stop(improved: Sequence[bool], patience: int) -> int:
 
 def _together(ranges: Iterable[tuple[slice, Range]], tiles: Tiles) -> Range:
     low, high = (torch.empty(tiles.groups, device=tiles.device) for _ in range(2))
-    for rows, found in ranges:
-        low[rows], high[rows] = found
+    for rows, ends in ranges:
+        low[rows], high[rows] = ends
     return low, high
 
 

@@ -17,7 +17,7 @@ import torch
 
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.packing.base import Scales
-from vexport.numerics.arithmetic import F32, Floats, Format, round_to
+from vexport.numerics.arithmetic import F32, Floats, NumberFormat, round_to
 from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
 from vexport.observers.search import format_of
 from vexport.rounding.moments import Moments
@@ -37,7 +37,7 @@ class Grid:
     `width` is how many columns have one scale.
     """
 
-    form: Format
+    form: NumberFormat
     scale: torch.Tensor
     zero: torch.Tensor
     width: int
@@ -134,7 +134,7 @@ def round_block(
     scales: Floats,
     zeros: Floats,
     groups: npt.NDArray[np.int32],
-    form: Format,
+    form: NumberFormat,
     first: int,
     errors: Floats,
 ) -> None:
@@ -179,7 +179,9 @@ def round_nearest(weight: torch.Tensor, grid: Grid) -> torch.Tensor:
     return _nearest(weight, scale, zero, grid.form)
 
 
-def _nearest(values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, form: Format) -> torch.Tensor:
+def _nearest(
+    values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, form: NumberFormat
+) -> torch.Tensor:
     """The nearest number of a format in units of these scales, as `round_to` finds it."""
     scaled = (values / scale + zero).clamp_(float(form.low), float(form.high))
     exponent = (scaled.view(torch.int32) & int(form.mask)).clamp_(min=int(form.floor))

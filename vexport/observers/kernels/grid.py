@@ -17,7 +17,7 @@ from vexport.numerics.arithmetic import (
     ROUNDER,
     Bits,
     Floats,
-    Format,
+    NumberFormat,
     as_bits,
     as_float,
     as_stored,
@@ -56,7 +56,7 @@ class Scaling(NamedTuple):
 
 
 @compiled(inline=True, fastmath=MULTIPLY_ADD)
-def difference(value: np.float32, scaling: Scaling, form: Format) -> np.float32:
+def difference(value: np.float32, scaling: Scaling, form: NumberFormat) -> np.float32:
     """x - q, exact to float32 where a multiply-add is one instruction."""
     scaled = F32(value * scaling.inverse + scaling.zero)
     rounded = round_to(min(max(scaled, form.low), form.high), form)
@@ -64,7 +64,7 @@ def difference(value: np.float32, scaling: Scaling, form: Format) -> np.float32:
 
 
 @compiled(inline=True, fastmath=MULTIPLY_ADD)
-def integer_difference(value: np.float32, scaling: Scaling, form: Format) -> np.float32:
+def integer_difference(value: np.float32, scaling: Scaling, form: NumberFormat) -> np.float32:
     """The same for integers, in fewer instructions: the number whose addition rounds holds the zero point."""
     middle = as_float(I32(ROUNDER + (127 << 23)))
     rounder = F32(middle + scaling.zero)
@@ -81,7 +81,7 @@ def add(total: np.float32, term: np.float32) -> np.float32:
 
 @compiled(inline=True, fastmath=MULTIPLY_ADD)
 def chunk_error(
-    values: Floats, importance: Floats, scaling: Scaling, form: Format, norm: np.float32
+    values: Floats, importance: Floats, scaling: Scaling, form: NumberFormat, norm: np.float32
 ) -> np.float32:
     """sum(importance * |q - x|**norm) of at most CHUNK values; the scale should not be far from one."""
     wide_vectors()
@@ -111,7 +111,7 @@ def chunk_error(
 
 @compiled(fastmath=MULTIPLY_ADD)
 def part_error(
-    values: Floats, importance: Floats, scaling: Scaling, form: Format, norm: np.float32
+    values: Floats, importance: Floats, scaling: Scaling, form: NumberFormat, norm: np.float32
 ) -> np.float32:
     """`chunk_error` as a separate call."""
     wide_vectors()
@@ -120,7 +120,7 @@ def part_error(
 
 @compiled()
 def group_error(
-    values: Floats, importance: Floats, scaling: Scaling, form: Format, norm: np.float32, limit: float
+    values: Floats, importance: Floats, scaling: Scaling, form: NumberFormat, norm: np.float32, limit: float
 ) -> float:
     """sum(importance * |q - x|**norm) of any number of values; a part of it once that is above `limit`."""
     total = 0.0
@@ -149,7 +149,7 @@ class Ends(NamedTuple):
 
 
 @compiled(inline=True)
-def mx_scale(absmax: np.float32, form: Format) -> np.float32:
+def mx_scale(absmax: np.float32, form: NumberFormat) -> np.float32:
     """The power of two of `vexport.observers.qparams.mx_scale`; the smallest is a subnormal number."""
     lowered = I32(I32(as_bits(form.high) >> I32(23)) - I32(E8M0_BIAS))
     code = I32(I32(I32(as_bits(absmax) + I32(MX_ROUND_UP)) >> I32(23)) - lowered)
@@ -157,7 +157,7 @@ def mx_scale(absmax: np.float32, form: Format) -> np.float32:
 
 
 @compiled(inline=True)
-def scaling_of(low: np.float32, high: np.float32, form: Format, unit: np.float32) -> Scaling:
+def scaling_of(low: np.float32, high: np.float32, form: NumberFormat, unit: np.float32) -> Scaling:
     """The scale and zero point of a range (formulas of vexport.observers.qparams), of values times `unit`."""
     low, high = min(low, F32(0.0)), max(high, F32(0.0))
     span = F32(form.high - form.low)
@@ -207,7 +207,7 @@ def prepare(
     unit: np.float32,
     weight: np.float32,
     shrinks: Floats,
-    form: Format,
+    form: NumberFormat,
     norm: np.float32,
     candidates: Candidates,
 ) -> None:
@@ -229,7 +229,7 @@ def write_errors(
     values: Floats,
     importance: Floats,
     candidates: Candidates,
-    form: Format,
+    form: NumberFormat,
     norm: np.float32,
     errors: Doubles,
 ) -> None:
@@ -267,7 +267,7 @@ def search_groups(
     importance: Floats,
     expand: np.float32,
     shrinks: Floats,
-    form: Format,
+    form: NumberFormat,
     norm: np.float32,
     lows: Floats,
     highs: Floats,

@@ -20,7 +20,7 @@ from vexport.numerics.arithmetic import (
     FLOAT32,
     Bits,
     Floats,
-    Format,
+    NumberFormat,
 )
 from vexport.numerics.jit import compiled
 from vexport.observers.kernels.grid import (
@@ -65,7 +65,7 @@ class GroupChoices(NamedTuple):
 
 def search_grid_groups(
     groups: torch.Tensor,
-    form: Format,
+    form: NumberFormat,
     shrinks: Sequence[float],
     *,
     norm: float,
