@@ -71,8 +71,8 @@ def _down(value: object) -> object:
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-def main() -> None:
-    """Register the device, and quantize."""
+def register() -> object:
+    """Make the device known to torch, as long as the answer is kept."""
     _setup_privateuseone_for_python_backend(NAME)
     library: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     library.fallback(run, "PrivateUse1")
@@ -83,9 +83,16 @@ def main() -> None:
         return made if device is None else made.to(device)
 
     setattr(torch, "tensor", tensor)  # noqa: B010
+    return library
+
+
+def main() -> None:
+    """Register the device, and quantize."""
+    registered = register()
     from vexport.cli.entry import cli
 
     cli.main(["quantize", *sys.argv[1:], "--no-verify", "--quiet"], standalone_mode=False)
+    del registered
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.architectures.families import save_family
 from tests.command import vexport
@@ -16,6 +16,9 @@ from tests.models import write_calibration
 ROOT = Path(__file__).parent.parent.parent
 SECOND = Path(__file__).with_name("second_device.py")
 STAGES = {"device", "kernels", "pipeline", "decode", "vllm", "peer"}
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+)
 
 
 @pytest.mark.slow
@@ -52,17 +55,33 @@ def test_codes_of_another_device_are_the_cpus(family: str, scheme: str, how: str
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", ["second", CUDA])
+def test_the_next_layer_is_read_by_a_thread(device: str, tmp_path: Path) -> None:
+    """The same weights as on the CPU; its errors are raised where the layer is needed, and it ends."""
+    whole, broken = save_family("qwen3-moe", tmp_path / "whole"), save_family("llama", tmp_path / "broken")
+    file = next(broken.glob("*.safetensors"))
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name][:-1].clone()}, file, metadata={"format": "pt"})
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.quantize.read_ahead", device, whole, broken],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+    told = json.loads(ran.stdout)
+    assert told["equal"] == [True, True]
+    # The CPU's walk reads both layers itself, the device's the first.
+    assert told["readers"] == ["MainThread"] * 3 + ["read-ahead_0"]
+    assert told["left"] == []
+    assert told["reached"] == 1
+    assert name in told["error"]
+
+
+@pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")],
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", ["cpu", CUDA])
 def test_every_stage_comes_to_its_end(device: str, tmp_path: Path) -> None:
     command = [sys.executable, ROOT / "scripts" / "gpu", "--device", device, "--out", tmp_path]
     ran = subprocess.run(list(map(str, command)), capture_output=True, text=True)

@@ -16,7 +16,7 @@ from typing import Protocol, cast
 import torch
 
 from vexport.architectures.fusion import moe_layer
-from vexport.calibration.model import Weights, last_part
+from vexport.calibration.weights import Weights, last_part
 from vexport.records import FusionGroup, LinearPlan
 
 # What says how the parameters of a module of experts of transformers' interface are laid out.

@@ -18,8 +18,9 @@ from vexport.architectures.fusion import moe_layer
 from vexport.architectures.text_config import text_config
 from vexport.calibration.data import Samples
 from vexport.calibration.gradients import Again, Gradients, GradientWatcher, TokenWeigher, TokenWeights
-from vexport.calibration.model import Weights, joined
+from vexport.calibration.model import joined
 from vexport.calibration.walk import Layer, LayerWalk
+from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.smoothed import MOST, encode, reader_of
 from vexport.checkpoint.tensors import read_tensor

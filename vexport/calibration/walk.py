@@ -4,6 +4,7 @@ Where a forward makes a value that is not finite, it is said where first.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,6 @@ from vexport.calibration.capture import (
 )
 from vexport.calibration.data import Samples
 from vexport.calibration.model import (
-    Weights,
     build_on_meta,
     decoder_layers,
     joined,
@@ -28,6 +28,7 @@ from vexport.calibration.model import (
     tie_head,
     unload,
 )
+from vexport.calibration.weights import Filling, ReadAhead, Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of
@@ -129,6 +130,7 @@ class LayerWalk:
             torch.compiler.set_stance("force_eager"),
             fast_products(self.layers, self.device),
             reader_of(smoothing or {}) as self.weights.reader,
+            ReadAhead(self.weights, self.device) as self._ahead,
         ):
             self._load(0)
             hidden = HiddenStates()
@@ -194,14 +196,27 @@ class LayerWalk:
         return replayed_layers(self.layers, states.to(self.device), self._captured.rest)
 
     def _each(self, numbers: Sequence[int], part: int, parts: int) -> Iterator[Layer]:
-        for done, number in enumerate(numbers, start=part * len(numbers) + 1):
+        reading = None
+        for done, number in enumerate(numbers, start=1):
             module, name = self.layers[number], f"{self.name}.{number}"
-            self._load(number)
+            if reading is None:
+                self._load(number)
+            else:
+                self._ahead.put(reading)
+            reading = self._read_ahead(numbers[done]) if done < len(numbers) else None
             yield Layer(number=number, name=name, module=module, calls=self._captured.calls[number])
             unload(module)
-            self._report(done, parts * len(numbers))
+            self._report(part * len(numbers) + done, parts * len(numbers))
 
     def _load(self, number: int) -> None:
         """Fill a layer that has no weights yet."""
-        if any(one.is_meta for one in self.layers[number].parameters()):
+        if self._lacks_weights(number):
             self.weights.load(self.layers[number], f"{self.name}.{number}")
+
+    def _read_ahead(self, number: int) -> Future[list[Filling]] | None:
+        if not self._lacks_weights(number):
+            return None
+        return self._ahead.begin(self.layers[number], f"{self.name}.{number}")
+
+    def _lacks_weights(self, number: int) -> bool:
+        return any(parameter.is_meta for parameter in self.layers[number].parameters())

@@ -1,0 +1,334 @@
+"""The weights of a model of transformers, read from a checkpoint when a part of the model runs.
+
+Names and conversions of weights are transformers' own for loading this model: renamed tensors (`embed_out` is
+`lm_head` in its GPT-NeoX), those of a bare base model (`h.0` in many a GPT-2), and parameters made of several
+tensors (the experts of a layer, stored one by one, become one three-dimensional parameter).
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import transformers
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from vexport.calibration.model import joined
+from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.tensors import read_tensor
+from vexport.errors import InputError, raise_all
+from vexport.errors.escaping import first_line
+from vexport.records import TensorInfo
+
+FIX = "restore the checkpoint, or use a weight-only scheme"
+# The value of a stored tensor.
+Read = Callable[[TensorInfo], torch.Tensor]
+# Puts a value of some dtype onto a device; one that shares the file's memory map (True) as a copy.
+Place = Callable[[torch.Tensor, torch.dtype, bool], torch.Tensor]
+# A module, one of its parameters or buffers by name, and the value that it gets.
+Filling = tuple[torch.nn.Module, str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterRecipe:
+    """A conversion of tensors of the checkpoint into parameters.
+
+    `tensors` are by the pattern of transformers' rule that they matched, in the rule's order; without a rule
+    the one tensor is the parameter. With one, `target` is the first parameter that it makes.
+    """
+
+    target: str
+    rule: WeightConverter | None
+    tensors: Mapping[str, tuple[TensorInfo, ...]]
+
+    @property
+    def stored(self) -> tuple[TensorInfo, ...]:
+        """All tensors that go in."""
+        return tuple(tensor for tensors in self.tensors.values() for tensor in tensors)
+
+    def values(self, read: Read, model: transformers.PreTrainedModel) -> Mapping[str, torch.Tensor]:
+        """The parameters by name. ValueError or RuntimeError where the tensors do not fit together."""
+        if self.rule is None:
+            return {self.target: read(self.stored[0])}
+        rule = deepcopy(self.rule)  # it collects what it converts
+        for pattern, tensors in self.tensors.items():
+            for tensor in tensors:
+                rule.add_tensor(self.target, tensor.name, pattern, partial(read, tensor))
+        converted = rule.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+class Weights:
+    """Fills the parameters and stored buffers of modules from a checkpoint, on `device`."""
+
+    def __init__(
+        self, index: SourceIndex, reader: Reader, model: transformers.PreTrainedModel, device: str = "cpu"
+    ) -> None:
+        self.root = index.root
+        self.reader = reader
+        self._model = model
+        self._device = device
+        self._recipes = {
+            name: recipe for recipe in recipes(model, index.tensors) for name in targets_of(recipe)
+        }
+        self._parameters: dict[str, tuple[str, ...]] = {}
+        for name, recipe in self._recipes.items():
+            for tensor in recipe.stored:
+                self._parameters[tensor.name] = (*self._parameters.get(tensor.name, ()), name)
+        self._float32 = tuple(model._get_dtype_plan(model.dtype))
+
+    def stored_as(self, parameter: str) -> tuple[tuple[str, ...], ...]:
+        """The tensors that a parameter is made of: one tuple for each part of it, in it one name an expert.
+
+        A tensor that makes several parameters belongs to the first of them. Empty for what the checkpoint
+        does not have.
+        """
+        recipe = self._recipes.get(parameter)
+        if recipe is None or recipe.target != parameter:
+            return ()
+        return tuple(tuple(tensor.name for tensor in tensors) for tensors in recipe.tensors.values())
+
+    def stored_name(self, module: str) -> str:
+        """The name in the checkpoint of a module, as far as its own or its parents' tensors tell it."""
+        for parameter, recipe in self._recipes.items():
+            ending, name = parameter.removeprefix(module), recipe.stored[0].name
+            if ending != parameter and ending.startswith(".") and name.endswith(ending):
+                return name.removesuffix(ending)
+        parent, _, own = module.rpartition(".")
+        return joined(self.stored_name(parent), own) if parent else module
+
+    def parameters_of(self, stored: str) -> tuple[str, ...]:
+        """The parameters into which a stored tensor goes; empty where the model has no use for it."""
+        return self._parameters.get(stored, ())
+
+    def plain_tensor(self, parameter: str) -> str | None:
+        """The stored tensor that is a parameter and nothing else, as it is; None where there is none."""
+        recipe = self._recipes.get(parameter)
+        if recipe is None or recipe.rule is not None or len(recipe.stored) != 1:
+            return None
+        name = recipe.stored[0].name
+        return name if self.parameters_of(name) == (parameter,) else None
+
+    def parameters_from(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The parameters that these tensors make, by name; other tensors they need are the checkpoint's.
+
+        They are on the device, in the dtype that the model computes in.
+        """
+
+        def read(tensor: TensorInfo) -> torch.Tensor:
+            if tensor.name in stored:
+                return stored[tensor.name]
+            return read_tensor(self.reader, tensor).to(self._device)
+
+        needed = {
+            recipe.target: recipe
+            for recipe in self._recipes.values()
+            if any(tensor.name in stored for tensor in recipe.stored)
+        }
+        values = {
+            name: value
+            for recipe in needed.values()
+            for name, value in recipe.values(read, self._model).items()
+        }
+        return {
+            name: value.to(self._device, self._dtype(name, self._model.get_parameter(name)))
+            for name, value in values.items()
+            if name in self._recipes
+        }
+
+    def _dtype(self, name: str, present: torch.Tensor) -> torch.dtype:
+        """The dtype in which transformers loads what now has the value `present`."""
+        return torch.float32 if any(re.search(part, name) for part in self._float32) else present.dtype
+
+    def load(self, module: torch.nn.Module, prefix: str) -> None:
+        """Fill the module named `prefix`; InputErrors name what the checkpoint lacks."""
+        put(self.read(module, prefix))
+
+    def load_around(self, layers_name: str) -> None:
+        """Fill what lies outside the decoder layers.
+
+        Parameters that the checkpoint does not have (a tied output head) stay on the meta device.
+        """
+        owners = _owners(self._model, "")
+        around = {name: one for name, one in owners.items() if not name.startswith(f"{layers_name}.")}
+        put(self._values(around, self._plain))
+
+    def read(self, module: torch.nn.Module, prefix: str, place: Place | None = None) -> list[Filling]:
+        """The values of the module named `prefix`, which itself stays as it is: `place` copies each.
+
+        InputErrors name what the checkpoint lacks.
+        """
+        owners = _owners(module, prefix)
+        raise_all(
+            [
+                InputError(
+                    f"{self.root}: {name}",
+                    got="no tensor of that name",
+                    need="the weight that the model class asks for",
+                    fix=FIX,
+                )
+                for name, owner in owners.items()
+                if name not in self._recipes and last_part(name) in owner._parameters
+            ]
+        )
+        return list(self._values(owners, place or self._plain))
+
+    def _values(self, owners: Mapping[str, torch.nn.Module], place: Place) -> Iterator[Filling]:
+        """What the checkpoint has of these parameters and buffers, in the dtypes that transformers loads."""
+        needed = {recipe.target: recipe for name in owners if (recipe := self._recipes.get(name))}
+        for recipe in needed.values():
+            try:
+                made = recipe.values(partial(read_tensor, self.reader), self._model)
+                values = {name: value for name, value in made.items() if name in owners}
+                for name, value in values.items():
+                    shape = getattr(owners[name], last_part(name)).shape
+                    if value.shape != shape:
+                        raise ValueError(f"shape {tuple(value.shape)}, not {tuple(shape)}")
+            except (ValueError, RuntimeError) as error:
+                raise InputError(
+                    f"{self.root}: {recipe.stored[0].name}",
+                    got=f"what does not make {recipe.target} ({first_line(error)})",
+                    need="the shapes and numbers of the model class",
+                    fix=FIX,
+                ) from None
+            for name, value in values.items():
+                dtype = self._dtype(name, getattr(owners[name], last_part(name)))
+                yield owners[name], last_part(name), place(value, dtype, recipe.rule is None)
+            self.reader.release(recipe.stored)
+
+    def _plain(self, value: torch.Tensor, dtype: torch.dtype, is_mapped: bool) -> torch.Tensor:
+        return value.to(self._device, dtype, copy=is_mapped)
+
+
+def put(values: Iterable[Filling]) -> None:
+    """Fill parameters and buffers of modules."""
+    for owner, name, value in values:
+        is_parameter = name in owner._parameters
+        setattr(owner, name, torch.nn.Parameter(value, requires_grad=False) if is_parameter else value)
+
+
+# A card keeps two layers while one is read ahead: each takes at most this share of its memory.
+MOST_AHEAD = 1 / 8
+# Host memory through which weights go to a card.
+STAGED_BYTES = 1 << 26
+
+
+class ReadAhead:
+    """Reads the weights of the next layer in a thread while this one is calibrated or rounded.
+
+    They go through a buffer of pinned host memory, on a stream of their own. Nothing is read ahead for a CPU,
+    whose cores are busy (reading is a hundredth of what they do), nor for Metal, whose queue is one thread's.
+    Leaving the block waits for the thread.
+    """
+
+    def __init__(self, weights: Weights, device: str) -> None:
+        self._weights, self._device = weights, torch.device(device)
+        self._is_used = self._device.type not in ("cpu", "mps")
+        self._stream: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        size = STAGED_BYTES if self._is_used else 0
+        self._staged = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+        self._pool = ThreadPoolExecutor(1, "read-ahead")
+
+    def __enter__(self) -> "ReadAhead":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def begin(self, module: torch.nn.Module, prefix: str) -> Future[list[Filling]] | None:
+        """Begin to read a module's weights; None where they are read when they are needed."""
+        if not self._is_used:
+            return None
+        if self._stream is not None:
+            room = MOST_AHEAD * torch.cuda.get_device_properties(self._device).total_memory
+            if sum(parameter.nbytes for parameter in module.parameters()) > room:
+                return None
+        return self._pool.submit(self._weights.read, module, prefix, self._place)
+
+    def put(self, reading: Future[list[Filling]]) -> None:
+        """Fill a module with what was read for it; raises as `Weights.load`."""
+        values = reading.result()
+        if self._stream is not None:
+            for _, _, value in values:  # whose memory belongs to the other stream
+                value.record_stream(torch.cuda.current_stream(self._device))
+        put(values)
+
+    def _place(self, value: torch.Tensor, dtype: torch.dtype, is_mapped: bool) -> torch.Tensor:
+        """A copy on the device, in the thread; it is there when this returns."""
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            placed = torch.empty(value.shape, dtype=dtype, device=self._device)
+            run = STAGED_BYTES // dtype.itemsize
+            parts = (torch.split(one.reshape(-1), run) for one in (value, placed))
+            for source, target in zip(*parts, strict=True):
+                staged = self._staged[: target.nbytes].view(dtype)
+                target.copy_(staged.copy_(source), non_blocking=True)
+                if self._stream is not None:
+                    self._stream.synchronize()
+        return placed
+
+
+def _owners(module: torch.nn.Module, prefix: str) -> dict[str, torch.nn.Module]:
+    """The module that has each parameter and buffer below `module`, by its name."""
+    return {
+        joined(prefix, owner_name, name): owner
+        for owner_name, owner in module.named_modules()
+        for name in own_tensors(owner)
+    }
+
+
+def own_tensors(module: torch.nn.Module) -> list[str]:
+    """The names of a module's own parameters and buffers."""
+    parameters, buffers = module.named_parameters(recurse=False), module.named_buffers(recurse=False)
+    return [name for name, _ in (*parameters, *buffers)]
+
+
+def last_part(name: str) -> str:
+    """The last part of a name."""
+    return name.rpartition(".")[2]
+
+
+def recipes(
+    model: transformers.PreTrainedModel, stored: Mapping[str, TensorInfo]
+) -> Iterator[ParameterRecipe]:
+    """The conversions of stored tensors into the model's parameters and buffers; others are left out.
+
+    This is the matching of transformers' `convert_and_load_state_dict_in_model` (core_model_loading.py).
+    """
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    of_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    state, prefix = model.state_dict(), model.base_model_prefix
+    by_target: dict[str, dict[str | None, list[TensorInfo]]] = {}
+    for name in sorted(stored, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        if target in state:
+            by_target.setdefault(target, {}).setdefault(pattern, []).append(stored[name])
+    for target, tensors in by_target.items():
+        rule = next((of_pattern[pattern] for pattern in tensors if pattern is not None), None)
+        patterns = rule.source_patterns if rule else [None]
+        ordered = {pattern or "": tuple(tensors.get(pattern, ())) for pattern in patterns}
+        yield ParameterRecipe(target=target, rule=rule, tensors=ordered)
+
+
+def targets_of(recipe: ParameterRecipe) -> tuple[str, ...]:
+    """The parameters that come of it."""
+    if recipe.rule is None:
+        return (recipe.target,)
+    first, *others = recipe.rule.target_patterns
+    return (recipe.target, *(recipe.target.replace(first, other, 1) for other in others))
