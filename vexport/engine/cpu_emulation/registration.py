@@ -60,10 +60,12 @@ def register_kernels() -> None:
     linear._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CPU].append(EmulationW8A16Fp8Linear)
     # Last: vLLM's own kernels need AMX.
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(EmulationFp8BlockLinear)
-    # Last: only what vLLM's own kernel for INT4 does not take.
-    register_linear_kernel(EmulationWNA16Linear, PlatformEnum.CPU, "mp")
+    # Last, for what vLLM's own kernel for INT4 does not take; first where processors lack AVX-512, for whom the
+    # build has no such kernel and takes it all the same.
+    mixed = linear._POSSIBLE_KERNELS[PlatformEnum.CPU]
+    mixed.insert(len(mixed) if hasattr(torch.ops._C, "cpu_gemm_wna16") else 0, EmulationWNA16Linear)
     # First, because vLLM's kernel for INT4 with INT8 inputs does not look at the inputs' type.
-    linear._POSSIBLE_KERNELS[PlatformEnum.CPU].insert(0, EmulationW4A8Fp8Linear)
+    mixed.insert(0, EmulationW4A8Fp8Linear)
     CompressedTensorsConfig._get_scheme_from_parts = scheme_from_parts
     HadamardTransform.forward = rotate
 
