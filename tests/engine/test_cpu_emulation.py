@@ -44,6 +44,36 @@ inputs += [keys.kFp8StaticTensorSym, keys.kInt8StaticChannelSym]
 print(before, count(), [Kernel._supports_quant_scheme(keys.kMxfp4Static, key) for key in inputs])
 """
 
+# The weight of a layer whose outputs come first, and of the same one as GPTQ and AWQ store it.
+LAID_OUT = """
+import torch
+from vllm.model_executor.kernels.linear import MPLinearLayerConfig
+from vllm.scalar_type import scalar_types
+from vexport.engine.cpu_emulation.kernels import EmulationWNA16Linear
+
+torch.manual_seed(0)
+words, zeros = (torch.randint(-2**31, 2**31 - 1, size, dtype=torch.int32) for size in ((32, 8), (4, 2)))
+scales = torch.rand(32, 2, dtype=torch.bfloat16)
+
+def parameter(data, flipped):
+    parameter = torch.nn.Parameter(data.t() if flipped else data, requires_grad=False)
+    parameter.input_dim, parameter.output_dim = int(not flipped), int(flipped)
+    return parameter
+
+def weight(flipped):
+    layer = torch.nn.Module()
+    layer.weight, layer.scales, layer.zeros = (parameter(data, flipped) for data in (words, scales, zeros))
+    config = MPLinearLayerConfig((64, 32), (64, 32), scalar_types.uint4, torch.bfloat16, 32, True)
+    EmulationWNA16Linear(config, "weight", "scales", "zeros").process_weights_after_loading(layer)
+    return layer.weight
+
+shifts = 4 * torch.arange(8)
+codes = (words[:, :, None] >> shifts & 15).reshape(32, 2, 32)
+offsets = (zeros[:, None] >> shifts[:, None] & 15).reshape(32, 2)
+expected = ((codes - offsets[..., None]) * scales.float()[..., None]).reshape(32, 64).bfloat16()
+print([torch.equal(weight(flipped), expected) for flipped in (False, True)])
+"""
+
 
 @pytest.fixture
 def activations() -> torch.Tensor:
@@ -51,6 +81,14 @@ def activations() -> torch.Tensor:
     values[3, :16] = 0.0
     values[5, 7] = 40.0
     return values.to(torch.bfloat16)
+
+
+def printed(code: str) -> str:
+    """The last line that code prints in a process of vLLM's."""
+    environment = {**os.environ, SWITCH: "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()[-1]
 
 
 def test_register_is_inert_unless_asked() -> None:
@@ -63,11 +101,12 @@ def test_register_is_inert_unless_asked() -> None:
 @pytest.mark.vllm
 def test_kernels_are_offered_once_and_only_when_asked() -> None:
     """MXFP4 with the inputs that are rounded here: vLLM 0.33 asks, as an engine argument may name others."""
-    environment = {**os.environ, SWITCH: "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    ran = subprocess.run(
-        [sys.executable, "-c", SEEN], env=environment, capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.splitlines()[-1] == "0 6 [True, True, True, False, False]"
+    assert printed(SEEN) == "0 6 [True, True, True, False, False]"
+
+
+@pytest.mark.vllm
+def test_int4_is_dequantized_in_either_layout() -> None:
+    assert printed(LAID_OUT) == "[True, True]"
 
 
 def test_fp4_rounds_ties_to_even() -> None:

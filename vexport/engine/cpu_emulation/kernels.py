@@ -73,17 +73,20 @@ class EmulationWNA16Linear(Dequantized, MPLinearKernel):  # type: ignore[misc]
         return known, None if known else "requires 16-bit activations"
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
+        """Dequantize: outputs come first, as compressed-tensors stores them, or last, as GPTQ and AWQ do."""
         packed, scale, zero_point = self._get_weight_params(layer)
         columns, rows = self.config.partition_weight_shape
         bits = self.config.weight_type.size_bits
-        values = unpack_int32(packed.data, bits, columns).reshape(rows, scale.shape[1], -1)
+        values = unpack_int32(packed.data if packed.input_dim else packed.data.T.contiguous(), bits, columns)
+        scales = self.stored_scale((scale.data.T if scale.output_dim else scale.data).to(torch.float32))
+        size = columns // scales.shape[1]
         zeros = torch.tensor(1 << (bits - 1))
         if self.config.zero_points:
-            zeros = unpack_int32(zero_point.data.T, bits, rows).T.unsqueeze(-1)
-        steps = self.stored_scale(scale.data.to(torch.float32)).unsqueeze(-1)
-        weight = (values - zeros).to(torch.float32) * steps
+            by_group = zero_point.data if zero_point.output_dim else zero_point.data.T.contiguous()
+            zeros = unpack_int32(by_group, bits, rows).T.unsqueeze(-1)
+        weight = (values.reshape(rows, -1, size) - zeros).to(torch.float32) * scales.unsqueeze(-1)
+        setattr(layer, self.w_q_name, None)  # which Quark calls `weight`
         layer.weight = Parameter(weight.reshape(rows, columns).to(scale.dtype), requires_grad=False)
-        setattr(layer, self.w_q_name, None)
 
     def stored_scale(self, scale: torch.Tensor) -> torch.Tensor:
         """The scales (rows, groups), float32, as the kernel uses them."""

@@ -60,8 +60,8 @@ def register_kernels() -> None:
     linear._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CPU].append(EmulationW8A16Fp8Linear)
     # Last: vLLM's own kernels need AMX.
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(EmulationFp8BlockLinear)
-    # Last, for what vLLM's own kernel for INT4 does not take; first where processors lack AVX-512, for whom the
-    # build has no such kernel and takes it all the same.
+    # Last, for what vLLM's own kernel for INT4 does not take; first on processors without AVX-512, for which
+    # vLLM chooses that kernel although the build has none.
     mixed = linear._POSSIBLE_KERNELS[PlatformEnum.CPU]
     mixed.insert(len(mixed) if hasattr(torch.ops._C, "cpu_gemm_wna16") else 0, EmulationWNA16Linear)
     # First, because vLLM's kernel for INT4 with INT8 inputs does not look at the inputs' type.
