@@ -8,59 +8,49 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from rows import Row, Sizes
+from costs import (
+    host_bytes,
+    look_back_cost,
+    peaks_of,
+    promised_bytes,
+    reset_host_peak,
+    rounding_cost,
+    seconds_of,
+)
+from rows import Peaks, Row, Sizes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from vexport.calibration import Samples, read_samples
+from vexport.checkpoint.smoothed import SMOOTHING, smoothing_of
 from vexport.engine.reference import load_dequantized
 from vexport.formats.packing.base import Scales
 from vexport.formats.schemes import all_schemes, get_scheme
 from vexport.numerics.metrics import divergence_of_logits
+from vexport.plan.build import Settings
+from vexport.plan.smoothing import WEIGHING_ROWS
 from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.records import Plan
 from vexport.records.rounding import Rounding
 from vexport.rounding.gptq import factorize, grid_of, round_blocks, round_compiled, stack
 from vexport.rounding.moments import Moments
-from vexport.rounding.settings import GPTQ, waiting_bytes
+from vexport.rounding.settings import GPTQ
 from vexport.scenario import Calibration
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEMO = ROOT / "scenarios" / "demo"
 PACKAGES = ("torch", "triton", "transformers", "compressed_tensors", "vllm", "llmcompressor")
 # What the device's codes may differ by from the CPU's of one H, and its KL from the CPU's.
-EQUAL_CODES, KL_SHARE = 0.999, 1.01
+EQUAL_CODES, KL_SHARE, SCALE_SHARE = 0.999, 1.01, 0.01
 # The time in which vLLM may begin to load another scheme.
 LOAD_SECONDS = 300
-
-
-def seconds_of(call: Callable[[], object], device: str, repeats: int = 3) -> float:
-    """The fastest of some calls, after one that warms up, when the device has done them."""
-    taken = []
-    for _ in range(repeats + 1):
-        _wait(device)
-        start = time.perf_counter()
-        call()
-        _wait(device)
-        taken.append(time.perf_counter() - start)
-    return min(taken[1:])
-
-
-def _wait(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-
-
-def matmul_peak(device: str, side: int) -> float:
-    """Operations a second of a product of bf16 matrices."""
-    one = torch.randn(2 * side, 2 * side, device=device, dtype=torch.bfloat16)
-    return 2 * (2 * side) ** 3 / seconds_of(lambda: one @ one, device)
 
 
 def device(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
@@ -76,10 +66,12 @@ def device(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
         yield Row("driver, memory", note=subprocess.check_output(asked, text=True).strip())
         major, minor = torch.cuda.get_device_capability(device)
         yield Row("compute capability", 10 * major + minor)
-    yield Row("bf16 products", matmul_peak(device, sizes.matrix) / 1e12, "TFLOPS")
-    buffer = torch.empty(sizes.bandwidth_bytes, dtype=torch.uint8, device=device)
-    copied = seconds_of(buffer.clone, device)
-    yield Row("copy", 2 * sizes.bandwidth_bytes / copied / 1e9, "GB/s")
+    peaks = peaks_of(device, sizes)
+    yield Row("products", peaks.products / 1e12, "TFLOPS")
+    yield Row("copy", peaks.copies / 1e9, "GB/s")
+    host = torch.empty(sizes.bandwidth_bytes, dtype=torch.uint8, pin_memory=device.startswith("cuda"))
+    sent = seconds_of(lambda: host.to(device, copy=True), device)
+    yield Row("from the host", sizes.bandwidth_bytes / sent / 1e9, "GB/s")
 
 
 def kernels(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
@@ -88,34 +80,39 @@ def kernels(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     spread = torch.randn(side, side, generator=generator) / math.sqrt(side)
     inputs = (torch.randn(4 * side, side, generator=generator) @ spread).to(torch.bfloat16)
     sums = [Moments.zeros(side, drift=True, device=where) for where in ("cpu", device)]
+    peaks = {where: peaks_of(where, sizes) for where in ("cpu", device)}
     for where, moments in zip(("cpu", device), sums, strict=True):
         own = inputs.to(where)
         taken = seconds_of(partial(moments.add, own, own * 1.01), where, repeats=1)
-        yield Row(f"H and drift on {where}", 1e3 * taken, "ms")
+        # Half of H and the drift; both inputs are read, both sums read and written.
+        work, moved = 3 * len(own) * side**2, 2 * own.nbytes + 16 * side**2
+        yield peaks[where].row(f"H and drift on {where}", taken, work=work, moved=moved)
     for name, most in (("hessian", 1e-5), ("drift", 5e-3)):
         exact, found = (getattr(one.complete(), name).cpu() for one in sums)
         yield Row(f"{name}, relative difference", float((found - exact).norm() / exact.norm()), most=most)
     weight = torch.randn(side, side, generator=generator) * 0.02
     for name, largest in (("W4A16", 7.5), ("W8A8", 127.5), ("NVFP4A16", 6.0), ("FP8_BLOCK", 448.0)):
-        yield from _rounded(name, largest, weight, sums[0].hessian, device)
+        yield from _rounded(name, largest, weight, sums[0].hessian, peaks)
 
 
 def _rounded(
-    name: str, largest: float, weight: torch.Tensor, hessian: torch.Tensor, device: str
+    name: str, largest: float, weight: torch.Tensor, hessian: torch.Tensor, peaks: Mapping[str, Peaks]
 ) -> Iterator[Row]:
     args, columns = get_scheme(name).args.weights, weight.shape[1]
     high, width = args.block or (1, args.group or columns)
     scale = weight.reshape(-1, high, columns // width, width).abs().amax((1, 3)) / largest
     scales = Scales(scale=scale.numpy(), zero_point=0 * scale.numpy(), global_scale=None)
     own, codes = grid_of(args, scales, (columns, columns), torch.float32), list[torch.Tensor]()
-    for where, kernel in (("cpu", round_compiled), (device, round_blocks)):
+    for where, kernel in zip(("cpu", list(peaks)[-1]), (round_compiled, round_blocks), strict=True):
         grid, factor = stack([own], torch.device(where)), factorize(hessian.to(where), GPTQ.ridge)
         assert factor is not None
         values = weight.to(where)[:, factor.order].contiguous()
         kernel(values, factor, grid)
         codes.append(values[:, factor.order.argsort()].cpu())
         taken = seconds_of(partial(kernel, values, factor, grid), where, repeats=1)
-        yield Row(f"{name}: {columns} columns on {where}", 1e3 * taken, "ms")
+        # Every column is passed on to half of them; the weight is read and written, of the factor half read.
+        work, moved = weight.numel() * columns, 2 * weight.nbytes + 2 * columns**2
+        yield peaks[where].row(f"{name}: {columns} columns on {where}", taken, work=work, moved=moved)
     steps = own.scale.repeat_interleave(width, 1)
     equal = float(((codes[0] - codes[1]).abs() < steps / 4).float().mean())
     yield Row(f"{name}: codes equal to the CPU's", equal, least=EQUAL_CODES)
@@ -148,7 +145,7 @@ def settings(sizes: Sizes, device: str) -> Calibration:
 
 
 def quantized(
-    source: Path, out: Path, scheme: str, how: Rounding, text: Calibration
+    source: Path, out: Path, scheme: str, how: Rounding, text: Calibration | None
 ) -> tuple[Plan, Mapping[str, float]]:
     """Quantize; the plan, and the seconds by step."""
     marks, start = dict[str, list[float]](), time.perf_counter()
@@ -158,7 +155,10 @@ def quantized(
 
     shutil.rmtree(out, ignore_errors=True)
     rules = rules_for(scheme, observer=None, ignore=(), rounding=how)
-    job = QuantizeJob(source=str(source), out=out, rules=rules, calibration=text, on_progress=mark)
+    planning = Settings(has_text=text is not None)
+    job = QuantizeJob(
+        source=str(source), out=out, rules=rules, planning=planning, calibration=text, on_progress=mark
+    )
     plan, _, _ = quantize_source(job)
     steps = {
         step: (times[-1] - times[1]) * (len(times) - 1) / (len(times) - 2)  # the first layer warms up
@@ -168,11 +168,26 @@ def quantized(
     return plan, {**steps, "all": time.perf_counter() - start}
 
 
-def equal_bytes(one: Path, other: Path) -> float:
-    """The share of equal bytes of packed weights."""
-    left, right = (load_file(next(out.glob("*.safetensors"))) for out in (one, other))
+def tensors_of(out: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint of one file."""
+    tensors: dict[str, torch.Tensor] = load_file(next(out.glob("*.safetensors")))
+    return tensors
+
+
+def equal_bytes(ours: Path, cpus: Path) -> Iterator[Row]:
+    """The shares of equal bytes of packed weights and of equal exponents of smoothing; the input scales."""
+    left, right = tensors_of(ours), tensors_of(cpus)
     same = [(left[key] == right[key]).flatten() for key in left if key.endswith("weight_packed")]
-    return float(torch.cat(same).float().mean())
+    if same:
+        yield Row("bytes equal to the CPU's", float(torch.cat(same).float().mean()))
+    scales = [key for key in left if key.endswith("input_scale")]
+    if scales:
+        most = max(float(((left[key] - right[key]) / right[key]).abs().max()) for key in scales)
+        yield Row("static input scales, relative difference", most, most=SCALE_SHARE)
+    if (cpus / SMOOTHING).is_file():
+        found, expected = smoothing_of(ours), smoothing_of(cpus)
+        equal = sum(found.get(name) == value for name, value in expected.items()) / len(expected)
+        yield Row("smoothing: tensors with the CPU's exponents", equal)
 
 
 def rows_of(sizes: Sizes, behind: int = 0) -> Samples:
@@ -194,40 +209,46 @@ def kl(out: Path, sizes: Sizes) -> float:
 
 
 def pipeline(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
-    """gptq and refit of the demo against the CPU's; time and memory of the random model."""
-    ways: tuple[tuple[str, Rounding], ...] = (("W4A16", "gptq"), ("W4A16", "refit"), ("NVFP4", "refit"))
-    for scheme, how in ways:
+    """The demo calibrated and rounded, against the CPU's; time and memory of the random model."""
+    for scheme, how in sizes.ways:
         outs, losses = [folder / f"demo-{scheme}-{how}-{number}" for number in (0, 1)], list[float]()
         for where, out in zip(("cpu", device), outs, strict=True):
             _, taken = quantized(DEMO / "model", out, scheme, how, settings(sizes, where))
             losses.append(kl(out, sizes))
             yield Row(f"demo {scheme} {how} on {where}: KL", losses[-1], note=f"{taken['all']:.1f} s")
         yield Row(f"demo {scheme} {how}: KL by the CPU's", losses[1] / losses[0], most=KL_SHARE)
-        yield Row(f"demo {scheme} {how}: bytes equal to the CPU's", equal_bytes(*outs))
-    model, peak = random_model(folder, sizes), matmul_peak(device, sizes.matrix)
-    for how in ("gptq", "refit"):
-        yield from _of_random_model(model, how, device, sizes, folder, peak)
+        for row in equal_bytes(outs[1], outs[0]):
+            yield replace(row, name=f"demo {scheme} {how}: {row.name}")
+    model, peaks = random_model(folder, sizes), peaks_of(device, sizes)
+    ways: tuple[Rounding, ...] = ("nearest", "gptq", "refit")
+    for how in ways:
+        yield from _of_random_model(model, how, device, sizes, folder, peaks)
 
 
 def _of_random_model(
-    model: Path, how: Rounding, device: str, sizes: Sizes, folder: Path, peak: float
+    model: Path, how: Rounding, device: str, sizes: Sizes, folder: Path, peaks: Peaks
 ) -> Iterator[Row]:
-    has_card, tokens = device.startswith("cuda"), sum(map(len, rows_of(sizes).token_ids))
-    if has_card:
+    on_card, text = device.startswith("cuda"), None if how == "nearest" else settings(sizes, device)
+    if on_card:
         torch.cuda.reset_peak_memory_stats(device)
-    plan, steps = quantized(model, folder / f"random-{how}", "W4A16", how, settings(sizes, device))
+    before = reset_host_peak()
+    plan, steps = quantized(model, folder / f"random-{how}", "W4A16", how, text)
+    most_of_host = (host_bytes("VmHWM") - before) / 1e9
+    rows = [len(row) for row in rows_of(sizes).token_ids]
     for step, taken in steps.items():
-        yield Row(f"random {how}: {step}", taken, "s")
-    # Forwards of both streams, columns passed on to those behind them, half of H, and of a refit the drift.
-    work = 0.0
-    for group in plan.groups:
-        work += (3 if how == "refit" else 1) * tokens * group.members[0].in_features ** 2
-        for one in group.members:
-            work += one.out_features * one.in_features * (4 * tokens + one.in_features)
-    yield Row(f"random {how}: share of the peak of products", work / steps["round weights (layers)"] / peak)
-    most = torch.cuda.max_memory_allocated(device) / 1e9 if has_card else None
-    planned = f"waiting rows as planned: {waiting_bytes(plan.groups, tokens) / 1e9:.2g} GB"
-    yield Row(f"random {how}: memory of the card", most, "GB", planned)
+        if step.startswith("round"):
+            work, moved = rounding_cost(plan, rows, drift=how == "refit")
+        elif step.startswith("look back"):
+            work, moved = look_back_cost(plan, rows[:WEIGHING_ROWS])
+        else:
+            yield Row(f"random {how}: {step}", taken, "s")
+            continue
+        yield peaks.row(f"random {how}: {step}", taken, work=work, moved=moved)
+    promised = promised_bytes(plan, sum(rows), sizes, on_card=on_card)
+    for place, (most, what) in promised.items():
+        taken = torch.cuda.max_memory_allocated(device) / 1e9 if place == "card" else most_of_host
+        note = f"promised: {most / 1e9:.2g} GB ({what})"
+        yield Row(f"random {how}: memory of the {place}", taken, "GB", note)
 
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -259,7 +280,7 @@ def decode(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     for scheme in sizes.schemes:
         out = folder / f"demo-{scheme}"
         quantized(DEMO / "model", out, scheme, "nearest", settings(sizes, "cpu"))
-        tensors = load_file(next(out.glob("*.safetensors")))
+        tensors = tensors_of(out)
         prefix = "model.layers.0.mlp.down_proj."
         stored = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         found = get_scheme(scheme)
@@ -284,6 +305,7 @@ def vllm(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
         return
     cards, start = torch.cuda.device_count(), time.perf_counter()
     schemes = [one.name for one in all_schemes() if _runs(one.name)] if cards else list(sizes.schemes[:1])
+    rehearsed = () if cards else ("--dry",)  # not every CPU runs every scheme
     for number, scheme in enumerate(schemes):
         if time.perf_counter() - start > LOAD_SECONDS:
             yield Row("load of others", note=f"skipped, no time: {', '.join(schemes[number:])}")
@@ -292,7 +314,7 @@ def vllm(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
         if not out.is_dir():
             quantized(DEMO / "model", out, scheme, "nearest", settings(sizes, "cpu"))
         for tp in (1, 2) if cards > 1 else (1,):
-            code, told = told_by("load", out, "--tp", tp)
+            code, told = told_by("load", out, "--tp", tp, *rehearsed)
             yield Row(f"load {scheme}, tp {tp}: exit code", code, most=0, note=told)
     if not cards:
         yield Row("eval, bench, tp 2", note="skipped without a card")
