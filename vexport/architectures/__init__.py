@@ -1,4 +1,4 @@
-"""What vLLM does with the layers of each model class; the tables are generated for each vLLM version."""
+"""The layers of each model class in vLLM: fused, renamed, cut; tables generated for each vLLM version."""
 
 from vexport.architectures.table import (
     Architecture,

@@ -1,4 +1,4 @@
-"""Which layers of a checkpoint vLLM runs as one, by their names alone."""
+"""The layers of a checkpoint that vLLM runs as one, by their names alone."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -59,7 +59,8 @@ class ClassLayout:
     rows: tuple[Row, ...] = ()
 
     def knows(self, config: Mapping[str, Json]) -> bool:
-        """Whether the configs in a config are of the types whose tensors are known, alike in all layers."""
+        """Return whether the configs in a config are of the types whose tensors are known, alike in all
+        layers."""
         for path, kind in self.types.items():
             part: Json = {**config}
             for key in path.split(".") if path else ():

@@ -1,4 +1,4 @@
-"""What vLLM makes of layers that it merges: the sizes of their parts, as functions of the model's config.
+"""The sizes of the parts of layers that vLLM merges, as functions of the model's config.
 
 The expressions come with the table (scripts/output_sizes.py): keys of config.json, `queries`, `keys` and
 `values` for those of attention, whole numbers, `+ - * //`, and `a or b`, which is b where there is no a.

@@ -1,4 +1,4 @@
-"""Where the config of a multimodal model describes its language model."""
+"""The part of a multimodal model's config that describes its language model."""
 
 from collections.abc import Mapping
 

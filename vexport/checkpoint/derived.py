@@ -49,7 +49,7 @@ class DerivedReader(Reader):
         return memoryview(_bytes(derived.rows(self.base, slice(None))).reshape(-1).data)
 
     def is_in_place(self, tensor: TensorInfo) -> bool:
-        """Whether a tensor is a stored one, in a local file."""
+        """Return whether a tensor is a stored one, in a local file."""
         return tensor.name not in self._derived and self.base.is_in_place(tensor)
 
     def some_rows(self, tensor: TensorInfo, step: int) -> npt.NDArray[np.uint8]:

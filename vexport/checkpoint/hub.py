@@ -81,12 +81,12 @@ def explain(error: BaseException, name: HubName, kind: Kind = "model") -> Vexpor
 
 
 def is_network_error(error: BaseException) -> bool:
-    """Whether a connection could not be made, or broke, or is not wanted."""
+    """Return whether a connection could not be made, or broke, or is not wanted."""
     return _is_any(error, _UNREACHABLE)
 
 
 def is_of_the_hub(error: BaseException) -> bool:
-    """Whether the hub or the way to it raised an error, not what was read from there."""
+    """Return whether the hub or the way to it raised an error, not what was read from there."""
     return _is_any(error, _INPUT | _UNREACHABLE | {"HfHubHTTPError"})
 
 
@@ -101,7 +101,7 @@ def downloaded(name: HubName) -> str | None:
 
 
 def _is_any(error: BaseException, names: set[str]) -> bool:
-    """Whether an error, or what it came from, is of a class with one of these names."""
+    """Return whether an error, or what it came from, is of a class with one of these names."""
     classes = (type(cause).__mro__ for cause in _chain(error))
     return any(cls.__name__ in names for cls in itertools.chain.from_iterable(classes))
 

@@ -51,7 +51,7 @@ class Reader:
         return memoryview(mapped)[tensor.start : tensor.end]
 
     def is_in_place(self, tensor: TensorInfo) -> bool:
-        """Whether the bytes of a tensor are those of a local file, where its header says.
+        """Return whether the bytes of a tensor are those of a local file, where its header says.
 
         What is below reads them there. A reader that gives others from `raw` says so here.
         """
@@ -79,7 +79,7 @@ class Reader:
         return stored
 
     def is_hole(self, tensor: TensorInfo) -> bool:
-        """Whether a file holds nothing where a tensor is: its bytes are zero and need not be read."""
+        """Return whether a file holds nothing where a tensor is: its bytes are zero and need not be read."""
         if not self.is_in_place(tensor):
             return False
         with tensor.file.open("rb", buffering=0) as stream:
@@ -172,7 +172,8 @@ class Reader:
 
 
 def same_bytes(old: Reader, one: TensorInfo, new: Reader, other: TensorInfo) -> bool:
-    """Whether two tensors are equal in dtype, shape and bytes; a part at a time, pages are given back."""
+    """Return whether two tensors are equal in dtype, shape and bytes; a part at a time, pages are given
+    back."""
     same = (one.dtype, one.shape) == (other.dtype, other.shape)
     left, right = (
         np.frombuffer(reader.raw(tensor), np.uint8) for reader, tensor in ((old, one), (new, other))

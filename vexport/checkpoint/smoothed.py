@@ -65,7 +65,7 @@ class SmoothedReader(Reader):
             return self._last[tensor.name].data.cast("B")
 
     def is_in_place(self, tensor: TensorInfo) -> bool:
-        """Whether a tensor is not smoothed, and in a local file."""
+        """Return whether a tensor is not smoothed, and in a local file."""
         return tensor.name not in self._smoothing and super().is_in_place(tensor)
 
     def release_view(self, tensor: TensorInfo, view: Array) -> None:
@@ -137,7 +137,8 @@ def decode(text: str) -> Exponents:
 
 
 def fits(tensor: TensorInfo, smoothing: Smoothing) -> bool:
-    """Whether a tensor can be scaled: its dtype, and as many rows and columns as there are exponents."""
+    """Return whether a tensor can be scaled: its dtype, and as many rows and columns as there are
+    exponents."""
     if tensor.dtype not in VIEWS or len(tensor.shape) not in (1, 2):
         return False
     sizes = (*tensor.shape, 1)[:2]

@@ -1,4 +1,4 @@
-"""Whether files have the bytes that were written: by vexport's own record, or by a list (--digests)."""
+"""Files against the bytes that were written: by vexport's own record, or by a list (--digests)."""
 
 import os
 from collections.abc import Iterator, Mapping

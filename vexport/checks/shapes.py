@@ -196,7 +196,8 @@ def _plain(view: CheckpointView, name: str, shape: Shape, cut: int | None) -> It
 
 
 def _has_shape(tensor: TensorInfo, shape: Shape) -> bool:
-    """Whether a tensor is as large as it should be; the experts in one tensor may be either way round."""
+    """Return whether a tensor is as large as it should be; the experts in one tensor may be either way
+    round."""
     if len(tensor.shape) == 3 and None not in shape and ".experts." in tensor.name:
         return sorted(tensor.shape) == sorted(size for size in shape if size is not None)
     sides = zip(shape, tensor.shape, strict=False)

@@ -1,4 +1,4 @@
-"""Which of a folder's files vLLM loads, and whether they agree."""
+"""The files of a folder that vLLM loads, and whether they agree."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -41,7 +41,8 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _is_remnant(name: str, files: Mapping[Path, Mapping[str, TensorInfo]]) -> bool:
-    """Whether a file is a shard of several of which others are missing, as an older export leaves it."""
+    """Return whether a file is a shard of several of which others are missing, as an older export leaves
+    it."""
     shard = SHARD.fullmatch(name)
     if shard is None:
         return False

@@ -127,7 +127,8 @@ def _may_be_negative(found: Counts, parameter: str, group: ConfigGroup | None) -
 
 
 def _has_signs(found: Counts, parameter: str, group: ConfigGroup | None) -> bool:
-    """Whether scales of integers are of either sign on purpose; vLLM multiplies with them as they are."""
+    """Return whether scales of integers are of either sign on purpose; vLLM multiplies with them as they
+    are."""
     if group is None or group.weights.is_float or parameter != "weight_scale" or found.size < MANY:
         return False
     return min(found.negative, found.positive) >= LEAST_OF_EITHER_SIGN * found.size

@@ -25,7 +25,7 @@ _NO_DRY_LOAD = partial(DryLoadReport, vllm="", cells=(), rows=(), blind_spots=()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Targets:
-    """What a dry load is asked about; `sm` None leaves the devices to the cards or the defaults."""
+    """The targets of a dry load; `sm` None leaves the devices to the cards or the defaults."""
 
     tp: tuple[int, ...]
     sm: tuple[int, ...] | None

@@ -231,7 +231,7 @@ def gpu_option(function: Function) -> Function:
 
 
 def speculative_option(function: Function) -> Function:
-    """How it is to draft."""
+    """The option that names the draft."""
     return click.option(
         "--speculative",
         metavar="METHOD",

@@ -139,7 +139,7 @@ def _alone(canary: Canary) -> str | None:
 
 
 def _cycles(words: Sequence[str]) -> bool:
-    """Whether the end of `words` is the same one to six words, four times or more."""
+    """Return whether the end of `words` is the same one to six words, four times or more."""
     for length in range(1, _LONGEST_CYCLE + 1):
         end = words[-length * _ROUNDS :]
         if len(end) == length * _ROUNDS and all(end[i] == end[i % length] for i in range(len(end))):
@@ -148,7 +148,8 @@ def _cycles(words: Sequence[str]) -> bool:
 
 
 def _early(canary: Canary, baseline: Canary) -> bool:
-    """Whether the model ends before half of what the baseline says, early in the text, and not of a loop."""
+    """Return whether the model ends before half of what the baseline says, early in the text, and not of a
+    loop."""
     whole = baseline.tokens if baseline.ended_after is None else baseline.ended_after
     ended = canary.ended_after
     if ended is None or ended >= _WHOLE_TOKENS or _loops(baseline):

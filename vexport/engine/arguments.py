@@ -1,4 +1,4 @@
-"""Whether vLLM takes the arguments that were given for it, asked before anything long begins."""
+"""Asks vLLM whether it takes the arguments that were given for it, before anything long begins."""
 
 from collections.abc import Sequence
 from pathlib import Path

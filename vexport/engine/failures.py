@@ -107,7 +107,7 @@ def failure_from_exit(log: Path, code: int) -> EngineFailure:
 
 
 def _is_full(log: Path) -> bool:
-    """Whether the disk of the log has no room, so that it may lack what was said."""
+    """Return whether the disk of the log has no room, so that it may lack what was said."""
     free = shutil.disk_usage(log.parent).free if log.parent.is_dir() else _LOG_ROOM
     return free < _LOG_ROOM
 

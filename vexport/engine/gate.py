@@ -64,7 +64,7 @@ def checked_in_vllm(
 
 
 def _is_loadable(root: Path) -> bool:
-    """Whether vLLM has anything to begin with; what it has not the check says."""
+    """Return whether vLLM has anything to begin with; what it has not the check says."""
     steps = (require_checkpoint, require_layers)
     return not any(isinstance(attempt(partial(step, root), ""), VexportError) for step in steps)
 

@@ -29,12 +29,12 @@ _DISK = re.compile(r"No space left on device|Disk quota exceeded", re.IGNORECASE
 
 
 def is_memory(message: str) -> bool:
-    """Whether an exception says that there is too little memory."""
+    """Return whether an exception says that there is too little memory."""
     return _MEMORY.search(message) is not None
 
 
 def is_disk(message: str) -> bool:
-    """Whether an exception says that a disk is full."""
+    """Return whether an exception says that a disk is full."""
     return _DISK.search(message) is not None
 
 
@@ -83,7 +83,7 @@ def require_extra(module: str, purpose: str) -> None:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module is there, without importing it."""
+    """Return whether a module is there, without importing it."""
     return find_spec(module) is not None
 
 
@@ -98,7 +98,7 @@ def fix(module: str) -> str:
 
 
 def is_mismatch(message: str) -> bool:
-    """Whether an exception says that torchvision, torchaudio or torchcodec is for another torch."""
+    """Return whether an exception says that torchvision, torchaudio or torchcodec is for another torch."""
     return _MISMATCH.search(message) is not None
 
 

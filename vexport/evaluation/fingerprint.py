@@ -1,5 +1,5 @@
-"""What could change a score: named, so that a change of it can be named; and what a results file of lm-eval
-(evaluator.py, loggers/evaluation_tracker.py, 0.4.13) records of it.
+"""The circumstances that could change a score: named, so that a change of it can be named; and what a
+results file of lm-eval (evaluator.py, loggers/evaluation_tracker.py, 0.4.13) records of it.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""What lm-eval finds around it: vLLM's version, a cache for data, templates in a sandbox; and what a task
+"""The surroundings of lm-eval: vLLM's version, a cache for data, templates in a sandbox; and what a task
 needs besides its documents: packages, metrics of the hub, data of NLTK. Worker only.
 """
 

@@ -1,4 +1,4 @@
-"""How both models are asked: one object of lm-eval's settings for both, decided before an engine starts; and
+"""The prompts of both models: one object of lm-eval's settings for both, decided before an engine starts; and
 what differs between them before either computes: tokens, chat template, when to stop.
 """
 

@@ -1,4 +1,4 @@
-"""What YAML says of tasks, without importing lm-eval or running anything: a person's own file, and the names
+"""Reads the YAML of tasks without importing lm-eval or running anything: a person's own file, and the names
 in lm-eval's folders. Of a file its includes are merged and its paths made absolute.
 """
 

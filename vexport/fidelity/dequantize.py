@@ -35,7 +35,7 @@ def dequantized(view: CheckpointView, layer: str) -> torch.Tensor | None:
 
 
 def is_readable(group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> bool:
-    """Whether a layer has all tensors of its config group, in dtypes that hold what they should."""
+    """Return whether a layer has all tensors of its config group, in dtypes that hold what they should."""
     expected = group.expected(parameters)
     if expected is None or not expected.keys() <= parameters.keys():
         return False
@@ -74,7 +74,7 @@ def as_loaded(view: CheckpointView, layer: Layer) -> dict[str, torch.Tensor] | N
 
 
 def _fills(tensor: TensorInfo, form: Parameter) -> bool:
-    """Whether a tensor has a number for each of a parameter, at its place."""
+    """Return whether a tensor has a number for each of a parameter, at its place."""
     if tensor.dtype not in TORCH_DTYPES:
         return False
     if not tensor.shape:

@@ -122,7 +122,7 @@ def _is_tied(view: CheckpointView) -> bool:
 
 
 def _same_values(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInfo) -> bool:
-    """Whether the source's values in the checkpoint's dtype are the checkpoint's."""
+    """Return whether the source's values in the checkpoint's dtype are the checkpoint's."""
     if origin.dtype == tensor.dtype or origin.dtype not in TORCH_DTYPES or tensor.dtype not in TORCH_DTYPES:
         return False
     values = read_tensor(new, tensor)
@@ -130,7 +130,7 @@ def _same_values(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInf
 
 
 def _went_through_one(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInfo) -> bool:
-    """Whether a norm is the source's, rounded as 1 + weight.
+    """Return whether a norm is the source's, rounded as 1 + weight.
 
     llm-compressor stores norms that multiply by 1 + weight (Gemma's, Qwen3-Next's) after this way there and
     back (norm_calibration_context in llmcompressor/modeling/offset_norm.py).

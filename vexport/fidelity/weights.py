@@ -86,7 +86,7 @@ class WeightComparison:
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether it has faults, or less of the source than rounding to nearest leaves."""
+        """Return whether it has faults, or less of the source than rounding to nearest leaves."""
         return self.rounding_db - self.snr_db > REFITTED_DB or bool(self.faults)
 
     @property

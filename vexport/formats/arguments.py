@@ -74,12 +74,13 @@ class QuantArgs:
 
     @property
     def shares_scale(self) -> bool:
-        """Whether a scale depends on all layers that vLLM runs as one, so that their range comes first."""
+        """Return whether a scale depends on all layers that vLLM runs as one, so that their range comes
+        first."""
         return self.strategy in ("tensor", "tensor_group")
 
     @property
     def is_by_token(self) -> bool:
-        """Whether each token gets its scale when the model runs."""
+        """Return whether each token gets its scale when the model runs."""
         return self.strategy == "token" and bool(self.dynamic)
 
 
@@ -101,7 +102,7 @@ class SchemeArgs:
 
     @property
     def calibrated(self) -> bool:
-        """Whether static statistics of the inputs are needed."""
+        """Return whether static statistics of the inputs are needed."""
         return self.input_activations is not None and self.input_activations.dynamic is not True
 
 

@@ -48,7 +48,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSupport:
-    """Which GPUs run a scheme, by compute capability (90 is 9.0).
+    """The GPUs that run a scheme, by compute capability (90 is 9.0).
 
     `input_bits` are the bits of the inputs that are multiplied, by the capability from which on, least first:
     vLLM chooses another kernel without saying so. `stored_bits` are those of the checkpoint. `below` is the
@@ -77,7 +77,7 @@ class GpuSupport:
         return min((sm for sm in ends if self.input_bits[sm] != self.stored_bits), default=self.below)
 
     def refuses(self, sm: int) -> bool:
-        """Whether vLLM raises on such a GPU."""
+        """Return whether vLLM raises on such a GPU."""
         return sm < self.loads_from or (self.below is not None and sm >= self.below)
 
     def bits(self, sm: int) -> int:
@@ -106,7 +106,8 @@ class Format(Protocol):
 
     @abstractmethod
     def matches(self, args: Arguments, stored_as: str) -> bool:
-        """Whether vLLM picks this format's scheme for a config group whose format is called `stored_as`."""
+        """Return whether vLLM picks this format's scheme for a config group whose format is called
+        `stored_as`."""
 
     def refusal(self, args: Arguments) -> str | None:
         """The reason why vLLM refuses a group that it picks this format for, or None."""
@@ -129,7 +130,7 @@ class Format(Protocol):
         """vLLM's class of a linear layer, in compressed_tensors/schemes."""
 
     def runs_experts(self, args: Arguments) -> bool:
-        """Whether vLLM runs routed experts too (`get_moe_method` in its compressed_tensors_moe.py)."""
+        """Return whether vLLM runs routed experts too (`get_moe_method` in its compressed_tensors_moe.py)."""
         return True
 
     @abstractmethod
@@ -149,7 +150,7 @@ class Format(Protocol):
 
     @abstractmethod
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Which GPUs run it, and with how many bits of inputs."""
+        """The GPUs that run it, and with how many bits of inputs."""
 
     def cpu(self, args: Arguments) -> Cpu:
         """The kernels by which vLLM's CPU build runs it."""

@@ -153,12 +153,13 @@ class Fp8(Format):
 
 
 def _leaves_inputs(args: Arguments) -> bool:
-    """Whether vLLM multiplies inputs in 16 bits, by the config or in spite of it."""
+    """Return whether vLLM multiplies inputs in 16 bits, by the config or in spite of it."""
     return args.input_activations is None or not _quantizes(args.input_activations)
 
 
 def _quantizes(inputs: QuantArgs) -> bool:
-    """Whether vLLM quantizes inputs as the config says (`_is_fp8_w8a8`); it runs W8A16 where it does not."""
+    """Return whether vLLM quantizes inputs as the config says (`_is_fp8_w8a8`); it runs W8A16 where it does
+    not."""
     return inputs.is_float and (
         inputs.dynamic is not False or (inputs.symmetric and inputs.strategy == "tensor")
     )

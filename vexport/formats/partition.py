@@ -50,7 +50,7 @@ def uneven(members: Sequence[LinearPlan], ranks: int, split: Split) -> str | Non
 
 
 def is_head(name: str) -> bool:
-    """Whether a layer is an output head by its name."""
+    """Return whether a layer is an output head by its name."""
     return name.rpartition(".")[2] in HEADS
 
 

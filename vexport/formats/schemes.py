@@ -121,7 +121,7 @@ def meant(name: str, known: Sequence[str]) -> str:
 
 
 def is_scheme(name: str) -> bool:
-    """Whether there is a scheme of exactly that name."""
+    """Return whether there is a scheme of exactly that name."""
     try:
         return get_scheme(name).name == name
     except InputError:

@@ -15,8 +15,8 @@ def ignored(
     opaque: Iterable[str],
     names: Names,
 ) -> tuple[str, ...]:
-    """What `ignore` must hold, given layers by the module that vLLM makes of them, those that are kept, and
-    the tensors of experts that are copied as they are.
+    """The entries that `ignore` needs, given layers by the module that vLLM makes of them, those that are
+    kept, and the tensors of experts that are copied as they are.
 
     - Names of checkpoints: vLLM renames them as it renames tensors (apply_vllm_mapper in
       compressed_tensors.py); a pattern is matched with vLLM's own name, so it starts where both agree, or
@@ -62,8 +62,8 @@ def _quantized_names(modules: Mapping[str, Sequence[str]], kept: Set[str], names
 
 
 def ignored_head(linears: Iterable[str]) -> tuple[str, ...]:
-    """What names the head that a checkpoint does not store, it being the embeddings: transformers, for which
-    it is a linear layer, would look for its scales."""
+    """The names of the head that a checkpoint does not store, it being the embeddings: transformers, for
+    which it is a linear layer, would look for its scales."""
     return () if any(map(is_head, linears)) else (f"re:.*{HEADS[0]}",)
 
 

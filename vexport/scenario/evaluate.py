@@ -74,7 +74,7 @@ DEFAULT_TEXT_TOKENS = 512
 
 
 class Evaluate(Section):
-    """What decides: lm-eval tasks, the acceptable loss `margin` (0.02 = 2 points) and `alpha`.
+    """The evaluation that decides: lm-eval tasks, the acceptable loss `margin` (0.02 = 2 points) and `alpha`.
 
     `suite` names a list of tasks with margin and limit in their place. In the place of tasks, `text`, named
     like calibration data, decides by the log-probabilities of its first `text_rows` rows of `text_tokens`

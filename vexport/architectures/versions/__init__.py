@@ -1,4 +1,4 @@
-"""What each vLLM has and takes, one generated file a version (scripts/generate_versions.py)."""
+"""The classes and arguments of each vLLM, one generated file a version (scripts/generate_versions.py)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -71,7 +71,8 @@ def not_finite(view: CheckpointView, check: str) -> Iterator[Finding]:
 
 
 def _holds_weights(tensor: TensorInfo) -> bool:
-    """Whether a tensor is no bound and no mask, by its name, and more than a number that may be one."""
+    """Return whether a tensor is no bound and no mask, by its name, and more than a number that may be
+    one."""
     return bool(tensor.shape) and not BOUNDS.search(tensor.name.rpartition(".")[2])
 
 

@@ -46,7 +46,7 @@ def positive_ends(reader: Reader, tensor: TensorInfo) -> tuple[float, float] | N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """How many of a scale's numbers are of which kind; `negative` has the negative infinity too."""
+    """The number of a scale's values of each kind; `negative` has the negative infinity too."""
 
     size: int
     nan: int

@@ -1,4 +1,4 @@
-"""What a quantization config announces: its config groups, which layers vLLM gives them, and rotations.
+"""The config groups of a quantization config, the layers that vLLM gives them, and rotations.
 
 Sources: `_quantization_scheme_map_from_config` and `get_scheme_dict` in vLLM's compressed_tensors.py,
 `find_matched_target` and `should_ignore_layer` in compressed_tensors/utils.py, `find_matching_patterns` in
@@ -92,7 +92,8 @@ def parse_group(name: str, raw: Json, default_format: str) -> ConfigGroup | str:
 
 
 def of_attention(raw: Json) -> bool:
-    """Whether vLLM passes over a group: it quantizes attention by the KV cache's scheme (`from_config`)."""
+    """Return whether vLLM passes over a group: it quantizes attention by the KV cache's scheme
+    (`from_config`)."""
     targets = raw.get("targets") if isinstance(raw, dict) else None
     return isinstance(targets, list) and len(targets) == 1 and str(targets[0]).endswith("Attention")
 

@@ -1,4 +1,4 @@
-"""What tensors a model has, and how large they are, from its class and its config.json.
+"""The tensors of a model and their shapes, from its class and its config.json.
 
 For a class that is not in the table only what its tensors say of each other can be checked.
 """

@@ -1,4 +1,4 @@
-"""What the checks do not judge of a checkpoint: PASS is said of the rest."""
+"""The parts of a checkpoint that the checks do not judge: PASS is said of the rest."""
 
 from collections.abc import Iterator
 

@@ -38,7 +38,7 @@ from vexport.version import PINNED, Version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a checkpoint is to be served with.
+    """The vLLM and GPUs that a checkpoint is to be served with.
 
     Tensor parallel sizes and compute capabilities (90 for SM 9.0), each of which must do; the vLLM; the
     method of speculative decoding, empty for none.
@@ -107,7 +107,7 @@ class CheckpointView:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """What vLLM does with this class; one that fuses nothing for a class that is not in the table."""
+        """The layers of this class in vLLM; nothing is fused in a class that is not in the table."""
         if self.class_name not in architecture_table().architectures:
             return Architecture()
         pinned = resolve(self.class_name, self.index.config)[0]
@@ -253,7 +253,8 @@ class CheckpointView:
         return {self.architecture.matched(target): group for target, group in groups.items()}
 
     def ignored(self, fused: FusedLinear) -> list[str]:
-        """What the config leaves unquantized of a fused layer's `lookup_names`: vLLM refuses some of them."""
+        """The `lookup_names` of a fused layer that the config leaves unquantized: vLLM refuses some of
+        them."""
         key = (fused.name, *fused.members)
         if key not in self._ignored:
             self._ignored[key] = self._find_ignored(fused)
@@ -293,7 +294,7 @@ class CheckpointView:
 
     @cached_property
     def table_lookup(self) -> TableLookup | None:
-        """How vLLM looks for the config group of the table of tokens; by name where the class is unknown."""
+        """The way vLLM finds the config group of the table of tokens; by name where the class is unknown."""
         if self.class_name not in architecture_table().architectures:
             return "name"
         changed = self.facts.classes.get(self.class_name)

@@ -227,7 +227,7 @@ def _where_from(written: _Written, parameter: torch.Tensor) -> str:
 
 
 def _changes_values(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether a cast is more than a change of width among ordinary floats or among integers."""
+    """Return whether a cast is more than a change of width among ordinary floats or among integers."""
     if before == after:
         return False
     return not any(before in kind and after in kind for kind in (_FLOATS, _INTEGERS))

@@ -52,7 +52,7 @@ def fake_cuda() -> None:
 
         @classmethod
         def current_device(cls) -> torch.device:
-            """Where layers put the tensors that they make besides their parameters."""
+            """The device of the tensors that layers make besides their parameters."""
             return torch.device("meta")
 
         @classmethod
@@ -203,7 +203,7 @@ def stub_operators() -> None:
 
 
 def supports_block_fp8(sm: int) -> bool:
-    """Whether CUTLASS multiplies FP8 by blocks."""
+    """Return whether CUTLASS multiplies FP8 by blocks."""
     return sm >= 90
 
 

@@ -82,7 +82,7 @@ def _cell(result: CellResult, *, needed: bool = True) -> MatrixCell:
 
 
 def _needed(cell: Cell, results: Sequence[CellResult], require: Require) -> bool:
-    """Whether a cell must load: with "any", where no other of its tensor parallel size does."""
+    """Return whether a cell must load: with "any", where no other of its tensor parallel size does."""
     loaded = {result.cell.tp for result in results if result.outcome == "loaded"}
     return require == "all" or cell.tp not in loaded
 

@@ -45,7 +45,8 @@ def method_name(config: Mapping[str, Json]) -> str | None:
 
 
 def is_ours(config: Mapping[str, Json]) -> bool:
-    """Whether the keys of a config are compressed-tensors': groups with a format, and nobody else's."""
+    """Return whether the keys of a config are compressed-tensors': groups with a format, and nobody
+    else's."""
     groups = isinstance(config.get("config_groups"), dict) and isinstance(config.get("format"), str)
     return groups and not any(key in config for key in FOREIGN_KEYS)
 

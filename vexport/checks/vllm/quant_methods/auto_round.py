@@ -79,7 +79,7 @@ class AsMxfp8(MethodFormat, Mxfp8):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How layers are quantized: `group_size` is a number, or the sides of a block of FP8."""
+    """The quantization of layers: `group_size` is a number, or the sides of a block of FP8."""
 
     bits: int
     group_size: Json

@@ -1,4 +1,4 @@
-"""What a quantization method answers: how vLLM reads its config, and what its layers are in
+"""The answers of a quantization method: how vLLM reads its config, and what its layers are in
 compressed-tensors' terms.
 
 Names and layouts of stored tensors are a `Format`, so that completeness, shapes and devices are judged as for
@@ -45,7 +45,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What a quantization config is read with: config.json, and the modules that are stored quantized."""
+    """The context of a quantization config: config.json, and the modules that are stored quantized."""
 
     config: Mapping[str, Json]
     quantized: Set[str]
@@ -97,13 +97,14 @@ class MethodFormat(Format):
     def unusable(
         self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
     ) -> Iterator[Problem]:
-        """What vLLM passes over in a layer's tensors and should not, or other loaders read otherwise."""
+        """Describe what vLLM passes over in a layer's tensors and should not, or other loaders read
+        otherwise."""
         yield from ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodGroup(ConfigGroup):
-    """How a method quantizes some layers: its storage, and what that is in compressed-tensors."""
+    """The quantization of some layers: the method's storage, and what that is in compressed-tensors."""
 
     stored_as: MethodFormat
     translated_format: str
@@ -212,5 +213,5 @@ def is_listed(name: str, listed: Collection[str]) -> bool:
 
 
 def contains_listed(name: str, listed: Collection[str]) -> bool:
-    """Where an entry is a part of the name."""
+    """Return whether an entry is a part of the name."""
     return any(entry in name for entry in listed)

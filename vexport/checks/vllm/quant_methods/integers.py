@@ -1,4 +1,4 @@
-"""What integers that are packed inputs first have in common: gptq, awq, auto-round and quark.
+"""Integers that are packed inputs first: gptq, awq, auto-round and quark.
 
 Words hold codes of one column or row, the first in the lowest bits unless a method has its own order.
 """

@@ -166,7 +166,8 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
 
 
 def is_excluded(layer: str, name: str, kept: tuple[str, ...]) -> bool:
-    """Whether a layer is listed by its names, a part of vLLM's name, or a wildcard (is_layer_excluded)."""
+    """Return whether a layer is listed by its names, a part of vLLM's name, or a wildcard
+    (is_layer_excluded)."""
     if layer in kept or is_listed(name, kept) or contains_listed(layer, kept):
         return True
     wild = any(fnmatch(layer, entry) for entry in kept)

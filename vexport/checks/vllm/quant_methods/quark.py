@@ -41,7 +41,7 @@ CACHE_SCALES = {"k_scale": "k_proj.output_scale", "v_scale": "v_proj.output_scal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """What a config says of weights or inputs; with `second`, the scale of the scales."""
+    """The quantization of weights or inputs; with `second`, the scale of the scales."""
 
     values: Mapping[str, Json]
     second: Mapping[str, Json] | None = None
