@@ -80,7 +80,7 @@ def promised_bytes(
         }
     return {
         "host": (states + STAGED_BYTES, "states, and a buffer"),
-        "card": (2 * layer + around + rounding, "two layers, waiting rows, H, what is around"),
+        "card": (3 * layer + around + rounding, "three layers, waiting rows, H, what is around"),
     }
 
 

@@ -27,7 +27,8 @@ def head_ranges(states: torch.Tensor) -> HeadRanges:
     """The range of each head of states (batch, heads, tokens, head size)."""
     heads, size = states.shape[1], states.shape[3]
     low, high = channel_extremes(states.transpose(1, 2).reshape(-1, heads * size)).view(2, heads, size)
-    return HeadRanges(low=tuple(low.amin(-1).tolist()), high=tuple(high.amax(-1).tolist()))
+    low, high = torch.stack((low.amin(-1), high.amax(-1))).tolist()  # a GPU is waited for once
+    return HeadRanges(low=tuple(low), high=tuple(high))
 
 
 @contextmanager

@@ -166,6 +166,8 @@ class TokenWeigher:
     def __init__(self, lengths: Sequence[int]) -> None:
         # Sums of squares and how many, (2, octaves), by module.
         self._sums: dict[str, torch.Tensor] = {}
+        # Squares of each token of a row behind a module, on the device until a layer is done.
+        self._seen = list[tuple[str, torch.Tensor]]()
         self._lengths = set(lengths)
 
     @contextmanager
@@ -177,6 +179,9 @@ class TokenWeigher:
                     handle = module.register_forward_hook(partial(self._see, joined(layer.name, name)))
                     block.callback(handle.remove)
             yield
+        for name, squares in self._seen:
+            self._add(name, squares.cpu())
+        self._seen.clear()
 
     def leave(self, layer: Layer, again: Again) -> None:
         """Nothing more is to be seen of a layer."""
@@ -191,10 +196,13 @@ class TokenWeigher:
 
     def _see(self, name: str, module: torch.nn.Module, inputs: object, output: object) -> None:
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(partial(self._add, name))  # type: ignore[no-untyped-call]
+            output.register_hook(partial(self._see_back, name))  # type: ignore[no-untyped-call]
 
-    def _add(self, name: str, gradient: torch.Tensor) -> None:
-        squares = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32).square().sum(-1).cpu()
+    def _see_back(self, name: str, gradient: torch.Tensor) -> None:
+        squares = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32).square().sum(-1)
+        self._seen.append((name, squares))
+
+    def _add(self, name: str, squares: torch.Tensor) -> None:
         if len(squares) not in self._lengths:  # not one of each token
             return
         if name not in self._sums:

@@ -112,7 +112,8 @@ class Llama4(Arithmetic):
         scaled = args[0] if args else kwargs["hidden_states"]
         assert isinstance(scaled, torch.Tensor)
         tokens = scaled.view(len(module.get_parameter("down_proj")), -1, scaled.shape[-1])
-        routes = tuple(own.any(-1).nonzero().squeeze(-1) for own in tokens != 0)
+        is_routed = (tokens != 0).any(-1)
+        routes = torch.split(is_routed.nonzero()[:, 1], is_routed.sum(-1).tolist())
         shares = tuple(torch.ones_like(tokens[0, route, :1]) for route in routes)
         return Entered(tokens=tokens.sum(0), routes=routes, shares=shares)
 

@@ -92,26 +92,28 @@ class Statistics:
             all_experts=self.all_experts,
         )
 
-    def take(self, inputs: GroupInputs, module: str, value: Value) -> list[str]:
-        """Take in what enters a module in one forward; the answer names layers whose input is not finite."""
+    def take(self, inputs: GroupInputs, module: str, value: Value) -> list[tuple[str, torch.Tensor]]:
+        """Take in what enters a module in one forward; for each input a layer and whether it is finite.
+
+        A GPU is not waited for.
+        """
         sites = [site for site in inputs.sites if site.module == module]
         if isinstance(value, Entered) and (name := moe_layer(sites[0].groups[0].members[0].name)):
             counts = torch.tensor([len(route) for route in value.routes])
             self.routed[name] = self.routed[name] + counts if name in self.routed else counts
-        not_finite, last = list[str](), None
+        finite, last = list[tuple[str, torch.Tensor]](), None
         for site in sites if self.inputs or self.importance else ():
             for layer, seen in inputs.values(site, value, all_experts=self.all_experts):
                 if not seen.numel():
                     continue
                 if seen is not last:  # q, k and v share theirs
                     last, rows = seen, channel_extremes(seen)
-                    if not bool(torch.isfinite(rows).all()):
-                        not_finite.append(layer)
+                    finite.append((layer, torch.isfinite(rows).all()))
                 if layer in self.inputs:
                     show(self.inputs[layer], seen, rows)
                 if layer in self.importance:
                     self.importance[layer].add(seen)
-        return not_finite
+        return finite
 
     def sync(self) -> None:
         """Give every rank, also one that saw nothing, the statistics of all."""
@@ -244,7 +246,7 @@ class _Watch:
         watching = watching_attention(layer.module, layer.name, self._walk.weights.stored_name, self._cached)
         with watching if self._watches_cache else nullcontext():
             for position in range(len(self._hidden)):
-                run = partial(layer.run, position, self._hidden[position].to(self._walk.device))
+                run = partial(layer.run, position, self._walk.on_device(self._hidden[position]))
                 made = self._take(inputs, layer.module, layer.name, position, run)
                 assert made is not None
                 self._hidden[position] = made
@@ -282,11 +284,12 @@ class _Watch:
         run: Callable[[], torch.Tensor | None],
     ) -> torch.Tensor | None:
         """Run a sample through a module and take in what enters the groups; what comes out must be finite."""
-        not_finite = list[str]()
-        with inputs.shown(lambda at, value: not_finite.extend(self._seen.take(inputs, at, value)), once=True):
+        finite = list[tuple[str, torch.Tensor]]()
+        with inputs.shown(lambda at, value: finite.extend(self._seen.take(inputs, at, value)), once=True):
             made = run()
-        if not_finite or (made is not None and not is_finite(made)):
-            raise self._walk.not_finite(module, name, position, run, next(iter(not_finite), None))
+        broken = next((layer for layer, flag in finite if not flag), None)
+        if broken or (made is not None and not is_finite(made)):
+            raise self._walk.not_finite(module, name, position, run, broken)
         return made
 
 

@@ -149,9 +149,13 @@ class LayerWalk:
         """Every layer with its weights, from the last on."""
         return self._each(list(reversed(self.numbers)), part, parts)
 
+    def on_device(self, states: torch.Tensor) -> torch.Tensor:
+        """Hidden states on the device; nobody waits for pinned ones, which the device alone changes."""
+        return states.to(self.device, non_blocking=True)
+
     def through(self, layer: Layer, position: int, states: torch.Tensor) -> torch.Tensor:
         """The hidden states of a sample behind a layer; CheckpointFailed where they are not finite."""
-        run = partial(layer.run, position, states.to(self.device))
+        run = partial(layer.run, position, self.on_device(states))
         made = run()
         if not is_finite(made):
             raise self.not_finite(layer.module, layer.name, position, run)
@@ -193,7 +197,7 @@ class LayerWalk:
         )
 
     def _behind(self, states: torch.Tensor) -> AbstractContextManager[None]:
-        return replayed_layers(self.layers, states.to(self.device), self._captured.rest)
+        return replayed_layers(self.layers, self.on_device(states), self._captured.rest)
 
     def _each(self, numbers: Sequence[int], part: int, parts: int) -> Iterator[Layer]:
         reading = None

@@ -54,7 +54,7 @@ def round_group(
     `factor` is that of the moments' H with the strength's ridge; None where H is not positive definite.
     Raises InputError where a weight is not finite.
     """
-    source = torch.cat([weight.to(moments.hessian.device, torch.float32) for weight in weights])
+    source = torch.cat([weight.to(moments.hessian.device).to(torch.float32) for weight in weights])
     wanted = source
     if factor and strength.strength:
         wanted = refit(source, moments, strength=strength.strength, ridge=factor.damping)

@@ -205,7 +205,7 @@ class RoundingWalk:
         signal = noise = 0.0
         for position in self._followed:
             exact, made = (
-                states[position].to(self._walk.device, torch.float32)
+                self._walk.on_device(states[position]).to(torch.float32)
                 for states in (self._source, self._quantized)
             )
             signal += float(exact.square().sum())

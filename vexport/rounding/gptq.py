@@ -102,8 +102,9 @@ def factorize(hessian: torch.Tensor, damping: float) -> Factor | None:
     ordered = hessian[order][:, order]
     for attempt in range(ATTEMPTS):
         share = damping * 10**attempt
-        added = torch.where(dead, 1.0, share * mean)
-        upper = _inverse_factor(ordered + torch.diag(added[order]))
+        damped = ordered.clone()
+        damped.diagonal().add_(torch.where(dead, 1.0, share * mean)[order])
+        upper = _inverse_factor(damped)
         if upper is not None:
             return Factor(upper=upper, order=order, damping=share, dead=int(dead.sum()))
     return None
@@ -163,9 +164,9 @@ def refit(weight: torch.Tensor, moments: Moments, *, strength: float, ridge: flo
     `ridge` is lambda as a share of the mean of H's diagonal, with which H is positive definite.
     """
     assert moments.drift is not None
-    shift = ridge * moments.hessian.diagonal().mean()
-    eye = torch.eye(len(moments.hessian), device=weight.device) * shift
-    lower = torch.linalg.cholesky(moments.hessian + eye)
+    damped = moments.hessian.clone()
+    damped.diagonal().add_(ridge * moments.hessian.diagonal().mean())
+    lower = torch.linalg.cholesky(damped)
     correction = torch.cholesky_solve(moments.drift @ weight.T, lower).T
     return torch.add(weight, correction, alpha=strength)
 
