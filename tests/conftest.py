@@ -64,14 +64,14 @@ def warm() -> Iterator[None]:
 @pytest.fixture
 def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models compute as torch does in their own dtype: for what a whole model must equal to the last bit."""
-    monkeypatch.setattr("vexport.calibration.attention.widens", lambda device: False)
+    monkeypatch.setattr("vexport.calibration.capture.widens", lambda device: False)
 
 
 @pytest.fixture(scope="module")
 def own_products_in_module() -> Iterator[None]:
     """The same for what a module's tests share."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vexport.calibration.attention.widens", lambda device: False)
+        patch.setattr("vexport.calibration.capture.widens", lambda device: False)
         yield
 
 

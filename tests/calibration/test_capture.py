@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.calibration.make import batches_of, samples
 from tests.calibration.models import configs
-from vexport.calibration.capture import HiddenStates, LayerCall, capture_layer_calls
+from vexport.calibration.capture import LayerCall, capture_layer_calls
+from vexport.calibration.model import HiddenStates
 from vexport.observers.flatten import channel_extremes
 
 

@@ -13,7 +13,8 @@ from transformers import AutoConfig, LlamaForCausalLM
 from tests.calibration.make import calibrated, plan_for, samples
 from tests.calibration.models import configs, save
 from vexport.calibration import Samples, calibrate
-from vexport.calibration.capture import HiddenStates, capture_layer_calls
+from vexport.calibration.capture import capture_layer_calls
+from vexport.calibration.model import HiddenStates
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import read_index
 from vexport.errors import CheckpointFailed, InputError

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from vexport.calibration import attention
-from vexport.calibration.attention import fast_products, watching_attention
+from vexport.calibration import capture
+from vexport.calibration.capture import fast_products, watching_attention
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -17,7 +17,7 @@ def test_products_are_sums_rounded_once(dtype: torch.dtype, monkeypatch: pytest.
     with torch.no_grad():
         plain = model(value)
         for is_widened in (True, False):
-            monkeypatch.setattr(attention, "widens", lambda device, found=is_widened: found)
+            monkeypatch.setattr(capture, "widens", lambda device, found=is_widened: found)
             with fast_products(model, "cpu"):
                 found = model(value)
             assert found.dtype == dtype
@@ -29,7 +29,7 @@ def test_an_older_torch_that_does_not_know_its_cpu_multiplies_as_it_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert not attention.widens("cpu")
+    assert not capture.widens("cpu")
 
 
 class Attention(nn.Module):
@@ -43,7 +43,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_attention_rounds_once(dtype: torch.dtype, has_mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever watches attention within the block leaves it as it was; after it, it is transformers' own."""
-    monkeypatch.setattr(attention, "widens", lambda device: True)
+    monkeypatch.setattr(capture, "widens", lambda device: True)
     generator = torch.Generator().manual_seed(2)
     query, key, value = (torch.randn(1, heads, 6, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
     mask = torch.randn(1, 1, 6, 6, generator=generator).to(dtype) if has_mask else None

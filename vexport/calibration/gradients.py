@@ -14,10 +14,9 @@ from typing import Protocol
 
 import torch
 
-from vexport.calibration.capture import HiddenStates
 from vexport.calibration.data import Samples
-from vexport.calibration.inputs import arithmetic_of
-from vexport.calibration.model import joined
+from vexport.calibration.experts import arithmetic_of
+from vexport.calibration.model import HiddenStates, joined
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.records import OnProgress, silent
 from vexport.records.calibration import LOOK_BACK

@@ -1,5 +1,7 @@
-"""A model of transformers without its weights, on the devices of torch."""
+"""A model of transformers without its weights, the devices of torch, and the hidden states between layers."""
 
+import mmap
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,3 +138,49 @@ def require_device(name: str) -> None:
             need="a device that this torch can use, as cpu or cuda:0",
             fix="name another, or install the torch for it",
         ) from None
+
+
+# Hidden states beyond this many bytes go to memory-mapped temporary files.
+MEMORY_BYTES = 2**30
+
+
+class HiddenStates:
+    """The hidden states of every batch, overwritten layer after layer; in main memory, pinned for a GPU.
+
+    The first `memory_bytes` stay in memory. Others lie in unnamed files of the temporary folder (TMPDIR), and
+    their pages leave the process's memory as soon as they are written.
+    """
+
+    def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._room = memory_bytes
+        self._states: list[torch.Tensor] = []
+        # The mapped pages of those that lie on disk.
+        self._pages: dict[int, mmap.mmap] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def append(self, states: torch.Tensor) -> None:
+        """Copy the states of the next batch."""
+        if states.nbytes <= self._room:
+            self._room -= states.nbytes
+            pinned = states.device.type == "cuda" or states.is_pinned()  # copied at the speed of the bus
+            self._states.append(torch.empty_like(states, device="cpu", pin_memory=pinned).copy_(states))
+            return
+        with tempfile.TemporaryFile(prefix="vexport-hidden-") as file:
+            file.truncate(states.nbytes)
+            pages = self._pages[len(self)] = mmap.mmap(file.fileno(), states.nbytes)
+        self._states.append(torch.frombuffer(pages, dtype=states.dtype).view(states.shape))
+        self[len(self) - 1] = states
+
+    def __getitem__(self, batch: int) -> torch.Tensor:
+        """The states of a batch; valid until they are overwritten."""
+        return self._states[batch]
+
+    def __setitem__(self, batch: int, states: torch.Tensor) -> None:
+        """Overwrite the states of a batch with others of the same shape."""
+        kept = self._states[batch]
+        assert states.shape == kept.shape, (states.shape, kept.shape)
+        kept.copy_(states)
+        if batch in self._pages:
+            self._pages[batch].madvise(mmap.MADV_DONTNEED)  # a shared mapping: its data stay in the file

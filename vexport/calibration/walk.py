@@ -11,16 +11,16 @@ from functools import partial
 
 import torch
 
-from vexport.calibration.attention import fast_products
 from vexport.calibration.capture import (
-    HiddenStates,
     LayerCall,
     base_of,
     capture_layer_calls,
+    fast_products,
     replayed_layers,
 )
 from vexport.calibration.data import Samples
 from vexport.calibration.model import (
+    HiddenStates,
     build_on_meta,
     decoder_layers,
     joined,

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import torch
 
+from vexport.calibration.experts import Entered
 from vexport.calibration.gradients import weights_of
-from vexport.calibration.inputs import Entered, GroupInputs, Noted, Site
+from vexport.calibration.inputs import GroupInputs, Noted, Site
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_weight
 from vexport.formats.packing.base import Array, RoundedWeight, Scales

@@ -16,10 +16,10 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from vexport.calibration.attention import watching_attention
-from vexport.calibration.capture import HiddenStates
+from vexport.calibration.capture import watching_attention
 from vexport.calibration.data import Samples
 from vexport.calibration.inputs import GroupInputs, Value
+from vexport.calibration.model import HiddenStates
 from vexport.calibration.statistics import Statistics, require_cache
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.files import atomic_path, from_json, to_json, write_text
