@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader import default_loader, weight_utils
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from vexport.architectures.modules import STACK, Kind, with_numbers, with_stars
+from vexport.architectures.modules import STACK, ModuleKind, with_numbers, with_stars
 from vexport.engine.dry.audit import Audit, HeaderFile
 from vexport.engine.dry.cell import _optional, configure
 from vexport.engine.dry.fake_platform import AbsentValues, join_group, set_capability
@@ -40,7 +40,7 @@ class Built:
     not have read right.
     """
 
-    kinds: dict[str, Kind] = field(default_factory=dict)
+    kinds: dict[str, ModuleKind] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)
     stored: dict[str, str] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
@@ -143,7 +143,7 @@ def parts(name: str, packed: Mapping[str, list[str]]) -> tuple[str, ...]:
     return (name, *(f"{holder}{dot}{member}" for member in packed.get(last_part, ())))
 
 
-def kind_of(module: nn.Module, heard: Mapping[nn.Module, Asked]) -> Kind | None:
+def kind_of(module: nn.Module, heard: Mapping[nn.Module, Asked]) -> ModuleKind | None:
     """What a module is to a quantization config; None for what has no weight or is no layer of its own."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     if weight is None or isinstance(module, RoutedExperts):

@@ -33,7 +33,7 @@ from vexport.engine.reference import load_dequantized
 from vexport.formats.packing.base import Scales
 from vexport.formats.schemes import all_schemes, get_scheme
 from vexport.numerics.metrics import divergence_of_logits
-from vexport.plan.build import Settings
+from vexport.plan.build import PlanSettings
 from vexport.plan.smoothing import WEIGHING_ROWS
 from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
@@ -155,7 +155,7 @@ def quantized(
 
     shutil.rmtree(out, ignore_errors=True)
     rules = rules_for(scheme, observer=None, ignore=(), rounding=how)
-    planning = Settings(has_text=text is not None)
+    planning = PlanSettings(has_text=text is not None)
     job = QuantizeJob(
         source=str(source), out=out, rules=rules, planning=planning, calibration=text, on_progress=mark
     )

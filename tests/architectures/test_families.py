@@ -17,7 +17,7 @@ from vexport.checkpoint.index import read_index
 from vexport.checks.vllm.groups import matches_any
 from vexport.engine.reference import load_dequantized
 from vexport.errors import InputError
-from vexport.plan.build import Settings, build_plan
+from vexport.plan.build import PlanSettings, build_plan
 from vexport.records import Plan
 from vexport.scenario import Rule
 
@@ -168,11 +168,11 @@ REFUSED = {
     # parts of a layer that is stored as one, of keys that are the values, too
     **dict.fromkeys(("nemotron-h", "granite-hybrid", "gemma4", "gemma4-vision"), ("FP8_BLOCK",)),
 }
-DEFAULTS = Settings()
+DEFAULTS = PlanSettings()
 LEAST_DB = {"NVFP4A16": 18.0, "FP8_DYNAMIC": 29.0, "W4A16": 16.0}
 
 
-def plan_of(folder: Path, scheme: str = "NVFP4A16", settings: Settings = DEFAULTS) -> Plan:
+def plan_of(folder: Path, scheme: str = "NVFP4A16", settings: PlanSettings = DEFAULTS) -> Plan:
     return build_plan(read_index(folder), [Rule(match="Linear", scheme=scheme)], settings)
 
 

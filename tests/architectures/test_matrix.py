@@ -11,7 +11,7 @@ from tests.architectures.families import FAMILIES, save_family
 from tests.architectures.test_families import REFUSED, plan_of
 from tests.command import vexport
 from vexport.engine.dry.load import DryLoad
-from vexport.plan.build import Settings
+from vexport.plan.build import PlanSettings
 
 # Groups of 64 fit the sizes of the micro models.
 SCHEMES = ("FP8_DYNAMIC", "NVFP4A16", "W4A16_G64", "FP8_BLOCK")
@@ -53,7 +53,7 @@ def written(folder: Path) -> Iterator[tuple[Path, bool | None]]:
             assert bool(message) == (scheme.removesuffix("_G64") in REFUSED.get(family, ())), (out, message)
             assert not message or quantized(source, out, *advised(message, scheme)) == ""
             is_asked = not message and scheme in OF_RANKS
-            yield out, not plan_of(source, scheme, Settings(ranks=(2,))).refusals if is_asked else None
+            yield out, not plan_of(source, scheme, PlanSettings(ranks=(2,))).refusals if is_asked else None
 
 
 @pytest.mark.vllm

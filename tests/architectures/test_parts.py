@@ -14,7 +14,7 @@ from vexport.architectures import get_architecture
 from vexport.architectures.parts import part_sizes
 from vexport.checkpoint.index import read_index
 from vexport.engine.dry.load import DryLoad
-from vexport.plan.build import Settings, build_plan
+from vexport.plan.build import PlanSettings, build_plan
 from vexport.scenario import Rule
 
 IN_PROJ = "backbone.layers.0.mixer.in_proj"
@@ -49,12 +49,12 @@ def test_one_group_of_a_mamba_layer_is_cut_by_row_alone(tmp_path: Path) -> None:
     """For two ranks it is repeated, by a loader that knows no packed weights; three groups never are."""
     model = read_index(save_family("granite-hybrid", tmp_path / "model"))
     for scheme, refused in (("W4A16", "weight_packed"), ("NVFP4A16", "weight_packed"), ("FP8_DYNAMIC", None)):
-        plan = build_plan(model, [Rule(match="Linear", scheme=scheme)], Settings(ranks=(1, 2)))
+        plan = build_plan(model, [Rule(match="Linear", scheme=scheme)], PlanSettings(ranks=(1, 2)))
         assert [(one.where, one.got.split()[0]) for one in plan.refusals] == (
             [("model.layers.0.mamba.in_proj", refused)] if refused else []
         )
     uneven = read_index(save_family("granite-hybrid", tmp_path / "uneven", mamba_n_groups=4))
-    plan = build_plan(uneven, [Rule(match="Linear", scheme="FP8_DYNAMIC")], Settings(ranks=(8,)))
+    plan = build_plan(uneven, [Rule(match="Linear", scheme="FP8_DYNAMIC")], PlanSettings(ranks=(8,)))
     assert any("4 groups, which 8 ranks cannot share" in one.got for one in plan.refusals)
 
 

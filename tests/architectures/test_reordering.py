@@ -11,11 +11,11 @@ from tests.command import vexport
 from tests.models import save_llama
 from vexport.checkpoint.index import read_index
 from vexport.formats.schemes import all_schemes
-from vexport.plan.build import Settings, build_plan
+from vexport.plan.build import PlanSettings, build_plan
 from vexport.records import Plan
 from vexport.scenario import Rule
 
-DEFAULTS = Settings()
+DEFAULTS = PlanSettings()
 # Every stored tensor of these has a row for each row of the weight.
 BY_ROW = {"FP8_DYNAMIC", "W8A8", "INT8", "MXFP4", "MXFP4A16", "MXFP4XFP8", "MXFP8", "MXFP8A16"}
 ALL = {scheme.name for scheme in all_schemes()}
@@ -29,7 +29,7 @@ TAKEN: dict[str, tuple[Collection[str], str]] = {
 }
 
 
-def plan_of(folder: Path, scheme: str, settings: Settings = DEFAULTS) -> Plan:
+def plan_of(folder: Path, scheme: str, settings: PlanSettings = DEFAULTS) -> Plan:
     return build_plan(read_index(folder), [Rule(match="Linear", scheme=scheme)], settings)
 
 
@@ -74,5 +74,5 @@ def test_rows_that_only_a_plain_weight_follows_stay_as_they_are(tmp_path: Path) 
             f"model.layers.{i}.self_attn.qkv_proj" for i in range(3)
         }
         assert "only where it is not quantized" in refusals[0].got
-    kept = plan_of(source, "W4A16", Settings(on_unsupported_shape="keep"))
+    kept = plan_of(source, "W4A16", PlanSettings(on_unsupported_shape="keep"))
     assert {group.name.rpartition(".")[2] for group in kept.groups} == {"o_proj", "gate_up_proj", "down_proj"}

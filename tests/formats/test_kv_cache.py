@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.architectures.families import save_family
 from tests.models import problems, save_qwen3, write_calibration
 from vexport.formats.kv_cache import kv_layout
-from vexport.plan.build import Settings
+from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_source, rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.records import AttentionLayer, KvCache
@@ -40,7 +40,7 @@ def written(
     root = tmp_path_factory.mktemp("written")
     samples = Calibration(data=write_calibration(root / "samples.jsonl"))
     for kind in KINDS:
-        planning = Settings(kv_cache=kind)
+        planning = PlanSettings(kv_cache=kind)
         job = QuantizeJob(
             source=str(source), out=root / kind, rules=RULES, planning=planning, calibration=samples
         )
@@ -81,7 +81,7 @@ def test_config_and_checkpoint_are_accepted(written: dict[KvCache, Path], kind: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plan_predicts_the_bytes(source: Path, written: dict[KvCache, Path], kind: KvCache) -> None:
-    _, plan = plan_source(str(source), RULES, Settings(kv_cache=kind))
+    _, plan = plan_source(str(source), RULES, PlanSettings(kv_cache=kind))
     tensors = load_file(written[kind] / "model.safetensors").values()
     assert plan.output_bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     assert [layer.name for layer in plan.attention] == [f"model.layers.{i}.self_attn" for i in range(3)]
@@ -101,7 +101,7 @@ def test_a_plan_predicts_the_bytes(source: Path, written: dict[KvCache, Path], k
 def test_layers_with_keys_and_values_are_found(tmp_path: Path, family: str, modules: list[str]) -> None:
     """Also where queries, keys and values are one weight, between linear attention, and beside a tower."""
     _, plan = plan_source(
-        str(save_family(family, tmp_path / "source")), RULES, Settings(kv_cache="fp8_per_head")
+        str(save_family(family, tmp_path / "source")), RULES, PlanSettings(kv_cache="fp8_per_head")
     )
     assert plan.refusals == ()
     assert [layer.name for layer in plan.attention] == modules
@@ -110,7 +110,7 @@ def test_layers_with_keys_and_values_are_found(tmp_path: Path, family: str, modu
 
 def test_latent_attention_is_refused(tmp_path: Path) -> None:
     _, plan = plan_source(
-        str(save_family("deepseek-v3", tmp_path / "source")), RULES, Settings(kv_cache="fp8")
+        str(save_family("deepseek-v3", tmp_path / "source")), RULES, PlanSettings(kv_cache="fp8")
     )
     (refusal,) = plan.refusals
     assert (refusal.check, refusal.got) == ("kv_cache", "multi-head latent attention")

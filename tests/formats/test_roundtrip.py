@@ -12,7 +12,7 @@ from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.formats import dequantize
 from vexport.formats.schemes import scheme_names
-from vexport.plan.build import Settings, require_accepted
+from vexport.plan.build import PlanSettings, require_accepted
 from vexport.plan.source import plan_source, rules_for
 from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.records import Calibration, InputRange, OnUnsupportedShape, Plan
@@ -55,7 +55,7 @@ def written(
     source: Path, out: Path, rules: tuple[Rule, ...], *, on_unsupported_shape: OnUnsupportedShape = "refuse"
 ) -> tuple[SourceIndex, SourceIndex, Plan]:
     """(source, what was written, plan); static input scales get a range that does not matter here."""
-    index, plan = plan_source(str(source), rules, Settings(on_unsupported_shape=on_unsupported_shape))
+    index, plan = plan_source(str(source), rules, PlanSettings(on_unsupported_shape=on_unsupported_shape))
     require_accepted(plan)
     names = [member.name for group in plan.groups for member in group.members]
     ranges = {name: InputRange(low=-1.0, high=1.0, tokens=1) for name in names}

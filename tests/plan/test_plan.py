@@ -9,15 +9,15 @@ from tests.architectures.families import save_family
 from tests.command import vexport
 from tests.models import save_llama
 from vexport.checkpoint.index import read_index
-from vexport.plan.build import Settings, build_plan
+from vexport.plan.build import PlanSettings, build_plan
 from vexport.plan.rules import matches
 from vexport.records import Plan
 from vexport.scenario import Rule
 
-DEFAULTS = Settings()
+DEFAULTS = PlanSettings()
 
 
-def plan_of(model: Path, *rules: tuple[str, str], settings: Settings = DEFAULTS) -> Plan:
+def plan_of(model: Path, *rules: tuple[str, str], settings: PlanSettings = DEFAULTS) -> Plan:
     chosen = [Rule(match=match, scheme=scheme) for match, scheme in rules]
     return build_plan(read_index(model), chosen, settings)
 
@@ -121,7 +121,7 @@ def test_shares_of_ranks_must_be_whole_blocks(ranks: tuple[int, ...], refused: i
     """384 columns of down_proj and rows of gate and up: 3 blocks, which 2 ranks cannot share."""
     model = save_llama(tmp_path / "model", intermediate_size=384)
     rules = (("re:.*mlp.*", "FP8_BLOCK"),)
-    plan = plan_of(model, *rules, settings=Settings(ranks=ranks))
+    plan = plan_of(model, *rules, settings=PlanSettings(ranks=ranks))
     assert len(plan.refusals) == refused
     assert all(f"on each of {ranks[-1]} ranks" in refusal.got for refusal in plan.refusals)
 
@@ -129,7 +129,7 @@ def test_shares_of_ranks_must_be_whole_blocks(ranks: tuple[int, ...], refused: i
 def test_keys_and_values_of_few_heads_are_repeated_on_many_ranks(tmp_path: Path) -> None:
     """Two heads on four ranks: vLLM gives each rank one whole head."""
     model = save_llama(tmp_path / "model", num_attention_heads=8, head_dim=128, num_key_value_heads=2)
-    plan = plan_of(model, ("re:.*self_attn.*", "FP8_BLOCK"), settings=Settings(ranks=(4,)))
+    plan = plan_of(model, ("re:.*self_attn.*", "FP8_BLOCK"), settings=PlanSettings(ranks=(4,)))
     assert plan.refusals == ()
 
 
@@ -150,7 +150,7 @@ def test_what_does_not_fit_can_be_kept(tmp_path: Path) -> None:
     kept = [f"model.layers.{i}.mlp.{part}_proj" for i in range(3) for part in ("gate", "up")]
     assert sorted(config["ignore"]) == sorted(["lm_head", *kept])
     assert vexport("check", tmp_path / "out").code == 0
-    plan = plan_of(model, ("Linear", "FP8_BLOCK"), settings=Settings(on_unsupported_shape="keep"))
+    plan = plan_of(model, ("Linear", "FP8_BLOCK"), settings=PlanSettings(on_unsupported_shape="keep"))
     assert [note.where for note in plan.notes] == [f"model.layers.{i}.mlp.gate_up_proj" for i in range(3)]
     assert "328" in plan.notes[0].got
 
@@ -158,7 +158,7 @@ def test_what_does_not_fit_can_be_kept(tmp_path: Path) -> None:
 def test_experts_of_a_layer_are_kept_together(tmp_path: Path) -> None:
     """An expert's down projection that does not fit keeps all experts, by a pattern that vLLM resolves."""
     model = save_family("qwen3-moe", tmp_path / "model", moe_intermediate_size=136)
-    plan = plan_of(model, ("Linear", "NVFP4A16"), settings=Settings(on_unsupported_shape="keep"))
+    plan = plan_of(model, ("Linear", "NVFP4A16"), settings=PlanSettings(on_unsupported_shape="keep"))
     assert not any("experts" in group.name for group in plan.groups)
     assert [entry for entry in plan.ignore if "experts" in entry] == [
         rf"re:.*\blayers\.{i}\.mlp\.experts\..*" for i in range(2)
@@ -238,7 +238,7 @@ def test_layers_that_are_fused_on_disk_are_judged_by_their_parts(tmp_path: Path)
     """Phi-3: keys and values of 128 rows are whole blocks for one rank, not for each of two."""
     model = save_family("phi3", tmp_path / "model")
     assert plan_of(model, ("qkv_proj", "FP8_BLOCK")).refusals == ()
-    refused = plan_of(model, ("qkv_proj", "FP8_BLOCK"), settings=Settings(ranks=(2,))).refusals
+    refused = plan_of(model, ("qkv_proj", "FP8_BLOCK"), settings=PlanSettings(ranks=(2,))).refusals
     assert len(refused) == 2
     assert "out_features 64 is not a multiple of the block's 128 on each of 2 ranks" in refused[0].got
     ragged = save_family("phi3", tmp_path / "ragged", intermediate_size=328)

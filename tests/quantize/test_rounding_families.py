@@ -20,7 +20,7 @@ from vexport.checkpoint.tensors import as_tensor
 from vexport.formats.packing.base import Array
 from vexport.formats.schemes import get_scheme
 from vexport.layers.blocks import group_layout
-from vexport.plan.build import Settings
+from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_headers
 from vexport.quantize.rounding import REPORT, round_weights
 from vexport.quantize.stream import quantized_group
@@ -38,7 +38,9 @@ def plan_of(
         Rule(match=match, scheme=scheme, observer="memoryless_minmax", rounding=rounding)
         for match in (("lm_head", "Linear") if folder.name == "qwen3" else ("Linear",))
     ]
-    return plan_headers(str(folder), rules, Settings(on_unsupported_shape="keep", kv_cache=kv_cache), silent)
+    return plan_headers(
+        str(folder), rules, PlanSettings(on_unsupported_shape="keep", kv_cache=kv_cache), silent
+    )
 
 
 def run(index: SourceIndex, plan: Plan, out: Path) -> tuple[Mapping[str, Array], RoundingReport]:

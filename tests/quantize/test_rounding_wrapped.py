@@ -26,7 +26,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.layers import layers_of
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import as_loaded, weight_of
-from vexport.fidelity.source import Source
+from vexport.fidelity.source import ComparedSource
 from vexport.numerics.metrics import kl_divergence
 from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
@@ -93,7 +93,7 @@ def dequantized(source: Path, checkpoint: Path, out: Path) -> Path:
     copytree(source, out)
     values = load_file(source / "model.safetensors")
     with Reader() as reader:
-        view, linears = CheckpointView(read_index(checkpoint), reader), Source(source, reader).linears
+        view, linears = CheckpointView(read_index(checkpoint), reader), ComparedSource(source, reader).linears
         for layer in layers_of(view).values():
             stored = as_loaded(view, layer) if layer.is_quantized else None
             if layer.group is not None and stored is not None:

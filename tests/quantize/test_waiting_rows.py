@@ -12,7 +12,7 @@ from vexport.calibration import Samples
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import read_index
 from vexport.errors import InputError
-from vexport.plan.build import Settings
+from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_headers
 from vexport.quantize.rounding import COMPARED_ROWS, round_weights
 from vexport.records import Calibration, silent
@@ -27,7 +27,7 @@ TEXT = samples((32,) * ROWS)
 
 def gptq(folder: Path, out: Path) -> RoundingReport:
     rules = [Rule(match="Linear", scheme="W4A16_CHANNEL", rounding="gptq", observer="memoryless_minmax")]
-    index, plan = plan_headers(str(folder), rules, Settings(), silent)
+    index, plan = plan_headers(str(folder), rules, PlanSettings(), silent)
     calibration = Calibration(rows=TEXT.rows, digest=TEXT.digest, tokens=ROWS * 32, ranges={})
     return round_weights(LayerWalk(index), plan, calibration, TEXT, out)[1]
 
@@ -48,7 +48,7 @@ def test_text_that_does_not_fit_is_refused_with_how_many_samples_do(
     """Nothing else depends on the memory that there is."""
     folder = save(configs()["llama"], tmp_path / "llama")
     rules = [Rule(match="Linear", scheme="W4A16_CHANNEL", rounding="gptq")]
-    _, plan = plan_headers(str(folder), rules, Settings(), silent)
+    _, plan = plan_headers(str(folder), rules, PlanSettings(), silent)
     needed = waiting_bytes(plan.groups, ROWS * 32)
     monkeypatch.setattr(settings, "most_waiting", lambda device: needed // 2)
     with pytest.raises(InputError, match=f"--samples {ROWS // 2}"):

@@ -2,17 +2,17 @@
 
 from vexport.records import (
     Attribution,
-    Choice,
     Distance,
     Drift,
     DryLoadReport,
+    GroupSensitivities,
     GroupSensitivity,
     MatrixCell,
     MatrixRow,
     MixedScheme,
     PromptDrift,
+    SchemeChoice,
     SchemeLoss,
-    Sensitivity,
     TokenDrift,
 )
 
@@ -58,7 +58,7 @@ def attribution(words: str = "the chat template is another") -> Attribution:
     )
 
 
-def sensitivity(layers: int = 3) -> Sensitivity:
+def sensitivity(layers: int = 3) -> GroupSensitivities:
     """Two schemes for three groups of every block."""
     groups = tuple(
         GroupSensitivity(
@@ -84,13 +84,13 @@ def sensitivity(layers: int = 3) -> Sensitivity:
         for index in range(layers)
         for kind, loss in _LOSSES.items()
     )
-    return Sensitivity(samples=16, tokens=2048, groups=groups)
+    return GroupSensitivities(samples=16, tokens=2048, groups=groups)
 
 
 def mixed() -> MixedScheme:
     """FP8 where it hurts most."""
     choices = tuple(
-        Choice(
+        SchemeChoice(
             name=group.name,
             scheme="FP8_DYNAMIC" if "down" in group.name else "NVFP4",
             num_bytes=73_728,

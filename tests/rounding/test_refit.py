@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.models import save_llama
 from vexport.numerics.arithmetic import integer_format
-from vexport.plan.build import Settings
+from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_headers
 from vexport.records import silent
 from vexport.rounding.gptq import Factor, Grid, factorize, refit, round_columns
@@ -74,7 +74,7 @@ def test_a_refit_is_as_strong_as_the_table_says_and_a_rule_may_say_another(
 
     def found(rounding: object) -> Strength:
         rule = Rule.model_validate({"match": "Linear", "scheme": scheme, "rounding": rounding})
-        _, plan = plan_headers(str(folder), [rule], Settings(), silent)
+        _, plan = plan_headers(str(folder), [rule], PlanSettings(), silent)
         (strength,) = {strength_of(group) for group in plan.groups}
         return strength
 

@@ -10,7 +10,7 @@ import pytest
 from tests.command import vexport
 from vexport.errors import InputError
 from vexport.formats.schemes import KEEP
-from vexport.records import Choice, GroupSensitivity, MixedScheme, SchemeLoss
+from vexport.records import GroupSensitivity, MixedScheme, SchemeChoice, SchemeLoss
 from vexport.scenario import Auto
 from vexport.sensitivity.auto import best_mixtures, mixed_scheme
 
@@ -82,7 +82,7 @@ def test_thinning_costs_little() -> None:
     """A model of 300 groups with a bound on mixtures far below what there are."""
     options = [
         [
-            Choice(name=group.name, scheme=one.scheme, num_bytes=one.num_bytes, loss=one.loss)
+            SchemeChoice(name=group.name, scheme=one.scheme, num_bytes=one.num_bytes, loss=one.loss)
             for one in group.schemes
         ]
         for group in groups(1, 300)

@@ -12,8 +12,8 @@ from vexport.checkpoint.index import read_index
 from vexport.errors import InputError
 from vexport.files import to_json
 from vexport.formats.schemes import KEEP
-from vexport.plan.build import Settings, build_plan
-from vexport.records import GroupSensitivity, SchemeLoss, Sensitivity
+from vexport.plan.build import PlanSettings, build_plan
+from vexport.records import GroupSensitivities, GroupSensitivity, SchemeLoss
 from vexport.scenario import Auto, Rule
 from vexport.sensitivity.layer_groups import find_layer_groups, rest_bytes, rules_with, smallest
 
@@ -30,7 +30,7 @@ calibration: {{data: rows.jsonl}}
 
 def test_a_unit_is_what_needs_one_scheme(llama: Path) -> None:
     index = read_index(llama)
-    units = find_layer_groups(index, AUTO, Auto(candidates=("NVFP4", KEEP), bits=5), Settings())
+    units = find_layer_groups(index, AUTO, Auto(candidates=("NVFP4", KEEP), bits=5), PlanSettings())
     kinds = Counter(unit.name.rpartition(".")[2] for unit in units)
     assert kinds == {"qkv_proj": 3, "o_proj": 3, "gate_up_proj": 3, "down_proj": 3}
     assert all([one.scheme for one in unit.options] == ["NVFP4"] for unit in units)
@@ -38,7 +38,7 @@ def test_a_unit_is_what_needs_one_scheme(llama: Path) -> None:
 
 def test_experts_of_a_layer_are_one_unit() -> None:
     index = read_index(MOE)
-    units = find_layer_groups(index, AUTO, Auto(candidates=("FP8_DYNAMIC", KEEP), bits=9), Settings())
+    units = find_layer_groups(index, AUTO, Auto(candidates=("FP8_DYNAMIC", KEEP), bits=9), PlanSettings())
     experts = [unit for unit in units if unit.name.endswith(".experts")]
     assert experts
     assert all(len(unit.layers) % 3 == 0 and len(unit.layers) > 3 for unit in experts)
@@ -54,7 +54,7 @@ def test_experts_of_a_layer_are_one_unit() -> None:
 def test_a_choice_gives_the_plan_of_the_same_rule(scheme: str, llama: Path) -> None:
     index = read_index(llama)
     units = find_layer_groups(
-        index, AUTO, Auto(candidates=("NVFP4", "FP8_DYNAMIC", KEEP), bits=5), Settings()
+        index, AUTO, Auto(candidates=("NVFP4", "FP8_DYNAMIC", KEEP), bits=5), PlanSettings()
     )
     made = build_plan(index, rules_with(units, {unit.name: scheme for unit in units}, AUTO))
     usual = build_plan(index, [Rule(match="Linear", scheme=scheme)])
@@ -65,7 +65,9 @@ def test_a_choice_gives_the_plan_of_the_same_rule(scheme: str, llama: Path) -> N
 
 def test_a_rule_of_its_own_leaves_no_choice(llama: Path) -> None:
     rules = (Rule(match="re:.*o_proj", scheme="FP8_DYNAMIC"), *AUTO)
-    units = find_layer_groups(read_index(llama), rules, Auto(candidates=("NVFP4", KEEP), bits=5), Settings())
+    units = find_layer_groups(
+        read_index(llama), rules, Auto(candidates=("NVFP4", KEEP), bits=5), PlanSettings()
+    )
     assert {unit.allowed for unit in units if unit.name.endswith("o_proj")} == {("FP8_DYNAMIC",)}
     assert {unit.allowed for unit in units if "o_proj" not in unit.name} == {("NVFP4", KEEP)}
 
@@ -73,19 +75,19 @@ def test_a_rule_of_its_own_leaves_no_choice(llama: Path) -> None:
 def test_what_does_not_fit_is_no_choice_and_is_named(tmp_path: Path) -> None:
     """520 columns are no whole groups of 16: NVFP4 is refused for down_proj, FP8 is not."""
     index = read_index(save_llama(tmp_path / "model", num_hidden_layers=1, intermediate_size=520))
-    units = find_layer_groups(index, AUTO, Auto(candidates=("NVFP4", "FP8_DYNAMIC"), bits=9), Settings())
+    units = find_layer_groups(index, AUTO, Auto(candidates=("NVFP4", "FP8_DYNAMIC"), bits=9), PlanSettings())
     (down,) = (unit for unit in units if unit.name.endswith("down_proj"))
     assert down.allowed == ("FP8_DYNAMIC",)
     assert "520 is not a multiple of group size 16" in down.refused[0].got
     assert smallest(units)[down.name] == "FP8_DYNAMIC"
     with pytest.raises(InputError, match="candidates of which none fits"):
-        find_layer_groups(index, AUTO, Auto(candidates=("NVFP4", "NVFP4A16"), bits=9), Settings())
+        find_layer_groups(index, AUTO, Auto(candidates=("NVFP4", "NVFP4A16"), bits=9), PlanSettings())
 
 
 def test_rules_that_split_a_fused_layer_are_refused(llama: Path) -> None:
     rules = (Rule(match="q_proj", scheme="FP8_DYNAMIC"), *AUTO)
     with pytest.raises(InputError, match=r"qkv_proj.*one scheme for q_proj, k_proj, v_proj"):
-        find_layer_groups(read_index(llama), rules, Auto(candidates=("NVFP4", KEEP), bits=5), Settings())
+        find_layer_groups(read_index(llama), rules, Auto(candidates=("NVFP4", KEEP), bits=5), PlanSettings())
 
 
 def scenario(folder: Path, source: Path, budget: str) -> Path:
@@ -116,7 +118,7 @@ def test_a_plan_takes_what_a_run_has_measured(llama: Path, tmp_path: Path) -> No
     """One layer loses much more than all others: it alone is kept in 8 bits."""
     index = read_index(llama)
     units = find_layer_groups(
-        index, AUTO, Auto(candidates=("NVFP4", "FP8_DYNAMIC", KEEP), bits=5), Settings(has_text=True)
+        index, AUTO, Auto(candidates=("NVFP4", "FP8_DYNAMIC", KEEP), bits=5), PlanSettings(has_text=True)
     )
     worst = units[5].name
     groups = tuple(
@@ -139,7 +141,7 @@ def test_a_plan_takes_what_a_run_has_measured(llama: Path, tmp_path: Path) -> No
         for unit in units
     )
     (tmp_path / "run").mkdir()
-    found = Sensitivity(samples=1, tokens=1, groups=groups)
+    found = GroupSensitivities(samples=1, tokens=1, groups=groups)
     (tmp_path / "run" / "sensitivity.json").write_text(to_json(found))
     plain = build_plan(index, rules_with((), {}, AUTO))
     least = sum(unit.bytes_in("NVFP4") for unit in units) + rest_bytes(index, units, plain)

@@ -12,9 +12,9 @@ from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.engine.reference import reference_logprobs
 from vexport.formats.schemes import KEEP
-from vexport.plan.build import Settings, build_plan
+from vexport.plan.build import PlanSettings, build_plan
 from vexport.quantize.job import QuantizeJob, quantize_source
-from vexport.records import CalibrationData, SchemeLoss, Sensitivity
+from vexport.records import CalibrationData, GroupSensitivities, SchemeLoss
 from vexport.records.rounding import Rounding
 from vexport.scenario import Auto, Calibration, Rule
 from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, probe_plan, rules_with
@@ -34,10 +34,10 @@ def samples(model: Path, number: int = SAMPLES) -> Samples:
 
 def units_of(index: SourceIndex, *candidates: str, rules: tuple[Rule, ...] = RULES) -> tuple[LayerGroup, ...]:
     auto = Auto(candidates=(*candidates, KEEP), share=0.5)
-    return find_layer_groups(index, rules, auto, Settings())
+    return find_layer_groups(index, rules, auto, PlanSettings())
 
 
-def run(model: Path, file: Path, *candidates: str, steps: list[str] | None = None) -> Sensitivity:
+def run(model: Path, file: Path, *candidates: str, steps: list[str] | None = None) -> GroupSensitivities:
     index = read_index(model)
     units = units_of(index, *candidates)
     plan = build_plan(index, rules_with((), {}, RULES))
@@ -54,17 +54,17 @@ def run(model: Path, file: Path, *candidates: str, steps: list[str] | None = Non
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory, own_products_in_module: None) -> Sensitivity:
+def measured(tmp_path_factory: pytest.TempPathFactory, own_products_in_module: None) -> GroupSensitivities:
     """Computed as the reference does: what NVFP4 makes of inputs depends on their last bits."""
     folder = tmp_path_factory.mktemp("measured")
     return run(DEMO / "model-x16", folder / "trials.json", "NVFP4", "W4A16")
 
 
-def losses(found: Sensitivity) -> dict[tuple[str, str], SchemeLoss]:
+def losses(found: GroupSensitivities) -> dict[tuple[str, str], SchemeLoss]:
     return {(group.name, one.scheme): one for group in found.groups for one in group.schemes}
 
 
-def test_the_outliers_are_found(measured: Sensitivity) -> None:
+def test_the_outliers_are_found(measured: GroupSensitivities) -> None:
     """The variant scales columns of q, k, v, gate and up only: INT4 in groups of 128 loses those."""
     found = losses(measured)
     hard = [
@@ -86,7 +86,7 @@ def test_the_outliers_are_found(measured: Sensitivity) -> None:
     [("model.layers.1.mlp.gate_up_proj", "NVFP4"), ("model.layers.0.self_attn.qkv_proj", "W4A16")],
 )
 def test_a_loss_is_that_of_a_checkpoint_with_only_this_group(
-    name: str, scheme: str, measured: Sensitivity, tmp_path: Path
+    name: str, scheme: str, measured: GroupSensitivities, tmp_path: Path
 ) -> None:
     model = DEMO / "model-x16"
     (unit,) = (one for one in units_of(read_index(model), "NVFP4", "W4A16") if one.name == name)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from vexport.checkpoint.source import with_revision
 from vexport.engine.proof import Prover
-from vexport.plan.build import Settings
+from vexport.plan.build import PlanSettings
 from vexport.plan.needs import default_text_note, with_needed_text
 from vexport.plan.source import ignored_rules, plan_headers, requested, table_of_schemes
 from vexport.quantize.job import QuantizeJob, quantize_source
@@ -105,7 +105,7 @@ def plan_schemes(
     on_progress: OnProgress = silent,
 ) -> SchemeTable:
     """Compare all schemes, as `vexport plan` does where none is named."""
-    settings = Settings(ranks=tuple(tp), kv_cache=kv_cache)
+    settings = PlanSettings(ranks=tuple(tp), kv_cache=kv_cache)
     name = with_revision(str(source), revision)
     return table_of_schemes(name, ignored_rules(ignore), settings, on_progress, group_size)
 

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 # linear: asks the quantization config how it is stored, by its name. plain: a matrix that is built without
 # one. table: embeddings that ask, lookup: embeddings that do not. head: the output head.
-Kind = Literal["linear", "plain", "table", "lookup", "head"]
+ModuleKind = Literal["linear", "plain", "table", "lookup", "head"]
 # Numbers of layers and experts in a name.
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 # A numbered layer of a model.
@@ -34,9 +34,9 @@ class ModuleNames:
     asked: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def kinds(self) -> dict[str, Kind]:
+    def kinds(self) -> dict[str, ModuleKind]:
         """The kind of each module."""
-        named: dict[Kind, tuple[str, ...]] = {
+        named: dict[ModuleKind, tuple[str, ...]] = {
             "linear": self.linear,
             "plain": self.plain,
             "table": self.table,

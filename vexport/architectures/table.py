@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from vexport.architectures.modules import Kind, ModuleNames, module_table, with_numbers, with_stars
+from vexport.architectures.modules import ModuleKind, ModuleNames, module_table, with_numbers, with_stars
 from vexport.errors import InputError
 from vexport.records import Finding, Json
 
@@ -98,7 +98,7 @@ class Architecture:
     renames: Renames = Renames()
     language_model: tuple[str, ...] = ()
     inner_unknown: bool = False
-    kinds: dict[str, Kind] = field(default_factory=dict)
+    kinds: dict[str, ModuleKind] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)
 
     def vllm_name(self, module: str) -> str:
@@ -116,7 +116,7 @@ class Architecture:
         (apply_vllm_mapper in compressed_tensors.py)."""
         return self.renames(entry) if "." in entry and not entry.startswith("re:") else entry
 
-    def kind(self, module: str) -> Kind | None:
+    def kind(self, module: str) -> ModuleKind | None:
         """The kind of module that vLLM builds for a checkpoint's outside decoder layers; None where that is
         unknown."""
         return self.kinds.get(with_stars(self.vllm_name(module)))

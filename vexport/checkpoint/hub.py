@@ -23,7 +23,7 @@ from vexport.records import OnProgress
 _NAME = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
 # <cache>/models--ORG--NAME/snapshots/COMMIT, as huggingface_hub lays its cache out.
 _SNAPSHOT = re.compile(r"models--(?P<id>.+)/snapshots/(?P<commit>[0-9a-f]{40})$")
-Kind = Literal["model", "dataset"]
+RepoKind = Literal["model", "dataset"]
 # Classes of huggingface_hub and datasets, by name: a wrong name or revision, or no access to it.
 _INPUT = {"RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError", "RemoteEntryNotFoundError"}
 _INPUT |= {"HFValidationError", "DatasetNotFoundError"}
@@ -66,7 +66,7 @@ def pinned_name(root: Path) -> str | None:
     return f"{match['id'].replace('--', '/', 1)}@{match['commit']}" if match else None
 
 
-def explain(error: BaseException, name: HubName, kind: Kind = "model") -> VexportError:
+def explain(error: BaseException, name: HubName, kind: RepoKind = "model") -> VexportError:
     """The error to show for one that was raised while a library looked for `name`.
 
     InputError where the name, the revision or the access to it is wrong; EnvironmentFault for all else.
@@ -113,7 +113,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listing:
+class RepoListing:
     """The files of a model at one commit, with their sizes in bytes."""
 
     name: HubName
@@ -150,14 +150,14 @@ def require_model(name: HubName) -> None:
         _cached(name, fault)
 
 
-def list_files(name: HubName) -> Listing:
+def list_files(name: HubName) -> RepoListing:
     """Resolve the revision to a commit and list its files; fetches the config. Raises as `explain`."""
     from huggingface_hub import HfApi
 
     info = _asked(name, lambda: HfApi().model_info(name.id, revision=name.revision, files_metadata=True))
     commit = _fetch_config(name).parent.name
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    return Listing(name=name, commit=info.sha or commit, sizes=sizes)
+    return RepoListing(name=name, commit=info.sha or commit, sizes=sizes)
 
 
 def _fetch_config(name: HubName) -> Path:
@@ -167,7 +167,7 @@ def _fetch_config(name: HubName) -> Path:
     return Path(_asked(name, lambda: hf_hub_download(name.id, CONFIG, revision=name.revision)))
 
 
-def needed_weights(listing: Listing, folder: Path) -> list[str]:
+def needed_weights(listing: RepoListing, folder: Path) -> list[str]:
     """The weight files of a listing whose index, if any, lies in `folder`. InputError where it has none."""
     indexed = index_file_names(folder) if INDEX_NAME in listing.sizes else []
     names = weight_names(listing.sizes, indexed)
@@ -206,7 +206,7 @@ def weight_names(paths: Collection[str], indexed: Collection[str]) -> list[str]:
     return sorted(path for path in paths if path.endswith(_WEIGHTS) and "/" not in path)
 
 
-def fetch(listing: Listing, files: list[str]) -> Path:
+def fetch(listing: RepoListing, files: list[str]) -> Path:
     """Download files of a listing and return the snapshot's folder. Raises as `explain`.
 
     huggingface_hub goes on in the middle of a file where a connection ends; where it is reset, the files

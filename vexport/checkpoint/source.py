@@ -13,7 +13,7 @@ from pathlib import Path
 from vexport.checkpoint.header import MAX_HEADER_BYTES
 from vexport.checkpoint.hub import (
     HubName,
-    Listing,
+    RepoListing,
     download,
     explain,
     fetch,
@@ -152,7 +152,7 @@ def _named(error: InputError, root: Path, name: str) -> InputError:
     return InputError(where, got=got, need=need, fix=fix)
 
 
-def _write_headers(listing: Listing, weights: list[str], root: Path, on_progress: OnProgress) -> None:
+def _write_headers(listing: RepoListing, weights: list[str], root: Path, on_progress: OnProgress) -> None:
     stage = f"headers of {listing.name.id}"
     on_progress(stage, 0, len(weights))
     with ThreadPoolExecutor(_WORKERS) as pool:
@@ -165,7 +165,7 @@ def _write_headers(listing: Listing, weights: list[str], root: Path, on_progress
             on_progress(stage, done + 1, len(weights))
 
 
-def read_remote_header(listing: Listing, file: str) -> bytes:
+def read_remote_header(listing: RepoListing, file: str) -> bytes:
     """The first bytes of a safetensors file: the length of its header, then the header if there is one.
 
     A length that is no header's is left to whoever reads the file.
@@ -178,7 +178,7 @@ def read_remote_header(listing: Listing, file: str) -> bytes:
     return first + _range(listing, file, len(first), end)
 
 
-def _range(listing: Listing, file: str, start: int, stop: int) -> bytes:
+def _range(listing: RepoListing, file: str, start: int, stop: int) -> bytes:
     """Bytes `start` to `stop` of a file, fewer where it ends before."""
     from huggingface_hub import hf_hub_url, utils
 

@@ -32,7 +32,7 @@ OF_ANY_METHOD = ("shards", "digests", "config")
 OF_NUMBERS = ("values", "fusion")
 # What is told from config.json, names and headers alone, of what vexport writes itself.
 OF_HEADERS = ("shards", "model", "config", "targets", "completeness", "shapes", "kv_cache", "transforms")
-Run = Callable[[CheckpointView], Iterator[Finding]]
+CheckFunction = Callable[[CheckpointView], Iterator[Finding]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Against:
     """The unquantized checkpoint `root`, and how one that was made from it is compared with it."""
 
     root: Path
-    run: Run
+    run: CheckFunction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Check:
     """One family of findings."""
 
     description: str
-    run: Run
+    run: CheckFunction
 
 
 # The families in the order of their findings: one line each, the name of its file.
@@ -152,7 +152,7 @@ def _not_of_source(found: Iterable[Finding], view: CheckpointView, source: Path)
                 yield finding
 
 
-def _or_internal_error(family: str, run: Run, view: CheckpointView) -> Iterator[Finding]:
+def _or_internal_error(family: str, run: CheckFunction, view: CheckpointView) -> Iterator[Finding]:
     """The findings of a family; what it cannot read is one, as is a mistake of ours: the others go on."""
     try:
         yield from run(view)

@@ -14,7 +14,7 @@ from vexport.checks.vllm.layers import (
     quantized_parameters,
     split_name,
 )
-from vexport.checks.vllm.layout import Layout, impossible_size
+from vexport.checks.vllm.layout import ModelLayout, impossible_size
 from vexport.checks.vllm.view import DRAFTS, CheckpointView, error, warning
 from vexport.records import Finding
 
@@ -89,7 +89,7 @@ def _drafts(view: CheckpointView) -> Iterator[Finding]:
     )
 
 
-def _of_layout(view: CheckpointView, layout: Layout) -> Iterator[Finding]:
+def _of_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
     """Modules and parameters that the class has and the checkpoint lacks, and the other way round."""
     unexpected, missing = list(_unexpected(view, layout)), _lacking(view, layout)
     yield from _untied_head(view)
@@ -106,7 +106,7 @@ def _of_layout(view: CheckpointView, layout: Layout) -> Iterator[Finding]:
     yield from _absent(view, layout, missing)
 
 
-def _lacking(view: CheckpointView, layout: Layout) -> dict[str, str]:
+def _lacking(view: CheckpointView, layout: ModelLayout) -> dict[str, str]:
     """The tensors that are not there, with the place that a finding names."""
     names = view.index.tensors.keys()
     pairs = map(split_name, names)
@@ -121,7 +121,7 @@ def _lacking(view: CheckpointView, layout: Layout) -> dict[str, str]:
     return {name: where for name, where in missing.items() if name not in layout.optional}
 
 
-def _absent(view: CheckpointView, layout: Layout, missing: Mapping[str, str]) -> Iterator[Finding]:
+def _absent(view: CheckpointView, layout: ModelLayout, missing: Mapping[str, str]) -> Iterator[Finding]:
     """Findings on missing tensors: one on a part of the model of which nothing is there."""
     held = {name[:at] for name in view.index.tensors for at, letter in enumerate(name) if letter == "."}
     parts: dict[str, list[str]] = {}
@@ -142,7 +142,7 @@ def _absent(view: CheckpointView, layout: Layout, missing: Mapping[str, str]) ->
                 yield _missing(missing[name], f"the {kind}, {sized}")
 
 
-def _unexpected(view: CheckpointView, layout: Layout) -> Iterator[str]:
+def _unexpected(view: CheckpointView, layout: ModelLayout) -> Iterator[str]:
     """Tensors that the class does not have."""
     own_scales = tuple(view.method.cache_scales.values()) if view.method else ()
     for name in sorted(view.index.tensors.keys() - layout.parameters.keys() - layout.optional):
@@ -156,7 +156,7 @@ def _unexpected(view: CheckpointView, layout: Layout) -> Iterator[str]:
             yield name
 
 
-def _without_parameter(view: CheckpointView, layout: Layout, name: str) -> Finding:
+def _without_parameter(view: CheckpointView, layout: ModelLayout, name: str) -> Finding:
     """Return what vLLM does with a tensor that it has no parameter for."""
     expected = f"only tensors of {view.class_name}, as its config sizes it"
     fix = "remove the tensor, or correct its name or the config"

@@ -9,7 +9,7 @@ from vexport.checkpoint.dtypes import FLOATING
 from vexport.checks.tensors.payloads import is_lossless_cast, is_rounded_little, rounded
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.layers import JOINED, FusedLinear
-from vexport.checks.vllm.layout import Layout, Shape
+from vexport.checks.vllm.layout import ModelLayout, Shape
 from vexport.checks.vllm.quant_methods.base import MethodGroup
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import Parameter
@@ -167,7 +167,7 @@ def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]
             yield ("", "the KV cache's scale"), tensor
 
 
-def _unquantized(view: CheckpointView, layout: Layout) -> Iterator[Finding]:
+def _unquantized(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
     """Norms, biases, embeddings and layers that are not quantized, by the model's config."""
     quantized = {module for fused in view.fused_linears if fused.is_quantized for module in fused.members}
     cuts = {module: _cut(view, fused) for fused in view.fused_linears for module in fused.members}

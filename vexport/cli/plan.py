@@ -154,11 +154,11 @@ def _note_time(index: "SourceIndex", plan: Plan, text: "Calibration", on_progres
 def _compare_schemes(name: str, request: PlanRequest, answer: Answer) -> None:
     """Print the table of all schemes."""
     from vexport.cli.terminal import progress_display
-    from vexport.plan.build import Settings
+    from vexport.plan.build import PlanSettings
     from vexport.plan.source import ignored_rules, table_of_schemes
     from vexport.reports.plan import render_table
 
-    settings = Settings(ranks=request.tp or (1,), kv_cache=request.kv_cache)
+    settings = PlanSettings(ranks=request.tp or (1,), kv_cache=request.kv_cache)
     with progress_display(quiet=answer.quiet) as on_progress:
         table = table_of_schemes(
             name, ignored_rules(request.ignore), settings, on_progress, request.group_size

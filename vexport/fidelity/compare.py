@@ -9,12 +9,12 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of
 from vexport.checks import SOURCE, Against
 from vexport.checks.devices import INDEX
-from vexport.checks.vllm.layers import Layer, layers_of
+from vexport.checks.vllm.layers import StoredLayer, layers_of
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.errors import InputError
 from vexport.fidelity.kept import file_findings, tensor_findings
 from vexport.fidelity.smoothing import Factors, judged_smoothing
-from vexport.fidelity.source import Source, SourceTensors
+from vexport.fidelity.source import ComparedSource, SourceTensors
 from vexport.fidelity.weights import WeightComparison, compare_weight
 from vexport.formats.arguments import SchemeArgs, precision
 from vexport.formats.schemes import named_scheme
@@ -31,7 +31,7 @@ def against(root: Path, *, on_layer: OnLayer) -> Against:
     the source is smoothed alike.
     """
     with Reader() as reader:
-        index = Source(root, reader).index
+        index = ComparedSource(root, reader).index
     if find_quantization(index.root, index.config) is not None:
         need = "the unquantized one that the checkpoint was made from"
         raise InputError(str(root), got="a quantized checkpoint", need=need, fix="name that with --source")
@@ -40,12 +40,14 @@ def against(root: Path, *, on_layer: OnLayer) -> Against:
         smoothing, objections = judged_smoothing(view.index.root, read_index(root))
         yield from objections
         with reader_of(smoothing) as reader:
-            yield from _compared(view, Source(root, reader), reader, on_layer)
+            yield from _compared(view, ComparedSource(root, reader), reader, on_layer)
 
     return Against(root=root, run=compare)
 
 
-def _compared(view: CheckpointView, source: Source, reader: Reader, on_layer: OnLayer) -> Iterator[Finding]:
+def _compared(
+    view: CheckpointView, source: ComparedSource, reader: Reader, on_layer: OnLayer
+) -> Iterator[Finding]:
     origins = SourceTensors(view, source, reader)
     quantized = [layer for layer in layers_of(view).values() if layer.is_quantized]
     ratios: dict[str, float] = {}
@@ -69,7 +71,7 @@ def _compared(view: CheckpointView, source: Source, reader: Reader, on_layer: On
     yield from _summary(view, ratios)
 
 
-def _compare(view: CheckpointView, origins: SourceTensors, layer: Layer) -> WeightComparison | Finding:
+def _compare(view: CheckpointView, origins: SourceTensors, layer: StoredLayer) -> WeightComparison | Finding:
     pieces = origins.weight(layer)
     if not pieces:
         fix = "give the checkpoint that this one was made from"
@@ -82,7 +84,7 @@ def _compare(view: CheckpointView, origins: SourceTensors, layer: Layer) -> Weig
 
 
 def _smoothed(
-    view: CheckpointView, origins: SourceTensors, layer: Layer, smoothing: Factors
+    view: CheckpointView, origins: SourceTensors, layer: StoredLayer, smoothing: Factors
 ) -> WeightComparison | None:
     """The comparison with a smoothed weight; None where there are no factors."""
     pieces = smoothing.expected(layer.name, origins.weight(layer))
@@ -104,7 +106,7 @@ def _factors(smoothing: Factors) -> Iterator[Finding]:
         )
 
 
-def _judged(layer: Layer, comparison: WeightComparison) -> Iterator[Finding]:
+def _judged(layer: StoredLayer, comparison: WeightComparison) -> Iterator[Finding]:
     if comparison.faults:
         yield error(
             SOURCE,
@@ -134,13 +136,13 @@ def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Find
         )
 
 
-def _incomparable(view: CheckpointView, layer: Layer, got: str, fix: str) -> Finding:
+def _incomparable(view: CheckpointView, layer: StoredLayer, got: str, fix: str) -> Finding:
     """An error, but for a class of which other checks know what vLLM cuts to size or never reads."""
     finding = error if view.layout is None else warning
     return finding(SOURCE, layer.name, expected="the source's weight in quantized form", got=got, fix=fix)
 
 
-def _stored_as(layer: Layer) -> str:
+def _stored_as(layer: StoredLayer) -> str:
     """The scheme that stores what the layer does, else its bits: W4A16."""
     assert layer.group is not None
     group = layer.group

@@ -9,7 +9,7 @@ from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.smoothed import source_reader
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor, read_weight
 from vexport.checks.vllm.groups import ConfigGroup
-from vexport.checks.vllm.layers import Layer, layers_of
+from vexport.checks.vllm.layers import StoredLayer, layers_of
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.base import Format, Parameter
 from vexport.formats.dequantize import row_chunks, rows_of
@@ -47,7 +47,7 @@ def read_parameters(view: CheckpointView, tensors: Mapping[str, TensorInfo]) -> 
     return {parameter: read_tensor(view.reader, tensor) for parameter, tensor in tensors.items()}
 
 
-def as_loaded(view: CheckpointView, layer: Layer) -> dict[str, torch.Tensor] | None:
+def as_loaded(view: CheckpointView, layer: StoredLayer) -> dict[str, torch.Tensor] | None:
     """The tensors that a layer's weight is made of, as vLLM's parameters hold them.
 
     What is stored in another dtype is cast by value, of what is too large the beginning is taken, and

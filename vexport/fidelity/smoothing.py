@@ -20,7 +20,7 @@ from vexport.checks.vllm.layers import layers_of
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.errors import CheckpointFailed, InputError, raise_all
 from vexport.fidelity.dequantize import dequantized
-from vexport.fidelity.source import Pieces, Source, SourceTensors
+from vexport.fidelity.source import ComparedSource, Pieces, SourceTensors
 from vexport.fidelity.weights import compare_weight
 from vexport.layers.linears import STACK
 from vexport.records import Finding, Smoothing
@@ -69,7 +69,7 @@ def proven_smoothing(checkpoint: Path, source: SourceIndex) -> Mapping[str, Smoo
 
 
 def disagreements(
-    view: CheckpointView, source: Source, reader: Reader, smoothing: Mapping[str, Smoothing]
+    view: CheckpointView, source: ComparedSource, reader: Reader, smoothing: Mapping[str, Smoothing]
 ) -> Iterator[Finding]:
     """An error for each tensor of a checkpoint that is not its source's as smoothed: `reader` smooths it.
 

@@ -10,13 +10,13 @@ from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor, read_weight
-from vexport.checks.vllm.layers import Layer, joined_name, layers_of
+from vexport.checks.vllm.layers import StoredLayer, joined_name, layers_of
 from vexport.checks.vllm.view import CheckpointView
 from vexport.layers.linears import find_linears, names_of
 from vexport.records import LinearPlan, TensorInfo
 
 
-class Source:
+class ComparedSource:
     """Weights by the name of their layer, also where the source stores experts together."""
 
     def __init__(self, root: Path, reader: Reader) -> None:
@@ -46,7 +46,7 @@ Pieces = Sequence[torch.Tensor]
 class SourceTensors:
     """Finds tensors in the source by name, by vLLM's name, or as parts of a fused layer; notes them."""
 
-    def __init__(self, view: CheckpointView, source: Source, reader: Reader) -> None:
+    def __init__(self, view: CheckpointView, source: ComparedSource, reader: Reader) -> None:
         self._view, self._source, self._reader = view, source, reader
         self._names = names_of(view.index, view.architecture)
         self._linears = {self._names.vllm_name(name): linear for name, linear in source.linears.items()}
@@ -54,7 +54,7 @@ class SourceTensors:
         self._found: set[str] = set()
         self._read_since: dict[str, TensorInfo] = {}
 
-    def weight(self, layer: Layer) -> Pieces:
+    def weight(self, layer: StoredLayer) -> Pieces:
         """A layer's weight in the source; nothing where it has none."""
         linear = self._linear(layer.name)
         if linear is not None:
@@ -93,7 +93,7 @@ class SourceTensors:
         assert weight is not None
         return weight
 
-    def _sliced(self, layer: Layer) -> Pieces:
+    def _sliced(self, layer: StoredLayer) -> Pieces:
         """Rows of a layer that the source stores fused (q/k/v in one weight), in vLLM's order."""
         linear = self._linear(layer.fused.name) if len(layer.fused.members) > 1 else None
         rows = [self._rows(name) for name in layer.fused.members]
@@ -110,7 +110,7 @@ class SourceTensors:
             return weight.shape[0]
         return shape[0] if shape else 0
 
-    def _joined(self, layer: Layer) -> Pieces:
+    def _joined(self, layer: StoredLayer) -> Pieces:
         """The parts of a layer that the checkpoint stores fused and the source one by one."""
         prefix, dot, projection = layer.name.rpartition(".")
         parts = [
@@ -118,7 +118,7 @@ class SourceTensors:
         ]
         return tuple(self._read(part) for part in parts if part) if parts and all(parts) else ()
 
-    def _stacked(self, layer: Layer) -> Pieces:
+    def _stacked(self, layer: StoredLayer) -> Pieces:
         """The experts of a layer that both store as one tensor, (out, in) each (gpt-oss)."""
         tensor = self._source.index.tensors.get(layer.name)
         if tensor is None or len(tensor.shape) != 3 or tensor.dtype not in FLOATING:

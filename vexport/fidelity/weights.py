@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import normalize
 
-from vexport.checks.vllm.layers import Layer
+from vexport.checks.vllm.layers import StoredLayer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import as_loaded, weight_of
 from vexport.fidelity.source import Pieces
@@ -130,7 +130,7 @@ class _Part:
     plain_product: torch.Tensor
 
 
-def compare_weight(view: CheckpointView, layer: Layer, pieces: Pieces) -> WeightComparison | None:
+def compare_weight(view: CheckpointView, layer: StoredLayer, pieces: Pieces) -> WeightComparison | None:
     """Compare a quantized layer with its source's weight, some rows at a time; None where shapes differ."""
     group, stored = layer.group, as_loaded(view, layer)
     shape = (sum(piece.shape[0] for piece in pieces), pieces[0].shape[1])

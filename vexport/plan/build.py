@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class PlanSettings:
     """Settings of a plan besides its rules: tensor parallel sizes, what becomes of unsupported shapes, the
     KV cache, whether there is calibration text and how much inputs are smoothed by it (None: as the schemes
     need). With `smaller_groups` layers take the largest group size that fits before any is refused or kept.
@@ -47,12 +47,12 @@ class Settings:
         return self.smaller_groups or self.on_unsupported_shape == "smaller-group"
 
     @property
-    def lenient(self) -> "Settings":
+    def lenient(self) -> "PlanSettings":
         """The same, where a layer that nothing fits is kept."""
         return replace(self, on_unsupported_shape="keep", smaller_groups=self.takes_smaller_groups)
 
 
-def build_plan(index: SourceIndex, rules: Sequence["Rule"], settings: Settings = Settings()) -> Plan:
+def build_plan(index: SourceIndex, rules: Sequence["Rule"], settings: PlanSettings = PlanSettings()) -> Plan:
     """Decide for every tensor of a checkpoint whether and how it is quantized.
 
     Layers that vLLM fuses form one group. What vLLM would not run is a refusal in the plan, not an
@@ -144,7 +144,7 @@ def _groups(
 
 
 def _fitted(
-    groups: list[FusionGroup], names: Names, settings: Settings, index: SourceIndex
+    groups: list[FusionGroup], names: Names, settings: PlanSettings, index: SourceIndex
 ) -> tuple[list[FusionGroup], list[Finding], list[Finding]]:
     """(groups, notes, refusals): where shapes do not fit, smaller groups, no scheme or a refusal."""
     notes: list[Finding] = []
@@ -198,7 +198,7 @@ def _unquantizable(chosen: Mapping[str, Treatment | None], places: Mapping[str, 
 
 
 def _shape_findings(
-    groups: Sequence[FusionGroup], names: Names, settings: Settings, index: SourceIndex
+    groups: Sequence[FusionGroup], names: Names, settings: PlanSettings, index: SourceIndex
 ) -> dict[str, Finding]:
     """Refusals by the name of the group."""
     text = text_config(index.config)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from vexport.errors import InputError
 from vexport.formats.schemes import KEEP, get_scheme, scheme_names
-from vexport.plan.build import Settings
+from vexport.plan.build import PlanSettings
 from vexport.records import KvCache, Plan, observer_names
 from vexport.scenario import AUTO, Calibration, Rule, Scenario, default_calibration
 
@@ -110,8 +110,8 @@ def rounded_to_nearest(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
 
 def with_needed_text(
-    rules: Sequence[Rule], settings: Settings, text: Calibration | None, default: Calibration
-) -> tuple[tuple[Rule, ...], Settings, Calibration | None]:
+    rules: Sequence[Rule], settings: PlanSettings, text: Calibration | None, default: Calibration
+) -> tuple[tuple[Rule, ...], PlanSettings, Calibration | None]:
     """The same, with the `default` text where rules need one and none is named."""
     if text is None and rules_need_calibration(rules, settings.kv_cache, settings.smoothing):
         return rounded_to_nearest(rules), replace(settings, has_text=True), default

@@ -19,7 +19,7 @@ from vexport.formats.schemes import (
     scheme_names,
     with_group_size,
 )
-from vexport.plan.build import Settings, build_plan, hidden_rule_notes
+from vexport.plan.build import PlanSettings, build_plan, hidden_rule_notes
 from vexport.plan.table import scheme_table
 from vexport.records import GroupSize, OnProgress, Plan, PlanRequest, SchemeTable, silent
 from vexport.records.observer_names import OBSERVERS, OptionValue
@@ -27,7 +27,7 @@ from vexport.records.rounding import Rounding
 from vexport.scenario import AUTO, Rule, Scenario, parse_group_size
 from vexport.scenario.llmcompressor import read_recipe
 
-DEFAULTS = Settings()
+DEFAULTS = PlanSettings()
 
 
 def rules_for(
@@ -57,14 +57,14 @@ def rules_for(
 
 def requested(
     request: PlanRequest, rules: Sequence[Rule], note: Callable[[str], None]
-) -> tuple[tuple[Rule, ...], Settings]:
+) -> tuple[tuple[Rule, ...], PlanSettings]:
     """The rules of a call, and the settings besides; `note` is told what of a recipe is not followed.
 
     ValueError unless one of a scheme, a recipe and `rules` is given, and what goes with a scheme alone.
     """
     if [request.scheme is None, request.recipe is None, not rules].count(False) != 1:
         raise ValueError("got several or none of scheme, recipe and rules, need one of them")
-    settings = Settings(
+    settings = PlanSettings(
         ranks=request.tp or (1,),
         on_unsupported_shape=request.on_unsupported_shape,
         kv_cache=request.kv_cache,
@@ -108,9 +108,9 @@ def _option_problem(detail: ErrorDetails) -> InputError:
     return InputError(option, got=repr(detail["input"]), need=need, fix=str(fix))
 
 
-def settings_of(scenario: Scenario) -> Settings:
+def settings_of(scenario: Scenario) -> PlanSettings:
     """Return the settings of a scenario's plan besides its rules."""
-    return Settings(
+    return PlanSettings(
         ranks=scenario.serve.planned_ranks,
         on_unsupported_shape=scenario.on_unsupported_shape,
         kv_cache=scenario.kv_cache,
@@ -127,7 +127,7 @@ def source_index(source: str, rules: Sequence[Rule], on_progress: OnProgress = s
 
 
 def plan_source(
-    source: str, rules: Sequence[Rule], settings: Settings = DEFAULTS, *, on_progress: OnProgress = silent
+    source: str, rules: Sequence[Rule], settings: PlanSettings = DEFAULTS, *, on_progress: OnProgress = silent
 ) -> tuple[SourceIndex, Plan]:
     """Read a source's headers and plan. Raises InputError for an unusable source or rule."""
     index = source_index(source, rules, on_progress)
@@ -136,7 +136,7 @@ def plan_source(
 
 
 def plan_headers(
-    source: str, rules: Sequence[Rule], settings: Settings, on_progress: OnProgress
+    source: str, rules: Sequence[Rule], settings: PlanSettings, on_progress: OnProgress
 ) -> tuple[SourceIndex, Plan]:
     """Plan a model as `plan_source` does, from headers alone, whose files may be gone afterwards."""
     with source_headers(source, on_progress) as root:
@@ -147,7 +147,7 @@ def plan_headers(
 def table_of_schemes(
     source: str,
     kept: Sequence[Rule],
-    settings: Settings,
+    settings: PlanSettings,
     on_progress: OnProgress,
     group_size: GroupSize | None = None,
 ) -> SchemeTable:

@@ -13,7 +13,7 @@ from vexport.formats.schemes import get_scheme, with_group_size
 from vexport.layers.blocks import group_layout
 from vexport.layers.linears import Names, names_of
 from vexport.layers.shapes import kind_of_group, unsupported
-from vexport.plan.build import Settings, build_plan
+from vexport.plan.build import PlanSettings, build_plan
 from vexport.plan.group_sizes import fitting_sizes
 from vexport.records import FusionGroup, Plan, SchemeOutlook, SchemeTable
 from vexport.scenario import Rule
@@ -32,7 +32,7 @@ class _Kind:
 
 
 def scheme_table(
-    index: SourceIndex, kept: Sequence[Rule], settings: Settings, schemes: Sequence[str]
+    index: SourceIndex, kept: Sequence[Rule], settings: PlanSettings, schemes: Sequence[str]
 ) -> SchemeTable:
     """Each of the schemes for all linear layers but those that the rules in `kept` keep.
 
@@ -98,7 +98,7 @@ def _outlook(
     plan: Plan,
     names: Names,
     kinds: Sequence[_Kind],
-    settings: Settings,
+    settings: PlanSettings,
     *,
     rest: int,
     refused: str,

@@ -18,8 +18,7 @@ from vexport.outputs import (
     resumable_directory,
     working_folder,
 )
-from vexport.plan.build import Settings as PlanSettings
-from vexport.plan.build import require_accepted
+from vexport.plan.build import PlanSettings, require_accepted
 from vexport.plan.needs import calibration_need, needs_rounding
 from vexport.plan.source import DEFAULTS, plan_source
 from vexport.quantize.estimate import Step, estimated_steps, numbered

@@ -72,8 +72,8 @@ from vexport.records.plan import (
 )
 from vexport.records.report import (
     BudgetKind,
-    Choice,
     ComparedRun,
+    GroupSensitivities,
     GroupSensitivity,
     KindSize,
     LayerError,
@@ -81,7 +81,7 @@ from vexport.records.report import (
     MixedScheme,
     Quantized,
     Report,
+    SchemeChoice,
     SchemeLoss,
-    Sensitivity,
 )
 from vexport.records.values import PROGRESS_DETAIL, Json, OnProgress, Outcome, named, silent

@@ -47,7 +47,7 @@ class GroupSensitivity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sensitivity:
+class GroupSensitivities:
     """The loss of every group, on `samples` calibration rows of `tokens` tokens together."""
 
     samples: int
@@ -56,7 +56,7 @@ class Sensitivity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class SchemeChoice:
     """The scheme chosen for a group (`keep` leaves it as it is), its bytes and its loss in nats per token."""
 
     name: str
@@ -77,7 +77,7 @@ class MixedScheme:
     candidates: tuple[str, ...]
     output_bytes: int
     loss: float
-    choices: tuple[Choice, ...]
+    choices: tuple[SchemeChoice, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class Report:
     baseline_load: LoadReport
     load: LoadReport
     verdict: Verdict | None
-    sensitivity: Sensitivity | None = None
+    sensitivity: GroupSensitivities | None = None
     mixed: MixedScheme | None = None
     drift: Drift | None = None
     attribution: Attribution | None = None

@@ -25,9 +25,9 @@ from vexport.repair.changes import Changes, Repair, RepairReport
 from vexport.repair.write import apply, write_repaired
 
 if TYPE_CHECKING:
-    from vexport.fidelity.source import Source
+    from vexport.fidelity.source import ComparedSource
 
-Family = Callable[[CheckpointView, "Source | None"], Changes]
+Family = Callable[[CheckpointView, "ComparedSource | None"], Changes]
 OnProgress = Callable[[str, int, int], None]
 # What repairs config.json alone and so needs no torch; `families.FAMILIES` has all.
 CONFIG_ONLY: Sequence[Family] = (config.keys, config.targets)
@@ -101,10 +101,10 @@ def _smoothing(checkpoint: Path, source: Path | None) -> Mapping[str, Smoothing]
     return proven_smoothing(checkpoint, read_index(source))
 
 
-def _source(root: Path, reader: Reader) -> "Source":
-    from vexport.fidelity.source import Source
+def _source(root: Path, reader: Reader) -> "ComparedSource":
+    from vexport.fidelity.source import ComparedSource
 
-    return Source(root, reader)
+    return ComparedSource(root, reader)
 
 
 def _report(
@@ -121,7 +121,9 @@ def _report(
     )
 
 
-def _priced(repair: Repair, before: CheckpointView, after: CheckpointView, source: "Source | None") -> Repair:
+def _priced(
+    repair: Repair, before: CheckpointView, after: CheckpointView, source: "ComparedSource | None"
+) -> Repair:
     """The repair with its cost for the weight of its layer."""
     if repair.layer is None:
         return repair

@@ -20,7 +20,7 @@ from vexport.records import FusionGroup, Json, LinearPlan
 from vexport.repair.changes import LOSSLESS, Changes, Repair, inside
 
 if TYPE_CHECKING:
-    from vexport.fidelity.source import Source
+    from vexport.fidelity.source import ComparedSource
 
 ARGUMENTS = ("weights", "input_activations", "output_activations")
 KNOWN = frozenset(field.name for field in fields(QuantArgs))
@@ -29,7 +29,7 @@ SPARSE_PARAMETERS = ("compressed", "bitmask", "row_offsets", "meta")
 MOST_NAMES = 4
 
 
-def keys(view: CheckpointView, source: "Source | None") -> Changes:
+def keys(view: CheckpointView, source: "ComparedSource | None") -> Changes:
     """The config without keys that the pinned vLLM refuses and that nothing rests on."""
     config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
     moved = tuple(_moved(config, view))
@@ -90,7 +90,7 @@ def _key_repair(where: str, got: str, now: str) -> Repair:
     return Repair(family="config", where=where, got=got, now=now, cost=LOSSLESS)
 
 
-def targets(view: CheckpointView, source: "Source | None") -> Changes:
+def targets(view: CheckpointView, source: "ComparedSource | None") -> Changes:
     """The config with an ignore list and targets that agree with the tensors."""
     if not view.config_groups:
         return Changes()

@@ -14,10 +14,10 @@ from vexport.checkpoint.quantization import KEY as QUANTIZATION
 from vexport.checks import kv_cache as announced
 from vexport.checks.config import FORMAT_NAMES
 from vexport.checks.vllm.groups import ConfigGroup
-from vexport.checks.vllm.layers import Layer, fits, layers_of
+from vexport.checks.vllm.layers import StoredLayer, fits, layers_of
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import dequantized
-from vexport.fidelity.source import Source
+from vexport.fidelity.source import ComparedSource
 from vexport.formats.arguments import Strategy, parse_args
 from vexport.formats.dequantize import ct_scheme
 from vexport.formats.kv_cache import KEY, KV_CACHES, VALUE, kv_layout
@@ -40,7 +40,7 @@ CHOICES: tuple[tuple[Strategy, int | None, bool], ...] = (
 )
 
 
-def arguments(view: CheckpointView, source: Source | None) -> Changes:
+def arguments(view: CheckpointView, source: ComparedSource | None) -> Changes:
     """The config with arguments that fit, for groups of which no layer fits and one reading fits all."""
     changed: dict[str, Json] = copy.deepcopy(dict(view.index.config))
     repairs = [
@@ -52,7 +52,7 @@ def arguments(view: CheckpointView, source: Source | None) -> Changes:
     return Changes(config=changed, repairs=tuple(repairs)) if repairs else Changes()
 
 
-def _layers(view: CheckpointView, group: ConfigGroup) -> list[Layer]:
+def _layers(view: CheckpointView, group: ConfigGroup) -> list[StoredLayer]:
     layers = layers_of(view).values()
     return [
         layer
@@ -61,7 +61,7 @@ def _layers(view: CheckpointView, group: ConfigGroup) -> list[Layer]:
     ]
 
 
-def _right(group: ConfigGroup, layers: Sequence[Layer]) -> ConfigGroup | None:
+def _right(group: ConfigGroup, layers: Sequence[StoredLayer]) -> ConfigGroup | None:
     """The only reading that fits all layers; None where the group's own fits one, or none or several do."""
     if not layers or any(fits(group, layer.parameters) for layer in layers):
         return None
@@ -118,7 +118,7 @@ def _argument_repair(where: str, got: str, now: str) -> Repair:
     )
 
 
-def kv_cache(view: CheckpointView, source: Source | None) -> Changes:
+def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
     """Scales of 1.0 for all attention layers; nothing where some have scales: 1.0 would not go with them."""
     layers = _attention(view)
     specs = [(layer, spec) for layer in layers for spec in kv_layout(layer)]
@@ -162,7 +162,7 @@ def _scale_repair(layer: AttentionLayer) -> Repair:
 
 
 def weight_change(
-    before: CheckpointView, after: CheckpointView, layer: str, source: Source | None
+    before: CheckpointView, after: CheckpointView, layer: str, source: ComparedSource | None
 ) -> WeightChange | None:
     """The distance that a layer's weight moved; None where it cannot be dequantized afterwards."""
     old, new = dequantized(before, layer), dequantized(after, layer)

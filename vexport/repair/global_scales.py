@@ -12,10 +12,10 @@ from compressed_tensors.compressors import BaseCompressor
 from vexport.checks.fusion import INPUT_GLOBAL_SCALE as INPUT
 from vexport.checks.fusion import WEIGHT_GLOBAL_SCALE as WEIGHT
 from vexport.checks.values import LEAST_INPUT_GLOBAL_SCALE, LEAST_WEIGHT_GLOBAL_SCALE
-from vexport.checks.vllm.layers import FusedLinear, Layer, layers_of, single_value
+from vexport.checks.vllm.layers import FusedLinear, StoredLayer, layers_of, single_value
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import read_parameters, vllm_storage, weight_of
-from vexport.fidelity.source import Source
+from vexport.fidelity.source import ComparedSource
 from vexport.formats.dequantize import ct_scheme
 from vexport.numerics.constants import E4M3_MAX
 from vexport.numerics.metrics import quantization_error
@@ -30,7 +30,7 @@ LEAST = {WEIGHT: LEAST_WEIGHT_GLOBAL_SCALE, INPUT: LEAST_INPUT_GLOBAL_SCALE}
 E4M3_SMALLEST = 2.0**-9
 
 
-def reciprocals(view: CheckpointView, source: Source | None) -> Changes:
+def reciprocals(view: CheckpointView, source: ComparedSource | None) -> Changes:
     """Turn over the global scales that are absmax/(448*6): the values vLLM was meant to see."""
     edits, repairs = [], []
     for layer in layers_of(view).values():
@@ -51,7 +51,7 @@ def reciprocals(view: CheckpointView, source: Source | None) -> Changes:
     return Changes(edits=tuple(edits), repairs=tuple(repairs))
 
 
-def unequal(view: CheckpointView, source: Source | None) -> Changes:
+def unequal(view: CheckpointView, source: ComparedSource | None) -> Changes:
     """Give the layers that vLLM runs as one the same global scale.
 
     Weights: the smallest, that of the largest range. Block scales are rescaled and rounded to e4m3 again, or,
@@ -73,7 +73,7 @@ def unequal(view: CheckpointView, source: Source | None) -> Changes:
 
 def _differing(
     view: CheckpointView, fused: FusedLinear, parameter: str
-) -> Iterator[tuple[Layer, float, float]]:
+) -> Iterator[tuple[StoredLayer, float, float]]:
     """(layer, its value, the shared one) of the layers whose value is not the one for all of `fused`."""
     layers = layers_of(view)
     values = {
@@ -91,7 +91,7 @@ def _shared(values: Sequence[float], parameter: str) -> float:
     return most if parameter == INPUT and 2 * count > len(values) else min(values)
 
 
-def _input(layer: Layer, value: float, shared: float) -> tuple[Edit, Repair]:
+def _input(layer: StoredLayer, value: float, shared: float) -> tuple[Edit, Repair]:
     tensor = layer.parameters[INPUT]
     repair = Repair(
         family=NAME,
@@ -104,7 +104,7 @@ def _input(layer: Layer, value: float, shared: float) -> tuple[Edit, Repair]:
 
 
 def _weight(
-    view: CheckpointView, source: Source | None, layer: Layer, value: float, shared: float
+    view: CheckpointView, source: ComparedSource | None, layer: StoredLayer, value: float, shared: float
 ) -> tuple[Edit, Repair]:
     """The layer with the shared global scale, by the way that keeps more of the source where there is one."""
     rescale = partial(_rescaled, view, layer, shared)
@@ -124,7 +124,9 @@ def _weight(
     return _edit(layer, parameters, make), repair
 
 
-def _edit(layer: Layer, parameters: tuple[str, ...], make: Callable[[], Mapping[str, torch.Tensor]]) -> Edit:
+def _edit(
+    layer: StoredLayer, parameters: tuple[str, ...], make: Callable[[], Mapping[str, torch.Tensor]]
+) -> Edit:
     named = tuple(layer.parameters[parameter] for parameter in parameters)
     specs = tuple(TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape) for tensor in named)
 
@@ -138,7 +140,7 @@ def _edit(layer: Layer, parameters: tuple[str, ...], make: Callable[[], Mapping[
     return Edit(tensors=specs, near=named[0].name, make=renamed)
 
 
-def _rescaled(view: CheckpointView, layer: Layer, shared: float) -> Mapping[str, torch.Tensor]:
+def _rescaled(view: CheckpointView, layer: StoredLayer, shared: float) -> Mapping[str, torch.Tensor]:
     """Block scales relative to the shared global scale, and the global scale."""
     stored = read_parameters(
         view, {parameter: layer.parameters[parameter] for parameter in ("weight_scale", WEIGHT)}
@@ -154,8 +156,8 @@ def _rescaled(view: CheckpointView, layer: Layer, shared: float) -> Mapping[str,
 
 def _is_better(
     view: CheckpointView,
-    layer: Layer,
-    source: Source | None,
+    layer: StoredLayer,
+    source: ComparedSource | None,
     again: Callable[[], Mapping[str, torch.Tensor]],
     rescale: Callable[[], Mapping[str, torch.Tensor]],
 ) -> bool:
@@ -177,7 +179,9 @@ def _scalar(tensor: TensorInfo, value: float) -> Edit:
     )
 
 
-def requantized(layer: Layer, source: Source, global_scale: float | None) -> Mapping[str, torch.Tensor]:
+def requantized(
+    layer: StoredLayer, source: ComparedSource, global_scale: float | None
+) -> Mapping[str, torch.Tensor]:
     """A layer quantized again from the source, by min-max ranges: its weight tensors by their name within it.
 
     ValueError where vLLM has no scheme for the layer's config group.

@@ -85,24 +85,28 @@ def task_table(verdict: Verdict) -> doc.Table:
     return doc.Table(_TASK_COLUMNS, tuple(map(_task_row, verdict.tasks)), caption=method_line(verdict))
 
 
-def _task_row(task: TaskVerdict) -> tuple[doc.Cell, ...]:
+def _task_row(task: TaskVerdict) -> tuple[doc.TableCell, ...]:
     scale, needed = scale_of(task), task.documents_needed
     flips = f"{count(task.right_to_wrong)} / {count(task.wrong_to_right)}"
     return row(
-        doc.Cell(
+        doc.TableCell(
             task_title(task), f"{about(needed)} documents would settle it" if needed is not None else ""
         ),
         badge(task.outcome),
         count(task.documents),
-        doc.Cell(scale.value(task.baseline.value), scale.interval(task.baseline.low, task.baseline.high)),
-        doc.Cell(scale.value(task.candidate.value), scale.interval(task.candidate.low, task.candidate.high)),
-        doc.Cell(scale.change(task.difference), f"{scale.changes(task.low, task.high)} {scale.unit}"),
-        doc.Cell(percent(task.recovery), percent_interval(task.recovery_low, task.recovery_high)),
-        doc.Cell(flips, f"flips {percent(task.flip_rate, 2)}"),
+        doc.TableCell(
+            scale.value(task.baseline.value), scale.interval(task.baseline.low, task.baseline.high)
+        ),
+        doc.TableCell(
+            scale.value(task.candidate.value), scale.interval(task.candidate.low, task.candidate.high)
+        ),
+        doc.TableCell(scale.change(task.difference), f"{scale.changes(task.low, task.high)} {scale.unit}"),
+        doc.TableCell(percent(task.recovery), percent_interval(task.recovery_low, task.recovery_high)),
+        doc.TableCell(flips, f"flips {percent(task.flip_rate, 2)}"),
     )
 
 
-def _comparison_row(comparison: Comparison) -> tuple[doc.Cell, ...]:
+def _comparison_row(comparison: Comparison) -> tuple[doc.TableCell, ...]:
     scale = Scale(max(comparison.baseline, comparison.candidate) <= 1)
     interval = f"{scale.changes(comparison.low, comparison.high)} {scale.unit}"
     return row(
@@ -110,7 +114,7 @@ def _comparison_row(comparison: Comparison) -> tuple[doc.Cell, ...]:
         count(comparison.documents),
         scale.value(comparison.baseline),
         scale.value(comparison.candidate),
-        doc.Cell(scale.change(comparison.difference), interval),
+        doc.TableCell(scale.change(comparison.difference), interval),
     )
 
 
@@ -119,7 +123,7 @@ def _reading(verdict: Verdict) -> doc.Details:
     flips = tuple(
         row(
             task_title(task),
-            doc.Cell(percent(task.flip_rate, 2), percent_interval(task.flip_low, task.flip_high)),
+            doc.TableCell(percent(task.flip_rate, 2), percent_interval(task.flip_low, task.flip_high)),
             count(task.changed_wrong),
             p_value(task.mcnemar_p),
         )
@@ -132,7 +136,7 @@ def _reading(verdict: Verdict) -> doc.Details:
     corrected = f", the upper ones corrected for {tasks} tasks (Holm)" if tasks > 1 else ""
     brief = [f"intervals of differences: one-sided {level} bounds{corrected}"]
     brief += [f"p values, which decide nothing: {p_values}"] if p_values else []
-    summary = doc.Cell("How to read this, and p values")
+    summary = doc.TableCell("How to read this, and p values")
     return doc.Details(summary, parts(lines, table if flips else None), brief=tuple(brief))
 
 
@@ -184,7 +188,7 @@ def _flips(task: TaskVerdict) -> doc.Details:
     rest = f"{count(len(ordered))} of {count(total)} shown; eval/*/samples_*.jsonl has all"
     counts = f"{count(task.right_to_wrong)} lost, {count(task.wrong_to_right)} gained"
     content = parts(map(_flip, ordered), muted(rest) if total > len(ordered) else None)
-    return doc.Details(doc.Cell(f"{task_title(task)}: {counts}"), content, open=True)
+    return doc.Details(doc.TableCell(f"{task_title(task)}: {counts}"), content, open=True)
 
 
 def _flip(flip: Flip) -> doc.Exchange:
@@ -217,10 +221,10 @@ def text_table(verdict: Verdict, text: TextVerdict) -> doc.Table:
     return doc.Table(_COLUMNS, tuple(map(_row, text.limits)), caption=_caption(verdict, text))
 
 
-def _row(limit: TextLimit) -> tuple[doc.Cell, ...]:
+def _row(limit: TextLimit) -> tuple[doc.TableCell, ...]:
     needed = f"about {count(limit.rows_needed)} rows would settle it" if limit.rows_needed else ""
-    value = doc.Cell(nats(limit, limit.value), nats_interval(limit))
-    return row(doc.Cell(limit.measure, needed), badge(limit.outcome), value, small(limit.limit))
+    value = doc.TableCell(nats(limit, limit.value), nats_interval(limit))
+    return row(doc.TableCell(limit.measure, needed), badge(limit.outcome), value, small(limit.limit))
 
 
 def _caption(verdict: Verdict, text: TextVerdict) -> str:

@@ -144,7 +144,7 @@ _FENCE = "```"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class ReferenceSection:
     """A heading of a page with all below it, subsections included, as Markdown; depth 1 is the page."""
 
     page: str
@@ -155,7 +155,7 @@ class Section:
 
 
 @cache
-def all_sections() -> tuple[Section, ...]:
+def all_sections() -> tuple[ReferenceSection, ...]:
     """Every section of every page; the first section of a page is the page itself."""
     texts = {page.name: page for page in files("vexport").joinpath("docs").iterdir()}
     return tuple(
@@ -173,7 +173,7 @@ def contents() -> str:
     return "".join(f"{page}: {'; '.join(titles)}\n" for page, titles in pages.items())
 
 
-def find_section(name: str) -> Section:
+def find_section(name: str) -> ReferenceSection:
     """The section of a name in any case, spaces and punctuation; InputError where nothing has it.
 
     A scheme with arguments (W4A16_G64) has the section of its preset, or of one that is stored in its format.
@@ -201,7 +201,7 @@ def _fold(name: str) -> str:
     return re.sub(r"[\W_]", "", name).casefold()
 
 
-def _sections(page: str, text: str) -> Iterator[Section]:
+def _sections(page: str, text: str) -> Iterator[ReferenceSection]:
     lines = text.splitlines()
     headings = list(_headings(lines))
     for number, (start, depth, title) in enumerate(headings):
@@ -211,7 +211,7 @@ def _sections(page: str, text: str) -> Iterator[Section]:
         first = [page] if depth == 1 else [title] if " and " in title else title.split(", ")
         body = _ALIASES.sub("", "\n".join(lines[start:end])).strip()
         names = (*first, *(alias for listed in aliases for alias in listed.split(", ")))
-        yield Section(page=page, title=title, depth=depth, names=names, text=body)
+        yield ReferenceSection(page=page, title=title, depth=depth, names=names, text=body)
 
 
 def _headings(lines: list[str]) -> Iterator[tuple[int, int, str]]:

@@ -190,10 +190,10 @@ def _rooms(report: DryLoadReport) -> doc.Section | None:
     return doc.Section("sequences that fit at once", (doc.Table(header, rows, caption=caption, stack=False),))
 
 
-def _free(room: GpuRoom) -> doc.Cell:
+def _free(room: GpuRoom) -> doc.TableCell:
     if room.kv_bytes > 0:
-        return doc.Cell(size(room.kv_bytes))
-    return doc.Cell(f"weights do not fit: {size(-room.kv_bytes)} too many", tone="fail")
+        return doc.TableCell(size(room.kv_bytes))
+    return doc.TableCell(f"weights do not fit: {size(-room.kv_bytes)} too many", tone="fail")
 
 
 def _alike(report: DryLoadReport) -> list[tuple[int, ...]]:
@@ -216,9 +216,9 @@ def _matrix(report: DryLoadReport, sizes: tuple[int, ...]) -> doc.Section:
     return doc.Section(f"tensor parallel {', '.join(map(str, sizes))}", (table,))
 
 
-def _equal_rows(kinds: Sequence[MatrixRow], tp: int) -> list[tuple[doc.Cell, ...]]:
+def _equal_rows(kinds: Sequence[MatrixRow], tp: int) -> list[tuple[doc.TableCell, ...]]:
     """The kinds of layers that are stored alike and do alike, together."""
-    alike: dict[tuple[doc.Cell, ...], list[MatrixRow]] = {}
+    alike: dict[tuple[doc.TableCell, ...], list[MatrixRow]] = {}
     for kind in kinds:
         # W8A8 is integers or floats, which vLLM's name of the scheme says.
         stored = kind.scheme if kind.scheme.startswith(kind.stored) else kind.stored
@@ -233,8 +233,8 @@ def _names(rows: Sequence[MatrixRow]) -> str:
     return f"{' '.join(names)} ({sum(row.count for row in rows)})"
 
 
-def _cell(cell: MatrixCell) -> doc.Cell:
-    return doc.Cell(_cell_text(cell), tone=_TONE[cell.status])
+def _cell(cell: MatrixCell) -> doc.TableCell:
+    return doc.TableCell(_cell_text(cell), tone=_TONE[cell.status])
 
 
 def _cell_text(cell: MatrixCell) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from vexport.records import ComparedRun, Report, TaskVerdict, Verdict
 from vexport.reports import document as doc
-from vexport.reports.document import Cell, Column, columns, facts, muted, row
+from vexport.reports.document import Column, TableCell, columns, facts, muted, row
 from vexport.reports.formatting import NOT_AVAILABLE, plural, size, small
 from vexport.reports.sentences import scale_of, schemes_in_use
 
@@ -59,7 +59,7 @@ def comparison_document(runs: Sequence[ComparedRun]) -> doc.Document:
     return doc.Document(title=plural(len(runs), "run"), parts=(doc.Section("Runs", parts),), wide=True)
 
 
-def _cells(run: ComparedRun) -> tuple[Cell, ...]:
+def _cells(run: ComparedRun) -> tuple[TableCell, ...]:
     return row(
         f"{run.folder} *" if run.smallest else run.folder,
         run.schemes or NOT_AVAILABLE,
@@ -72,8 +72,8 @@ def _cells(run: ComparedRun) -> tuple[Cell, ...]:
     )
 
 
-def _change(run: ComparedRun) -> Cell:
+def _change(run: ComparedRun) -> TableCell:
     if run.worst is None:
-        return Cell(NOT_AVAILABLE)
+        return TableCell(NOT_AVAILABLE)
     scale, task = scale_of(run.worst), run.worst
-    return Cell(scale.change(task.difference), scale.changes(task.low, task.high))
+    return TableCell(scale.change(task.difference), scale.changes(task.low, task.high))

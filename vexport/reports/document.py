@@ -21,7 +21,7 @@ SUMMARY: tuple[Form, ...] = ("text", "markdown")
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TableCell:
     """A value with a remark on it (its interval).
 
     `tone` is the CSS class of a status or severity, `badge` draws the text as a label in that tone; `mono` is
@@ -52,7 +52,7 @@ class Table:
     """Rows of cells under columns; on a narrow page a row becomes a list unless `stack` is off."""
 
     columns: tuple[Column, ...]
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[tuple[TableCell, ...], ...]
     caption: str = ""
     stack: bool = True
 
@@ -76,7 +76,7 @@ class Paragraph:
 class Listing:
     """A bulleted list; with a `title` it is set off from the text around it."""
 
-    items: tuple[Cell, ...]
+    items: tuple[TableCell, ...]
     title: str = ""
 
 
@@ -84,7 +84,7 @@ class Listing:
 class Facts:
     """Labels with what they stand for; a cell's note goes on a line below."""
 
-    rows: tuple[tuple[str, Cell], ...]
+    rows: tuple[tuple[str, TableCell], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Code:
 class Details:
     """Folded where a form can fold, unless `open`; plain text has the lines of `brief` instead."""
 
-    summary: Cell
+    summary: TableCell
     parts: tuple["Part", ...]
     brief: tuple[str, ...] = ()
     open: bool = False
@@ -198,9 +198,9 @@ class Document:
     wide: bool = False
 
 
-def badge(status: str, note: str = "") -> Cell:
+def badge(status: str, note: str = "") -> TableCell:
     """A status or severity as a label, in the tone of its first word."""
-    return Cell(status, note, tone=status.partition(" ")[0].lower(), badge=True)
+    return TableCell(status, note, tone=status.partition(" ")[0].lower(), badge=True)
 
 
 def columns(*titles: str) -> tuple[Column, ...]:
@@ -208,12 +208,12 @@ def columns(*titles: str) -> tuple[Column, ...]:
     return tuple(Column(title.removeprefix(">"), numeric=title.startswith(">")) for title in titles)
 
 
-def row(*values: Cell | str) -> tuple[Cell, ...]:
+def row(*values: TableCell | str) -> tuple[TableCell, ...]:
     """Cells, of which those without a note may be plain text."""
-    return tuple(Cell(value) if isinstance(value, str) else value for value in values)
+    return tuple(TableCell(value) if isinstance(value, str) else value for value in values)
 
 
-def facts(*rows: tuple[str, Cell | str] | None) -> Facts:
+def facts(*rows: tuple[str, TableCell | str] | None) -> Facts:
     """Facts that there are."""
     return Facts(tuple((pair[0], row(pair[1])[0]) for pair in rows if pair))
 
@@ -262,7 +262,7 @@ def finding_parts(part: FindingList, limit: int) -> tuple[Part, ...]:
 def _table(kinds: _Kinds) -> Table:
     rows = (
         row(
-            Cell(kind.finding.where, note=f"{gate}: {kind.first.check}", mono=True),
+            TableCell(kind.finding.where, note=f"{gate}: {kind.first.check}", mono=True),
             badge(kind.first.severity),
             kind.first.got,
             kind.first.expected,
@@ -277,4 +277,4 @@ def _following(gate: str, kind: Folded) -> Details:
     summary = f"{plural(kind.following, 'finding')} that may follow from {kind.places}"
     more = f", {kind.not_shown:,} of them not shown" if kind.not_shown else ""
     shown = [(gate, other) for other in kind.follow[:MAX_FOLLOWING]]
-    return Details(Cell(summary + more), (_table(shown),))
+    return Details(TableCell(summary + more), (_table(shown),))

@@ -46,7 +46,7 @@ _MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class FileLine:
     """A file, relative to the workspace with `/`, and a line from 1; 0 where no line is known."""
 
     file: str
@@ -58,7 +58,7 @@ class _Annotation:
     level: _Level
     title: str
     message: str
-    place: Place | None = None
+    place: FileLine | None = None
 
     def __str__(self) -> str:
         file = {"file": self.place.file, "line": str(self.place.line or 1)} if self.place else {}
@@ -140,7 +140,7 @@ def _escape_data(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def place_of(checkpoint: str, finding: Finding) -> Place | None:
+def place_of(checkpoint: str, finding: Finding) -> FileLine | None:
     """Return the place of a finding on `checkpoint`; None where that is no folder or lies outside the
     workspace.
 
@@ -154,7 +154,7 @@ def place_of(checkpoint: str, finding: Finding) -> Place | None:
     return in_workspace(file, _line(file, key))
 
 
-def in_workspace(file: Path, line: int = 0) -> Place | None:
+def in_workspace(file: Path, line: int = 0) -> FileLine | None:
     """A file as GitHub names it; None outside GITHUB_WORKSPACE, or outside the current folder without one."""
     workspace = Path(os.environ.get("GITHUB_WORKSPACE") or ".").resolve()
     absolute = file.absolute()
@@ -162,7 +162,7 @@ def in_workspace(file: Path, line: int = 0) -> Place | None:
         absolute = file.resolve()
     if not absolute.is_relative_to(workspace):
         return None
-    return Place(file=absolute.relative_to(workspace).as_posix(), line=line)
+    return FileLine(file=absolute.relative_to(workspace).as_posix(), line=line)
 
 
 def _folder(checkpoint: str) -> Path | None:

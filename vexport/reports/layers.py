@@ -11,12 +11,12 @@ from vexport.records import (
     Attribution,
     Drift,
     Finding,
+    GroupSensitivities,
     KindSize,
     LayerError,
     MixedScheme,
     PromptDrift,
     Report,
-    Sensitivity,
 )
 from vexport.records.rounding import GroupRounding, RoundingReport
 from vexport.reports import document as doc
@@ -66,23 +66,25 @@ def noise_section(layers: Sequence[LayerError]) -> doc.Section | None:
         columns("Layers", "Scheme", ">Number", ">Lowest", ">Median"), tuple(_noise_rows(layers))
     )
     worst = sorted(layers, key=_noise_first)[:MAX_LAYERS]
-    rows = (row(doc.Cell(layer.name, mono=True), layer.scheme, decibels(layer.snr_db)) for layer in worst)
+    rows = (
+        row(doc.TableCell(layer.name, mono=True), layer.scheme, decibels(layer.snr_db)) for layer in worst
+    )
     table = doc.Table(columns("Layer", "Scheme", ">dB"), tuple(rows), stack=False)
     more = f"{count(len(layers) - len(worst))} more in report.json"
     content = parts(table, muted(more) if len(layers) > len(worst) else None)
-    details = doc.Details(doc.Cell("Layers from the lowest signal-to-noise up"), content)
+    details = doc.Details(doc.TableCell("Layers from the lowest signal-to-noise up"), content)
     title = "Signal-to-noise by layer"
     return doc.Section(title, (kinds, details), anchor="signal-to-noise", lead=lead, forms=PAGE)
 
 
-def _noise_rows(layers: Sequence[LayerError]) -> Iterator[tuple[doc.Cell, ...]]:
+def _noise_rows(layers: Sequence[LayerError]) -> Iterator[tuple[doc.TableCell, ...]]:
     """A row for each kind of layer and scheme."""
     kinds: dict[tuple[str, str], list[float]] = {}
     for layer in layers:
         kinds.setdefault((layer_kind(layer.name), layer.scheme), []).append(_noise_first(layer))
     for (kind, scheme), noise in kinds.items():
         yield row(
-            doc.Cell(kind, mono=True),
+            doc.TableCell(kind, mono=True),
             scheme,
             count(len(noise)),
             decibels(min(noise)),
@@ -110,7 +112,7 @@ def sensitivity_sections(report: Report) -> tuple[doc.Part, ...]:
     )
 
 
-def _sensitivity(sensitivity: Sensitivity, mixed: MixedScheme | None) -> doc.Section:
+def _sensitivity(sensitivity: GroupSensitivities, mixed: MixedScheme | None) -> doc.Section:
     """Every group under every scheme, the most sensitive first, at most MAX_LAYERS."""
     lead = (
         "What each group of layers costs when it alone is quantized: KL against the source in nats per "
@@ -122,7 +124,7 @@ def _sensitivity(sensitivity: Sensitivity, mixed: MixedScheme | None) -> doc.Sec
     )
     rows = [
         row(
-            doc.Cell(group.name, mono=True),
+            doc.TableCell(group.name, mono=True),
             loss.scheme + (", chosen" if chosen.get(group.name) == loss.scheme else ""),
             size(loss.num_bytes),
             small(loss.loss),
@@ -132,7 +134,7 @@ def _sensitivity(sensitivity: Sensitivity, mixed: MixedScheme | None) -> doc.Sec
     ]
     header = columns("Group", "Scheme", ">Size", ">KL")
     content = (doc.Table(header, tuple(rows[:MAX_LAYERS]), stack=False),)
-    return doc.Section("Sensitivity", content, anchor="sensitivity", lead=lead, forms=PAGE)
+    return doc.Section("GroupSensitivities", content, anchor="sensitivity", lead=lead, forms=PAGE)
 
 
 def _mixed(mixed: MixedScheme) -> doc.Section:
@@ -196,7 +198,7 @@ def _cause(attribution: Attribution) -> doc.Section:
         row(
             label,
             f"{distance.measured} against {distance.reference}",
-            doc.Cell(small(distance.mean_kl), f"at most {small(distance.max_kl)}"),
+            doc.TableCell(small(distance.mean_kl), f"at most {small(distance.max_kl)}"),
             small(distance.limit),
         )
         for label, distance in distances.items()
@@ -220,7 +222,7 @@ def _prompt(prompt: PromptDrift, limit: float) -> doc.Details:
         )
     )
     summary = remark(prompt.kl, prompt.baseline_nll, prompt.candidate_nll)
-    return doc.Details(doc.Cell(summary, prompt.prompt, mono=True), (tokens,))
+    return doc.Details(doc.TableCell(summary, prompt.prompt, mono=True), (tokens,))
 
 
 def heat(kl: float, limit: float) -> int:
@@ -327,8 +329,8 @@ def rounding_section(rounding: RoundingReport | None) -> doc.Section | None:
     return doc.Section(
         "Rounding",
         (
-            doc.Details(doc.Cell("Groups from the largest output error down"), table),
-            doc.Details(doc.Cell("Decoder layers: squared error of the hidden states"), (layers,)),
+            doc.Details(doc.TableCell("Groups from the largest output error down"), table),
+            doc.Details(doc.TableCell("Decoder layers: squared error of the hidden states"), (layers,)),
         ),
         anchor="rounding",
         lead=". ".join((*rounding_lines(rounding), *fallback_lines(rounding))) + ".",
@@ -336,11 +338,11 @@ def rounding_section(rounding: RoundingReport | None) -> doc.Section | None:
     )
 
 
-def _group_row(group: GroupRounding) -> tuple[doc.Cell, ...]:
+def _group_row(group: GroupRounding) -> tuple[doc.TableCell, ...]:
     per_column = f"{group.tokens / group.columns:.1f}" if group.columns else ""
     errors = (percent(group.nearest_error), percent(group.error)) if group.tokens else ("", "")
     return row(
-        doc.Cell(group.name, mono=True),
+        doc.TableCell(group.name, mono=True),
         group.fallback or group.rounding,
         *errors,
         f"{group.strength:g}",

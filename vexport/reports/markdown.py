@@ -101,7 +101,7 @@ def _table(table: doc.Table) -> str:
     return f"{rows}\n\n{safe(table.caption)}" if table.caption else rows
 
 
-def _noted(cell: doc.Cell) -> str:
+def _noted(cell: doc.TableCell) -> str:
     return f"{cell.text} ({cell.note})" if cell.note else cell.text
 
 

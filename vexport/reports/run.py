@@ -156,7 +156,7 @@ def _engine(
         ("Engine", f"vLLM {engine.vllm}, torch {engine.torch}, transformers {engine.transformers}"),
         ("Platform", f"{engine.platform}, {engine.processor}, {engine.dtype}, {processes}"),
         ("Served with", served_with(engine)) if engine.settings else None,
-        ("Kernels", doc.Cell("\n".join(engine.kernels), emulated, mono=True)),
+        ("Kernels", doc.TableCell("\n".join(engine.kernels), emulated, mono=True)),
         ("Start", duration(engine.start_seconds)),
         ("Baseline", baseline),
         ("Log-probabilities", _agreement(agreement)) if agreement else None,
@@ -164,8 +164,8 @@ def _engine(
     return parts(rows, spots if engine.blind_spots else None)
 
 
-def _agreement(agreement: LogprobAgreement) -> doc.Cell:
-    return doc.Cell(
+def _agreement(agreement: LogprobAgreement) -> doc.TableCell:
+    return doc.TableCell(
         f"mean KL {small(agreement.mean_kl)} nats per token against {agreement.reference}, limit "
         f"{small(agreement.limit)}; at most {small(agreement.max_kl)}",
         f"first choice agrees at {percent(agreement.top1_agreement)} of {count(agreement.positions)} "
@@ -223,7 +223,7 @@ def _findings(report: Report) -> doc.Section:
 
 
 def _files(files: Sequence[RunFile]) -> doc.Section | None:
-    items = tuple(doc.Cell(file.name, file.about, href=file.href, mono=True) for file in files)
+    items = tuple(doc.TableCell(file.name, file.about, href=file.href, mono=True) for file in files)
     lead = "In the run directory. The links are relative to this page: move them together."
     return (
         doc.Section("Files", (doc.Listing(items),), anchor="files", lead=lead, forms=PAGE) if items else None
@@ -236,11 +236,11 @@ def _provenance(report: Report) -> doc.Section:
     digest = f"sha256 {report.calibration_digest}" if report.calibration_digest else ""
     stages = "".join(f"{stage} {duration(taken)}, " for stage, taken in report.seconds.items())
     sources = facts(
-        ("Source", doc.Cell(report.source, mono=True)),
-        ("Baseline", doc.Cell(report.baseline, mono=True)),
-        ("Checkpoint", doc.Cell(report.load.checkpoint, mono=True)),
+        ("Source", doc.TableCell(report.source, mono=True)),
+        ("Baseline", doc.TableCell(report.baseline, mono=True)),
+        ("Checkpoint", doc.TableCell(report.load.checkpoint, mono=True)),
         ("Architecture", report.plan.architecture),
-        ("Calibration", doc.Cell(rows, digest)),
+        ("Calibration", doc.TableCell(rows, digest)),
         *(("Experts", line) for line in coverage_lines(report.experts)),
         ("Made by", f"vexport {report.vexport}, {report.created}"),
         ("Time", f"{stages}total {_total(report)}") if stages else None,

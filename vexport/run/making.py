@@ -16,7 +16,15 @@ from vexport.plan.needs import calibration_need
 from vexport.plan.smoothing import smoothing_for, smoothing_strength
 from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.quantize.samples import PlanText, calibration_samples, require_calibration
-from vexport.records import Calibration, CheckReport, FusionGroup, LayerErrors, MixedScheme, Plan, Sensitivity
+from vexport.records import (
+    Calibration,
+    CheckReport,
+    FusionGroup,
+    GroupSensitivities,
+    LayerErrors,
+    MixedScheme,
+    Plan,
+)
 from vexport.reports.layers import fallback_findings
 from vexport.run.directory import (
     CHECKPOINT,
@@ -28,8 +36,7 @@ from vexport.run.directory import (
     value_digest,
 )
 from vexport.run.state import Run, Stage
-from vexport.scenario import Rule
-from vexport.scenario import Sensitivity as SensitivitySettings
+from vexport.scenario import Rule, Sensitivity
 from vexport.sensitivity import measure
 from vexport.sensitivity.auto import mixed_scheme, require_in_reach
 from vexport.sensitivity.layer_groups import probe_plan, rest_bytes, rules_with
@@ -118,9 +125,9 @@ def _sensitivity_inputs(run: Run) -> Digests:
     return {**_rule_inputs(run, run.scenario.rules), "sensitivity": digest}
 
 
-def _measure(run: Run) -> Sensitivity:
+def _measure(run: Run) -> GroupSensitivities:
     """Measure what quantizing each unit costs, on the first samples; see `vexport.sensitivity.measure`."""
-    settings, how = run.scenario.calibration, run.scenario.sensitivity or SensitivitySettings()
+    settings, how = run.scenario.calibration, run.scenario.sensitivity or Sensitivity()
     assert settings is not None, "a scenario whose losses are asked for has a calibration"
     trust = run.options.trust_remote_code
     return measure.measure(
@@ -137,7 +144,7 @@ def _measure(run: Run) -> Sensitivity:
 
 SENSITIVITY = Stage(
     "sensitivity",
-    Sensitivity,
+    GroupSensitivities,
     _measure,
     "sensitivity.json",
     when=lambda run: run.scenario.is_mixed or run.scenario.sensitivity is not None,

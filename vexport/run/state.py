@@ -11,7 +11,7 @@ from typing import Generic, TypeVar, cast
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.source import resolve_source
 from vexport.files import from_json, to_json, write_text
-from vexport.plan.build import Settings as PlanSettings
+from vexport.plan.build import PlanSettings
 from vexport.plan.source import settings_of, source_index
 from vexport.run.directory import CHECKPOINT, Digests, RunDirectory
 from vexport.run.judging import Explaining

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from vexport.errors import nearest
 from vexport.records import GENERATION_KEYS, BatchSize, Endpoint, GenKwargs
 from vexport.records.accuracy import DEFAULT_CONCURRENCY, REQUEST_SECONDS
-from vexport.scenario.section import Section, located_errors
+from vexport.scenario.section import ScenarioSection, located_errors
 
 SuiteName = Literal["quick", "standard", "code", "chat"]
 
@@ -73,7 +73,7 @@ DEFAULT_TEXT_ROWS = 32
 DEFAULT_TEXT_TOKENS = 512
 
 
-class Evaluate(Section):
+class Evaluate(ScenarioSection):
     """The evaluation that decides: lm-eval tasks, the acceptable loss `margin` (0.02 = 2 points) and `alpha`.
 
     `suite` names a list of tasks with margin and limit in their place. In the place of tasks, `text`, named

@@ -12,7 +12,7 @@ from vexport.records.values import Positive
 from vexport.scenario.evaluate import Evaluate
 from vexport.scenario.rules import Auto, Rule
 from vexport.scenario.scheme_keys import AUTO
-from vexport.scenario.section import Section
+from vexport.scenario.section import ScenarioSection
 from vexport.scenario.serve import Serve
 
 # llm-compressor's usual calibration: 512 samples suffice for min-max of inputs; 128 on small models.
@@ -20,7 +20,7 @@ DEFAULT_SAMPLES = 128
 DEFAULT_SEQ_LEN = 512
 
 
-class Calibration(Section):
+class Calibration(ScenarioSection):
     """Text that shows the inputs of the layers.
 
     `data` is a file or folder, ORG/NAME[@REVISION][:SPLIT[:COLUMN]] of a data set on the hub, or `default`,
@@ -72,7 +72,7 @@ def default_calibration() -> Calibration:
     return Calibration(data=DEFAULT)
 
 
-class Sensitivity(Section):
+class Sensitivity(ScenarioSection):
     """The loss of each group of layers: the first `samples` rows of the calibration are run with that group
     alone quantized.
     """
@@ -80,7 +80,7 @@ class Sensitivity(Section):
     samples: Positive = 16
 
 
-class Scenario(Section):
+class Scenario(ScenarioSection):
     """One complete run.
 
     `source` is a folder or a model of the hub, `revision` its branch, tag or commit (or ORG/NAME@REVISION).

@@ -22,7 +22,7 @@ from vexport.records.observer_names import (
 from vexport.records.patterns import REFUSED
 from vexport.records.rounding import ROUNDINGS, Rounding
 from vexport.scenario.scheme_keys import AUTO, with_named_scheme
-from vexport.scenario.section import Problem, Section, known_name, located_errors
+from vexport.scenario.section import KeyProblem, ScenarioSection, known_name, located_errors
 
 # The name of a class of another package.
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -42,7 +42,7 @@ def known_observer(name: str) -> str:
     return name
 
 
-def keyword_problems(key: str, name: str | None, keywords: Mapping[str, OptionValue]) -> Iterator[Problem]:
+def keyword_problems(key: str, name: str | None, keywords: Mapping[str, OptionValue]) -> Iterator[KeyProblem]:
     """The problems of the keywords of the observer `name`, given under `key`."""
     if name is None and keywords:
         need = "the observer that they are for"
@@ -53,7 +53,7 @@ def keyword_problems(key: str, name: str | None, keywords: Mapping[str, OptionVa
         yield (key, keyword), keywords[keyword], need, f"correct it, or remove it: it is a keyword of {name}"
 
 
-def observer_problems(scheme: str, observer: str | None, input_observer: str | None) -> Iterator[Problem]:
+def observer_problems(scheme: str, observer: str | None, input_observer: str | None) -> Iterator[KeyProblem]:
     """Observers that a scheme has no use for, by the key that names them."""
     known = None if scheme in (KEEP, AUTO) else get_scheme(scheme)
     strategy = known.args.weights.strategy if known else WITH_IMPORTANCE[0]
@@ -89,7 +89,7 @@ DEFAULT_OBSERVERS: Mapping[str, object] = {
 }
 
 
-class Refit(Section):
+class Refit(ScenarioSection):
     """A way of rounding with its own strength, 0 (GPTQ) to 1, and ridge, a share of the mean of H's diagonal.
 
     What is left out is the method's own (docs/rounding.md).
@@ -106,7 +106,7 @@ class Refit(Section):
         return self
 
 
-class Rule(Section):
+class Rule(ScenarioSection):
     """A pattern of layers and their scheme; in a list of rules the first match wins.
 
     `match` is "Linear" (every linear layer), a module's name, the last parts of one (`lm_head`,
@@ -181,7 +181,7 @@ class Rule(Section):
         return self
 
 
-class Auto(Section):
+class Auto(ScenarioSection):
     """The candidates of `scheme: auto`, and its one budget for the whole checkpoint.
 
     `bits` are bits per weight, `bytes` the size, `share` the part of the source's size (0.4).

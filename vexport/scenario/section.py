@@ -9,7 +9,7 @@ from vexport.errors import nearest
 from vexport.formats.schemes import fold_name
 
 
-class Section(BaseModel):
+class ScenarioSection(BaseModel):
     """Keys that are all known, values that stay."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -33,11 +33,11 @@ def known_name(value: str, known: Sequence[str]) -> str:
     return names[fold_name(value)]
 
 
-Problem = tuple[tuple[str, ...], JsonValue, str, str]
+KeyProblem = tuple[tuple[str, ...], JsonValue, str, str]
 """Place, value, what is needed, what to do."""
 
 
-def located_errors(problems: list[Problem]) -> ValidationError:
+def located_errors(problems: list[KeyProblem]) -> ValidationError:
     """Several errors of one model, each with its where; pydantic adds them to its own."""
     return ValidationError.from_exception_data(
         "section",

@@ -20,7 +20,7 @@ from vexport.errors import InputError, InputErrors, raise_all
 from vexport.errors.removed import instead_of
 from vexport.formats.gpus import GENERATIONS, parse_capability
 from vexport.records.values import Positive
-from vexport.scenario.section import Problem, Section, located_errors
+from vexport.scenario.section import KeyProblem, ScenarioSection, located_errors
 
 EngineArguments = Mapping[str, JsonValue]
 """Arguments of `vllm.EngineArgs` by name."""
@@ -108,7 +108,7 @@ _OWNED: Mapping[str, _Owned] = {
 }
 
 
-class Serve(Section):
+class Serve(ScenarioSection):
     """The GPUs that the checkpoint is meant for, and the start of vLLM here.
 
     `compute` has `cpu` and compute capabilities of GPUs (`sm90`). Each capability is loaded dry for every
@@ -209,7 +209,7 @@ class Serve(Section):
         }
 
 
-def _refused(values: EngineArguments, typed: EngineArguments) -> Iterator[Problem]:
+def _refused(values: EngineArguments, typed: EngineArguments) -> Iterator[KeyProblem]:
     for name, value in values.items():
         if name in typed and typed[name] is not None:
             need = f"{typed[name]!r}, as {name} has it"

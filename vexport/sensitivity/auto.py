@@ -16,16 +16,16 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError
 from vexport.files import from_json
 from vexport.formats.schemes import KEEP
-from vexport.plan.build import Settings, build_plan
+from vexport.plan.build import PlanSettings, build_plan
 from vexport.plan.source import plan_headers, settings_of, source_index
 from vexport.records import (
-    Choice,
     Finding,
+    GroupSensitivities,
     GroupSensitivity,
     MixedScheme,
     OnProgress,
     Plan,
-    Sensitivity,
+    SchemeChoice,
     silent,
 )
 from vexport.scenario import Auto, Rule, Scenario
@@ -46,7 +46,7 @@ class Mixtures:
     picks: npt.NDArray[np.int16]
 
 
-def best_mixtures(groups: Sequence[Sequence[Choice]], most: int = MOST_MIXTURES) -> Mixtures:
+def best_mixtures(groups: Sequence[Sequence[SchemeChoice]], most: int = MOST_MIXTURES) -> Mixtures:
     """All mixtures that no other beats in both bytes and loss; beyond `most`, one for each step of bytes."""
     num_bytes, loss = np.zeros(1, np.int64), np.zeros(1, np.float64)
     steps: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]] = []
@@ -143,13 +143,15 @@ def _most_bytes(auto: Auto, source_bytes: int, parameters: int) -> float:
     return {"bits": limit * parameters / 8, "bytes": limit, "share": limit * source_bytes}[kind]
 
 
-def _options(group: GroupSensitivity, allowed: Sequence[str]) -> Iterator[Choice]:
+def _options(group: GroupSensitivity, allowed: Sequence[str]) -> Iterator[SchemeChoice]:
     for scheme in allowed:
         if scheme == KEEP:
-            yield Choice(name=group.name, scheme=KEEP, num_bytes=group.source_bytes, loss=0.0)
+            yield SchemeChoice(name=group.name, scheme=KEEP, num_bytes=group.source_bytes, loss=0.0)
         for one in group.schemes:
             if one.scheme == scheme:
-                yield Choice(name=group.name, scheme=scheme, num_bytes=one.num_bytes, loss=max(0.0, one.loss))
+                yield SchemeChoice(
+                    name=group.name, scheme=scheme, num_bytes=one.num_bytes, loss=max(0.0, one.loss)
+                )
 
 
 FILE = "sensitivity.json"
@@ -167,7 +169,7 @@ def plan_scenario(
 
 
 def plan_mixed(
-    index: SourceIndex, rules: Sequence[Rule], auto: Auto, settings: Settings, run_dir: Path
+    index: SourceIndex, rules: Sequence[Rule], auto: Auto, settings: PlanSettings, run_dir: Path
 ) -> Plan:
     """The plan of rules with `auto`. What `vexport run` measured in `run_dir` decides; without that each
     group gets its smallest candidate, and a note says so.
@@ -206,12 +208,12 @@ def require_in_reach(index: SourceIndex, layer_groups: Sequence[LayerGroup], pla
     )
 
 
-def _measured(run_dir: Path, layer_groups: Sequence[LayerGroup]) -> Sensitivity | None:
+def _measured(run_dir: Path, layer_groups: Sequence[LayerGroup]) -> GroupSensitivities | None:
     """A run's losses of these very layer groups in these schemes, rounded in these ways."""
     file = run_dir / FILE
     if not file.is_file():
         return None
-    found = from_json(Sensitivity, file)
+    found = from_json(GroupSensitivities, file)
     sizes = {
         (group.name, one.scheme, one.observer, one.rounding, one.num_bytes)
         for group in found.groups

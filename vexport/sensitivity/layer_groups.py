@@ -16,7 +16,7 @@ from vexport.errors import InputError, raise_all
 from vexport.formats.schemes import KEEP, get_scheme
 from vexport.layers.blocks import group_layout, output_bytes
 from vexport.layers.shapes import KEPT
-from vexport.plan.build import Settings, build_plan, require_accepted
+from vexport.plan.build import PlanSettings, build_plan, require_accepted
 from vexport.records import Finding, FusionGroup, Plan
 from vexport.scenario import AUTO, Auto, Rule
 
@@ -69,7 +69,7 @@ class LayerGroup:
 
 
 def find_layer_groups(
-    index: SourceIndex, rules: Sequence[Rule], auto: Auto | None, settings: Settings
+    index: SourceIndex, rules: Sequence[Rule], auto: Auto | None, settings: PlanSettings
 ) -> tuple[LayerGroup, ...]:
     """The layer groups that rules quantize or leave to `auto`, in plan order.
 

@@ -23,7 +23,14 @@ from vexport.quantize.model import QuantizedModel
 from vexport.quantize.round_sites import SiteSums
 from vexport.quantize.stream import quantized_group
 from vexport.quantize.weight_scales import search_scales
-from vexport.records import Calibration, GroupSensitivity, LinearPlan, OnProgress, SchemeLoss, Sensitivity
+from vexport.records import (
+    Calibration,
+    GroupSensitivities,
+    GroupSensitivity,
+    LinearPlan,
+    OnProgress,
+    SchemeLoss,
+)
 from vexport.sensitivity.layer_groups import LayerGroup, Option
 
 # Hidden states of trials that are under way together take at most so many bytes, and results are written at
@@ -53,7 +60,7 @@ def measure(
     on_progress: OnProgress,
     trust_remote_code: bool,
     device: str,
-) -> Sensitivity:
+) -> GroupSensitivities:
     """Run every layer group's options on the samples; what is in `file` from a call with the same arguments
     is not run again.
 
@@ -85,7 +92,7 @@ def measure(
             for trial, loss in trial_walk.losses().items():
                 losses.setdefault(trial.group, {})[trial.option.scheme] = loss
             write_text(file, to_json(TrialLosses(inputs=inputs, losses=losses)))
-    return Sensitivity(
+    return GroupSensitivities(
         samples=len(samples.rows),
         tokens=sum(map(len, samples.token_ids)),
         groups=tuple(_sensitivity(group, losses[group.name]) for group in layer_groups),

@@ -99,7 +99,7 @@ def _is_linear(module: str, parameters: Mapping[str, TensorInfo], architecture: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class StoredLayer:
     """One linear layer: its tensors, the layers that vLLM runs it with, its config group if it has one."""
 
     name: str
@@ -113,10 +113,10 @@ class Layer:
 
 
 @lru_cache(maxsize=KEPT_VIEWS)
-def layers_of(view: "CheckpointView") -> Mapping[str, Layer]:
+def layers_of(view: "CheckpointView") -> Mapping[str, StoredLayer]:
     """All linear layers by name."""
     return {
-        name: Layer(name=name, fused=fused, parameters=parameters, group=group)
+        name: StoredLayer(name=name, fused=fused, parameters=parameters, group=group)
         for fused, group in ((fused, view.group_of(fused)) for fused in view.fused_linears)
         for name, parameters in fused.members.items()
     }

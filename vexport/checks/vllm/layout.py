@@ -40,7 +40,7 @@ PLAIN = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ModelLayout:
     """The modules of a model: linear layers and tables with their sizes, other parameters by name.
 
     A size is None, a shape empty where it is not known. `plain` are modules that vLLM builds without a
@@ -102,7 +102,7 @@ class Layout:
 
 def layout_of(
     class_name: str, config: Mapping[str, Json], architecture: Architecture, tensors: Iterable[str]
-) -> Layout | None:
+) -> ModelLayout | None:
     """The layout of a model in the names of its files, None where its class or types are not in the table or
     its config lacks a size.
 
@@ -135,7 +135,7 @@ def layout_of(
             parameters[name] = each.shape or ()
     plain = not unsure and all(PLAIN.fullmatch(name) for row in entry.rows for name in row.names)
     before_mlp = (FEEDFORWARD_NORM, MLP_NORM)
-    return Layout(
+    return ModelLayout(
         linears=linears,
         tables=tables,
         parameters=parameters,

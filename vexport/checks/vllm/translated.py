@@ -17,7 +17,7 @@ from vexport.formats.kv_cache import KV_CACHES
 from vexport.layers.ignore import ignored
 from vexport.records import Finding, FusionGroup, Json, LinearPlan, TensorInfo
 
-Run = Callable[[CheckpointView], Iterator[Finding]]
+JudgeFunction = Callable[[CheckpointView], Iterator[Finding]]
 CACHE_SCALE = re.compile(r"\.[kv]_scale$")
 
 
@@ -31,7 +31,7 @@ class Translated:
     stored_names: Mapping[str, str]
 
 
-def in_our_terms(run: Run) -> Run:
+def in_our_terms(run: JudgeFunction) -> JudgeFunction:
     """A check that looks at numbers, on a checkpoint of any method; its findings name what is stored."""
 
     def looked(view: CheckpointView) -> Iterator[Finding]:

@@ -26,7 +26,7 @@ from vexport.checks.vllm.groups import (
     targets_of,
 )
 from vexport.checks.vllm.layers import FusedLinear, linear_modules, split_name
-from vexport.checks.vllm.layout import Layout, Shape, layout_of
+from vexport.checks.vllm.layout import ModelLayout, Shape, layout_of
 from vexport.checks.vllm.quant_methods import METHODS, method_name
 from vexport.checks.vllm.quant_methods.base import MethodGroup, Model, QuantMethod
 from vexport.formats.partition import is_head
@@ -143,7 +143,7 @@ class CheckpointView:
         return architecture_table().text_models.get(str(self.index.config.get("model_type")), "")
 
     @cached_property
-    def layout(self) -> Layout | None:
+    def layout(self) -> ModelLayout | None:
         """Return what the model's class and config ask for; None where that is not known."""
         layout = layout_of(self.class_name, self.index.config, self.architecture, self.index.tensors)
         return None if layout is None else replace(layout, linears=self._as_stored(layout.linears))

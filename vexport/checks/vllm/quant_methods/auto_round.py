@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from vexport.checks.vllm.quant_methods import fp8
 from vexport.checks.vllm.quant_methods.awq import Awq
 from vexport.checks.vllm.quant_methods.base import (
-    Config,
+    MethodConfig,
     MethodFormat,
     MethodGroup,
     Model,
@@ -78,17 +78,17 @@ class AsMxfp8(MethodFormat, Mxfp8):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class LayerSettings:
     """The quantization of layers: `group_size` is a number, or the sides of a block of FP8."""
 
     bits: int
     group_size: Json
     symmetric: bool
 
-    def but(self, entry: Mapping[str, Json]) -> "Settings":
+    def but(self, entry: Mapping[str, Json]) -> "LayerSettings":
         """These with what an entry of extra_config has."""
         bits, size, symmetric = entry.get("bits"), entry.get("group_size"), entry.get("sym")
-        return Settings(
+        return LayerSettings(
             bits=bits if isinstance(bits, int) else self.bits,
             group_size=self.group_size if size is None else size,
             symmetric=self.symmetric if symmetric is None else symmetric is True,
@@ -97,13 +97,13 @@ class Settings:
 
 def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     """The method as vLLM reads it: layers of the blocks are quantized, some by settings of their own."""
-    config = Config(values, SOURCE)
+    config = MethodConfig(values, SOURCE)
     bits, size = config.required("bits"), config.required("group_size")
     symmetric = values.get("sym") is not False
     if bits is not None and type(bits) is not int:
         config.wrong("bits", "a number", repr(bits))
-    base = Settings(bits=bits if isinstance(bits, int) else 4, group_size=size, symmetric=symmetric)
-    extra, entries = values.get("extra_config"), dict[str, Settings]()
+    base = LayerSettings(bits=bits if isinstance(bits, int) else 4, group_size=size, symmetric=symmetric)
+    extra, entries = values.get("extra_config"), dict[str, LayerSettings]()
     for name, entry in extra.items() if isinstance(extra, dict) else ():
         if isinstance(entry, dict):
             entries[name] = base.but(entry)
@@ -134,7 +134,7 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     )
 
 
-def _entry_of(layer: str, name: str, entries: Mapping[str, Settings]) -> Settings | None:
+def _entry_of(layer: str, name: str, entries: Mapping[str, LayerSettings]) -> LayerSettings | None:
     """Of vLLM's name or its end, of the member's, of experts below it, or by a pattern (_resolve_raw)."""
     for each in (layer, name):
         if each in entries:
@@ -153,7 +153,7 @@ def _finds(pattern: str, name: str) -> bool:
     return matches(f"{REGEX}(?s:.*?)(?:{pattern})", name)
 
 
-def _group(config: Config, settings: Settings) -> MethodGroup:
+def _group(config: MethodConfig, settings: LayerSettings) -> MethodGroup:
     """The storage that a data type and a layout stand for (`_validate_supported_quantization`)."""
     values = config.values
     kind = str(values.get("data_type", "int"))
@@ -179,7 +179,7 @@ def _group(config: Config, settings: Settings) -> MethodGroup:
     return integer_group(name, stored_as, config, settings.bits, settings.group_size, symmetric=symmetric)
 
 
-def _mx_group(config: Config, settings: Settings, name: str) -> MethodGroup:
+def _mx_group(config: MethodConfig, settings: LayerSettings, name: str) -> MethodGroup:
     """Inputs are quantized like the weights; vLLM looks at what the config says of them for 8 bits only."""
     four = settings.bits == 4
     _require(config, {"packing_format": AS_OURS, **({} if four else MX_INPUTS)})
@@ -190,7 +190,7 @@ def _mx_group(config: Config, settings: Settings, name: str) -> MethodGroup:
     return linear_group(name, stored_as, args.weights, args.input_activations, ours)
 
 
-def _require(config: Config, expected: Mapping[str, Json]) -> None:
+def _require(config: MethodConfig, expected: Mapping[str, Json]) -> None:
     """Keys that vLLM compares where they are there (_check_expected)."""
     for key, value in expected.items():
         if config.values.get(key) not in (None, value):

@@ -11,7 +11,7 @@ import numpy as np
 from vexport.checkpoint.derived import Derived
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.quant_methods.base import (
-    Config,
+    MethodConfig,
     MethodGroup,
     Model,
     QuantMethod,
@@ -97,7 +97,7 @@ class Awq(TransposedIntegers):
 
 def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     """The method as vLLM reads it: without a list, layers that are stored unquantized are kept."""
-    config = Config(values, SOURCE)
+    config = MethodConfig(values, SOURCE)
     bits, size = config.required("w_bit", "bits"), config.required("q_group_size", "group_size")
     if config.required("zero_point") is False:
         expected = "true: without zero points vLLM takes slower kernels on GPUs, and others on CPUs"

@@ -22,7 +22,7 @@ EXPERTS = "experts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class MethodProblem:
     """Something that is wrong at a key of the quantization config, or with a layer's tensor."""
 
     where: str
@@ -96,7 +96,7 @@ class MethodFormat(Format):
 
     def unusable(
         self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
-    ) -> Iterator[Problem]:
+    ) -> Iterator[MethodProblem]:
         """Describe what vLLM passes over in a layer's tensors and should not, or other loaders read
         otherwise."""
         yield from ()
@@ -163,15 +163,15 @@ class QuantMethod:
     quantizes_head: bool = False
     kv_cache: bool = False
     cache_scales: Mapping[str, str] = field(default_factory=dict)
-    problems: Sequence[Problem] = field(default_factory=tuple)
+    problems: Sequence[MethodProblem] = field(default_factory=tuple)
 
 
-class Config:
+class MethodConfig:
     """A quantization config that is read key by key; what is wrong with it is collected in `problems`."""
 
     def __init__(self, values: Mapping[str, Json], source: str) -> None:
         self.values = values
-        self.problems: list[Problem] = []
+        self.problems: list[MethodProblem] = []
         self._source = source
 
     def required(self, *keys: str) -> Json:
@@ -202,7 +202,7 @@ class Config:
         severity: Severity = "error",
     ) -> None:
         """Note a problem."""
-        self.problems.append(Problem(where=key, expected=expected, got=got, fix=fix, severity=severity))
+        self.problems.append(MethodProblem(where=key, expected=expected, got=got, fix=fix, severity=severity))
 
 
 def is_listed(name: str, listed: Collection[str]) -> bool:

@@ -9,7 +9,7 @@ from math import gcd
 
 from vexport.architectures.text_config import EXPERT_COUNTS, text_config
 from vexport.checks.vllm.quant_methods.base import (
-    Config,
+    MethodConfig,
     MethodFormat,
     MethodGroup,
     Model,
@@ -54,7 +54,7 @@ class NativeFp8Block(NativeFp8):
 
 def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     """The method as vLLM reads it; the output head is never quantized."""
-    config = Config(values, SOURCE)
+    config = MethodConfig(values, SOURCE)
     scheme, block = config.required("activation_scheme"), values.get("weight_block_size")
     if scheme not in (*SCHEMES, None):
         config.wrong("activation_scheme", " or ".join(SCHEMES), repr(scheme))

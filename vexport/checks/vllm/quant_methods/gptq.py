@@ -12,10 +12,10 @@ import numpy as np
 
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.quant_methods.base import (
-    Config,
+    MethodConfig,
     MethodGroup,
+    MethodProblem,
     Model,
-    Problem,
     QuantMethod,
     Translation,
     contains_listed,
@@ -89,7 +89,7 @@ class Gptq(TransposedIntegers):
 
     def unusable(
         self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
-    ) -> Iterator[Problem]:
+    ) -> Iterator[MethodProblem]:
         yield from self._order(args, stored, reader)
         zeros, bits = stored.get("qzeros"), args.weights.num_bits
         if zeros is None or zeros.dtype != "I32" or not zeros.num_bytes or len(zeros.shape) != 2:
@@ -104,7 +104,7 @@ class Gptq(TransposedIntegers):
             return
         if least == most and least in (middle - 1, middle):
             other = V2 if self.zero_offset else V1
-            yield Problem(
+            yield MethodProblem(
                 where="qzeros",
                 expected=f"{middle - self.zero_offset} in all zero points (checkpoint_format {self.name})",
                 got=f"{least}, as {other} stores them; vLLM does not read them, other loaders are off by one",
@@ -112,21 +112,25 @@ class Gptq(TransposedIntegers):
                 severity="warning",
             )
         else:
-            yield Problem(
+            yield MethodProblem(
                 where="qzeros",
                 expected=f"{middle - self.zero_offset} in all zero points, as sym true says",
                 got=f"{least} to {most}, which vLLM does not read: it takes {middle} for all",
                 fix="quantize with sym",
             )
 
-    def _overflow(self, most: int, bits: int) -> Iterator[Problem]:
+    def _overflow(self, most: int, bits: int) -> Iterator[MethodProblem]:
         """Zero points of 0 and of a power of two, which the first format cannot tell apart."""
         if most + self.zero_offset >= 1 << bits:
             fix = "store it as gptq_v2, with GPTQModel"
             expected = f"zero points of {bits} bits"
-            yield Problem(where="qzeros", expected=expected, got=f"{most} + {self.zero_offset}", fix=fix)
+            yield MethodProblem(
+                where="qzeros", expected=expected, got=f"{most} + {self.zero_offset}", fix=fix
+            )
 
-    def _order(self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader) -> Iterator[Problem]:
+    def _order(
+        self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
+    ) -> Iterator[MethodProblem]:
         """Groups that are not runs of columns."""
         order, codes = stored.get("g_idx"), stored.get("qweight")
         size = args.weights.group
@@ -134,7 +138,7 @@ class Gptq(TransposedIntegers):
             return
         groups = reader.array(order).reshape(-1)
         if not np.array_equal(groups, np.arange(groups.size) // size):
-            yield Problem(
+            yield MethodProblem(
                 where="g_idx",
                 expected=f"groups of {size} columns that follow each other",
                 got="another order of columns (desc_act), which vLLM drops: it would take other scales",
@@ -150,7 +154,7 @@ class GptqV2(Gptq):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class DynamicRule:
     """An entry of `dynamic`: layers by a pattern from their start, with their own group or none."""
 
     pattern: Patterns
@@ -159,7 +163,7 @@ class Rule:
 
 def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     """The method as vLLM reads it: what is quantized follows from the tensors where no list says it."""
-    config = Config(values, SOURCE)
+    config = MethodConfig(values, SOURCE)
     base = {key: config.required(key) for key in ("bits", "group_size", "desc_act", "sym")}
     group = _group(config, base)
     listed = tuple(_flat(values.get("modules_in_block_to_quantize"))) or tuple(sorted(model.quantized))
@@ -181,7 +185,7 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     )
 
 
-def _group(config: Config, values: Mapping[str, Json], name: str = "gptq") -> MethodGroup:
+def _group(config: MethodConfig, values: Mapping[str, Json], name: str = "gptq") -> MethodGroup:
     size = values.get("group_size")
     if values.get("desc_act") is True and isinstance(size, int) and size > 0:
         fix = "quantize without desc_act, or with static groups"
@@ -191,7 +195,7 @@ def _group(config: Config, values: Mapping[str, Json], name: str = "gptq") -> Me
     return integer_group(name, stored_as, config, values.get("bits"), size, symmetric=symmetric)
 
 
-def _rules(config: Config, base: Mapping[str, Json]) -> Iterator[Rule]:
+def _rules(config: MethodConfig, base: Mapping[str, Json]) -> Iterator[DynamicRule]:
     """GPTQModel's overrides: `-:` keeps layers, `+:` or nothing gives them their own arguments."""
     dynamic = config.values.get("dynamic")
     for number, (pattern, changes) in enumerate(dynamic.items() if isinstance(dynamic, dict) else ()):
@@ -201,7 +205,7 @@ def _rules(config: Config, base: Mapping[str, Json]) -> Iterator[Rule]:
             continue
         kept = pattern.startswith("-:") or not isinstance(changes, dict)
         own = None if kept or not isinstance(changes, dict) else {**base, **changes}
-        yield Rule(
+        yield DynamicRule(
             pattern=patterns, group=None if own is None else _group(config, own, f"gptq dynamic {number}")
         )
 

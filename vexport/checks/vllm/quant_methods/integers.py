@@ -12,7 +12,7 @@ import numpy.typing as npt
 from vexport.checkpoint.derived import Derived
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.quant_methods.base import (
-    Config,
+    MethodConfig,
     MethodFormat,
     MethodGroup,
     Translation,
@@ -45,7 +45,7 @@ class TransposedIntegers(MethodFormat, PackedIntegers):
 
 
 def integer_group(
-    name: str, stored_as: MethodFormat, config: Config, bits: Json, size: Json, *, symmetric: bool
+    name: str, stored_as: MethodFormat, config: MethodConfig, bits: Json, size: Json, *, symmetric: bool
 ) -> MethodGroup:
     """Weight-only integers in groups, or with a scale for each row; `config` notes what is no number."""
     for key, value in (("bits", bits), ("group_size", size)):

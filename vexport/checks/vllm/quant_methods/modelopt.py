@@ -14,7 +14,7 @@ import numpy as np
 from vexport.checkpoint.derived import Derived
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.quant_methods.base import (
-    Config,
+    MethodConfig,
     MethodFormat,
     MethodGroup,
     Model,
@@ -123,7 +123,7 @@ def _reciprocal(tensor: TensorInfo, reader: Reader, rows: slice) -> "Array":
 
 def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     """The method as vLLM reads it, from config.json or the older hf_quant_config.json."""
-    config = Config(values, SOURCE)
+    config = MethodConfig(values, SOURCE)
     older = values.get("quantization")
     inner: Mapping[str, Json] = older if isinstance(older, dict) else values
     keys = "quantization." if isinstance(older, dict) else ""
@@ -197,7 +197,7 @@ def _has_fp8_cache(inner: Mapping[str, Json], *, older: bool) -> bool:
     return isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
 
 
-def _layers(config: Config, inner: Mapping[str, Json], keys: str) -> dict[str, str]:
+def _layers(config: MethodConfig, inner: Mapping[str, Json], keys: str) -> dict[str, str]:
     """The algorithm of each layer of a mixed checkpoint."""
     listed, algos = inner.get("quantized_layers"), dict[str, str]()
     if not isinstance(listed, dict) or not listed:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checks.vllm.quant_methods.base import (
-    Config,
+    MethodConfig,
     MethodFormat,
     MethodGroup,
     Model,
@@ -66,7 +66,7 @@ class StackedMxfp4(MethodFormat, Mxfp4):
 
 def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     """The method as vLLM reads it: it looks at no list and no other key, but at the sizes in config.json."""
-    config = Config(values, SOURCE)
+    config = MethodConfig(values, SOURCE)
     if model.config.get("model_type") != MODEL_TYPE:
         expected = f"a model of type {MODEL_TYPE}: vLLM reads others by code that vexport does not judge"
         got, fix = repr(model.config.get("model_type")), "ask vLLM with `vexport load`"
@@ -96,7 +96,7 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     )
 
 
-def _size(config: Config, model: Model, key: str) -> int:
+def _size(config: MethodConfig, model: Model, key: str) -> int:
     size = model.config.get(key)
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size

@@ -10,7 +10,7 @@ from typing import TypeGuard
 
 from vexport.checks.vllm.quant_methods.awq import PLACES, Awq
 from vexport.checks.vllm.quant_methods.base import (
-    Config,
+    MethodConfig,
     MethodFormat,
     MethodGroup,
     Model,
@@ -53,7 +53,7 @@ class Side:
 
 def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     """The method as vLLM reads it: by layer's name, else the global one; the output head never."""
-    config = Config(values, SOURCE)
+    config = MethodConfig(values, SOURCE)
     export = values.get("export")
     if not isinstance(export, dict):
         config.wrong("export", f"the key, without which vLLM does not start ({SOURCE})", repr(export))
@@ -91,7 +91,7 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     )
 
 
-def _cache(config: Config, cached: Json, layers: Json) -> None:
+def _cache(config: MethodConfig, cached: Json, layers: Json) -> None:
     """The settings of the KV cache are the outputs' of its layers (from_config, validate_kv_cache_config)."""
     patterns = [str(each) for each in cached] if isinstance(cached, list) else []
     named = [each for name, each in _dicts(layers) if any(fnmatch(name, pattern) for pattern in patterns)]
@@ -124,7 +124,7 @@ def _sides(raw: Json) -> Iterator[Side | None]:
         yield Side(values=listed[0], second=listed[1] if len(listed) > 1 else None) if listed else None
 
 
-def _group(config: Config, key: str, raw: Json, pack_method: str) -> MethodGroup | None:
+def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> MethodGroup | None:
     """Return how layers are stored, by what vLLM tells from the config (_get_scheme_cls_from_config)."""
     weight, inputs = _sides(raw)
     if weight is None:
@@ -142,7 +142,7 @@ def _group(config: Config, key: str, raw: Json, pack_method: str) -> MethodGroup
     return found
 
 
-def _kind(config: Config, weight: Side, inputs: Side | None, pack_method: str) -> MethodGroup | None:
+def _kind(config: MethodConfig, weight: Side, inputs: Side | None, pack_method: str) -> MethodGroup | None:
     if weight.second is not None:
         return _nvfp4(weight, inputs)
     if weight.has(dtype="fp8_e4m3") and inputs is not None and inputs.has(dtype="fp8_e4m3"):
