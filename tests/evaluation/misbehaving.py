@@ -22,6 +22,8 @@ class AddingServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.name, self.root, self.version, self.gives_scores = "adder", "models/adder", "0.32.0", True
         self.answered: list[list[int]] = []
+        self.drafts: tuple[int, int, int] | None = None
+        self.others = self.running = 0
         self.faults: deque[Fault] = deque()
         self.after: int | None = None
         self.headers: list[str | None] = []
@@ -30,6 +32,17 @@ class AddingServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def metrics(self) -> str:
+        """Counters in the form of Prometheus; each answer drafts alike, and other clients ask as often."""
+        answered = len(self.answered)
+        totals = {"request_success_total": answered * (1 + self.others), "num_requests_running": self.running}
+        names = ("drafts", "draft_tokens", "accepted_tokens")
+        for name, each in zip(names, self.drafts or (), strict=False):
+            totals[f"spec_decode_num_{name}_total"] = answered * each
+        label = 'model_name="adder",engine="0"'
+        lines = [f"vllm:{name}{{{label}}} {float(value)}\n" for name, value in totals.items()]
+        return "".join(["# HELP vllm:num_requests_running Requests.\n", *lines])
 
     def fault(self) -> Fault | None:
         """The next fault; after so many answers nothing but errors."""
@@ -48,6 +61,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/models":
             card = {"id": self.server.name, "root": self.server.root, "max_model_len": 512}
             self._send({"data": [card, {**card, "id": "other"}]})
+        elif self.path == "/metrics":
+            self._send_text(self.server.metrics())
         else:
             self._send({"detail": "Not Found"}, 404)
 
@@ -76,7 +91,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._send({"choices": [choice]}, cut=fault == "cut off")
 
     def _send(self, value: object, status: int = 200, *, cut: bool = False) -> None:
-        content = json.dumps(value).encode()
+        self._send_text(json.dumps(value), status, cut=cut)
+
+    def _send_text(self, text: str, status: int = 200, *, cut: bool = False) -> None:
+        content = text.encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()

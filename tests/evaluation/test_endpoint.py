@@ -10,8 +10,8 @@ from tests.evaluation.misbehaving import AddingServer, Fault, adding_server
 from vexport.errors import EnvironmentFault, InputError
 from vexport.evaluation.asked import KeptAnswers
 from vexport.evaluation.endpoint import API_KEY, Server, require_address
-from vexport.evaluation.endpoint_worker import EndpointModel
-from vexport.records import Endpoint, Json
+from vexport.evaluation.endpoint_worker import EndpointModel, count_drafts
+from vexport.records import Endpoint, Json, silent
 
 PROMPTS = [[number, 1] for number in range(100)]
 KEY = "sk-of-nobody-else"
@@ -64,6 +64,35 @@ def test_a_server_that_stays_away_costs_no_answer(server: AddingServer, tmp_path
     assert len(server.answered) == asked + 10
 
 
+def test_an_answer_that_is_cut_off_in_the_file_is_asked_again(server: AddingServer, tmp_path: Path) -> None:
+    file = tmp_path / "kept"
+    ask(endpoint(server), file, PROMPTS[:3])
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-5])
+    for _ in range(2):
+        ask(endpoint(server), file, PROMPTS[:4])
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert sorted(str(*line.values()) for line in lines) == ["1", "2", "3", "4"]
+    assert len(server.answered) == 5
+
+
+def test_drafts_are_counted_for_each_prompt(server: AddingServer) -> None:
+    server.drafts = (50, 150, 100)
+    asked = Server(endpoint(server))
+    counts = count_drafts(asked, PROMPTS[:3], silent)
+    assert [(c.drafts, c.draft_tokens, c.accepted_tokens) for c in counts] == [server.drafts] * 3
+    assert server.answered == PROMPTS[:3]
+    server.others = 1
+    with pytest.raises(EnvironmentFault, match=r"got 2 answers where 1 was asked for, .* no other client"):
+        count_drafts(asked, PROMPTS[:1], silent)
+    server.others, server.running = 0, 1
+    with pytest.raises(EnvironmentFault, match="1 more under way"):
+        count_drafts(asked, PROMPTS[:1], silent)
+    server.drafts = None
+    with pytest.raises(InputError, match="no counters of drafts at /metrics.*--speculative-config"):
+        count_drafts(asked, PROMPTS[:1], silent)
+
+
 def test_another_model_behind_the_address_ends_it(server: AddingServer, tmp_path: Path) -> None:
     kept = KeptAnswers(tmp_path / "kept")
     model = EndpointModel(Server(endpoint(server)), kept, lambda *_: None)
@@ -83,6 +112,17 @@ def test_log_probabilities_are_those_of_the_prompts_tokens(server: AddingServer)
     server.gives_scores = False
     with pytest.raises(InputError, match="no log-probabilities of prompts .* need completions with echo"):
         asked.score([5, 3, 9], 1)
+
+
+@pytest.mark.parametrize("status", [404, 405])
+def test_a_server_with_chat_completions_alone_is_refused(
+    status: int, server: AddingServer, tmp_path: Path
+) -> None:
+    server.faults.extend([status] * 8)
+    with pytest.raises(
+        InputError, match=f"no completions .HTTP {status}.*behind the gateway.*vexport verdict"
+    ):
+        ask(endpoint(server), tmp_path / "kept")
 
 
 def test_the_key_is_sent_and_shown_to_nobody(

@@ -1,18 +1,28 @@
 """Held-out text that decides: its bounds, its outcomes, and what a report says of them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import ArrayLike
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from vexport.engine.prompts import Prompts
-from vexport.errors import CheckpointFailed
+from vexport.errors import CheckpointFailed, Inconclusive
 from vexport.evaluation.drift import Limits, Scored
-from vexport.evaluation.held_out import ReadText, Rows, decide_on_text, judge_limit, mean_bounds
+from vexport.evaluation.held_out import (
+    ReadText,
+    Rows,
+    acceptance_fall,
+    decide_on_text,
+    judge_limit,
+    mean_bounds,
+)
+from vexport.records import DraftCounts
 from vexport.reports import render_verdict
 
 LIMITS = Limits(kl=0.1, nll=0.05, alpha=0.05)
@@ -128,3 +138,41 @@ def test_a_wrong_pass_of_skewed_rows_is_about_as_rare_as_asked() -> None:
 def test_bounds_of_equal_rows_are_their_value() -> None:
     assert mean_bounds(np.full(9, 0.25), 0.05) == (0.25, 0.25)
     assert mean_bounds(np.array([0.25]), 0.05) is None
+
+
+def drafts(accepted: ArrayLike, steps: ArrayLike) -> tuple[DraftCounts, ...]:
+    pairs = zip(np.asarray(steps).tolist(), np.asarray(accepted).tolist(), strict=True)
+    return tuple(DraftCounts(drafts=n, draft_tokens=3 * n, accepted_tokens=k) for n, k in pairs)
+
+
+def test_the_fall_of_the_acceptance_length_is_that_of_resampled_prompts() -> None:
+    rng = np.random.default_rng(3)
+    steps, more = rng.integers(30, 80, 60), rng.integers(0, 9, 60)
+    old, new = rng.binomial(3 * steps, 0.5), rng.binomial(3 * (steps + more), 0.45)
+    parts = acceptance_fall(drafts(old, steps), drafts(new, steps + more))
+
+    def fall(chosen: np.ndarray) -> float:
+        before = 1 + old[chosen].sum() / steps[chosen].sum()
+        return float(1 - (1 + new[chosen].sum() / (steps + more)[chosen].sum()) / before)
+
+    resampled = [fall(rng.integers(0, 60, 60)) for _ in range(4000)]
+    assert parts.mean() == pytest.approx(fall(np.arange(60)), abs=1e-12)
+    assert parts.std(ddof=1) / 60**0.5 == pytest.approx(np.std(resampled), rel=0.05)
+
+
+@pytest.mark.parametrize(("rate", "outcome"), [(0.6, "PASS"), (0.5, "FAIL"), (0.555, "INCONCLUSIVE")])
+def test_drafts_decide_next_to_the_text(tmp_path: Path, rate: float, outcome: str) -> None:
+    old, new = models(tmp_path, 32, 0.05)
+    rng, steps = np.random.default_rng(1), [60] * 32
+    old = replace(old, drafts=drafts(rng.binomial(180, 0.6, 32), steps))
+    new = replace(new, drafts=drafts(rng.binomial(180, rate, 32), steps))
+    verdict = decide_on_text("held-out.txt", old, new, LIMITS, speculative="mtp")
+    assert verdict.outcome == outcome, verdict.reason
+    assert verdict.text is not None
+    assert verdict.text.acceptance is not None
+    assert verdict.text.acceptance.baseline == pytest.approx(1 + 3 * 0.6, abs=0.05)
+    assert [limit.outcome for limit in verdict.text.limits] == ["PASS", "PASS", outcome]
+    for form in ("text", "markdown", "html", "junit"):
+        assert "fall of the acceptance length" in render_verdict(verdict, form)
+    with pytest.raises(Inconclusive, match="no draft in 32 prompts"):
+        decide_on_text("t", old, replace(new, drafts=drafts([0] * 32, [0] * 32)), LIMITS, speculative="mtp")

@@ -43,3 +43,16 @@ def test_text_decides_in_the_place_of_tasks(tmp_path: Path) -> None:
     again = vexport("run", scenario(tmp_path, kl_limit=1e-6), "--run-dir", folder, "--quiet")
     assert again.code == 1, "other limits, the same sessions"
     assert "KL to the baseline" in again.stdout
+
+
+def test_drafts_of_the_same_model_are_accepted_alike(tmp_path: Path) -> None:
+    model = DEMO / "model"
+    command = ("eval", model, "--baseline", model, "--text", TEXT, "--text-rows", "10", "--text-tokens", "64")
+    drafting = ("--speculative", "ngram", "--format", "json", "--output-dir", tmp_path / "out")
+    done = vexport(*command, *drafting)
+    assert done.code == 0, done.stderr
+    text = json.loads(done.stdout)["text"]
+    acceptance, fall = text["acceptance"], text["limits"][2]
+    assert acceptance["baseline"] == acceptance["candidate"] > 1
+    assert 1 <= acceptance["draft_tokens"][0] <= 3
+    assert (fall["outcome"], fall["value"]) == ("PASS", 0)

@@ -64,14 +64,15 @@ class Subject:
     text: str | None
     text_rows: int | None
     text_tokens: int | None
+    speculative: str | None
 
     def require_consistent(self, comparison: Comparison) -> None:
         """UsageError where options of `eval` do not go together."""
         if bool(self.tasks) == bool(self.text):
             raise click.UsageError("Give --task NAME_OR_YAML, or --text DATA in the place of tasks.")
         if self.text is None:
-            if self.text_rows or self.text_tokens:
-                raise click.UsageError("--text-rows and --text-tokens need --text.")
+            if self.text_rows or self.text_tokens or self.speculative:
+                raise click.UsageError("--text-rows, --text-tokens and --speculative need --text.")
             return
         if comparison.baseline is None or comparison.accept:
             raise click.UsageError("--text needs --baseline SOURCE alone: both models read it.")
@@ -178,6 +179,11 @@ class Results:
 )
 @click.option("--text-rows", type=POSITIVE, metavar="N", help="Rows of the text [default: 32].")
 @click.option("--text-tokens", type=POSITIVE, metavar="N", help="Tokens of a row [default: 512].")
+@click.option(
+    "--speculative",
+    metavar="METHOD",
+    help="Also compare the acceptance length of drafts: mtp, ngram, eagle3=FOLDER.",
+)
 @verdict_options
 @drift_options
 @attribution_options
@@ -285,6 +291,7 @@ def _settings(
             text=subject.text,
             text_rows=subject.text_rows or DEFAULT_TEXT_ROWS,
             text_tokens=subject.text_tokens or DEFAULT_TEXT_TOKENS,
+            speculative=subject.speculative,
             baseline=baseline,
             margin=verdict.margin,
             alpha=verdict.alpha,

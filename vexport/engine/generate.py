@@ -3,15 +3,16 @@
 import math
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
 
-from vexport.engine.messages import CANARY_TOKENS, SessionRequest
+from vexport.engine.messages import CANARY_TOKENS, DRAFT_METRIC, DRAFT_TOKENS, SessionRequest
 from vexport.files import atomic_path
-from vexport.records import Canary
+from vexport.records import Canary, DraftCounts
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -129,6 +130,33 @@ def write_text_scores(llm: "LLM", rows: Sequence[Sequence[int]], path: Path, rep
     with atomic_path(path) as temporary:
         save_file(tensors, temporary)
     report("text", len(rows), len(rows))
+
+
+def count_drafts(llm: "LLM", prompts: Sequence[Sequence[int]], report: Report) -> tuple[DraftCounts, ...]:
+    """Continue the prompts greedily, one at a time, and count what was drafted and accepted after each.
+
+    The engine does not stop where the model ends the sequence: each prompt has the same number of tokens.
+    """
+    from vllm import SamplingParams, TokensPrompt
+
+    longest = llm.llm_engine.model_config.max_model_len
+    counts, before = [], _draft_counters(llm)
+    for number, prompt in enumerate(prompts):
+        report("drafts", number, len(prompts))
+        most = max(1, min(DRAFT_TOKENS, longest - len(prompt)))
+        sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False)
+        llm.generate([TokensPrompt(prompt_token_ids=list(prompt))], sampling, use_tqdm=False)
+        after = _draft_counters(llm)
+        counts.append(DraftCounts(**{name: after[name] - before[name] for name in after}))
+        before = after
+    report("drafts", len(prompts), len(prompts))
+    return tuple(counts)
+
+
+def _draft_counters(llm: "LLM") -> dict[str, int]:
+    """The engine's totals by the names of DraftCounts."""
+    totals = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    return {field.name: int(totals.get(f"{DRAFT_METRIC}{field.name}", 0)) for field in fields(DraftCounts)}
 
 
 def dense(flat: "FlatLogprobs") -> torch.Tensor:

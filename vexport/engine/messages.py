@@ -4,11 +4,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from vexport.records import Canary, Endpoint, EngineInfo, LmEvalSettings, RankMemory
+from vexport.records import Canary, DraftCounts, Endpoint, EngineInfo, LmEvalSettings, RankMemory
 from vexport.scenario.serve import EngineArguments
 
 # As long as it takes for a slow loss (of the KV cache, of long-range positions) to show.
 CANARY_TOKENS = 200
+# After each prompt that is continued by drafting: some 50 drafts.
+DRAFT_TOKENS = 128
+DRAFT_METRIC = "vllm:spec_decode_num_"
 ANSWERS = "answers-"
 """How the names of lm-eval's caches begin, next to its results."""
 FailureKind = Literal[
@@ -38,8 +41,9 @@ class SessionRequest:
 
     `logprob_prompts` are token ids; with `logprobs_file` set, their full-vocabulary log-probabilities are
     written there (see `worker`). `text` are rows of token ids; what each token costs and the likeliest one go
-    to `text_file`. `tasks` are lm-eval task names or YAML files; with any, `output` is the
-    folder for lm-eval's own result and sample files, and `lm_eval` says how they are asked. `limit` bounds
+    to `text_file`. `drafted` are prompts that the engine continues by drafting.
+    `tasks` are lm-eval task names or YAML files; with any, `output` is the folder for lm-eval's own result
+    and sample files, and `lm_eval` says how they are asked. `limit` bounds
     the documents of each task, below 1 to a share of them. With
     `repeat` a part of the documents is asked again. `identity` names what the answers depend on besides the
     engine: with it they are kept in `output` batch by batch, and those of a killed session are not asked
@@ -58,6 +62,7 @@ class SessionRequest:
     logprobs_file: Path | None = None
     text: tuple[tuple[int, ...], ...] = ()
     text_file: Path | None = None
+    drafted: tuple[tuple[int, ...], ...] = ()
     tasks: tuple[str, ...] = ()
     include_paths: tuple[Path, ...] = ()
     lm_eval: LmEvalSettings = LmEvalSettings()
@@ -119,6 +124,7 @@ class SessionResult:
     canaries: tuple[Canary, ...] = ()
     logprobs_file: Path | None = None
     text_file: Path | None = None
+    drafts: tuple[DraftCounts, ...] = ()
     tasks: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     failure: EngineFailure | None = None

@@ -152,7 +152,7 @@ def run(
 def _use(llm: "LLM", request: SessionRequest, result: SessionResult, report: OnProgress) -> SessionResult:
     """Everything but the tasks."""
     from vexport.engine.describe import describe
-    from vexport.engine.generate import run_canaries, write_logprobs, write_text_scores
+    from vexport.engine.generate import count_drafts, run_canaries, write_logprobs, write_text_scores
 
     start = result.seconds["load"]
     result = replace(result, engine=describe(llm, request.arguments, start_seconds=start))
@@ -169,6 +169,10 @@ def _use(llm: "LLM", request: SessionRequest, result: SessionResult, report: OnP
         start = time.monotonic()
         write_text_scores(llm, request.text, file, report)
         result, seconds["text"] = replace(result, text_file=file), time.monotonic() - start
+    if request.drafted:
+        start = time.monotonic()
+        result = replace(result, drafts=count_drafts(llm, request.drafted, report))
+        seconds["drafts"] = time.monotonic() - start
     return replace(result, seconds=seconds)
 
 
@@ -189,7 +193,7 @@ def model_arguments(request: SessionRequest, platform: str) -> EngineArguments:
         "dtype": request.dtype,
         "trust_remote_code": request.trust_remote_code,
         "seed": request.seed,
-        "disable_log_stats": True,
+        "disable_log_stats": not request.drafted,
         # Answers must not depend on what was asked before; with it 20 of 64 changed (docs/evaluation.md).
         "enable_prefix_caching": False,
         "worker_extension_cls": "vexport.engine.describe.DescribeKernels",

@@ -5,6 +5,7 @@ A later call asks only what is not kept. Used in worker processes only.
 
 import hashlib
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -37,12 +38,21 @@ class Question:
 
 
 class KeptAnswers:
-    """Answers in a file, a line each; in memory alone without one."""
+    """Answers in a file, a line each; in memory alone without one.
+
+    What a killed process left of its last line is cut off.
+    """
 
     def __init__(self, file: Path | None) -> None:
         self._file, self._answers = file, dict[str, Json]()
-        for line in file.read_text(encoding="utf-8").splitlines() if file and file.is_file() else ():
-            with suppress(ValueError):  # the last line of a killed process
+        if file is None or not file.is_file():
+            return
+        content = file.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            os.truncate(file, len(whole))
+        for line in whole.splitlines():
+            with suppress(ValueError):  # of a file that was not cut before
                 self._answers.update(json.loads(line))
 
     def __contains__(self, key: str) -> bool:

@@ -6,6 +6,7 @@ What may pass (refused, 429, 5xx, a timeout, an answer that is cut off) is tried
 import http.client
 import json
 import os
+import re
 import threading
 import time
 import urllib.error
@@ -26,6 +27,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 20.0
 # Of the first contact: an address may be mistyped, a server that is asked already may be starting again.
 _FIRST_CONTACT = 5.0
 _PASSING = (408, 425, 429)
+_NO_SUCH_PATH = (404, 405, 501)
 _CUT_OFF = (None, "abort", "error")
 _KEPT = "look at the server, and call again: what is answered is kept, and only the rest is asked"
 _SHOWN = 300
@@ -116,6 +118,7 @@ class Server:
         self._url = endpoint.url.rstrip("/")
         if not urlsplit(self._url).path:
             self._url += "/v1"
+        self._root = self._url.removesuffix("/v1")
         self._opener = urllib.request.build_opener(_NoRedirects)
         self.model = self._described(min(_FIRST_CONTACT, endpoint.retry_seconds))
 
@@ -162,6 +165,20 @@ class Server:
         except (TypeError, ValueError, AttributeError):
             self._require_scores("something else in its answer")
 
+    def metrics(self) -> dict[str, float]:
+        """vLLM's metrics by name, summed over what they are counted by; InputError where there are none."""
+        url, seconds = f"{self._root}/metrics", self.endpoint.retry_seconds
+        try:
+            text = self._tried(seconds, lambda: self._read(url)).decode()
+        except _RefusedError as error:
+            raise self._refused(error) from None
+        totals: dict[str, float] = {}
+        for line in text.splitlines():
+            name, value = re.split(r"[{ ]", line)[0], line.rpartition(" ")[2]
+            if name.startswith("vllm:"):
+                totals[name] = totals.get(name, 0.0) + float(value)
+        return totals
+
     def _require_scores(self, got: str) -> NoReturn:
         raise InputError(
             self.endpoint.url,
@@ -178,6 +195,15 @@ class Server:
             return self._tried(seconds, lambda: _choice(self._request(f"{self._url}/completions", body)))
         except _RefusedError as error:
             self.require_same()
+            if error.status in _NO_SUCH_PATH:
+                raise InputError(
+                    self.endpoint.url,
+                    got=f"no completions ({error})",
+                    need="/completions, which takes prompts as token ids: over chat completions alone the "
+                    "server's template would make other prompts than the baseline's",
+                    fix="give the address of vLLM itself, behind the gateway; or ask both sides with "
+                    "lm-eval's local-chat-completions and compare the results with `vexport verdict`",
+                ) from None
             if "echo" in body and error.status not in (401, 403):
                 self._require_scores(str(error))
             raise self._refused(error) from None
@@ -188,8 +214,7 @@ class Server:
         except _RefusedError as error:
             raise self._refused(error) from None
         try:
-            root = self._url.removesuffix("/v1")
-            version = self._tried(seconds, lambda: self._request(f"{root}/version")).get("version")
+            version = self._tried(seconds, lambda: self._request(f"{self._root}/version")).get("version")
         except _RefusedError:  # vLLM's alone
             version = None
         return _chosen(self.endpoint, listed, str(version or ""))
@@ -209,6 +234,16 @@ class Server:
 
     def _request(self, url: str, body: Mapping[str, Json] | None = None) -> dict[str, Json]:
         """One answer of the server, an object."""
+        try:
+            answer: Json = json.loads(self._read(url, body))
+        except ValueError:
+            raise _PassingError("an answer that is cut off") from None
+        if not isinstance(answer, dict):
+            raise _PassingError("an answer that is no JSON object")
+        return answer
+
+    def _read(self, url: str, body: Mapping[str, Json] | None = None) -> bytes:
+        """One answer of the server."""
         headers = {"Content-Type": "application/json", "User-Agent": f"vexport/{__version__}"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -216,17 +251,13 @@ class Server:
         request = urllib.request.Request(url, data=data, headers=headers)
         try:
             with self._opener.open(request, timeout=self.endpoint.request_timeout) as response:
-                answer: Json = json.loads(response.read())
+                content: bytes = response.read()
         except urllib.error.HTTPError as error:
             self._raise_status(error)
         except (OSError, http.client.HTTPException) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             raise _PassingError(self._shown(f"{type(reason).__name__}: {reason}")) from None
-        except ValueError:
-            raise _PassingError("an answer that is cut off") from None
-        if not isinstance(answer, dict):
-            raise _PassingError("an answer that is no JSON object")
-        return answer
+        return content
 
     def _raise_status(self, error: urllib.error.HTTPError) -> NoReturn:
         """Raise for an answer with a status of HTTP that tells of an error."""

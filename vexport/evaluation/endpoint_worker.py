@@ -8,9 +8,10 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,10 +20,10 @@ import transformers
 from pydantic import JsonValue
 from safetensors.torch import save_file
 
-from vexport.engine.messages import SessionRequest, SessionResult
+from vexport.engine.messages import DRAFT_METRIC, DRAFT_TOKENS, SessionRequest, SessionResult
 from vexport.engine.prompts import KL_TOKENS
 from vexport.engine.worker import answer_request, input_problem, reporter
-from vexport.errors import InputError, VexportError
+from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.evaluation.asked import AskedModel, KeptAnswers, Question, replaced
 from vexport.evaluation.endpoint import Server, UnreachableError
 from vexport.evaluation.fingerprint import (
@@ -36,11 +37,16 @@ from vexport.evaluation.fingerprint import (
 from vexport.evaluation.lm_eval_environment import vllm_distribution
 from vexport.evaluation.lm_eval_runner import ask_tasks, kept_answers
 from vexport.files import atomic_path, to_json
-from vexport.records import Json, OnProgress
+from vexport.records import DraftCounts, Json, OnProgress
 from vexport.version import __version__
 
 # The most that vLLM's server tells of each place, unless it is started with --max-logprobs.
 _TOP = 20
+# Of vLLM's metrics: answers so far, those under way, and what only a server that drafts has.
+ANSWERED, RUNNING = "vllm:request_success_total", "vllm:num_requests_running"
+DRAFTS = f"{DRAFT_METRIC}drafts_total"
+# For an answer that came to be counted.
+_COUNTED_SECONDS = 10.0
 TEXT: Mapping[str, Json] = {"logprobs": _TOP}
 """In the place of the parameters: what every token of a prompt costs, and the likeliest ones."""
 
@@ -116,8 +122,13 @@ def main(arguments: list[str]) -> int:
 
 def _session(request: SessionRequest) -> SessionResult:
     result = SessionResult(name=request.name, checkpoint=request.checkpoint, platform="server")
+    progress = reporter()
     try:
-        ask_server(request, reporter())
+        ask_server(request, progress)
+        if request.drafted:
+            assert request.endpoint is not None
+            drafts = count_drafts(Server(request.endpoint), request.drafted, progress)
+            result = replace(result, drafts=drafts)
     except VexportError as error:
         return replace(result, problem=input_problem(error))
     return replace(
@@ -188,6 +199,44 @@ def write_text_scores(model: EndpointModel, request: SessionRequest) -> None:
         assert file is not None
         with atomic_path(file) as temporary:
             save_file(tensors, temporary)
+
+
+def count_drafts(
+    server: Server, prompts: Sequence[Sequence[int]], progress: OnProgress
+) -> tuple[DraftCounts, ...]:
+    """Continue the prompts greedily, one at a time, and read what was drafted and accepted after each.
+
+    EnvironmentFault where another client asks in between, InputError for a server that does not draft.
+    """
+    counts, before = [], server.metrics()
+    if DRAFTS not in before:
+        got, need = "no counters of drafts at /metrics", "a vLLM server started with --speculative-config"
+        fix = "start it so, or leave out --speculative"
+        raise InputError(server.endpoint.url, got=got, need=need, fix=fix)
+    for number, prompt in enumerate(prompts):
+        progress("drafts", number, len(prompts))
+        server.generate(prompt, {"max_tokens": DRAFT_TOKENS, "temperature": 0, "ignore_eos": True})
+        after = _counted(server, before)
+        names = [field.name for field in fields(DraftCounts)]
+        totals = {name: int(after[f"{DRAFT_METRIC}{name}_total"]) for name in names}
+        earlier = {name: int(before[f"{DRAFT_METRIC}{name}_total"]) for name in names}
+        counts.append(DraftCounts(**{name: totals[name] - earlier[name] for name in names}))
+        before = after
+    progress("drafts", len(prompts), len(prompts))
+    return tuple(counts)
+
+
+def _counted(server: Server, before: Mapping[str, float]) -> dict[str, float]:
+    """The server's metrics once the answer after `before` is counted, which is soon after it came."""
+    deadline = time.monotonic() + _COUNTED_SECONDS
+    while (after := server.metrics())[ANSWERED] == before[ANSWERED] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    answered = after[ANSWERED] - before[ANSWERED]
+    if answered != 1 or after[RUNNING]:
+        got = f"{answered:g} answers where 1 was asked for, {after[RUNNING]:g} more under way"
+        need, fix = "no other client while drafts are counted", "call again when nobody else asks this server"
+        raise EnvironmentFault(server.endpoint.url, got=got, need=need, fix=fix)
+    return after
 
 
 def _fingerprint(server: Server, tokenizer: Path) -> Fingerprint:

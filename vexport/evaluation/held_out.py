@@ -14,17 +14,28 @@ import numpy as np
 from safetensors.torch import load_file
 from scipy import stats
 
-from vexport.errors import CheckpointFailed
+from vexport.errors import CheckpointFailed, Inconclusive
 from vexport.evaluation.drift import Limits, Scored, mean_kls
 from vexport.evaluation.statistics import RESAMPLES, Interval, Scores, documents_to_settle
 from vexport.files import digest_bytes
-from vexport.records import Outcome, TextLimit, TextMeasure, TextVerdict, Verdict
+from vexport.records import (
+    AcceptanceLengths,
+    DraftCounts,
+    Outcome,
+    TextLimit,
+    TextMeasure,
+    TextVerdict,
+    Verdict,
+)
 
 LEAST_ROWS = 8
 """Of fewer, an interval of the mean says little of rows that were not seen."""
 METHOD = (
     "log-probabilities of held-out text in vLLM; bounds over rows, the wider of Student's and BCa bootstrap"
 )
+ACCEPTANCE_LIMIT = 0.05
+"""Most of the acceptance length that may be lost: a step then yields 5 % fewer tokens, which costs as much
+speed of decoding and no accuracy."""
 _DIGITS = 16
 
 Rows = tuple[tuple[int, ...], ...]
@@ -39,14 +50,22 @@ class ReadText:
     scored: Scored
     rows: Rows
     file: Path
+    drafts: tuple[DraftCounts, ...] = ()
 
 
 def decide_on_text(
-    data: str, baseline: ReadText, candidate: ReadText, limits: Limits, *, device: str = ""
+    data: str,
+    baseline: ReadText,
+    candidate: ReadText,
+    limits: Limits,
+    *,
+    device: str = "",
+    speculative: str = "",
 ) -> Verdict:
-    """Compare two models on the rows of `data`.
+    """Compare two models on the rows of `data`, and how they accept drafts of the method `speculative`.
 
-    CheckpointFailed where the candidate reads the text as other tokens, or its numbers are not finite.
+    Inconclusive where one drafts nothing. CheckpointFailed where the candidate reads the text as other
+    tokens, or its numbers are not finite.
     """
     _require_equal_tokens(baseline, candidate)
     kls = mean_kls(baseline.scored, candidate.scored)
@@ -59,6 +78,13 @@ def decide_on_text(
         raise _failed(candidate, "log-probabilities that are not finite", "numbers")
     is_partial = baseline.scored.is_partial or candidate.scored.is_partial
     measure: TextMeasure = "lower bound of the KL to the baseline" if is_partial else "KL to the baseline"
+    measured: list[tuple[TextMeasure, Scores, float]] = [
+        (measure, np.array(kls), limits.kl),
+        ("rise of the NLL", rises, limits.nll),
+    ]
+    if speculative:
+        fall = acceptance_fall(baseline.drafts, candidate.drafts)
+        measured.append(("fall of the acceptance length", fall, ACCEPTANCE_LIMIT))
     agreement = np.array(same)
     certain = mean_bounds(agreement, limits.alpha)
     text = TextVerdict(
@@ -72,10 +98,10 @@ def decide_on_text(
         top1_agreement=float(agreement.mean()),
         top1_low=max(0.0, certain.low) if certain else None,
         top1_high=min(1.0, certain.high) if certain else None,
-        limits=(
-            judge_limit(measure, np.array(kls), limits.kl, limits.alpha),
-            judge_limit("rise of the NLL", rises, limits.nll, limits.alpha),
+        limits=tuple(
+            judge_limit(name, values, limit, limits.alpha, len(measured)) for name, values, limit in measured
         ),
+        acceptance=_acceptance(speculative, baseline.drafts, candidate.drafts) if speculative else None,
     )
     outcome = _outcome([limit.outcome for limit in text.limits])
     return Verdict(
@@ -90,10 +116,45 @@ def decide_on_text(
     )
 
 
-def judge_limit(measure: TextMeasure, values: Scores, limit: float, alpha: float) -> TextLimit:
-    """One measure, shape (rows,), against its limit; fewer than LEAST_ROWS rows settle nothing."""
+def acceptance_fall(baseline: Sequence[DraftCounts], candidate: Sequence[DraftCounts]) -> Scores:
+    """Each prompt's part, shape (prompts,), in the share of the acceptance length that is lost: 1 -
+    candidate / baseline.
+
+    The lengths are ratios of sums over prompts, whose value and spread these parts have to first order
+    (Cochran, Sampling Techniques, 1977, chapter 6); both models' parts of a prompt stay together.
+    """
+    (before, old), (after, new) = _lengths(baseline), _lengths(candidate)
+    return 1 - after / before * (1 + (new - after) / after - (old - before) / before)
+
+
+def _lengths(counts: Sequence[DraftCounts]) -> tuple[float, Scores]:
+    """The acceptance length over all prompts, and each prompt's part in it, which have that mean."""
+    drafts = np.array([count.drafts for count in counts], dtype=float)
+    accepted = np.array([count.accepted_tokens for count in counts], dtype=float)
+    if not drafts.sum():
+        got, need = f"no draft in {len(counts)} prompts", "drafts, to tell how many tokens are accepted"
+        raise Inconclusive("--speculative", got=got, need=need, fix="give other text, or more (--text-rows)")
+    ratio = float(accepted.sum() / drafts.sum())
+    return 1 + ratio, 1 + ratio + (accepted - ratio * drafts) / drafts.mean()
+
+
+def _acceptance(
+    method: str, baseline: Sequence[DraftCounts], candidate: Sequence[DraftCounts]
+) -> AcceptanceLengths:
+    old, new = (
+        sum(count.draft_tokens for count in counts) / sum(count.drafts for count in counts)
+        for counts in (baseline, candidate)
+    )
+    before, after = _lengths(baseline)[0], _lengths(candidate)[0]
+    return AcceptanceLengths(method=method, draft_tokens=(old, new), baseline=before, candidate=after)
+
+
+def judge_limit(
+    measure: TextMeasure, values: Scores, limit: float, alpha: float, measures: int = 2
+) -> TextLimit:
+    """One of the measures, shape (rows,), against its limit; fewer than LEAST_ROWS rows settle nothing."""
     mean = float(values.mean())
-    below, above = mean_bounds(values, alpha / 2), mean_bounds(values, alpha)
+    below, above = mean_bounds(values, alpha / measures), mean_bounds(values, alpha)
     low, high = below.low if below else None, above.high if above else None
     outcome: Outcome = "INCONCLUSIVE"
     needed = None
@@ -106,7 +167,7 @@ def judge_limit(measure: TextMeasure, values: Scores, limit: float, alpha: float
     else:
         spread = float(values.std(ddof=1)) / math.sqrt(len(values))
         statistic = (limit - mean) / spread if spread else 0.0
-        needed = documents_to_settle(len(values), statistic, alpha if statistic > 0 else alpha / 2)
+        needed = documents_to_settle(len(values), statistic, alpha if statistic > 0 else alpha / measures)
     return TextLimit(
         measure=measure,
         value=mean,
@@ -148,17 +209,33 @@ def text_reason(outcome: Outcome, text: TextVerdict) -> str:
         return f"the text is too short: {text.rows} rows of it, at least {LEAST_ROWS} decide"
     if outcome == "PASS":
         shown = (
-            f"{limit.measure} {limit.value:.3g} (at most {limit.high:.3g}, limit {limit.limit:g})"
+            f"{limit.measure} {_shown(limit, limit.value)} (at most {_shown(limit, limit.high)}, "
+            f"limit {_shown(limit, limit.limit)}){_unit(limit)}"
             for limit in text.limits
         )
-        return f"{' and '.join(shown)} nats a token {over}"
+        return f"{' and '.join(shown)} {over}"
     worst = [limit for limit in text.limits if limit.outcome == outcome]
-    bound = "at least {0.low:.3g}" if outcome == "FAIL" else "between {0.low:.3g} and {0.high:.3g}"
     shown = (
-        f"{limit.measure} {limit.value:.3g} ({bound.format(limit)}), limit {limit.limit:g}" for limit in worst
+        f"{limit.measure} {_shown(limit, limit.value)} ({_bound(limit)}), limit "
+        f"{_shown(limit, limit.limit)}{_unit(limit)}"
+        for limit in worst
     )
-    sentence = f"{'; '.join(shown)} nats a token {over}"
+    sentence = f"{'; '.join(shown)} {over}"
     return sentence if outcome == "FAIL" else f"{sentence} is not settled; {_remedy(worst)}"
+
+
+def _bound(limit: TextLimit) -> str:
+    low, high = _shown(limit, limit.low), _shown(limit, limit.high)
+    return f"at least {low}" if limit.outcome == "FAIL" else f"between {low} and {high}"
+
+
+def _shown(limit: TextLimit, value: float | None) -> str:
+    assert value is not None
+    return f"{value:.1%}" if limit.is_share else f"{value:.3g}"
+
+
+def _unit(limit: TextLimit) -> str:
+    return "" if limit.is_share else " nats a token"
 
 
 def _remedy(limits: Sequence[TextLimit]) -> str:

@@ -5,11 +5,13 @@ No module imported here loads torch: `vexport --help` and `vexport check` start 
 
 from vexport.records.accuracy import (
     GENERATION_KEYS,
+    AcceptanceLengths,
     Attribution,
     BatchSize,
     Cause,
     Comparison,
     Distance,
+    DraftCounts,
     Drift,
     Endpoint,
     Flip,

@@ -280,16 +280,43 @@ class TaskVerdict:
     also: tuple[Comparison, ...] = ()
 
 
-TextMeasure = Literal["KL to the baseline", "lower bound of the KL to the baseline", "rise of the NLL"]
+TextMeasure = Literal[
+    "KL to the baseline",
+    "lower bound of the KL to the baseline",
+    "rise of the NLL",
+    "fall of the acceptance length",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCounts:
+    """vLLM's counters of speculative decoding (`vllm:spec_decode_num_*`) for one prompt."""
+
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptanceLengths:
+    """Tokens that a step of speculative decoding yields: 1 + accepted tokens / drafts over all prompts.
+
+    `draft_tokens` is the mean length of the baseline's and the candidate's drafts.
+    """
+
+    method: str
+    draft_tokens: tuple[float, float]
+    baseline: float
+    candidate: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextLimit:
-    """One measure of held-out text against its limit, in nats a token.
+    """One measure of held-out text against its limit, in nats a token; of the acceptance length as a share.
 
     (`low`, `high`) are the bounds that decide: `high` at 1 - alpha, `low` at 1 - alpha / 2, since either of
-    two measures may fail; None of one row. `rows_needed` would settle an INCONCLUSIVE, None where no number
-    would.
+    two measures may fail (/ 3 with drafts); None of one row. `rows_needed` would settle an INCONCLUSIVE, None
+    where no number would.
     """
 
     measure: TextMeasure
@@ -300,6 +327,11 @@ class TextLimit:
     outcome: Outcome
     rows_needed: int | None = None
 
+    @property
+    def is_share(self) -> bool:
+        """Return whether its numbers are shares, not nats a token."""
+        return self.measure == "fall of the acceptance length"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextVerdict:
@@ -307,7 +339,8 @@ class TextVerdict:
 
     The NLLs are means over `tokens`, and `top1_agreement` is the share of them with the same likeliest token
     (two-sided 1 - 2*alpha interval over rows); the KL is over the `positions` whose whole vocabulary was
-    compared, the first of each row. `limits` is empty where the text is too short to decide.
+    compared, the first of each row. `limits` is empty where the text is too short to decide. `acceptance` is
+    that of drafts which continue the rows, None where nothing drafts.
     """
 
     data: str
@@ -321,6 +354,7 @@ class TextVerdict:
     top1_low: float | None
     top1_high: float | None
     limits: tuple[TextLimit, ...]
+    acceptance: AcceptanceLengths | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -203,7 +203,7 @@ def _flip(flip: Flip) -> doc.Exchange:
     return doc.Exchange(label, flip.prompt, answers, group="lost" if lost else "gained")
 
 
-_COLUMNS = columns("Measure", "Result", ">Nats per token", ">Limit")
+_COLUMNS = columns("Measure", "Result", ">Value", ">Limit")
 
 
 def text_section(verdict: Verdict, text: TextVerdict) -> doc.Section:
@@ -224,23 +224,33 @@ def text_table(verdict: Verdict, text: TextVerdict) -> doc.Table:
 def _row(limit: TextLimit) -> tuple[doc.TableCell, ...]:
     needed = f"about {count(limit.rows_needed)} rows would settle it" if limit.rows_needed else ""
     value = doc.TableCell(nats(limit, limit.value), nats_interval(limit))
-    return row(doc.TableCell(limit.measure, needed), badge(limit.outcome), value, small(limit.limit))
+    bound = f"{limit.limit:.0%}" if limit.is_share else small(limit.limit)
+    unit = limit.measure if limit.is_share else f"{limit.measure}, nats per token"
+    return row(doc.TableCell(unit, needed), badge(limit.outcome), value, bound)
 
 
 def _caption(verdict: Verdict, text: TextVerdict) -> str:
     is_partial = any("lower bound" in limit.measure for limit in text.limits)
     compared = "the tokens that both sides tell, others as one" if is_partial else "the whole vocabulary"
+    drafts = text.acceptance
+    accepted = (
+        f"; acceptance length with {drafts.method} {drafts.baseline:.3f} and {drafts.candidate:.3f} "
+        f"(drafts of {drafts.draft_tokens[0]:.2f} and {drafts.draft_tokens[1]:.2f} tokens)"
+        if drafts
+        else ""
+    )
     return (
         f"{text.data} ({text.digest}): {plural(text.rows, 'row')}, {count(text.tokens)} tokens, the KL of "
         f"{count(text.positions)} of them over {compared}; NLL {small(text.baseline_nll)} and "
         f"{small(text.candidate_nll)}; the likeliest token is the same at {percent(text.top1_agreement)} "
-        f"({percent_interval(text.top1_low, text.top1_high)}); alpha {verdict.alpha:g}; {verdict.method}"
+        f"({percent_interval(text.top1_low, text.top1_high)}){accepted}; "
+        f"alpha {verdict.alpha:g}; {verdict.method}"
     )
 
 
 def text_tiles(text: TextVerdict) -> tuple[doc.Tile, doc.Tile]:
     """The KL, and the positions where the likeliest token is another."""
-    kl, rise = text.limits
+    kl, rise, *_ = text.limits
     note = f"a token, limit {kl.limit:g}; NLL {nats(rise, rise.value)}, limit {rise.limit:g}"
     other = percent(1 - text.top1_agreement)
     return (

@@ -169,7 +169,8 @@ def _accuracy_gates(verdict: Verdict) -> tuple[Gate, ...]:
 
 def _text_gate(limit: TextLimit) -> Gate:
     """One measure of the text: its value and bounds against the limit."""
-    message = f"{nats(limit, limit.value)} nats per token ({nats_interval(limit)}), limit {limit.limit:g}"
+    unit, bound = ("", f"{limit.limit:.0%}") if limit.is_share else (" nats per token", f"{limit.limit:g}")
+    message = f"{nats(limit, limit.value)}{unit} ({nats_interval(limit)}), limit {bound}"
     if limit.rows_needed is not None:
         message += f"; about {count(limit.rows_needed)} rows would settle it"
     return Gate(name=f"text ({limit.measure})", status=limit.outcome, message=message)

@@ -200,7 +200,9 @@ def prompting_line(prompting: Prompting) -> str:
 
 
 def nats(limit: TextLimit, value: float) -> str:
-    """A KL as it is, a rise with its sign."""
+    """A KL as it is, a rise with its sign, a share of the acceptance length in percent."""
+    if limit.is_share:
+        return f"{value:+.1%}"
     return small(value) if limit.measure != "rise of the NLL" else f"{value:+.3g}"
 
 

@@ -20,6 +20,7 @@ from vexport.run.serving import (
     EngineOptions,
     Questions,
     Served,
+    drafted,
     read_rows,
     with_tasks,
 )
@@ -88,6 +89,7 @@ def ask_endpoint(
         text=rows,
         text_file=folder / TEXT_FILE if rows else None,
         logprobs_file=folder / LOGPROBS if rows else None,
+        drafted=drafted(rows) if settings.speculative else (),
     )
     result = Worker(
         module=WORKER,

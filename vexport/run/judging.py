@@ -68,7 +68,9 @@ def verdict_of(
     assert new is not None
     device = candidate.result.engine.device if candidate and candidate.result.engine else ""
     limits = Limits(kl=settings.kl_limit, nll=settings.nll_limit, alpha=settings.alpha)
-    return decide_on_text(portable(settings.text), old, new, limits, device=device)
+    return decide_on_text(
+        portable(settings.text), old, new, limits, device=device, speculative=settings.speculative or ""
+    )
 
 
 def cause_of(

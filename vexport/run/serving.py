@@ -9,11 +9,12 @@ from pathlib import Path
 from vexport.calibration.data import read_samples
 from vexport.checkpoint.data_name import require_data
 from vexport.checkpoint.index import folder_digest, read_index, require_checkpoint
-from vexport.checkpoint.source import resolve_source
+from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.engine.arguments import require_arguments, require_heads, require_layers
 from vexport.engine.describe import NONE, answer_environment
+from vexport.engine.dry.drafter import speculative_config
 from vexport.engine.load import load_report, load_request, shortest_length
-from vexport.engine.messages import ANSWERS, SessionRequest, SessionResult
+from vexport.engine.messages import ANSWERS, DRAFT_TOKENS, SessionRequest, SessionResult
 from vexport.engine.prompts import CONTINUED, KL_TOKENS, Prompts, fixed_prompts
 from vexport.engine.session import WORKER, EngineFault, log_folder, require_vllm, run_session
 from vexport.errors import CheckpointFailed, InputError, VexportError
@@ -51,6 +52,8 @@ CANDIDATE = "candidate"
 PLAIN = LmEvalSettings()
 # What each token of the text cost.
 TEXT_FILE = "text.safetensors"
+# Tokens that are drafted at once, unless an argument of vLLM says otherwise.
+DRAFT_LENGTH = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +87,9 @@ class Served:
     def read_text(self) -> ReadText | None:
         """The costs of the text's tokens for the session's model, where it read one."""
         scored, file = self.scored, self.result.text_file
-        return ReadText(scored=scored, rows=self.rows, file=file) if scored and file else None
+        if not scored or not file:
+            return None
+        return ReadText(scored=scored, rows=self.rows, file=file, drafts=self.result.drafts)
 
     def report(self, baseline: "Served | None" = None, on_progress: OnProgress = silent) -> LoadReport:
         """Judge the session; builds the reference model in this process."""
@@ -127,7 +132,9 @@ def serve_model(
     rows = read_rows(settings, checkpoint, longest, size, trust_remote_code=trust) if settings else ()
     if rows:
         prompts = replace(prompts, tokens=tuple(row[:KL_TOKENS] for row in rows))
-    request = with_text(_request(role, checkpoint, folder, options, questions, prompts), rows, folder)
+    speculative = resolve_drafter(settings.speculative or "", options.on_progress) if settings else ""
+    request = _request(role, checkpoint, folder, options, questions, prompts)
+    request = with_text(request, rows, folder, speculative)
     result = run_session(
         request,
         worker=TASKS_WORKER if request.tasks else WORKER,
@@ -162,12 +169,22 @@ def read_rows(
     return tuple(row for row in read if len(row) == tokens) or tuple(row for row in read if len(row) > 1)
 
 
-def with_text(request: SessionRequest, rows: Rows, folder: Path) -> SessionRequest:
-    """The request that reads the rows too, whose scores go to `folder`."""
+def with_text(request: SessionRequest, rows: Rows, folder: Path, speculative: str = "") -> SessionRequest:
+    """The request that reads the rows too, whose scores go to `folder`, and with a method drafts on."""
     if not rows:
         return request
     length = max(request.max_model_len or 0, *(len(row) + 1 for row in rows))
-    return replace(request, text=rows, text_file=folder / TEXT_FILE, max_model_len=length)
+    request = replace(request, text=rows, text_file=folder / TEXT_FILE, max_model_len=length)
+    if not speculative:
+        return request
+    drafting = {"speculative_config": speculative_config(speculative, DRAFT_LENGTH), **request.arguments}
+    length = max(length, shortest_length(request.checkpoint, KL_TOKENS + DRAFT_TOKENS))
+    return replace(request, drafted=drafted(rows), arguments=drafting, max_model_len=length)
+
+
+def drafted(rows: Rows) -> Rows:
+    """The beginnings of rows that drafts continue."""
+    return tuple(row[:KL_TOKENS] for row in rows)
 
 
 def clear_session(folder: Path) -> None:

@@ -78,7 +78,8 @@ class Evaluate(ScenarioSection):
 
     `suite` names a list of tasks with margin and limit in their place. In the place of tasks, `text`, named
     like calibration data, decides by the log-probabilities of its first `text_rows` rows of `text_tokens`
-    tokens. `baseline` is the checkpoint to compare with, the source where it is not given. `gate` names the
+    tokens, and with `speculative`, METHOD or METHOD=FOLDER, by the acceptance length of drafts that continue
+    them. `baseline` is the checkpoint to compare with, the source where it is not given. `gate` names the
     metric that decides, `metric` or `metric,filter`, for a task or a group (`"*"`: wherever it exists).
     `kl_limit` bounds the mean KL to the baseline and `nll_limit` the rise of the NLL, in nats a token, over
     the text or `kl_prompts` prompts at most: beyond them text fails, and where tasks decide is a warning.
@@ -100,6 +101,7 @@ class Evaluate(ScenarioSection):
     text: Annotated[str, Field(min_length=1)] | None = None
     text_rows: Annotated[int, Gt(0)] = DEFAULT_TEXT_ROWS
     text_tokens: Annotated[int, Gt(1)] = DEFAULT_TEXT_TOKENS
+    speculative: Annotated[str, Field(min_length=1)] | None = None
     include_path: tuple[Path, ...] = ()
     num_fewshot: Annotated[int, Ge(0)] | None = None
     apply_chat_template: bool | str | None = None
@@ -204,6 +206,8 @@ class Evaluate(ScenarioSection):
             raise ValueError("`fewshot_as_multiturn: true` only where a chat template is applied")
         if self.text and (self.endpoint or self.baseline_endpoint):
             raise ValueError("`endpoint` and `baseline_endpoint` with tasks alone: text is read here")
+        if self.speculative and not self.text:
+            raise ValueError("`speculative` with `text`, whose rows the drafts continue")
         if self.seeds > 1 and not self.gen_kwargs.get("temperature"):
             raise ValueError("`seeds` with a `temperature` above 0 in `gen_kwargs`: greedy answers are alike")
         if self.enable_thinking and self.think_end_token is None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from pydantic import JsonValue
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -17,13 +18,15 @@ _METHOD = re.compile(r"(?P<method>[a-z][\w-]*)(?:=(?P<model>.+))?")
 _SHARED = re.compile(r"(?:^|\.)(?P<shared>embed_tokens|lm_head|shared_head\.head)\.")
 
 
-def speculative_config(speculative: str) -> dict[str, str | int] | None:
-    """The `speculative_config` of vLLM for `METHOD` or `METHOD=FOLDER`; None without a method."""
+def speculative_config(speculative: str, tokens: int = 1) -> dict[str, JsonValue] | None:
+    """The `speculative_config` of vLLM for `METHOD` or `METHOD=FOLDER`, with drafts of so many tokens; None
+    without a method.
+    """
     parts = _METHOD.fullmatch(speculative)
     if parts is None:
         return None
-    model = {"model": parts["model"]} if parts["model"] else {}
-    return {"method": parts["method"], "num_speculative_tokens": 1, **model}
+    model: dict[str, JsonValue] = {"model": parts["model"]} if parts["model"] else {}
+    return {"method": parts["method"], "num_speculative_tokens": tokens, **model}
 
 
 def build_drafter(config: "VllmConfig") -> torch.nn.Module | None:
