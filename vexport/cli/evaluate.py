@@ -143,6 +143,7 @@ class Results:
     unlisted=(
         "text_rows",
         "text_tokens",
+        "speculative",
         "batch_size",
         "fewshot_as_multiturn",
         "baseline_model",
