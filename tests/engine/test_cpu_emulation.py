@@ -83,12 +83,14 @@ def activations() -> torch.Tensor:
     return values.to(torch.bfloat16)
 
 
-def printed(code: str) -> str:
-    """The last line that code prints in a process of vLLM's."""
+def printed(*codes: str) -> list[str]:
+    """The last line that each code prints in a process of vLLM's."""
     environment = {**os.environ, SWITCH: "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", "".join(codes)], env=environment, capture_output=True, text=True
+    )
     assert ran.returncode == 0, ran.stderr
-    return ran.stdout.splitlines()[-1]
+    return ran.stdout.splitlines()[-len(codes) :]
 
 
 def test_register_is_inert_unless_asked() -> None:
@@ -99,14 +101,9 @@ def test_register_is_inert_unless_asked() -> None:
 
 
 @pytest.mark.vllm
-def test_kernels_are_offered_once_and_only_when_asked() -> None:
+def test_kernels_are_offered_once_and_only_when_asked_and_dequantize_int4_in_either_layout() -> None:
     """MXFP4 with the inputs that are rounded here: vLLM 0.33 asks, as an engine argument may name others."""
-    assert printed(SEEN) == "0 6 [True, True, True, False, False]"
-
-
-@pytest.mark.vllm
-def test_int4_is_dequantized_in_either_layout() -> None:
-    assert printed(LAID_OUT) == "[True, True]"
+    assert printed(SEEN, LAID_OUT) == ["0 6 [True, True, True, False, False]", "[True, True]"]
 
 
 def test_fp4_rounds_ties_to_even() -> None:

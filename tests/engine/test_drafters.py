@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -67,13 +67,16 @@ def eagle(target: Path, folder: Path, without: str = "") -> Path:
     return folder
 
 
-def errors(checkpoint: Path, speculative: str) -> list[str]:
-    found = vexport(
-        "load", "--dry", checkpoint, "--sm", "90", "--speculative", speculative, "--format", "json"
-    )
-    (report,) = json.loads(found.stdout)
-    assert found.code == (not report["ok"])
-    return [f"{each['where']}: {each['got']}" for each in report["findings"] if each["severity"] == "error"]
+def errors(checkpoints: Sequence[Path], speculative: str) -> list[list[str]]:
+    """The errors of each, loaded by one worker."""
+    options = ("--sm", "90", "--speculative", speculative, "--format", "json")
+    loaded = vexport("load", "--dry", *checkpoints, *options)
+    reports = json.loads(loaded.stdout)
+    assert loaded.code == (not all(report["ok"] for report in reports))
+    return [
+        [f"{each['where']}: {each['got']}" for each in report["findings"] if each["severity"] == "error"]
+        for report in reports
+    ]
 
 
 @pytest.mark.vllm
@@ -84,8 +87,8 @@ def test_draft_layers_load_where_they_are_kept_and_where_they_are_quantized(tmp_
         kept, drafts = tmp_path / f"{family}-kept", tmp_path / f"{family}-quantized"
         assert vexport("quantize", source, kept, "--scheme", "NVFP4A16", "--no-verify", "--quiet").code == 0
         quantize_source(QuantizeJob(source=str(source), out=drafts, rules=RULES))
-        made += [source, kept, drafts]
-    for report in DryLoad(checkpoints=made, tp=(1, 2), sm=(90,), speculative="mtp").reports():
+        made += [kept, drafts]
+    for report in DryLoad(checkpoints=made, tp=(2,), sm=(90,), speculative="mtp").reports():
         assert (report.ok, report.findings) == (True, ()), report.checkpoint
         drafter = {row.name: row.stored for row in report.rows if row.name.startswith("drafter.")}
         experts = next(stored for name, stored in drafter.items() if "experts" in name)
@@ -106,21 +109,24 @@ def test_what_a_drafter_lacks_is_found_only_where_it_drafts(tmp_path: Path) -> N
     without = save_family("deepseek-v3", tmp_path / "without", num_nextn_predict_layers=1)
     shutil.copytree(out, tmp_path / "half")
     half_ignored(tmp_path / "half" / "config.json")
-    for folder, words in (
-        (missing, "drafter.model.layers.0.mlp.experts.routed_experts.w13_weight: "),
-        (renamed, "drafter.model.layers.0.mlp.experts.routed_experts.w13_weight: "),
-        (without, "checkpoint: ValueError: MTP speculative decoding layer 2 weights missing"),
-        (tmp_path / "half", "drafter.model.layers.0.mlp.experts.routed_experts.w2_weight_scale: 0 of"),
-    ):
-        assert any(error.startswith(words) for error in errors(folder, "mtp")), folder
+    experts = "drafter.model.layers.0.mlp.experts.routed_experts"
+    expected = {
+        missing: f"{experts}.w13_weight: ",
+        renamed: f"{experts}.w13_weight: ",
+        without: "checkpoint: ValueError: MTP speculative decoding layer 2 weights missing",
+        tmp_path / "half": f"{experts}.w2_weight_scale: 0 of",
+    }
+    loaded = errors([*expected], "mtp")
+    for (folder, words), lines in zip(expected.items(), loaded, strict=True):
+        assert any(line.startswith(words) for line in lines), folder
         assert vexport("check", folder, "--speculative", "mtp").code == 1
-    assert errors(missing, "") == []
+    assert errors([missing], "") == [[]]
 
 
 @pytest.mark.vllm
 def test_a_drafter_of_its_own_folder_loads_next_to_the_target(tmp_path: Path) -> None:
     target = save_family("llama", tmp_path / "llama")
-    assert errors(target, f"eagle3={eagle(target, tmp_path / 'eagle')}") == []
-    (error,) = errors(target, f"eagle3={eagle(target, tmp_path / 'cut', 'midlayer.mlp.up_proj.weight')}")
+    assert errors([target], f"eagle3={eagle(target, tmp_path / 'eagle')}") == [[]]
+    ((error,),) = errors([target], f"eagle3={eagle(target, tmp_path / 'cut', 'midlayer.mlp.up_proj.weight')}")
     assert error.startswith("drafter.model.layers.0.mlp.gate_up_proj.weight: 131072 of 262144 elements")
     assert vexport("load", target, "--dry", "--speculative", "eagle3=nowhere").code == 2
