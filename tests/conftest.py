@@ -2,7 +2,6 @@
 
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -52,10 +51,14 @@ def quick(items: list[pytest.Item]) -> list[pytest.Item]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm() -> Iterator[None]:
-    """Workers are forked from a process that has imported vLLM, once the first one is started."""
-    with tempfile.TemporaryDirectory(prefix="warm-") as folder, pytest.MonkeyPatch.context() as patch:
-        processes = Warm(Path(folder))
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Workers are forked from a process that has imported vLLM, once the first one is started.
+
+    It is one for all of pytest's processes.
+    """
+    root = tmp_path_factory.getbasetemp()
+    with pytest.MonkeyPatch.context() as patch:
+        processes = Warm((root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "warm")
         patch.setattr("vexport.engine.session.started_group", processes.started_group)
         yield
         processes.end()

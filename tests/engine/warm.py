@@ -4,6 +4,7 @@ An import of vLLM takes 10 s of a core, and most tests of the engine need one. A
 its environment is that of the process it is forked from, but for what is read after the imports.
 """
 
+import fcntl
 import json
 import os
 import select
@@ -21,13 +22,14 @@ from vexport.engine.cpu_emulation import SWITCH
 from vexport.engine.process import PROGRESS_FD, Follow, started_group
 
 DRY = "vexport.engine.dry.worker"
+KINDS = ("dry", "engine")
 # Read by a worker after its imports, or set by vLLM when it is imported.
 LATE = frozenset(
     {
         *("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_COMPILE_THREADS"),
         *("TILELANG_CLEANUP_TEMP_FILES", "TRITON_CACHE_AUTOTUNING"),
         *(PROGRESS_FD, SWITCH, "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TORCHDYNAMO_DISABLE"),
-        *("PYTEST_CURRENT_TEST", "VEXPORT_NO_VERIFY", "COLUMNS", "NO_COLOR", "PWD"),
+        *("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "VEXPORT_NO_VERIFY", "COLUMNS", "NO_COLOR", "PWD"),
         "HF_HUB_DISABLE_PROGRESS_BARS",
     }
 )
@@ -36,11 +38,19 @@ _BYTES = 1 << 20
 
 
 class Warm:
-    """The processes that workers are forked from, by what they have imported; they end with this one."""
+    """The processes that workers are forked from, by what they have imported.
+
+    Those that share a folder share them: the first that needs one starts it, and it ends after the last of
+    them, when nobody holds its stdin open any more.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.started: dict[str, tuple[subprocess.Popen[bytes], dict[str, str]]] = {}
+        folder.mkdir(exist_ok=True)
+        for kind in KINDS:
+            with suppress(FileExistsError):
+                os.mkfifo(folder / f"{kind}.stdin")
+        self.held = [os.open(folder / f"{kind}.stdin", os.O_RDWR) for kind in KINDS]
 
     @contextmanager
     def started_group(
@@ -48,7 +58,8 @@ class Warm:
     ) -> Iterator[Follow]:
         """As that of vexport.engine.process, with a client in the place of a worker."""
         python, _, module, *arguments = command
-        if python == sys.executable and (address := self._address(module, environment)):
+        ours = python == sys.executable and module.startswith("vexport.")
+        if ours and (address := self._address(module, environment)):
             client = str(Path(__file__).with_name("warm_client.py"))
             command = [python, "-SE", client, PROGRESS_FD, address, module, *arguments]
         with started_group(command, environment=environment, log=log, timeout=timeout) as follow:
@@ -56,23 +67,34 @@ class Warm:
 
     def _address(self, module: str, environment: Mapping[str, str]) -> str:
         """Where to ask for a worker; empty where the environment is another one."""
-        kind, early = "dry" if module == DRY else "engine", _early(environment)
-        address = str(self.folder / kind)
-        if kind not in self.started:
-            command = [sys.executable, "-m", "tests.engine.warm", kind, address]
-            eager = {**environment, "TORCHDYNAMO_DISABLE": "1"}
-            process = subprocess.Popen(
-                command, env=eager, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-            self.started[kind] = process, early
-        return address if self.started[kind][1] == early else ""
+        kind, early = "dry" if module == DRY else "engine", json.dumps(_early(environment), sort_keys=True)
+        address = self.folder / kind
+        with (self.folder / f"{kind}.environment").open("a+") as started:
+            fcntl.flock(started, fcntl.LOCK_EX)
+            if not address.exists():
+                started.write(early)
+                started.flush()
+                self._start(kind, {**environment, "TORCHDYNAMO_DISABLE": "1"})
+            started.seek(0)
+            return str(address) if started.read() == early else ""
+
+    def _start(self, kind: str, environment: Mapping[str, str]) -> None:
+        """Start one, and wait until it listens."""
+        stdin = os.open(self.folder / f"{kind}.stdin", os.O_RDONLY)
+        command = [sys.executable, "-m", "tests.engine.warm", kind, str(self.folder / kind)]
+        process = subprocess.Popen(
+            command, env=environment, stdin=stdin, stdout=subprocess.PIPE, start_new_session=True
+        )
+        os.close(stdin)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.stdout.close()
+        process.returncode = 0  # not waited for: it may outlive this process
 
     def end(self) -> None:
-        """End them."""
-        for process, _ in self.started.values():
-            process.communicate()
+        """Let go of them."""
+        for descriptor in self.held:
+            os.close(descriptor)
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:
