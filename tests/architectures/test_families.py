@@ -202,7 +202,7 @@ def test_groups_are_the_modules_that_vllm_builds(family: str, tmp_path: Path) ->
 def test_written_experts_and_layers_come_back(number: int, family: str, tmp_path: Path) -> None:
     """Against transformers' own view of the model, which holds all experts of a layer in one tensor.
 
-    The schemes by turns; test_matrix.py has all of them in every family.
+    The schemes by turns, as in test_matrix.py.
     """
     schemes = [scheme for scheme in LEAST_DB if scheme not in REFUSED.get(family, ())]
     scheme = schemes[number % len(schemes)]
