@@ -2,6 +2,7 @@
 
 import math
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from vexport.evaluation.statistics import (
     documents_for_power,
     documents_to_settle,
     mcnemar_p,
+    permutation_p,
     recovery_interval,
     spread_over_null,
     tango_interval,
@@ -104,6 +106,16 @@ def test_mcnemar_is_the_sum_of_binomial_tails() -> None:
     tail = sum(math.comb(10, k) for k in range(3)) / 2**10
     assert mcnemar_p(2, 8) == pytest.approx(2 * tail)
     assert mcnemar_p(0, 0) == 1
+
+
+@pytest.mark.parametrize("gain", [[0.0], [0.0, -0.25], [1.0, -0.25], [0.5, 0.5, 1.0, 0.0, -0.25]])
+def test_the_permutation_test_counts_all_signs(gain: list[float]) -> None:
+    sums = [
+        sum(sign * value for sign, value in zip(signs, gain, strict=True))
+        for signs in product((-1, 1), repeat=len(gain))
+    ]
+    extreme = sum(abs(total) >= abs(sum(gain)) for total in sums)
+    assert permutation_p(np.array(gain)) == pytest.approx(extreme / len(sums))
 
 
 @pytest.mark.parametrize(("loss", "win"), [(0.03, 0.01), (0.10, 0.02), (0.02, 0.02)])

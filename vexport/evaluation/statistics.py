@@ -107,10 +107,10 @@ def mcnemar_p(wins: int, losses: int) -> float:
 def permutation_p(gain: Scores, *, seed: int = 0) -> float:
     """Two-sided paired permutation test of a mean gain of 0, shape (documents,): signs flipped at random.
 
-    Exact up to RESAMPLES draws (scipy); 1 where nothing changed.
+    Exact up to RESAMPLES draws (scipy); 1 where nothing changed, or one document: either sign is as extreme.
     """
     changed = gain[gain != 0]
-    if not len(changed):
+    if len(changed) < 2:
         return 1.0
     result = stats.permutation_test(
         (changed,),
