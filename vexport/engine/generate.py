@@ -3,14 +3,13 @@
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
 
-from vexport.engine.messages import CANARY_TOKENS, DRAFT_METRIC, DRAFT_TOKENS, SessionRequest
+from vexport.engine.messages import CANARY_TOKENS, DRAFT_TOKENS, SessionRequest, draft_counts
 from vexport.files import atomic_path
 from vexport.records import Canary, DraftCounts
 
@@ -147,16 +146,14 @@ def count_drafts(llm: "LLM", prompts: Sequence[Sequence[int]], report: Report) -
         sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False)
         llm.generate([TokensPrompt(prompt_token_ids=list(prompt))], sampling, use_tqdm=False)
         after = _draft_counters(llm)
-        counts.append(DraftCounts(**{name: after[name] - before[name] for name in after}))
+        counts.append(after - before)
         before = after
     report("drafts", len(prompts), len(prompts))
     return tuple(counts)
 
 
-def _draft_counters(llm: "LLM") -> dict[str, int]:
-    """The engine's totals by the names of DraftCounts."""
-    totals = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-    return {field.name: int(totals.get(f"{DRAFT_METRIC}{field.name}", 0)) for field in fields(DraftCounts)}
+def _draft_counters(llm: "LLM") -> DraftCounts:
+    return draft_counts({metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()})
 
 
 def dense(flat: "FlatLogprobs") -> torch.Tensor:

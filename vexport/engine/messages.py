@@ -1,6 +1,7 @@
 """Requests to the processes that import vLLM, and their results: JSON in, JSON out."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +12,6 @@ from vexport.scenario.serve import EngineArguments
 CANARY_TOKENS = 200
 # After each prompt that is continued by drafting: some 50 drafts.
 DRAFT_TOKENS = 128
-DRAFT_METRIC = "vllm:spec_decode_num_"
 ANSWERS = "answers-"
 """How the names of lm-eval's caches begin, next to its results."""
 FailureKind = Literal[
@@ -223,3 +223,12 @@ class DryResult:
 
     vllm: str
     checkpoints: tuple[tuple[CellResult, ...], ...]
+
+
+def draft_counts(metrics: Mapping[str, float], ending: str = "") -> DraftCounts:
+    """vLLM's totals of drafts among its metrics, 0 where it does not draft; `ending` is of a server's names."""
+    totals = {
+        field.name: int(metrics.get(f"vllm:spec_decode_num_{field.name}{ending}", 0))
+        for field in fields(DraftCounts)
+    }
+    return DraftCounts(**totals)

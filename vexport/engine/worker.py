@@ -198,8 +198,8 @@ def model_arguments(request: SessionRequest, platform: str) -> EngineArguments:
         "enable_prefix_caching": False,
         "worker_extension_cls": "vexport.engine.describe.DescribeKernels",
     }
-    if platform == CPU and request.lm_eval.seeds > 1:
-        # For a prefill in parts vLLM turns a seeded generator back, which those of a CPU refuse
+    if platform == CPU and (request.lm_eval.seeds > 1 or "seed" in request.lm_eval.gen_kwargs):
+        # After a prefill in parts vLLM rewinds a request's generator, which fails for those of a CPU
         # ("CPU Generator does not use offset", v1/worker/gpu_model_runner.py).
         arguments["enable_chunked_prefill"] = False
     if request.max_model_len is not None:

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ import transformers
 from pydantic import JsonValue
 from safetensors.torch import save_file
 
-from vexport.engine.messages import DRAFT_METRIC, DRAFT_TOKENS, SessionRequest, SessionResult
+from vexport.engine.messages import DRAFT_TOKENS, SessionRequest, SessionResult, draft_counts
 from vexport.engine.prompts import KL_TOKENS
 from vexport.engine.worker import answer_request, input_problem, reporter
 from vexport.errors import EnvironmentFault, InputError, VexportError
@@ -44,7 +44,7 @@ from vexport.version import __version__
 _TOP = 20
 # Of vLLM's metrics: answers so far, those under way, and what only a server that drafts has.
 ANSWERED, RUNNING = "vllm:request_success_total", "vllm:num_requests_running"
-DRAFTS = f"{DRAFT_METRIC}drafts_total"
+DRAFTS = "vllm:spec_decode_num_drafts_total"
 # For an answer that came to be counted.
 _COUNTED_SECONDS = 10.0
 TEXT: Mapping[str, Json] = {"logprobs": _TOP}
@@ -217,10 +217,7 @@ def count_drafts(
         progress("drafts", number, len(prompts))
         server.generate(prompt, {"max_tokens": DRAFT_TOKENS, "temperature": 0, "ignore_eos": True})
         after = _counted(server, before)
-        names = [field.name for field in fields(DraftCounts)]
-        totals = {name: int(after[f"{DRAFT_METRIC}{name}_total"]) for name in names}
-        earlier = {name: int(before[f"{DRAFT_METRIC}{name}_total"]) for name in names}
-        counts.append(DraftCounts(**{name: totals[name] - earlier[name] for name in names}))
+        counts.append(draft_counts(after, "_total") - draft_counts(before, "_total"))
         before = after
     progress("drafts", len(prompts), len(prompts))
     return tuple(counts)

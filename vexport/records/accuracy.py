@@ -296,6 +296,13 @@ class DraftCounts:
     draft_tokens: int
     accepted_tokens: int
 
+    def __sub__(self, earlier: "DraftCounts") -> "DraftCounts":
+        return DraftCounts(
+            drafts=self.drafts - earlier.drafts,
+            draft_tokens=self.draft_tokens - earlier.draft_tokens,
+            accepted_tokens=self.accepted_tokens - earlier.accepted_tokens,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceLengths:
