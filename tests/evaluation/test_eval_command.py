@@ -39,7 +39,10 @@ def test_options_that_do_not_fit_are_refused(
     [
         (("--baseline", "b"), "Give --task NAME_OR_YAML, or --text DATA"),
         (("--baseline", "b", "--task", "t", "--text", "x.txt"), "Give --task NAME_OR_YAML, or --text DATA"),
-        (("--baseline", "b", "--task", "t", "--text-rows", "9"), "--text-tokens and --speculative need --text"),
+        (
+            ("--baseline", "b", "--task", "t", "--text-rows", "9"),
+            "--text-tokens and --speculative need --text",
+        ),
         (("--against", "a.json", "--text", "x.txt"), "--text needs --baseline SOURCE alone"),
         (
             ("--baseline", "b", "--accept", "a.json", "--text", "x.txt"),
