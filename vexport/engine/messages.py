@@ -226,7 +226,7 @@ class DryResult:
 
 
 def draft_counts(metrics: Mapping[str, float], ending: str = "") -> DraftCounts:
-    """vLLM's totals of drafts among its metrics, 0 where it does not draft; `ending` is of a server's names."""
+    """vLLM's totals of drafts among its metrics, 0 where it drafts none; `ending` is of a server's names."""
     totals = {
         field.name: int(metrics.get(f"vllm:spec_decode_num_{field.name}{ending}", 0))
         for field in fields(DraftCounts)
