@@ -9,7 +9,7 @@ from tests.calibration.models import VOCABULARY
 from vexport.calibration import Samples, calibrate
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex, read_index
-from vexport.records import Calibration, FusionGroup, KvCache, LinearPlan, Plan
+from vexport.records import CalibrationRecord, FusionGroup, KvCache, LinearPlan, Plan
 
 
 def samples(lengths: Sequence[int] = (12, 20, 12, 7, 20, 12), seed: int = 3) -> Samples:
@@ -25,7 +25,7 @@ def batches_of(chosen: Samples) -> list[torch.Tensor]:
     return [torch.tensor([ids]) for ids in chosen.token_ids]
 
 
-def calibrated(planned: tuple[SourceIndex, Plan], chosen: Samples) -> Calibration:
+def calibrated(planned: tuple[SourceIndex, Plan], chosen: Samples) -> CalibrationRecord:
     """What samples show of a plan."""
     index, plan = planned
     return calibrate(LayerWalk(index), plan, chosen)

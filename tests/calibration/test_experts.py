@@ -19,7 +19,7 @@ from vexport.calibration.experts import arithmetic_of
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
-from vexport.records import Calibration, InputRange, LinearPlan, Plan, WeightPart
+from vexport.records import CalibrationRecord, InputRange, LinearPlan, Plan, WeightPart
 
 pytestmark = pytest.mark.usefixtures("own_products")
 
@@ -134,7 +134,7 @@ def range_of(values: torch.Tensor) -> InputRange:
     return InputRange(low=values.min().item(), high=values.max().item(), tokens=len(values))
 
 
-def require_equal(found: Calibration, folder: Path, plan: Plan, *, all_experts: bool) -> None:
+def require_equal(found: CalibrationRecord, folder: Path, plan: Plan, *, all_experts: bool) -> None:
     inputs, counts = reference(folder, all_experts=all_experts)
     assert found.routed == counts
     assert min(min(row) for row in counts.values()) > 0

@@ -15,7 +15,7 @@ from vexport.calibration import calibrate
 from vexport.calibration.walk import LayerWalk
 from vexport.files import from_json, to_json, write_text
 from vexport.quantize.job import QuantizeJob, write_checkpoint
-from vexport.records import Calibration, InputRange
+from vexport.records import CalibrationRecord, InputRange
 
 pytestmark = pytest.mark.usefixtures("own_products")
 
@@ -39,7 +39,7 @@ def test_importance_is_the_mean_square_of_a_whole_model_run(llama: Path, tmp_pat
     for name in names:
         assert torch.allclose(decode(found.importance[name]), seen[name].squares, rtol=1e-6), name
     write_text(tmp_path / "statistics.json", to_json(found))
-    assert from_json(Calibration, tmp_path / "statistics.json") == found
+    assert from_json(CalibrationRecord, tmp_path / "statistics.json") == found
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from vexport.formats.schemes import scheme_names
 from vexport.plan.build import PlanSettings, require_accepted
 from vexport.plan.source import plan_source, rules_for
 from vexport.quantize.job import QuantizeJob, write_checkpoint
-from vexport.records import Calibration, InputRange, OnUnsupportedShape, Plan
+from vexport.records import CalibrationRecord, InputRange, OnUnsupportedShape, Plan
 from vexport.scenario import Rule
 
 # Least signal-to-noise in dB of a normal weight, rounded to nearest with scales from the range.
@@ -59,7 +59,7 @@ def written(
     require_accepted(plan)
     names = [member.name for group in plan.groups for member in group.members]
     ranges = {name: InputRange(low=-1.0, high=1.0, tokens=1) for name in names}
-    seen = Calibration(rows=(), digest="", tokens=1, ranges=ranges)
+    seen = CalibrationRecord(rows=(), digest="", tokens=1, ranges=ranges)
     write_checkpoint(QuantizeJob(source=str(source), out=out, rules=rules), index, plan, seen)
     # A micro model has neither tokenizer nor preprocessor.
     assert [one for one in problems(out) if one.severity == "error"] == []

@@ -24,7 +24,7 @@ from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_headers
 from vexport.quantize.rounding import REPORT, round_weights
 from vexport.quantize.stream import quantized_group
-from vexport.records import Calibration, KvCache, Plan, silent
+from vexport.records import CalibrationRecord, KvCache, Plan, silent
 from vexport.records.rounding import GroupRounding, RoundingReport
 from vexport.scenario import Rule
 
@@ -113,7 +113,7 @@ def weights_of(
 ) -> Mapping[str, torch.Tensor]:
     """The weights (out, in) by layer, as compressed-tensors dequantizes them; without bytes the nearest."""
     weights: dict[str, torch.Tensor] = {}
-    nothing = Calibration(rows=(), digest="", tokens=0, ranges={})
+    nothing = CalibrationRecord(rows=(), digest="", tokens=0, ranges={})
     for group in plan.groups:
         scheme = get_scheme(group.scheme)
         with Reader() as reader:

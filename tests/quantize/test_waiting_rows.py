@@ -15,7 +15,7 @@ from vexport.errors import InputError
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_headers
 from vexport.quantize.rounding import COMPARED_ROWS, round_weights
-from vexport.records import Calibration, silent
+from vexport.records import CalibrationRecord, silent
 from vexport.records.rounding import RoundingReport
 from vexport.rounding import settings
 from vexport.rounding.settings import most_waiting, require_room, waiting_bytes
@@ -28,7 +28,7 @@ TEXT = samples((32,) * ROWS)
 def gptq(folder: Path, out: Path) -> RoundingReport:
     rules = [Rule(match="Linear", scheme="W4A16_CHANNEL", rounding="gptq", observer="memoryless_minmax")]
     index, plan = plan_headers(str(folder), rules, PlanSettings(), silent)
-    calibration = Calibration(rows=TEXT.rows, digest=TEXT.digest, tokens=ROWS * 32, ranges={})
+    calibration = CalibrationRecord(rows=TEXT.rows, digest=TEXT.digest, tokens=ROWS * 32, ranges={})
     return round_weights(LayerWalk(index), plan, calibration, TEXT, out)[1]
 
 

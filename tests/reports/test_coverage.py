@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.reports import sample
-from vexport.records import Calibration, ExpertCoverage
+from vexport.records import CalibrationRecord, ExpertCoverage
 from vexport.records.calibration import expert_coverage
 from vexport.reports import render
 from vexport.reports.sentences import coverage_lines
@@ -15,7 +15,7 @@ ROUTED = {
     "layers.1.experts": (0, 0, 0, 1000),
     "layers.2.experts": (1, 1, 1, 3),
 }
-COVERAGE = expert_coverage(Calibration(rows=(1,), digest="", tokens=8, ranges={}, routed=ROUTED))
+COVERAGE = expert_coverage(CalibrationRecord(rows=(1,), digest="", tokens=8, ranges={}, routed=ROUTED))
 LINES = (
     "12 experts in 3 layers: 0 to 1,000 calibration tokens routed to each, median 1",
     "no token was routed to 4 experts: layers.0.experts 1; layers.1.experts 0, 1, 2",

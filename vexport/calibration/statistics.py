@@ -35,7 +35,7 @@ from vexport.observers import (
 )
 from vexport.observers.flatten import channel_extremes
 from vexport.records import (
-    Calibration,
+    CalibrationRecord,
     FusionGroup,
     InputRange,
     KeyValueRanges,
@@ -189,7 +189,7 @@ def calibrate(
     all_experts: bool = True,
     smoothing: Mapping[str, Smoothing] | None = None,
     token_weights: TokenWeights | None = None,
-) -> Calibration:
+) -> CalibrationRecord:
     """Run the samples through the smoothed source and record ranges, importance and those of the KV cache.
 
     With `all_experts` the statistics of every expert see all tokens, else those routed to it. Ranks deal the
@@ -211,7 +211,7 @@ def calibrate(
             add_up(cached)
             if plan.kv_cache:
                 require_cache(walk.index, cached)
-    return Calibration(
+    return CalibrationRecord(
         rows=samples.rows,
         digest=samples.digest,
         tokens=sum(len(ids) for ids in samples.token_ids),

@@ -22,7 +22,7 @@ from vexport.formats.config import quantization_config
 from vexport.outputs import kept_as_failed
 from vexport.outputs.digests import record_digests
 from vexport.outputs.replaceable import RECIPE
-from vexport.records import Calibration, Json, Plan
+from vexport.records import CalibrationRecord, Json, Plan
 from vexport.version import __version__
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def finish(
     job: "QuantizeJob",
     index: SourceIndex,
     plan: Plan,
-    calibration: Calibration | None,
+    calibration: CalibrationRecord | None,
     folder: Path,
     shards: Sequence[Shard],
 ) -> None:
@@ -74,7 +74,7 @@ def _copy_side_files(index: SourceIndex, folder: Path) -> None:
 SNAPSHOTS = "snapshots"
 
 
-def recipe(job: "QuantizeJob", index: SourceIndex, plan: Plan, calibration: Calibration | None) -> str:
+def recipe(job: "QuantizeJob", index: SourceIndex, plan: Plan, calibration: CalibrationRecord | None) -> str:
     """The text of OUT/vexport.json, whose `scenario` is what `vexport plan` and `vexport run` read of it."""
     path, folder, settings = Path(job.source).expanduser(), job.out.resolve(), job.calibration
     scenario: dict[str, Json] = {

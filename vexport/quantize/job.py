@@ -25,10 +25,9 @@ from vexport.quantize.estimate import Step, estimated_steps, numbered
 from vexport.quantize.finishing import finish
 from vexport.quantize.samples import PlanText, require_calibration
 from vexport.quantize.stream import dealt, input_digest, planned_shards, write_shards
-from vexport.records import Calibration, OnProgress, Plan, silent
+from vexport.records import CalibrationRecord, OnProgress, Plan, silent
 from vexport.records.rounding import RoundingReport
-from vexport.scenario import Calibration as CalibrationSettings
-from vexport.scenario import Rule
+from vexport.scenario import Calibration, Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +38,7 @@ class QuantizeJob:
     out: Path
     rules: tuple[Rule, ...]
     planning: PlanSettings = DEFAULTS
-    calibration: CalibrationSettings | None = None
+    calibration: Calibration | None = None
     overwrite: bool = False
     trust_remote_code: bool = False
     shard_bytes: int = DEFAULT_SHARD_BYTES
@@ -52,7 +51,7 @@ class QuantizeJob:
 
 def quantize_source(
     job: QuantizeJob, on_plan: Callable[[Plan], None] = lambda plan: None
-) -> tuple[Plan, Calibration | None, RoundingReport | None]:
+) -> tuple[Plan, CalibrationRecord | None, RoundingReport | None]:
     """Quantize a checkpoint; `on_plan` sees the plan before anything else is done.
 
     The answer is what was done, what the samples showed where they were run, and how the weights were rounded
@@ -82,8 +81,8 @@ def _require_same_on_all_ranks(plan: Plan) -> None:
 
 
 def write_checkpoint(
-    job: QuantizeJob, index: SourceIndex, plan: Plan, known: Calibration | None = None
-) -> tuple[Calibration | None, RoundingReport | None]:
+    job: QuantizeJob, index: SourceIndex, plan: Plan, known: CalibrationRecord | None = None
+) -> tuple[CalibrationRecord | None, RoundingReport | None]:
     """Calibrate, round and write: the quantized checkpoint with its recipe appears whole or not at all.
 
     A call that was broken off is continued by the next one with the same arguments. The answer is what the

@@ -19,7 +19,7 @@ from vexport.formats.packing.base import Array
 from vexport.formats.schemes import get_scheme
 from vexport.layers.blocks import group_layout
 from vexport.quantize.stream import static_scales
-from vexport.records import Calibration, FusionGroup, LinearPlan
+from vexport.records import CalibrationRecord, FusionGroup, LinearPlan
 from vexport.records.rounding import LayerRounding
 
 # What rounds the inputs of a module.
@@ -53,7 +53,7 @@ def rounded_experts(module: torch.nn.Module, hooks: Mapping[ExpertLayer, Hook]) 
 class QuantizedModel:
     """Puts quantized layers into the model that a walk fills layer by layer."""
 
-    def __init__(self, walk: LayerWalk, calibration: Calibration) -> None:
+    def __init__(self, walk: LayerWalk, calibration: CalibrationRecord) -> None:
         self.index, self.device = walk.index, walk.device
         # What static scales and searches need of inputs is filled in as text comes to each layer.
         self._ranges, self._importance = dict(calibration.ranges), dict(calibration.importance)

@@ -28,7 +28,15 @@ from vexport.numerics.ranks import add_up, gather, on_first, rank_and_size
 from vexport.quantize.in_order import InOrder, NotedRows, WaitingRows
 from vexport.quantize.model import QuantizedModel
 from vexport.quantize.stream import Stored
-from vexport.records import Calibration, FusionGroup, KeyValueRanges, LinearPlan, OnProgress, Plan, silent
+from vexport.records import (
+    CalibrationRecord,
+    FusionGroup,
+    KeyValueRanges,
+    LinearPlan,
+    OnProgress,
+    Plan,
+    silent,
+)
 from vexport.records.calibration import ROUND
 from vexport.records.rounding import LayerRounding, RoundingReport
 from vexport.rounding.settings import strength_of
@@ -76,7 +84,7 @@ class RoundedLayers(Stored):
 def round_weights(
     walk: LayerWalk,
     plan: Plan,
-    calibration: Calibration,
+    calibration: CalibrationRecord,
     samples: Samples,
     folder: Path,
     *,
@@ -119,7 +127,7 @@ class RoundingWalk:
         self,
         walk: LayerWalk,
         plan: Plan,
-        calibration: Calibration,
+        calibration: CalibrationRecord,
         statistics: Statistics,
         done: RoundedLayers,
         source: HiddenStates,

@@ -17,16 +17,16 @@ from vexport.formats.packing.base import Array
 from vexport.numerics.ranks import on_first, rank_and_size
 from vexport.plan.needs import calibration_need, needs_rounding
 from vexport.plan.smoothing import SMOOTHING_ROWS, WEIGHING_ROWS, smoothed_groups
-from vexport.records import Calibration, FusionGroup, OnProgress, Plan, Smoothing
+from vexport.records import CalibrationRecord, FusionGroup, OnProgress, Plan, Smoothing
 from vexport.records.rounding import RoundingReport
-from vexport.scenario import Calibration as CalibrationSettings
+from vexport.scenario import Calibration
 
 if TYPE_CHECKING:
     from vexport.calibration import Samples
     from vexport.calibration.walk import LayerWalk
 
 
-def require_calibration(plan: Plan, settings: CalibrationSettings | None) -> None:
+def require_calibration(plan: Plan, settings: Calibration | None) -> None:
     """InputError where a plan needs samples and none are given, and where the file given is missing."""
     need = calibration_need(plan)
     if need and settings is None:
@@ -46,7 +46,7 @@ class PlanText:
         self,
         index: SourceIndex,
         plan: Plan,
-        settings: CalibrationSettings | None,
+        settings: Calibration | None,
         *,
         on_progress: OnProgress,
         trust_remote_code: bool,
@@ -85,16 +85,16 @@ class PlanText:
         trial.plan, trial.samples, trial.on_progress = plan, samples, on_progress
         return trial
 
-    def calibrated(self, folder: Path) -> Calibration:
+    def calibrated(self, folder: Path) -> CalibrationRecord:
         """The same, from `folder` where an earlier call left it there."""
         file = folder / "statistics.json"
         if not on_first(file.is_file):
             found = self.calibrate()
             if rank_and_size()[0] == 0:
                 write_text(file, to_json(found))
-        return on_first(lambda: from_json(Calibration, file))
+        return on_first(lambda: from_json(CalibrationRecord, file))
 
-    def calibrate(self, candidates: Sequence[FusionGroup] = ()) -> Calibration:
+    def calibrate(self, candidates: Sequence[FusionGroup] = ()) -> CalibrationRecord:
         """The statistics of the samples before weights are rounded.
 
         Statistics of a plan that rounds by text come with the rounding, unless they are for `candidates`,
@@ -138,7 +138,9 @@ class PlanText:
             on_progress=self.on_progress,
         )
 
-    def round(self, calibration: Calibration, folder: Path) -> tuple[Mapping[str, Array], RoundingReport]:
+    def round(
+        self, calibration: CalibrationRecord, folder: Path
+    ) -> tuple[Mapping[str, Array], RoundingReport]:
         """The bytes of the weights, kept in `folder` until they are asked for, and how they were rounded."""
         from vexport.quantize.rounding import round_weights
 
@@ -154,7 +156,7 @@ class PlanText:
 
 
 def calibration_samples(
-    index: SourceIndex, settings: CalibrationSettings, number: int, *, trust_remote_code: bool
+    index: SourceIndex, settings: Calibration, number: int, *, trust_remote_code: bool
 ) -> "Samples":
     """The first rows of calibration data as token ids of the checkpoint; InputError for bad ones."""
     require_extra("transformers", "calibrating")

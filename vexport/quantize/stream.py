@@ -46,7 +46,7 @@ from vexport.numerics.ranks import rank_and_size
 from vexport.plan.needs import calibration_need, needs_search
 from vexport.records import (
     AttentionLayer,
-    Calibration,
+    CalibrationRecord,
     FusionGroup,
     LinearPlan,
     OnProgress,
@@ -58,7 +58,7 @@ from vexport.records import (
 from vexport.version import __version__
 
 # (group, source, calibration, reader) -> the scales of each member, for observers that search.
-Search = Callable[[FusionGroup, SourceIndex, Calibration, Reader], Sequence[Scales]]
+Search = Callable[[FusionGroup, SourceIndex, CalibrationRecord, Reader], Sequence[Scales]]
 
 # The bytes of tensors by name.
 Stored = Mapping[str, Array]
@@ -71,7 +71,7 @@ RUNS_AHEAD = 2
 def write_shards(
     index: SourceIndex,
     plan: Plan,
-    calibration: Calibration | None,
+    calibration: CalibrationRecord | None,
     folder: Path,
     shards: Sequence[Shard],
     *,
@@ -88,7 +88,7 @@ def write_shards(
         raise need.missing()
     total = sum(shard.num_bytes for shard in shards)
     threads, done = len(os.sched_getaffinity(0)), 0
-    seen = calibration or Calibration(rows=(), digest="", tokens=0, ranges={})
+    seen = calibration or CalibrationRecord(rows=(), digest="", tokens=0, ranges={})
     with (
         reader_of(seen.smoothing) as reader,
         ThreadPoolExecutor(threads) as pool,
@@ -155,7 +155,7 @@ class Stream:
     """Turns units of a checkpoint into the chunks that are written, computed by the threads of `pool`."""
 
     index: SourceIndex
-    calibration: Calibration
+    calibration: CalibrationRecord
     search: Search | None
     reader: Reader
     pool: ThreadPoolExecutor
@@ -248,7 +248,7 @@ class Stream:
 def quantized_group(
     group: FusionGroup,
     index: SourceIndex,
-    calibration: Calibration,
+    calibration: CalibrationRecord,
     reader: Reader,
     *,
     search: Search | None,
@@ -279,7 +279,7 @@ def quantized_group(
     return stored
 
 
-def static_scales(group: FusionGroup, calibration: Calibration) -> dict[str, Array]:
+def static_scales(group: FusionGroup, calibration: CalibrationRecord) -> dict[str, Array]:
     """The static input scales of a group by their name within a layer: one value for all members."""
     scheme = get_scheme(group.scheme)
     if not scheme.args.calibrated:
@@ -297,7 +297,7 @@ def runs(member: LinearPlan, multiple: int = 1) -> Iterator[slice]:
 
 
 def input_digest(
-    index: SourceIndex, plan: Plan, known: Calibration | None, text: str, *, shard_bytes: int
+    index: SourceIndex, plan: Plan, known: CalibrationRecord | None, text: str, *, shard_bytes: int
 ) -> str:
     """A digest of all that the written bytes depend on; of files, their sizes and times.
 

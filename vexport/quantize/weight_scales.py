@@ -13,12 +13,12 @@ from vexport.formats.packing.base import Scales, not_finite
 from vexport.formats.schemes import get_scheme
 from vexport.observers import IMatrixMSEObserver, Importance, Observer, load_observer
 from vexport.observers.mse import fit_global_scale
-from vexport.records import Calibration, FusionGroup, LinearPlan
+from vexport.records import CalibrationRecord, FusionGroup, LinearPlan
 from vexport.records.observer_names import BY_IMPORTANCE, MIN_MAX, UNWEIGHTED
 
 
 def search_scales(
-    group: FusionGroup, index: SourceIndex, calibration: Calibration, reader: Reader
+    group: FusionGroup, index: SourceIndex, calibration: CalibrationRecord, reader: Reader
 ) -> Sequence[Scales]:
     """The scales of each member of a group, in its order, sharing what must be shared.
 

@@ -29,8 +29,8 @@ from vexport.records.accuracy import (
     Verdict,
 )
 from vexport.records.calibration import (
-    Calibration,
     CalibrationData,
+    CalibrationRecord,
     ExpertCoverage,
     HeadRanges,
     InputRange,

@@ -61,7 +61,7 @@ class Smoothing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
+class CalibrationRecord:
     """Input ranges by layer, and what a search by importance needs.
 
     `data` names the set of text, `rows` are the line numbers used (from 1), `digest` is the SHA-256 of their
@@ -103,7 +103,7 @@ class ExpertCoverage:
     none: tuple[int, ...]
 
 
-def expert_coverage(calibration: Calibration) -> tuple[ExpertCoverage, ...]:
+def expert_coverage(calibration: CalibrationRecord) -> tuple[ExpertCoverage, ...]:
     """One summary for each module of experts that text went through."""
     return tuple(
         ExpertCoverage(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from vexport.records.calibration import Calibration, InputRange, KeyValueRanges
+from vexport.records.calibration import CalibrationRecord, InputRange, KeyValueRanges
 
 # The name of a way of rounding, of which the later ones know more.
 Rounding = str
@@ -43,7 +43,7 @@ class LayerRounding:
     """The groups of a decoder layer, and how far its output is from the source's: |h~ - h|^2 / |h|^2.
 
     `cached` is what the rounded layer would write to the KV cache, where that is quantized, by the attention
-    module's name in the checkpoint. `ranges`, `importance` and `routed` are those of a Calibration.
+    module's name in the checkpoint. `ranges`, `importance` and `routed` are those of a CalibrationRecord.
     """
 
     groups: tuple[GroupRounding, ...]
@@ -78,7 +78,7 @@ class RoundingReport:
         """The ranges that the rounded layers write to the KV cache, by attention module."""
         return {name: ranges for layer in self.layers for name, ranges in layer.cached.items()}
 
-    def completed(self, calibration: Calibration) -> Calibration:
+    def completed(self, calibration: CalibrationRecord) -> CalibrationRecord:
         """A calibration with what the text showed of layers while they were rounded."""
         for layer in self.layers:
             calibration = replace(

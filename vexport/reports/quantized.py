@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from vexport.files import to_json
 from vexport.layers.shapes import KEPT
-from vexport.records import Calibration, Finding, Plan, Quantized
+from vexport.records import CalibrationRecord, Finding, Plan, Quantized
 from vexport.records.calibration import expert_coverage
 from vexport.records.rounding import RoundingReport
 from vexport.repair.changes import Repair, RepairReport, WeightChange
@@ -23,7 +23,7 @@ LITTLE = 0.5
 def quantized_answer(
     checkpoint: str,
     plan: Plan,
-    calibration: Calibration | None,
+    calibration: CalibrationRecord | None,
     rounding: RoundingReport | None,
 ) -> Quantized:
     """Return what `quantize` has written, in numbers."""

@@ -17,7 +17,7 @@ from vexport.plan.smoothing import smoothing_for, smoothing_strength
 from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.quantize.samples import PlanText, calibration_samples, require_calibration
 from vexport.records import (
-    Calibration,
+    CalibrationRecord,
     CheckReport,
     FusionGroup,
     GroupSensitivities,
@@ -96,7 +96,7 @@ def _needs_samples(run: Run) -> bool:
     return calibration_need(plan) is not None
 
 
-def _calibrate(run: Run) -> Calibration:
+def _calibrate(run: Run) -> CalibrationRecord:
     """Run the samples through the source."""
     text = PlanText(
         run.index,
@@ -110,7 +110,7 @@ def _calibrate(run: Run) -> Calibration:
 
 CALIBRATION = Stage(
     "calibrate",
-    Calibration,
+    CalibrationRecord,
     _calibrate,
     "calibration/statistics.json",
     when=_needs_samples,
@@ -133,7 +133,7 @@ def _measure(run: Run) -> GroupSensitivities:
     return measure.measure(
         run.index,
         run.units,
-        run.get(CALIBRATION) or Calibration(rows=(), digest="", tokens=0, ranges={}),
+        run.get(CALIBRATION) or CalibrationRecord(rows=(), digest="", tokens=0, ranges={}),
         calibration_samples(run.index, settings, how.samples, trust_remote_code=trust),
         file=run.folder / "sensitivity" / "trials.json",
         on_progress=run.options.on_progress,

@@ -24,7 +24,7 @@ from vexport.quantize.round_sites import SiteSums
 from vexport.quantize.stream import quantized_group
 from vexport.quantize.weight_scales import search_scales
 from vexport.records import (
-    Calibration,
+    CalibrationRecord,
     GroupSensitivities,
     GroupSensitivity,
     LinearPlan,
@@ -53,7 +53,7 @@ class TrialLosses:
 def measure(
     index: SourceIndex,
     layer_groups: Sequence[LayerGroup],
-    calibration: Calibration,
+    calibration: CalibrationRecord,
     samples: Samples,
     *,
     file: Path,
