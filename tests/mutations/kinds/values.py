@@ -89,6 +89,8 @@ def _inverse(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _byteswapped(scale: torch.Tensor) -> torch.Tensor:
+    """A scale in the other byte order; rounded before, so that it is the same one on every processor."""
+    scale = scale.bfloat16().to(scale.dtype)
     size = scale.element_size()
     return (
         scale.contiguous()
