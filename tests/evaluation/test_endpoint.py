@@ -8,9 +8,9 @@ import pytest
 
 from tests.evaluation.misbehaving import AddingServer, Fault, adding_server
 from vexport.errors import EnvironmentFault, InputError
-from vexport.evaluation.asked import KeptAnswers
 from vexport.evaluation.endpoint import API_KEY, Server, require_address
 from vexport.evaluation.endpoint_worker import EndpointModel, count_drafts
+from vexport.evaluation.lm_eval_model import KeptAnswers
 from vexport.records import Endpoint, Json, silent
 
 PROMPTS = [[number, 1] for number in range(100)]
@@ -31,7 +31,7 @@ def endpoint(server: AddingServer, *, retry: float = 30.0, timeout: float = 30.0
 
 def ask(asked: Endpoint, file: Path, prompts: list[list[int]] = PROMPTS, *, again: int = 0) -> list[str]:
     model = EndpointModel(Server(asked), KeptAnswers(file), lambda *_: None)
-    model.expect([], len(prompts))
+    model.expect("", len(prompts))
     for _ in range(again):
         model.ask_again()
     parameters: dict[str, Json] = {"max_tokens": 4, "stop": ["."], "temperature": 0}
@@ -96,7 +96,7 @@ def test_drafts_are_counted_for_each_prompt(server: AddingServer) -> None:
 def test_another_model_behind_the_address_ends_it(server: AddingServer, tmp_path: Path) -> None:
     kept = KeptAnswers(tmp_path / "kept")
     model = EndpointModel(Server(endpoint(server)), kept, lambda *_: None)
-    model.expect([], 1)
+    model.expect("", 1)
     server.root = "models/subtracter"
     with pytest.raises(EnvironmentFault, match=r"another model .* \(models/subtracter, vLLM 0.32.0\)"):
         model.generate([{"prompt_token_ids": [3, 4]}], [{}], False, None)

@@ -10,7 +10,7 @@ import pytest
 from tests.reports.sample import engine
 from vexport.errors import InputError
 from vexport.evaluation.fingerprint import changed_names, changes, engine_fingerprint
-from vexport.evaluation.gates import gated_tasks
+from vexport.evaluation.pairs import gated_tasks
 from vexport.evaluation.results import read_results
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"

@@ -13,8 +13,7 @@ import pytest
 
 from tests.evaluation.make import make_model, make_tasks
 from vexport.engine.messages import SessionRequest
-from vexport.evaluation.repeat import read_repeated
-from vexport.evaluation.results import read_results
+from vexport.evaluation.results import read_repeated, read_results
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.evaluation.verdict import decide
 from vexport.files import to_json

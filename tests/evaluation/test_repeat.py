@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from vexport.errors import EnvironmentFault
-from vexport.evaluation.repeat import Repeated, compare_rows, write_repeated
-from vexport.evaluation.results import read_results
+from vexport.evaluation.results import Repeated, compare_rows, read_results, write_repeated
 from vexport.evaluation.verdict import decide
 
 Rows = Mapping[str, Sequence[Mapping[str, object]]]

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from vexport.errors import InputError
-from vexport.evaluation.gates import gated_tasks
-from vexport.evaluation.pairs import TaskPair, pair_metrics
+from vexport.evaluation.pairs import TaskPair, gated_tasks, pair_metrics
 from vexport.evaluation.results import Results, read_results
 
 

@@ -8,8 +8,7 @@ import pytest
 from numpy.typing import ArrayLike
 
 from vexport.evaluation.compare import MAX_FLIPS, compare_task
-from vexport.evaluation.gates import GatedTask
-from vexport.evaluation.pairs import TaskPair
+from vexport.evaluation.pairs import GatedTask, TaskPair
 from vexport.evaluation.samples import Sample
 from vexport.evaluation.verdict import holm_levels, overall_outcome
 from vexport.evaluation.verdict import judge as judge_tasks

@@ -9,7 +9,7 @@ diff.
 import base64
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -18,8 +18,14 @@ import numpy as np
 
 from vexport.errors import InputError, raise_all
 from vexport.evaluation.fingerprint import Fingerprint, causes
-from vexport.evaluation.gates import Choice, GatedTask, gated_tasks
-from vexport.evaluation.pairs import TaskPair, different_direction, join_group
+from vexport.evaluation.pairs import (
+    Choice,
+    GatedTask,
+    TaskPair,
+    gated_tasks,
+    join_group,
+    require_same_direction,
+)
 from vexport.evaluation.results import Results, read_results
 from vexport.evaluation.samples import Sample
 from vexport.files import from_json, read_json_object, to_json, write_text
@@ -58,20 +64,26 @@ class Accepted:
 
 
 def is_accepted(path: Path) -> bool:
-    """Return whether a file is an accepted baseline, and not lm-eval's results."""
+    """True for a file that is an accepted baseline, and not lm-eval's results."""
     return path.is_file() and _KIND in read_json_object(path)
 
 
 def read_accepted(path: Path) -> Accepted:
     """Read an accepted baseline; InputError where it is something else or was damaged."""
     if not is_accepted(path):
-        got, fix = (
-            "something else" if path.exists() else "no such file",
-            "make it with `vexport eval --accept FILE`",
-        )
+        got = "something else" if path.exists() else "no such file"
+        fix = "make it with `vexport eval --accept FILE`"
         raise InputError(str(path), got=got, need="an accepted baseline", fix=fix)
     accepted = from_json(Accepted, path)
-    raise_all([problem for name, task in accepted.tasks.items() for problem in _damage(path, name, task)])
+    problems = []
+    for name, task in accepted.tasks.items():
+        try:
+            stored_scores(task)
+        except ValueError as error:
+            where, need = f"{path}: tasks.{name}", "scores and questions of each document by `first-last`"
+            fix = "restore it from git, or accept it again"
+            problems.append(InputError(where, got=str(error), need=need, fix=fix))
+    raise_all(problems)
     return accepted
 
 
@@ -90,8 +102,8 @@ def accept_results(folder: Path, path: Path, choice: Choice) -> Accepted:
     groups: dict[str, tuple[str, ...]] = {}
     for gated in gated_tasks(results, results, choice):
         gate = gated.gate
-        members = _members(gate, results)
-        if members != (gate.task,):
+        members = (gate.task,) if gate.task in results.tasks else results.groups[gate.task]
+        if gate.task not in results.tasks:
             groups[gate.task] = members
         tasks |= {name: _accepted_task(results, name, gate) for name in members}
     accepted = Accepted(fingerprint=results.fingerprint, groups=groups, tasks=tasks)
@@ -104,40 +116,34 @@ def pair_with(accepted: Accepted, candidate: Results) -> tuple[GatedTask, ...]:
 
     InputError, for all tasks at once: a task or document that one side lacks, questions that differ.
     """
-    lost = [name for name in accepted.tasks if name not in candidate.tasks]
-    new = [name for name in candidate.tasks if name not in accepted.tasks]
-    problems = [_other_tasks(candidate, name, "no", "evaluate it") for name in lost]
-    problems += [_other_tasks(candidate, name, "also", "leave it out, or accept again") for name in new]
+    need, problems = "the accepted tasks", list[InputError]()
     pairs: dict[str, TaskPair] = {}
     for name, task in accepted.tasks.items():
         try:
-            if name not in lost:
-                pairs[name] = _pair(name, task, accepted, candidate)
+            if name not in candidate.tasks:
+                raise InputError(str(candidate.file), got=f"no task {name}", need=need, fix="evaluate it")
+            pairs[name] = _pair(name, task, accepted, candidate)
         except InputError as problem:
             problems.append(problem)
+    fix = "leave it out, or accept again"
+    for name in candidate.tasks.keys() - accepted.tasks.keys():
+        problems.append(InputError(str(candidate.file), got=f"also task {name}", need=need, fix=fix))
     raise_all(problems)
-    grouped = {member for members in accepted.groups.values() for member in members}
-    joined = [
-        GatedTask(
-            gate=join_group(group, [pairs[member] for member in members]),
-            also=tuple(pairs[member] for member in members),
-        )
-        for group, members in accepted.groups.items()
-    ]
-    return (*joined, *(GatedTask(gate=pair, also=()) for name, pair in pairs.items() if name not in grouped))
-
-
-def _members(gate: TaskPair, results: Results) -> tuple[str, ...]:
-    return (gate.task,) if gate.task in results.tasks else results.groups[gate.task]
+    joined = {group: tuple(pairs[member] for member in members) for group, members in accepted.groups.items()}
+    grouped = {pair.task for also in joined.values() for pair in also}
+    return (
+        *(GatedTask(gate=join_group(group, also), also=also) for group, also in joined.items()),
+        *(GatedTask(gate=pair, also=()) for name, pair in pairs.items() if name not in grouped),
+    )
 
 
 def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
-    samples = _ordered(results, name, gate.filter)
+    samples, where = _ordered(results, name, gate.filter), f"{results.file}: task {name}"
     if any(sample.seed for sample in samples):
-        where, fix = f"{results.file}: task {name}", "accept greedy answers, without --seeds"
+        fix = "accept greedy answers, without --seeds"
         raise InputError(where, got="several answers to a document", need="one", fix=fix)
     if samples[-1].doc_id - samples[0].doc_id >= len(samples):
-        where, fix = f"{results.file}: task {name}", "evaluate all documents, or the first (--limit)"
+        fix = "evaluate all documents, or the first (--limit)"
         raise InputError(where, got="documents with gaps", need="consecutive ones", fix=fix)
     scores = [sample.scores[gate.metric] for sample in samples]
     chunks = [samples[start : start + LINE] for start in range(0, len(samples), LINE)]
@@ -148,8 +154,8 @@ def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
         higher_is_better=gate.sign > 0,
         documents=len(samples),
         score=round(math.fsum(scores) / len(scores), 6),
-        scores={where: _scores_text(chunk, gate.metric) for where, chunk in lines.items()},
-        questions={where: "".join(map(_question, chunk)) for where, chunk in lines.items()},
+        scores={line: _scores_text(chunk, gate.metric) for line, chunk in lines.items()},
+        questions={line: "".join(map(_question, chunk)) for line, chunk in lines.items()},
     )
 
 
@@ -166,7 +172,7 @@ def _scores_text(chunk: Sequence[Sample], metric: str) -> str:
 
 
 def _question(sample: Sample) -> str:
-    """Return a digest of a document, its prompt and its target."""
+    """A digest of a document, its prompt and its target."""
     text = f"{sample.doc_id} {' '.join(sample.hashes)}"
     return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest())[:DIGEST].decode()
 
@@ -188,22 +194,11 @@ def stored_scores(task: AcceptedTask) -> dict[int, tuple[float, str]]:
     return stored
 
 
-def _damage(path: Path, name: str, task: AcceptedTask) -> Iterator[InputError]:
-    try:
-        stored_scores(task)
-    except ValueError as error:
-        where, need = f"{path}: tasks.{name}", "scores and questions of each document by `first-last`"
-        yield InputError(where, got=str(error), need=need, fix="restore it from git, or accept it again")
-
-
 def _pair(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results) -> TaskPair:
     samples = _ordered(candidate, name, task.filter)
     where, old = f"{candidate.file}: task {name}", stored_scores(task)
-    if (
-        candidate.tasks[name].higher_is_better.get(task.metric, task.higher_is_better)
-        != task.higher_is_better
-    ):
-        raise different_direction(where, task.metric)
+    direction = candidate.tasks[name].higher_is_better.get(task.metric)
+    require_same_direction(where, task.metric, task.higher_is_better, direction)
     complete = all(task.metric in sample.scores and sample.doc_id in old for sample in samples)
     if not complete or not samples or len(samples) != task.documents:
         got = f"{len(samples)} documents with {task.metric},{task.filter}"
@@ -220,33 +215,28 @@ def _pair(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results)
         metric=task.metric,
         filter=task.filter,
         sign=1 if task.higher_is_better else -1,
-        documents=tuple((_without_answer(sample, old[sample.doc_id][0]), sample) for sample in samples),
+        documents=tuple((_scored(sample, old[sample.doc_id][0]), sample) for sample in samples),
         baseline=np.array([old[sample.doc_id][0] for sample in samples]),
         candidate=np.array([sample.scores[task.metric] for sample in samples]),
         answers_known=False,
     )
 
 
-def _without_answer(sample: Sample, score: float) -> Sample:
+def _scored(sample: Sample, score: float) -> Sample:
     return replace(sample, answer=f"(scored {score:g}; the answer was not kept)")
-
-
-def _other_tasks(candidate: Results, name: str, got: str, fix: str) -> InputError:
-    return InputError(str(candidate.file), got=f"{got} task {name}", need="the accepted tasks", fix=fix)
 
 
 def choice_of(accepted: Accepted) -> Choice:
     """The gates that were accepted, to accept the same again."""
-    first = {group: members[0] for group, members in accepted.groups.items()}
     grouped = {member for members in accepted.groups.values() for member in members}
-    first |= {name: name for name in accepted.tasks if name not in grouped}
-    return {
-        unit: f"{accepted.tasks[name].metric},{accepted.tasks[name].filter}" for unit, name in first.items()
-    }
+    names = {group: members[0] for group, members in accepted.groups.items()}
+    names |= {name: name for name in accepted.tasks if name not in grouped}
+    tasks = {unit: accepted.tasks[name] for unit, name in names.items()}
+    return {unit: f"{task.metric},{task.filter}" for unit, task in tasks.items()}
 
 
 def gates_of(accepted: Accepted) -> str:
-    """Return the accepted tasks in words: `addition (exact_match,none), 1382 documents, 0.9964`."""
+    """The accepted tasks in words: `addition (exact_match,none), 1382 documents, 0.9964`."""
     return "; ".join(
         f"{name} ({task.metric},{task.filter}), {task.documents} documents, {task.score:g}"
         for name, task in accepted.tasks.items()

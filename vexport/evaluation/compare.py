@@ -11,7 +11,6 @@ from vexport.evaluation.statistics import (
     Interval,
     Scores,
     bootstrap_interval,
-    clustered_bootstrap,
     clustered_tango,
     documents_to_settle,
     effective,
@@ -21,7 +20,6 @@ from vexport.evaluation.statistics import (
     recovery_interval,
     seeds_to_settle,
     spread_over_null,
-    tango_interval,
     tango_statistic,
     wilson_interval,
 )
@@ -36,13 +34,9 @@ def difference_interval(pair: TaskPair, alpha: float) -> Interval:
 
     Tango's score interval, or a bootstrap if not 0/1, over clusters where there are some.
     """
-    if pair.clusters is not None:
-        if pair.binary:
-            return clustered_tango(pair.gain, pair.clusters, alpha, _answers(pair))
-        return clustered_bootstrap(pair.gain, pair.clusters, alpha, span=_span(pair))
     if pair.binary:
-        return tango_interval(_wins(pair), _losses(pair), len(pair.gain), alpha)
-    return bootstrap_interval(pair.gain, alpha, span=_span(pair))
+        return clustered_tango(pair.gain, pair.clusters, alpha, pair.answers)
+    return bootstrap_interval(pair.gain, alpha, span=pair.span, clusters=pair.clusters)
 
 
 def compare_task(
@@ -66,7 +60,7 @@ def compare_task(
     uninformative = _uninformative(pair, baseline, margin, is_templated) if outcome != "FAIL" else ""
     if uninformative:
         outcome = "INCONCLUSIVE"
-    documents, wins, losses = len(pair.gain) // pair.seeds, _wins(pair), _losses(pair)
+    documents, wins, losses = len(pair.gain) // pair.seeds, pair.wins, pair.losses
     flips = wilson_interval(wins + losses, len(pair.gain), alpha)
     recovery, recovery_bounds = _recovery(pair, alpha)
     is_open = outcome == "INCONCLUSIVE" and not uninformative
@@ -97,7 +91,7 @@ def compare_task(
         seeds=pair.seeds,
         seeds_needed=_seeds_needed(pair, alpha, needed),
         flips=tuple(islice(_flips(pair), MAX_FLIPS)),
-        clusters=None if pair.clusters is None or _answers(pair) > 1 else len(np.unique(pair.clusters)),
+        clusters=None if pair.clusters is None or pair.answers > 1 else len(np.unique(pair.clusters)),
         also=tuple(comparison(other, margin=margin, alpha=alpha) for other in also),
     )
 
@@ -120,10 +114,8 @@ def comparison(pair: TaskPair, *, margin: float, alpha: float) -> Comparison:
 
 
 def _uninformative(pair: TaskPair, baseline: Score, margin: float, is_templated: bool | None) -> str:
-    """Return why nothing could be lost: the baseline has no more right answers than chance and the margin
-    give.
-
-    Empty where it has, and for metrics that are not 0/1. The likely cause comes with it.
+    """The reason why nothing could be lost, with its likely cause: the baseline has no more right answers
+    than chance and the margin give. Empty where it has, and for metrics that are not 0/1.
     """
     chance = pair.chance
     if not pair.binary or pair.sign < 0 or baseline.low > chance <= baseline.value - margin:
@@ -143,45 +135,21 @@ def _outcome(low: float, high: float, margin: float) -> Outcome:
     return "PASS" if low > -margin else "FAIL" if high < -margin else "INCONCLUSIVE"
 
 
-def _answers(pair: TaskPair) -> int:
-    """The answers that a cluster of documents has; 1 where clusters are the tasks of a group."""
-    assert pair.clusters is not None
-    return pair.seeds if len(np.unique(pair.clusters)) * pair.seeds == len(pair.gain) else 1
-
-
 def _means(pair: TaskPair) -> Scores:
     """The mean gain of each document."""
-    if pair.seeds == 1 or pair.clusters is None or _answers(pair) == 1:
+    if pair.clusters is None or pair.answers == 1:
         return pair.gain
     means: Scores = np.bincount(pair.clusters, weights=pair.gain) / pair.seeds
     return means
 
 
-def _wins(pair: TaskPair) -> int:
-    return int((pair.gain > 0).sum())
-
-
-def _losses(pair: TaskPair) -> int:
-    return int((pair.gain < 0).sum())
-
-
-def _span(pair: TaskPair) -> float:
-    """The width of the metric's range: 1, or more where the scores show more."""
-    return max(1.0, float(np.ptp(np.concatenate([pair.baseline, pair.candidate]))))
-
-
 def _score(pair: TaskPair, scores: Scores, alpha: float) -> Score:
-    if pair.clusters is not None and not pair.binary:
-        low, high = clustered_bootstrap(scores, pair.clusters, alpha, span=_span(pair))
-    elif pair.clusters is not None:
-        worth = effective(scores, pair.clusters, alpha, _answers(pair))
-        low, high = wilson_interval(
-            float(scores.sum()) / worth.design, len(scores) / worth.design, worth.alpha
-        )
-    elif pair.binary:
-        low, high = wilson_interval(float(scores.sum()), len(scores), alpha)
+    if pair.binary:
+        worth = effective(scores, pair.clusters, alpha, pair.answers)
+        right, trials = float(scores.sum()) / worth.design, len(scores) / worth.design
+        low, high = wilson_interval(right, trials, worth.alpha)
     else:
-        low, high = bootstrap_interval(scores, alpha, span=_span(pair))
+        low, high = bootstrap_interval(scores, alpha, span=pair.span, clusters=pair.clusters)
     return Score(
         task=pair.task,
         metric=pair.metric,
@@ -202,7 +170,7 @@ def _recovery(pair: TaskPair, alpha: float) -> tuple[float | None, Interval | No
         return None, None
     if pair.binary and pair.clusters is None:
         both = int((pair.baseline * pair.candidate).sum())
-        return candidate / baseline, recovery_interval(both, _wins(pair), _losses(pair), alpha)
+        return candidate / baseline, recovery_interval(both, pair.wins, pair.losses, alpha)
     low, high = difference_interval(pair, alpha)
     return candidate / baseline, Interval(1 + low / baseline, 1 + high / baseline)
 
@@ -210,24 +178,21 @@ def _recovery(pair: TaskPair, alpha: float) -> tuple[float | None, Interval | No
 def _needed(pair: TaskPair, margin: float, alpha: float, fail_alpha: float) -> int | None:
     documents, spread = len(pair.gain), 1.0
     if pair.binary:
-        statistic = tango_statistic(_wins(pair), _losses(pair), documents, -margin)
-        spread = spread_over_null(_wins(pair), _losses(pair), documents, margin)
+        statistic = tango_statistic(pair.wins, pair.losses, documents, -margin)
+        spread = spread_over_null(pair.wins, pair.losses, documents, margin)
     else:
-        statistic = mean_statistic(pair.gain, -margin, _span(pair))
-    level = alpha if statistic > 0 else fail_alpha
-    if pair.clusters is not None:
-        worth = effective(pair.gain, pair.clusters, level, _answers(pair))
-        statistic, level = statistic / worth.design**0.5, worth.alpha
-    needed = documents_to_settle(documents, statistic, level, spread=spread)
+        statistic = mean_statistic(pair.gain, -margin, pair.span)
+    worth = effective(pair.gain, pair.clusters, alpha if statistic > 0 else fail_alpha, pair.answers)
+    needed = documents_to_settle(documents, statistic / worth.design**0.5, worth.alpha, spread=spread)
     return None if needed is None else math.ceil(needed / pair.seeds)
 
 
 def _seeds_needed(pair: TaskPair, alpha: float, needed: int | None) -> int | None:
     """The answers to each of these documents that would do in the place of more documents."""
-    if needed is None or pair.clusters is None or (answers := _answers(pair)) == 1:
+    if needed is None or pair.answers == 1:
         return None
-    design = effective(pair.gain, pair.clusters, alpha, answers).design
-    return seeds_to_settle(len(pair.gain) // answers, answers, design, needed)
+    design = effective(pair.gain, pair.clusters, alpha, pair.answers).design
+    return seeds_to_settle(len(pair.gain) // pair.answers, pair.answers, design, needed)
 
 
 def _changed_wrong(pair: TaskPair) -> int:

@@ -24,7 +24,6 @@ from vexport.engine.messages import DRAFT_TOKENS, SessionRequest, SessionResult,
 from vexport.engine.prompts import KL_TOKENS
 from vexport.engine.worker import answer_request, input_problem, reporter
 from vexport.errors import EnvironmentFault, InputError, VexportError
-from vexport.evaluation.asked import AskedModel, KeptAnswers, Question, replaced
 from vexport.evaluation.endpoint import Server, UnreachableError
 from vexport.evaluation.fingerprint import (
     ENDPOINT,
@@ -35,6 +34,7 @@ from vexport.evaluation.fingerprint import (
     write_fingerprint,
 )
 from vexport.evaluation.lm_eval_environment import vllm_distribution
+from vexport.evaluation.lm_eval_model import AskedModel, KeptAnswers, Question, replaced
 from vexport.evaluation.lm_eval_runner import ask_tasks, kept_answers
 from vexport.files import atomic_path, to_json
 from vexport.records import DraftCounts, Json, OnProgress
@@ -176,7 +176,7 @@ def write_text_scores(model: EndpointModel, request: SessionRequest) -> None:
     """Write what each token of the rows costs, as `vexport.engine.generate`, and the log-probabilities of the
     likeliest tokens in the first places of each row, as a matrix (positions, tokens) with NaN for the others.
     """
-    model.expect_of("text", len(request.text))
+    model.expect("text", len(request.text))
     answers = model.answers([Question(prompt=row, parameters=TEXT) for row in request.text])
     scores: dict[str, torch.Tensor] = {}
     logprobs: dict[str, torch.Tensor] = {}

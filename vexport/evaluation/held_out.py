@@ -16,7 +16,7 @@ from scipy import stats
 
 from vexport.errors import CheckpointFailed, Inconclusive
 from vexport.evaluation.drift import Limits, Scored, mean_kls
-from vexport.evaluation.statistics import RESAMPLES, Interval, Scores, documents_to_settle
+from vexport.evaluation.statistics import Interval, Scores, bca_interval, documents_to_settle
 from vexport.files import digest_bytes
 from vexport.records import (
     AcceptanceLengths,
@@ -191,15 +191,8 @@ def mean_bounds(values: Scores, alpha: float) -> Interval | None:
     if np.ptp(values) == 0:
         return Interval(mean, mean)
     reach = float(stats.t.isf(alpha, len(values) - 1) * values.std(ddof=1)) / math.sqrt(len(values))
-    resampled = stats.bootstrap(
-        (values,),
-        np.mean,
-        n_resamples=RESAMPLES,
-        confidence_level=1 - 2 * alpha,
-        method="BCa",
-        rng=np.random.default_rng(0),
-    ).confidence_interval
-    return Interval(min(mean - reach, float(resampled.low)), max(mean + reach, float(resampled.high)))
+    low, high = bca_interval((values,), np.mean, alpha)
+    return Interval(min(mean - reach, low), max(mean + reach, high))
 
 
 def text_reason(outcome: Outcome, text: TextVerdict) -> str:

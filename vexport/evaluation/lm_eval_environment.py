@@ -17,7 +17,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from vexport.engine.messages import SessionRequest
 from vexport.errors import EnvironmentFault, InputError
-from vexport.evaluation.asked import replaced
+from vexport.evaluation.lm_eval_model import replaced
 from vexport.evaluation.tasks import METRIC_CODE, METRIC_FIX, is_foreign_code, reads_hub
 from vexport.files import write_text
 from vexport.records.patterns import TEMPLATE_SECONDS, time_limit

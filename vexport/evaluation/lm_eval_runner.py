@@ -16,7 +16,6 @@ from pydantic import JsonValue
 from vexport.engine import worker
 from vexport.engine.messages import ANSWERS, SessionRequest
 from vexport.errors import EnvironmentFault, InputError, VexportError
-from vexport.evaluation.asked import AskedModel, EngineModel, KeptAnswers
 from vexport.evaluation.fingerprint import UNTEMPLATED
 from vexport.evaluation.lm_eval_environment import (
     allow_code,
@@ -29,8 +28,8 @@ from vexport.evaluation.lm_eval_environment import (
     tasks_as_data,
     vllm_distribution,
 )
-from vexport.evaluation.lm_eval_model import ModelArguments, wrap_engine
-from vexport.evaluation.repeat import Repeated, compare_rows, documents_to_repeat, write_repeated
+from vexport.evaluation.lm_eval_model import AskedModel, EngineModel, KeptAnswers, ModelArguments, wrap_engine
+from vexport.evaluation.results import Repeated, compare_rows, documents_to_repeat, write_repeated
 from vexport.evaluation.samples import SEED
 from vexport.evaluation.task_data import explained_downloads
 from vexport.evaluation.tasks import GROUP_SUFFIX

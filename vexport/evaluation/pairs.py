@@ -1,19 +1,33 @@
-"""Pairs two models' answers to the same documents, by task, metric and filter."""
+"""Pairs two models' answers to the same documents, by task, metric and filter, and chooses the pair that
+decides for each task, or for a group that is judged as one.
+"""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 
 import numpy as np
 
-from vexport.errors import InputError
+from vexport.errors import InputError, raise_all
+from vexport.errors.extras import attempt_all
+from vexport.evaluation.fingerprint import causes
+from vexport.evaluation.results import Results
 from vexport.evaluation.samples import HASHES, Sample, TaskSamples
 from vexport.evaluation.statistics import MIN_CLUSTERS, Clusters, Scores
 
+PREFERRED_METRICS = ("exact_match", "acc", "pass@1", "pass_at_1")
+"""What gates where a task has it, in this order: `acc` rather than `acc_norm`, as the task itself scores.
+
+Then comes the first metric of only 0 and 1 with higher being better, then any of one number a document; of
+several filters the first that the task lists.
+"""
+EVERY_TASK = "*"
+Choice = Mapping[str, str]
+"""Task or group (or `*`, wherever it exists) -> `metric` or `metric,filter`."""
 # Metrics of lm-eval that are from 0 to 1 for each document.
 SHARES = frozenset(("acc", "acc_norm", "acc_bytes", "exact_match"))
+# Characters of two prompts from where they differ.
 _SHOWN = 40
-"""Characters of two prompts from where they differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,8 +52,13 @@ class TaskPair:
     answers_known: bool = True
 
     @property
+    def label(self) -> str:
+        """`metric,filter` as a choice names it."""
+        return f"{self.metric},{self.filter}"
+
+    @property
     def binary(self) -> bool:
-        """Return whether each document is either right (1) or wrong (0)."""
+        """True where each document is either right (1) or wrong (0)."""
         return bool(np.isin(self.baseline, (0, 1)).all() and np.isin(self.candidate, (0, 1)).all())
 
     @property
@@ -53,9 +72,113 @@ class TaskPair:
         return self.sign * (self.candidate - self.baseline)
 
     @property
+    def wins(self) -> int:
+        """The number of answers that got better."""
+        return int((self.gain > 0).sum())
+
+    @property
+    def losses(self) -> int:
+        """The number of answers that got worse."""
+        return int((self.gain < 0).sum())
+
+    @property
+    def span(self) -> float:
+        """The width of the metric's range: 1, or more where the scores show more."""
+        return max(1.0, float(np.ptp(np.concatenate([self.baseline, self.candidate]))))
+
+    @property
+    def answers(self) -> int:
+        """The answers that a cluster of documents has; 1 where clusters are the tasks of a group."""
+        if self.clusters is None:
+            return 1
+        return self.seeds if len(np.unique(self.clusters)) * self.seeds == len(self.gain) else 1
+
+    @property
     def key(self) -> tuple[str, str, int]:
         """The values that must agree for pairs to be joined."""
         return self.metric, self.filter, self.sign
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedTask:
+    """The metric that decides for a task or a group, and those that are shown next to it."""
+
+    gate: TaskPair
+    also: tuple[TaskPair, ...]
+
+
+def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[GatedTask, ...]:
+    """One gate for each task; a group with an aggregate in lm-eval counts as one task.
+
+    `choice` names gates other than those of PREFERRED_METRICS. InputError, for all tasks at once: tasks
+    that one run lacks, documents that differ, tasks without a number a document, a choice that no task has.
+    """
+    for first, other in ((baseline, candidate), (candidate, baseline)):
+        if missing := sorted(set(first.tasks) - set(other.tasks)):
+            got = f"no task {', '.join(missing)}, which {first.file} has"
+            raise InputError(str(other.file), got=got, need="the same tasks", fix="evaluate the same tasks")
+    units = dict(_units(baseline))
+    fix = "name one of these; a group is named as a whole"
+    raise_all(
+        [
+            InputError("gate", got=f"no task {name}", need=f"one of {', '.join(units)}", fix=fix)
+            for name in choice
+            if name not in (*units, EVERY_TASK)
+        ]
+    )
+    compared = [partial(_compared, name, members, baseline, candidate) for name, members in units.items()]
+    by_name = dict(zip(units, attempt_all(zip(units, compared, strict=True)), strict=True))
+    everywhere = choice.get(EVERY_TASK)
+    pairs = [pair for metrics in by_name.values() for pair in metrics]
+    if everywhere and not any(everywhere in (pair.metric, pair.label) for pair in pairs):
+        need = f"one of {', '.join(dict.fromkeys(pair.label for pair in pairs))}"
+        raise InputError("gate", got=f"{everywhere}, which no task has", need=need, fix="name one of these")
+    return tuple(_gated(name, metrics, choice.get(name), everywhere) for name, metrics in by_name.items())
+
+
+def _units(results: Results) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(name, tasks): lm-eval's groups, the earlier one where two share a task, then the other tasks."""
+    done: set[str] = set()
+    for group, members in results.groups.items():
+        if not done & set(members):
+            done |= set(members)
+            yield group, members
+    yield from ((name, (name,)) for name in results.tasks if name not in done)
+
+
+def _compared(name: str, members: Sequence[str], baseline: Results, candidate: Results) -> list[TaskPair]:
+    """Every metric of a task; for a group the joined ones, then its tasks' own."""
+    sides = baseline.fingerprint, candidate.fingerprint
+    pairs = [
+        list(pair_metrics(baseline.tasks[member], candidate.tasks[member], changed=causes(*sides, member)))
+        for member in members
+    ]
+    metrics = [pair for member in pairs for pair in member]
+    if tuple(members) != (name,):
+        same = [[pair for pair in metrics if pair.key == first.key] for first in pairs[0]]
+        metrics = [*(join_group(name, each) for each in same if len(each) == len(pairs)), *metrics]
+    if any(metric.task == name for metric in metrics):
+        return metrics
+    fix = "give a task with a metric for each document, such as acc or exact_match, and log its samples"
+    got = "no metric that all its tasks share" if len(members) > 1 else "metrics of the whole corpus only"
+    raise InputError(f"{baseline.file}: task {name}", got=got, need="one number a document", fix=fix)
+
+
+def _gated(name: str, metrics: Sequence[TaskPair], wanted: str | None, everywhere: str | None) -> GatedTask:
+    options = [pair for pair in metrics if pair.task == name]
+    chosen = [pair for pair in options if (wanted or everywhere) in (pair.metric, pair.label)]
+    if wanted and not chosen:
+        need = f"one of {', '.join(pair.label for pair in options)}"
+        raise InputError(f"gate of task {name}", got=wanted, need=need, fix="name one of these")
+    gate = chosen[0] if chosen else min(options, key=_preference)
+    rest = (pair for pair in metrics if pair is not gate and (pair.task == name or pair.key == gate.key))
+    return GatedTask(gate=gate, also=tuple(rest))
+
+
+def _preference(pair: TaskPair) -> tuple[int, bool, bool]:
+    is_preferred = pair.metric in PREFERRED_METRICS
+    rank = PREFERRED_METRICS.index(pair.metric) if is_preferred else len(PREFERRED_METRICS)
+    return rank, not pair.binary, pair.sign < 0
 
 
 def pair_metrics(left: TaskSamples, right: TaskSamples, *, changed: Sequence[str] = ()) -> Iterator[TaskPair]:
@@ -68,9 +191,11 @@ def pair_metrics(left: TaskSamples, right: TaskSamples, *, changed: Sequence[str
         pairs = tuple(
             (sample, right.samples[key]) for key, sample in left.samples.items() if key[0] == filter_name
         )
-        for metric in _common_metrics(pairs):
-            _require_same_direction(left, right, metric)
-            yield _pair(left, metric, pairs)
+        for metric in pairs[0][0].scores:
+            if all(metric in x.scores and metric in y.scores for x, y in pairs):
+                directions = (each.higher_is_better.get(metric) for each in (left, right))
+                require_same_direction(f"{right.file}: task {left.task}", metric, *directions)
+                yield _pair(left, metric, pairs)
 
 
 def join_group(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
@@ -126,25 +251,16 @@ def _require_equal_documents(left: TaskSamples, right: TaskSamples, changed: str
                 raise InputError(where, got=got, need="the same question", fix=fix)
 
 
-def _require_same_direction(left: TaskSamples, right: TaskSamples, metric: str) -> None:
-    """InputError where more is better in one of the two and worse in the other."""
-    ours, theirs = (each.higher_is_better.get(metric) for each in (left, right))
-    if None not in (ours, theirs) and ours != theirs:
-        raise different_direction(f"{right.file}: task {left.task}", metric)
-
-
-def different_direction(where: str, metric: str) -> InputError:
-    """The error for two results that do not mean the same by a metric."""
-    return InputError(
-        where,
-        got=f"higher_is_better of {metric} other than the baseline's",
-        need="one meaning of the metric",
-        fix="evaluate both with the same lm-eval and task files",
-    )
+def require_same_direction(where: str, metric: str, baseline: bool | None, candidate: bool | None) -> None:
+    """InputError where more is better in one of two results and worse in the other."""
+    if None not in (baseline, candidate) and baseline != candidate:
+        got = f"higher_is_better of {metric} other than the baseline's"
+        fix = "evaluate both with the same lm-eval and task files"
+        raise InputError(where, got=got, need="one meaning of the metric", fix=fix)
 
 
 def _first_difference(ours: str, theirs: str) -> str:
-    """Return where two prompts part, in words; empty where they are the same."""
+    """The place where two prompts part, in words; empty where they are the same."""
     if ours == theirs:
         return ""
     at = next(
@@ -152,11 +268,6 @@ def _first_difference(ours: str, theirs: str) -> str:
     )
     old, new = (repr(text[at : at + _SHOWN]) for text in (ours, theirs))
     return f"a prompt that goes on with {new} after {at} characters, the baseline's with {old}"
-
-
-def _common_metrics(pairs: tuple[tuple[Sample, Sample], ...]) -> list[str]:
-    first = pairs[0][0].scores
-    return [name for name in first if all(name in x.scores and name in y.scores for x, y in pairs)]
 
 
 def _pair(task: TaskSamples, metric: str, pairs: tuple[tuple[Sample, Sample], ...]) -> TaskPair:
@@ -168,26 +279,22 @@ def _pair(task: TaskSamples, metric: str, pairs: tuple[tuple[Sample, Sample], ..
     if metric in SHARES:
         wrong["from 0 to 1"] = (low < 0) | (high > 1)
     for need, documents in wrong.items():
-        for index in islice(np.flatnonzero(documents), 1):
+        if documents.any():
+            index = int(documents.argmax())
             where = f"{task.file}: task {task.task}, document {pairs[index][0].doc_id}"
             got = f"{metric} of {left[index]} (baseline) and {right[index]} (candidate)"
             raise InputError(where, got=got, need=need, fix="look at both answers, evaluate again")
-    sign = 1 if task.higher_is_better.get(metric, True) else -1
+    by_document = None
+    if any(sample.seed for sample, _ in pairs):
+        by_document = np.unique([sample.doc_id for sample, _ in pairs], return_inverse=True)[1]
     return TaskPair(
         task=task.task,
         metric=metric,
         filter=pairs[0][0].filter,
-        sign=sign,
+        sign=1 if task.higher_is_better.get(metric, True) else -1,
         documents=pairs,
         baseline=left,
         candidate=right,
-        clusters=_by_document(pairs),
+        clusters=by_document,
         seeds=1 + max(sample.seed for sample, _ in pairs),
     )
-
-
-def _by_document(pairs: tuple[tuple[Sample, Sample], ...]) -> Clusters | None:
-    """The answers' documents, numbered, where there are several answers to one."""
-    if not any(sample.seed for sample, _ in pairs):
-        return None
-    return np.unique([sample.doc_id for sample, _ in pairs], return_inverse=True)[1]

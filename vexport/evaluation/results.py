@@ -1,15 +1,19 @@
 """Reads lm-eval's output folders, wherever they were made: results_*.json and the samples next to it.
 
 Format: lm_eval/loggers/evaluation_tracker.py (0.4.13). A folder may hold several runs of one model, of
-which the newest counts, and lm-eval's command line puts them into a subfolder named after the model.
+which the newest counts, and lm-eval's command line puts them into a subfolder named after the model. Ours
+hold a count of the answers that changed when the same engine was asked first documents again, in other
+batches: where they do, a difference between two models tells nothing of the models.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vexport.errors import InputError
+from scipy import stats
+
+from vexport.errors import EnvironmentFault, InputError
 from vexport.errors.escaping import clip
 from vexport.evaluation.fingerprint import (
     mapping_in,
@@ -19,9 +23,17 @@ from vexport.evaluation.fingerprint import (
     unseparated_thinking,
 )
 from vexport.evaluation.samples import TaskSamples, read_samples
-from vexport.files import read_json_object
+from vexport.files import from_json, read_json_object, to_json, write_text
 from vexport.records import Json, Prompting
 
+REPEATED = "repeat.json"
+"""Next to lm-eval's results."""
+DOCUMENTS = 200
+"""Asked again, over all tasks; at least LEAST of each."""
+LEAST = 20
+TOLERATED = 0.005
+"""Share of answers that may change: half a point is far below what a verdict of 1 or 2 points rests on."""
+Row = Mapping[str, object]
 # Of a task: with lm-eval's prefix and date a file's name has at most 255 bytes.
 LONGEST_NAME = 200
 STAMP = re.compile(r"(\d{4}-\d{2}-\d{2}T[\d.-]+)\.json$")
@@ -97,12 +109,9 @@ def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSample
         where, fix = f"{file}: task {task}", "evaluate again with --log_samples"
         raise InputError(where, got="no samples", need="them, to pair documents", fix=fix)
     output_type = str(mapping_in(mapping_in(content, "configs"), task).get("output_type", ""))
-    return read_samples(path, task, output_type=output_type, higher_is_better=_directions(content, task))
-
-
-def _directions(content: Mapping[str, Json], task: str) -> dict[str, bool]:
     better = mapping_in(mapping_in(content, "higher_is_better"), task)
-    return {name: value for name, value in better.items() if isinstance(value, bool)}
+    directions = {name: value for name, value in better.items() if isinstance(value, bool)}
+    return read_samples(path, task, output_type=output_type, higher_is_better=directions)
 
 
 def _aggregated_groups(content: Mapping[str, Json], tasks: frozenset[str]) -> dict[str, tuple[str, ...]]:
@@ -130,3 +139,69 @@ def _aggregated_groups(content: Mapping[str, Json], tasks: frozenset[str]) -> di
     sets = [frozenset(members) for members in groups.values()]
     outermost = {members for members in sets if not any(members < outer for outer in sets)}
     return {name: members for name, members in groups.items() if frozenset(members) in outermost}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """The number of documents asked again, and of those that changed from wrong to right or back."""
+
+    documents: int
+    changed: int
+
+
+def documents_to_repeat(tasks: int, limit: float | None) -> int:
+    """The number of each task's first documents that are asked again; `limit` is that of the tasks."""
+    share = max(LEAST, DOCUMENTS // max(1, tasks))
+    return min(share, int(limit)) if limit is not None and limit >= 1 else share
+
+
+def compare_rows(first: Mapping[str, Sequence[Row]], again: Mapping[str, Sequence[Row]]) -> Repeated:
+    """Count the documents whose scores of 0 and 1 changed, among those that were asked the same question."""
+    before = {(task, *_key(row)): _marks(row) for task, rows in first.items() for row in rows}
+    changes: dict[tuple[str, object], bool] = {}
+    for task, row in ((task, row) for task, rows in again.items() for row in rows):
+        if (marks := before.get((task, *_key(row)))) is not None:
+            now, document = _marks(row), (task, row["doc_id"])
+            differs = any(now.get(name) != mark for name, mark in marks.items())
+            changes[document] = changes.get(document, False) or differs
+    return Repeated(documents=len(changes), changed=sum(changes.values()))
+
+
+def _key(row: Row) -> tuple[object, object, object]:
+    return row["doc_id"], row["filter"], row["prompt_hash"]
+
+
+def _marks(row: Row) -> dict[str, float]:
+    """The scores that say right or wrong."""
+    metrics = row["metrics"]
+    assert isinstance(metrics, list)
+    scores = {str(name): row.get(name) for name in metrics}
+    return {
+        name: float(value)
+        for name, value in scores.items()
+        if isinstance(value, int | float) and value in (0, 1)
+    }
+
+
+def write_repeated(folder: Path, repeated: Repeated) -> None:
+    """Put it next to lm-eval's results."""
+    write_text(folder / REPEATED, to_json(repeated))
+
+
+def read_repeated(folder: Path) -> Repeated | None:
+    """Read the counts of `write_repeated`; None for a folder made elsewhere."""
+    return from_json(Repeated, folder / REPEATED) if (folder / REPEATED).is_file() else None
+
+
+def require_deterministic(folder: Path, repeated: Repeated, alpha: float) -> None:
+    """EnvironmentFault where more than TOLERATED of the answers change (exact binomial test at `alpha`)."""
+    asked, changed = repeated.documents, repeated.changed
+    if not asked or stats.binomtest(changed, asked, TOLERATED, alternative="greater").pvalue > alpha:
+        return
+    raise EnvironmentFault(
+        str(folder),
+        got=f"{changed} of {asked} answers changed when the same model was asked again: above "
+        f"{TOLERATED:.1%} there is no verdict",
+        need="",
+        fix="use greedy decoding and one kind of GPU; try VLLM_BATCH_INVARIANT=1 or fewer sequences at once",
+    )

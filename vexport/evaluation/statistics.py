@@ -6,6 +6,7 @@ so that an interval (low, high) has the two-sided confidence 1 - 2 * alpha.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -76,8 +77,8 @@ def tango_interval(wins: float, losses: float, documents: float, alpha: float) -
     With wins = losses = 0 it is +-z^2 / (documents + z^2), where Wald's interval has no width.
     """
     z = normal_quantile(alpha)
-    estimate = (wins - losses) / documents if documents else math.nan
     _check_counts(wins, losses, documents)
+    estimate = (wins - losses) / documents
 
     def excess(difference: float, sign: int) -> float:
         return sign * tango_statistic(wins, losses, documents, difference) - z
@@ -89,8 +90,6 @@ def tango_interval(wins: float, losses: float, documents: float, alpha: float) -
 
 def wilson_interval(successes: float, trials: float, alpha: float) -> Interval:
     """Wilson's score interval of a proportion (JASA 22, 1927)."""
-    if trials <= 0 or not 0 <= successes <= trials:
-        raise ValueError(f"proportion: got {successes} of {trials}, need 0 <= successes <= trials > 0")
     z = normal_quantile(alpha)
     centre = successes + z * z / 2
     spread = z * math.sqrt(successes * (trials - successes) / trials + z * z / 4)
@@ -104,7 +103,7 @@ def mcnemar_p(wins: int, losses: int) -> float:
     return float(stats.binomtest(losses, changed, 0.5).pvalue) if changed else 1.0
 
 
-def permutation_p(gain: Scores, *, seed: int = 0) -> float:
+def permutation_p(gain: Scores) -> float:
     """Two-sided paired permutation test of a mean gain of 0, shape (documents,): signs flipped at random.
 
     Exact up to RESAMPLES draws (scipy); 1 where nothing changed, or one document: either sign is as extreme.
@@ -119,7 +118,7 @@ def permutation_p(gain: Scores, *, seed: int = 0) -> float:
         vectorized=True,
         n_resamples=RESAMPLES,
         batch=max(1, 4_000_000 // len(changed)),
-        rng=np.random.default_rng(seed),
+        rng=np.random.default_rng(0),
     )
     return float(result.pvalue)
 
@@ -141,27 +140,48 @@ def recovery_interval(both: int, wins: int, losses: int, alpha: float) -> Interv
     return Interval(numerator.low / denominator.high, numerator.high / denominator.low)
 
 
-def bootstrap_interval(values: Scores, alpha: float, *, span: float, seed: int = 0) -> Interval:
-    """Bootstrap bounds of the mean of `values`, shape (documents,): BCa (Efron 1987, scipy), seeded.
+def bca_interval(
+    samples: tuple[Scores | Clusters, ...], statistic: Callable[..., Scores], alpha: float
+) -> Interval:
+    """BCa bootstrap bounds (Efron 1987, scipy) of a statistic of paired samples, shape (documents,), seeded.
+
+    `statistic` takes the samples and an axis.
+    """
+    result = stats.bootstrap(
+        samples,
+        statistic,
+        paired=True,
+        vectorized=True,
+        n_resamples=RESAMPLES,
+        batch=max(1, 4_000_000 // len(samples[0])),
+        confidence_level=1 - 2 * alpha,
+        method="BCa",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return Interval(float(result.low), float(result.high))
+
+
+def bootstrap_interval(
+    values: Scores, alpha: float, *, span: float, clusters: Clusters | None = None
+) -> Interval:
+    """Bootstrap bounds of the mean of `values`, shape (documents,); with clusters whole ones are resampled.
 
     A resample knows nothing of what a few documents did not show, so that the bounds are never nearer to
     the mean than Tango's for no change at all, times `span`, the width of the metric's range.
     """
-    documents, mean = len(values), float(values.mean())
-    quiet = tango_interval(0, 0, documents, alpha)
+    mean = float(values.mean())
+    quiet = tango_interval(0, 0, len(values), alpha)
     least = Interval(mean + span * quiet.low, mean + span * quiet.high)
-    if np.ptp(values) == 0:
+    numbers = np.arange(len(values)) if clusters is None else clusters
+    sums, sizes = np.bincount(numbers, weights=values), np.bincount(numbers)
+    means = sums / sizes
+    if np.ptp(means) <= 1e-12 * max(1.0, float(np.abs(means).max())):
         return least
-    result = stats.bootstrap(
-        (values,),
-        np.mean,
-        n_resamples=RESAMPLES,
-        batch=max(1, 4_000_000 // documents),
-        confidence_level=1 - 2 * alpha,
-        method="BCa",
-        rng=np.random.default_rng(seed),
-    )
-    low, high = (float(end) for end in result.confidence_interval)
+    if clusters is None:
+        low, high = bca_interval((values,), np.mean, alpha)
+    else:
+        ends = bca_interval((sums, sizes), lambda total, size, axis: total.sum(axis) / size.sum(axis), alpha)
+        low, high = (mean + math.sqrt(len(sums) / (len(sums) - 1)) * (end - mean) for end in ends)
     return Interval(min(low, least.low), max(high, least.high))
 
 
@@ -177,27 +197,20 @@ def mean_statistic(values: Scores, against: float, span: float) -> float:
     return min(quiet, distance / float(values.std(ddof=1)) * math.sqrt(documents), key=abs)
 
 
-def documents_for_power(margin: float, disagreement: float, alpha: float, power: float = POWER) -> int:
-    """Documents with which Tango's test shows no loss beyond `margin` with chance `power`, if there is none.
+def documents_for_power(margin: float, disagreement: float, alpha: float) -> int:
+    """Documents with which Tango's test shows no loss beyond `margin` with chance POWER, if there is none.
 
     ((z_alpha * s0 + z_beta * s1) / margin)^2 (Nam, Biometrics 53, 1997): s1^2 is `disagreement`, the share of
     documents whose correctness changes, and s0^2 the variance if the loss is the margin. With s1 for both
     (Connor, Biometrics 43, 1987) a margin above the disagreement gets far too few documents.
     """
-    if not 0 < margin < 1 or not 0 <= disagreement <= 1:
-        raise ValueError(
-            f"documents: got margin {margin}, disagreement {disagreement}, "
-            "need a margin between 0 and 1 and a disagreement in [0, 1]"
-        )
     null = _null_variance(disagreement / 2, disagreement / 2, 1, -margin)
-    needed = _power_sum(alpha, power, math.sqrt(disagreement / null)) * math.sqrt(null) / margin
+    needed = _power_sum(alpha, math.sqrt(disagreement / null)) * math.sqrt(null) / margin
     return max(1, math.ceil(needed**2))
 
 
-def documents_to_settle(
-    documents: int, statistic: float, alpha: float, *, power: float = POWER, spread: float = 1.0
-) -> int | None:
-    """Documents that would settle an open question with probability `power`, if the observed rates hold.
+def documents_to_settle(documents: int, statistic: float, alpha: float, *, spread: float = 1.0) -> int | None:
+    """Documents that would settle an open question with probability POWER, if the observed rates hold.
 
     `statistic` is the test statistic at the margin with `documents`; it grows with sqrt(documents). `spread`
     is the observed spread over the one that the statistic has. None where the statistic is 0: the observed
@@ -205,7 +218,7 @@ def documents_to_settle(
     """
     if statistic == 0:
         return None
-    return max(1, math.ceil(documents * (_power_sum(alpha, power, spread) / statistic) ** 2))
+    return max(1, math.ceil(documents * (_power_sum(alpha, spread) / statistic) ** 2))
 
 
 def spread_over_null(wins: float, losses: float, documents: float, margin: float) -> float:
@@ -220,8 +233,8 @@ def spread_over_null(wins: float, losses: float, documents: float, margin: float
     return math.sqrt(variance / null) if null > 0 else 1.0
 
 
-def _power_sum(alpha: float, power: float, spread: float) -> float:
-    return normal_quantile(alpha) + float(stats.norm.ppf(power)) * spread
+def _power_sum(alpha: float, spread: float) -> float:
+    return normal_quantile(alpha) + float(stats.norm.ppf(POWER)) * spread
 
 
 def seeds_to_settle(documents: int, seeds: int, design: float, needed: float) -> int | None:
@@ -246,11 +259,10 @@ class Effective(NamedTuple):
 def design_effect(gain: Scores, clusters: Clusters, answers: int = 1) -> float:
     """Clustered over plain variance of the mean of `gain`, shape (documents,), at least 1.
 
-    `answers` to each document, where documents are the clusters: then few changes do not show that the
-    answers to one document change apart from each other, and one document whose answers all change is added.
-
     The clustered one is K / (K - 1) * sum over clusters of (sum of residuals)^2 (Liang and Zeger,
-    Biometrika 73, 1986); `clusters` has the shape (documents,) and numbers from 0.
+    Biometrika 73, 1986); `clusters` has the shape (documents,) and numbers from 0. Where documents are the
+    clusters, with so many `answers` to each, few changes do not show that the answers to one document change
+    apart from each other: one document whose answers all change is added.
     """
     residuals = gain - gain.mean()
     added = answers if answers > 1 else 0
@@ -262,49 +274,21 @@ def design_effect(gain: Scores, clusters: Clusters, answers: int = 1) -> float:
     return max(1.0, many / (many - 1) * (float((sums**2).sum()) + added**2) / plain)
 
 
-def effective(gain: Scores, clusters: Clusters, alpha: float, answers: int = 1) -> Effective:
-    """Return how to shrink counts (Rao and Scott, Biometrics 48, 1992), with Student's K - 1 degrees of
-    freedom.
+def effective(gain: Scores, clusters: Clusters | None, alpha: float, answers: int = 1) -> Effective:
+    """How to shrink counts (Rao and Scott, Biometrics 48, 1992); unclustered ones stay.
 
-    The variance between K clusters is an estimate too: `alpha` becomes the normal tail at Student's point.
+    The variance between K clusters is an estimate too: `alpha` becomes the normal tail at Student's point
+    with K - 1 degrees of freedom.
     """
+    if clusters is None:
+        return Effective(1.0, alpha)
     freedom = max(1, len(np.unique(clusters)) - 1)
     tail = float(stats.norm.sf(stats.t.isf(alpha, freedom)))
     return Effective(design_effect(gain, clusters, answers), tail)
 
 
-def clustered_tango(gain: Scores, clusters: Clusters, alpha: float, answers: int = 1) -> Interval:
+def clustered_tango(gain: Scores, clusters: Clusters | None, alpha: float, answers: int = 1) -> Interval:
     """Tango's score interval of gains of -1, 0 and 1, on the counts that clustered documents are worth."""
     worth = effective(gain, clusters, alpha, answers)
     wins, losses = (float((sign * gain > 0).sum()) / worth.design for sign in (1, -1))
     return tango_interval(wins, losses, len(gain) / worth.design, worth.alpha)
-
-
-def clustered_bootstrap(
-    values: Scores, clusters: Clusters, alpha: float, *, span: float, seed: int = 0
-) -> Interval:
-    """Bounds of the mean of `values` by a bootstrap of whole clusters (BCa, scipy), seeded.
-
-    Never nearer to the mean than Tango's for no change at all, times `span`, the width of the metric's range.
-    """
-    normal_quantile(alpha)
-    mean = float(values.mean())
-    quiet = tango_interval(0, 0, len(values), alpha)
-    least = Interval(mean + span * quiet.low, mean + span * quiet.high)
-    sums, sizes = np.bincount(clusters, weights=values), np.bincount(clusters)
-    means = sums / sizes
-    if np.ptp(means) <= 1e-12 * max(1.0, float(np.abs(means).max())):
-        return least
-    result = stats.bootstrap(
-        (sums, sizes),
-        lambda total, size, axis: total.sum(axis) / size.sum(axis),
-        paired=True,
-        vectorized=True,
-        n_resamples=RESAMPLES,
-        confidence_level=1 - 2 * alpha,
-        method="BCa",
-        rng=np.random.default_rng(seed),
-    )
-    widening = math.sqrt(len(sums) / (len(sums) - 1))
-    low, high = (mean + widening * (float(end) - mean) for end in result.confidence_interval)
-    return Interval(min(low, least.low), max(high, least.high))

@@ -16,21 +16,12 @@ from types import MappingProxyType
 
 from vexport.errors import InputError, raise_all
 from vexport.errors.extras import attempt_all
-from vexport.evaluation.accepted import Accepted, is_accepted, pair_with, read_accepted
+from vexport.evaluation.accepted import is_accepted, pair_with, read_accepted
 from vexport.evaluation.compare import compare_task, comparison, difference_interval
-from vexport.evaluation.fingerprint import (
-    EMULATED,
-    ENDPOINT,
-    MODEL,
-    REVISION,
-    changes,
-    device_of,
-)
-from vexport.evaluation.gates import Choice, GatedTask, gated_tasks
-from vexport.evaluation.pairs import TaskPair, pool
+from vexport.evaluation.fingerprint import EMULATED, ENDPOINT, MODEL, REVISION, changes, device_of
+from vexport.evaluation.pairs import Choice, GatedTask, TaskPair, gated_tasks, pool
 from vexport.evaluation.reason import reason_for
-from vexport.evaluation.repeat import read_repeated, require_deterministic
-from vexport.evaluation.results import Results, read_results
+from vexport.evaluation.results import Results, read_repeated, read_results, require_deterministic
 from vexport.records import Comparison, Outcome, Prompting, TaskVerdict, Verdict
 
 NO_CHOICE: Choice = MappingProxyType({})
@@ -47,39 +38,39 @@ def decide(
     """Compare two lm-eval output folders, wherever they were made, or one with an accepted baseline.
 
     `margin` is the acceptable loss in the metric's own units (0.02 is 2 points of accuracy), `alpha` the
-    probability of a wrong PASS, and of a wrong FAIL, `gate` the metric that decides for a task (gates.py).
+    probability of a wrong PASS, and of a wrong FAIL, `gate` the metric that decides for a task (pairs.py).
     InputError where the runs cannot be compared, EnvironmentFault where the engine proved not deterministic.
     """
     _check_limits(margin, alpha)
     if is_accepted(baseline):
         right = read_results(candidate)
         repeated = _asked_again(right, alpha)
-        verdict = _decide_against(read_accepted(baseline), right, margin, alpha, gate)
-        return _with_run(verdict, right, repeated)
-    left, right = attempt_all((str(run), partial(read_results, run)) for run in (baseline, candidate))
-    repeated = "".join(_asked_again(run, alpha) for run in (left, right))
-    where = ("in the baseline", "in the results")
-    own = (MODEL, ENDPOINT, REVISION, EMULATED)
-    others = {name: value for name, value in left.fingerprint.items() if name not in own}
-    changed = changes(others, right.fingerprint, where=where)
-    gated = gated_tasks(left, right, gate)
-    verdict = judge(gated, margin=margin, alpha=alpha, warnings=changed, prompting=right.prompting)
-    return _with_run(verdict, right, repeated)
-
-
-def _with_run(verdict: Verdict, candidate: Results, repeated: str) -> Verdict:
-    """The verdict with what the candidate's folder tells beyond its scores."""
+        if gate:
+            got, need = "another choice of gates", "those that were accepted"
+            raise InputError("gate", got=got, need=need, fix="leave it out, or accept it again")
+        accepted = read_accepted(baseline)
+        where, circumstances = ("when the baseline was accepted", "now"), accepted.fingerprint
+        gated = pair_with(accepted, right)
+    else:
+        left, right = attempt_all((str(run), partial(read_results, run)) for run in (baseline, candidate))
+        repeated = "".join(_asked_again(run, alpha) for run in (left, right))
+        own = (MODEL, ENDPOINT, REVISION, EMULATED)
+        where = ("in the baseline", "in the results")
+        circumstances = {name: value for name, value in left.fingerprint.items() if name not in own}
+        gated = gated_tasks(left, right, gate)
+    warnings = changes(circumstances, right.fingerprint, where=where)
+    verdict = judge(gated, margin=margin, alpha=alpha, prompting=right.prompting)
     return replace(
         verdict,
         method=verdict.method + repeated,
-        warnings=(*verdict.warnings, *((candidate.warning,) if candidate.warning else ())),
-        prompting=candidate.prompting,
-        device=device_of(candidate.fingerprint),
+        warnings=(*warnings, *((right.warning,) if right.warning else ())),
+        prompting=right.prompting,
+        device=device_of(right.fingerprint),
     )
 
 
 def _asked_again(run: Results, alpha: float) -> str:
-    """Return how a model did against itself; EnvironmentFault where the engine is non-deterministic."""
+    """The changes of a model against itself; EnvironmentFault where the engine is non-deterministic."""
     folder = run.file.parent
     repeated = read_repeated(folder)
     if repeated is None:
@@ -88,24 +79,11 @@ def _asked_again(run: Results, alpha: float) -> str:
     return f"; asked again, {repeated.changed} of {repeated.documents} answers changed"
 
 
-def _decide_against(
-    accepted: Accepted, candidate: Results, margin: float, alpha: float, gate: Choice
-) -> Verdict:
-    if gate:
-        got, need = "another choice of gates", "those that were accepted"
-        raise InputError("gate", got=got, need=need, fix="leave it out, or accept it again")
-    where = ("when the baseline was accepted", "now")
-    changed = changes(accepted.fingerprint, candidate.fingerprint, where=where)
-    pairs = pair_with(accepted, candidate)
-    return judge(pairs, margin=margin, alpha=alpha, warnings=changed, prompting=candidate.prompting)
-
-
 def judge(
     gated: Sequence[GatedTask],
     *,
     margin: float,
     alpha: float,
-    warnings: Sequence[str] = (),
     prompting: Prompting | None = None,
 ) -> Verdict:
     """The answer over all tasks; `prompting` tells how they were asked."""
@@ -131,7 +109,6 @@ def judge(
         method=_method(gates, alpha),
         tasks=tasks,
         pooled=_pooled(gates, margin, alpha),
-        warnings=tuple(warnings),
     )
 
 
@@ -176,13 +153,11 @@ def _check_limits(margin: float, alpha: float) -> None:
 
 
 def _method(gates: Sequence[TaskPair], alpha: float) -> str:
-    intervals = dict.fromkeys(map(_interval_name, gates))
-    several = (
-        f"; every task must pass, upper bounds corrected for {len(gates)} tasks (Holm)"
-        if len(gates) > 1
-        else ""
-    )
-    return f"paired difference, {' and '.join(intervals)}, one-sided {_percent(1 - alpha)} bounds{several}"
+    intervals = " and ".join(dict.fromkeys(map(_interval_name, gates)))
+    method = f"paired difference, {intervals}, one-sided {100 * (1 - alpha):.4g}% bounds"
+    if len(gates) == 1:
+        return method
+    return f"{method}; every task must pass, upper bounds corrected for {len(gates)} tasks (Holm)"
 
 
 def _interval_name(gate: TaskPair) -> str:
@@ -200,7 +175,3 @@ def _pooled(gates: Sequence[TaskPair], margin: float, alpha: float) -> Compariso
     shared = {(pair.metric, pair.filter) for pair in pairs}
     pooled = comparison(pool("all tasks", pairs), margin=margin, alpha=alpha)
     return pooled if len(shared) == 1 else replace(pooled, metric="share of right answers", filter="none")
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.4g}%"

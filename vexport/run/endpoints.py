@@ -9,7 +9,7 @@ from vexport.engine.prompts import KL_TOKENS, Prompts
 from vexport.engine.session import Worker, session_error
 from vexport.errors import InputError
 from vexport.evaluation.endpoint import Server
-from vexport.evaluation.repeat import read_repeated, require_deterministic
+from vexport.evaluation.results import read_repeated, require_deterministic
 from vexport.records import named
 from vexport.records.values import MOST_COUNT
 from vexport.run.serving import (

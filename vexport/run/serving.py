@@ -22,7 +22,7 @@ from vexport.errors.extras import unforeseen
 from vexport.evaluation.drift import Scored
 from vexport.evaluation.fingerprint import engine_fingerprint, write_fingerprint
 from vexport.evaluation.held_out import ReadText, Rows
-from vexport.evaluation.repeat import read_repeated, require_deterministic
+from vexport.evaluation.results import read_repeated, require_deterministic
 from vexport.evaluation.task_data import fetch_task_data
 from vexport.evaluation.tasks import TaskFile, resolve_tasks
 from vexport.files import digest_bytes, to_json
