@@ -10,7 +10,7 @@ import pytest
 from pydantic import JsonValue
 
 from tests.command import vexport
-from vexport.engine.arguments_worker import unfit
+from vexport.engine.arguments import unfit
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 

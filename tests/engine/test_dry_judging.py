@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from vexport.engine.dry.judge import judge
+from vexport.engine.dry.load import judge
 from vexport.engine.dry.worker import merge_ranks
 from vexport.engine.messages import Cell, CellResult, LayerKind, Miscopy
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vexport.engine.describe import answer_environment
+from vexport.engine.generate import answer_environment
 from vexport.records import Json
 from vexport.run.serving import serve_digest
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vexport.engine.failures import explain, failure_from_exit
 from vexport.engine.messages import EngineFailure, FailureKind, SessionRequest
+from vexport.engine.process import explain, failure_from_exit
 from vexport.engine.session import EngineFault, Worker, run_session
 from vexport.records import silent
 

@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 
 from tests.engine.fixtures import quantize_model
 from vexport.engine.agreement import KL_LIMITS, canary_findings, compare_logprobs, kl_limit, symptom
-from vexport.engine.load import shortest_length
-from vexport.engine.prompts import CONTINUED, fixed_prompts
+from vexport.engine.load import CONTINUED, fixed_prompts, shortest_length
 from vexport.engine.reference import (
     BFLOAT16_ROUNDING,
     REFERENCE_FILE,

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine.fixtures import quantize_model
-from vexport.engine.load import load_report, load_request
+from vexport.engine.load import fixed_prompts, load_report, load_request
 from vexport.engine.messages import SessionResult
-from vexport.engine.prompts import fixed_prompts
 from vexport.engine.session import EngineFault, run_session
 from vexport.errors import InputError
 from vexport.records import Json, silent

@@ -17,7 +17,7 @@ from tests.evaluation.faults import (
     with_swapped_scales,
     with_template,
 )
-from vexport.engine.prompts import Prompts, fixed_prompts
+from vexport.engine.load import Prompts, fixed_prompts
 from vexport.engine.reference import reference_logprobs
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Scored

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from vexport.engine.prompts import Prompts, fixed_prompts
+from vexport.engine.load import Prompts, fixed_prompts
 from vexport.evaluation.drift import Limits, Scored, drift_warnings, least_kl, measure_drift
 from vexport.numerics.metrics import kl_divergence
 

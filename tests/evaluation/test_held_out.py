@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from vexport.engine.prompts import Prompts
+from vexport.engine.load import Prompts
 from vexport.errors import CheckpointFailed, Inconclusive
 from vexport.evaluation.drift import Limits, Scored
 from vexport.evaluation.held_out import (

@@ -13,7 +13,8 @@ from tests.command import vexport
 from tests.models import quantize, save_llama
 from tests.mutations.edits import drop, put, spoiled
 from vexport.checkpoint.index import read_index
-from vexport.engine.proof import Proof, Prover
+from vexport.engine.gate import Prover
+from vexport.errors import CheckpointFailed
 from vexport.plan.build import build_plan
 from vexport.plan.source import rules_for
 
@@ -53,9 +54,11 @@ def test_what_others_put_there_is_not_replaced(incomplete: Path, tmp_path: Path)
     assert [path.name for path in (tmp_path / "out.failed").iterdir()] == ["mine"]
 
 
-def proof_of(source: Path, folder: Path, *, tp: Sequence[int] = (1,), dry: bool = True) -> Proof:
+def failure_of(
+    source: Path, folder: Path, *, tp: Sequence[int] = (1,), dry: bool = True
+) -> CheckpointFailed | None:
     plan = build_plan(read_index(source), rules_for("NVFP4A16", observer=None, ignore=()))
-    return Prover(out=folder, tp=tp, dry=dry, note=print, keeping=str).prove(folder, plan)
+    return Prover(out=folder, tp=tp, dry=dry, note=print, keeping=" ".join).failure(folder, plan)
 
 
 @pytest.mark.parametrize(
@@ -66,15 +69,16 @@ def proof_of(source: Path, folder: Path, *, tp: Sequence[int] = (1,), dry: bool 
     ],
 )
 def test_the_layer_at_fault_is_named_so_that_it_can_be_kept(
-    llama: Path, tmp_path: Path, change: object, keep: list[str]
+    llama: Path, tmp_path: Path, change: object, keep: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert callable(change)
     out = quantize(llama, tmp_path / "out", "NVFP4A16")
-    assert proof_of(llama, out, dry=False) == Proof(errors=(), keep=(), not_judged=())
-    proof = proof_of(llama, spoiled(out, tmp_path / "spoiled", change), dry=False)
-    assert proof.errors
-    assert list(proof.keep) == keep
-    words = [word for name in proof.keep for word in ("--ignore", name)]
+    assert failure_of(llama, out, dry=False) is None
+    assert capsys.readouterr().out == ""
+    failure = failure_of(llama, spoiled(out, tmp_path / "spoiled", change), dry=False)
+    assert failure
+    assert failure.fix == f"keep it: {' '.join(keep)}"
+    words = [word for name in keep for word in ("--ignore", name)]
     kept = quantize(llama, tmp_path / "kept", "NVFP4A16", *words)
     assert all(f"{name}.weight" in read_index(kept).tensors for name in keep)
 
@@ -91,5 +95,6 @@ def test_vllm_loads_the_output_dry(
     assert ran.code == 0, ran.stderr
     assert "dry load" in ran.stderr
     assert json.loads(ran.stdout)["next_commands"][-1] == shlex.join(["vllm", "serve", str(tmp_path / "out")])
-    (error,) = proof_of(source, tmp_path / "out", tp=(3,)).errors  # its four heads, of which no name tells
-    assert "divisible by tensor parallel size" in error.got
+    failure = failure_of(source, tmp_path / "out", tp=(3,))  # its four heads, of which no name tells
+    assert failure
+    assert "divisible by tensor parallel size" in failure.got

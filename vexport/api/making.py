@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vexport.checkpoint.source import with_revision
-from vexport.engine.proof import Prover
+from vexport.engine.gate import Prover
 from vexport.plan.build import PlanSettings
 from vexport.plan.needs import default_text_note, with_needed_text
 from vexport.plan.source import ignored_rules, plan_headers, requested, table_of_schemes

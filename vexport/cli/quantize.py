@@ -70,7 +70,7 @@ def quantize(
     from vexport.checkpoint.data_name import DEFAULT
     from vexport.checkpoint.source import with_revision
     from vexport.cli.terminal import progress_display
-    from vexport.engine.proof import Prover
+    from vexport.engine.gate import Prover
     from vexport.plan.needs import default_text_note, with_needed_text
     from vexport.plan.source import requested
     from vexport.quantize.estimate import Step

@@ -41,18 +41,14 @@ def kl_limit(checkpoint: Path, cache: str = "auto") -> float:
 
     `cache` is vLLM's kv_cache_dtype, which may store keys and values in FP8 whatever the checkpoint says.
     """
-    stated = _stated_limit(checkpoint)
-    return max(stated, KL_LIMITS[8]) if cache.startswith("fp8") else stated
-
-
-def _stated_limit(checkpoint: Path) -> float:
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     stored = find_quantization(checkpoint, config)
-    if stored is None or not isinstance(groups := stored.values.get("config_groups"), dict):
-        return KL_LIMITS[16]
-    sides = [group.get("input_activations") for group in groups.values() if isinstance(group, dict)]
-    rounded = [args for args in (*sides, stored.values.get("kv_cache_scheme")) if isinstance(args, dict)]
-    bits = min((bits for args in rounded if isinstance(bits := args.get("num_bits", 8), int)), default=16)
+    rounded: list[object] = [{"num_bits": 8}] if cache.startswith("fp8") else []
+    if stored is not None and isinstance(groups := stored.values.get("config_groups"), dict):
+        rounded += [each.get("input_activations") for each in groups.values() if isinstance(each, dict)]
+        rounded.append(stored.values.get("kv_cache_scheme"))
+    sizes = [args.get("num_bits", 8) for args in rounded if isinstance(args, dict)]
+    bits = min((size for size in sizes if isinstance(size, int)), default=16)
     return next((limit for least, limit in KL_LIMITS.items() if bits >= least), max(KL_LIMITS.values()))
 
 

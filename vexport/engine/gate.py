@@ -1,27 +1,42 @@
-"""`check` with what vLLM itself says: a dry load that runs while the files are read."""
+"""Asks vLLM's own loaders: for `check`, and to prove a checkpoint before it takes its name."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.index import require_checkpoint
-from vexport.checks import completeness, targets
+from vexport.checks import INTERNAL, completeness, findings_of_headers, targets
 from vexport.checks.vllm.unjudged import NAMES
 from vexport.checks.vllm.view import Target
 from vexport.engine.arguments import require_layers
-from vexport.engine.dry.judge import Require, errors_or_doubt, unused
-from vexport.engine.dry.load import CAPABILITIES, DryLoad
-from vexport.errors import VexportError
+from vexport.engine.dry.load import CAPABILITIES, DryLoad, Require, errors_or_doubt, unused
+from vexport.engine.session import EngineFault
+from vexport.errors import CheckpointFailed, VexportError
 from vexport.errors.extras import attempt, is_installed
-from vexport.records import CheckReport, DryLoadReport, Finding, NotJudged, OnProgress
+from vexport.formats.schemes import get_scheme
+from vexport.records import (
+    CheckReport,
+    DryLoadReport,
+    Finding,
+    FusionGroup,
+    NotJudged,
+    OnProgress,
+    Plan,
+    silent,
+)
 from vexport.version import short_version
 
 DRY_LOAD = "vLLM's own loaders"
 NO_VLLM = "vLLM is not installed: install it, name its interpreter (--vllm-python), or check with --static"
 # Families whose errors are about what the loaders see too: these are right where they find no fault.
 SEEN_BY_LOADERS = (completeness.NAME, targets.NAME)
+# Layers that are named one by one in advice; of more their projections are.
+_FEW = 6
+_NUMBERED = re.compile(r"[^.\s]+\.\d+\.\S+")
 
 
 def checked_in_vllm(
@@ -98,3 +113,102 @@ def _loaded(finding: Finding) -> Finding:
 
 def _not_loaded(report: CheckReport, reason: str) -> CheckReport:
     return replace(report, not_judged=(*report.not_judged, NotJudged(what=DRY_LOAD, why=reason)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prover:
+    """Proves what was written by a plan before it becomes `out`: in this process its config, names, headers.
+
+    With `dry` also by a dry load in vLLM, where it is installed: one GPU of those that run the schemes must
+    load it for each `tp`, as attention and a quantized KV cache need more than schemes do. `note` is told
+    what was not judged; `keeping` says how patterns of layers are kept instead.
+    """
+
+    out: Path
+    note: Callable[[str], None]
+    keeping: Callable[[Sequence[str]], str]
+    tp: Sequence[int] = (1,)
+    dry: bool = True
+    trust_remote_code: bool = False
+    on_progress: OnProgress = silent
+
+    def failure(self, folder: Path, plan: Plan) -> CheckpointFailed | None:
+        """The error of what is in `folder`, for which it must not become `out`; a doubt is none."""
+        errors, not_judged = self.prove(folder, plan)
+        for text in not_judged:
+            self.note(text.replace(str(folder), str(self.out)))
+        if not errors:
+            return None
+        first, keep = errors[0], list(_patterns(list(_groups(plan, errors))))
+        where = first.where if str(folder) in first.where else f"{self.out}: {first.where}"
+        return CheckpointFailed(
+            where.replace(str(folder), str(self.out)),
+            got=first.got + (f" ({len(errors) - 1:,} more)" if len(errors) > 1 else ""),
+            need=first.expected,
+            fix=f"keep it: {self.keeping(keep)}" if keep else "complete SOURCE, or report it",
+        )
+
+    def prove(self, folder: Path, plan: Plan) -> tuple[list[Finding], list[str]]:
+        """The errors of what is in `folder`, and what was not judged."""
+        self.on_progress("prove (config and names)", 0, 1)
+        found = [each for each in findings_of_headers(folder) if each.severity == "error"]
+        errors = [each for each in found if each.check != INTERNAL]
+        not_judged = [f"{each.where}: {each.got}" for each in found if each.check == INTERNAL]
+        self.on_progress("prove (config and names)", 1, 1)
+        judged = self._dry_loaded(folder, plan) if self.dry and not errors else []
+        if isinstance(judged, str):
+            return errors, [*not_judged, judged]
+        return [*errors, *judged], not_judged
+
+    def _dry_loaded(self, folder: Path, plan: Plan) -> list[Finding] | str:
+        """The errors that vLLM's loaders find, or why they cannot tell."""
+        if not is_installed("vllm"):
+            return "vLLM is not installed, and has not loaded it; run `vexport load --dry` where it is"
+        schemes = [get_scheme(name) for name in plan.schemes]
+        supports = [scheme.format.gpu_support(scheme.args) for scheme in schemes]
+        sm = tuple(
+            sm for sm in CAPABILITIES if not any(each.package or each.refuses(sm) for each in supports)
+        )
+        if not sm:
+            return "a dry load has no kernel for these schemes"
+        trust = self.trust_remote_code
+        load = DryLoad(checkpoints=[folder], tp=self.tp, sm=sm, require="any", trust_remote_code=trust)
+        try:
+            (report,) = load.reports(self.on_progress)
+        except EngineFault as fault:
+            return f"the dry load ended early: {fault.got}"
+        return errors_or_doubt(report)
+
+
+def _groups(plan: Plan, errors: Sequence[Finding]) -> Iterator[FusionGroup]:
+    """The layers of the plan that findings name, by names of the files or by vLLM's."""
+    named = {_tail(word) for each in errors for word in re.findall(r"[\w.]+", each.where)} - {""}
+    for group in plan.groups:
+        tails = {_tail(name) for name in (group.name, *(member.name for member in group.members))} - {""}
+        if any(
+            word == tail or word.startswith(f"{tail}.") or (moe_layer(tail) or tail) == word
+            for tail in tails
+            for word in named
+        ):
+            yield group
+
+
+def _tail(name: str) -> str:
+    """A layer's name from the one that numbers its decoder layer: `layers.0.mlp.down_proj`."""
+    numbered = _NUMBERED.search(name)
+    return numbered[0] if numbered else ""
+
+
+def _patterns(groups: Sequence[FusionGroup]) -> Iterator[str]:
+    """Patterns of --ignore that keep layers whole: all that are fused, and all experts of a layer."""
+    names = [member.name for group in groups for member in group.members]
+    experts = dict.fromkeys(layer for name in names if (layer := moe_layer(name)))
+    singles = [name for name in names if moe_layer(name) is None]
+    if len(experts) + len(singles) <= _FEW:
+        yield from singles
+        yield from (f"re:{re.escape(layer)}[.].*" for layer in experts)
+        return
+    leaves = dict.fromkeys(name.rpartition(".")[2] for name in singles)
+    yield from (f"re:.*[.]{leaf}" for leaf in leaves)
+    if experts:
+        yield "re:.*[.]experts[.].*"

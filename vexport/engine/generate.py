@@ -1,26 +1,53 @@
-"""Asks a loaded engine for greedy continuations and full-vocabulary log-probabilities."""
+"""Asks a loaded engine for greedy continuations, full-vocabulary log-probabilities and its kernels."""
 
+import json
 import math
+import os
+import platform
+import re
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from vexport.engine.messages import CANARY_TOKENS, DRAFT_TOKENS, SessionRequest, draft_counts
 from vexport.files import atomic_path
-from vexport.records import Canary, DraftCounts
+from vexport.records import Canary, DraftCounts, EngineInfo
+from vexport.scenario.serve import TYPED, EngineArguments
 
 if TYPE_CHECKING:
-    from vllm import LLM
+    from vllm import LLM, RequestOutput, SamplingParams
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput
     from vllm.tokenizers import TokenizerLike
 
 Report = Callable[[str, int, int], None]
 _ROWS_AT_ONCE = 16
+_KERNEL_PACKAGES = ("vllm.model_executor.kernels", "vexport.engine.cpu_emulation")
+# What a kernel of the CPU build leaves out, measured or read in the file of that name in vLLM's
+# model_executor/kernels/linear.
+_KERNEL_BLIND_SPOTS = {
+    "CPUFp8BlockScaledMMKernel": "FP8 block activations stay in the model's dtype (scaled_mm/cpu.py)",
+    # From vLLM 0.33 on.
+    "CPUFp8ChannelWiseScaledMMLinearKernel": "FP8 activations stay in the model's dtype (scaled_mm/cpu.py)",
+    "CPUFp8PerTensorScaledMMLinearKernel": "static FP8 input scales are ignored (scaled_mm/cpu.py)",
+    "EmulationMxfp8LinearKernel": "MXFP8 activations stay in the model's dtype (mxfp8/emulation.py)",
+}
+_CPU_BLIND_SPOT = "GPU kernels were not run: their rounding order, their limits on shapes"
+NONE = "none"
+# What stands before the kind of a module: its layer's number.
+_LAYER = re.compile(r"\.\d+\.")
+_CHOOSES = re.compile(
+    r"VLLM_(\w+_)?(AITER|ALLREDUCE|ATTENTION_BACKEND|BATCH_INVARIANT|DEEP_GEMM|EMULATION|FLASHINFER|FP4|FP8|"
+    r"HUMMING|INT4|KERNELS?|MARLIN|MLA|MOE|MXFP[48]|NVFP4|PRECISION|QUANT|QUANTIZATION|REDUCE|SAMPLER|SKINNY|"
+    r"TRITON)(_\w+)?"
+)
+# What the above would take too: places, sizes, and what vexport sets (`vexport.engine.session`).
+_UNRELATED = re.compile(r"_(CACHE|DIR|SIZE|THREADS)(_|$)|^VLLM_CPU_INT4_W4A8$")
 
 
 def run_canaries(llm: "LLM", request: SessionRequest, report: Report) -> tuple[Canary, ...]:
@@ -29,7 +56,7 @@ def run_canaries(llm: "LLM", request: SessionRequest, report: Report) -> tuple[C
     The engine does not stop where the model ends the sequence: that place is noted, and what comes after it
     still shows whether the numbers stay finite.
     """
-    from vllm import SamplingParams, TokensPrompt
+    from vllm import SamplingParams
 
     report("canaries", 0, len(request.canaries))
     tokenizer = llm.get_tokenizer()
@@ -45,15 +72,24 @@ def run_canaries(llm: "LLM", request: SessionRequest, report: Report) -> tuple[C
         )
         for prompt in prompts
     ]
-    outputs = llm.generate(
-        [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], samplings, use_tqdm=False
-    )
+    outputs = _answers(llm, prompts, samplings)
     report("canaries", len(outputs), len(outputs))
     ends = _end_tokens(llm)
     return tuple(
         _canary(text, output.outputs[0], ends, tokenizer)
         for text, output in zip(request.canaries, outputs, strict=True)
     )
+
+
+def _answers(
+    llm: "LLM", prompts: Sequence[Sequence[int]], sampling: "SamplingParams | list[SamplingParams]"
+) -> "list[RequestOutput]":
+    """The answers to prompts of token ids."""
+    from vllm import TokensPrompt
+
+    tokens = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+    outputs: list[RequestOutput] = llm.generate(tokens, sampling, use_tqdm=False)
+    return outputs
 
 
 def _canary(
@@ -90,7 +126,7 @@ def write_logprobs(llm: "LLM", prompts: Sequence[Sequence[int]], path: Path, rep
     `prompt.0`, `prompt.1`, ... One prompt is asked at a time: vLLM answers in Python lists, some 100 bytes
     a number.
     """
-    from vllm import SamplingParams, TokensPrompt
+    from vllm import SamplingParams
 
     sampling = SamplingParams(
         temperature=0.0, max_tokens=1, prompt_logprobs=-1, flat_logprobs=True, detokenize=False
@@ -98,7 +134,7 @@ def write_logprobs(llm: "LLM", prompts: Sequence[Sequence[int]], path: Path, rep
     tensors: dict[str, torch.Tensor] = {}
     for number, prompt in enumerate(prompts):
         report("logprobs", number, len(prompts))
-        (output,) = llm.generate([TokensPrompt(prompt_token_ids=list(prompt))], sampling, use_tqdm=False)
+        (output,) = _answers(llm, [prompt], sampling)
         tensors[f"prompt.{number}"] = dense(output.prompt_logprobs)
     with atomic_path(path) as temporary:
         save_file(tensors, temporary)
@@ -111,16 +147,14 @@ def write_text_scores(llm: "LLM", rows: Sequence[Sequence[int]], path: Path, rep
     `path` becomes a safetensors file with `nll.0` (float32, nats) and `likeliest.0` (int64), both of shape
     (len(row) - 1,), and so on for each row.
     """
-    from vllm import SamplingParams, TokensPrompt
+    from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False)
     tensors: dict[str, torch.Tensor] = {}
     for start in range(0, len(rows), _ROWS_AT_ONCE):
         report("text", start, len(rows))
         some = rows[start : start + _ROWS_AT_ONCE]
-        prompts = [TokensPrompt(prompt_token_ids=list(row)) for row in some]
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
-        for number, (row, output) in enumerate(zip(some, outputs, strict=True), start):
+        for number, (row, output) in enumerate(zip(some, _answers(llm, some, sampling), strict=True), start):
             positions = [position for position in output.prompt_logprobs or () if position is not None]
             costs = [-position[token].logprob for token, position in zip(row[1:], positions, strict=True)]
             best = [max(position, key=lambda token: position[token].logprob) for position in positions]
@@ -136,15 +170,15 @@ def count_drafts(llm: "LLM", prompts: Sequence[Sequence[int]], report: Report) -
 
     The engine does not stop where the model ends the sequence: each prompt has the same number of tokens.
     """
-    from vllm import SamplingParams, TokensPrompt
+    from vllm import SamplingParams
 
     longest = llm.llm_engine.model_config.max_model_len
-    counts, before = [], _draft_counters(llm)
+    counts, before = list[DraftCounts](), _draft_counters(llm)
     for number, prompt in enumerate(prompts):
         report("drafts", number, len(prompts))
         most = max(1, min(DRAFT_TOKENS, longest - len(prompt)))
         sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False)
-        llm.generate([TokensPrompt(prompt_token_ids=list(prompt))], sampling, use_tqdm=False)
+        _answers(llm, [prompt], sampling)
         after = _draft_counters(llm)
         counts.append(after - before)
         before = after
@@ -169,3 +203,110 @@ def dense(flat: "FlatLogprobs") -> torch.Tensor:
         row = torch.full((int(tokens.max()) + 1,), float("-inf"))
         rows.append(row.scatter_(0, tokens, values))
     return torch.stack(rows)
+
+
+class DescribeKernels:
+    """Mixed into vLLM's worker (`worker_extension_cls`), so that a string names the method to call there."""
+
+    def vexport_kernels(self) -> list[list[str]]:
+        """For each linear or expert layer: its name, its scheme, its kernel, what that leaves out."""
+        model: torch.nn.Module = self.model_runner.get_model()  # type: ignore[attr-defined]
+        return [
+            [name, *_describe_layer(layer)]
+            for name, layer in model.named_modules()
+            if hasattr(layer, "quant_method")
+            and hasattr(layer, "weight_loader")
+            and "Embedding" not in type(layer.quant_method).__name__
+        ]
+
+
+def _describe_layer(layer: torch.nn.Module) -> tuple[str, str, str]:
+    """Scheme, kernel and blind spot of one layer of vLLM's model; the classes' own names."""
+    scheme = getattr(layer, "scheme", None) or layer.quant_method
+    parts = map(type, vars(scheme).values())
+    kernels = [part.__name__ for part in parts if part.__module__.startswith(_KERNEL_PACKAGES)]
+    kernel = kernels[0] if kernels else type(layer.quant_method).__name__
+    if not kernels and getattr(scheme, "use_batch_invariant", False):
+        kernel = "dequantized, batch-invariant"  # VLLM_BATCH_INVARIANT from vLLM 0.33 on: no kernel of INT4
+    return type(scheme).__name__, kernel, _blind_spot(layer, scheme, kernel)
+
+
+def _blind_spot(layer: torch.nn.Module, scheme: object, kernel: str) -> str:
+    if type(scheme).__module__.endswith("w8a8_int8") and getattr(scheme, "is_static_input_scheme", False):
+        return "static INT8 input scales are ignored (scaled_mm/cpu.py)"
+    if getattr(layer, "use_w4a8", False):
+        return "weight-only INT4 ran with INT8 activations (mixed_precision/cpu.py)"
+    if "Emulation" in kernel:
+        emulated = f"{kernel} stands in for the GPU kernel"
+        return "; ".join(filter(None, (emulated, _KERNEL_BLIND_SPOTS.get(kernel))))
+    return _KERNEL_BLIND_SPOTS.get(kernel, "")
+
+
+def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> EngineInfo:
+    """EngineInfo of a loaded engine, started with what was `given`; asks its workers, wherever they run."""
+    from vllm import __version__ as vllm_version
+    from vllm.platforms import current_platform
+
+    # Ranks of tensor parallelism have the same layers, stages of a pipeline each its own.
+    rows = [row for rank in llm.collective_rpc("vexport_kernels") for row in rank]
+    on_cpu = current_platform.is_cpu()
+    spots = dict.fromkeys(row[3] for row in rows if row[3])
+    # `mlp.down_proj: Kernel (Scheme)`, once for each kind of layer and kernel, in the model's order.
+    kernels = dict.fromkeys(
+        f"{_LAYER.split(name)[-1]}: {kernel}" + (f" ({scheme})" if scheme != kernel else "")
+        for name, scheme, kernel, _ in rows
+    )
+    config = llm.llm_engine.vllm_config
+    unseen = ", their collectives" if config.parallel_config.world_size > 1 else ", and tensor parallelism"
+    mode = config.compilation_config.mode
+    return EngineInfo(
+        vllm=vllm_version,
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        platform=str(current_platform.device_type),
+        processor=_processor() if on_cpu else str(current_platform.get_device_name()),
+        dtype=str(llm.llm_engine.model_config.dtype).removeprefix("torch."),
+        compilation=str(getattr(mode, "name", mode)),  # a number or an enum, by the version
+        settings=_settings(llm, given),
+        multiprocess=os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "1",
+        emulated=any("Emulation" in row[2] for row in rows),
+        kernels=tuple(kernels),
+        blind_spots=(_CPU_BLIND_SPOT + unseen, *spots) if on_cpu else (),
+        start_seconds=start_seconds,
+    )
+
+
+def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
+    """The engine's arguments, vLLM's defaults too: names of EngineArgs to values in words.
+
+    `kv_cache_dtype` is what was asked for: vLLM's own answer depends on the checkpoint.
+    """
+    config = llm.llm_engine.vllm_config
+    others = {name: value for name, value in given.items() if name not in TYPED}
+    return {
+        "tensor_parallel_size": str(config.parallel_config.tensor_parallel_size),
+        "pipeline_parallel_size": str(config.parallel_config.pipeline_parallel_size),
+        "distributed_executor_backend": str(config.parallel_config.distributed_executor_backend),
+        "gpu_memory_utilization": str(config.cache_config.gpu_memory_utilization),
+        "max_num_seqs": str(config.scheduler_config.max_num_seqs),
+        "kv_cache_dtype": str(given.get("kv_cache_dtype", "auto")),
+        "max_model_len": str(config.model_config.max_model_len),
+        "engine_args": json.dumps(others, sort_keys=True) if others else "none",
+        "environment": answer_environment(),
+    }
+
+
+def _processor() -> str:
+    """The CPU's model name and the widest of the instruction sets that vLLM's kernels look for."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8") if info.is_file() else ""
+    name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    flags = set(re.findall(r"\b(amx_tile|avx512_bf16|avx512f|avx2)\b", text))
+    widest = [flag for flag in ("amx_tile", "avx512_bf16", "avx512f", "avx2") if flag in flags]
+    return f"{name.group(1) if name else platform.machine()} ({', '.join(widest) or platform.machine()})"
+
+
+def answer_environment(environment: Mapping[str, str] = os.environ) -> str:
+    """Those that are set, by name: `VLLM_BATCH_INVARIANT=1`; "none" where none is."""
+    names = (name for name in sorted(environment) if _CHOOSES.fullmatch(name) and not _UNRELATED.search(name))
+    return " ".join(f"{name}={environment[name]}" for name in names) or NONE

@@ -1,9 +1,12 @@
 """Requests to the processes that import vLLM, and their results: JSON in, JSON out."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
+
+from pydantic import JsonValue
 
 from vexport.records import Canary, DraftCounts, Endpoint, EngineInfo, LmEvalSettings, RankMemory
 from vexport.scenario.serve import EngineArguments
@@ -12,8 +15,11 @@ from vexport.scenario.serve import EngineArguments
 CANARY_TOKENS = 200
 # After each prompt that is continued by drafting: some 50 drafts.
 DRAFT_TOKENS = 128
+# Of each row of a text, as far as vocabularies are compared: vLLM answers in Python lists.
+KL_TOKENS = 64
 ANSWERS = "answers-"
 """How the names of lm-eval's caches begin, next to its results."""
+_METHOD = re.compile(r"(?P<method>[a-z][\w-]*)(?:=(?P<model>.+))?")
 FailureKind = Literal[
     "refused",
     "unsupported",
@@ -232,3 +238,12 @@ def draft_counts(metrics: Mapping[str, float], ending: str = "") -> DraftCounts:
         for field in fields(DraftCounts)
     }
     return DraftCounts(**totals)
+
+
+def speculative_config(speculative: str, tokens: int = 1) -> dict[str, JsonValue] | None:
+    """The `speculative_config` of vLLM for `METHOD` or `METHOD=FOLDER`, with drafts of so many tokens."""
+    parts = _METHOD.fullmatch(speculative)
+    if parts is None:
+        return None
+    model: dict[str, JsonValue] = {"model": parts["model"]} if parts["model"] else {}
+    return {"method": parts["method"], "num_speculative_tokens": tokens, **model}

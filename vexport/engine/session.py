@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from vexport.engine.cpu_emulation import SWITCH
-from vexport.engine.failures import explain, failure_from_exit, log_tail
 from vexport.engine.messages import (
     EngineFailure,
     FailureKind,
@@ -26,7 +25,7 @@ from vexport.engine.messages import (
     SessionRequest,
     SessionResult,
 )
-from vexport.engine.process import Follow, started_group
+from vexport.engine.process import Follow, explain, failure_from_exit, log_tail, started_group
 from vexport.errors import (
     CheckpointFailed,
     EnvironmentFault,
@@ -75,31 +74,34 @@ _PROBE_SECONDS = 60.0
 _REQUANTIZES = re.compile(r"dequantize_weight|dequantization is only supported|re-?quantiz", re.IGNORECASE)
 _REQUANTIZED_BY = ("quantization", "quantization_config")
 _PLUGIN = "[vllm.general_plugins]\nvexport_cpu_emulation = vexport.engine.cpu_emulation:register\n"
-_FIXES = {
-    "refused": "re-export the checkpoint",
-    "unsupported": "load it on a GPU, or check it with `vexport load --dry`",
-    "no compiler": "install a C++ compiler (g++), or load it with --mode eager",
-    "crashed": "read the log; report it to vLLM if the checkpoint is sound",
-    "out of memory": "free memory, use more devices (--tp), or lower max_model_len, max_num_seqs, "
-    "gpu_memory_utilization or, on a CPU, VLLM_CPU_KVCACHE_SPACE",
-    "no space": "free space in the folder of the results, in TMPDIR (default /tmp) and in /dev/shm",
-    "timed out": "give it more time or less work",
-    "mismatched build": UNINSTALL,
-    "missing": "install vLLM there (python -m pip install vllm), or choose another --vllm-python",
-}
-
-
 LOG = logging.getLogger(__name__)
-_EVENTS = {
-    "refused": "vLLM refuses to load it",
-    "unsupported": "vLLM cannot run it on this CPU",
-    "no compiler": "vLLM found no C++ compiler",
-    "crashed": "the engine stopped",
-    "out of memory": "the engine ran out of memory",
-    "no space": "the disk is full",
-    "timed out": "the engine took too long",
-    "mismatched build": "a package was built for another torch",
-    "missing": "vLLM cannot be started",
+# What happened and what to do, for each kind of failure.
+_TOLD: Mapping[FailureKind, tuple[str, str]] = {
+    "refused": ("vLLM refuses to load it", "re-export the checkpoint"),
+    "unsupported": (
+        "vLLM cannot run it on this CPU",
+        "load it on a GPU, or check it with `vexport load --dry`",
+    ),
+    "no compiler": (
+        "vLLM found no C++ compiler",
+        "install a C++ compiler (g++), or load it with --mode eager",
+    ),
+    "crashed": ("the engine stopped", "read the log; report it to vLLM if the checkpoint is sound"),
+    "out of memory": (
+        "the engine ran out of memory",
+        "free memory, use more devices (--tp), or lower max_model_len, max_num_seqs, "
+        "gpu_memory_utilization or, on a CPU, VLLM_CPU_KVCACHE_SPACE",
+    ),
+    "no space": (
+        "the disk is full",
+        "free space in the folder of the results, in TMPDIR (default /tmp) and in /dev/shm",
+    ),
+    "timed out": ("the engine took too long", "give it more time or less work"),
+    "mismatched build": ("a package was built for another torch", UNINSTALL),
+    "missing": (
+        "vLLM cannot be started",
+        "install vLLM there (python -m pip install vllm), or choose another --vllm-python",
+    ),
 }
 
 
@@ -108,13 +110,9 @@ class EngineFault(EnvironmentFault):
 
     def __init__(self, where: str, failure: EngineFailure, log: Path | None = None) -> None:
         self.failure, self.log = failure, log
+        event, fix = _TOLD[failure.kind]
         place = f" (log: {log})" if log else ""
-        super().__init__(
-            where,
-            got=f"{_EVENTS[failure.kind]}: {failure.message}",
-            need="",
-            fix=f"{_FIXES[failure.kind]}{place}",
-        )
+        super().__init__(where, got=f"{event}: {failure.message}", need="", fix=fix + place)
 
 
 @contextmanager

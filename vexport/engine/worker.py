@@ -13,17 +13,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import JsonValue, ValidationError
 
-from vexport.engine.failures import one_line
 from vexport.engine.messages import EngineFailure, FailureKind, InputProblem, SessionRequest, SessionResult
-from vexport.engine.process import PROGRESS_FD
+from vexport.engine.process import PROGRESS_FD, one_line
 from vexport.errors import InputError, VexportError
 from vexport.files import from_json, to_json, write_text
 from vexport.records import OnProgress
@@ -151,28 +150,37 @@ def run(
 
 def _use(llm: "LLM", request: SessionRequest, result: SessionResult, report: OnProgress) -> SessionResult:
     """Everything but the tasks."""
-    from vexport.engine.describe import describe
-    from vexport.engine.generate import count_drafts, run_canaries, write_logprobs, write_text_scores
+    from vexport.engine.generate import (
+        count_drafts,
+        describe,
+        run_canaries,
+        write_logprobs,
+        write_text_scores,
+    )
 
-    start = result.seconds["load"]
-    result = replace(result, engine=describe(llm, request.arguments, start_seconds=start))
     seconds = dict(result.seconds)
+    result = replace(result, engine=describe(llm, request.arguments, start_seconds=seconds["load"]))
+
+    @contextmanager
+    def timed(step: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        seconds[step] = time.monotonic() - start
+
     if request.canaries:
-        start = time.monotonic()
-        result = replace(result, canaries=run_canaries(llm, request, report))
-        seconds["canaries"] = time.monotonic() - start
-    if request.logprob_prompts and (file := request.logprobs_file) is not None:
-        start = time.monotonic()
-        write_logprobs(llm, request.logprob_prompts, file, report)
-        result, seconds["logprobs"] = replace(result, logprobs_file=file), time.monotonic() - start
-    if request.text and (file := request.text_file) is not None:
-        start = time.monotonic()
-        write_text_scores(llm, request.text, file, report)
-        result, seconds["text"] = replace(result, text_file=file), time.monotonic() - start
+        with timed("canaries"):
+            result = replace(result, canaries=run_canaries(llm, request, report))
+    if request.logprob_prompts and request.logprobs_file is not None:
+        with timed("logprobs"):
+            write_logprobs(llm, request.logprob_prompts, request.logprobs_file, report)
+            result = replace(result, logprobs_file=request.logprobs_file)
+    if request.text and request.text_file is not None:
+        with timed("text"):
+            write_text_scores(llm, request.text, request.text_file, report)
+            result = replace(result, text_file=request.text_file)
     if request.drafted:
-        start = time.monotonic()
-        result = replace(result, drafts=count_drafts(llm, request.drafted, report))
-        seconds["drafts"] = time.monotonic() - start
+        with timed("drafts"):
+            result = replace(result, drafts=count_drafts(llm, request.drafted, report))
     return replace(result, seconds=seconds)
 
 
@@ -196,7 +204,7 @@ def model_arguments(request: SessionRequest, platform: str) -> EngineArguments:
         "disable_log_stats": not request.drafted,
         # Answers must not depend on what was asked before; with it 20 of 64 changed (docs/evaluation.md).
         "enable_prefix_caching": False,
-        "worker_extension_cls": "vexport.engine.describe.DescribeKernels",
+        "worker_extension_cls": "vexport.engine.generate.DescribeKernels",
     }
     if platform == CPU and (request.lm_eval.seeds > 1 or "seed" in request.lm_eval.gen_kwargs):
         # After a prefill in parts vLLM rewinds a request's generator, which fails for those of a CPU

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch.nn import functional
 from transformers import AutoTokenizer
 
-from vexport.engine.prompts import Prompts
+from vexport.engine.load import Prompts
 from vexport.files import digest_bytes
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Drift, PromptDrift, TokenDrift

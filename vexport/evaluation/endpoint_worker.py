@@ -20,8 +20,7 @@ import transformers
 from pydantic import JsonValue
 from safetensors.torch import save_file
 
-from vexport.engine.messages import DRAFT_TOKENS, SessionRequest, SessionResult, draft_counts
-from vexport.engine.prompts import KL_TOKENS
+from vexport.engine.messages import DRAFT_TOKENS, KL_TOKENS, SessionRequest, SessionResult, draft_counts
 from vexport.engine.worker import answer_request, input_problem, reporter
 from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.evaluation.endpoint import Server, UnreachableError

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vexport.checkpoint.chat_template import DEFAULT, chat_templates
-from vexport.engine.prompts import Prompts
+from vexport.engine.load import Prompts
 from vexport.errors import InputError, raise_all
 from vexport.evaluation.drift import Scored
 from vexport.files import read_json_object

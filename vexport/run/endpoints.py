@@ -4,8 +4,8 @@ from pathlib import Path
 
 from vexport.checkpoint.hub import fetch, list_files, side_files
 from vexport.checkpoint.source import hub_name
-from vexport.engine.messages import SessionRequest, SessionResult
-from vexport.engine.prompts import KL_TOKENS, Prompts
+from vexport.engine.load import Prompts
+from vexport.engine.messages import KL_TOKENS, SessionRequest, SessionResult
 from vexport.engine.session import Worker, session_error
 from vexport.errors import InputError
 from vexport.evaluation.endpoint import Server

@@ -11,7 +11,7 @@ from vexport.checkpoint.chat_template import chat_templates
 from vexport.checkpoint.data_name import DEFAULT
 from vexport.checkpoint.index import folder_digest
 from vexport.engine.dry.load import dry_load_checkpoints
-from vexport.engine.prompts import CONTINUED
+from vexport.engine.load import CONTINUED
 from vexport.errors import VexportError
 from vexport.evaluation.drift import drift_warnings
 from vexport.evaluation.endpoint import require_address

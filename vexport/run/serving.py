@@ -11,11 +11,23 @@ from vexport.checkpoint.data_name import require_data
 from vexport.checkpoint.index import folder_digest, read_index, require_checkpoint
 from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.engine.arguments import require_arguments, require_heads, require_layers
-from vexport.engine.describe import NONE, answer_environment
-from vexport.engine.dry.drafter import speculative_config
-from vexport.engine.load import load_report, load_request, shortest_length
-from vexport.engine.messages import ANSWERS, DRAFT_TOKENS, SessionRequest, SessionResult
-from vexport.engine.prompts import CONTINUED, KL_TOKENS, Prompts, fixed_prompts
+from vexport.engine.generate import NONE, answer_environment
+from vexport.engine.load import (
+    CONTINUED,
+    Prompts,
+    fixed_prompts,
+    load_report,
+    load_request,
+    shortest_length,
+)
+from vexport.engine.messages import (
+    ANSWERS,
+    DRAFT_TOKENS,
+    KL_TOKENS,
+    SessionRequest,
+    SessionResult,
+    speculative_config,
+)
 from vexport.engine.session import WORKER, EngineFault, log_folder, require_vllm, run_session
 from vexport.errors import CheckpointFailed, InputError, VexportError
 from vexport.errors.extras import unforeseen

@@ -15,11 +15,10 @@ import torch
 
 from vexport.checks.tokenizer import VOCABULARY
 from vexport.engine.dry.audit import Audit, HeaderFile
-from vexport.engine.dry.drafter import DRAFTER, build_drafter, shared_parameters, speculative_config
 from vexport.engine.dry.fake_platform import AbsentValues, NotFollowed, join_group, set_capability
 from vexport.engine.dry.layers import layer_kinds, raising_layer, rank_memory
-from vexport.engine.failures import one_line
-from vexport.engine.messages import CellResult, DryTry, Miscopy, Outcome
+from vexport.engine.messages import CellResult, DryTry, Miscopy, Outcome, speculative_config
+from vexport.engine.process import one_line
 from vexport.files import from_json, to_json, write_text
 
 if TYPE_CHECKING:
@@ -33,6 +32,11 @@ _NOT_FOLLOWED_WORDS = ("meta tensor", "meta device", "NVIDIA driver", "CUDA enab
 _PYDANTIC = re.compile(r"^\d+ validation errors? for \w+\s+Value error,|\[type=.*\Z", re.DOTALL)
 # Parameters that vLLM registers and never reads; its own weight tracking leaves out the second.
 _NEVER_READ = ("weight_shape", "input_scale_ub")
+# Begins the names of its layers in a report.
+DRAFTER = "drafter."
+# Parameters that MTP layers take from the target, whatever the checkpoint has: `_maybe_share_embeddings` and
+# `_maybe_share_lm_head` in vllm/v1/spec_decode/llm_base_proposer.py.
+_SHARED = re.compile(r"(?:^|\.)(?P<shared>embed_tokens|lm_head|shared_head\.head)\.")
 
 
 def try_cell(attempt: DryTry) -> CellResult:
@@ -185,3 +189,28 @@ def _outcome(error: Exception) -> Outcome:
 def _one_line(error: Exception) -> str:
     text = " ".join(_PYDANTIC.sub(" ", str(error)).split())
     return (f"{type(error).__name__}: {text}" if text else one_line(error))[:_MOST_MESSAGE]
+
+
+def build_drafter(config: "VllmConfig") -> torch.nn.Module | None:
+    """The draft model of a configuration; None where nothing drafts, or a method without weights does."""
+    from vllm.compilation.backends import set_model_tag
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    if draft is None or draft.runner_type != "draft":
+        return None
+    with set_model_tag("eagle_head"):
+        drafter: torch.nn.Module = initialize_model(config, model_config=draft)
+    return drafter
+
+
+def shared_parameters(drafter: torch.nn.Module) -> Iterator[str]:
+    """The parameters that a loaded drafter takes from its target where the checkpoint has none for it."""
+    own = {
+        "embed_tokens": getattr(drafter, "has_own_embed_tokens", False),
+        "lm_head": getattr(drafter, "has_own_lm_head", False),
+        "shared_head.head": False,
+    }
+    for name, _ in drafter.named_parameters():
+        if (part := _SHARED.search(name)) and not own[part["shared"]]:
+            yield name
