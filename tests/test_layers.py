@@ -136,4 +136,4 @@ def test_planning_does_not_load_transformers() -> None:
 
 def test_quantizing_by_ranges_loads_no_torch() -> None:
     heavy = {"torch", "transformers", "compressed_tensors", "huggingface_hub", "safetensors"}
-    assert not loaded_by("import vexport.quantize.job, vexport.reports.sentences") & heavy
+    assert not loaded_by("import vexport.quantize.job, vexport.reports.formatting") & heavy

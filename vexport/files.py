@@ -107,12 +107,6 @@ def to_json(value: object) -> str:
     return TypeAdapter(type(value)).dump_json(value, indent=2, by_alias=True).decode() + "\n"
 
 
-def json_schema(kind: type[T]) -> str:
-    """The JSON schema of one of our frozen types."""
-    schema = TypeAdapter(kind).json_schema(mode="serialization")
-    return json.dumps(schema, indent=2, sort_keys=True) + "\n"
-
-
 def from_json(kind: type[T], path: Path) -> T:
     """Read one of our frozen types; InputError names the first field that does not fit."""
     value = read_json(path)

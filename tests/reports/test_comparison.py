@@ -14,7 +14,7 @@ from vexport.errors import InputError
 from vexport.files import to_json
 from vexport.records import ComparedRun, Report
 from vexport.reports import render_comparison
-from vexport.reports.comparison import compared_run, marked
+from vexport.reports.run import compared_run, marked
 
 
 def runs() -> list[Report]:

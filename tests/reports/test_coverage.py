@@ -8,7 +8,7 @@ from tests.reports import sample
 from vexport.records import CalibrationRecord, ExpertCoverage
 from vexport.records.calibration import expert_coverage
 from vexport.reports import render
-from vexport.reports.sentences import coverage_lines
+from vexport.reports.formatting import coverage_lines
 
 ROUTED = {
     "layers.0.experts": (5, 0, 9, 2),
@@ -30,11 +30,11 @@ def test_counts_are_summed_up() -> None:
 
 
 def test_lines_say_what_was_reached_and_name_what_was_not() -> None:
-    assert coverage_lines(COVERAGE) == LINES
-    assert coverage_lines(COVERAGE[2:]) == (
+    assert tuple(coverage_lines(COVERAGE)) == LINES
+    assert tuple(coverage_lines(COVERAGE[2:])) == (
         "4 experts in 1 layer: 1 to 3 calibration tokens routed to each, median 1",
     )
-    assert coverage_lines(()) == ()
+    assert not [*coverage_lines(())]
 
 
 def test_many_experts_without_tokens_are_not_all_named() -> None:

@@ -14,7 +14,7 @@ from tests.engine.fixtures import write_tokenizer
 from tests.mutations.edits import Change, drop, element, put, spoiled
 from vexport.records import CheckReport, Finding, Json
 from vexport.reports import render_checks
-from vexport.reports.folding import fold, folded_places
+from vexport.reports.findings import fold, folded_places
 
 LINES = 40
 

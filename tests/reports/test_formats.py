@@ -16,8 +16,16 @@ from vexport.cli.scenario import REPORT_FORMATS
 from vexport.files import from_json
 from vexport.records import CheckReport, Outcome, Report
 from vexport.reports import render, render_checks, render_loads, render_verdict
-from vexport.reports.formatting import bits_per_weight, count, duration, p_value, percent, size, small
-from vexport.reports.sentences import scale_of
+from vexport.reports.formatting import (
+    bits_per_weight,
+    count,
+    duration,
+    p_value,
+    percent,
+    scale_of,
+    size,
+    small,
+)
 
 OUTCOMES: tuple[Outcome, ...] = ("PASS", "FAIL", "INCONCLUSIVE")
 SAMPLES: dict[str, Callable[[], Report]] = {

@@ -17,7 +17,7 @@ import pytest
 from tests.reports import sample
 from vexport.records import KindSize, Report
 from vexport.reports import document, render
-from vexport.reports.charts import forests
+from vexport.reports.accuracy import forests
 from vexport.reports.layers import layer_kind
 
 CHROMIUM = shutil.which("chromium")
@@ -133,8 +133,8 @@ def test_the_forest_places_zero_the_margin_and_every_interval() -> None:
     (chart,) = forests(sample.verdict("FAIL"))
     facts, addition = chart.rows
     assert 0 < addition.low < addition.at < addition.high < chart.margin < facts.low < chart.zero < facts.high
-    assert all(0 <= tick.at <= 100 for tick in chart.ticks)
-    assert "0" in [tick.label for tick in chart.ticks]
+    assert all(0 <= at <= 100 for at, _ in chart.ticks)
+    assert "0" in [label for _, label in chart.ticks]
 
 
 def test_layers_are_grouped_by_what_repeats() -> None:

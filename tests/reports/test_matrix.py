@@ -9,7 +9,7 @@ import jsonschema
 
 import vexport.reports
 from vexport.records import DryLoadReport, Finding, MatrixCell, MatrixRow
-from vexport.reports import render_dry_loads
+from vexport.reports import render_loads
 
 SCHEMA = Path(vexport.reports.__file__).parent / "dry-load.schema.json"
 COLUMNS = [(tp, sm) for tp in (1, 2, 4, 8) for sm in (80, 89, 90, 100)]
@@ -53,7 +53,7 @@ REPORT = DryLoadReport(
 
 
 def test_text_joins_what_is_alike() -> None:
-    text = render_dry_loads([REPORT], "text")
+    text = render_loads([REPORT], "text")
     assert max(map(len, text.splitlines())) <= 100
     assert text.startswith("FAIL  out/model")
     assert [line for line in text.splitlines() if line.startswith("tensor")] == [
@@ -66,7 +66,7 @@ def test_text_joins_what_is_alike() -> None:
 
 
 def test_json_is_a_list_valid_against_its_schema() -> None:
-    listed = json.loads(render_dry_loads([REPORT, replace(REPORT, checkpoint="b")], "json"))
+    listed = json.loads(render_loads([REPORT, replace(REPORT, checkpoint="b")], "json"))
     jsonschema.validate(listed, json.loads(SCHEMA.read_text()))
     assert [report["checkpoint"] for report in listed] == ["out/model", "b"]
     assert listed[0]["rows"][0]["cells"][0] == {
@@ -81,15 +81,15 @@ def test_json_is_a_list_valid_against_its_schema() -> None:
 
 
 def test_junit_and_github_tell_the_failure() -> None:
-    suite = ElementTree.fromstring(render_dry_loads([REPORT], "junit"))
+    suite = ElementTree.fromstring(render_loads([REPORT], "junit"))
     assert [case.get("type") for case in suite.iter("failure")] == ["FAIL"] * 5
-    assert render_dry_loads([REPORT], "github").startswith("::error title=load")
+    assert render_loads([REPORT], "github").startswith("::error title=load")
 
 
 def test_junit_has_a_case_per_cell() -> None:
     optional = replace(REPORT.cells[-1], needed=False)
     report = replace(REPORT, cells=(*REPORT.cells[:-1], optional))
-    (suite,) = ElementTree.fromstring(render_dry_loads([report], "junit").encode())
+    (suite,) = ElementTree.fromstring(render_loads([report], "junit").encode())
     assert suite.get("name") == "out/model"
     results = {case.get("name"): [element.tag for element in case] for case in suite}
     assert len(results) == len(COLUMNS) + 1
@@ -101,8 +101,8 @@ def test_junit_has_a_case_per_cell() -> None:
 
 def test_versions_are_columns() -> None:
     other = replace(REPORT, vllm="0.31.0", vllm_python="/venv/bin/python", ok=True, findings=())
-    lines = render_dry_loads([REPORT, other], "text").splitlines()
+    lines = render_loads([REPORT, other], "text").splitlines()
     assert lines[0].split() == ["checkpoint", "0.32.0", "0.31.0"]
     assert " ".join(lines[2].split()) == "out/model FAILS (12 of 16 cells) loads (12 of 16 cells)"
-    suites = ElementTree.fromstring(render_dry_loads([REPORT, other], "junit").encode())
+    suites = ElementTree.fromstring(render_loads([REPORT, other], "junit").encode())
     assert [suite.get("name") for suite in suites] == ["out/model 0.32.0", "out/model 0.31.0"]

@@ -28,13 +28,13 @@ def test_lines_say_how_strongly_and_what_it_gained() -> None:
     weighed = RoundingReport(
         layers=(LayerRounding(groups=(replace(QKV, weighs_tokens=True),), state_error=0),)
     )
-    assert rounding_lines(weighed)[1] == "0.25 of the refit, ridge 0.1, tokens weighed"
+    assert [*rounding_lines(weighed)][1] == "0.25 of the refit, ridge 0.1, tokens weighed"
     assert gain == "output error 1.00% of the signal, 4.00% to nearest (median)"
-    assert rounding_lines(None) == ()
+    assert not [*rounding_lines(None)]
 
 
 def test_a_fallback_is_a_warning_by_name() -> None:
-    assert fallback_lines(ROUNDING) == (f"{LOST.name} rounded to nearest: {LOST.fallback}",)
+    assert [*fallback_lines(ROUNDING)] == [f"{LOST.name} rounded to nearest: {LOST.fallback}"]
     (finding,) = fallback_findings(ROUNDING)
     assert (finding.check, finding.severity, finding.where) == ("rounding", "warning", LOST.name)
     assert "H is not positive definite" in finding.got

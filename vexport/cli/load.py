@@ -87,12 +87,12 @@ def load(
         problems = _unreadable(checkpoints, on_progress)
         names = tuple(name for name in checkpoints if name not in problems)
         if dry:
-            from vexport.reports import render_dry_loads
+            from vexport.reports import render_loads
 
             targets = _Targets(tp=tp or (1,), sm=sm, cards=cards or (), speculative=speculative)
             found = _dry_loads(names, interpreters, targets, session.timeout, on_progress)
             reports = shown = _in_order(checkpoints, found, problems, _NO_DRY_LOAD)
-            text = render_dry_loads(shown, answer.format_)
+            text = render_loads(shown, answer.format_)
         else:
             sizes = tp if tp and given("tp") else (None,)
             loaded = _loads(names, interpreters, sizes, mode, session, on_progress)

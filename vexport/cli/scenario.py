@@ -93,7 +93,7 @@ def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
     from vexport.errors import VexportError
     from vexport.errors.extras import attempt, raise_problems
     from vexport.reports import render, render_comparison
-    from vexport.reports.comparison import compared_run, marked
+    from vexport.reports.run import compared_run, marked
     from vexport.run.directory import read_report
 
     outcomes = [(folder, attempt(partial(read_report, folder), str(folder))) for folder in run_dirs]

@@ -1,16 +1,22 @@
 """Reports in every form: text, JSON, HTML, Markdown, JUnit XML and GitHub annotations.
 
 A kind of report is one function that builds its documents (vexport.reports.document), a form one module that
-draws them. Each function here is for one kind of report; the command line offers the forms that it has.
+draws them. Each function here is for one kind of report; the command line offers the forms that it has. The
+answer to several checkpoints keeps their order, and its JSON is a list.
 """
 
+import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
 from vexport.errors import InputError
-from vexport.records import CheckReport, ComparedRun, DryLoadReport, LoadReport, Report, Verdict
-from vexport.reports import checkpoints, github, json, junit, markdown, text
+from vexport.records import CheckReport, ComparedRun, DryLoadReport, Json, LoadReport, Report, Verdict
+from vexport.reports import checkpoints, ci, markdown, text
 from vexport.reports.document import Document
+from vexport.reports.findings import check_gates, report_gates, verdict_gates
 
 
 def _drawn(documents: Sequence[Document], format: str) -> str:
@@ -24,6 +30,26 @@ def _drawn(documents: Sequence[Document], format: str) -> str:
 
         return "".join(map(html.render, documents))
     raise InputError("--format", got=format, need="a form that this answer has", fix="see --help")
+
+
+def _json(value: object) -> str:
+    """Indented ASCII: terminal controls and lone surrogates leave as JSON escapes, not as themselves."""
+    return json.dumps(_plain(value), indent=2, allow_nan=False) + "\n"
+
+
+def _plain(value: object) -> Json:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return _finite(TypeAdapter(type(value)).dump_python(value, mode="json", by_alias=True))
+
+
+def _finite(value: Json) -> Json:
+    """`value` with null for infinities and NaN, which JSON cannot write (as vexport.files.to_json)."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def render(
@@ -44,11 +70,11 @@ def render(
 
     match format:
         case "json":
-            return json.dumps(Report, report)
+            return _json(report)
         case "junit":
-            return junit.report(report)
+            return ci.junit([(report.name, report_gates(report))], report.seconds)
         case "github":
-            return github.report(report, scenario)
+            return ci.github_answer(report.name, report_gates(report), scenario)
         case "card":
             return card.render(report)
     files = run_files(folder, page or folder) if format == "html" and folder else ()
@@ -58,18 +84,18 @@ def render(
 def render_checks(
     reports: Sequence[CheckReport], format: str, families: Sequence[str] = (), *, every: bool = False
 ) -> str:
-    """Check reports in order; JSON is always a list.
+    """Check reports.
 
     `families` are the names of the checks that looked, of which JUnit shows those without a finding too.
     Text has findings of one kind as one unless `every`.
     """
     match format:
         case "json":
-            return json.dumps(list[CheckReport], list(reports))
+            return _json(list(reports))
         case "junit":
-            return junit.checks(reports, families)
+            return ci.junit((report.checkpoint, check_gates(report, families)) for report in reports)
         case "github":
-            return github.checkpoints("check", reports)
+            return ci.github_checkpoints("check", reports)
     return _drawn(checkpoints.check_documents(reports, every=every), format)
 
 
@@ -78,55 +104,42 @@ def summarize_checks(reports: Sequence[CheckReport]) -> str:
     return markdown.render_all(checkpoints.check_documents(reports))
 
 
-def render_loads(reports: Sequence[LoadReport], format: str) -> str:
-    """Load reports in order; JSON is always a list."""
+def render_loads(reports: Sequence[LoadReport | DryLoadReport], format: str) -> str:
+    """Loads, or dry loads, of which JUnit has a case for each cell."""
     match format:
         case "json":
-            return json.dumps(list[LoadReport], list(reports))
+            return _json(list(reports))
         case "junit":
-            return junit.loads(reports)
+            return ci.junit(checkpoints.load_suites(reports))
         case "github":
-            return github.checkpoints("load", reports)
+            return ci.github_checkpoints("load", reports)
     return _drawn(checkpoints.load_documents(reports), format)
-
-
-def render_dry_loads(reports: Sequence[DryLoadReport], format: str) -> str:
-    """Dry load reports in order; JSON is always a list."""
-    match format:
-        case "json":
-            return json.dumps(list[DryLoadReport], list(reports))
-        case "junit":
-            return junit.dry_loads(reports)
-        case "github":
-            return github.checkpoints("load", reports)
-    return _drawn(checkpoints.dry_load_documents(reports), format)
 
 
 def render_comparison(runs: Sequence[ComparedRun], format: str) -> str:
     """Several runs in order, as text, JSON, Markdown or a page."""
-    from vexport.reports.comparison import comparison_document
+    from vexport.reports.run import comparison_document
 
-    if format == "json":
-        return json.dumps(list[ComparedRun], list(runs))
-    return _drawn([comparison_document(runs)], format)
+    return _json(list(runs)) if format == "json" else _drawn([comparison_document(runs)], format)
 
 
 def render_verdict(verdict: Verdict, format: str) -> str:
     """A verdict; JSON is an object."""
-    return json.dumps(Verdict, verdict) if format == "json" else render_verdicts([verdict], format)
+    return _json(verdict) if format == "json" else render_verdicts([verdict], format)
 
 
 def render_verdicts(verdicts: Sequence[Verdict], format: str) -> str:
-    """Verdicts on several checkpoints in order; JSON is a list."""
+    """Verdicts on several checkpoints."""
     from vexport.reports.accuracy import verdict_document
 
     match format:
         case "json":
-            return json.dumps(list[Verdict], list(verdicts))
+            return _json(list(verdicts))
         case "junit":
-            return junit.verdicts(verdicts)
+            names = ["verdict" if len(verdicts) == 1 else verdict.checkpoint for verdict in verdicts]
+            return ci.junit(zip(names, map(verdict_gates, verdicts), strict=True))
         case "github":
-            return "".join(map(github.verdict, verdicts))
+            return "".join(ci.github_answer("accuracy", verdict_gates(verdict)) for verdict in verdicts)
     return _drawn([*map(verdict_document, verdicts)], format)
 
 

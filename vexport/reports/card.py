@@ -4,7 +4,8 @@ The keys are those of https://huggingface.co/docs/hub/model-cards, written by hu
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -12,14 +13,12 @@ import yaml
 from vexport.errors.escaping import visible
 from vexport.records import Report, Verdict
 from vexport.reports.accuracy import task_table, text_table
-from vexport.reports.document import Code, Listing, Paragraph, Part, Section, parts, row
-from vexport.reports.formatting import plural
-from vexport.reports.layers import fallback_lines, rounding_lines
-from vexport.reports.markdown import render_parts, safe
-from vexport.reports.sentences import (
+from vexport.reports.document import Listing, Paragraph, Section, parts, row
+from vexport.reports.formatting import (
     coverage_lines,
     engine_line,
     outcome_line,
+    plural,
     report_device,
     report_sentence,
     schemes_in_use,
@@ -27,6 +26,8 @@ from vexport.reports.sentences import (
     size_change,
     task_title,
 )
+from vexport.reports.layers import fallback_lines, rounding_lines
+from vexport.reports.markdown import render_parts, safe
 
 # A name on the hub, as huggingface_hub.utils.validate_repo_id has it; a local path is none.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -38,7 +39,6 @@ _ABSOLUTE = re.compile(r"(^|[\s='\"])(/[^\s'\"]*)")
 INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
 # What the texts begin with, and how the hub names them.
 LICENSES = {"Apache License Version 2.0": "apache-2.0", "MIT License": "mit"}
-_FENCE = "---"
 _TEXT = "tag:yaml.org,2002:str"
 # Of a file that is read, and of a word.
 _MOST_BYTES, _LONGEST_WORD = 1 << 16, 500
@@ -50,9 +50,15 @@ def render(report: Report) -> str:
         f"**{safe(outcome_line(report.outcome, report_device(report)))}**: {safe(report_sentence(report))}"
     )
     title = f"# {safe(_model_name(report))}\n\n{safe(size_change(report.plan))}."
-    return (
-        f"---\n{_front_matter(report)}\n---\n\n{title}\n\n{answer}\n\n{render_parts(_sections(report), 2)}\n"
+    # The vLLM that loaded it, under a name that the reader fills in.
+    version = report.load.engine.vllm if report.load.engine else ""
+    install = f'pip install "vllm>={version}"\n' if _VERSION.fullmatch(version) else ""
+    content = parts(
+        Section("Use", (Paragraph(f"{install}vllm serve PATH_OR_NAME_OF_THIS_CHECKPOINT", "code"),)),
+        _accuracy(report.verdict) if report.verdict else None,
+        Section("How it was made", (Listing(row(*_made(report))),)),
     )
+    return f"---\n{_front_matter(report)}\n---\n\n{title}\n\n{answer}\n\n{render_parts(content, 2)}\n"
 
 
 def _front_matter(report: Report) -> str:
@@ -60,7 +66,6 @@ def _front_matter(report: Report) -> str:
 
     source = _source_name(report)
     base = source if _HUB_ID.fullmatch(source) else None
-    tasks = report.verdict.tasks if report.verdict else ()
     results = [
         EvalResult(
             task_type="text-generation",
@@ -71,7 +76,7 @@ def _front_matter(report: Report) -> str:
             metric_value=task.candidate.value,
             verified=False,
         )
-        for task in tasks
+        for task in (report.verdict.tasks if report.verdict else ())
     ]
     data = ModelCardData(
         base_model=base,
@@ -95,7 +100,7 @@ def _front_matter(report: Report) -> str:
 
 
 def _inherited(report: Report, key: str) -> tuple[str, ...]:
-    """Return the values of the source's card under `key`."""
+    """The values of the source's card under `key`."""
     value = report.source_card.get(key, ())
     return tuple(map(visible, (value,) if isinstance(value, str) else value))
 
@@ -109,29 +114,13 @@ def _model_name(report: Report) -> str:
 
 
 def _source_name(report: Report) -> str:
-    """Return the name of the source; of a local path its last part, since a card is for others."""
-    if report.source_name:
-        return report.source_name
-    return report.source if _HUB_ID.fullmatch(report.source) else _last(report.source)
+    """The name of the source; of a local path its last part, since a card is for others."""
+    is_on_hub = _HUB_ID.fullmatch(report.source)
+    return report.source_name or (report.source if is_on_hub else _last(report.source))
 
 
 def _last(path: str) -> str:
     return path.rstrip("/").rpartition("/")[2]
-
-
-def _sections(report: Report) -> tuple[Part, ...]:
-    return parts(
-        Section("Use", (_use(report),)),
-        _accuracy(report.verdict) if report.verdict else None,
-        Section("How it was made", (_made(report),)),
-    )
-
-
-def _use(report: Report) -> Code:
-    """The commands to serve it: the vLLM that loaded it, under a name that the reader fills in."""
-    version = report.load.engine.vllm if report.load.engine else ""
-    install = f'pip install "vllm>={version}"\n' if _VERSION.fullmatch(version) else ""
-    return Code(f"{install}vllm serve PATH_OR_NAME_OF_THIS_CHECKPOINT")
 
 
 def _accuracy(verdict: Verdict) -> Section:
@@ -142,23 +131,21 @@ def _accuracy(verdict: Verdict) -> Section:
     return Section("Accuracy", (Paragraph(note), task_table(verdict)))
 
 
-def _made(report: Report) -> Listing:
-    rows = report.calibration_rows
-    # Without the folders of the machine that it ran on.
+def _made(report: Report) -> Iterator[str]:
+    """How it was made, without the folders of the machine that it ran on, and what its load did not show."""
     command = _ABSOLUTE.sub(lambda match: f"{match[1]}{_last(match[2])}", report.command)
-    lines = [
-        f"vexport {report.vexport}, {report.created}: {command}",
-        f"calibrated on {plural(rows, 'row')}" if rows else "no calibration",
-        f"{plural(len(report.plan.kept_linears), 'linear layer')} kept",
-        *coverage_lines(report.experts),
-        *rounding_lines(report.rounding),
-        *fallback_lines(report.rounding),
-    ]
+    rows = report.calibration_rows
+    yield f"vexport {report.vexport}, {report.created}: {command}"
+    yield f"calibrated on {plural(rows, 'row')}" if rows else "no calibration"
+    yield f"{plural(len(report.plan.kept_linears), 'linear layer')} kept"
+    yield from coverage_lines(report.experts)
+    yield from rounding_lines(report.rounding)
+    yield from fallback_lines(report.rounding)
     if engine := report.load.engine:
-        lines.append(f"loaded in vLLM {engine_line(engine)}")
-        lines += [f"served there with {served_with(engine)}"] if engine.settings else []
-        lines += [f"not shown there: {spot}" for spot in engine.blind_spots]
-    return Listing(row(*lines))
+        yield f"loaded in vLLM {engine_line(engine)}"
+        if engine.settings:
+            yield f"served there with {served_with(engine)}"
+        yield from (f"not shown there: {spot}" for spot in engine.blind_spots)
 
 
 def inherited_card(root: Path) -> Mapping[str, str | tuple[str, ...]]:
@@ -166,28 +153,20 @@ def inherited_card(root: Path) -> Mapping[str, str | tuple[str, ...]]:
 
     Without a license there, that of the folder's LICENSE file where it is one of LICENSES.
     """
-    fields = dict(_source_fields(root))
-    if "license" not in fields and (license_ := _license(root)):
-        fields["license"] = license_
-    return fields
+    fields = _source_fields(_beginning(root / "README.md"))
+    texts = (_beginning(root / name) for name in ("LICENSE", "LICENSE.txt", "LICENSE.md"))
+    start = " ".join(next(filter(None, texts), "")[:500].split())
+    known = [license_ for title, license_ in LICENSES.items() if title in start]
+    return {"license": known[0], **fields} if known else fields
 
 
-def _license(root: Path) -> str:
-    """The hub's identifier of the license whose text the folder has; empty where that is not known."""
-    for name in ("LICENSE", "LICENSE.txt", "LICENSE.md"):
-        if text := _beginning(root / name):
-            start = " ".join(text[:500].split())
-            return next((key for title, key in LICENSES.items() if title in start), "")
-    return ""
-
-
-def _source_fields(root: Path) -> Mapping[str, str | tuple[str, ...]]:
-    """The keys of INHERITED in the folder's card."""
-    first, *rest = _beginning(root / "README.md").split(f"\n{_FENCE}", 1)
-    if not rest or not first.startswith(_FENCE):
+def _source_fields(card: str) -> Mapping[str, str | tuple[str, ...]]:
+    """The keys of INHERITED in the front matter of a card."""
+    first, *rest = card.split("\n---", 1)
+    if not rest or not first.startswith("---"):
         return {}
     try:  # nodes alone: making values of them takes as long as aliases and merges say
-        content = yaml.compose(first.removeprefix(_FENCE), yaml.SafeLoader)
+        content = yaml.compose(first.removeprefix("---"), yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError):
         return {}
     nodes = content.value if isinstance(content, yaml.MappingNode) else []
@@ -210,10 +189,8 @@ def _word(node: yaml.Node) -> str:
 
 def _beginning(file: Path) -> str:
     """The first bytes of a text file; empty where there is no file."""
-    try:
-        if not file.is_file():
-            return ""
-        with file.open("rb") as stream:
-            return stream.read(_MOST_BYTES).decode("utf-8", errors="replace")
-    except OSError:
-        return ""
+    with suppress(OSError):
+        if file.is_file():
+            with file.open("rb") as stream:
+                return stream.read(_MOST_BYTES).decode("utf-8", errors="replace")
+    return ""

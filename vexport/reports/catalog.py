@@ -27,16 +27,9 @@ def render_catalog(what: str, format_: str) -> str:
     rows = CATALOGS[what]()
     if format_ == "json":
         return json.dumps(list(rows), indent=2) + "\n"
-    return _table(list(rows[0]), [list(row.values()) for row in rows])
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows under their columns, cells wrapped."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column)
+    table = Table(*rows[0], box=None, pad_edge=False, header_style="bold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*row.values())
     console = Console(width=WIDTH, file=StringIO())
     with console.capture() as capture:
         console.print(table, markup=False)
@@ -76,15 +69,12 @@ def checks() -> Rows:
     """Names and what each looks at."""
     from vexport.checks import CHECKS, COMPARED, FILES, SOURCE
 
-    files = {
-        "check": FILES,
-        "what is looked at": "folder, config.json, index and safetensors headers can be read",
+    descriptions = {
+        FILES: "folder, config.json, index and safetensors headers can be read",
+        **{name: check.description for name, check in CHECKS.items()},
+        SOURCE: COMPARED,
     }
-    return [
-        files,
-        *({"check": name, "what is looked at": check.description} for name, check in CHECKS.items()),
-        {"check": SOURCE, "what is looked at": COMPARED},
-    ]
+    return [{"check": name, "what is looked at": description} for name, description in descriptions.items()]
 
 
 def architectures() -> Rows:
@@ -103,7 +93,7 @@ def architectures() -> Rows:
 
 
 def _gpus(support: GpuSupport) -> dict[str, str]:
-    """Compute capabilities that load a scheme, and those that multiply inputs of as many bits as stored."""
+    """Compute capabilities that load a scheme, and those that multiply as many bits as stored."""
     package = f" with {support.package}" if support.package else ""
     return {
         "loads from SM": _span(support.loads_from, support.below) + package,
@@ -112,9 +102,7 @@ def _gpus(support: GpuSupport) -> dict[str, str]:
 
 
 def _span(least: int | None, below: int | None) -> str:
-    if least is None:
-        return "none"
-    return f"{least}, below {below}" if below else str(least)
+    return "none" if least is None else f"{least}, below {below}" if below else str(least)
 
 
 def _args(args: QuantArgs | None) -> str:

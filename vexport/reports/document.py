@@ -8,16 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from vexport.records import Finding
-from vexport.reports.charts import Forest
-from vexport.reports.folding import MAX_FOLLOWING, SEVERITIES, Folded, fold
+from vexport.records import Finding, Outcome
+from vexport.reports.findings import MAX_FOLLOWING, SEVERITIES, Folded, Gate, Status, fold
 from vexport.reports.formatting import plural
-from vexport.reports.gates import Gate, Status
 
 Form = Literal["text", "markdown", "html"]
 FORMS: tuple[Form, ...] = ("text", "markdown", "html")
 PAGE: tuple[Form, ...] = ("html",)
-SUMMARY: tuple[Form, ...] = ("text", "markdown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,36 +44,38 @@ class Column:
     omit: tuple[Form, ...] = ()
 
 
+Row = tuple[TableCell, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """Rows of cells under columns; on a narrow page a row becomes a list unless `stack` is off."""
 
     columns: tuple[Column, ...]
-    rows: tuple[tuple[TableCell, ...], ...]
+    rows: tuple[Row, ...]
     caption: str = ""
     stack: bool = True
 
     def shown(self, form: Form) -> "Table":
         """The table with the columns of one form."""
-        kept = [form not in column.omit for column in self.columns]
-        columns = tuple(column for column, keep in zip(self.columns, kept, strict=True) if keep)
-        rows = (tuple(cell for cell, keep in zip(row, kept, strict=True) if keep) for row in self.rows)
-        return replace(self, columns=columns, rows=tuple(rows))
+        kept = [number for number, column in enumerate(self.columns) if form not in column.omit]
+        rows = tuple(tuple(row[number] for number in kept) for row in self.rows)
+        return replace(self, columns=tuple(self.columns[number] for number in kept), rows=rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Paragraph:
-    """One or more sentences."""
+    """One or more sentences, or as `code` a command to type."""
 
     text: str
-    style: Literal["plain", "muted", "warning"] = "plain"
+    style: Literal["plain", "muted", "warning", "code"] = "plain"
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
     """A bulleted list; with a `title` it is set off from the text around it."""
 
-    items: tuple[TableCell, ...]
+    items: Row
     title: str = ""
 
 
@@ -85,13 +84,6 @@ class Facts:
     """Labels with what they stand for; a cell's note goes on a line below."""
 
     rows: tuple[tuple[str, TableCell], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Code:
-    """A command to type, or one that was."""
-
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +110,12 @@ class FindingList:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A prompt with its answers (each a label, a text and a tone); `group` is what a Filter selects by."""
+    """A prompt with its answers (each a label, a text and a tone); `group` is what a section filters by."""
 
     label: str
     prompt: str
     answers: tuple[tuple[str, str, str], ...]
     group: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """A choice of which exchanges of a section are shown: (group, label)."""
-
-    options: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,31 +125,50 @@ class Tokens:
     tokens: tuple[tuple[str, int, str], ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForestRow:
+    """One task's difference and its interval, placed in per cent of the width."""
+
+    title: str
+    outcome: Outcome
+    at: float
+    low: float
+    high: float
+    difference: str
+    interval: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forest:
+    """The tasks of one scale against zero and the accepted loss, which `accepted` has in words.
+
+    `ticks` are positions with their labels.
+    """
+
+    unit: str
+    accepted: str
+    rows: tuple[ForestRow, ...]
+    ticks: tuple[tuple[float, str], ...]
+    zero: float
+    margin: float
+
+
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Parts under a title, in the forms that are named; `lead` says on a page what is to be seen."""
+    """Parts under a title, in the forms that are named; `lead` says on a page what is to be seen.
+
+    `filters` are a choice of the exchanges that a page shows: (group, label).
+    """
 
     title: str
     parts: tuple["Part", ...]
     anchor: str = ""
     lead: str = ""
     forms: tuple[Form, ...] = FORMS
+    filters: tuple[tuple[str, str], ...] = ()
 
 
-Part = (
-    Section
-    | Table
-    | Paragraph
-    | Listing
-    | Facts
-    | Code
-    | Details
-    | FindingList
-    | Exchange
-    | Filter
-    | Tokens
-    | Forest
-)
+Part = Section | Table | Paragraph | Listing | Facts | Details | FindingList | Exchange | Tokens | Forest
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,19 +202,34 @@ class Document:
     wide: bool = False
 
 
-def badge(status: str, note: str = "") -> TableCell:
+def badge(status: str) -> TableCell:
     """A status or severity as a label, in the tone of its first word."""
-    return TableCell(status, note, tone=status.partition(" ")[0].lower(), badge=True)
+    return TableCell(status, tone=status.partition(" ")[0].lower(), badge=True)
 
 
-def columns(*titles: str) -> tuple[Column, ...]:
-    """Columns by title; those after a `>` hold numbers."""
-    return tuple(Column(title.removeprefix(">"), numeric=title.startswith(">")) for title in titles)
+def mono(name: str) -> TableCell:
+    """The name of a tensor or layer."""
+    return TableCell(name, mono=True)
 
 
-def row(*values: TableCell | str) -> tuple[TableCell, ...]:
+def row(*values: TableCell | str) -> Row:
     """Cells, of which those without a note may be plain text."""
     return tuple(TableCell(value) if isinstance(value, str) else value for value in values)
+
+
+def table(
+    titles: Sequence[str | Column],
+    rows: Iterable[Iterable[TableCell | str]],
+    caption: str = "",
+    *,
+    stack: bool = True,
+) -> Table:
+    """A table with columns by title (those after a `>` hold numbers)."""
+    columns = (
+        title if isinstance(title, Column) else Column(title.removeprefix(">"), numeric=title.startswith(">"))
+        for title in titles
+    )
+    return Table(tuple(columns), tuple(row(*values) for values in rows), caption, stack)
 
 
 def facts(*rows: tuple[str, TableCell | str] | None) -> Facts:
@@ -226,43 +245,40 @@ def parts(*items: Part | Iterable[Part] | None) -> tuple[Part, ...]:
     return tuple(flat)
 
 
+def page_section(title: str, anchor: str, lead: str, *items: Part | Iterable[Part] | None) -> Section:
+    """A section that only a page has."""
+    return Section(title, parts(*items), anchor, lead, PAGE)
+
+
 def muted(text: str) -> Paragraph:
     """Small print."""
     return Paragraph(text, "muted")
 
 
-def listing(lines: Sequence[str], most: int) -> Listing:
-    """List at most that many lines, and how many more there are."""
-    more = [f"and {len(lines) - most} more: see --format json"] if len(lines) > most else []
-    return Listing(row(*lines[:most], *more))
-
-
-_Kinds = Sequence[tuple[str, Folded]]
+def warnings(texts: Iterable[str]) -> list[Paragraph]:
+    """What weakens an answer, a paragraph each."""
+    return [Paragraph(text, "warning") for text in texts]
 
 
 def finding_parts(part: FindingList, limit: int) -> tuple[Part, ...]:
-    """Return tables of at most `limit` kinds, below them what may follow from each, and where all findings
-    are.
-    """
-    gates = dict.fromkeys(gate for gate, _ in part.findings)
-    kinds = [
-        (gate, kind)
-        for gate in gates
-        for kind in fold([finding for name, finding in part.findings if name == gate])
-    ]
+    """Tables of at most `limit` kinds, below them what may follow from each, and where all findings are."""
+    by_gate: dict[str, list[Finding]] = {}
+    for gate, finding in part.findings:
+        by_gate.setdefault(gate, []).append(finding)
+    kinds = [(gate, kind) for gate, findings in by_gate.items() for kind in fold(findings)]
     kinds.sort(key=lambda pair: SEVERITIES.index(pair[1].first.severity))
     more = sum(kind.count + kind.following for _, kind in kinds[limit:])
     return parts(
-        _table(kinds[:limit]),
+        _kinds(kinds[:limit]),
         [_following(gate, kind) for gate, kind in kinds[:limit] if kind.follow],
         muted(f"{plural(more, 'more finding')} in {part.everything}") if more else None,
     )
 
 
-def _table(kinds: _Kinds) -> Table:
+def _kinds(kinds: Iterable[tuple[str, Folded]]) -> Table:
     rows = (
-        row(
-            TableCell(kind.finding.where, note=f"{gate}: {kind.first.check}", mono=True),
+        (
+            TableCell(kind.places, note=f"{gate}: {kind.first.check}", mono=True),
             badge(kind.first.severity),
             kind.first.got,
             kind.first.expected,
@@ -270,11 +286,11 @@ def _table(kinds: _Kinds) -> Table:
         )
         for gate, kind in kinds
     )
-    return Table(columns("Where", "Severity", "Got", "Need", "Do"), tuple(rows))
+    return table(("Where", "Severity", "Got", "Need", "Do"), rows)
 
 
 def _following(gate: str, kind: Folded) -> Details:
     summary = f"{plural(kind.following, 'finding')} that may follow from {kind.places}"
     more = f", {kind.not_shown:,} of them not shown" if kind.not_shown else ""
-    shown = [(gate, other) for other in kind.follow[:MAX_FOLLOWING]]
-    return Details(TableCell(summary + more), (_table(shown),))
+    shown = _kinds((gate, other) for other in kind.follow[:MAX_FOLLOWING])
+    return Details(TableCell(summary + more), (shown,))

@@ -1,15 +1,36 @@
-"""Numbers as people read them: one place decides the digits, so that all formats agree."""
+"""Numbers and sentences as people read them: one place decides them, so that formats agree."""
 
 import math
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
+
+from vexport.records import (
+    Attribution,
+    Comparison,
+    EngineInfo,
+    ExpertCoverage,
+    Plan,
+    Prompting,
+    Report,
+    TaskVerdict,
+    TextLimit,
+    Verdict,
+)
 
 NOT_AVAILABLE = "n/a"
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-
-
-def percent(value: float | None, digits: int = 1) -> str:
-    """A share of one: 0.9944 is `99.4%`."""
-    return NOT_AVAILABLE if value is None or not math.isfinite(value) else f"{value:.{digits}%}"
+# What says nothing of how a model was served.
+_OFF = {
+    ("pipeline_parallel_size", "1"),
+    ("distributed_executor_backend", "uni"),
+    ("distributed_executor_backend", "mp"),
+    ("kv_cache_dtype", "auto"),
+    ("engine_args", "none"),
+}
+_MAX_TASKS = 8
+MAX_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,33 +46,40 @@ class Scale:
 
     def value(self, value: float | None) -> str:
         """A score: `99.4%`, or `27.31`."""
-        if self.shares or value is None:
-            return percent(value)
-        return f"{value:.4g}"
+        return percent(value) if self.shares or value is None else f"{value:.4g}"
 
     def interval(self, low: float | None, high: float | None) -> str:
         """A two-sided interval of scores: `98.1% to 99.6%`; `n/a` where it has no ends."""
         return _interval(self.value(low), self.value(high))
 
-    def change(self, value: float, *, sign: bool = True) -> str:
+    def change(self, value: float) -> str:
         """A difference with two decimals: -0.0031 is `-0.31` points."""
         if not math.isfinite(value):
             return NOT_AVAILABLE
         number = round(value * (100 if self.shares else 1), 2) + 0.0
-        return f"{number:+.2f}" if sign and number else f"{number:.2f}"
-
-    def limit(self, value: float) -> str:
-        """A limit as it was set: 0.02 is `2` points."""
-        return f"{value * (100 if self.shares else 1):.6g}"
+        return f"{number:+.2f}" if number else "0.00"
 
     def changes(self, low: float, high: float) -> str:
         """A two-sided interval of differences: `-1.30 to +0.10`."""
         return _interval(self.change(low), self.change(high))
 
+    def limit(self, value: float) -> str:
+        """A limit as it was set: 0.02 is `2` points."""
+        return f"{value * (100 if self.shares else 1):.6g}"
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """A share of one: 0.9944 is `99.4%`."""
+    return NOT_AVAILABLE if value is None or not math.isfinite(value) else f"{value:.{digits}%}"
+
 
 def percent_interval(low: float | None, high: float | None) -> str:
     """A two-sided interval of shares: `98.1% to 99.6%`; `n/a` where it has no ends."""
     return _interval(percent(low), percent(high))
+
+
+def _interval(low: str, high: str) -> str:
+    return NOT_AVAILABLE if NOT_AVAILABLE in (low, high) else f"{low} to {high}"
 
 
 def size(num_bytes: int) -> str:
@@ -78,6 +106,11 @@ def count(value: int | None) -> str:
     return NOT_AVAILABLE if value is None else f"{value:,}"
 
 
+def plural(number: int, noun: str, nouns: str = "") -> str:
+    """`1 error`, `2 errors`; `nouns` where an s is not enough."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {nouns or f'{noun}s'}"
+
+
 def decibels(value: float) -> str:
     """Signal-to-noise in dB with one decimal; `exact` where there is no noise at all."""
     return "exact" if value == math.inf else f"{value:.1f}" if math.isfinite(value) else NOT_AVAILABLE
@@ -90,27 +123,161 @@ def small(value: float) -> str:
 
 def p_value(value: float | None) -> str:
     """A p-value with three decimals; `< 0.001` below them."""
-    if value is None:
-        return NOT_AVAILABLE
-    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+    return NOT_AVAILABLE if value is None else "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def duration(seconds: float) -> str:
     """Seconds as `0.4 s`, `12 s`, `3 min 05 s` or `2 h 14 min`."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
     whole = round(seconds)
     if whole < 60:
-        return f"{whole} s"
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{whole} s"
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def plural(number: int, noun: str, nouns: str = "") -> str:
-    """`1 error`, `2 errors`; `nouns` where an s is not enough."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {nouns or f'{noun}s'}"
+def outcome_line(outcome: str, device: str) -> str:
+    """`PASS on CPU, emulated`; the outcome alone where nothing ran the model."""
+    return f"{outcome} on {device}" if device else outcome
 
 
-def _interval(low: str, high: str) -> str:
-    return NOT_AVAILABLE if NOT_AVAILABLE in (low, high) else f"{low} to {high}"
+def report_device(report: Report) -> str:
+    """The device that ran the quantized model, or the server that answered; empty where none did."""
+    if report.verdict is not None and "://" in report.verdict.device:
+        return report.verdict.device
+    return report.load.engine.device if report.load.engine else ""
+
+
+def report_sentence(report: Report) -> str:
+    """The reason for the outcome of a run; of a checkpoint that loads its size too."""
+    if not report.load.ok or not report.plan.source_bytes:
+        return report.reason
+    return f"{report.reason}. {ratio(report.plan.output_bytes, report.plan.source_bytes)} of the size."
+
+
+def next_step(report: Report) -> tuple[str, str]:
+    """The next command, or an empty one, and a sentence."""
+    if report.outcome == "PASS":
+        return f"vllm serve {shlex.quote(report.load.checkpoint)}", "Serve it."
+    if report.verdict and any(task.uninformative for task in report.verdict.tasks):
+        return "", "Ask the models as they were trained (apply_chat_template), or choose tasks they can do."
+    if report.outcome == "INCONCLUSIVE":
+        more = "Evaluate more documents, tasks or text (evaluate.limit, tasks, text_rows)"
+        return "", f"{more}, or accept a larger loss."
+    if report.load.ok:
+        more = "Keep the layers that lose most, choose a scheme with more bits"
+        return "", f"{more}, or leave the choice to `scheme: auto`."
+    return "", "Fix the findings below; vexport repair CHECKPOINT OUT fixes those that can be fixed."
+
+
+def opening(sentence: str) -> str:
+    """A sentence that stands on its own line: a capital, unless it starts with a name."""
+    is_ours = sentence.startswith(("all ", "both ", "check ", "load "))
+    return sentence[0].upper() + sentence[1:] if is_ours else sentence
+
+
+def size_change(plan: Plan) -> str:
+    """Bytes before and after, and bits per weight."""
+    share = ratio(plan.output_bytes, plan.source_bytes)
+    bits = bits_per_weight(plan.output_bytes, plan.parameters)
+    return f"{size(plan.source_bytes)} to {size(plan.output_bytes)} ({share}), {bits} bits per weight"
+
+
+def schemes_in_use(plan: Plan) -> str:
+    """The schemes by name, and how the KV cache is stored where that is calibrated."""
+    cache = (f"{plan.kv_cache} KV cache",) if plan.kv_cache else ()
+    return ", ".join((*plan.schemes, *cache)) or "nothing quantized"
+
+
+def engine_line(engine: EngineInfo) -> str:
+    """The version of vLLM and its platform."""
+    emulated = ", kernels emulated" if engine.emulated else ""
+    return f"{engine.vllm} on {engine.platform} ({engine.processor}{emulated})"
+
+
+def served_with(engine: EngineInfo) -> str:
+    """`tensor_parallel_size 2, max_num_seqs 256`: how the engine was started, without what is off."""
+    return ", ".join(
+        f"{name} {value}" for name, value in engine.settings.items() if (name, value) not in _OFF
+    )
+
+
+def scale_of(task: TaskVerdict) -> Scale:
+    """Per cent where both means are at most one, as in the verdict's reason; else the metric's own units."""
+    return Scale(max(task.baseline.value, task.candidate.value) <= 1)
+
+
+def attribution_line(attribution: Attribution) -> str:
+    """The cause of a loss, and the reason."""
+    cause = "no part stands out" if attribution.cause == "none" else f"the {attribution.cause}"
+    return f"{cause}: {attribution.reason}"
+
+
+def task_title(task: TaskVerdict | Comparison) -> str:
+    """The task with its metric, and the filter where it is not lm-eval's default."""
+    suffix = "" if task.filter in ("", "none") else f", {task.filter}"
+    return f"{task.task} ({task.metric}{suffix})"
+
+
+def accepted_loss(verdict: Verdict) -> str:
+    """The margin with its unit, or units where tasks differ."""
+    scales = dict.fromkeys(map(scale_of, verdict.tasks)) or [Scale(True)]
+    return " or ".join(f"{scale.limit(verdict.margin)} {scale.unit}" for scale in scales)
+
+
+def method_line(verdict: Verdict) -> str:
+    """The accepted loss and risk, the test, and how the models were asked."""
+    asked = f"; {_prompting_line(verdict.prompting)}" if verdict.prompting else ""
+    return f"accepted loss {accepted_loss(verdict)}, alpha {verdict.alpha:g}; {verdict.method}{asked}"
+
+
+def _prompting_line(prompting: Prompting) -> str:
+    """`chat template: applied (sha 4d4a31c9), 2-shot as multiturn`."""
+    template, system = prompting.chat_template, prompting.system_instruction
+    plain = ", ".join(prompting.untemplated[:_MAX_TASKS])
+    kept = f", but not to {plain}: plain text" if plain else ""
+    parts = [
+        f"chat template: applied (sha {template[:8]}){kept}" if template else "chat template: not applied"
+    ]
+    by_count: dict[int, list[str]] = {}
+    for task, shots in prompting.num_fewshot.items():
+        by_count.setdefault(shots, []).append(task)
+    for shots, tasks in sorted(by_count.items()):
+        turns = " as multiturn" if shots and prompting.fewshot_as_multiturn else ""
+        named = f" ({', '.join(tasks)})" if len(by_count) > 1 and len(tasks) <= _MAX_TASKS else ""
+        parts.append(f"{shots}-shot{turns}{named}")
+    parts += [f"system instruction (sha {system[:8]})"] if system else []
+    return ", ".join([*parts, *(f"{name} {value}" for name, value in prompting.generation.items())])
+
+
+def nats(limit: TextLimit, value: float) -> str:
+    """A KL as it is, a rise with its sign, a share of the acceptance length in percent."""
+    if limit.is_share:
+        return f"{value:+.1%}"
+    return small(value) if limit.measure != "rise of the NLL" else f"{value:+.3g}"
+
+
+def nats_interval(limit: TextLimit) -> str:
+    """The bounds that decide."""
+    if limit.low is None or limit.high is None:
+        return "no interval: one row"
+    return f"{nats(limit, limit.low)} to {nats(limit, limit.high)}"
+
+
+def coverage_lines(experts: Sequence[ExpertCoverage]) -> Iterator[str]:
+    """The tokens that the router sent to the experts of all layers, then the experts it sent none."""
+    if not experts:
+        return
+    fewest, most = min(layer.fewest for layer in experts), max(layer.most for layer in experts)
+    yield (
+        f"{plural(sum(layer.experts for layer in experts), 'expert')} in {plural(len(experts), 'layer')}: "
+        f"{count(fewest)} to {count(most)} calibration tokens routed to each, "
+        f"median {median(layer.median for layer in experts):.0f}"
+    )
+    unreached = [layer for layer in experts if layer.none]
+    if unreached:
+        total, shown = sum(len(layer.none) for layer in unreached), unreached[:MAX_NAMED]
+        named = "; ".join(f"{layer.name} {', '.join(map(str, layer.none[:MAX_NAMED]))}" for layer in shown)
+        rest = total - sum(len(layer.none[:MAX_NAMED]) for layer in shown)
+        more = f" and {count(rest)} more" if rest else ""
+        yield f"no token was routed to {plural(total, 'expert')}: {named}{more}"

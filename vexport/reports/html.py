@@ -1,13 +1,11 @@
 """One self-contained HTML page: no script, no network, light and dark, from 400 px up."""
 
-from collections.abc import Iterator
-
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from vexport.errors.escaping import clip, visible
 from vexport.reports.document import Document, FindingList, Part, Section, Table, finding_parts
-from vexport.reports.sentences import opening
+from vexport.reports.formatting import opening
 
 MAX_FINDINGS = 200
 MAX_TEXT = 2000
@@ -15,21 +13,15 @@ MAX_TEXT = 2000
 
 def render(document: Document) -> str:
     """The page; the same document gives the same bytes, and every value is escaped."""
+    sections = [part for part in document.parts if isinstance(part, Section) and "html" in part.forms]
+    failed = [gate for gate in document.gates if gate.findings and gate.status == "FAIL"]
     context = {
         "document": document,
-        "contents": [(part.anchor, part.title) for part in _sections(document) if part.anchor],
+        "contents": [(section.anchor, section.title) for section in sections if section.anchor],
         "sentence": opening(document.sentence),
-        "problems": [
-            gate
-            for gate in document.gates
-            if gate.findings and gate.status == "FAIL" and gate.message not in document.sentence
-        ],
+        "problems": [gate for gate in failed if gate.message not in document.sentence],
     }
     return _environment().get_template("page.html").render(context)
-
-
-def _sections(document: Document) -> Iterator[Section]:
-    return (part for part in document.parts if isinstance(part, Section) and "html" in part.forms)
 
 
 def _environment() -> Environment:

@@ -20,13 +20,25 @@ from vexport.records import (
 )
 from vexport.records.rounding import GroupRounding, RoundingReport
 from vexport.reports import document as doc
-from vexport.reports.document import PAGE, badge, columns, muted, parts, row
-from vexport.reports.folding import folded_places
-from vexport.reports.formatting import bits_per_weight, count, decibels, percent, plural, ratio, size, small
-from vexport.reports.sentences import attribution_line, schemes_in_use
+from vexport.reports.document import TableCell, badge, mono, muted, page_section, parts, table
+from vexport.reports.findings import folded_places
+from vexport.reports.formatting import (
+    MAX_NAMED,
+    attribution_line,
+    bits_per_weight,
+    count,
+    decibels,
+    percent,
+    plural,
+    ratio,
+    schemes_in_use,
+    size,
+    small,
+)
 
 MAX_LAYERS = 400
-MAX_NAMED = 4
+_WARNS = "An early signal: it warns, it never decides."
+_FIRST = "The first tokens of each row of the text that decides."
 
 
 def size_section(report: Report) -> doc.Section:
@@ -41,74 +53,69 @@ def size_section(report: Report) -> doc.Section:
     before, after = (bits_per_weight(n, plan.parameters) for n in (plan.source_bytes, plan.output_bytes))
     whole = KindSize(kind="checkpoint", source_bytes=plan.source_bytes, output_bytes=plan.output_bytes)
     rows = (
-        row(
-            kind.kind,
-            size(kind.source_bytes),
-            size(kind.output_bytes),
-            ratio(kind.output_bytes, kind.source_bytes),
+        (
+            each.kind,
+            size(each.source_bytes),
+            size(each.output_bytes),
+            ratio(each.output_bytes, each.source_bytes),
         )
-        for kind in (*report.sizes, whole)
+        for each in (*report.sizes, whole)
     )
-    table = doc.Table(columns("Kind", ">Source", ">Quantized", ">Share"), tuple(rows))
     bits = muted(
         f"{after} bits per weight, was {before}: everything stored, scales and kept layers included, over "
         f"{count(plan.parameters)} parameters."
     )
-    return doc.Section("Size", (table, bits), anchor="size", lead=lead, forms=PAGE)
+    return page_section("Size", "size", lead, table(("Kind", ">Source", ">Quantized", ">Share"), rows), bits)
 
 
 def noise_section(layers: Sequence[LayerError]) -> doc.Section | None:
-    """Signal-to-noise of the layers; nothing where none has any noise."""
+    """Signal-to-noise of the layers by kind and scheme, then one by one; nothing where none has any noise."""
     if not any(math.isfinite(layer.snr_db) for layer in layers):
         return None
-    lead = "How well stored weights reproduce the source, in dB; more is better."
-    kinds = doc.Table(
-        columns("Layers", "Scheme", ">Number", ">Lowest", ">Median"), tuple(_noise_rows(layers))
-    )
-    worst = sorted(layers, key=_noise_first)[:MAX_LAYERS]
-    rows = (
-        row(doc.TableCell(layer.name, mono=True), layer.scheme, decibels(layer.snr_db)) for layer in worst
-    )
-    table = doc.Table(columns("Layer", "Scheme", ">dB"), tuple(rows), stack=False)
-    more = f"{count(len(layers) - len(worst))} more in report.json"
-    content = parts(table, muted(more) if len(layers) > len(worst) else None)
-    details = doc.Details(doc.TableCell("Layers from the lowest signal-to-noise up"), content)
-    title = "Signal-to-noise by layer"
-    return doc.Section(title, (kinds, details), anchor="signal-to-noise", lead=lead, forms=PAGE)
-
-
-def _noise_rows(layers: Sequence[LayerError]) -> Iterator[tuple[doc.TableCell, ...]]:
-    """A row for each kind of layer and scheme."""
     kinds: dict[tuple[str, str], list[float]] = {}
     for layer in layers:
-        kinds.setdefault((layer_kind(layer.name), layer.scheme), []).append(_noise_first(layer))
-    for (kind, scheme), noise in kinds.items():
-        yield row(
-            doc.TableCell(kind, mono=True),
-            scheme,
-            count(len(noise)),
-            decibels(min(noise)),
-            decibels(median(noise)),
-        )
+        kinds.setdefault((layer_kind(layer.name), layer.scheme), []).append(_noise(layer))
+    by_kind = (
+        (mono(kind), scheme, count(len(noise)), decibels(min(noise)), decibels(median(noise)))
+        for (kind, scheme), noise in kinds.items()
+    )
+    worst = sorted(layers, key=_noise)[:MAX_LAYERS]
+    rows = ((mono(layer.name), layer.scheme, decibels(layer.snr_db)) for layer in worst)
+    more = f"{count(len(layers) - len(worst))} more in report.json"
+    details = parts(
+        table(("Layer", "Scheme", ">dB"), rows, stack=False),
+        muted(more) if len(layers) > len(worst) else None,
+    )
+    return page_section(
+        "Signal-to-noise by layer",
+        "signal-to-noise",
+        "How well stored weights reproduce the source, in dB; more is better.",
+        table(("Layers", "Scheme", ">Number", ">Lowest", ">Median"), by_kind),
+        doc.Details(TableCell("Layers from the lowest signal-to-noise up"), details),
+    )
 
 
 def layer_kind(name: str) -> str:
-    """Return a name without numbers: `model.layers.3.mlp.experts.7.up_proj` is `mlp.experts.up_proj`."""
+    """A name without numbers: `model.layers.3.mlp.experts.7.up_proj` is `mlp.experts.up_proj`."""
     words = name.split(".")
-    numbers = [index for index, word in enumerate(words) if word.isdecimal()]
-    start = numbers[0] if numbers else 0
+    start = next((index for index, word in enumerate(words) if word.isdecimal()), 0)
     return ".".join(word for word in words[start:] if not word.isdecimal())
 
 
-def _noise_first(layer: LayerError) -> float:
+def _noise(layer: LayerError) -> float:
     return -math.inf if math.isnan(layer.snr_db) else layer.snr_db
 
 
 def sensitivity_sections(report: Report) -> tuple[doc.Part, ...]:
     """The losses of each group of layers, and the mixture that was chosen from them."""
+    mixed = report.mixed
+    lead = mixed and (
+        f"Chosen from {', '.join(mixed.candidates)} within {_budget(mixed)}: {size(mixed.output_bytes)}, a "
+        f"predicted loss of {small(mixed.loss)} nats per token."
+    )
     return parts(
-        _sensitivity(report.sensitivity, report.mixed) if report.sensitivity else None,
-        _mixed(report.mixed) if report.mixed else None,
+        _sensitivity(report.sensitivity, mixed) if report.sensitivity else None,
+        page_section("Mixed scheme", "", lead) if lead else None,
     )
 
 
@@ -123,8 +130,8 @@ def _sensitivity(sensitivity: GroupSensitivities, mixed: MixedScheme | None) -> 
         sensitivity.groups, key=lambda group: -max((each.loss for each in group.schemes), default=0.0)
     )
     rows = [
-        row(
-            doc.TableCell(group.name, mono=True),
+        (
+            mono(group.name),
             loss.scheme + (", chosen" if chosen.get(group.name) == loss.scheme else ""),
             size(loss.num_bytes),
             small(loss.loss),
@@ -132,42 +139,30 @@ def _sensitivity(sensitivity: GroupSensitivities, mixed: MixedScheme | None) -> 
         for group in groups
         for loss in group.schemes
     ]
-    header = columns("Group", "Scheme", ">Size", ">KL")
-    content = (doc.Table(header, tuple(rows[:MAX_LAYERS]), stack=False),)
-    return doc.Section("GroupSensitivities", content, anchor="sensitivity", lead=lead, forms=PAGE)
-
-
-def _mixed(mixed: MixedScheme) -> doc.Section:
-    lead = (
-        f"Chosen from {', '.join(mixed.candidates)} within {budget_of(mixed)}: {size(mixed.output_bytes)}, a "
-        f"predicted loss of {small(mixed.loss)} nats per token."
-    )
-    return doc.Section("Mixed scheme", (), lead=lead, forms=PAGE)
-
-
-_WARNS = "An early signal: it warns, it never decides."
-_FIRST = "The first tokens of each row of the text that decides."
+    losses = table(("Group", "Scheme", ">Size", ">KL"), rows[:MAX_LAYERS], stack=False)
+    return page_section("GroupSensitivities", "sensitivity", lead, losses)
 
 
 def signals_section(report: Report) -> doc.Section | None:
     """The drift of both models' log-probabilities; None where they were not compared."""
-    drift, attribution = report.drift, report.attribution
+    drift, attribution, lead = report.drift, report.attribution, ""
     if not drift and not attribution:
         return None
     by_tasks = report.verdict is None or report.verdict.text is None
-    lead = (
-        f"Both models in vLLM on the same {count(drift.positions)} tokens of {count(drift.prompts)} prompts. "
-        f"{_WARNS if by_tasks else _FIRST}"
-        if drift
-        else ""
-    )
-    worst = [_prompt(prompt, drift.kl_limit) for prompt in drift.worst] if drift else []
-    content = parts(
+    if drift:
+        lead = (
+            f"Both models in vLLM on the same {count(drift.positions)} tokens of {count(drift.prompts)} "
+            f"prompts. {_WARNS if by_tasks else _FIRST}"
+        )
+    worst = tuple(_prompt(prompt, drift.kl_limit) for prompt in drift.worst) if drift else ()
+    return page_section(
+        "Log-probabilities",
+        "log-probabilities",
+        lead,
         _drift(drift, by_tasks=by_tasks) if drift else None,
         _cause(attribution) if attribution else None,
-        doc.Section("Prompts that changed most", tuple(worst)) if worst else None,
+        doc.Section("Prompts that changed most", worst) if worst else None,
     )
-    return doc.Section("Log-probabilities", content, anchor="log-probabilities", lead=lead, forms=PAGE)
 
 
 def _drift(drift: Drift, *, by_tasks: bool) -> tuple[doc.Part, ...]:
@@ -175,16 +170,25 @@ def _drift(drift: Drift, *, by_tasks: bool) -> tuple[doc.Part, ...]:
     rise, kl = drift.candidate_nll - drift.baseline_nll, drift.mean_kl
     within = [badge("WARNING" if over else "PASS") for over in (kl > drift.kl_limit, rise > drift.nll_limit)]
     rows = (
-        row("Mean KL, nats per token", small(kl), small(drift.kl_limit), within[0]),
-        row("NLL, quantized minus baseline", f"{rise:+.3g}", f"{drift.nll_limit:+.3g}", within[1]),
+        ("Mean KL, nats per token", small(kl), small(drift.kl_limit), within[0]),
+        ("NLL, quantized minus baseline", f"{rise:+.3g}", f"{drift.nll_limit:+.3g}", within[1]),
     )
-    more = (
+    more = muted(
         f"Largest KL of one token {small(drift.max_kl)}; the likeliest token is the same at "
         f"{percent(drift.top1_agreement)} of the positions; NLL {small(drift.baseline_nll)} and "
         f"{small(drift.candidate_nll)}."
     )
-    table = doc.Table(columns("Measure", ">Value", ">Limit", "Within"), rows)
-    return (table, muted(more)) if by_tasks else (muted(more),)
+    return parts(table(("Measure", ">Value", ">Limit", "Within"), rows) if by_tasks else None, more)
+
+
+def drift_line(drift: Drift) -> str:
+    """The distance of the quantized model's log-probabilities from the baseline's, against the limits."""
+    rise = drift.candidate_nll - drift.baseline_nll
+    return (
+        f"mean KL {small(drift.mean_kl)} nats per token (limit {small(drift.kl_limit)}), NLL {rise:+.3g} "
+        f"(limit {drift.nll_limit:+.3g}), first choice agrees {percent(drift.top1_agreement)} over "
+        f"{drift.positions} positions"
+    )
 
 
 def _cause(attribution: Attribution) -> doc.Section:
@@ -194,49 +198,48 @@ def _cause(attribution: Attribution) -> doc.Section:
         "Engine": attribution.engine,
         "All together": attribution.total,
     }
-    rows = tuple(
-        row(
+    rows = (
+        (
             label,
             f"{distance.measured} against {distance.reference}",
-            doc.TableCell(small(distance.mean_kl), f"at most {small(distance.max_kl)}"),
+            TableCell(small(distance.mean_kl), f"at most {small(distance.max_kl)}"),
             small(distance.limit),
         )
         for label, distance in distances.items()
         if distance
     )
-    table = doc.Table(columns("Part", "Measured", ">Mean KL", ">Limit"), rows)
-    evidence = map(muted, (*attribution.harness, *attribution.evidence))
-    return doc.Section(
-        "Where the loss comes from", parts(doc.Paragraph(attribution_line(attribution)), table, evidence)
+    content = parts(
+        doc.Paragraph(attribution_line(attribution)),
+        table(("Part", "Measured", ">Mean KL", ">Limit"), rows),
+        map(muted, (*attribution.harness, *attribution.evidence)),
     )
+    return doc.Section("Where the loss comes from", content)
 
 
 def _prompt(prompt: PromptDrift, limit: float) -> doc.Details:
     def remark(kl: float, before: float, after: float) -> str:
         return f"KL {small(kl)}, NLL {small(before)} to {small(after)}"
 
-    tokens = doc.Tokens(
-        tuple(
-            (token.token, heat(token.kl, limit), remark(token.kl, token.baseline_nll, token.candidate_nll))
-            for token in prompt.tokens
-        )
+    tokens = (
+        (token.token, _heat(token.kl, limit), remark(token.kl, token.baseline_nll, token.candidate_nll))
+        for token in prompt.tokens
     )
     summary = remark(prompt.kl, prompt.baseline_nll, prompt.candidate_nll)
-    return doc.Details(doc.TableCell(summary, prompt.prompt, mono=True), (tokens,))
+    return doc.Details(TableCell(summary, prompt.prompt, mono=True), (doc.Tokens(tuple(tokens)),))
 
 
-def heat(kl: float, limit: float) -> int:
-    """Return how dark a token is drawn: 0 up to the limit, a step for each power of ten above it, at most 3.
+def _heat(kl: float, limit: float) -> int:
+    """How dark a token is drawn: 0 up to the limit, a step for each power of ten above it, at most 3.
 
-    What is not a number is drawn as dark as can be: the model gave no probability there.
+    A KL that is not a number is drawn as dark as can be: the model gave no probability there.
     """
     if not math.isfinite(kl):
         return 3
     return min(3, math.ceil(math.log10(kl / limit))) if kl > limit > 0 else 0
 
 
-def budget_of(mixed: MixedScheme) -> str:
-    """Return the budget of the mixed scheme in words."""
+def _budget(mixed: MixedScheme) -> str:
+    """The budget of the mixed scheme in words."""
     limits = {
         "bits": f"{mixed.limit:g} bits per weight",
         "bytes": size(round(mixed.limit)),
@@ -249,57 +252,41 @@ def mixed_line(mixed: MixedScheme) -> str:
     """The budget, what it came to, and the loss that it predicts."""
     counts = Counter(choice.scheme for choice in mixed.choices)
     chosen = ", ".join(f"{scheme} for {plural(number, 'group')}" for scheme, number in counts.items())
-    return f"within {budget_of(mixed)}: {chosen}; predicted loss {small(mixed.loss)} nats per token"
+    return f"within {_budget(mixed)}: {chosen}; predicted loss {small(mixed.loss)} nats per token"
 
 
-def rounding_lines(rounding: RoundingReport | None) -> tuple[str, ...]:
-    """Return how many groups were rounded in which way, how strongly, and what it gained."""
+def rounding_lines(rounding: RoundingReport | None) -> Iterator[str]:
+    """How many groups were rounded in which way, how strongly, and what it gained over the nearest numbers.
+
+    Of each strength of the refit the most frequent ridge.
+    """
     if rounding is None:
-        return ()
+        return
     kinds = Counter(group.rounding for group in rounding.groups)
+    if kinds:
+        yield ", ".join(f"{kind} of {plural(number, 'group')}" for kind, number in kinds.items())
     done = [group for group in rounding.groups if group.rounding != "nearest"]
-    return tuple(
-        filter(
-            None,
-            (
-                ", ".join(f"{kind} of {plural(number, 'group')}" for kind, number in kinds.items()),
-                _strength_line(done),
-                _gain_line(done),
-            ),
-        )
-    )
+    strengths = dict[float, str]()
+    for (strength, ridge, weighed), _ in Counter(
+        (group.strength, group.damping, group.weighs_tokens) for group in done if group.strength
+    ).most_common():
+        weights = ", tokens weighed" if weighed else ""
+        strengths.setdefault(strength, f"{strength:g} of the refit, ridge {ridge:g}{weights}")
+    if strengths:
+        yield "; ".join(strengths.values())
+    if done:
+        before, after = median(group.nearest_error for group in done), median(group.error for group in done)
+        yield f"output error {percent(after, 2)} of the signal, {percent(before, 2)} to nearest (median)"
 
 
-def _gain_line(groups: Sequence[GroupRounding]) -> str:
-    """Return the error of the groups' outputs, and that of the nearest numbers."""
-    if not groups:
-        return ""
-    before, after = (median(group.nearest_error for group in groups), median(group.error for group in groups))
-    return f"output error {percent(after, 2)} of the signal, {percent(before, 2)} to nearest (median)"
-
-
-def _strength_line(groups: Sequence[GroupRounding]) -> str:
-    """Return the strengths and ridges of the refit: the most frequent of each strength."""
-    kinds = Counter((group.strength, group.damping, group.weighs_tokens) for group in groups)
-    most = dict[float, str]()
-    for (strength, ridge, weighed), _ in kinds.most_common():
-        if strength:
-            weights = ", tokens weighed" if weighed else ""
-            most.setdefault(strength, f"{strength:g} of the refit, ridge {ridge:g}{weights}")
-    return "; ".join(most.values())
-
-
-def fallback_lines(rounding: RoundingReport | None) -> tuple[str, ...]:
-    """Return the groups rounded to nearest although a rule asks for more, a line for each reason."""
+def fallback_lines(rounding: RoundingReport | None) -> Iterator[str]:
+    """The groups rounded to nearest although a rule asks for more, a line for each reason."""
     reasons: dict[str, list[str]] = {}
     for group in rounding.fallbacks if rounding else ():
         reasons.setdefault(group.fallback or "", []).append(group.name)
-    return tuple(f"{_named(names)} rounded to nearest: {reason}" for reason, names in reasons.items())
-
-
-def _named(names: list[str]) -> str:
-    more = f" and {count(len(names) - MAX_NAMED)} more" if len(names) > MAX_NAMED else ""
-    return f"{', '.join(names[:MAX_NAMED])}{more}"
+    for reason, names in reasons.items():
+        more = f" and {count(len(names) - MAX_NAMED)} more" if len(names) > MAX_NAMED else ""
+        yield f"{', '.join(names[:MAX_NAMED])}{more} rounded to nearest: {reason}"
 
 
 def fallback_findings(rounding: RoundingReport | None) -> Iterator[Finding]:
@@ -320,32 +307,25 @@ def rounding_section(rounding: RoundingReport | None) -> doc.Section | None:
     if rounding is None:
         return None
     worst = sorted(rounding.groups, key=lambda group: -group.error)
-    rows = tuple(map(_group_row, worst[:MAX_LAYERS]))
-    titles = columns("Group", "Rounding", ">Nearest", ">Written", ">Strength", ">Ridge", ">Tokens/column")
+    titles = ("Group", "Rounding", ">Nearest", ">Written", ">Strength", ">Ridge", ">Tokens/column")
+    groups = table(titles, map(_group_row, worst[:MAX_LAYERS]), stack=False)
     more = f"{count(len(worst) - MAX_LAYERS)} more in rounding.json"
-    table = parts(doc.Table(titles, rows, stack=False), muted(more) if len(worst) > MAX_LAYERS else None)
-    states = (row(str(number), percent(layer.state_error)) for number, layer in enumerate(rounding.layers))
-    layers = doc.Table(columns(">Layer", ">Error of hidden states"), tuple(states), stack=False)
-    return doc.Section(
+    states = ((str(number), percent(layer.state_error)) for number, layer in enumerate(rounding.layers))
+    layers = table((">Layer", ">Error of hidden states"), states, stack=False)
+    return page_section(
         "Rounding",
-        (
-            doc.Details(doc.TableCell("Groups from the largest output error down"), table),
-            doc.Details(doc.TableCell("Decoder layers: squared error of the hidden states"), (layers,)),
+        "rounding",
+        ". ".join((*rounding_lines(rounding), *fallback_lines(rounding))) + ".",
+        doc.Details(
+            TableCell("Groups from the largest output error down"),
+            parts(groups, muted(more) if len(worst) > MAX_LAYERS else None),
         ),
-        anchor="rounding",
-        lead=". ".join((*rounding_lines(rounding), *fallback_lines(rounding))) + ".",
-        forms=PAGE,
+        doc.Details(TableCell("Decoder layers: squared error of the hidden states"), (layers,)),
     )
 
 
-def _group_row(group: GroupRounding) -> tuple[doc.TableCell, ...]:
-    per_column = f"{group.tokens / group.columns:.1f}" if group.columns else ""
+def _group_row(group: GroupRounding) -> tuple[TableCell | str, ...]:
     errors = (percent(group.nearest_error), percent(group.error)) if group.tokens else ("", "")
-    return row(
-        doc.TableCell(group.name, mono=True),
-        group.fallback or group.rounding,
-        *errors,
-        f"{group.strength:g}",
-        f"{group.damping:g}",
-        per_column,
-    )
+    strength = (f"{group.strength:g}", f"{group.damping:g}")
+    per_column = f"{group.tokens / group.columns:.1f}" if group.columns else ""
+    return (mono(group.name), group.fallback or group.rounding, *errors, *strength, per_column)

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Sequence
 
 from vexport.errors.escaping import clip, visible
 from vexport.reports import document as doc
-from vexport.reports.document import columns, finding_parts, row
-from vexport.reports.formatting import plural
-from vexport.reports.sentences import opening, outcome_line
+from vexport.reports.document import finding_parts, table
+from vexport.reports.formatting import opening, outcome_line, plural
 
 # GitHub refuses a step's summary above 1 MiB; other writers of the same step need room too.
 SUMMARY_BYTES = 1 << 19
@@ -22,11 +21,11 @@ _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;", "://": "&#58;
 def render(document: doc.Document) -> str:
     """One document."""
     status = f"{safe(outcome_line(document.status, document.device))}: " if document.status else ""
-    rows = tuple(row(gate.name, gate.status, gate.summary) for gate in document.gates)
+    rows = [(gate.name, gate.status, gate.summary) for gate in document.gates]
     blocks = [
         f"## {status}{safe(document.title)}",
         safe(opening(document.sentence)) if document.sentence else "",
-        _table(doc.Table(columns("Gate", "Result", "Why"), rows)) if rows else "",
+        _table(table(("Gate", "Result", "Why"), rows)) if rows else "",
         render_parts(document.parts),
         f"<sub>{safe(document.footer)}</sub>" if document.footer else "",
     ]
@@ -36,8 +35,8 @@ def render(document: doc.Document) -> str:
 def render_all(documents: Sequence[doc.Document]) -> str:
     """A table of all, then the parts of each as far as the limit of a summary goes."""
     shown = documents[:MAX_DOCUMENTS]
-    rows = tuple(row(document.title, document.status or "", document.sentence) for document in shown)
-    blocks = [_table(doc.Table(columns("Checkpoint", "Result", "Findings"), rows))]
+    rows = ((document.title, document.status or "", document.sentence) for document in shown)
+    blocks = [_table(table(("Checkpoint", "Result", "Findings"), rows))]
     size, left_out = len(blocks[0].encode()), len(documents) - len(shown)
     for document in shown:
         content = render_parts(document.parts)
@@ -67,12 +66,12 @@ def _render(part: doc.Part, level: int) -> str:
         case doc.Facts():
             return "\n".join(f"- **{safe(label)}** {safe(_noted(cell))}" for label, cell in part.rows)
         case doc.Paragraph():
+            if part.style == "code":
+                return f"```sh\n{part.text}\n```"
             return f"**Warning** {safe(part.text)}" if part.style == "warning" else safe(part.text)
         case doc.Listing():
             prefix = f"{part.title}: " if part.title else ""
             return "\n".join(f"- {safe(prefix + _noted(item))}" for item in part.items)
-        case doc.Code():
-            return f"```sh\n{part.text}\n```"
         case doc.Details():
             content = render_parts(part.parts, level)
             return f"<details><summary>{safe(_noted(part.summary))}</summary>\n\n{content}\n\n</details>"

@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from vexport.evaluation.statistics import documents_for_power
 from vexport.files import to_json
@@ -14,7 +14,7 @@ from vexport.plan.needs import calibration_need
 from vexport.records import Finding, FusionGroup, Plan, SchemeTable
 from vexport.reports import document as doc
 from vexport.reports import text
-from vexport.reports.document import columns, facts, row
+from vexport.reports.document import facts, table
 from vexport.reports.formatting import count, percent, plural, ratio, size
 from vexport.scenario import Evaluate
 from vexport.scenario.evaluate import SUITES
@@ -31,28 +31,48 @@ def render_plan(plan: Plan, format_: str, then: str, evaluate: Evaluate | None =
 
     The text says how many documents the evaluation of a scenario needs, and with `then` what to type next.
     """
-    return to_json(plan) if format_ == "json" else text.render([_document(plan, then, evaluate)])
-
-
-def render_table(table: SchemeTable, format_: str) -> str:
-    """Draw the table of schemes as text or JSON (plan-schemes.schema.json), with a final newline."""
     if format_ == "json":
-        return to_json(table)
+        return to_json(plan)
+    attention = plural(len(plan.attention), "attention layer")
+    share = ratio(plan.output_bytes, plan.source_bytes)
+    bits = f"{8 * plan.output_bytes / max(plan.parameters, 1):.2f} bits over all weights"
+    judged = evaluate and evaluate.tasks and evaluate.margin > 0
+    rows = facts(
+        *(line for scheme in plan.schemes for line in _labelled(scheme, _scheme_lines(plan, scheme))),
+        *_labelled("stay 16 bit", _kept_lines(plan)),
+        ("KV cache", f"{plan.kv_cache} in {attention}") if plan.kv_cache else None,
+        ("size", f"{size(plan.source_bytes)} -> {size(plan.output_bytes)} ({share}); {bits}"),
+        ("calibration", "needed" if calibration_need(plan) else "not needed"),
+        ("smoothing", f"inputs, with strength {plan.smoothing:g}") if plan.smoothing else None,
+        *(("note", note) for note in _findings(plan.notes)),
+        *(("refused", refusal) for refusal in _findings(plan.refusals)),
+        ("documents", documents_needed(evaluate)) if evaluate and judged else None,
+        ("suite", _suite_line(evaluate, evaluate.suite)) if evaluate and evaluate.suite else None,
+        ("next", then) if not plan.refusals else None,
+    )
+    title = doc.Paragraph(f"{plan.source}: {plan.architecture}, {count(plan.parameters)} parameters")
+    return text.render([doc.Document(title=plan.source, parts=(title, rows), wide=True)])
+
+
+def render_table(schemes: SchemeTable, format_: str) -> str:
+    """The table of schemes as text or JSON (plan-schemes.schema.json), with a final newline."""
+    if format_ == "json":
+        return to_json(schemes)
     rows = (
-        row(
+        (
             scheme.scheme,
             size(scheme.output_bytes),
             f"{scheme.bits:.2f}",
             "needed" if scheme.needs_calibration else "no",
             scheme.generation,
-            full_from(scheme.full_sm),
-            "yes" if scheme.fits else f"no: {scheme.reason}{_part(scheme.layers, table.layers)}",
+            "no GPU" if scheme.full_sm is None else generation(scheme.full_sm),
+            "yes" if scheme.fits else f"no: {scheme.reason}{_part(scheme.layers, schemes.layers)}",
         )
-        for scheme in table.schemes
+        for scheme in schemes.schemes
     )
     title = (
-        f"{table.source}: {table.architecture}, {count(table.parameters)} parameters, "
-        f"{size(table.source_bytes)}, {plural(table.layers, 'linear layer')}"
+        f"{schemes.source}: {schemes.architecture}, {count(schemes.parameters)} parameters, "
+        f"{size(schemes.source_bytes)}, {plural(schemes.layers, 'linear layer')}"
     )
     legend = (
         "bits: over all weights; data: calibration text; in full from: the oldest GPU whose kernels use "
@@ -61,62 +81,30 @@ def render_table(table: SchemeTable, format_: str) -> str:
     )
     content = (
         doc.Paragraph(title),
-        doc.Table(
-            columns("scheme", ">size", ">bits", "data", "loads from", "in full from", "fits"), tuple(rows)
-        ),
+        table(("scheme", ">size", ">bits", "data", "loads from", "in full from", "fits"), rows),
         doc.Paragraph(legend),
-        doc.Paragraph(f"next: vexport plan {shlex.quote(table.source)} --scheme SCHEME"),
+        doc.Paragraph(f"next: vexport plan {shlex.quote(schemes.source)} --scheme SCHEME"),
     )
-    return text.render([doc.Document(title=table.source, parts=content, wide=True)])
-
-
-def full_from(sm: int | None) -> str:
-    """The least GPU that runs what is stored in full."""
-    return "no GPU" if sm is None else generation(sm)
+    return text.render([doc.Document(title=schemes.source, parts=content, wide=True)])
 
 
 def _part(layers: int, of: int) -> str:
     return f" ({count(layers)} of {count(of)} layers fit)" if 0 < layers < of else ""
 
 
-def _document(plan: Plan, then: str, evaluate: Evaluate | None) -> doc.Document:
-    title = f"{plan.source}: {plan.architecture}, {count(plan.parameters)} parameters"
-    attention = plural(len(plan.attention), "attention layer")
-    share = ratio(plan.output_bytes, plan.source_bytes)
-    bits = f"{8 * plan.output_bytes / max(plan.parameters, 1):.2f} bits over all weights"
-    rows = facts(
-        *(line for scheme in plan.schemes for line in _scheme_lines(plan, scheme)),
-        *_labelled("stay 16 bit", _kept_lines(plan)),
-        ("KV cache", f"{plan.kv_cache} in {attention}") if plan.kv_cache else None,
-        ("size", f"{size(plan.source_bytes)} -> {size(plan.output_bytes)} ({share}); {bits}"),
-        ("calibration", "needed" if calibration_need(plan) else "not needed"),
-        ("smoothing", f"inputs, with strength {plan.smoothing:g}") if plan.smoothing else None,
-        *(("note", note) for note in _findings(plan.notes)),
-        *(("refused", refusal) for refusal in _findings(plan.refusals)),
-        ("documents", documents_needed(evaluate))
-        if evaluate and evaluate.tasks and evaluate.margin > 0
-        else None,
-        ("suite", suite_line(evaluate)) if evaluate and evaluate.suite else None,
-        ("next", then) if not plan.refusals else None,
-    )
-    return doc.Document(title=plan.source, parts=(doc.Paragraph(title), rows), wide=True)
-
-
-def suite_line(settings: Evaluate) -> str:
+def _suite_line(settings: Evaluate, name: str) -> str:
     """The documents of a suite's tasks."""
-    assert settings.suite is not None
-    suite, limit = SUITES[settings.suite], settings.limit or math.inf
+    suite, limit = SUITES[name], settings.limit or math.inf
     asked = {
-        name: math.ceil(limit * documents) if limit < 1 else int(min(documents, limit))
-        for name, documents in suite.tasks.items()
+        task: math.ceil(limit * documents) if limit < 1 else int(min(documents, limit))
+        for task, documents in suite.tasks.items()
     }
-    listed = ", ".join(f"{name} {count(number)}" for name, number in asked.items())
-    documents = f"{count(sum(asked.values()))} documents for each model"
-    return f"{settings.suite} ({suite.about}): {documents}: {listed}"
+    listed = ", ".join(f"{task} {count(number)}" for task, number in asked.items())
+    return f"{name} ({suite.about}): {count(sum(asked.values()))} documents for each model: {listed}"
 
 
 def documents_needed(settings: Evaluate) -> str:
-    """Return how many documents pass a model that lost nothing, with power 0.8; the margin is not 0."""
+    """How many documents pass a model that lost nothing, with power 0.8; the margin is not 0."""
     needed = documents_for_power(settings.margin, TYPICAL_DISAGREEMENT, settings.alpha)
     condition = f"margin {percent(settings.margin)}, alpha {settings.alpha:g}"
     change = percent(TYPICAL_DISAGREEMENT, 0)
@@ -124,56 +112,47 @@ def documents_needed(settings: Evaluate) -> str:
     return f"about {count(needed)} a task for power 0.8 at {condition}, if {change} of answers change{fewer}"
 
 
-def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
-    """A label with its first line; the others stand below it."""
-    return [(label if number == 0 else "", line) for number, line in enumerate(lines)]
+def _labelled(label: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """A label with its first line; the others stand below it, indented."""
+    yield label, lines[0]
+    yield from (("", f"  {line}") for line in lines[1:])
 
 
-def _scheme_lines(plan: Plan, scheme: str) -> list[tuple[str, str]]:
-    """Return how many layers a scheme quantizes, and their kinds."""
+def _scheme_lines(plan: Plan, scheme: str) -> list[str]:
+    """How many layers a scheme quantizes, and the kinds of their groups with what vLLM fuses in each."""
     groups = [group for group in plan.groups if group.scheme == scheme]
     layers = plural(sum(len(group.members) for group in groups), "linear layer")
     known = get_scheme(scheme)
     support = known.format.gpu_support(known.args)
     needs = f", needs the package {support.package} next to vLLM" if support.package else ""
     runs = f"{known.format.name}, loads from {generation(support.loads_from)} on{needs}"
-    first = f"{layers} in {plural(len(groups), 'group')} ({runs})"
-    kinds = (f"  {kind}" for kind in _shortened(_group_kinds(groups), MOST_KINDS))
-    return _labelled(scheme, [first, *kinds])
+    counts = Counter(map(_group_kind, groups))
+    kinds = [f"{count(number)} x {kind}" for kind, number in counts.items()]
+    return [f"{layers} in {plural(len(groups), 'group')} ({runs})", *_shortened(kinds, MOST_KINDS)]
+
+
+def _group_kind(group: FusionGroup) -> str:
+    leaves = [member.name.rpartition(".")[2] for member in group.members]
+    return _kind(group.name) + (f" = {' + '.join(leaves)}" if len(leaves) > 1 else "")
 
 
 def _kept_lines(plan: Plan) -> list[str]:
-    """Return how many linear layers are kept, and their kinds."""
-    kinds = dict.fromkeys(map(kind_of, plan.kept_linears))
+    """How many linear layers are kept, and their kinds."""
+    kinds = [*dict.fromkeys(map(_kind, plan.kept_linears))]
     first = f"{plural(len(plan.kept_linears), 'linear layer')}; embeddings, norms and what else is not linear"
-    return [first, *(f"  {kind}" for kind in _shortened([*kinds], MOST_KEPT))]
+    return [first, *_shortened(kinds, MOST_KEPT)]
 
 
-def kind_of(name: str) -> str:
-    """Return a layer's name with `*` for its numbers: `model.layers.*.mlp.experts.*.down_proj`."""
+def _kind(name: str) -> str:
+    """A layer's name with `*` for its numbers: `model.layers.*.mlp.experts.*.down_proj`."""
     return NUMBER.sub("*", name)
-
-
-def _group_kinds(groups: Sequence[FusionGroup]) -> list[str]:
-    """Return how many of each kind of group there are, and what vLLM fuses in it."""
-    members = {kind_of(group.name): group.members for group in groups}
-    kinds = Counter(kind_of(group.name) for group in groups)
-    return [
-        f"{count(number)} x {kind}{_fused([member.name for member in members[kind]])}"
-        for kind, number in kinds.items()
-    ]
-
-
-def _fused(members: Sequence[str]) -> str:
-    leaves = [member.rpartition(".")[2] for member in members]
-    return f" = {' + '.join(leaves)}" if len(leaves) > 1 else ""
 
 
 def _findings(findings: Sequence[Finding]) -> list[str]:
     """One line a kind of layer and reason, with how many there are."""
     alike: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
-        alike.setdefault((kind_of(finding.where), finding.got), []).append(finding)
+        alike.setdefault((_kind(finding.where), finding.got), []).append(finding)
     lines = [
         f"{same[0]}{f' and {count(len(same) - 1)} more like it' if len(same) > 1 else ''}"
         for same in alike.values()
@@ -181,6 +160,6 @@ def _findings(findings: Sequence[Finding]) -> list[str]:
     return _shortened(lines, MOST_KINDS)
 
 
-def _shortened(lines: Sequence[str], most: int) -> list[str]:
+def _shortened(lines: list[str], most: int) -> list[str]:
     left = len(lines) - most
-    return [*lines[:most], f"and {count(left)} more kinds"] if left > 0 else list(lines)
+    return [*lines[:most], f"and {count(left)} more kinds"] if left > 0 else lines

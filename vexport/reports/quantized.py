@@ -11,22 +11,20 @@ from vexport.records.rounding import RoundingReport
 from vexport.repair.changes import Repair, RepairReport, WeightChange
 from vexport.reports import document as doc
 from vexport.reports import text
-from vexport.reports.document import facts, listing, parts
-from vexport.reports.formatting import count, decibels, plural, ratio, size
+from vexport.reports.document import facts, parts, row
+from vexport.reports.formatting import count, coverage_lines, decibels, plural, ratio, size
 from vexport.reports.layers import fallback_lines, rounding_lines
-from vexport.reports.sentences import coverage_lines
 
 # Of the weights of the linear layers in decoder layers, below which a checkpoint is hardly a quantized one.
 LITTLE = 0.5
+# Repairs of one kind that are shown one by one; JSON has all.
+SHOWN = 8
 
 
 def quantized_answer(
-    checkpoint: str,
-    plan: Plan,
-    calibration: CalibrationRecord | None,
-    rounding: RoundingReport | None,
+    checkpoint: str, plan: Plan, calibration: CalibrationRecord | None, rounding: RoundingReport | None
 ) -> Quantized:
-    """Return what `quantize` has written, in numbers."""
+    """The answer of `quantize` in numbers."""
     members = [member for group in plan.groups for member in group.members]
     quantized = sum(member.out_features * member.in_features for member in members)
     return Quantized(
@@ -48,10 +46,7 @@ def quantized_answer(
         experts=expert_coverage(calibration) if calibration else (),
         rounding=rounding,
         warnings=(*_warnings(plan, len(members), quantized), *fallback_lines(rounding)),
-        next_commands=(
-            shlex.join(["vexport", "check", checkpoint]),
-            shlex.join(["vllm", "serve", checkpoint]),
-        ),
+        next_commands=(f"vexport check {shlex.quote(checkpoint)}", f"vllm serve {shlex.quote(checkpoint)}"),
     )
 
 
@@ -79,7 +74,7 @@ def render_quantized(answer: Quantized, format_: str) -> str:
 
 
 def _smoothed(answer: Quantized) -> str:
-    """Return the strength of the smoothing, and how many tensors changed for it."""
+    """The strength of the smoothing, and how many tensors changed for it."""
     if not answer.smoothed_tensors:
         return "nothing: no channels of this model can be scaled without changing what it computes"
     return f"{plural(answer.smoothed_tensors, 'tensor')}, with strength {answer.smoothing:g}"
@@ -104,39 +99,35 @@ def _warnings(plan: Plan, layers: int, quantized: int) -> tuple[str, ...]:
     return tuple(warnings)
 
 
-# Repairs of one kind that are shown one by one; JSON has all.
-SHOWN = 8
-
-
 def render_repair(report: RepairReport, format_: str) -> str:
     """The report as text or JSON, with a final newline."""
-    return to_json(report) if format_ == "json" else text.render([_document(report)])
-
-
-def _document(report: RepairReport) -> doc.Document:
+    if format_ == "json":
+        return to_json(report)
     kinds: dict[tuple[str, str], list[Repair]] = {}
     for repair in report.repairs:
         kinds.setdefault((repair.family, repair.cost), []).append(repair)
     content = parts(
         [_kind(family, cost, repairs) for (family, cost), repairs in kinds.items()],
-        _findings("Warnings", report.warnings),
-        _findings("Cannot be repaired", report.refusals),
+        _findings("Warnings", report.warnings) if report.warnings else None,
+        _findings("Cannot be repaired", report.refusals) if report.refusals else None,
         doc.Paragraph(_conclusion(report)),
     )
-    return doc.Document(title=report.checkpoint, parts=content, wide=True)
+    return text.render([doc.Document(title=report.checkpoint, parts=content, wide=True)])
 
 
 def _kind(family: str, cost: str, repairs: Sequence[Repair]) -> doc.Section:
     """The repairs of one kind, and what the worst of them cost."""
-    texts = [f"{each.where}: {each.got} -> {each.now}{_change(each.change)}" for each in repairs]
-    lines = listing(texts, SHOWN)
-    total = doc.Paragraph(f"cost: {cost}{_worst(repairs)}")
-    return doc.Section(f"{family}: {plural(len(repairs), 'fix', 'fixes')}", (lines, total))
+    lines = [f"{each.where}: {each.got} -> {each.now}{_change(each.change)}" for each in repairs[:SHOWN]]
+    if len(repairs) > SHOWN:
+        lines.append(f"and {len(repairs) - SHOWN} more: see --format json")
+    moved = [each.change.relative for each in repairs if each.change and each.change.relative is not None]
+    worst = f"; {plural(len(moved), 'weight')} moved, by {max(moved):.2%} at most" if moved else ""
+    title = f"{family}: {plural(len(repairs), 'fix', 'fixes')}"
+    return doc.Section(title, (doc.Listing(row(*lines)), doc.Paragraph(f"cost: {cost}{worst}")))
 
 
-def _findings(title: str, findings: Sequence[Finding]) -> doc.Section | None:
-    rows = tuple((title, finding) for finding in findings)
-    return doc.Section(title, (doc.FindingList(rows, "--format json"),)) if rows else None
+def _findings(title: str, findings: Sequence[Finding]) -> doc.Section:
+    return doc.Section(title, (doc.FindingList(tuple((title, each) for each in findings), "--format json"),))
 
 
 def _change(change: WeightChange | None) -> str:
@@ -150,13 +141,6 @@ def _change(change: WeightChange | None) -> str:
         old = "unreadable" if before is None else f"{decibels(before)} dB"
         parts.append(f"against the source {old} -> {decibels(after)} dB")
     return f" ({'; '.join(parts) or 'not comparable'})"
-
-
-def _worst(repairs: Sequence[Repair]) -> str:
-    moved = [
-        repair.change.relative for repair in repairs if repair.change and repair.change.relative is not None
-    ]
-    return f"; {plural(len(moved), 'weight')} moved, by {max(moved):.2%} at most" if moved else ""
 
 
 def _conclusion(report: RepairReport) -> str:

@@ -1,19 +1,48 @@
-"""The report of a run: a summary that every form has, and what a page shows below it."""
+"""The report of a run: a summary for every form, below it what a page shows; several runs as a table."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
-from vexport.records import Canary, EngineInfo, LoadReport, LogprobAgreement, Report
+from vexport.records import (
+    Canary,
+    ComparedRun,
+    EngineInfo,
+    LoadReport,
+    LogprobAgreement,
+    Report,
+    TaskVerdict,
+    Verdict,
+)
 from vexport.reports import document as doc
 from vexport.reports.accuracy import accuracy_section, accuracy_tiles, answers_section
 from vexport.reports.checkpoints import device_parts, load_facts
-from vexport.reports.document import PAGE, SUMMARY, facts, muted, parts, row
-from vexport.reports.formatting import bits_per_weight, count, duration, percent, plural, ratio, size, small
-from vexport.reports.gates import finding_counts, report_gates, staged_findings
+from vexport.reports.document import TableCell, facts, mono, muted, page_section, parts, row, table
+from vexport.reports.findings import finding_counts, report_gates, staged_findings
+from vexport.reports.formatting import (
+    NOT_AVAILABLE,
+    attribution_line,
+    bits_per_weight,
+    count,
+    coverage_lines,
+    duration,
+    next_step,
+    percent,
+    plural,
+    ratio,
+    report_device,
+    report_sentence,
+    scale_of,
+    schemes_in_use,
+    served_with,
+    size,
+    size_change,
+    small,
+)
 from vexport.reports.layers import (
+    drift_line,
     mixed_line,
     noise_section,
     rounding_lines,
@@ -22,20 +51,8 @@ from vexport.reports.layers import (
     signals_section,
     size_section,
 )
-from vexport.reports.sentences import (
-    coverage_lines,
-    next_step,
-    report_device,
-    report_sentence,
-    schemes_in_use,
-    served_with,
-    signal_lines,
-    size_change,
-)
 
 _NOT_RUN = "an earlier gate failed"
-
-
 # In the order of a reader's interest: what a run writes (vexport.run, vexport.run.serving), and what it is.
 _FILES = (
     ("checkpoint", "the quantized checkpoint"),
@@ -53,20 +70,17 @@ _FILES = (
     ("eval/baseline", "lm-eval's results and samples of the baseline"),
     ("eval/candidate", "lm-eval's results and samples of the quantized model"),
 )
+_LEGEND = (
+    "KL: nats a token from the baseline. Worst task: the one with the lowest bound, its change in points or "
+    "units of the metric. *: the smallest that passes."
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFile:
-    """A file or folder of a run directory, as a link relative to the page."""
-
-    name: str
-    href: str
-    about: str
-
-
-def run_document(report: Report, files: Sequence[RunFile] = ()) -> doc.Document:
+def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Document:
     """Everything that a run found; a page links to `files`."""
     created = report.created[:16].replace("T", " ")
+    total = duration(sum(report.seconds.values()))
+    linked = "In the run directory. The links are relative to this page: move them together."
     return doc.Document(
         title=report.name,
         status=report.outcome,
@@ -77,7 +91,7 @@ def run_document(report: Report, files: Sequence[RunFile] = ()) -> doc.Document:
         gates=report_gates(report)[:-1],
         tiles=(*accuracy_tiles(report.verdict), _size_tile(report), _load_tile(report)),
         parts=parts(
-            doc.Section("", (_summary(report),), forms=SUMMARY),
+            doc.Section("", (_summary(report, total),), forms=("text", "markdown")),
             accuracy_section(report.verdict) if report.verdict else None,
             signals_section(report),
             size_section(report),
@@ -88,18 +102,14 @@ def run_document(report: Report, files: Sequence[RunFile] = ()) -> doc.Document:
             _devices(report),
             _findings(report),
             answers_section(report.verdict),
-            _files(files),
-            _provenance(report),
+            page_section("Files", "files", linked, doc.Listing(tuple(files))) if files else None,
+            _provenance(report, total),
         ),
-        footer=f"vexport {report.vexport}, {report.created}, source {report.source}, total {_total(report)}",
+        footer=f"vexport {report.vexport}, {report.created}, source {report.source}, total {total}",
     )
 
 
-def _total(report: Report) -> str:
-    return duration(sum(report.seconds.values()))
-
-
-def _summary(report: Report) -> doc.Facts:
+def _summary(report: Report, total: str) -> doc.Facts:
     """A line for each thing to know: size, schemes, coverage, the engine, the signals."""
     return facts(
         ("size", size_change(report.plan)),
@@ -108,27 +118,27 @@ def _summary(report: Report) -> doc.Facts:
         *(("experts", line) for line in coverage_lines(report.experts)),
         *(("rounding", line) for line in rounding_lines(report.rounding)),
         *load_facts(report.load).rows,
-        *signal_lines(report),
-        ("time", _total(report)),
+        ("drift", drift_line(report.drift)) if report.drift else None,
+        ("cause", attribution_line(report.attribution)) if report.attribution else None,
+        ("time", total),
     )
 
 
 def _size_tile(report: Report) -> doc.Tile:
-    plan = report.plan
-    before, after = plan.source_bytes, plan.output_bytes
-    bits = f"{bits_per_weight(after, plan.parameters)} bits per weight"
-    was = bits_per_weight(before, plan.parameters)
-    return doc.Tile("Size", size(after), "", f"{ratio(after, before)} of {size(before)}; {bits}, was {was}")
+    before, after = report.plan.source_bytes, report.plan.output_bytes
+    was, bits = (bits_per_weight(each, report.plan.parameters) for each in (before, after))
+    note = f"{ratio(after, before)} of {size(before)}; {bits} bits per weight, was {was}"
+    return doc.Tile("Size", size(after), "", note)
 
 
 def _load_tile(report: Report) -> doc.Tile:
-    load, device = report.load, report.load.engine.device if report.load.engine else ""
-    answer = "yes" if load.ok else "no" if load.engine or load.findings else "not run"
+    load, engine = report.load, report.load.engine
+    answer = "yes" if load.ok else "no" if engine or load.findings else "not run"
     note = "the engine did not start" if load.findings else _NOT_RUN
-    if load.engine:
-        emulated = "; emulated kernels: the format's numbers, not its speed" if load.engine.emulated else ""
-        note = f"vLLM {load.engine.vllm}{emulated}"
-    return doc.Tile("Loads in vLLM", answer, f"on {device}" if device else "", note)
+    if engine:
+        emulated = "; emulated kernels: the format's numbers, not its speed" if engine.emulated else ""
+        note = f"vLLM {engine.vllm}{emulated}"
+    return doc.Tile("Loads in vLLM", answer, f"on {engine.device}" if engine and engine.device else "", note)
 
 
 def _load_section(report: Report) -> doc.Section:
@@ -138,34 +148,30 @@ def _load_section(report: Report) -> doc.Section:
         lead = f"The real engine loaded the checkpoint{'' if load.ok else ', but the load did not pass'}."
     elif load.findings:
         lead = "The engine did not start with this checkpoint; see the findings."
-    content = parts(
-        _engine(load.engine, load.logprobs, baseline_ok=report.baseline_load.ok) if load.engine else None,
-        _canaries(report.baseline_load, load),
-    )
-    return doc.Section("Load in vLLM", content, anchor="load", lead=lead, forms=PAGE)
+    engine = _engine(report, load.engine) if load.engine else None
+    return page_section("Load in vLLM", "load", lead, engine, _canaries(report.baseline_load, load))
 
 
-def _engine(
-    engine: EngineInfo, agreement: LogprobAgreement | None, *, baseline_ok: bool
-) -> tuple[doc.Part, ...]:
+def _engine(report: Report, engine: EngineInfo) -> tuple[doc.Part, ...]:
     processes = "several processes" if engine.multiprocess else "one process"
     emulated = "emulated: the numbers are the format's, the speed is not" if engine.emulated else ""
+    baseline_ok = report.baseline_load.ok
     baseline = "loads as well" if baseline_ok else "did not load: the cause is the source or this engine"
-    spots = doc.Listing(row(*engine.blind_spots), "What this platform cannot show")
     rows = facts(
         ("Engine", f"vLLM {engine.vllm}, torch {engine.torch}, transformers {engine.transformers}"),
         ("Platform", f"{engine.platform}, {engine.processor}, {engine.dtype}, {processes}"),
         ("Served with", served_with(engine)) if engine.settings else None,
-        ("Kernels", doc.TableCell("\n".join(engine.kernels), emulated, mono=True)),
+        ("Kernels", TableCell("\n".join(engine.kernels), emulated, mono=True)),
         ("Start", duration(engine.start_seconds)),
         ("Baseline", baseline),
-        ("Log-probabilities", _agreement(agreement)) if agreement else None,
+        ("Log-probabilities", _agreement(report.load.logprobs)) if report.load.logprobs else None,
     )
+    spots = doc.Listing(row(*engine.blind_spots), "What this platform cannot show")
     return parts(rows, spots if engine.blind_spots else None)
 
 
-def _agreement(agreement: LogprobAgreement) -> doc.TableCell:
-    return doc.TableCell(
+def _agreement(agreement: LogprobAgreement) -> TableCell:
+    return TableCell(
         f"mean KL {small(agreement.mean_kl)} nats per token against {agreement.reference}, limit "
         f"{small(agreement.limit)}; at most {small(agreement.max_kl)}",
         f"first choice agrees at {percent(agreement.top1_agreement)} of {count(agreement.positions)} "
@@ -175,14 +181,13 @@ def _agreement(agreement: LogprobAgreement) -> doc.TableCell:
 
 def _canaries(baseline: LoadReport, candidate: LoadReport) -> doc.Section | None:
     """The greedy continuations of both models; those that say nothing are counted."""
-    first = {canary.prompt: canary for canary in baseline.canaries}
-    second = {canary.prompt: canary for canary in candidate.canaries}
-    pairs = [(prompt, first.get(prompt), second.get(prompt)) for prompt in {**first, **second} if second]
-    if not pairs:
+    if not candidate.canaries:
         return None
+    first, second = ({canary.prompt: canary for canary in load.canaries} for load in (baseline, candidate))
+    pairs = {prompt: (first.get(prompt), second.get(prompt)) for prompt in {**first, **second}}
     shown = [
         doc.Exchange("prompt", prompt, (_answer("baseline", before), _answer("quantized", after)))
-        for prompt, before, after in pairs
+        for prompt, (before, after) in pairs.items()
         if any(canary and (canary.text.strip() or canary.non_finite) for canary in (before, after))
     ]
     silent = len(pairs) - len(shown)
@@ -201,62 +206,110 @@ def _answer(label: str, canary: Canary | None) -> tuple[str, str, str]:
 
 
 def _devices(report: Report) -> doc.Section | None:
-    if not report.dry_load:
-        return None
     lead = (
         "The model class and weight loaders of vLLM on headers alone, for each tensor parallel size and "
         "compute capability."
     )
-    content = device_parts(report.dry_load)
-    return doc.Section("Other devices", content, anchor="devices", lead=lead, forms=PAGE)
+    dry = report.dry_load
+    return page_section("Other devices", "devices", lead, device_parts(dry)) if dry else None
 
 
 def _findings(report: Report) -> doc.Section:
     findings = staged_findings(report)
     if not findings:
         nothing = muted("Plan, check and both loads found nothing to report.")
-        return doc.Section("Findings", (nothing,), anchor="findings", forms=PAGE)
-    counts = finding_counts([finding for _, finding in findings])
-    return doc.Section(
-        "Findings", (doc.FindingList(findings, "report.json"),), anchor="findings", lead=f"{counts}."
-    )
+        return page_section("Findings", "findings", "", nothing)
+    counts = finding_counts(finding for _, finding in findings)
+    return doc.Section("Findings", (doc.FindingList(findings, "report.json"),), "findings", f"{counts}.")
 
 
-def _files(files: Sequence[RunFile]) -> doc.Section | None:
-    items = tuple(doc.TableCell(file.name, file.about, href=file.href, mono=True) for file in files)
-    lead = "In the run directory. The links are relative to this page: move them together."
-    return (
-        doc.Section("Files", (doc.Listing(items),), anchor="files", lead=lead, forms=PAGE) if items else None
-    )
-
-
-def _provenance(report: Report) -> doc.Section:
+def _provenance(report: Report, total: str) -> doc.Section:
     of = f" of {report.calibration_data}" if report.calibration_data else ""
     rows = f"{plural(report.calibration_rows, 'sample')}{of}" if report.calibration_rows else "none"
     digest = f"sha256 {report.calibration_digest}" if report.calibration_digest else ""
     stages = "".join(f"{stage} {duration(taken)}, " for stage, taken in report.seconds.items())
     sources = facts(
-        ("Source", doc.TableCell(report.source, mono=True)),
-        ("Baseline", doc.TableCell(report.baseline, mono=True)),
-        ("Checkpoint", doc.TableCell(report.load.checkpoint, mono=True)),
+        ("Source", mono(report.source)),
+        ("Baseline", mono(report.baseline)),
+        ("Checkpoint", mono(report.load.checkpoint)),
         ("Architecture", report.plan.architecture),
-        ("Calibration", doc.TableCell(rows, digest)),
+        ("Calibration", TableCell(rows, digest)),
         *(("Experts", line) for line in coverage_lines(report.experts)),
         ("Made by", f"vexport {report.vexport}, {report.created}"),
-        ("Time", f"{stages}total {_total(report)}") if stages else None,
+        ("Time", f"{stages}total {total}") if stages else None,
     )
-    reproduce = doc.Section("Reproduce", (doc.Code(report.command),))
-    return doc.Section("Provenance", (sources, reproduce), anchor="provenance", forms=PAGE)
+    reproduce = doc.Section("Reproduce", (doc.Paragraph(report.command, "code"),))
+    return page_section("Provenance", "provenance", "", sources, reproduce)
 
 
-def run_files(folder: Path, start: Path) -> Sequence[RunFile]:
-    """The files that exist, for a page in the folder `start`."""
+def run_files(folder: Path, start: Path) -> Sequence[TableCell]:
+    """The files and folders of a run directory that exist, as links for a page in the folder `start`."""
     files = []
     for name, about in _FILES:
         path = folder / name
         if path.exists():
-            shown = f"{name}/" if path.is_dir() else name
+            slash = "/" if path.is_dir() else ""
             # A colon in the first part of a link is no scheme, since that part is escaped.
-            href = quote(os.path.relpath(path, start).replace(os.sep, "/")) + ("/" if path.is_dir() else "")
-            files.append(RunFile(name=shown, href=href, about=about))
-    return tuple(files)
+            href = quote(os.path.relpath(path, start).replace(os.sep, "/")) + slash
+            files.append(TableCell(name + slash, about, href=href, mono=True))
+    return files
+
+
+def compared_run(report: Report, folder: str) -> ComparedRun:
+    """The row of a finished run."""
+    plan = report.plan
+    return ComparedRun(
+        name=report.name,
+        folder=folder,
+        schemes=schemes_in_use(plan),
+        outcome=report.outcome,
+        reason=report.reason,
+        num_bytes=plan.output_bytes,
+        bits_per_weight=8 * plan.output_bytes / max(1, plan.parameters),
+        mean_kl=report.drift.mean_kl if report.drift else None,
+        worst=worst_task(report.verdict) if report.verdict else None,
+    )
+
+
+def worst_task(verdict: Verdict) -> TaskVerdict | None:
+    """The task with the lowest bound, without its documents."""
+    worst = min(verdict.tasks, key=lambda task: task.low, default=None)
+    return replace(worst, flips=(), also=()) if worst else None
+
+
+def marked(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, ...]:
+    """The runs with the smallest that passes marked, of equal ones the nearest to the baseline."""
+    passed = [run for run in runs if run.outcome == "PASS"]
+    best = min(passed, key=lambda run: (run.num_bytes, run.mean_kl or 0.0), default=None)
+    return tuple(replace(run, smallest=run is best) for run in runs)
+
+
+def comparison_document(runs: Sequence[ComparedRun]) -> doc.Document:
+    """The table, and why a run did not pass."""
+    best = next((run for run in runs if run.smallest), None)
+    answer = f"{best.folder} is the smallest that passes" if best else "none passes"
+    whys = [(run.folder, run.reason) for run in runs if run.outcome != "PASS"]
+    change, result = doc.Column("change", numeric=True, noted=True), doc.Column("result", nowrap=True)
+    titles = ("run", "scheme", ">size", ">bits", ">KL", "worst task", change, result)
+    content = parts(
+        doc.Paragraph(answer),
+        table(titles, map(_compared_cells, runs)),
+        muted(_LEGEND),
+        facts(*whys) if whys else None,
+    )
+    return doc.Document(title=plural(len(runs), "run"), parts=(doc.Section("Runs", content),), wide=True)
+
+
+def _compared_cells(run: ComparedRun) -> Iterator[TableCell | str]:
+    yield f"{run.folder} *" if run.smallest else run.folder
+    yield run.schemes or NOT_AVAILABLE
+    yield size(run.num_bytes) if run.num_bytes else NOT_AVAILABLE
+    yield f"{run.bits_per_weight:.2f}" if run.bits_per_weight else NOT_AVAILABLE
+    yield NOT_AVAILABLE if run.mean_kl is None else small(run.mean_kl)
+    if worst := run.worst:
+        scale = scale_of(worst)
+        yield worst.task
+        yield TableCell(scale.change(worst.difference), scale.changes(worst.low, worst.high))
+    else:
+        yield from (NOT_AVAILABLE, NOT_AVAILABLE)
+    yield doc.badge(run.outcome) if run.outcome else "not made"

@@ -14,9 +14,8 @@ from rich.text import Text
 from vexport.errors.escaping import clip, visible
 from vexport.records import Finding
 from vexport.reports import document as doc
-from vexport.reports.folding import MAX_FOLLOWING, Folded, fold
-from vexport.reports.formatting import plural
-from vexport.reports.sentences import opening, outcome_line
+from vexport.reports.findings import MAX_FOLLOWING, Folded, fold
+from vexport.reports.formatting import opening, outcome_line, plural
 
 WIDTH = 100
 UNWRAPPED = 4096

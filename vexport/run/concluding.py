@@ -25,7 +25,7 @@ from vexport.records import (
 from vexport.records.calibration import expert_coverage
 from vexport.reports import render
 from vexport.reports.card import inherited_card
-from vexport.reports.gates import checkpoint_gate
+from vexport.reports.findings import checkpoint_gate
 from vexport.run.directory import LAYERS, REPORT_FILE, portable, rounding_of
 from vexport.run.judging import cause_of
 from vexport.run.making import CALIBRATION, CHECKED, MIXED, PLAN, SENSITIVITY, WRITTEN

@@ -19,7 +19,7 @@ from vexport.evaluation.prompting import lm_eval_settings
 from vexport.outputs import FolderKind, NamedPath, require_separate, written_alone
 from vexport.outputs.log import LOG_FILE, logged_to
 from vexport.records import ComparedRun, LmEvalSettings, OnProgress, Verdict
-from vexport.reports.comparison import marked, worst_task
+from vexport.reports.run import marked, worst_task
 from vexport.run.endpoints import ask_endpoint, is_results, tokenizer_of
 from vexport.run.judging import (
     Explaining,

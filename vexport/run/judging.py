@@ -12,7 +12,7 @@ from vexport.evaluation.drift import Limits, measure_drift
 from vexport.evaluation.held_out import decide_on_text
 from vexport.evaluation.verdict import decide
 from vexport.records import Attribution, Drift, OnProgress, Outcome, Verdict, named
-from vexport.reports.sentences import outcome_line
+from vexport.reports.formatting import outcome_line
 from vexport.run.directory import portable
 from vexport.run.serving import EngineOptions, Served
 from vexport.scenario import Evaluate

@@ -13,7 +13,7 @@ from vexport.formats.schemes import KEEP
 from vexport.outputs import NamedPath, require_separate, written_alone
 from vexport.outputs.log import logged_to
 from vexport.records import ComparedRun, Report
-from vexport.reports.comparison import compared_run, marked
+from vexport.reports.run import compared_run, marked
 from vexport.run import concluding, making, proving
 from vexport.run.directory import KIND, SCENARIO, RunDirectory, portable
 from vexport.run.judging import Explaining

@@ -1,0 +1,204 @@
+"""JUnit XML, one test case for a gate, and workflow commands of GitHub Actions, the errors first.
+
+The escapes of a command are those of actions/toolkit (packages/core/src/command.ts); GitHub shows ten
+annotations a step.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+from xml.etree import ElementTree
+
+from vexport.errors.escaping import clip, visible
+from vexport.records import CheckReport, DryLoadReport, Finding, LoadReport, Severity
+from vexport.reports.checkpoints import titled
+from vexport.reports.findings import Gate, Status, checkpoint_gate, fold, judged_for, kinds
+from vexport.reports.formatting import plural
+
+MAX_ANNOTATIONS = 10
+_MAX_CHARACTERS = 2000
+_Level = Literal["error", "warning", "notice"]
+_LEVELS: Sequence[_Level] = ("error", "warning", "notice")
+_OF_STATUS: Mapping[Status, _Level] = {
+    "PASS": "notice",
+    "FAIL": "error",
+    "INCONCLUSIVE": "warning",
+    "SKIPPED": "notice",
+}
+_OF_SEVERITY: Mapping[Severity, _Level] = {"error": "error", "warning": "warning", "info": "notice"}
+# What is looked through for the line of a key; a config is a few kilobytes.
+_MAX_BYTES = 1 << 20
+
+
+def junit(suites: Iterable[tuple[str, Sequence[Gate]]], seconds: Mapping[str, float] | None = None) -> str:
+    """Suites by name with a case for each of their gates; `seconds` are what gates took, by name."""
+    seconds, suites = seconds or {}, list(suites)
+    every = [gate for _, gates in suites for gate in gates]
+    root = ElementTree.Element("testsuites", {"name": "vexport", **_totals(every, seconds)})
+    for name, gates in suites:
+        attributes = {"name": visible(name), **_totals(gates, seconds)}
+        suite = ElementTree.SubElement(root, "testsuite", attributes)
+        for gate in gates:
+            time = f"{seconds.get(gate.name, 0.0):.3f}"
+            attributes = {"classname": f"vexport.{visible(name)}", "name": visible(gate.name), "time": time}
+            _fill(ElementTree.SubElement(suite, "testcase", attributes), gate)
+    ElementTree.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+
+
+def _totals(gates: Sequence[Gate], seconds: Mapping[str, float]) -> dict[str, str]:
+    return {
+        "tests": str(len(gates)),
+        "failures": str(sum(gate.status in ("FAIL", "INCONCLUSIVE") for gate in gates)),
+        "errors": "0",
+        "skipped": str(sum(gate.status == "SKIPPED" for gate in gates)),
+        "time": f"{sum(seconds.values()):.3f}",
+    }
+
+
+def _fill(case: ElementTree.Element, gate: Gate) -> None:
+    message = visible(gate.message)
+    lines = (f"{kind.first.severity}: {visible(str(kind.finding))}" for kind in kinds(gate.findings))
+    details = "\n".join(lines) or message
+    if gate.status == "SKIPPED":
+        ElementTree.SubElement(case, "skipped", {"message": message})
+    elif gate.status == "PASS":
+        ElementTree.SubElement(case, "system-out").text = details
+    else:
+        ElementTree.SubElement(case, "failure", {"message": message, "type": gate.status}).text = details
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Annotation:
+    """A message at a file relative to the workspace, empty where none is known, and its line from 1."""
+
+    level: _Level
+    title: str
+    message: str
+    file: str = ""
+    line: int = 1
+
+    def __str__(self) -> str:
+        place = {"file": self.file, "line": str(self.line)} if self.file else {}
+        properties = ",".join(
+            f"{name}={_escaped(visible(value)).replace(':', '%3A').replace(',', '%2C')}"
+            for name, value in {**place, "title": self.title}.items()
+        )
+        return f"::{self.level} {properties}::{_escaped(visible(clip(self.message, _MAX_CHARACTERS)))}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def github_answer(name: str, gates: Sequence[Gate], scenario: Path | None = None) -> str:
+    """The last gate, which is the answer, then errors and warnings of the others; at the scenario's file."""
+    *others, overall = gates
+    line, _, sentence = overall.message.partition(": ")
+    level = _OF_STATUS[overall.status]
+    answer = _Annotation(level=level, title=f"vexport {line}: {name}", message=sentence)
+    file = _in_workspace(scenario) if scenario else ""
+    notes = (note for gate in others for note in _of_gate(gate))
+    return _lines(*(replace(note, file=file, line=1) for note in (answer, *_gravest_first(notes))))
+
+
+def github_checkpoints(name: str, reports: Sequence[CheckReport | LoadReport | DryLoadReport]) -> str:
+    """Every checkpoint's errors and warnings of the gate `name`, or one notice where there are none.
+
+    What a check did not judge is a notice.
+    """
+    gates = [(report.checkpoint, checkpoint_gate(name, report)) for report in titled(reports)]
+    unjudged = [
+        _Annotation(level="notice", title=f"{name}: not judged", message=f"{report.checkpoint}: {each}")
+        for report in reports
+        if isinstance(report, CheckReport)
+        for each in report.not_judged
+    ]
+    if all(gate.status == "PASS" and not gate.findings for _, gate in gates):
+        message = f"{plural(len(gates), 'checkpoint')} without a finding{judged_for(reports[0])}"
+        return _lines(_Annotation(level="notice", title=f"vexport {name} PASS", message=message), *unjudged)
+    notes = (note for place, gate in gates for note in _of_gate(gate, place))
+    return _lines(*_gravest_first((*notes, *unjudged)))
+
+
+def _of_gate(gate: Gate, checkpoint: str = "") -> Iterator[_Annotation]:
+    """Its findings but the notes; without an error among them, the gate itself where it did not pass."""
+    prefix = f"{checkpoint}: " if checkpoint else ""
+    if gate.status in ("FAIL", "INCONCLUSIVE") and not any(f.severity == "error" for f in gate.findings):
+        title = f"{gate.name} {gate.status}"
+        yield _Annotation(level=_OF_STATUS[gate.status], title=title, message=prefix + gate.message)
+    for kind in fold(gate.findings):
+        if kind.first.severity != "info":
+            level, title = _OF_SEVERITY[kind.first.severity], f"{gate.name}: {kind.first.check}"
+            file, line = _place(checkpoint, kind.first)
+            yield _Annotation(
+                level=level, title=title, message=f"{prefix}{kind.finding}", file=file, line=line
+            )
+
+
+def _gravest_first(notes: Iterable[_Annotation]) -> list[_Annotation]:
+    return sorted(notes, key=lambda note: _LEVELS.index(note.level))
+
+
+def _lines(*annotations: _Annotation) -> str:
+    """The first annotations; the rest is counted in a plain line of the log."""
+    lines = [str(note) for note in annotations[:MAX_ANNOTATIONS]]
+    if left_out := len(annotations) - len(lines):
+        lines.append(f"{plural(left_out, 'more annotation')} left out; --format json has them all")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _place(checkpoint: str, finding: Finding) -> tuple[str, int]:
+    """The file of a finding on `checkpoint` and its line; no file where that is no folder of the workspace.
+
+    The file that the finding names, else the index of the weights or their file, else config.json. The
+    checkpoint's name may say in brackets how it was loaded.
+    """
+    with suppress(OSError, ValueError):
+        folders = (Path(name) for name in (checkpoint, checkpoint.rpartition(" (")[0]) if name)
+        if root := next((folder for folder in folders if folder.is_dir()), None):
+            name, _, key = finding.where.partition(": ")
+            file = _named(root, name) or _stored(root, finding.where) or root / "config.json"
+            return _in_workspace(file), _line(file, key)
+    return "", 1
+
+
+def _in_workspace(file: Path) -> str:
+    """A file as GitHub names it; empty outside GITHUB_WORKSPACE (the current folder without one)."""
+    workspace = Path(os.environ.get("GITHUB_WORKSPACE") or ".").resolve()
+    absolute = file.absolute() if file.absolute().is_relative_to(workspace) else file.resolve()
+    return absolute.relative_to(workspace).as_posix() if absolute.is_relative_to(workspace) else ""
+
+
+def _named(root: Path, name: str) -> Path | None:
+    """The file of the checkpoint that a place begins with, as it is or relative to the folder."""
+    for path in (Path(name), root / name):
+        with suppress(OSError, ValueError):
+            if path.is_file() and path.resolve().is_relative_to(root.resolve()):
+                return path
+    return None
+
+
+def _stored(root: Path, where: str) -> Path | None:
+    """The index of the weights, or their only file, where `where` is the name of a tensor or layer."""
+    if "." not in where or "/" in where or " " in where.strip():
+        return None
+    files = (*root.glob("*.safetensors.index.json"), *sorted(root.glob("*.safetensors")))
+    return next(iter(files), None)
+
+
+def _line(file: Path, key: str) -> int:
+    """The line of the last key of the path `key` in a JSON file, else the first."""
+    if file.suffix != ".json" or not key:
+        return 1
+    quoted = json.dumps(key.split(" ")[0].rpartition(".")[2])
+    try:
+        with file.open("rb") as stream:
+            lines = stream.read(_MAX_BYTES).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return 1
+    return next((number for number, text in enumerate(lines, 1) if quoted in text), 1)

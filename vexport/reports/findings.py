@@ -1,0 +1,294 @@
+"""Findings and gates for people: findings of one kind as one, what follows from a wrong config under its
+cause, and the gates of a run in their order, which CI shows as test cases and people read as a checklist.
+
+JSON has each finding; every other format says how many it stands for.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from vexport.records import (
+    CheckReport,
+    DryLoadReport,
+    Finding,
+    LoadReport,
+    MatrixCell,
+    Report,
+    Severity,
+    TaskVerdict,
+    TextLimit,
+    Verdict,
+)
+from vexport.records.values import about
+from vexport.reports.formatting import (
+    count,
+    nats,
+    nats_interval,
+    outcome_line,
+    plural,
+    report_device,
+    report_sentence,
+    scale_of,
+    task_title,
+)
+
+SEVERITIES: Sequence[Severity] = ("error", "warning", "info")
+Status = Literal["PASS", "FAIL", "INCONCLUSIVE", "SKIPPED"]
+_NUMBER = re.compile(r"\d+")
+# Dotted names of three parts and more: modules and tensors. A long word is read once, from its beginning.
+_NAME = re.compile(r"(?<![\w#])[\w#]+(?:\.[\w#]+){2,}")
+_INDEX = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=[.\s]|$)")
+_MAX_RUNS = 4
+_MAX_NAMES = 4
+# Kinds of what may follow from a cause that are shown; the others are counted.
+MAX_FOLLOWING = 20
+# A finding of `config` at the quantization config decides what these checks expect of every layer.
+_AT_CONFIG = "quantization_config"
+_JUDGED_BY_CONFIG = frozenset({"completeness", "shapes", "values", "fusion", "devices"})
+_NOT_RUN = "not run: an earlier gate failed"
+_NOT_ASKED = "not asked for: the scenario has no `evaluate`"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folded:
+    """A finding, the places of all that are of its kind, their number, and what follows from it."""
+
+    first: Finding
+    places: str
+    count: int
+    follow: tuple["Folded", ...] = ()
+
+    @property
+    def following(self) -> int:
+        """The number of findings that follow from it."""
+        return sum(kind.count for kind in self.follow)
+
+    @property
+    def not_shown(self) -> int:
+        """The number of those that are of the kinds beyond MAX_FOLLOWING."""
+        return sum(kind.count for kind in self.follow[MAX_FOLLOWING:])
+
+    @property
+    def finding(self) -> Finding:
+        """One finding for all of the kind, whose remedy says how many it stands for."""
+        notes = [f"{self.count - 1:,} more like it"] if self.count > 1 else []
+        notes += [f"{plural(self.following, 'more finding')} may follow from it"] if self.follow else []
+        fix = f"{self.first.fix} ({', '.join(notes)})" if notes else self.first.fix
+        return replace(self.first, where=self.places, fix=fix)
+
+
+def fold(findings: Sequence[Finding]) -> tuple[Folded, ...]:
+    """The kinds of findings in the order in which they came; the last cause has what may follow from it."""
+    if not any(map(_is_cause, findings)):
+        return kinds(findings)
+    follow = kinds(finding for finding in findings if _follows(finding))
+    kept = kinds(finding for finding in findings if not _follows(finding))
+    last = max(number for number, kind in enumerate(kept) if _is_cause(kind.first))
+    return (*kept[:last], replace(kept[last], follow=follow), *kept[last + 1 :])
+
+
+def kinds(findings: Iterable[Finding]) -> tuple[Folded, ...]:
+    """Findings of one check and severity whose texts differ in numbers and names alone, as one."""
+    alike: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        shapes = (
+            _NAME.sub("NAME", _NUMBER.sub("#", text)) for text in (finding.got, finding.expected, finding.fix)
+        )
+        alike.setdefault((finding.check, finding.severity, *shapes), []).append(finding)
+    return tuple(
+        Folded(first=same[0], places=folded_places([finding.where for finding in same]), count=len(same))
+        for same in alike.values()
+    )
+
+
+def _is_cause(finding: Finding) -> bool:
+    return finding.check == "config" and finding.severity == "error" and _AT_CONFIG in finding.where
+
+
+def _follows(finding: Finding) -> bool:
+    return finding.check in _JUDGED_BY_CONFIG and _AT_CONFIG not in finding.where
+
+
+def folded_places(places: Sequence[str]) -> str:
+    """`model.layers.0-29.{mlp.down_proj, mlp.up_proj}.weight`: numbers as ranges, other parts in braces.
+
+    A number whose range would name other places too is `*`.
+    """
+    patterns: dict[str, list[tuple[int, ...]]] = {}
+    for place in dict.fromkeys(places):
+        numbers = tuple(int(number) for number in _INDEX.findall(place))
+        patterns.setdefault(_INDEX.sub("#", place), []).append(numbers)
+    return _braced([_filled(pattern, numbers) for pattern, numbers in patterns.items()])
+
+
+def _filled(pattern: str, numbers: Sequence[tuple[int, ...]]) -> str:
+    """The pattern with the ranges of its numbers."""
+    slots = [sorted({*values}) for values in zip(*numbers, strict=True)]
+    exact = math.prod(map(len, slots)) == len(numbers)
+    texts = iter([_ranges(values) if exact or len(values) == 1 else "*" for values in slots])
+    return re.sub("#", lambda _: next(texts, "#"), pattern)
+
+
+def _ranges(values: Sequence[int]) -> str:
+    """`0-3,5`; `*` where there are many gaps."""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    if len(runs) > _MAX_RUNS:
+        return "*"
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _braced(names: Sequence[str]) -> str:
+    """Names that share their first and last parts, as one; at most _MAX_NAMES of them."""
+    if len(names) == 1:
+        return names[0]
+    parts = [name.split(".") for name in names]
+    shortest = min(map(len, parts)) - 1
+    start = next((n for n in range(shortest) if len({p[n] for p in parts}) > 1), shortest)
+    end = next((n for n in range(shortest - start) if len({p[-1 - n] for p in parts}) > 1), shortest - start)
+    middles = [".".join(part[start : len(part) - end]) for part in parts]
+    more = f", and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    inside = "{" + ", ".join(middles[:_MAX_NAMES]) + more + "}"
+    return ".".join([*parts[0][:start], inside, *parts[0][len(parts[0]) - end :]])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """One condition of the verdict: its status, one sentence, and the findings behind it."""
+
+    name: str
+    status: Status
+    message: str
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """The message, or the number of findings where a list of them follows."""
+        return finding_counts(self.findings) if self.findings else self.message
+
+
+def report_gates(report: Report) -> tuple[Gate, ...]:
+    """plan, check, dry load, load of both models, every task, the answer; a stage not reached is SKIPPED."""
+    unasked = _NOT_ASKED if report.outcome == "PASS" else _NOT_RUN
+    overall = f"{outcome_line(report.outcome, report_device(report))}: {report_sentence(report)}"
+    return (
+        findings_gate("plan", report.plan.refusals),
+        checkpoint_gate("check", report.check),
+        *((checkpoint_gate("dry load", report.dry_load),) if report.dry_load else ()),
+        _load_gate("load baseline", report.baseline_load),
+        _load_gate("load", report.load),
+        *(
+            _accuracy_gates(report.verdict)
+            if report.verdict
+            else [Gate(name="evaluate", status="SKIPPED", message=unasked)]
+        ),
+        Gate(name="overall", status=report.outcome, message=overall),
+    )
+
+
+def verdict_gates(verdict: Verdict) -> tuple[Gate, ...]:
+    """Every task, or every measure of the text, and the answer."""
+    message = f"{outcome_line(verdict.outcome, verdict.device)}: {verdict.reason}"
+    return (*_accuracy_gates(verdict), Gate(name="overall", status=verdict.outcome, message=message))
+
+
+def check_gates(report: CheckReport, families: Sequence[str]) -> tuple[Gate, ...]:
+    """A gate for every family of checks, and for what else found something; without any the gate `check`.
+
+    What was not judged is SKIPPED.
+    """
+    skipped = (Gate(name=each.what, status="SKIPPED", message=each.why) for each in report.not_judged)
+    if not families:
+        return (checkpoint_gate("check", report), *skipped)
+    by_name: dict[str, list[Finding]] = {name: [] for name in families}
+    for finding in report.findings:
+        by_name.setdefault(finding.check, []).append(finding)
+    return (*(findings_gate(name, findings) for name, findings in by_name.items()), *skipped)
+
+
+def cell_gate(cell: MatrixCell) -> Gate:
+    """One cell of a dry load: FAIL where it must load and does not, SKIPPED where it need not."""
+    loads = cell.status in ("loads", "other precision")
+    status: Status = "PASS" if loads else "FAIL" if cell.needed or cell.status == "faulty" else "SKIPPED"
+    message = ": ".join(filter(None, (cell.status, cell.reason)))
+    return Gate(name=f"tp {cell.tp}, sm {cell.sm}", status=status, message=message)
+
+
+def checkpoint_gate(name: str, report: CheckReport | DryLoadReport | LoadReport) -> Gate:
+    """The findings on one checkpoint; FAIL where the report is not ok, whatever the findings say."""
+    return findings_gate(name, report.findings, ok=report.ok)
+
+
+def findings_gate(name: str, findings: Sequence[Finding], *, ok: bool = True) -> Gate:
+    """FAIL with an error finding or where `ok` is off; the message is the first error or the counts."""
+    ordered = tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
+    errors = [finding for finding in ordered if finding.severity == "error"]
+    if errors:
+        more = f" (and {plural(len(errors) - 1, 'more error')})" if len(errors) > 1 else ""
+        return Gate(name=name, status="FAIL", message=f"{errors[0]}{more}", findings=ordered)
+    message = finding_counts(ordered) if ok else "failed without a finding"
+    return Gate(name=name, status="PASS" if ok else "FAIL", message=message, findings=ordered)
+
+
+def _load_gate(name: str, report: LoadReport) -> Gate:
+    """A load without an engine and without a finding was never tried."""
+    if not report.ok and not report.findings and report.engine is None:
+        return Gate(name=name, status="SKIPPED", message=_NOT_RUN)
+    return checkpoint_gate(name, report)
+
+
+def _accuracy_gates(verdict: Verdict) -> Iterator[Gate]:
+    for task in verdict.tasks:
+        yield Gate(name=task_title(task), status=task.outcome, message=_task_message(task, verdict.margin))
+    for limit in verdict.text.limits if verdict.text else ():
+        yield Gate(name=f"text ({limit.measure})", status=limit.outcome, message=_text_message(limit))
+
+
+def _task_message(task: TaskVerdict, margin: float) -> str:
+    """The difference with its interval against the margin."""
+    if task.uninformative:
+        return f"shows nothing: {task.uninformative}"
+    scale, more = scale_of(task), ""
+    if task.outcome == "INCONCLUSIVE" and task.documents_needed is not None:
+        more = f"; {about(task.documents_needed)} documents would settle it"
+    return (
+        f"{scale.change(task.difference)} {scale.unit} ({scale.changes(task.low, task.high)}), "
+        f"{scale.limit(margin)} accepted, {count(task.documents)} documents{more}"
+    )
+
+
+def _text_message(limit: TextLimit) -> str:
+    """The value and bounds of one measure of the text against the limit."""
+    unit, bound = ("", f"{limit.limit:.0%}") if limit.is_share else (" nats per token", f"{limit.limit:g}")
+    rows = limit.rows_needed
+    more = f"; about {count(rows)} rows would settle it" if rows is not None else ""
+    return f"{nats(limit, limit.value)}{unit} ({nats_interval(limit)}), limit {bound}{more}"
+
+
+def staged_findings(report: Report) -> tuple[tuple[str, Finding], ...]:
+    """Every finding of a run with the gate it belongs to, the gravest first."""
+    pairs = ((gate.name, finding) for gate in report_gates(report) for finding in gate.findings)
+    return tuple(sorted(pairs, key=lambda pair: SEVERITIES.index(pair[1].severity)))
+
+
+def finding_counts(findings: Iterable[Finding]) -> str:
+    """`1 error, 2 warnings`, or `no findings`."""
+    severities = [finding.severity for finding in findings]
+    nouns = {"error": "error", "warning": "warning", "info": "note"}
+    counts = ((severities.count(severity), nouns[severity]) for severity in SEVERITIES)
+    return ", ".join(plural(number, noun) for number, noun in counts if number) or "no findings"
+
+
+def judged_for(report: CheckReport | LoadReport | DryLoadReport) -> str:
+    """` for vLLM 0.32, TP 1, any GPU`: what a check asked; nothing for a load, which names its engine."""
+    if not isinstance(report, CheckReport) or not report.vllm:
+        return ""
+    gpus = f"SM {', '.join(map(str, report.sm))}" if report.sm else "any GPU"
+    return f" for vLLM {report.vllm}, TP {', '.join(map(str, report.tp))}, {gpus}"
