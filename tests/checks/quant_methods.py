@@ -246,12 +246,7 @@ CHECKPOINTS: Mapping[str, tuple[Mapping[str, Json], Callable[[torch.Tensor, torc
         lambda weight, largest: fp8_tensor(weight, largest, static=False),
     ),
     "quark-fp8": (
-        quark_config(
-            QUARK_FP8,
-            QUARK_FP8,
-            export=QUARK_EXPORT,
-            layer_quant_config=QUARK_LAYERS,
-        ),
+        quark_config(QUARK_FP8, QUARK_FP8, export=QUARK_EXPORT, layer_quant_config=QUARK_LAYERS),
         lambda weight, largest: fp8_tensor(weight, largest),
     ),
     "quark-int8": (

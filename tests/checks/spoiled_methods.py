@@ -5,16 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from tests.checks.quant_methods import QUARK_FP8, awq_packed, quark_config
-from tests.mutations.edits import (
-    QUANTIZATION,
-    Change,
-    Tensors,
-    config,
-    drop,
-    put,
-    rename,
-    tensors,
-)
+from tests.mutations.edits import QUANTIZATION, Change, Tensors, config, drop, put, rename, tensors
 from vexport.records import Json
 
 LAYER = "model.layers.1"
@@ -138,11 +129,7 @@ SPOILED: Mapping[str, Mapping[str, tuple[Change, str, str]]] = {
         "the layout of AWQ": (quantization(packing_format="auto_round:auto_awq"), "shapes", "qweight"),
         "another type of data": (quantization(data_type="nv_fp"), "config", "data_type"),
         "no number of bits": (config(QUANTIZATION, bits=None), "config", "bits"),
-        "a layer that its settings keep": (
-            quantization(extra_config={DOWN: {"bits": 16}}),
-            "targets",
-            DOWN,
-        ),
+        "a layer that its settings keep": (quantization(extra_config={DOWN: {"bits": 16}}), "targets", DOWN),
         "a part that its settings keep": (
             quantization(extra_config={K: {"bits": 16}}),
             "targets",

@@ -94,12 +94,7 @@ TENSOR_MUTATIONS = [
 
 @pytest.mark.parametrize(("scheme", "change", "check", "where"), TENSOR_MUTATIONS)
 def test_broken_tensors_are_found(
-    good: Callable[[str], Path],
-    tmp_path: Path,
-    scheme: str,
-    change: Change,
-    check: str,
-    where: str,
+    good: Callable[[str], Path], tmp_path: Path, scheme: str, change: Change, check: str, where: str
 ) -> None:
     found = errors(spoiled(good(scheme), tmp_path / "broken", change))
     assert any(finding.check == check and where in finding.where for finding in found), found

@@ -7,16 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.mutations.edits import (
-    Change,
-    Tensors,
-    add,
-    all_of,
-    every,
-    put,
-    spoiled,
-    tensors,
-)
+from tests.mutations.edits import Change, Tensors, add, all_of, every, put, spoiled, tensors
 from vexport.checks import Against, check_checkpoint
 from vexport.formats.arguments import parse_args
 from vexport.records import Json

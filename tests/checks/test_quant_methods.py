@@ -12,15 +12,7 @@ from tests.checks.quant_methods import CHECKPOINTS, write, write_gpt_oss
 from tests.checks.spoiled_methods import DOWN, LAYER, SPOILED, filled, powers, quantization
 from tests.command import vexport
 from tests.models import problems
-from tests.mutations.edits import (
-    Change,
-    all_of,
-    config,
-    drop,
-    put,
-    spoiled,
-    swap,
-)
+from tests.mutations.edits import Change, all_of, config, drop, put, spoiled, swap
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.view import Target
 from vexport.records import Finding, Json
@@ -121,10 +113,7 @@ def first_expert(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[to
 # Of gpt-oss what only the source shows: what is done, and where.
 UNLIKE_THE_SOURCE: Mapping[str, tuple[Change, str]] = {
     "experts in another order": (put(BLOCKS, lambda value: value.roll(1, 0)), f"{EXPERTS}.gate_up_proj"),
-    "one expert twice as large": (
-        put(SCALES, first_expert(lambda value: value + 1)),
-        f"{EXPERTS}.down_proj",
-    ),
+    "one expert twice as large": (put(SCALES, first_expert(lambda value: value + 1)), f"{EXPERTS}.down_proj"),
     "gate before up": (
         put(BLOCKS, lambda value: torch.cat([value[:, 0::2], value[:, 1::2]], dim=1)),
         f"{EXPERTS}.gate_up_proj",

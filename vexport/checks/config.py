@@ -125,11 +125,7 @@ def _groups(view: CheckpointView) -> Iterator[Finding]:
             refusal = f"format {group.format}, which vLLM {short_version()} does not have: {refusal}"
         if refusal is not None:
             yield _finding(
-                view,
-                key,
-                "arguments and a format that one of vLLM's schemes runs",
-                refusal,
-                "correct them",
+                view, key, "arguments and a format that one of vLLM's schemes runs", refusal, "correct them"
             )
         elif group.name in used and (inputs := group.storage.unquantized_inputs(group)) is not None:
             where, expected = f"{view.quantization_place}.{key}", "input_activations that vLLM quantizes"

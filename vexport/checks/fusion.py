@@ -38,11 +38,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _input_finding(
-    fused: FusedLinear,
-    parameter: str,
-    values: Mapping[str, float],
-    group: ConfigGroup,
-    taken: float,
+    fused: FusedLinear, parameter: str, values: Mapping[str, float], group: ConfigGroup, taken: float
 ) -> Finding:
     """Different scales of one input: a warning where the one that vLLM takes is what most members have."""
     inputs = group.input_activations

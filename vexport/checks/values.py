@@ -161,10 +161,7 @@ def _bad(tensor: TensorInfo, got: str) -> Finding:
 
 
 def _implausible(
-    view: CheckpointView,
-    fused: FusedLinear,
-    group: ConfigGroup,
-    ends: Mapping[str, tuple[float, float]],
+    view: CheckpointView, fused: FusedLinear, group: ConfigGroup, ends: Mapping[str, tuple[float, float]]
 ) -> Iterator[Finding]:
     """Scales that make weights of a size that no model has; `ends` has the least and the largest of some."""
     largest: dict[str, float] = {}

@@ -45,11 +45,7 @@ def quantization_config(plan: Plan) -> dict[str, Json]:
 
 
 def targets_of(
-    groups: Sequence[FusionGroup],
-    architecture: Architecture,
-    others: Iterable[FusionGroup],
-    *,
-    alone: bool,
+    groups: Sequence[FusionGroup], architecture: Architecture, others: Iterable[FusionGroup], *, alone: bool
 ) -> list[str]:
     """Targets that vLLM resolves to these layers and none of `others`, which have other schemes.
 

@@ -90,8 +90,7 @@ def _completed(weights: QuantArgs, inputs: QuantArgs | None) -> SchemeArgs:
         observer = None if inputs.dynamic is True else STATIC_OBSERVER
         inputs = replace(_with_dtypes(inputs, exponents=exponents), observer=observer)
     return SchemeArgs(
-        weights=replace(_with_dtypes(weights, exponents=exponents), observer=static),
-        input_activations=inputs,
+        weights=replace(_with_dtypes(weights, exponents=exponents), observer=static), input_activations=inputs
     )
 
 

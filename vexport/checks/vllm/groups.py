@@ -109,10 +109,7 @@ def lookup_name(name: str) -> str:
 
 
 def ignored(
-    fused: str,
-    members: Sequence[str],
-    ignore: Sequence[str],
-    architecture: Architecture,
+    fused: str, members: Sequence[str], ignore: Sequence[str], architecture: Architecture
 ) -> Iterator[str]:
     """The members of a fused layer that `ignore` names, or all where it names that."""
     projection = fused.rpartition(".")[2]

@@ -7,16 +7,7 @@ import numpy as np
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.base import words
 from vexport.formats.packing.base import STORAGES, Array, PackingInputs, require_finite, storage_of
-from vexport.numerics.arithmetic import (
-    F32,
-    FLOAT32,
-    I32,
-    Bits,
-    Floats,
-    as_stored,
-    value_range,
-    widen,
-)
+from vexport.numerics.arithmetic import F32, FLOAT32, I32, Bits, Floats, as_stored, value_range, widen
 from vexport.numerics.codes import Bytes, largest_magnitude, pack_bits, spread
 from vexport.numerics.constants import FLOAT32_EPS, INT32_BITS
 from vexport.numerics.jit import compiled, wide_vectors
@@ -116,13 +107,7 @@ class IntegerPacking:
     multiple = 1
 
     def __init__(
-        self,
-        member: LinearPlan,
-        dtype: str,
-        args: QuantArgs,
-        inputs: PackingInputs,
-        *,
-        form: Integers,
+        self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs, *, form: Integers
     ) -> None:
         self._member = member
         self._dtype = dtype
