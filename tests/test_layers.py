@@ -25,12 +25,13 @@ LAYERS = (
 )
 MOST_LAYERS = 12
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-# Imports inside functions: the command line imports what it runs, the catalog the table that is asked for, a
-# quantization, a plan, a repair and a format what needs torch or numba, several ranks torch, a download or
-# card the hub's client; workers, separate programs, import vLLM, lm-eval and what of vexport they are asked
-# for.
+# Imports inside functions: the command line and a check import what they run, the catalog the table that is
+# asked for, a quantization, a plan, a repair and a format what needs torch or numba, several ranks torch, a
+# download or card the hub's client; workers, separate programs, import vLLM, lm-eval and what of vexport they
+# are asked for.
 LATE = {
     "api": ("vexport",),
+    "checks": ("vexport",),
     "calibration": ("compressed_tensors", "datasets", "huggingface_hub", "pyarrow", "transformers"),
     "cli": ("rich", "vexport"),
     "plan": ("vexport",),

@@ -10,8 +10,8 @@ import pytest
 from tests.command import vexport
 from tests.models import problems
 from tests.mutations.edits import QUANTIZATION, WHOLE, Change, config, json_config, spoiled
+from vexport.checks import NAMES, NUMBERS
 from vexport.checks.vllm.quant_methods import METHODS, OTHERS
-from vexport.checks.vllm.unjudged import NAMES, NUMBERS
 from vexport.records import Finding, Json
 
 # As the producers write them, shortened.

@@ -32,6 +32,6 @@ def test_the_values_are_the_producers(model: Path, tmp_path: Path, name: str) ->
         group = view.group_of(fused)
         assert isinstance(group, MethodGroup)
         expected = own_weight(group, read_parameters(view, fused.members[DOWN]))
-        weight = dequantized(translate(view).view, DOWN)
+        weight = dequantized(translate(view), DOWN)
     assert weight is not None
     assert torch.equal(weight, expected.to(weight.dtype))

@@ -6,14 +6,14 @@ from pathlib import Path
 from tests.architectures.families import save_family
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
-from vexport.checks.completeness import unjudged
+from vexport.checks.completeness import unjudged_tensors
 from vexport.checks.vllm.view import CheckpointView
 
 
 def what(folder: Path) -> list[str]:
     """What is not judged of a checkpoint."""
     with Reader() as reader:
-        return list(unjudged(CheckpointView(read_index(folder), reader)))
+        return [each.what for each in unjudged_tensors(CheckpointView(read_index(folder), reader))]
 
 
 def test_a_class_whose_tensors_are_not_known_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.command import ROOT, vexport
 from tests.mutations.edits import QUANTIZATION, WHOLE, config, spoiled
-from vexport.checks.vllm.unjudged import NAMES, NUMBERS
+from vexport.checks import NAMES, NUMBERS
 from vexport.checks.vllm.view import Target
 from vexport.engine.gate import DRY_LOAD, with_load
 from vexport.files import write_text

@@ -23,7 +23,6 @@ from tests.models import write_calibration
 from tests.quantize import plain_experts
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.layers import layers_of
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import as_loaded, weight_of
 from vexport.fidelity.source import ComparedSource
@@ -94,7 +93,7 @@ def dequantized(source: Path, checkpoint: Path, out: Path) -> Path:
     values = load_file(source / "model.safetensors")
     with Reader() as reader:
         view, linears = CheckpointView(read_index(checkpoint), reader), ComparedSource(source, reader).linears
-        for layer in layers_of(view).values():
+        for layer in view.layers.values():
             stored = as_loaded(view, layer) if layer.is_quantized else None
             if layer.group is not None and stored is not None:
                 linear, weight = linears[layer.name], weight_of(layer.group, stored)

@@ -4,21 +4,21 @@ Adding a check family is one new file and one line in `FAMILIES`. What families 
 of vLLM, and in `tensors`, the looks at stored numbers.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from vexport.architectures.versions import nearest_version
 from vexport.checkpoint.index import read_index, require_config
 from vexport.checkpoint.reader import Reader, same_bytes
-from vexport.checks.config import other_method
-from vexport.checks.vllm.translated import in_our_terms
-from vexport.checks.vllm.unjudged import unjudged
-from vexport.checks.vllm.view import ANY, CheckpointView, Target
+from vexport.checks.completeness import unjudged_tensors
+from vexport.checks.config import has_quantized_outputs, other_method
+from vexport.checks.vllm.view import ANY, CheckFunction, CheckpointView, Target
 from vexport.errors import InputError, InputErrors, VexportError, file_problem
 from vexport.errors.extras import unforeseen
 from vexport.records import CheckReport, Finding, NotJudged
-from vexport.version import short_version
+from vexport.version import PINNED, short_version
 
 FILES = "files"
 # An exception of ours in a family, in its place.
@@ -32,7 +32,9 @@ OF_ANY_METHOD = ("shards", "digests", "config")
 OF_NUMBERS = ("values", "fusion")
 # What is told from config.json, names and headers alone, of what vexport writes itself.
 OF_HEADERS = ("shards", "model", "config", "targets", "completeness", "shapes", "kv_cache", "transforms")
-CheckFunction = Callable[[CheckpointView], Iterator[Finding]]
+# What is not judged: what vLLM's own loaders settle, and what they do not.
+NAMES = "names and shapes of tensors"
+NUMBERS = "quantized weights and their scales"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +144,19 @@ def findings_on(view: CheckpointView, against: Against | None = None) -> Iterato
         yield from _or_internal_error(SOURCE, in_our_terms(against.run), view)
 
 
+def in_our_terms(run: CheckFunction) -> CheckFunction:
+    """A check that looks at numbers, on a checkpoint of any method; its findings name what is stored."""
+
+    def findings(view: CheckpointView) -> Iterator[Finding]:
+        if view.method is None:
+            return run(view)
+        from vexport.checks.vllm.translated import translated_findings
+
+        return translated_findings(run, view)
+
+    return findings
+
+
 def _not_of_source(found: Iterable[Finding], view: CheckpointView, source: Path) -> Iterator[Finding]:
     """The findings but for those on tensors that the source has too, byte by byte."""
     tensors, origins = view.index.tensors, read_index(source).tensors
@@ -175,3 +190,21 @@ def findings_of(error: VexportError) -> tuple[Finding, ...]:
     """Return what is said of files that cannot be read: a finding for each problem."""
     problems = error.problems if isinstance(error, InputErrors) else (error,)
     return tuple(Finding.of(problem, check=FILES, severity="error") for problem in problems)
+
+
+def unjudged(view: CheckpointView) -> Iterator[NotJudged]:
+    """The parts of a checkpoint that no check has looked at: PASS is said of the rest."""
+    asked, known = view.target.vllm, nearest_version(view.target.vllm)
+    if asked != known or view.method is not None and known != PINNED:
+        rules = short_version(known if view.method is None else PINNED)
+        what = f"what is new in vLLM {short_version(asked)}"
+        yield NotJudged(what=what, why=f"the rules are those of {rules}")
+    method = other_method(view)
+    if method is not None:
+        why = f"vLLM loads {method!r} by code whose rules vexport does not have"
+        yield NotJudged(what=NAMES, why=why)
+        yield NotJudged(what=NUMBERS, why=why)
+        return
+    if has_quantized_outputs(view):
+        yield NotJudged(what=NUMBERS, why="vLLM runs static INT8 outputs in a scheme of its own (WNA8O8Int)")
+    yield from unjudged_tensors(view)

@@ -16,7 +16,7 @@ from vexport.checks.vllm.layers import (
 )
 from vexport.checks.vllm.layout import ModelLayout, impossible_size
 from vexport.checks.vllm.view import DRAFTS, CheckpointView, error, warning
-from vexport.records import Finding
+from vexport.records import Finding, NotJudged
 
 NAME = "completeness"
 WEIGHTS = QUANTIZED_PARAMETERS | WITH_OTHERS | {"weight"}
@@ -59,18 +59,17 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     yield from _decoder_layers(view)
 
 
-def unjudged(view: CheckpointView) -> Iterator[str]:
-    """Return what of a checkpoint's tensors is not judged, and why: `WHAT: WHY`."""
+def unjudged_tensors(view: CheckpointView) -> Iterator[NotJudged]:
+    """The tensors that are not judged, and why."""
     layout = view.layout
-    if layout is not None and layout.unknown:
-        first, *more = sorted(layout.unknown)
-        others = f" and {len(more)} more" if more else ""
-        yield f"{first}{others}: it is not known what vLLM builds of them for this config"
     if layout is None:
-        yield (
-            f"names and shapes of the tensors of {view.class_name or 'the model'}: it is not known what vLLM "
-            "builds of this class and config, so that only layers are compared with each other"
-        )
+        what = f"names and shapes of the tensors of {view.class_name or 'the model'}"
+        why = "it is not known what vLLM builds of this class and config"
+        yield NotJudged(what=what, why=f"{why}, so that only layers are compared with each other")
+    elif layout.unknown:
+        first, *more = sorted(layout.unknown)
+        what = f"{first} and {len(more)} more" if more else first
+        yield NotJudged(what=what, why="it is not known what vLLM builds of them for this config")
 
 
 def _drafts(view: CheckpointView) -> Iterator[Finding]:
@@ -232,7 +231,7 @@ def _parameters(
 
 def _fused_parts(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
     prefix, dot, projection = fused.name.rpartition(".")
-    for part in view.fused_modules.get(projection, ()):
+    for part in view.architecture.fused.get(projection, ()):
         module = f"{prefix}{dot}{part}"
         stored_apart = fused.name not in fused.members
         missing = fused.is_quantized and stored_apart and module not in fused.members

@@ -1,17 +1,20 @@
 """Can vLLM read the quantization config at all?"""
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from vexport.architectures.fusion import moe_layer
 from vexport.checks.vllm.groups import of_attention, parse_group
 from vexport.checks.vllm.quant_methods import METHOD, METHODS, method_name
-from vexport.checks.vllm.quant_methods.base import QuantMethod
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats import FORMATS
 from vexport.formats.arguments import contradictions, described, parse_args
 from vexport.records import Finding, Json
 from vexport.records.patterns import REGEX, expression
 from vexport.version import short_version
+
+if TYPE_CHECKING:
+    from vexport.checks.vllm.quant_methods.base import QuantMethod
 
 NAME = "config"
 DESCRIPTION = "quantization_config is there and every config group is one that vLLM accepts"
@@ -60,7 +63,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     yield from problems or _groups(view)
 
 
-def _other_method(view: CheckpointView, method: QuantMethod) -> Iterator[Finding]:
+def _other_method(view: CheckpointView, method: "QuantMethod") -> Iterator[Finding]:
     """Return what vLLM refuses of another method's config, or reads otherwise than it is meant."""
     for problem in method.problems:
         yield problem.finding(NAME, f"{view.quantization_place}.{problem.where}")

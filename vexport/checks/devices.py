@@ -5,6 +5,7 @@ vLLM's own choice, which `load --dry` shows.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from vexport.architectures.text_config import text_config
@@ -14,10 +15,6 @@ from vexport.checks.vllm.layers import FusedLinear
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.arguments import SchemeArgs, input_bits, precision
 from vexport.formats.base import GpuSupport
-from vexport.formats.schemes import Scheme
-from vexport.layers.linears import Names
-from vexport.layers.ranks import heads_of
-from vexport.layers.shapes import unsupported_on
 from vexport.records import Finding
 from vexport.version import PINNED
 
@@ -31,8 +28,9 @@ INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings for the ranks and capabilities that were asked for."""
-    if view.target.tp and view.architecture.row_parallel:
-        yield from _ranks(view)
+    for ranks in view.target.tp if view.architecture.row_parallel else ():
+        yield from _heads(view, ranks)
+        yield from _shapes(view, ranks)
     for group, fused_linears in _by_group(view):
         yield from _capabilities(view, group, fused_linears)
     yield from _cache(view)
@@ -63,27 +61,22 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
         yield error(NAME, f"the FP8 KV cache (sm {_listed(refusing)})", expected=expected, got=got, fix=fix)
 
 
-def _ranks(view: CheckpointView) -> Iterator[Finding]:
-    names = view.names
-    for ranks in view.target.tp:
-        yield from _heads(view, names, ranks)
-        yield from _shapes(view, names, ranks)
+def _heads(view: CheckpointView, ranks: int) -> Iterator[Finding]:
+    from vexport.layers.ranks import heads_of
 
-
-def _heads(view: CheckpointView, names: Names, ranks: int) -> Iterator[Finding]:
-    text = text_config(view.index.config)
-    linears = (name for fused in view.fused_linears for name in fused.members)
-    heads = heads_of(linears, names, text)
-    got = heads.uneven(ranks)
-    if got:
+    heads = heads_of(view.layers, view.names, text_config(view.index.config))
+    if got := heads.uneven(ranks):
         expected = f"heads that {ranks} ranks can share, or of which each holds one"
         fix = f"serve it on {heads.possible_ranks} GPUs"
         yield error(NAME, f"{view.config_path} (tp {ranks})", expected=expected, got=got, fix=fix)
 
 
-def _shapes(view: CheckpointView, names: Names, ranks: int) -> Iterator[Finding]:
-    text = text_config(view.index.config)
-    counts: dict[tuple[str, str], int] = {}
+def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
+    from vexport.formats.schemes import Scheme
+    from vexport.layers.shapes import unsupported_on
+
+    text, names = text_config(view.index.config), view.names
+    counts: Counter[tuple[str, str]] = Counter()
     for fused in view.fused_linears:
         group = view.group_of(fused) if fused.is_quantized else None
         planned = view.planned(fused, group)
@@ -91,21 +84,14 @@ def _shapes(view: CheckpointView, names: Names, ranks: int) -> Iterator[Finding]
             continue
         if group is None and any(names.place(member.name) != "decoder" for member in planned.members):
             continue
-        reason = unsupported_on(planned, _scheme(group), names, ranks, text)
-        if reason:
-            key = (INDEX.sub("*", fused.name), reason)
-            counts[key] = counts.get(key, 0) + 1
+        args = group and SchemeArgs(weights=group.weights, input_activations=group.input_activations)
+        scheme = Scheme(name=group.name, args=args, format=group.storage) if group and args else None
+        if reason := unsupported_on(planned, scheme, names, ranks, text):
+            counts[INDEX.sub("*", fused.name), reason] += 1
     for (kind, reason), count in counts.items():
         where = f"{kind} ({_layers(count)}, tp {ranks})"
         fix = "serve it on another number of GPUs, or use another scheme for these layers"
         yield error(NAME, where, expected="parts that each rank can hold and run", got=reason, fix=fix)
-
-
-def _scheme(group: ConfigGroup | None) -> Scheme | None:
-    if group is None:
-        return None
-    args = SchemeArgs(weights=group.weights, input_activations=group.input_activations)
-    return Scheme(name=group.name, args=args, format=group.storage)
 
 
 def _by_group(view: CheckpointView) -> list[tuple[ConfigGroup, list[FusedLinear]]]:

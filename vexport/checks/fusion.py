@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from vexport.checks.vllm.groups import ConfigGroup
-from vexport.checks.vllm.layers import FusedLinear, single_value
+from vexport.checks.vllm.layers import FusedLinear
 from vexport.checks.vllm.view import CheckpointView
 from vexport.records import Finding, Severity
 
@@ -54,7 +54,7 @@ def _differing(view: CheckpointView, fused: FusedLinear, parameter: str) -> dict
     values = {
         module: value
         for module, parameters in fused.members.items()
-        if (value := single_value(view, parameters.get(parameter))) is not None
+        if (value := view.single_value(parameters.get(parameter))) is not None
     }
     return values if len(set(values.values())) > 1 else {}
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from vexport.architectures.text_config import text_config
 from vexport.checks.tensors.inputs import largest_output
-from vexport.checks.tensors.scales import PLACEHOLDER
+from vexport.checks.tensors.numbers import PLACEHOLDER
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import FLOAT_SCALES
 from vexport.layers.kv_cache import makes_keys

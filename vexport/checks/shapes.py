@@ -6,16 +6,14 @@ import numpy as np
 
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.dtypes import FLOATING
-from vexport.checks.tensors.payloads import is_lossless_cast, is_rounded_little, rounded
+from vexport.checks.tensors.numbers import is_lossless_cast, is_rounded_little, rounded
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.layers import JOINED, FusedLinear
 from vexport.checks.vllm.layout import ModelLayout, Shape
-from vexport.checks.vllm.quant_methods.base import MethodGroup
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import Parameter
 from vexport.formats.partition import EXPERT, is_head, partition_of
 from vexport.layers.linears import Names
-from vexport.layers.shapes import parts_of
 from vexport.numerics.constants import INT32_BITS
 from vexport.records import Finding, TensorInfo
 
@@ -64,8 +62,11 @@ def _quantized(
 
 def _unusable(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) -> Iterator[Finding]:
     """Return what another method stores and vLLM passes over."""
-    if not isinstance(group, MethodGroup):
+    if view.method is None:
         return
+    from vexport.checks.vllm.quant_methods.base import MethodGroup
+
+    assert isinstance(group, MethodGroup)
     for module, parameters in fused.members.items():
         for problem in group.stored_as.unusable(group, parameters, view.reader):
             yield problem.finding(NAME, f"{module}.{problem.where}")
@@ -240,6 +241,8 @@ def _whole_blocks(
     planned = view.planned(fused, group) if group.weights.block is not None else None
     if planned is None:
         return
+    from vexport.layers.shapes import parts_of
+
     parts = parts_of(planned, names, text_config(view.index.config))
     if reason := group.storage.unsupported_shape(group, partition_of(parts, 1, "none")):
         expected = "whole blocks in layers that vLLM runs as one, but for the last"

@@ -4,13 +4,25 @@ import math
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import BITS, to_numpy
-from vexport.checks.tensors import scales
 from vexport.checks.tensors.codes import ranges, read_ahead
 from vexport.checks.tensors.inputs import impossible
-from vexport.checks.tensors.payloads import beyond, empty, is_zero, not_finite
-from vexport.checks.tensors.scales import LAYER_SCALES, MANY, PLACEHOLDER, Counts
+from vexport.checks.tensors.numbers import (
+    E4M3_NAN,
+    LAYER_SCALES,
+    MANY,
+    PLACEHOLDER,
+    beyond,
+    empty,
+    ends_of,
+    is_zero,
+    middling,
+    not_finite,
+    numbers,
+    positive_ends,
+)
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.layers import FusedLinear
 from vexport.checks.vllm.view import CheckpointView, error, warning
@@ -19,8 +31,6 @@ from vexport.numerics.constants import E2M1_MAX, E4M3_MAX, E8M0_NAN, GLOBAL_SCAL
 from vexport.records import Finding, TensorInfo
 
 NAME = "values"
-# Scales of which a layer has one number, or few.
-SINGLE = ("weight_global_scale", "input_scale", "input_global_scale")
 DESCRIPTION = "no NaN or infinity in weights and scales, every scale above zero and of a plausible size"
 # AutoRound uses the lowest code of symmetric integers, which has no counterpart: where the largest weight
 # of a group is positive its scale is negative, as in about half of them. Fewer of either sign: an accident.
@@ -60,14 +70,14 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                     yield from findings
         if group is not None and not broken:
             yield from _implausible(view, fused, group, ends)
-            yield from impossible(view, NAME, group, fused.members)
+            yield from impossible(view, group, fused.members)
             for parameters in fused.members.values():
-                yield from beyond(view, NAME, group, parameters)
+                yield from beyond(view, group, parameters)
         for parameters in fused.members.values():
             view.reader.release(parameters.values())
-    yield from ranges(view, NAME)
-    yield from empty(view, NAME)
-    yield from not_finite(view, NAME)
+    yield from ranges(view)
+    yield from empty(view)
+    yield from not_finite(view)
 
 
 def _scales_of(fused: FusedLinear) -> Iterator[TensorInfo]:
@@ -90,48 +100,37 @@ def _scale(
         if bad:
             yield _bad(tensor, f"{bad} of {codes.size} values NaN (e8m0 255)")
         return
-    if parameter == "weight_scale" and (positive := scales.positive_ends(view.reader, tensor)):
+    if parameter == "weight_scale" and (positive := positive_ends(view.reader, tensor)):
         ends[tensor.name] = positive
         return
-    found = scales.counts(view.reader, tensor)
-    wrong = {
-        "NaN": found.nan,
-        "infinite": found.infinite,
-        "zero": 0 if found.zero and _scales_zeros(view, tensor, parameters) else found.zero,
-        "negative": 0 if _may_be_negative(found, parameter, group) else found.negative,
-    }
-    problems = [f"{count} of {found.size} values {kind}" for kind, count in wrong.items() if count]
+    values = numbers(view.reader, tensor)
+    kinds = np.isnan(values), np.isinf(values), values == 0, values < 0
+    counts = (int(np.count_nonzero(kind)) for kind in kinds)
+    wrong = dict(zip(("NaN", "infinite", "zero", "negative"), counts, strict=True))
+    if _may_be_negative(values, parameter, group):
+        wrong["negative"] = 0
+    if wrong["zero"] and _scales_zeros(view, tensor, parameters):
+        wrong["zero"] = 0
+    problems = [f"{count} of {values.size} values {kind}" for kind, count in wrong.items() if count]
     if problems:
         yield _bad(tensor, ", ".join(problems))
-        return
-    if parameter not in SINGLE:
-        return
-    numbers = scales.numbers(view.reader, tensor)
-    if parameter.endswith("global_scale"):
-        yield from _global_scale_size(tensor, parameter, float(numbers.max()))
+    elif parameter.endswith("global_scale"):
+        yield from _global_scale_size(tensor, parameter, float(values.max()))
     elif parameter == "input_scale":
-        if numbers.min() < 0:
-            yield _odd_sign(tensor)
-        yield from _input_scale_size(tensor, float(np.abs(numbers).max()))
+        if values.min() < 0:
+            got = "a negative one, whose sign cancels: inputs are divided by it and products multiplied"
+            fix = "store its magnitude"
+            yield warning(NAME, tensor.name, expected="a scale above zero", got=got, fix=fix)
+        yield from _input_scale_size(tensor, float(np.abs(values).max()))
 
 
-def _odd_sign(tensor: TensorInfo) -> Finding:
-    got = "a negative one, whose sign cancels: inputs are divided by it and products multiplied"
-    return warning(NAME, tensor.name, expected="a scale above zero", got=got, fix="store its magnitude")
-
-
-def _may_be_negative(found: Counts, parameter: str, group: ConfigGroup | None) -> bool:
-    """Return whether signs change nothing, or are meant."""
-    of_float_inputs = group is not None and group.weights.is_float and parameter == "input_scale"
-    return of_float_inputs or _has_signs(found, parameter, group)
-
-
-def _has_signs(found: Counts, parameter: str, group: ConfigGroup | None) -> bool:
-    """Return whether scales of integers are of either sign on purpose; vLLM multiplies with them as they
-    are."""
-    if group is None or group.weights.is_float or parameter != "weight_scale" or found.size < MANY:
-        return False
-    return min(found.negative, found.positive) >= LEAST_OF_EITHER_SIGN * found.size
+def _may_be_negative(values: npt.NDArray[np.float64], parameter: str, group: ConfigGroup | None) -> bool:
+    """Signs change nothing of float inputs; of integers they are meant where both are frequent: vLLM
+    multiplies with them as they are."""
+    if group is None or group.weights.is_float:
+        return group is not None and parameter == "input_scale"
+    rarer = min(int(np.count_nonzero(values < 0)), int(np.count_nonzero(values > 0)))
+    return parameter == "weight_scale" and values.size >= MANY and rarer >= LEAST_OF_EITHER_SIGN * values.size
 
 
 def _scales_zeros(view: CheckpointView, scale: TensorInfo, parameters: Mapping[str, TensorInfo]) -> bool:
@@ -144,7 +143,7 @@ def _scales_zeros(view: CheckpointView, scale: TensorInfo, parameters: Mapping[s
         return False
     if view.reader.is_hole(weight):
         return True
-    zero = scales.numbers(view.reader, scale) == 0
+    zero = numbers(view.reader, scale) == 0
     within = np.flatnonzero(zero.any(axis=1))
     for start in range(0, within.size, ROWS_OF_ZEROS):
         some = within[start : start + ROWS_OF_ZEROS]
@@ -172,11 +171,11 @@ def _implausible(
         if scale.dtype != "U8" and group.storage.exponent_scales:
             continue
         size = math.prod(scale.shape)
-        least, largest[module] = ends.get(scale.name) or scales.ends(view.reader, scale)
+        least, largest[module] = ends.get(scale.name) or ends_of(view.reader, scale)
         if size >= MANY and least == largest[module] and not group.storage.exponent_scales:
             yield _wrong_size(scale, f"{size} times {least:g}")
             continue
-        typical = _typical(view, group, parameters, scales.middling(view.reader, scale))
+        typical = _typical(view, group, parameters, middling(view.reader, scale))
         if not LEAST_TYPICAL <= typical <= MOST_TYPICAL and not _is_empty(view, parameters):
             yield _wrong_size(scale, f"scales that make a typical weight {typical:.3g}")
     nvfp4 = group.storage is NVFP4
@@ -221,12 +220,12 @@ def _typical(
     args = group.weights
     global_scale = parameters.get("weight_global_scale")
     if global_scale is not None and global_scale.num_bytes:
-        scale /= float(scales.numbers(view.reader, global_scale).max())
+        scale /= float(numbers(view.reader, global_scale).max())
     weight = parameters.get("weight")
     if not args.is_float or weight is None or weight.dtype != "F8_E4M3" or not weight.num_bytes:
         return scale * (E2M1_MAX if args.is_float else 2.0 ** (args.num_bits - 1)) / 4
     codes = np.frombuffer(view.reader.raw(weight), np.uint8)[: 1 << 16]
-    magnitudes = np.abs(_E4M3[codes[codes & 0x7F != scales.E4M3_NAN]])
+    magnitudes = np.abs(_E4M3[codes[codes & 0x7F != E4M3_NAN]])
     return scale * float(magnitudes.mean()) if magnitudes.size else scale
 
 

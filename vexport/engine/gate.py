@@ -9,8 +9,7 @@ from pathlib import Path
 
 from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.index import require_checkpoint
-from vexport.checks import INTERNAL, completeness, findings_of_headers, targets
-from vexport.checks.vllm.unjudged import NAMES
+from vexport.checks import INTERNAL, NAMES, completeness, findings_of_headers, targets
 from vexport.checks.vllm.view import Target
 from vexport.engine.arguments import require_layers
 from vexport.engine.dry.load import CAPABILITIES, DryLoad, Require, errors_or_doubt, unused

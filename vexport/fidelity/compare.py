@@ -9,7 +9,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of
 from vexport.checks import SOURCE, Against
 from vexport.checks.devices import INDEX
-from vexport.checks.vllm.layers import StoredLayer, layers_of
+from vexport.checks.vllm.layers import StoredLayer
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.errors import InputError
 from vexport.fidelity.kept import file_findings, tensor_findings
@@ -49,7 +49,7 @@ def _compared(
     view: CheckpointView, source: ComparedSource, reader: Reader, on_layer: OnLayer
 ) -> Iterator[Finding]:
     origins = SourceTensors(view, source, reader)
-    quantized = [layer for layer in layers_of(view).values() if layer.is_quantized]
+    quantized = [layer for layer in view.layers.values() if layer.is_quantized]
     ratios: dict[str, float] = {}
     smoothing = Factors(view, origins, reader)
     for number, layer in enumerate(quantized):
@@ -122,7 +122,7 @@ def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Find
     """The signal-to-noise ratios, in one line for each kind of layer."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name in ratios:
-        kinds.setdefault((INDEX.sub("*", name), _stored_as(layers_of(view)[name])), []).append(name)
+        kinds.setdefault((INDEX.sub("*", name), _stored_as(view.layers[name])), []).append(name)
     for (kind, stored), names in kinds.items():
         names.sort(key=ratios.__getitem__)
         least, median, most = (ratios[names[position]] for position in (0, len(names) // 2, -1))

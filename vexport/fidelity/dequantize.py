@@ -9,7 +9,7 @@ from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.smoothed import source_reader
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor, read_weight
 from vexport.checks.vllm.groups import ConfigGroup
-from vexport.checks.vllm.layers import StoredLayer, layers_of
+from vexport.checks.vllm.layers import StoredLayer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.base import Format, Parameter
 from vexport.formats.dequantize import row_chunks, rows_of
@@ -22,7 +22,7 @@ CHECK = "roundtrip"
 
 def dequantized(view: CheckpointView, layer: str) -> torch.Tensor | None:
     """A layer's weight; None where its tensors are not those of its config group, or not finite."""
-    found = layers_of(view).get(layer)
+    found = view.layers.get(layer)
     if found is None or found.group is None or not is_readable(found.group, found.parameters):
         return None
     try:

@@ -17,7 +17,6 @@ from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
 from vexport.checks import SOURCE
 from vexport.checks.tokenizer import TOKENIZER, open_tokenizer
-from vexport.checks.vllm.layers import layers_of
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.errors import InputError
 from vexport.fidelity.source import SourceTensors
@@ -142,7 +141,7 @@ def _went_through_one(old: Reader, origin: TensorInfo, new: Reader, tensor: Tens
 
 def _regrouped(view: CheckpointView, origins: SourceTensors, tensor: TensorInfo) -> Iterator[Finding]:
     """A kept weight that the source stores together with others, or apart."""
-    layer = layers_of(view).get(tensor.name.removesuffix(".weight"))
+    layer = view.layers.get(tensor.name.removesuffix(".weight"))
     pieces = origins.weight(layer) if layer is not None and tensor.dtype in TORCH_DTYPES else ()
     if not pieces:
         yield _meant(tensor.name, "a tensor of the source's", "none there of this name")

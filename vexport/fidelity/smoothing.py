@@ -16,7 +16,6 @@ from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.smoothed import SMOOTHING, fits, smoothing_of
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
 from vexport.checks import SOURCE
-from vexport.checks.vllm.layers import layers_of
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.errors import CheckpointFailed, InputError, raise_all
 from vexport.fidelity.dequantize import dequantized
@@ -75,7 +74,7 @@ def disagreements(
 
     Exponents may leave what the source computes, and yet not be those of these weights.
     """
-    origins, layers = SourceTensors(view, source, reader), layers_of(view)
+    origins, layers = SourceTensors(view, source, reader), view.layers
     for name in smoothing:
         layer, tensor = layers.get(name.removesuffix(".weight")), view.index.tensors.get(name)
         got = ""
@@ -165,7 +164,7 @@ class Factors:
 
     def _gains(self, name: str, axis: int) -> torch.Tensor | None:
         """By which factor each row (axis 1) or column (axis 0) of a weight is larger than its source's."""
-        layer = layers_of(self._view).get(name)
+        layer = self._view.layers.get(name)
         weight = dequantized(self._view, name) if layer is not None and layer.is_quantized else None
         pieces = self._origins.weight(layer) if layer is not None else ()
         if weight is None or not pieces:

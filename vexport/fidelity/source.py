@@ -10,7 +10,7 @@ from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor, read_weight
-from vexport.checks.vllm.layers import StoredLayer, joined_name, layers_of
+from vexport.checks.vllm.layers import StoredLayer, joined_name
 from vexport.checks.vllm.view import CheckpointView
 from vexport.layers.linears import find_linears, names_of
 from vexport.records import LinearPlan, TensorInfo
@@ -104,7 +104,7 @@ class SourceTensors:
         return (self._read(linear)[start : start + rows[position]],)
 
     def _rows(self, name: str) -> int:
-        layer = layers_of(self._view)[name]
+        layer = self._view.layers[name]
         shape = layer.group.shape(layer.parameters) if layer.group else None
         if shape is None and (weight := layer.parameters.get("weight")) is not None:
             return weight.shape[0]
@@ -114,7 +114,7 @@ class SourceTensors:
         """The parts of a layer that the checkpoint stores fused and the source one by one."""
         prefix, dot, projection = layer.name.rpartition(".")
         parts = [
-            self._linear(f"{prefix}{dot}{part}") for part in self._view.fused_modules.get(projection, ())
+            self._linear(f"{prefix}{dot}{part}") for part in self._view.architecture.fused.get(projection, ())
         ]
         return tuple(self._read(part) for part in parts if part) if parts and all(parts) else ()
 

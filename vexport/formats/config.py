@@ -1,44 +1,67 @@
 """The `quantization_config` of config.json, in the terms of compressed-tensors that vLLM reads."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from vexport.architectures import Architecture, get_architecture
 from vexport.architectures.fusion import also_asked, looked_up, moe_layer
 from vexport.architectures.patterns import all_names, below
-from vexport.formats.arguments import QuantArgs, arguments_adapter
+from vexport.formats.arguments import Arguments, QuantArgs, SchemeArgs, arguments_adapter
 from vexport.formats.kv_cache import KV_CACHES
 from vexport.formats.partition import is_head
 from vexport.formats.schemes import get_scheme
-from vexport.records import FusionGroup, Json, Plan
+from vexport.records import FusionGroup, Json, KvCache, Plan
 
-MIXED_FORMAT = "mixed-precision"
-DENSE_FORMAT = "dense"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreatedLayers:
+    """Layers that are quantized alike, and stored in the format of that name."""
+
+    args: Arguments
+    format: str
+    layers: list[FusionGroup]
 
 
 def quantization_config(plan: Plan) -> dict[str, Json]:
-    """The configuration of a plan's output: a config group per scheme and observer, and what is left alone.
+    """The configuration of a plan's output: a config group per scheme and observer, and what is kept."""
+    treated: dict[tuple[str, str], TreatedLayers] = {}
+    for group in plan.groups:
+        key, name = (group.scheme, group.observers), get_scheme(group.scheme).format.name
+        if key not in treated:
+            treated[key] = TreatedLayers(args=_arguments(group), format=name, layers=[])
+        treated[key].layers.append(group)
+    return config_of(treated.values(), plan.ignore, plan.kv_cache, get_architecture(plan.architecture))
+
+
+def config_of(
+    treated: Collection[TreatedLayers],
+    ignore: Iterable[str],
+    kv_cache: KvCache | None,
+    architecture: Architecture,
+) -> dict[str, Json]:
+    """The configuration by which vLLM treats layers so.
 
     One scheme targets the class Linear; several target their layers by name, because vLLM takes the first
     target that matches and a class matches all.
     """
-    architecture = get_architecture(plan.architecture)
-    treatments: dict[tuple[str, str], list[FusionGroup]] = {}
-    for group in plan.groups:
-        treatments.setdefault((group.scheme, group.observers), []).append(group)
-    formats = {get_scheme(scheme).format.name for scheme, _ in treatments}
     groups: dict[str, Json] = {}
-    for number, members in enumerate(treatments.values()):
-        others = [group for each in treatments.values() if each is not members for group in each]
-        targets = targets_of(members, architecture, others, alone=not others)
-        groups[f"group_{number}"] = _config_group(members[0], targets)
+    for number, alike in enumerate(treated):
+        others = [group for each in treated if each is not alike for group in each.layers]
+        groups[f"group_{number}"] = {
+            "targets": [*targets_of(alike.layers, architecture, others, alone=len(treated) == 1)],
+            "weights": _json(alike.args.weights),
+            "input_activations": _json(alike.args.input_activations),
+            "output_activations": None,
+            "format": alike.format,
+        }
+    formats = [*{alike.format for alike in treated}]
     return {
         "config_groups": groups,
-        "format": MIXED_FORMAT if len(formats) > 1 else next(iter(formats), DENSE_FORMAT),
+        "format": "mixed-precision" if len(formats) > 1 else formats[0] if formats else "dense",
         "global_compression_ratio": None,
-        "ignore": list(plan.ignore),
-        "kv_cache_scheme": arguments_json(KV_CACHES[plan.kv_cache]) if plan.kv_cache else None,
+        "ignore": list(ignore),
+        "kv_cache_scheme": _json(KV_CACHES[kv_cache]) if kv_cache else None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
     }
@@ -87,22 +110,17 @@ def _experts_together(names: Iterable[str], architecture: Architecture, others: 
     return list(dict.fromkeys(entry for entries in targets.values() for entry in entries))
 
 
-def _config_group(group: FusionGroup, targets: list[str]) -> dict[str, Json]:
-    scheme = get_scheme(group.scheme)
-    inputs = scheme.args.input_activations
+def _arguments(group: FusionGroup) -> SchemeArgs:
+    """The arguments of a group's scheme with its observers."""
+    args = get_scheme(group.scheme).args
+    inputs = args.input_activations
     if inputs is not None and group.input_observer is not None:
         inputs = replace(inputs, observer=group.input_observer, observer_kwargs=group.input_observer_kwargs)
-    weights = replace(scheme.args.weights, observer=group.observer, observer_kwargs=group.observer_kwargs)
-    return {
-        "targets": list(targets),
-        "weights": arguments_json(weights),
-        "input_activations": arguments_json(inputs),
-        "output_activations": None,
-        "format": scheme.format.name,
-    }
+    weights = replace(args.weights, observer=group.observer, observer_kwargs=group.observer_kwargs)
+    return SchemeArgs(weights=weights, input_activations=inputs)
 
 
-def arguments_json(args: QuantArgs | None) -> Json:
+def _json(args: QuantArgs | None) -> Json:
     """Arguments as config.json has them."""
     dumped: Json = None if args is None else arguments_adapter().dump_python(args, mode="json")
     return dumped

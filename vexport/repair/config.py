@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.quantization import KEY, OLDER_KEY, TEXT
 from vexport.checks.vllm.groups import ConfigGroup
-from vexport.checks.vllm.layers import FusedLinear, fits, layers_of
+from vexport.checks.vllm.layers import FusedLinear, fits
 from vexport.checks.vllm.quant_methods import METHOD
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.arguments import QuantArgs
@@ -16,7 +16,7 @@ from vexport.formats.config import targets_of
 from vexport.formats.partition import is_head
 from vexport.layers.ignore import ignored
 from vexport.layers.linears import names_of
-from vexport.records import FusionGroup, Json, LinearPlan
+from vexport.records import Json
 from vexport.repair.changes import LOSSLESS, Changes, Repair, inside
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def targets(view: CheckpointView, source: "ComparedSource | None") -> Changes:
 def _without_quantized(view: CheckpointView) -> tuple[str, ...]:
     """The ignore list without what covers quantized layers; unquantized ones that went with it by name, but
     for experts, whose pattern is written again."""
-    layers = layers_of(view).values()
+    layers = view.layers.values()
     quantized = [layer.name for layer in layers if layer.is_quantized]
     kept: dict[str, None] = {}
     for entry in view.ignore:
@@ -125,10 +125,13 @@ def _targets(view: CheckpointView, group: ConfigGroup) -> tuple[str, ...]:
     if not lost:
         return group.targets
     if alone and not all(is_head(fused.name) for fused in lost):
-        return tuple(targets_of(_groups(fitting), architecture, (), alone=True))
+        return tuple(targets_of([fused.by_name for fused in fitting], architecture, (), alone=True))
     names = {fused.name for fused in fitting}
-    others = [fused for fused in view.fused_linears if fused.is_quantized and fused.name not in names]
-    return (*group.targets, *targets_of(_groups(lost), architecture, _groups(others), alone=False))
+    others = [each.by_name for each in view.fused_linears if each.is_quantized and each.name not in names]
+    return (
+        *group.targets,
+        *targets_of([fused.by_name for fused in lost], architecture, others, alone=False),
+    )
 
 
 def _belongs(view: CheckpointView, fused: FusedLinear, group: ConfigGroup) -> bool:
@@ -154,21 +157,6 @@ def _unquantized(view: CheckpointView) -> Iterator[str]:
     modules = {fused.name: tuple(fused.members) for fused in view.fused_linears}
     names = names_of(view.index, view.architecture)
     yield from (name for name in ignored(modules, missing, (), names) if name not in view.ignore)
-
-
-def _groups(fused_linears: Sequence[FusedLinear]) -> list[FusionGroup]:
-    return [
-        FusionGroup(
-            name=fused.name,
-            scheme="",
-            observer="",
-            members=tuple(
-                LinearPlan(name=name, weight=f"{name}.weight", out_features=0, in_features=0)
-                for name in fused.members
-            ),
-        )
-        for fused in fused_linears
-    ]
 
 
 def _with(

@@ -14,7 +14,7 @@ from vexport.checkpoint.quantization import KEY as QUANTIZATION
 from vexport.checks import kv_cache as announced
 from vexport.checks.config import FORMAT_NAMES
 from vexport.checks.vllm.groups import ConfigGroup
-from vexport.checks.vllm.layers import StoredLayer, fits, layers_of
+from vexport.checks.vllm.layers import StoredLayer, fits
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import dequantized
 from vexport.fidelity.source import ComparedSource
@@ -53,7 +53,7 @@ def arguments(view: CheckpointView, source: ComparedSource | None) -> Changes:
 
 
 def _layers(view: CheckpointView, group: ConfigGroup) -> list[StoredLayer]:
-    layers = layers_of(view).values()
+    layers = view.layers.values()
     return [
         layer
         for layer in layers
@@ -139,8 +139,7 @@ def _attention(view: CheckpointView) -> tuple[AttentionLayer, ...]:
         return ()
     kind: KvCache = "fp8_per_head" if scheme.strategy == KV_CACHES["fp8_per_head"].strategy else "fp8"
     linears = [
-        LinearPlan(name=name, weight=f"{name}.weight", out_features=0, in_features=0)
-        for name in layers_of(view)
+        LinearPlan(name=name, weight=f"{name}.weight", out_features=0, in_features=0) for name in view.layers
     ]
     names = names_of(view.index, view.architecture)
     return attention_layers(linears, names, text_config(view.index.config), kind)

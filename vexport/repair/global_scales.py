@@ -12,7 +12,7 @@ from compressed_tensors.compressors import BaseCompressor
 from vexport.checks.fusion import INPUT_GLOBAL_SCALE as INPUT
 from vexport.checks.fusion import WEIGHT_GLOBAL_SCALE as WEIGHT
 from vexport.checks.values import LEAST_INPUT_GLOBAL_SCALE, LEAST_WEIGHT_GLOBAL_SCALE
-from vexport.checks.vllm.layers import FusedLinear, StoredLayer, layers_of, single_value
+from vexport.checks.vllm.layers import FusedLinear, StoredLayer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import read_parameters, vllm_storage, weight_of
 from vexport.fidelity.source import ComparedSource
@@ -33,9 +33,9 @@ E4M3_SMALLEST = 2.0**-9
 def reciprocals(view: CheckpointView, source: ComparedSource | None) -> Changes:
     """Turn over the global scales that are absmax/(448*6): the values vLLM was meant to see."""
     edits, repairs = [], []
-    for layer in layers_of(view).values():
+    for layer in view.layers.values():
         for parameter in (WEIGHT, INPUT):
-            value = single_value(view, layer.parameters.get(parameter))
+            value = view.single_value(layer.parameters.get(parameter))
             if value is not None and 0 < value < LEAST[parameter]:
                 tensor = layer.parameters[parameter]
                 edits.append(_scalar(tensor, 1 / value))
@@ -75,9 +75,9 @@ def _differing(
     view: CheckpointView, fused: FusedLinear, parameter: str
 ) -> Iterator[tuple[StoredLayer, float, float]]:
     """(layer, its value, the shared one) of the layers whose value is not the one for all of `fused`."""
-    layers = layers_of(view)
+    layers = view.layers
     values = {
-        name: single_value(view, parameters.get(parameter)) for name, parameters in fused.members.items()
+        name: view.single_value(parameters.get(parameter)) for name, parameters in fused.members.items()
     }
     usable = {name: value for name, value in values.items() if value is not None and 0 < value < math.inf}
     shared = _shared(list(usable.values()), parameter) if usable else 0.0

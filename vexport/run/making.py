@@ -7,8 +7,7 @@ from functools import partial
 
 from vexport.calibration.model import default_device
 from vexport.checkpoint.index import SourceIndex, folder_digest, read_index
-from vexport.checks import check_checkpoint
-from vexport.checks.vllm.unjudged import NAMES
+from vexport.checks import NAMES, check_checkpoint
 from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.files import to_json, write_text
 from vexport.plan.build import build_plan, require_accepted

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import to_numpy
+from vexport.checks.tensors.numbers import CHECK
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.layers import FusedLinear
 from vexport.checks.vllm.view import CheckpointView, error
@@ -32,7 +33,7 @@ LEAST_USUAL, MOST_LOST = 1 / 16, 0.01
 AHEAD = 32
 
 
-def ranges(view: CheckpointView, check: str) -> Iterator[Finding]:
+def ranges(view: CheckpointView) -> Iterator[Finding]:
     """Findings on ranges of codes: the one layer whose ranges are not filled, and ranges that are empty."""
     full: dict[str, float] = {}
     findings = []
@@ -43,24 +44,24 @@ def ranges(view: CheckpointView, check: str) -> Iterator[Finding]:
             full[module] = share
         empty = _lost_share(view, group, parameters, stored)
         if empty is not None and empty > MOST_LOST:
-            findings.append(_lost(check, module, empty))
+            findings.append(_lost(module, empty))
     few = [module for module, share in full.items() if share < LEAST_FULL]
     if len(few) == 1 and full[few[0]] < MOST_FULL and len(full) > FEWEST_OTHERS:
         expected = "codes that reach the end of their range for every scale, as in all other layers"
         got = f"{1 - full[few[0]]:.0%} of the ranges unfilled"
         fix = "export it again: the weight is transposed, or these are another weight's codes"
-        yield error(check, few[0], expected=expected, got=got, fix=fix)
+        yield error(CHECK, few[0], expected=expected, got=got, fix=fix)
     yield from findings
 
 
-def _lost(check: str, module: str, share: float) -> Finding:
+def _lost(module: str, share: float) -> Finding:
     """Rows and groups whose codes are all zero, next to a scale that is made for other numbers.
 
     Where a weight is zero itself, producers store the least scale, or a number that stands for none.
     """
     expected = "codes other than zero where a scale of usual size is"
     fix = "download or export it again: a part of the weight is lost"
-    return error(check, module, expected=expected, got=f"{share:.0%} of the ranges empty", fix=fix)
+    return error(CHECK, module, expected=expected, got=f"{share:.0%} of the ranges empty", fix=fix)
 
 
 def _quantized(view: CheckpointView) -> Iterator[tuple[str, ConfigGroup, Mapping[str, TensorInfo]]]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vexport.checks.tensors.numbers import CHECK
 from vexport.checks.vllm.groups import ConfigGroup
-from vexport.checks.vllm.layers import layers_of
 from vexport.checks.vllm.layout import ATTENTION_NORM
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.numerics.constants import GLOBAL_SCALE_NUMERATOR
@@ -38,7 +38,7 @@ class StaticRange:
 
 
 def impossible(
-    view: CheckpointView, check: str, group: ConfigGroup, members: Mapping[str, Mapping[str, TensorInfo]]
+    view: CheckpointView, group: ConfigGroup, members: Mapping[str, Mapping[str, TensorInfo]]
 ) -> Iterator[Finding]:
     """Findings on scales for inputs that the layer's norm cannot make."""
     for module, parameters in members.items():
@@ -48,11 +48,9 @@ def impossible(
             continue
         least, most = bounds
         if static.largest > most * MARGIN:
-            yield _impossible(check, static, f"up to {most:.3g}, all that the norm before lets through")
+            yield _impossible(static, f"up to {most:.3g}, all that the norm before lets through")
         elif static.largest < least / MARGIN:
-            yield _impossible(
-                check, static, f"of at least {least:.3g}, which the norm before makes of any token"
-            )
+            yield _impossible(static, f"of at least {least:.3g}, which the norm before makes of any token")
 
 
 def static_range(
@@ -69,10 +67,10 @@ def static_range(
     return None
 
 
-def _impossible(check: str, static: StaticRange, inputs: str) -> Finding:
+def _impossible(static: StaticRange, inputs: str) -> Finding:
     got = f"one for inputs up to {static.largest:.3g}"
     fix = "calibrate again: the number is no scale of this layer, or upside down"
-    return error(check, static.name, expected=f"a scale for inputs {inputs}", got=got, fix=fix)
+    return error(CHECK, static.name, expected=f"a scale for inputs {inputs}", got=got, fix=fix)
 
 
 def norm_bounds(view: CheckpointView, module: str) -> tuple[float, float] | None:
@@ -107,7 +105,7 @@ def largest_output(view: CheckpointView, module: str) -> float | None:
     norm = view.index.tensors.get(f"{module.removesuffix('proj')}norm.weight")
     if norm is not None and norm.num_bytes and view.layout is not None and view.layout.norm_before_mlp:
         return MARGIN * reach(view, norm)[1]
-    layer, bounds = layers_of(view).get(module), norm_bounds(view, module)
+    layer, bounds = view.layers.get(module), norm_bounds(view, module)
     if layer is None or layer.group is None or bounds is None:
         return None
     shape = view.linear_shape(layer.group, module, layer.parameters)

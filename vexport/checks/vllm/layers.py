@@ -3,17 +3,12 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from vexport.architectures import Architecture
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
 from vexport.checks.vllm.groups import ConfigGroup
-from vexport.records import TensorInfo
-
-if TYPE_CHECKING:
-    from vexport.checks.vllm.view import CheckpointView
+from vexport.records import FusionGroup, LinearPlan, TensorInfo
 
 # Parameters of a linear layer that compressed-tensors stores next to or instead of its weight.
 QUANTIZED_PARAMETERS = frozenset(
@@ -40,8 +35,6 @@ QUANTIZED_PARAMETERS = frozenset(
 WITH_OTHERS = frozenset({"scales", "g_idx"})
 # Parameters of all experts of a layer that are joined to their projection's name (gpt-oss).
 JOINED = re.compile(r"(?P<module>.*\.experts\.(?:gate_up|down)_proj)_(?P<parameter>blocks|scales|bias)")
-# Bookkeeping of a few views: one before a repair, one after.
-KEPT_VIEWS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +48,12 @@ class FusedLinear:
     def is_quantized(self) -> bool:
         """Return whether any member stores quantized tensors."""
         return any(quantized_parameters(parameters) for parameters in self.members.values())
+
+    @property
+    def by_name(self) -> FusionGroup:
+        """The layers as a plan has them, without sizes."""
+        members = (LinearPlan(name=name, weight=name, out_features=0, in_features=0) for name in self.members)
+        return FusionGroup(name=self.name, scheme="", observer="", members=tuple(members))
 
 
 def quantized_parameters(parameters: Mapping[str, TensorInfo]) -> list[str]:
@@ -112,16 +111,6 @@ class StoredLayer:
         return bool(QUANTIZED_PARAMETERS & self.parameters.keys())
 
 
-@lru_cache(maxsize=KEPT_VIEWS)
-def layers_of(view: "CheckpointView") -> Mapping[str, StoredLayer]:
-    """All linear layers by name."""
-    return {
-        name: StoredLayer(name=name, fused=fused, parameters=parameters, group=group)
-        for fused, group in ((fused, view.group_of(fused)) for fused in view.fused_linears)
-        for name, parameters in fused.members.items()
-    }
-
-
 def fits(group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> bool:
     """Return whether a layer's tensors are all and only what a config group announces."""
     expected = group.expected(parameters)
@@ -131,10 +120,3 @@ def fits(group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> bool:
         parameters[parameter].dtype in form.dtypes and parameters[parameter].shape in (form.shape, ())
         for parameter, form in expected.items()
     )
-
-
-def single_value(view: "CheckpointView", tensor: TensorInfo | None) -> float | None:
-    """The value of a parameter that has one; None for others."""
-    if tensor is None or tensor.num_bytes == 0 or any(side != 1 for side in tensor.shape):
-        return None
-    return float(view.reader.array(tensor).reshape(-1)[0])

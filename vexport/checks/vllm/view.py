@@ -1,10 +1,11 @@
 """A checkpoint as the checks see it: its tensors by layer, and how vLLM reads its quantization config."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from vexport.architectures import Architecture, FusedModules, TableLookup, architecture_table, resolve
+from vexport.architectures import Architecture, TableLookup, architecture_table, resolve
 from vexport.architectures.fusion import fuse, looked_up, moe_layer
 from vexport.architectures.text_config import text_config
 from vexport.architectures.versions import VersionFacts, facts_of, nearest_version, with_facts
@@ -25,15 +26,17 @@ from vexport.checks.vllm.groups import (
     parse_group,
     targets_of,
 )
-from vexport.checks.vllm.layers import FusedLinear, linear_modules, split_name
+from vexport.checks.vllm.layers import FusedLinear, StoredLayer, linear_modules, split_name
 from vexport.checks.vllm.layout import ModelLayout, Shape, layout_of
-from vexport.checks.vllm.quant_methods import METHODS, method_name
-from vexport.checks.vllm.quant_methods.base import MethodGroup, Model, QuantMethod
+from vexport.checks.vllm.quant_methods import METHODS, method_name, read_method
 from vexport.formats.partition import is_head
 from vexport.layers.linears import PREDICTION, Names, names_of
 from vexport.records import Finding, FusionGroup, Json, LinearPlan, TensorInfo
 from vexport.records.patterns import Patterns
 from vexport.version import PINNED, Version
+
+if TYPE_CHECKING:
+    from vexport.checks.vllm.quant_methods.base import MethodGroup, QuantMethod
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,7 @@ class Target:
 
 
 ANY = Target()
+CheckFunction = Callable[["CheckpointView"], Iterator[Finding]]
 # How configs count layers that draft (hf_config_override in vllm/config/speculative.py).
 DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 NO_SHAPE: Shape = (None, None)
@@ -58,6 +62,9 @@ NO_SHAPE: Shape = (None, None)
 
 class CheckpointView:
     """One checkpoint under check; what is costly is computed once, when first asked for."""
+
+    # Parameters that stand for their reciprocals in the files: vLLM's largest is the smallest here.
+    reciprocals: Set[str] = frozenset()
 
     def __init__(
         self,
@@ -71,8 +78,6 @@ class CheckpointView:
         self.target = target
         # Path -> digest of files, besides those that vexport.json has; None where none were asked for.
         self.digests = digests
-        # Parameters that stand for their reciprocals in the files: vLLM's largest is the smallest here.
-        self.reciprocals: Set[str] = frozenset()
         self.config_path = str(index.root / "config.json")
         # By the names of a fused layer and its members, on which alone the answers rest.
         self._ignored: dict[tuple[str, ...], list[str]] = {}
@@ -95,15 +100,15 @@ class CheckpointView:
         return stored.place if stored else f"{self.config_path}: {KEY}"
 
     @cached_property
-    def method(self) -> QuantMethod | None:
+    def method(self) -> "QuantMethod | None":
         """The quantization method, where it is another than compressed-tensors and judged."""
         config = self.quantization
-        read = METHODS.get(method_name(config) or "") if config is not None else None
-        if read is None or config is None:
+        name = method_name(config) if config is not None else None
+        if config is None or name is None or name not in METHODS:
             return None
         stored = (tensor for tensor in self.index.tensors.values() if tensor.dtype not in FLOATING)
         quantized = {split_name(tensor.name)[0] for tensor in stored}
-        return read(config, Model(config=self.index.config, quantized=quantized))
+        return read_method(name, config, self.index.config, quantized)
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -153,17 +158,12 @@ class CheckpointView:
         merged = dict(linears)
         for fused in self.fused_linears:
             prefix, dot, projection = fused.name.rpartition(".")
-            parts = [f"{prefix}{dot}{part}" for part in self.fused_modules.get(projection, ())]
+            parts = [f"{prefix}{dot}{part}" for part in self.architecture.fused.get(projection, ())]
             if fused.name in fused.members and parts and merged.keys() >= {*parts}:
                 shapes = [merged.pop(part) for part in parts]
                 rows = [shape[0] for shape in shapes if shape[0] is not None]
                 merged[fused.name] = (sum(rows) if len(rows) == len(shapes) else None, shapes[0][1])
         return merged
-
-    @property
-    def fused_modules(self) -> FusedModules:
-        """vLLM's fused modules for this class."""
-        return self.architecture.fused
 
     @cached_property
     def config_groups(self) -> tuple[ConfigGroup, ...]:
@@ -171,9 +171,8 @@ class CheckpointView:
         if self.method is not None:
             return tuple(self.method.groups)
         groups = (self.quantization or {}).get("config_groups")
-        parsed = [
-            parse_group(name, raw, self.format) for name, raw in _items(groups) if not of_attention(raw)
-        ]
+        named = groups.items() if isinstance(groups, dict) else ()
+        parsed = (parse_group(name, raw, self.format) for name, raw in named if not of_attention(raw))
         return tuple(group for group in parsed if isinstance(group, ConfigGroup))
 
     @property
@@ -218,6 +217,21 @@ class CheckpointView:
             FusedLinear(name=name, members={member: modules[member] for member in members})
             for name, members in fuse(modules, self.architecture).items()
         )
+
+    @cached_property
+    def layers(self) -> Mapping[str, StoredLayer]:
+        """All linear layers by name."""
+        return {
+            name: StoredLayer(name=name, fused=fused, parameters=parameters, group=self.group_of(fused))
+            for fused in self.fused_linears
+            for name, parameters in fused.members.items()
+        }
+
+    def single_value(self, tensor: TensorInfo | None) -> float | None:
+        """The value of a parameter that has one; None for others."""
+        if tensor is None or tensor.num_bytes == 0 or any(side != 1 for side in tensor.shape):
+            return None
+        return float(self.reader.array(tensor).reshape(-1)[0])
 
     def linear_shape(
         self, group: ConfigGroup, module: str, parameters: Mapping[str, TensorInfo]
@@ -285,7 +299,7 @@ class CheckpointView:
         name, parts = self.architecture.asked_name(fused.name), self.lookup_names(fused)
         return group_for(name, parts, self.targets, self.architecture, table=table)
 
-    def _group_by_method(self, method: QuantMethod, fused: FusedLinear, name: str) -> MethodGroup | None:
+    def _group_by_method(self, method: "QuantMethod", fused: FusedLinear, name: str) -> "MethodGroup | None":
         table = self.architecture.is_table(fused.name)
         if table or is_head(fused.name) and not method.quantizes_head:
             return None
@@ -312,7 +326,7 @@ class CheckpointView:
         if fused.name not in fused.members:
             return members if {*members} == {name} else looked_up(name, members, self.architecture)
         prefix, dot, projection = name.rpartition(".")
-        parts = self.fused_modules.get(projection, ())
+        parts = self.architecture.fused.get(projection, ())
         return tuple(f"{prefix}{dot}{part}" for part in parts) or members
 
     def built_plain(self, fused: FusedLinear) -> str | None:
@@ -324,11 +338,6 @@ class CheckpointView:
         if plain or built or kind in ("plain", "lookup"):
             return f"{self.class_name} builds it without a quantization config"
         return None
-
-
-def _items(value: Json) -> Iterator[tuple[str, Json]]:
-    if isinstance(value, dict):
-        yield from value.items()
 
 
 def error(check: str, where: str, *, expected: str, got: str, fix: str) -> Finding:

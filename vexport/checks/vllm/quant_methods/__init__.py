@@ -1,26 +1,30 @@
 """Quantization methods next to compressed-tensors: the judged ones, one file each."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Set
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from vexport.checks.vllm.quant_methods import auto_round, awq, fp8, gptq, modelopt, mxfp4, quark
-from vexport.checks.vllm.quant_methods.base import Model, QuantMethod
 from vexport.records import Json
 
-# By the name in configs: reads the config, next to the model's.
-METHODS: Mapping[str, Callable[[Mapping[str, Json], Model], QuantMethod]] = {
-    "auto-round": auto_round.read,
-    "auto_awq": awq.read,
-    "auto_gptq": gptq.read,
-    "awq": awq.read,
-    "fp8": fp8.read,
-    "gptq": gptq.read,
-    "inc": auto_round.read,
-    "modelopt": modelopt.read,
-    "modelopt_fp4": modelopt.read,
-    "modelopt_mixed": modelopt.read,
-    "modelopt_mxfp8": modelopt.read,
-    "mxfp4": mxfp4.read,
-    "quark": quark.read,
+if TYPE_CHECKING:
+    from vexport.checks.vllm.quant_methods.base import QuantMethod
+
+# By the name in configs: the file here, of which no other is loaded.
+METHODS: Mapping[str, str] = {
+    "auto-round": "auto_round",
+    "auto_awq": "awq",
+    "auto_gptq": "gptq",
+    "awq": "awq",
+    "fp8": "fp8",
+    "gptq": "gptq",
+    "inc": "auto_round",
+    "modelopt": "modelopt",
+    "modelopt_fp4": "modelopt",
+    "modelopt_mixed": "modelopt",
+    "modelopt_mxfp8": "modelopt",
+    "mxfp4": "mxfp4",
+    "quark": "quark",
 }
 METHOD = "compressed-tensors"
 # What a config of another method may have and one of compressed-tensors never has.
@@ -44,9 +48,19 @@ def method_name(config: Mapping[str, Json]) -> str | None:
     return listed or (None if name == METHOD else method)
 
 
+def read_method(
+    name: str, values: Mapping[str, Json], model: Mapping[str, Json], quantized: Set[str]
+) -> "QuantMethod":
+    """A judged method as vLLM reads its config `values`, next to the config.json `model` and the names of the
+    modules that are stored quantized."""
+    base, module = (import_module(f"{__name__}.{file}") for file in ("base", METHODS[name]))
+    config = base.MethodConfig(values, module.SOURCE, model, quantized)
+    method: QuantMethod = replace(module.read(config), source=module.SOURCE, problems=tuple(config.problems))
+    return method
+
+
 def is_ours(config: Mapping[str, Json]) -> bool:
-    """Return whether the keys of a config are compressed-tensors': groups with a format, and nobody
-    else's."""
+    """Return whether the keys of a config are compressed-tensors' and nobody else's."""
     groups = isinstance(config.get("config_groups"), dict) and isinstance(config.get("format"), str)
     return groups and not any(key in config for key in FOREIGN_KEYS)
 

@@ -12,19 +12,16 @@ from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
     MethodFormat,
     MethodGroup,
-    Model,
     QuantMethod,
-    linear_group,
+    preset_group,
 )
 from vexport.checks.vllm.quant_methods.gptq import Gptq
 from vexport.checks.vllm.quant_methods.integers import integer_group
-from vexport.formats import MXFP4, MXFP8
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import GpuSupport
 from vexport.formats.integer import HUMMING
 from vexport.formats.mxfp import Mxfp4, Mxfp8
 from vexport.formats.partition import is_head
-from vexport.formats.schemes import get_scheme
 from vexport.numerics.constants import MX_GROUP
 from vexport.records import Json
 from vexport.records.patterns import REGEX, matches
@@ -95,9 +92,9 @@ class LayerSettings:
         )
 
 
-def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
+def read(config: MethodConfig) -> QuantMethod:
     """The method as vLLM reads it: layers of the blocks are quantized, some by settings of their own."""
-    config = MethodConfig(values, SOURCE)
+    values = config.values
     bits, size = config.required("bits"), config.required("group_size")
     symmetric = values.get("sym") is not False
     if bits is not None and type(bits) is not int:
@@ -125,12 +122,10 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
 
     return QuantMethod(
         name="auto-round",
-        source=SOURCE,
         skip_key="extra_config",
         groups=tuple(groups.values()),
         group_of=group_of,
         quantizes_head=True,
-        problems=tuple(config.problems),
     )
 
 
@@ -185,9 +180,7 @@ def _mx_group(config: MethodConfig, settings: LayerSettings, name: str) -> Metho
     _require(config, {"packing_format": AS_OURS, **({} if four else MX_INPUTS)})
     if settings.bits not in (4, 8) or settings.group_size != MX_GROUP or not settings.symmetric:
         config.wrong("group_size", f"4 or 8 bits in groups of {MX_GROUP}, symmetric", repr(settings))
-    args, ours = get_scheme("MXFP4" if four else "MXFP8").args, MXFP4 if four else MXFP8
-    stored_as = AsMxfp4() if four else AsMxfp8()
-    return linear_group(name, stored_as, args.weights, args.input_activations, ours)
+    return preset_group(name, AsMxfp4() if four else AsMxfp8(), "MXFP4" if four else "MXFP8")
 
 
 def _require(config: MethodConfig, expected: Mapping[str, Json]) -> None:

@@ -13,7 +13,6 @@ from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
     MethodGroup,
-    Model,
     QuantMethod,
     Translation,
     contains_listed,
@@ -32,7 +31,7 @@ from vexport.checks.vllm.quant_methods.integers import (
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import Parameter
 from vexport.numerics.constants import INT32_BITS
-from vexport.records import Json, TensorInfo
+from vexport.records import TensorInfo
 
 SOURCE = "auto_awq.py"
 BITS = 4
@@ -95,9 +94,9 @@ class Awq(TransposedIntegers):
         return packed(unpacked(bits_of(reader, zeros), BITS, self.places).T, BITS)[rows]
 
 
-def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
+def read(config: MethodConfig) -> QuantMethod:
     """The method as vLLM reads it: without a list, layers that are stored unquantized are kept."""
-    config = MethodConfig(values, SOURCE)
+    values = config.values
     bits, size = config.required("w_bit", "bits"), config.required("q_group_size", "group_size")
     if config.required("zero_point") is False:
         expected = "true: without zero points vLLM takes slower kernels on GPUs, and others on CPUs"
@@ -112,15 +111,13 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
 
     def group_of(layer: str, name: str) -> MethodGroup | None:
         if not kept:
-            return group if layer.endswith(".experts") or name in model.quantized else None
+            return group if layer.endswith(".experts") or name in config.quantized else None
         return None if contains_listed(layer, kept) or contains_listed(name, kept) else group
 
     return QuantMethod(
         name="awq",
-        source=SOURCE,
         skip_key="modules_to_not_convert",
         groups=(group,),
         group_of=group_of,
         quantizes_head=values.get("lm_head") is True,
-        problems=tuple(config.problems),
     )

@@ -14,6 +14,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.formats.arguments import Arguments, QuantArgs
 from vexport.formats.base import Format, GpuSupport, Parameter
+from vexport.formats.schemes import get_scheme
 from vexport.records import Finding, Json, Severity, TensorInfo
 
 # What a layer's tensors are in compressed-tensors: the same bytes under another name, or computed ones.
@@ -41,14 +42,6 @@ class MethodProblem:
             got=self.got,
             fix=self.fix,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
-    """The context of a quantization config: config.json, and the modules that are stored quantized."""
-
-    config: Mapping[str, Json]
-    quantized: Set[str]
 
 
 class MethodFormat(Format):
@@ -117,17 +110,6 @@ class MethodGroup(ConfigGroup):
     def refusal(self) -> str | None:
         return self.stored_as.refusal(self)
 
-    @property
-    def translated(self) -> ConfigGroup:
-        """The same group in compressed-tensors."""
-        return ConfigGroup(
-            name=self.name,
-            targets=self.targets,
-            weights=self.weights,
-            input_activations=self.input_activations,
-            format=self.translated_format,
-        )
-
 
 def linear_group(
     name: str, stored_as: MethodFormat, weights: QuantArgs, inputs: QuantArgs | None, translated: Format
@@ -145,6 +127,12 @@ def linear_group(
     )
 
 
+def preset_group(name: str, stored_as: MethodFormat, preset: str) -> MethodGroup:
+    """A group of a preset's arguments, whose format is the translation."""
+    scheme = get_scheme(preset)
+    return linear_group(name, stored_as, scheme.args.weights, scheme.args.input_activations, scheme.format)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantMethod:
     """A quantization config of another method as vLLM reads it.
@@ -156,21 +144,26 @@ class QuantMethod:
     """
 
     name: str
-    source: str
     skip_key: str
     groups: Sequence[MethodGroup]
     group_of: Callable[[str, str], MethodGroup | None]
     quantizes_head: bool = False
     kv_cache: bool = False
     cache_scales: Mapping[str, str] = field(default_factory=dict)
-    problems: Sequence[MethodProblem] = field(default_factory=tuple)
+    source: str = ""
+    problems: Sequence[MethodProblem] = ()
 
 
 class MethodConfig:
-    """A quantization config that is read key by key; what is wrong with it is collected in `problems`."""
+    """A quantization config that is read key by key; what is wrong with it is collected in `problems`.
 
-    def __init__(self, values: Mapping[str, Json], source: str) -> None:
-        self.values = values
+    `model` is config.json, `quantized` are the modules that are stored quantized.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Json], source: str, model: Mapping[str, Json], quantized: Set[str]
+    ) -> None:
+        self.values, self.model, self.quantized = values, model, quantized
         self.problems: list[MethodProblem] = []
         self._source = source
 

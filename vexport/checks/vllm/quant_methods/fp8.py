@@ -3,7 +3,6 @@
 Source: vllm/model_executor/layers/quantization/fp8.py.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from math import gcd
 
@@ -12,7 +11,6 @@ from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
     MethodFormat,
     MethodGroup,
-    Model,
     QuantMethod,
     is_listed,
     linear_group,
@@ -52,9 +50,9 @@ class NativeFp8Block(NativeFp8):
         return None if block >= LEAST_BLOCK else reason
 
 
-def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
+def read(config: MethodConfig) -> QuantMethod:
     """The method as vLLM reads it; the output head is never quantized."""
-    config = MethodConfig(values, SOURCE)
+    values = config.values
     scheme, block = config.required("activation_scheme"), values.get("weight_block_size")
     if scheme not in (*SCHEMES, None):
         config.wrong("activation_scheme", " or ".join(SCHEMES), repr(scheme))
@@ -62,7 +60,7 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
         config.wrong("weight_block_size", "two numbers of rows and columns, or none", repr(block))
     elif block is not None and scheme == "static":
         config.wrong("activation_scheme", "dynamic, with weights in blocks", "static")
-    has_experts = any(text_config(model.config).get(key) for key in EXPERT_COUNTS)
+    has_experts = any(text_config(config.model).get(key) for key in EXPERT_COUNTS)
     if has_experts and values.get("store_dtype") is not None:
         expected = "experts in FP8: vLLM reads others as MXFP4, which vexport does not judge"
         config.wrong("store_dtype", expected, repr(values["store_dtype"]), "ask vLLM with `vexport load`")
@@ -70,11 +68,9 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     quantized = group(block, static=scheme == "static")
     return QuantMethod(
         name="fp8",
-        source=SOURCE,
         skip_key="modules_to_not_convert" if "modules_to_not_convert" in values else "ignored_layers",
         groups=(quantized,),
         group_of=lambda layer, name: None if layer in kept or is_listed(name, kept) else quantized,
-        problems=tuple(config.problems),
     )
 
 

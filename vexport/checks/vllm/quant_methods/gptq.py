@@ -15,7 +15,6 @@ from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
     MethodGroup,
     MethodProblem,
-    Model,
     QuantMethod,
     Translation,
     contains_listed,
@@ -161,12 +160,12 @@ class DynamicRule:
     group: MethodGroup | None
 
 
-def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
+def read(config: MethodConfig) -> QuantMethod:
     """The method as vLLM reads it: what is quantized follows from the tensors where no list says it."""
-    config = MethodConfig(values, SOURCE)
+    values = config.values
     base = {key: config.required(key) for key in ("bits", "group_size", "desc_act", "sym")}
     group = _group(config, base)
-    listed = tuple(_flat(values.get("modules_in_block_to_quantize"))) or tuple(sorted(model.quantized))
+    listed = tuple(_flat(values.get("modules_in_block_to_quantize"))) or tuple(sorted(config.quantized))
     rules = tuple(_rules(config, base))
 
     def group_of(layer: str, name: str) -> MethodGroup | None:
@@ -176,12 +175,10 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
 
     return QuantMethod(
         name="gptq",
-        source=SOURCE,
         skip_key="dynamic",
         groups=(group, *(rule.group for rule in rules if rule.group)),
         group_of=group_of,
         quantizes_head=values.get("lm_head") is True,
-        problems=tuple(config.problems),
     )
 
 

@@ -17,20 +17,17 @@ from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
     MethodFormat,
     MethodGroup,
-    Model,
     QuantMethod,
     Translation,
     contains_listed,
     is_listed,
-    linear_group,
+    preset_group,
 )
-from vexport.formats import FP8, MXFP8, NVFP4
 from vexport.formats.arguments import Arguments
-from vexport.formats.base import Format, Parameter
+from vexport.formats.base import Parameter
 from vexport.formats.fp8 import Fp8
 from vexport.formats.mxfp import Mxfp8
 from vexport.formats.nvfp4 import Nvfp4
-from vexport.formats.schemes import get_scheme
 from vexport.numerics.constants import NVFP4_GROUP
 from vexport.records import Json, TensorInfo
 
@@ -99,14 +96,14 @@ class ModelOptMxfp8(MethodFormat, Mxfp8):
     name = "modelopt"
 
 
-# By ModelOpt's name of the algorithm: how it is stored, the preset that has its arguments, and its format.
-ALGOS: Mapping[str, tuple[MethodFormat, str, Format]] = {
-    "FP8": (ModelOptFp8(), "FP8", FP8),
-    "FP8_PER_CHANNEL_PER_TOKEN": (ModelOptFp8(), "FP8_DYNAMIC", FP8),
-    "FP8_PB_WO": (ModelOptFp8(), "FP8_BLOCK", FP8),
-    "NVFP4": (ModelOptNvfp4(), "NVFP4", NVFP4),
-    "W4A16_NVFP4": (WeightOnlyNvfp4(), "NVFP4A16", NVFP4),
-    "MXFP8": (ModelOptMxfp8(), "MXFP8", MXFP8),
+# By ModelOpt's name of the algorithm: how it is stored, and the preset that has its arguments.
+ALGOS: Mapping[str, tuple[MethodFormat, str]] = {
+    "FP8": (ModelOptFp8(), "FP8"),
+    "FP8_PER_CHANNEL_PER_TOKEN": (ModelOptFp8(), "FP8_DYNAMIC"),
+    "FP8_PB_WO": (ModelOptFp8(), "FP8_BLOCK"),
+    "NVFP4": (ModelOptNvfp4(), "NVFP4"),
+    "W4A16_NVFP4": (WeightOnlyNvfp4(), "NVFP4A16"),
+    "MXFP8": (ModelOptMxfp8(), "MXFP8"),
 }
 
 
@@ -121,9 +118,9 @@ def _reciprocal(tensor: TensorInfo, reader: Reader, rows: slice) -> "Array":
     return inverse[rows]
 
 
-def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
+def read(config: MethodConfig) -> QuantMethod:
     """The method as vLLM reads it, from config.json or the older hf_quant_config.json."""
-    config = MethodConfig(values, SOURCE)
+    values = config.values
     older = values.get("quantization")
     inner: Mapping[str, Json] = older if isinstance(older, dict) else values
     keys = "quantization." if isinstance(older, dict) else ""
@@ -144,9 +141,9 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
     if not isinstance(listed, list):
         config.wrong(f"{keys}{skip_key}", "a list of names", repr(listed))
     kept = tuple(map(str, listed)) if isinstance(listed, list) else ()
-    groups = {algo: _group(algo)} if algo in ALGOS else {}
+    groups = {algo: preset_group(algo, *ALGOS[algo])} if algo in ALGOS else {}
     layers = _layers(config, inner, keys) if algo == MIXED else {}
-    groups |= {each: _group(each) for each in layers.values()}
+    groups |= {each: preset_group(each, *ALGOS[each]) for each in layers.values()}
 
     def group_of(layer: str, name: str) -> MethodGroup | None:
         if is_excluded(layer, name, kept):
@@ -155,13 +152,11 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
 
     return QuantMethod(
         name="modelopt",
-        source=SOURCE,
         skip_key=f"{keys}{skip_key}",
         groups=tuple(groups.values()),
         group_of=group_of,
         quantizes_head=True,
         kv_cache=_has_fp8_cache(inner, older=bool(keys)),
-        problems=tuple(config.problems),
     )
 
 
@@ -172,12 +167,6 @@ def is_excluded(layer: str, name: str, kept: tuple[str, ...]) -> bool:
         return True
     wild = any(fnmatch(layer, entry) for entry in kept)
     return wild or contains_listed(layer, VISION)
-
-
-def _group(algo: str) -> MethodGroup:
-    stored_as, preset, translated = ALGOS[algo]
-    args = get_scheme(preset).args
-    return linear_group(algo, stored_as, args.weights, args.input_activations, translated)
 
 
 def _is_weight_only(values: Mapping[str, Json]) -> bool:

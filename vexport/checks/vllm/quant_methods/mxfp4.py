@@ -11,18 +11,15 @@ from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
     MethodFormat,
     MethodGroup,
-    Model,
     QuantMethod,
-    linear_group,
+    preset_group,
 )
-from vexport.formats import MXFP4
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import GpuSupport, Parameter, exact
 from vexport.formats.mxfp import Mxfp4
 from vexport.formats.partition import Partition
-from vexport.formats.schemes import get_scheme
 from vexport.numerics.constants import MX_GROUP
-from vexport.records import Json, TensorInfo
+from vexport.records import TensorInfo
 
 SOURCE = "mxfp4.py"
 MODEL_TYPE = "gpt_oss"
@@ -64,18 +61,16 @@ class StackedMxfp4(MethodFormat, Mxfp4):
         return GpuSupport(input_bits={80: 16}, stored_bits=16)
 
 
-def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
+def read(config: MethodConfig) -> QuantMethod:
     """The method as vLLM reads it: it looks at no list and no other key, but at the sizes in config.json."""
-    config = MethodConfig(values, SOURCE)
-    if model.config.get("model_type") != MODEL_TYPE:
+    if config.model.get("model_type") != MODEL_TYPE:
         expected = f"a model of type {MODEL_TYPE}: vLLM reads others by code that vexport does not judge"
-        got, fix = repr(model.config.get("model_type")), "ask vLLM with `vexport load`"
+        got, fix = repr(config.model.get("model_type")), "ask vLLM with `vexport load`"
         config.wrong("quant_method", expected, got, fix)
-    weights = get_scheme("MXFP4A16").args.weights
-    sizes = [_size(config, model, key) for key in ("num_local_experts", "hidden_size", "intermediate_size")]
+    sizes = [_size(config, key) for key in ("num_local_experts", "hidden_size", "intermediate_size")]
     experts, hidden, inner = sizes
     groups = {
-        projection: linear_group(f"mxfp4 {projection}", stored_as, weights, None, MXFP4)
+        projection: preset_group(f"mxfp4 {projection}", stored_as, "MXFP4A16")
         for projection, stored_as in (
             ("gate_up_proj", StackedMxfp4(experts, 2 * inner, hidden)),
             ("down_proj", StackedMxfp4(experts, hidden, inner)),
@@ -88,16 +83,14 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
 
     return QuantMethod(
         name="mxfp4",
-        source=SOURCE,
         skip_key="modules_to_not_convert",
         groups=tuple(groups.values()),
         group_of=group_of,
-        problems=tuple(config.problems),
     )
 
 
-def _size(config: MethodConfig, model: Model, key: str) -> int:
-    size = model.config.get(key)
+def _size(config: MethodConfig, key: str) -> int:
+    size = config.model.get(key)
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     config.wrong("quant_method", f"{key} in config.json, by which vLLM cuts the experts", repr(size))

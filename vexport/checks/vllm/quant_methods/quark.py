@@ -4,22 +4,21 @@ Source: vllm/model_executor/layers/quantization/quark/quark.py and schemes.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatch
-from typing import TypeGuard
 
 from vexport.checks.vllm.quant_methods.awq import PLACES, Awq
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
     MethodFormat,
     MethodGroup,
-    Model,
     QuantMethod,
     linear_group,
+    preset_group,
 )
 from vexport.checks.vllm.quant_methods.integers import integer_group
 from vexport.checks.vllm.quant_methods.modelopt import ModelOptFp8, ModelOptNvfp4
-from vexport.formats import FP8, INT8, MXFP4, NVFP4
+from vexport.formats import FP8, INT8
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import Parameter, exact
 from vexport.formats.fp8 import Fp8
@@ -32,28 +31,17 @@ from vexport.records.patterns import Patterns
 
 SOURCE = "quark/quark.py"
 JUDGED = "FP8, INT8, INT4 in groups, MXFP4 and NVFP4 as vLLM runs them"
-FP8_BLOCK: Json = [128, 128]
-BLOCK_COLUMNS = 128
 PACK_METHODS = ("order", "reorder")
 # Names of the scales of the KV cache (get_cache_scale_mapper).
 CACHE_SCALES = {"k_scale": "k_proj.output_scale", "v_scale": "v_proj.output_scale"}
+# Settings of weights or inputs. Two of our keys: there are scales of the scales, scales are exponents.
+Settings = Mapping[str, Json]
+SECOND, EXPONENTS = "second", "exponents"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
-    """The quantization of weights or inputs; with `second`, the scale of the scales."""
-
-    values: Mapping[str, Json]
-    second: Mapping[str, Json] | None = None
-
-    def has(self, **expected: Json) -> bool:
-        """Return whether the keys have these values; False stands for absent too."""
-        return all((self.values.get(key) or False) == value for key, value in expected.items())
-
-
-def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
+def read(config: MethodConfig) -> QuantMethod:
     """The method as vLLM reads it: by layer's name, else the global one; the output head never."""
-    config = MethodConfig(values, SOURCE)
+    values = config.values
     export = values.get("export")
     if not isinstance(export, dict):
         config.wrong("export", f"the key, without which vLLM does not start ({SOURCE})", repr(export))
@@ -81,30 +69,24 @@ def read(values: Mapping[str, Json], model: Model) -> QuantMethod:
 
     return QuantMethod(
         name="quark",
-        source=SOURCE,
         skip_key="exclude",
         groups=tuple(groups.values()),
         group_of=group_of,
         kv_cache=bool(cached),
         cache_scales=CACHE_SCALES,
-        problems=tuple(config.problems),
     )
 
 
 def _cache(config: MethodConfig, cached: Json, layers: Json) -> None:
     """The settings of the KV cache are the outputs' of its layers (from_config, validate_kv_cache_config)."""
     patterns = [str(each) for each in cached] if isinstance(cached, list) else []
-    named = [each for name, each in _dicts(layers) if any(fnmatch(name, pattern) for pattern in patterns)]
-    sides = [Side(values=each["output_tensors"]) for each in named if _has_outputs(each)]
-    if patterns and (
-        not sides or any(not side.has(dtype="fp8_e4m3", qscheme="per_tensor") for side in sides)
-    ):
+    named = (each for name, each in _dicts(layers) if any(fnmatch(name, pattern) for pattern in patterns))
+    outputs = [each.get("output_tensors") for each in named if isinstance(each, dict)]
+    settings = [each for each in outputs if isinstance(each, dict)]
+    fp8: Settings = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
+    if patterns and not (settings and all(_has(each, fp8) for each in settings)):
         expected = "layers of layer_quant_config with output_tensors in fp8_e4m3, per tensor"
         config.wrong("export.kv_cache_group", expected, f"{', '.join(patterns)}, which have none"[:120])
-
-
-def _has_outputs(raw: Json) -> TypeGuard[dict[str, dict[str, Json]]]:
-    return isinstance(raw, dict) and isinstance(raw.get("output_tensors"), dict)
 
 
 def _dicts(value: Json) -> Iterator[tuple[str, Json]]:
@@ -116,102 +98,81 @@ def _names(entry: str, name: str) -> bool:
     return fnmatch(name, entry) if "*" in entry else name in entry
 
 
-def _sides(raw: Json) -> Iterator[Side | None]:
-    """Weights and inputs; a list of one is that one."""
-    for key in ("weight", "input_tensors"):
-        value = raw.get(key) if isinstance(raw, dict) else None
-        listed = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, dict)]
-        yield Side(values=listed[0], second=listed[1] if len(listed) > 1 else None) if listed else None
+def _side(raw: Mapping[str, Json], key: str) -> Settings | None:
+    """The settings of weights or inputs: an object, or a list whose second one is of the scales."""
+    value = raw.get(key)
+    listed = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, dict)]
+    if not listed:
+        return None
+    exponents = listed[0].get("scale_type") == "float8_e8m0fnu"
+    return {**listed[0], SECOND: len(listed) > 1, EXPONENTS: exponents}
+
+
+def _has(settings: Settings, expected: Settings) -> bool:
+    """Return whether keys have these values; False stands for absent too."""
+    return all((settings.get(key) or False) == value for key, value in expected.items())
 
 
 def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> MethodGroup | None:
-    """Return how layers are stored, by what vLLM tells from the config (_get_scheme_cls_from_config)."""
-    weight, inputs = _sides(raw)
+    """The storage of layers, by what vLLM tells from the config (_get_scheme_cls_from_config)."""
+    values = raw if isinstance(raw, dict) else {}
+    weight, inputs = _side(values, "weight"), _side(values, "input_tensors")
     if weight is None:
         config.wrong(key, "weights that are quantized", repr(raw)[:80])
         return None
-    if isinstance(raw, dict) and (
-        raw.get("bias") or key == "global_quant_config" and raw.get("output_tensors")
-    ):
+    if values.get("bias") or key == "global_quant_config" and values.get("output_tensors"):
         config.wrong(key, "no quantized outputs or biases", "some, which vLLM refuses")
-    found = _kind(config, weight, inputs, pack_method)
-    if found is None:
-        sides = [str(each.values.get("dtype")) for each in (weight, inputs) if each]
-        got = f"{' with inputs of '.join(sides)}, {weight.values.get('qscheme')}"
-        config.wrong(key, JUDGED, got, "ask vLLM with `vexport load`")
-    return found
-
-
-def _kind(config: MethodConfig, weight: Side, inputs: Side | None, pack_method: str) -> MethodGroup | None:
-    if weight.second is not None:
-        return _nvfp4(weight, inputs)
-    if weight.has(dtype="fp8_e4m3") and inputs is not None and inputs.has(dtype="fp8_e4m3"):
-        return _fp8(weight, inputs)
-    if weight.has(dtype="int8", symmetric=True) and inputs is not None and inputs.has(dtype="int8"):
-        return _int8(weight, inputs)
-    if weight.values.get("dtype") in ("int4", "uint4") and inputs is None and pack_method in PACK_METHODS:
-        size, symmetric = weight.values.get("group_size"), weight.values.get("symmetric") is True
-        if not isinstance(size, int) or size <= 0:
-            return None
-        stored_as = QuarkInt4(reordered=pack_method == "reorder")
-        return integer_group("quark INT4", stored_as, config, 4, size, symmetric=symmetric)
-    if weight.has(
-        dtype="fp4", qscheme="per_group", group_size=MX_GROUP, scale_format="e8m0", is_dynamic=False
-    ):
-        own = inputs is None or inputs.has(dtype="fp4", is_dynamic=True)
-        args = get_scheme("MXFP4A16" if inputs is None else "MXFP4").args
-        return (
-            linear_group("quark MXFP4", QuarkMxfp4(), args.weights, args.input_activations, MXFP4)
-            if own
-            else None
-        )
+    if weight.get("dtype") in ("int4", "uint4") and inputs is None and not weight[SECOND]:
+        size, symmetric = weight.get("group_size"), weight.get("symmetric") is True
+        if pack_method in PACK_METHODS and isinstance(size, int) and size > 0:
+            stored_as = QuarkInt4(reordered=pack_method == "reorder")
+            return integer_group("quark INT4", stored_as, config, 4, size, symmetric=symmetric)
+    for of_weight, of_inputs, group in _kinds():
+        alike = inputs is None if of_inputs is None else inputs is not None and _has(inputs, of_inputs)
+        if alike and _has(weight, {SECOND: False, **of_weight}):
+            return group
+    sides = [str(each.get("dtype")) for each in (weight, inputs) if each]
+    got = f"{' with inputs of '.join(sides)}, {weight.get('qscheme')}"
+    config.wrong(key, JUDGED, got, "ask vLLM with `vexport load`")
     return None
 
 
-def _nvfp4(weight: Side, inputs: Side | None) -> MethodGroup | None:
-    args = get_scheme("NVFP4").args
-    grouped = weight.has(dtype="fp4", qscheme="per_group", group_size=NVFP4_GROUP)
-    if not grouped or inputs is None or inputs.second is None:
-        return None
-    return linear_group("quark NVFP4", QuarkNvfp4(), args.weights, args.input_activations, NVFP4)
-
-
-def _fp8(weight: Side, inputs: Side) -> MethodGroup | None:
-    """Per tensor or channel with inputs per tensor or token; blocks with inputs by group."""
-    if weight.has(qscheme="per_block", block_size=FP8_BLOCK, symmetric=True):
-        args = get_scheme("FP8_BLOCK").args
-        dynamic = inputs.has(qscheme="per_group", group_size=BLOCK_COLUMNS, is_dynamic=True)
-        plain = dynamic and not weight.has(scale_type="float8_e8m0fnu")
-        return (
-            linear_group("quark FP8 blocks", QuarkFp8Block(), args.weights, args.input_activations, FP8)
-            if plain
-            else None
+def _kinds() -> Iterator[tuple[Settings, Settings | None, MethodGroup]]:
+    """The settings of weights and inputs that vLLM runs, and what they are."""
+    fp4: Settings = {"dtype": "fp4", "qscheme": "per_group"}
+    nvfp4: Settings = {**fp4, "group_size": NVFP4_GROUP, SECOND: True}
+    yield nvfp4, {SECOND: True}, preset_group("quark NVFP4", QuarkNvfp4(), "NVFP4")
+    mxfp4: Settings = {**fp4, "group_size": MX_GROUP, "scale_format": "e8m0", "is_dynamic": False}
+    yield mxfp4, None, preset_group("quark MXFP4", QuarkMxfp4(), "MXFP4A16")
+    yield mxfp4, {"dtype": "fp4", "is_dynamic": True}, preset_group("quark MXFP4", QuarkMxfp4(), "MXFP4")
+    fp8: Settings = {"dtype": "fp8_e4m3"}
+    blocks: Settings = {"qscheme": "per_block", "block_size": [128, 128], "symmetric": True, EXPONENTS: False}
+    groups: Settings = {**fp8, "qscheme": "per_group", "group_size": 128, "is_dynamic": True}
+    yield {**fp8, **blocks}, groups, preset_group("quark FP8 blocks", QuarkFp8Block(), "FP8_BLOCK")
+    static, by_token, int8 = (get_scheme(name).args for name in ("FP8", "FP8_DYNAMIC", "W8A8"))
+    whole: Settings = {"qscheme": "per_tensor", "is_dynamic": False}
+    rows: Settings = {"qscheme": "per_channel", "is_dynamic": False}
+    for settings, args in ((whole, static), (rows, by_token)):
+        group = linear_group("quark FP8", QuarkFp8(), args.weights, by_token.input_activations, FP8)
+        yield {**fp8, **settings}, {**fp8, "is_dynamic": True}, group
+        group = linear_group("quark FP8", QuarkFp8(), args.weights, static.input_activations, FP8)
+        yield {**fp8, **settings}, {**fp8, **whole}, group
+    tokens, integers = int8.input_activations, QuarkInt8()
+    assert tokens is not None
+    signed: Settings = {"dtype": "int8", "symmetric": True}
+    by_row: Settings = {"dtype": "int8", "qscheme": "per_channel", "is_dynamic": True}
+    one_scale = replace(tokens, strategy="tensor", dynamic=False)
+    for qscheme, weights in (
+        ("per_tensor", replace(int8.weights, strategy="tensor")),
+        ("per_channel", int8.weights),
+    ):
+        yield (
+            {**signed, "qscheme": qscheme},
+            by_row,
+            linear_group("quark INT8", integers, weights, tokens, INT8),
         )
-    static, by_token = get_scheme("FP8").args, get_scheme("FP8_DYNAMIC").args
-    if not weight.has(is_dynamic=False) or weight.values.get("qscheme") not in ("per_tensor", "per_channel"):
-        return None
-    weights = (static if weight.has(qscheme="per_tensor") else by_token).weights
-    of_inputs = by_token.input_activations
-    if not inputs.has(is_dynamic=True):
-        if not inputs.has(qscheme="per_tensor"):
-            return None
-        of_inputs = static.input_activations
-    return linear_group("quark FP8", QuarkFp8(), weights, of_inputs, FP8)
-
-
-def _int8(weight: Side, inputs: Side) -> MethodGroup | None:
-    """Per channel with inputs by token, or static per tensor."""
-    args = get_scheme("W8A8").args
-    by_token = inputs.has(qscheme="per_channel", is_dynamic=True)
-    static = inputs.has(qscheme="per_tensor", is_dynamic=False, symmetric=True)
-    if weight.values.get("qscheme") not in ("per_tensor", "per_channel") or not (by_token or static):
-        return None
-    of_inputs = args.input_activations
-    assert of_inputs is not None
-    if static:
-        of_inputs = replace(of_inputs, strategy="tensor", dynamic=False)
-    weights = args.weights if weight.has(qscheme="per_channel") else replace(args.weights, strategy="tensor")
-    return linear_group("quark INT8", QuarkInt8(), weights, of_inputs, INT8)
+        group = linear_group("quark INT8", integers, weights, one_scale, INT8)
+        yield {**signed, "qscheme": qscheme}, {**signed, **whole}, group
 
 
 class QuarkFp8(ModelOptFp8):

@@ -1,19 +1,33 @@
-"""Codes and plain values that no weight has, and what is left of values that are cast to another dtype."""
+"""The numbers that a checkpoint stores: scales, read no further than a question needs, as most are one byte
+and there are many; codes and plain values that no weight has; what a cast to another dtype leaves of them."""
 
 import re
 from collections.abc import Iterator, Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import BITS, to_numpy
 from vexport.checkpoint.reader import Reader
-from vexport.checks.tensors.scales import E4M3_NAN, LAYER_SCALES
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.records import Finding, TensorInfo
 
-# Bits that are all set in NaN and infinity, by dtype: e4m3 has no infinity, and its NaN has them all.
-NOT_FINITE = {"F8_E4M3": E4M3_NAN, "F16": 0x7C00, "BF16": 0x7F80}
+# The family of what is found here.
+CHECK = "values"
+E4M3_NAN = 0x7F
+# Of a linear layer; those of the KV cache are apart.
+LAYER_SCALES = ("weight_scale", "weight_global_scale", "input_scale", "input_global_scale")
+# So many scales of a layer are never all equal, but for exponents.
+MANY = 16
+E8M0_BIAS = 127
+# A scale that no calibration gives: what a producer begins with, and what vLLM takes where a cache has none.
+PLACEHOLDER = 1.0
+# So many values of a scale show its middle.
+SAMPLE = 1 << 11
+# Bits that are all set in NaN and infinity, by dtype: e4m3 has no infinity, and its NaN has them all. Those
+# of finite positive numbers are smaller, and in their order.
+NOT_FINITE = {"F8_E4M3": E4M3_NAN, "F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000}
 # Names of what other values are held to: input_min of Gemma 4's towers, causal_mask.
 BOUNDS = re.compile(r"(^|_)(min|max|mask|bounds?)$")
 # Elements that are looked at together, as fit a processor's cache; after how many pages are given back.
@@ -41,8 +55,52 @@ SAME_BITS = ({"I8", "U8"}, {"I32", "U32"})
 E4M3_CODES = bytes(range(256))
 
 
+def positive_ends(reader: Reader, tensor: TensorInfo) -> tuple[float, float] | None:
+    """The least and the largest number of a scale of floats, where all are finite and above zero: told from
+    their bits."""
+    if tensor.dtype not in NOT_FINITE:
+        return None
+    bits = np.frombuffer(reader.raw(tensor), f"<u{BITS[tensor.dtype] // 8}")
+    least, largest = bits.min(), bits.max()
+    if least <= 0 or largest >= NOT_FINITE[tensor.dtype]:
+        return None
+    least, largest = _decoded(least.tobytes() + largest.tobytes(), tensor.dtype)
+    return float(least), float(largest)
+
+
+def ends_of(reader: Reader, scale: TensorInfo) -> tuple[float, float]:
+    """The least and the largest of a scale's values, which have been found sound."""
+    if scale.dtype in ("U8", "F8_E4M3"):
+        codes = np.frombuffer(reader.raw(scale), np.uint8) & np.uint8(0xFF if scale.dtype == "U8" else 0x7F)
+        values = _decoded(bytes((codes.min(), codes.max())), scale.dtype)
+    else:
+        values = numbers(reader, scale)
+    return float(values.min()), float(values.max())
+
+
+def middling(reader: Reader, scale: TensorInfo) -> float:
+    """The median of a scale's magnitudes, of many values that of some from all over it."""
+    stored = np.frombuffer(reader.raw(scale), f"V{BITS[scale.dtype] // 8}")
+    some = stored[:: max(stored.size // SAMPLE, 1)].tobytes()
+    magnitudes = np.abs(_decoded(some, scale.dtype))
+    middle = [(magnitudes.size - 1) // 2, magnitudes.size // 2]
+    return float(np.partition(magnitudes, middle)[middle].mean())
+
+
+def numbers(reader: Reader, tensor: TensorInfo) -> npt.NDArray[np.float64]:
+    """The values of a scale in its shape."""
+    return _decoded(reader.raw(tensor), tensor.dtype).reshape(tensor.shape)
+
+
+def _decoded(data: memoryview | bytes, dtype: str) -> npt.NDArray[np.float64]:
+    """The values of a scale; bytes are exponents."""
+    with np.errstate(invalid="ignore"):  # NaN of the signalling kind
+        values = np.asarray(to_numpy(data, dtype), dtype=np.float64)
+    return np.exp2(values - E8M0_BIAS) if dtype == "U8" else values
+
+
 def beyond(
-    view: CheckpointView, check: str, group: ConfigGroup, parameters: Mapping[str, TensorInfo]
+    view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo]
 ) -> Iterator[Finding]:
     """Codes in bytes that the announced bits do not hold."""
     weight, half = parameters.get("weight"), 2 ** (group.weights.num_bits - 1)
@@ -53,34 +111,29 @@ def beyond(
     if bad:
         expected = f"codes of {group.weights.num_bits} bits, from {-half} to {half - 1}"
         got = f"{bad} of {codes.size} beyond them"
-        yield error(check, weight.name, expected=expected, got=got, fix="correct num_bits")
+        yield error(CHECK, weight.name, expected=expected, got=got, fix="correct num_bits")
 
 
-def not_finite(view: CheckpointView, check: str) -> Iterator[Finding]:
+def not_finite(view: CheckpointView) -> Iterator[Finding]:
     """NaN in payloads of e4m3 and in what is not quantized, and infinity where that holds weights: of other
     values it may be meant, as of bounds between which nothing is clipped and of masks."""
     for tensor in view.index.tensors.values():
-        if tensor.name.endswith(LAYER_SCALES) or tensor.dtype not in (*NOT_FINITE, "F32"):
+        if tensor.name.endswith(LAYER_SCALES) or tensor.dtype not in NOT_FINITE:
             continue
-        weights = _holds_weights(tensor)
+        # No bound and no mask by its name, and more than a number that may be one.
+        weights = bool(tensor.shape) and not BOUNDS.search(tensor.name.rpartition(".")[2])
         if bad := _count_not_finite(view, tensor, infinity=weights):
             expected = "finite values" if weights else "numbers"
             got = f"{bad} values NaN{' or infinite' if weights else ''}"
             fix = "export again, and look at this tensor in the source"
-            yield error(check, tensor.name, expected=expected, got=got, fix=fix)
-
-
-def _holds_weights(tensor: TensorInfo) -> bool:
-    """Return whether a tensor is no bound and no mask, by its name, and more than a number that may be
-    one."""
-    return bool(tensor.shape) and not BOUNDS.search(tensor.name.rpartition(".")[2])
+            yield error(CHECK, tensor.name, expected=expected, got=got, fix=fix)
 
 
 def _count_not_finite(view: CheckpointView, tensor: TensorInfo, *, infinity: bool) -> int:
     size = BITS[tensor.dtype] // 8
     codes = np.frombuffer(view.reader.raw(tensor), dtype=f"<u{size}")
     signed, sign = codes.view(f"<i{size}"), 1 << 8 * size - 1
-    mask = codes.dtype.type(NOT_FINITE.get(tensor.dtype, 0x7F800000))
+    mask = codes.dtype.type(NOT_FINITE[tensor.dtype])
     bad = 0
     for start in range(0, codes.size, RUN):
         part = codes[start : start + RUN]
@@ -106,7 +159,7 @@ def is_zero(view: CheckpointView, tensor: TensorInfo) -> bool:
     return True
 
 
-def empty(view: CheckpointView, check: str) -> Iterator[Finding]:
+def empty(view: CheckpointView) -> Iterator[Finding]:
     """Embeddings, heads and norms without any number but zero: no trained model has them.
 
     A class whose norms multiply by one more than their weight is passed over.
@@ -122,7 +175,7 @@ def empty(view: CheckpointView, check: str) -> Iterator[Finding]:
             continue
         if is_zero(view, tensor):
             fix = "export again, and look at this tensor in the source"
-            yield error(check, name, expected="numbers other than zero", got="zeros only", fix=fix)
+            yield error(CHECK, name, expected="numbers other than zero", got="zeros only", fix=fix)
 
 
 def is_lossless_cast(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
