@@ -152,27 +152,22 @@ def _kinds() -> Iterator[tuple[Settings, Settings | None, MethodGroup]]:
     static, by_token, int8 = (get_scheme(name).args for name in ("FP8", "FP8_DYNAMIC", "W8A8"))
     whole: Settings = {"qscheme": "per_tensor", "is_dynamic": False}
     rows: Settings = {"qscheme": "per_channel", "is_dynamic": False}
+    dynamic: Settings = {"is_dynamic": True}
     for settings, args in ((whole, static), (rows, by_token)):
-        group = linear_group("quark FP8", QuarkFp8(), args.weights, by_token.input_activations, FP8)
-        yield {**fp8, **settings}, {**fp8, "is_dynamic": True}, group
-        group = linear_group("quark FP8", QuarkFp8(), args.weights, static.input_activations, FP8)
-        yield {**fp8, **settings}, {**fp8, **whole}, group
-    tokens, integers = int8.input_activations, QuarkInt8()
+        for inputs, own in ((dynamic, by_token), (whole, static)):
+            group = linear_group("quark FP8", QuarkFp8(), args.weights, own.input_activations, FP8)
+            yield {**fp8, **settings}, {**fp8, **inputs}, group
+    tokens = int8.input_activations
     assert tokens is not None
-    signed: Settings = {"dtype": "int8", "symmetric": True}
-    by_row: Settings = {"dtype": "int8", "qscheme": "per_channel", "is_dynamic": True}
     one_scale = replace(tokens, strategy="tensor", dynamic=False)
-    for qscheme, weights in (
-        ("per_tensor", replace(int8.weights, strategy="tensor")),
-        ("per_channel", int8.weights),
-    ):
-        yield (
-            {**signed, "qscheme": qscheme},
-            by_row,
-            linear_group("quark INT8", integers, weights, tokens, INT8),
-        )
-        group = linear_group("quark INT8", integers, weights, one_scale, INT8)
-        yield {**signed, "qscheme": qscheme}, {**signed, **whole}, group
+    integers: Settings = {"dtype": "int8", "symmetric": True}
+    by_row: Settings = {"dtype": "int8", "qscheme": "per_channel", "is_dynamic": True}
+    by_tensor: Settings = {**integers, **whole}
+    whole_weights = replace(int8.weights, strategy="tensor")
+    for qscheme, weights in (("per_tensor", whole_weights), ("per_channel", int8.weights)):
+        for inputs, own_inputs in ((by_row, tokens), (by_tensor, one_scale)):
+            group = linear_group("quark INT8", QuarkInt8(), weights, own_inputs, INT8)
+            yield {**integers, "qscheme": qscheme}, inputs, group
 
 
 class QuarkFp8(ModelOptFp8):
