@@ -120,14 +120,11 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": Family(model_type="phi3", text={}),
     "gpt2": Family(model_type="gpt2", text={"n_embd": 256, "n_layer": 2, "n_head": 4}),
     "gptj": Family(
-        model_type="gptj",
-        text={"n_embd": 256, "n_layer": 2, "n_head": 4, "n_inner": 512, "rotary_dim": 32},
+        model_type="gptj", text={"n_embd": 256, "n_layer": 2, "n_head": 4, "n_inner": 512, "rotary_dim": 32}
     ),
     "opt": Family(model_type="opt", text={"ffn_dim": 512, "word_embed_proj_dim": 256}),
     "falcon": Family(
-        model_type="falcon",
-        text={"new_decoder_architecture": True, "num_kv_heads": 2},
-        without=("head_dim",),
+        model_type="falcon", text={"new_decoder_architecture": True, "num_kv_heads": 2}, without=("head_dim",)
     ),
     "bloom": Family(model_type="bloom", text={"n_layer": 2, "n_head": 4}),
     "mixtral": Family(
@@ -220,14 +217,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3-vision": Family(
         model_type="gemma3",
         text={},
-        towers={
-            "vision_config": {
-                **VISION,
-                **PATCHES,
-                "num_hidden_layers": 1,
-                "vision_use_head": False,
-            }
-        },
+        towers={"vision_config": {**VISION, **PATCHES, "num_hidden_layers": 1, "vision_use_head": False}},
         values={"mm_tokens_per_image": 4},
     ),
     "mistral3": Family(

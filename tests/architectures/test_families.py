@@ -33,22 +33,14 @@ GPT_NEO = {
     "mlp.dense_h_to_4h": "dense_h_to_4h",
     "mlp.dense_4h_to_h": "dense_4h_to_h",
 }
-SHARED = {
-    "mlp.shared_expert.gate_up_proj": "gate_proj up_proj",
-    "mlp.shared_expert.down_proj": "down_proj",
-}
+SHARED = {"mlp.shared_expert.gate_up_proj": "gate_proj up_proj", "mlp.shared_expert.down_proj": "down_proj"}
 # The fused modules of vLLM within a decoder layer, as its documentation and model files name them, and the
 # layers of a checkpoint that go into each.
 FUSED: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3-tied", "gemma2", "gemma3"), DENSE),
     **dict.fromkeys(("qwen2.5-vl", "gemma3-vision", "mistral3", "smollm3", "olmo2", "idefics3"), DENSE),
     **dict.fromkeys(("falcon", "bloom"), GPT_NEO),
-    "gpt2": {
-        "attn.c_attn": "c_attn",
-        "attn.c_proj": "c_proj",
-        "mlp.c_fc": "c_fc",
-        "mlp.c_proj": "c_proj",
-    },
+    "gpt2": {"attn.c_attn": "c_attn", "attn.c_proj": "c_proj", "mlp.c_fc": "c_fc", "mlp.c_proj": "c_proj"},
     "gptj": {
         "attn.qkv_proj": "q_proj k_proj v_proj",
         "attn.out_proj": "out_proj",
@@ -96,11 +88,7 @@ FUSED: Mapping[str, Mapping[str, str]] = {
         "mlp.gate_up_proj": "gate_up_proj",
         "mlp.down_proj": "down_proj",
     },
-    "mixtral": {
-        **QKV,
-        "block_sparse_moe.experts.*.w13": "w1 w3",
-        "block_sparse_moe.experts.*.w2": "w2",
-    },
+    "mixtral": {**QKV, "block_sparse_moe.experts.*.w13": "w1 w3", "block_sparse_moe.experts.*.w2": "w2"},
     **dict.fromkeys(("qwen3-moe", "olmoe", "qwen3-vl-moe"), {**QKV, **EXPERTS}),
     "qwen2-moe": {**QKV, **EXPERTS, **SHARED},
     **dict.fromkeys(

@@ -142,9 +142,7 @@ def test_a_prompt_that_does_not_fit_is_an_error(evaluated: Evaluated) -> None:
     assert not (evaluated[0] / "long").exists()
 
 
-def test_a_template_that_reaches_for_python_is_refused(
-    evaluated: Evaluated,
-) -> None:
+def test_a_template_that_reaches_for_python_is_refused(evaluated: Evaluated) -> None:
     assert "access to attribute '__class__' of 'str' object is unsafe" in str(evaluated[1][3]["error"])
 
 

@@ -116,11 +116,7 @@ def test_a_template_is_applied_where_the_models_have_one(tmp_path: Path) -> None
     ],
 )
 def test_models_that_cannot_be_asked_alike_are_refused(
-    old: dict[str, str],
-    new: dict[str, str],
-    settings: dict[str, bool | str],
-    message: str,
-    tmp_path: Path,
+    old: dict[str, str], new: dict[str, str], settings: dict[str, bool | str], message: str, tmp_path: Path
 ) -> None:
     models = {"baseline": model(tmp_path / "old", old), "candidate": model(tmp_path / "new", new)}
     with pytest.raises(InputError) as caught:

@@ -79,14 +79,61 @@ def rename(old: str, new: str) -> Change:
     return tensors(lambda values: values.update({new: values.pop(old)}))
 
 
+def renamed(new: Callable[[str], str | None]) -> Change:
+    """Give each tensor the name that `new` makes of its own; one without a name goes."""
+
+    def apply(values: Tensors) -> None:
+        old = dict(values)
+        values.clear()
+        values.update({other: value for name, value in old.items() if (other := new(name)) is not None})
+
+    return tensors(apply)
+
+
+def moved(old: str, new: str) -> Change:
+    """Another beginning for the names that begin so."""
+    return renamed(lambda name: new + name.removeprefix(old) if name.startswith(old) else name)
+
+
+def lost(wanted: Callable[[str], object]) -> Change:
+    """Remove the tensors that are wanted by name."""
+    return renamed(lambda name: None if wanted(name) else name)
+
+
+def copied(old: str, new: str) -> Change:
+    """Store the tensors whose names begin so once more."""
+    return tensors(
+        lambda values: values.update(
+            {new + name.removeprefix(old): values[name].clone() for name in values if name.startswith(old)}
+        )
+    )
+
+
+def each(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Replace all tensors whose names end so."""
+    return tensors(
+        lambda values: values.update({name: change(values[name]) for name in values if name.endswith(ending)})
+    )
+
+
 def swap(one: str, two: str) -> Change:
     """Exchange two tensors."""
     return tensors(lambda values: values.update({one: values[two], two: values[one]}))
 
 
+def exchanged(one: str, other: str, ending: str = "") -> Change:
+    """Exchange the tensors that have a part of a name with those that have the other part."""
+
+    def apply(values: Tensors) -> None:
+        for name in [name for name in values if one in name and name.endswith(ending)]:
+            twin = name.replace(one, other)
+            values[name], values[twin] = values[twin], values[name]
+
+    return tensors(apply)
+
+
 def config(place: tuple[str, ...], **changes: Json) -> Change:
     """Set keys of config.json at a place in it."""
-
     return json_config(lambda whole: node(whole, place).update(changes))
 
 
@@ -180,6 +227,23 @@ def element(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 def every(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     """Set all elements."""
     return lambda tensor: torch.full(tensor.shape, value).to(tensor.dtype)
+
+
+def byteswapped(value: torch.Tensor) -> torch.Tensor:
+    """The bytes of each element in the other order."""
+    size = value.element_size()
+    flipped = value.contiguous().view(torch.uint8).reshape(-1, size).flip(1).contiguous()
+    return flipped.view(value.dtype).reshape(value.shape)
+
+
+def inverse(scale: torch.Tensor) -> torch.Tensor:
+    """One over each element."""
+    return (1 / scale.float()).to(scale.dtype)
+
+
+def times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Multiply all elements in float32."""
+    return lambda scale: (scale.float() * factor).to(scale.dtype)
 
 
 def header(change: Callable[[dict[str, Json]], object], padding: int = 0) -> Change:

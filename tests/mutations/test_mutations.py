@@ -45,12 +45,7 @@ def test_errors_are_what_vllm_refuses_or_answers_wrongly_in_the_other_records(
     _agree(root, tmp_path, others, capsys)
 
 
-def _agree(
-    root: Path,
-    tmp_path: Path,
-    records: Sequence[Record],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def _agree(root: Path, tmp_path: Path, records: Sequence[Record], capsys: pytest.CaptureFixture[str]) -> None:
     """The check and the records say the same, but for what tests/mutations/limits.py lists."""
     tally = Bench(root=root, scratch=tmp_path).tally(records)
     with capsys.disabled():

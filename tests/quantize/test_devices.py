@@ -23,8 +23,7 @@ CUDA = pytest.param(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "scheme", "how"),
-    [("llama", "W4A16", "refit"), ("qwen3-moe", "NVFP4", "gptq")],
+    ("family", "scheme", "how"), [("llama", "W4A16", "refit"), ("qwen3-moe", "NVFP4", "gptq")]
 )
 def test_codes_of_another_device_are_the_cpus(family: str, scheme: str, how: str, tmp_path: Path) -> None:
     """Of the first layer's inputs, which both compute alike; from there on attention rounds otherwise."""

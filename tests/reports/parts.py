@@ -68,10 +68,7 @@ def sensitivity(layers: int = 3) -> GroupSensitivities:
             source_bytes=262_144,
             schemes=(
                 SchemeLoss(
-                    scheme="NVFP4",
-                    observer="memoryless_mse",
-                    num_bytes=73_728,
-                    loss=loss / (index + 1),
+                    scheme="NVFP4", observer="memoryless_mse", num_bytes=73_728, loss=loss / (index + 1)
                 ),
                 SchemeLoss(
                     scheme="FP8_DYNAMIC",

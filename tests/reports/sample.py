@@ -244,12 +244,7 @@ def verdict(outcome: Outcome = "PASS") -> Verdict:
         device="CPU, emulated",
         tasks=(facts, addition),
         pooled=replace(
-            beside,
-            task="all tasks",
-            metric="exact_match",
-            filter="none",
-            documents=1280,
-            difference=-0.0033,
+            beside, task="all tasks", metric="exact_match", filter="none", documents=1280, difference=-0.0033
         ),
         warnings=("vllm was 0.31.0 when the baseline was accepted, it is 0.32.0 now",),
     )
@@ -360,13 +355,7 @@ def hostile() -> Report:
         check=CheckReport(checkpoint=HOSTILE, ok=False, findings=(bad,)),
         baseline_load=spoiled,
         load=spoiled,
-        verdict=replace(
-            judged,
-            reason=HOSTILE,
-            method=HOSTILE,
-            tasks=tasks,
-            warnings=(HOSTILE,),
-        ),
+        verdict=replace(judged, reason=HOSTILE, method=HOSTILE, tasks=tasks, warnings=(HOSTILE,)),
         source_card={"license": HOSTILE, "language": (HOSTILE,)},
         drift=parts.drift(HOSTILE),
         attribution=parts.attribution(HOSTILE),

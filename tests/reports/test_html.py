@@ -222,9 +222,7 @@ def test_levels_and_p_values_are_explained_where_they_stand(format: str) -> None
         assert "one alone stands at 97.5% to 95%, all together at 95%" in text
 
 
-def test_the_page_in_a_run_directory_links_to_what_is_there_wherever_it_is(
-    tmp_path: Path,
-) -> None:
+def test_the_page_in_a_run_directory_links_to_what_is_there_wherever_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "checkpoint").mkdir(parents=True)
     (folder / "eval" / "candidate").mkdir(parents=True)

@@ -45,10 +45,7 @@ def test_a_second_call_in_the_same_folder_is_refused(name: str, tmp_path: Path) 
             EvalJob(checkpoints=(scenario.source,), settings=settings, folder=folder, options=options)
         ),
     }
-    with (
-        written_alone(folder, "--run-dir"),
-        pytest.raises(InputError, match="another process is writing it"),
-    ):
+    with written_alone(folder, "--run-dir"), pytest.raises(InputError, match="another process is writing it"):
         calls[name]()
     assert [entry.name for entry in folder.iterdir()] == [kind.mark]
 

@@ -21,13 +21,10 @@ from vexport.records import Json
 LISTED = ("lm_head",)
 # Schemes that quantize inputs too.
 WITH_INPUTS = ("NVFP4", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "MXFP4", "MXFP8")
-KV_SCHEME: dict[str, Json] = {
-    "num_bits": 8,
-    "type": "float",
-    "strategy": "tensor",
-    "symmetric": True,
-    "dynamic": False,
-}
+KV_SCHEME: dict[str, Json] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+KV_SCHEME |= {"symmetric": True, "dynamic": False}
+SPARSE: Json = {"format": "dense", "sparsity_structure": "2:4", "targets": ["Linear"]}
+FUSED: Json = [f"re:.*{name}" for name in ("qkv_proj", "gate_up_proj", "o_proj", "down_proj", "experts.*")]
 
 
 def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
@@ -43,13 +40,10 @@ def _formats() -> Iterator[tuple[str, Change]]:
     yield "no format in the group", without(GROUP, "format")
     yield "no format at all", all_of(without(GROUP, "format"), without(QUANTIZATION, "format"))
     yield "unknown format in the group", config(GROUP, format="no-such-format")
-    for name, format in (
-        ("packed integers", "pack-quantized"),
-        ("floats", "float-quantized"),
-        ("integers", "int-quantized"),
-        ("NVFP4", "nvfp4-pack-quantized"),
-    ):
-        yield f"format of {name}", config(GROUP, format=format)
+    yield "format of packed integers", config(GROUP, format="pack-quantized")
+    yield "format of floats", config(GROUP, format="float-quantized")
+    yield "format of integers", config(GROUP, format="int-quantized")
+    yield "format of NVFP4", config(GROUP, format="nvfp4-pack-quantized")
     yield "actorder group", config(ARGUMENTS, actorder="group")
     yield "actorder weight", config(ARGUMENTS, actorder="weight")
 
@@ -57,14 +51,9 @@ def _formats() -> Iterator[tuple[str, Change]]:
 def _widths(scheme: str) -> Iterator[tuple[str, Change]]:
     yield "8 bits become 4, 4 become 8", config(ARGUMENTS, num_bits=8 if "4" in scheme else 4)
     yield "5 bits", config(ARGUMENTS, num_bits=5)
-    yield (
-        "floats become integers, integers floats",
-        config(ARGUMENTS, type="int" if "F" in scheme else "float"),
-    )
-    yield (
-        "asymmetric" if scheme != "W4A16_ASYM" else "symmetric",
-        config(ARGUMENTS, symmetric=scheme == "W4A16_ASYM"),
-    )
+    other, is_asymmetric = "int" if "F" in scheme else "float", scheme == "W4A16_ASYM"
+    yield "floats become integers, integers floats", config(ARGUMENTS, type=other)
+    yield "symmetric" if is_asymmetric else "asymmetric", config(ARGUMENTS, symmetric=is_asymmetric)
 
 
 def _sizes() -> Iterator[tuple[str, Change]]:
@@ -100,10 +89,8 @@ def _inputs(scheme: str) -> Iterator[tuple[str, Change]]:
     yield "inputs of 16 bits", config(INPUTS, num_bits=16)
     if not scheme.startswith("FP8"):
         yield "inputs of strategy tensor", config(INPUTS, strategy="tensor")
-    yield (
-        "inputs of integers" if "F" in scheme else "inputs of floats",
-        config(INPUTS, type="int" if "F" in scheme else "float"),
-    )
+    other, name = ("int", "integers") if "F" in scheme else ("float", "floats")
+    yield f"inputs of {name}", config(INPUTS, type=other)
     yield "unknown key in inputs", config(INPUTS, no_such_key=1)
 
 
@@ -146,13 +133,7 @@ def _rest() -> Iterator[tuple[str, Change]]:
     yield "no status", without(QUANTIZATION, "quantization_status")
     yield "another status", config(QUANTIZATION, quantization_status="frozen")
     yield "sparsity config empty", config(QUANTIZATION, sparsity_config={})
-    yield (
-        "sparsity config with targets",
-        config(
-            QUANTIZATION,
-            sparsity_config={"format": "dense", "sparsity_structure": "2:4", "targets": ["Linear"]},
-        ),
-    )
+    yield "sparsity config with targets", config(QUANTIZATION, sparsity_config=SPARSE)
     yield "sparsity config without targets", config(QUANTIZATION, sparsity_config={"format": "dense"})
     yield "transform config empty", config(QUANTIZATION, transform_config={})
     yield "a version from the future", config(QUANTIZATION, version="99.0")
@@ -165,10 +146,8 @@ def _ignored(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "ignore null", config(QUANTIZATION, ignore=None)
     yield "q_proj alone ignored", config(QUANTIZATION, ignore=[*LISTED, q])
     yield "a quantized layer ignored", config(QUANTIZATION, ignore=[*LISTED, down])
-    yield (
-        "a whole attention ignored",
-        config(QUANTIZATION, ignore=[*LISTED, *(sound.attention(leaf) for leaf in "qkvo")]),
-    )
+    attention = [sound.attention(leaf) for leaf in "qkvo"]
+    yield "a whole attention ignored", config(QUANTIZATION, ignore=[*LISTED, *attention])
     yield "all ignored", config(QUANTIZATION, ignore=["re:.*"])
     yield "all linear layers ignored", config(QUANTIZATION, ignore=["Linear"])
     yield "unknown layer ignored", config(QUANTIZATION, ignore=[*LISTED, "model.layers.9.no_such"])
@@ -184,13 +163,7 @@ def _targets() -> Iterator[tuple[str, Change]]:
     yield "targets empty", config(GROUP, targets=[])
     yield "targets missing", without(GROUP, "targets")
     yield "targets a string", config(GROUP, targets="Linear")
-    yield (
-        "targets fused names",
-        config(
-            GROUP,
-            targets=["re:.*qkv_proj", "re:.*gate_up_proj", "re:.*o_proj", "re:.*down_proj", "re:.*experts.*"],
-        ),
-    )
+    yield "targets fused names", config(GROUP, targets=FUSED)
     yield "targets vLLM's class", config(GROUP, targets=["QKVParallelLinear"])
     yield "targets lm_head too", config(GROUP, targets=["Linear", "re:.*lm_head"])
     yield "a second group of the same", copied_group()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -10,7 +11,7 @@ from tests.mutations.edits import INDEX, WEIGHTS, Change, Tensors, file_bytes, h
 from tests.mutations.good import Sound
 from vexport.records import Json
 
-SECOND = "model-00002-of-00002.safetensors"
+FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
 NORM = "model.norm.weight"
 
 
@@ -27,10 +28,8 @@ def _bytes(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "file cut in the header", file_bytes(WEIGHTS, lambda data: data[:100])
     yield "file too long", file_bytes(WEIGHTS, lambda data: data + bytes(8))
     yield "file empty", file_bytes(WEIGHTS, lambda data: b"")
-    yield (
-        "file a pointer of git-lfs",
-        file_bytes(WEIGHTS, lambda data: b"version https://git-lfs.github.com/spec/v1\n"),
-    )
+    pointer = b"version https://git-lfs.github.com/spec/v1\n"
+    yield "file a pointer of git-lfs", file_bytes(WEIGHTS, lambda data: pointer)
     yield "header spoiled", file_bytes(WEIGHTS, lambda data: data[:8] + b"x" + data[9:])
     yield "header length huge", file_bytes(WEIGHTS, lambda data: (2**62).to_bytes(8, "little") + data[8:])
     yield "header length zero", file_bytes(WEIGHTS, lambda data: bytes(8) + data[8:])
@@ -61,43 +60,25 @@ def _headers(sound: Sound) -> Iterator[tuple[str, Change]]:
 
 def _indices(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "index right", index(lambda values: dict.fromkeys(values, WEIGHTS))
-    yield (
-        "index names a missing file",
-        index(lambda values: dict.fromkeys(values, "model-00001-of-00002.safetensors")),
-    )
+    yield "index names a missing file", index(lambda values: dict.fromkeys(values, FIRST))
+    bias = "model.layers.0.self_attn.q_proj.bias"
     yield (
         "index names a second, missing file",
-        index(
-            lambda values: {**dict.fromkeys(values, WEIGHTS), "model.layers.0.self_attn.q_proj.bias": SECOND}
-        ),
+        index(lambda values: {**dict.fromkeys(values, WEIGHTS), bias: SECOND}),
     )
     yield "index no JSON", lambda folder: _write(folder / INDEX, b"{")
     yield "index without a map", lambda folder: _write(folder / INDEX, b"{}")
     yield "index with an empty map", index(lambda values: {})
     yield "index lacks a tensor", index(lambda values: dict.fromkeys(sorted(values)[1:], WEIGHTS))
-    yield (
-        "index names a tensor too many",
-        index(lambda values: dict.fromkeys([*values, "model.no_such"], WEIGHTS)),
-    )
-    yield "two shards", lambda folder: _split(folder, lambda names: names[::2])
-    yield (
-        "two shards, the second unnamed",
-        lambda folder: _split(folder, lambda names: names[::2], named=False),
-    )
-    yield (
-        "two shards without an index",
-        lambda folder: _split(folder, lambda names: names[::2], indexed=False),
-    )
-    yield "two shards, a tensor in both", lambda folder: _split(folder, lambda names: names[::2], twice=NORM)
-    yield (
-        "two shards, another value in the second",
-        lambda folder: _split(folder, lambda names: names[::2], twice=NORM, factor=2),
-    )
-    yield (
-        "two shards, named crosswise",
-        lambda folder: _split(folder, lambda names: names[::2], crosswise=True),
-    )
-    yield "a shard left over", lambda folder: _leftover(folder)
+    more = "model.no_such"
+    yield "index names a tensor too many", index(lambda values: dict.fromkeys([*values, more], WEIGHTS))
+    yield "two shards", _split
+    yield "two shards, the second unnamed", partial(_split, named=False)
+    yield "two shards without an index", partial(_split, indexed=False)
+    yield "two shards, a tensor in both", partial(_split, twice=NORM)
+    yield "two shards, another value in the second", partial(_split, twice=NORM, factor=2)
+    yield "two shards, named crosswise", partial(_split, crosswise=True)
+    yield "a shard left over", _leftover
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -116,12 +97,7 @@ def _entry(entries: dict[str, Json], name: str) -> dict[str, list[int]]:
 
 
 def _set(name: str, key: str, value: Json) -> Callable[[dict[str, Json]], None]:
-    def change(entries: dict[str, Json]) -> None:
-        entry = entries[name]
-        assert isinstance(entry, dict)
-        entry[key] = value
-
-    return change
+    return lambda entries: _entry(entries, name).update({key: value})  # type: ignore[dict-item]
 
 
 def _same_offsets(entries: dict[str, Json]) -> None:
@@ -136,7 +112,6 @@ def _shift(entries: dict[str, Json], by: int) -> None:
 
 def _split(
     folder: Path,
-    first: Callable[[list[str]], list[str]],
     *,
     named: bool = True,
     indexed: bool = True,
@@ -146,9 +121,9 @@ def _split(
 ) -> None:
     """The weights in two files, with an index or what is left of one."""
     values: Tensors = load_file(folder / WEIGHTS)
-    one = {name: values[name] for name in first(sorted(values))}
+    one = {name: values[name] for name in sorted(values)[::2]}
     two = {name: value for name, value in values.items() if name not in one}
-    files = {"model-00001-of-00002.safetensors": one, SECOND: two}
+    files = {FIRST: one, SECOND: two}
     if twice:
         one[twice], two[twice] = values[twice].clone(), values[twice] * factor
     (folder / WEIGHTS).unlink()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tests.mutations.edits import Change, Tensors, put, tensors
+from tests.mutations.edits import Change, Tensors, each, put, tensors
 from tests.mutations.good import Sound
 from tests.mutations.kinds.values import SINGLE
 
@@ -35,24 +35,18 @@ def _scale_dtypes(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
         yield f"{leaf}'s bits as float8_e8m0", put(name, lambda scale: scale.view(torch.float8_e8m0fnu))
         yield f"{leaf}'s bits as uint8", put(name, lambda scale: scale.view(torch.uint8))
     elif leaf == "weight_scale":
-        yield f"all {leaf} as bfloat16", tensors(lambda values: _all(values, leaf, torch.bfloat16))
-        yield f"all {leaf} as float32", tensors(lambda values: _all(values, leaf, torch.float32))
+        yield f"all {leaf} as bfloat16", each(f".{leaf}", lambda scale: scale.to(torch.bfloat16))
+        yield f"all {leaf} as float32", each(f".{leaf}", torch.Tensor.float)
 
 
 def _single(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
-    name = f"{sound.mlp('down')}.{leaf}"
+    name, fused = f"{sound.mlp('down')}.{leaf}", f"{sound.attention('q')}.{leaf}"
     yield f"{leaf} without a dimension", put(name, lambda scale: scale.reshape(()))
     yield f"{leaf} of two dimensions", put(name, lambda scale: scale.reshape(1, 1))
     yield f"{leaf} twice", put(name, lambda scale: scale.reshape(-1).repeat(2))
     yield f"{leaf} empty", put(name, lambda scale: scale.reshape(-1)[:0])
-    yield (
-        f"{leaf} of q_proj of two dimensions",
-        put(f"{sound.attention('q')}.{leaf}", lambda scale: scale.reshape(1, 1)),
-    )
-    yield (
-        f"{leaf} of q_proj twice",
-        put(f"{sound.attention('q')}.{leaf}", lambda scale: scale.reshape(-1).repeat(2)),
-    )
+    yield f"{leaf} of q_proj of two dimensions", put(fused, lambda scale: scale.reshape(1, 1))
+    yield f"{leaf} of q_proj twice", put(fused, lambda scale: scale.reshape(-1).repeat(2))
 
 
 def _many(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
@@ -78,8 +72,8 @@ def _weight(sound: Sound) -> Iterator[tuple[str, Change]]:
     for dtype in (torch.int64, torch.bfloat16, torch.float32):
         yield f"{weight} as {_name(dtype)}", put(name, _as(dtype))
     yield f"{weight} as float8_e5m2", put(name, lambda value: value.float().to(torch.float8_e5m2))
-    for dtype in (torch.uint8, torch.int8):
-        yield f"{weight}'s bits as {_name(dtype)}", put(name, _viewed(dtype))
+    yield f"{weight}'s bits as uint8", put(name, lambda value: value.view(torch.uint8))
+    yield f"{weight}'s bits as int8", put(name, lambda value: value.view(torch.int8))
     yield f"{weight} transposed", put(name, lambda value: value.T)
     yield f"{weight} of q_proj transposed", put(fused, lambda value: value.T)
     yield f"{weight} flat", put(name, lambda value: value.reshape(-1))
@@ -87,17 +81,14 @@ def _weight(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield f"{weight} of q_proj lacks a row", put(fused, lambda value: value[:-1])
     yield f"{weight} has a row too many", put(name, lambda value: torch.cat([value, value[-1:]]))
     yield f"{weight} of q_proj has a row too many", put(fused, lambda value: torch.cat([value, value[-1:]]))
-    yield f"{weight} lacks half its columns", put(name, lambda value: value[:, : value.shape[1] // 2])
+    yield f"{weight} lacks half its columns", put(name, lambda value: value.chunk(2, 1)[0])
     yield f"{weight} has its columns twice", put(name, lambda value: torch.cat([value, value], 1))
-    yield (
-        f"{weight} of q_proj lacks half its columns",
-        put(fused, lambda value: value[:, : value.shape[1] // 2]),
-    )
-    yield f"{weight} of q_proj lacks half its rows", put(fused, lambda value: value[: value.shape[0] // 2])
+    yield f"{weight} of q_proj lacks half its columns", put(fused, lambda value: value.chunk(2, 1)[0])
+    yield f"{weight} of q_proj lacks half its rows", put(fused, lambda value: value.chunk(2)[0])
     whole = [leaf for leaf in sound.leaves if leaf not in SINGLE and leaf != "weight_shape"]
     if sound.scheme != "FP8":
-        yield "half of q_proj's rows", tensors(lambda values: _halve(values, sound.attention("q"), whole))
-        yield "half of down_proj's rows", tensors(lambda values: _halve(values, sound.mlp("down"), whole))
+        yield "half of q_proj's rows", _halved(sound.attention("q"), whole)
+        yield "half of down_proj's rows", _halved(sound.mlp("down"), whole)
 
 
 def _zero_points(sound: Sound) -> Iterator[tuple[str, Change]]:
@@ -116,36 +107,28 @@ def _zero_points(sound: Sound) -> Iterator[tuple[str, Change]]:
 
 
 def _unquantized() -> Iterator[tuple[str, Change]]:
-    norm, head, table = "model.norm.weight", "model.embed_tokens.weight", "model.embed_tokens.weight"
+    norm, table = "model.norm.weight", "model.embed_tokens.weight"
     yield "final norm as float32", put(norm, _as(torch.float32))
     yield "final norm as float16", put(norm, _as(torch.float16))
     yield "final norm as int8", put(norm, _as(torch.int8))
     yield "final norm lacks an element", put(norm, lambda value: value[:-1])
     yield "final norm of two dimensions", put(norm, lambda value: value.reshape(1, -1))
-    yield "embeddings as float16", put(head, _as(torch.float16))
+    yield "embeddings as float16", put(table, _as(torch.float16))
     yield "embeddings lack a row", put(table, lambda value: value[:-1])
     yield "embeddings lack a column", put(table, lambda value: value[:, :-1])
     yield "embeddings transposed", put(table, lambda value: value.T)
 
 
-def _all(values: Tensors, leaf: str, dtype: torch.dtype) -> None:
-    for name in values:
-        if name.endswith(f".{leaf}"):
-            values[name] = values[name].to(dtype)
+def _halved(module: str, leaves: list[str]) -> Change:
+    def apply(values: Tensors) -> None:
+        for name in (f"{module}.{leaf}" for leaf in leaves):
+            values[name] = values[name][: max(values[name].shape[0] // 2, 1)].clone()
 
-
-def _halve(values: Tensors, module: str, leaves: list[str]) -> None:
-    for leaf in leaves:
-        value = values[f"{module}.{leaf}"]
-        values[f"{module}.{leaf}"] = value[: max(value.shape[0] // 2, 1)].clone()
+    return tensors(apply)
 
 
 def _as(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda value: value.to(torch.float64).to(dtype)
-
-
-def _viewed(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda value: value.view(dtype)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -2,9 +2,7 @@
 
 from collections.abc import Iterator
 
-import torch
-
-from tests.mutations.edits import Change, all_of, element, every, put
+from tests.mutations.edits import Change, all_of, byteswapped, element, every, inverse, put, times
 from tests.mutations.good import Sound
 
 SINGLE = frozenset({"weight_global_scale", "input_global_scale", "input_scale"})
@@ -14,17 +12,13 @@ def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     """Scales, payloads and what is not quantized."""
     for leaf in sound.leaves:
         if leaf.endswith("scale"):
-            yield from _exponents(sound) if _is_mx(sound) else _scale(sound, leaf)
+            yield from _exponents(sound) if sound.scheme.startswith("MX") else _scale(sound, leaf)
     yield from _shared(sound)
     yield from _payload(sound)
     yield "final norm NaN", put("model.norm.weight", element(float("nan")))
     yield "layer norm infinite", put("model.layers.0.input_layernorm.weight", element(float("inf")))
     yield "embeddings NaN", put("model.embed_tokens.weight", every(float("nan")))
     yield "final norm zero", put("model.norm.weight", every(0.0))
-
-
-def _is_mx(sound: Sound) -> bool:
-    return sound.scheme.startswith("MX")
 
 
 def _scale(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
@@ -37,17 +31,17 @@ def _scale(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
         yield f"{leaf} of down_proj denormal", put(down, every(1e-39))
         yield f"{leaf} of down_proj byteswapped", put(down, _byteswapped)
     if leaf != "input_global_scale":  # its sign cancels in the emulation, which tells nothing of FP4 kernels
-        yield f"{leaf} of down_proj negative", put(down, lambda scale: (-scale.float()).to(scale.dtype))
+        yield f"{leaf} of down_proj negative", put(down, times(-1))
     yield f"{leaf} of down_proj all zero", put(down, every(0.0))
     yield f"{leaf} of down_proj once zero", put(down, element(0.0))
     yield f"{leaf} of down_proj all one", put(down, every(1.0))
     if leaf in SINGLE:
         fused = (f"{sound.attention(projection)}.{leaf}" for projection in ("q", "k", "v"))
-        yield f"{leaf} of attention upside down", all_of(*(put(name, _inverse) for name in fused))
+        yield f"{leaf} of attention upside down", all_of(*(put(name, inverse) for name in fused))
     else:
-        yield f"{leaf} of q_proj upside down", put(q, _inverse)
-    yield f"{leaf} of down_proj upside down", put(down, _inverse)
-    yield f"{leaf} of down_proj times 10000", put(down, lambda scale: (scale.float() * 1e4).to(scale.dtype))
+        yield f"{leaf} of q_proj upside down", put(q, inverse)
+    yield f"{leaf} of down_proj upside down", put(down, inverse)
+    yield f"{leaf} of down_proj times 10000", put(down, times(1e4))
 
 
 def _exponents(sound: Sound) -> Iterator[tuple[str, Change]]:
@@ -68,9 +62,10 @@ def _shared(sound: Sound) -> Iterator[tuple[str, Change]]:
     """
     for leaf in sorted(SINGLE & set(sound.leaves)):
         for projection in ("q", "k", "v"):
+            name = f"{sound.attention(projection)}.{leaf}"
             yield (
                 f"{leaf} of {projection}_proj larger than its neighbours'",
-                put(f"{sound.attention(projection)}.{leaf}", lambda scale: scale * 1.5),
+                put(name, lambda scale: scale * 1.5),
             )
 
 
@@ -84,20 +79,6 @@ def _payload(sound: Sound) -> Iterator[tuple[str, Change]]:
         yield "nibbles exchanged", put(f"{down}.{weight}", lambda codes: (codes << 4) | (codes >> 4))
 
 
-def _inverse(scale: torch.Tensor) -> torch.Tensor:
-    return (1 / scale.to(torch.float32)).to(scale.dtype)
-
-
 def _byteswapped(scale: torch.Tensor) -> torch.Tensor:
     """A scale in the other byte order; rounded before, so that it is the same one on every processor."""
-    scale = scale.bfloat16().to(scale.dtype)
-    size = scale.element_size()
-    return (
-        scale.contiguous()
-        .view(torch.uint8)
-        .reshape(-1, size)
-        .flip(1)
-        .contiguous()
-        .view(scale.dtype)
-        .reshape(scale.shape)
-    )
+    return byteswapped(scale.bfloat16().to(scale.dtype))

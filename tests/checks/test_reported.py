@@ -1,0 +1,255 @@
+"""Checkpoints that people have reported as broken, in small: one row a thread.
+
+What the files alone do not tell vLLM's loaders are asked.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from shutil import copy, copytree
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.command import ROOT, vexport
+from tests.engine.sketches import QWEN3_MOE, sketch, write_tensors
+from tests.models import quantize
+from tests.mutations.edits import (
+    QUANTIZATION,
+    WHOLE,
+    Change,
+    Tensors,
+    add,
+    all_of,
+    config,
+    copied,
+    each,
+    inverse,
+    lost,
+    moved,
+    put,
+    renamed,
+    spoiled,
+    tensors,
+)
+from vexport.api import check
+from vexport.checks import check_checkpoint
+from vexport.checks.vllm.view import Target
+from vexport.records import Json
+
+PEER, PRODUCERS = (Path(__file__).parent.parent / name for name in ("peer", "producers"))
+LLAMA, MOE, FP8 = PEER / "llama-W4A16", PEER / "moe-NVFP4A16", PEER / "llama-FP8_DYNAMIC"
+MODELOPT = PRODUCERS / "methods" / "modelopt-llama-NVFP4-KV"
+COMPRESSOR = PRODUCERS / "checkpoints" / "llmcompressor-llama-KV"
+ASYMMETRIC = COMPRESSOR.with_name("llmcompressor-llama-GPTQ-ASYM")
+LAYER = "model.layers.0"
+Q, DOWN, GATE = f"{LAYER}.self_attn.q_proj", f"{LAYER}.mlp.down_proj", f"{LAYER}.mlp.gate"
+MERGING, PROJECTOR = (f"multi_modal_projector.{name}" for name in ("patch_merger.merging_layer", "linear_1"))
+SPARSE: Json = {"format": "sparse-bitmask", "global_sparsity": 0.46, "sparsity_structure": "2:4"}
+DRAFTS = "num_nextn_predict_layers"
+
+
+class Reported(NamedTuple):
+    """A sound checkpoint, what the reported one had otherwise; family, place and advice of the finding."""
+
+    sound: Path
+    change: Change
+    check: str
+    where: str
+    fix: str = ""
+    severity: str = "error"
+    speculative: str = ""
+
+
+def of_class(name: str, **more: Json) -> Change:
+    return config(WHOLE, architectures=[name], **more)
+
+
+def nested(name: str) -> str:
+    return f"language_model.{name}" if name.startswith(("model.", "lm_head.")) else name
+
+
+def projector_in_int4(place: str) -> Change:
+    """Of Mistral 3 and LLaVA, which vLLM builds without a quantization config."""
+    return all_of(copied(f"{LAYER}.mlp.up_proj.", f"{place}."), renamed(nested))
+
+
+def under_their_projection(name: str) -> str:
+    head, of_expert, tail = name.partition(".experts.")
+    if not of_expert:
+        return name
+    number, projection, parameter = tail.split(".")
+    return f"{head}.experts.{projection}.{number}.{parameter}"
+
+
+@tensors
+def head_in_nvfp4(values: Tensors) -> None:
+    rows, columns = values["lm_head.weight"].shape
+    values["lm_head.weight"] = torch.full((rows, columns // 2), 17, dtype=torch.uint8)
+    values["lm_head.weight_scale"] = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
+    values |= {"lm_head.weight_scale_2": torch.tensor(0.01), "lm_head.input_scale": torch.tensor(0.01)}
+
+
+@tensors
+def experts_packed_together(values: Tensors) -> None:
+    """As gate_up_proj_packed and the like, (experts, out, in)."""
+    for mlp in [name.removesuffix(".gate.weight") for name in values if name.endswith(".mlp.gate.weight")]:
+        for new, parts in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.items():
+            for parameter in ("weight_packed", "weight_scale", "weight_global_scale"):
+                single = [
+                    torch.cat([values.pop(f"{mlp}.experts.{one}.{part}.{parameter}") for part in parts])
+                    for one in range(len(values[f"{mlp}.gate.weight"]))
+                ]
+                values[f"{mlp}.experts.{new}_{parameter.removeprefix('weight_')}"] = torch.stack(single)
+
+
+def with_tokenizer(folder: Path) -> None:
+    copy(ROOT / "scenarios" / "demo" / "model" / "tokenizer.json", folder)
+
+
+ROUTER_OF_GEMMA = all_of(copied(f"{Q}.", f"{LAYER}.router.proj."), of_class("Gemma4ForCausalLM"))
+IN_16_BITS = all_of(
+    lost(lambda name: name.startswith(f"{DOWN}.")),
+    add(f"{DOWN}.weight", torch.ones(128, 256, dtype=torch.bfloat16)),
+    config(QUANTIZATION, ignore=["lm_head", DOWN.replace("model.", "model.language_model.")]),
+)
+MASKED = all_of(
+    config(QUANTIZATION, sparsity_config={**SPARSE, "targets": ["Linear"]}),
+    add("model.embed_tokens.weight.bitmask", torch.zeros(8, dtype=torch.uint8)),
+)
+LLAVA = all_of(
+    projector_in_int4(PROJECTOR),
+    of_class("LlavaNextForConditionalGeneration"),
+    config(QUANTIZATION, ignore=["re:.*lm_head", f"re:{PROJECTOR}"]),
+)
+MISTRAL = all_of(projector_in_int4(MERGING), of_class("Mistral3ForConditionalGeneration"))
+GEMMA = all_of(with_tokenizer, of_class("Gemma3ForConditionalGeneration", model_type="gemma3"))
+UNLISTED = config(QUANTIZATION, ignore=["lm_head"])
+HALF_SCALES = put(f"{Q}.weight_scale", lambda value: value[:, ::2].contiguous())
+INFINITE = put(f"{Q}.weight_scale", lambda value: value.fill_(torch.inf))
+FOUR_BITS = config((*QUANTIZATION, "kv_cache_scheme"), num_bits=4)
+SYMMETRIC = config((*QUANTIZATION, "config_groups", "group_0", "weights"), symmetric=True)
+DRAFTING = config(WHOLE, **{DRAFTS: 1})
+LISTED = "add the layer to ignore"
+# By the thread on GitHub.
+REPORTED: Mapping[str, Reported] = {
+    "vllm-project/vllm/issues/45102": Reported(MODELOPT, head_in_nvfp4, "targets", "lm_head"),
+    "vllm-project/llm-compressor/issues/2714": Reported(
+        MOE, ROUTER_OF_GEMMA, "targets", "router", "do not quantize it"
+    ),
+    "vllm-project/llm-compressor/issues/1241": Reported(FP8, MASKED, "config", "sparsity_config"),
+    "vllm-project/vllm/issues/45320": Reported(
+        MODELOPT, put(f"{DOWN}.input_scale", torch.zeros_like), "values", f"{DOWN}.input_scale"
+    ),
+    "vllm-project/llm-compressor/issues/959": Reported(
+        FP8, config(WHOLE, quantization_config=None), "config", "quantization_config"
+    ),
+    "vllm-project/llm-compressor/issues/2568": Reported(
+        LLAMA, moved("model.", "model.language_model.model."), "completeness", "model.language_model.model"
+    ),
+    "vllm-project/vllm/issues/45312": Reported(COMPRESSOR, FOUR_BITS, "kv_cache", "kv_cache_scheme"),
+    "vllm-project/llm-compressor/issues/2255": Reported(
+        ASYMMETRIC, SYMMETRIC, "completeness", "weight_zero_point"
+    ),
+    "vllm-project/llm-compressor/issues/1652": Reported(LLAMA, MISTRAL, "targets", MERGING),
+    "vllm-project/llm-compressor/issues/1305": Reported(
+        LLAMA, GEMMA, "tokenizer", "preprocessor_config.json", "copy the source's"
+    ),
+    "NVIDIA/Model-Optimizer/pull/1858": Reported(MOE, UNLISTED, "targets", GATE, LISTED),
+    "vllm-project/vllm/issues/40885": Reported(
+        MOE, renamed(under_their_projection), "completeness", f"{LAYER}.mlp.experts"
+    ),
+    "unslothai/unsloth/issues/6224": Reported(MOE, experts_packed_together, "dry-load", "experts"),
+    "vllm-project/compressed-tensors/issues/832": Reported(LLAMA, INFINITE, "values", f"{Q}.weight_scale"),
+    "NVIDIA/Model-Optimizer/pull/2038": Reported(MODELOPT, HALF_SCALES, "shapes", f"{Q}.weight_scale"),
+    "vllm-project/llm-compressor/issues/2641": Reported(LLAMA, IN_16_BITS, "targets", DOWN, LISTED),
+    "kekzl/imp/pull/1433": Reported(
+        PEER / "llama-NVFP4A16", each("weight_global_scale", inverse), "values", f"{Q}.weight_global_scale"
+    ),
+    "vllm-project/vllm/issues/34771": Reported(LLAMA, LLAVA, "targets", PROJECTOR),
+    "vllm-project/vllm/pull/35548": Reported(
+        MOE, DRAFTING, "completeness", DRAFTS, "or do not draft", "warning"
+    ),
+    "vllm-project/llm-compressor/issues/2735": Reported(
+        MOE, DRAFTING, "completeness", DRAFTS, speculative="mtp"
+    ),
+    # The outer config ties a head of which the file has its own.
+    "vllm-project/vllm/issues/51063": Reported(
+        LLAMA,
+        all_of(renamed(nested), config(WHOLE, tie_word_embeddings=True)),
+        *("completeness", "language_model.lm_head.weight", "", "warning"),
+    ),
+}
+IDS = [
+    pytest.param(thread, marks=[pytest.mark.vllm] * (row.check == "dry-load"))
+    for thread, row in REPORTED.items()
+]
+
+
+@pytest.mark.parametrize("thread", IDS)
+def test_what_was_reported_is_found(thread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = REPORTED[thread]
+    dry = row.check == "dry-load"
+    if dry:
+        monkeypatch.delenv("VEXPORT_NO_VERIFY")
+    folder = spoiled(row.sound, tmp_path / "reported", row.change)
+    known = check(row.sound, static=True).findings
+    found = check(folder, static=not dry, speculative=row.speculative).findings
+    new = [each for each in found if each.severity != "info" and each not in known]
+    alike = [each for each in new if (each.check, each.severity) == (row.check, row.severity)]
+    assert [each for each in alike if row.where in each.where and row.fix in each.fix], new
+
+
+@pytest.mark.parametrize(("width", "refused"), [(384, {8}), (320, {1, 2, 4, 8})])
+def test_blocks_of_experts_that_ranks_cut(width: int, refused: set[int], tmp_path: Path) -> None:
+    """vllm-project/vllm#54178 and #52997: vLLM 0.32 takes blocks of experts apart, down to 32 x 32."""
+    sizes = {"moe_intermediate_size": width, "hidden_size": 1024, "num_experts": 8}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 32}
+    folder = sketch(tmp_path / "sketch", {**QWEN3_MOE, **sizes, **heads}, "FP8_BLOCK", {})
+    _as_native_fp8(folder)
+    for ranks in (1, 2, 4, 8):
+        findings = check_checkpoint(str(folder), Target(tp=(ranks,))).findings
+        found = [one for one in findings if one.check in ("devices", "shapes") and "experts" in one.where]
+        assert bool(found) is (ranks in refused), (ranks, found)
+
+
+def _as_native_fp8(folder: Path) -> None:
+    """The headers of a sketch under the names that DeepSeek and Qwen use."""
+    file = folder / "model.safetensors"
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    stored = {name: (each["dtype"], tuple(each["shape"])) for name, each in header.items()}
+    write_tensors(
+        file, {name.replace("weight_scale", "weight_scale_inv"): each for name, each in stored.items()}
+    )
+    kept: list[Json] = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(2))]
+    method: Json = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    assert isinstance(method, dict)
+    config(WHOLE, quantization_config={**method, "modules_to_not_convert": kept})(folder)
+
+
+def test_an_expert_without_its_input_scale(tmp_path: Path) -> None:
+    """https://github.com/vllm-project/vllm/issues/45212: zero in vLLM's memory, NaN where it is routed to."""
+    name = f"{LAYER}.mlp.experts.1.down_proj.input_global_scale"
+    folder = sketch(tmp_path / "sketch", QWEN3_MOE, "NVFP4", {name: None})
+    assert name in [each.where for each in check(folder, static=True).findings if each.severity == "error"]
+
+
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    """The message names what it is to be merged into."""
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}')
+    for command in ("check", "plan"):
+        ran = vexport(command, tmp_path)
+        assert ran.code == 2
+        assert "a LoRA adapter of Qwen/Qwen3-0.6B" in ran.errors[0]
+        assert "merge it into Qwen/Qwen3-0.6B first" in ran.errors[0]
+
+
+def test_files_of_a_processor_are_carried_over(llama: Path, tmp_path: Path) -> None:
+    source = copytree(llama, tmp_path / "source")
+    names = ("preprocessor_config.json", "processor_config.json", "chat_template.jinja", "tokenizer.model")
+    for name in names:
+        (source / name).write_text("{}")
+    out = quantize(source, tmp_path / "out", "FP8_DYNAMIC")
+    assert all((out / name).read_text() == "{}" for name in names)
