@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from shutil import copytree
 
@@ -12,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from vexport.records import Json
 
 Tensors = dict[str, torch.Tensor]
+# What is stored of a layer, and the weight (out, in) that it means by its producer's own formula.
+Packed = tuple[Tensors, torch.Tensor]
 GROUP = 64
 BLOCK = 128
 # AutoAWQ: WQLinear_GEMM.from_linear in awq/modules/linear/gemm.py.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-HEADER: Json = {"name": "modelopt", "version": "0.44.0"}
-FP8_KV: Json = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 
 def packed_along_rows(values: torch.Tensor, bits: int) -> torch.Tensor:
@@ -28,119 +29,136 @@ def packed_along_rows(values: torch.Tensor, bits: int) -> torch.Tensor:
     return (words << shifts).sum(dim=1).to(torch.uint32).view(torch.int32)
 
 
-def gptq(weight: torch.Tensor, bits: int = 4, *, stored_zero: int = -1) -> Tensors:
+def awq_packed(values: torch.Tensor) -> torch.Tensor:
+    words = values.to(torch.int64).reshape(values.shape[0], -1, 8)[:, :, AWQ_ORDER]
+    return (words << torch.arange(0, 32, 4)).sum(dim=2).to(torch.uint32).view(torch.int32)
+
+
+def gptq(weight: torch.Tensor, bits: int = 4, *, stored_zero: int = -1) -> Packed:
     """Symmetric codes; `stored_zero` is added to the zero points: -1 in checkpoint_format gptq, 0 in v2."""
     half = 1 << (bits - 1)
     grouped = weight.float().reshape(weight.shape[0], -1, GROUP)
     scales = (grouped.abs().amax(dim=2) / (half - 1)).half()
-    codes = (grouped / scales[:, :, None].float()).round().clamp(-half, half - 1) + half
+    signed = (grouped / scales[:, :, None].float()).round().clamp(-half, half - 1)
     zeros = torch.full((scales.shape[1], weight.shape[0]), half + stored_zero)
-    return {
-        "qweight": packed_along_rows(codes.reshape(weight.shape).T, bits),
+    stored = {
+        "qweight": packed_along_rows((signed + half).reshape(weight.shape).T, bits),
         "qzeros": packed_along_rows(zeros.T, bits).T,
         "scales": scales.T,
         "g_idx": (torch.arange(weight.shape[1]) // GROUP).to(torch.int32),
     }
+    return stored, (scales[:, :, None] * signed.half()).reshape(weight.shape)
 
 
-def awq(weight: torch.Tensor) -> Tensors:
+def awq(weight: torch.Tensor) -> Packed:
     """Codes of 4 bits with zero points, packed along the outputs in AutoAWQ's order."""
     grouped = weight.float().reshape(weight.shape[0], -1, GROUP)
     low, high = grouped.amin(dim=2).clamp_max(0), grouped.amax(dim=2).clamp_min(0)
     scales = ((high - low) / 15).half()
     zeros = (-low / scales.float()).round().clamp(0, 15)
     codes = (grouped / scales[:, :, None].float() + zeros[:, :, None]).round().clamp(0, 15)
-    return {
-        "qweight": awq_packed(codes.reshape(weight.shape).T),
-        "qzeros": awq_packed(zeros.T),
-        "scales": scales.T,
-    }
+    packed, zero_points = awq_packed(codes.reshape(weight.shape).T), awq_packed(zeros.T)
+    meant = (scales[:, :, None] * (codes - zeros[:, :, None]).half()).reshape(weight.shape)
+    return {"qweight": packed, "qzeros": zero_points, "scales": scales.T}, meant
 
 
-def awq_packed(values: torch.Tensor) -> torch.Tensor:
-    words = values.to(torch.int64).reshape(values.shape[0], -1, 8)[:, :, AWQ_ORDER]
-    return (words << torch.arange(0, 32, 4)).sum(dim=2).to(torch.uint32).view(torch.int32)
-
-
-def fp8_block(weight: torch.Tensor) -> Tensors:
+def fp8_block(weight: torch.Tensor) -> Packed:
     rows, columns = weight.shape
     whole = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = whole.reshape(-(-rows // BLOCK), BLOCK, -(-columns // BLOCK), BLOCK)
     scale = blocks.abs().amax(dim=(1, 3)) / 448
-    codes = (blocks / scale[:, None, :, None]).reshape(whole.shape).to(torch.float8_e4m3fn)
-    return {"weight": codes[:rows, :columns], "weight_scale_inv": scale}
+    codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    meant = (codes.float() * scale[:, None, :, None]).reshape(whole.shape)[:rows, :columns]
+    return {"weight": codes.reshape(whole.shape)[:rows, :columns], "weight_scale_inv": scale}, meant
 
 
-def fp8_tensor(weight: torch.Tensor, largest: torch.Tensor, *, static: bool = True) -> Tensors:
+def fp8_tensor(weight: torch.Tensor, largest: torch.Tensor, *, static: bool = True) -> Packed:
     scale = largest / 448
     inputs = {"input_scale": torch.tensor(0.02)} if static else {}
-    return {"weight": (weight.float() / scale).to(torch.float8_e4m3fn), "weight_scale": scale, **inputs}
+    codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale, **inputs}, codes.float() * scale
 
 
-def nvfp4(weight: torch.Tensor, largest: torch.Tensor) -> Tensors:
+def e2m1(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes of numbers, two to the byte, and what they mean."""
+    nearest = (scaled.abs()[..., None] - FP4).abs().argmin(dim=-1)
+    codes = (nearest + 8 * (scaled < 0)).to(torch.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4, FP4[nearest] * torch.where(scaled < 0, -1, 1)
+
+
+def nvfp4(weight: torch.Tensor, largest: torch.Tensor) -> Packed:
     """ModelOpt: NVFP4QTensor.quantize; the lower half of a byte is the first of two codes."""
     second = largest / (6 * 448)
     grouped = weight.float().reshape(weight.shape[0], -1, 16)
     scale = (grouped.abs().amax(dim=2) / 6 / second).clamp_max(448).to(torch.float8_e4m3fn)
-    scaled = grouped / (scale.float() * second)[:, :, None]
-    codes = (scaled.abs()[..., None] - FP4).abs().argmin(dim=-1) + 8 * (scaled < 0)
-    codes = codes.reshape(weight.shape).to(torch.uint8)
-    return {
-        "weight": codes[:, 0::2] | codes[:, 1::2] << 4,
-        "weight_scale": scale,
-        "weight_scale_2": second,
-        "input_scale": torch.tensor(0.003),
-    }
+    whole = (scale.float() * second)[:, :, None]
+    codes, values = e2m1(grouped / whole)
+    stored = {"weight": codes.flatten(1), "weight_scale": scale, "weight_scale_2": second}
+    return {**stored, "input_scale": torch.tensor(0.003)}, (values * whole).reshape(weight.shape)
 
 
-def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes, two to the byte, and biased exponents of groups of 32 along the last dimension."""
+def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, two to the byte, and biased exponents of groups of 32 along the last side; what they mean."""
     grouped = weight.float().reshape(*weight.shape[:-1], -1, 32)
     exponent = grouped.abs().amax(dim=-1).clamp_min(2.0**-100).log2().floor() - 2
-    scaled = (grouped / exponent.exp2()[..., None]).clamp(-6, 6)
-    codes = (scaled.abs()[..., None] - FP4).abs().argmin(dim=-1) + 8 * (scaled < 0)
-    codes = codes.to(torch.uint8)
-    return codes[..., 0::2] | codes[..., 1::2] << 4, (exponent + 127).to(torch.uint8)
+    codes, values = e2m1((grouped / exponent.exp2()[..., None]).clamp(-6, 6))
+    meant = (values * exponent.exp2()[..., None]).reshape(weight.shape)
+    return codes, (exponent + 127).to(torch.uint8), meant
+
+
+def stored_mxfp4(weight: torch.Tensor, name: str) -> Packed:
+    packed, scales, meant = mxfp4(weight)
+    return {name: packed.flatten(1), "weight_scale": scales}, meant
+
+
+def quark_int4(weight: torch.Tensor, *, symmetric: bool) -> Packed:
+    """AWQ's layout under other names; symmetric codes have a sign."""
+    if not symmetric:
+        stored, meant = awq(weight)
+        names = {"qweight": "weight", "qzeros": "weight_zero_point", "scales": "weight_scale"}
+        return {name: stored[old] for old, name in names.items()}, meant
+    grouped = weight.float().reshape(weight.shape[0], -1, GROUP)
+    scales = (grouped.abs().amax(dim=2) / 7).half()
+    signed = (grouped / scales[:, :, None].float()).round().clamp(-8, 7)
+    packed = awq_packed((signed.to(torch.int64) & 15).reshape(weight.shape).T)
+    zeros = torch.zeros(scales.shape[1], packed.shape[1], dtype=torch.int32)
+    meant = (scales[:, :, None] * signed.half()).reshape(weight.shape)
+    return {"weight": packed, "weight_scale": scales.T, "weight_zero_point": zeros}, meant
+
+
+def quark_int8(weight: torch.Tensor) -> Packed:
+    scale = weight.float().abs().amax(dim=1) / 127
+    codes = (weight.float() / scale[:, None]).round().to(torch.int8)
+    zeros = torch.zeros(scale.shape, dtype=torch.int8)
+    stored = {"weight": codes, "weight_scale": scale, "weight_zero_point": zeros}
+    return stored, codes.float() * scale[:, None]
+
+
+def _integers(method: str, bits: int = 4, **more: Json) -> Mapping[str, Json]:
+    return {"quant_method": method, "bits": bits, "group_size": GROUP, **more}
 
 
 def _modelopt(algo: str, **more: Json) -> Mapping[str, Json]:
-    return {"quant_method": "modelopt", "quant_algo": algo, "ignore": ["lm_head"], "producer": HEADER, **more}
+    header: Json = {"name": "modelopt", "version": "0.44.0"}
+    return {"quant_method": "modelopt", "quant_algo": algo, "ignore": ["lm_head"], "producer": header, **more}
 
 
 def _auto_round(layout: str, **more: Json) -> Mapping[str, Json]:
     """As AutoRound 0.16 writes it."""
     kept: Json = {"lm_head": {"bits": 16, "data_type": "fp"}}
-    return {
-        "quant_method": "auto-round",
-        "bits": 4,
-        "data_type": "int",
-        "group_size": GROUP,
-        "sym": True,
-        "packing_format": f"auto_round:{layout}",
-        "block_name_to_quantize": "model.layers",
-        "extra_config": kept,
-        "autoround_version": "0.16.1",
-        **more,
-    }
-
-
-def stored_mxfp4(weight: torch.Tensor) -> Tensors:
-    packed, scales = mxfp4(weight)
-    return {"weight_packed": packed.flatten(1), "weight_scale": scales}
+    usual = _integers("auto-round", data_type="int", sym=True, packing_format=f"auto_round:{layout}")
+    where: Mapping[str, Json] = {"block_name_to_quantize": "model.layers", "extra_config": kept}
+    return {**usual, **where, "autoround_version": "0.16.1", **more}
 
 
 def quark_config(weight: Json, inputs: Json, **more: Json) -> Mapping[str, Json]:
     """As Quark 0.13 writes it, without what vLLM does not read."""
+    layers: Json = {"weight": weight, "input_tensors": inputs, "output_tensors": None, "bias": None}
     return {
         "quant_method": "quark",
         "exclude": ["lm_head"],
         "export": {"kv_cache_group": [], "pack_method": "reorder"},
-        "global_quant_config": {
-            "weight": weight,
-            "input_tensors": inputs,
-            "output_tensors": None,
-            "bias": None,
-        },
+        "global_quant_config": layers,
         "layer_quant_config": {},
         "layer_type_quant_config": {},
         **more,
@@ -148,136 +166,68 @@ def quark_config(weight: Json, inputs: Json, **more: Json) -> Mapping[str, Json]
 
 
 def _side(dtype: str, qscheme: str, **more: Json) -> dict[str, Json]:
-    usual: dict[str, Json] = {"is_dynamic": False, "symmetric": True}
-    return {"dtype": dtype, "qscheme": qscheme, **usual, **more}
-
-
-def quark_int4(weight: torch.Tensor, *, symmetric: bool) -> Tensors:
-    """AWQ's layout under other names; symmetric codes have a sign."""
-    if not symmetric:
-        stored = awq(weight)
-        names = {"qweight": "weight", "qzeros": "weight_zero_point", "scales": "weight_scale"}
-        return {name: stored[old] for old, name in names.items()}
-    grouped = weight.float().reshape(weight.shape[0], -1, GROUP)
-    scales = (grouped.abs().amax(dim=2) / 7).half()
-    codes = (grouped / scales[:, :, None].float()).round().clamp(-8, 7).to(torch.int64) & 15
-    packed = awq_packed(codes.reshape(weight.shape).T)
-    zeros = torch.zeros(scales.shape[1], packed.shape[1], dtype=torch.int32)
-    return {"weight": packed, "weight_scale": scales.T, "weight_zero_point": zeros}
-
-
-def quark_int8(weight: torch.Tensor) -> Tensors:
-    scale = weight.float().abs().amax(dim=1) / 127
-    codes = (weight.float() / scale[:, None]).round().to(torch.int8)
-    zeros = torch.zeros(scale.shape, dtype=torch.int8)
-    return {"weight": codes, "weight_scale": scale, "weight_zero_point": zeros}
-
-
-def quark_mxfp4(weight: torch.Tensor) -> Tensors:
-    packed, scales = mxfp4(weight)
-    return {"weight": packed.flatten(1), "weight_scale": scales}
+    return {"dtype": dtype, "qscheme": qscheme, "is_dynamic": False, "symmetric": True, **more}
 
 
 QUARK_FP8 = _side("fp8_e4m3", "per_tensor")
 QUARK_EXPORT: Json = {"kv_cache_group": ["*k_proj", "*v_proj"], "pack_method": "reorder"}
-QUARK_CACHE: Json = {
-    "weight": QUARK_FP8,
-    "input_tensors": QUARK_FP8,
-    "output_tensors": QUARK_FP8,
-    "bias": None,
-}
+QUARK_CACHE: Json = dict.fromkeys(("weight", "input_tensors", "output_tensors"), QUARK_FP8) | {"bias": None}
 QUARK_LAYERS: Json = {"*k_proj": QUARK_CACHE, "*v_proj": QUARK_CACHE}
 QUARK_FP4: Mapping[str, Json] = {"group_size": 32, "scale_format": "e8m0"}
+GPTQ_CONFIG = _integers("gptq", desc_act=False, sym=True)
+FP8_CONFIG: Mapping[str, Json] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+FP8_KV: Json = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 
 # The config of each, and its layers from a weight and the largest weight of those that vLLM runs as one.
-CHECKPOINTS: Mapping[str, tuple[Mapping[str, Json], Callable[[torch.Tensor, torch.Tensor], Tensors]]] = {
-    "gptq": (
-        {
-            "quant_method": "gptq",
-            "bits": 4,
-            "group_size": GROUP,
-            "desc_act": False,
-            "sym": True,
-            "lm_head": False,
-        },
-        lambda weight, largest: gptq(weight),
-    ),
+CHECKPOINTS: Mapping[str, tuple[Mapping[str, Json], Callable[[torch.Tensor, torch.Tensor], Packed]]] = {
+    "gptq": ({**GPTQ_CONFIG, "lm_head": False}, lambda weight, _: gptq(weight)),
     "gptq_v2": (
-        {
-            "quant_method": "gptq",
-            "bits": 4,
-            "group_size": GROUP,
-            "desc_act": False,
-            "sym": True,
-            "checkpoint_format": "gptq_v2",
-        },
-        lambda weight, largest: gptq(weight, stored_zero=0),
+        {**GPTQ_CONFIG, "checkpoint_format": "gptq_v2"},
+        lambda weight, _: gptq(weight, stored_zero=0),
     ),
-    "gptq-8bit": (
-        {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "desc_act": False, "sym": True},
-        lambda weight, largest: gptq(weight, 8),
-    ),
-    "awq": (
-        {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
-        lambda weight, largest: awq(weight),
-    ),
-    "auto-round": (_auto_round("auto_gptq"), lambda weight, largest: gptq(weight)),
-    "auto-round-awq": (_auto_round("auto_awq"), lambda weight, largest: awq(weight)),
+    "gptq-8bit": ({**GPTQ_CONFIG, "bits": 8}, lambda weight, _: gptq(weight, 8)),
+    "awq": (_integers("awq", zero_point=True, version="gemm"), lambda weight, _: awq(weight)),
+    "auto-round": (_auto_round("auto_gptq"), lambda weight, _: gptq(weight)),
+    "auto-round-awq": (_auto_round("auto_awq"), lambda weight, _: awq(weight)),
     "auto-round-mxfp4": (
         _auto_round("llm_compressor", data_type="mx_fp", group_size=32, act_bits=4),
-        lambda weight, largest: stored_mxfp4(weight),
+        lambda weight, _: stored_mxfp4(weight, "weight_packed"),
     ),
     "fp8-block": (
-        {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "weight_block_size": [BLOCK, BLOCK],
-            "activation_scheme": "dynamic",
-        },
-        lambda weight, largest: fp8_block(weight),
+        {**FP8_CONFIG, "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]},
+        lambda weight, _: fp8_block(weight),
     ),
-    "fp8-static": (
-        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
-        lambda weight, largest: fp8_tensor(weight, largest),
-    ),
-    "fp8-dynamic": (
-        {"quant_method": "fp8", "activation_scheme": "dynamic"},
-        lambda weight, largest: fp8_tensor(weight, largest, static=False),
-    ),
+    "fp8-static": ({**FP8_CONFIG, "activation_scheme": "static", "ignored_layers": ["lm_head"]}, fp8_tensor),
+    "fp8-dynamic": (FP8_CONFIG, partial(fp8_tensor, static=False)),
     "quark-fp8": (
         quark_config(QUARK_FP8, QUARK_FP8, export=QUARK_EXPORT, layer_quant_config=QUARK_LAYERS),
-        lambda weight, largest: fp8_tensor(weight, largest),
+        fp8_tensor,
     ),
     "quark-int8": (
         quark_config(_side("int8", "per_channel"), _side("int8", "per_channel", is_dynamic=True)),
-        lambda weight, largest: quark_int8(weight),
+        lambda weight, _: quark_int8(weight),
     ),
     "quark-int4": (
         quark_config(_side("int4", "per_group", group_size=GROUP), None),
-        lambda weight, largest: quark_int4(weight, symmetric=True),
+        lambda weight, _: quark_int4(weight, symmetric=True),
     ),
     "quark-uint4": (
         quark_config({"dtype": "uint4", "group_size": GROUP, "symmetric": False}, None),
-        lambda weight, largest: quark_int4(weight, symmetric=False),
+        lambda weight, _: quark_int4(weight, symmetric=False),
     ),
     "quark-mxfp4": (
         quark_config(_side("fp4", "per_group", **QUARK_FP4), _side("fp4", "per_group", is_dynamic=True)),
-        lambda weight, largest: quark_mxfp4(weight),
+        lambda weight, _: stored_mxfp4(weight, "weight"),
     ),
-    "modelopt-fp8": (_modelopt("FP8"), lambda weight, largest: fp8_tensor(weight, largest)),
-    "modelopt-nvfp4": (
-        _modelopt("NVFP4", group_size=16, kv_cache_scheme=FP8_KV),
-        lambda weight, largest: nvfp4(weight, largest),
-    ),
+    "modelopt-fp8": (_modelopt("FP8"), fp8_tensor),
+    "modelopt-nvfp4": (_modelopt("NVFP4", group_size=16, kv_cache_scheme=FP8_KV), nvfp4),
 }
 # Names of the KV cache's scales within the layers of keys and values.
 CACHE_SCALES = {"modelopt-nvfp4": "{}_scale", "quark-fp8": "output_scale"}
 FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("w1", "w3"),
+    *(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
+    *(("q_a_proj", "kv_a_proj_with_mqa"), ("w1", "w3")),
 )
 QUANTIZED = re.compile(r"_proj(_with_mqa)?$|\.w[123]$")
 
@@ -296,14 +246,9 @@ def write(name: str, source: Path, folder: Path, **changes: Json) -> Path:
             continue
         prefix, _, projection = module.rpartition(".")
         parts = next((each for each in FUSED if projection in each), (projection,))
-        largest = torch.stack(
-            [
-                tensors[f"{prefix}.{part}.weight"].float().abs().max()
-                for part in parts
-                if f"{prefix}.{part}.weight" in tensors
-            ]
-        ).max()
-        for part, tensor in quantized(value, largest).items():
+        fused = [tensors[each] for part in parts if (each := f"{prefix}.{part}.weight") in tensors]
+        largest = torch.stack([weight.float().abs().max() for weight in fused]).max()
+        for part, tensor in quantized(value, largest)[0].items():
             written[f"{module}.{part}"] = tensor.contiguous()
         if name in CACHE_SCALES and projection in ("k_proj", "v_proj"):
             written[f"{module}.{CACHE_SCALES[name].format(projection[0])}"] = torch.tensor(0.02)
@@ -320,18 +265,14 @@ def write_gpt_oss(source: Path, folder: Path, **changes: Json) -> Path:
     written: Tensors = {}
     for key, value in load_file(source / "model.safetensors").items():
         if key.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-            blocks, scales = mxfp4(value.transpose(1, 2).contiguous())
+            blocks, scales, _ = mxfp4(value.transpose(1, 2).contiguous())
             written |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
         else:
             written[key] = value
     save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
     whole = json.loads((folder / "config.json").read_text())
-    kept: list[Json] = [
-        "model.layers.*.self_attn",
-        "model.layers.*.mlp.router",
-        "model.embed_tokens",
-        "lm_head",
-    ]
+    layers = [f"model.layers.*.{name}" for name in ("self_attn", "mlp.router")]
+    kept: list[Json] = [*layers, "model.embed_tokens", "lm_head"]
     whole["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
     (folder / "config.json").write_text(json.dumps({**whole, **changes}, indent=2))
     return folder

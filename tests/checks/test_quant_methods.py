@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.architectures.families import save_family
 from tests.checks.quant_methods import CHECKPOINTS, write, write_gpt_oss
@@ -13,8 +14,12 @@ from tests.checks.spoiled_methods import DOWN, LAYER, SPOILED, filled, powers, q
 from tests.command import vexport
 from tests.models import problems
 from tests.mutations.edits import Change, all_of, config, drop, put, spoiled, swap
+from vexport.checkpoint.index import read_index
+from vexport.checkpoint.reader import Reader
 from vexport.checks import check_checkpoint
-from vexport.checks.vllm.view import Target
+from vexport.checks.vllm.translated import translate
+from vexport.checks.vllm.view import CheckpointView, Target
+from vexport.fidelity.dequantize import dequantized
 from vexport.records import Finding, Json
 
 Written = Callable[[str], Path]
@@ -29,6 +34,17 @@ def written(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Written:
         return root / name if (root / name).exists() else write(name, llama, root / name)
 
     return make
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_the_values_that_are_read_are_the_producers(written: Written, llama: Path, name: str) -> None:
+    """By its own formula, which the packers here follow."""
+    weight = load_file(llama / "model.safetensors")[f"{DOWN}.weight"]
+    _, expected = CHECKPOINTS[name][1](weight, weight.float().abs().max())
+    with Reader() as reader:
+        found = dequantized(translate(CheckpointView(read_index(written(name)), reader)).view, DOWN)
+    assert found is not None
+    assert torch.equal(found, expected.to(found.dtype))
 
 
 CASES = [(method, name) for method, changes in SPOILED.items() for name in changes]
