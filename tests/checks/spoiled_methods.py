@@ -1,363 +1,287 @@
 """Ways to spoil checkpoints of other quantization methods, each with the check that finds it and where."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from tests.checks.quant_methods import QUARK_FP8, awq_packed, quark_config
-from tests.mutations.edits import QUANTIZATION, Change, Tensors, config, drop, put, rename, tensors
+from tests.mutations.edits import (
+    QUANTIZATION,
+    Change,
+    add,
+    all_of,
+    config,
+    drop,
+    element,
+    inverse,
+    lost,
+    put,
+    rename,
+    times,
+)
 from vexport.records import Json
 
 LAYER = "model.layers.1"
 GATE = f"{LAYER}.mlp.gate_proj"
 DOWN, Q, K, V = f"{LAYER}.mlp.down_proj", *(f"{LAYER}.self_attn.{each}_proj" for each in "qkv")
+NAN, INFINITE = float("nan"), float("inf")
+# What is done, the family that finds it, and where.
+Spoiled = tuple[Change, str, str]
+Edit = Callable[[torch.Tensor], torch.Tensor]
 
 
 def scaled(name: str, factor: float) -> Change:
-    return put(name, lambda value: (value.float() * factor).to(value.dtype))
+    return put(name, times(factor))
 
 
 def filled(name: str, number: float) -> Change:
     """The first element of a tensor, whatever its dtype."""
-
-    def change(value: torch.Tensor) -> torch.Tensor:
-        flat = value.float().reshape(-1).clone()
-        flat[0] = number
-        return flat.reshape(value.shape).to(value.dtype)
-
-    return put(name, change)
-
-
-def inverted(name: str) -> Change:
-    return put(name, lambda value: 1 / value)
-
-
-def cast(name: str, dtype: torch.dtype) -> Change:
-    return put(name, lambda value: value.to(dtype))
+    return put(name, element(number))
 
 
 def powers(exponents: torch.Tensor) -> torch.Tensor:
     return torch.exp2(exponents.float() - 127)
 
 
-def transposed(name: str) -> Change:
-    return put(name, lambda value: value.T)
-
-
 def quantization(**changes: Json) -> Change:
     return config(QUANTIZATION, **changes)
 
 
-def unquantized(module: str, shape: tuple[int, int]) -> Change:
+def says(family: str, where: str, /, **changes: Json) -> Spoiled:
+    """Another config."""
+    return quantization(**changes), family, where
+
+
+def lacks(leaf: str) -> Spoiled:
+    return drop(f"{DOWN}.{leaf}"), "completeness", f"{DOWN}.{leaf}"
+
+
+def of_form(leaf: str, edit: Edit, layer: str = DOWN) -> Spoiled:
+    return put(f"{layer}.{leaf}", edit), "shapes", f"{layer}.{leaf}"
+
+
+def of_value(leaf: str, edit: Edit) -> Spoiled:
+    return put(f"{DOWN}.{leaf}", edit), "values", f"{DOWN}.{leaf}"
+
+
+def all_zero(leaf: str) -> Spoiled:
+    return put(f"{DOWN}.{leaf}", torch.zeros_like), "values", DOWN
+
+
+def input_of(layer: str) -> Spoiled:
+    return scaled(f"{layer}.input_scale", 3), "fusion", "input_scale"
+
+
+def in_bfloat16(module: str, shape: tuple[int, int], where: str) -> Spoiled:
     """A layer in bfloat16 in the place of a quantized one."""
-
-    def change(values: Tensors) -> None:
-        for name in [name for name in values if name.startswith(f"{module}.")]:
-            del values[name]
-        values[f"{module}.weight"] = torch.full(shape, 0.01, dtype=torch.bfloat16)
-
-    return tensors(change)
+    weight = torch.full(shape, 0.01, dtype=torch.bfloat16)
+    gone = lost(lambda name: name.startswith(f"{module}."))
+    return all_of(gone, add(f"{module}.weight", weight)), "targets", where
 
 
-# What is done, the family that finds it, and where.
-SPOILED: Mapping[str, Mapping[str, tuple[Change, str, str]]] = {
+def transposed(value: torch.Tensor) -> torch.Tensor:
+    return value.T
+
+
+def e5m2(value: torch.Tensor) -> torch.Tensor:
+    return value.float().to(torch.float8_e5m2)
+
+
+def as_bytes(value: torch.Tensor) -> torch.Tensor:
+    return value.view(torch.uint8)
+
+
+def doubled(value: torch.Tensor) -> torch.Tensor:
+    return value.repeat(1, 2)
+
+
+def along_inputs(value: torch.Tensor) -> torch.Tensor:
+    return awq_packed(torch.zeros(256, 512))
+
+
+KEPT: Json = {"bits": 16}
+QKV, GLOBAL = "qkv_proj", "global_quant_config"
+BLOCKS: dict[str, Json] = {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
     "gptq": {
-        "other bits": (quantization(bits=8), "shapes", "qweight"),
-        "other groups": (quantization(group_size=128), "shapes", "scales"),
-        "groups of 16": (quantization(group_size=16), "config", "quantization_config"),
-        "columns in order of activation": (quantization(desc_act=True), "config", "desc_act"),
-        "zero points that vLLM refuses": (quantization(sym=False), "config", "quantization_config"),
-        "no number of bits": (config(QUANTIZATION, bits=None), "config", "bits"),
-        "no scales": (drop(f"{DOWN}.scales"), "completeness", f"{DOWN}.scales"),
-        "no codes": (drop(f"{DOWN}.qweight"), "completeness", f"{DOWN}.qweight"),
-        "a scale that is NaN": (filled(f"{DOWN}.scales", float("nan")), "values", f"{DOWN}.scales"),
-        "scales that are far too large": (scaled(f"{DOWN}.scales", 3000), "values", f"{DOWN}.scales"),
-        "columns in another order": (
-            put(f"{DOWN}.g_idx", lambda value: value.flip(0)),
-            "shapes",
-            f"{DOWN}.g_idx",
-        ),
-        "zero points that vLLM drops": (
-            put(f"{DOWN}.qzeros", lambda value: value ^ 3),
-            "shapes",
-            f"{DOWN}.qzeros",
-        ),
-        "codes of the inputs last": (transposed(f"{DOWN}.qweight"), "shapes", f"{DOWN}.qweight"),
-        "codes of another dtype": (cast(f"{DOWN}.qweight", torch.float32), "shapes", f"{DOWN}.qweight"),
-        "a part that is not quantized": (unquantized(K, (128, 256)), "targets", "qkv_proj"),
-        "a rule that keeps what is quantized": (
-            quantization(dynamic={"-:.*layers.1.mlp.down": {}}),
-            "targets",
-            DOWN,
-        ),
+        "other bits": says("shapes", "qweight", bits=8),
+        "other groups": says("shapes", "scales", group_size=128),
+        "groups of 16": says("config", "quantization_config", group_size=16),
+        "columns in order of activation": says("config", "desc_act", desc_act=True),
+        "zero points that vLLM refuses": says("config", "quantization_config", sym=False),
+        "no number of bits": says("config", "bits", bits=None),
+        "no scales": lacks("scales"),
+        "no codes": lacks("qweight"),
+        "a scale that is NaN": of_value("scales", element(NAN)),
+        "scales that are far too large": of_value("scales", times(3000)),
+        "columns in another order": of_form("g_idx", lambda value: value.flip(0)),
+        "zero points that vLLM drops": of_form("qzeros", lambda value: value ^ 3),
+        "codes of the inputs last": of_form("qweight", transposed),
+        "codes of another dtype": of_form("qweight", torch.Tensor.float),
+        "a part that is not quantized": in_bfloat16(K, (128, 256), QKV),
+        "a rule that keeps what is quantized": says("targets", DOWN, dynamic={"-:.*layers.1.mlp.down": {}}),
         "a layer's norm gone": (drop(f"{LAYER}.input_layernorm.weight"), "completeness", "input_layernorm"),
-        "codes all zero": (put(f"{DOWN}.qweight", torch.zeros_like), "values", DOWN),
+        "codes all zero": all_zero("qweight"),
     },
     "awq": {
-        "other bits": (quantization(bits=8), "config", "quantization_config"),
-        "other groups": (quantization(group_size=128), "shapes", "scales"),
-        "another layout": (quantization(version="gemv"), "config", "version"),
-        "no groups": (config(QUANTIZATION, group_size="all"), "config", "group_size"),
-        "no zero points": (drop(f"{DOWN}.qzeros"), "completeness", f"{DOWN}.qzeros"),
-        "no scales": (drop(f"{DOWN}.scales"), "completeness", f"{DOWN}.scales"),
-        "an infinite scale": (filled(f"{DOWN}.scales", float("inf")), "values", f"{DOWN}.scales"),
-        "scales that are zero": (put(f"{DOWN}.scales", torch.zeros_like), "values", f"{DOWN}.scales"),
-        "packed along the inputs": (
-            put(f"{DOWN}.qweight", lambda value: awq_packed(torch.zeros(256, 512))),
-            "shapes",
-            f"{DOWN}.qweight",
+        "other bits": says("config", "quantization_config", bits=8),
+        "other groups": says("shapes", "scales", group_size=128),
+        "another layout": says("config", "version", version="gemv"),
+        "no groups": says("config", "group_size", group_size="all"),
+        "no zero points": lacks("qzeros"),
+        "no scales": lacks("scales"),
+        "an infinite scale": of_value("scales", element(INFINITE)),
+        "scales that are zero": of_value("scales", torch.zeros_like),
+        "packed along the inputs": of_form("qweight", along_inputs),
+        "zero points the other way": of_form("qzeros", transposed),
+        "a list that keeps what is quantized": says(
+            "targets", DOWN, modules_to_not_convert=["layers.1.mlp.down_proj"]
         ),
-        "zero points the other way": (transposed(f"{DOWN}.qzeros"), "shapes", f"{DOWN}.qzeros"),
-        "a list that keeps what is quantized": (
-            quantization(modules_to_not_convert=["layers.1.mlp.down_proj"]),
-            "targets",
-            DOWN,
+        "a list that keeps a part": says(
+            "targets", QKV, modules_to_not_convert=["layers.1.self_attn.k_proj"]
         ),
-        "a list that keeps a part": (
-            quantization(modules_to_not_convert=["layers.1.self_attn.k_proj"]),
-            "targets",
-            "qkv_proj",
-        ),
-        "a part that is not quantized": (unquantized(V, (128, 256)), "targets", "qkv_proj"),
-        "codes all zero": (put(f"{DOWN}.qweight", torch.zeros_like), "values", DOWN),
+        "a part that is not quantized": in_bfloat16(V, (128, 256), QKV),
+        "codes all zero": all_zero("qweight"),
     },
     "auto-round": {
-        "other bits": (quantization(bits=8), "shapes", "qweight"),
-        "other groups": (quantization(group_size=128), "shapes", "scales"),
-        "zero points that vLLM refuses": (quantization(sym=False), "config", "quantization_config"),
-        "another layout": (quantization(packing_format="auto_round:gptqmodel"), "config", "packing_format"),
-        "the layout of AWQ": (quantization(packing_format="auto_round:auto_awq"), "shapes", "qweight"),
-        "another type of data": (quantization(data_type="nv_fp"), "config", "data_type"),
-        "no number of bits": (config(QUANTIZATION, bits=None), "config", "bits"),
-        "a layer that its settings keep": (quantization(extra_config={DOWN: {"bits": 16}}), "targets", DOWN),
-        "a part that its settings keep": (
-            quantization(extra_config={K: {"bits": 16}}),
-            "targets",
-            "qkv_proj",
+        "other bits": says("shapes", "qweight", bits=8),
+        "other groups": says("shapes", "scales", group_size=128),
+        "zero points that vLLM refuses": says("config", "quantization_config", sym=False),
+        "another layout": says("config", "packing_format", packing_format="auto_round:gptqmodel"),
+        "the layout of AWQ": says("shapes", "qweight", packing_format="auto_round:auto_awq"),
+        "another type of data": says("config", "data_type", data_type="nv_fp"),
+        "no number of bits": says("config", "bits", bits=None),
+        "a layer that its settings keep": says("targets", DOWN, extra_config={DOWN: KEPT}),
+        "a part that its settings keep": says("targets", QKV, extra_config={K: KEPT}),
+        "a pattern with other bits": says(
+            "shapes", f"{DOWN}.qweight", extra_config={r"layers\.1\.mlp\.down": {"bits": 8}}
         ),
-        "a pattern with other bits": (
-            quantization(extra_config={r"layers\.1\.mlp\.down": {"bits": 8}}),
-            "shapes",
-            f"{DOWN}.qweight",
-        ),
-        "blocks that are not quantized": (
-            quantization(block_name_to_quantize="model.layers.0"),
-            "targets",
-            DOWN,
-        ),
-        "no scales": (drop(f"{DOWN}.scales"), "completeness", f"{DOWN}.scales"),
-        "a scale that is NaN": (filled(f"{DOWN}.scales", float("nan")), "values", f"{DOWN}.scales"),
-        "codes of the inputs last": (transposed(f"{DOWN}.qweight"), "shapes", f"{DOWN}.qweight"),
+        "blocks that are not quantized": says("targets", DOWN, block_name_to_quantize="model.layers.0"),
+        "no scales": lacks("scales"),
+        "a scale that is NaN": of_value("scales", element(NAN)),
+        "codes of the inputs last": of_form("qweight", transposed),
     },
     "auto-round-mxfp4": {
-        "other groups": (quantization(group_size=64), "config", "group_size"),
-        "another layout": (quantization(packing_format="auto_round:auto_gptq"), "config", "packing_format"),
-        "other bits": (quantization(bits=8), "completeness", f"{DOWN}.weight"),
-        "zero points": (quantization(sym=False), "config", "group_size"),
-        "no scales": (drop(f"{DOWN}.weight_scale"), "completeness", f"{DOWN}.weight_scale"),
-        "no codes": (drop(f"{DOWN}.weight_packed"), "completeness", f"{DOWN}.weight_packed"),
-        "one byte a code": (
-            put(f"{GATE}.weight_packed", lambda value: value.repeat(1, 2)),
-            "shapes",
-            f"{GATE}.weight_packed",
-        ),
-        "scales as numbers": (put(f"{DOWN}.weight_scale", powers), "shapes", f"{DOWN}.weight_scale"),
-        "a scale that is NaN": (filled(f"{DOWN}.weight_scale", 255), "values", f"{DOWN}.weight_scale"),
-        "codes all zero": (put(f"{DOWN}.weight_packed", torch.zeros_like), "values", DOWN),
-        "a layer that is not quantized": (unquantized(DOWN, (256, 512)), "targets", DOWN),
+        "other groups": says("config", "group_size", group_size=64),
+        "another layout": says("config", "packing_format", packing_format="auto_round:auto_gptq"),
+        "other bits": says("completeness", f"{DOWN}.weight", bits=8),
+        "zero points": says("config", "group_size", sym=False),
+        "no scales": lacks("weight_scale"),
+        "no codes": lacks("weight_packed"),
+        "one byte a code": of_form("weight_packed", doubled, GATE),
+        "scales as numbers": of_form("weight_scale", powers),
+        "a scale that is NaN": of_value("weight_scale", element(255)),
+        "codes all zero": all_zero("weight_packed"),
+        "a layer that is not quantized": in_bfloat16(DOWN, (256, 512), DOWN),
     },
     "quark-fp8": {
-        "no export": (config(QUANTIZATION, export=None), "config", "export"),
-        "a cache of which nothing is said": (quantization(layer_quant_config={}), "config", "kv_cache_group"),
-        "another kind of weights": (
-            quantization(global_quant_config={"weight": {"dtype": "fp6_e3m2"}}),
-            "config",
-            "global_quant_config",
+        "no export": says("config", "export", export=None),
+        "a cache of which nothing is said": says("config", "kv_cache_group", layer_quant_config={}),
+        "another kind of weights": says(
+            "config", GLOBAL, global_quant_config={"weight": {"dtype": "fp6_e3m2"}}
         ),
-        "inputs that are not quantized": (
-            quantization(global_quant_config={"weight": QUARK_FP8, "input_tensors": None}),
-            "config",
-            "global_quant_config",
+        "inputs that are not quantized": says(
+            "config", GLOBAL, global_quant_config={"weight": QUARK_FP8, "input_tensors": None}
         ),
-        "nothing that says how": (quantization(global_quant_config=None), "config", "global_quant_config"),
-        "a layer that is excluded": (quantization(exclude=["lm_head", DOWN]), "targets", DOWN),
-        "a part that is excluded": (quantization(exclude=["lm_head", K]), "targets", "qkv_proj"),
-        "a pattern that keeps what is quantized": (
-            quantization(exclude=["lm_head", r"re:.*layers\.1\.mlp"]),
-            "targets",
-            DOWN,
+        "nothing that says how": says("config", GLOBAL, global_quant_config=None),
+        "a layer that is excluded": says("targets", DOWN, exclude=["lm_head", DOWN]),
+        "a part that is excluded": says("targets", QKV, exclude=["lm_head", K]),
+        "a pattern that keeps what is quantized": says(
+            "targets", DOWN, exclude=["lm_head", r"re:.*layers\.1\.mlp"]
         ),
-        "no scale": (drop(f"{DOWN}.weight_scale"), "completeness", f"{DOWN}.weight_scale"),
-        "no scale of inputs": (drop(f"{DOWN}.input_scale"), "completeness", f"{DOWN}.input_scale"),
-        "a scale upside down": (inverted(f"{DOWN}.weight_scale"), "values", f"{DOWN}.weight_scale"),
-        "inputs of one layer scaled otherwise": (scaled(f"{K}.input_scale", 3), "fusion", "input_scale"),
+        "no scale": lacks("weight_scale"),
+        "no scale of inputs": lacks("input_scale"),
+        "a scale upside down": of_value("weight_scale", inverse),
+        "inputs of one layer scaled otherwise": input_of(K),
         "a scale of keys that is zero": (filled(f"{K}.output_scale", 0.0), "kv_cache", "output_scale"),
-        "a weight in e5m2": (
-            put(f"{DOWN}.weight", lambda value: value.float().to(torch.float8_e5m2)),
-            "shapes",
-            f"{DOWN}.weight",
-        ),
+        "a weight in e5m2": of_form("weight", e5m2),
     },
     "quark-int4": {
-        "other groups": (
-            quantization(**quark_config({"dtype": "int4", "group_size": 128, "symmetric": True}, None)),
-            "shapes",
-            "weight_scale",
+        "other groups": says(
+            *("shapes", "weight_scale"),
+            **quark_config({"dtype": "int4", "group_size": 128, "symmetric": True}, None),
         ),
-        "one scale a row": (
-            quantization(**quark_config({"dtype": "int4", "group_size": None}, None)),
-            "config",
-            "global_quant_config",
+        "one scale a row": says(
+            "config", GLOBAL, **quark_config({"dtype": "int4", "group_size": None}, None)
         ),
-        "packed by another method": (
-            quantization(export={"kv_cache_group": [], "pack_method": "other"}),
-            "config",
-            "global_quant_config",
+        "packed by another method": says(
+            "config", GLOBAL, export={"kv_cache_group": [], "pack_method": "other"}
         ),
-        "no scales": (drop(f"{DOWN}.weight_scale"), "completeness", f"{DOWN}.weight_scale"),
-        "an infinite scale": (filled(f"{DOWN}.weight_scale", float("inf")), "values", f"{DOWN}.weight_scale"),
-        "packed along the inputs": (
-            put(f"{DOWN}.weight", lambda value: awq_packed(torch.zeros(256, 512))),
-            "shapes",
-            f"{DOWN}.weight",
-        ),
-        "codes of another dtype": (cast(f"{DOWN}.weight", torch.float32), "shapes", f"{DOWN}.weight"),
-        "a part that is not quantized": (unquantized(V, (128, 256)), "targets", "v_proj"),
-        "scales that are zero": (
-            put(f"{DOWN}.weight_scale", torch.zeros_like),
-            "values",
-            f"{DOWN}.weight_scale",
-        ),
+        "no scales": lacks("weight_scale"),
+        "an infinite scale": of_value("weight_scale", element(INFINITE)),
+        "packed along the inputs": of_form("weight", along_inputs),
+        "codes of another dtype": of_form("weight", torch.Tensor.float),
+        "a part that is not quantized": in_bfloat16(V, (128, 256), "v_proj"),
+        "scales that are zero": of_value("weight_scale", torch.zeros_like),
     },
     "quark-int8": {
-        "no scales": (drop(f"{DOWN}.weight_scale"), "completeness", f"{DOWN}.weight_scale"),
-        "a weight that is cut": (
-            put(f"{GATE}.weight", lambda value: value[:256]),
-            "shapes",
-            f"{GATE}.weight",
-        ),
-        "a negative scale": (filled(f"{DOWN}.weight_scale", -1.0), "values", f"{DOWN}.weight_scale"),
+        "no scales": lacks("weight_scale"),
+        "a weight that is cut": of_form("weight", lambda value: value[:256], GATE),
+        "a negative scale": of_value("weight_scale", element(-1.0)),
     },
     "quark-mxfp4": {
-        "no scales": (drop(f"{DOWN}.weight_scale"), "completeness", f"{DOWN}.weight_scale"),
-        "a scale that is NaN": (filled(f"{DOWN}.weight_scale", 255), "values", f"{DOWN}.weight_scale"),
-        "scales as numbers": (put(f"{DOWN}.weight_scale", powers), "shapes", f"{DOWN}.weight_scale"),
-        "codes all zero": (put(f"{DOWN}.weight", torch.zeros_like), "values", DOWN),
+        "no scales": lacks("weight_scale"),
+        "a scale that is NaN": of_value("weight_scale", element(255)),
+        "scales as numbers": of_form("weight_scale", powers),
+        "codes all zero": all_zero("weight"),
     },
     "fp8-block": {
-        "other blocks": (quantization(weight_block_size=[64, 64]), "shapes", "weight_scale_inv"),
-        "half a block": (quantization(weight_block_size=[128]), "config", "weight_block_size"),
-        "static inputs": (quantization(activation_scheme="static"), "config", "activation_scheme"),
-        "no word of inputs": (config(QUANTIZATION, activation_scheme="none"), "config", "activation_scheme"),
-        "no scales": (drop(f"{DOWN}.weight_scale_inv"), "completeness", f"{DOWN}.weight_scale_inv"),
+        "other blocks": says("shapes", "weight_scale_inv", weight_block_size=[64, 64]),
+        "half a block": says("config", "weight_block_size", weight_block_size=[128]),
+        "static inputs": says("config", "activation_scheme", activation_scheme="static"),
+        "no word of inputs": says("config", "activation_scheme", activation_scheme="none"),
+        "no scales": lacks("weight_scale_inv"),
         "scales by compressed-tensors' name": (
             rename(f"{DOWN}.weight_scale_inv", f"{DOWN}.weight_scale"),
-            "completeness",
-            f"{DOWN}.weight_scale_inv",
+            *("completeness", f"{DOWN}.weight_scale_inv"),
         ),
-        "scales upside down": (inverted(f"{DOWN}.weight_scale_inv"), "values", f"{DOWN}.weight_scale_inv"),
-        "a negative scale": (filled(f"{DOWN}.weight_scale_inv", -1.0), "values", f"{DOWN}.weight_scale_inv"),
-        "a weight that is NaN": (filled(f"{DOWN}.weight", float("nan")), "values", f"{DOWN}.weight"),
-        "scales the other way": (
-            transposed(f"{DOWN}.weight_scale_inv"),
-            "shapes",
-            f"{DOWN}.weight_scale_inv",
-        ),
-        "a weight as bytes": (
-            put(f"{DOWN}.weight", lambda value: value.view(torch.uint8)),
-            "shapes",
-            f"{DOWN}.weight",
-        ),
-        "a layer that is not quantized": (unquantized(DOWN, (256, 512)), "targets", DOWN),
-        "a list that keeps what is quantized": (quantization(modules_to_not_convert=[DOWN]), "targets", DOWN),
-        "a list that keeps a part": (quantization(modules_to_not_convert=[K]), "targets", "qkv_proj"),
+        "scales upside down": of_value("weight_scale_inv", inverse),
+        "a negative scale": of_value("weight_scale_inv", element(-1.0)),
+        "a weight that is NaN": of_value("weight", element(NAN)),
+        "scales the other way": of_form("weight_scale_inv", transposed),
+        "a weight as bytes": of_form("weight", as_bytes),
+        "a layer that is not quantized": in_bfloat16(DOWN, (256, 512), DOWN),
+        "a list that keeps what is quantized": says("targets", DOWN, modules_to_not_convert=[DOWN]),
+        "a list that keeps a part": says("targets", QKV, modules_to_not_convert=[K]),
     },
     "fp8-static": {
-        "no scale of inputs": (drop(f"{DOWN}.input_scale"), "completeness", f"{DOWN}.input_scale"),
-        "inputs of one layer scaled otherwise": (scaled(f"{K}.input_scale", 3), "fusion", "input_scale"),
-        "no scale": (drop(f"{DOWN}.weight_scale"), "completeness", f"{DOWN}.weight_scale"),
-        "a scale upside down": (inverted(f"{DOWN}.weight_scale"), "values", f"{DOWN}.weight_scale"),
-        "a scale that is zero": (filled(f"{DOWN}.weight_scale", 0.0), "values", f"{DOWN}.weight_scale"),
-        "a scale for each row": (
-            put(f"{DOWN}.weight_scale", lambda value: value.repeat(256)),
-            "shapes",
-            f"{DOWN}.weight_scale",
-        ),
-        "in blocks": (
-            quantization(weight_block_size=[128, 128], activation_scheme="dynamic"),
-            "completeness",
-            "weight_scale_inv",
-        ),
-        "dynamic inputs": (quantization(activation_scheme="dynamic"), "completeness", "input_scale"),
-        "a weight in e5m2": (
-            put(f"{DOWN}.weight", lambda value: value.float().to(torch.float8_e5m2)),
-            "shapes",
-            f"{DOWN}.weight",
-        ),
-        "a scale of inputs that is NaN": (
-            filled(f"{DOWN}.input_scale", float("nan")),
-            "values",
-            f"{DOWN}.input_scale",
-        ),
+        "no scale of inputs": lacks("input_scale"),
+        "inputs of one layer scaled otherwise": input_of(K),
+        "no scale": lacks("weight_scale"),
+        "a scale upside down": of_value("weight_scale", inverse),
+        "a scale that is zero": of_value("weight_scale", element(0.0)),
+        "a scale for each row": of_form("weight_scale", lambda value: value.repeat(256)),
+        "in blocks": says("completeness", "weight_scale_inv", **BLOCKS),
+        "dynamic inputs": says("completeness", "input_scale", activation_scheme="dynamic"),
+        "a weight in e5m2": of_form("weight", e5m2),
+        "a scale of inputs that is NaN": of_value("input_scale", element(NAN)),
     },
     "modelopt-fp8": {
-        "no scale of inputs": (drop(f"{DOWN}.input_scale"), "completeness", f"{DOWN}.input_scale"),
-        "another algorithm": (quantization(quant_algo="FP9"), "config", "quant_algo"),
-        "another algorithm's scales": (
-            quantization(quant_algo="FP8_PER_CHANNEL_PER_TOKEN"),
-            "shapes",
-            "weight_scale",
-        ),
-        "a head that is not kept": (quantization(ignore=[]), "targets", "lm_head"),
-        "a pattern that keeps what is quantized": (
-            quantization(ignore=["lm_head", "*layers.1.mlp*"]),
-            "targets",
-            DOWN,
-        ),
-        "a scale upside down": (inverted(f"{DOWN}.weight_scale"), "values", f"{DOWN}.weight_scale"),
-        "inputs of one layer scaled otherwise": (scaled(f"{V}.input_scale", 3), "fusion", "input_scale"),
-        "a layer that is not quantized": (unquantized(DOWN, (256, 512)), "targets", DOWN),
-        "a weight too short": (put(f"{DOWN}.weight", lambda value: value[:200]), "shapes", f"{DOWN}.weight"),
-        "a scale of inputs far too large": (
-            scaled(f"{DOWN}.input_scale", 1e6),
-            "values",
-            f"{DOWN}.input_scale",
-        ),
+        "no scale of inputs": lacks("input_scale"),
+        "another algorithm": says("config", "quant_algo", quant_algo="FP9"),
+        "another algorithm's scales": says("shapes", "weight_scale", quant_algo="FP8_PER_CHANNEL_PER_TOKEN"),
+        "a head that is not kept": says("targets", "lm_head", ignore=[]),
+        "a pattern that keeps what is quantized": says("targets", DOWN, ignore=["lm_head", "*layers.1.mlp*"]),
+        "a scale upside down": of_value("weight_scale", inverse),
+        "inputs of one layer scaled otherwise": input_of(V),
+        "a layer that is not quantized": in_bfloat16(DOWN, (256, 512), DOWN),
+        "a weight too short": of_form("weight", lambda value: value[:200]),
+        "a scale of inputs far too large": of_value("input_scale", times(1e6)),
     },
     "modelopt-nvfp4": {
-        "no second scale": (drop(f"{DOWN}.weight_scale_2"), "completeness", f"{DOWN}.weight_scale_2"),
-        "a second scale upside down": (
-            inverted(f"{DOWN}.weight_scale_2"),
-            "values",
-            f"{DOWN}.weight_scale_2",
-        ),
+        "no second scale": lacks("weight_scale_2"),
+        "a second scale upside down": of_value("weight_scale_2", inverse),
         "a second scale of another layer": (scaled(f"{K}.weight_scale_2", 2), "fusion", "weight_scale_2"),
-        "a second scale that is zero": (
-            filled(f"{DOWN}.weight_scale_2", 0.0),
-            "values",
-            f"{DOWN}.weight_scale_2",
-        ),
-        "inputs of one layer scaled otherwise": (scaled(f"{Q}.input_scale", 3), "fusion", "input_scale"),
-        "no scale of inputs": (drop(f"{DOWN}.input_scale"), "completeness", f"{DOWN}.input_scale"),
-        "scales as bytes": (
-            put(f"{DOWN}.weight_scale", lambda value: value.view(torch.uint8)),
-            "shapes",
-            f"{DOWN}.weight_scale",
-        ),
-        "a scale that is NaN": (
-            filled(f"{DOWN}.weight_scale", float("nan")),
-            "values",
-            f"{DOWN}.weight_scale",
-        ),
-        "groups of 32": (quantization(group_size=32), "config", "group_size"),
-        "no algorithm": (quantization(quant_algo=None), "config", "quant_algo"),
-        "a head that is not kept": (quantization(ignore=["other"]), "targets", "lm_head"),
-        "one byte a code": (
-            put(f"{GATE}.weight", lambda value: value.repeat(1, 2)),
-            "shapes",
-            f"{GATE}.weight",
-        ),
+        "a second scale that is zero": of_value("weight_scale_2", element(0.0)),
+        "inputs of one layer scaled otherwise": input_of(Q),
+        "no scale of inputs": lacks("input_scale"),
+        "scales as bytes": of_form("weight_scale", as_bytes),
+        "a scale that is NaN": of_value("weight_scale", element(NAN)),
+        "groups of 32": says("config", "group_size", group_size=32),
+        "no algorithm": says("config", "quant_algo", quant_algo=None),
+        "a head that is not kept": says("targets", "lm_head", ignore=["other"]),
+        "one byte a code": of_form("weight", doubled, GATE),
         "a scale of keys that is zero": (filled(f"{K}.k_scale", 0.0), "kv_cache", "k_scale"),
-        "weights only, without a list": (quantization(quant_algo="W4A8_NVFP4_FP8"), "config", "quant_algo"),
+        "weights only, without a list": says("config", "quant_algo", quant_algo="W4A8_NVFP4_FP8"),
     },
 }

@@ -46,7 +46,7 @@ ASYMMETRIC = COMPRESSOR.with_name("llmcompressor-llama-GPTQ-ASYM")
 LAYER = "model.layers.0"
 Q, DOWN, GATE = f"{LAYER}.self_attn.q_proj", f"{LAYER}.mlp.down_proj", f"{LAYER}.mlp.gate"
 MERGING, PROJECTOR = (f"multi_modal_projector.{name}" for name in ("patch_merger.merging_layer", "linear_1"))
-SPARSE: Json = {"format": "sparse-bitmask", "global_sparsity": 0.46, "sparsity_structure": "2:4"}
+SPARSE: dict[str, Json] = {"format": "sparse-bitmask", "global_sparsity": 0.46, "sparsity_structure": "2:4"}
 DRAFTS = "num_nextn_predict_layers"
 
 
