@@ -42,7 +42,7 @@ def test_the_values_that_are_read_are_the_producers(written: Written, llama: Pat
     weight = load_file(llama / "model.safetensors")[f"{DOWN}.weight"]
     _, expected = CHECKPOINTS[name][1](weight, weight.float().abs().max())
     with Reader() as reader:
-        found = dequantized(translate(CheckpointView(read_index(written(name)), reader)).view, DOWN)
+        found = dequantized(translate(CheckpointView(read_index(written(name)), reader)), DOWN)
     assert found is not None
     assert torch.equal(found, expected.to(found.dtype))
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import torch
+
 from tests.mutations.edits import Change, all_of, byteswapped, element, every, inverse, put, times
 from tests.mutations.good import Sound
 
