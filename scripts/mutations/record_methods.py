@@ -3,8 +3,8 @@
     PYTHONPATH=. .venv/bin/python scripts/mutations/record_methods.py [--only gptq ...]
     PYTHONPATH=. .venv/bin/python scripts/mutations/record_methods.py --run [--only gptq ...]
 
-By a dry load on SM 90, which refuses, or accepts and computes nothing: then by whether the producer's own
-formula makes other weights of it. With `--run` by loading them and comparing the answers, as record.py does,
+By a dry load on SM 90, which refuses, or accepts and computes nothing: then by whether `check` reads other
+weights of it (tests/checks/test_quant_methods.py holds what it reads to the producers' formulas). With `--run` by loading them and comparing the answers, as record.py does,
 where vLLM's CPU build has a kernel for the sound one. What is recorded already is left out.
 """
 
@@ -22,7 +22,6 @@ import torch
 from record import MOST_MESSAGE, Engine, Job, make_folders
 from record import record as run
 
-from tests.checks.formulas import own_weight
 from tests.checks.quant_methods import CHECKPOINTS
 from tests.mutations.methods import (
     HARMLESS,
@@ -36,9 +35,9 @@ from tests.mutations.methods import (
 from tests.mutations.recorded import Record, read_records, write_record
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.quant_methods.base import MethodGroup
+from vexport.checks.vllm.translated import translate
 from vexport.checks.vllm.view import CheckpointView
-from vexport.fidelity.dequantize import read_parameters
+from vexport.fidelity.dequantize import dequantized
 
 
 def main() -> None:
@@ -102,20 +101,19 @@ def accepted(job: Job) -> tuple[str, str]:
     others = [name for name, weight in old.items() if name in new and not torch.equal(weight, new[name])]
     if old.keys() != new.keys() or not others:
         return "loads", "a dry load"
-    return "wrong", f"by the producer's formula {others[0]} is another weight"
+    return "wrong", f"{others[0]} is another weight"
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The quantized layers' weights by their producer's formula; without those whose tensors do not fit."""
+    """The quantized layers' weights; without those whose tensors do not fit."""
     found = {}
     with Reader() as reader:
-        view = CheckpointView(read_index(folder), reader)
+        view = translate(CheckpointView(read_index(folder), reader))
         for fused in view.fused_linears:
-            group = view.group_of(fused)
-            for name, parameters in fused.members.items():
-                if isinstance(group, MethodGroup) and fused.is_quantized:
-                    with suppress(ValueError, RuntimeError, IndexError, KeyError):
-                        found[name] = own_weight(group, read_parameters(view, parameters))
+            for name in fused.members:
+                with suppress(ValueError, RuntimeError, IndexError, KeyError):
+                    if (weight := dequantized(view, name)) is not None:
+                        found[name] = weight
     return found
 
 
