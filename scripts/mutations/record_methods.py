@@ -4,8 +4,9 @@
     PYTHONPATH=. .venv/bin/python scripts/mutations/record_methods.py --run [--only gptq ...]
 
 By a dry load on SM 90, which refuses, or accepts and computes nothing: then by whether `check` reads other
-weights of it (tests/checks/test_quant_methods.py holds what it reads to the producers' formulas). With `--run` by loading them and comparing the answers, as record.py does,
-where vLLM's CPU build has a kernel for the sound one. What is recorded already is left out.
+weights of it (tests/checks/test_quant_methods.py holds what it reads to the producers' formulas). With
+`--run` by loading them and comparing the answers, as record.py does, where vLLM's CPU build has a kernel for
+the sound one. What is recorded already is left out.
 """
 
 import argparse
