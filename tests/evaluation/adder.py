@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 
 from tests.evaluation.make import Runs
 from vexport.engine.worker import end_with_parent
-from vexport.evaluation.lm_eval_environment import computed_once
+from vexport.evaluation.lm_eval_runner import computed_once
 from vexport.files import from_json, to_json, write_text
 
 

@@ -7,8 +7,7 @@ import pytest
 from tests.evaluation.make import SUMS, make_tasks
 from vexport.engine.messages import SessionRequest
 from vexport.errors import InputError
-from vexport.evaluation import lm_eval_environment
-from vexport.evaluation.lm_eval_runner import load_tasks
+from vexport.evaluation.task_data import load_tasks, tasks_as_data
 from vexport.evaluation.tasks import resolve_tasks
 
 TOUCH = "open({mark!r}, 'w').close()\nimport evaluate\nclass Own(evaluate.Metric): pass\n"
@@ -63,6 +62,6 @@ def test_nor_does_one_of_a_folder_of_tasks(mark: Path) -> None:
     (more / "t.yaml").write_text(with_metric("own").replace("task: sums", "task: other"))
     asked = request(mark.parent, "other")
     manager = TaskManager(include_path=[str(more)], include_defaults=False)
-    with lm_eval_environment.tasks_as_data(), pytest.raises(InputError, match="metric own: Python"):
+    with tasks_as_data(), pytest.raises(InputError, match="metric own: Python"):
         load_tasks(asked, manager, asked.tasks)
     assert not mark.exists()

@@ -7,8 +7,7 @@ import pytest
 from tests.command import vexport
 from vexport.engine.messages import SessionRequest
 from vexport.errors import InputErrors
-from vexport.evaluation.lm_eval_environment import missing
-from vexport.evaluation.task_data import fetch_task_data
+from vexport.evaluation.task_data import fetch_task_data, missing
 from vexport.records import silent
 
 SCENARIO = (

@@ -32,9 +32,8 @@ from vexport.evaluation.fingerprint import (
     template_of,
     write_fingerprint,
 )
-from vexport.evaluation.lm_eval_environment import vllm_distribution
 from vexport.evaluation.lm_eval_model import AskedModel, KeptAnswers, Question, replaced
-from vexport.evaluation.lm_eval_runner import ask_tasks, kept_answers
+from vexport.evaluation.lm_eval_runner import ask_tasks, kept_answers, vllm_distribution
 from vexport.files import atomic_path, to_json
 from vexport.records import DraftCounts, Json, OnProgress
 from vexport.version import __version__

@@ -1,21 +1,51 @@
-"""The documents of tasks: fetched before any engine starts, and what to say where they cannot be had."""
+"""lm-eval's tasks: loaded as data, their documents fetched before any engine starts, and what to say of one
+that needs more than there is: documents, packages, metrics of the hub, data of NLTK.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+`python -m vexport.evaluation.task_data REQUEST.json RESULT.json` is the worker that fetches. It imports
+lm-eval and datasets, but no vLLM.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jinja2
+from jinja2.sandbox import SandboxedEnvironment
+
 from vexport.checkpoint.hub import HubName, downloaded, explain, is_network_error, is_of_the_hub
-from vexport.engine.messages import FoundProblems, SessionRequest
+from vexport.engine.messages import FoundProblems, InputProblem, SessionRequest
 from vexport.engine.session import Worker, raise_found
-from vexport.errors import InputError
-from vexport.evaluation.tasks import FILE_FORMATS, has_other_metrics, is_local_dataset, reads_hub
+from vexport.engine.worker import answer_request, input_problem, reporter
+from vexport.errors import EnvironmentFault, InputError, VexportError
+from vexport.evaluation.lm_eval_model import replaced
+from vexport.evaluation.tasks import (
+    FILE_FORMATS,
+    GROUP_SUFFIX,
+    METRIC_CODE,
+    METRIC_FIX,
+    has_other_metrics,
+    is_foreign_code,
+    is_local_dataset,
+    reads_hub,
+)
 from vexport.records import PROGRESS_DETAIL, OnProgress
+from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
 
 if TYPE_CHECKING:
-    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.api.group import Group
+    from lm_eval.api.task import ConfigurableTask, Task
+    from lm_eval.tasks import TaskManager
 
 STAGE = "task data"
+# What `evaluate` says of a metric that neither the hub nor the cache gives (evaluate/loading.py).
+_METRIC = re.compile(r"Module '(?P<name>[\w/.-]+)' doesn't exist on the Hugging Face Hub either")
+_EXTRA = re.compile(r"^(?P<package>[\w.-]+).*extra == ['\"](?P<extra>[\w.-]+)['\"]")
 
 
 def fetch_task_data(
@@ -27,52 +57,147 @@ def fetch_task_data(
     task, its dataset or metric is wrong, EnvironmentFault where network, token, disk or an offline variable
     is in the way.
     """
-    if not any(reads_hub(task) or has_other_metrics(task) for task in request.tasks):
-        return
-
-    fetched = Worker(
-        module="vexport.evaluation.task_data_worker",
-        request=request,
-        kind=FoundProblems,
-        where=STAGE,
-        log=log,
-        timeout=timeout,
-        vllm_python=vllm_python,
-    ).run(on_progress)
-    raise_found(fetched)
+    if any(reads_hub(task) or has_other_metrics(task) for task in request.tasks):
+        worker = Worker(
+            module="vexport.evaluation.task_data",
+            request=request,
+            kind=FoundProblems,
+            where=STAGE,
+            log=log,
+            timeout=timeout,
+            vllm_python=vllm_python,
+        )
+        raise_found(worker.run(on_progress))
 
 
-def _read_copy(
-    task: "ConfigurableTask", copy: str, kwargs: Mapping[str, object] | None, read: Callable[..., None]
-) -> None:
-    """Read what `hf download` has brought: `datasets` itself finds only what it has read before."""
-    name = task.DATASET_PATH
-    task.DATASET_PATH = copy
-    try:
-        read(task, {key: value for key, value in (kwargs or {}).items() if key != "revision"})
-    finally:
-        task.DATASET_PATH = name
+class _Bounded(jinja2.Template):
+    """A template that ends."""
+
+    def render(self, *args: object, **kwargs: object) -> str:
+        """Render as jinja2 does; TemplateRuntimeError where it takes too long."""
+        try:
+            with time_limit(TEMPLATE_SECONDS):
+                return super().render(*args, **kwargs)
+        except TimeoutError as error:
+            raise jinja2.TemplateRuntimeError(f"a template that is {error}") from None
 
 
-def _found(value: object, task: str, folders: Sequence[Path]) -> object:
-    """Names of local files of documents as they are found: from here, else at or below the tasks' folders."""
-    if isinstance(value, dict):
-        return {name: _found(each, task, folders) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_found(each, task, folders) for each in value]
-    if not isinstance(value, str) or "*" in value or Path(value).exists():
-        return value
-    path = Path(value)
-    if not path.is_absolute() and ".." not in path.parts:
-        for folder in folders:
-            for file in sorted(folder.rglob(value)):
-                return str(file)
-    raise InputError(
-        f"task {task}: data_files",
-        got=f"no file {value}",
-        need="the task's documents, in this folder or next to its YAML file",
-        fix="put them there, or correct the path",
+class _Sandbox(SandboxedEnvironment):
+    template_class = _Bounded
+
+
+@contextmanager
+def tasks_as_data() -> Iterator[None]:
+    """Run nothing of a task's YAML but its templates, in a sandbox.
+
+    A Jinja template can reach all of Python; a task's templates need no more than its documents.
+    """
+    from lm_eval import utils
+
+    sandbox = _Sandbox(loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=True)
+    sandbox.filters |= utils.env.filters
+    with replaced(utils, "env", sandbox):
+        yield
+
+
+def task_manager(request: SessionRequest) -> "TaskManager":
+    """lm-eval's index of tasks; its own 14000 files are read only where a task has no separate file."""
+    from lm_eval.tasks import TaskManager
+
+    folders = [Path(task).parent for task in request.tasks if task.endswith(GROUP_SUFFIX)]
+    return TaskManager(
+        include_path=[str(path) for path in (*request.include_paths, *folders)],
+        include_defaults=not all(Path(task).is_file() for task in request.tasks),
     )
+
+
+def load_tasks(request: SessionRequest, manager: "TaskManager", names: Sequence[str]) -> list["Task | Group"]:
+    """The tasks, and the outermost groups, which lm-eval then aggregates.
+
+    InputError for a task that runs Python, without trust, and for one that cannot be loaded;
+    EnvironmentFault where a package or a metric is missing here.
+    """
+    tasks: list[Task | Group] = []
+    trust = request.trust_remote_code
+    if trust:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # which `evaluate` asks for
+    for task in names:
+        if _settings(task, manager).get("unsafe_code") and not trust:
+            got, fix = "it runs Python that the model writes", "add --trust-remote-code, best in a container"
+            raise InputError(f"task {task}", got=got, need="", fix=fix)
+        name = Path(task).name.removesuffix(GROUP_SUFFIX) if task.endswith(GROUP_SUFFIX) else task
+        try:
+            with _known_metrics(Path(name).stem, trust=trust):
+                loaded = manager.load([name])
+        except VexportError:
+            raise
+        except Exception as error:
+            if (fault := missing(error, task)) is not None:
+                raise fault from error
+            need, fix = "a task that lm-eval can load", "correct the task"
+            got = f"{type(error).__name__}: {error}"
+            raise InputError(f"task {task}", got=got, need=need, fix=fix) from error
+        inner = {child for children in loaded["group_map"].values() for child in children}
+        outer = [group for name, group in loaded["groups"].items() if name not in inner]
+        grouped = {member.task_name for group in outer for member in group.get_all_tasks()}
+        tasks += [*outer, *(each for name, each in loaded["tasks"].items() if name not in grouped)]
+    return tasks
+
+
+def _settings(name: str, manager: "TaskManager") -> Mapping[str, object]:
+    """The YAML keys of a task that lm-eval knows by name; none of a file."""
+    entry = manager.task_index.get(name)
+    return (entry.cfg or {}) if entry is not None else {}
+
+
+@contextmanager
+def _known_metrics(task_name: str, *, trust: bool) -> Iterator[None]:
+    """Within the block a metric of foreign code (without trust), or that nobody has, is an InputError.
+
+    lm-eval itself fails only when it scores by one that is missing.
+    """
+    from lm_eval.api import task
+
+    known = task.get_metric
+
+    def get_metric(metric: str, hf_evaluate_metric: bool = False) -> object:
+        if not trust and is_foreign_code(metric):
+            raise InputError(f"metric {metric}", got=METRIC_CODE, need="", fix=METRIC_FIX)
+        if (found := known(metric, hf_evaluate_metric)) is None:
+            got = "lm-eval does not have it, nor do the hub or the cache of `evaluate`"
+            fix = "correct the name, or load it once where the hub is reached"
+            raise InputError(f"task {task_name}: metric {metric}", got=got, need="", fix=fix)
+        return found
+
+    with replaced(task, "get_metric", get_metric):
+        yield
+
+
+def missing(error: Exception, task: str) -> EnvironmentFault | None:
+    """The fault of this installation behind an error of loading a task; None for another error."""
+    where = f"task {task}"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        module = error.name.partition(".")[0]
+        got = f"it scores with the module {module}, which is missing"
+        return EnvironmentFault(where, got=got, need="", fix=f"`pip install {_requirement(module)}`")
+    metric = _METRIC.search(str(error)) if isinstance(error, FileNotFoundError) else None
+    if metric is None:
+        return None
+    fix = (
+        "load it once where the hub is reached, and copy the folder `modules` of HF_HOME from there: "
+        f"`python -c \"import evaluate; evaluate.load('{metric['name']}')\"`"
+    )
+    got = f"the metric {metric['name']} is not in the cache, and the hub cannot be reached"
+    return EnvironmentFault(where, got=got, need="", fix=fix)
+
+
+def _requirement(module: str) -> str:
+    """`'lm-eval[ifeval]'` where an extra of lm-eval has the module, else its own name."""
+    for line in importlib.metadata.requires("lm_eval") or ():
+        named = _EXTRA.match(line)
+        if named and named["package"].replace("-", "_") == module:
+            return f"'lm-eval[{named['extra']}]'"
+    return module
 
 
 @contextmanager
@@ -83,33 +208,125 @@ def explained_downloads(
 
     Local files are looked for at or below the tasks' `folders`, too.
     """
-    from lm_eval.api import task as lm_eval_task
+    from lm_eval.api.task import ConfigurableTask
 
-    cls = lm_eval_task.ConfigurableTask
-    original = cls.download
+    original = ConfigurableTask.download
 
     def download(self: "ConfigurableTask", dataset_kwargs: dict[str, object] | None = None) -> None:
-        dataset = str(self.DATASET_PATH)
+        dataset, kwargs = str(self.DATASET_PATH), dataset_kwargs or {}
         on_progress(f"{STAGE}{PROGRESS_DETAIL}{dataset}", done, total)
-        if dataset_kwargs and dataset in FILE_FORMATS and is_local_dataset(dataset, dataset_kwargs):
-            files = _found(dataset_kwargs.get("data_files"), str(self.config.task), folders)
-            dataset_kwargs = {**dataset_kwargs, "data_files": files}
+        is_local = is_local_dataset(dataset, dataset_kwargs)
+        if kwargs and dataset in FILE_FORMATS and is_local:
+            files = _found(kwargs.get("data_files"), str(self.config.task), folders)
+            dataset_kwargs = {**kwargs, "data_files": files}
         try:
             original(self, dataset_kwargs)
         except Exception as error:
-            revision = (dataset_kwargs or {}).get("revision")
-            name = HubName(id=dataset, revision=str(revision) if revision else None)
-            if is_local_dataset(dataset, dataset_kwargs):
+            if is_local:
                 raise
+            revision = kwargs.get("revision")
+            name = HubName(id=dataset, revision=str(revision) if revision else None)
             if is_network_error(error) and (copy := downloaded(name)) is not None:
-                _read_copy(self, copy, dataset_kwargs, original)
+                # `datasets` itself finds only what it has read before, not what `hf download` has brought.
+                with replaced(self, "DATASET_PATH", copy):
+                    original(self, {key: value for key, value in kwargs.items() if key != "revision"})
                 return
             if is_of_the_hub(error):
                 raise explain(error, name, "dataset") from error
             raise
 
-    cls.download = download
-    try:
+    with replaced(ConfigurableTask, "download", download):
         yield
-    finally:
-        cls.download = original
+
+
+def _found(value: object, task: str, folders: Sequence[Path]) -> object:
+    """Names of local files of documents as they are found: from here, else at or below the tasks' folders."""
+    if isinstance(value, dict):
+        return {name: _found(each, task, folders) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_found(each, task, folders) for each in value]
+    if not isinstance(value, str) or "*" in value or Path(value).exists():
+        return value
+    if not Path(value).is_absolute() and ".." not in Path(value).parts:
+        for file in (file for folder in folders for file in sorted(folder.rglob(value))):
+            return str(file)
+    need, fix = (
+        "the task's documents, in this folder or next to its YAML file",
+        "put them there, or correct the path",
+    )
+    raise InputError(f"task {task}: data_files", got=f"no file {value}", need=need, fix=fix)
+
+
+def _problems(request: SessionRequest) -> FoundProblems:
+    """Why the data of tasks cannot be had, each data set once."""
+    problems: dict[InputProblem, None] = {}
+    try:
+        for error in fetch(request, reporter()):
+            problems[input_problem(error)] = None
+    except VexportError as error:
+        problems[input_problem(error)] = None
+    return FoundProblems(problems=tuple(problems))
+
+
+def fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError]:
+    """Build every task once, which downloads its documents; yield why those of a task cannot be had."""
+    if importlib.util.find_spec("lm_eval") is None:
+        fix = "install it there with `pip install lm-eval`"
+        raise EnvironmentFault(sys.executable, got="lm-eval is missing", need="", fix=fix)
+    total = len(request.tasks)
+    report(STAGE, 0, total)
+    manager, folders = task_manager(request), request.include_paths
+    for number, task in enumerate(request.tasks):
+        before = set(sys.modules)
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(explained_downloads(report, number, total, folders))
+                if not request.trust_remote_code:
+                    stack.enter_context(tasks_as_data())
+                load_tasks(request, manager, [task])
+        except VexportError as error:
+            yield error
+            yield from _data_problem(_settings(task, manager), report, folders)
+        yield from _nltk_problem(task, before)
+    report(STAGE, total, total)
+
+
+def _data_problem(
+    settings: Mapping[str, object], report: OnProgress, folders: Sequence[Path]
+) -> Iterator[VexportError]:
+    """Of a task that cannot be loaded, why its documents cannot be had either: all is said at once."""
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.config.task import TaskConfig
+
+    if not isinstance(settings.get("dataset_path"), str):
+        return
+    task = ConfigurableTask.__new__(ConfigurableTask)
+    task._config = TaskConfig(task="documents")
+    task.DATASET_PATH, task.DATASET_NAME = settings["dataset_path"], settings.get("dataset_name")
+    kwargs = settings.get("dataset_kwargs")
+    try:
+        with explained_downloads(report, 0, 1, folders):
+            task.download(dict(kwargs) if isinstance(kwargs, Mapping) else None)
+    except VexportError as error:
+        yield error
+
+
+def _nltk_problem(task: str, before: Collection[str]) -> Iterator[EnvironmentFault]:
+    """The fault of a task that cuts text by NLTK's punkt_tab, where there is none; of modules not `before`.
+
+    Without a network NLTK's own download fails silently, and the task when all answers are there.
+    """
+    new = [module for name, module in [*sys.modules.items()] if name not in before]
+    if not any("download_nltk_resources" in vars(module) for module in new):  # hasattr imports lazy ones
+        return
+    try:
+        sys.modules["nltk"].data.find("tokenizers/punkt_tab")
+    except LookupError:
+        got = "NLTK's punkt_tab, which cuts sentences, is missing"
+        fix = "fetch it where there is a network, and copy the folder nltk_data from there: "
+        fix += "`python -m nltk.downloader punkt_tab`"
+        yield EnvironmentFault(f"task {task}", got=got, need="", fix=fix)
+
+
+if __name__ == "__main__":
+    sys.exit(answer_request(sys.argv[1:], SessionRequest, _problems))
