@@ -18,6 +18,7 @@ Config = dict[str, object]
 _INDEXED = re.compile(
     rb"^[ \t-]*(?:task|group|tag)[ \t]*:[ \t]*[\"']?([\w.+-]+)|^[ \t]*-[ \t]*[\"']?([\w.+-]+)", re.M
 )
+TRUST = "add --trust-remote-code if you trust the file"
 _INCLUDED = re.compile(rb"([\w./-]+[.]ya?ml)\b")
 
 
@@ -27,20 +28,33 @@ class _Function:
 
     name: str
     folder: Path
-
-    @property
-    def module(self) -> Path:
-        return self.folder / f"{self.name.rpartition('.')[0]}.py"
+    line: int
 
 
-def read_task(path: Path, trust: bool, above: tuple[Path, ...]) -> Config:
-    """The file's keys over those of the files it includes, with paths made absolute."""
-    return _read(path, trust, above, {})
+class _Loader(yaml.SafeLoader):
+    """YAML without Python; a `!function` tag is kept as a _Function."""
 
 
-def _read(path: Path, trust: bool, above: tuple[Path, ...], read: dict[Path, Config]) -> Config:
-    """Each file is `read` once, however many files include it."""
-    file = resolved(path)
+class TaskDumper(yaml.SafeDumper):
+    """Writes `!function` back."""
+
+
+def _function(loader: yaml.SafeLoader, node: yaml.Node) -> _Function:
+    return _Function(str(node.value), Path(loader.name).parent, node.start_mark.line + 1)
+
+
+_Loader.add_constructor("!function", _function)
+TaskDumper.add_representer(_Function, lambda dumper, tag: dumper.represent_scalar("!function", tag.name))
+
+
+def read_task(
+    path: Path, trust: bool, above: tuple[Path, ...] = (), read: dict[Path, Config] | None = None
+) -> Config:
+    """The file's keys over those of the files it includes, with paths made absolute.
+
+    Files `above` include this one. Each file is `read` once, however many files include it.
+    """
+    file, read = resolved(path), {} if read is None else read
     if file in above:
         raise InputError(str(path), got="an include of itself", need="no cycle", fix="remove the include")
     if file not in read:
@@ -48,64 +62,35 @@ def _read(path: Path, trust: bool, above: tuple[Path, ...], read: dict[Path, Con
         includes = config.pop("include", [])
         merged: Config = {}
         for include in includes if isinstance(includes, list) else [includes]:
-            merged |= _read(path.parent / str(include), trust, (*above, file), read)
+            merged |= read_task(path.parent / str(include), trust, (*above, file), read)
         read[file] = merged | with_absolute_paths(config, file.parent)
     return read[file]
 
 
 def parse_task(path: Path, trust: bool) -> Config:
     """The file's own keys; InputError where it is no YAML mapping, or has `!function` without trust."""
+    where, need, fix = str(path), "a task's YAML", "fix the file"
     if not path.is_file():
-        raise InputError(str(path), got="no such file", need="a task's YAML", fix="check the path")
+        raise InputError(where, got="no such file", need=need, fix="check the path")
     try:
-        loader = (_TrustingLoader if trust else _Loader)(path.read_bytes())
+        loader = _Loader(path.read_bytes())
         loader.name = str(path)
         config = loader.get_single_data()
+        functions = () if trust else tuple(_functions(config))
     except OSError as error:
         require_working_disk(error, path)
-        raise InputError(str(path), got=str(error), need="a task's YAML", fix="check the path") from None
+        raise InputError(where, got=str(error), need=need, fix="check the path") from None
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        got = error.problem or "broken YAML"
-        raise InputError(f"{path}:{line}", got=got, need="a task's YAML", fix=remedy(got)) from None
+        where = f"{path}:{error.problem_mark.line + 1 if error.problem_mark else 1}"
+        raise InputError(where, got=error.problem or "broken YAML", need=need, fix=fix) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        got = f"broken YAML ({error})"
-        raise InputError(str(path), got=got, need="a task's YAML", fix="fix the file") from None
+        raise InputError(where, got=f"broken YAML ({error})", need=need, fix=fix) from None
+    for function in functions:
+        got = f"!function {function.name}, Python that would be run"
+        raise InputError(f"{path}:{function.line}", got=got, need=need, fix=TRUST)
     if not isinstance(config, dict):
-        got = f"a {type(config).__name__}"
-        raise InputError(str(path), got=got, need="a mapping of a task's keys", fix="fix the file")
+        raise InputError(where, got=f"a {type(config).__name__}", need="a mapping of a task's keys", fix=fix)
     return {str(key): value for key, value in config.items()}
-
-
-def remedy(got: str) -> str:
-    """Return what to do about a file that cannot be taken."""
-    return "add --trust-remote-code if you trust the file" if "!function" in got else "fix the file"
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML without Python; `!function` is refused."""
-
-
-class _TrustingLoader(yaml.SafeLoader):
-    """YAML that keeps `!function` for lm-eval."""
-
-
-class TaskDumper(yaml.SafeDumper):
-    """Writes `!function` back."""
-
-
-def _refuse(loader: yaml.SafeLoader, node: yaml.Node) -> None:
-    problem = f"!function {node.value}, Python that would be run"
-    raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-
-
-def _keep(loader: yaml.SafeLoader, node: yaml.Node) -> _Function:
-    return _Function(str(node.value), Path(loader.name).parent)
-
-
-_Loader.add_constructor("!function", _refuse)
-_TrustingLoader.add_constructor("!function", _keep)
-TaskDumper.add_representer(_Function, lambda dumper, tag: dumper.represent_scalar("!function", tag.name))
 
 
 def with_absolute_paths(config: Config, base: Path) -> Config:
@@ -128,13 +113,23 @@ def with_absolute_paths(config: Config, base: Path) -> Config:
     return absolute_config
 
 
-def named_modules(value: object) -> Iterator[Path]:
-    """The Python files that the `!function` tags name, as far as they lie next to their YAML."""
-    if isinstance(value, _Function):
-        yield from (value.module,) if value.module.is_file() else ()
-    elif isinstance(value, (Mapping, list)):
+def leaves(value: object) -> Iterator[object]:
+    """The values in nested mappings and lists."""
+    if isinstance(value, (Mapping, list)):
         for member in value.values() if isinstance(value, Mapping) else value:
-            yield from named_modules(member)
+            yield from leaves(member)
+    else:
+        yield value
+
+
+def _functions(value: object) -> Iterator[_Function]:
+    return (leaf for leaf in leaves(value) if isinstance(leaf, _Function))
+
+
+def named_modules(config: Config) -> Iterator[Path]:
+    """The Python files that the `!function` tags name, as far as they lie next to their YAML."""
+    files = (tag.folder / f"{tag.name.rpartition('.')[0]}.py" for tag in _functions(config))
+    return (file for file in files if file.is_file())
 
 
 def require_known(name: str, include_paths: Sequence[Path]) -> None:
@@ -158,27 +153,25 @@ def require_known(name: str, include_paths: Sequence[Path]) -> None:
 
 def require_no_python(name: str, folders: Sequence[Path]) -> None:
     """InputError where a task of these folders, or a file that it names, would run its own Python."""
-    files = sorted(file for folder in folders for file in folder.rglob("*.yaml") if file.is_file())
-    texts = {file: file.read_bytes() for file in files}
+    texts = {
+        file: file.read_bytes() for folder in folders for file in folder.rglob("*.yaml") if file.is_file()
+    }
     defined = {file: {key.decode() for key, _ in _INDEXED.findall(text)} for file, text in texts.items()}
+    listed = {file: _indexed(text) for file, text in texts.items()}
     pending = {file for file in texts if name in defined[file]}
-    pending = pending or {file for file in texts if name in _indexed(texts[file])}  # a tag in a list
+    pending = pending or {file for file in texts if name in listed[file]}  # a tag in a list
     reached = set[Path]()
     while pending:
         reached |= pending
-        words = {word for file in pending for word in (*_indexed(texts[file]), *_included(texts[file]))}
+        included = {Path(path.decode()).name for file in pending for path in _INCLUDED.findall(texts[file])}
+        words = included.union(*(listed[file] for file in pending))
         pending = {file for file in texts if words & {*defined[file], file.name}} - reached
     for file in sorted(reached):
         if b"!function" in texts[file]:
             got, need = "!function, Python that would be run", "a task without Python"
-            raise InputError(str(file), got=got, need=need, fix=remedy(got))
+            raise InputError(str(file), got=got, need=need, fix=TRUST)
 
 
 def _indexed(text: bytes) -> set[str]:
     """Tasks, groups and tags that a YAML file defines or lists."""
     return {(key or other).decode() for key, other in _INDEXED.findall(text)}
-
-
-def _included(text: bytes) -> set[str]:
-    """The names of the files that a YAML file includes."""
-    return {Path(name.decode()).name for name in _INCLUDED.findall(text)}

@@ -8,14 +8,17 @@ run's own folder.
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import yaml
 
 from vexport.errors import InputError, nearest, raise_all
+from vexport.errors.extras import attempt_all
 from vexport.evaluation.task_yaml import (
     Config,
     TaskDumper,
+    leaves,
     named_modules,
     parse_task,
     read_task,
@@ -64,20 +67,20 @@ def resolve_tasks(
     """Resolve every task; write the YAML ones to `folder`/<task>/<task>.yaml. Runs no Python of a task.
 
     InputError, for all tasks at once: a file that is missing or broken, a missing key or data file, a
-    `!function` tag without `trust_remote_code`, a name that lm-eval does not know, a name given twice.
+    `!function` tag without `trust_remote_code`, a name that lm-eval does not know; then a name given twice.
     """
-    resolved: list[TaskFile] = []
-    problems: list[InputError] = []
-    for task in tasks:
-        try:
-            task_file = _resolve(task, folder, include_paths, trust_remote_code)
-            if any(task_file.name == other.name for other in resolved):
-                fix = "give it once, or rename one (key `task`)"
-                raise InputError(f"task {task}", got=f"a second task {task_file.name}", need="one", fix=fix)
-            resolved.append(task_file)
-        except InputError as problem:
-            problems.append(problem)
-    raise_all(problems)
+    resolved = attempt_all(
+        (task, partial(_resolve, task, folder, include_paths, trust_remote_code)) for task in tasks
+    )
+    fix = "give it once, or rename one (key `task`)"
+    names = [file.name for file in resolved]
+    raise_all(
+        [
+            InputError(f"task {task}", got=f"a second task {name}", need="one", fix=fix)
+            for number, (task, name) in enumerate(zip(tasks, names, strict=True))
+            if name in names[:number]
+        ]
+    )
     return tuple(resolved)
 
 
@@ -88,7 +91,7 @@ def _resolve(task: str, folder: Path, include_paths: Sequence[Path], trust: bool
         if not trust:
             require_no_python(task, include_paths)
         return TaskFile(name=task, path=None)
-    config = read_task(path, trust, ())
+    config = read_task(path, trust)
     if isinstance(config.get("task"), list):
         config, suffix = _inlined(path, config, trust), GROUP_SUFFIX
         name = str(config["group"])
@@ -139,23 +142,26 @@ def _require_complete(path: Path, config: Config, trust: bool) -> None:
     if Path(name).name != name:
         fix = "use letters, digits, - and _"
         problems.append(InputError(f"{path}: task", got=name, need="a name fit for a file", fix=fix))
-    for file in _data_files(config):
-        if not _has_files(file):
-            fix = "check dataset_kwargs.data_files; paths are relative to the YAML file"
-            problems.append(InputError(str(path), got=f"no file {file}", need="the task's data", fix=fix))
+    kwargs = config.get("dataset_kwargs")
+    fix = "check dataset_kwargs.data_files; paths are relative to the YAML file"
+    problems += [
+        InputError(str(path), got=f"no file {file}", need="the task's data", fix=fix)
+        for file in _texts(kwargs.get("data_files") if isinstance(kwargs, dict) else None)
+        if "://" not in file and not _has_files(Path(file))
+    ]
     if config.get("dataset_path") == PICKLED:
         where, fix = f"{path}: dataset_path", "store the documents as JSON lines or parquet"
         problems.append(InputError(where, got="pickled documents", need="data that run nothing", fix=fix))
-    for metric in _metrics(config) if not trust else ():
-        if is_foreign_code(metric):
-            problems.append(InputError(f"{path}: metric {metric}", got=METRIC_CODE, need="", fix=METRIC_FIX))
+    problems += [
+        InputError(f"{path}: metric {metric}", got=METRIC_CODE, need="", fix=METRIC_FIX)
+        for metric in _metrics(config)
+        if not trust and is_foreign_code(metric)
+    ]
     raise_all(problems or [*_unknown_metrics(path, config)])
 
 
 def _has_files(pattern: Path) -> bool:
-    """Return whether a path, or one with `*` in its name, is of files; what is no pattern or a device is
-    of none.
-    """
+    """True for the path of a file, or one with `*` in its name that files match; false for a device."""
     try:
         return any(file.is_file() for file in pattern.parent.glob(pattern.name))
     except (ValueError, OSError):
@@ -170,34 +176,30 @@ def _metrics(config: Config) -> Iterator[str]:
 
 
 def _unknown_metrics(path: Path, config: Config) -> Iterator[InputError]:
-    """The metrics that lm-eval would leave out of the scores without a word."""
+    """The metrics that lm-eval would silently leave out of the scores."""
     output_type = str(config.get("output_type"))
-    known = METRICS.get(output_type)
-    if known is None or "process_results" in config:
-        return
-    for metric in _metrics(config):
+    known = METRICS.get(output_type, ())
+    for metric in _metrics(config) if known and "process_results" not in config else ():
         if metric not in known:
             need, fix = f"one of {', '.join(known)} ({output_type})", f"correct it{nearest(metric, known)}"
             yield InputError(f"{path}: metric", got=metric, need=need, fix=fix)
 
 
 def reads_hub(spec: str) -> bool:
-    """Return whether a resolved task (`TaskFile.spec`), or one of a group, has documents that are no local
-    files.
-    """
+    """True where documents of a resolved task (`TaskFile.spec`), or of a group's, are no local files."""
     return not Path(spec).is_file() or not all(
-        is_local_dataset(str(one.get("dataset_path")), one.get("dataset_kwargs"))
-        for one in _resolved(Path(spec))
+        is_local_dataset(str(config.get("dataset_path")), config.get("dataset_kwargs"))
+        for config in _resolved(Path(spec))
     )
 
 
 def has_other_metrics(spec: str) -> bool:
-    """Return whether a metric of generated text in a resolved task may be one that nobody has."""
+    """True where a metric of generated text in a resolved task may be one that nobody has."""
     return Path(spec).is_file() and any(
         metric != "exact_match"
-        for one in _resolved(Path(spec))
-        if "process_results" not in one and one.get("output_type") not in METRICS
-        for metric in _metrics(one)
+        for config in _resolved(Path(spec))
+        if "process_results" not in config and config.get("output_type") not in METRICS
+        for metric in _metrics(config)
     )
 
 
@@ -210,7 +212,7 @@ def _resolved(path: Path) -> list[Config]:
 
 
 def is_local_dataset(dataset: str, kwargs: object) -> bool:
-    """Return whether `datasets` finds a task's documents without the network."""
+    """True where `datasets` finds a task's documents without the network."""
     if not isinstance(kwargs, dict):
         return Path(dataset).is_dir()
     urls = any("://" in value for value in _texts([kwargs.get("data_files"), kwargs.get("data_dir")]))
@@ -218,27 +220,11 @@ def is_local_dataset(dataset: str, kwargs: object) -> bool:
 
 
 def _texts(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for member in value.values() if isinstance(value, dict) else value:
-            yield from _texts(member)
-
-
-def _data_files(config: Config) -> Iterator[Path]:
-    kwargs = config.get("dataset_kwargs")
-    pending = [kwargs.get("data_files")] if isinstance(kwargs, dict) else []
-    while pending:
-        value = pending.pop()
-        if isinstance(value, str) and "://" not in value:
-            yield Path(value)
-        elif isinstance(value, (dict, list)):
-            pending.extend(value.values() if isinstance(value, dict) else value)
+    return (leaf for leaf in leaves(value) if isinstance(leaf, str))
 
 
 def is_foreign_code(metric: str) -> bool:
-    """Return whether `evaluate.load` would import a file, or what an account of the hub has
-    (evaluate/loading.py).
+    """True where `evaluate.load` (evaluate/loading.py) would import a file, or what the hub has.
 
     A name alone is lm-eval's own, or one of the account of `evaluate`, unless a folder here has that name.
     """
