@@ -17,35 +17,14 @@ from vexport.records.observer_names import OBSERVERS
 
 PACKAGE = Path(__file__).parent.parent / "vexport"
 # Files of a plug-in folder that are no plug-in but what plug-ins share.
-SHARED = {
+SHARED: dict[str, set[str]] = {
     "formats": {
-        "arguments",
-        "base",
-        "config",
-        "dequantize",
-        "gpus",
-        "input_rounding",
-        "kv_cache",
-        "own_schemes",
-        "partition",
-        "schemes",
+        *("arguments", "base", "config", "dequantize", "gpus"),
+        *("input_rounding", "kv_cache", "own_schemes", "partition", "schemes"),
     },
     "observers": {
-        "args",
-        "base",
-        "block_scales",
-        "flatten",
-        "fusion",
-        "group_scales",
-        "importance",
-        "model_fusion",
-        "older_names",
-        "qparams",
-        "registry",
-        "rounding",
-        "search",
-        "tiles",
-        "tokens",
+        *("args", "base", "block_scales", "flatten", "fusion", "group_scales", "importance", "model_fusion"),
+        *("older_names", "qparams", "registry", "rounding", "search", "tiles", "tokens"),
     },
     "checks": set(),
 }

@@ -5,17 +5,15 @@ import subprocess
 import sys
 from inspect import signature
 from pathlib import Path
-from shutil import copytree
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 import vexport.api
 from tests.command import ALL_COMMANDS
 from tests.command import vexport as call
 from vexport.api import Calibration, Engine, Evaluate, Rule, Serve, check, evaluate, quantize, verdict
 from vexport.cli.planning import CALIBRATION_OPTIONS
-from vexport.errors import CheckpointFailed, InputError
+from vexport.errors import InputError
 
 TYPES = {each.__name__: each for each in (Calibration, Engine, Evaluate, Rule, Serve)}
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
@@ -51,17 +49,6 @@ def test_rules_in_the_place_of_a_scheme(llama: Path, tmp_path: Path) -> None:
         quantize(llama, tmp_path / "b", scheme="FP8")
     with pytest.raises(ValueError, match="no baseline"):
         evaluate(llama, Evaluate(tasks=("a",)), tmp_path / "results")
-
-
-def test_what_fails_its_proof_is_not_called_out(llama: Path, tmp_path: Path) -> None:
-    """As by the command; a layer that is kept by what the error says has no such fault."""
-    source = copytree(llama, tmp_path / "source")
-    tensors = load_file(source / "model.safetensors")
-    del tensors["model.norm.weight"]
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointFailed, match=r"model[.]norm[.]weight: got no such tensor"):
-        quantize(source, tmp_path / "out", scheme="FP8_DYNAMIC")
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "out.failed"}
 
 
 def test_verdict_of_folders_that_are_none(tmp_path: Path) -> None:

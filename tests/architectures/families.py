@@ -46,6 +46,7 @@ LINEAR_ATTENTION: Values = {
 VISION: Values = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_heads": 4}
 PATCHES: Values = {"image_size": 56, "patch_size": 14}
 QWEN_VISION: Values = {**VISION, "depth": 1, "out_hidden_size": 256}
+MIXTURE: Values = {"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2}
 MAMBA: Values = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 32}
 
 
@@ -88,29 +89,17 @@ class Family:
 GEMMA4: Values = {
     "layer_types": ["sliding_attention", "full_attention"],
     "attention_k_eq_v": True,
-    "num_global_key_value_heads": 2,
-    "global_head_dim": 64,
-    "hidden_size_per_layer_input": 0,
-    "num_kv_shared_layers": 0,
+    **{"num_global_key_value_heads": 2, "global_head_dim": 64},
+    **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
 }
-QWEN_NEXT = Family(model_type="qwen3_next", text={**EXPERTS, **LINEAR_ATTENTION, "num_experts": 4})
-QWEN35_MOE = Family(
-    model_type="qwen3_5_moe",
-    text={**EXPERTS, **LINEAR_ATTENTION, "num_experts": 4},
-    towers={"vision_config": QWEN_VISION},
-)
-DEEPSEEK = Family(
-    model_type="deepseek_v3",
-    text={
-        **EXPERTS,
-        **MLA,
-        "n_routed_experts": 4,
-        "topk_method": "noaux_tc",
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
-)
+NEXT: Values = {**EXPERTS, **LINEAR_ATTENTION, "num_experts": 4}
+GROUPED: Values = {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "topk_group": 1}
+GLM: Values = {**GROUPED, "n_shared_experts": 1, "n_group": 1}
+GLM_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+QWEN_NEXT = Family(model_type="qwen3_next", text=NEXT)
+QWEN35_MOE = Family(model_type="qwen3_5_moe", text=NEXT, towers={"vision_config": QWEN_VISION})
+DEEPSEEK = Family(model_type="deepseek_v3", text={**GROUPED, **MLA, "topk_method": "noaux_tc", "n_group": 2})
+ONE_LAYER: Values = {**VISION, "num_hidden_layers": 1}
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(model_type="llama", text={}),
     "qwen2": Family(model_type="qwen2", text={}),
@@ -127,10 +116,7 @@ FAMILIES: Mapping[str, Family] = {
         model_type="falcon", text={"new_decoder_architecture": True, "num_kv_heads": 2}, without=("head_dim",)
     ),
     "bloom": Family(model_type="bloom", text={"n_layer": 2, "n_head": 4}),
-    "mixtral": Family(
-        model_type="mixtral",
-        text={"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
+    "mixtral": Family(model_type="mixtral", text=MIXTURE),
     "qwen3-moe": Family(model_type="qwen3_moe", text={**EXPERTS, "num_experts": 4}),
     "qwen2-moe": Family(
         model_type="qwen2_moe", text={**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 128}
@@ -140,36 +126,16 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek-v3": DEEPSEEK,
     "deepseek-v3-mtp": replace(DEEPSEEK, text={**DEEPSEEK.text, "num_nextn_predict_layers": 1}, draft="next"),
-    "glm4-moe-mtp": Family(
-        model_type="glm4_moe",
-        text={
-            **EXPERTS,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_nextn_predict_layers": 1,
-        },
-        draft="next",
-    ),
-    "granite-moe": Family(
-        model_type="granitemoe",
-        text={"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
+    "glm4-moe-mtp": Family(model_type="glm4_moe", text={**GLM, "num_nextn_predict_layers": 1}, draft="next"),
+    "granite-moe": Family(model_type="granitemoe", text=MIXTURE),
     "llama4": Family(
         model_type="llama4_text",
         text={
-            "intermediate_size": 128,
-            "intermediate_size_mlp": 256,
-            "num_local_experts": 4,
-            "interleave_moe_layer_step": 1,
+            **{"intermediate_size": 128, "intermediate_size_mlp": 256},
+            **{"num_local_experts": 4, "interleave_moe_layer_step": 1},
         },
     ),
-    "gpt-oss": Family(
-        model_type="gpt_oss",
-        text={"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
+    "gpt-oss": Family(model_type="gpt_oss", text=MIXTURE),
     "qwen3-next": QWEN_NEXT,
     "qwen3-next-mtp": replace(QWEN_NEXT, draft="single"),
     "qwen3-next-mtp-stacked": replace(QWEN_NEXT, draft="stacked"),
@@ -179,26 +145,16 @@ FAMILIES: Mapping[str, Family] = {
     "nemotron-h": Family(
         model_type="nemotron_h",
         text={
-            **EXPERTS,
-            "hybrid_override_pattern": "M-*E",
-            "num_hidden_layers": 4,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 32,
-            "ssm_state_size": 32,
-            "n_groups": 2,
-            "n_routed_experts": 4,
-            "moe_shared_expert_intermediate_size": 128,
+            **{**EXPERTS, "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 128},
+            **{"hybrid_override_pattern": "M-*E", "num_hidden_layers": 4},
+            **{"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 32, "n_groups": 2},
         },
     ),
     "granite-hybrid": Family(
         model_type="granitemoehybrid",
         text={
-            **MAMBA,
-            "intermediate_size": 128,
-            "layer_types": ["mamba", "attention"],
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 256,
+            **{**MAMBA, **MIXTURE},
+            **{"layer_types": ["mamba", "attention"], "shared_intermediate_size": 256},
         },
     ),
     "smollm3": Family(model_type="smollm3", text={"tie_word_embeddings": True}),
@@ -223,15 +179,7 @@ FAMILIES: Mapping[str, Family] = {
     "mistral3": Family(
         model_type="mistral3",
         text={"model_type": "mistral"},
-        towers={
-            "vision_config": {
-                **VISION,
-                "model_type": "pixtral",
-                "num_hidden_layers": 1,
-                **PATCHES,
-                "head_dim": 32,
-            }
-        },
+        towers={"vision_config": {**ONE_LAYER, **PATCHES, "model_type": "pixtral", "head_dim": 32}},
     ),
     "gemma4": Family(model_type="gemma4_text", text=GEMMA4),
     "gemma4-vision": Family(
@@ -239,39 +187,21 @@ FAMILIES: Mapping[str, Family] = {
         text=GEMMA4,
         towers={
             "vision_config": {
-                "hidden_size": 128,
-                "intermediate_size": 256,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2,
-                "head_dim": 64,
-                "num_hidden_layers": 1,
+                **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1},
+                **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64},
                 "use_clipped_linears": True,
             }
         },
     ),
     "glm4.5v": Family(
         model_type="glm4v_moe",
-        text={
-            **EXPERTS,
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "use_qk_norm": False,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 0.5,
-                "mrope_section": [4, 6, 6],
-            },
-        },
+        text={**GLM, "use_qk_norm": False, "rope_parameters": {**GLM_ROPE, "mrope_section": [4, 6, 6]}},
         towers={"vision_config": {**QWEN_VISION, **PATCHES}},
     ),
     "idefics3": Family(
         model_type="idefics3",
         text={"model_type": "llama"},
-        towers={"vision_config": {**VISION, **PATCHES, "num_hidden_layers": 1}},
+        towers={"vision_config": {**ONE_LAYER, **PATCHES}},
         values={"scale_factor": 2, "image_token_id": 300, "pad_token_id": 0},
     ),
 }

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.architectures import agreement
 from tests.architectures.families import FAMILIES, save_family
 from tests.architectures.test_families import REFUSED, plan_of
 from tests.command import vexport
@@ -78,9 +77,3 @@ def test_every_family_is_written_as_it_loads_or_refused_with_advice_that_works(t
     assert [out for out, fits in one.items() if not fits] == []
     assert {out: fits for out, fits in made.items() if fits is not None} == two
     assert {*two.values()} == {True, False}
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_check_says_of_spoiled_checkpoints_what_the_loaders_say() -> None:
-    assert agreement.main(["granite-moe"]) == 0

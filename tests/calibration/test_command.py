@@ -10,9 +10,6 @@ from safetensors.torch import load_file
 from tests.calibration.make import samples
 from tests.calibration.models import expert_configs, save
 from tests.command import vexport
-from vexport.scenario import Scenario
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +70,3 @@ def test_a_device_that_is_not_there_is_refused(folder: Path, tmp_path: Path) -> 
     assert ran.code == 2
     assert "device 'gpu': got no use of it" in ran.errors[0]
     assert not (tmp_path / "out").exists()
-
-
-def test_a_scenario_can_say_the_same() -> None:
-    calibration = {"data": "samples.jsonl", "all_experts": False, "device": "cuda:1"}
-    rules = [{"match": "Linear", "scheme": "FP8"}]
-    scenario = Scenario.model_validate(
-        {"name": "a", "source": "b", "rules": rules, "calibration": calibration}
-    )
-    assert scenario.calibration is not None
-    assert (scenario.calibration.all_experts, scenario.calibration.device) == (False, "cuda:1")

@@ -30,10 +30,11 @@ LEAVES = {"mixtral": ("w1", "w3", "w2")}
 Routing = tuple[torch.Tensor, torch.Tensor]
 
 
-@pytest.fixture(scope="module", params=expert_configs())
+@pytest.fixture(scope="module", params=[*expert_configs(), "stacked"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of one family."""
-    return save(expert_configs()[request.param], tmp_path_factory.mktemp("experts") / request.param)
+    """A checkpoint of one family; of Qwen's with all experts of a layer in one tensor, too."""
+    name, stacked = ("qwen3_moe", True) if request.param == "stacked" else (request.param, False)
+    return save(expert_configs()[name], tmp_path_factory.mktemp("experts") / name, stacked=stacked)
 
 
 def plan_with_experts(
@@ -151,15 +152,6 @@ def test_experts_see_what_a_plain_loop_shows(family: Path, all_experts: bool) ->
     index, plan = plan_with_experts(family)
     found = calibrate(LayerWalk(index), plan, samples(LENGTHS), all_experts=all_experts)
     require_equal(found, family, plan, all_experts=all_experts)
-
-
-@pytest.mark.parametrize("all_experts", [True, False])
-def test_experts_stored_in_one_tensor_see_the_same(tmp_path: Path, all_experts: bool) -> None:
-    folder = save(expert_configs()["qwen3_moe"], tmp_path / "qwen3_moe", stacked=True)
-    assert load_file(folder / "model.safetensors")["model.layers.0.mlp.experts.down_proj"].dim() == 3
-    index, plan = plan_with_experts(folder)
-    found = calibrate(LayerWalk(index), plan, samples(LENGTHS), all_experts=all_experts)
-    require_equal(found, folder, plan, all_experts=all_experts)
 
 
 def test_an_expert_that_is_sent_no_token_is_named(tmp_path: Path) -> None:

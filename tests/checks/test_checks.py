@@ -10,21 +10,8 @@ import torch
 
 from tests.command import vexport
 from tests.engine.sketches import QWEN3_MOE, sketch
-from tests.models import errors, problems, save_llama, save_qwen3
-from tests.mutations.edits import (
-    ARGUMENTS,
-    GROUP,
-    INPUTS,
-    QUANTIZATION,
-    WHOLE,
-    Change,
-    config,
-    drop,
-    element,
-    put,
-    spoiled,
-    without,
-)
+from tests.models import errors, problems, save_qwen3
+from tests.mutations.edits import INPUTS, Change, config, drop, element, put, spoiled
 from vexport.formats.schemes import all_schemes
 from vexport.records import Json
 
@@ -36,25 +23,6 @@ DOWN = "model.layers.2.mlp.down_proj"
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_good_checkpoints_are_clean(good: Callable[[str], Path], scheme: str) -> None:
     assert problems(good(scheme)) == []
-
-
-def test_mixed_schemes_are_clean(tmp_path: Path) -> None:
-    """Several config groups, a quantized output head, layers that are kept between them."""
-    from vexport.plan.source import plan_source
-    from vexport.quantize.job import QuantizeJob, write_checkpoint
-    from vexport.scenario import Rule
-
-    rules = (
-        Rule(match="lm_head", scheme="W4A16"),
-        Rule(match=r"re:.*layers\.1\.", scheme="keep"),
-        Rule(match=r"re:.*self_attn", scheme="FP8_BLOCK"),
-        Rule(match="Linear", scheme="MXFP4"),
-    )
-    source = str(save_llama(tmp_path / "source"))
-    write_checkpoint(
-        QuantizeJob(source=source, out=tmp_path / "out", rules=rules), *plan_source(source, rules)
-    )
-    assert problems(tmp_path / "out") == []
 
 
 def test_unquantized_checkpoints_are_clean(llama: Path, tmp_path: Path) -> None:
@@ -125,27 +93,6 @@ def test_a_scale_of_inputs_that_vllm_passes_over_is_a_warning(
     assert [(finding.severity, finding.check) for finding in found] == [("warning", "fusion")]
     found = problems(spoiled(good(scheme), tmp_path / "larger", put(f"{Q}.{scale}", lambda old: old * 3)))
     assert [(finding.severity, finding.check) for finding in found] == [("error", "fusion")]
-
-
-CONFIG_MUTATIONS = [
-    ("NVFP4", without(WHOLE, "quantization_config"), {"config"}),
-    ("W4A16", config(GROUP, format="no-such-format"), {"config"}),
-    ("W8A16", config(ARGUMENTS, num_bits=4), {"shapes"}),
-    ("W5A16", config(ARGUMENTS, num_bits=6), {"shapes"}),
-    ("W4A16_ASYM", config(ARGUMENTS, symmetric=True), {"completeness"}),
-    ("W8A8", config(QUANTIZATION, ignore=["lm_head", Q]), {"targets"}),
-    ("W8A8", config(QUANTIZATION, ignore=[]), set()),
-    ("W8A8", config(GROUP, targets=["linear"]), set()),
-]
-
-
-@pytest.mark.parametrize(("scheme", "change", "families"), CONFIG_MUTATIONS)
-def test_broken_configs_are_found(
-    good: Callable[[str], Path], tmp_path: Path, scheme: str, change: Change, families: set[str]
-) -> None:
-    found = errors(spoiled(good(scheme), tmp_path / "broken", change))
-    assert families <= {finding.check for finding in found}
-    assert bool(found) is bool(families), found
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from pydantic import TypeAdapter
@@ -25,96 +26,79 @@ SOUND: Mapping[str, tuple[Mapping[str, object], str]] = {
     for family, config in (("llama", LLAMA), ("moe", QWEN3_MOE))
     for preset in ("NVFP4", "NVFP4A16", "FP8_DYNAMIC", "W4A16")
 }
-# What is done to a sketch; whether vLLM takes it at tp 1 and tp 2; where the finding is, and words of it.
-Broken = tuple[Mapping[str, object], str, Mapping[str, Tensor | None], tuple[str, str], str, str]
+FAULTY, CUT = ("faulty", "faulty"), ("loads", "refused")
+
+
+class Broken(NamedTuple):
+    """What is done to a sketch; whether vLLM takes it at tp 1 and tp 2; where the finding is, words of it."""
+
+    where: str
+    words: str
+    stored: Tensor | None = None
+    preset: str = "FP8_DYNAMIC"
+    statuses: tuple[str, str] = FAULTY
+    model: Mapping[str, object] = LLAMA
+    tensor: str | None = ""
+
+    @property
+    def change(self) -> Mapping[str, Tensor | None]:
+        """The tensor is that of the finding where no other is named; None changes none."""
+        return {} if self.tensor is None else {self.tensor or self.where: self.stored}
+
+
+FP8_ROWS: Tensor = ("F8_E4M3", (256, 512))
 BROKEN: Mapping[str, Broken] = {
-    "a member's scale missing": (
-        LLAMA,
-        "FP8_DYNAMIC",
-        {f"{LAYER}.self_attn.v_proj.weight_scale": None},
-        ("faulty", "faulty"),
+    "a member's scale missing": Broken(
         f"{LAYER}.self_attn.qkv_proj.weight_scale",
         "512 of 768 elements",
+        tensor=f"{LAYER}.self_attn.v_proj.weight_scale",
     ),
-    "a weight missing": (
-        LLAMA,
-        "FP8_DYNAMIC",
-        {f"{LAYER}.mlp.down_proj.weight": None},
-        ("faulty", "faulty"),
-        f"{LAYER}.mlp.down_proj.weight",
-        "0 of 131072 elements",
+    "a weight missing": Broken(f"{LAYER}.mlp.down_proj.weight", "0 of 131072 elements"),
+    "bf16 in an fp8 weight": Broken(f"{LAYER}.mlp.down_proj.weight", "bfloat16", ("BF16", (256, 512))),
+    "bytes in an fp8 scale": Broken(
+        f"{LAYER}.mlp.down_proj.weight_scale", "uint8", ("U8", (256, 32)), preset="NVFP4A16"
     ),
-    "bf16 in an fp8 weight": (
-        LLAMA,
-        "FP8_DYNAMIC",
-        {f"{LAYER}.mlp.down_proj.weight": ("BF16", (256, 512))},
-        ("faulty", "faulty"),
-        f"{LAYER}.mlp.down_proj.weight",
-        "bfloat16",
+    "a weight with too many rows": Broken(
+        f"{LAYER}.mlp.gate_proj.weight", "[640, 256]", ("F8_E4M3", (640, 256))
     ),
-    "bytes in an fp8 scale": (
-        LLAMA,
-        "NVFP4A16",
-        {f"{LAYER}.mlp.down_proj.weight_scale": ("U8", (256, 32))},
-        ("faulty", "faulty"),
-        f"{LAYER}.mlp.down_proj.weight_scale",
-        "uint8",
-    ),
-    "a weight with too many rows": (
-        LLAMA,
-        "FP8_DYNAMIC",
-        {f"{LAYER}.mlp.gate_proj.weight": ("F8_E4M3", (640, 256))},
-        ("faulty", "faulty"),
-        f"{LAYER}.mlp.gate_proj.weight",
-        "[640, 256]",
-    ),
-    "a weight with too few rows": (
-        LLAMA,
-        "FP8_DYNAMIC",
-        {f"{LAYER}.self_attn.v_proj.weight": ("F8_E4M3", (128, 256))},
-        ("refused", "refused"),
+    "a weight with too few rows": Broken(
         f"{LAYER}.self_attn.v_proj.weight",
         "exceeds dimension size",
+        ("F8_E4M3", (128, 256)),
+        statuses=("refused", "refused"),
     ),
-    "a wrong name": (
-        LLAMA,
-        "FP8_DYNAMIC",
-        {"model.layers.1.mlp.down_projection.weight": ("F8_E4M3", (256, 512))},
-        ("refused", "refused"),
-        "model.layers.1.mlp.down_projection.weight",
-        "down_projection",
+    "a wrong name": Broken(
+        f"{LAYER}.mlp.down_projection.weight", "down_projection", FP8_ROWS, statuses=("refused", "refused")
     ),
-    "groups that tp 2 cuts": (
-        {**LLAMA, "intermediate_size": 384},
-        "W4A16",
-        {},
-        ("loads", "refused"),
+    "groups that tp 2 cuts": Broken(
         "checkpoint (tp 2, sm 90)",
         "not divisible by group_size=128",
+        preset="W4A16",
+        statuses=CUT,
+        model={**LLAMA, "intermediate_size": 384},
+        tensor=None,
     ),
-    "NVFP4 groups that tp 2 cuts, of which vLLM says nothing": (
-        {**LLAMA, "intermediate_size": 336},
-        "NVFP4A16",
-        {},
-        ("loads", "faulty"),
+    "NVFP4 groups that tp 2 cuts, of which vLLM says nothing": Broken(
         "model.layers.",
         "shape [256, 21]",
+        preset="NVFP4A16",
+        statuses=("loads", "faulty"),
+        model={**LLAMA, "intermediate_size": 336},
+        tensor=None,
     ),
-    "heads that tp 2 cuts": (
-        {**LLAMA, "num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 160},
-        "FP8_DYNAMIC",
-        {},
-        ("loads", "refused"),
+    "heads that tp 2 cuts": Broken(
         "checkpoint (tp 2, sm 90)",
         "must be divisible by tensor parallel size",
+        statuses=CUT,
+        model={**LLAMA, "num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 160},
+        tensor=None,
     ),
-    "an expert's weight missing": (
-        QWEN3_MOE,
-        "W4A16",
-        {f"{EXPERTS}.2.down_proj.weight_packed": None},
-        ("faulty", "faulty"),
+    "an expert's weight missing": Broken(
         f"{EXPERTS}.routed_experts.w2_weight_packed",
         "short: expert 2",
+        preset="W4A16",
+        model=QWEN3_MOE,
+        tensor=f"{EXPERTS}.2.down_proj.weight_packed",
     ),
 }
 # Legal oddities, of which vLLM says nothing and which change nothing.
@@ -160,8 +144,8 @@ def sketched(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, DryLoadRe
     made: dict[str, Path] = {}
     for name, (config, preset) in SOUND.items():
         made[name] = sketch(folder / name, config, preset, {})
-    for name, (config, preset, change, *_) in BROKEN.items():
-        made[name] = sketch(folder / name, config, preset, change)
+    for name, broken in BROKEN.items():
+        made[name] = sketch(folder / name, broken.model, broken.preset, broken.change)
     for name, (preset, change) in HARMLESS.items():
         made[name] = sketch(folder / name, LLAMA, preset, change)
     return dict(zip(made, DryLoad(checkpoints=list(made.values()), tp=(1, 2)).reports(), strict=True))
@@ -184,12 +168,8 @@ def test_the_micro_model_loads_everywhere(demo: Mapping[str, DryLoadReport], sch
     assert [(cell.tp, cell.sm) for cell in report.cells] == [
         (t, s) for t in (1, 2) for s in (80, 89, 90, 100)
     ]
-    assert {row.name.rpartition(".")[2] for row in report.rows} == {
-        "qkv_proj",
-        "o_proj",
-        "gate_up_proj",
-        "down_proj",
-    }
+    names = {row.name.rpartition(".")[2] for row in report.rows}
+    assert names == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
     assert {row.count for row in report.rows} == {3}
 
 
@@ -233,13 +213,17 @@ def test_sound_sketches_load(sketched: Mapping[str, DryLoadReport], name: str) -
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_faults_are_found_in_their_cell(sketched: Mapping[str, DryLoadReport], name: str) -> None:
-    *_, statuses, where, words = BROKEN[name]
-    report = sketched[name]
+    broken, report = BROKEN[name], sketched[name]
+    where = broken.where
     assert not report.ok
-    if statuses[0] == "loads":  # ranks cut it: the check says so too
+    if broken.statuses[0] == "loads":  # ranks cut it: the check says so too
         assert [static(Path(report.checkpoint), tp, 90) for tp in (1, 2)] == ["loads", "refused"]
-    assert tuple(cell.status for cell in report.cells) == statuses
-    assert [finding for finding in errors(report) if finding.where.startswith(where) and words in finding.got]
+    assert tuple(cell.status for cell in report.cells) == broken.statuses
+    assert [
+        finding
+        for finding in errors(report)
+        if finding.where.startswith(where) and broken.words in finding.got
+    ]
     assert all(
         where.startswith("checkpoint") or finding.where.startswith(where) for finding in errors(report)
     )

@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 import socket
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,6 @@ _RESOLVE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 _API = re.compile(
     r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|auth-check|paths-info)(?:/([^/]+))?)?(?:/.*)?"
 )
-_LISTED = re.compile(r"/api/(models|datasets)")
 
 
 @dataclass(kw_only=True)
@@ -67,12 +65,9 @@ class Hub:
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
     requests: list[Request] = field(default_factory=list)
-    limited: bool = False
     ranges: bool = True
     cut: dict[str, int] = field(default_factory=dict)
     """Path in a repository -> bytes after which the connection ends, once."""
-    reset: bool = False
-    """Whether such a connection is reset, not closed."""
     lock: Lock = field(default_factory=Lock)
 
     def paths(self, method: str | None = None) -> list[str]:
@@ -128,14 +123,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _handle(self) -> None:
         self._body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         path = unquote(urlsplit(self.path).path)
-        if self.state.limited:
-            self._fail(429, "", "Too many requests", {"Retry-After": "1"})
-        elif found := _RESOLVE.fullmatch(path):
+        if found := _RESOLVE.fullmatch(path):
             self._resolve("datasets" if found[1] else "models", *found.groups()[1:])
         elif found := _API.fullmatch(path):
             self._api(found[1], found[2], found[3] or "revision", found[4])
-        elif found := _LISTED.fullmatch(path):
-            self._list(found[1])
         else:
             self._fail(404, "", "Not found")
 
@@ -204,13 +195,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _is_json(self) -> bool:
         return "json" in self.headers.get("Content-Type", "")
 
-    def _list(self, kind: str) -> None:
-        author = parse_qs(urlsplit(self.path).query).get("author", [""])[0]
-        known = self.state.repositories.items()
-        self._json(
-            [{"id": name} for name, one in known if one.kind == kind and name.startswith(f"{author}/")]
-        )
-
     def _json(self, value: object) -> None:
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
@@ -240,12 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
             time.sleep(0.05)
             self.close_connection = True
-            if self.state.reset:
-                linger = struct.pack("ii", 1, 0)
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-                self.connection.close()
-            else:
-                self.connection.shutdown(socket.SHUT_WR)
+            self.connection.shutdown(socket.SHUT_WR)
 
 
 def _tree(files: dict[str, bytes]) -> list[dict[str, str | int | dict[str, str | int]]]:

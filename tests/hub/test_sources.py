@@ -7,6 +7,7 @@ import pytest
 
 from tests.hub.conftest import MODEL, Machine
 from tests.hub.server import TOKEN, Hub, Repository
+from vexport.checkpoint.hub import side_files
 from vexport.errors import InputError
 from vexport.scenario import read_scenario
 
@@ -75,7 +76,6 @@ def test_the_words_of_the_library_are_one_line_of_ours(
     code: int,
     message: str,
 ) -> None:
-    hub.limited = state.get("limited", False)
     hub.repositories[MODEL].gated = state.get("gated", False)
     ran = machine.run("quantize", name, "out", *FP8, **variables)
     assert ran.code == code
@@ -164,3 +164,8 @@ def test_without_network_a_whole_copy_in_the_cache_is_used(machine: Machine, hub
     broken = machine.run("quantize", MODEL, "fourth", *FP8, HF_HUB_OFFLINE="1")
     assert broken.code == 4
     assert "offline mode is enabled" in broken.stderr
+
+
+@pytest.mark.parametrize("name", ["/etc/x.json", "../x.json", "a/../../x.json", "//x.json", ".x.json"])
+def test_names_that_lead_elsewhere_are_no_files(name: str) -> None:
+    assert side_files([name, "config.json", "a/tokenizer.json"]) == ["a/tokenizer.json", "config.json"]

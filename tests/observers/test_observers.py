@@ -34,13 +34,6 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", OBSERVERS)
-def test_loading_by_name(name: str) -> None:
-    observer = Observer.load_from_registry(name, base_name="weight", args=CHANNEL)
-    assert type(observer) is OBSERVERS[name]
-    assert not observer.has_statistics
-
-
 def test_what_is_unknown_is_an_error_that_lists_what_is_known() -> None:
     with pytest.raises(ValueError, match="'minmaxx'.*need one of.*imatrix_mse.*static_minmax"):
         load_observer("minmaxx", "weight", CHANNEL)

@@ -175,10 +175,3 @@ def test_own_schemes_are_written_checked_and_read_back(narrow: Path, tmp_path: P
         assert ran.code == 0, ran.stderr
         checked = vexport("check", out, "--source", narrow, "--format", "json")
         assert checked.code == 0, (name, checked.stdout)
-
-
-def test_explain_knows_names_with_groups_and_arguments() -> None:
-    ran = vexport("explain", "w4a16_g64")
-    assert ran.code == 0, ran.stderr
-    assert ran.stdout.startswith("#")
-    assert vexport("explain", "FP8_CHANNEL.A16").code == 0

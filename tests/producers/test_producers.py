@@ -42,10 +42,6 @@ FP8: dict[str, Json] = {**WEIGHTS, "type": "float", "num_bits": 8}
 INT8: dict[str, Json] = {**WEIGHTS, "type": "int", "num_bits": 8}
 
 
-def test_each_producer_has_some() -> None:
-    assert {name.partition("-")[0] for name in NAMES} == {"autoround", "llmcompressor"}
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_check_is_clean(name: str) -> None:
     assert problems(CHECKPOINTS / name) == []

@@ -10,52 +10,16 @@ from compressed_tensors.quantization import QuantizationConfig, preset_name_to_s
 from safetensors.torch import load_file
 
 from tests.command import vexport
-from tests.models import dequantized, quantize, save_llama
+from tests.models import quantize, save_llama
 
-SCHEMES = {
-    "NVFP4": 19.0,
-    "NVFP4A16": 19.0,
-    "FP8": 30.0,
-    "FP8_DYNAMIC": 30.0,
-    "W8A8": 38.0,
-    "W4A16": 17.0,
-}  # least signal-to-noise in dB of a normal weight, rounded to nearest
-FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
-GLOBAL = {"NVFP4": ("weight_global_scale", "input_global_scale"), "FP8": ("weight_scale", "input_scale")}
+SCHEMES = ("NVFP4", "NVFP4A16", "FP8", "FP8_DYNAMIC", "W8A8", "W4A16")
 
 Good = Callable[[str], Path]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_weights_come_back(scheme: str, llama: Path, good: Good) -> None:
-    original, out = load_file(llama / "model.safetensors"), good(scheme)
-    linears = [name.removesuffix(".weight") for name in original if "_proj." in name]
-    assert len(linears) == 21
-    for module in linears:
-        exact = original[f"{module}.weight"].to(torch.float32)
-        noise = (dequantized(out, module).to(torch.float32) - exact).square().mean()
-        decibels = 10 * torch.log10(exact.square().mean() / noise).item()
-        assert decibels > SCHEMES[scheme], module
-
-
-@pytest.mark.parametrize("scheme", GLOBAL)
-def test_fused_layers_share_what_vllm_keeps_once(scheme: str, good: Good) -> None:
-    tensors = load_file(good(scheme) / "model.safetensors")
-    for layer in range(3):
-        for members in FUSED:
-            for parameter in GLOBAL[scheme]:
-                values = {tensors[f"model.layers.{layer}.{member}.{parameter}"].item() for member in members}
-                assert len(values) == 1
-        first, second = (
-            tensors[f"model.layers.{layer}.{name}.{GLOBAL[scheme][0]}"]
-            for name in ("self_attn.o_proj", "mlp.down_proj")
-        )
-        assert first.item() != second.item()
-
-
 def test_global_scale_is_the_divisor_of_the_largest_member(llama: Path, good: Good) -> None:
     original, tensors = (load_file(folder / "model.safetensors") for folder in (llama, good("NVFP4")))
-    names = [f"model.layers.1.{member}" for member in FUSED[0]]
+    names = [f"model.layers.1.self_attn.{member}_proj" for member in "qkv"]
     largest = max(original[f"{name}.weight"].abs().max().item() for name in names)
     assert tensors[f"{names[0]}.weight_global_scale"].item() == pytest.approx(448 * 6 / largest, rel=1e-6)
 

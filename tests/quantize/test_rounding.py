@@ -80,14 +80,6 @@ def test_scales_are_searched_by_what_enters_the_layer(source: Path, text: Path, 
     assert found["imatrix_mse"] < found["memoryless_minmax"]
 
 
-def test_without_text_it_takes_that_of_vexport(source: Path, tmp_path: Path) -> None:
-    """Which the micro model has no tokenizer for."""
-    ran = vexport("quantize", source, tmp_path / "out", "--scheme", "W4A16", "--rounding", "gptq")
-    assert ran.code == 2
-    assert "no calibration data was named" in ran.stderr
-    assert "no usable tokenizer" in ran.stderr
-
-
 def test_with_text_weights_are_refitted_and_the_answer_says_how(
     source: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from vexport.formats.schemes import get_scheme
 from vexport.layers.blocks import group_layout
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_headers
-from vexport.quantize.rounding import REPORT, round_weights
+from vexport.quantize.rounding import round_weights
 from vexport.quantize.stream import quantized_group
 from vexport.records import CalibrationRecord, KvCache, Plan, silent
 from vexport.records.rounding import GroupRounding, RoundingReport
@@ -171,19 +171,3 @@ def test_the_cache_is_calibrated_in_the_quantized_stream(tmp_path: Path) -> None
     assert len(quantized) == 3
     assert report.cached == quantized
     assert report.cached != calibrate(LayerWalk(index), plan, TEXT).kv_ranges
-
-
-@pytest.mark.slow
-def test_experts_go_on_to_the_same_bytes_after_a_kill(tmp_path: Path) -> None:
-    """What a kill in the second layer leaves: half a file."""
-    folder = save(expert_configs()["mixtral"], tmp_path / "mixtral")
-    index, plan = plan_of(folder, "MXFP4A16", "refit")
-    out = tmp_path / "rounded"
-    whole, _ = run(index, plan, out)
-    expected = {name: whole[name].tobytes() for name in whole}
-    (out / REPORT).unlink()
-    for file in list(out.glob("layer-0001.json")):
-        file.unlink()
-        file.with_suffix(".safetensors").write_bytes(b"half")
-    again, _ = run(index, plan, out)
-    assert {name: again[name].tobytes() for name in again} == expected

@@ -10,53 +10,26 @@ from safetensors.torch import load_file, save_file
 
 from tests.command import Ran, vexport
 from tests.models import dequantized, problems
-from tests.mutations.edits import Change, add, drop, element, put, spoiled
+from tests.mutations.edits import (
+    ARGUMENTS,
+    GROUP,
+    INPUTS,
+    QUANTIZATION,
+    Change,
+    add,
+    all_of,
+    config,
+    drop,
+    element,
+    inverse,
+    put,
+    spoiled,
+)
+from vexport.records import Json
 
 PEER = Path(__file__).parent.parent / "peer"
 Q = "model.layers.1.self_attn.q_proj"
-K = "model.layers.1.self_attn.k_proj"
 DOWN = "model.layers.2.mlp.down_proj"
-SCHEMES = ("NVFP4", "FP8_DYNAMIC", "FP8", "W4A16", "W8A8", "MXFP4A16")
-
-
-def config(**changes: object) -> Change:
-    """Set keys of the quantization config."""
-    return at((), changes)
-
-
-def group(**changes: object) -> Change:
-    """Set keys of the first config group."""
-    return at(("config_groups", "group_0"), changes)
-
-
-def weights(**changes: object) -> Change:
-    """Set arguments of the first config group's weights."""
-    return at(("config_groups", "group_0", "weights"), changes)
-
-
-def inputs(**changes: object) -> Change:
-    """Set arguments of the first config group's inputs."""
-    return at(("config_groups", "group_0", "input_activations"), changes)
-
-
-def at(place: tuple[str, ...], changes: dict[str, object]) -> Change:
-    def apply(folder: Path) -> None:
-        whole = json.loads((folder / "config.json").read_text())
-        node = whole["quantization_config"]
-        for key in place:
-            node = node[key]
-        node.update(changes)
-        (folder / "config.json").write_text(json.dumps(whole))
-
-    return apply
-
-
-def together(*changes: Change) -> Change:
-    def apply(folder: Path) -> None:
-        for change in changes:
-            change(folder)
-
-    return apply
 
 
 def repair(checkpoint: Path, out: Path, *options: object) -> tuple[Ran, dict[str, list[dict[str, object]]]]:
@@ -66,20 +39,24 @@ def repair(checkpoint: Path, out: Path, *options: object) -> tuple[Ran, dict[str
 
 
 WITHOUT_LOSS = [
-    ("W8A8", config(quant_method=None), "config"),
-    ("W4A16", weights(no_such_key=1), "config"),
-    ("W8A8", inputs(zero=1), "config"),
-    ("FP8_DYNAMIC", config(sparsity_config={"format": "dense", "targets": ["Linear"]}), "config"),
-    ("W8A8", config(ignore=["lm_head", Q]), "targets"),
-    ("W8A8", config(ignore=["re:.*"]), "targets"),
-    ("W8A8", group(targets=["re:.*mlp.*"]), "targets"),
-    ("FP8", group(targets=["no_such_layer"]), "targets"),
-    ("W4A16", group(format="no-such-format"), "arguments"),
-    ("W4A16", weights(group_size=64), "arguments"),
-    ("W4A16", weights(symmetric=False), "arguments"),
-    ("FP8_DYNAMIC", weights(strategy="tensor"), "arguments"),
-    ("NVFP4", weights(strategy="tensor"), "arguments"),
-    ("NVFP4", put(f"{DOWN}.weight_global_scale", lambda t: 1 / t), "global scales"),
+    ("W8A8", config(QUANTIZATION, quant_method=None), "config"),
+    ("W4A16", config(ARGUMENTS, no_such_key=1), "config"),
+    ("W8A8", config(INPUTS, zero=1), "config"),
+    (
+        "FP8_DYNAMIC",
+        config(QUANTIZATION, sparsity_config={"format": "dense", "targets": ["Linear"]}),
+        "config",
+    ),
+    ("W8A8", config(QUANTIZATION, ignore=["lm_head", Q]), "targets"),
+    ("W8A8", config(QUANTIZATION, ignore=["re:.*"]), "targets"),
+    ("W8A8", config(GROUP, targets=["re:.*mlp.*"]), "targets"),
+    ("FP8", config(GROUP, targets=["no_such_layer"]), "targets"),
+    ("W4A16", config(GROUP, format="no-such-format"), "arguments"),
+    ("W4A16", config(ARGUMENTS, group_size=64), "arguments"),
+    ("W4A16", config(ARGUMENTS, symmetric=False), "arguments"),
+    ("FP8_DYNAMIC", config(ARGUMENTS, strategy="tensor"), "arguments"),
+    ("NVFP4", config(ARGUMENTS, strategy="tensor"), "arguments"),
+    ("NVFP4", put(f"{DOWN}.weight_global_scale", inverse), "global scales"),
 ]
 
 
@@ -150,7 +127,7 @@ def test_global_scales_of_inputs_become_those_of_the_majority(
 
 
 def test_missing_scales_of_the_kv_cache_are_one_and_said(good: Callable[[str], Path], tmp_path: Path) -> None:
-    announce = config(kv_cache_scheme=KV_SCHEME)
+    announce = config(QUANTIZATION, kv_cache_scheme=KV_SCHEME)
     ran, report = repair(spoiled(good("W8A8"), tmp_path / "broken", announce), tmp_path / "out")
     assert ran.code == 0, ran.stderr
     assert [repair["where"] for repair in report["repairs"]] == [
@@ -163,12 +140,15 @@ def test_missing_scales_of_the_kv_cache_are_one_and_said(good: Callable[[str], P
     assert all(torch.equal(scale, torch.ones(1)) for scale in scales)
 
 
-KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+KV_SCHEME: Json = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 REFUSED = [
     ("W4A16", drop(f"{Q}.weight_packed"), f"{Q}.weight_packed"),
     (
         "W8A8",
-        together(config(kv_cache_scheme=KV_SCHEME), add("model.layers.0.self_attn.k_scale", torch.ones(1))),
+        all_of(
+            config(QUANTIZATION, kv_cache_scheme=KV_SCHEME),
+            add("model.layers.0.self_attn.k_scale", torch.ones(1)),
+        ),
         "model.layers.1.self_attn.k_scale",
     ),
     ("NVFP4", put(f"{DOWN}.weight_scale", element(float("nan"))), f"{DOWN}.weight_scale"),
@@ -178,11 +158,14 @@ REFUSED = [
     ("W8A8", drop("model.norm.weight"), "model.norm.weight"),
     ("FP8_DYNAMIC", put(f"{DOWN}.weight", lambda t: t.view(torch.uint8)), f"{DOWN}.weight"),
     ("W8A8", put(f"{DOWN}.weight_scale", lambda t: t[:-1]), f"{DOWN}.weight_scale"),
-    ("W4A16", weights(actorder="group"), "config_groups.group_0"),
-    ("FP8_DYNAMIC", weights(num_bits=3), "config_groups.group_0"),
+    ("W4A16", config(ARGUMENTS, actorder="group"), "config_groups.group_0"),
+    ("FP8_DYNAMIC", config(ARGUMENTS, num_bits=3), "config_groups.group_0"),
     (
         "W4A16",
-        together(weights(actorder="group"), add(f"{DOWN}.weight_g_idx", torch.zeros(512, dtype=torch.int32))),
+        all_of(
+            config(ARGUMENTS, actorder="group"),
+            add(f"{DOWN}.weight_g_idx", torch.zeros(512, dtype=torch.int32)),
+        ),
         "config_groups.group_0",
     ),
     (
@@ -192,8 +175,8 @@ REFUSED = [
     ),
     ("W8A8", lambda folder: (folder / "model.safetensors").write_bytes(b"12345678"), "model.safetensors"),
     ("W8A8", lambda folder: (folder / "config.json").write_text("{"), "config.json"),
-    ("W8A8", config(config_groups={}), "config_groups"),
-    ("W8A8", inputs(dynamic=False), "input_scale"),
+    ("W8A8", config(QUANTIZATION, config_groups={}), "config_groups"),
+    ("W8A8", config(INPUTS, dynamic=False), "input_scale"),
 ]
 
 
