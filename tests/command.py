@@ -20,20 +20,16 @@ ALL_COMMANDS: dict[str, click.Command] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ran:
-    """What a command left: its exit code and both streams."""
-
     code: int
     stdout: str
     stderr: str
 
     @property
     def errors(self) -> list[str]:
-        """The lines on stderr that tell of an error."""
         return [line for line in self.stderr.splitlines() if line.startswith("error: ")]
 
 
 def vexport(*arguments: object) -> Ran:
-    """Run `vexport ARGUMENTS...`."""
     out, err = io.StringIO(), io.StringIO()
     with (
         patch.object(sys, "argv", ["vexport", *map(str, arguments)]),

@@ -2,13 +2,13 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.engine.warm import Warm
-from tests.models import quantize, save_llama, write_calibration
+from tests.models import Good, quantize, save_llama, write_calibration
 
 # Of the cases of one test those that `--quick` runs: the first, the last and so many between them.
 CASES = 5
@@ -36,7 +36,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def quick(items: list[pytest.Item]) -> list[pytest.Item]:
-    """What `--quick` runs; the same each time."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         assert isinstance(item, pytest.Function)
@@ -86,12 +85,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A calibration file for the micro models."""
     return write_calibration(tmp_path_factory.mktemp("calibration") / "rows.jsonl")
 
 
 @pytest.fixture(scope="session")
-def good(tmp_path_factory: pytest.TempPathFactory, llama: Path, calibration: Path) -> Callable[[str], Path]:
+def good(tmp_path_factory: pytest.TempPathFactory, llama: Path, calibration: Path) -> Good:
     """The micro Llama quantized in the scheme of a name; read it, never write to it."""
     root = tmp_path_factory.mktemp("good")
 

@@ -1,7 +1,7 @@
 """Micro models with random weights, saved as real checkpoints; what tests do with them again and again."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +15,8 @@ from vexport.checks import check_checkpoint
 from vexport.records import Finding
 
 VOCABULARY = 384
+# The fixture `good`: the micro Llama in the scheme of a name.
+Good = Callable[[str], Path]
 SIZES: Mapping[str, int] = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -55,7 +57,6 @@ def _save(folder: Path, model: PreTrainedModel) -> Path:
 
 
 def write_calibration(path: Path, rows: int = 8, length: int = 32, vocabulary: int = VOCABULARY) -> Path:
-    """A calibration file of random token ids."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, vocabulary, (rows, length), generator=generator).tolist()
     path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids), encoding="utf-8")
@@ -96,7 +97,6 @@ def problems(folder: Path) -> list[Finding]:
 
 
 def errors(folder: Path) -> list[Finding]:
-    """What a check says is wrong with a checkpoint."""
     report = check_checkpoint(str(folder))
     found = [finding for finding in report.findings if finding.severity == "error"]
     assert report.ok is (not found)

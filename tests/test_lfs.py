@@ -1,13 +1,13 @@
 """A Git LFS pointer in the place of a file is called one, by every command and before any work."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 
 import pytest
 
 from tests.command import vexport
+from tests.models import Good
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 2336927755\n"
 TASK = Path(__file__).parent.parent / "scenarios" / "demo" / "tasks" / "addition.yaml"
@@ -26,7 +26,7 @@ TASK = Path(__file__).parent.parent / "scenarios" / "demo" / "tasks" / "addition
     ],
 )
 def test_every_command_calls_a_pointer_one(
-    name: str, arguments: tuple[object, ...], good: Callable[[str], Path], tmp_path: Path
+    name: str, arguments: tuple[object, ...], good: Good, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
     copytree(good("W8A8"), model)
@@ -41,7 +41,7 @@ def test_every_command_calls_a_pointer_one(
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
-def test_many_pointers_are_one_line_and_a_finding(good: Callable[[str], Path], tmp_path: Path) -> None:
+def test_many_pointers_are_one_line_and_a_finding(good: Good, tmp_path: Path) -> None:
     model = tmp_path / "model"
     copytree(good("W8A8"), model)
     for number in range(1, 4):

@@ -28,7 +28,6 @@ def quantized(source: Path, out: Path, *options: str) -> str:
 
 
 def advised(message: str, scheme: str) -> tuple[str, ...]:
-    """The options that a refusal says to use instead."""
     found = ADVICE.search(message)
     assert found is not None, message
     if found["scheme"]:

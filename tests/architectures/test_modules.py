@@ -26,13 +26,11 @@ def saved(family: str, folder: Path) -> Path:
 
 
 def read_ignore(folder: Path) -> list[str]:
-    """The ignore list of a checkpoint."""
     config = json.loads((folder / "config.json").read_text())
     return [str(entry) for entry in config["quantization_config"]["ignore"]]
 
 
 def write_ignore(folder: Path, entries: list[str]) -> None:
-    """Another ignore list."""
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["ignore"] = entries
     (folder / "config.json").write_text(json.dumps(config))
@@ -104,5 +102,4 @@ def test_a_class_that_could_not_be_built_is_named_in_the_plan(tmp_path: Path) ->
 
 
 def resolve_towers(name: str) -> bool:
-    """Whether a class is multimodal."""
     return bool(resolve(name, {})[0].language_model)

@@ -21,7 +21,6 @@ IN_PROJ = "backbone.layers.0.mixer.in_proj"
 
 
 def errors(checkpoint: Path, *options: object) -> list[str]:
-    """What `check` finds wrong, where and why."""
     ran = vexport("check", checkpoint, *options, "--format", "json")
     found = json.loads(ran.stdout)[0]["findings"]
     return [f"{one['where']}: {one['got']}" for one in found if one["severity"] == "error"]

@@ -21,12 +21,10 @@ def samples(lengths: Sequence[int] = (12, 20, 12, 7, 20, 12), seed: int = 3) -> 
 
 
 def batches_of(chosen: Samples) -> list[torch.Tensor]:
-    """Each sample as a batch of one."""
     return [torch.tensor([ids]) for ids in chosen.token_ids]
 
 
 def calibrated(planned: tuple[SourceIndex, Plan], chosen: Samples) -> CalibrationRecord:
-    """What samples show of a plan."""
     index, plan = planned
     return calibrate(LayerWalk(index), plan, chosen)
 

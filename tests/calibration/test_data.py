@@ -23,7 +23,6 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfo
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's tokenizer with a chat template."""
     folder = tmp_path_factory.mktemp("chat") / "model"
     shutil.copytree(DEMO, folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
@@ -31,7 +30,6 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read(name: object, model: Path = DEMO, **settings: object) -> Samples:
-    """The samples of data with these settings."""
     values = {"data": name, "samples": 8, "seq_len": 16, **settings}
     source = Calibration.model_validate(values).source()
     return read_samples(source, model, vocab_size=VOCABULARY)

@@ -29,7 +29,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(source: Path, out: Path, change: Change) -> Path:
-    """A copy of a checkpoint with other weights."""
     tensors = load_file(source / "model.safetensors")
     change(tensors)
     out.mkdir()

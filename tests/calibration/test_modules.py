@@ -257,7 +257,6 @@ def test_weights_that_are_not_finite_are_refused(
 
 
 def observed_model(model: torch.nn.Module, scheme: str) -> None:
-    """Observers of all weights, fused, shown them, asked."""
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.quantization_scheme = preset_name_to_scheme(scheme, ["Linear"])

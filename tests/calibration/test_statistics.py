@@ -63,7 +63,6 @@ def test_quantize_searches_by_it(llama: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", params=configs())
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of one family."""
     return save(configs()[request.param], tmp_path_factory.mktemp("family") / request.param)
 
 

@@ -1,7 +1,6 @@
 """Exponents in a checkpoint are believed only where they can be a smoothing: the model computes the same."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.command import vexport
+from tests.models import Good
 from vexport.checkpoint.smoothed import encode, smoothing_of
 from vexport.errors import InputError
 
@@ -57,9 +57,7 @@ def test_exponents_that_are_no_smoothing_are_refused(text: str | bytes, tmp_path
         smoothing_of(tmp_path)
 
 
-def test_weights_do_not_pass_for_smoothed_ones(
-    good: Callable[[str], Path], llama: Path, tmp_path: Path
-) -> None:
+def test_weights_do_not_pass_for_smoothed_ones(good: Good, llama: Path, tmp_path: Path) -> None:
     """With 2^127 every weight of the source would be infinite, which no weight differs from."""
     folder = copytree(good("W4A16"), tmp_path / "forged")
     (folder / "smoothing.json").write_text(pair(exponents(127), exponents(-127)))

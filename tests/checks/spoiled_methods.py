@@ -35,7 +35,6 @@ def scaled(name: str, factor: float) -> Change:
 
 
 def filled(name: str, number: float) -> Change:
-    """The first element of a tensor, whatever its dtype."""
     return put(name, element(number))
 
 
@@ -48,7 +47,6 @@ def quantization(**changes: Json) -> Change:
 
 
 def says(family: str, where: str, /, **changes: Json) -> Spoiled:
-    """Another config."""
     return quantization(**changes), family, where
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.command import Ran, vexport
 from tests.evaluation.make import make_tasks
+from tests.models import Good
 from tests.mutations.edits import QUANTIZATION, WHOLE, Change, config, spoiled
 from vexport.errors import InputError
 from vexport.records import Json
@@ -21,7 +22,7 @@ SOON = 10.0
 
 
 @pytest.fixture
-def check(good: Callable[[str], Path], tmp_path: Path) -> Callable[[Change], Ran]:
+def check(good: Good, tmp_path: Path) -> Callable[[Change], Ran]:
     """Check a copy of a sound checkpoint with a changed config; what takes too long fails."""
 
     def run(change: Change) -> Ran:

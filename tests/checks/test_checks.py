@@ -1,7 +1,6 @@
 """Good checkpoints are clean; each way of breaking one is found, where it is broken."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 
@@ -10,7 +9,7 @@ import torch
 
 from tests.command import vexport
 from tests.engine.sketches import QWEN3_MOE, sketch
-from tests.models import errors, problems, save_qwen3
+from tests.models import Good, errors, problems, save_qwen3
 from tests.mutations.edits import INPUTS, Change, config, drop, element, put, spoiled
 from vexport.formats.schemes import all_schemes
 from vexport.records import Json
@@ -21,7 +20,7 @@ DOWN = "model.layers.2.mlp.down_proj"
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_good_checkpoints_are_clean(good: Callable[[str], Path], scheme: str) -> None:
+def test_good_checkpoints_are_clean(good: Good, scheme: str) -> None:
     assert problems(good(scheme)) == []
 
 
@@ -62,7 +61,7 @@ TENSOR_MUTATIONS = [
 
 @pytest.mark.parametrize(("scheme", "change", "check", "where"), TENSOR_MUTATIONS)
 def test_broken_tensors_are_found(
-    good: Callable[[str], Path], tmp_path: Path, scheme: str, change: Change, check: str, where: str
+    good: Good, tmp_path: Path, scheme: str, change: Change, check: str, where: str
 ) -> None:
     found = errors(spoiled(good(scheme), tmp_path / "broken", change))
     assert any(finding.check == check and where in finding.where for finding in found), found
@@ -78,7 +77,7 @@ def test_broken_tensors_are_found(
     ],
 )
 def test_what_vllm_casts_without_a_loss_is_a_warning(
-    good: Callable[[str], Path], tmp_path: Path, scheme: str, change: Change, where: str
+    good: Good, tmp_path: Path, scheme: str, change: Change, where: str
 ) -> None:
     found = problems(spoiled(good(scheme), tmp_path / "cast", change))
     assert [(finding.severity, finding.where) for finding in found] == [("warning", where)]
@@ -86,7 +85,7 @@ def test_what_vllm_casts_without_a_loss_is_a_warning(
 
 @pytest.mark.parametrize(("scheme", "scale"), [("NVFP4", "input_global_scale"), ("FP8", "input_scale")])
 def test_a_scale_of_inputs_that_vllm_passes_over_is_a_warning(
-    good: Callable[[str], Path], tmp_path: Path, scheme: str, scale: str
+    good: Good, tmp_path: Path, scheme: str, scale: str
 ) -> None:
     """Two of three have the largest, which vLLM takes; where one alone has it, that is an error."""
     found = problems(spoiled(good(scheme), tmp_path / "smaller", put(f"{Q}.{scale}", lambda old: old / 3)))
@@ -104,7 +103,7 @@ def test_a_scale_of_inputs_that_vllm_passes_over_is_a_warning(
     ],
 )
 def test_inputs_that_vllm_leaves_in_16_bits_are_a_warning(
-    good: Callable[[str], Path], tmp_path: Path, scheme: str, change: dict[str, Json], inputs: str
+    good: Good, tmp_path: Path, scheme: str, change: dict[str, Json], inputs: str
 ) -> None:
     folder = spoiled(good(scheme), tmp_path / "changed", config(INPUTS, **change))
     ran = vexport("check", folder, "--sm", "90", "--format", "json")
@@ -126,7 +125,7 @@ def test_routed_experts_need_inputs_that_vllm_quantizes(tmp_path: Path) -> None:
     assert "does not run for routed experts" in finding.got
 
 
-def test_an_index_may_not_leave_its_folder(good: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_index_may_not_leave_its_folder(good: Good, tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     copytree(good("W8A8"), folder)
     for name in ("../model.safetensors", "/etc/passwd", "missing.safetensors"):
@@ -137,7 +136,7 @@ def test_an_index_may_not_leave_its_folder(good: Callable[[str], Path], tmp_path
         assert name.rpartition("/")[2] in f"{finding.where} {finding.got}"
 
 
-def test_check_answers_with_a_list_and_exit_codes(good: Callable[[str], Path], tmp_path: Path) -> None:
+def test_check_answers_with_a_list_and_exit_codes(good: Good, tmp_path: Path) -> None:
     broken = spoiled(good("W8A8"), tmp_path / "broken", drop(f"{DOWN}.weight_scale"))
     ran = vexport("check", good("NVFP4"), broken, "--format", "json")
     assert ran.code == 1

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,14 @@ import yaml
 
 from tests.command import vexport
 from tests.engine.fixtures import write_tokenizer
+from tests.models import Good
 from tests.mutations.edits import all_of, element, put, spoiled
 
 ROOT = Path(__file__).parent.parent.parent
 DOWN = "model.layers.2.mlp.down_proj"
 
 
-def test_one_that_is_no_checkpoint_hides_no_other(good: Callable[[str], Path], tmp_path: Path) -> None:
+def test_one_that_is_no_checkpoint_hides_no_other(good: Good, tmp_path: Path) -> None:
     ran = vexport("check", tmp_path / "none", good("FP8"), "--format", "json", "--quiet")
     none, sound = json.loads(ran.stdout)
     assert (ran.code, none["ok"], sound["ok"]) == (2, False, True)
@@ -27,7 +27,7 @@ def test_one_that_is_no_checkpoint_hides_no_other(good: Callable[[str], Path], t
 
 
 def test_annotations_stand_at_the_file_and_line(
-    good: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "repository" / "models" / "broken"
     folder.parent.mkdir(parents=True)
@@ -75,9 +75,7 @@ def run_action(checkpoint: Path, command: str, folder: Path) -> tuple[int, dict[
     return code, outputs
 
 
-def test_the_action_tells_the_verdict_and_where_the_report_is(
-    good: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_the_action_tells_the_verdict_and_where_the_report_is(good: Good, tmp_path: Path) -> None:
     broken = spoiled(good("W8A8"), tmp_path / "broken", put(f"{DOWN}.weight_scale", element(float("nan"))))
     checked = "check --static --sm 90"
     for checkpoint, command, code, verdict in (

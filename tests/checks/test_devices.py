@@ -1,13 +1,14 @@
 """`vexport check --tp --sm --vllm`: what runs where, and what other versions of vLLM do otherwise."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.command import vexport
 from tests.engine.sketches import LLAMA, QWEN3_MOE, sketch
+from tests.models import Good
 from tests.mutations.edits import Change, config, spoiled
 
 Finding = Mapping[str, str]
@@ -86,7 +87,7 @@ GRID: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 
 @pytest.mark.parametrize("scheme", GRID)
-def test_capabilities_refuse_or_run_otherwise(good: Callable[[str], Path], scheme: str) -> None:
+def test_capabilities_refuse_or_run_otherwise(good: Good, scheme: str) -> None:
     """What vLLM 0.32's dry load said of the same schemes; tests/engine/test_dry_agrees.py asks it again."""
     refused, other = GRID[scheme]
     found = findings(good(scheme), "--sm", "70,75,80,89,90,100")
@@ -104,7 +105,7 @@ def test_capabilities_refuse_or_run_otherwise(good: Callable[[str], Path], schem
     ],
 )
 def test_versions_differ_where_they_are_known_to(
-    good: Callable[[str], Path], tmp_path: Path, scheme: str, change: Change, versions: Mapping[str, str]
+    good: Good, tmp_path: Path, scheme: str, change: Change, versions: Mapping[str, str]
 ) -> None:
     checkpoint = spoiled(good(scheme), tmp_path / "checkpoint", change)
     for version, severity in versions.items():
@@ -114,7 +115,7 @@ def test_versions_differ_where_they_are_known_to(
         assert found == ([severity] if severity else []), version
 
 
-def test_what_is_not_known_of_a_version_is_said(good: Callable[[str], Path]) -> None:
+def test_what_is_not_known_of_a_version_is_said(good: Good) -> None:
     (newer,) = findings(good("W8A8"), "--vllm", "0.40")
     assert (newer["severity"], newer["got"]) == ("warning", "unknown: checked by the rules of 0.33")
     assert findings(good("W8A8"), "--vllm", "0.31") == []

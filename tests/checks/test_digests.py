@@ -3,7 +3,6 @@
 import hashlib
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 
@@ -11,7 +10,7 @@ import pytest
 import xxhash
 
 from tests.command import vexport
-from tests.models import errors, problems, quantize
+from tests.models import Good, errors, problems, quantize
 from tests.mutations.edits import put, spoiled
 from vexport.checkpoint.index import read_index
 from vexport.checks import digests
@@ -43,7 +42,7 @@ def test_the_record_is_of_each_file_whole(llama: Path, tmp_path: Path) -> None:
     assert digests_of(tmp_path / "out") == expected
 
 
-def test_a_flipped_byte_is_found(good: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_flipped_byte_is_found(good: Good, tmp_path: Path) -> None:
     folder = copytree(good("W4A16"), tmp_path / "out")
     assert problems(folder) == []
     flip(folder)
@@ -55,7 +54,7 @@ def test_a_flipped_byte_is_found(good: Callable[[str], Path], tmp_path: Path) ->
 
 
 def test_what_is_large_is_compared_when_asked(
-    good: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(digests, "MOST_BYTES", 1000)
     folder = copytree(good("W4A16"), tmp_path / "out")
@@ -100,7 +99,7 @@ def test_a_list_that_cannot_be_used_is_bad_input(line: str | None, llama: Path, 
     assert vexport("check", llama, "--digests", "vexport.json").code == 2
 
 
-def test_repair_writes_the_digests_of_what_it_writes(good: Callable[[str], Path], tmp_path: Path) -> None:
+def test_repair_writes_the_digests_of_what_it_writes(good: Good, tmp_path: Path) -> None:
     wrong = put(f"{DOWN}.weight_global_scale", lambda scale: 1 / scale)
     folder = spoiled(good("NVFP4A16"), tmp_path / "out", wrong)
     assert vexport("repair", folder, tmp_path / "repaired").code == 0

@@ -24,7 +24,6 @@ TABLE: Mapping[str, Tensor | None] = {
 
 
 def checkpoint(folder: Path, model: str, target: str, *, tied: bool, packed: bool, **weights: Json) -> Path:
-    """A model whose table is quantized, or only targeted."""
     change = {**(TABLE if packed else {}), **({"lm_head.weight": None} if tied else {})}
     kind = model.removesuffix("ForCausalLM").lower()
     config = {**LLAMA, "architectures": [model], "model_type": kind, "tie_word_embeddings": tied}
@@ -38,7 +37,6 @@ def checkpoint(folder: Path, model: str, target: str, *, tied: bool, packed: boo
 
 
 def said(folder: Path) -> str:
-    """What the check says of the table."""
     found = check_checkpoint(str(folder)).findings
     return " ".join(one.got for one in found if (one.check, one.where) == ("targets", "model.embed_tokens"))
 

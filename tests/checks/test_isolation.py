@@ -1,7 +1,7 @@
 """One bad checkpoint, or a mistake of ours on it, never takes the answers on the others."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree
 from xml.etree import ElementTree
@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.command import vexport
+from tests.models import Good
 from vexport.checks import CHECKS, Check
 from vexport.checks.vllm.view import CheckpointView
 from vexport.records import Finding
@@ -21,7 +22,7 @@ def _broken(view: CheckpointView) -> Iterator[Finding]:
 
 
 @pytest.fixture
-def three(good: Callable[[str], Path], tmp_path: Path) -> list[Path]:
+def three(good: Good, tmp_path: Path) -> list[Path]:
     """Two sound checkpoints and between them one on which a check ends with an exception."""
     copytree(good("W4A16"), tmp_path / "bad")
     (tmp_path / "bad" / "tokenizer_config.json").write_text("[]")

@@ -15,14 +15,12 @@ UNRESOLVED = Architecture(fused=LLAMA.fused)
 
 
 def group(name: str, *targets: str) -> ConfigGroup:
-    """A config group of 8 bits."""
     parsed = parse_group(name, {"targets": [*targets], "weights": {"num_bits": 8}}, "pack-quantized")
     assert isinstance(parsed, ConfigGroup)
     return parsed
 
 
 def chosen(unit: str, members: tuple[str, ...], *groups: ConfigGroup) -> str | None:
-    """The name of the group that a unit gets."""
     found = group_for(unit, members, targets_of(groups), LLAMA, table=LLAMA.is_table(unit))
     return found.name if found else None
 

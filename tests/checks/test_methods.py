@@ -1,14 +1,13 @@
 """Checkpoints that another method quantized: one finding that says so, and nothing is touched."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 
 import pytest
 
 from tests.command import vexport
-from tests.models import problems
+from tests.models import Good, problems
 from tests.mutations.edits import QUANTIZATION, WHOLE, Change, config, json_config, spoiled
 from vexport.checks import NAMES, NUMBERS
 from vexport.checks.vllm.quant_methods import METHODS, OTHERS
@@ -21,16 +20,13 @@ CONFIGS: dict[str, dict[str, Json]] = {
     "TorchAO": {"quant_method": "torchao", "quant_type": {"default": "int4_weight_only"}},
 }
 SEPARATE: Json = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
-Good = Callable[[str], Path]
 
 
 def described(quantization: Json) -> Change:
-    """Another quantization config."""
     return config(WHOLE, quantization_config=quantization)
 
 
 def only(root: Path) -> Finding:
-    """The single finding on a checkpoint."""
     (finding,) = problems(root)
     return finding
 

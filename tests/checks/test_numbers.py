@@ -1,12 +1,12 @@
 """Numbers and settings that cannot be meant: each rule where it speaks and where it does not."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.models import Good
 from tests.mutations.edits import Change, Tensors, add, all_of, every, put, spoiled, tensors
 from vexport.checks import Against, check_checkpoint
 from vexport.formats.arguments import parse_args
@@ -48,9 +48,7 @@ def test_arguments_are_refused_as_compressed_tensors_does(arguments: Json, refus
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"])
-def test_what_is_not_quantized_is_not_all_zero(
-    good: Callable[[str], Path], tmp_path: Path, name: str
-) -> None:
+def test_what_is_not_quantized_is_not_all_zero(good: Good, tmp_path: Path, name: str) -> None:
     assert found(good("W8A8"), tmp_path / "zero", put(name, every(0.0))) == [name]
 
 
@@ -66,7 +64,7 @@ def test_what_is_not_quantized_is_not_all_zero(
     ],
 )
 def test_bounds_may_be_infinite_and_weights_not(
-    good: Callable[[str], Path], tmp_path: Path, leaf: str, shape: tuple[int, ...], value: float, wrong: bool
+    good: Good, tmp_path: Path, leaf: str, shape: tuple[int, ...], value: float, wrong: bool
 ) -> None:
     """An error of the numbers only where the source has others."""
     name = f"model.vision_tower.encoder.proj.{leaf}"
@@ -83,12 +81,12 @@ def test_bounds_may_be_infinite_and_weights_not(
 
 @pytest.mark.parametrize(("scheme", "leaf"), [("W8A8", "weight"), ("FP8_DYNAMIC", "weight")])
 def test_a_transposed_weight_leaves_ranges_unfilled(
-    good: Callable[[str], Path], tmp_path: Path, scheme: str, leaf: str
+    good: Good, tmp_path: Path, scheme: str, leaf: str
 ) -> None:
     assert found(good(scheme), tmp_path / "turned", put(f"{Q}.{leaf}", lambda value: value.T)) == [Q]
 
 
-def test_rows_that_are_all_zero_fill_no_range(good: Callable[[str], Path], tmp_path: Path) -> None:
+def test_rows_that_are_all_zero_fill_no_range(good: Good, tmp_path: Path) -> None:
     def pruned(values: Tensors) -> None:
         values[f"{Q}.weight"][::2] = 0
         values[f"{Q}.weight_scale"][::2] = torch.finfo(torch.float32).eps
@@ -100,9 +98,7 @@ def test_rows_that_are_all_zero_fill_no_range(good: Callable[[str], Path], tmp_p
     assert found(good("W8A8"), tmp_path / "pruned", tensors(pruned)) == []
 
 
-def test_an_input_is_no_larger_than_its_norm_lets_through(
-    good: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_an_input_is_no_larger_than_its_norm_lets_through(good: Good, tmp_path: Path) -> None:
     def upside_down(values: Tensors) -> None:
         for leaf in "qkv":
             name = f"{LAYER}.self_attn.{leaf}_proj.input_scale"
@@ -112,7 +108,7 @@ def test_an_input_is_no_larger_than_its_norm_lets_through(
     assert found(good("FP8"), tmp_path / "inverse", tensors(upside_down)) == names
 
 
-def test_layers_may_be_stored_as_vllm_fuses_them(good: Callable[[str], Path], tmp_path: Path) -> None:
+def test_layers_may_be_stored_as_vllm_fuses_them(good: Good, tmp_path: Path) -> None:
     def fused(values: Tensors) -> None:
         place = f"{LAYER}.self_attn"
         for leaf in ("weight", "weight_scale"):
@@ -128,7 +124,7 @@ def test_layers_may_be_stored_as_vllm_fuses_them(good: Callable[[str], Path], tm
     assert found(good("W8A8"), tmp_path / "cut", tensors(cut)) == [f"{LAYER}.self_attn.qkv_proj.weight_scale"]
 
 
-def test_a_sign_that_cancels_hides_nothing(good: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_sign_that_cancels_hides_nothing(good: Good, tmp_path: Path) -> None:
     """The layer's other numbers are looked at beside the warning."""
     change = all_of(
         put(f"{Q}.input_scale", lambda scale: -scale), put(f"{Q}.weight_scale", lambda scale: scale * 1e6)

@@ -12,7 +12,7 @@ from tests.architectures.families import save_family
 from tests.checks.quant_methods import CHECKPOINTS, write, write_gpt_oss
 from tests.checks.spoiled_methods import DOWN, LAYER, SPOILED, filled, powers, quantization
 from tests.command import vexport
-from tests.models import problems
+from tests.models import Good, problems
 from tests.mutations.edits import Change, all_of, config, drop, put, spoiled, swap
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
@@ -22,11 +22,9 @@ from vexport.checks.vllm.view import CheckpointView, Target
 from vexport.fidelity.dequantize import dequantized
 from vexport.records import Finding, Json
 
-Written = Callable[[str], Path]
-
 
 @pytest.fixture(scope="session")
-def written(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Written:
+def written(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Good:
     """The micro Llama quantized by a method; read it, never write to it."""
     root = tmp_path_factory.mktemp("methods")
 
@@ -37,7 +35,7 @@ def written(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Written:
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_the_values_that_are_read_are_the_producers(written: Written, llama: Path, name: str) -> None:
+def test_the_values_that_are_read_are_the_producers(written: Good, llama: Path, name: str) -> None:
     """By its own formula, which the packers here follow."""
     weight = load_file(llama / "model.safetensors")[f"{DOWN}.weight"]
     _, expected = CHECKPOINTS[name][1](weight, weight.float().abs().max())
@@ -55,12 +53,12 @@ def found(root: Path, *, severity: str = "error") -> list[Finding]:
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_a_sound_checkpoint_has_no_finding(written: Written, name: str) -> None:
+def test_a_sound_checkpoint_has_no_finding(written: Good, name: str) -> None:
     assert problems(written(name)) == []
 
 
 @pytest.mark.parametrize(("method", "name"), CASES)
-def test_a_spoiled_checkpoint_is_found(written: Written, tmp_path: Path, method: str, name: str) -> None:
+def test_a_spoiled_checkpoint_is_found(written: Good, tmp_path: Path, method: str, name: str) -> None:
     change, family, where = SPOILED[method][name]
     findings = found(spoiled(written(method), tmp_path / "spoiled", change))
     assert any(each.check == family and where in each.where for each in findings), findings
@@ -70,7 +68,7 @@ def test_a_spoiled_checkpoint_is_found(written: Written, tmp_path: Path, method:
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "auto-round"])
 @pytest.mark.parametrize("bits", [9, 0, -4, "x"])
-def test_no_code_has_such_bits(written: Written, tmp_path: Path, method: str, bits: Json) -> None:
+def test_no_code_has_such_bits(written: Good, tmp_path: Path, method: str, bits: Json) -> None:
     """Nothing else may be taken in their place."""
     findings = found(spoiled(written(method), tmp_path / "spoiled", quantization(bits=bits)))
     assert [each.where.rpartition(".")[2] for each in findings if each.check == "config"] == ["bits"]
@@ -191,7 +189,7 @@ def test_experts_are_judged_as_vllm_fuses_them(experts: Path, tmp_path: Path, na
     assert (finding.check, finding.where) == ("completeness", f"{expert}.{scale}")
 
 
-def test_experts_in_fp4_are_not_judged(written: Written, experts: Path, tmp_path: Path) -> None:
+def test_experts_in_fp4_are_not_judged(written: Good, experts: Path, tmp_path: Path) -> None:
     """Of a model without experts the key says nothing."""
     as_mxfp4 = quantization(store_dtype="mxfp4")
     (finding,) = found(spoiled(routed("fp8-block", experts, tmp_path / "sound"), tmp_path / "fp4", as_mxfp4))
@@ -201,9 +199,7 @@ def test_experts_in_fp4_are_not_judged(written: Written, experts: Path, tmp_path
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "fp8-block", "fp8-static", "modelopt-nvfp4"])
-def test_weights_are_compared_with_the_source(
-    written: Written, llama: Path, tmp_path: Path, name: str
-) -> None:
+def test_weights_are_compared_with_the_source(written: Good, llama: Path, tmp_path: Path, name: str) -> None:
     up, gate = f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp.gate_proj"
     codes = "qweight" if name in ("gptq", "awq") else "weight"
     wrong = spoiled(written(name), tmp_path / "wrong", swap(f"{up}.{codes}", f"{gate}.{codes}"))
@@ -214,14 +210,14 @@ def test_weights_are_compared_with_the_source(
     assert errors == {up, gate}
 
 
-def test_what_autoround_writes_on_purpose_is_a_warning(written: Written, tmp_path: Path) -> None:
+def test_what_autoround_writes_on_purpose_is_a_warning(written: Good, tmp_path: Path) -> None:
     """In AWQ's format: symmetric codes whose zero points are stored, and a model in float16."""
     change = all_of(quantization(zero_point=False), config((), dtype="float16"))
     findings = problems(spoiled(written("awq"), tmp_path / "written", change))
     assert {(each.check, each.severity) for each in findings} == {("config", "warning"), ("model", "warning")}
 
 
-def test_what_harms_nothing_is_a_warning(written: Written, tmp_path: Path) -> None:
+def test_what_harms_nothing_is_a_warning(written: Good, tmp_path: Path) -> None:
     """vLLM reads neither zero points of symmetric codes nor the order of columns, other loaders do."""
     mislabelled = spoiled(written("gptq"), tmp_path / "v2", quantization(checkpoint_format="gptq_v2"))
     assert {each.severity for each in problems(mislabelled)} == {"warning"}
@@ -231,7 +227,7 @@ def test_what_harms_nothing_is_a_warning(written: Written, tmp_path: Path) -> No
     assert (finding.severity, finding.where) == ("warning", f"{DOWN}.qzeros")
 
 
-def test_the_older_file_of_modelopt_is_judged(written: Written, tmp_path: Path) -> None:
+def test_the_older_file_of_modelopt_is_judged(written: Good, tmp_path: Path) -> None:
     def move(folder: Path) -> None:
         whole = json.loads((folder / "config.json").read_text())
         inner = {
@@ -255,7 +251,7 @@ def test_the_older_file_of_modelopt_is_judged(written: Written, tmp_path: Path) 
     assert (finding.check, "no group_size" in finding.got) == ("config", True)
 
 
-def test_gpus_that_run_no_fp8_cache_are_told(written: Written, tmp_path: Path) -> None:
+def test_gpus_that_run_no_fp8_cache_are_told(written: Good, tmp_path: Path) -> None:
     """Triton's attention refuses it below SM 89, FlashInfer's runs it from 80 on with usual heads."""
 
     def refused(root: Path) -> list[str]:
@@ -269,7 +265,7 @@ def test_gpus_that_run_no_fp8_cache_are_told(written: Written, tmp_path: Path) -
     assert refused(written("modelopt-fp8")) == refused(written("quark-fp8")) == []
 
 
-def test_another_version_is_judged_by_the_rules_of_this_one(written: Written) -> None:
+def test_another_version_is_judged_by_the_rules_of_this_one(written: Good) -> None:
     report = check_checkpoint(str(written("gptq")), Target(vllm=(0, 30)))
     (told,) = [each for each in report.findings if each.check == "versions"]
     assert (report.ok, told.severity) == (True, "warning")
@@ -324,7 +320,7 @@ REFUSED = {
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_vllm_loads_the_sound_and_refuses_the_spoiled(
-    written: Written, experts: Path, gpt_oss: Path, tmp_path: Path
+    written: Good, experts: Path, gpt_oss: Path, tmp_path: Path
 ) -> None:
     """On an SM 90, by vLLM's own classes and loaders."""
     sound = [*map(written, CHECKPOINTS)]

@@ -1,12 +1,12 @@
 """Rows of weights that are read alone, and scales of nothing."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.models import Good
 from tests.mutations.edits import all_of, put, spoiled
 from vexport.checkpoint.derived import DerivedReader
 from vexport.checkpoint.reader import Reader
@@ -17,7 +17,6 @@ from vexport.records import TensorInfo
 
 
 def stored(file: Path, data: bytes, dtype: str, shape: tuple[int, ...]) -> TensorInfo:
-    """A tensor that is a whole file."""
     file.write_bytes(data)
     return TensorInfo(name="one", dtype=dtype, shape=shape, file=file, start=0, end=len(data))
 
@@ -38,7 +37,6 @@ def test_some_rows_are_read_alone(tmp_path: Path) -> None:
 
 
 def read_bytes() -> int:
-    """Bytes that this process has read by system calls."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["rchar"])
 
@@ -58,9 +56,7 @@ def test_a_hole_in_a_file_is_known_without_reading(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("row", "broken"), [(slice(None), False), (slice(None), True), (slice(3, 4), True)])
-def test_zero_scales_need_zero_weights(
-    good: Callable[[str], Path], tmp_path: Path, row: slice, broken: bool
-) -> None:
+def test_zero_scales_need_zero_weights(good: Good, tmp_path: Path, row: slice, broken: bool) -> None:
     """Of a whole scale and of one row; where the weight is no zero, that is an error."""
     layer = "model.layers.1.mlp.down_proj"
 

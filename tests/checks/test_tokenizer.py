@@ -9,6 +9,7 @@ import pytest
 
 from tests.command import vexport
 from tests.engine.fixtures import write_tokenizer
+from tests.models import Good
 from tests.mutations.edits import Change, file_bytes, spoiled
 from vexport.checks import check_checkpoint
 from vexport.records import Json
@@ -17,13 +18,10 @@ TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "ge
 
 
 def written(name: str, content: Json) -> Change:
-    """A file of this JSON."""
     return raw(name, json.dumps(content).encode())
 
 
 def raw(name: str, content: bytes) -> Change:
-    """A file of these bytes."""
-
     def apply(folder: Path) -> None:
         (folder / name).write_bytes(content)
 
@@ -31,8 +29,6 @@ def raw(name: str, content: bytes) -> Change:
 
 
 def changed(change: Callable[[dict[str, Json]], object]) -> Change:
-    """A tokenizer.json with a change."""
-
     def apply(folder: Path) -> None:
         content = json.loads((folder / TOKENIZER).read_text())
         change(content)
@@ -42,8 +38,6 @@ def changed(change: Callable[[dict[str, Json]], object]) -> Change:
 
 
 def without(*names: str) -> Change:
-    """Remove files."""
-
     def apply(folder: Path) -> None:
         for name in names:
             (folder / name).unlink()
@@ -92,19 +86,17 @@ def errors(good: Path, folder: Path, change: Change) -> list[str]:
 
 
 @pytest.mark.parametrize(("where", "change"), REFUSED)
-def test_vllm_does_not_start_with(
-    good: Callable[[str], Path], tmp_path: Path, where: str, change: Change
-) -> None:
+def test_vllm_does_not_start_with(good: Good, tmp_path: Path, where: str, change: Change) -> None:
     assert errors(good("W8A8"), tmp_path / "changed", change) == [where]
 
 
 @pytest.mark.parametrize("change", STARTED)
-def test_vllm_starts_with(good: Callable[[str], Path], tmp_path: Path, change: Change) -> None:
+def test_vllm_starts_with(good: Good, tmp_path: Path, change: Change) -> None:
     assert errors(good("W8A8"), tmp_path / "changed", change) == []
 
 
 @pytest.mark.vllm
-def test_the_dry_load_asks_transformers(good: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_dry_load_asks_transformers(good: Good, tmp_path: Path) -> None:
     folders = [copytree(good("W8A8"), tmp_path / str(number)) for number in range(4)]
     for folder in folders:
         write_tokenizer(folder)

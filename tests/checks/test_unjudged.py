@@ -11,7 +11,6 @@ from vexport.checks.vllm.view import CheckpointView
 
 
 def what(folder: Path) -> list[str]:
-    """What is not judged of a checkpoint."""
     with Reader() as reader:
         return [each.what for each in unjudged_tensors(CheckpointView(read_index(folder), reader))]
 

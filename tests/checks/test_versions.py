@@ -1,10 +1,10 @@
 """What the files of vLLM's versions say, and the public reports that go with versions and GPUs."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.models import Good
 from tests.mutations.edits import WHOLE, config, spoiled
 from vexport.architectures import architecture_table
 from vexport.architectures.versions import facts_of, known_versions
@@ -15,7 +15,6 @@ from vexport.version import PINNED, Version, short_version
 
 
 def found(folder: Path, vllm: Version, *sm: int, tp: int = 1) -> list[Finding]:
-    """All findings for a version and GPUs."""
     return [*check_checkpoint(str(folder), Target(vllm=vllm, sm=sm, tp=(tp,))).findings]
 
 
@@ -54,9 +53,7 @@ def test_the_pinned_versions_file_is_what_is_installed() -> None:
         ("ExaoneMoEForCausalLM", (0, 30), False),
     ],
 )
-def test_classes_come_and_go(
-    good: Callable[[str], Path], tmp_path: Path, name: str, vllm: Version, known: bool
-) -> None:
+def test_classes_come_and_go(good: Good, tmp_path: Path, name: str, vllm: Version, known: bool) -> None:
     changed = spoiled(good("W8A8"), tmp_path / "changed", config(WHOLE, architectures=[name]))
     where = [one.where for one in found(changed, vllm) if one.severity == "error"]
     assert any("architectures" in each for each in where) is not known

@@ -27,7 +27,6 @@ class Struck:
 
     @property
     def errors(self) -> list[str]:
-        """The lines of errors and tracebacks."""
         return [
             line
             for line in self.stderr.splitlines()

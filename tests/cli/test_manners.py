@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,6 +12,7 @@ import pytest
 
 from tests.command import ALL_COMMANDS, vexport
 from tests.engine.fixtures import write_tokenizer
+from tests.models import Good
 from tests.mutations.edits import drop, spoiled
 from vexport.cli.entry import MAX_CHARACTERS
 from vexport.cli.help import SECTIONS
@@ -22,8 +22,7 @@ ESCAPE = "\x1b["
 
 
 @pytest.fixture
-def broken(good: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A checkpoint that lacks one tensor."""
+def broken(good: Good, tmp_path: Path) -> Path:
     return spoiled(good("W8A8"), tmp_path / "broken", drop(DOWN))
 
 
@@ -150,12 +149,12 @@ def test_error_lines_are_escaped_and_bounded() -> None:
 
 
 @pytest.mark.parametrize("spelling", ["90", "9.0", "sm90", "SM_90", "sm 9.0", "90a"])
-def test_capabilities_in_any_spelling(spelling: str, good: Callable[[str], Path]) -> None:
+def test_capabilities_in_any_spelling(spelling: str, good: Good) -> None:
     wanted = vexport("check", good("W4A16"), "--sm", "90", "--format", "json")
     assert vexport("check", good("W4A16"), "--sm", spelling, "--format", "json").stdout == wanted.stdout
 
 
-def test_a_check_says_what_it_was_judged_for(good: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_check_says_what_it_was_judged_for(good: Good, tmp_path: Path) -> None:
     path = spoiled(good("W8A8"), tmp_path / "served", write_tokenizer)
     (path / "chat_template.jinja").write_text("{{ messages }}")
     assert vexport("check", path).stdout == f"PASS  {path}\nno findings for vLLM 0.32, TP 1, any GPU\n"

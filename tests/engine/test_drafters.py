@@ -26,7 +26,6 @@ RULES = (
 
 
 def change(folder: Path, out: Path, edit: Callable[[Tensors], object]) -> Path:
-    """A copy of a checkpoint with other tensors."""
     shutil.copytree(folder, out)
     tensors = load_file(out / "model.safetensors")
     edit(tensors)
@@ -68,7 +67,6 @@ def eagle(target: Path, folder: Path, without: str = "") -> Path:
 
 
 def errors(checkpoints: Sequence[Path], speculative: str) -> list[list[str]]:
-    """The errors of each, loaded by one worker."""
     options = ("--sm", "90", "--speculative", speculative, "--format", "json")
     loaded = vexport("load", "--dry", *checkpoints, *options)
     reports = json.loads(loaded.stdout)

@@ -1,11 +1,12 @@
 """The static answers of `vexport check --tp --sm` are those of vLLM's own loaders."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.engine.sketches import LLAMA, QWEN3_MOE, sketch
+from tests.models import Good
 from tests.mutations.edits import QUANTIZATION, config
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
@@ -36,7 +37,6 @@ CACHE_SCHEME: Json = {
 
 
 def static(checkpoint: Path, tp: int, sm: int) -> str:
-    """What the check says of one cell."""
     with Reader() as reader:
         view = CheckpointView(read_index(checkpoint), reader, Target(tp=(tp,), sm=(sm,)))
         found = list(devices.run(view))
@@ -45,14 +45,13 @@ def static(checkpoint: Path, tp: int, sm: int) -> str:
 
 
 def with_cache(folder: Path, model: Mapping[str, object]) -> Path:
-    """A sketch with the scales of an FP8 KV cache."""
     names = [f"model.layers.{layer}.self_attn.{kind}_scale" for layer in range(2) for kind in "kv"]
     made = sketch(folder, model, "FP8_DYNAMIC", dict.fromkeys(names, ("F32", (1,))))
     config(QUANTIZATION, kv_cache_scheme=CACHE_SCHEME)(made)
     return made
 
 
-def test_check_and_dry_load_agree(good: Callable[[str], Path], tmp_path: Path) -> None:
+def test_check_and_dry_load_agree(good: Good, tmp_path: Path) -> None:
     made = [sketch(tmp_path / name, model, preset, {}) for name, (model, preset) in SKETCHES.items()]
     made += [with_cache(tmp_path / name, model) for name, model in CACHES.items()]
     checkpoints = [*(good(scheme) for scheme in SCHEMES), *made]

@@ -38,7 +38,6 @@ def faults(
 
 
 def _load(audit: Audit, name: str, form: torch.Tensor, load: Callable[[torch.Tensor], None]) -> None:
-    """Nothing but the loader keeps the tensor."""
     tensor = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device="meta")
     audit.handed_out(name, tensor)
     load(tensor)
@@ -64,7 +63,6 @@ def expert(index: int) -> Loader:
 
 
 def scale(model: torch.nn.Module, tensor: torch.Tensor) -> None:
-    """As some loaders do it: by value."""
     model.get_parameter("scale").data.fill_(tensor.item())
 
 

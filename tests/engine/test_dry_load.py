@@ -1,7 +1,7 @@
 """vLLM's own loaders on sound and on broken checkpoints, from headers; one worker for each group of tests."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from tests.command import Ran, vexport
 from tests.engine.sketches import LLAMA, QWEN3_MOE, Tensor, sketch
 from tests.engine.test_dry_agrees import static
+from tests.models import Good
 from vexport.engine.dry.load import DryLoad
 from vexport.records import DryLoadReport, Finding, MatrixCell
 
@@ -113,9 +114,7 @@ HARMLESS: Mapping[str, tuple[str, Mapping[str, Tensor | None]]] = {
 
 
 @pytest.fixture(scope="module")
-def made(
-    tmp_path_factory: pytest.TempPathFactory, llama: Path, good: Callable[[str], Path]
-) -> Sequence[Path]:
+def made(tmp_path_factory: pytest.TempPathFactory, llama: Path, good: Good) -> Sequence[Path]:
     """A sketch that two ranks cut, one that they do not, what is not quantized, and each scheme."""
     folder = tmp_path_factory.mktemp("made")
     cut = sketch(folder / "cut", {**LLAMA, "intermediate_size": 384}, "W4A16", {})
@@ -125,21 +124,18 @@ def made(
 
 @pytest.fixture(scope="module")
 def ran(made: Sequence[Path]) -> Ran:
-    """The command, for tp 1 and 2 on four capabilities."""
     devices = ("--tp", "1,2", "--sm", "80,89,90,100", "--gpu", "h100")
     return vexport("load", "--dry", *made, *devices, "--format", "json", "--quiet")
 
 
 @pytest.fixture(scope="module")
 def demo(ran: Ran) -> Mapping[str, DryLoadReport]:
-    """The micro model in each scheme."""
     reports = [TypeAdapter(DryLoadReport).validate_python(report) for report in json.loads(ran.stdout)]
     return dict(zip((*SCHEMES, *PARTICULAR), reports[3:], strict=True))
 
 
 @pytest.fixture(scope="module")
 def sketched(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, DryLoadReport]:
-    """Every sketch, for tp 1 and 2 on SM 90."""
     folder = tmp_path_factory.mktemp("sketches")
     made: dict[str, Path] = {}
     for name, (config, preset) in SOUND.items():

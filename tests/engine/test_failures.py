@@ -82,8 +82,6 @@ def test_parent_side_imports_no_engine() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class How:
-    """What `tests.engine.dying` is asked to do."""
-
     how: str
 
 

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from shutil import copy
 from xml.etree import ElementTree
@@ -11,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.command import ROOT, vexport
+from tests.models import Good
 from tests.mutations.edits import QUANTIZATION, WHOLE, config, spoiled
 from vexport.checks import NAMES, NUMBERS
 from vexport.checks.vllm.view import Target
@@ -18,7 +18,6 @@ from vexport.engine.gate import DRY_LOAD, with_load
 from vexport.files import write_text
 from vexport.records import CellStatus, CheckReport, DryLoadReport, Finding, MatrixCell, NotJudged, Severity
 
-Good = Callable[[str], Path]
 UNKNOWN = NotJudged(what=NAMES, why="the layout of a class is not known")
 
 
@@ -89,7 +88,6 @@ def finding(check: str, severity: Severity = "error", expected: str = "") -> Fin
 
 
 def loaded(*findings: Finding, vllm: str = "0.32.1", status: CellStatus = "loads") -> DryLoadReport:
-    """A dry load of one cell."""
     reason = "" if status == "loads" else "why"
     (cell,) = (MatrixCell(tp=1, sm=90, status=status, reason=reason),)
     return DryLoadReport(

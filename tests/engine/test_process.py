@@ -53,7 +53,6 @@ worker.main(sys.argv[1:3])
 
 
 def run(log: Path, timeout: float, *command: str, progress: OnProgress = silent) -> int:
-    """The exit code of a script with its arguments."""
     with started_group(
         [sys.executable, "-c", *command], environment=os.environ, log=log, timeout=timeout
     ) as follow:

@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def serve(checkpoint: Path, folder: Path, timeout: float = 300) -> SessionResult:
-    """One session with the fixed prompts."""
     request = load_request(checkpoint, fixed_prompts(checkpoint), logprobs_file=folder / "logprobs")
     return run_session(request, log=folder / "vllm.log", timeout=timeout, on_progress=silent)
 

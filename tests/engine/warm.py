@@ -79,7 +79,6 @@ class Warm:
             return str(address) if started.read() == early else ""
 
     def _start(self, kind: str, environment: Mapping[str, str]) -> None:
-        """Start one, and wait until it listens."""
         stdin = os.open(self.folder / f"{kind}.stdin", os.O_RDONLY)
         command = [sys.executable, "-m", "tests.engine.warm", kind, str(self.folder / kind)]
         process = subprocess.Popen(
@@ -92,7 +91,6 @@ class Warm:
         process.returncode = 0  # not waited for: it may outlive this process
 
     def end(self) -> None:
-        """Let go of them."""
         for descriptor in self.held:
             os.close(descriptor)
 

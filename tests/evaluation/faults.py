@@ -34,12 +34,10 @@ def register() -> None:
 
 
 def quantized(folder: Path, scheme: str = "NVFP4A16") -> Path:
-    """The demo model in a weight-only scheme."""
     return quantize(DEMO / "model", folder, scheme)
 
 
 def with_template(source: Path, folder: Path, template: str) -> Path:
-    """A copy with another chat template."""
     shutil.copytree(source, folder)
     (folder / "chat_template.jinja").write_text(template)
     return folder

@@ -115,7 +115,6 @@ def _scores(prompt: list[int]) -> dict[str, object]:
 
 @contextmanager
 def adding_server() -> Iterator[AddingServer]:
-    """A server on a free port of this machine."""
     with AddingServer() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         thread.start()

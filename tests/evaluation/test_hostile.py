@@ -20,8 +20,6 @@ def results_file(folder: Path) -> Path:
 
 
 def rewrite(change: Callable[[dict[str, object]], object]) -> Break:
-    """Break the results file's content."""
-
     def apply(folder: Path) -> None:
         file = results_file(folder)
         content = json.loads(file.read_text())
@@ -36,8 +34,6 @@ def replace_results(data: bytes) -> Break:
 
 
 def sample_line(text: str) -> Break:
-    """Replace the third line of a samples file."""
-
     def apply(folder: Path) -> None:
         (file,) = folder.rglob("samples_sums_*.jsonl")
         lines = file.read_text().splitlines()

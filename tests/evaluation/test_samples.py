@@ -13,7 +13,6 @@ from vexport.evaluation.results import Results, read_results
 
 @pytest.fixture
 def copies(lm_eval_runs: Path, tmp_path: Path) -> Path:
-    """Copies of `baseline` and `twin` to break."""
     for name in ("baseline", "twin"):
         shutil.copytree(lm_eval_runs / name, tmp_path / name)
     return tmp_path

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.command import vexport
-from tests.models import dequantized, quantize, save_llama, write_calibration
+from tests.models import Good, dequantized, quantize, save_llama, write_calibration
 from tests.mutations.edits import Tensors, spoiled, tensors
 
 LAYER = "model.layers.{}.{}"
@@ -28,7 +28,7 @@ def text(source: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sound(source: Path, text: Path) -> Callable[[str], Path]:
+def sound(source: Path, text: Path) -> Good:
     def make(scheme: str) -> Path:
         out = source.with_name(scheme)
         if not out.exists():
@@ -48,7 +48,7 @@ def check(checkpoint: Path, source: Path) -> tuple[int, dict[str, str]]:
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
-def test_a_refit_is_like_its_source(sound: Callable[[str], Path], source: Path, scheme: str) -> None:
+def test_a_refit_is_like_its_source(sound: Good, source: Path, scheme: str) -> None:
     assert check(sound(scheme), source) == (0, {})
 
 
@@ -68,8 +68,6 @@ def first_rows(edit: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.
 
 
 def from_layer(number: int) -> Edit:
-    """Another layer's tensors, as from another model."""
-
     def apply(values: Tensors, layer: str) -> None:
         projection = layer.split(".", 3)[3]
         for part in ("packed", "scale"):
@@ -95,9 +93,7 @@ SPOILED: Mapping[str, Edit] = {
 }
 
 
-def test_each_of_these_is_found_and_nothing_else(
-    sound: Callable[[str], Path], source: Path, tmp_path: Path
-) -> None:
+def test_each_of_these_is_found_and_nothing_else(sound: Good, source: Path, tmp_path: Path) -> None:
     def spoil(values: Tensors) -> None:
         for layer, edit in SPOILED.items():
             edit(values, layer)

@@ -49,7 +49,6 @@ def smoothed(source: Path, folder: Path) -> Path:
 
 
 def found(checkpoint: Path, source: Path) -> list[Finding]:
-    """What the comparison with the source says."""
     compare = against(source, on_layer=lambda done, total: None)
     return [
         each for each in check_checkpoint(str(checkpoint), against=compare).findings if each.check == "source"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.command import vexport
 from tests.engine.fixtures import write_tokenizer
-from tests.models import save_llama
+from tests.models import Good, save_llama
 from tests.mutations.edits import (
     GROUP,
     Change,
@@ -36,7 +36,6 @@ Report = dict[str, list[Finding]]
 
 
 def check(checkpoint: Path, source: Path) -> tuple[int, Report]:
-    """Exit code and report."""
     ran = vexport("check", checkpoint, "--source", source, "--format", "json", "--quiet")
     assert ran.stdout, ran.stderr
     (report,) = json.loads(ran.stdout)
@@ -57,7 +56,7 @@ def notes(report: Report) -> list[Finding]:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_sound_checkpoint_is_like_its_source(good: Callable[[str], Path], llama: Path, scheme: str) -> None:
+def test_a_sound_checkpoint_is_like_its_source(good: Good, llama: Path, scheme: str) -> None:
     code, report = check(good(scheme), llama)
     assert (code, errors(report)) == (0, [])
     kinds = [finding["where"] for finding in notes(report)]
@@ -65,7 +64,7 @@ def test_a_sound_checkpoint_is_like_its_source(good: Callable[[str], Path], llam
     assert all(f" (3 in {scheme})" in kind for kind in kinds)
 
 
-def test_the_ratio_is_that_of_compressed_tensors(good: Callable[[str], Path], llama: Path) -> None:
+def test_the_ratio_is_that_of_compressed_tensors(good: Good, llama: Path) -> None:
     _, report = check(good("W4A16"), llama)
     raw = json.loads((good("W4A16") / "config.json").read_text())["quantization_config"]["config_groups"]
     scheme = QuantizationScheme.model_validate(raw["group_0"])
@@ -85,8 +84,6 @@ def test_the_ratio_is_that_of_compressed_tensors(good: Callable[[str], Path], ll
 
 
 def first_rows(factor: float, rows: int = 1) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Multiply the first value of some rows."""
-
     def apply(tensor: torch.Tensor) -> torch.Tensor:
         changed = tensor.to(torch.float32).clone()
         changed[:rows, :1] *= factor
@@ -125,7 +122,7 @@ WRONG: list[tuple[str, str, Change, str]] = [
     ("scheme", "change", "words"), [(one[0], *one[2:]) for one in WRONG], ids=[one[1] for one in WRONG]
 )
 def test_a_weight_that_is_not_the_sources_is_found(
-    good: Callable[[str], Path], llama: Path, tmp_path: Path, scheme: str, change: Change, words: str
+    good: Good, llama: Path, tmp_path: Path, scheme: str, change: Change, words: str
 ) -> None:
     code, report = check(spoiled(good(scheme), tmp_path / "wrong", change), llama)
     (finding,) = errors(report)
@@ -134,9 +131,7 @@ def test_a_weight_that_is_not_the_sources_is_found(
     assert words in finding["got"]
 
 
-def test_kept_tensors_are_those_of_the_source(
-    good: Callable[[str], Path], llama: Path, tmp_path: Path
-) -> None:
+def test_kept_tensors_are_those_of_the_source(good: Good, llama: Path, tmp_path: Path) -> None:
     def change(values: Tensors) -> None:
         values["model.norm.weight"][3] += 0.5
         values["model.embed_tokens.weight"] = values["model.embed_tokens.weight"].to(torch.float32)
@@ -147,15 +142,13 @@ def test_kept_tensors_are_those_of_the_source(
     assert found == {"model.norm.weight": "error", "model.embed_tokens.weight": "warning"}
 
 
-def test_exchanged_layers_are_found(good: Callable[[str], Path], llama: Path, tmp_path: Path) -> None:
+def test_exchanged_layers_are_found(good: Good, llama: Path, tmp_path: Path) -> None:
     one, other = (f"model.layers.{number}.mlp.down_proj.weight" for number in (0, 1))
     _, report = check(spoiled(good("W8A8"), tmp_path / "wrong", swap(one, other)), llama)
     assert {f"{finding['where']}.weight" for finding in errors(report)} == {one, other}
 
 
-def test_a_tensor_of_the_source_that_is_nowhere_is_named(
-    good: Callable[[str], Path], llama: Path, tmp_path: Path
-) -> None:
+def test_a_tensor_of_the_source_that_is_nowhere_is_named(good: Good, llama: Path, tmp_path: Path) -> None:
     source = spoiled(
         llama, tmp_path / "source", tensors(lambda t: t.update({"model.extra.weight": torch.ones(3)}))
     )
@@ -166,7 +159,7 @@ def test_a_tensor_of_the_source_that_is_nowhere_is_named(
     assert ("source", "model.norm.weight") in {(one["check"], one["where"]) for one in errors(report)}
 
 
-def test_a_source_that_stores_layers_fused(good: Callable[[str], Path], llama: Path, tmp_path: Path) -> None:
+def test_a_source_that_stores_layers_fused(good: Good, llama: Path, tmp_path: Path) -> None:
     """q/k/v and gate/up in one tensor each, as Phi-3 has them, against a checkpoint that has them apart."""
 
     def fuse(values: Tensors) -> None:
@@ -184,9 +177,7 @@ def test_a_source_that_stores_layers_fused(good: Callable[[str], Path], llama: P
     assert (code, errors(report)) == (0, [])
 
 
-def test_norms_may_be_rounded_as_one_plus_weight(
-    good: Callable[[str], Path], llama: Path, tmp_path: Path
-) -> None:
+def test_norms_may_be_rounded_as_one_plus_weight(good: Good, llama: Path, tmp_path: Path) -> None:
     """What llm-compressor leaves of norms that multiply by 1 + weight (Gemma's)."""
 
     def norms(change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
@@ -210,7 +201,7 @@ def test_norms_may_be_rounded_as_one_plus_weight(
     ],
 )
 def test_what_vllm_reads_alike_is_like_the_source(
-    good: Callable[[str], Path], llama: Path, tmp_path: Path, change: Change
+    good: Good, llama: Path, tmp_path: Path, change: Change
 ) -> None:
     """Another format, a cast without a loss, a weight of which vLLM drops the end: no other weight."""
     _, report = check(spoiled(good("FP8_DYNAMIC"), tmp_path / "changed", change), llama)
@@ -225,7 +216,7 @@ def test_experts_that_are_not_quantized_alike_are_compared(tmp_path: Path) -> No
 
 
 @pytest.fixture
-def pair(good: Callable[[str], Path], llama: Path, tmp_path: Path) -> tuple[Path, Path]:
+def pair(good: Good, llama: Path, tmp_path: Path) -> tuple[Path, Path]:
     """A checkpoint and its source with a tokenizer, a chat template and a generation config."""
     source, checkpoint = tmp_path / "source", tmp_path / "checkpoint"
     copytree(llama, source)
@@ -254,8 +245,6 @@ def test_files_that_say_the_same_are_no_finding(pair: tuple[Path, Path]) -> None
 
 
 def rewrite(name: str, change: Callable[[dict[str, Json]], object]) -> Change:
-    """Change an object in a JSON file."""
-
     def apply(folder: Path) -> None:
         value = json.loads((folder / name).read_text())
         change(value)
@@ -295,21 +284,19 @@ def test_a_file_that_says_something_else_is_an_error(
     assert any(finding["where"].endswith(where) for finding in errors(report)), errors(report)
 
 
-def test_a_quantized_source_is_refused(good: Callable[[str], Path]) -> None:
+def test_a_quantized_source_is_refused(good: Good) -> None:
     ran = vexport("check", good("W8A8"), "--source", good("W8A8"))
     assert ran.code == 2
     assert "need the unquantized one" in ran.errors[0]
 
 
-def test_a_source_of_another_shape_is_no_traceback(good: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_source_of_another_shape_is_no_traceback(good: Good, tmp_path: Path) -> None:
     _, report = check(good("W8A8"), save_llama(tmp_path / "small", intermediate_size=256))
     found = [finding for finding in errors(report) if finding["where"] == DOWN]
     assert "do not fit a source of [256, 256]" in found[0]["got"]
 
 
-def test_values_that_are_no_numbers_are_found(
-    good: Callable[[str], Path], llama: Path, tmp_path: Path
-) -> None:
+def test_values_that_are_no_numbers_are_found(good: Good, llama: Path, tmp_path: Path) -> None:
     def change(values: Tensors) -> None:
         values[f"{DOWN}.weight_scale"][0] = float("nan")
 

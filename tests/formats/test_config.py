@@ -13,7 +13,6 @@ FUSED = {"qkv_proj": list(ATTENTION), "gate_up_proj": list(MLP)}
 
 
 def group(prefix: str, fused: str, members: tuple[str, ...], scheme: str) -> FusionGroup:
-    """One fused layer of 256 x 256 members."""
     return FusionGroup(
         name=f"{prefix}{fused}",
         scheme=scheme,

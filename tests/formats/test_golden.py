@@ -23,7 +23,6 @@ VALUES = load_file(Path(__file__).parent / "golden" / "values.safetensors")
 
 
 def given(scheme: str) -> QParamsDict:
-    """The qparams that compressed-tensors was given."""
     scale = VALUES[f"{scheme}/qparams/scale"]
     zeros = torch.zeros(scale.shape, dtype=torch.int32)
     return QParamsDict(
@@ -41,7 +40,6 @@ def same_weights(scheme: str) -> str:
 
 
 def golden(scheme: str) -> Mapping[str, torch.Tensor]:
-    """What it stored."""
     prefix = f"{scheme}/stored/"
     return {name.removeprefix(prefix): value for name, value in VALUES.items() if name.startswith(prefix)}
 

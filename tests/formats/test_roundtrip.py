@@ -47,7 +47,6 @@ LEAST = {
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of two layers."""
     return save_llama(tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
 
 
@@ -67,7 +66,6 @@ def written(
 
 
 def all_linears(scheme: str) -> tuple[Rule, ...]:
-    """One scheme for everything."""
     return rules_for(scheme, observer="memoryless_minmax", ignore=())
 
 

@@ -13,7 +13,6 @@ from vexport.records import LinearPlan
 
 
 def layers(*rows: int, columns: int, names: str = "layer.{}") -> tuple[LinearPlan, ...]:
-    """Layers of so many out_features each."""
     return tuple(
         LinearPlan(name=names.format(number), weight="w", out_features=out, in_features=columns)
         for number, out in enumerate(rows)

@@ -44,7 +44,6 @@ def repositories(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[
 
 @pytest.fixture
 def hub(repositories: Mapping[str, Path]) -> Iterator[Hub]:
-    """A hub with both repositories."""
     with running_hub() as running:
         running.repositories[MODEL] = Repository(folder=repositories[MODEL])
         running.repositories[DATA] = Repository(folder=repositories[DATA], kind="datasets")
@@ -63,7 +62,6 @@ class Machine:
         return self.python("-m", "vexport", *arguments, **variables)
 
     def python(self, *arguments: object, **variables: str) -> Ran:
-        """Run the interpreter likewise."""
         command = [sys.executable, *map(str, arguments)]
         own = {name: value for name, value in os.environ.items() if name not in HUB_VARIABLES}
         cache = str(self.folder / "cache")
@@ -78,5 +76,4 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path, hub: Hub) -> Machine:
-    """A machine that has fetched nothing yet."""
     return Machine(tmp_path, hub)

@@ -43,15 +43,12 @@ class Repository:
         return digest.hexdigest()
 
     def files(self) -> dict[str, bytes]:
-        """The files by path."""
         found = sorted(path for path in self.folder.rglob("*") if path.is_file())
         return {path.relative_to(self.folder).as_posix(): path.read_bytes() for path in found}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What was asked, and how many bytes of content were sent."""
-
     method: str
     path: str
     range: str | None
@@ -71,15 +68,12 @@ class Hub:
     lock: Lock = field(default_factory=Lock)
 
     def paths(self, method: str | None = None) -> list[str]:
-        """The paths that were asked for, without the queries."""
         return [one.path for one in self.requests if method in (None, one.method)]
 
     def content(self, suffix: str) -> int:
-        """The bytes sent of files whose name ends like this."""
         return sum(one.sent for one in self.requests if "/resolve/" in one.path and one.path.endswith(suffix))
 
     def answer(self, request: Request) -> None:
-        """Note a request."""
         with self.lock:
             self.requests.append(request)
 

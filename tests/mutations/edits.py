@@ -44,8 +44,6 @@ def forget_digests(folder: Path) -> None:
 
 
 def tensors(change: Callable[[Tensors], None]) -> Change:
-    """Change the tensors by name."""
-
     def apply(folder: Path) -> None:
         values = load_file(folder / WEIGHTS)
         change(values)
@@ -55,13 +53,10 @@ def tensors(change: Callable[[Tensors], None]) -> Change:
 
 
 def put(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    """Replace a tensor."""
     return tensors(lambda values: values.update({name: change(values[name]).contiguous()}))
 
 
 def drop(*names: str) -> Change:
-    """Remove tensors."""
-
     def apply(values: Tensors) -> None:
         for name in names:
             del values[name]
@@ -70,12 +65,10 @@ def drop(*names: str) -> Change:
 
 
 def add(name: str, value: torch.Tensor) -> Change:
-    """Add a tensor."""
     return tensors(lambda values: values.update({name: value}))
 
 
 def rename(old: str, new: str) -> Change:
-    """Give a tensor another name."""
     return tensors(lambda values: values.update({new: values.pop(old)}))
 
 
@@ -117,7 +110,6 @@ def each(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
 
 
 def swap(one: str, two: str) -> Change:
-    """Exchange two tensors."""
     return tensors(lambda values: values.update({one: values[two], two: values[one]}))
 
 
@@ -133,13 +125,10 @@ def exchanged(one: str, other: str, ending: str = "") -> Change:
 
 
 def config(place: tuple[str, ...], **changes: Json) -> Change:
-    """Set keys of config.json at a place in it."""
     return json_config(lambda whole: node(whole, place).update(changes))
 
 
 def without(place: tuple[str, ...], *keys: str) -> Change:
-    """Remove keys of config.json."""
-
     def change(whole: dict[str, Json]) -> None:
         for key in keys:
             del node(whole, place)[key]
@@ -148,8 +137,6 @@ def without(place: tuple[str, ...], *keys: str) -> Change:
 
 
 def json_config(change: Callable[[dict[str, Json]], None]) -> Change:
-    """Change config.json."""
-
     def apply(folder: Path) -> None:
         path = folder / "config.json"
         whole = json.loads(path.read_text())
@@ -184,8 +171,6 @@ def copied_group(*, first: bool = False, num_bits: int = 0) -> Change:
 
 
 def all_of(*changes: Change) -> Change:
-    """One change after the other."""
-
     def apply(folder: Path) -> None:
         for change in changes:
             change(folder)
@@ -194,8 +179,6 @@ def all_of(*changes: Change) -> Change:
 
 
 def file_bytes(name: str, change: Callable[[bytes], bytes]) -> Change:
-    """Change the bytes of a file."""
-
     def apply(folder: Path) -> None:
         path = folder / name
         path.write_bytes(change(path.read_bytes()))
@@ -204,8 +187,6 @@ def file_bytes(name: str, change: Callable[[bytes], bytes]) -> Change:
 
 
 def index(weight_map: Callable[[Tensors], dict[str, str]]) -> Change:
-    """Write an index."""
-
     def apply(folder: Path) -> None:
         content = {"metadata": {}, "weight_map": weight_map(load_file(folder / WEIGHTS))}
         (folder / INDEX).write_text(json.dumps(content))
@@ -214,8 +195,6 @@ def index(weight_map: Callable[[Tensors], dict[str, str]]) -> Change:
 
 
 def element(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Set the first element."""
-
     def apply(tensor: torch.Tensor) -> torch.Tensor:
         changed = tensor.to(torch.float32).clone()
         changed.view(-1)[0] = value
@@ -225,7 +204,6 @@ def element(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def every(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Set all elements."""
     return lambda tensor: torch.full(tensor.shape, value).to(tensor.dtype)
 
 
@@ -242,7 +220,6 @@ def inverse(scale: torch.Tensor) -> torch.Tensor:
 
 
 def times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Multiply all elements in float32."""
     return lambda scale: (scale.float() * factor).to(scale.dtype)
 
 

@@ -52,17 +52,14 @@ class Sound:
 
     @property
     def layers(self) -> int:
-        """Decoder layers."""
         return 1 if self.peer or self.source == "moe" else SIZES["num_hidden_layers"]
 
     @property
     def experts(self) -> bool:
-        """Whether its MLPs are experts."""
         return self.source == "moe"
 
     @property
     def tied(self) -> bool:
-        """Whether its output head is the table of its embeddings."""
         return self.source in ("qwen3", "gemma3")
 
     def mlp(self, projection: str) -> str:
@@ -71,7 +68,6 @@ class Sound:
         return f"model.layers.{self.layers - 1}.{inner}.{projection}_proj"
 
     def attention(self, projection: str) -> str:
-        """The name of a layer of the last attention."""
         return f"model.layers.{self.layers - 1}.self_attn.{projection}_proj"
 
 
@@ -129,7 +125,6 @@ def _quantize(source: Path, out: Path, sound: Sound) -> None:
 
 
 def _take_norms(folder: Path, other: Path) -> None:
-    """Give a checkpoint another one's norms."""
     values, norms = load_file(folder / "model.safetensors"), load_file(other / "model.safetensors")
     values |= {name: norms[name] for name in values if "norm" in name}
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})

@@ -40,25 +40,20 @@ def write_methods(root: Path, names: Iterable[str] = CHECKPOINTS) -> Path:
 
 
 def quant_method(name: str) -> str:
-    """The quant_method of a checkpoint."""
     return str(CHECKPOINTS[name][0]["quant_method"])
 
 
 @cache
 def method_mutations(name: str) -> Mapping[str, Change]:
-    """All mutations of a sound checkpoint by name."""
     own = {what: change for what, (change, _, _) in SPOILED.get(name, {}).items()}
     return {**any_method(LAYER), **own, **HARMLESS}
 
 
 def stored(values: Tensors, module: str, parameters: tuple[str, ...]) -> str:
-    """The name of the first of some tensors that a layer has."""
     return next(name for each in parameters if (name := f"{module}.{each}") in values)
 
 
 def edited(module: str, parameters: tuple[str, ...], edit: Edit) -> Change:
-    """Replace one tensor of a layer."""
-
     def change(values: Tensors) -> None:
         name = stored(values, module, parameters)
         values[name] = edit(values[name]).contiguous()
@@ -67,8 +62,6 @@ def edited(module: str, parameters: tuple[str, ...], edit: Edit) -> Change:
 
 
 def dropped(module: str, parameters: tuple[str, ...]) -> Change:
-    """Remove one tensor of a layer."""
-
     def change(values: Tensors) -> None:
         del values[stored(values, module, parameters)]
 

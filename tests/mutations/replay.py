@@ -105,7 +105,6 @@ def is_compressed_tensors(record: Record) -> bool:
 
 
 def with_source(root: Path, name: str) -> Against:
-    """The comparison with the source."""
     if (root / SOURCE).exists():
         return against(root / SOURCE, on_layer=lambda done, total: None)
     return against(source_of(root, name), on_layer=lambda done, total: None)

@@ -28,11 +28,9 @@ class Case(BaseModel):
 
     @property
     def quantization_args(self) -> QuantizationArgs:
-        """The arguments as compressed-tensors has them."""
         return QuantizationArgs(**self.args)
 
     def __str__(self) -> str:
-        """A name for the test."""
         given = "-".join(str(value) for value in self.args.values())
         fused = "-fused" if self.fused_with_factor else ""
         return f"{self.observer}-{self.base_name}-{given}{fused}-{self.dtype}"
@@ -40,7 +38,6 @@ class Case(BaseModel):
 
 @cache
 def values() -> dict[str, torch.Tensor]:
-    """Every tensor of the golden file."""
     loaded: dict[str, torch.Tensor] = load_file(FOLDER / "values.safetensors")
     return loaded
 

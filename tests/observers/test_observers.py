@@ -326,8 +326,6 @@ def test_a_subclass_that_keeps_its_own_statistics_is_honoured(args: QuantArgs) -
 
 
 class Halved(MemorylessMinMaxObserver):
-    """Half of the range."""
-
     def find_range(self, tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
         low, high = super().find_range(tiles)
         return low / 2, high / 2

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import vexport
+from tests.models import Good
 from tests.outputs.test_separate import tree
 from vexport.errors import InputError
 from vexport.outputs import resumable_directory
@@ -71,11 +72,7 @@ PLANTED = [
 @pytest.mark.parametrize("plant", PLANTED)
 @pytest.mark.parametrize("command", ["quantize", "repair"])
 def test_a_hidden_folder_that_is_not_ours_is_named_and_left_alone(
-    command: str,
-    plant: Callable[[Path, Path], None],
-    tmp_path: Path,
-    llama: Path,
-    good: Callable[[str], Path],
+    command: str, plant: Callable[[Path, Path], None], tmp_path: Path, llama: Path, good: Good
 ) -> None:
     if plant is of_another_user and os.geteuid() != 0:
         pytest.skip("only root gives files away")

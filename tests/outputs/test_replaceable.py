@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import vexport
+from tests.models import Good
 from tests.outputs.test_separate import tree
 from vexport.errors import InputError
 from vexport.run.directory import RunDirectory
@@ -23,7 +24,7 @@ Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, llama: Path, good: Callable[[str], Path]) -> Run:
+def run(tmp_path: Path, llama: Path, good: Good) -> Run:
     """Runs a command of COMMANDS that writes to tmp_path/out; its exit code and stderr."""
     places = {"MODEL": llama, "OUT": tmp_path / "out", "TASK": TASK, "NEW": tmp_path / "new.json"}
 
@@ -85,15 +86,13 @@ def test_what_a_person_put_into_a_checkpoint_stays(
     assert run(command, "--overwrite")[0] == 0
 
 
-def test_a_recipe_names_all_files(good: Callable[[str], Path]) -> None:
+def test_a_recipe_names_all_files(good: Good) -> None:
     recipe = json.loads((good("W8A8") / "vexport.json").read_text())
     assert recipe["files"] == sorted(path.name for path in good("W8A8").iterdir())
 
 
 @pytest.mark.parametrize("extra", ["notes.md", "figures/a.png", "mine.yaml", "checkpoint/README.md"])
-def test_what_a_person_put_into_a_run_directory_stays(
-    extra: str, tmp_path: Path, good: Callable[[str], Path]
-) -> None:
+def test_what_a_person_put_into_a_run_directory_stays(extra: str, tmp_path: Path, good: Good) -> None:
     root = tmp_path / "run"
     RunDirectory(root).begin(overwrite=False)
     shutil.copytree(good("W8A8"), root / "checkpoint")

@@ -25,7 +25,6 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def schemes_of(folder: Path, source: Path, keys: str, more: str = "") -> tuple[str, ...]:
-    """The schemes that a rule with these keys plans."""
     path = folder / "scenario.yaml"
     path.write_text(RULE.format(source=source, keys=keys) + more)
     _, plan = plan_scenario(read_scenario(path))

@@ -1,12 +1,11 @@
 """Configs as compressed-tensors 0.20 serializes them: without what is null, and of formats no vLLM reads."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.models import problems
+from tests.models import Good, problems
 from tests.mutations.edits import WHOLE, config, spoiled
 from vexport.records import Json
 
@@ -16,17 +15,16 @@ WRITTEN: dict[str, dict[str, Json]] = json.loads(
 
 
 def rewritten(source: Path, folder: Path, name: str) -> Path:
-    """A checkpoint with the config of a preset."""
     return spoiled(source, folder, config(WHOLE, quantization_config=WRITTEN[name]))
 
 
 @pytest.mark.parametrize("name", ["W8A8", "NVFP4", "W4A16", "FP8_DYNAMIC", "MXFP4", "MXFP8"])
-def test_absent_keys_are_read(good: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+def test_absent_keys_are_read(good: Good, tmp_path: Path, name: str) -> None:
     assert problems(rewritten(good(name), tmp_path / "written", name)) == []
 
 
 @pytest.mark.parametrize("name", ["MXFP6A16", "MXFP6A8"])
-def test_six_bits_are_refused_by_name(good: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+def test_six_bits_are_refused_by_name(good: Good, tmp_path: Path, name: str) -> None:
     found = problems(rewritten(good("MXFP8"), tmp_path / "written", name))
     (refused,) = [one for one in found if one.check == "config"]
     assert refused.got.startswith("format mxfp6-pack-quantized, which vLLM 0.32 does not have")

@@ -91,8 +91,6 @@ def test_signs_that_nobody_chose_are_found(name: str, count: int | None, tmp_pat
 
 
 def rotation(**changes: Json) -> Change:
-    """Change how the rotation of inputs is applied."""
-
     def change(whole: dict[str, Json]) -> None:
         applied = node(whole, TRANSFORM)["apply"]
         assert isinstance(applied, list)

@@ -23,7 +23,6 @@ TEXT = Samples(token_ids=((1, 2, 3, 4),), rows=(1,))
 
 
 def main(device: str, whole: Path, broken: Path) -> None:
-    """Print what happened."""
     registered = register() if device == NAME else None
     threads, read = list[str](), Weights.read
 

@@ -34,7 +34,6 @@ class Second(torch.Tensor):
         return run(op, *args, **(kwargs or {}))
 
     def tolist(self) -> Any:
-        """The values."""
         return self.host.tolist()
 
 
@@ -87,7 +86,6 @@ def register() -> object:
 
 
 def main() -> None:
-    """Register the device, and quantize."""
     registered = register()
     from vexport.cli.entry import cli
 

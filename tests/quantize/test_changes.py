@@ -9,6 +9,7 @@ from shutil import copyfile, copytree, rmtree
 
 import pytest
 
+from tests.models import Good
 from tests.quantize.test_streaming import digests, write_model
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
@@ -98,9 +99,7 @@ def test_what_was_written_of_another_source_is_not_continued(tmp_path: Path) -> 
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_repaired(
-    good: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_is_replaced_while_it_is_repaired(good: Good, tmp_path: Path) -> None:
     source = copytree(good("W4A16"), tmp_path / "source")
     (tmp_path / "out").mkdir()
     with Reader() as reader:

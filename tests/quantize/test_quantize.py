@@ -1,7 +1,6 @@
 """Written checkpoints against compressed-tensors: its dequantization, its config model, its packing."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,9 @@ from compressed_tensors.quantization import QuantizationConfig, preset_name_to_s
 from safetensors.torch import load_file
 
 from tests.command import vexport
-from tests.models import quantize, save_llama
+from tests.models import Good, quantize, save_llama
 
 SCHEMES = ("NVFP4", "NVFP4A16", "FP8", "FP8_DYNAMIC", "W8A8", "W4A16")
-
-Good = Callable[[str], Path]
 
 
 def test_global_scale_is_the_divisor_of_the_largest_member(llama: Path, good: Good) -> None:

@@ -66,7 +66,6 @@ def spoken(process: "subprocess.Popen[str]", out: Path) -> str:
 
 
 def finished(process: "subprocess.Popen[str]", out: Path) -> dict[str, torch.Tensor]:
-    """The weights of a call that must come to a good end."""
     spoken(process, out)
     return {name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()}
 

@@ -1,7 +1,6 @@
 """What is repaired passes the check at the cost that is said; what is not is named, and nothing written."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.command import Ran, vexport
-from tests.models import dequantized, problems
+from tests.models import Good, dequantized, problems
 from tests.mutations.edits import (
     ARGUMENTS,
     GROUP,
@@ -61,9 +60,7 @@ WITHOUT_LOSS = [
 
 
 @pytest.mark.parametrize(("scheme", "change", "family"), WITHOUT_LOSS)
-def test_repairs_without_loss(
-    good: Callable[[str], Path], tmp_path: Path, scheme: str, change: Change, family: str
-) -> None:
+def test_repairs_without_loss(good: Good, tmp_path: Path, scheme: str, change: Change, family: str) -> None:
     checkpoint = spoiled(good(scheme), tmp_path / "broken", change)
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     ran, report = repair(checkpoint, tmp_path / "out")
@@ -115,7 +112,7 @@ def test_experts_of_the_peer_get_shared_global_scales(tmp_path: Path, with_sourc
 
 @pytest.mark.parametrize(("layer", "factor"), [(Q, 2), (Q, 1 / 3), (f"{Q[:14]}.mlp.gate_proj", 2)])
 def test_global_scales_of_inputs_become_those_of_the_majority(
-    good: Callable[[str], Path], tmp_path: Path, layer: str, factor: float
+    good: Good, tmp_path: Path, layer: str, factor: float
 ) -> None:
     """Also where vLLM takes that of the majority already; of two the smaller one."""
     name = f"{layer}.input_global_scale"
@@ -126,7 +123,7 @@ def test_global_scales_of_inputs_become_those_of_the_majority(
     assert all(torch.equal(written[key], value) for key, value in right.items())
 
 
-def test_missing_scales_of_the_kv_cache_are_one_and_said(good: Callable[[str], Path], tmp_path: Path) -> None:
+def test_missing_scales_of_the_kv_cache_are_one_and_said(good: Good, tmp_path: Path) -> None:
     announce = config(QUANTIZATION, kv_cache_scheme=KV_SCHEME)
     ran, report = repair(spoiled(good("W8A8"), tmp_path / "broken", announce), tmp_path / "out")
     assert ran.code == 0, ran.stderr
@@ -182,7 +179,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("scheme", "change", "where"), REFUSED)
 def test_what_cannot_be_repaired_is_named_and_nothing_written(
-    good: Callable[[str], Path], tmp_path: Path, scheme: str, change: Change, where: str
+    good: Good, tmp_path: Path, scheme: str, change: Change, where: str
 ) -> None:
     ran, report = repair(spoiled(good(scheme), tmp_path / "broken", change), tmp_path / "out")
     assert ran.code == 1
@@ -191,7 +188,7 @@ def test_what_cannot_be_repaired_is_named_and_nothing_written(
     assert {path.name for path in tmp_path.iterdir()} == {"broken"}
 
 
-def test_untouched_shards_are_copies(good: Callable[[str], Path], tmp_path: Path) -> None:
+def test_untouched_shards_are_copies(good: Good, tmp_path: Path) -> None:
     def in_two(folder: Path) -> None:
         values = load_file(folder / "model.safetensors")
         values[f"{DOWN}.weight_global_scale"] = 1 / values[f"{DOWN}.weight_global_scale"]
@@ -219,7 +216,7 @@ def test_untouched_shards_are_copies(good: Callable[[str], Path], tmp_path: Path
     assert index["weight_map"].keys() == names
 
 
-def test_a_sound_checkpoint_is_copied(good: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_sound_checkpoint_is_copied(good: Good, tmp_path: Path) -> None:
     out = tmp_path / "out"
     ran = vexport("repair", good("W8A8"), out, "--quiet")
     assert ran.code == 0

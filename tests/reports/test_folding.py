@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -11,6 +11,7 @@ import pytest
 
 from tests.command import vexport
 from tests.engine.fixtures import write_tokenizer
+from tests.models import Good
 from tests.mutations.edits import Change, drop, element, put, spoiled
 from vexport.records import CheckReport, Finding, Json
 from vexport.reports import render_checks
@@ -61,8 +62,6 @@ def test_kinds_differ_by_check_severity_and_words_but_not_by_numbers() -> None:
 
 
 def _group(change: Mapping[str, Json], **arguments: Json) -> Change:
-    """Edits the only config group and its weights."""
-
     def edit(folder: Path) -> None:
         path = folder / "config.json"
         config = json.loads(path.read_text())
@@ -101,9 +100,7 @@ def served(good: Path, folder: Path, change: Change) -> Path:
 
 
 @pytest.mark.parametrize("what", SPOILED)
-def test_a_spoiled_checkpoint_reads_on_one_screen(
-    what: str, good: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_spoiled_checkpoint_reads_on_one_screen(what: str, good: Good, tmp_path: Path) -> None:
     scheme, edit = SPOILED[what]
     broken = served(good(scheme), tmp_path / "broken", edit)
     ran = vexport("check", broken)
@@ -122,7 +119,7 @@ def test_a_spoiled_checkpoint_reads_on_one_screen(
     assert listed.count("\n  got ") == len(everything)
 
 
-def test_the_cause_comes_first_in_every_format(good: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_cause_comes_first_in_every_format(good: Good, tmp_path: Path) -> None:
     broken = served(good("FP8_DYNAMIC"), tmp_path / "broken", SPOILED["bits"][1])
     text = vexport("check", broken).stdout
     assert text.index("floats of 7 bits") < text.index("may follow from it") < text.index("weight_packed")

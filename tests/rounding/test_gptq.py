@@ -17,7 +17,6 @@ DEAD = 17
 
 
 def grid(name: str, scheme: str) -> Grid:
-    """The grid of the qparams that the peer was given."""
     given = {key.removeprefix(f"{name}/"): value.numpy() for key, value in GOLDEN.items()}
     scales = Scales(
         scale=given["scale"], zero_point=given["zero_point"], global_scale=given.get("global_scale")
@@ -37,7 +36,6 @@ def codes(weight: torch.Tensor, found: Grid) -> torch.Tensor:
 
 
 def equal_share(weight: torch.Tensor, other: torch.Tensor, found: Grid) -> float:
-    """The share of equal codes."""
     return float(torch.isclose(codes(weight, found), codes(other, found), atol=1e-3).float().mean())
 
 

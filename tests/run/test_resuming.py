@@ -47,7 +47,6 @@ def test_answers_outlive_an_unfinished_session(tmp_path: Path) -> None:
 
 
 def flip(file: Path) -> None:
-    """Another last byte in the same file."""
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 

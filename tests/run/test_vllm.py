@@ -58,7 +58,6 @@ def run(scenario: Path, folder: Path) -> Ran:
 
 
 def answers_in(folder: Path) -> int:
-    """How many answers are kept."""
     return sum(len(file.read_text().splitlines()) for file in folder.glob("answers-*.jsonl"))
 
 

@@ -14,14 +14,12 @@ DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 
 
 def served(folder: Path, serve: str) -> Serve:
-    """The section `serve` of a scenario that says this of it."""
     path = folder / "scenario.yaml"
     path.write_text(SCENARIO.format(source=DEMO, serve=serve))
     return read_scenario(path).serve
 
 
 def refused(folder: Path, serve: str) -> list[str]:
-    """The problems of such a scenario."""
     with pytest.raises(InputError) as caught:
         served(folder, serve)
     return str(caught.value).splitlines()
