@@ -22,10 +22,7 @@ SHARED: dict[str, set[str]] = {
         *("arguments", "base", "config", "dequantize", "gpus"),
         *("input_rounding", "kv_cache", "own_schemes", "partition", "schemes"),
     },
-    "observers": {
-        *("args", "base", "block_scales", "flatten", "fusion", "group_scales", "importance", "model_fusion"),
-        *("older_names", "qparams", "registry", "rounding", "search", "tiles", "tokens"),
-    },
+    "observers": {"base", "flatten", "qparams", "registry", "search"},
     "checks": set(),
 }
 

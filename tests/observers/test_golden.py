@@ -6,7 +6,7 @@ import torch
 from tests.observers.golden_values import Case, cases, observe, values
 from tests.observers.reference import qparams_of_weight, range_of_weight
 from vexport.observers.flatten import tiles_of
-from vexport.observers.imatrix import STRATEGIES
+from vexport.observers.ranges import STRATEGIES
 from vexport.observers.search import range_of
 
 CASES = list(enumerate(cases()))

@@ -22,13 +22,13 @@ from vexport.numerics.arithmetic import (
     power,
     power_6_5,
 )
-from vexport.observers.kernels.searches import (
+from vexport.observers.qparams import mx_scale
+from vexport.observers.search import (
     range_of_values,
     ranges_of_groups,
     search_grid_groups,
     search_nvfp4_scales,
 )
-from vexport.observers.qparams import mx_scale
 
 Doubles = npt.NDArray[np.float64]
 

@@ -5,34 +5,29 @@ Adding an observer is one new file here and one entry in `vexport.records.observ
 
 from collections.abc import Mapping
 from importlib import import_module
+from typing import Any
 
+import torch
+
+from vexport.architectures import Architecture, architecture_table, resolve
+from vexport.architectures.fusion import fuse
+from vexport.architectures.table import USUAL, USUAL_EXPERTS
 from vexport.observers.base import Observer, QParamsDict
 from vexport.observers.flatten import flatten_for_calibration, get_observer_token_count
-from vexport.observers.imatrix import IMatrixMSEObserver, Importance, NVFP4ExpandedIMatrixObserver
-from vexport.observers.minmax import MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver
-from vexport.observers.model_fusion import fuse_weight_observers
-from vexport.observers.mse import MemorylessMSEObserver, MovingAverageMSEObserver, NVFP4ExpandedMSEObserver
 from vexport.observers.qparams import ObserverArgs
+from vexport.observers.ranges import (
+    IMatrixMSEObserver,
+    Importance,
+    MemorylessMinMaxObserver,
+    MemorylessMSEObserver,
+    MinMaxObserver,
+    MovingAverageMSEObserver,
+    NVFP4ExpandedIMatrixObserver,
+    NVFP4ExpandedMSEObserver,
+    StaticMinMaxObserver,
+)
 from vexport.records import observer_names
 from vexport.records.observer_names import ObserverName, OptionValue
-
-
-def _class(observer: ObserverName) -> type[Observer]:
-    kind: type[Observer] = getattr(import_module(f"{__name__}.{observer.file}"), observer.kind)
-    return kind
-
-
-OBSERVERS: Mapping[str, type[Observer]] = {
-    name: _class(each) for name, each in observer_names.OBSERVERS.items()
-}
-
-
-def load_observer(
-    name: str, base_name: str, args: ObserverArgs, keywords: Mapping[str, OptionValue] | None = None
-) -> Observer:
-    """The observer of that name for a tensor kind; ValueError lists the names."""
-    return Observer.of_name(name)(base_name, args, **(keywords or {}))
-
 
 __all__ = [
     "OBSERVERS",
@@ -54,3 +49,64 @@ __all__ = [
     "get_observer_token_count",
     "load_observer",
 ]
+# The strategies of scales that fused layers share.
+SHARING = ("tensor_group", "tensor")
+
+
+def _class(observer: ObserverName) -> type[Observer]:
+    kind: type[Observer] = getattr(import_module(f"{__name__}.{observer.file}"), observer.kind)
+    return kind
+
+
+OBSERVERS: Mapping[str, type[Observer]] = {
+    name: _class(each) for name, each in observer_names.OBSERVERS.items()
+}
+
+
+def load_observer(
+    name: str, base_name: str, args: ObserverArgs, keywords: Mapping[str, OptionValue] | None = None
+) -> Observer:
+    """The observer of that name for a tensor kind; ValueError lists the names."""
+    return Observer.of_name(name)(base_name, args, **(keywords or {}))
+
+
+def fuse_weight_observers(model: torch.nn.Module) -> None:
+    """Let the `weight_observer`s of layers that vLLM runs as one share what `Observer.fuse` shares.
+
+    What vLLM fuses is known by the model's class; of a part of a model, or a class that vLLM does not have,
+    what nearly all of its classes fuse is assumed. Raises ValueError where only some of the layers that share
+    a scale have an observer, or have another strategy.
+    """
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) or _observer_of(module) is not None
+    }
+    for name, members in fuse(modules, architecture_of(model)).items():
+        observers = {member: _observer_of(modules[member]) for member in members}
+        strategies = {observer and observer.strategy for observer in observers.values()}
+        if not strategies & set(SHARING):
+            continue
+        if len(strategies) > 1:
+            kinds = ", ".join(
+                f"{member} {each.strategy if each else 'none'}" for member, each in observers.items()
+            )
+            raise ValueError(
+                f"{name}: got observers of {kinds}, need one strategy for all, which vLLM runs as one"
+            )
+        Observer.fuse(observer for observer in observers.values() if observer is not None)
+
+
+def architecture_of(model: torch.nn.Module) -> Architecture:
+    """The entry of a model's class in the table, else what nearly all classes fuse."""
+    to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
+    config: dict[str, Any] = to_dict()
+    for name in (*(config.get("architectures") or ()), type(model).__name__):
+        if name in architecture_table().architectures:
+            return resolve(name, config)[0]
+    return Architecture(fused=USUAL, experts=USUAL_EXPERTS)
+
+
+def _observer_of(module: torch.nn.Module) -> Observer | None:
+    observer = getattr(module, "weight_observer", None)
+    return observer if isinstance(observer, Observer) else None

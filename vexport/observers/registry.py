@@ -135,9 +135,7 @@ class OlderNames(torch.nn.Module):
         self._require("calculate_gparam", "tensor_group")
         return self.get_global_scale(observed)
 
-    def get_gparam(self, observed: torch.Tensor) -> torch.Tensor | None:
-        """The same."""
-        return self.calculate_gparam(observed)
+    get_gparam = calculate_gparam
 
     def get_global_scale(self, observed: torch.Tensor | None = None) -> torch.Tensor | None:
         """`global_scale`, of a value that is observed first where there is one."""

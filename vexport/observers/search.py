@@ -1,28 +1,42 @@
 """Searches for the range of each group whose quantization error is least, by compiled kernels.
 
-They work a tile at a time and in float32, on the CPU wherever the tensor is. The error of a group is
-`sum(importance * |dequantized - value| ** norm)` (llm-compressor, observers/mse_quant.py and imatrix.py).
-"""
+They work a tile at a time and in float32, on the CPU wherever the tensor is. Kernels read bfloat16, float16
+and float32 values as they are, others as a copy. The error of a group is `sum(importance * |dequantized -
+value| ** norm)` (llm-compressor, observers/mse_quant.py and imatrix.py); one with NaN or infinity has a range
+that is not finite."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import numba
+import numpy as np
 import torch
 
-from vexport.numerics.arithmetic import E2M1, E4M3, E8M0, NumberFormat, integer_format
-from vexport.observers.flatten import Tiles
-from vexport.observers.kernels.searches import (
-    PATTERNS,
-    STORAGES,
-    GroupChoices,
-    distinct_values,
-    range_of_values,
-    ranges_of_groups,
-    readable,
-    search_grid_groups,
-    search_nvfp4_scales,
+from vexport.numerics.arithmetic import (
+    BFLOAT16,
+    E2M1,
+    E4M3,
+    E8M0,
+    FLOAT16,
+    FLOAT32,
+    Bits,
+    Floats,
+    NumberFormat,
+    integer_format,
 )
+from vexport.observers.flatten import Tiles
+from vexport.observers.kernels.grid import (
+    PATTERNS,
+    TASK_VALUES,
+    TENSOR_CHUNK,
+    add_counts,
+    group_ranges,
+    search_groups,
+    tensor_ranges,
+)
+from vexport.observers.kernels.nvfp4 import NVFP4Search, search_block_scales
 from vexport.observers.qparams import (
     ObserverArgs,
     is_float,
@@ -33,12 +47,137 @@ from vexport.observers.qparams import (
 )
 from vexport.records.observer_names import SearchOptions
 
+# Each thread that counts has its own half megabyte.
+COUNTING_TASKS = 16
+# Lanes of the widest vectors.
+VECTOR = 16
+STORAGES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 Range = tuple[torch.Tensor, torch.Tensor]
 # The peer computes candidates in bf16: its range may be off by three roundings of 2**-8 each. Candidates
 # reach so much further at both ends that whatever it could choose is among them.
 CANDIDATE_SLACK = 2.0**-6
 # Rows that global scales are compared by.
 SAMPLED_ROWS = 64
+
+
+class GroupChoices(NamedTuple):
+    """Range (float32) and best step of every group; for every step, whether it improved a group."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+    step: torch.Tensor
+    improved: list[bool]
+
+
+def search_grid_groups(
+    groups: torch.Tensor,
+    form: NumberFormat,
+    shrinks: Sequence[float],
+    *,
+    norm: float,
+    expand: float = 1.0,
+    importance: torch.Tensor | None = None,
+) -> GroupChoices:
+    """For every row of `groups` (count, size) the shrink with the least `sum(importance * |q - x|**norm)`.
+
+    Candidates are the row's range times `expand` times each of `shrinks`; the earlier one of equals is
+    taken. Row i has the importance of row i modulo the rows of `importance` (any, size).
+    """
+    bits, storage = stored_bits(groups)
+    count, size = bits.shape
+    factors = np.asarray(shrinks, dtype=np.float32)
+    lows, highs = np.empty(count, dtype=np.float32), np.empty(count, dtype=np.float32)
+    steps = np.empty(count, dtype=np.int64)
+    improved = np.zeros((min(count, -(-bits.size // TASK_VALUES)), factors.size), dtype=np.bool_)
+    whole_vectors = np.pad(factors, (0, -factors.size % VECTOR), mode="edge")
+    search_groups(
+        bits,
+        storage,
+        importance_rows(importance, size),
+        np.float32(expand),
+        whole_vectors,
+        form,
+        np.float32(norm),
+        lows,
+        highs,
+        steps,
+        improved,
+    )
+    low, high, step = map(torch.from_numpy, (lows, highs, steps))
+    return GroupChoices(low, high, step, [bool(flags.any()) for flags in improved.T])
+
+
+def ranges_of_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Smallest and largest value of every row of `groups` (count, size): float32; NaN where one is NaN."""
+    bits, storage = stored_bits(groups)
+    lows, highs = (np.empty(bits.shape[0], dtype=np.float32) for _ in range(2))
+    group_ranges(bits, storage, min(bits.shape[0], -(-bits.size // TASK_VALUES)), lows, highs)
+    return torch.from_numpy(lows), torch.from_numpy(highs)
+
+
+def distinct_values(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The different numbers in values of 16 bits, and how often each occurs: both float32, (numbers,)."""
+    counts = np.zeros((min(numba.get_num_threads(), COUNTING_TASKS), PATTERNS), dtype=np.int64)
+    add_counts(stored_bits(values)[0].reshape(-1), counts)
+    total = counts.sum(0)
+    patterns = np.flatnonzero(total)
+    numbers = torch.from_numpy(patterns.astype(np.uint16)).view(values.dtype).to(torch.float32)
+    return numbers, torch.from_numpy(total[patterns]).to(torch.float32)
+
+
+def range_of_values(values: torch.Tensor) -> tuple[float, float]:
+    """Smallest and largest of all values; NaN where one is NaN."""
+    bits, storage = stored_bits(values)
+    chunks = -(-bits.size // TENSOR_CHUNK)
+    lows, highs = np.empty(chunks, dtype=np.float32), np.empty(chunks, dtype=np.float32)
+    tensor_ranges(bits.reshape(-1), storage, lows, highs)
+    return float(lows.min()), float(highs.max())
+
+
+def search_nvfp4_scales(
+    groups: torch.Tensor,
+    global_scale: float,
+    *,
+    largest: float,
+    smallest: float,
+    norm: float,
+    importance: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The e4m3 block scales, relative to the global scale, with the smallest error: (rows, groups).
+
+    `groups` are (rows, groups, size). The error is `sum(importance * |q - x|**norm)` with the scale that is
+    stored. Candidates are all e4m3 numbers between those of `largest` and `smallest` times a group's range;
+    the larger of equals is taken. A scale that would round to zero is the smallest e4m3 number, that of a
+    group of zeros is 0.125.
+    """
+    bits, storage = stored_bits(groups.reshape(len(groups), -1))
+    codes = np.empty(groups.shape[:2], dtype=np.uint8)
+    weights = importance_rows(importance, bits.shape[1])[0]
+    limits = NVFP4Search(
+        np.float32(global_scale), np.float32(largest), np.float32(smallest), np.float32(norm)
+    )
+    search_block_scales(bits, storage, weights, limits, codes)
+    return torch.from_numpy(codes).view(torch.float8_e4m3fn)
+
+
+def readable(values: torch.Tensor) -> torch.Tensor:
+    """Values as kernels read them: in main memory, float32 where they are not of 16 bits."""
+    values = values.detach().to("cpu")
+    return values if values.dtype in STORAGES else values.to(torch.float32)
+
+
+def stored_bits(values: torch.Tensor) -> tuple[Bits, int]:
+    """The bits of values as integers, without a copy where that is possible, and how they are to be read."""
+    values = readable(values)
+    as_integers = torch.int32 if values.dtype == torch.float32 else torch.uint16
+    return values.contiguous().view(as_integers).numpy(), STORAGES[values.dtype]
+
+
+def importance_rows(importance: torch.Tensor | None, size: int) -> Floats:
+    """Importance as float32 (rows, size); one row of ones where there is none."""
+    if importance is None:
+        return np.ones((1, size), dtype=np.float32)
+    return readable(importance).to(torch.float32).contiguous().reshape(-1, size).numpy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +241,14 @@ def search_rows(
     """
     form, improved = format_of(args), [False] * len(search.factors)
     for rows, tile in tiles.by_rows():
-        choices = search_tile(readable(tile), form, search, importance)
+        choices = _search_tile(readable(tile), form, search, importance)
         factor, shape = torch.tensor(search.factors)[choices.step], tile.shape[1:-1]
         low, high = ((end * factor).view(shape).to(tile.device) for end in (choices.low, choices.high))
         yield rows, (low, high)
         improved = [a or b for a, b in zip(improved, choices.improved, strict=True)]
-    shorter = _within_patience(search, improved)
-    if shorter != search:
-        yield from search_rows(tiles, args, shorter, importance)
+    steps = _steps_until_stop(improved, search.patience)
+    if any(improved[steps:]):
+        yield from search_rows(tiles, args, replace(search, factors=search.factors[:steps]), importance)
 
 
 def format_of(args: ObserverArgs) -> NumberFormat:
@@ -121,7 +260,7 @@ def format_of(args: ObserverArgs) -> NumberFormat:
     return form._replace(zero_points=not args.symmetric, scale_storage=storage)
 
 
-def search_tile(
+def _search_tile(
     tile: torch.Tensor, form: NumberFormat, search: Search, importance: torch.Tensor | None
 ) -> GroupChoices:
     """The best factor of each group of a tile (num_observations, *qparam_shape, group_size)."""
@@ -131,12 +270,6 @@ def search_tile(
     return search_grid_groups(
         groups, form, search.factors, norm=search.norm, expand=search.expand, importance=importance
     )
-
-
-def _within_patience(search: Search, improved: Sequence[bool]) -> Search:
-    """Without the steps beyond the patience, where one of them was chosen; else the search as it is."""
-    steps = _steps_until_stop(improved, search.patience)
-    return replace(search, factors=search.factors[:steps]) if any(improved[steps:]) else search
 
 
 def _steps_until_stop(improved: Sequence[bool], patience: int) -> int:

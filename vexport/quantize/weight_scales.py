@@ -12,7 +12,7 @@ from vexport.checkpoint.tensors import read_weight
 from vexport.formats.packing.base import Scales, not_finite
 from vexport.formats.schemes import get_scheme
 from vexport.observers import IMatrixMSEObserver, Importance, Observer, load_observer
-from vexport.observers.mse import fit_global_scale
+from vexport.observers.ranges import fit_global_scale
 from vexport.records import CalibrationRecord, FusionGroup, LinearPlan
 from vexport.records.observer_names import BY_IMPORTANCE, MIN_MAX, UNWEIGHTED
 

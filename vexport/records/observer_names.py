@@ -100,57 +100,50 @@ def read_options(defaults: OptionsT, given: Mapping[str, OptionValue], where: st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserverName:
-    """The file and class of an observer, the first sentence of that class's docstring, its keywords."""
+    """The class of an observer, the first sentence of its docstring, its keywords, and the file it is in."""
 
-    file: str
     kind: str
     summary: str
     options: Options = Options()
     aliases: tuple[str, ...] = ()
+    file: str = "ranges"
 
 
 OBSERVERS: Mapping[str, ObserverName] = {
     "memoryless_minmax": ObserverName(
-        file="minmax", kind="MemorylessMinMaxObserver", summary="The range of the last tensor observed"
+        kind="MemorylessMinMaxObserver", summary="The range of the last tensor observed"
     ),
     "static_minmax": ObserverName(
-        file="minmax",
         kind="StaticMinMaxObserver",
         summary="The running minimum and maximum over all tensors observed",
     ),
     "minmax": ObserverName(
-        file="minmax",
         kind="MinMaxObserver",
         summary="A moving average of minimum and maximum, `old * (1 - c) + new * c`",
         options=AverageOptions(),
     ),
     "memoryless_mse": ObserverName(
-        file="mse",
         kind="MemorylessMSEObserver",
         summary="The range of the last tensor that has the least quantization error",
         options=SEARCH,
     ),
     "mse": ObserverName(
-        file="mse",
         kind="MovingAverageMSEObserver",
         summary="A moving average of the ranges with the least quantization error",
         options=AverageSearchOptions(),
     ),
     "imatrix_mse": ObserverName(
-        file="imatrix",
         kind="IMatrixMSEObserver",
         summary="Least quantization error weighted by the mean square of each input channel",
         options=IMPORTANCE_SEARCH,
     ),
     "nvfp4_expanded_mse": ObserverName(
-        file="mse",
         kind="NVFP4ExpandedMSEObserver",
         summary="Least quantization error between 1.8 and 0.8 times the range, for NVFP4",
         options=NVFP4_EXPANDED_SEARCH,
         aliases=("fouroversix",),
     ),
     "nvfp4_expanded_imatrix": ObserverName(
-        file="imatrix",
         kind="NVFP4ExpandedIMatrixObserver",
         summary="The same search between 1.5 and 0.5 times the range, for NVFP4",
         options=NVFP4_EXPANDED_IMPORTANCE,

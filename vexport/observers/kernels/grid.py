@@ -35,6 +35,7 @@ from vexport.numerics.jit import LANES, MULTIPLY_ADD, compiled, wide_vectors
 Doubles = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
+PATTERNS = 1 << 16
 
 # What the largest value of a group is brought to before it is searched: scales are then near one.
 UNIT = 64.0
@@ -324,3 +325,13 @@ def tensor_ranges(weight: Bits, storage: int, lows: Floats, highs: Floats) -> No
         values = np.empty(part.size, dtype=F32)
         widen(values, part, storage)
         lows[chunk], highs[chunk] = value_range(values)
+
+
+@compiled(parallel=True)
+def add_counts(values: Bits, counts: Indices) -> None:
+    """Count the 16-bit patterns of flat `values` in `counts` (tasks, PATTERNS), each task in its own row."""
+    tasks = counts.shape[0]
+    for task in prange(tasks):
+        row = counts[task]
+        for i in range(task * values.size // tasks, (task + 1) * values.size // tasks):
+            row[values[i]] += 1

@@ -1,0 +1,317 @@
+"""The observers: min-max, searches for the least quantization error, and errors weighted by importance."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from vexport.numerics.ranks import gather
+from vexport.observers.base import Observer, Reduction
+from vexport.observers.flatten import WEIGHT, Tiles, flatten_for_calibration
+from vexport.observers.qparams import is_nvfp4
+from vexport.observers.search import (
+    Range,
+    Search,
+    nvfp4_error,
+    scales_of_rows,
+    search_grid,
+    search_nvfp4,
+    search_of,
+    search_rows,
+)
+from vexport.records.observer_names import (
+    IMPORTANCE_SEARCH,
+    NVFP4_EXPANDED_IMPORTANCE,
+    NVFP4_EXPANDED_SEARCH,
+    SEARCH,
+    AverageOptions,
+    AverageSearchOptions,
+    ImportanceOptions,
+    OptionValue,
+    SearchOptions,
+)
+
+# The largest value of a block becomes a 4 instead of a 6.
+MOST_ROOM = 1.5
+# Where a weight's columns are input channels within each group (llm-compressor, observers/imatrix.py).
+STRATEGIES = ("channel", "group", "tensor_group")
+
+
+class MemorylessMinMaxObserver(Observer):
+    """The range of the last tensor observed [memoryless_minmax]."""
+
+    registry_name = "memoryless_minmax"
+
+
+class StaticMinMaxObserver(Observer):
+    """The running minimum and maximum over all tensors observed [static_minmax]."""
+
+    registry_name = "static_minmax"
+    reduction: ClassVar[Reduction | None] = "extremes"
+
+    def combine(self, old: Range, new: Range) -> Range:
+        """The union of both ranges."""
+        return torch.minimum(old[0], new[0]), torch.maximum(old[1], new[1])
+
+
+class MinMaxObserver(Observer):
+    """A moving average of minimum and maximum, `old * (1 - c) + new * c` [minmax].
+
+    The first observation is taken as it is; `averaging_constant` 1.0 turns the averaging off.
+    """
+
+    registry_name = "minmax"
+    defaults: ClassVar[AverageOptions] = AverageOptions()
+    reduction: ClassVar[Reduction | None] = "average"
+
+    def configure(self, keywords: dict[str, OptionValue]) -> None:
+        """Read `averaging_constant`."""
+        self.averaging_constant = self.read(self.defaults, keywords).averaging_constant
+
+    def combine(self, old: Range, new: Range) -> Range:
+        """The moving average of both ranges."""
+        return moving_average(old, new, self.averaging_constant)
+
+
+def moving_average(old: Range, new: Range, constant: float) -> Range:
+    """`old * (1 - c) + new * c` at both ends, in the ranges' dtype."""
+    if constant == 1.0:
+        return new
+    low, high = (before * (1.0 - constant) + after * constant for before, after in zip(old, new, strict=True))
+    return low, high
+
+
+class MemorylessMSEObserver(Observer):
+    """The range of the last tensor that has the least quantization error [memoryless_mse].
+
+    NVFP4 weights are searched among the block scales that can be stored; their range is that of the values.
+    """
+
+    registry_name = "memoryless_mse"
+    defaults: ClassVar[SearchOptions] = SEARCH
+
+    def configure(self, keywords: dict[str, OptionValue]) -> None:
+        """Read the keywords of the search."""
+        self.options = self.read(self.defaults, keywords)
+        self._importance: torch.Tensor | None = None
+
+    @property
+    def search(self) -> Search:
+        """The candidates."""
+        return search_of(self.options, int(self.options.maxshrink * self.options.grid))
+
+    def importance(self, channels: int, order: torch.Tensor | None) -> torch.Tensor | None:
+        """The weight of each error, broadcasting to observations; None weights all alike."""
+        return None
+
+    def prepare(self, tiles: Tiles) -> None:
+        """Take in the importance of what is searched."""
+        self._importance = self.importance(tiles.shape[-1] * tiles.shape[-2], tiles.order)
+
+    def find_range(self, tiles: Tiles) -> Range:
+        """Search."""
+        return search_grid(tiles, self.args, self.search, self._importance)
+
+    def weight_scales(
+        self, tiles: Tiles, global_scale: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Search, now that the global scale is known."""
+        if is_nvfp4(self.args) and global_scale is not None:
+            scale = search_nvfp4(tiles, global_scale, self.search, self._importance)
+            return scale, torch.zeros(scale.shape, dtype=torch.int32, device=scale.device)
+        ranges = search_rows(tiles, self.args, self.search, self._importance)
+        return scales_of_rows(ranges, tiles, self.args, global_scale)
+
+
+def fit_global_scale(observers: Sequence[Observer]) -> None:
+    """Choose the global scale that fused NVFP4 weights share, by the error in some rows of all of them.
+
+    With 2688 / absmax the block of the largest value has the largest scale that there is. Where the search
+    may take a larger one, a smaller global scale leaves it room: best for weights that are all about as
+    large, while others lose a little. Fuse the observers before, and let all observe.
+    """
+    members = [observer for observer in observers if isinstance(observer, MemorylessMSEObserver)]
+    room = max((member.options.expand for member in members), default=1.0)
+    if len(members) < len(observers) or room <= 1:
+        return
+    shared = [(member._shared, member._weight) for member in members]
+    errors = dict[float, float]()
+    for factor in (1.0, 1 / min(room, MOST_ROOM)):
+        for range_, _ in shared:
+            if range_ is not None:
+                range_.factor = factor
+        scales = [member.global_scale() for member in members]
+        errors[factor] = sum(
+            nvfp4_error(tiles, scale, member.search, member._importance)
+            for member, (_, tiles), scale in zip(members, shared, scales, strict=True)
+            if tiles is not None and scale is not None
+        )
+    best = min(errors, key=lambda factor: errors[factor])
+    for range_, _ in shared:
+        if range_ is not None:
+            range_.factor = best
+
+
+class MovingAverageMSEObserver(MemorylessMSEObserver):
+    """A moving average of the ranges with the least quantization error [mse].
+
+    The first observation is taken as it is; `averaging_constant` 1.0 turns the averaging off.
+    """
+
+    registry_name = "mse"
+    defaults: ClassVar[AverageSearchOptions] = AverageSearchOptions()
+    reduction: ClassVar[Reduction | None] = "average"
+
+    def configure(self, keywords: dict[str, OptionValue]) -> None:
+        """Read the keywords of the search and `averaging_constant`."""
+        super().configure(keywords)
+        self.averaging_constant = self.read(self.defaults, keywords).averaging_constant
+
+    def combine(self, old: Range, new: Range) -> Range:
+        """The moving average of both ranges."""
+        return moving_average(old, new, self.averaging_constant)
+
+
+class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
+    """Least quantization error between 1.8 and 0.8 times the range, for NVFP4 [nvfp4_expanded_mse]."""
+
+    registry_name = "nvfp4_expanded_mse"
+    aliases = ("fouroversix",)
+    defaults: ClassVar[SearchOptions] = NVFP4_EXPANDED_SEARCH
+
+
+@dataclass(slots=True)
+class Importance:
+    """Sum of x squared of each input channel, shape (in_features,), and the number of tokens.
+
+    Squares are taken in float32. In float64 their sum is the same in any order of the samples, for
+    practical purposes; the peer sums in float32.
+    """
+
+    total: torch.Tensor
+    tokens: int = 0
+
+    @classmethod
+    def zeros(cls, channels: int) -> "Importance":
+        """Nothing gathered yet."""
+        return cls(torch.zeros(channels, dtype=torch.float64))
+
+    def add(self, inputs: torch.Tensor) -> None:
+        """Take in inputs of shape (..., channels)."""
+        squares = inputs.detach().to(torch.float32).pow(2)
+        dims = tuple(range(inputs.ndim - 1))
+        self.total = self.total.to(inputs.device) + squares.sum(dims, dtype=self.total.dtype)
+        self.tokens += inputs.numel() // inputs.shape[-1] if inputs.numel() else 0
+
+    def all_reduce(self) -> None:
+        """Add up what all ranks have gathered, on whatever devices; all call."""
+        self.total = torch.stack(gather(self.total.cpu())).sum(0).to(self.total.device)
+        self.tokens = sum(gather(self.tokens))
+
+    def mean(self) -> torch.Tensor:
+        """Mean of x squared, float32, shape (in_features,)."""
+        return (self.total / float(self.tokens)).to(torch.float32)
+
+    def problem(self, channels: int) -> str | None:
+        """The reason why it cannot weight that many input channels, or None where it can."""
+        if not self.tokens:
+            return "no importance data available"
+        if self.total.numel() != channels:
+            return f"size mismatch: expected {channels}, got {self.total.numel()}"
+        if not bool(torch.isfinite(self.total).all()):
+            return "contains non-finite values"
+        if bool((self.total < 0).any()):
+            return "contains negative values"
+        return "all zeros" if bool((self.total == 0).all()) else None
+
+
+class IMatrixMSEObserver(MemorylessMSEObserver):
+    """Least quantization error weighted by the mean square of each input channel [imatrix_mse].
+
+    `attach(module)` starts to gather from the module's inputs in a pass before the weight is observed,
+    `detach` ends that; `gathered` may also be set to what was gathered elsewhere. Without importance errors
+    are weighted alike after one warning, or ValueError under `strict`.
+    """
+
+    registry_name = "imatrix_mse"
+    defaults: ClassVar[ImportanceOptions] = IMPORTANCE_SEARCH
+
+    def configure(self, keywords: dict[str, OptionValue]) -> None:
+        """Read the keywords of the search and `strict`."""
+        options = self.read(self.defaults, keywords)
+        super().configure(keywords)
+        self.strict = options.strict
+        self.gathered: Importance | None = None
+        self._hook: RemovableHandle | None = None
+
+    @property
+    def search(self) -> Search:
+        """The candidates: here the last step is included."""
+        return search_of(self.options, max(1, int(self.options.maxshrink * self.options.grid)) + 1)
+
+    def attach(self, module: torch.nn.Module) -> None:
+        """Gather from now on from the inputs of a module with `in_features`; other modules are left alone."""
+        self.detach(module)
+        channels = getattr(module, "in_features", None)
+        if not isinstance(channels, int):
+            return
+        gathered = Importance.zeros(channels)
+        self.gathered = gathered
+
+        def gather(module: torch.nn.Module, inputs: tuple[object, ...]) -> None:
+            first = inputs[0] if inputs else None
+            if isinstance(first, torch.Tensor):
+                gathered.add(first)
+
+        self._hook = module.register_forward_pre_hook(gather)
+
+    def detach(self, module: torch.nn.Module) -> None:
+        """Stop to gather; the importance stays with the observer."""
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+
+    def importance(self, channels: int, order: torch.Tensor | None) -> torch.Tensor | None:
+        """The gathered importance divided by its mean, broadcasting to a weight's observations."""
+        problem = self._problem(channels)
+        if problem is not None or self.gathered is None:
+            if self.strict:
+                raise ValueError(f"imatrix_mse: {problem}; gather importance first, or do without strict")
+            warnings.warn(f"imatrix_mse: {problem}; errors are weighted alike", stacklevel=2)
+            return None
+        mean = self.gathered.mean()
+        mean = mean / (mean.mean() + torch.finfo(torch.float32).tiny)
+        row = mean if order is None else mean.index_select(0, order)
+        return flatten_for_calibration(row.unsqueeze(0), self.base_name, self.args)
+
+    def reset(self) -> None:
+        """Forget everything seen and gathered."""
+        super().reset()
+        self.gathered = None
+
+    def reduce_over_ranks(self) -> None:
+        """Sum what was gathered over all ranks."""
+        super().reduce_over_ranks()
+        if self.gathered is not None:
+            self.gathered.all_reduce()
+
+    def _problem(self, channels: int) -> str | None:
+        if self.base_name != WEIGHT:
+            return f"only weights have importance, got {self.base_name}"
+        if self.strategy not in STRATEGIES:
+            return f"strategy {self.strategy} has no importance, need one of {', '.join(STRATEGIES)}"
+        return self.gathered.problem(channels) if self.gathered else "no importance data available"
+
+
+class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
+    """The same search between 1.5 and 0.5 times the range, for NVFP4 [nvfp4_expanded_imatrix].
+
+    With a larger block scale the largest value of a block may become 4, next to which e2m1 is finer than
+    next to 6 (four over six, arXiv 2512.02010).
+    """
+
+    registry_name = "nvfp4_expanded_imatrix"
+    defaults: ClassVar[ImportanceOptions] = NVFP4_EXPANDED_IMPORTANCE
