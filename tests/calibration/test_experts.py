@@ -15,7 +15,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from tests.calibration.make import batches_of, calibrated, plan_for, samples
 from tests.calibration.models import expert_configs, save, whole_model_run
 from vexport.calibration import calibrate
-from vexport.calibration.experts import arithmetic_of
+from vexport.calibration.inputs import arithmetic_of
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
@@ -244,6 +244,6 @@ def test_experts_with_arithmetic_of_their_own_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index, plan = plan_with_experts(save(expert_configs()["qwen3_moe"], tmp_path / "qwen3_moe"))
-    monkeypatch.setattr("vexport.calibration.experts.KINDS", ())
+    monkeypatch.setattr("vexport.calibration.inputs.KINDS", ())
     with pytest.raises(InputError, match=r"the arithmetic of Qwen3MoeExperts is not known"):
         calibrate(LayerWalk(index), plan, samples(LENGTHS))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tests.models import errors
 from tests.mutations.edits import WEIGHTS, Tensors
 from vexport.checkpoint.index import read_index
-from vexport.quantize.samples import vocab_size
+from vexport.quantize.text import vocab_size
 from vexport.records import Json
 
 # Class and model type, where the names of the language model begin, the keys around its config.

@@ -198,7 +198,7 @@ def test_interrupt_is_130_and_the_same_command_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patches:
-        patches.setattr("vexport.quantize.finishing.write_config", interrupted)
+        patches.setattr("vexport.quantize.job.write_config", interrupted)
         ran = vexport(*command)
     assert ran.code == 130
     assert not (tmp_path / "out").exists()

@@ -126,7 +126,7 @@ def test_time_is_told_before_the_work_and_the_time_left_is_that_of_all_steps(
     source = save_llama(tmp_path / "deep", num_hidden_layers=12, intermediate_size=512)
     call = ("quantize", source, "--scheme", "W4A16", "--calibration", text)
     assert vexport(*call, tmp_path / "unmeasured", "--no-verify", "--quiet").code == 0
-    monkeypatch.setattr("vexport.quantize.estimate.SMALL_WORK", 0.0)
+    monkeypatch.setattr("vexport.quantize.text.SMALL_WORK", 0.0)
     ran = vexport(*call, tmp_path / "out", "--no-verify")
     assert ran.code == 0, ran.stderr
     first, second = (digest_file(tmp_path / name / "model.safetensors") for name in ("unmeasured", "out"))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.calibration.make import samples
 from tests.calibration.models import configs, expert_configs, save
 from vexport.calibration import calibrate
-from vexport.calibration.experts import arithmetic_of
+from vexport.calibration.inputs import arithmetic_of
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from vexport.calibration.data import Samples
-from vexport.calibration.experts import arithmetic_of
+from vexport.calibration.inputs import arithmetic_of
 from vexport.calibration.model import HiddenStates, joined
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.records import OnProgress, silent

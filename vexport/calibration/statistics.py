@@ -16,9 +16,8 @@ import torch
 from vexport.architectures.fusion import moe_layer
 from vexport.calibration.capture import base_of, watching_attention
 from vexport.calibration.data import Samples
-from vexport.calibration.experts import Entered
 from vexport.calibration.gradients import TokenWeights
-from vexport.calibration.inputs import GroupInputs, Places, Value
+from vexport.calibration.inputs import Entered, GroupInputs, Places, Value
 from vexport.calibration.model import HiddenStates
 from vexport.calibration.walk import Layer, LayerWalk, is_finite
 from vexport.checkpoint.index import SourceIndex

@@ -135,8 +135,7 @@ def _plan_rules(
 def _note_time(index: "SourceIndex", plan: Plan, text: "Calibration", on_progress: OnProgress) -> None:
     """A note on what calibration will take, where the weights are here."""
     from vexport.plan.needs import calibration_need
-    from vexport.quantize.estimate import estimated_steps
-    from vexport.quantize.samples import PlanText
+    from vexport.quantize.text import PlanText, estimated_steps
 
     if calibration_need(plan) is None:
         note("this plan does not need the text")

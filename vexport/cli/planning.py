@@ -12,7 +12,7 @@ from vexport.records import GroupSize, PlanRequest
 from vexport.records.rounding import ROUNDINGS
 
 if TYPE_CHECKING:
-    from vexport.quantize.estimate import Step
+    from vexport.quantize.text import Step
     from vexport.scenario import Calibration
 
 PLAN_OPTIONS = tuple(field.name for field in fields(PlanRequest))

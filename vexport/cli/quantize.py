@@ -73,8 +73,8 @@ def quantize(
     from vexport.engine.gate import Prover
     from vexport.plan.needs import default_text_note, with_needed_text
     from vexport.plan.source import requested
-    from vexport.quantize.estimate import Step
     from vexport.quantize.job import QuantizeJob, quantize_source
+    from vexport.quantize.text import Step
     from vexport.reports.quantized import quantized_answer, render_quantized
 
     is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks, or alone: the one that speaks

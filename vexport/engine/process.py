@@ -1,6 +1,7 @@
 """A worker in its own process group that cannot outlive us: progress on a pipe, its output in a log.
 
-Of a worker that failed the log and the exit code tell the cause, in vLLM's own words where it has some."""
+Of a worker that failed the log and the exit code tell the cause, in vLLM's own words where it has some.
+"""
 
 import json
 import os

@@ -3,7 +3,8 @@
 They work a tile at a time and in float32, on the CPU wherever the tensor is. Kernels read bfloat16, float16
 and float32 values as they are, others as a copy. The error of a group is `sum(importance * |dequantized -
 value| ** norm)` (llm-compressor, observers/mse_quant.py and imatrix.py); one with NaN or infinity has a range
-that is not finite."""
+that is not finite.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence

@@ -8,8 +8,7 @@ from functools import partial
 import torch
 
 from vexport.calibration.capture import Forward, replaced_forwards
-from vexport.calibration.experts import arithmetic_of
-from vexport.calibration.inputs import ExpertLayer, Places
+from vexport.calibration.inputs import ExpertLayer, Places, arithmetic_of
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import as_tensor, read_tensor

@@ -14,7 +14,7 @@ from vexport.plan.build import build_plan, require_accepted
 from vexport.plan.needs import calibration_need
 from vexport.plan.smoothing import smoothing_for, smoothing_strength
 from vexport.quantize.job import QuantizeJob, write_checkpoint
-from vexport.quantize.samples import PlanText, calibration_samples, require_calibration
+from vexport.quantize.text import PlanText, calibration_samples, require_calibration
 from vexport.records import (
     CalibrationRecord,
     CheckReport,

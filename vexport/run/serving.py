@@ -39,7 +39,7 @@ from vexport.evaluation.task_data import fetch_task_data
 from vexport.evaluation.tasks import TaskFile, resolve_tasks
 from vexport.files import digest_bytes, to_json
 from vexport.outputs import NamedPath
-from vexport.quantize.samples import vocab_size
+from vexport.quantize.text import vocab_size
 from vexport.records import (
     ENGINE_CHECK,
     CalibrationData,
