@@ -22,7 +22,7 @@ Translation = Mapping[str, TensorInfo | Derived]
 EXPERTS = "experts"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MethodProblem:
     """Something that is wrong at a key of the quantization config, or with a layer's tensor."""
 
@@ -195,7 +195,7 @@ class MethodConfig:
         severity: Severity = "error",
     ) -> None:
         """Note a problem."""
-        self.problems.append(MethodProblem(where=key, expected=expected, got=got, fix=fix, severity=severity))
+        self.problems.append(MethodProblem(key, expected, got, fix, severity))
 
 
 def is_listed(name: str, listed: Collection[str]) -> bool:

@@ -6,7 +6,6 @@ codes only and look neither at zero points nor at g_idx.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -16,24 +15,15 @@ from vexport.checks.vllm.quant_methods.base import (
     MethodGroup,
     MethodProblem,
     QuantMethod,
-    Translation,
     contains_listed,
 )
 from vexport.checks.vllm.quant_methods.integers import (
-    Array,
     TransposedIntegers,
     bits_of,
     integer_group,
-    packed,
-    packed_integers,
-    transposed,
-    transposed_rows,
-    transposed_words,
     unpacked,
 )
 from vexport.formats.arguments import Arguments
-from vexport.formats.base import Parameter
-from vexport.numerics.constants import INT32_BITS
 from vexport.records import Json, TensorInfo
 from vexport.records.patterns import REGEX, Patterns
 
@@ -48,7 +38,6 @@ class Gptq(TransposedIntegers):
 
     name = V1
     unread = frozenset({"qzeros", "g_idx"})
-    # What is added to a stored zero point.
     zero_offset = 1
 
     def refusal(self, args: Arguments) -> str | None:
@@ -61,31 +50,6 @@ class Gptq(TransposedIntegers):
             return f"group_size {weights.group}: vLLM runs {', '.join(map(str, MARLIN_GROUPS))}"
         return None
 
-    def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        return transposed_words(args, shape, packed_by="in")
-
-    def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
-        codes = stored.get(self.weight)
-        if codes is None or len(codes.shape) != 2:
-            return None
-        return codes.shape[1], codes.shape[0] * INT32_BITS // args.weights.num_bits
-
-    def translated(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> Translation:
-        """Words of codes and scales transposed; zero points too, where the weight is not symmetric."""
-        shape = self.shape(args, stored)
-        assert shape is not None
-        codes, zeros = stored["qweight"], None
-        if not args.weights.symmetric:
-            stored_zeros = stored["qzeros"]
-            zeros = (stored_zeros, partial(self._zero_points, stored_zeros, args.weights.num_bits))
-        packed_codes = transposed(codes, partial(transposed_rows, codes))
-        return packed_integers(stored, shape, packed_codes, stored["scales"], zeros)
-
-    def _zero_points(self, zeros: TensorInfo, bits: int, reader: Reader, rows: slice) -> Array:
-        """Zero points as they are used, in words along the outputs."""
-        values = unpacked(bits_of(reader, zeros), bits) + self.zero_offset
-        return packed(values.T.astype(np.int64), bits)[rows]
-
     def unusable(
         self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
     ) -> Iterator[MethodProblem]:
@@ -97,35 +61,22 @@ class Gptq(TransposedIntegers):
         middle = 1 << (bits - 1)
         least, most = int(values.min()), int(values.max())
         if not args.weights.symmetric:
-            yield from self._overflow(most, bits)
+            # Zero points of 0 and of a power of two, which the first format cannot tell apart.
+            if most + self.zero_offset >= 1 << bits:
+                got, fix = f"{most} + {self.zero_offset}", "store it as gptq_v2, with GPTQModel"
+                yield MethodProblem("qzeros", f"zero points of {bits} bits", got, fix)
             return
         if least == most == middle - self.zero_offset:
             return
         if least == most and least in (middle - 1, middle):
             other = V2 if self.zero_offset else V1
-            yield MethodProblem(
-                where="qzeros",
-                expected=f"{middle - self.zero_offset} in all zero points (checkpoint_format {self.name})",
-                got=f"{least}, as {other} stores them; vLLM does not read them, other loaders are off by one",
-                fix=f"set checkpoint_format to {other}",
-                severity="warning",
-            )
+            expected = f"{middle - self.zero_offset} in all zero points (checkpoint_format {self.name})"
+            got = f"{least}, as {other} stores them; vLLM does not read them, other loaders are off by one"
+            yield MethodProblem("qzeros", expected, got, f"set checkpoint_format to {other}", "warning")
         else:
-            yield MethodProblem(
-                where="qzeros",
-                expected=f"{middle - self.zero_offset} in all zero points, as sym true says",
-                got=f"{least} to {most}, which vLLM does not read: it takes {middle} for all",
-                fix="quantize with sym",
-            )
-
-    def _overflow(self, most: int, bits: int) -> Iterator[MethodProblem]:
-        """Zero points of 0 and of a power of two, which the first format cannot tell apart."""
-        if most + self.zero_offset >= 1 << bits:
-            fix = "store it as gptq_v2, with GPTQModel"
-            expected = f"zero points of {bits} bits"
-            yield MethodProblem(
-                where="qzeros", expected=expected, got=f"{most} + {self.zero_offset}", fix=fix
-            )
+            expected = f"{middle - self.zero_offset} in all zero points, as sym true says"
+            got = f"{least} to {most}, which vLLM does not read: it takes {middle} for all"
+            yield MethodProblem("qzeros", expected, got, "quantize with sym")
 
     def _order(
         self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
@@ -137,12 +88,10 @@ class Gptq(TransposedIntegers):
             return
         groups = reader.array(order).reshape(-1)
         if not np.array_equal(groups, np.arange(groups.size) // size):
-            yield MethodProblem(
-                where="g_idx",
-                expected=f"groups of {size} columns that follow each other",
-                got="another order of columns (desc_act), which vLLM drops: it would take other scales",
-                fix="quantize without desc_act, or with static groups",
-            )
+            expected = f"groups of {size} columns that follow each other"
+            got = "another order of columns (desc_act), which vLLM drops: it would take other scales"
+            fix = "quantize without desc_act, or with static groups"
+            yield MethodProblem("g_idx", expected, got, fix)
 
 
 class GptqV2(Gptq):

@@ -1,4 +1,4 @@
-"""Integers that are packed inputs first: gptq, awq, auto-round and quark.
+"""Integers that are stored inputs first: gptq, awq, auto-round and quark.
 
 Words hold codes of one column or row, the first in the lowest bits unless a method has its own order.
 """
@@ -22,26 +22,91 @@ from vexport.formats import PACKED
 from vexport.formats.arguments import Arguments, QuantArgs
 from vexport.formats.base import FLOAT_SCALES, GpuSupport, Parameter, exact, words
 from vexport.formats.integer import PackedIntegers
+from vexport.numerics.constants import INT32_BITS
 from vexport.records import Json, TensorInfo
 
-# Some rows of a tensor, computed from stored ones.
-Rows = Callable[[Reader, slice], npt.NDArray[np.generic]]
 Array = npt.NDArray[np.generic]
-PACKED_NAMES = {"weight_packed": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros"}
-
 # Bits of a code that methods of integers have, and usually; which of them vLLM runs is each method's.
 MOST_BITS, USUAL_BITS = 8, 4
+# Codes in a word that is packed along the outputs; codes with a sign are those without it less SIGN.
+CODES, SIGN = INT32_BITS // USUAL_BITS, 8
 
 
 class TransposedIntegers(MethodFormat, PackedIntegers):
-    """Words of codes and scales, inputs first, which Marlin and others run with inputs as they are."""
+    """Words of codes (in*bits/32, out), scales (groups, out) and zero points (groups, out*bits/32), which
+    Marlin and others run with inputs as they are.
+
+    With `places`, codes of 4 bits are packed along the outputs instead, (in, out/8), each at its place in a
+    word; symmetric ones have a sign there. `zero_offset` is what is added to a stored zero point.
+    """
 
     weight = "qweight"
-    names = PACKED_NAMES
+    names = {"weight_packed": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros"}
     transposed = True
+    places: Sequence[int] = ()
+    zero_offset = 0
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
         return GpuSupport(input_bits={75: 16}, stored_bits=16)
+
+    def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
+        out_features, in_features = shape
+        bits, groups = args.weights.num_bits, in_features // (args.weights.group or in_features or 1)
+        rows = words(out_features, bits)
+        codes = (in_features, rows) if self.places else (words(in_features, bits), out_features)
+        return {
+            self.weight: exact("I32", codes, along=(0, 1)),
+            self.names["weight_zero_point"]: exact("I32", (groups, rows), along=(0, 1)),
+            self.names["weight_scale"]: Parameter(
+                dtypes=FLOAT_SCALES,
+                shape=(groups, out_features),
+                dtype="BF16",
+                along=(0, 1) if groups > 1 else (1,),
+                in_model_dtype=True,
+            ),
+        }
+
+    def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
+        codes = stored.get(self.weight)
+        if codes is None or len(codes.shape) != 2:
+            return None
+        (rows, columns), bits = codes.shape, args.weights.num_bits
+        return (columns * CODES, rows) if self.places else (columns, rows * INT32_BITS // bits)
+
+    def translated(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> Translation:
+        """As compressed-tensors packs it: along the inputs, outputs first, in the plain order."""
+        shape = self.shape(args, stored)
+        assert shape is not None
+        codes, scales = stored[self.weight], stored[self.names["weight_scale"]]
+        sizes = np.asarray(shape, np.int64)
+        read = partial(self._repacked, args) if self.places else transposed_rows
+        columns = words(shape[1], args.weights.num_bits)
+        tensors: dict[str, TensorInfo | Derived] = {
+            "weight_packed": Derived(
+                dtype="I32", shape=(shape[0], columns), sources=(codes,), rows=partial(read, codes)
+            ),
+            "weight_scale": transposed(scales, transposed_rows),
+            "weight_shape": Derived(
+                dtype="I64", shape=(2,), sources=(codes,), rows=lambda reader, rows: sizes[rows]
+            ),
+        }
+        if not args.weights.symmetric:
+            zeros = stored[self.names["weight_zero_point"]]
+            tensors["weight_zero_point"] = transposed(zeros, partial(self._zero_points, args))
+        return tensors | {name: stored[name] for name in ("bias",) if name in stored}
+
+    def _repacked(self, args: Arguments, codes: TensorInfo, reader: Reader, rows: slice) -> Array:
+        """Some rows (outputs) of the weight, in words along the inputs."""
+        chosen = np.arange(codes.shape[1] * CODES)[rows]
+        in_words, places = np.divmod(chosen, CODES)
+        shifts = (np.asarray(self.places)[places] * USUAL_BITS).astype(np.uint32)
+        values = (bits_of(reader, codes)[:, in_words].astype(np.uint32) >> shifts) & np.uint32(15)
+        return packed(values ^ np.uint32(SIGN if args.weights.symmetric else 0), USUAL_BITS).T
+
+    def _zero_points(self, args: Arguments, zeros: TensorInfo, reader: Reader, rows: slice) -> Array:
+        """Zero points as they are used, in words along the outputs."""
+        values = unpacked(bits_of(reader, zeros), args.weights.num_bits, self.places) + self.zero_offset
+        return packed(values.T.astype(np.int64), args.weights.num_bits)[rows]
 
 
 def integer_group(
@@ -65,54 +130,10 @@ def integer_group(
     return linear_group(name, stored_as, weights, None, PACKED)
 
 
-def transposed_words(args: Arguments, shape: tuple[int, int], *, packed_by: str) -> Mapping[str, Parameter]:
-    """qweight, qzeros and scales of a layer (out, in), inputs first; codes packed along one side."""
-    out_features, in_features = shape
-    bits, groups = args.weights.num_bits, in_features // (args.weights.group or in_features or 1)
-    codes = (
-        (words(in_features, bits), out_features)
-        if packed_by == "in"
-        else (in_features, words(out_features, bits))
-    )
-    return {
-        "qweight": exact("I32", codes, along=(0, 1)),
-        "qzeros": exact("I32", (groups, words(out_features, bits)), along=(0, 1)),
-        "scales": Parameter(
-            dtypes=FLOAT_SCALES,
-            shape=(groups, out_features),
-            dtype="BF16",
-            along=(0, 1) if groups > 1 else (1,),
-            in_model_dtype=True,
-        ),
-    }
-
-
-def packed_integers(
-    stored: Mapping[str, TensorInfo],
-    shape: tuple[int, int],
-    codes: Derived,
-    scales: TensorInfo,
-    zeros: tuple[TensorInfo, Rows] | None,
-) -> Translation:
-    """A layer (out, in) as compressed-tensors packs it, from its codes in words along the inputs, its stored
-    scales and, where they are read, its stored zero points with how they are read; its bias stays."""
-    sizes = np.asarray(shape, np.int64)
-    tensors: dict[str, TensorInfo | Derived] = {
-        "weight_packed": codes,
-        "weight_scale": transposed(scales, partial(transposed_rows, scales)),
-        "weight_shape": Derived(
-            dtype="I64", shape=(2,), sources=codes.sources, rows=lambda reader, rows: sizes[rows]
-        ),
-    }
-    if zeros is not None:
-        tensors["weight_zero_point"] = transposed(*zeros)
-    return tensors | {name: stored[name] for name in ("bias",) if name in stored}
-
-
-def transposed(tensor: TensorInfo, rows: Rows) -> Derived:
-    """A tensor of the same dtype whose columns are the rows of a stored one."""
+def transposed(tensor: TensorInfo, rows: Callable[[TensorInfo, Reader, slice], Array]) -> Derived:
+    """A tensor of the same dtype whose columns are the rows of a stored one, by what reads some of them."""
     sides = (tensor.shape[1], tensor.shape[0])
-    return Derived(dtype=tensor.dtype, shape=sides, sources=(tensor,), rows=rows)
+    return Derived(dtype=tensor.dtype, shape=sides, sources=(tensor,), rows=partial(rows, tensor))
 
 
 def transposed_rows(tensor: TensorInfo, reader: Reader, rows: slice) -> Array:
@@ -127,18 +148,16 @@ def bits_of(reader: Reader, tensor: TensorInfo) -> Array:
     return bits
 
 
-def unpacked(stored: Array, bits: int, order: Sequence[int] | None = None) -> npt.NDArray[np.uint8]:
-    """The codes in the words of each row, one after the other across words; `order` gives the place in a
-    word of each of its codes."""
-    if order is None:
-        each = np.unpackbits(np.ascontiguousarray(stored, "<u4").view(np.uint8), axis=1, bitorder="little")
-        weights = (1 << np.arange(bits)).astype(np.uint8)
-        each = each.reshape(stored.shape[0], -1, bits) * weights
-        joined: npt.NDArray[np.uint8] = each.sum(axis=2, dtype=np.uint8)
-        return joined
-    whole = stored.astype(np.uint32, copy=False)[:, :, None] >> (np.asarray(order) * bits).astype(np.uint32)
-    codes: npt.NDArray[np.uint8] = (whole & np.uint32((1 << bits) - 1)).astype(np.uint8)
-    return codes.reshape(stored.shape[0], -1)
+def unpacked(stored: Array, bits: int, places: Sequence[int] = ()) -> npt.NDArray[np.uint8]:
+    """The codes in the words of each row, one after the other across words; `places` has the place in a word
+    of each of its codes."""
+    each = np.unpackbits(np.ascontiguousarray(stored, "<u4").view(np.uint8), axis=1, bitorder="little")
+    weights = (1 << np.arange(bits)).astype(np.uint8)
+    codes = (each.reshape(stored.shape[0], -1, bits) * weights).sum(axis=2, dtype=np.uint8)
+    if places:
+        codes = codes.reshape(*stored.shape, -1)[:, :, np.asarray(places)].reshape(codes.shape)
+    unsigned: npt.NDArray[np.uint8] = codes
+    return unsigned
 
 
 def packed(codes: npt.NDArray[np.integer], bits: int) -> npt.NDArray[np.uint32]:

@@ -16,7 +16,7 @@ from vexport.checks.vllm.quant_methods.base import (
     linear_group,
     preset_group,
 )
-from vexport.checks.vllm.quant_methods.integers import integer_group
+from vexport.checks.vllm.quant_methods.integers import CODES, integer_group
 from vexport.checks.vllm.quant_methods.modelopt import ModelOptFp8, ModelOptNvfp4
 from vexport.formats import FP8, INT8
 from vexport.formats.arguments import Arguments
@@ -231,4 +231,4 @@ class QuarkInt4(Awq):
 
     def __init__(self, *, reordered: bool) -> None:
         self.reordered = reordered
-        self.places = PLACES if reordered else tuple(range(8))
+        self.places = PLACES if reordered else tuple(range(CODES))
