@@ -1,7 +1,7 @@
 """Records of repairs: changes that a family makes, what they did and what they cost."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from vexport.records import Finding, Json, TensorSpec
@@ -61,10 +61,10 @@ class RepairReport:
 class Edit:
     """Tensors that replace those of their names, or are new next to the tensor `near`.
 
-    `make` computes them when they are asked for; it may be called several times and answers the same.
+    `make` computes them, by the keys of `tensors`, when they are asked for, each time the same.
     """
 
-    tensors: tuple[TensorSpec, ...]
+    tensors: Mapping[str, TensorSpec]
     near: str
     make: "Callable[[], Mapping[str, torch.Tensor]]"
 
@@ -76,6 +76,9 @@ class Changes:
     repairs: tuple[Repair, ...] = ()
     config: Mapping[str, Json] | None = None
     edits: tuple[Edit, ...] = ()
+
+    def __add__(self, other: "Changes") -> "Changes":
+        return replace(self, repairs=self.repairs + other.repairs, edits=self.edits + other.edits)
 
 
 LOSSLESS = "nothing"

@@ -127,7 +127,9 @@ def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
         return Changes()
     names = [*view.index.tensors]
     last = {layer.name: name for layer in layers for name in names if name.startswith(f"{layer.name}.")}
-    edits = [Edit(tensors=(spec,), near=last[layer.name], make=partial(_ones, spec)) for layer, spec in specs]
+    edits = [
+        Edit(tensors={KEY: spec}, near=last[layer.name], make=partial(_ones, spec)) for layer, spec in specs
+    ]
     repairs = [_scale_repair(layer) for layer in layers]
     return Changes(edits=tuple(edits), repairs=tuple(repairs))
 
@@ -146,7 +148,7 @@ def _attention(view: CheckpointView) -> tuple[AttentionLayer, ...]:
 
 
 def _ones(spec: TensorSpec) -> Mapping[str, torch.Tensor]:
-    return {spec.name: torch.ones(spec.shape, dtype=torch.float32)}
+    return {KEY: torch.ones(spec.shape, dtype=torch.float32)}
 
 
 def _scale_repair(layer: AttentionLayer) -> Repair:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -25,6 +25,7 @@ from vexport.records import TensorInfo, TensorSpec
 from vexport.repair.changes import LOSSLESS, Changes, Edit, Repair
 
 NAME = "global scales"
+OTHER = "{:.9g}, not that of the layers it runs with"
 LEAST = {WEIGHT: LEAST_WEIGHT_GLOBAL_SCALE, INPUT: LEAST_INPUT_GLOBAL_SCALE}
 # The smallest positive e4m3 number: a block scale of a block that is not all zero never becomes zero.
 E4M3_SMALLEST = 2.0**-9
@@ -32,23 +33,15 @@ E4M3_SMALLEST = 2.0**-9
 
 def reciprocals(view: CheckpointView, source: ComparedSource | None) -> Changes:
     """Turn over the global scales that are absmax/(448*6): the values vLLM was meant to see."""
-    edits, repairs = [], []
+    changes = Changes()
     for layer in view.layers.values():
         for parameter in (WEIGHT, INPUT):
             value = view.single_value(layer.parameters.get(parameter))
             if value is not None and 0 < value < LEAST[parameter]:
-                tensor = layer.parameters[parameter]
-                edits.append(_scalar(tensor, 1 / value))
-                repairs.append(
-                    Repair(
-                        family=NAME,
-                        where=tensor.name,
-                        got=f"{value:.9g}, the reciprocal of a global scale",
-                        now=f"{1 / value:.9g}",
-                        cost=f"{LOSSLESS}: the values are those that the producer meant",
-                    )
-                )
-    return Changes(edits=tuple(edits), repairs=tuple(repairs))
+                got, now = f"{value:.9g}, the reciprocal of a global scale", f"{1 / value:.9g}"
+                cost = f"{LOSSLESS}: the values are those that the producer meant"
+                changes += _scalar(layer.parameters[parameter], 1 / value, got, now, cost)
+    return changes
 
 
 def unequal(view: CheckpointView, source: ComparedSource | None) -> Changes:
@@ -59,85 +52,68 @@ def unequal(view: CheckpointView, source: ComparedSource | None) -> Changes:
     layers have, since they read the same input and another is a fault; without a majority the smallest, which
     cuts off nothing. Only the global scale changes.
     """
-    edits: list[Edit] = []
-    repairs: list[Repair] = []
+    changes = Changes()
     for fused in view.fused_linears:
-        for parameter in (WEIGHT, INPUT):
-            for layer, value, shared in _differing(view, fused, parameter):
-                make = _input if parameter == INPUT else partial(_weight, view, source)
-                edit, repair = make(layer, value, shared)
-                edits.append(edit)
-                repairs.append(repair)
-    return Changes(edits=tuple(edits), repairs=tuple(repairs))
+        for layer, value, shared in _differing(view, fused, WEIGHT):
+            changes += _weight(view, source, layer, value, shared)
+        for layer, value, shared in _differing(view, fused, INPUT):
+            cost = f"no weight; the range of its inputs is {value / shared:.4g} times as wide"
+            got, now = OTHER.format(value), f"{shared:.9g}"
+            changes += _scalar(layer.parameters[INPUT], shared, got, now, cost)
+    return changes
 
 
 def _differing(
     view: CheckpointView, fused: FusedLinear, parameter: str
 ) -> Iterator[tuple[StoredLayer, float, float]]:
     """(layer, its value, the shared one) of the layers whose value is not the one for all of `fused`."""
-    layers = view.layers
-    values = {
-        name: view.single_value(parameters.get(parameter)) for name, parameters in fused.members.items()
-    }
-    usable = {name: value for name, value in values.items() if value is not None and 0 < value < math.inf}
-    shared = _shared(list(usable.values()), parameter) if usable else 0.0
-    for name, value in usable.items():
-        if value != shared:
-            yield layers[name], value, shared
+    stored = {name: view.single_value(each.get(parameter)) for name, each in fused.members.items()}
+    values = {name: value for name, value in stored.items() if value is not None and 0 < value < math.inf}
+    if not values:
+        return
+    most, count = Counter(values.values()).most_common(1)[0]
+    shared = most if parameter == INPUT and 2 * count > len(values) else min(values.values())
+    yield from ((view.layers[name], value, shared) for name, value in values.items() if value != shared)
 
 
-def _shared(values: Sequence[float], parameter: str) -> float:
-    most, count = Counter(values).most_common(1)[0]
-    return most if parameter == INPUT and 2 * count > len(values) else min(values)
-
-
-def _input(layer: StoredLayer, value: float, shared: float) -> tuple[Edit, Repair]:
-    tensor = layer.parameters[INPUT]
-    repair = Repair(
-        family=NAME,
-        where=tensor.name,
-        got=f"{value:.9g}, not that of the layers it runs with",
-        now=f"{shared:.9g}",
-        cost=f"no weight; the range of its inputs is {value / shared:.4g} times as wide",
-    )
-    return _scalar(tensor, shared), repair
+def _scalar(tensor: TensorInfo, value: float, got: str, now: str, cost: str) -> Changes:
+    """Another value of a tensor of one number."""
+    spec = TensorSpec(name=tensor.name, dtype="F32", shape=tensor.shape)
+    make = partial(torch.full, tensor.shape, value, dtype=torch.float32)
+    edit = Edit(tensors={NAME: spec}, near=tensor.name, make=lambda: {NAME: make()})
+    repair = Repair(family=NAME, where=tensor.name, got=got, now=now, cost=cost)
+    return Changes(edits=(edit,), repairs=(repair,))
 
 
 def _weight(
     view: CheckpointView, source: ComparedSource | None, layer: StoredLayer, value: float, shared: float
-) -> tuple[Edit, Repair]:
+) -> Changes:
     """The layer with the shared global scale, by the way that keeps more of the source where there is one."""
-    rescale = partial(_rescaled, view, layer, shared)
-    again = partial(requantized, layer, source, shared) if source else None
-    better = again is not None and _is_better(view, layer, source, again, rescale)
-    make = again if better and again is not None else rescale
-    how = "quantized again from the source" if better else "block scales rescaled"
+    make = partial(_rescaled, view, layer, shared)
+    how, cost = "block scales rescaled", "the block scales to e4m3"
+    changed: tuple[str, ...] = ("weight_scale", WEIGHT)
+    exact = source.weight(layer.name) if source else None
+    if source is not None and exact is not None and layer.group is not None:
+        again, stored = partial(_requantized, layer, source, shared), read_parameters(view, layer.parameters)
+        ways = (weight_of(layer.group, {**stored, **way()}) for way in (again, make))
+        new, old = (quantization_error(exact, weight).error for weight in ways)
+        if new < old:
+            make, how, cost = again, "quantized again from the source", "a new quantization"
+            changed = ("weight_packed", *changed)
+    tensors = {parameter: layer.parameters[parameter] for parameter in changed}
     repair = Repair(
         family=NAME,
-        where=layer.parameters[WEIGHT].name,
-        got=f"{value:.9g}, not that of the layers it runs with",
+        where=tensors[WEIGHT].name,
+        got=OTHER.format(value),
         now=f"{shared:.9g}, {how}",
-        cost="the rounding of " + ("a new quantization" if better else "the block scales to e4m3"),
+        cost=f"the rounding of {cost}",
         layer=layer.name,
     )
-    parameters = ("weight_packed", "weight_scale", WEIGHT) if better else ("weight_scale", WEIGHT)
-    return _edit(layer, parameters, make), repair
-
-
-def _edit(
-    layer: StoredLayer, parameters: tuple[str, ...], make: Callable[[], Mapping[str, torch.Tensor]]
-) -> Edit:
-    named = tuple(layer.parameters[parameter] for parameter in parameters)
-    specs = tuple(TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape) for tensor in named)
-
-    def renamed() -> Mapping[str, torch.Tensor]:
-        values = make()
-        return {
-            tensor.name: values[parameter].reshape(tensor.shape)
-            for parameter, tensor in zip(parameters, named, strict=True)
-        }
-
-    return Edit(tensors=specs, near=named[0].name, make=renamed)
+    specs = {
+        parameter: TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
+        for parameter, tensor in tensors.items()
+    }
+    return Changes(edits=(Edit(tensors=specs, near=repair.where, make=make),), repairs=(repair,))
 
 
 def _rescaled(view: CheckpointView, layer: StoredLayer, shared: float) -> Mapping[str, torch.Tensor]:
@@ -154,59 +130,21 @@ def _rescaled(view: CheckpointView, layer: StoredLayer, shared: float) -> Mappin
     }
 
 
-def _is_better(
-    view: CheckpointView,
-    layer: StoredLayer,
-    source: ComparedSource | None,
-    again: Callable[[], Mapping[str, torch.Tensor]],
-    rescale: Callable[[], Mapping[str, torch.Tensor]],
-) -> bool:
-    """Return whether quantizing again is nearer to the source than rescaling."""
-    exact = source.weight(layer.name) if source else None
-    if exact is None or layer.group is None:
-        return False
-    stored = read_parameters(view, layer.parameters)
-    ways = [weight_of(layer.group, {**stored, **way()}) for way in (again, rescale)]
-    return quantization_error(exact, ways[0]).error < quantization_error(exact, ways[1]).error
-
-
-def _scalar(tensor: TensorInfo, value: float) -> Edit:
-    spec = TensorSpec(name=tensor.name, dtype="F32", shape=tensor.shape)
-    return Edit(
-        tensors=(spec,),
-        near=tensor.name,
-        make=lambda: {tensor.name: torch.full(tensor.shape, value, dtype=torch.float32)},
-    )
-
-
-def requantized(
-    layer: StoredLayer, source: ComparedSource, global_scale: float | None
-) -> Mapping[str, torch.Tensor]:
-    """A layer quantized again from the source, by min-max ranges: its weight tensors by their name within it.
-
-    ValueError where vLLM has no scheme for the layer's config group.
-    """
+def _requantized(layer: StoredLayer, source: ComparedSource, shared: float) -> Mapping[str, torch.Tensor]:
+    """A layer quantized again from its weight in the source, by min-max ranges."""
     weight, group = source.weight(layer.name), layer.group
     assert weight is not None
     assert group is not None
     observer = MemorylessMinMaxObserver("weight", replace(group.weights, observer_kwargs={}))
     observer.forward(weight)
-    qparams = observer.get_qparams()
-    shared = qparams["global_scale"] if global_scale is None else torch.tensor([global_scale])
-    scale, zero_point = qparams["scale"], qparams["zero_point"]
-    if shared is not None:
-        scale, zero_point = scale_and_zero_point(*observer.range(), group.weights, shared)
-    storage = vllm_storage(group)
-    if storage.parameters(group, (weight.shape[0], weight.shape[1]))["weight_scale"].in_model_dtype:
-        scale = scale.to(weight.dtype)
-    # In float32: compressed-tensors would divide in the dtype of the weight.
+    global_scale = torch.tensor([shared])
+    scale, zero_point = scale_and_zero_point(*observer.range(), group.weights, global_scale)
     state = {
-        "weight": weight.to(torch.float32),
+        "weight": weight.to(torch.float32),  # compressed-tensors would divide in the dtype of the weight
         "weight_scale": scale,
         "weight_zero_point": zero_point.to(torch.int8),
+        WEIGHT: global_scale,
     }
-    if shared is not None:
-        state["weight_global_scale"] = shared
-    compressor = BaseCompressor.get_value_from_registry(storage.name)
+    compressor = BaseCompressor.get_value_from_registry(vllm_storage(group).name)
     compressed: Mapping[str, torch.Tensor] = compressor.compress(state, ct_scheme(group))
     return compressed

@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 def apply(view: CheckpointView, changes: Changes) -> CheckpointView:
     """The checkpoint with the changes; the tensors of one edit are in memory at a time."""
-    computed, stored = lru_cache(maxsize=1)(lambda edit: edit.make()), view.index.tensors
-    derived = {
-        spec.name: _derived(spec, stored.get(spec.name) or stored[edit.near], partial(computed, edit))
-        for edit in changes.edits
-        for spec in edit.tensors
-    }
+    computed, stored = lru_cache(maxsize=1)(lambda make: make()), view.index.tensors
+    derived: dict[str, Derived] = {}
     fresh: dict[str, list[str]] = {}
     for edit in changes.edits:
-        fresh.setdefault(edit.near, []).extend(spec.name for spec in edit.tensors if spec.name not in stored)
+        for key, spec in edit.tensors.items():
+            source = stored.get(spec.name) or stored[edit.near]
+            derived[spec.name] = _derived(key, spec, source, partial(computed, edit.make))
+            if spec.name not in stored:
+                fresh.setdefault(edit.near, []).append(spec.name)
     tensors: dict[str, TensorInfo] = {}  # new ones come after the one that they are near
     for name, tensor in stored.items():
         tensors[name] = derived[name].info(name) if name in derived else tensor
@@ -48,12 +48,12 @@ def apply(view: CheckpointView, changes: Changes) -> CheckpointView:
 
 
 def _derived(
-    spec: TensorSpec, source: TensorInfo, make: "Callable[[], Mapping[str, torch.Tensor]]"
+    key: str, spec: TensorSpec, source: TensorInfo, make: "Callable[[], Mapping[str, torch.Tensor]]"
 ) -> Derived:
     def rows(reader: Reader, part: slice) -> npt.NDArray[np.generic]:
         from vexport.checkpoint.tensors import raw_bytes
 
-        data = np.frombuffer(raw_bytes(make()[spec.name]), np.uint8)
+        data = np.frombuffer(raw_bytes(make()[key]), np.uint8)
         return data.reshape(spec.shape[0] if spec.shape else 1, -1)[part]
 
     return Derived(dtype=spec.dtype, shape=spec.shape, sources=(source,), rows=rows)
