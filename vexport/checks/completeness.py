@@ -1,7 +1,7 @@
 """Is every tensor there that vLLM would otherwise leave uninitialized, silently?"""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from vexport.architectures.text_config import text_config
 from vexport.checkpoint.reader import same_bytes
@@ -53,10 +53,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             if view.is_read(module) and group is not None and quantized_parameters(parameters):
                 yield from _parameters(view, fused, group, module)
     yield from _drafts(view)
-    if view.layout is not None:
-        yield from _of_layout(view, view.layout)
-        return
-    yield from _decoder_layers(view)
+    yield from _decoder_layers(view) if view.layout is None else _of_layout(view, view.layout)
 
 
 def unjudged_tensors(view: CheckpointView) -> Iterator[NotJudged]:
@@ -146,12 +143,10 @@ def _unexpected(view: CheckpointView, layout: ModelLayout) -> Iterator[str]:
     own_scales = tuple(view.method.cache_scales.values()) if view.method else ()
     for name in sorted(view.index.tensors.keys() - layout.parameters.keys() - layout.optional):
         module, parameter = split_name(name)
-        read = (
-            module in layout.modules and parameter in WEIGHTS or _is_read_matrix(view, module, layout.modules)
-        )
-        if not (
-            read or view.drafts(name) or UNREAD.search(name) or name.endswith(own_scales)
-        ) and layout.judges(name):
+        weight = parameter in WEIGHTS and module in layout.modules or UNREAD.search(name)
+        matrix = module.endswith((INPUT, OUTPUT)) and view.is_transform(module)
+        read = weight or matrix and module.rpartition(".")[0] in layout.modules
+        if not (read or view.drafts(name) or name.endswith(own_scales)) and layout.judges(name):
             yield name
 
 
@@ -165,15 +160,6 @@ def _without_parameter(view: CheckpointView, layout: ModelLayout, name: str) -> 
     if layout.is_dropped(name):
         return _passed_over(name, expected, "an unknown name, which vLLM drops silently", fix)
     return error(NAME, name, expected=expected, got="a name for which vLLM has no parameter", fix=fix)
-
-
-def _is_read_matrix(view: CheckpointView, module: str, modules: Iterable[str]) -> bool:
-    """Return whether a module is the online transform of a linear layer."""
-    return (
-        module.rpartition(".")[0] in modules
-        and module.endswith((INPUT, OUTPUT))
-        and view.is_transform(module)
-    )
 
 
 def _untied_head(view: CheckpointView) -> Iterator[Finding]:
@@ -231,11 +217,9 @@ def _parameters(
 
 def _fused_parts(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
     prefix, dot, projection = fused.name.rpartition(".")
-    for part in view.architecture.fused.get(projection, ()):
-        module = f"{prefix}{dot}{part}"
-        stored_apart = fused.name not in fused.members
-        missing = fused.is_quantized and stored_apart and module not in fused.members
-        if missing:
+    apart = fused.is_quantized and fused.name not in fused.members
+    for part in view.architecture.fused.get(projection, ()) if apart else ():
+        if (module := f"{prefix}{dot}{part}") not in fused.members:
             expected = f"the part of {projection} that vLLM loads with {len(fused.members)} others"
             fix = "export the checkpoint again"
             yield error(NAME, module, expected=expected, got="no tensor of it", fix=fix)

@@ -1,6 +1,7 @@
 """Can vLLM read the quantization config at all?"""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vexport.architectures.fusion import moe_layer
@@ -66,7 +67,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 def _other_method(view: CheckpointView, method: "QuantMethod") -> Iterator[Finding]:
     """Return what vLLM refuses of another method's config, or reads otherwise than it is meant."""
     for problem in method.problems:
-        yield problem.finding(NAME, f"{view.quantization_place}.{problem.where}")
+        yield replace(problem, check=NAME, where=f"{view.quantization_place}.{problem.where}")
     used = [view.group_of(fused) for fused in view.fused_linears if fused.is_quantized]
     for name, refusal in dict.fromkeys((group.name, group.refusal) for group in used if group is not None):
         if refusal is not None:

@@ -14,7 +14,6 @@ from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.layers import FusedLinear
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.arguments import SchemeArgs, input_bits, precision
-from vexport.formats.base import GpuSupport
 from vexport.records import Finding
 from vexport.version import PINNED
 
@@ -110,10 +109,14 @@ def _capabilities(
     weights = group.weights.num_bits
     groups = f" in groups of {group.weights.group}" if group.weights.group else ""
     layers = f"{INDEX.sub('*', fused_linears[0].name)} and all of {group.name} ({_layers(len(fused_linears))}"
-    least = _least(view, group)
+    # In the vLLM that was asked for; 0 where that is not known.
+    known = view.facts.schemes if view.target.vllm != PINNED else {}
+    least = known.get(group.storage.vllm_scheme(group), 0)
     refusing = [sm for sm in capabilities if support.refuses(sm) or sm < least]
     if refusing:
-        expected = f"{_needed(support, least)} for {precision(group)} ({group.format})"
+        until = f"to below {support.below}" if support.below else "or above"
+        needed = "a CPU" if support.below == 0 else f"SM {max(support.loads_from, least)} {until}"
+        expected = f"{needed} for {precision(group)} ({group.format})"
         got = "a GPU on which vLLM refuses the scheme"
         fix = "serve it elsewhere, or use another scheme"
         yield error(NAME, f"{layers}, sm {_listed(refusing)})", expected=expected, got=got, fix=fix)
@@ -129,21 +132,6 @@ def _capabilities(
         got = f"{weights} bits{groups}, for which it needs the package {support.package}"
         fix = f"install {support.package} next to vLLM"
         yield warning(NAME, f"{layers}, sm {_listed(running)})", expected=expected, got=got, fix=fix)
-
-
-def _least(view: CheckpointView, group: ConfigGroup) -> int:
-    """The least capability of the scheme in the vLLM that was asked for; 0 where that is not known."""
-    facts = view.facts if view.target.vllm != PINNED else None
-    return facts.schemes.get(group.storage.vllm_scheme(group), 0) if facts else 0
-
-
-def _needed(support: GpuSupport, least: int) -> str:
-    """The GPUs that run a scheme."""
-    if support.below == 0:
-        return "a CPU"
-    return f"SM {max(support.loads_from, least)} " + (
-        f"to below {support.below}" if support.below else "or above"
-    )
 
 
 def _layers(count: int) -> str:

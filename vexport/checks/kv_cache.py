@@ -48,13 +48,11 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         return
     for module, parameter, tensor in cache_scales(view):
         if tensor is None:
-            yield (error if view.method is None else warning)(
-                NAME,
-                f"{module}.{parameter}",
-                expected="the scale of the fp8 KV cache",
-                got="no scale: vLLM would use 1.0",
-                fix="quantize the KV cache again, or remove kv_cache_scheme",
-            )
+            where, expected = f"{module}.{parameter}", "the scale of the fp8 KV cache"
+            got = "no scale: vLLM would use 1.0"
+            fix = "quantize the KV cache again, or remove kv_cache_scheme"
+            finding = error if view.method is None else warning
+            yield finding(NAME, where, expected=expected, got=got, fix=fix)
         else:
             yield from _count(view, tensor, per_head=scheme["strategy"] == "attn_head")
             yield from _values(view, module, parameter, tensor)
@@ -85,14 +83,9 @@ def cache_scheme(view: CheckpointView) -> Json:
 
 
 def _places(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
-    for module in _attention_modules(view):
+    attention = (module.rpartition(".")[0] for module in view.layers if makes_keys(module, view.names))
+    for module in attention:
         yield from ((module, parameter, _stored(view, module, parameter)) for parameter in SCALES)
-
-
-def _attention_modules(view: CheckpointView) -> Iterator[str]:
-    names = view.names
-    for fused in view.fused_linears:
-        yield from (module.rpartition(".")[0] for module in fused.members if makes_keys(module, names))
 
 
 def _stored(view: CheckpointView, module: str, parameter: str) -> TensorInfo | None:

@@ -1,6 +1,7 @@
 """Are dtypes and shapes those of the config group, and of the model's config?"""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -69,7 +70,7 @@ def _unusable(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) -> I
     assert isinstance(group, MethodGroup)
     for module, parameters in fused.members.items():
         for problem in group.stored_as.unusable(group, parameters, view.reader):
-            yield problem.finding(NAME, f"{module}.{problem.where}")
+            yield replace(problem, check=NAME, where=f"{module}.{problem.where}")
 
 
 def _right_somewhere(view: CheckpointView) -> frozenset[str]:
@@ -78,11 +79,10 @@ def _right_somewhere(view: CheckpointView) -> frozenset[str]:
     Where all are larger the config is at fault, and vLLM would cut the model down to it.
     """
     return frozenset(
-        module.rpartition(".")[2]
-        for fused in view.fused_linears
-        if (group := view.group_of(fused)) is not None
-        for module, parameters in fused.members.items()
-        if view.linear_shape(group, module, parameters) == group.shape(parameters)
+        name.rpartition(".")[2]
+        for name, layer in view.layers.items()
+        if (group := layer.group) is not None
+        and view.linear_shape(group, name, layer.parameters) == group.shape(layer.parameters)
     )
 
 
@@ -117,7 +117,8 @@ def _shape(
     scalar = expected.shape == (1,) and tensor.shape == ()
     if tensor.shape == expected.shape or scalar:
         return
-    wanted = f"shape {list(expected.shape)} ({group.format}, {_granularity(group)})"
+    size = f" {group.weights.group_size}" if group.weights.group_size else ""
+    wanted = f"shape {list(expected.shape)} ({group.format}, {group.weights.strategy}{size})"
     got, fix = str(list(tensor.shape)), "export it again, or correct the config"
     if narrowing and cut in expected.along and _is_narrowed(tensor.shape, expected.shape, cut):
         got += ", of which vLLM silently drops the end"
@@ -154,15 +155,10 @@ def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
 
 def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]]:
     """All scales, by what should be stored alike: config group and parameter, or the KV cache."""
-    for fused in view.fused_linears:
-        group = view.group_of(fused)
-        if group is None:
-            continue
-        for parameters in fused.members.values():
-            yield from (
-                ((group.name, parameter), parameters[parameter])
-                for parameter in LAYER_SCALES & parameters.keys()
-            )
+    for layer in view.layers.values():
+        if layer.group is not None:
+            for parameter in LAYER_SCALES & layer.parameters.keys():
+                yield (layer.group.name, parameter), layer.parameters[parameter]
     for name, tensor in view.index.tensors.items():
         if name.endswith(CACHE_SCALES):
             yield ("", "the KV cache's scale"), tensor
@@ -248,8 +244,3 @@ def _whole_blocks(
         expected = "whole blocks in layers that vLLM runs as one, but for the last"
         fix = "quantize the layer per channel, or keep it"
         yield error(NAME, fused.name, expected=expected, got=reason, fix=fix)
-
-
-def _granularity(group: ConfigGroup) -> str:
-    size = group.weights.group_size
-    return f"{group.weights.strategy} {size}" if size else group.weights.strategy

@@ -55,19 +55,14 @@ _E4M3 = to_numpy(bytes(range(256)), "F8_E4M3").astype(np.float64)
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on scales that are NaN, infinite, zero, negative or implausible, and on payloads."""
     known = [fused for fused in view.fused_linears if any(map(view.is_read, fused.members))]
-    for fused in read_ahead(known, lambda later: view.reader.expect(_scales_of(later))):
+    for fused in read_ahead(known, lambda later: view.reader.expect(each[-1] for each in _scales_of(later))):
         group = view.group_of(fused)
         broken, ends = False, dict[str, tuple[float, float]]()
-        for parameters in fused.members.values():
-            for parameter in LAYER_SCALES:
-                if (
-                    parameter in parameters
-                    and parameters[parameter].dtype in BITS
-                    and parameters[parameter].num_bytes
-                ):
-                    findings = list(_scale(view, parameter, parameters, group, ends))
-                    broken = broken or any(finding.severity == "error" for finding in findings)
-                    yield from findings
+        for parameter, parameters, tensor in _scales_of(fused):
+            if tensor.dtype in BITS and tensor.num_bytes:
+                findings = list(_scale(view, parameter, parameters, group, ends))
+                broken = broken or any(finding.severity == "error" for finding in findings)
+                yield from findings
         if group is not None and not broken:
             yield from _implausible(view, fused, group, ends)
             yield from impossible(view, group, fused.members)
@@ -80,9 +75,10 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     yield from not_finite(view)
 
 
-def _scales_of(fused: FusedLinear) -> Iterator[TensorInfo]:
+def _scales_of(fused: FusedLinear) -> Iterator[tuple[str, Mapping[str, TensorInfo], TensorInfo]]:
+    """Every scale by its name within its layer, next to the layer's tensors."""
     for parameters in fused.members.values():
-        yield from (parameters[name] for name in LAYER_SCALES if name in parameters)
+        yield from ((name, parameters, parameters[name]) for name in LAYER_SCALES if name in parameters)
 
 
 def _scale(

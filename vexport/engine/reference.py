@@ -36,7 +36,7 @@ from vexport.errors import InputError
 from vexport.files import atomic_path
 from vexport.formats import nearest_format
 from vexport.formats.dequantize import any_groups, arguments_of
-from vexport.formats.input_rounding import rounding_hook
+from vexport.formats.input_rounding import InputRounding
 from vexport.formats.kv_cache import KEY, VALUE
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Canary, OnProgress, silent
@@ -210,7 +210,7 @@ def load_dequantized(checkpoint: Path, on_layer: Callable[[], None] = lambda: No
     for name, scales in inputs.items():
         args = schemes[name].input_activations
         if args is not None and name not in experts:
-            model.get_submodule(name).register_forward_pre_hook(rounding_hook(args, scales))
+            model.get_submodule(name).register_forward_pre_hook(InputRounding(args, scales).hook)
     return model.eval()
 
 

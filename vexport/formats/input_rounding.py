@@ -3,7 +3,7 @@
 So are the values, except where it takes ten times as long as its arithmetic: e2m1 on a CPU.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -16,18 +16,6 @@ from vexport.numerics.arithmetic import E2M1, round_values
 from vexport.numerics.constants import E2M1_MAX
 
 Tensors = Mapping[str, torch.Tensor]
-
-
-def rounding_hook(
-    args: QuantizationArgs, scales: Tensors
-) -> Callable[[Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
-    """A hook that quantizes and dequantizes a layer's input."""
-
-    def hook(module: Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        value, *others = inputs
-        return (round_activations(value, args, scales, module), *others)
-
-    return hook
 
 
 class InputRounding:
@@ -46,7 +34,7 @@ class InputRounding:
         return rounded
 
     def hook(self, module: Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """The hook of `rounding_hook`."""
+        """A hook of a layer, which gets its input quantized and dequantized."""
         value, *others = inputs
         return (self.rounded(value, module), *others)
 

@@ -49,16 +49,10 @@ def own_args(weights: Json, inputs: Json) -> SchemeArgs:
     """
     parsed = _parsed("weights", weights)
     parsed_inputs = None if inputs is None else _parsed("input_activations", inputs)
-    for where, args in (("weights", parsed), ("input_activations", parsed_inputs)):
-        if args is not None and args.actorder in ("group", "dynamic"):
-            raise ValueError(f"{where}: actorder static (vLLM refuses {args.actorder})")
     completed = _completed(parsed, parsed_inputs)
-    for where, args, complete in (
-        ("weights", parsed, completed.weights),
-        ("input_activations", parsed_inputs, completed.input_activations),
-    ):
-        if args is not None and complete is not None:
-            _require_dtypes(where, args, complete)
+    _require_dtypes("weights", parsed, completed.weights)
+    if parsed_inputs is not None and completed.input_activations is not None:
+        _require_dtypes("input_activations", parsed_inputs, completed.input_activations)
     return completed
 
 
@@ -79,19 +73,19 @@ def _parsed(where: str, raw: Json) -> QuantArgs:
     args = parse_args(raw)
     if isinstance(args, str):
         raise ValueError(f"{where} as compressed-tensors takes them: {args}")
+    if args.actorder in ("group", "dynamic"):
+        raise ValueError(f"{where}: actorder static (vLLM refuses {args.actorder})")
     return args
 
 
 def _completed(weights: QuantArgs, inputs: QuantArgs | None) -> SchemeArgs:
     """With the dtypes and observers that presets have; a scale a row has no group size."""
     exponents = weights.is_float and weights.strategy == "group" and weights.group_size == MX_GROUP
-    static = WEIGHT_OBSERVER
     if inputs is not None:
         observer = None if inputs.dynamic is True else STATIC_OBSERVER
         inputs = replace(_with_dtypes(inputs, exponents=exponents), observer=observer)
-    return SchemeArgs(
-        weights=replace(_with_dtypes(weights, exponents=exponents), observer=static), input_activations=inputs
-    )
+    weights = replace(_with_dtypes(weights, exponents=exponents), observer=WEIGHT_OBSERVER)
+    return SchemeArgs(weights=weights, input_activations=inputs)
 
 
 def _with_dtypes(args: QuantArgs, *, exponents: bool) -> QuantArgs:

@@ -163,7 +163,7 @@ def named_scheme(args: SchemeArgs) -> Scheme:
     weights = args.weights
     for name, preset in presets().presets.items():
         if not weights.is_float and spelled(_with_groups(preset, weights.group)) == text:
-            return _scheme(regrouped_name(name, weights.group), args)
+            return _scheme(f"{name}_{f'G{weights.group}' if weights.group else 'CHANNEL'}", args)
     return _scheme(text, args)
 
 
@@ -202,11 +202,6 @@ def regrouped(scheme: Scheme, group_size: int | None) -> Scheme:
             fix="leave out the group size, or use a scheme of integers such as W4A16",
         )
     return named_scheme(_with_groups(scheme.args, group_size))
-
-
-def regrouped_name(preset: str, group_size: int | None) -> str:
-    """The name of a preset with other groups."""
-    return f"{preset}_{'CHANNEL' if group_size is None else f'G{group_size}'}"
 
 
 def grouped_schemes(group_size: int | None) -> tuple[str, ...]:

@@ -131,12 +131,8 @@ def _share(
     if weight.dtype not in expected[storage.weight].dtypes:
         return None
     found = storage.largest_codes(group, _rows(view, weight, stored))
-    return _full(*found) if found is not None else None
-
-
-def _full(largest: npt.NDArray[np.integer[Any]], end: int) -> float | None:
-    """The share of largest codes that reach the end, but for those of rows or groups that are all zero."""
-    largest = largest[largest > 0]
+    largest, end = found if found is not None else (np.zeros(0, np.uint8), 0)
+    largest = largest[largest > 0]  # others are of rows or groups that are all zero
     return float((largest >= end).mean()) if largest.size else None
 
 

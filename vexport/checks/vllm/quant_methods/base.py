@@ -22,26 +22,9 @@ Translation = Mapping[str, TensorInfo | Derived]
 EXPERTS = "experts"
 
 
-@dataclass(frozen=True, slots=True)
-class MethodProblem:
-    """Something that is wrong at a key of the quantization config, or with a layer's tensor."""
-
-    where: str
-    expected: str
-    got: str
-    fix: str
-    severity: Severity = "error"
-
-    def finding(self, check: str, where: str) -> Finding:
-        """The same of a whole name."""
-        return Finding(
-            check=check,
-            severity=self.severity,
-            where=where,
-            expected=self.expected,
-            got=self.got,
-            fix=self.fix,
-        )
+def problem(where: str, expected: str, got: str, fix: str, severity: Severity = "error") -> Finding:
+    """A fault at a key of the quantization config, or in a layer's tensor; its check is named later."""
+    return Finding(check="", severity=severity, where=where, expected=expected, got=got, fix=fix)
 
 
 class MethodFormat(Format):
@@ -89,7 +72,7 @@ class MethodFormat(Format):
 
     def unusable(
         self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
-    ) -> Iterator[MethodProblem]:
+    ) -> Iterator[Finding]:
         """Describe what vLLM passes over in a layer's tensors and should not, or other loaders read
         otherwise."""
         yield from ()
@@ -151,7 +134,7 @@ class QuantMethod:
     kv_cache: bool = False
     cache_scales: Mapping[str, str] = field(default_factory=dict)
     source: str = ""
-    problems: Sequence[MethodProblem] = ()
+    problems: Sequence[Finding] = ()
 
 
 class MethodConfig:
@@ -164,7 +147,7 @@ class MethodConfig:
         self, values: Mapping[str, Json], source: str, model: Mapping[str, Json], quantized: Set[str]
     ) -> None:
         self.values, self.model, self.quantized = values, model, quantized
-        self.problems: list[MethodProblem] = []
+        self.problems: list[Finding] = []
         self._source = source
 
     def required(self, *keys: str) -> Json:
@@ -195,7 +178,7 @@ class MethodConfig:
         severity: Severity = "error",
     ) -> None:
         """Note a problem."""
-        self.problems.append(MethodProblem(key, expected, got, fix, severity))
+        self.problems.append(problem(key, expected, got, fix, severity))
 
 
 def is_listed(name: str, listed: Collection[str]) -> bool:

@@ -13,9 +13,9 @@ from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
     MethodGroup,
-    MethodProblem,
     QuantMethod,
     contains_listed,
+    problem,
 )
 from vexport.checks.vllm.quant_methods.integers import (
     TransposedIntegers,
@@ -24,7 +24,7 @@ from vexport.checks.vllm.quant_methods.integers import (
     unpacked,
 )
 from vexport.formats.arguments import Arguments
-from vexport.records import Json, TensorInfo
+from vexport.records import Finding, Json, TensorInfo
 from vexport.records.patterns import REGEX, Patterns
 
 SOURCE = "auto_gptq.py"
@@ -52,7 +52,7 @@ class Gptq(TransposedIntegers):
 
     def unusable(
         self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
-    ) -> Iterator[MethodProblem]:
+    ) -> Iterator[Finding]:
         yield from self._order(args, stored, reader)
         zeros, bits = stored.get("qzeros"), args.weights.num_bits
         if zeros is None or zeros.dtype != "I32" or not zeros.num_bytes or len(zeros.shape) != 2:
@@ -64,7 +64,7 @@ class Gptq(TransposedIntegers):
             # Zero points of 0 and of a power of two, which the first format cannot tell apart.
             if most + self.zero_offset >= 1 << bits:
                 got, fix = f"{most} + {self.zero_offset}", "store it as gptq_v2, with GPTQModel"
-                yield MethodProblem("qzeros", f"zero points of {bits} bits", got, fix)
+                yield problem("qzeros", f"zero points of {bits} bits", got, fix)
             return
         if least == most == middle - self.zero_offset:
             return
@@ -72,15 +72,13 @@ class Gptq(TransposedIntegers):
             other = V2 if self.zero_offset else V1
             expected = f"{middle - self.zero_offset} in all zero points (checkpoint_format {self.name})"
             got = f"{least}, as {other} stores them; vLLM does not read them, other loaders are off by one"
-            yield MethodProblem("qzeros", expected, got, f"set checkpoint_format to {other}", "warning")
+            yield problem("qzeros", expected, got, f"set checkpoint_format to {other}", "warning")
         else:
             expected = f"{middle - self.zero_offset} in all zero points, as sym true says"
             got = f"{least} to {most}, which vLLM does not read: it takes {middle} for all"
-            yield MethodProblem("qzeros", expected, got, "quantize with sym")
+            yield problem("qzeros", expected, got, "quantize with sym")
 
-    def _order(
-        self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
-    ) -> Iterator[MethodProblem]:
+    def _order(self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader) -> Iterator[Finding]:
         """Groups that are not runs of columns."""
         order, codes = stored.get("g_idx"), stored.get("qweight")
         size = args.weights.group
@@ -91,7 +89,7 @@ class Gptq(TransposedIntegers):
             expected = f"groups of {size} columns that follow each other"
             got = "another order of columns (desc_act), which vLLM drops: it would take other scales"
             fix = "quantize without desc_act, or with static groups"
-            yield MethodProblem("g_idx", expected, got, fix)
+            yield problem("g_idx", expected, got, fix)
 
 
 class GptqV2(Gptq):
@@ -146,8 +144,8 @@ def _rules(config: MethodConfig, base: Mapping[str, Json]) -> Iterator[DynamicRu
     dynamic = config.values.get("dynamic")
     for number, (pattern, changes) in enumerate(dynamic.items() if isinstance(dynamic, dict) else ()):
         patterns = Patterns([REGEX + (pattern[2:] if pattern[:2] in ("-:", "+:") else pattern)])
-        if problem := patterns.expressions[0].problem:
-            config.wrong(f"dynamic.{pattern}", "a regular expression", problem)
+        if refused := patterns.expressions[0].problem:
+            config.wrong(f"dynamic.{pattern}", "a regular expression", refused)
             continue
         kept = pattern.startswith("-:") or not isinstance(changes, dict)
         own = None if kept or not isinstance(changes, dict) else {**base, **changes}
