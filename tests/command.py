@@ -9,8 +9,7 @@ from unittest.mock import patch
 
 import click
 
-from vexport.cli.entry import cli
-from vexport.cli.interrupts import run
+from vexport.cli.entry import cli, run_command
 
 ROOT = Path(__file__).parent.parent
 ALL_COMMANDS: dict[str, click.Command] = {
@@ -36,5 +35,5 @@ def vexport(*arguments: object) -> Ran:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
-        code = run()
+        code = run_command()
     return Ran(code=code, stdout=out.getvalue(), stderr=err.getvalue())

@@ -49,7 +49,7 @@ def test_what_hears_nothing_ends_all_the_same() -> None:
     """Python cleans up without an end: the process is ended."""
     code = (
         "import time\n"
-        "from vexport.cli import interrupts, entry\n"
+        "from vexport.cli import entry, main\n"
         "def command():\n"
         "    try:\n"
         "        print('ready', flush=True)\n"
@@ -57,7 +57,7 @@ def test_what_hears_nothing_ends_all_the_same() -> None:
         "    finally:\n"
         "        time.sleep(60)\n"
         "entry.run_command = command\n"
-        "interrupts.run_to_exit()\n"
+        "main()\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,4 +1,4 @@
-"""Will vLLM load a checkpoint: from its files alone."""
+"""`check`: a checkpoint judged from its files alone."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -7,16 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vexport.cli.base import (
-    add_step_summary,
-    command,
-    print_text,
-    require_judged,
-    require_no,
-    require_ok,
-)
+from vexport.cli.base import add_step_summary, command, print_text, require_judged, require_no, require_ok
 from vexport.cli.engine import Interpreter, interpreter_option
-from vexport.cli.options import Answer, device_options, format_option, speculative_option, vllm_option
+from vexport.cli.options import Answer, device_options, format_option, option, speculative_option, vllm_option
 from vexport.errors import VexportError, file_problem
 from vexport.errors.extras import attempt, raise_problems
 from vexport.records import CheckReport
@@ -29,30 +22,30 @@ if TYPE_CHECKING:
 
 @command()
 @click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
-@click.option(
+@option(
     "--source",
+    "The unquantized checkpoint (folder or hub id): every weight is dequantized and compared with it, all "
+    "else must be the same.",
     metavar="SOURCE",
-    help="The unquantized checkpoint (folder or hub id): every weight is dequantized and compared with it, "
-    "all else must be the same.",
 )
-@click.option(
+@option(
     "--digests",
+    "Compare files with a list of sha256sum, with paths relative to CHECKPOINT, or with vexport.json (up to "
+    "8 GB unasked).",
     metavar="FILE",
-    help="Compare files with a list of sha256sum, with paths relative to CHECKPOINT, or with vexport.json "
-    "(up to 8 GB unasked).",
 )
 @device_options
 @vllm_option
-@click.option(
+@option(
     "--static",
-    is_flag=True,
+    "Judge by the files alone, without a dry load in vLLM.",
+    flag=True,
     envvar="VEXPORT_NO_VERIFY",
-    help="Judge by the files alone, without a dry load in vLLM.",
 )
 @interpreter_option
 @speculative_option
-@click.option("--strict", is_flag=True, help="Exit with 3 where something was not judged.")
-@click.option("--all", "every", is_flag=True, help="List each finding; text has those of one kind as one.")
+@option("--strict", "Exit with 3 where something was not judged.", flag=True)
+@option("--all every", "List each finding; text has those of one kind as one.", flag=True)
 @format_option()
 def check(
     checkpoints: tuple[str, ...],
@@ -124,7 +117,7 @@ def check(
 def _resolved(
     names: Sequence[str], on_progress: "OnProgress"
 ) -> tuple[dict[str, Path], dict[str, VexportError]]:
-    """The folder of each name, or why there is none."""
+    """The folders of those names that have one, and the errors of the others."""
     from vexport.checkpoint.source import resolve_source
 
     outcomes = {name: attempt(partial(resolve_source, name, on_progress), name) for name in names}
@@ -140,8 +133,7 @@ def _checked(
     against: "Against | None",
     digests: str | None,
 ) -> list[CheckReport]:
-    """A report for each name; `problems` gets why some could not be read: no checkpoints at all, or a fault
-    elsewhere."""
+    """A report for each name; `problems` gets the errors of those that could not be read."""
     from vexport.checks import check_checkpoint, findings_of, internal_error
     from vexport.outputs.digests import named_digests
 

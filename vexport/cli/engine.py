@@ -1,13 +1,15 @@
 """Options that say how vLLM's engine is started, and what they come to."""
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from vexport.cli.options import PATH, POSITIVE, Decorator, Real, stacked, trust_option
+from vexport.cli.options import PATH, POSITIVE, Real, option, stacked, trust_option
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -17,9 +19,9 @@ if TYPE_CHECKING:
     from vexport.run.serving import EngineOptions
     from vexport.scenario import Serve
 
-
 # Where the context of a command keeps what flags of vLLM's own say.
 ENGINE_FLAGS = "vexport.engine"
+VLLM_PYTHON = "VEXPORT_VLLM_PYTHON"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,30 +89,10 @@ def _engine_args(
     return arguments
 
 
-def _engine_flag(name: str, kind: click.ParamType[object], metavar: str, text: str) -> Decorator:
-    """An option under vLLM's own name, which help leaves to --engine-arg."""
-
-    def keep(context: click.Context, parameter: click.Parameter, value: object) -> None:
-        if value is not None:
-            context.meta.setdefault(ENGINE_FLAGS, {})[parameter.name] = value
-
-    return click.option(
-        name,
-        type=kind,
-        metavar=metavar,
-        is_eager=True,
-        expose_value=False,
-        callback=keep,
-        help=text,
-        hidden=True,
-    )
-
-
 def _json_or_text(text: str) -> "JsonValue":
-    try:
-        value: JsonValue = json.loads(text)
-    except ValueError:
-        return text
+    value: JsonValue = text
+    with suppress(ValueError):
+        value = json.loads(text)
     return value
 
 
@@ -129,59 +111,56 @@ class ExplanationOptions:
         return Explaining(wanted=self.attribution, seconds=self.attribution_seconds)
 
 
+def _keep(context: click.Context, parameter: click.Parameter, value: object) -> None:
+    """Keep a flag under vLLM's own name, which help leaves to --engine-arg."""
+    if value is not None:
+        context.meta.setdefault(ENGINE_FLAGS, {})[parameter.name] = value
+
+
+_own_flag = partial(option, callback=_keep, kept=False, hidden=True)
 attribution_options = stacked(
-    click.option(
+    option(
         "--attribution/--no-attribution",
+        "Look for a loss's cause after the verdict [default: unless PASS].",
         default=None,
-        help="Look for a loss's cause after the verdict [default: unless PASS].",
     ),
-    click.option(
-        "--attribution-seconds", type=POSITIVE, default=300, show_default=True, help="Longest time for that."
-    ),
+    option("--attribution-seconds", "Longest time for that.", POSITIVE, default=300, shown=True),
 )
 engine_arg_option = stacked(
-    _engine_flag("--max-num-seqs", POSITIVE, "N", "Most sequences at once [default: vLLM's]."),
-    _engine_flag("--gpu-memory-utilization", Real(0, 1), "S", "Share of the GPU's memory [default: vLLM's]."),
-    _engine_flag("--dtype", click.STRING, "D", "Data type of what is not quantized [default: the model's]."),
-    click.option(
-        "--engine-arg",
-        "engine_args",
-        multiple=True,
+    _own_flag("--max-num-seqs", "Most sequences at once [default: vLLM's].", POSITIVE, "N"),
+    _own_flag("--gpu-memory-utilization", "Share of the GPU's memory [default: vLLM's].", Real(0, 1), "S"),
+    _own_flag("--dtype", "Data type of what is not quantized [default: the model's].", click.STRING, "D"),
+    option(
+        "--engine-arg engine_args",
+        "Any other argument of vLLM's engine, as max_num_seqs=64; repeatable.",
         metavar="NAME=VALUE",
+        multiple=True,
         callback=_engine_args,
-        help="Any other argument of vLLM's engine, as max_num_seqs=64; repeatable.",
     ),
 )
-
-
 interpreter_option = stacked(
-    click.option(
-        "--vllm-python", type=PATH, envvar="VEXPORT_VLLM_PYTHON", help="Interpreter whose vLLM is used."
-    ),
-    trust_option,
+    option("--vllm-python", "Interpreter whose vLLM is used.", PATH, envvar=VLLM_PYTHON), trust_option
 )
 interpreters_option = stacked(
-    click.option(
+    option(
         "--vllm-python",
-        type=PATH,
+        "Interpreter whose vLLM is used; repeatable, for several versions [default: vexport's own].",
+        PATH,
         multiple=True,
-        envvar="VEXPORT_VLLM_PYTHON",
-        help="Interpreter whose vLLM is used; repeatable, for several versions [default: vexport's own].",
+        envvar=VLLM_PYTHON,
     ),
     trust_option,
 )
 session_options = stacked(
-    click.option("--max-model-len", type=POSITIVE, help="Longest sequence [default: the model's]."),
-    click.option("--timeout", type=POSITIVE, default=3600, show_default=True, help="Seconds for one engine."),
+    option("--max-model-len", "Longest sequence [default: the model's].", POSITIVE),
+    option("--timeout", "Seconds for one engine.", POSITIVE, default=3600, shown=True),
 )
 serve_options = stacked(
-    click.option(
-        "--tp",
-        "--tensor-parallel-size",
-        "tp",
-        type=POSITIVE,
-        metavar="N",
-        help="Tensor parallel size: serve the model on N devices.",
+    option(
+        "--tp --tensor-parallel-size tp",
+        "Tensor parallel size: serve the model on N devices.",
+        POSITIVE,
+        "N",
     ),
     engine_arg_option,
 )

@@ -1,18 +1,21 @@
-"""The group of all commands, and the one place where an outcome becomes an exit code."""
+"""The group of all commands, the one place where an outcome becomes an exit code, and the options that a file
+of the current folder sets: `vexport.toml`, or [tool.vexport] in pyproject.toml.
+"""
 
 import logging
 import os
 import sys
+import tomllib
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import click
 
 from vexport.cli import INTERRUPTED, PROGRESS
 from vexport.cli.base import wants_colour
-from vexport.cli.defaults import default_map
 from vexport.cli.help import WIDEST, OrderedGroup
-from vexport.errors import EnvironmentFaults, InputErrors, VexportError, file_problem
+from vexport.errors import EnvironmentFaults, InputError, InputErrors, VexportError, file_problem, nearest
 from vexport.errors.escaping import clip, visible
 from vexport.errors.extras import unforeseen
 from vexport.errors.removed import instead_of
@@ -20,23 +23,25 @@ from vexport.version import __version__
 
 # One file a topic, imported when it is asked for; each imports what it runs: `--help` answers at once.
 COMMANDS = {
-    "demo": "demo:demo",
+    "demo": "scenario:demo",
     "plan": "plan:plan",
     "quantize": "quantize:quantize",
     "check": "check:check",
     "load": "load:load",
     "eval": "evaluate:evaluate",
     "run": "scenario:run",
-    "compare": "compare:compare",
+    "compare": "scenario:compare",
     "report": "scenario:report",
-    "verdict": "verdict:verdict_command",
-    "repair": "repair:repair",
+    "verdict": "evaluate:verdict_command",
+    "repair": "quantize:repair",
     "list": "catalog:list_command",
     "explain": "catalog:explain_command",
 }
 # Bounds of what goes to stderr: names and values come from files and may be of any size.
 MAX_CHARACTERS = 600
 MAX_LINES = 50
+# What runs code of others, or destroys, is asked for in the call itself, not in a file.
+NEVER = {"trust_remote_code", "vllm_python", "engine_args", "overwrite", "help", "version"}
 EPILOG = """
 Exit codes: 0 pass; 1 the checkpoint fails; 2 bad usage or input; 3 inconclusive; 4 the environment is at
 fault (vLLM missing, crashed, out of memory, timed out); 130 interrupted, 143 terminated.
@@ -68,10 +73,8 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print the record."""
-        text = (
-            visible(clip(self.format(record), MAX_CHARACTERS)) if not record.exc_info else self.format(record)
-        )
-        click.echo(text, err=True)
+        text = self.format(record)
+        click.echo(text if record.exc_info else visible(clip(text, MAX_CHARACTERS)), err=True)
 
 
 def _show_log() -> None:
@@ -138,6 +141,88 @@ def _say(messages: Sequence[str], code: int) -> int:
     if len(messages) > MAX_LINES:
         click.echo(f"{label} {len(messages) - MAX_LINES:,} more problems like these", err=True, color=colour)
     return code
+
+
+def default_map(group: click.Group) -> dict[str, dict[str, object]]:
+    """The options of each command by their parameters; InputError for a file that no command understands.
+
+    A table is for the command of that name; what stands outside of tables is for every command that has it.
+    """
+    where, table = _table()
+    if not table:
+        return {}
+    context = click.Context(group)
+    commands = ((name, group.get_command(context, name)) for name in group.list_commands(context))
+    options = {name: _options(command) for name, command in commands if command}
+    shared = {key: value for key, value in table.items() if not isinstance(value, dict)}
+    for name in table.keys() - shared.keys() - options.keys():
+        fix = f"name a command{nearest(name, [*options])}"
+        raise InputError(f"{where}: [{name}]", got="no command of vexport", need="one", fix=fix)
+    for key in shared:
+        known = [name for each in options.values() for name in each]
+        if key not in known:
+            raise _unknown(f"{where}: {key}", key, known)
+    return {
+        name: dict(_values(where, name, shared, table.get(name, {}), each)) for name, each in options.items()
+    }
+
+
+def _values(
+    where: str, name: str, shared: Mapping[str, object], own: object, options: Mapping[str, click.Option]
+) -> Iterator[tuple[str, object]]:
+    """The defaults of a command's options, those of its own table last."""
+    table = own if isinstance(own, dict) else {}
+    for key in table:
+        if key not in options:
+            raise _unknown(f"{where}: {name}.{key}", key, [*options])
+    for key, value in (*shared.items(), *table.items()):
+        if key in options:
+            yield str(options[key].name), _value(options[key], value)
+
+
+def _table() -> tuple[str, Mapping[str, object]]:
+    """The file and its settings; none where there is no file."""
+    for name in ("vexport.toml", "pyproject.toml"):
+        try:
+            content = Path(name).read_bytes()
+        except OSError:
+            continue
+        is_project = name == "pyproject.toml"
+        if is_project and b"tool.vexport" not in content:
+            continue
+        try:
+            table = tomllib.loads(content.decode())
+        except ValueError as error:
+            raise InputError(name, got=str(error), need="TOML", fix="correct the file") from None
+        where = f"{name}: tool.vexport" if is_project else name
+        tool = table.get("tool") if is_project else {"vexport": table}
+        settings = tool.get("vexport", {}) if isinstance(tool, dict) else {}
+        if not isinstance(settings, dict):
+            raise InputError(where, got=repr(settings)[:80], need="a table", fix="write [tool.vexport]")
+        return where, settings
+    return "", {}
+
+
+def _options(command: click.Command) -> dict[str, click.Option]:
+    """The options that a file may set, by their names on the command line without dashes."""
+    options = [each for each in command.params if isinstance(each, click.Option) and each.name not in NEVER]
+    return {name.lstrip("-"): option for option in options for name in option.opts if name.startswith("--")}
+
+
+def _unknown(where: str, key: str, known: list[str]) -> InputError:
+    if key.replace("-", "_") in NEVER:
+        got = "it may run code or destroy: only a call itself says so"
+        return InputError(where, got=got, need="", fix="remove it")
+    fix = f"correct it{nearest(key, known)}"
+    return InputError(where, got="no option that a file may set", need="one", fix=fix)
+
+
+def _value(option: click.Option, value: object) -> object:
+    """The value as a command line has it: text, which click converts, of several values a list of it."""
+    if isinstance(value, bool):
+        return value
+    parts = [str(part) for part in (value if isinstance(value, list) else [value])]
+    return parts if option.multiple else ",".join(parts)
 
 
 @click.group(

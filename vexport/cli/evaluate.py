@@ -1,9 +1,9 @@
-"""Is a checkpoint accurate enough."""
+"""The accuracy of a checkpoint: `eval`, and `verdict` on results that are there."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,10 +17,14 @@ from vexport.cli.engine import (
     serve_options,
     session_options,
 )
-from vexport.cli.options import PATH, POSITIVE, Answer, Real, answer_file, format_option, stacked
-from vexport.cli.prompting import PromptOptions, prompting_options
-from vexport.cli.verdict import DriftOptions, VerdictOptions, drift_options, verdict_options
-from vexport.records.accuracy import DEFAULT_CONCURRENCY, REQUEST_SECONDS
+from vexport.cli.options import PATH, POSITIVE, Answer, answer_file, format_option, option
+from vexport.cli.prompting import (
+    drift_options,
+    prompting_options,
+    require_consistent,
+    served_options,
+    verdict_options,
+)
 
 if TYPE_CHECKING:
     from vexport.records import Verdict
@@ -45,36 +49,21 @@ class Comparison:
             return self
         return replace(self, baseline=None, against=path)
 
-    def require_consistent(self, drift: DriftOptions) -> None:
+    def require_consistent(self, options: Mapping[str, Any]) -> None:
         """UsageError where options of `eval` do not go together."""
         compared = bool(self.baseline or self.against)
         if self.baseline and self.against or not (compared or self.accept):
             raise click.UsageError("Give --baseline SOURCE or --against FILE, or --accept FILE alone.")
-        if (drift.kl_limit or drift.nll_limit) and not self.baseline:
+        if (options["kl_limit"] or options["nll_limit"]) and not self.baseline:
             raise click.UsageError(
                 "--kl-limit and --nll-limit need --baseline, whose log-probabilities they bound."
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """The questions to both models: tasks, or text that they read."""
-
-    tasks: tuple[str, ...]
-    text: str | None
-    text_rows: int | None
-    text_tokens: int | None
-    speculative: str | None
-
-    def require_consistent(self, comparison: Comparison) -> None:
-        """UsageError where options of `eval` do not go together."""
-        if bool(self.tasks) == bool(self.text):
+        if bool(options["tasks"]) == bool(options["text"]):
             raise click.UsageError("Give --task NAME_OR_YAML, or --text DATA in the place of tasks.")
-        if self.text is None:
-            if self.text_rows or self.text_tokens or self.speculative:
+        if options["text"] is None:
+            if options["text_rows"] or options["text_tokens"] or options["speculative"]:
                 raise click.UsageError("--text-rows, --text-tokens and --speculative need --text.")
-            return
-        if comparison.baseline is None or comparison.accept:
+        elif self.baseline is None or self.accept:
             raise click.UsageError("--text needs --baseline SOURCE alone: both models read it.")
 
 
@@ -86,55 +75,6 @@ def _tasks(context: click.Context, parameter: click.Parameter, values: tuple[str
         for task in ([value] if Path(value).exists() else value.split(","))
         if task.strip()
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
-    """How a served model is asked."""
-
-    tokenizer: str | None
-    model: str | None
-    baseline_model: str | None
-    concurrency: int
-    request_timeout: float
-    retry_seconds: float
-
-
-served_options = stacked(
-    click.option("--tokenizer", metavar="T", help="Folder or ORG/NAME of a served model's tokenizer."),
-    click.option("--model", metavar="NAME", help="The model, where a server has several."),
-    click.option("--baseline-model", metavar="NAME", help="The same for the baseline [default: --model]."),
-    click.option(
-        "--concurrency",
-        type=click.IntRange(1, 4096),
-        metavar="N",
-        default=DEFAULT_CONCURRENCY,
-        show_default=True,
-        help="Requests under way at a server.",
-    ),
-    click.option(
-        "--request-timeout",
-        type=Real(0, min_open=True),
-        metavar="S",
-        default=REQUEST_SECONDS,
-        help="Longest time for one answer of a server [default: 300].",
-    ),
-    click.option(
-        "--retry-seconds",
-        type=Real(0),
-        metavar="S",
-        default=REQUEST_SECONDS,
-        help="How long a server that fails is tried again [default: 300].",
-    ),
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Results:
-    """The folder of lm-eval's files."""
-
-    output_dir: Path | None
-    overwrite: bool
 
 
 # Few need these; the reference has them.
@@ -154,67 +94,41 @@ class Results:
     ),
 )
 @click.argument("checkpoints", metavar="CHECKPOINT|URL...", nargs=-1, required=True)
-@click.option("--baseline", metavar="SOURCE|URL", help="The unquantized checkpoint to compare with.")
-@click.option(
-    "--against", type=PATH, metavar="FILE", help="An accepted baseline to compare with; starts one engine."
-)
-@click.option(
-    "--accept",
-    type=PATH,
-    metavar="FILE",
-    help="Write CHECKPOINT's answers as an accepted baseline, unless it fails.",
-)
-@click.option(
-    "--task",
-    "--tasks",
-    "tasks",
-    multiple=True,
+@option("--baseline", "The unquantized checkpoint to compare with.", metavar="SOURCE|URL")
+@option("--against", "An accepted baseline to compare with; starts one engine.", PATH, "FILE")
+@option("--accept", "Write CHECKPOINT's answers as an accepted baseline, unless it fails.", PATH, "FILE")
+@option(
+    "--task --tasks tasks",
+    "Tasks of lm-eval, by name or YAML file; repeatable.",
     metavar="T,...",
+    multiple=True,
     callback=_tasks,
-    help="Tasks of lm-eval, by name or YAML file; repeatable.",
 )
-@click.option(
-    "--text",
-    metavar="DATA",
-    help="Held-out text that decides in the place of tasks.",
-)
-@click.option("--text-rows", type=POSITIVE, metavar="N", help="Rows of the text [default: 32].")
-@click.option("--text-tokens", type=POSITIVE, metavar="N", help="Tokens of a row [default: 512].")
-@click.option(
+@option("--text", "Held-out text that decides in the place of tasks.", metavar="DATA")
+@option("--text-rows", "Rows of the text [default: 32].", POSITIVE, "N")
+@option("--text-tokens", "Tokens of a row [default: 512].", POSITIVE, "N")
+@option(
     "--speculative",
+    "Also compare the acceptance length of drafts: mtp, ngram, eagle3=FOLDER.",
     metavar="METHOD",
-    help="Also compare the acceptance length of drafts: mtp, ngram, eagle3=FOLDER.",
 )
 @verdict_options
 @drift_options
 @attribution_options
 @prompting_options
 @served_options
-@click.option(
-    "--output-dir",
-    type=PATH,
-    metavar="DIR",
-    help="Folder for lm-eval's files [default: runs/eval-NAME].",
-)
-@click.option(
-    "--overwrite",
-    is_flag=True,
-    help="Replace the output folder, if it is vexport's alone.",
-)
+@option("--output-dir", "Folder for lm-eval's files [default: runs/eval-NAME].", PATH, "DIR")
+@option("--overwrite", "Replace the output folder, if it is vexport's alone.", flag=True)
 @interpreter_option
 @serve_options
 @session_options
-@format_option(names=("-o", "--output-file", "--output"))
+@format_option(names="-o --output-file --output")
 def evaluate(
     checkpoints: tuple[str, ...],
     comparison: Comparison,
-    subject: Subject,
-    verdict: VerdictOptions,
-    drift: DriftOptions,
     explanation: ExplanationOptions,
-    prompts: PromptOptions,
-    asking: Asking,
-    results: Results,
+    output_dir: Path | None,
+    overwrite: bool,
     interpreter: Interpreter,
     tp: int | None,
     session: Session,
@@ -238,10 +152,10 @@ def evaluate(
     from vexport.cli.terminal import progress_display
     from vexport.engine.session import require_engine
 
-    prompts.require_consistent()
+    options = click.get_current_context().params
+    require_consistent(options)
     comparison = comparison.with_accepted()
-    comparison.require_consistent(drift)
-    subject.require_consistent(comparison)
+    comparison.require_consistent(options)
     serve = session.serve(tp)
     require_engine((interpreter.vllm_python,))
     from vexport.run.evaluating import EvalJob, evaluate_checkpoints, explained
@@ -254,10 +168,10 @@ def evaluate(
     with progress_display(quiet=answer.quiet) as on_progress:
         job = EvalJob(
             checkpoints=checkpoints,
-            settings=_settings(subject, comparison.baseline, verdict, drift, prompts, asking),
-            folder=results.output_dir or Path("runs") / f"eval-{name}",
+            settings=_settings({**options, "baseline": comparison.baseline}),
+            folder=output_dir or Path("runs") / f"eval-{name}",
             options=interpreter.options(serve, on_progress),
-            overwrite=results.overwrite,
+            overwrite=overwrite,
             against=comparison.against,
             accept=comparison.accept,
         )
@@ -268,56 +182,20 @@ def evaluate(
     _answer(job, judged, answer, is_shown=is_shown)
 
 
-def _settings(
-    subject: Subject,
-    baseline: str | None,
-    verdict: VerdictOptions,
-    drift: DriftOptions,
-    prompts: PromptOptions,
-    asking: Asking,
-) -> "Evaluate":
-    """The options as what a scenario says under `evaluate`; InputErrors for values out of bounds."""
-    from vexport.scenario import (
-        DEFAULT_KL_LIMIT,
-        DEFAULT_NLL_LIMIT,
-        DEFAULT_TEXT_ROWS,
-        DEFAULT_TEXT_TOKENS,
-        Evaluate,
-        problems_at,
-    )
+def _settings(options: Mapping[str, Any]) -> "Evaluate":
+    """The options that are named as keys of a scenario's `evaluate`; InputErrors for values out of bounds."""
+    from vexport.scenario import Evaluate, problems_at
 
+    keys = {key: options[key] for key in Evaluate.model_fields if options.get(key) is not None}
+    keys["include_path"] = tuple(path.resolve() for path in options["include_path"])
+    if template := options["chat_template"]:
+        keys["apply_chat_template"] = template
     with problems_at("eval"):
-        return Evaluate(
-            tasks=subject.tasks,
-            text=subject.text,
-            text_rows=subject.text_rows or DEFAULT_TEXT_ROWS,
-            text_tokens=subject.text_tokens or DEFAULT_TEXT_TOKENS,
-            speculative=subject.speculative,
-            baseline=baseline,
-            margin=verdict.margin,
-            alpha=verdict.alpha,
-            gate=verdict.gate,
-            kl_limit=drift.kl_limit or DEFAULT_KL_LIMIT,
-            nll_limit=drift.nll_limit or DEFAULT_NLL_LIMIT,
-            num_fewshot=prompts.num_fewshot,
-            apply_chat_template=prompts.chat_template or prompts.apply_chat_template,
-            fewshot_as_multiturn=prompts.fewshot_as_multiturn,
-            system_instruction=prompts.system_instruction,
-            gen_kwargs=prompts.gen_kwargs,
-            seeds=prompts.seeds,
-            max_gen_toks=prompts.max_gen_toks,
-            think_end_token=prompts.think_end_token,
-            enable_thinking=prompts.enable_thinking,
-            include_path=tuple(path.resolve() for path in prompts.include_path),
-            batch_size=prompts.batch_size,
-            limit=prompts.limit,
-            **asdict(asking),
-        )
+        return Evaluate(**keys)
 
 
 def _show_first(judged: "Sequence[Judged]", answer: Answer) -> bool:
-    """Return whether the answer is shown before its cause is looked for: of another form, or in a file, it
-    is whole.
+    """Show the answer before its cause is looked for; False for another form, or a file, which is whole.
 
     Then a line on stderr tells it.
     """
@@ -348,11 +226,10 @@ def _whole(judged: "Sequence[Judged]", verdicts: "Sequence[Verdict]", format_: s
     """The answer, or of one whose verdict is shown the causes."""
     from vexport.reports import render_cause, render_verdict, render_verdicts
 
+    is_one = len(verdicts) == 1
     if format_ != "text":
-        return (
-            render_verdict(verdicts[0], format_) if len(verdicts) == 1 else render_verdicts(verdicts, format_)
-        )
-    if len(verdicts) == 1:
+        return render_verdict(verdicts[0], format_) if is_one else render_verdicts(verdicts, format_)
+    if is_one:
         cause = render_cause(verdicts[0])
         return _text(judged) if not is_shown else f"\n{cause}" if cause else ""
     causes = [f"\n{verdict.checkpoint}\n{cause}" for verdict in verdicts if (cause := render_cause(verdict))]
@@ -374,3 +251,32 @@ def _answer(job: "EvalJob", judged: "Sequence[Judged]", answer: Answer, *, is_sh
         for verdict in verdicts:
             if verdict.outcome == outcome:
                 conclude(outcome, verdict.checkpoint, verdict.reason)
+
+
+@command("verdict")
+@click.argument("baseline_results", type=PATH)
+@click.argument("results", type=PATH)
+@verdict_options
+@format_option()
+def verdict_command(
+    baseline_results: Path, results: Path, margin: float, alpha: float, gate: dict[str, str], answer: Answer
+) -> None:
+    """Compare two lm-eval result folders; starts no model.
+
+    The folders may come from anywhere. BASELINE_RESULTS may also be an accepted baseline
+    (`vexport eval --accept`). Documents are paired by lm-eval's sample files, which it writes with
+    --log_samples.
+
+    \b
+    Examples:
+      vexport verdict results/base results/quantized --margin 0.02
+      vexport verdict results/base results/quantized --gate gsm8k=exact_match,flexible-extract
+    """
+    from vexport.evaluation.verdict import decide
+    from vexport.reports import render_verdict
+
+    verdict = decide(baseline_results, results, margin=margin, alpha=alpha, gate=gate)
+    print_text(render_verdict(verdict, answer.format_))
+    if answer.format_ == "github":
+        add_text_summary(render_verdict(verdict, "text"))
+    conclude(verdict.outcome, str(results), verdict.reason)

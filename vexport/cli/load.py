@@ -1,7 +1,6 @@
-"""Does vLLM load a checkpoint, in a real engine or from headers alone."""
+"""`load`: a checkpoint in a real engine, or from headers alone."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -9,7 +8,7 @@ import click
 
 from vexport.cli.base import command, given, print_text, require_loaded
 from vexport.cli.engine import Interpreters, Session, engine_arg_option, interpreters_option, session_options
-from vexport.cli.options import Answer, device_options, format_option, gpu_option, speculative_option
+from vexport.cli.options import Answer, device_options, format_option, gpu_option, option, speculative_option
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, raise_problems
 from vexport.records import DryLoadReport, EngineMode, LoadReport
@@ -23,29 +22,19 @@ R = TypeVar("R", LoadReport, DryLoadReport)
 _NO_DRY_LOAD = partial(DryLoadReport, vllm="", cells=(), rows=(), blind_spots=())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Targets:
-    """The targets of a dry load; `sm` None leaves the devices to the cards or the defaults."""
-
-    tp: tuple[int, ...]
-    sm: tuple[int, ...] | None
-    cards: tuple["Card", ...]
-    speculative: str
-
-
 @command()
 @click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
-@click.option("--dry", is_flag=True, help="Only the loading, from headers: no weights, no GPU.")
+@option("--dry", "Only the loading, from headers: no weights, no GPU.", flag=True)
 @device_options
 @gpu_option
 @speculative_option
 @interpreters_option
-@click.option(
+@option(
     "--mode",
-    type=click.Choice(("eager", "default", "both")),
+    "eager, default (compiled where the platform compiles; a CPU needs a C++ compiler for it), or both.",
+    click.Choice(("eager", "default", "both")),
     default="eager",
-    show_default=True,
-    help="eager, default (compiled where the platform compiles; a CPU needs a C++ compiler for it), or both.",
+    shown=True,
 )
 @engine_arg_option
 @session_options
@@ -80,6 +69,7 @@ def load(
       vexport load OUT --mode both --vllm-python old/bin/python --vllm-python new/bin/python
     """
     from vexport.cli.terminal import progress_display
+    from vexport.reports import render_loads
 
     _require_consistent(dry, mode, session)
     reports: Sequence[LoadReport | DryLoadReport]
@@ -87,26 +77,31 @@ def load(
         problems = _unreadable(checkpoints, on_progress)
         names = tuple(name for name in checkpoints if name not in problems)
         if dry:
-            from vexport.reports import render_loads
+            from vexport.engine.dry.load import dry_load_checkpoints
 
-            targets = _Targets(tp=tp or (1,), sm=sm, cards=cards or (), speculative=speculative)
-            found = _dry_loads(names, interpreters, targets, session.timeout, on_progress)
-            reports = shown = _in_order(checkpoints, found, problems, _NO_DRY_LOAD)
-            text = render_loads(shown, answer.format_)
+            found = dry_load_checkpoints(
+                names,
+                interpreters.pythons,
+                tp=tp or (1,),
+                sm=sm,
+                gpus=cards or (),
+                trust_remote_code=interpreters.trust_remote_code,
+                speculative=speculative,
+                timeout=session.timeout,
+                on_progress=on_progress,
+            )
+            reports = _in_order(checkpoints, found, problems, _NO_DRY_LOAD)
         else:
             sizes = tp if tp and given("tp") else (None,)
             loaded = _loads(names, interpreters, sizes, mode, session, on_progress)
-            reports = real = _in_order(checkpoints, loaded, problems, LoadReport)
-            from vexport.reports import render_loads
-
-            text = render_loads(real, answer.format_)
-    print_text(text)
+            reports = _in_order(checkpoints, loaded, problems, LoadReport)
+    print_text(render_loads(reports, answer.format_))
     raise_problems([*problems.values()])
     require_loaded(reports)
 
 
 def _unreadable(names: Sequence[str], on_progress: "OnProgress") -> dict[str, VexportError]:
-    """Return why some of several checkpoints cannot be read; raise where none can, or there is only one."""
+    """The errors of those of several checkpoints that cannot be read; raised where none can."""
     from vexport.checkpoint.index import require_checkpoint
     from vexport.checkpoint.source import resolve_source
     from vexport.engine.arguments import require_layers
@@ -139,8 +134,8 @@ def _in_order(
 
 def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
     """UsageError where options do not go together."""
-    for option, name in (("sm", "--sm"), ("cards", "--gpu"), ("speculative", "--speculative")):
-        if not dry and given(option):
+    for parameter, name in (("sm", "--sm"), ("cards", "--gpu"), ("speculative", "--speculative")):
+        if not dry and given(parameter):
             raise click.UsageError(f"{name} needs --dry: a real load uses what is there, and drafts nothing.")
     if dry and (session.max_model_len or session.engine_args or mode != "eager"):
         raise click.UsageError(
@@ -148,28 +143,6 @@ def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
         )
     if "enforce_eager" in session.engine_args:
         raise click.UsageError("--engine-arg enforce_eager is what --mode says: use --mode.")
-
-
-def _dry_loads(
-    checkpoints: tuple[str, ...],
-    interpreters: Interpreters,
-    targets: _Targets,
-    timeout: int,
-    on_progress: "OnProgress",
-) -> list[DryLoadReport]:
-    from vexport.engine.dry.load import dry_load_checkpoints
-
-    return dry_load_checkpoints(
-        checkpoints,
-        interpreters.pythons,
-        tp=targets.tp,
-        sm=targets.sm,
-        gpus=targets.cards,
-        trust_remote_code=interpreters.trust_remote_code,
-        speculative=targets.speculative,
-        timeout=timeout,
-        on_progress=on_progress,
-    )
 
 
 def _loads(

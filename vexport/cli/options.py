@@ -1,10 +1,10 @@
 """Options that several commands share, as decorators."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -17,15 +17,10 @@ if TYPE_CHECKING:
 
 Function = Callable[..., None]
 Decorator = Callable[[Function], Function]
+Callback = Callable[[click.Context, click.Parameter, Any], object]
 
 FORMATS = ("text", "json", "junit", "github")
-FORMAT_OF_SUFFIX: Mapping[str, str] = {
-    ".txt": "text",
-    ".json": "json",
-    ".xml": "junit",
-    ".html": "html",
-    ".md": "markdown",
-}
+FORMAT_OF_SUFFIX = {".txt": "text", ".json": "json", ".xml": "junit", ".html": "html", ".md": "markdown"}
 # The name of --output, and where a context holds its value.
 ANSWER_FILE = "answer_file"
 
@@ -47,6 +42,43 @@ def stacked(*options: Decorator) -> Decorator:
         return function
 
     return decorate
+
+
+def option(
+    names: str,
+    text: str,
+    kind: object = None,
+    metavar: str | None = None,
+    *,
+    default: object = ...,
+    shown: bool = False,
+    flag: bool = False,
+    multiple: bool = False,
+    envvar: str | None = None,
+    callback: Callback | None = None,
+    hidden: bool = False,
+    kept: bool = True,
+) -> Decorator:
+    """An option by its names, separated by spaces, with its help; help has the default where it is `shown`.
+
+    One that is not `kept` is read first, by its callback, and is no argument of the command's function.
+    """
+    defaults: dict[str, Any] = {} if default is ... else {"default": default}
+    return click.option(
+        *names.split(),
+        help=text,
+        type=kind,
+        metavar=metavar,
+        show_default=shown or None,
+        is_flag=flag or None,
+        multiple=multiple,
+        envvar=envvar,
+        callback=callback,
+        hidden=hidden,
+        expose_value=kept,
+        is_eager=not kept,
+        **defaults,
+    )
 
 
 class Count(click.IntRange):
@@ -153,91 +185,27 @@ def _remember(context: click.Context, parameter: click.Parameter, value: Path | 
 
 
 def answer_file(context: click.Context) -> Path | None:
-    """Return the file of --output; None for stdout."""
+    """The file of --output; None for stdout."""
     file = context.meta.get(ANSWER_FILE)
     return file if isinstance(file, Path) else None
 
 
-def format_option(
-    formats: tuple[str, ...] = FORMATS, *, names: tuple[str, ...] = ("-o", "--output")
-) -> Decorator:
+def format_option(formats: tuple[str, ...] = FORMATS, names: str = "-o --output") -> Decorator:
     """--format and --output: the form of the answer, and the file that it goes to."""
-
-    def decorate(function: Function) -> Function:
-        function = click.option(
-            *names,
-            ANSWER_FILE,
-            type=PATH,
-            metavar="FILE",
-            is_eager=True,
-            expose_value=False,
-            callback=_remember,
-            help="Write the answer to FILE, whose ending decides the form.",
-        )(function)
-        return click.option(
-            "--format",
-            "format_",
-            type=click.Choice(formats),
+    forms = f"Form of the answer: {', '.join(formats)}."
+    file = "Write the answer to FILE, whose ending decides the form."
+    return stacked(
+        option(
+            "--format format_",
+            forms,
+            click.Choice(formats),
+            "F",
             default="text",
-            show_default=True,
+            shown=True,
             callback=_by_suffix,
-            metavar="F",
-            help=f"Form of the answer: {', '.join(formats)}.",
-        )(function)
-
-    return decorate
-
-
-revision_option = click.option(
-    "--revision", metavar="REV", help="Branch, tag or commit of a SOURCE on the hub."
-)
-
-
-trust_option = click.option(
-    "--trust-remote-code", is_flag=True, help="Let the checkpoint's own Python code run."
-)
-
-
-def tp_option(function: Function) -> Function:
-    """Add --tp, the tensor parallel sizes."""
-    return click.option(
-        "--tp",
-        type=numbers,
-        metavar="N,...",
-        help="Tensor parallel sizes to support, e.g. 1,2,4 [default: 1].",
-    )(function)
-
-
-def device_options(function: Function) -> Function:
-    """Add the options for devices: --tp and --sm."""
-    function = click.option(
-        "--sm",
-        type=capabilities,
-        metavar="N,...",
-        help="Compute capabilities to support, e.g. 80,90,100 (9.0 is 90).",
-    )(function)
-    return tp_option(function)
-
-
-def gpu_option(function: Function) -> Function:
-    """Add --gpu, the GPUs whose memory is compared."""
-    return click.option(
-        "--gpu",
-        "cards",
-        type=gpus,
-        metavar="NAME,...",
-        help="GPUs whose memory to compare with, e.g. H100,L40S; without --sm also which capabilities.",
-    )(function)
-
-
-def speculative_option(function: Function) -> Function:
-    """The option that names the draft."""
-    return click.option(
-        "--speculative",
-        metavar="METHOD",
-        default="",
-        help="Drafting to support: mtp, or eagle3=FOLDER.",
-    )(function)
+        ),
+        option(f"{names} {ANSWER_FILE}", file, PATH, "FILE", callback=_remember, kept=False),
+    )
 
 
 def _version(text: str) -> tuple[int, int]:
@@ -249,13 +217,26 @@ def _version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def vllm_option(function: Function) -> Function:
-    """Add the option for a version of vLLM."""
-    return click.option(
-        "--vllm",
-        type=_version,
-        metavar="VERSION",
-        default=short_version(),
-        show_default=True,
-        help="vLLM version to check against.",
-    )(function)
+revision_option = option("--revision", "Branch, tag or commit of a SOURCE on the hub.", metavar="REV")
+trust_option = option("--trust-remote-code", "Let the checkpoint's own Python code run.", flag=True)
+overwrite_run_option = option("--overwrite", "Start again in a run directory that exists.", flag=True)
+overwrite_out_option = option(
+    "--overwrite", "Replace OUT if vexport made it and nothing else is in it.", flag=True
+)
+tp_option = option("--tp", "Tensor parallel sizes to support, e.g. 1,2,4 [default: 1].", numbers, "N,...")
+device_options = stacked(
+    tp_option,
+    option("--sm", "Compute capabilities to support, e.g. 80,90,100 (9.0 is 90).", capabilities, "N,..."),
+)
+gpu_option = option(
+    "--gpu cards",
+    "GPUs whose memory to compare with, e.g. H100,L40S; without --sm also which capabilities.",
+    gpus,
+    "NAME,...",
+)
+speculative_option = option(
+    "--speculative", "Drafting to support: mtp, or eagle3=FOLDER.", metavar="METHOD", default=""
+)
+vllm_option = option(
+    "--vllm", "vLLM version to check against.", _version, "VERSION", default=short_version(), shown=True
+)

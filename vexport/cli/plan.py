@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from vexport.cli.base import command, note, print_text, require_plan
-from vexport.cli.options import PATH, Answer, format_option, revision_option
+from vexport.cli.options import PATH, Answer, format_option, option, revision_option
 from vexport.cli.planning import (
     CALIBRATION_OPTIONS,
     PLAN_OPTIONS,
@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 @click.argument("source", metavar="SOURCE|SCENARIO")
 @revision_option
 @scheme_option
-@click.option(
-    "--run-dir", type=PATH, help="Run directory with the losses for `scheme: auto` [default: runs/NAME]."
-)
+@option("--run-dir", "Run directory with the losses for `scheme: auto` [default: runs/NAME].", PATH)
 @plan_options
 @calibration_options
 @format_option(("text", "json"))
@@ -99,9 +97,7 @@ def _note_missing_data(scenario: "Scenario") -> None:
 
     calibration = scenario.calibration.data if scenario.calibration else None
     text = scenario.evaluate.text if scenario.evaluate else None
-    for name in (calibration, text):
-        if name is None:
-            continue
+    for name in filter(None, (calibration, text)):
         try:
             require_data(name)
         except InputError as problem:
@@ -109,11 +105,7 @@ def _note_missing_data(scenario: "Scenario") -> None:
 
 
 def _plan_rules(
-    source: str,
-    name: str,
-    request: PlanRequest,
-    calibration: CalibrationOptions,
-    answer: Answer,
+    source: str, name: str, request: PlanRequest, calibration: CalibrationOptions, answer: Answer
 ) -> None:
     """The plan of a scheme or recipe for a model; `name` is the source with its revision."""
     from vexport.cli.terminal import progress_display
@@ -143,8 +135,7 @@ def _note_time(index: "SourceIndex", plan: Plan, text: "Calibration", on_progres
         note("how long calibration takes is measured on the weights: download the model first")
     else:
         samples = PlanText(index, plan, text, on_progress=on_progress, trust_remote_code=False)
-        steps = estimated_steps(samples)
-        if steps:
+        if steps := estimated_steps(samples):
             note_estimate("this", steps)
         else:
             note("with this text: seconds, or more than can be measured here")

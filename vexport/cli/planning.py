@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from vexport.cli.base import given, note
-from vexport.cli.options import PATH, POSITIVE, Count, Real, stacked, tp_option
+from vexport.cli.options import PATH, POSITIVE, Count, Real, option, stacked, tp_option
 from vexport.records import GroupSize, PlanRequest
 from vexport.records.rounding import ROUNDINGS
 
@@ -33,7 +33,7 @@ class CalibrationOptions:
     @property
     def settings(self) -> "Calibration | None":
         """The calibration; None where no data were named."""
-        return None if self.calibration is None else self.with_data(self.calibration)
+        return self.with_data(self.calibration) if self.calibration is not None else None
 
     def with_data(self, data: str) -> "Calibration":
         """The calibration on these data."""
@@ -50,20 +50,9 @@ def note_estimate(which: str, steps: "Sequence[Step]") -> None:
     """A line on what calibration will take; `which` text."""
     from vexport.reports.formatting import duration, plural
 
-    if len(steps) > 1:
-        each = ", ".join(f"{step.name.partition(' (')[0]} {duration(step.seconds)}" for step in steps)
-        parts = f", in {plural(len(steps), 'step')}: {each}"
-    else:
-        parts = ""
+    each = ", ".join(f"{step.name.partition(' (')[0]} {duration(step.seconds)}" for step in steps)
+    parts = f", in {plural(len(steps), 'step')}: {each}" if len(steps) > 1 else ""
     note(f"with {which} text: about {duration(sum(step.seconds for step in steps))}{parts}")
-
-
-scheme_option = stacked(
-    click.option("--scheme", metavar="S", help="Scheme for all linear layers; see `vexport list schemes`."),
-    click.option(
-        "--recipe", type=PATH, metavar="FILE.yaml", help="Recipe of llm-compressor in the place of a scheme."
-    ),
-)
 
 
 def given_options(*names: str) -> list[str]:
@@ -73,7 +62,7 @@ def given_options(*names: str) -> list[str]:
 
 
 def given_values(*names: str) -> list[str]:
-    """Return the given ones of these options with their values, as words of another command line."""
+    """The given ones of these options with their values, as words of another command line."""
     words: list[str] = []
     context = click.get_current_context()
     for parameter in context.command.params:
@@ -125,78 +114,66 @@ class GroupSizeType(click.ParamType["GroupSize"]):
             self.fail(f"{clip(repr(value), 100)} is no group size; need {error}.", param, ctx)
 
 
+scheme_option = stacked(
+    option("--scheme", "Scheme for all linear layers; see `vexport list schemes`.", metavar="S"),
+    option("--recipe", "Recipe of llm-compressor in the place of a scheme.", PATH, "FILE.yaml"),
+)
 plan_options = stacked(
-    click.option(
-        "--group-size",
-        type=GroupSizeType(),
-        metavar="N|channel",
-        help="Columns that share a scale, or channel: a whole row.",
+    option(
+        "--group-size", "Columns that share a scale, or channel: a whole row.", GroupSizeType(), "N|channel"
     ),
-    click.option(
-        "--observer", metavar="O", help="How weight ranges are found [default: what suits the rounding]."
+    option("--observer", "How weight ranges are found [default: what suits the rounding].", metavar="O"),
+    option(
+        "--input-observer", "How static ranges of inputs are found [default: static_minmax].", metavar="O"
     ),
-    click.option(
-        "--input-observer",
-        metavar="O",
-        help="How static ranges of inputs are found [default: static_minmax].",
-    ),
-    click.option(
-        "--rounding",
-        type=click.Choice(ROUNDINGS),
-        help="How weights are rounded [default: by bits and text].",
-    ),
-    click.option(
+    option("--rounding", "How weights are rounded [default: by bits and text].", click.Choice(ROUNDINGS)),
+    option(
         "--ignore",
-        multiple=True,
+        "Keep these layers: a name, its end, or re:REGEX; repeatable.",
         metavar="PATTERN",
-        help="Keep these layers: a name, its end, or re:REGEX; repeatable.",
+        multiple=True,
     ),
-    click.option(
-        "--kv-cache", type=click.Choice(("fp8", "fp8_per_head")), help="Calibrate scales of an fp8 KV cache."
-    ),
-    click.option(
+    option("--kv-cache", "Calibrate scales of an fp8 KV cache.", click.Choice(("fp8", "fp8_per_head"))),
+    option(
         "--smoothing",
-        type=Real(0, 1),
-        metavar="S",
-        help="How far large channels of inputs are scaled down [default: 0.5 for INT8 and 4-bit "
-        "inputs where text is given, else 0].",
+        "How far large channels of inputs are scaled down [default: 0.5 for INT8 and 4-bit inputs where text "
+        "is given, else 0].",
+        Real(0, 1),
+        "S",
     ),
-    click.option(
+    option(
         "--on-unsupported-shape",
-        type=click.Choice(("refuse", "keep", "smaller-group")),
+        "Layers whose shape vLLM could not run.",
+        click.Choice(("refuse", "keep", "smaller-group")),
         default="refuse",
-        show_default=True,
-        help="Layers whose shape vLLM could not run.",
+        shown=True,
     ),
     tp_option,
 )
 calibration_options = stacked(
-    click.option(
+    option(
         "--calibration",
-        metavar="DATA",
-        help="Text for rounding and static scales: a file, a folder, a data set of the hub "
+        "Text for rounding and static scales: a file, a folder, a data set of the hub "
         "(ORG/NAME:SPLIT:COLUMN), or default, which ships with vexport.",
+        metavar="DATA",
     ),
-    click.option("--samples", type=POSITIVE, default=128, show_default=True, help="Samples to use."),
-    click.option(
-        "--seq-len", type=POSITIVE, default=512, show_default=True, help="Tokens of a sample to use."
-    ),
-    click.option("--seed", type=Count(0), help="Choose rows at random, by this seed. [default: the first]"),
-    click.option(
+    option("--samples", "Samples to use.", POSITIVE, default=128, shown=True),
+    option("--seq-len", "Tokens of a sample to use.", POSITIVE, default=512, shown=True),
+    option("--seed", "Choose rows at random, by this seed. [default: the first]", Count(0)),
+    option(
         "--pack/--no-pack",
+        "Join rows into samples of --seq-len tokens, or take each row alone. [default: join text files]",
         default=None,
-        help="Join rows into samples of --seq-len tokens, or take each row alone. [default: join text files]",
     ),
-    click.option(
-        "--calibrate-all-experts/--no-calibrate-all-experts",
-        "all_experts",
+    option(
+        "--calibrate-all-experts/--no-calibrate-all-experts all_experts",
+        "Show every expert all tokens, or those routed to it.",
         default=True,
-        show_default=True,
-        help="Show every expert all tokens, or those routed to it.",
+        shown=True,
     ),
-    click.option(
+    option(
         "--device",
+        "Where calibration runs: cpu, cuda, cuda:1 ... [default: cuda if there is one].",
         metavar="D",
-        help="Where calibration runs: cpu, cuda, cuda:1 ... [default: cuda if there is one].",
     ),
 )

@@ -1,18 +1,24 @@
-"""Options that say how lm-eval asks the models, under the names of lm-eval's command line."""
+"""Options that say how both models are asked, under the names of lm-eval's command line, and what decides.
+
+All are named like the keys of a scenario's `evaluate`.
+"""
 
 import ast
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
-from vexport.cli.options import POSITIVE, Count, stacked
+from vexport.cli.options import POSITIVE, Count, Real, option, stacked
 from vexport.records import BatchSize, Scalar
+from vexport.records.accuracy import DEFAULT_CONCURRENCY, REQUEST_SECONDS
 
-GenerationValues = dict[str, Scalar | list[Scalar] | dict[str, Scalar]]
+FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
+ABOVE_ZERO = Real(0, min_open=True)
+GenerationValue = Scalar | list[Scalar] | dict[str, Scalar]
 _WORDS: dict[str, Scalar] = {"true": True, "false": False, "none": None}
 # A key's value: quoted text, a list or an object, or whatever comes before the next comma.
 _PAIR = re.compile(r"""([A-Za-z_]\w*)=("[^"]*"|'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^,]*)(?:,|$)""")
@@ -21,51 +27,32 @@ _PAIR = re.compile(r"""([A-Za-z_]\w*)=("[^"]*"|'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^,]
 MOST_DOCUMENTS = 2**53
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptOptions:
-    """The settings of lm-eval for both models, under the names of lm-eval's command line."""
-
-    num_fewshot: int | None
-    apply_chat_template: bool | None
-    chat_template: str | None
-    fewshot_as_multiturn: bool | None
-    system_instruction: str | None
-    gen_kwargs: GenerationValues
-    seeds: int
-    max_gen_toks: int | None
-    think_end_token: str | None
-    enable_thinking: bool | None
-    include_path: tuple[Path, ...]
-    batch_size: BatchSize
-    limit: int | float | None
-
-    def require_consistent(self) -> None:
-        """UsageError where options do not go together."""
-        if self.chat_template and self.apply_chat_template is False:
+def require_consistent(options: Mapping[str, Any]) -> None:
+    """UsageError where the options of a command that ask the models do not go together."""
+    if options["apply_chat_template"] is False:
+        if options["chat_template"]:
             raise click.UsageError("--chat-template names a template, --no-apply-chat-template applies none.")
-        if self.fewshot_as_multiturn and self.apply_chat_template is False:
+        if options["fewshot_as_multiturn"]:
             raise click.UsageError(
                 "--fewshot-as-multiturn needs a chat template: drop --no-apply-chat-template."
             )
-        if self.seeds > 1 and not self.gen_kwargs.get("temperature"):
-            raise click.UsageError("--seeds needs answers that differ: --gen-kwargs temperature=0.6.")
-        if self.enable_thinking and not self.think_end_token:
-            raise click.UsageError(
-                "--enable-thinking needs --think-end-token, to cut the thinking off answers."
-            )
+    if options["seeds"] > 1 and not options["gen_kwargs"].get("temperature"):
+        raise click.UsageError("--seeds needs answers that differ: --gen-kwargs temperature=0.6.")
+    if options["enable_thinking"] and not options["think_end_token"]:
+        raise click.UsageError("--enable-thinking needs --think-end-token, to cut the thinking off answers.")
 
 
 def _generation(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
-) -> GenerationValues:
+) -> dict[str, GenerationValue]:
     """Generation arguments as lm-eval takes them: K=V,... or a JSON object; a later one wins."""
-    arguments: GenerationValues = {}
+    arguments: dict[str, GenerationValue] = {}
     for value in values:
         arguments |= dict(_generation_pairs(value))
     return arguments
 
 
-def _generation_pairs(text: str) -> Iterator[tuple[str, Scalar | list[Scalar] | dict[str, Scalar]]]:
+def _generation_pairs(text: str) -> Iterator[tuple[str, GenerationValue]]:
     if text.lstrip().startswith("{"):
         try:
             yield from json.loads(text).items()
@@ -81,7 +68,7 @@ def _generation_pairs(text: str) -> Iterator[tuple[str, Scalar | list[Scalar] | 
         at = pair.end()
 
 
-def _generation_value(text: str) -> Scalar | list[Scalar] | dict[str, Scalar]:
+def _generation_value(text: str) -> GenerationValue:
     """A Python literal, true, false or none; everything else is text."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
@@ -112,64 +99,109 @@ def _batch_size(text: str) -> BatchSize:
     return int(text)
 
 
+def _gates(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    """TASK -> METRIC[,FILTER]; without a task it is for all that have it."""
+    gates: dict[str, str] = {}
+    for value in values:
+        task, _, metric = value.rpartition("=")
+        if not metric or (task or "*") in gates:
+            raise click.BadParameter(f"{value!r} is not [TASK=]METRIC[,FILTER], or its task is given twice.")
+        gates[task or "*"] = metric
+    return gates
+
+
 prompting_options = stacked(
-    click.option("--num-fewshot", type=Count(0), metavar="N", help="Examples in each prompt."),
-    click.option(
+    option("--num-fewshot", "Examples in each prompt.", Count(0), "N"),
+    option(
         "--apply-chat-template/--no-apply-chat-template",
+        "Apply the chat template [default: where there is one].",
         default=None,
-        help="Apply the chat template [default: where there is one].",
     ),
-    click.option("--chat-template", metavar="NAME", help="Which of several chat templates to apply."),
-    click.option(
+    option("--chat-template", "Which of several chat templates to apply.", metavar="NAME"),
+    option(
         "--fewshot-as-multiturn/--no-fewshot-as-multiturn",
+        "Examples as turns [default: with a chat template].",
         default=None,
-        help="Examples as turns [default: with a chat template].",
     ),
-    click.option("--system-instruction", metavar="TEXT", help="System prompt."),
-    click.option(
+    option("--system-instruction", "System prompt.", metavar="TEXT"),
+    option(
         "--gen-kwargs",
-        multiple=True,
+        "Replace the tasks' generation arguments; repeatable.",
         metavar="K=V,...",
-        callback=_generation,
-        help="Replace the tasks' generation arguments; repeatable.",
-    ),
-    click.option(
-        "--seeds",
-        type=POSITIVE,
-        default=1,
-        metavar="N",
-        help="Sampled answers to each document [default: 1].",
-    ),
-    click.option(
-        "--max-gen-toks",
-        type=POSITIVE,
-        metavar="N",
-        help="Most new tokens where a task sets none [default: 256].",
-    ),
-    click.option("--think-end-token", metavar="TEXT", help="Score only what follows it, such as </think>."),
-    click.option(
-        "--enable-thinking/--no-enable-thinking",
-        default=None,
-        help="Handed to the chat template [default: left to it].",
-    ),
-    click.option(
-        "--include-path",
-        type=click.Path(path_type=Path, exists=True, file_okay=False),
         multiple=True,
-        metavar="DIR",
-        help="Folder with more lm-eval tasks; repeatable.",
+        callback=_generation,
     ),
-    click.option(
+    option("--seeds", "Sampled answers to each document [default: 1].", POSITIVE, "N", default=1),
+    option("--max-gen-toks", "Most new tokens where a task sets none [default: 256].", POSITIVE, "N"),
+    option("--think-end-token", "Score only what follows it, such as </think>.", metavar="TEXT"),
+    option(
+        "--enable-thinking/--no-enable-thinking",
+        "Handed to the chat template [default: left to it].",
+        default=None,
+    ),
+    option("--include-path", "Folder with more lm-eval tasks; repeatable.", FOLDER, "DIR", multiple=True),
+    option(
         "--batch-size",
-        type=_batch_size,
+        "Requests that vLLM is given at once [default: auto, all].",
+        _batch_size,
+        "N|auto",
         default="auto",
-        metavar="N|auto",
-        help="Requests that vLLM is given at once [default: auto, all].",
     ),
-    click.option(
-        "--limit",
-        type=_documents,
-        metavar="N",
-        help="Use the first N documents of each task, below 1 a share of them.",
+    option("--limit", "Use the first N documents of each task, below 1 a share of them.", _documents, "N"),
+)
+verdict_options = stacked(
+    option(
+        "--margin",
+        "Acceptable loss: 0.02 is 2 points.",
+        Real(0, 1, max_open=True),
+        "M",
+        default=0.02,
+        shown=True,
+    ),
+    option(
+        "--alpha",
+        "Accepted probability of a wrong PASS.",
+        Real(0, 0.5, min_open=True, max_open=True),
+        "A",
+        default=0.05,
+        shown=True,
+    ),
+    option(
+        "--gate",
+        "Metric that decides; repeatable [default: exact_match, else acc].",
+        metavar="[TASK=]METRIC[,FILTER]",
+        multiple=True,
+        callback=_gates,
+    ),
+)
+drift_options = stacked(
+    option("--kl-limit", "Warn, with --text fail, above this mean KL [default: 0.1].", ABOVE_ZERO, "NATS"),
+    option("--nll-limit", "The same for the rise of the NLL [default: 0.05].", ABOVE_ZERO, "NATS"),
+)
+served_options = stacked(
+    option("--tokenizer", "Folder or ORG/NAME of a served model's tokenizer.", metavar="T"),
+    option("--model", "The model, where a server has several.", metavar="NAME"),
+    option("--baseline-model", "The same for the baseline [default: --model].", metavar="NAME"),
+    option(
+        "--concurrency",
+        "Requests under way at a server.",
+        click.IntRange(1, 4096),
+        "N",
+        default=DEFAULT_CONCURRENCY,
+        shown=True,
+    ),
+    option(
+        "--request-timeout",
+        "Longest time for one answer of a server [default: 300].",
+        ABOVE_ZERO,
+        "S",
+        default=REQUEST_SECONDS,
+    ),
+    option(
+        "--retry-seconds",
+        "How long a server that fails is tried again [default: 300].",
+        Real(0),
+        "S",
+        default=REQUEST_SECONDS,
     ),
 )

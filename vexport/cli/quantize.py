@@ -1,4 +1,4 @@
-"""The quantized checkpoint."""
+"""Commands that write a checkpoint: `quantize` and `repair`."""
 
 import os
 import shlex
@@ -8,8 +8,17 @@ from pathlib import Path
 
 import click
 
-from vexport.cli.base import command, note, print_text
-from vexport.cli.options import PATH, Answer, ByteSize, format_option, revision_option, trust_option
+from vexport.cli.base import command, note, print_text, require_ok
+from vexport.cli.options import (
+    PATH,
+    Answer,
+    ByteSize,
+    format_option,
+    option,
+    overwrite_out_option,
+    revision_option,
+    trust_option,
+)
 from vexport.cli.planning import (
     CalibrationOptions,
     calibration_options,
@@ -29,16 +38,14 @@ from vexport.records import Plan, PlanRequest
 @scheme_option
 @plan_options
 @calibration_options
-@click.option(
-    "--max-shard-size", type=ByteSize(), default="5GB", show_default=True, help="Largest file of weights."
-)
-@click.option(
+@option("--max-shard-size", "Largest file of weights.", ByteSize(), default="5GB", shown=True)
+@option(
     "--no-verify",
-    is_flag=True,
+    "Leave out the dry load of OUT in vLLM, which takes about 10 seconds.",
+    flag=True,
     envvar="VEXPORT_NO_VERIFY",
-    help="Leave out the dry load of OUT in vLLM, which takes about 10 seconds.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace OUT if vexport made it and nothing else is in it.")
+@overwrite_out_option
 @trust_option
 @format_option(("text", "json"))
 def quantize(
@@ -126,3 +133,31 @@ def _keeping(patterns: Sequence[str]) -> str:
     """This command, with layers kept that it did not keep."""
     words = [word for pattern in patterns for word in ("--ignore", pattern)]
     return f"`{shlex.join(['vexport', *sys.argv[1:], *words])}`"
+
+
+@command()
+@click.argument("checkpoint", type=PATH)
+@click.argument("out", type=PATH)
+@option("--source", "The unquantized checkpoint: quantize from it what rescaling would round twice.", PATH)
+@overwrite_out_option
+@format_option(("text", "json"))
+def repair(checkpoint: Path, out: Path, source: Path | None, overwrite: bool, answer: Answer) -> None:
+    """Repair CHECKPOINT into OUT and report the error each fix adds.
+
+    Needs no calibration. Repairs config.json (targets, ignore, arguments, refused keys), global scales that
+    fused layers do not share or that are reciprocals, and missing KV scales. If something cannot be repaired,
+    it is named and nothing is written: export the checkpoint again.
+
+    \b
+    Examples:
+      vexport repair OUT REPAIRED
+      vexport repair OUT REPAIRED --source MODEL
+    """
+    from vexport.cli.terminal import progress_display
+    from vexport.repair import repair_checkpoint
+    from vexport.reports.quantized import render_repair
+
+    with progress_display(quiet=answer.quiet) as on_progress:
+        report = repair_checkpoint(checkpoint, out, source, overwrite=overwrite, on_progress=on_progress)
+    print_text(render_repair(report, answer.format_))
+    require_ok(report.checkpoint, report.ok, report.refusals)

@@ -1,5 +1,6 @@
-"""A scenario from start to end, and its report."""
+"""Scenarios from start to end: `demo` writes some, `run` and `compare` run them, `report` shows runs."""
 
+import shlex
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,17 @@ from vexport.cli.engine import (
     interpreter_option,
     serve_options,
 )
-from vexport.cli.options import FORMATS, PATH, Answer, answer_file, format_option
+from vexport.cli.options import (
+    FORMATS,
+    PATH,
+    Answer,
+    answer_file,
+    format_option,
+    option,
+    overwrite_run_option,
+)
+from vexport.errors import VexportError
+from vexport.errors.extras import attempt, fix, is_installed, raise_problems
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -24,8 +35,8 @@ REPORT_FORMATS = (*FORMATS, "html", "markdown", "card")
 
 @command()
 @click.argument("scenario", type=PATH)
-@click.option("--run-dir", type=PATH, help="Where everything goes [default: runs/NAME].")
-@click.option("--overwrite", is_flag=True, help="Start again in a run directory that exists.")
+@option("--run-dir", "Where everything goes [default: runs/NAME].", PATH)
+@overwrite_run_option
 @attribution_options
 @interpreter_option
 @serve_options
@@ -90,8 +101,6 @@ def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
       vexport report runs/nightly --format card -o README.md
       vexport report runs/monday runs/tuesday -o runs.html
     """
-    from vexport.errors import VexportError
-    from vexport.errors.extras import attempt, raise_problems
     from vexport.reports import render, render_comparison
     from vexport.reports.run import compared_run, marked
     from vexport.run.directory import read_report
@@ -110,3 +119,93 @@ def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
     raise_problems(problems)
     _, newest = reports[-1]
     conclude(newest.outcome, newest.name, newest.reason)
+
+
+def _schemes(text: str) -> tuple[str, ...]:
+    """Names of schemes separated by commas, each once. A type for click."""
+    from vexport.formats.schemes import get_scheme, scheme_name
+
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    return tuple(dict.fromkeys(get_scheme(scheme_name(part)).name for part in parts))
+
+
+@command()
+@click.argument("source", metavar="SOURCE")
+@click.option(
+    "--schemes", type=_schemes, metavar="A,B,...", required=True, help="Schemes; see `vexport list schemes`."
+)
+@option(
+    "--scenario scenario_file",
+    "Its rules, with each scheme in turn, its calibration, tasks and settings.",
+    PATH,
+    "FILE",
+)
+@option("--run-dir", "Folder of a run for each scheme [default: runs/compare-NAME].", PATH)
+@overwrite_run_option
+@interpreter_option
+@format_option(("text", "json", "html", "markdown"))
+def compare(
+    source: str,
+    schemes: tuple[str, ...],
+    scenario_file: Path | None,
+    run_dir: Path | None,
+    overwrite: bool,
+    interpreter: Interpreter,
+    answer: Answer,
+) -> None:
+    """Run SOURCE in each scheme with one baseline, and show one table.
+
+    The baseline is served once; a second call resumes. Without --scenario the text that ships with vexport
+    decides, and no task. Exit code 0: a scheme passes; 1: all fail; 3: anything else.
+
+    \b
+    Examples:
+      vexport compare MODEL --schemes FP8_DYNAMIC,W4A16,NVFP4A16
+      vexport compare MODEL --schemes FP8_DYNAMIC,W8A8 --scenario qwen3.yaml
+    """
+    from vexport.cli.terminal import progress_display
+    from vexport.engine.session import require_engine
+    from vexport.reports import render_comparison
+    from vexport.scenario import base_scenario
+
+    if not schemes:
+        raise click.UsageError("--schemes: name at least one scheme.")
+    base = base_scenario(source, schemes[0], scenario_file)
+    require_engine((interpreter.vllm_python,))
+    from vexport.plan.needs import with_default_text
+    from vexport.run.stages import compare_schemes, with_scheme
+
+    scenarios = with_default_text([with_scheme(base, scheme) for scheme in schemes], note)
+    folder = run_dir or Path("runs") / f"compare-{base.name}"
+    with progress_display(quiet=answer.quiet) as on_progress:
+        options = interpreter.options(base.serve, on_progress)
+        by_scheme = dict(zip(schemes, scenarios, strict=True))
+        runs, faults = compare_schemes(by_scheme, folder, options, overwrite=overwrite)
+    print_text(render_comparison(runs, answer.format_))
+    raise_problems(faults)
+    passed = any(run.outcome == "PASS" for run in runs)
+    outcome = "PASS" if passed else "FAIL" if all(run.outcome == "FAIL" for run in runs) else "INCONCLUSIVE"
+    conclude(outcome, base.name, "; ".join(f"{run.schemes}: {run.reason}" for run in runs))
+
+
+@command()
+@click.argument("folder", metavar="[DIR]", type=PATH, default="vexport-demo")
+@option("--overwrite", "Replace DIR if it holds a demo.", flag=True)
+def demo(folder: Path, overwrite: bool, quiet: bool) -> None:
+    """Write a small model and scenarios to try it with into DIR.
+
+    DIR is vexport-demo unless given. The model has 2 M parameters; its calibration data and its lm-eval tasks
+    come with it, so that nothing is downloaded. The answer names the next command.
+
+    \b
+    Examples:
+      vexport demo
+      vexport demo /tmp/demo --overwrite
+    """
+    from vexport.scenario.demo import write_demo
+
+    first = shlex.quote(str(write_demo(folder, overwrite=overwrite)))
+    step = f"next: vexport run {first}"
+    if not is_installed("vllm"):
+        step = f"next: vexport plan {first}\nthen: vexport run {first}, which needs vLLM; {fix('vllm')}"
+    print_text(f"{folder}: the demo's scenarios, model, calibration data and tasks\n{step}")
