@@ -88,7 +88,7 @@ GRID: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 @pytest.mark.parametrize("scheme", GRID)
 def test_capabilities_refuse_or_run_otherwise(good: Good, scheme: str) -> None:
-    """What vLLM 0.32's dry load said of the same schemes; tests/engine/test_dry_agrees.py asks it again."""
+    """What vLLM 0.32's dry load said of the same schemes; tests/engine/test_dry_load.py asks it again."""
     refused, other = GRID[scheme]
     found = findings(good(scheme), "--sm", "70,75,80,89,90,100")
     assert [where.partition("sm ")[2] for where in errors(found)] == [f"{refused})"]

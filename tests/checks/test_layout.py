@@ -1,4 +1,4 @@
-"""The tensors of a model are those that vLLM's classes build, by their config."""
+"""The tensors of a model are those that vLLM's classes build, by their config; what is not judged is said."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,12 @@ from tests.models import errors, quantize
 from tests.mutations.edits import WEIGHTS, Tensors, forget_digests
 from vexport.architectures import Architecture, architecture_table
 from vexport.architectures.layouts import get_layout, layouts
+from vexport.checkpoint.index import read_index
+from vexport.checkpoint.reader import Reader
+from vexport.checks.completeness import unjudged_tensors
 from vexport.checks.vllm.layout import layout_of
+from vexport.checks.vllm.view import CheckpointView
+from vexport.quantize.text import vocab_size
 from vexport.records import Json
 
 SIZES: dict[str, Json] = {
@@ -121,3 +126,67 @@ def test_sizes_of_nested_configs_count(family: str, part: str, key: str, tmp_pat
     forget_digests(folder)
     (folder / "config.json").write_text(json.dumps(config))
     assert {finding.check for finding in errors(folder)} == {"shapes"}
+
+
+def what(folder: Path) -> list[str]:
+    with Reader() as reader:
+        return [each.what for each in unjudged_tensors(CheckpointView(read_index(folder), reader))]
+
+
+def test_a_class_whose_tensors_are_not_known_is_named(tmp_path: Path) -> None:
+    assert what(save_family("llama", tmp_path / "llama")) == []
+    config = json.loads((tmp_path / "llama/config.json").read_text())
+    (tmp_path / "llama/config.json").write_text(
+        json.dumps(config | {"architectures": ["InternLM2ForCausalLM"]})
+    )
+    (entry,) = what(tmp_path / "llama")
+    assert "InternLM2ForCausalLM" in entry
+
+
+def test_what_of_a_known_class_is_not_known_is_named(tmp_path: Path) -> None:
+    folder = save_family("qwen3-next", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    del config["layer_types"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (entry,) = what(folder)
+    assert "linear_attn" in entry
+    (folder / "config.json").write_text(json.dumps({**config, "full_attention_interval": 4}))
+    assert what(folder) == []
+
+
+# Class and model type, where the names of the language model begin, the keys around its config.
+WRAPPERS = {
+    "text_config": ("LlavaForConditionalGeneration", "llava", "language_model.", ("text_config",)),
+    "llm_config": ("InternVLChatModel", "internvl_chat", "language_model.", ("llm_config",)),
+    "thinker_config": ("Qwen2_5OmniModel", "qwen2_5_omni", "thinker.", ("thinker_config", "text_config")),
+}
+
+
+def wrapped(llama: Path, folder: Path, kind: str, *, last_layer: bool = True) -> Path:
+    """A Llama of three layers as the language model of another class, with or without its last layer."""
+    architecture, model_type, prefix, keys = WRAPPERS[kind]
+    folder.mkdir()
+    stored: Tensors = load_file(llama / WEIGHTS)
+    kept = {name: value for name, value in stored.items() if last_layer or ".layers.2." not in name}
+    save_file({prefix + name: value for name, value in kept.items()}, folder / WEIGHTS)
+    config: Json = json.loads((llama / "config.json").read_text())
+    for key in reversed(keys):
+        config = {key: config}
+    outer = {"architectures": [architecture], "model_type": model_type, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps({**outer, **(config if isinstance(config, dict) else {})}))
+    return folder
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_whole_model_is_clean(llama: Path, tmp_path: Path, kind: str) -> None:
+    model = wrapped(llama, tmp_path / "model", kind)
+    assert errors(model) == []
+    assert vocab_size(read_index(model)) == 384
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_a_missing_last_layer_is_found(llama: Path, tmp_path: Path, kind: str) -> None:
+    (finding,) = errors(wrapped(llama, tmp_path / "model", kind, last_layer=False))
+    prefix = WRAPPERS[kind][2]
+    assert (finding.check, finding.where) == ("completeness", f"{prefix}model.layers.2")
+    assert "3 decoder layers (num_hidden_layers)" in finding.expected

@@ -84,6 +84,6 @@ def test_a_signal_while_vllm_is_imported(
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_signal_while_vllm_answers_a_task(tmp_path: Path) -> None:
-    """tests/engine/test_tensor_parallel.py has one while it loads."""
+    """While it loads, too."""
     struck = strike(EVAL, signal.SIGINT, 0.02, folder=tmp_path, until="baseline: addition ...")
     assert_interrupted(struck, signal.SIGINT)

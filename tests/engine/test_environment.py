@@ -1,8 +1,12 @@
-"""Which environment variables of vLLM are part of how a model was run."""
+"""Variables of the environment: those that are part of how a model was run, and how many threads compute."""
+
+import os
 
 import pytest
 
+from vexport.engine import worker
 from vexport.engine.generate import answer_environment
+from vexport.engine.worker import prepare_cpu
 from vexport.records import Json
 from vexport.run.serving import serve_digest
 
@@ -31,3 +35,33 @@ def test_another_engine_is_another_digest(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(set(digests)) == 4
     monkeypatch.delenv("VLLM_BATCH_INVARIANT")
     assert serve_digest({}) == digests[0]
+
+
+NAMES = (
+    "OMP_NUM_THREADS",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "TORCHDYNAMO_DISABLE",
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "threads"),
+    [
+        ({}, 1, "8"),
+        ({}, 2, "4"),
+        ({}, 16, "1"),
+        ({"OMP_NUM_THREADS": "3"}, 1, "3"),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, 1, "8"),
+        ({"VLLM_CPU_OMP_THREADS_BIND": "0-1|2-3"}, 2, None),
+    ],
+)
+def test_all_cores_compute_unless_the_caller_says_how_many(
+    given: dict[str, str], ranks: int, threads: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {name: value for name, value in os.environ.items() if name not in NAMES}
+    monkeypatch.setattr(os, "environ", own | given)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(worker, "_nodes", lambda: 1)
+    prepare_cpu({"tensor_parallel_size": ranks})
+    assert os.environ.get("OMP_NUM_THREADS") == threads

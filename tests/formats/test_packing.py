@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization.lifecycle.forward import quantize
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize, quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
 from tests.formats.pack import NAMES, bits_of, pack
 from vexport.checkpoint.tensors import TORCH_DTYPES
 from vexport.errors import InputError
 from vexport.formats.dequantize import ct_scheme
+from vexport.formats.input_rounding import InputRounding, round_activations
 from vexport.formats.packing.base import STORAGES, kernel_input
 from vexport.formats.schemes import Scheme, all_schemes, get_scheme
 from vexport.numerics.arithmetic import E2M1, E4M3, F32
@@ -171,3 +173,35 @@ def test_runs_cover_a_weight_once() -> None:
     assert parts[-1].stop == 70_001
     assert all(part.start % 128 == 0 for part in parts)
     assert [part.stop for part in parts[:-1]] == [part.start for part in parts[1:]]
+
+
+@pytest.mark.parametrize("scheme", ["NVFP4", "MXFP4"])
+def test_e2m1_inputs_are_those_of_compressed_tensors(scheme: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    value = (torch.randn(3, 50, 96, generator=generator) * 4).to(torch.bfloat16)
+    value[0, 1] = 0.0
+    value[1, 2, :8] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0])
+    args = ct_scheme(get_scheme(scheme).args).input_activations
+    assert args is not None
+    own = {"input_global_scale": torch.tensor([100.0])} if scheme == "NVFP4" else {}
+    module = torch.nn.Linear(1, 1)
+    exact = value.to(torch.float32).reshape(1, -1, 96)
+    with torch.compiler.set_stance("force_eager"):
+        global_scale = own.get("input_global_scale")
+        scale, zero = compute_dynamic_scales_and_zp(exact, args, module, global_scale=global_scale)
+        wanted = fake_quantize(exact, scale, zero, args, global_scale=global_scale)
+    rounded = round_activations(value, args, own, module)
+    assert rounded.dtype == torch.bfloat16
+    assert torch.equal(rounded, wanted.reshape(value.shape).to(torch.bfloat16))
+
+
+def test_an_input_that_layers_share_is_rounded_once() -> None:
+    args = ct_scheme(get_scheme("MXFP4").args).input_activations
+    assert args is not None
+    rounding, module = InputRounding(args, {}), torch.nn.Linear(1, 1)
+    value = torch.linspace(-3, 3, 64).reshape(1, 2, 32)
+    (first,), (second,) = rounding.hook(module, (value,)), rounding.hook(module, (value,))
+    assert second is first
+    assert torch.equal(first, round_activations(value, args, {}, module))
+    (other,) = rounding.hook(module, (2 * value,))
+    assert torch.equal(other, 2 * first)

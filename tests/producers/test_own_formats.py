@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tests.command import vexport
-from tests.models import problems
-from tests.mutations.edits import Tensors, spoiled, tensors
+from tests.models import Good, problems
+from tests.mutations.edits import WHOLE, Tensors, config, spoiled, tensors
 from tests.mutations.methods import any_method
+from vexport.records import Json
 
 CHECKPOINTS = Path(__file__).parent / "methods"
 NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
@@ -61,3 +62,24 @@ def test_what_is_spoiled_is_found(name: str, tmp_path: Path) -> None:
     right, *wrong = (report["ok"] for report in json.loads(ran.stdout))
     passed = [what for what, ok in zip(CHANGES, wrong, strict=True) if ok]
     assert (ran.code, right, passed) == (1, True, [])
+
+
+WRITTEN: dict[str, dict[str, Json]] = json.loads(
+    (Path(__file__).parent / "configs" / "compressed-tensors-0.20.json").read_text()
+)
+
+
+def rewritten(source: Path, folder: Path, name: str) -> Path:
+    return spoiled(source, folder, config(WHOLE, quantization_config=WRITTEN[name]))
+
+
+@pytest.mark.parametrize("name", ["W8A8", "NVFP4", "W4A16", "FP8_DYNAMIC", "MXFP4", "MXFP8"])
+def test_absent_keys_are_read(good: Good, tmp_path: Path, name: str) -> None:
+    assert problems(rewritten(good(name), tmp_path / "written", name)) == []
+
+
+@pytest.mark.parametrize("name", ["MXFP6A16", "MXFP6A8"])
+def test_six_bits_are_refused_by_name(good: Good, tmp_path: Path, name: str) -> None:
+    found = problems(rewritten(good("MXFP8"), tmp_path / "written", name))
+    (refused,) = [one for one in found if one.check == "config"]
+    assert refused.got.startswith("format mxfp6-pack-quantized, which vLLM 0.32 does not have")

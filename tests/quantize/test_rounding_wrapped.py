@@ -16,8 +16,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from tests.calibration import test_multimodal as multimodal
 from tests.calibration.models import LLAMA_LIKE, configs, save
+from tests.calibration.test_experts import configs as multimodal_configs
 from tests.command import vexport
 from tests.models import write_calibration
 from tests.quantize import plain_experts
@@ -43,7 +43,7 @@ def _randomized(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
 
 
 def _wrapped(folder: Path, name: str) -> None:
-    model = AutoModelForImageTextToText.from_config(multimodal.configs()[name][0], dtype=torch.bfloat16)
+    model = AutoModelForImageTextToText.from_config(multimodal_configs()[name][0], dtype=torch.bfloat16)
     _randomized(model)
     model.save_pretrained(folder)
 
@@ -68,7 +68,7 @@ def _tied(folder: Path) -> None:
 
 
 def made(folder: Path, name: str) -> Path:
-    if name in multimodal.configs():
+    if name in multimodal_configs():
         _wrapped(folder, name)
     elif name == "phi3":
         save(configs()["phi3"], folder)
@@ -106,7 +106,7 @@ def dequantized(source: Path, checkpoint: Path, out: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "plain", "phi3", "tied"])
 def test_it_is_closer_than_to_nearest_and_like_its_source(name: str, tmp_path: Path) -> None:
-    source, wrapped = made(tmp_path / "source", name), name in multimodal.configs()
+    source, wrapped = made(tmp_path / "source", name), name in multimodal_configs()
     text = write_calibration(tmp_path / "text.jsonl", rows=7, length=24, vocabulary=100)
     exact, found = logprobs(source, text, wrapped=wrapped), {}
     for rounding in ("nearest", "refit"):

@@ -1,13 +1,17 @@
-"""A run's outcome and its sentence: the first stage that failed decides."""
+"""A run's outcome and its sentence; what a report calls a model, and which paths it shows."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from tests.models import save_llama
 from tests.reports import parts, sample
+from vexport.checkpoint.index import read_index
 from vexport.records import CheckReport
 from vexport.reports import render
-from vexport.run.concluding import NOT_RUN, conclude
+from vexport.run.concluding import NOT_RUN, conclude, size_by_kind, source_name, tensor_kind
+from vexport.run.directory import portable
 
 GOOD = CheckReport(checkpoint="c", ok=True, findings=(sample.finding(),))
 
@@ -41,3 +45,49 @@ def test_a_stage_that_failed_is_named_with_its_first_error_and_their_number(stag
 def test_the_verdict_decides_where_every_stage_passed() -> None:
     judged = sample.verdict("INCONCLUSIVE")
     assert conclude(GOOD, None, sample.load(), judged) == ("INCONCLUSIVE", judged.reason)
+
+
+@pytest.mark.parametrize(
+    ("source", "folder", "name"),
+    [
+        ("Qwen/Qwen3-0.6B", "hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de289a0", "Qwen/Qwen3-0.6B"),
+        ("hub/models--Qwen--Qwen3-0.6B/snapshots/c1899", "elsewhere", "Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-0.6B", "local", "Qwen/Qwen3-0.6B"),
+        ("/no/Llama-3.1-8B", "Llama-3.1-8B", "Llama-3.1-8B"),
+        ("/no/tiny/model", "tiny/model", "tiny"),
+        ("/no/tiny/model/checkpoint", "tiny/model/checkpoint", "tiny"),
+    ],
+)
+def test_a_model_has_the_name_that_people_know(tmp_path: Path, source: str, folder: str, name: str) -> None:
+    assert source_name(source, tmp_path / folder) == name
+
+
+def test_a_command_is_told_without_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [f"{tmp_path}/scenarios/a.yaml", f"--run-dir={tmp_path}/runs/a", "/elsewhere/b", "--limit=3"]
+    assert list(map(portable, words)) == ["scenarios/a.yaml", "--run-dir=runs/a", "/elsewhere/b", "--limit=3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("model.layers.3.mlp.experts.7.down_proj.weight_scale", "mlp"),
+        ("model.layers.3.self_attn.k_scale", "self_attn"),
+        ("model.layers.3.input_layernorm.weight", "norm"),
+        ("model.norm.weight", "norm"),
+        ("model.embed_tokens.weight", "embed_tokens"),
+        ("lm_head.weight", "lm_head"),
+        ("lonely", "lonely"),
+    ],
+)
+def test_a_tensor_belongs_to_one_kind(name: str, kind: str) -> None:
+    assert tensor_kind(name) == kind
+
+
+def test_the_kinds_together_have_all_bytes(tmp_path: Path) -> None:
+    index = read_index(save_llama(tmp_path / "model"))
+    sizes = size_by_kind(index, index)
+    assert sum(one.source_bytes for one in sizes) == sum(one.output_bytes for one in sizes) == index.num_bytes
+    assert {"self_attn", "mlp", "embed_tokens"} <= {one.kind for one in sizes}

@@ -5,14 +5,20 @@ here all columns are refitted, then rounded one after another. Where both round 
 alike, all others follow from the same formula.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.command import vexport
 from tests.models import save_llama
+from vexport.engine.reference import reference_logprobs
 from vexport.numerics.arithmetic import integer_format
+from vexport.numerics.metrics import kl_divergence
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_headers
 from vexport.records import silent
@@ -88,3 +94,27 @@ def test_a_refit_is_as_strong_as_the_table_says_and_a_rule_may_say_another(
 def test_what_is_no_strength_is_refused(rounding: object) -> None:
     with pytest.raises(ValueError, match="strength|ridge|refit"):
         Rule.model_validate({"match": "Linear", "scheme": "W4A16", "rounding": rounding})
+
+
+SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
+
+
+@pytest.mark.slow
+def test_refit_leaves_a_quarter_of_the_divergence(tmp_path: Path) -> None:
+    scenario = yaml.safe_load((SCENARIOS / "demo-rescue-int4.yaml").read_text())
+    rung = yaml.safe_load((SCENARIOS / "ladder" / "int4-g128-x8.yaml").read_text())
+    layers, same = scenario["rules"][-1], rung["rules"][-1]
+    assert {**same, "rounding": "refit"} == layers
+    source, data = SCENARIOS / scenario["source"], SCENARIOS / scenario["calibration"]["data"]
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    rows = [tokenizer(json.loads(line)["text"])["input_ids"] for line in data.read_text().splitlines()[-8:]]
+    model = AutoModelForCausalLM.from_pretrained(source)
+    with torch.inference_mode():
+        exact = torch.cat([model(torch.tensor([row])).logits[0, :-1].float() for row in rows])
+    left, options = [], ("--scheme", layers["scheme"], "--calibration", data, "--samples", 64)
+    for rounding in ("nearest", layers["rounding"]):
+        ran = vexport("quantize", source, tmp_path / rounding, *options, "--rounding", rounding)
+        assert ran.code == 0, ran.stderr
+        logprobs = reference_logprobs(tmp_path / rounding, rows)
+        left.append(float(kl_divergence(torch.log_softmax(exact, dim=-1), logprobs).mean()))
+    assert 0 < left[1] < left[0] / 4

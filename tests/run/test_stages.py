@@ -1,22 +1,28 @@
-"""STAGES says what each stage reads, and a stage is done once from the same inputs."""
+"""STAGES says what each stage reads; what is done, or was interrupted, is there for the next call."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 
 import pytest
+import yaml
 
+from tests.command import vexport
 from tests.models import save_llama, write_calibration
+from tests.quantize.test_streaming import write_model
+from vexport.checkpoint.index import folder_digest
 from vexport.errors import InputError
 from vexport.outputs import written_alone
 from vexport.records import CheckReport, Plan, silent
 from vexport.run.directory import KIND as RUN
+from vexport.run.directory import RunDirectory
 from vexport.run.evaluating import RESULTS, EvalJob, evaluate_checkpoints
 from vexport.run.making import PLAN, plan, write
-from vexport.run.serving import EngineOptions
+from vexport.run.serving import CANDIDATE, EngineOptions, clear_session
 from vexport.run.stages import STAGES, run_scenario
 from vexport.run.state import Run, Stage
-from vexport.scenario import Serve, read_scenario
+from vexport.scenario import Evaluate, Serve, read_scenario
 
 SCENARIO = Path(__file__).parents[2] / "scenarios" / "demo-nvfp4.yaml"
 OWN_CODE = """from transformers import LlamaConfig, LlamaForCausalLM
@@ -123,3 +129,113 @@ def test_weights_of_a_model_with_its_own_code_are_rounded(tmp_path: Path) -> Non
     run.folder.mkdir()
     run.keep(PLAN, plan(run))
     assert "model.layers.0.mlp.down_proj.weight_packed" in write(run).tensors
+
+
+def job(folder: Path, *, overwrite: bool = False) -> EvalJob:
+    options = EngineOptions(
+        serve=Serve(), vllm_python=None, trust_remote_code=False, on_progress=lambda *step: None
+    )
+    settings = Evaluate(tasks=("gsm8k",))
+    return EvalJob(
+        checkpoints=("model",), settings=settings, folder=folder, options=options, overwrite=overwrite
+    )
+
+
+def test_an_evaluation_without_results_goes_on_unless_it_is_to_be_replaced(tmp_path: Path) -> None:
+    assert not job(tmp_path / "new").is_unfinished
+    RESULTS.begin(tmp_path)
+    assert job(tmp_path).is_unfinished
+    assert not job(tmp_path, overwrite=True).is_unfinished
+    (tmp_path / CANDIDATE).mkdir()
+    (tmp_path / CANDIDATE / "results_2026-01-01T00-00-00.000000.json").write_text("{}")
+    assert not job(tmp_path).is_unfinished
+
+
+def test_answers_outlive_an_unfinished_session(tmp_path: Path) -> None:
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "one.yaml").write_text("task: one\n")
+    kept = {"answers-12_rank0.db", "answers-12_rank0.db-journal"}
+    for name in ("vllm.log", *kept):
+        (tmp_path / name).write_text("kept\n")
+    clear_session(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == kept
+
+
+def flip(file: Path) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def edit_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").write_text('{"version": "1.0"}')
+
+
+@pytest.mark.parametrize("change", [lambda model: flip(model / "model-1.safetensors"), edit_tokenizer])
+def test_a_stage_knows_checkpoints_by_their_files(change: Callable[[Path], object], tmp_path: Path) -> None:
+    """What it was made from, and what it has made."""
+    source = write_model(tmp_path / "source", hidden=64, layers=1)
+    made = copytree(source, tmp_path / "run" / "checkpoint")
+    inputs = {"source": folder_digest(source)}
+    RunDirectory(tmp_path / "run").finish("calibrate", inputs, 1.0)
+    RunDirectory(tmp_path / "run").finish("quantize", inputs, 1.0, made)
+    for file in (*source.iterdir(), *made.iterdir()):
+        file.chmod(0o640)
+    (source / "README.md").write_text("Read me.")
+    assert RunDirectory(tmp_path / "run").is_done("quantize", inputs)
+    change(made)
+    with pytest.raises(InputError, match="files have changed since the run wrote them"):
+        RunDirectory(tmp_path / "run").is_done("quantize", inputs)
+    assert RunDirectory(tmp_path / "run").is_done("calibrate", inputs)
+    change(source)
+    with pytest.raises(InputError, match="the run began with another source"):
+        RunDirectory(tmp_path / "run").is_done("calibrate", {"source": folder_digest(source)})
+
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "scenarios" / "demo"
+TINY = {
+    "name": "tiny",
+    "source": str(DEMO / "model"),
+    "rules": [{"match": "re:.*layers[.]0[.].*", "scheme": "keep"}, {"match": "Linear", "scheme": "FP8"}],
+    "calibration": {"data": str(DEMO / "calibration.jsonl"), "samples": 8, "seq_len": 128},
+    "evaluate": {"tasks": [str(DEMO / "tasks" / "addition.yaml")], "limit": 40, "margin": 0.2},
+}
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY))
+    return path
+
+
+@pytest.mark.vllm
+def test_a_scheme_that_no_run_comes_of_is_an_error_where_there_is_no_other(
+    scenario: Path, tmp_path: Path
+) -> None:
+    missing = tmp_path / "missing"
+    ran = vexport(
+        "compare", missing, "--schemes", "W4A16", "--scenario", scenario, "--run-dir", tmp_path / "c"
+    )
+    assert ran.code == 2
+    assert "missing" in ran.stderr
+    foreign = tmp_path / "W4A16"
+    foreign.mkdir()
+    (foreign / "notes.txt").write_text("mine")
+    ran = vexport("compare", DEMO / "model", "--schemes", "W4A16", "--run-dir", tmp_path, "--overwrite")
+    assert ran.code == 2
+    assert "did not make" in ran.stderr
+    assert (foreign / "notes.txt").exists()
+
+
+def test_an_unknown_scheme_is_a_usage_error() -> None:
+    ran = vexport("compare", DEMO / "model", "--schemes", "W4A17")
+    assert ran.code == 2
+    assert "W4A17" in ran.stderr
+
+
+@pytest.mark.vllm
+def test_a_source_that_is_not_there_is_named_as_by_every_command(tmp_path: Path) -> None:
+    ran = vexport("compare", tmp_path / "nothing", "--schemes", "W4A16", "--run-dir", tmp_path / "runs")
+    assert ran.code == 2
+    assert f"{tmp_path / 'nothing'}: got no such folder, need a checkpoint folder" in ran.errors[-1]

@@ -1,13 +1,18 @@
-"""Scenarios: all of those in the repository parse; everything wrong in one is reported at once."""
+"""Scenarios: those of the repository parse, suites, the engine; what is wrong in one is reported at once."""
 
 from pathlib import Path
 
+import lm_eval
 import pytest
 
 from tests.command import vexport
+from tests.evaluation.exact import exact_power
 from tests.models import save_llama
 from vexport.errors import InputError
-from vexport.scenario import read_scenario
+from vexport.reports.plan import TYPICAL_DISAGREEMENT, documents_needed
+from vexport.scenario import DEFAULT_ALPHA, read_scenario
+from vexport.scenario.evaluate import SUITES, Suite
+from vexport.scenario.serve import Serve, with_options
 from vexport.sensitivity.auto import plan_scenario
 
 FOLDER = Path(__file__).parents[2] / "scenarios"
@@ -122,3 +127,155 @@ def test_an_unknown_scheme_names_the_nearest(tmp_path: Path) -> None:
 def test_a_syntax_error_names_its_line(tmp_path: Path) -> None:
     (line,) = problems(tmp_path, MINIMAL + "calibration: [\n")
     assert "scenario.yaml:5" in line
+
+
+TASKS = Path(lm_eval.__path__[0]) / "tasks"
+SCENARIO = "name: a\nsource: {source}\nrules: [{{match: Linear, scheme: W8A8}}]\nevaluate: {{{evaluate}}}\n"
+
+
+@pytest.mark.parametrize(("name", "suite"), SUITES.items())
+def test_every_task_exists_and_has_documents_enough(name: str, suite: Suite) -> None:
+    for task, documents in suite.tasks.items():
+        files = TASKS.glob(f"{task.partition('_')[0]}*/*.yaml")
+        assert any(f"task: {task}\n" in file.read_text() for file in files), (name, task)
+        asked = min(documents, suite.limit or documents)
+        power = exact_power(asked, TYPICAL_DISAGREEMENT, suite.margin, DEFAULT_ALPHA)
+        assert power >= 0.8, (name, task, power)
+
+
+def test_a_suite_stands_for_tasks_margin_and_limit(llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "scenario.yaml"
+    path.write_text(SCENARIO.format(source=llama, evaluate="suite: quick"))
+    evaluate = read_scenario(path).evaluate
+    assert evaluate is not None
+    assert evaluate.tasks == ("arc_easy", "piqa", "winogrande")
+    assert (evaluate.margin, evaluate.limit) == (0.02, 1000)
+    shown = vexport("plan", path)
+    assert shown.code == 0, shown.stderr
+    assert "3,000 documents for each model" in shown.stdout
+    assert "arc_easy 1,000, piqa 1,000, winogrande 1,000" in shown.stdout
+    path.write_text(SCENARIO.format(source=llama, evaluate="suite: quick, margin: 0.05, limit: 200"))
+    evaluate = read_scenario(path).evaluate
+    assert evaluate is not None
+    assert (evaluate.margin, evaluate.limit) == (0.05, 200)
+    shown = vexport("plan", path)
+    assert "600 documents" in shown.stdout
+    condition = "for power 0.8 at margin 5.0%, alpha 0.05, if 5% of answers change"
+    assert f"about 167 a task {condition}\n" in shown.stdout
+    limited = evaluate.model_copy(update={"limit": 24})
+    assert documents_needed(limited).endswith(f"{condition}; limit 24 asks fewer")
+    path.write_text(SCENARIO.format(source=llama, evaluate="suite: code, limit: 0.1"))
+    shown = vexport("plan", path)
+    assert "humaneval 17, mbpp 50" in shown.stdout
+    assert f"vexport run {path} --trust-remote-code" in shown.stdout
+    evaluate = read_scenario(path).evaluate
+    assert evaluate is not None
+    assert evaluate.apply_chat_template is False
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "words"),
+    [
+        ("suite: quik", "evaluate.suite"),
+        ("suite: quick, tasks: [gsm8k]", "evaluate.tasks"),
+        ("margin: 0.02", "evaluate.tasks"),
+    ],
+)
+def test_what_is_no_suite_is_refused(llama: Path, tmp_path: Path, evaluate: str, words: str) -> None:
+    path = tmp_path / "scenario.yaml"
+    path.write_text(SCENARIO.format(source=llama, evaluate=evaluate))
+    with pytest.raises(InputError) as caught:
+        read_scenario(path)
+    assert words in str(caught.value)
+
+
+SERVED = "name: n\nsource: {source}\nrules: [{{match: Linear, scheme: NVFP4A16}}]\nserve: {serve}\n"
+DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
+
+
+def served(folder: Path, serve: str) -> Serve:
+    path = folder / "scenario.yaml"
+    path.write_text(SERVED.format(source=DEMO, serve=serve))
+    return read_scenario(path).serve
+
+
+def refused(folder: Path, serve: str) -> list[str]:
+    with pytest.raises(InputError) as caught:
+        served(folder, serve)
+    return str(caught.value).splitlines()
+
+
+def test_every_argument_of_vllm_can_be_given(tmp_path: Path) -> None:
+    serve = served(
+        tmp_path,
+        "{tensor_parallel_size: 2, kv_cache_dtype: fp8, engine_args: {block-size: 32, max_num_seqs: 8,"
+        " enable_prefix_caching: false}}",
+    )
+    assert serve.given == {
+        "tensor_parallel_size": 2,
+        "max_num_seqs": 8,
+        "kv_cache_dtype": "fp8",
+        "block_size": 32,
+        "enable_prefix_caching": False,
+    }
+    assert (serve.devices, serve.dry_ranks, serve.planned_ranks) == (2, (2,), (2,))
+
+
+def test_what_quantizes_the_model_is_not_for_the_baseline(tmp_path: Path) -> None:
+    serve = served(
+        tmp_path,
+        "{kv_cache_dtype: fp8, pipeline_parallel_size: 2, engine_args: {quantization: fp8, block_size: 32}}",
+    )
+    assert set(serve.arguments(is_baseline=True)) == {"pipeline_parallel_size", "block_size"}
+    assert serve.arguments(is_baseline=False) == serve.given
+
+
+def test_the_sizes_of_the_dry_load_have_two_names(tmp_path: Path) -> None:
+    old, new = (served(tmp_path, f"{{{key}: [1, 4]}}") for key in ("tensor_parallel", "dry_tensor_parallel"))
+    assert old == new
+    assert (new.dry_ranks, new.ranks) == ((1, 4), 1)
+
+
+def test_the_size_that_runs_is_planned_too(tmp_path: Path) -> None:
+    serve = served(tmp_path, "{tensor_parallel_size: 4, dry_tensor_parallel: [1, 2]}")
+    assert (serve.dry_ranks, serve.planned_ranks) == ((1, 2), (1, 2, 4))
+
+
+def test_all_contradictions_and_refusals_at_once(tmp_path: Path) -> None:
+    lines = refused(
+        tmp_path,
+        "{tensor_parallel_size: 2, gpu_memory_utilization: 1.5, engine_args: {tensor_parallel_size: 4, "
+        "enable_prefix_caching: true, seed: 3, model: x, load_format: dummy}}",
+    )
+    found = {line.partition("serve.")[2].partition(":")[0]: line for line in lines}
+    assert list(found) == [
+        "gpu_memory_utilization",
+        *(f"engine_args.{name}" for name in ("tensor_parallel_size", "enable_prefix_caching", "seed")),
+        *(f"engine_args.{name}" for name in ("model", "load_format")),
+    ]
+    assert "got 4, need 2, as tensor_parallel_size has it" in found["engine_args.tensor_parallel_size"]
+    assert "log-probabilities" in found["engine_args.enable_prefix_caching"]
+    assert "use evaluate.seed" in found["engine_args.seed"]
+
+
+def test_the_command_line_replaces_what_a_scenario_says() -> None:
+    serve = Serve(tensor_parallel_size=4, max_num_seqs=8, engine_args={"block_size": 16, "dtype": "float32"})
+    changed = with_options(
+        serve, {"tensor_parallel_size": 2}, {"block_size": 32, "gpu_memory_utilization": 0.5}
+    )
+    assert changed.given == {
+        "tensor_parallel_size": 2,
+        "gpu_memory_utilization": 0.5,
+        "max_num_seqs": 8,
+        "block_size": 32,
+        "dtype": "float32",
+    }
+
+
+def test_a_dry_load_starts_no_engine_that_could_have_arguments() -> None:
+    ran = vexport("load", DEMO, "--dry", "--engine-arg", "max_num_seqs=8")
+    assert ran.code == 2
+    assert "do not go with --dry" in ran.stderr
+    mode = vexport("load", DEMO, "--engine-arg", "enforce_eager=true")
+    assert mode.code == 2
+    assert "use --mode" in mode.stderr
