@@ -12,7 +12,7 @@ from typing import Any
 
 from samples import PLAIN, Model, Numbers, Sample, Values, changed, is_number, leaves, part_of, with_traces
 
-from vexport.architectures.expressions import Unknown, evaluate, size
+from vexport.architectures.config import Unknown, evaluate, size
 from vexport.architectures.layouts import ConfigValues
 from vexport.architectures.modules import with_stars
 

@@ -117,7 +117,7 @@ def rewrite(folder: Path, old: str, new: str, turned: Collection[str]) -> Entry:
     """Give the tensors of a part another prefix, and turn some around."""
     from model_configs import save
 
-    from vexport.checkpoint.header import read_header
+    from vexport.checkpoint.index import read_header
 
     shapes = {name: tensor.shape for name, tensor in read_header(folder / "model.safetensors").items()}
     changed = {

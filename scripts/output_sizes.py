@@ -10,7 +10,7 @@ from model_classes import literal, name_of, tree
 MERGED = "MergedColumnParallelLinear"
 QKV = "QKVParallelLinear"
 SHARDED = "mamba_v2_sharded_weight_loader"
-# Names of sizes that vexport/architectures/parts.py knows.
+# Names of sizes that vexport/architectures/config.py knows.
 QUERIES_KEYS_VALUES = ["queries", "keys", "values"]
 OPERATORS = {ast.Mult: "*", ast.Add: "+", ast.Sub: "-", ast.FloorDiv: "//"}
 DEEPEST = 8

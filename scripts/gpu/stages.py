@@ -33,8 +33,7 @@ from vexport.engine.reference import load_dequantized
 from vexport.formats.packing.base import Scales
 from vexport.formats.schemes import all_schemes, get_scheme
 from vexport.numerics.metrics import divergence_of_logits
-from vexport.plan.build import PlanSettings
-from vexport.plan.smoothing import WEIGHING_ROWS
+from vexport.plan.build import WEIGHING_ROWS, PlanSettings
 from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.records import Plan

@@ -11,7 +11,7 @@ from tests.architectures.families import save_family
 from tests.command import vexport
 from tests.models import quantize
 from vexport.architectures import get_architecture
-from vexport.architectures.parts import part_sizes
+from vexport.architectures.config import part_sizes
 from vexport.checkpoint.index import read_index
 from vexport.engine.dry.load import DryLoad
 from vexport.plan.build import PlanSettings, build_plan

@@ -8,8 +8,7 @@ import torch
 
 from tests.models import Good
 from tests.mutations.edits import all_of, put, spoiled
-from vexport.checkpoint.derived import DerivedReader
-from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.reader import DerivedReader, Reader
 from vexport.checkpoint.smoothed import SmoothedReader
 from vexport.checks import check_checkpoint
 from vexport.errors import InputError

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vexport.formats.partition import Split
+from vexport.formats.base import Split
 from vexport.formats.schemes import get_scheme
 from vexport.records import LinearPlan
 

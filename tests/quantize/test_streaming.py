@@ -19,8 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.command import vexport
-from vexport.checkpoint.header import read_header
-from vexport.checkpoint.index import read_index
+from vexport.checkpoint.index import read_header, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_weight
 from vexport.checkpoint.writer import ShardWriter, WriteUnit, header_bytes, split_shards

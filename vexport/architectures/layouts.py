@@ -8,7 +8,7 @@ from importlib.resources import files
 from itertools import product
 from math import prod
 
-from vexport.architectures.expressions import Unknown, evaluate, size, wrapped
+from vexport.architectures.config import Unknown, evaluate, size, wrapped
 from vexport.records import Json
 
 FOLDER = files("vexport.architectures")

@@ -271,3 +271,27 @@ def _backed(name: str, architecture: Architecture) -> tuple[Finding, ...]:
             fix="another transformers may be fused otherwise: ask it with `vexport load --dry`",
         ),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersTable:
+    """One version of transformers: model classes by folder of the package."""
+
+    transformers: str
+    models: Mapping[str, tuple[str, ...]]
+
+
+@cache
+def transformers_table() -> TransformersTable:
+    """The generated table."""
+    text = files("vexport.architectures").joinpath("transformers.json").read_text(encoding="utf-8")
+    return TypeAdapter(TransformersTable).validate_json(text)
+
+
+def transformers_models(kind: str) -> tuple[str, ...] | None:
+    """The classes of a model type, None where transformers does not have it.
+
+    The text model of a multimodal type has no separate folder.
+    """
+    models = transformers_table().models
+    return models.get(kind, models.get(kind.removesuffix("_text")))

@@ -14,8 +14,8 @@ from functools import partial
 
 import torch
 
+from vexport.architectures.config import text_config
 from vexport.architectures.fusion import moe_layer
-from vexport.architectures.text_config import text_config
 from vexport.calibration.data import Samples
 from vexport.calibration.gradients import Again, Gradients, GradientWatcher, TokenWeigher, TokenWeights
 from vexport.calibration.model import joined

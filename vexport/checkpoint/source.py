@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from vexport.checkpoint.header import MAX_HEADER_BYTES
 from vexport.checkpoint.hub import (
     HubName,
     RepoListing,
@@ -23,7 +22,7 @@ from vexport.checkpoint.hub import (
     require_model,
     side_files,
 )
-from vexport.checkpoint.index import require_checkpoint
+from vexport.checkpoint.index import MAX_HEADER_BYTES, require_checkpoint
 from vexport.errors import EnvironmentFault, InputError, InputErrors
 from vexport.records import OnProgress, silent
 

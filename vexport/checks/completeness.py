@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 
-from vexport.architectures.text_config import text_config
+from vexport.architectures.config import text_config
 from vexport.checkpoint.reader import same_bytes
 from vexport.checks.vllm.groups import INPUT, OUTPUT, ConfigGroup
 from vexport.checks.vllm.layers import (

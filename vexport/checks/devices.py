@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from vexport.architectures.text_config import text_config
+from vexport.architectures.config import text_config
 from vexport.checks.kv_cache import cache_scales
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.layers import FusedLinear
@@ -61,7 +61,7 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _heads(view: CheckpointView, ranks: int) -> Iterator[Finding]:
-    from vexport.layers.ranks import heads_of
+    from vexport.layers.shapes import heads_of
 
     heads = heads_of(view.layers, view.names, text_config(view.index.config))
     if got := heads.uneven(ranks):

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from vexport.architectures.text_config import text_config
+from vexport.architectures.config import text_config
 from vexport.checks.tensors.inputs import largest_output
 from vexport.checks.tensors.numbers import PLACEHOLDER
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import FLOAT_SCALES
-from vexport.layers.kv_cache import makes_keys
+from vexport.layers.linears import makes_keys
 from vexport.numerics.constants import E4M3_MAX
 from vexport.records import Finding, Json, TensorInfo
 

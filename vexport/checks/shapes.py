@@ -5,15 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from vexport.architectures.text_config import text_config
+from vexport.architectures.config import text_config
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checks.tensors.numbers import is_lossless_cast, is_rounded_little, rounded
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.layers import JOINED, FusedLinear
 from vexport.checks.vllm.layout import ModelLayout, Shape
 from vexport.checks.vllm.view import CheckpointView, error, warning
-from vexport.formats.base import Parameter
-from vexport.formats.partition import EXPERT, is_head, partition_of
+from vexport.formats.base import EXPERT, Parameter, is_head, partition_of
 from vexport.layers.linears import Names
 from vexport.numerics.constants import INT32_BITS
 from vexport.records import Finding, TensorInfo

@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from vexport.checkpoint.header import read_header
-from vexport.checkpoint.index import INDEX_NAME
+from vexport.checkpoint.index import INDEX_NAME, read_header
 from vexport.checkpoint.reader import same_bytes
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.files import read_json_object

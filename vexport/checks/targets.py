@@ -9,7 +9,7 @@ from vexport.checks.vllm.layers import FusedLinear, quantized_parameters
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.formats import PACKED
 from vexport.formats.arguments import described
-from vexport.formats.partition import is_head
+from vexport.formats.base import is_head
 from vexport.layers.linears import stacked_ending
 from vexport.numerics.constants import INT32_BITS
 from vexport.records import Finding

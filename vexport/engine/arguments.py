@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Union, cast, get_args, get_origin
 
 from pydantic import JsonValue, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
-from vexport.architectures.text_config import text_config
+from vexport.architectures.config import text_config
 from vexport.checkpoint.index import read_index
 from vexport.checks.vllm.layout import impossible_size
 from vexport.engine.messages import ArgumentsRequest, FoundProblems, InputProblem
@@ -19,7 +19,7 @@ from vexport.engine.session import Worker, log_folder, raise_found
 from vexport.engine.worker import CPU, answer_request
 from vexport.errors import EnvironmentFault, InputError, nearest
 from vexport.files import read_json_object
-from vexport.layers.ranks import Heads
+from vexport.layers.shapes import Heads
 from vexport.records import silent
 from vexport.scenario.serve import Serve
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from vexport.architectures.text_config import text_config
+from vexport.architectures.config import text_config
 from vexport.checks.vllm.view import error
 from vexport.engine.agreement import (
     canary_findings,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from vexport.architectures.text_config import text_config
+from vexport.architectures.config import text_config
 from vexport.checkpoint.chat_template import FILE, chat_templates
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader, same_bytes

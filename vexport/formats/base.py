@@ -1,12 +1,12 @@
 """The protocol of a storage format, and the parameters that several formats have, as vLLM makes them."""
 
+import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from vexport.formats.arguments import Arguments, QuantArgs
-from vexport.formats.partition import Partition
 from vexport.numerics.constants import E4M3_MAX, INT32_BITS
 from vexport.records import LinearPlan, TensorInfo
 
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     Bytes = npt.NDArray[np.uint8]
     Codes = npt.NDArray[np.integer[Any]]
 
+# What tensor parallelism cuts: out_features (column-parallel in vLLM), in_features (row-parallel), nothing.
+Split = Literal["out", "in", "none"]
+# Output heads: their class in vLLM, ParallelLMHead, is no linear layer's and loads weights by itself.
+HEADS = ("lm_head", "embed_out")
+EXPERT = re.compile(r"\.experts\.\d+\.")
 # How vLLM's CPU build runs a scheme: by its own kernel, or by `vexport.engine.cpu_emulation`.
 Cpu = Literal["native", "emulated"]
 FLOAT_SCALES = frozenset({"F32", "BF16", "F16"})
@@ -27,6 +32,57 @@ FLOAT_SCALES = frozenset({"F32", "BF16", "F16"})
 GLOBAL_SCALES = frozenset({"F32"})
 # vLLM's formats with which it looks at schemes for quantized inputs (is_activation_quantization_format).
 WITH_INPUTS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """One rank's part of the layers that vLLM runs as one: `out_features` has a size a layer.
+
+    `experts` marks the layers of routed experts, which vLLM keeps in one tensor, `head` an output head.
+    """
+
+    out_features: tuple[int, ...]
+    in_features: int
+    split: Split = "none"
+    experts: bool = False
+    head: bool = False
+
+
+def partition_of(members: Sequence[LinearPlan], ranks: int, split: Split) -> Partition:
+    """One rank's part of layers whose cut sizes are multiples of the ranks."""
+    rows, columns = (ranks, 1) if split == "out" else (1, ranks)
+    return Partition(
+        out_features=tuple(member.out_features // rows for member in members),
+        in_features=members[0].in_features // columns,
+        split=split,
+        experts=EXPERT.search(members[0].name) is not None,
+        head=is_head(members[0].name),
+    )
+
+
+def uneven(members: Sequence[LinearPlan], ranks: int, split: Split) -> str | None:
+    """The reason why so many ranks cannot share layers (`divide`, vllm/distributed/utils.py), or None."""
+    for member in members if split != "none" else ():
+        size = member.out_features if split == "out" else member.in_features
+        if size % ranks:
+            return f"{split}_features {size} is not a multiple of {ranks} ranks"
+    return None
+
+
+def is_head(name: str) -> bool:
+    """Return whether a layer is an output head by its name."""
+    return name.rpartition(".")[2] in HEADS
+
+
+def partial_group(partition: Partition, group: int | None) -> str | None:
+    """Rule of vLLM: each rank's in_features must be a whole number of groups.
+
+    Sources: verify_group_size_divides_partition (vllm/distributed/utils.py) raises for WNA16;
+    compressed_tensors_w4a4_nvfp4.py and _mxfp4.py divide with floor and load wrong weights silently.
+    """
+    if group is None or partition.in_features % group == 0:
+        return None
+    return f"in_features {partition.in_features} is not a multiple of group size {group}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

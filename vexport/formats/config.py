@@ -5,11 +5,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vexport.architectures import Architecture, get_architecture
-from vexport.architectures.fusion import also_asked, looked_up, moe_layer
-from vexport.architectures.patterns import all_names, below
+from vexport.architectures.fusion import all_names, also_asked, below, looked_up, moe_layer
 from vexport.formats.arguments import Arguments, QuantArgs, SchemeArgs, arguments_adapter
+from vexport.formats.base import is_head
 from vexport.formats.kv_cache import KV_CACHES
-from vexport.formats.partition import is_head
 from vexport.formats.schemes import get_scheme
 from vexport.records import FusionGroup, Json, KvCache, Plan
 

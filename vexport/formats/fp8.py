@@ -13,12 +13,12 @@ from vexport.formats.base import (
     Format,
     GpuSupport,
     Parameter,
+    Partition,
     exact,
     scale,
     single,
     zero_point,
 )
-from vexport.formats.partition import Partition
 from vexport.records import LinearPlan
 
 if TYPE_CHECKING:

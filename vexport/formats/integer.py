@@ -15,13 +15,14 @@ from vexport.formats.base import (
     Format,
     GpuSupport,
     Parameter,
+    Partition,
     exact,
+    partial_group,
     scale,
     single,
     words,
     zero_point,
 )
-from vexport.formats.partition import Partition, partial_group
 from vexport.numerics.constants import INT32_BITS
 from vexport.records import LinearPlan, TensorInfo
 

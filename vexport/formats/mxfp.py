@@ -8,8 +8,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vexport.formats.arguments import UNQUANTIZED_BITS, Arguments, QuantArgs, described_inputs, input_bits
-from vexport.formats.base import Format, GpuSupport, Parameter, coded_scale, exact, zero_point
-from vexport.formats.partition import Partition, partial_group
+from vexport.formats.base import (
+    Format,
+    GpuSupport,
+    Parameter,
+    Partition,
+    coded_scale,
+    exact,
+    partial_group,
+    zero_point,
+)
 from vexport.numerics.constants import MX_GROUP
 from vexport.records import LinearPlan
 

@@ -13,12 +13,13 @@ from vexport.formats.base import (
     Format,
     GpuSupport,
     Parameter,
+    Partition,
     coded_scale,
     exact,
+    partial_group,
     single,
     zero_point,
 )
-from vexport.formats.partition import Partition, partial_group
 from vexport.numerics.constants import NVFP4_GROUP
 from vexport.records import LinearPlan
 

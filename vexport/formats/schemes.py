@@ -10,9 +10,8 @@ from pydantic import TypeAdapter
 
 from vexport.errors import InputError, nearest
 from vexport.formats.arguments import SchemeArgs, Strategy
-from vexport.formats.base import Format
+from vexport.formats.base import Format, Split, partition_of, uneven
 from vexport.formats.own_schemes import format_of, spelled, spelled_args
-from vexport.formats.partition import Split, partition_of, uneven
 from vexport.records import LinearPlan, TensorSpec
 
 KEEP = "keep"

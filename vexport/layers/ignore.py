@@ -3,9 +3,8 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
-from vexport.architectures.fusion import also_asked, looked_up, moe_layer
-from vexport.architectures.patterns import all_names, below, matches_any
-from vexport.formats.partition import HEADS, is_head
+from vexport.architectures.fusion import all_names, also_asked, below, looked_up, matches_any, moe_layer
+from vexport.formats.base import HEADS, is_head
 from vexport.layers.linears import STACK, Names
 
 

@@ -1,17 +1,20 @@
-"""Groups that vLLM could not run in their scheme, whole or cut over ranks."""
+"""Layers that a scheme, vLLM's own order of their rows, or a number of ranks does not fit."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from vexport.architectures import Architecture, Reordering
+from vexport.architectures.config import QUERIES, known_size, part_sizes
 from vexport.architectures.fusion import looked_up, moe_layer
-from vexport.architectures.parts import QUERIES, evaluate, part_sizes
-from vexport.formats.partition import Split, is_head, uneven
+from vexport.formats.base import Split, is_head, uneven
 from vexport.formats.schemes import Scheme, get_scheme
-from vexport.layers.linears import Names
-from vexport.layers.reordered import unsupported_reordering
-from vexport.records import Finding, FusionGroup, Json, LinearPlan
+from vexport.layers.linears import Names, makes_keys
+from vexport.records import Finding, FusionGroup, Json, LinearPlan, TensorSpec
 
+# Why vLLM would load one of a layer's tensors wrongly or not at all; `size` is that of a head, 0 if unknown.
+Reason = Callable[[LinearPlan, TensorSpec, int], str | None]
+WEIGHTS = ("weight", "weight_packed")
 # What becomes of layers that do not fit.
 SHAPE = "shape"
 KEPT = "kept unquantized"
@@ -19,6 +22,89 @@ KEY_VALUE = ("k_proj", "v_proj")
 QUERY_KEY_VALUE = ("q_proj", *KEY_VALUE)
 # Tensors of a layer that vLLM cuts by whole groups: mamba_v2_sharded_weight_loader in mamba/mamba_mixer2.py.
 CUT_BY_GROUPS = ("weight", "weight_scale", "input_scale")
+# The rank counts that are offered instead of one that does not work.
+MOST_RANKS = 16
+OTHER_RANKS = "serve it on another number of GPUs (--tp)"
+
+
+def unsupported_reordering(
+    group: FusionGroup, architecture: Architecture, text: Mapping[str, Json]
+) -> str | None:
+    """Return why a group's tensors cannot follow the rows of its weights, or None where they do."""
+    return next(_reasons(group, architecture, _head_size(text)), None)
+
+
+def _reasons(group: FusionGroup, architecture: Architecture, head_size: int) -> Iterator[str]:
+    scheme = get_scheme(group.scheme)
+    for member in group.members:
+        last_part = member.name.rpartition(".")[2]
+        if last_part not in architecture.reordered:
+            continue
+        reason_of = REASONS[architecture.reordered[last_part]]
+        for spec in scheme.layout(member, "BF16"):
+            reason = reason_of(member, spec, head_size)
+            if reason:
+                yield f"{spec.name.rpartition('.')[2]} {list(spec.shape)} of {last_part}, {reason}"
+
+
+def _scales_by_row(member: LinearPlan, spec: TensorSpec, head_size: int) -> str | None:
+    """permute_qk_weight_for_rotary in vllm/model_executor/models/llama4.py."""
+    last_part = spec.name.rpartition(".")[2]
+    follows = last_part in WEIGHTS or last_part == "weight_scale"
+    if (
+        spec.shape == (1,)
+        or last_part == "weight_shape"
+        or (follows and spec.shape[0] == member.out_features)
+    ):
+        return None
+    return "whose rows vLLM reorders without it"
+
+
+def _every_tensor(member: LinearPlan, spec: TensorSpec, head_size: int) -> str | None:
+    """_repack_qkv in vllm/model_executor/models/bloom.py, _split_key_value in telechat2.py."""
+    if spec.shape[0] == member.out_features:
+        return None
+    return f"of which vLLM takes each tensor for {member.out_features} rows and reorders them"
+
+
+def _whole_heads(member: LinearPlan, spec: TensorSpec, head_size: int) -> str | None:
+    """FalconModel.load_weights in vllm/model_executor/models/falcon.py.
+
+    It cuts each tensor whose parameter has an output dimension: all but scales of the tensor and shapes.
+    """
+    rows = spec.shape[0]
+    if len(spec.shape) == 1:
+        return None
+    if member.out_features % rows == 0 and head_size and head_size % (member.out_features // rows) == 0:
+        return None
+    return f"whose rows vLLM reorders by heads of {head_size}"
+
+
+def _plain_weight(member: LinearPlan, spec: TensorSpec, head_size: int) -> str | None:
+    """K2HorizonModel.load_weights in vllm/model_executor/models/k2_horizon.py."""
+    return "whose rows vLLM reorders only where it is not quantized"
+
+
+def _transposed(member: LinearPlan, spec: TensorSpec, head_size: int) -> str | None:
+    """_transpose_conv1d in vllm/model_executor/models/gpt2.py turns what is called weight, packed or not."""
+    if not spec.name.endswith(".weight"):
+        return None
+    return "which vLLM turns around when it loads it; take a scheme that stores weight_packed"
+
+
+REASONS: Mapping[Reordering, Reason] = {
+    "scales by row": _scales_by_row,
+    "every tensor": _every_tensor,
+    "whole heads": _whole_heads,
+    "plain weight": _plain_weight,
+    "transposed": _transposed,
+}
+
+
+def _head_size(text: Mapping[str, Json]) -> int:
+    """Columns of a head, 0 where the config does not tell."""
+    hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else 0
 
 
 def unsupported(
@@ -126,7 +212,7 @@ def _ungrouped(
 ) -> str | None:
     """Return why ranks cannot share the groups of a layer, one of which is repeated for all of them."""
     expression = names.architecture.groups.get(group.name.rpartition(".")[2])
-    count = evaluate(expression, text) if expression else 0
+    count = known_size(expression, text) if expression else 0
     if not count or count % ranks == 0:
         return None
     if count > 1:
@@ -160,3 +246,78 @@ def repeated(member: LinearPlan, ranks: int, text: Mapping[str, Json]) -> Linear
 def kept_instead(finding: Finding, name: str) -> Finding:
     """Return the finding on layers that stay unquantized because one of them does not fit."""
     return replace(finding, severity="warning", where=name, fix=KEPT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """The number of attention heads of a model, and of its keys and values; 0 where that is not known."""
+
+    queries: int
+    keys: int
+
+    def uneven(self, ranks: int) -> str | None:
+        """Return why the heads cannot be cut for so many ranks: `9 attention heads`; None where they can.
+
+        Sources: ModelConfig.verify_with_parallel_config (vllm/config/model.py); the attention of every model
+        class, which asserts that key and value heads can be cut, or repeated.
+        """
+        if self.queries % ranks:
+            return f"{self.queries} attention heads"
+        if self.keys and self.keys % ranks and ranks % self.keys:
+            return f"{self.keys} key and value heads"
+        return None
+
+    @property
+    def possible_ranks(self) -> str:
+        """The tensor parallel sizes that the heads allow, as a person lists them: `1, 3 or 9`."""
+        fitting = [str(ranks) for ranks in range(1, MOST_RANKS + 1) if self.uneven(ranks) is None]
+        *first, last = fitting
+        return f"{', '.join(first)} or {last}" if first else last
+
+
+def heads_of(linears: Iterable[str], names: Names, text: Mapping[str, Json]) -> Heads:
+    """The heads of a model, from the names of its linear layers and the language model's config."""
+    queries, keys = text.get("num_attention_heads"), text.get("num_key_value_heads")
+    if not isinstance(queries, int) or queries < 1:
+        return Heads(queries=0, keys=0)
+    if not isinstance(keys, int) or keys < 1 or not any(makes_keys(name, names) for name in linears):
+        return Heads(queries=queries, keys=0)
+    return Heads(queries=queries, keys=keys)
+
+
+def refused_ranks(
+    modules: Mapping[str, tuple[str, ...]],
+    linears: Mapping[str, LinearPlan],
+    quantized: Set[str],
+    names: Names,
+    ranks: Sequence[int],
+    text: Mapping[str, Json],
+) -> Iterator[Finding]:
+    """Refusals for the rank counts that the heads, or layers that are not `quantized`, do not allow."""
+    several = [count for count in ranks if count > 1]
+    if not several or not names.architecture.row_parallel:
+        return
+    heads = heads_of(linears, names, text)
+    for count in several:
+        uneven = heads.uneven(count)
+        if uneven:
+            fix = f"serve it on {heads.possible_ranks} GPUs (--tp)"
+            yield _refusal(f"config.json (tp {count})", f"heads that {count} ranks can share", uneven, fix)
+            continue
+        for name, members in modules.items():
+            if quantized.isdisjoint(members) and names.place(members[0]) == "decoder":
+                group = FusionGroup(
+                    name=name, scheme="", observer="", members=tuple(linears[member] for member in members)
+                )
+                reason = unsupported_on(group, None, names, count, text)
+                if reason:
+                    yield _refusal(name, "parts that each rank can hold", reason, OTHER_RANKS)
+
+
+def is_uneven(group: FusionGroup, names: Names, ranks: Sequence[int], text: Mapping[str, Json]) -> bool:
+    """Return whether vLLM could not cut a group for some of the ranks in any scheme, nor unquantized."""
+    return any(unsupported_on(group, None, names, count, text) for count in ranks if count > 1)
+
+
+def _refusal(where: str, expected: str, got: str, fix: str) -> Finding:
+    return Finding(check="ranks", severity="error", where=where, expected=expected, got=got, fix=fix)

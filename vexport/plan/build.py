@@ -5,24 +5,86 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vexport.architectures import resolve
+from vexport.architectures.config import text_config
 from vexport.architectures.fusion import fuse, moe_layer
-from vexport.architectures.text_config import text_config
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.quantization import find_quantization
 from vexport.errors import InputError
+from vexport.formats.schemes import get_scheme
 from vexport.layers.blocks import output_bytes
 from vexport.layers.ignore import ignored, ignored_head
-from vexport.layers.kv_cache import attention_layers, refused_caches
-from vexport.layers.linears import Names, Place, find_linears, is_unknown_experts, names_of
-from vexport.layers.ranks import OTHER_RANKS, is_uneven, refused_ranks
-from vexport.layers.shapes import SHAPE, kept_instead, refusal, unsupported
+from vexport.layers.linears import (
+    Names,
+    Place,
+    attention_layers,
+    find_linears,
+    is_unknown_experts,
+    names_of,
+    refused_caches,
+)
+from vexport.layers.shapes import (
+    OTHER_RANKS,
+    SHAPE,
+    is_uneven,
+    kept_instead,
+    refusal,
+    refused_ranks,
+    unsupported,
+)
 from vexport.plan.group_sizes import Origin, advice_on, fitting_sizes, layers_alone, with_smaller_groups
 from vexport.plan.rules import Treatment, choose_rule, hidden_rules, require_matching_rules
-from vexport.plan.smoothing import smoothing_strength
-from vexport.records import Finding, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan
+from vexport.records import Finding, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan, Smoothing
 
 if TYPE_CHECKING:
     from vexport.scenario import Rule
+
+# The strength that is best for most models (SmoothQuant, arXiv 2211.10438, section 5.1), and on ours.
+STRENGTH = 0.5
+# Rows of text, spread over all, whose gradients show how channels are smoothed, or how much tokens count.
+SMOOTHING_ROWS, WEIGHING_ROWS = 16, 4
+
+
+def smoothing_strength(groups: Sequence[FusionGroup], asked: float | None, *, has_text: bool) -> float:
+    """Return the given strength; without it the default where text was named and some inputs lose much, else
+    0.
+    """
+    if asked is not None:
+        return asked if groups else 0.0
+    return STRENGTH if has_text and any(map(_gains, groups)) else 0.0
+
+
+def smoothed_groups(groups: Sequence[FusionGroup]) -> tuple[FusionGroup, ...]:
+    """The groups whose inputs lose much, or all where none does: weights have their part of it too."""
+    return tuple(filter(_gains, groups)) or tuple(groups)
+
+
+def smoothing_for(plan: Plan, found: Mapping[str, Smoothing]) -> Mapping[str, Smoothing]:
+    """Return the part that a plan asks for of what was found for all candidates, by stored tensor.
+
+    It is what looking for these groups alone would find.
+    """
+    if not plan.smoothing:
+        return {}
+    wanted = {member.weight for group in smoothed_groups(plan.groups) for member in group.members}
+    folded = {name for name, smoothing in found.items() if not wanted.isdisjoint(smoothing.readers)}
+    read = {reader for name in folded for reader in found[name].readers}
+    return {
+        name: Smoothing(
+            rows=smoothing.rows if name in folded else "",
+            columns=smoothing.columns if name in read else "",
+            readers=smoothing.readers if name in folded else (),
+        )
+        for name, smoothing in found.items()
+        if name in folded | read
+    }
+
+
+def _gains(group: FusionGroup) -> bool:
+    """Integers lose what is small next to the largest input of a token, 4 bits what is in a block."""
+    inputs = get_scheme(group.scheme).args.input_activations
+    if inputs is None or inputs.num_bits > 8:
+        return False
+    return not inputs.is_float or (inputs.num_bits == 4 and group.rounding != "nearest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

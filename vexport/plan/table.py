@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vexport.architectures import resolve
-from vexport.architectures.text_config import text_config
+from vexport.architectures.config import text_config
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats.gpus import generation

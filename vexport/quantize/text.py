@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from vexport.architectures.text_config import text_config
+from vexport.architectures.config import text_config
 from vexport.checkpoint.data_name import require_data
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
@@ -26,8 +26,8 @@ from vexport.errors.extras import require_extra
 from vexport.files import from_json, to_json, write_text
 from vexport.formats.packing.base import Array
 from vexport.numerics.ranks import on_first, rank_and_size
+from vexport.plan.build import SMOOTHING_ROWS, WEIGHING_ROWS, smoothed_groups
 from vexport.plan.needs import calibration_need, needs_rounding
-from vexport.plan.smoothing import SMOOTHING_ROWS, WEIGHING_ROWS, smoothed_groups
 from vexport.records import PROGRESS_DETAIL, CalibrationRecord, FusionGroup, OnProgress, Plan, Smoothing
 from vexport.records.calibration import LOOK_BACK
 from vexport.records.rounding import RoundingReport

@@ -12,8 +12,8 @@ from vexport.checks.vllm.layers import FusedLinear, fits
 from vexport.checks.vllm.quant_methods import METHOD
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.arguments import QuantArgs
+from vexport.formats.base import is_head
 from vexport.formats.config import targets_of
-from vexport.formats.partition import is_head
 from vexport.layers.ignore import ignored
 from vexport.layers.linears import names_of
 from vexport.records import Json

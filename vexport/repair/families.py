@@ -9,7 +9,7 @@ import torch
 from compressed_tensors.compressors.format import infer_module_format
 from torch.nn import Linear
 
-from vexport.architectures.text_config import text_config
+from vexport.architectures.config import text_config
 from vexport.checkpoint.quantization import KEY as QUANTIZATION
 from vexport.checks import kv_cache as announced
 from vexport.checks.config import FORMAT_NAMES
@@ -21,8 +21,7 @@ from vexport.fidelity.source import ComparedSource
 from vexport.formats.arguments import Strategy, parse_args
 from vexport.formats.dequantize import ct_scheme
 from vexport.formats.kv_cache import KEY, KV_CACHES, VALUE, kv_layout
-from vexport.layers.kv_cache import attention_layers
-from vexport.layers.linears import names_of
+from vexport.layers.linears import attention_layers, names_of
 from vexport.numerics.metrics import quantization_error
 from vexport.records import AttentionLayer, Json, KvCache, LinearPlan, TensorSpec
 from vexport.repair import Family, config, global_scales

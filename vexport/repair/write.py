@@ -12,10 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vexport.checkpoint.chat_template import copy_named_templates
-from vexport.checkpoint.derived import Derived, DerivedReader
-from vexport.checkpoint.header import read_header
-from vexport.checkpoint.index import INDEX_NAME, SourceIndex, unchanged
-from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.index import INDEX_NAME, SourceIndex, read_header, unchanged
+from vexport.checkpoint.reader import Derived, DerivedReader, Reader
 from vexport.checkpoint.writer import header_bytes
 from vexport.checks.vllm.view import CheckpointView
 from vexport.files import read_json_object, write_text

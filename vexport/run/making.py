@@ -10,9 +10,8 @@ from vexport.checkpoint.index import SourceIndex, folder_digest, read_index
 from vexport.checks import NAMES, check_checkpoint
 from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.files import to_json, write_text
-from vexport.plan.build import build_plan, require_accepted
+from vexport.plan.build import build_plan, require_accepted, smoothing_for, smoothing_strength
 from vexport.plan.needs import calibration_need
-from vexport.plan.smoothing import smoothing_for, smoothing_strength
 from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.quantize.text import PlanText, calibration_samples, require_calibration
 from vexport.records import (

@@ -16,8 +16,7 @@ from vexport.architectures import Architecture
 from vexport.architectures.fusion import moe_layer
 from vexport.formats import nearest_format, vllm_format
 from vexport.formats.arguments import QuantArgs, parse_args
-from vexport.formats.base import Format, Parameter
-from vexport.formats.partition import is_head
+from vexport.formats.base import Format, Parameter, is_head
 from vexport.records import Json, TensorInfo
 from vexport.records.patterns import REGEX, Patterns, matches
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from vexport.architectures import Architecture
+from vexport.architectures.config import text_config
 from vexport.architectures.fusion import moe_layer
 from vexport.architectures.layouts import ClassLayout, Expected, expected_tensors, get_layout
 from vexport.architectures.modules import with_stars
-from vexport.architectures.text_config import text_config
 from vexport.checks.vllm.layers import joined_name, split_name
 from vexport.records import Json
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from vexport.checkpoint.derived import Derived, DerivedReader
 from vexport.checkpoint.quantization import KEY
+from vexport.checkpoint.reader import Derived, DerivedReader
 from vexport.checks.vllm.layers import joined_name
 from vexport.checks.vllm.quant_methods.base import MethodGroup
 from vexport.checks.vllm.view import CheckFunction, CheckpointView

@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from vexport.architectures import Architecture, TableLookup, architecture_table, resolve
+from vexport.architectures.config import text_config
 from vexport.architectures.fusion import fuse, looked_up, moe_layer
-from vexport.architectures.text_config import text_config
 from vexport.architectures.versions import VersionFacts, facts_of, nearest_version, with_facts
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
@@ -29,7 +29,7 @@ from vexport.checks.vllm.groups import (
 from vexport.checks.vllm.layers import FusedLinear, StoredLayer, linear_modules, split_name
 from vexport.checks.vllm.layout import ModelLayout, Shape, layout_of
 from vexport.checks.vllm.quant_methods import METHODS, method_name, read_method
-from vexport.formats.partition import is_head
+from vexport.formats.base import is_head
 from vexport.layers.linears import PREDICTION, Names, names_of
 from vexport.records import Finding, FusionGroup, Json, LinearPlan, TensorInfo
 from vexport.records.patterns import Patterns

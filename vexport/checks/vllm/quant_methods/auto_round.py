@@ -18,10 +18,9 @@ from vexport.checks.vllm.quant_methods.base import (
 from vexport.checks.vllm.quant_methods.gptq import Gptq
 from vexport.checks.vllm.quant_methods.integers import integer_group
 from vexport.formats.arguments import Arguments
-from vexport.formats.base import GpuSupport
+from vexport.formats.base import GpuSupport, is_head
 from vexport.formats.integer import HUMMING
 from vexport.formats.mxfp import Mxfp4, Mxfp8
-from vexport.formats.partition import is_head
 from vexport.numerics.constants import MX_GROUP
 from vexport.records import Json
 from vexport.records.patterns import REGEX, matches

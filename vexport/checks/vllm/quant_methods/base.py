@@ -9,8 +9,7 @@ translated: most tensors by another name, some computed from the stored ones.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from vexport.checkpoint.derived import Derived, renamed
-from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.reader import Derived, Reader, renamed
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.formats.arguments import Arguments, QuantArgs
 from vexport.formats.base import Format, GpuSupport, Parameter

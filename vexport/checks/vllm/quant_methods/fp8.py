@@ -6,7 +6,7 @@ Source: vllm/model_executor/layers/quantization/fp8.py.
 from dataclasses import replace
 from math import gcd
 
-from vexport.architectures.text_config import EXPERT_COUNTS, text_config
+from vexport.architectures.config import EXPERT_COUNTS, text_config
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
     MethodFormat,
@@ -17,8 +17,8 @@ from vexport.checks.vllm.quant_methods.base import (
 )
 from vexport.formats import FP8
 from vexport.formats.arguments import Arguments
+from vexport.formats.base import Partition
 from vexport.formats.fp8 import Fp8
-from vexport.formats.partition import Partition
 from vexport.formats.schemes import get_scheme
 from vexport.records import Json
 

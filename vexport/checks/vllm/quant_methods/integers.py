@@ -9,8 +9,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from vexport.checkpoint.derived import Derived
-from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.reader import Derived, Reader
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
     MethodFormat,

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vexport.checkpoint.derived import Derived
-from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.reader import Derived, Reader
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
     MethodFormat,

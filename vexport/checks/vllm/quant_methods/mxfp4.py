@@ -15,9 +15,8 @@ from vexport.checks.vllm.quant_methods.base import (
     preset_group,
 )
 from vexport.formats.arguments import Arguments
-from vexport.formats.base import GpuSupport, Parameter, exact
+from vexport.formats.base import GpuSupport, Parameter, Partition, exact
 from vexport.formats.mxfp import Mxfp4
-from vexport.formats.partition import Partition
 from vexport.numerics.constants import MX_GROUP
 from vexport.records import TensorInfo
 
