@@ -6,7 +6,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 # Most lines and modules: what was reached, and 2 % for repairs.
-MOST = {"vexport": (46_596, 280), "tests": (25_539, 204), "scripts": (6_231, 39)}
+MOST = {"vexport": (46_494, 268), "tests": (25_536, 204), "scripts": (6_230, 39)}
 
 
 @pytest.mark.parametrize("folder", MOST)
