@@ -94,8 +94,9 @@ def run_vexport(folder: Path, ids: list[list[int]], scheme: str) -> Callable[[],
     from vexport.calibration import Samples, calibrate
     from vexport.calibration.walk import LayerWalk
     from vexport.plan.source import plan_source, rules_for
+    from vexport.records import PlanRequest
 
-    rules = rules_for(scheme, observer="memoryless_minmax", ignore=())
+    rules = rules_for(PlanRequest(scheme=scheme, observer="memoryless_minmax"))
 
     def run_rows(rows: list[list[int]]) -> None:
         samples = Samples(token_ids=tuple(map(tuple, rows)), rows=tuple(range(1, len(rows) + 1)))

@@ -33,10 +33,11 @@ from vexport.engine.reference import load_dequantized
 from vexport.formats.packing.base import Scales
 from vexport.formats.schemes import all_schemes, get_scheme
 from vexport.numerics.metrics import divergence_of_logits
-from vexport.plan.build import WEIGHING_ROWS, PlanSettings
+from vexport.plan.build import PlanSettings
+from vexport.plan.rules import WEIGHING_ROWS
 from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
-from vexport.records import Plan
+from vexport.records import Plan, PlanRequest
 from vexport.records.rounding import Rounding
 from vexport.rounding.gptq import factorize, grid_of, round_blocks, round_compiled, stack
 from vexport.rounding.moments import Moments
@@ -153,7 +154,7 @@ def quantized(
         marks.setdefault(step, [start]).append(time.perf_counter())
 
     shutil.rmtree(out, ignore_errors=True)
-    rules = rules_for(scheme, observer=None, ignore=(), rounding=how)
+    rules = rules_for(PlanRequest(scheme=scheme, rounding=how))
     planning = PlanSettings(has_text=text is not None)
     job = QuantizeJob(
         source=str(source), out=out, rules=rules, planning=planning, calibration=text, on_progress=mark

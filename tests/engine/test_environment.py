@@ -8,7 +8,7 @@ from vexport.engine import worker
 from vexport.engine.generate import answer_environment
 from vexport.engine.worker import prepare_cpu
 from vexport.records import Json
-from vexport.run.serving import serve_digest
+from vexport.run.proving import serve_digest
 
 
 def test_variables_that_choose_kernels_are_named_and_no_others() -> None:

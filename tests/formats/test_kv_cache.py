@@ -15,10 +15,10 @@ from vexport.formats.kv_cache import kv_layout
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_source, rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
-from vexport.records import AttentionLayer, KvCache
+from vexport.records import AttentionLayer, KvCache, PlanRequest
 from vexport.scenario import Calibration
 
-RULES = rules_for("FP8_DYNAMIC", observer="memoryless_minmax", ignore=())
+RULES = rules_for(PlanRequest(scheme="FP8_DYNAMIC", observer="memoryless_minmax"))
 KINDS: tuple[KvCache, ...] = ("fp8", "fp8_per_head")
 
 

@@ -15,7 +15,7 @@ from vexport.formats.schemes import scheme_names
 from vexport.plan.build import PlanSettings, require_accepted
 from vexport.plan.source import plan_source, rules_for
 from vexport.quantize.job import QuantizeJob, write_checkpoint
-from vexport.records import CalibrationRecord, InputRange, OnUnsupportedShape, Plan
+from vexport.records import CalibrationRecord, InputRange, OnUnsupportedShape, Plan, PlanRequest
 from vexport.scenario import Rule
 
 # Least signal-to-noise in dB of a normal weight, rounded to nearest with scales from the range.
@@ -66,7 +66,7 @@ def written(
 
 
 def all_linears(scheme: str) -> tuple[Rule, ...]:
-    return rules_for(scheme, observer="memoryless_minmax", ignore=())
+    return rules_for(PlanRequest(scheme=scheme, observer="memoryless_minmax"))
 
 
 @pytest.mark.parametrize("scheme", scheme_names())

@@ -17,6 +17,7 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
+from vexport.records import PlanRequest
 from vexport.repair.write import write_repaired
 
 
@@ -34,7 +35,7 @@ def job(
             if interrupt_after:
                 raise KeyboardInterrupt
 
-    rules = rules_for("W8A8", observer="memoryless_minmax", ignore=())
+    rules = rules_for(PlanRequest(scheme="W8A8", observer="memoryless_minmax"))
     return QuantizeJob(
         source=str(source), out=out, rules=rules, on_progress=on_progress, shard_bytes=1_000_000
     )

@@ -17,6 +17,7 @@ from vexport.engine.gate import Prover
 from vexport.errors import CheckpointFailed
 from vexport.plan.build import build_plan
 from vexport.plan.source import rules_for
+from vexport.records import PlanRequest
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 QKV = [Q.replace("q_proj", f"{part}_proj") for part in "qkv"]
@@ -57,7 +58,7 @@ def test_what_others_put_there_is_not_replaced(incomplete: Path, tmp_path: Path)
 def failure_of(
     source: Path, folder: Path, *, tp: Sequence[int] = (1,), dry: bool = True
 ) -> CheckpointFailed | None:
-    plan = build_plan(read_index(source), rules_for("NVFP4A16", observer=None, ignore=()))
+    plan = build_plan(read_index(source), rules_for(PlanRequest(scheme="NVFP4A16")))
     return Prover(out=folder, tp=tp, dry=dry, note=print, keeping=" ".join).failure(folder, plan)
 
 

@@ -90,8 +90,11 @@ def test_shards_and_index(tmp_path: Path, llama: Path) -> None:
     from vexport.checkpoint.index import read_index
     from vexport.plan.source import plan_source, rules_for
     from vexport.quantize.job import QuantizeJob, write_checkpoint
+    from vexport.records import PlanRequest
 
-    index, plan = plan_source(str(llama), rules_for("NVFP4A16", observer="memoryless_minmax", ignore=()))
+    index, plan = plan_source(
+        str(llama), rules_for(PlanRequest(scheme="NVFP4A16", observer="memoryless_minmax"))
+    )
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, size in ((whole, 10**9), (parts, 300_000)):
         job = QuantizeJob(source=str(llama), out=folder, rules=(), shard_bytes=size)

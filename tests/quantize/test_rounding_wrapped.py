@@ -29,6 +29,7 @@ from vexport.fidelity.source import ComparedSource
 from vexport.numerics.metrics import kl_divergence
 from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
+from vexport.records import PlanRequest
 from vexport.scenario import Calibration, Rule
 
 SCHEME = "MXFP4A16"
@@ -110,7 +111,7 @@ def test_it_is_closer_than_to_nearest_and_like_its_source(name: str, tmp_path: P
     text = write_calibration(tmp_path / "text.jsonl", rows=7, length=24, vocabulary=100)
     exact, found = logprobs(source, text, wrapped=wrapped), {}
     for rounding in ("nearest", "refit"):
-        rules = rules_for(SCHEME, observer=None, ignore=(), rounding=rounding)
+        rules = rules_for(PlanRequest(scheme=SCHEME, rounding=rounding))
         if name == "tied":
             rules = (Rule(match="lm_head", scheme=SCHEME, rounding=rounding), *rules)
         out = tmp_path / rounding

@@ -26,7 +26,7 @@ from vexport.checkpoint.writer import ShardWriter, WriteUnit, header_bytes, spli
 from vexport.outputs import resumable_directory
 from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
-from vexport.records import FusionGroup, TensorInfo, TensorSpec, WeightPart
+from vexport.records import FusionGroup, PlanRequest, TensorInfo, TensorSpec, WeightPart
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096}
 
@@ -122,7 +122,7 @@ def test_what_is_written_is_not_written_again(tmp_path: Path) -> None:
             if interrupt and done >= stop_at:
                 raise KeyboardInterrupt
 
-        rules = rules_for("W8A8", observer="memoryless_minmax", ignore=())
+        rules = rules_for(PlanRequest(scheme="W8A8", observer="memoryless_minmax"))
         job = QuantizeJob(
             source=str(source), out=out, rules=rules, on_progress=on_progress, shard_bytes=1_000_000
         )
@@ -252,7 +252,8 @@ import json, os, sys
 from pathlib import Path
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.plan.source import rules_for
-rules = rules_for("NVFP4A16", observer="memoryless_minmax", ignore=())
+from vexport.records import PlanRequest
+rules = rules_for(PlanRequest(scheme="NVFP4A16", observer="memoryless_minmax"))
 quantize_source(QuantizeJob(source=sys.argv[1], out=Path(sys.argv[2]), rules=rules))
 # ru_maxrss would count what the process that started this one had in memory.
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))

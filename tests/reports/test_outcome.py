@@ -10,14 +10,14 @@ from tests.reports import parts, sample
 from vexport.checkpoint.index import read_index
 from vexport.records import CheckReport
 from vexport.reports import render
-from vexport.run.concluding import NOT_RUN, conclude, size_by_kind, source_name, tensor_kind
 from vexport.run.directory import portable
+from vexport.run.stages import NOT_RUN, concluded, size_by_kind, source_name, tensor_kind
 
 GOOD = CheckReport(checkpoint="c", ok=True, findings=(sample.finding(),))
 
 
 def test_without_an_evaluation_the_sentence_says_so() -> None:
-    outcome, reason = conclude(GOOD, parts.dry_load(), sample.load(), None)
+    outcome, reason = concluded(GOOD, parts.dry_load(), sample.load(), None)
     assert outcome == "PASS"
     assert "accuracy was not evaluated" in reason
     text = render(replace(sample.report(), verdict=None, reason=reason), "text")
@@ -32,7 +32,7 @@ def test_a_stage_that_failed_is_named_with_its_first_error_and_their_number(stag
     check = CheckReport(checkpoint="c", ok=False, findings=errors) if stage == "check" else GOOD
     failed = replace(sample.load(), ok=False, findings=errors)
     loaded = NOT_RUN if stage == "check" else failed
-    outcome, reason = conclude(check, None, loaded, None)
+    outcome, reason = concluded(check, None, loaded, None)
     assert outcome == "FAIL"
     assert reason.startswith(f"{stage}: model.layers.2.mlp.down_proj: ")
     assert "1 more error" in reason
@@ -44,7 +44,7 @@ def test_a_stage_that_failed_is_named_with_its_first_error_and_their_number(stag
 
 def test_the_verdict_decides_where_every_stage_passed() -> None:
     judged = sample.verdict("INCONCLUSIVE")
-    assert conclude(GOOD, None, sample.load(), judged) == ("INCONCLUSIVE", judged.reason)
+    assert concluded(GOOD, None, sample.load(), judged) == ("INCONCLUSIVE", judged.reason)
 
 
 @pytest.mark.parametrize(

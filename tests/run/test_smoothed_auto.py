@@ -9,10 +9,10 @@ from tests.models import save_llama, write_calibration
 from vexport.checkpoint.smoothed import SMOOTHING, smoothing_of
 from vexport.outputs.replaceable import RECIPE
 from vexport.records import silent
-from vexport.run.making import CALIBRATION, MIXED, SENSITIVITY
+from vexport.run.directory import Run
+from vexport.run.making import calibrate, choose, measure_sensitivity
 from vexport.run.serving import EngineOptions
 from vexport.run.stages import STAGES
-from vexport.run.state import Run
 from vexport.scenario import read_scenario
 
 UNTIL_WRITTEN = ("plan candidates", "calibrate", "sensitivity", "choose", "plan", "quantize")
@@ -67,7 +67,7 @@ def loss_of_smoothed(run: Run) -> float:
     """The loss of all that reads a norm's output in W8A8."""
     return sum(
         one.loss
-        for group in run.result(SENSITIVITY).groups
+        for group in run.result(measure_sensitivity).groups
         for one in group.schemes
         if one.scheme == "W8A8" and group.name.endswith(("qkv_proj", "gate_up_proj"))
     )
@@ -76,15 +76,15 @@ def loss_of_smoothed(run: Run) -> float:
 @pytest.mark.slow
 def test_losses_are_those_of_smoothed_weights(folder: Path, smoothed: Run) -> None:
     plain = written(folder, "0")
-    assert not plain.result(CALIBRATION).smoothing
+    assert not plain.result(calibrate).smoothing
     assert not (plain.checkpoint / SMOOTHING).exists()
     assert loss_of_smoothed(smoothed) < 0.7 * loss_of_smoothed(plain)
 
 
 def test_what_is_written_is_what_its_recipe_gives(folder: Path, smoothed: Run) -> None:
-    chosen = {choice.name: choice.scheme for choice in smoothed.result(MIXED).choices}
+    chosen = {choice.name: choice.scheme for choice in smoothed.result(choose).choices}
     assert {"W4A16", "W8A8"} <= set(chosen.values())
-    kept, found = smoothing_of(smoothed.checkpoint), smoothed.result(CALIBRATION).smoothing
+    kept, found = smoothing_of(smoothed.checkpoint), smoothed.result(calibrate).smoothing
     assert kept
     assert len(kept) < len(found)
     again = made_by(smoothed.checkpoint / RECIPE, folder / "again")

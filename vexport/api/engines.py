@@ -20,8 +20,7 @@ from vexport.records import (
     silent,
 )
 from vexport.run.evaluating import EvalJob, accept_answers, evaluate_checkpoints, explained
-from vexport.run.judging import DEFAULT_SECONDS, Explaining
-from vexport.run.serving import EngineOptions, load_checkpoints
+from vexport.run.serving import EXPLANATION_SECONDS, EngineOptions, Explaining, load_checkpoints
 from vexport.run.stages import compare_schemes, run_scenario, with_scheme
 from vexport.scenario import Evaluate, Serve, base_scenario, read_scenario
 from vexport.scenario.serve import EngineArguments, with_options
@@ -99,7 +98,7 @@ def evaluate(
     accept: Name | None = None,
     overwrite: bool = False,
     attribution: bool | None = None,
-    attribution_seconds: int = DEFAULT_SECONDS,
+    attribution_seconds: int = EXPLANATION_SECONDS,
     on_progress: OnProgress = silent,
 ) -> Verdict | None:
     """Compare a checkpoint by lm-eval with `settings.baseline`, or `against` an accepted baseline.
@@ -138,7 +137,7 @@ def run(
     engine_args: EngineArguments | None = None,
     engine: Engine | None = None,
     attribution: bool | None = None,
-    attribution_seconds: int = DEFAULT_SECONDS,
+    attribution_seconds: int = EXPLANATION_SECONDS,
     on_progress: OnProgress = silent,
 ) -> Report:
     """Every stage of a scenario that is not done yet, as `vexport run` does.

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from vexport.records import OnProgress
-    from vexport.run.judging import Explaining
-    from vexport.run.serving import EngineOptions
+    from vexport.run.serving import EngineOptions, Explaining
     from vexport.scenario import Serve
 
 # Where the context of a command keeps what flags of vLLM's own say.
@@ -106,7 +105,7 @@ class ExplanationOptions:
     @property
     def settings(self) -> "Explaining":
         """The same for what runs it."""
-        from vexport.run.judging import Explaining
+        from vexport.run.serving import Explaining
 
         return Explaining(wanted=self.attribution, seconds=self.attribution_seconds)
 

@@ -199,7 +199,7 @@ def _show_first(judged: "Sequence[Judged]", answer: Answer) -> bool:
 
     Then a line on stderr tells it.
     """
-    from vexport.run.judging import first_line
+    from vexport.run.evaluating import first_line
 
     verdicts = [one.verdict for one in judged if one.verdict]
     is_shown = answer.format_ == "text" and answer_file(click.get_current_context()) is None

@@ -103,7 +103,7 @@ class GroupSizeType(click.ParamType["GroupSize"]):
         self, value: str | int, param: click.Parameter | None, ctx: click.Context | None
     ) -> "GroupSize":
         """The number or the word; fails on others."""
-        from vexport.scenario.scheme_keys import parse_group_size
+        from vexport.scenario import parse_group_size
 
         try:
             number = int(value) if isinstance(value, str) and value.lstrip("-").isdecimal() else value

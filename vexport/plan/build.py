@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from vexport.architectures import resolve
 from vexport.architectures.config import text_config
@@ -10,7 +10,7 @@ from vexport.architectures.fusion import fuse, moe_layer
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.quantization import find_quantization
 from vexport.errors import InputError
-from vexport.formats.schemes import get_scheme
+from vexport.formats.schemes import get_scheme, group_sizes, regrouped
 from vexport.layers.blocks import output_bytes
 from vexport.layers.ignore import ignored, ignored_head
 from vexport.layers.linears import (
@@ -27,64 +27,19 @@ from vexport.layers.shapes import (
     SHAPE,
     is_uneven,
     kept_instead,
+    kind_of_group,
     refusal,
     refused_ranks,
     unsupported,
 )
-from vexport.plan.group_sizes import Origin, advice_on, fitting_sizes, layers_alone, with_smaller_groups
-from vexport.plan.rules import Treatment, choose_rule, hidden_rules, require_matching_rules
-from vexport.records import Finding, FusionGroup, KvCache, LinearPlan, OnUnsupportedShape, Plan, Smoothing
+from vexport.plan.rules import choose_rule, hidden_rules, require_matching_rules, smoothing_strength
+from vexport.records import Finding, FusionGroup, Json, KvCache, OnUnsupportedShape, Plan
 
 if TYPE_CHECKING:
     from vexport.scenario import Rule
 
-# The strength that is best for most models (SmoothQuant, arXiv 2211.10438, section 5.1), and on ours.
-STRENGTH = 0.5
-# Rows of text, spread over all, whose gradients show how channels are smoothed, or how much tokens count.
-SMOOTHING_ROWS, WEIGHING_ROWS = 16, 4
-
-
-def smoothing_strength(groups: Sequence[FusionGroup], asked: float | None, *, has_text: bool) -> float:
-    """Return the given strength; without it the default where text was named and some inputs lose much, else
-    0.
-    """
-    if asked is not None:
-        return asked if groups else 0.0
-    return STRENGTH if has_text and any(map(_gains, groups)) else 0.0
-
-
-def smoothed_groups(groups: Sequence[FusionGroup]) -> tuple[FusionGroup, ...]:
-    """The groups whose inputs lose much, or all where none does: weights have their part of it too."""
-    return tuple(filter(_gains, groups)) or tuple(groups)
-
-
-def smoothing_for(plan: Plan, found: Mapping[str, Smoothing]) -> Mapping[str, Smoothing]:
-    """Return the part that a plan asks for of what was found for all candidates, by stored tensor.
-
-    It is what looking for these groups alone would find.
-    """
-    if not plan.smoothing:
-        return {}
-    wanted = {member.weight for group in smoothed_groups(plan.groups) for member in group.members}
-    folded = {name for name, smoothing in found.items() if not wanted.isdisjoint(smoothing.readers)}
-    read = {reader for name in folded for reader in found[name].readers}
-    return {
-        name: Smoothing(
-            rows=smoothing.rows if name in folded else "",
-            columns=smoothing.columns if name in read else "",
-            readers=smoothing.readers if name in folded else (),
-        )
-        for name, smoothing in found.items()
-        if name in folded | read
-    }
-
-
-def _gains(group: FusionGroup) -> bool:
-    """Integers lose what is small next to the largest input of a token, 4 bits what is in a block."""
-    inputs = get_scheme(group.scheme).args.input_activations
-    if inputs is None or inputs.num_bits > 8:
-        return False
-    return not inputs.is_float or (inputs.num_bits == 4 and group.rounding != "nearest")
+# Where a plan's rules come from, and where they are to be changed.
+Origin = Literal["options", "scenario"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +88,11 @@ def build_plan(index: SourceIndex, rules: Sequence["Rule"], settings: PlanSettin
         name: choose_rule(rules, name, place, has_text=settings.has_text) for name, place in places.items()
     }
     misruled = [*_mixed(modules, chosen), *_unquantizable(chosen, places)]
-    groups = [] if misruled else list(_groups(modules, chosen, linears))
+    groups = [
+        replace(group, name=name, members=tuple(linears[member] for member in members))
+        for name, members in modules.items()
+        if not misruled and (group := chosen[members[0]]) is not None
+    ]
     groups, fitted, unfit = _fitted(groups, names, settings, index)
     text = text_config(index.config)
     attention = attention_layers(linears.values(), names, text, settings.kv_cache)
@@ -179,30 +138,8 @@ def require_accepted(plan: Plan) -> None:
         return
     first, *rest = plan.refusals
     more = f" ({len(rest)} more: see `vexport plan`)" if rest else ""
-    need = "" if first.check == SHAPE else first.expected  # a reason is a sentence, see plan/shapes.py
+    need = "" if first.check == SHAPE else first.expected  # a reason is a sentence
     raise InputError(first.where, got=first.got, need=need, fix=first.fix + more)
-
-
-def _groups(
-    modules: Mapping[str, tuple[str, ...]],
-    chosen: Mapping[str, Treatment | None],
-    linears: Mapping[str, LinearPlan],
-) -> Iterator[FusionGroup]:
-    for name, members in modules.items():
-        treatment = chosen[members[0]]
-        if treatment is not None:
-            yield FusionGroup(
-                name=name,
-                scheme=treatment.scheme,
-                observer=treatment.observer,
-                rounding=treatment.rounding,
-                observer_kwargs=treatment.observer_kwargs,
-                input_observer=treatment.input_observer,
-                input_observer_kwargs=treatment.input_observer_kwargs,
-                strength=treatment.strength,
-                ridge=treatment.ridge,
-                members=tuple(linears[member] for member in members),
-            )
 
 
 def _fitted(
@@ -221,40 +158,38 @@ def _fitted(
 
 
 def _mixed(
-    modules: Mapping[str, tuple[str, ...]], chosen: Mapping[str, Treatment | None]
+    modules: Mapping[str, tuple[str, ...]], chosen: Mapping[str, FusionGroup | None]
 ) -> Iterator[Finding]:
     """Refusals of fused layers, and of the routed experts of a layer, that rules treat differently."""
     units: dict[str, list[str]] = {}
     for name, members in modules.items():
         units.setdefault(moe_layer(members[0]) or name, []).extend(members)
     for name, unit in units.items():
-        schemes = {treatment and treatment.scheme for treatment in map(chosen.__getitem__, unit)}
+        schemes = {group and group.scheme for group in map(chosen.__getitem__, unit)}
         if len(schemes) > 1 or len({chosen[member] for member in modules.get(name, ())}) > 1:
-            yield _mixed_group(name, unit)
+            last_parts = ", ".join(dict.fromkeys(member.rpartition(".")[2] for member in unit))
+            which = f"{last_parts} of all routed experts" if moe_layer(unit[0]) else last_parts
+            yield Finding(
+                check="fusion",
+                severity="error",
+                where=name,
+                expected=f"one scheme for {which}, which vLLM runs as one layer",
+                got="rules that treat them differently",
+                fix=f"give {which} the same rule",
+            )
 
 
-def _mixed_group(name: str, members: Sequence[str]) -> Finding:
-    last_parts = ", ".join(dict.fromkeys(member.rpartition(".")[2] for member in members))
-    which = f"{last_parts} of all routed experts" if moe_layer(members[0]) else last_parts
-    return Finding(
-        check="fusion",
-        severity="error",
-        where=name,
-        expected=f"one scheme for {which}, which vLLM runs as one layer",
-        got="rules that treat them differently",
-        fix=f"give {which} the same rule",
-    )
-
-
-def _unquantizable(chosen: Mapping[str, Treatment | None], places: Mapping[str, Place]) -> Iterator[Finding]:
-    for name, treatment in chosen.items():
-        if treatment is not None and places[name] == "unquantizable":
+def _unquantizable(
+    chosen: Mapping[str, FusionGroup | None], places: Mapping[str, Place]
+) -> Iterator[Finding]:
+    for name, group in chosen.items():
+        if group is not None and places[name] == "unquantizable":
             yield Finding(
                 check="architecture",
                 severity="error",
                 where=name,
                 expected="a layer that vLLM builds with a quantization config",
-                got=f"a rule with scheme {treatment.scheme} for one that it never quantizes",
+                got=f"a rule with scheme {group.scheme} for one that it never quantizes",
                 fix="remove the rule, or give it scheme: keep",
             )
 
@@ -262,7 +197,6 @@ def _unquantizable(chosen: Mapping[str, Treatment | None], places: Mapping[str, 
 def _shape_findings(
     groups: Sequence[FusionGroup], names: Names, settings: PlanSettings, index: SourceIndex
 ) -> dict[str, Finding]:
-    """Refusals by the name of the group."""
     text = text_config(index.config)
     reasons = unsupported(groups, names, settings.ranks, text)
     refused = [group for group in groups if group.name in reasons]
@@ -290,7 +224,7 @@ def _without(
     """The groups that fit, routed experts of a layer all or none, and what is said of the others."""
     fitting: list[FusionGroup] = []
     notes: list[Finding] = []
-    for name, unit in layers_alone(groups):
+    for name, unit in layers_alone(groups).items():
         bad = next((shape_findings[group.name] for group in unit if group.name in shape_findings), None)
         if bad is None:
             fitting.extend(unit)
@@ -321,3 +255,74 @@ def _require_plain(index: SourceIndex) -> None:
             need="an unquantized source",
             fix="start from the original model; `vexport check` and `vexport eval` judge this one as it is",
         )
+
+
+def fitting_sizes(
+    groups: Sequence[FusionGroup], names: Names, ranks: Sequence[int], text: Mapping[str, Json]
+) -> tuple[int, ...]:
+    """The sizes below that of the groups' one scheme with which vLLM runs all of them, largest first."""
+    return tuple(
+        size
+        for size in _smaller(groups[0].scheme if groups else "")
+        if not unsupported(_regrouped(groups, size), names, ranks, text)
+    )
+
+
+def advice_on(group: FusionGroup, sizes: Sequence[int], origin: Origin) -> str:
+    """The advice on a group of unsupported shape, in words of options or a scenario; `sizes` fit."""
+    names_in_layer = [member.name.rpartition(".")[2] for member in group.members]
+    if origin == "options":
+        size, shape = "--group-size", "--on-unsupported-shape"
+        rule = " ".join(f"--ignore {name}" for name in names_in_layer)
+    else:
+        size, shape = "group_size:", "on_unsupported_shape:"
+        rule = f"a rule with scheme: keep for {' and '.join(names_in_layer)}"
+    keep = f"{shape} keep, or {rule}"
+    if not sizes:
+        return f"use {keep}, or another scheme (`vexport plan MODEL` shows which fit)"
+    fitting = f"{size} {' or '.join(map(str, sizes))}"
+    return f"use {fitting}; {shape} smaller-group for these layers alone; or {keep}"
+
+
+def with_smaller_groups(
+    groups: Sequence[FusionGroup], names: Names, ranks: Sequence[int], text: Mapping[str, Json]
+) -> tuple[list[FusionGroup], list[Finding]]:
+    """Groups of unsupported shape with the largest group size that fits, and what is said of each.
+
+    vLLM loads each fused layer in its own scheme, and the routed experts of a layer in one: so the size is
+    chosen for those. What no size fits stays as it is.
+    """
+    reasons = unsupported(groups, names, ranks, text)
+    sizes: dict[tuple[object, ...], int | None] = {}
+    regrouped_groups: list[FusionGroup] = []
+    notes: list[Finding] = []
+    for name, layers in layers_alone(groups).items():
+        bad = next((group for group in layers if group.name in reasons), None)
+        kind = tuple(kind_of_group(group) for group in layers)
+        if bad is not None and kind not in sizes:
+            sizes[kind] = next(iter(fitting_sizes(layers, names, ranks, text)), None)
+        size = sizes.get(kind) if bad is not None else None
+        if bad is None or size is None:
+            regrouped_groups.extend(layers)
+            continue
+        regrouped_groups.extend(_regrouped(layers, size))
+        note = kept_instead(refusal(bad, reasons[bad.name], ""), name)
+        notes.append(replace(note, fix=f"quantized in groups of {size} ({regrouped_groups[-1].scheme})"))
+    return regrouped_groups, notes
+
+
+def layers_alone(groups: Sequence[FusionGroup]) -> Mapping[str, list[FusionGroup]]:
+    """The layers that vLLM takes one scheme for, by name: a fused one, or all routed experts of a layer."""
+    units: dict[str, list[FusionGroup]] = {}
+    for group in groups:
+        units.setdefault(moe_layer(group.members[0].name) or group.name, []).append(group)
+    return units
+
+
+def _smaller(scheme: str) -> tuple[int, ...]:
+    group_size = get_scheme(scheme).args.weights.group if scheme else None
+    return tuple(size for size in group_sizes(scheme) if size < group_size) if group_size else ()
+
+
+def _regrouped(groups: Sequence[FusionGroup], size: int) -> list[FusionGroup]:
+    return [replace(group, scheme=regrouped(get_scheme(group.scheme), size).name) for group in groups]

@@ -28,12 +28,19 @@ class CalibrationNeed:
 
 
 def calibration_need(plan: Plan) -> CalibrationNeed | None:
-    """Return what of a plan needs calibration: statistics, smoothing, or weights rounded by their inputs.
+    """The need of a plan for calibration: statistics, smoothing, or weights rounded by their inputs.
 
     None where samples would change nothing.
     """
-    if need := _ranges_need(plan):
-        return need
+    static = [f"scheme {name}" for name in plan.schemes if get_scheme(name).args.calibrated]
+    if plan.attention:
+        static.append("KV cache")
+    if static:
+        return CalibrationNeed(where=static[0], samples="samples for its static scales")
+    for group in plan.groups:
+        if group.rounding == "nearest" and group.observer in observer_names.BY_IMPORTANCE:
+            where = f"observer {group.observer}"
+            return CalibrationNeed(where=where, samples="samples that show importance")
     if plan.smoothing:
         return CalibrationNeed(where="smoothing", samples="samples that show which channels are large")
     rounded = next((group.rounding for group in plan.groups if group.rounding != "nearest"), None)
@@ -42,47 +49,22 @@ def calibration_need(plan: Plan) -> CalibrationNeed | None:
     return CalibrationNeed(where=f"rounding {rounded}", samples="samples that show what enters each layer")
 
 
-def _ranges_need(plan: Plan) -> CalibrationNeed | None:
-    """The need for statistics of all samples: static scales of inputs, keys or values, weights searched by
-    importance and rounded to nearest.
-    """
-    static = [f"scheme {name}" for name in plan.schemes if get_scheme(name).args.calibrated]
-    if plan.attention:
-        static.append("KV cache")
-    if static:
-        return CalibrationNeed(where=static[0], samples="samples for its static scales")
-    nearest = [group for group in plan.groups if group.rounding == "nearest"]
-    weighted = next(
-        (rule.observer for rule in nearest if rule.observer in observer_names.BY_IMPORTANCE), None
-    )
-    if weighted is None:
-        return None
-    return CalibrationNeed(where=f"observer {weighted}", samples="samples that show importance")
-
-
 def default_text_note(rules: Sequence[Rule]) -> str:
-    """Return the note where no text was named that the rules need, with the schemes that need none."""
+    """The note where no text was named that the rules need, with the schemes that need none."""
     asked = {rule.scheme: _without_text(rule.scheme) for rule in rules if rule.scheme not in (KEEP, AUTO)}
-    others = [f"{other} instead of {name} needs no text" for name, other in asked.items() if other]
-    return "; ".join(
-        (
-            "no calibration data was named: vexport's own text is used (`default`)",
-            "text like what the model will serve gives better scales",
-            *others,
-        )
+    others = [f"; {other} instead of {name} needs no text" for name, other in asked.items() if other]
+    return (
+        "no calibration data was named: vexport's own text is used (`default`); "
+        f"text like what the model will serve gives better scales{''.join(others)}"
     )
 
 
 def _without_text(name: str) -> str | None:
     """The first scheme that stores weights in the same format and needs no text, for one that does."""
     scheme = get_scheme(name)
-    if not scheme.args.calibrated:
-        return None
-    others = (get_scheme(other) for other in scheme_names())
-    return next(
-        (preset.name for preset in others if preset.format is scheme.format and not preset.args.calibrated),
-        None,
-    )
+    others = map(get_scheme, scheme_names()) if scheme.args.calibrated else ()
+    fitting = (other for other in others if other.format is scheme.format and not other.args.calibrated)
+    return next((other.name for other in fitting), None)
 
 
 def rules_need_calibration(
@@ -120,12 +102,11 @@ def with_needed_text(
 
 def with_default_text(scenarios: Sequence[Scenario], note: Callable[[str], None]) -> list[Scenario]:
     """Scenarios of one kind; where one needs text and none is named, all with vexport's own, and a note."""
-    needy = (
-        scenario
+    if not any(
+        scenario.calibration is None
+        and rules_need_calibration(scenario.rules, scenario.kv_cache, scenario.smoothing)
         for scenario in scenarios
-        if rules_need_calibration(scenario.rules, scenario.kv_cache, scenario.smoothing)
-    )
-    if all(scenario.calibration is not None for scenario in needy):
+    ):
         return list(scenarios)
     note(default_text_note([rule for scenario in scenarios for rule in scenario.rules]))
     text = default_calibration()

@@ -1,15 +1,14 @@
-"""The choice of the rule for a linear layer."""
+"""The rules of a plan: which decides about a linear layer, and how much inputs are smoothed."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vexport.errors import InputError, raise_all
 from vexport.formats.schemes import KEEP, get_scheme
 from vexport.layers.linears import Place
-from vexport.records import Finding
-from vexport.records.observer_names import EXPANDED, IMPORTANCE, MIN_MAX, OptionValue
+from vexport.records import Finding, FusionGroup, Plan, Smoothing
+from vexport.records.observer_names import EXPANDED, IMPORTANCE, MIN_MAX
 from vexport.records.patterns import matches as pattern_matches
 from vexport.records.rounding import Rounding
 from vexport.scenario.rules import WITH_IMPORTANCE
@@ -21,29 +20,20 @@ ALL = "Linear"
 PATTERN = "re:"
 # Weights of fewer bits are rounded by calibration text.
 FEW_BITS = 8
+# The strength that is best for most models (SmoothQuant, arXiv 2211.10438, section 5.1), and on ours.
+STRENGTH = 0.5
+# Rows of text, spread over all, whose gradients show how channels are smoothed, or how much tokens count.
+SMOOTHING_ROWS, WEIGHING_ROWS = 16, 4
 # A rule that keeps what some models do not have matches nothing without being wrong.
 MAY_BE_ABSENT = re.compile(
     r"(?:.*\.)?(?:lm_head|embed_out|embed_tokens|embed_positions|word_embeddings|wte|wpe|\w*router\w*|\w*gate|\w*norm\w*)$"
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Treatment:
-    """The scheme, observers and rounding that a rule gives a layer."""
+def choose_rule(rules: Sequence["Rule"], name: str, place: Place, *, has_text: bool) -> FusionGroup | None:
+    """A group without name and members, as the first rule that matches a linear layer treats it.
 
-    scheme: str
-    observer: str
-    rounding: Rounding
-    observer_kwargs: Mapping[str, OptionValue] = field(hash=False)
-    input_observer: str | None
-    input_observer_kwargs: Mapping[str, OptionValue] = field(hash=False)
-    strength: float | None
-    ridge: float | None
-
-
-def choose_rule(rules: Sequence["Rule"], name: str, place: Place, *, has_text: bool) -> Treatment | None:
-    """Return the treatment by the first rule that matches a linear layer; None where it stays unquantized.
-
+    None where the layer stays unquantized.
     What is outside the decoder layers is quantized only by a rule that names it rather than all linear
     layers; what vLLM builds unquantized only by one that names it without a pattern (and is then refused).
     A rule that names no rounding refits weights of fewer than 8 bits where there is calibration text.
@@ -54,7 +44,9 @@ def choose_rule(rules: Sequence["Rule"], name: str, place: Place, *, has_text: b
     rounding = rule.method or default_rounding(rule.scheme, has_text=has_text)
     # Of the schemes that `auto` chooses among only some may have static input scales.
     observes_inputs = get_scheme(rule.scheme).args.calibrated
-    return Treatment(
+    return FusionGroup(
+        name="",
+        members=(),
         scheme=rule.scheme,
         observer=rule.observer or default_observer(rule.scheme, rounding),
         rounding=rounding,
@@ -156,3 +148,44 @@ def require_matching_rules(rules: Sequence["Rule"], names: Mapping[str, Place]) 
             if not any(matches(rule.match, name) for name in names)
         ]
     )
+
+
+def smoothing_strength(groups: Sequence[FusionGroup], asked: float | None, *, has_text: bool) -> float:
+    """The `asked` strength, else the default where there is text and some inputs lose much, else 0."""
+    if asked is not None:
+        return asked if groups else 0.0
+    return STRENGTH if has_text and any(map(_gains, groups)) else 0.0
+
+
+def smoothed_groups(groups: Sequence[FusionGroup]) -> tuple[FusionGroup, ...]:
+    """The groups whose inputs lose much, or all where none does: weights have their part of it too."""
+    return tuple(filter(_gains, groups)) or tuple(groups)
+
+
+def smoothing_for(plan: Plan, found: Mapping[str, Smoothing]) -> Mapping[str, Smoothing]:
+    """Return the part that a plan asks for of what was found for all candidates, by stored tensor.
+
+    It is what looking for these groups alone would find.
+    """
+    if not plan.smoothing:
+        return {}
+    wanted = {member.weight for group in smoothed_groups(plan.groups) for member in group.members}
+    folded = {name for name, smoothing in found.items() if not wanted.isdisjoint(smoothing.readers)}
+    read = {reader for name in folded for reader in found[name].readers}
+    return {
+        name: Smoothing(
+            rows=smoothing.rows if name in folded else "",
+            columns=smoothing.columns if name in read else "",
+            readers=smoothing.readers if name in folded else (),
+        )
+        for name, smoothing in found.items()
+        if name in folded | read
+    }
+
+
+def _gains(group: FusionGroup) -> bool:
+    """Integers lose what is small next to the largest input of a token, 4 bits what is in a block."""
+    inputs = get_scheme(group.scheme).args.input_activations
+    if inputs is None or inputs.num_bits > 8:
+        return False
+    return not inputs.is_float or (inputs.num_bits == 4 and group.rounding != "nearest")

@@ -1,16 +1,20 @@
-"""From the name of a source, a folder or a hub id, to its headers and its plan."""
+"""From the name of a source, a folder or a hub id, to its headers, its plan and the table of all schemes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from vexport.architectures import resolve
+from vexport.architectures.config import text_config
+from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.source import pinned_source, resolve_source, source_headers
 from vexport.errors import InputError, InputErrors, raise_all
 from vexport.errors.extras import require_extra
 from vexport.formats.arguments import QuantArgs
+from vexport.formats.gpus import generation
 from vexport.formats.schemes import (
     KEEP,
     get_scheme,
@@ -19,40 +23,48 @@ from vexport.formats.schemes import (
     scheme_names,
     with_group_size,
 )
-from vexport.plan.build import PlanSettings, build_plan, hidden_rule_notes
-from vexport.plan.table import scheme_table
-from vexport.records import GroupSize, OnProgress, Plan, PlanRequest, SchemeTable, silent
+from vexport.layers.blocks import quantized_bytes
+from vexport.layers.linears import Names, names_of
+from vexport.layers.shapes import kind_of_group, unsupported
+from vexport.plan.build import PlanSettings, build_plan, fitting_sizes, hidden_rule_notes
+from vexport.records import (
+    FusionGroup,
+    GroupSize,
+    OnProgress,
+    Plan,
+    PlanRequest,
+    SchemeOutlook,
+    SchemeTable,
+    silent,
+)
 from vexport.records.observer_names import OBSERVERS, OptionValue
-from vexport.records.rounding import Rounding
 from vexport.scenario import AUTO, Rule, Scenario, parse_group_size
 from vexport.scenario.llmcompressor import read_recipe
 
 DEFAULTS = PlanSettings()
+# The scheme whose plan says which layers a rule for all linear layers reaches; any would do.
+PROBE = "FP8_DYNAMIC"
 
 
-def rules_for(
-    scheme: str,
-    *,
-    observer: str | None,
-    ignore: Sequence[str],
-    input_observer: str | None = None,
-    rounding: Rounding | None = None,
-    group_size: GroupSize | None = None,
-) -> tuple[Rule, ...]:
-    """The rules of a command line: what to ignore is kept, all other linear layers get the scheme.
+def rules_for(request: PlanRequest) -> tuple[Rule, ...]:
+    """The rules of a scheme: what to ignore is kept, all other linear layers get it.
 
     Raises InputErrors by the names of the options.
     """
-    name = get_scheme(scheme_name(scheme)).name
-    if group_size is not None:
-        name = with_group_size(name, parse_group_size(group_size))
+    name = get_scheme(scheme_name(request.scheme or "")).name
+    if request.group_size is not None:
+        name = with_group_size(name, parse_group_size(request.group_size))
     try:
         rule = Rule(
-            match="Linear", scheme=name, observer=observer, input_observer=input_observer, rounding=rounding
+            match="Linear",
+            scheme=name,
+            observer=request.observer,
+            input_observer=request.input_observer,
+            rounding=request.rounding,
         )
     except ValidationError as error:
         raise InputErrors([_option_problem(detail) for detail in error.errors()]) from None
-    return (*ignored_rules(ignore), rule)
+    return (*ignored_rules(request.ignore), rule)
 
 
 def requested(
@@ -70,16 +82,9 @@ def requested(
         kv_cache=request.kv_cache,
         smoothing=request.smoothing,
     )
-    of_scheme = (request.observer, request.input_observer, request.rounding, request.group_size)
     if request.scheme is not None:
-        return rules_for(
-            request.scheme,
-            observer=request.observer,
-            input_observer=request.input_observer,
-            ignore=request.ignore,
-            rounding=request.rounding,
-            group_size=request.group_size,
-        ), settings
+        return rules_for(request), settings
+    of_scheme = (request.observer, request.input_observer, request.rounding, request.group_size)
     if any(each is not None for each in of_scheme):
         raise ValueError("got an observer, rounding or group_size next to what says the same, need it there")
     if request.recipe is not None:
@@ -102,7 +107,6 @@ def ignored_rules(ignore: Sequence[str]) -> tuple[Rule, ...]:
 
 
 def _option_problem(detail: ErrorDetails) -> InputError:
-    """A problem of a rule's key, by the option that it comes from."""
     option = f"--{detail['loc'][0]}".replace("_", "-")
     need, fix = detail["msg"].removeprefix("Value error, "), detail.get("ctx", {}).get("fix", "correct it")
     return InputError(option, got=repr(detail["input"]), need=need, fix=str(fix))
@@ -144,39 +148,23 @@ def plan_headers(
         return index, replace(plan, source=pinned_source(source, root))
 
 
-def table_of_schemes(
-    source: str,
-    kept: Sequence[Rule],
-    settings: PlanSettings,
-    on_progress: OnProgress,
-    group_size: GroupSize | None = None,
-) -> SchemeTable:
-    """Compare all schemes for a model, from its headers; see `vexport.plan.table`."""
-    names = scheme_names()
-    if group_size is not None:
-        names = grouped_schemes(parse_group_size(group_size))
-    with source_headers(source, on_progress) as root:
-        table = scheme_table(read_index(root), kept, settings, names)
-        return replace(table, source=pinned_source(source, root))
-
-
 def _observer_problems(rule: Rule) -> Iterator[InputError]:
-    """Return the problems of a rule's observers that are not vexport's own, whose classes say them."""
+    """The problems of a rule's observers that are not vexport's own, whose classes say them."""
     if rule.scheme in (KEEP, AUTO):
         return
     args = get_scheme(rule.scheme).args
-    if rule.observer and rule.observer not in OBSERVERS:
-        yield from _class_problems(rule, "observer", rule.observer, args.weights, rule.observer_kwargs)
-    inputs = args.input_activations
-    if rule.input_observer and rule.input_observer not in OBSERVERS and inputs is not None:
-        name, keywords = rule.input_observer, rule.input_observer_kwargs
-        yield from _class_problems(rule, "input_observer", name, inputs, keywords)
+    for key, name, observed, keywords in (
+        ("observer", rule.observer, args.weights, rule.observer_kwargs),
+        ("input_observer", rule.input_observer, args.input_activations, rule.input_observer_kwargs),
+    ):
+        if name and name not in OBSERVERS and observed is not None:
+            yield from _class_problems(rule, key, name, observed, keywords)
 
 
 def _class_problems(
     rule: Rule, key: str, name: str, args: QuantArgs, keywords: Mapping[str, OptionValue]
 ) -> Iterator[InputError]:
-    """Return why an observer of another package cannot be used for what a rule names it for."""
+    """The reasons why an observer of another package cannot be used for what a rule names it for."""
     require_extra("torch", f"the observer {name}")
     from vexport.observers import IMatrixMSEObserver, Observer
 
@@ -192,3 +180,103 @@ def _class_problems(
     if of_inputs and type(observer).get_qparams is not Observer.get_qparams:
         need = "one whose range says it: the scale of fused layers' inputs is that of all their ranges"
         yield InputError(where, got=f"{name}, with get_qparams of its own", need=need, fix="set min_vals")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """Fused layers alike in names and sizes: one of them, how many there are, their bytes unquantized."""
+
+    group: FusionGroup
+    number: int
+    source_bytes: int
+
+
+def table_of_schemes(
+    source: str,
+    kept: Sequence[Rule],
+    settings: PlanSettings,
+    on_progress: OnProgress,
+    group_size: GroupSize | None = None,
+) -> SchemeTable:
+    """Every scheme, or those of a group size, for all linear layers but those that the rules in `kept` keep.
+
+    A scheme whose own groups do not fit is followed by the largest that do. Raises InputError for a source
+    that cannot be a source, as `build_plan` does.
+    """
+    schemes = scheme_names() if group_size is None else grouped_schemes(parse_group_size(group_size))
+    with source_headers(source, on_progress) as root:
+        index, name = read_index(root), pinned_source(source, root)
+    plan = build_plan(index, (*kept, Rule(match="Linear", scheme=PROBE)), settings)
+    names = names_of(index, resolve(index.architecture, index.config)[0])
+    kinds = _kinds(index, plan)
+    outlooks: list[SchemeOutlook] = []
+    for scheme in schemes:
+        outlooks.append(_outlook(scheme, index, names, plan, kinds, settings))
+        if sizes := outlooks[-1].group_sizes:
+            largest = with_group_size(scheme, sizes[0])
+            outlooks.append(_outlook(largest, index, names, plan, kinds, settings))
+    return SchemeTable(
+        source=name,
+        architecture=plan.architecture,
+        parameters=plan.parameters,
+        source_bytes=plan.source_bytes,
+        layers=sum(kind.number * len(kind.group.members) for kind in kinds),
+        schemes=tuple(outlooks),
+    )
+
+
+def _kinds(index: SourceIndex, plan: Plan) -> list[_Kind]:
+    alike: dict[tuple[object, ...], list[FusionGroup]] = {}
+    for group in plan.groups:
+        dtypes = tuple(index.tensors[member.weight].dtype for member in group.members)
+        alike.setdefault((kind_of_group(group), dtypes), []).append(group)
+    return [
+        _Kind(
+            group=first,
+            number=1 + len(others),
+            source_bytes=sum(
+                num_bytes(index.tensors[member.weight].dtype, (member.out_features, member.in_features))
+                for member in first.members
+            ),
+        )
+        for first, *others in alike.values()
+    ]
+
+
+def _stored(index: SourceIndex, group: FusionGroup, scheme: str) -> int:
+    return quantized_bytes(index, (replace(group, scheme=scheme),))
+
+
+def _outlook(
+    name: str, index: SourceIndex, names: Names, plan: Plan, kinds: Sequence[_Kind], settings: PlanSettings
+) -> SchemeOutlook:
+    scheme, text = get_scheme(name), text_config(index.config)
+    support = scheme.format.gpu_support(scheme.args)
+    groups = [replace(kind.group, scheme=name) for kind in kinds]
+    reasons = unsupported(groups, names, settings.ranks, text)
+    # What stays in every scheme: copied tensors and scales of the KV cache.
+    size = plan.output_bytes - sum(kind.number * _stored(index, kind.group, PROBE) for kind in kinds)
+    layers = 0
+    for kind in kinds:
+        fits = kind.group.name not in reasons
+        size += kind.number * (_stored(index, kind.group, name) if fits else kind.source_bytes)
+        layers += kind.number * len(kind.group.members) * fits
+    reason = next(iter(reasons.values()), "")
+    sizes = fitting_sizes(groups, names, settings.ranks, text) if reason else ()
+    if sizes:
+        reason = f"{reason}; --group-size {' or '.join(map(str, sizes))} fits"
+    refused = next((str(refusal.got) for refusal in plan.refusals if refusal.check != "shape"), "")
+    reason = refused or reason or ("" if kinds else "no linear layer to quantize")
+    return SchemeOutlook(
+        scheme=name,
+        fits=not reason,
+        reason=reason,
+        layers=layers,
+        output_bytes=size,
+        bits=8 * size / plan.parameters,
+        needs_calibration=scheme.args.calibrated or bool(plan.attention),
+        least_sm=support.loads_from,
+        full_sm=support.full_from,
+        generation=generation(support.loads_from),
+        group_sizes=sizes,
+    )

@@ -26,8 +26,8 @@ from vexport.errors.extras import require_extra
 from vexport.files import from_json, to_json, write_text
 from vexport.formats.packing.base import Array
 from vexport.numerics.ranks import on_first, rank_and_size
-from vexport.plan.build import SMOOTHING_ROWS, WEIGHING_ROWS, smoothed_groups
 from vexport.plan.needs import calibration_need, needs_rounding
+from vexport.plan.rules import SMOOTHING_ROWS, WEIGHING_ROWS, smoothed_groups
 from vexport.records import PROGRESS_DETAIL, CalibrationRecord, FusionGroup, OnProgress, Plan, Smoothing
 from vexport.records.calibration import LOOK_BACK
 from vexport.records.rounding import RoundingReport

@@ -9,10 +9,8 @@ from vexport.records.values import Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDrift:
-    """One token of a prompt under both models, in nats.
-
-    `kl` is KL(baseline || candidate) over the whole vocabulary where this token was to be predicted;
-    `baseline_nll` and `candidate_nll` are what the token itself cost each model.
+    """One token of a prompt under both models, in nats: KL(baseline || candidate) over the whole vocabulary
+    where it was to be predicted, and what the token itself cost each model.
     """
 
     token: str
@@ -36,10 +34,9 @@ class PromptDrift:
 class Drift:
     """Baseline against candidate, both in vLLM, on the same tokens; means over `positions`, in nats.
 
-    `kl_limit` bounds `mean_kl`, `nll_limit` the rise of the mean NLL; beyond either is a warning and never
-    decides. `top1_agreement` is the share of positions with the same likeliest token. `worst` are the
-    prompts of largest KL, the worst first. Two drifts can be compared where `digest`, that of the token ids,
-    is the same.
+    Beyond `kl_limit` of `mean_kl`, or `nll_limit` of the rise of the mean NLL, it is a warning and never
+    decides. `top1_agreement` is the share of positions with the same likeliest token. `worst` are the prompts
+    of largest KL, the worst first. Drifts can be compared where `digest`, of the token ids, is the same.
     """
 
     prompts: int
@@ -75,9 +72,8 @@ class Attribution:
 
     (1) transformers and (2) vLLM on the baseline; (3) transformers with the exported weights dequantized and
     activations rounded, (4) vLLM on the candidate. `noise` is 2 against 1, `quantization` 3 against 1,
-    `engine` 4 against 3, `total` 4 against 2. `harness`: what else differs between what the two models are
-    asked. `evidence` has what speaks for the loader, in vLLM's or the check's words. Distances are None where
-    the two models do not read the same tokens.
+    `engine` 4 against 3, `total` 4 against 2, None where the models do not read the same tokens. `harness`
+    has other differences between the questions, `evidence` what speaks for the loader, in vLLM's words.
     """
 
     cause: Cause = field(metadata={"alias": "guilty"})
@@ -94,30 +90,10 @@ BatchSize = int | Literal["auto"]
 Scalar = bool | int | float | str | None
 GenKwargs = Mapping[str, Scalar | list[Scalar] | dict[str, Scalar]]
 GENERATION_KEYS = (
-    "do_sample",
-    "until",
-    "max_gen_toks",
-    "max_new_tokens",
-    "max_tokens",
-    "max_completion_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "stop",
-    "stop_token_ids",
-    "bad_words",
-    "logit_bias",
-    "allowed_token_ids",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "thinking_token_budget",
+    *("do_sample", "until", "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"),
+    *("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "bad_words", "logit_bias"),
+    *("allowed_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "thinking_token_budget"),
 )
 """What lm-eval reads of `gen_kwargs` (`normalize_gen_kwargs`), and the usual fields of vLLM's SamplingParams,
 which gets the others."""
@@ -129,10 +105,10 @@ class LmEvalSettings:
 
     `apply_chat_template` is a template's name or true for the default one; with `plain_as_is` tasks that
     score the log-likelihood of plain text get none. `fewshot_as_multiturn` counts only with a template.
-    `num_fewshot` does not change a task that sets 0 itself. `gen_kwargs` replace those of
-    generating tasks, key by key; `max_gen_toks` is the most new tokens where the task sets none. What stands
-    before the last `think_end_token` is cut off an answer; `enable_thinking` is handed to the template.
-    `batch_size` is how many requests vLLM is given at once. Generating tasks are asked with `seeds` seeds.
+    `num_fewshot` does not change a task that sets 0 itself. `gen_kwargs` replace those of generating tasks,
+    key by key; `max_gen_toks` is the most new tokens where the task sets none. An answer begins behind the
+    last `think_end_token`; `enable_thinking` is handed to the template. `batch_size` is how many requests
+    vLLM is given at once. Generating tasks are asked with `seeds` seeds.
     """
 
     num_fewshot: int | None = None
@@ -174,8 +150,8 @@ class Prompting:
     """The prompts behind the results of a verdict, as lm-eval recorded them.
 
     `chat_template` and `system_instruction` are SHA-256, shortened to 16 digits; None where there was none.
-    `num_fewshot` counts the examples of each task. `generation` has `gen_kwargs`, and of the model's
-    arguments those that change an answer. `untemplated` are tasks that the template was not applied to.
+    `generation` has `gen_kwargs`, and of the model's arguments those that change an answer. `untemplated` are
+    tasks that the template was not applied to.
     """
 
     chat_template: str | None
@@ -216,10 +192,9 @@ class Flip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A difference that is shown next to a gate and decides nothing.
+    """A difference of two means that is shown next to a gate and decides nothing.
 
-    `baseline` and `candidate` are means; `difference` is positive where the candidate is better, with
-    one-sided 1 - alpha bounds; `outcome` is what they would say as a gate.
+    It is positive where the candidate is better, with one-sided 1 - alpha bounds; `outcome` is theirs.
     """
 
     task: str
@@ -308,7 +283,7 @@ class DraftCounts:
 class AcceptanceLengths:
     """Tokens that a step of speculative decoding yields: 1 + accepted tokens / drafts over all prompts.
 
-    `draft_tokens` is the mean length of the baseline's and the candidate's drafts.
+    `draft_tokens` is the mean length of both models' drafts.
     """
 
     method: str
@@ -369,13 +344,11 @@ class Verdict:
     """One answer for all tasks, with the sentence that justifies it.
 
     `pooled` takes all documents as one task, None where there is one task or a metric is not 0/1.
-    `warnings` say what weakens the answer: samples that are missing, an environment that changed.
-    `prompting` says how the documents were asked, None in reports that were written before it was recorded.
-    `drift` and `attribution` are what
-    `vexport eval` measured apart from the tasks; a run has its own in its report. `checkpoint` is the
-    candidate as it was given to `vexport eval`. `device` ran it (`CPU, emulated`), or is its server's
-    address; empty where its results do not tell. `text` decides where there are no tasks: `margin` is then
-    the limit of the NLL.
+    `warnings` say what weakens the answer: samples that are missing, an environment that changed. `prompting`
+    is None in reports that are older than it. `drift` and `attribution` are those of `vexport eval`; a run
+    has its own in its report. `checkpoint` is the candidate as it was given to `vexport eval`. `device` ran
+    it (`CPU, emulated`), or is its server's address; empty where its results do not tell. `text` decides
+    where there are no tasks: `margin` is then the limit of the NLL.
     """
 
     schema: Literal["vexport.verdict/1"] = "vexport.verdict/1"

@@ -28,7 +28,6 @@ class HeadRanges:
     high: tuple[float, ...]
 
     def __add__(self, other: "HeadRanges") -> "HeadRanges":
-        """The range of both, head by head."""
         low, high = map(min, self.low, other.low), map(max, self.high, other.high)
         return HeadRanges(low=tuple(low), high=tuple(high))
 
@@ -42,7 +41,6 @@ class KeyValueRanges:
     tokens: int
 
     def __add__(self, other: "KeyValueRanges") -> "KeyValueRanges":
-        """The ranges of both."""
         key, value = self.key + other.key, self.value + other.value
         return KeyValueRanges(key=key, value=value, tokens=self.tokens + other.tokens)
 

@@ -26,14 +26,8 @@ class Finding:
     @classmethod
     def of(cls, error: VexportError, *, check: str, severity: Severity) -> Self:
         """The finding that an error describes."""
-        return cls(
-            check=check,
-            severity=severity,
-            where=error.where,
-            expected=error.need,
-            got=error.got,
-            fix=error.fix,
-        )
+        where, expected, got, fix = error.where, error.need, error.got, error.fix
+        return cls(check=check, severity=severity, where=where, expected=expected, got=got, fix=fix)
 
     def __str__(self) -> str:
         return f"{VexportError(self.where, got=self.got, need=self.expected, fix=self.fix)} [{self.check}]"
@@ -93,9 +87,8 @@ class EngineInfo:
     @property
     def device(self) -> str:
         """The device in words, as `device_words`, to be read after "on"."""
-        return device_words(
-            self.platform, self.processor, emulated=self.emulated, compilation=self.compilation
-        )
+        compiled = self.compilation
+        return device_words(self.platform, self.processor, emulated=self.emulated, compilation=compiled)
 
 
 def device_words(platform: str, processor: str, *, emulated: bool, compilation: str = "") -> str:

@@ -47,8 +47,7 @@ class TensorSpec:
 class WeightPart:
     """The part of a stored tensor that is a layer's weight: of experts stored together, or (in, out).
 
-    A tensor of three dimensions is indexed by `expert` along its first; it is transposed where `transposed`,
-    and cut to the rows `start` to `stop`.
+    `expert` is along the first of three dimensions; the matrix is transposed, then cut to rows.
     """
 
     expert: int

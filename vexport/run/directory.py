@@ -1,22 +1,34 @@
-"""The run directory: which stage is done, and from what it was made."""
+"""A run under way: its stages, its directory, which stage is done, and from what it was made."""
 
+import logging
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Generic, TypeVar, cast
 
 from pydantic import TypeAdapter
 
 from vexport.checkpoint.data_name import DEFAULT, DEFAULT_FILE, data_files
-from vexport.checkpoint.index import folder_digest
+from vexport.checkpoint.index import SourceIndex, folder_digest, read_index
+from vexport.checkpoint.source import resolve_source
 from vexport.errors import InputError
 from vexport.files import digest_bytes, digest_file, from_json, to_json, write_text
 from vexport.outputs import FolderKind
 from vexport.outputs.log import LOG_FILE
+from vexport.plan.build import PlanSettings
+from vexport.plan.source import settings_of, source_index
 from vexport.records import Report
 from vexport.records.rounding import RoundingReport
-from vexport.scenario import Calibration
+from vexport.run.serving import EXPLAINING, EngineOptions, Explaining
+from vexport.scenario import Calibration, Scenario
+from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups
 
+LOG = logging.getLogger(__name__)
+T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
 STAGES_FILE = "stages.json"
 REPORT_FILE = "report.json"
 LAYERS = "layers.json"
@@ -30,22 +42,12 @@ KIND = FolderKind(
     mark=MARK,
     text="A run directory of vexport. `vexport run --overwrite` replaces everything in it.\n",
     entries=frozenset(
-        (STAGES_FILE, CHECKPOINT, SCENARIO, LOG_FILE, "calibration", "sensitivity", "eval")
-        + (
-            "plan.json",
-            "layers.json",
-            "rounding.json",
-            "check.json",
-            "load.json",
-            "dry-load.json",
-            "sensitivity.json",
-        )
-        + ("mixed.json", "report.*", "junit.xml", "model-card.md")
+        (STAGES_FILE, CHECKPOINT, SCENARIO, LOG_FILE, LAYERS, ROUNDING, "calibration", "sensitivity", "eval")
+        + ("plan.json", "check.json", "load.json", "dry-load.json", "sensitivity.json", "mixed.json")
+        + ("report.*", "junit.xml", "model-card.md")
     ),
     checkpoints=frozenset((CHECKPOINT,)),
 )
-
-
 # Of what a stage was made from, by name.
 Digests = Mapping[str, str]
 
@@ -75,8 +77,7 @@ class RunDirectory:
     def __init__(self, root: Path) -> None:
         self.root = root
         path = root / STAGES_FILE
-        records = from_json(StageRecords, path) if path.is_file() else StageRecords(stages={})
-        self._stages = dict(records.stages)
+        self._stages = dict(from_json(StageRecords, path).stages) if path.is_file() else {}
 
     def begin(self, *, overwrite: bool) -> None:
         """Make the folder, empty it with `overwrite`.
@@ -112,22 +113,24 @@ class RunDirectory:
             )
         return True
 
-    def finish(self, stage: str, inputs: Mapping[str, str], seconds: float, made: Path | None = None) -> None:
+    def finish(self, stage: str, inputs: Digests, seconds: float, made: Path | None = None) -> None:
         """Record that a stage is done; its outputs, and a checkpoint that it `made`, must be in place."""
-        record = StageRecord(inputs=inputs, seconds=seconds, made=folder_digest(made) if made else "")
-        self._stages[stage] = record
-        write_text(self.root / STAGES_FILE, to_json(StageRecords(stages=self._stages)))
+        made_digest = folder_digest(made) if made else ""
+        self._record({stage: StageRecord(inputs=inputs, seconds=seconds, made=made_digest)})
 
     def adopt(self, other: "RunDirectory", stages: Sequence[str], folder: str) -> None:
         """Take the finished `stages` of another run, whose files lie in `folder`, where this one has none.
 
         What was made from other inputs is refused later, by `is_done`.
         """
-        if any(name in self._stages for name in stages) or not any(name in other._stages for name in stages):
-            return
-        shutil.rmtree(self.root / folder, ignore_errors=True)
-        shutil.copytree(other.root / folder, self.root / folder)
-        self._stages |= {name: other._stages[name] for name in stages if name in other._stages}
+        finished = {name: other._stages[name] for name in stages if name in other._stages}
+        if finished and not any(name in self._stages for name in stages):
+            shutil.rmtree(self.root / folder, ignore_errors=True)
+            shutil.copytree(other.root / folder, self.root / folder)
+            self._record(finished)
+
+    def _record(self, finished: Mapping[str, StageRecord]) -> None:
+        self._stages |= finished
         write_text(self.root / STAGES_FILE, to_json(StageRecords(stages=self._stages)))
 
     @property
@@ -136,21 +139,126 @@ class RunDirectory:
         return {name: round(record.seconds, 3) for name, record in self._stages.items()}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage(Generic[T_co]):
+    """One stage of a run, whose result `make` returns; it sees the results of the stages before it.
+
+    `file` of the run directory holds the result as JSON, or is a checkpoint. `digest` has a digest of each
+    input: a stage that was finished from the same ones is not done again, from others it is an InputError. A
+    stage without `digest` takes no time and is done at every call. All of them are skipped unless `when`.
+    """
+
+    name: str
+    type: type[T_co]
+    make: Callable[["Run"], T_co | None]
+    file: str | None = None
+    _: KW_ONLY
+    digest: Callable[["Run"], Digests] | None = None
+    when: Callable[["Run"], bool] = lambda run: True
+
+
+def stage(
+    name: str,
+    kind: type[T],
+    file: str | None = None,
+    *,
+    digest: Callable[["Run"], Digests] | None = None,
+    when: Callable[["Run"], bool] = lambda run: True,
+) -> Callable[[Callable[["Run"], T | None]], Stage[T]]:
+    """Make the decorated function a stage."""
+    return lambda make: Stage(name, kind, make, file, digest=digest, when=when)
+
+
+class Run:
+    """A scenario in its run directory."""
+
+    def __init__(
+        self, scenario: Scenario, folder: Path, options: EngineOptions, explaining: Explaining = EXPLAINING
+    ) -> None:
+        self.scenario = scenario
+        self.folder = folder
+        self.options = options
+        self.explaining = explaining
+        self.directory = RunDirectory(folder)
+        self._results: dict[str, object] = {}
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of the quantized checkpoint."""
+        return self.folder / CHECKPOINT
+
+    @property
+    def planning(self) -> PlanSettings:
+        """The settings of the plan besides the rules."""
+        return settings_of(self.scenario)
+
+    @cached_property
+    def index(self) -> SourceIndex:
+        """The source's headers."""
+        return source_index(self.scenario.source, self.scenario.rules, self.options.on_progress)
+
+    @cached_property
+    def units(self) -> tuple[LayerGroup, ...]:
+        """The groups of layers that can be given a scheme of their own."""
+        return find_layer_groups(self.index, self.scenario.rules, self.scenario.auto, self.planning)
+
+    @cached_property
+    def baseline(self) -> Path:
+        """The checkpoint to compare with."""
+        settings = self.scenario.evaluate
+        name = settings.baseline if settings and settings.baseline else self.scenario.source
+        return resolve_source(name, self.options.on_progress)
+
+    def get(self, stage: Stage[T]) -> T | None:
+        """The result of an earlier stage; None where it was skipped or found nothing."""
+        assert stage.name in self._results, f"{stage.name} comes later"
+        return cast("T | None", self._results[stage.name])
+
+    def result(self, stage: Stage[T]) -> T:
+        """The result of a stage that must have been run."""
+        result = self.get(stage)
+        assert result is not None, f"{stage.name} has left nothing"
+        return result
+
+    def keep(self, stage: Stage[T], result: T | None) -> None:
+        """Leave a result for later stages, in its file too; a checkpoint is in place already."""
+        self._results[stage.name] = result
+        if stage.file is not None and stage.file != CHECKPOINT and result is not None:
+            write_text(self.folder / stage.file, to_json(result))
+
+    def do(self, stage: Stage[object]) -> None:
+        """Do a stage that the run has, unless it was finished from the same inputs; InputError for others."""
+        if not stage.when(self):
+            self._results[stage.name] = None
+            return
+        inputs = stage.digest(self) if stage.digest else None
+        is_checkpoint = stage.file == CHECKPOINT
+        if inputs is not None and self.directory.is_done(stage.name, inputs):
+            LOG.debug("%s: done before", stage.name)
+            assert stage.file is not None
+            path = self.folder / stage.file
+            self._results[stage.name] = read_index(path) if is_checkpoint else from_json(stage.type, path)
+            return
+        start = time.monotonic()
+        self.keep(stage, stage.make(self))
+        seconds = time.monotonic() - start
+        LOG.debug("%s: %.1f s", stage.name, seconds)
+        if inputs is not None:
+            self.directory.finish(stage.name, inputs, seconds, self.checkpoint if is_checkpoint else None)
+
+
 def path_digest(path: Path) -> str:
     """SHA-256 of a file's bytes; InputError where it cannot be read."""
     try:
         return digest_file(path)
     except OSError as error:
-        raise InputError(
-            str(path), got=str(error.strerror), need="a readable file", fix="check the path"
-        ) from None
+        got = str(error.strerror)
+        raise InputError(str(path), got=got, need="a readable file", fix="check the path") from None
 
 
 def data_digest(settings: Calibration) -> str:
     """SHA-256 of calibration data's files; of a data set of the hub, its name."""
-    if settings.data == DEFAULT:
-        return path_digest(DEFAULT_FILE)
-    path = settings.path
+    path = DEFAULT_FILE if settings.data == DEFAULT else settings.path
     if path is None:
         return value_digest(settings.data)
     if not path.is_dir():
@@ -165,11 +273,10 @@ def value_digest(value: object) -> str:
 
 def read_report(folder: Path) -> Report:
     """The report of a finished run directory; InputError where there is none."""
-    path = folder / REPORT_FILE
+    path, got = folder / REPORT_FILE, f"no {REPORT_FILE}"
     if not path.is_file():
-        runs = sorted(folder.glob(f"*/{REPORT_FILE}"))
+        runs = any(folder.glob(f"*/{REPORT_FILE}"))
         fix = f"name the runs in it: `vexport report {folder}/*`" if runs else "call `vexport run` first"
-        got = f"no {REPORT_FILE}"
         raise InputError(str(folder), got=got, need="a finished run directory", fix=fix)
     return from_json(Report, path)
 

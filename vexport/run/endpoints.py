@@ -38,8 +38,7 @@ def is_results(name: str) -> bool:
 
 
 def tokenizer_of(role: str, url: str, settings: Evaluate, here: Path | None = None) -> Path:
-    """The folder of the tokenizer that prompts for a server are made with: what is given, else `here`, else
-    what the server was started with.
+    """The folder of the tokenizer for a server's prompts: as given, else `here`, else the server's own.
 
     InputError where there is none to be had; raises as `Server` where the server does not answer.
     """

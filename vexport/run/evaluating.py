@@ -1,6 +1,10 @@
-"""`vexport eval`: checkpoints and their baseline served, compared, and then the cause of a loss named."""
+"""`vexport eval`: checkpoints and their baseline served, compared, and then the cause of a loss named.
+
+A run compares its two models by the same functions.
+"""
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,27 +17,36 @@ from vexport.engine.arguments import require_arguments
 from vexport.errors import CheckpointFailed, InputError
 from vexport.errors.extras import attempt_all
 from vexport.evaluation.accepted import accept_results, choice_of, gates_of, read_accepted, require_writable
-from vexport.evaluation.drift import drift_warnings
+from vexport.evaluation.attribution import attribute
+from vexport.evaluation.drift import Limits, drift_warnings, measure_drift
 from vexport.evaluation.endpoint import is_url, require_address
+from vexport.evaluation.held_out import decide_on_text
 from vexport.evaluation.prompting import lm_eval_settings
+from vexport.evaluation.verdict import decide
 from vexport.outputs import FolderKind, NamedPath, require_separate, written_alone
 from vexport.outputs.log import LOG_FILE, logged_to
-from vexport.records import ComparedRun, LmEvalSettings, OnProgress, Verdict
-from vexport.reports.run import marked, worst_task
-from vexport.run.endpoints import ask_endpoint, is_results, tokenizer_of
-from vexport.run.judging import (
-    Explaining,
-    cause_of,
-    drift_between,
-    first_line,
-    verdict_of,
+from vexport.records import (
+    Attribution,
+    ComparedRun,
+    Drift,
+    LmEvalSettings,
+    OnProgress,
+    Outcome,
+    Verdict,
+    named,
 )
+from vexport.reports.formatting import outcome_line
+from vexport.reports.run import marked, worst_task
+from vexport.run.directory import portable
+from vexport.run.endpoints import ask_endpoint, is_results, tokenizer_of
 from vexport.run.serving import (
     BASELINE,
     CANDIDATE,
+    EXPLANATION_SECONDS,
     PLAIN,
     TEXT_FILE,
     EngineOptions,
+    Explaining,
     Questions,
     Served,
     clear_session,
@@ -53,7 +66,6 @@ RESULTS = FolderKind(
     text="Results of vexport. `vexport eval --overwrite` replaces everything in this folder.\n",
     entries=frozenset((BASELINE, CANDIDATE, LOG_FILE)),
 )
-
 
 LOG = logging.getLogger(__name__)
 
@@ -105,14 +117,13 @@ class EvalJob:
 
     @property
     def is_unfinished(self) -> bool:
-        """Return whether the folder is that of an interrupted evaluation, whose answers are not asked
-        again.
-        """
+        """Return whether an interrupted evaluation left the folder, whose answers are not asked again."""
         if self.overwrite or not (self.folder / RESULTS.mark).is_file():
             return False
-        folders = [self.folder / role for role in self.asked]
-        return not all(
-            any(folder.glob("results_*.json")) or (folder / TEXT_FILE).is_file() for folder in folders
+        folders = (self.folder / role for role in self.asked)
+        return any(
+            not any(folder.glob("results_*.json")) and not (folder / TEXT_FILE).is_file()
+            for folder in folders
         )
 
     @property
@@ -154,7 +165,6 @@ def evaluate_checkpoints(job: EvalJob) -> list[Judged]:
 
 
 def _resolved(job: EvalJob, role: str, name: str) -> Path:
-    """The folder of a checkpoint, or of a served model's tokenizer."""
     if is_url(name):
         return tokenizer_of(role, name, job.settings)
     return resolve_source(name, job.options.on_progress)
@@ -173,7 +183,7 @@ def explained(job: EvalJob, judged: Judged, explaining: Explaining, on_progress:
 
 def compared(judged: Sequence[Judged]) -> tuple[ComparedRun, ...]:
     """A row for each checkpoint, the smallest that passes marked."""
-    return marked([_row(checkpoint) for checkpoint in judged])
+    return marked(list(map(_row, judged)))
 
 
 def _row(judged: Judged) -> ComparedRun:
@@ -181,14 +191,13 @@ def _row(judged: Judged) -> ComparedRun:
     assert verdict is not None
     index = read_index(candidate.result.checkpoint) if candidate else None
     quantization = find_quantization(index.root, index.config) if index else None
+    values = quantization.values if quantization else {}
     parameters = read_index(baseline.result.checkpoint).num_parameters if baseline else 0
     num_bytes = index.num_bytes if index else 0
     return ComparedRun(
         name=judged.checkpoint,
         folder=judged.checkpoint,
-        schemes=str(quantization.values.get("format") or quantization.values.get("quant_method") or "")
-        if quantization
-        else "",
+        schemes=str(values.get("format") or values.get("quant_method") or ""),
         outcome=verdict.outcome,
         reason=verdict.reason,
         num_bytes=num_bytes,
@@ -208,7 +217,7 @@ def accept_answers(job: EvalJob, verdict: Verdict | None) -> str:
 
 
 def _evaluated(job: EvalJob, models: Mapping[str, Path]) -> Iterator[Judged]:
-    """The verdict on each model that can be had; nobody else writes into the job's folder."""
+    """The verdict on each model that can be had, the baseline asked first; nobody else writes the folder."""
     lm_eval = lm_eval_settings(job.settings, models) if job.settings.tasks else PLAIN
     if job.is_unfinished:
         for role in models:
@@ -217,16 +226,11 @@ def _evaluated(job: EvalJob, models: Mapping[str, Path]) -> Iterator[Judged]:
         RESULTS.require_replaceable(job.folder, overwrite=job.overwrite)
         RESULTS.begin(job.folder)
     with logged_to(job.folder):
-        yield from _served_and_judged(job, models, lm_eval)
-
-
-def _served_and_judged(job: EvalJob, models: Mapping[str, Path], lm_eval: LmEvalSettings) -> Iterator[Judged]:
-    """The verdict on each model that can be had, the baseline asked first."""
-    baseline = _answered(job, BASELINE, models, lm_eval) if BASELINE in job.names else None
-    if baseline is not None:
-        require_served(BASELINE, baseline.result)
-    for role in job.candidates:
-        yield _judged(job, role, baseline, _answered(job, role, models, lm_eval))
+        baseline = _answered(job, BASELINE, models, lm_eval) if BASELINE in job.names else None
+        if baseline is not None:
+            require_served(BASELINE, baseline.result)
+        for role in job.candidates:
+            yield _judged(job, role, baseline, _answered(job, role, models, lm_eval))
 
 
 def _answered(job: EvalJob, role: str, models: Mapping[str, Path], lm_eval: LmEvalSettings) -> Served | None:
@@ -250,12 +254,11 @@ def _judged(job: EvalJob, role: str, baseline: Served | None, candidate: Served 
     except CheckpointFailed as refused:
         if len(job.checkpoints) == 1:
             raise
-        settings = job.settings
         verdict = Verdict(
             outcome="FAIL",
             reason=f"vLLM refused it: {refused.got}",
-            margin=settings.margin,
-            alpha=settings.alpha,
+            margin=job.settings.margin,
+            alpha=job.settings.alpha,
             method="not asked",
             tasks=(),
             checkpoint=name,
@@ -264,7 +267,8 @@ def _judged(job: EvalJob, role: str, baseline: Served | None, candidate: Served 
     if job.known is None:
         return Judged(checkpoint=name, verdict=None)
     verdict = verdict_of(job.settings, (job.known, job.answers(role)), baseline, candidate)
-    baseline, candidate = _here(baseline), _here(candidate)
+    # Of engines elsewhere nobody can tell the cause of a loss.
+    baseline, candidate = (each if each and each.result.engine else None for each in (baseline, candidate))
     if baseline is not None and candidate is not None:
         drift = drift_between(baseline, candidate, job.settings)
         # What has decided is no warning.
@@ -272,14 +276,80 @@ def _judged(job: EvalJob, role: str, baseline: Served | None, candidate: Served 
         verdict = replace(verdict, warnings=(*verdict.warnings, *warnings), drift=drift)
     if len(job.checkpoints) > 1:
         LOG.info("%s: %s", name, first_line(verdict))
-    return Judged(
-        checkpoint=name, verdict=replace(verdict, checkpoint=name), baseline=baseline, candidate=candidate
-    )
+    verdict = replace(verdict, checkpoint=name)
+    return Judged(checkpoint=name, verdict=verdict, baseline=baseline, candidate=candidate)
 
 
-def _here(served: Served | None) -> Served | None:
-    """The session, if it was on an engine of this machine: of others nobody can tell the cause of a loss."""
-    return served if served is not None and served.result.engine is not None else None
+class _OutOfTime(Exception):
+    """The time for an explanation is over."""
+
+
+def drift_between(baseline: Served, candidate: Served, settings: Evaluate | None) -> Drift | None:
+    """The drift between both models' log-probabilities on the same prompts; None where vLLM refused one."""
+    if not baseline.scored or not candidate.scored:
+        return None
+    return measure_drift(baseline.scored, candidate.scored, limits=_limits(settings))
+
+
+def first_line(verdict: Verdict) -> str:
+    """The outcome in a line, before anything is explained."""
+    return f"accuracy: {outcome_line(verdict.outcome, verdict.device)}: {verdict.reason}"
+
+
+def verdict_of(
+    settings: Evaluate, answers: tuple[Path, Path], baseline: Served | None, candidate: Served | None
+) -> Verdict:
+    """The comparison of both models' answers to tasks, or of what they make of the text that decides.
+
+    `answers` are folders of lm-eval's, or an accepted baseline and one; CheckpointFailed where a text cannot
+    be compared.
+    """
+    if settings.text is None:
+        return decide(*answers, margin=settings.margin, alpha=settings.alpha, gate=settings.gate)
+    old, new = baseline.read_text if baseline else None, candidate.read_text if candidate else None
+    assert old is not None
+    assert new is not None
+    device = candidate.result.engine.device if candidate and candidate.result.engine else ""
+    data, method = portable(settings.text), settings.speculative or ""
+    return decide_on_text(data, old, new, _limits(settings), device=device, speculative=method)
+
+
+def cause_of(
+    baseline: Served,
+    candidate: Served,
+    settings: Evaluate | None,
+    outcome: Outcome,
+    options: EngineOptions,
+    seconds: float = EXPLANATION_SECONDS,
+) -> Attribution | None:
+    """Find the cause of a loss, given the outcome; None where vLLM refused a model, or time ran out."""
+    if not baseline.scored or not candidate.scored:
+        return None
+    deadline, on_progress = time.monotonic() + seconds, named("attribution", options.on_progress)
+
+    def tell(stage: str, done: int, total: int) -> None:
+        if time.monotonic() > deadline:
+            raise _OutOfTime
+        on_progress(stage, done, total)
+
+    try:
+        return attribute(
+            baseline.scored,
+            candidate.scored,
+            limit=_limits(settings).kl,
+            outcome=outcome,
+            vllm_python=options.vllm_python,
+            on_progress=tell,
+        )
+    except _OutOfTime:
+        LOG.info("attribution: stopped after %g s (--attribution-seconds); the verdict stands", seconds)
+        return None
+
+
+def _limits(settings: Evaluate | None) -> Limits:
+    if settings is None:
+        return Limits()
+    return Limits(kl=settings.kl_limit, nll=settings.nll_limit, alpha=settings.alpha)
 
 
 def _require_usable(job: EvalJob) -> None:

@@ -10,8 +10,9 @@ from vexport.checkpoint.index import SourceIndex, folder_digest, read_index
 from vexport.checks import NAMES, check_checkpoint
 from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.files import to_json, write_text
-from vexport.plan.build import build_plan, require_accepted, smoothing_for, smoothing_strength
+from vexport.plan.build import build_plan, require_accepted
 from vexport.plan.needs import calibration_need
+from vexport.plan.rules import smoothing_for, smoothing_strength
 from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.quantize.text import PlanText, calibration_samples, require_calibration
 from vexport.records import (
@@ -29,20 +30,20 @@ from vexport.run.directory import (
     LAYERS,
     ROUNDING,
     Digests,
+    Run,
     data_digest,
     rounding_of,
+    stage,
     value_digest,
 )
-from vexport.run.state import Run, Stage
 from vexport.scenario import Rule, Sensitivity
-from vexport.sensitivity import measure
-from vexport.sensitivity.auto import mixed_scheme, require_in_reach
-from vexport.sensitivity.layer_groups import probe_plan, rest_bytes, rules_with
+from vexport.sensitivity.auto import choose_schemes, require_in_reach
+from vexport.sensitivity.layer_groups import probe_plan, rules_with
+from vexport.sensitivity.measure import measure
 from vexport.version import __version__
 
 
 def _rule_inputs(run: Run, rules: tuple[Rule, ...]) -> Digests:
-    """Digests of the inputs of a checkpoint by these rules."""
     settings = run.scenario.calibration
     digests = {
         "vexport": __version__,
@@ -61,11 +62,11 @@ def checkpoint_inputs(run: Run) -> Digests:
 
 
 def _candidate_groups(run: Run) -> tuple[FusionGroup, ...]:
-    """The groups of all that `auto` could choose."""
     return tuple(group for unit in run.units for option in unit.options for group in option.groups)
 
 
-def _plan_candidates(run: Run) -> Plan:
+@stage("plan candidates", Plan)
+def plan_candidates(run: Run) -> Plan:
     """Plan what calibration has to serve: the rules, or with `auto` every candidate.
 
     Raises InputError for refusals that no choice changes; the plan is left to be read.
@@ -77,44 +78,42 @@ def _plan_candidates(run: Run) -> Plan:
         asked = run.planning
         smoothing = smoothing_strength(_candidate_groups(run), asked.smoothing, has_text=asked.has_text)
         return replace(probe_plan(plain, run.units), smoothing=smoothing)
-    plan = build_plan(run.index, run.scenario.rules, run.planning)
+    return _accepted_plan(run, run.scenario.rules)
+
+
+def _accepted_plan(run: Run, rules: tuple[Rule, ...]) -> Plan:
+    """The plan by rules; InputError for refusals, which are left to be read."""
+    plan = build_plan(run.index, rules, run.planning)
     if plan.refusals:
-        run.keep(PLAN, plan)
+        run.keep(make_plan, plan)
     require_accepted(plan)
     return plan
 
 
-CANDIDATES = Stage("plan candidates", Plan, _plan_candidates)
-
-
 def _needs_samples(run: Run) -> bool:
     """Return whether samples are to be run; InputError where the plan needs them and there are none."""
-    plan = run.result(CANDIDATES)
+    plan = run.result(plan_candidates)
     require_calibration(plan, run.scenario.calibration)
     return calibration_need(plan) is not None
 
 
-def _calibrate(run: Run) -> CalibrationRecord:
+@stage(
+    "calibrate",
+    CalibrationRecord,
+    "calibration/statistics.json",
+    when=_needs_samples,
+    digest=lambda run: _rule_inputs(run, run.scenario.rules),
+)
+def calibrate(run: Run) -> CalibrationRecord:
     """Run the samples through the source."""
     text = PlanText(
         run.index,
-        run.result(CANDIDATES),
+        run.result(plan_candidates),
         run.scenario.calibration,
         on_progress=run.options.on_progress,
         trust_remote_code=run.options.trust_remote_code,
     )
     return text.calibrate(_candidate_groups(run) if run.scenario.is_mixed else ())
-
-
-CALIBRATION = Stage(
-    "calibrate",
-    CalibrationRecord,
-    _calibrate,
-    "calibration/statistics.json",
-    when=_needs_samples,
-    reads=(CANDIDATES,),
-    digest=lambda run: _rule_inputs(run, run.scenario.rules),
-)
 
 
 def _sensitivity_inputs(run: Run) -> Digests:
@@ -123,15 +122,22 @@ def _sensitivity_inputs(run: Run) -> Digests:
     return {**_rule_inputs(run, run.scenario.rules), "sensitivity": digest}
 
 
-def _measure(run: Run) -> GroupSensitivities:
+@stage(
+    "sensitivity",
+    GroupSensitivities,
+    "sensitivity.json",
+    when=lambda run: run.scenario.is_mixed or run.scenario.sensitivity is not None,
+    digest=_sensitivity_inputs,
+)
+def measure_sensitivity(run: Run) -> GroupSensitivities:
     """Measure what quantizing each unit costs, on the first samples; see `vexport.sensitivity.measure`."""
     settings, how = run.scenario.calibration, run.scenario.sensitivity or Sensitivity()
     assert settings is not None, "a scenario whose losses are asked for has a calibration"
     trust = run.options.trust_remote_code
-    return measure.measure(
+    return measure(
         run.index,
         run.units,
-        run.get(CALIBRATION) or CalibrationRecord(rows=(), digest="", tokens=0, ranges={}),
+        run.get(calibrate) or CalibrationRecord(rows=(), digest="", tokens=0, ranges={}),
         calibration_samples(run.index, settings, how.samples, trust_remote_code=trust),
         file=run.folder / "sensitivity" / "trials.json",
         on_progress=run.options.on_progress,
@@ -140,43 +146,17 @@ def _measure(run: Run) -> GroupSensitivities:
     )
 
 
-SENSITIVITY = Stage(
-    "sensitivity",
-    GroupSensitivities,
-    _measure,
-    "sensitivity.json",
-    when=lambda run: run.scenario.is_mixed or run.scenario.sensitivity is not None,
-    reads=(CALIBRATION,),
-    digest=_sensitivity_inputs,
-)
-
-
-def _choose(run: Run) -> MixedScheme:
+@stage("choose", MixedScheme, "mixed.json", when=lambda run: run.scenario.is_mixed)
+def choose(run: Run) -> MixedScheme:
     """Choose the schemes of `auto` within its budget."""
     assert run.scenario.auto is not None
-    return mixed_scheme(
-        run.result(SENSITIVITY).groups,
-        {unit.name: unit.allowed for unit in run.units},
-        run.scenario.auto,
-        rest_bytes=rest_bytes(run.index, run.units, run.result(CANDIDATES)),
-        source_bytes=run.index.num_bytes,
-        parameters=run.index.num_parameters,
-    )
-
-
-MIXED = Stage(
-    "choose",
-    MixedScheme,
-    _choose,
-    "mixed.json",
-    when=lambda run: run.scenario.is_mixed,
-    reads=(CANDIDATES, SENSITIVITY),
-)
+    plan, measured = run.result(plan_candidates), run.result(measure_sensitivity)
+    return choose_schemes(run.index, run.units, measured, plan, run.scenario.auto)
 
 
 def _chosen_rules(run: Run) -> tuple[Rule, ...]:
     """The scenario's rules, and before them one for each layer that they do not decide about alone."""
-    mixed = run.get(MIXED)
+    mixed = run.get(choose)
     if mixed is None:
         return run.scenario.rules
     schemes = {unit.name: unit.allowed[0] for unit in run.units}
@@ -184,18 +164,14 @@ def _chosen_rules(run: Run) -> tuple[Rule, ...]:
     return rules_with(run.units, schemes | chosen, run.scenario.rules)
 
 
-def plan(run: Run) -> Plan:
-    """The plan by the rules that were chosen; InputError for refusals, which are left to be read."""
-    plan = build_plan(run.index, _chosen_rules(run), run.planning)
-    run.keep(PLAN, plan)
-    require_accepted(plan)
-    return plan
+@stage("plan", Plan, "plan.json")
+def make_plan(run: Run) -> Plan:
+    """The plan by the rules that were chosen."""
+    return _accepted_plan(run, _chosen_rules(run))
 
 
-PLAN = Stage("plan", Plan, plan, "plan.json", reads=(MIXED,))
-
-
-def write(run: Run) -> SourceIndex:
+@stage("quantize", SourceIndex, CHECKPOINT, digest=checkpoint_inputs)
+def quantize(run: Run) -> SourceIndex:
     """The quantized checkpoint."""
     job = QuantizeJob(
         source=run.scenario.source,
@@ -207,7 +183,7 @@ def write(run: Run) -> SourceIndex:
         trust_remote_code=run.options.trust_remote_code,
         on_progress=run.options.on_progress,
     )
-    plan, calibration = run.result(PLAN), run.get(CALIBRATION)
+    plan, calibration = run.result(make_plan), run.get(calibrate)
     if calibration is not None:
         calibration = replace(calibration, smoothing=smoothing_for(plan, calibration.smoothing))
     _, rounding = write_checkpoint(job, run.index, plan, calibration)
@@ -218,14 +194,10 @@ def write(run: Run) -> SourceIndex:
     return read_index(run.checkpoint)
 
 
-WRITTEN = Stage(
-    "quantize", SourceIndex, write, CHECKPOINT, reads=(MIXED, PLAN, CALIBRATION), digest=checkpoint_inputs
-)
-
-
-def _check(run: Run) -> CheckReport:
+@stage("check", CheckReport, "check.json", digest=checkpoint_inputs)
+def check(run: Run) -> CheckReport:
     """Static findings, and whether what should have been copied was; each layer's error in its own file."""
-    plan, written = run.result(PLAN), run.result(WRITTEN)
+    plan, written = run.result(make_plan), run.result(quantize)
     report = check_checkpoint(str(run.checkpoint))
     lost = tuple(changed_tensors(run.index, written, plan))
     findings = (*report.findings, *lost, *fallback_findings(rounding_of(run.folder)))
@@ -235,8 +207,3 @@ def _check(run: Run) -> CheckReport:
     # Names and shapes vLLM judges in the stages that follow.
     not_judged = tuple(each for each in report.not_judged if each.what != NAMES)
     return replace(report, ok=report.ok and not lost, findings=findings, not_judged=not_judged)
-
-
-CHECKED = Stage(
-    "check", CheckReport, _check, "check.json", reads=(MIXED, PLAN, WRITTEN), digest=checkpoint_inputs
-)

@@ -2,7 +2,8 @@
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from vexport.evaluation.fingerprint import engine_fingerprint, write_fingerprint
 from vexport.evaluation.held_out import ReadText, Rows
 from vexport.evaluation.results import read_repeated, require_deterministic
 from vexport.evaluation.task_data import fetch_task_data
-from vexport.evaluation.tasks import TaskFile, resolve_tasks
+from vexport.evaluation.tasks import resolve_tasks
 from vexport.files import digest_bytes, to_json
 from vexport.outputs import NamedPath
 from vexport.quantize.text import vocab_size
@@ -48,12 +49,11 @@ from vexport.records import (
     LmEvalSettings,
     LoadReport,
     OnProgress,
+    Outcome,
     named,
     silent,
 )
-from vexport.run.directory import value_digest
-from vexport.scenario import Evaluate
-from vexport.scenario.serve import EngineArguments, Serve
+from vexport.scenario import Evaluate, Serve
 
 # What an evaluation reserves its cache for where no length is given; longer prompts are an error, never cut.
 EVALUATION_LENGTH = 4096
@@ -66,6 +66,7 @@ PLAIN = LmEvalSettings()
 TEXT_FILE = "text.safetensors"
 # Tokens that are drafted at once, unless an argument of vLLM says otherwise.
 DRAFT_LENGTH = 3
+EXPLANATION_SECONDS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,24 @@ class EngineOptions:
     vllm_python: Path | None
     trust_remote_code: bool
     on_progress: OnProgress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explaining:
+    """The search for the cause of a loss after the verdict, which takes so many seconds at most.
+
+    Without `wanted` there is one unless the verdict is PASS.
+    """
+
+    wanted: bool | None = None
+    seconds: float = EXPLANATION_SECONDS
+
+    def is_due(self, outcome: Outcome) -> bool:
+        """Return whether to look for the cause of this outcome."""
+        return outcome != "PASS" if self.wanted is None else self.wanted
+
+
+EXPLAINING = Explaining()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,31 +236,48 @@ def remove_answers(folder: Path) -> None:
 def _request(
     role: str, checkpoint: Path, folder: Path, options: EngineOptions, questions: Questions, prompts: Prompts
 ) -> SessionRequest:
-    """The session that asks a model everything."""
+    """The session that asks a model everything; its identity is that of the model and its engine's start.
+
+    Nothing of the tasks is in it: an answer is found by its prompt and its sampling parameters.
+    """
     request = load_request(checkpoint, prompts, logprobs_file=folder / LOGPROBS)
+    settings, longest = questions.evaluate, options.serve.max_model_len
+    has_tasks = settings is not None and bool(settings.tasks)
+    if has_tasks:
+        longest = longest or shortest_length(checkpoint, EVALUATION_LENGTH)
     request = replace(
         request,
         name=role,
         enforce_eager=options.serve.enforce_eager,
         trust_remote_code=options.trust_remote_code,
-        max_model_len=options.serve.max_model_len or request.max_model_len,
+        max_model_len=longest or request.max_model_len,
         arguments=options.serve.arguments(is_baseline=role == BASELINE),
+        seed=settings.seed if settings and has_tasks else 0,
     )
-    settings = questions.evaluate
     if settings is None:
         return request
-    if not settings.tasks:
-        return _identified(request)
-    length = options.serve.max_model_len or shortest_length(checkpoint, EVALUATION_LENGTH)
-    request = replace(request, lm_eval=questions.lm_eval, repeat=questions.repeat, max_model_len=length)
-    return _identified(with_tasks(request, settings, options, folder))
+    started = replace(request, name="", canaries=(), logprob_prompts=(), logprobs_file=None)
+    parts = [to_json(started), folder_digest(checkpoint)]
+    if (chosen := answer_environment()) != NONE:
+        parts.append(chosen)
+    request = replace(request, identity=digest_bytes("\n".join(parts).encode()))
+    if not has_tasks:
+        return request
+    return with_tasks(
+        replace(request, lm_eval=questions.lm_eval, repeat=questions.repeat), settings, options, folder
+    )
 
 
 def with_tasks(
     request: SessionRequest, settings: Evaluate, options: EngineOptions, folder: Path
 ) -> SessionRequest:
     """The request with lm-eval's tasks, whose files go to `folder`."""
-    tasks = _resolved(settings, options, folder / "tasks")
+    tasks = resolve_tasks(
+        settings.tasks,
+        folder=folder / "tasks",
+        include_paths=settings.include_path,
+        trust_remote_code=options.trust_remote_code,
+    )
     return replace(
         request,
         tasks=tuple(task.spec for task in tasks),
@@ -250,43 +286,6 @@ def with_tasks(
         output=folder,
         seed=settings.seed,
     )
-
-
-def _resolved(settings: Evaluate, options: EngineOptions, folder: Path) -> tuple[TaskFile, ...]:
-    """The tasks of lm-eval, whose files go to `folder`."""
-    return resolve_tasks(
-        settings.tasks,
-        folder=folder,
-        include_paths=settings.include_path,
-        trust_remote_code=options.trust_remote_code,
-    )
-
-
-def _identified(request: SessionRequest) -> SessionRequest:
-    """The request with a digest of the model and of how its engine is started as its identity.
-
-    Nothing of the tasks is in it: an answer is found by its prompt and its sampling parameters.
-    """
-    started = SessionRequest(
-        checkpoint=request.checkpoint,
-        name="",
-        dtype=request.dtype,
-        max_model_len=request.max_model_len,
-        enforce_eager=request.enforce_eager,
-        arguments=request.arguments,
-        trust_remote_code=request.trust_remote_code,
-        seed=request.seed,
-    )
-    parts = [to_json(started), folder_digest(request.checkpoint)]
-    if (chosen := answer_environment()) != NONE:
-        parts.append(chosen)
-    return replace(request, identity=digest_bytes("\n".join(parts).encode()))
-
-
-def serve_digest(arguments: EngineArguments) -> str:
-    """Digest the arguments that an engine is started with, and the environment that chooses its kernels."""
-    chosen = answer_environment()
-    return value_digest(dict(arguments) if chosen == NONE else {**arguments, "environment": chosen})
 
 
 def task_files(settings: Evaluate, label: str) -> list[NamedPath]:
@@ -300,31 +299,31 @@ def require_tasks(settings: Evaluate, options: EngineOptions) -> None:
     """InputError, for all tasks at once, where one cannot be used, or the text; nothing is kept."""
     if settings.text is not None:
         require_data(settings.text)
-    with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as folder:
-        _resolved(settings, options, Path(folder))
+    with _tasks_alone(settings, options):
+        pass
 
 
 def fetch_tasks(settings: Evaluate, options: EngineOptions) -> None:
     """Bring the tasks' documents into the cache before an engine starts; raises as `fetch_task_data`."""
     if not settings.tasks:
         return
-    with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as name:
-        folder = Path(name)
-        tasks = _resolved(settings, options, folder / "tasks")
-        request = SessionRequest(
-            checkpoint=folder,
-            name="tasks",
-            tasks=tuple(task.spec for task in tasks),
-            include_paths=tuple(settings.include_path),
-            trust_remote_code=options.trust_remote_code,
-        )
+    with _tasks_alone(settings, options) as request:
         fetch_task_data(
             request,
-            log=folder / "fetch.log",
+            log=request.checkpoint / "fetch.log",
             timeout=options.serve.timeout,
             vllm_python=options.vllm_python,
             on_progress=options.on_progress,
         )
+
+
+@contextmanager
+def _tasks_alone(settings: Evaluate, options: EngineOptions) -> Iterator[SessionRequest]:
+    """A request with nothing but the tasks, whose files are removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as name:
+        folder, trust = Path(name), options.trust_remote_code
+        request = SessionRequest(checkpoint=folder, name="tasks", trust_remote_code=trust)
+        yield with_tasks(request, settings, options, folder)
 
 
 def require_served(role: str, result: SessionResult) -> None:

@@ -1,48 +1,186 @@
-"""A run: every stage of a scenario in its order, and the same for several schemes with one baseline."""
+"""A run: every stage of a scenario in its order, and the same for several schemes with one baseline.
 
+The last stages are here: the outcome, the cause of a loss, and the report.
+"""
+
+import re
+import shlex
+import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from vexport.checkpoint.data_name import require_data
+from vexport.checkpoint.hub import HubName, pinned_name
+from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.source import require_source
 from vexport.engine.arguments import require_arguments
 from vexport.engine.session import require_vllm
 from vexport.errors import EnvironmentFault, VexportError
-from vexport.files import write_text
+from vexport.files import from_json, write_text
 from vexport.formats.schemes import KEEP
 from vexport.outputs import NamedPath, require_separate, written_alone
 from vexport.outputs.log import logged_to
-from vexport.records import ComparedRun, Report
+from vexport.records import (
+    Attribution,
+    CheckReport,
+    ComparedRun,
+    DryLoadReport,
+    KindSize,
+    LayerErrors,
+    LoadReport,
+    Outcome,
+    Report,
+    Verdict,
+)
+from vexport.records.calibration import expert_coverage
+from vexport.reports import render
+from vexport.reports.card import inherited_card
+from vexport.reports.findings import checkpoint_gate
 from vexport.reports.run import compared_run, marked
-from vexport.run import concluding, making, proving
-from vexport.run.directory import KIND, SCENARIO, RunDirectory, portable
-from vexport.run.judging import Explaining
-from vexport.run.serving import BASELINE, EngineOptions, require_tasks, task_files
-from vexport.run.state import EXPLAINING, Run, Stage
-from vexport.scenario import DEFAULT_OBSERVERS, Scenario
+from vexport.run import making, proving
+from vexport.run.directory import (
+    KIND,
+    LAYERS,
+    REPORT_FILE,
+    SCENARIO,
+    Run,
+    RunDirectory,
+    Stage,
+    portable,
+    rounding_of,
+    stage,
+)
+from vexport.run.evaluating import cause_of
+from vexport.run.serving import BASELINE, EXPLAINING, EngineOptions, Explaining, require_tasks, task_files
+from vexport.scenario import Scenario
+from vexport.version import __version__
+
+NOT_RUN = LoadReport(checkpoint="", ok=False, findings=())
+# The page comes last: it links to what is there.
+RENDERED = {"report.md": "markdown", "junit.xml": "junit", "model-card.md": "card", "report.html": "html"}
+# A kind below this share of both checkpoints is counted among the others.
+_LEAST_SHARE = 0.005
+OTHERS = "others"
+# The hub's cache: models--ORG--NAME/snapshots/REVISION (huggingface_hub.constants, REPO_ID_SEPARATOR).
+_CACHED = re.compile(r"(?:^|/)models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
+# What a folder is called that is named after its role; the folder around it has the name.
+_ROLES = {"model", "checkpoint", "source", "snapshot", "hf", "weights", "final", "main", "output"}
+
+
+class Conclusion(NamedTuple):
+    """The outcome and the sentence that justifies it."""
+
+    outcome: Outcome
+    reason: str
+
+
+@stage("conclude", Conclusion)
+def conclude(run: Run) -> Conclusion:
+    """The outcome of all that was found."""
+    checked, dry, verdict = run.result(making.check), run.get(proving.dry_load), run.get(proving.judge)
+    return concluded(checked, dry, run.get(proving.load_candidate) or NOT_RUN, verdict)
+
+
+def concluded(
+    checked: CheckReport, dry: DryLoadReport | None, loaded: LoadReport, verdict: Verdict | None
+) -> Conclusion:
+    """The first stage that failed decides."""
+    for gate, found in (("check", checked), ("dry load", dry), ("load", loaded)):
+        if found is not None and not found.ok:
+            return Conclusion("FAIL", f"{gate}: {checkpoint_gate(gate, found).message}")
+    if verdict is None:
+        reason = "check and load found no error; accuracy was not evaluated (no `evaluate` in the scenario)"
+        return Conclusion("PASS", reason)
+    return Conclusion(verdict.outcome, verdict.reason)
+
+
+# Of a pass too, whose report shows the floor of noise.
+@stage(
+    "attribute",
+    Attribution,
+    when=lambda run: proving.is_served(run) and run.explaining.wanted is not False,
+)
+def attribute(run: Run) -> Attribution | None:
+    """Find the cause of a loss."""
+    sessions = run.result(proving.serve_baseline), run.result(proving.serve_candidate)
+    outcome = run.result(conclude).outcome
+    return cause_of(*sessions, run.scenario.evaluate, outcome, run.options, run.explaining.seconds)
+
+
+@stage("report", Report)
+def report(run: Run) -> Report:
+    """Everything the run found, in its files too."""
+    found = _all_of(run)
+    write_text(run.folder / REPORT_FILE, render(found, "json"))
+    for name, format_ in RENDERED.items():
+        write_text(run.folder / name, render(found, format_, folder=run.folder))
+    return found
+
+
+def _all_of(run: Run) -> Report:
+    scenario, root = run.scenario, run.index.root
+    conclusion, calibration = run.result(conclude), run.get(making.calibrate)
+    rounding, pinned = rounding_of(run.folder), pinned_name(root)
+    if calibration is not None and rounding is not None:
+        calibration = rounding.completed(calibration)
+    return Report(
+        name=scenario.name,
+        vexport=__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=shlex.join(["vexport", *map(portable, sys.argv[1:])]),
+        source=portable(scenario.source),
+        source_name=source_name(scenario.source, root),
+        source_revision=pinned.partition("@")[2] if pinned else None,
+        source_card=inherited_card(root),
+        baseline=portable(str(run.baseline)),
+        outcome=conclusion.outcome,
+        reason=conclusion.reason,
+        plan=run.result(making.make_plan),
+        sizes=size_by_kind(run.index, run.result(making.quantize)),
+        layers=from_json(LayerErrors, run.folder / LAYERS).layers,
+        calibration_rows=len(calibration.rows) if calibration else 0,
+        calibration_data=portable(calibration.data) if calibration else "",
+        calibration_digest=calibration.digest if calibration else None,
+        experts=expert_coverage(calibration) if calibration else (),
+        rounding=rounding,
+        check=run.result(making.check),
+        dry_load=run.get(proving.dry_load),
+        baseline_load=run.get(proving.load_baseline) or NOT_RUN,
+        load=run.get(proving.load_candidate) or NOT_RUN,
+        verdict=run.get(proving.judge),
+        drift=run.get(proving.measure_drift),
+        attribution=run.get(attribute),
+        sensitivity=run.get(making.measure_sensitivity),
+        mixed=run.get(making.choose),
+        seconds=run.directory.seconds,
+    )
+
 
 STAGES: tuple[Stage[object], ...] = (
-    making.CANDIDATES,
-    proving.QUESTIONS,
-    making.CALIBRATION,
-    making.SENSITIVITY,
-    making.MIXED,
-    making.PLAN,
-    making.WRITTEN,
-    making.CHECKED,
-    proving.DRY_LOADED,
-    proving.SERVED_BASELINE,
-    proving.SERVED_CANDIDATE,
-    proving.LOADED_BASELINE,
-    proving.LOADED,
-    proving.DRIFT,
-    proving.VERDICT,
-    concluding.CONCLUSION,
-    concluding.ATTRIBUTION,
-    concluding.REPORT,
+    making.plan_candidates,
+    proving.settle_questions,
+    making.calibrate,
+    making.measure_sensitivity,
+    making.choose,
+    making.make_plan,
+    making.quantize,
+    making.check,
+    proving.dry_load,
+    proving.serve_baseline,
+    proving.serve_candidate,
+    proving.load_baseline,
+    proving.load_candidate,
+    proving.measure_drift,
+    proving.judge,
+    conclude,
+    attribute,
+    report,
 )
 # What is known of the baseline, whatever is compared with it.
-BASELINE_STAGES = (proving.SERVED_BASELINE.name, proving.LOADED_BASELINE.name)
+BASELINE_STAGES = (proving.serve_baseline.name, proving.load_baseline.name)
 
 
 def run_scenario(
@@ -57,10 +195,10 @@ def run_scenario(
 ) -> Report:
     """Do every stage of a scenario that is not done yet and write the report.
 
-    With `baseline_of`, a finished run directory, its baseline's
-    results are taken where this run has none. Raises InputError for an unusable source, rule, calibration or
-    task, and where `folder` overlaps one of them or the scenario's `file`; EnvironmentFault where vLLM is
-    missing or dies. A checkpoint that fails is a report with outcome FAIL.
+    With `baseline_of`, a finished run directory, its baseline's results are taken where this run has none.
+    Raises InputError for an unusable source, rule, calibration or task, and where `folder` overlaps one of
+    them or the scenario's `file`; EnvironmentFault where vLLM is missing or dies. A checkpoint that fails is
+    a report with outcome FAIL.
     """
     require_separate([NamedPath(label="--run-dir", path=folder)], list(_inputs(scenario, file)))
     _require_usable(scenario, options)
@@ -75,7 +213,7 @@ def run_scenario(
                 _keep_scenario(file, folder)
             for stage in STAGES:
                 run.do(stage)
-            return run.result(concluding.REPORT)
+            return run.result(report)
 
 
 def _require_usable(scenario: Scenario, options: EngineOptions) -> None:
@@ -103,7 +241,6 @@ def _inputs(scenario: Scenario, file: Path | None) -> Iterator[NamedPath]:
 
 
 def _keep_scenario(file: Path, folder: Path) -> None:
-    """A copy of the scenario next to what it made."""
     note = f"# A copy of {portable(str(file))}; its paths are relative to the folder of the original."
     write_text(folder / SCENARIO, f"{note}\n{file.read_text(encoding='utf-8')}")
 
@@ -124,15 +261,15 @@ def compare_schemes(
         options.on_progress(f"{scheme} (schemes)", len(rows), len(scenarios))
         run_dir = folder / scheme
         try:
-            report = run_scenario(scenario, run_dir, options, overwrite=overwrite, baseline_of=served)
+            made = run_scenario(scenario, run_dir, options, overwrite=overwrite, baseline_of=served)
         except VexportError as error:
             problems.append(error)
             rows.append(
                 ComparedRun(name=scenario.name, folder=str(run_dir), schemes=scheme, reason=str(error))
             )
         else:
-            rows.append(compared_run(report, str(run_dir)))
-            served = served or (run_dir if report.baseline_load.engine else None)
+            rows.append(compared_run(made, str(run_dir)))
+            served = served or (run_dir if made.baseline_load.engine else None)
     if len(problems) == len(scenarios):
         raise problems[0]
     faults = tuple(error for error in problems if isinstance(error, EnvironmentFault))
@@ -141,8 +278,59 @@ def compare_schemes(
 
 def with_scheme(scenario: Scenario, scheme: str) -> Scenario:
     """The scenario with one scheme in the place of all that its rules name; what they keep is kept."""
+    observers: dict[str, object] = {
+        "observer": None,
+        "observer_kwargs": {},
+        "input_observer": None,
+        "input_observer_kwargs": {},
+    }
     rules = tuple(
-        rule if rule.scheme == KEEP else rule.model_copy(update={"scheme": scheme, **DEFAULT_OBSERVERS})
+        rule if rule.scheme == KEEP else rule.model_copy(update={"scheme": scheme, **observers})
         for rule in scenario.rules
     )
     return scenario.model_copy(update={"rules": rules, "name": f"{scenario.name}-{scheme}", "auto": None})
+
+
+def source_name(source: str, root: Path) -> str:
+    """Return a model's id on the hub where that is known, else the name of its folder.
+
+    `source` is the name that the scenario gives, `root` the folder that it became.
+    """
+    for path in (source, root.as_posix()):
+        if cached := _CACHED.search(path):
+            return f"{cached[1]}/{cached[2]}"
+    if not Path(source).expanduser().exists() and (model := HubName.parse(source)):
+        return model.id
+    parts = [part for part in root.resolve().parts if part != root.anchor]
+    named = [part for part in parts if part.lower() not in _ROLES]
+    return (named or parts or [source])[-1]
+
+
+def size_by_kind(source: SourceIndex, written: SourceIndex) -> tuple[KindSize, ...]:
+    """The largest of the source first; all kinds together have all bytes of both."""
+    before, after = Counter[str](), Counter[str]()
+    for index, sizes_by_kind in ((source, before), (written, after)):
+        for name, tensor in index.tensors.items():
+            sizes_by_kind[tensor_kind(name)] += tensor.num_bytes
+    sizes: dict[str, tuple[int, int]] = {}
+    for kind in before | after:
+        pair = (before[kind], after[kind])
+        wholes = source.num_bytes, written.num_bytes
+        shown = any(part >= _LEAST_SHARE * max(1, whole) for part, whole in zip(pair, wholes, strict=True))
+        name = kind if shown else OTHERS
+        old = sizes.get(name, (0, 0))
+        sizes[name] = (old[0] + pair[0], old[1] + pair[1])
+    ordered = sorted(sizes.items(), key=lambda item: (item[0] == OTHERS, -item[1][0], item[0]))
+    return tuple(KindSize(kind=kind, source_bytes=old, output_bytes=new) for kind, (old, new) in ordered)
+
+
+def tensor_kind(name: str) -> str:
+    """The part of a block that a tensor belongs to (`self_attn`, `mlp`), `norm`, or what stands alone.
+
+    `model.layers.3.mlp.down_proj.weight_scale` is `mlp`, `model.embed_tokens.weight` is `embed_tokens`.
+    """
+    *modules, last = name.split(".")
+    numbers = [index for index, part in enumerate(modules) if part.isdecimal()]
+    inner = modules[numbers[0] + 1 :] if numbers else modules[-1:]
+    kind = inner[0] if inner else last
+    return "norm" if "norm" in kind else kind

@@ -19,6 +19,5 @@ from vexport.scenario.model import (
     default_calibration,
 )
 from vexport.scenario.reading import base_scenario, is_scenario, problems_at, read_scenario
-from vexport.scenario.rules import DEFAULT_OBSERVERS, Auto, IgnoredLayers, Rule
-from vexport.scenario.scheme_keys import AUTO, parse_group_size
+from vexport.scenario.rules import AUTO, Auto, IgnoredLayers, Rule, parse_group_size
 from vexport.scenario.serve import Serve

@@ -11,9 +11,11 @@ from pydantic import Field, field_validator, model_validator
 from vexport.errors import nearest
 from vexport.records import GENERATION_KEYS, BatchSize, Endpoint, GenKwargs
 from vexport.records.accuracy import DEFAULT_CONCURRENCY, REQUEST_SECONDS
-from vexport.scenario.section import ScenarioSection, located_errors
+from vexport.scenario.section import ScenarioSection, located_error
 
 SuiteName = Literal["quick", "standard", "code", "chat"]
+Text = Annotated[str, Field(min_length=1)]
+Url = Annotated[str, Field(pattern="^https?://")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,18 +100,18 @@ class Evaluate(ScenarioSection):
 
     tasks: tuple[str, ...] = ()
     suite: SuiteName | None = None
-    text: Annotated[str, Field(min_length=1)] | None = None
+    text: Text | None = None
     text_rows: Annotated[int, Gt(0)] = DEFAULT_TEXT_ROWS
     text_tokens: Annotated[int, Gt(1)] = DEFAULT_TEXT_TOKENS
-    speculative: Annotated[str, Field(min_length=1)] | None = None
+    speculative: Text | None = None
     include_path: tuple[Path, ...] = ()
     num_fewshot: Annotated[int, Ge(0)] | None = None
     apply_chat_template: bool | str | None = None
     fewshot_as_multiturn: bool | None = None
-    system_instruction: Annotated[str, Field(min_length=1)] | None = None
+    system_instruction: Text | None = None
     gen_kwargs: GenKwargs = {}
     max_gen_toks: Annotated[int, Gt(0)] | None = None
-    think_end_token: Annotated[str, Field(min_length=1)] | None = None
+    think_end_token: Text | None = None
     enable_thinking: bool | None = None
     batch_size: Annotated[BatchSize, Field(union_mode="left_to_right")] = "auto"
     margin: Annotated[float, Ge(0), Lt(1)] = DEFAULT_MARGIN
@@ -122,11 +124,11 @@ class Evaluate(ScenarioSection):
     kl_limit: Annotated[float, Gt(0)] = DEFAULT_KL_LIMIT
     nll_limit: Annotated[float, Gt(0)] = DEFAULT_NLL_LIMIT
     kl_prompts: Annotated[int, Gt(0)] = DEFAULT_KL_PROMPTS
-    endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
-    baseline_endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
-    tokenizer: Annotated[str, Field(min_length=1)] | None = None
-    model: Annotated[str, Field(min_length=1)] | None = None
-    baseline_model: Annotated[str, Field(min_length=1)] | None = None
+    endpoint: Url | None = None
+    baseline_endpoint: Url | None = None
+    tokenizer: Text | None = None
+    model: Text | None = None
+    baseline_model: Text | None = None
     concurrency: Annotated[int, Gt(0), Le(4096)] = DEFAULT_CONCURRENCY
     request_timeout: Annotated[float, Gt(0)] = REQUEST_SECONDS
     retry_seconds: Annotated[float, Ge(0)] = REQUEST_SECONDS
@@ -144,19 +146,14 @@ class Evaluate(ScenarioSection):
     @model_validator(mode="before")
     @classmethod
     def _of_a_suite(cls, content: object) -> object:
-        """The tasks, margin and limit of a suite, where they are not given."""
         name = content.get("suite") if isinstance(content, dict) else None
         if not isinstance(content, dict) or not isinstance(name, str) or name not in SUITES:
             return content
-        suite = SUITES[name]
-        tasks, given = tuple(suite.tasks), content.get("tasks")
+        suite, given = SUITES[name], content.get("tasks")
+        tasks, template = tuple(suite.tasks), suite.apply_chat_template
         if given and (not isinstance(given, list | tuple) or tuple(given) != tasks):
-            raise located_errors([(("tasks",), given, "a suite, or tasks", "remove one of the two")])
-        defaults = {
-            "margin": suite.margin,
-            "limit": suite.limit,
-            "apply_chat_template": suite.apply_chat_template,
-        }
+            raise located_error("tasks", given, "a suite, or tasks", "remove one of the two")
+        defaults = {"margin": suite.margin, "limit": suite.limit, "apply_chat_template": template}
         return {**defaults, **content, "tasks": tasks}
 
     @field_validator("include_path", mode="before")
@@ -196,8 +193,8 @@ class Evaluate(ScenarioSection):
     @model_validator(mode="after")
     def _tasks_or_text(self) -> Self:
         if bool(self.tasks) == bool(self.text):
-            need, fix = "either tasks (or a suite) or text", "give one of the two"
-            raise located_errors([(("tasks",), list(self.tasks), need, fix)])
+            need = "either tasks (or a suite) or text"
+            raise located_error("tasks", list(self.tasks), need, "give one of the two")
         return self
 
     @model_validator(mode="after")

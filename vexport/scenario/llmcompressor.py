@@ -98,7 +98,7 @@ def read_recipe(path: Path) -> Recipe:
         need = "the same in every modifier, as the first rule that matches decides"
         followed[1].refuse("ignore", "another list than the first modifier's", need, "join them")
     rules = [rule for modifier in modifiers for rule in _rules(modifier)]
-    caches = {cache for modifier in modifiers if (cache := _kv_cache(modifier)) is not None}
+    caches = [cache for modifier in modifiers if (cache := _kv_cache(modifier)) is not None]
     # Each target of a group has the problems of its arguments: each is told once.
     problems = {str(problem): problem for modifier in every for problem in modifier.problems}
     if problems:
@@ -142,7 +142,6 @@ def _smoothing(modifier: _Modifier) -> float:
 
 
 def _refuse_unknown(modifier: _Modifier) -> None:
-    """Refuse the modifier, or its keys, that vexport has nothing for."""
     if modifier.name not in MODIFIERS:
         need = " or ".join(MODIFIERS)
         fix = "remove it, or use llm-compressor for it and `vexport check` its checkpoint"
@@ -244,9 +243,7 @@ def _scheme(name: str) -> str:
 
 def _breadth(target: str) -> int:
     """0 a layer's name, 1 a pattern, 2 a class."""
-    if target.startswith("re:"):
-        return 1
-    return 2 if target[:1].isupper() else 0
+    return 1 if target.startswith("re:") else 2 * target[:1].isupper()
 
 
 def _strings(modifier: _Modifier, key: str) -> list[str]:
@@ -260,13 +257,11 @@ def _strings(modifier: _Modifier, key: str) -> list[str]:
 
 
 def _kv_cache(modifier: _Modifier) -> KvCache | None:
-    """The way keys and values are stored."""
     raw = modifier.keys.get("kv_cache_scheme")
-    if raw is None:
-        return None
-    args = parse_args(raw)
+    args = parse_args(raw) if raw is not None else None
     if isinstance(args, str):
         modifier.refuse("kv_cache_scheme", args, "quantization arguments", "correct them")
+    if args is None or isinstance(args, str):
         return None
     if args.observer not in _CACHE_OBSERVERS or args.observer_kwargs:
         need = "static_minmax, the range over all samples, which is all that vexport does for keys and values"
@@ -281,11 +276,9 @@ def _kv_cache(modifier: _Modifier) -> KvCache | None:
 
 
 def _notes(modifier: _Modifier) -> Iterator[str]:
-    """Return the settings of a modifier that are not followed, and what is done."""
-    if modifier.name == SMOOTHING:
-        for key in _PLACES:
-            if modifier.keys.get(key):
-                yield f"{modifier.where}.{key} is not taken over: vexport finds by itself where to smooth"
+    for key in _PLACES if modifier.name == SMOOTHING else ():
+        if modifier.keys.get(key):
+            yield f"{modifier.where}.{key} is not taken over: vexport finds by itself where to smooth"
     damping = modifier.keys.get("dampening_frac")
     if damping is not None and damping != GPTQ_DAMPING:
         yield (

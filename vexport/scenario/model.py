@@ -10,8 +10,7 @@ from vexport.checkpoint.data_name import DEFAULT, parse_data
 from vexport.records import CalibrationData, KvCache, OnUnsupportedShape
 from vexport.records.values import Positive
 from vexport.scenario.evaluate import Evaluate
-from vexport.scenario.rules import Auto, Rule
-from vexport.scenario.scheme_keys import AUTO
+from vexport.scenario.rules import AUTO, Auto, Rule
 from vexport.scenario.section import ScenarioSection
 from vexport.scenario.serve import Serve
 

@@ -77,16 +77,13 @@ def _problem(file: str, detail: ErrorDetails) -> InputError:
         return InputError(where, got=f"the unknown key {key!r}", need=need, fix=_where_to(key, known))
     if detail["type"] == "missing":
         return InputError(where, got="nothing", need="a value", fix="add the key")
-    message = detail["msg"].removeprefix("Value error, ")
-    value = detail["input"]
+    need, value = detail["msg"].removeprefix("Value error, "), detail["input"]
     got = f"the keys {', '.join(map(str, value))}" if isinstance(value, dict) else repr(value)
-    got = clip(got, MOST_CHARACTERS)
     fix = str(detail.get("ctx", {}).get("fix", "correct the value"))
-    return InputError(where, got=got, need=message, fix=fix)
+    return InputError(where, got=clip(got, MOST_CHARACTERS), need=need, fix=fix)
 
 
 def _where_to(key: str, known: Sequence[str]) -> str:
-    """Return what to do about an unknown key: where it belongs, or what it may have been meant to be."""
     if instead := instead_of(key):
         return f"remove it: {instead}"
     if key in _OTHER_NAMES:
@@ -99,9 +96,7 @@ def _where_to(key: str, known: Sequence[str]) -> str:
 
 
 def is_scenario(source: str) -> bool:
-    """Return whether what stands for SOURCE|SCENARIO is the file of a scenario, or the recipe of a
-    checkpoint.
-    """
+    """Return whether SOURCE|SCENARIO is the file of a scenario, or the recipe of a checkpoint."""
     return source.endswith((".yaml", ".yml", f"/{RECIPE}")) or source == RECIPE
 
 
@@ -142,18 +137,16 @@ def load_yaml(path: Path, need: str = "a scenario") -> object:
         raise InputError(str(path), got="no such file", need=need, fix="check the path") from None
     except (OSError, UnicodeDecodeError) as error:
         require_working_disk(error, path)
-        raise InputError(
-            str(path), got=str(error), need="a readable YAML file", fix="check the file"
-        ) from None
+        need = "a readable YAML file"
+        raise InputError(str(path), got=str(error), need=need, fix="check the file") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         problem = error.problem or "a syntax error"
         raise InputError(f"{path}:{line}", got=problem, need="valid YAML", fix="correct that line") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         got = "values too deep in each other" if isinstance(error, RecursionError) else str(error)
-        raise InputError(
-            str(path), got=clip(" ".join(got.split()), 200), need="valid YAML", fix="correct the file"
-        ) from None
+        got = clip(" ".join(got.split()), 200)
+        raise InputError(str(path), got=got, need="valid YAML", fix="correct the file") from None
     return content
 
 
@@ -167,24 +160,23 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
     def local(name: str) -> str:
         return absolute(name) if (folder / name).exists() else name
 
+    def data(name: str) -> str:
+        return absolute(name) if parse_data(name).kind == "path" else local(name)
+
     source = with_revision(local(scenario.source), scenario.revision)
     changes: dict[str, object] = {"source": source, "revision": None}
-    if scenario.calibration:
-        data = scenario.calibration.data
-        if (folder / data).exists() or parse_data(data).kind == "path":
-            data = absolute(data)
-        changes["calibration"] = scenario.calibration.model_copy(update={"data": data})
-    if scenario.evaluate:
-        baseline = local(scenario.evaluate.baseline) if scenario.evaluate.baseline else None
-        tasks = tuple(
-            absolute(task) if task.endswith((".yaml", ".yml")) else task for task in scenario.evaluate.tasks
-        )
-        folders = tuple(Path(absolute(path)) for path in scenario.evaluate.include_path)
-        text = scenario.evaluate.text
-        if text is not None and ((folder / text).exists() or parse_data(text).kind == "path"):
-            text = absolute(text)
-        update = {"tasks": tasks, "text": text, "baseline": baseline, "include_path": folders}
-        changes["evaluate"] = scenario.evaluate.model_copy(update=update)
+    if text := scenario.calibration:
+        changes["calibration"] = text.model_copy(update={"data": data(text.data)})
+    if asked := scenario.evaluate:
+        update = {
+            "tasks": tuple(
+                absolute(name) if name.endswith((".yaml", ".yml")) else name for name in asked.tasks
+            ),
+            "text": data(asked.text) if asked.text else None,
+            "baseline": local(asked.baseline) if asked.baseline else None,
+            "include_path": tuple(Path(absolute(path)) for path in asked.include_path),
+        }
+        changes["evaluate"] = asked.model_copy(update=update)
     return scenario.model_copy(update=changes)
 
 

@@ -6,10 +6,19 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Self, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
 
-from vexport.errors import nearest
-from vexport.formats.schemes import KEEP, get_scheme, is_scheme, scheme_name, scheme_names
+from vexport.errors import InputError, nearest
+from vexport.formats.own_schemes import own_args
+from vexport.formats.schemes import (
+    KEEP,
+    get_scheme,
+    is_scheme,
+    named_scheme,
+    scheme_name,
+    scheme_names,
+    with_group_size,
+)
 from vexport.records import BudgetKind, GroupSize
 from vexport.records.observer_names import (
     BY_IMPORTANCE,
@@ -21,29 +30,103 @@ from vexport.records.observer_names import (
 )
 from vexport.records.patterns import REFUSED
 from vexport.records.rounding import ROUNDINGS, Rounding
-from vexport.scenario.scheme_keys import AUTO, with_named_scheme
-from vexport.scenario.section import KeyProblem, ScenarioSection, known_name, located_errors
+from vexport.scenario.section import KeyProblem, ScenarioSection, known_name, located_error, located_errors
 
+# The scheme of a rule that leaves the choice to measured losses and a budget.
+AUTO = "auto"
+# The keys of a rule or candidate that say a scheme besides its name.
+SIZE, WEIGHTS, INPUTS = OWN_KEYS = ("group_size", "weights", "input_activations")
 # The name of a class of another package.
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 # Strategies of weights whose groups of columns can be searched by the importance of those.
 WITH_IMPORTANCE = ("channel", "group", "tensor_group")
 
 
-def known_observer(name: str) -> str:
+def parse_group_size(value: object) -> int | None:
+    """The columns of a group, None for a scale a row; ValueError for what is no size.
+
+    -1 is a scale a row too, as in llm-compressor and AutoRound.
+    """
+    if isinstance(value, str) and value.lower() == "channel" or value == -1:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1_000_000:
+        raise ValueError("a number of columns (32, 64, 128), or channel for one scale a row")
+    return value
+
+
+def with_named_scheme(content: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
+    """The keys of a rule or candidate with a scheme by name in the place of a group size or of arguments.
+
+    The observers of arguments become the rule's. Raises pydantic's ValidationError at the key that cannot be.
+    """
+    size, weights, inputs = (content.get(key) for key in OWN_KEYS)
+    others = {key: value for key, value in content.items() if key not in OWN_KEYS}
+    scheme = others.get("scheme")
+    if weights is None:
+        if inputs is not None:
+            need = "the arguments of the weights as well"
+            raise located_error(INPUTS, inputs, need, "add weights, or name a scheme")
+        return others if size is None else {**others, "scheme": _sized(size, scheme)}
+    if scheme is not None:
+        need = "a scheme, or weights with the arguments themselves"
+        raise located_error("scheme", scheme, need, "remove one of the two")
+    if size is not None:
+        raise located_error(SIZE, size, "the group size once", "write it into weights")
+    try:
+        name = named_scheme(own_args(weights, inputs)).name
+    except ValueError as error:
+        raise located_error(WEIGHTS, weights, str(error), "correct the arguments") from None
+    except InputError as error:
+        need = f"{error.need} (these are: {error.got})"
+        raise located_error(WEIGHTS, weights, need, error.fix) from None
+    observers = {
+        f"{prefix}{key}": args[key]
+        for prefix, args in (("", weights), ("input_", inputs))
+        for key in ("observer", "observer_kwargs")
+        if isinstance(args, dict) and args.get(key)
+    }
+    return {**observers, **others, "scheme": name}
+
+
+def _sized(size: JsonValue, scheme: JsonValue) -> JsonValue:
+    """The name of the scheme with that group size; a scheme that is none is left to its own validator."""
+    if scheme in (KEEP, AUTO):
+        need = f"no group size with scheme: {scheme}"
+        raise located_error(SIZE, size, need, "remove it, or name a scheme")
+    try:
+        columns = parse_group_size(size)
+        if isinstance(scheme, str) and is_scheme(scheme_name(scheme)):
+            return with_group_size(scheme, columns)
+    except ValueError as error:
+        raise located_error(SIZE, size, str(error), "correct the value") from None
+    except InputError as error:
+        raise located_error(SIZE, size, error.need, error.fix) from None
+    return scheme
+
+
+def _known_scheme(value: str, *others: str) -> str:
+    name = scheme_name(value)
+    return name if is_scheme(name) else known_name(value, (*scheme_names(), *others))
+
+
+def _known_observer(name: str | None) -> str | None:
     """The registry name that is meant, or package.module:Class as it is; ValueError lists what is known."""
+    if name is None:
+        return None
+    # Names of `Observer.register`: there are none unless a program has loaded the classes itself.
+    module = sys.modules.get("vexport.observers.base")
+    registered = [kind.registry_name for kind in module.Observer.named()] if module else []
+    known = dict.fromkeys((*OBSERVERS, *registered))
     spelled = folded(observer_name(name))
-    known = (*OBSERVERS, *(each for each in _registered() if each not in OBSERVERS))
-    registered = {folded(each): each for each in known}
-    if spelled in registered:
-        return registered[spelled]
-    if not _CLASS.fullmatch(name):
-        raise ValueError(f"one of {', '.join(known)}, or package.module:Class{nearest(name, known)}")
-    return name
+    found = next((each for each in known if folded(each) == spelled), None)
+    if found is None and not _CLASS.fullmatch(name):
+        raise ValueError(f"one of {', '.join(known)}, or package.module:Class{nearest(name, tuple(known))}")
+    return found or name
 
 
-def keyword_problems(key: str, name: str | None, keywords: Mapping[str, OptionValue]) -> Iterator[KeyProblem]:
-    """The problems of the keywords of the observer `name`, given under `key`."""
+def _keyword_problems(
+    key: str, name: str | None, keywords: Mapping[str, OptionValue]
+) -> Iterator[KeyProblem]:
     if name is None and keywords:
         need = "the observer that they are for"
         yield (key,), dict(keywords), need, f"add {key.removesuffix('_kwargs')}"
@@ -53,7 +136,7 @@ def keyword_problems(key: str, name: str | None, keywords: Mapping[str, OptionVa
         yield (key, keyword), keywords[keyword], need, f"correct it, or remove it: it is a keyword of {name}"
 
 
-def observer_problems(scheme: str, observer: str | None, input_observer: str | None) -> Iterator[KeyProblem]:
+def _observer_problems(scheme: str, observer: str | None, input_observer: str | None) -> Iterator[KeyProblem]:
     """Observers that a scheme has no use for, by the key that names them."""
     known = None if scheme in (KEEP, AUTO) else get_scheme(scheme)
     strategy = known.args.weights.strategy if known else WITH_IMPORTANCE[0]
@@ -72,21 +155,6 @@ def observer_problems(scheme: str, observer: str | None, input_observer: str | N
         why = "scales its inputs when the model runs" if inputs else "leaves its inputs as they are"
         need = f"a scheme with static input scales (FP8, NVFP4): {scheme} {why}"
         yield ("input_observer",), input_observer, need, "remove it, or use another scheme"
-
-
-def _registered() -> list[str]:
-    """Names of `Observer.register`: there are none unless a program has loaded the classes itself."""
-    module = sys.modules.get("vexport.observers.base")
-    return [] if module is None else [kind.registry_name for kind in module.Observer.named()]
-
-
-# What a rule says of observers where it names none.
-DEFAULT_OBSERVERS: Mapping[str, object] = {
-    "observer": None,
-    "observer_kwargs": {},
-    "input_observer": None,
-    "input_observer_kwargs": {},
-}
 
 
 class Refit(ScenarioSection):
@@ -128,10 +196,10 @@ class Rule(ScenarioSection):
     group_size: GroupSize | None = Field(default=None, exclude=True)
     weights: dict[str, JsonValue] | None = Field(default=None, exclude=True)
     input_activations: dict[str, JsonValue] | None = Field(default=None, exclude=True)
-    observer: str | None = None
-    observer_kwargs: dict[str, OptionValue] = Field(default_factory=dict)
-    input_observer: str | None = None
-    input_observer_kwargs: dict[str, OptionValue] = Field(default_factory=dict)
+    observer: Annotated[str | None, AfterValidator(_known_observer)] = None
+    observer_kwargs: dict[str, OptionValue] = {}
+    input_observer: Annotated[str | None, AfterValidator(_known_observer)] = None
+    input_observer_kwargs: dict[str, OptionValue] = {}
     rounding: Rounding | Refit | None = None
 
     @property
@@ -155,26 +223,20 @@ class Rule(ScenarioSection):
 
     @field_validator("scheme")
     @classmethod
-    def _known_scheme(cls, value: str) -> str:
-        name = scheme_name(value)
-        return name if is_scheme(name) else known_name(value, (*scheme_names(), KEEP, AUTO))
+    def _is_known(cls, value: str) -> str:
+        return _known_scheme(value, KEEP, AUTO)
 
     @field_validator("rounding")
     @classmethod
     def _known_rounding(cls, value: str | Refit | None) -> str | Refit | None:
         return known_name(value, ROUNDINGS) if isinstance(value, str) else value
 
-    @field_validator("observer", "input_observer")
-    @classmethod
-    def _known_observer(cls, value: str | None) -> str | None:
-        return None if value is None else known_observer(value)
-
     @model_validator(mode="after")
     def _observers_fit(self) -> Self:
         problems = [
-            *keyword_problems("observer_kwargs", self.observer, self.observer_kwargs),
-            *keyword_problems("input_observer_kwargs", self.input_observer, self.input_observer_kwargs),
-            *observer_problems(self.scheme, self.observer, self.input_observer),
+            *_keyword_problems("observer_kwargs", self.observer, self.observer_kwargs),
+            *_keyword_problems("input_observer_kwargs", self.input_observer, self.input_observer_kwargs),
+            *_observer_problems(self.scheme, self.observer, self.input_observer),
         ]
         if problems:
             raise located_errors(problems)
@@ -206,27 +268,22 @@ class Auto(ScenarioSection):
     @field_validator("candidates")
     @classmethod
     def _known_candidates(cls, values: tuple[str, ...]) -> tuple[str, ...]:
-        known = (*scheme_names(), KEEP)
-        named = map(scheme_name, values)
-        names = tuple(name if is_scheme(name) else known_name(name, known) for name in named)
+        names = tuple(_known_scheme(name, KEEP) for name in values)
         if len(set(names)) < len(names):
             raise ValueError("each candidate once")
         return names
 
     @model_validator(mode="after")
     def _one_budget(self) -> Self:
-        if len(self._budgets()) != 1:
+        if sum(getattr(self, kind) is not None for kind in get_args(BudgetKind)) != 1:
             raise ValueError(f"one budget: {', '.join(get_args(BudgetKind))}")
         return self
-
-    def _budgets(self) -> list[tuple[BudgetKind, float]]:
-        kinds: dict[BudgetKind, float | None] = {"bits": self.bits, "bytes": self.bytes, "share": self.share}
-        return [(kind, limit) for kind, limit in kinds.items() if limit is not None]
 
     @property
     def budget(self) -> tuple[BudgetKind, float]:
         """The budget's kind and limit."""
-        return self._budgets()[0]
+        kinds: dict[BudgetKind, float | None] = {"bits": self.bits, "bytes": self.bytes, "share": self.share}
+        return next((kind, limit) for kind, limit in kinds.items() if limit is not None)
 
 
 class IgnoredLayers(Rule):

@@ -37,6 +37,11 @@ KeyProblem = tuple[tuple[str, ...], JsonValue, str, str]
 """Place, value, what is needed, what to do."""
 
 
+def located_error(key: str, value: JsonValue, need: str, fix: str) -> ValidationError:
+    """The error at one key of a model."""
+    return located_errors([((key,), value, need, fix)])
+
+
 def located_errors(problems: list[KeyProblem]) -> ValidationError:
     """Several errors of one model, each with its where; pydantic adds them to its own."""
     return ValidationError.from_exception_data(

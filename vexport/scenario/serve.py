@@ -1,6 +1,6 @@
 """The start of vLLM's engine: what a scenario or command line may say, and what vexport decides itself."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
@@ -27,26 +27,14 @@ EngineArguments = Mapping[str, JsonValue]
 
 # Arguments of vLLM with their own key in `serve`.
 TYPED = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "distributed_executor_backend",
-    "gpu_memory_utilization",
-    "max_num_seqs",
-    "kv_cache_dtype",
-    "max_model_len",
-    "enforce_eager",
+    *("tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend"),
+    *("gpu_memory_utilization", "max_num_seqs", "kv_cache_dtype", "max_model_len", "enforce_eager"),
 )
 # What quantizes the model that is served. The baseline is what the loss is measured against, so it runs
 # without them.
-CANDIDATE_ONLY = frozenset(
-    {
-        "kv_cache_dtype",
-        "kv_cache_dtype_skip_layers",
-        "calculate_kv_scales",
-        "quantization",
-        "quantization_config",
-        "allow_deprecated_quantization",
-    }
+CANDIDATE_ONLY = (
+    *("kv_cache_dtype", "kv_cache_dtype_skip_layers", "calculate_kv_scales"),
+    *("quantization", "quantization_config", "allow_deprecated_quantization"),
 )
 # Options of the command line for arguments of vLLM.
 _OPTIONS = {"tensor_parallel_size": "--tp", "max_model_len": "--max-model-len"}
@@ -67,14 +55,14 @@ def _one_of(*values: JsonValue) -> Callable[[JsonValue], bool]:
 
 _NEVER = _one_of()
 _CHECKPOINT = "what the checkpoint itself holds, which is what is judged"
+_SAMPLING = "the sampling that each task of lm-eval asks for"
 _OWNED: Mapping[str, _Owned] = {
+    **dict.fromkeys(
+        ("model_weights", "hf_config_path", "tokenizer_revision", "revision", "code_revision"),
+        _Owned(_NEVER, _CHECKPOINT),
+    ),
     "model": _Owned(_NEVER, "no model: the checkpoint and its baseline are served"),
-    "model_weights": _Owned(_NEVER, _CHECKPOINT),
-    "hf_config_path": _Owned(_NEVER, _CHECKPOINT),
     "tokenizer": _Owned(_NEVER, _CHECKPOINT, "copy the tokenizer into the checkpoint"),
-    "tokenizer_revision": _Owned(_NEVER, _CHECKPOINT),
-    "revision": _Owned(_NEVER, _CHECKPOINT),
-    "code_revision": _Owned(_NEVER, _CHECKPOINT),
     "skip_tokenizer_init": _Owned(_one_of(False), "false: prompts are text"),
     "runner": _Owned(_one_of("auto", "generate"), "generate: the answers are generated text"),
     "convert": _Owned(_one_of("auto", "none"), "none: the answers are generated text"),
@@ -92,12 +80,8 @@ _OWNED: Mapping[str, _Owned] = {
     ),
     "max_logprobs": _Owned(_one_of(-1), "-1: log-probabilities of the whole vocabulary are compared"),
     "logprobs_mode": _Owned(_one_of("raw_logprobs"), "raw_logprobs, which lm-eval scores"),
-    "generation_config": _Owned(
-        _one_of("auto", "vllm"), "the sampling that each task of lm-eval asks for", "set it in the task"
-    ),
-    "override_generation_config": _Owned(
-        _one_of({}), "the sampling that each task of lm-eval asks for", "set it in the task"
-    ),
+    "generation_config": _Owned(_one_of("auto", "vllm"), _SAMPLING, "set it in the task"),
+    "override_generation_config": _Owned(_one_of({}), _SAMPLING, "set it in the task"),
     "data_parallel_size": _Owned(_one_of(1), "1: one engine answers", instead_of("data_parallel_size")),
     "worker_extension_cls": _Owned(_NEVER, "vexport's own, which names the kernels that ran"),
     "nnodes": _Owned(
@@ -159,8 +143,13 @@ class Serve(ScenarioSection):
     @field_validator("engine_args")
     @classmethod
     def _not_owned(cls, values: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
-        """Refuse what vexport decides, and what contradicts its own key."""
-        problems = list(_refused(values, info.data))
+        problems: list[KeyProblem] = []
+        for name, value in values.items():
+            typed = info.data.get(name)
+            if typed is not None:
+                problems.append(((name,), value, f"{typed!r}, as {name} has it", f"give {name} once"))
+            elif name in _OWNED and not _OWNED[name].allowed(value):
+                problems.append(((name,), value, _OWNED[name].need, _OWNED[name].fix))
         if problems:
             raise located_errors(problems)
         return values
@@ -209,22 +198,13 @@ class Serve(ScenarioSection):
         }
 
 
-def _refused(values: EngineArguments, typed: EngineArguments) -> Iterator[KeyProblem]:
-    for name, value in values.items():
-        if name in typed and typed[name] is not None:
-            need = f"{typed[name]!r}, as {name} has it"
-            yield (name,), value, need, f"give {name} once"
-        elif name in _OWNED and not _OWNED[name].allowed(value):
-            yield (name,), value, _OWNED[name].need, _OWNED[name].fix
-
-
-def with_options(serve: Serve, typed: Mapping[str, JsonValue], engine_args: EngineArguments) -> Serve:
+def with_options(serve: Serve, options: Mapping[str, JsonValue], engine_args: EngineArguments) -> Serve:
     """The settings with what the command line says, which replaces what a scenario says.
 
-    `typed` has the values of options by vLLM's name, None for one that is not given; `engine_args` is what
+    `options` has their values by vLLM's name, None for one that is not given; `engine_args` is what
     --engine-arg gave. Raises InputError for all that cannot be, and where the two contradict each other.
     """
-    options = {name: value for name, value in typed.items() if value is not None}
+    options = {name: value for name, value in options.items() if value is not None}
     raise_all(
         [
             InputError(
@@ -237,24 +217,20 @@ def with_options(serve: Serve, typed: Mapping[str, JsonValue], engine_args: Engi
             if engine_args.get(name, value) != value
         ]
     )
-    named = {**engine_args, **options}
-    others = {name: value for name, value in named.items() if name not in TYPED}
-    changed = {
-        **serve.model_dump(mode="json"),
-        **{name: value for name, value in named.items() if name in TYPED},
-        "engine_args": {**serve.engine_args, **others},
-    }
+    given = {**engine_args, **options}
+    others = {name: value for name, value in given.items() if name not in TYPED}
+    typed = {name: value for name, value in given.items() if name in TYPED}
+    engine = {**serve.engine_args, **others}
     try:
-        return Serve.model_validate(changed)
+        return Serve.model_validate({**serve.model_dump(mode="json"), **typed, "engine_args": engine})
     except ValidationError as error:
         problems = [_option_error(detail, options) for detail in error.errors()]
     raise InputErrors(problems)
 
 
 def _option_error(detail: ErrorDetails, options: EngineArguments) -> InputError:
-    """Return where the option stands that a value came from, and what is wrong with it."""
     where = [str(part) for part in detail["loc"]]
-    name = where[1] if len(where) > 1 else where[0] if where else ""
+    name = next(iter(where[1:] or where), "")
     return InputError(
         _OPTIONS[name] if name in options else f"--engine-arg {name}".strip(),
         got=repr(detail["input"]),

@@ -16,7 +16,7 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError
 from vexport.files import from_json
 from vexport.formats.schemes import KEEP
-from vexport.plan.build import PlanSettings, build_plan
+from vexport.plan.build import build_plan
 from vexport.plan.source import plan_headers, settings_of, source_index
 from vexport.records import (
     Finding,
@@ -28,7 +28,7 @@ from vexport.records import (
     SchemeChoice,
     silent,
 )
-from vexport.scenario import Auto, Rule, Scenario
+from vexport.scenario import Auto, Scenario
 from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, rest_bytes, rules_with, smallest
 
 # Mixtures kept while groups are added. Below this the answer is exact; groups come in few sizes, so that even
@@ -138,20 +138,17 @@ def require_size_in_reach(auto: Auto, least_bytes: int, *, source_bytes: int, pa
 
 
 def _most_bytes(auto: Auto, source_bytes: int, parameters: int) -> float:
-    """The bytes that a budget of size allows."""
     kind, limit = auto.budget
     return {"bits": limit * parameters / 8, "bytes": limit, "share": limit * source_bytes}[kind]
 
 
 def _options(group: GroupSensitivity, allowed: Sequence[str]) -> Iterator[SchemeChoice]:
+    costs = {one.scheme: (one.num_bytes, max(0.0, one.loss)) for one in group.schemes}
+    costs[KEEP] = (group.source_bytes, 0.0)
     for scheme in allowed:
-        if scheme == KEEP:
-            yield SchemeChoice(name=group.name, scheme=KEEP, num_bytes=group.source_bytes, loss=0.0)
-        for one in group.schemes:
-            if one.scheme == scheme:
-                yield SchemeChoice(
-                    name=group.name, scheme=scheme, num_bytes=one.num_bytes, loss=max(0.0, one.loss)
-                )
+        if scheme in costs:
+            num_bytes, loss = costs[scheme]
+            yield SchemeChoice(name=group.name, scheme=scheme, num_bytes=num_bytes, loss=loss)
 
 
 FILE = "sensitivity.json"
@@ -160,52 +157,58 @@ FILE = "sensitivity.json"
 def plan_scenario(
     scenario: Scenario, run_dir: Path | None = None, on_progress: OnProgress = silent
 ) -> tuple[SourceIndex, Plan]:
-    """The headers and the plan of what a scenario asks for; what `auto` comes to depends on `run_dir`."""
-    settings = settings_of(scenario)
-    if scenario.auto is None:
-        return plan_headers(scenario.source, scenario.rules, settings, on_progress)
-    index = source_index(scenario.source, scenario.rules, on_progress)
-    return index, plan_mixed(index, scenario.rules, scenario.auto, settings, run_dir or scenario.run_dir)
+    """The headers and the plan of what a scenario asks for.
 
-
-def plan_mixed(
-    index: SourceIndex, rules: Sequence[Rule], auto: Auto, settings: PlanSettings, run_dir: Path
-) -> Plan:
-    """The plan of rules with `auto`. What `vexport run` measured in `run_dir` decides; without that each
-    group gets its smallest candidate, and a note says so.
-
-    Raises InputError as `find_layer_groups`, and where no mixture is within the budget.
+    With `auto` what `vexport run` measured in `run_dir` decides; without that each group gets its smallest
+    candidate, and a note says so. Raises InputError as `find_layer_groups`, and where no mixture is within
+    the budget.
     """
+    settings, rules, auto = settings_of(scenario), scenario.rules, scenario.auto
+    if auto is None:
+        return plan_headers(scenario.source, rules, settings, on_progress)
+    index = source_index(scenario.source, rules, on_progress)
+    run_dir = run_dir or scenario.run_dir
     layer_groups = find_layer_groups(index, rules, auto, settings)
     plain = build_plan(index, rules_with((), {}, rules), settings)
-    known = _measured(run_dir, layer_groups)
-    if known is None:
-        plan = build_plan(index, rules_with(layer_groups, smallest(layer_groups), rules), settings)
+    notes = [
+        replace(finding, fix="another candidate is taken here")
+        for layer_group in layer_groups
+        for finding in layer_group.refused
+    ]
+    if (measured := _measured(run_dir, layer_groups)) is not None:
+        mixed = choose_schemes(index, layer_groups, measured, plain, auto)
+        chosen = {choice.name: choice.scheme for choice in mixed.choices}
+    else:
+        chosen = smallest(layer_groups)
         require_in_reach(index, layer_groups, plain, auto)
-        return replace(plan, notes=(*plan.notes, *_refused(layer_groups), _not_measured(auto, run_dir)))
-    mixed = mixed_scheme(
-        known.groups,
+        notes.append(_not_measured(auto, run_dir))
+    plan = build_plan(index, rules_with(layer_groups, chosen, rules), settings)
+    return index, replace(plan, notes=(*plan.notes, *notes))
+
+
+def choose_schemes(
+    index: SourceIndex,
+    layer_groups: Sequence[LayerGroup],
+    measured: GroupSensitivities,
+    plan: Plan,
+    auto: Auto,
+) -> MixedScheme:
+    """The schemes by measured losses; `plan` has what no choice changes."""
+    return mixed_scheme(
+        measured.groups,
         {layer_group.name: layer_group.allowed for layer_group in layer_groups},
         auto,
-        rest_bytes=rest_bytes(index, layer_groups, plain),
+        rest_bytes=rest_bytes(index, layer_groups, plan),
         source_bytes=index.num_bytes,
         parameters=index.num_parameters,
     )
-    chosen = {one.name: one.scheme for one in mixed.choices}
-    plan = build_plan(index, rules_with(layer_groups, chosen, rules), settings)
-    return replace(plan, notes=(*plan.notes, *_refused(layer_groups)))
 
 
 def require_in_reach(index: SourceIndex, layer_groups: Sequence[LayerGroup], plan: Plan, auto: Auto) -> None:
     """Raise InputError where the smallest candidates are beyond a budget of size; `plan` has the rest."""
-    schemes = smallest(layer_groups)
-    least = sum(layer_group.bytes_in(schemes[layer_group.name]) for layer_group in layer_groups)
-    require_size_in_reach(
-        auto,
-        least + rest_bytes(index, layer_groups, plan),
-        source_bytes=index.num_bytes,
-        parameters=index.num_parameters,
-    )
+    least = sum(min(map(group.bytes_in, group.allowed)) for group in layer_groups)
+    size = least + rest_bytes(index, layer_groups, plan)
+    require_size_in_reach(auto, size, source_bytes=index.num_bytes, parameters=index.num_parameters)
 
 
 def _measured(run_dir: Path, layer_groups: Sequence[LayerGroup]) -> GroupSensitivities | None:
@@ -225,14 +228,6 @@ def _measured(run_dir: Path, layer_groups: Sequence[LayerGroup]) -> GroupSensiti
         for one in layer_group.options
     }
     return found if needed == sizes else None
-
-
-def _refused(layer_groups: Sequence[LayerGroup]) -> tuple[Finding, ...]:
-    return tuple(
-        replace(finding, fix="another candidate is taken here")
-        for layer_group in layer_groups
-        for finding in layer_group.refused
-    )
 
 
 def _not_measured(auto: Auto, run_dir: Path) -> Finding:

@@ -14,9 +14,9 @@ from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError, raise_all
 from vexport.formats.schemes import KEEP, get_scheme
-from vexport.layers.blocks import group_layout, output_bytes
+from vexport.layers.blocks import output_bytes, quantized_bytes
 from vexport.layers.shapes import KEPT
-from vexport.plan.build import PlanSettings, build_plan, require_accepted
+from vexport.plan.build import PlanSettings, build_plan, layers_alone, require_accepted
 from vexport.records import Finding, FusionGroup, Plan
 from vexport.scenario import AUTO, Auto, Rule
 
@@ -79,9 +79,10 @@ def find_layer_groups(
     fixed = build_plan(index, _with(rules, KEEP), settings)
     require_accepted(fixed)
     candidates = auto.candidates if auto else ()
-    lenient = settings.lenient
     plans = {
-        scheme: build_plan(index, _with(rules, scheme), lenient) for scheme in candidates if scheme != KEEP
+        scheme: build_plan(index, _with(rules, scheme), settings.lenient)
+        for scheme in candidates
+        if scheme != KEEP
     }
     for plan in plans.values():
         require_accepted(plan)
@@ -93,7 +94,7 @@ def find_layer_groups(
     if settings.on_unsupported_shape == "refuse" and KEEP not in candidates:
         raise_all(_unfit(plans.values(), options))
     return tuple(
-        _layer_group(index, name, _allowed(name, named, mixed, candidates), found, _refusals(name, plans))
+        _layer_group(index, name, _allowed(name, named, mixed, candidates), found, plans.values())
         for name, found in options.items()
     )
 
@@ -113,32 +114,24 @@ def rules_with(
 
 def smallest(layer_groups: Sequence[LayerGroup]) -> dict[str, str]:
     """The scheme of fewest bytes for each layer group."""
-    return {
-        layer_group.name: min(layer_group.allowed, key=layer_group.bytes_in) for layer_group in layer_groups
-    }
+    return {group.name: min(group.allowed, key=group.bytes_in) for group in layer_groups}
 
 
 def rest_bytes(index: SourceIndex, layer_groups: Sequence[LayerGroup], plan: Plan) -> int:
     """The bytes of the output that no choice changes."""
-    return output_bytes(index, (), plan.attention) - sum(
-        layer_group.source_bytes for layer_group in layer_groups
-    )
+    return output_bytes(index, (), plan.attention) - sum(group.source_bytes for group in layer_groups)
 
 
 def probe_plan(plan: Plan, layer_groups: Sequence[LayerGroup]) -> Plan:
     """A plan whose calibration serves every option: the statistics that schemes need are alike."""
-    chosen = [
-        next(
-            (one for one in layer_group.options if get_scheme(one.scheme).args.calibrated),
-            layer_group.options[0],
-        )
+    chosen = (
+        max(layer_group.options, key=lambda option: get_scheme(option.scheme).args.calibrated)
         for layer_group in layer_groups
-    ]
+    )
     return replace(plan, groups=tuple(group for option in chosen for group in option.groups))
 
 
 def _with(rules: Sequence[Rule], scheme: str) -> list[Rule]:
-    """The rules with a scheme in the place of `auto`."""
     return [rule.model_copy(update={"scheme": scheme}) if rule.scheme == AUTO else rule for rule in rules]
 
 
@@ -152,12 +145,7 @@ def _how(group: FusionGroup) -> dict[str, object]:
 
 
 def _by_layer_group(plan: Plan) -> dict[str, Groups]:
-    """The groups of a plan by the layer group that they belong to."""
-    layer_groups: dict[str, Groups] = {}
-    for group in plan.groups:
-        name = moe_layer(group.members[0].name) or group.name
-        layer_groups[name] = (*layer_groups.get(name, ()), group)
-    return layer_groups
+    return {name: tuple(groups) for name, groups in layers_alone(plan.groups).items()}
 
 
 def _allowed(
@@ -182,32 +170,22 @@ def _layer_group(
     name: str,
     allowed: tuple[str, ...],
     found: Mapping[str, Groups],
-    refused: tuple[Finding, ...],
+    plans: Iterable[Plan],
 ) -> LayerGroup:
     members = [member for group in next(iter(found.values())) for member in group.members]
-    sizes = [(index.tensors[one.weight].dtype, (one.out_features, one.in_features)) for one in members]
+    shapes = [(index.tensors[one.weight].dtype, (one.out_features, one.in_features)) for one in members]
     return LayerGroup(
         name=name,
-        source_bytes=sum(num_bytes(dtype, shape) for dtype, shape in sizes),
-        parameters=sum(rows * columns for _, (rows, columns) in sizes),
+        source_bytes=sum(num_bytes(dtype, shape) for dtype, shape in shapes),
+        parameters=sum(rows * columns for _, (rows, columns) in shapes),
         allowed=allowed,
         options=tuple(
-            Option(scheme=scheme, groups=groups, num_bytes=_stored_bytes(index, groups))
+            Option(scheme=scheme, groups=groups, num_bytes=quantized_bytes(index, groups))
             for scheme, groups in found.items()
         ),
-        refused=refused,
-    )
-
-
-def _stored_bytes(index: SourceIndex, groups: Iterable[FusionGroup]) -> int:
-    specs = (spec for group in groups for spec in group_layout(group, index.tensors))
-    return sum(num_bytes(spec.dtype, spec.shape) for spec in specs)
-
-
-def _refusals(name: str, plans: Mapping[str, Plan]) -> tuple[Finding, ...]:
-    """The reasons why candidates do not fit a layer group."""
-    return tuple(
-        note for plan in plans.values() for note in plan.notes if note.where == name and note.fix == KEPT
+        refused=tuple(
+            note for plan in plans for note in plan.notes if note.where == name and note.fix == KEPT
+        ),
     )
 
 

@@ -99,21 +99,22 @@ def measure(
 
 
 def _sensitivity(group: LayerGroup, losses: Mapping[str, float]) -> GroupSensitivity:
+    schemes = (
+        SchemeLoss(
+            scheme=option.scheme,
+            observer=option.groups[0].observers,
+            num_bytes=option.num_bytes,
+            loss=losses[option.scheme],
+            rounding=option.groups[0].rounding,
+        )
+        for option in group.options
+    )
     return GroupSensitivity(
         name=group.name,
         layers=group.layers,
         parameters=group.parameters,
         source_bytes=group.source_bytes,
-        schemes=tuple(
-            SchemeLoss(
-                scheme=option.scheme,
-                observer=option.groups[0].observers,
-                num_bytes=option.num_bytes,
-                loss=losses[option.scheme],
-                rounding=option.groups[0].rounding,
-            )
-            for option in group.options
-        ),
+        schemes=tuple(schemes),
         refused=group.refused,
     )
 
