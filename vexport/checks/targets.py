@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from vexport.architectures.fusion import moe_layer
+from vexport.architectures.fusion import NO_UP, moe_layer
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checks.vllm.groups import ConfigGroup, of_attention
 from vexport.checks.vllm.layers import FusedLinear, quantized_parameters
@@ -113,12 +113,18 @@ def _experts(view: CheckpointView) -> Iterator[Finding]:
         if layer is not None:
             group = None if view.ignored(fused) else view.group_of(fused)
             by_layer.setdefault(layer, {}).setdefault(fused.name.rpartition(".")[2], group)
+    if view.method is None and view.architecture.experts and not view.architecture.experts[2]:
+        for layer, groups in by_layer.items():
+            absent = FusedLinear(name=f"{layer}.0.{NO_UP}", members={f"{layer}.0.{NO_UP}": {}})
+            groups[NO_UP] = None if view.ignored(absent) else view.group_of(absent)
     for layer, groups in by_layer.items():
         names = {projection: group.name if group else "none" for projection, group in groups.items()}
         if len(set(names.values())) > 1:
             expected = "one config group for all projections of the experts"
             got = ", ".join(f"{projection} {name}" for projection, name in names.items())
             fix = "quantize all projections of the experts alike, or none"
+            if NO_UP in groups:
+                fix += f"; vLLM asks for {layer}.0.{NO_UP} too, where experts have no gate: target it"
             yield error(NAME, layer, expected=expected, got=got, fix=fix)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vexport.architectures import Architecture, get_architecture
-from vexport.architectures.fusion import all_names, also_asked, below, looked_up, moe_layer
+from vexport.architectures.fusion import NO_UP, all_names, also_asked, below, looked_up, moe_layer
 from vexport.formats.arguments import Arguments, QuantArgs, SchemeArgs, arguments_adapter
 from vexport.formats.base import is_head
 from vexport.formats.kv_cache import KV_CACHES
@@ -104,7 +104,9 @@ def _experts_together(names: Iterable[str], architecture: Architecture, others: 
         experts, last_part = moe_layer(name), name.rpartition(".")[2]
         key = (experts or "", last_part if experts else name)
         if key not in targets:
-            ending = rf"\.\d+\.{re.escape(last_part)}$"
+            first = architecture.experts is not None and architecture.experts[::2] == (last_part, None)
+            asked = f"(?:{re.escape(last_part)}|{NO_UP})" if first else re.escape(last_part)
+            ending = rf"\.\d+\.{asked}$"
             targets[key] = [*below(experts, ending, architecture, others)] if experts else [name]
     return list(dict.fromkeys(entry for entries in targets.values() for entry in entries))
 

@@ -26,7 +26,7 @@ def ignored(
     - A fused module that vLLM's quantization config does not take apart is named itself as well; of one that
       it does, all parts are named, also those that no tensor has (values that are the keys).
     - A layer that predicts further tokens, run by another class that may take no fused module apart and name
-      it otherwise (Glm4MoeMTP, Step3p5MTP), is kept by one pattern.
+      it otherwise (Glm4MoeMTP, Step3p5MTP), is kept by one pattern for each of its names.
     - What vLLM asks for by another name than the file has is named by that, too.
     """
     linears = [member for members in modules.values() for member in members]
@@ -38,7 +38,11 @@ def ignored(
         if all(member in kept for member in members):
             outside, draft = _outside(name, stacks), names.draft_layer(name)
             if draft is not None and draft not in partly:
-                copied = tuple(below(draft, r"\..*", names.architecture, quantized))
+                copied = tuple(
+                    pattern
+                    for layer in names.drafter_names(draft)
+                    for pattern in below(layer, r"\..*", names.architecture, quantized)
+                )
             elif outside is not None and not matches_any(outside, quantized):
                 copied = (f"re:{outside}",)
             else:

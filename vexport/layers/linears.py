@@ -21,7 +21,9 @@ from vexport.records import AttentionLayer, Finding, Json, KvCache, LinearPlan, 
 Place = Literal["decoder", "outside", "unquantizable"]
 
 # Layers that predict tokens further ahead; transformers drops them, vLLM drafts with them.
-PREDICTION = re.compile(r"(?:^|\.)(?:mtp|nextn|mtp_block|mtp_layers)\b")
+# The drafter of these (ErnieMTP, MiMoMTP) asks for them as decoder layers behind the last one.
+RENUMBERED = re.compile(r"(?:^|\.)(?:mtp_block|mtp_layers)\.(\d+)\.")
+PREDICTION = re.compile(r"(?:^|\.)(?:mtp|nextn|mtp_\w+)\b")
 SMALL_BUT_DECISIVE = re.compile(
     r"(?:.*\.)?(?:\w*router\w*(?:\.layer)?|\w*gate|\w*norm\w*|\w*conv1d\w*|\w+_coefs|in_proj_(?:ba|b|a))$"
 )
@@ -56,7 +58,9 @@ class Names:
         last_part = module.rpartition(".")[2]
         routed = moe_layer(module) is not None
         kept = (*self.architecture.unquantized, *self.architecture.routers)
-        plain = last_part in kept or self.architecture.kind(module) == "plain"
+        plain = (
+            last_part in kept or self.architecture.kind(module) == "plain" or bool(RENUMBERED.search(module))
+        )
         if self.architecture.experts is None if routed else plain:
             return "unquantizable"
         return "decoder" if self.in_decoder(module) and not SMALL_BUT_DECISIVE.match(module) else "outside"
@@ -71,11 +75,19 @@ class Names:
 
     def draft_layer(self, module: str) -> str | None:
         """The layer that predicts further tokens that a module is part of, None for other modules."""
-        name, stack = self.vllm_name(module), STACK.search(module)
+        name, stack = self.vllm_name(module), RENUMBERED.search(module) or STACK.search(module)
         if stack is None or self.in_decoder(module):
             return None
         drafts = PREDICTION.search(name) or self._in_language_model(name)
         return module[: stack.end() - 1] if drafts else None
+
+    def drafter_names(self, draft_layer: str) -> tuple[str, ...]:
+        """The names of such a layer in the file, and where vLLM's drafter numbers it on."""
+        match = RENUMBERED.search(f"{draft_layer}.")
+        if match is None or self.layers is None:
+            return (draft_layer,)
+        before = draft_layer[: match.start()]
+        return draft_layer, f"{before}{'.' if before else ''}layers.{self.layers + int(match[1])}"
 
     def _in_language_model(self, vllm_name: str) -> bool:
         inside = self.architecture.language_model

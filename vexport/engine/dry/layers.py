@@ -91,7 +91,8 @@ def _stored(method: object, layer: torch.nn.Module, name: str) -> str:
     find = getattr(config, "get_scheme_dict", None)
     if find is None:
         return ""
-    args = find(layer, name) or find(layer, f"{name}.0.gate_proj") or {}
+    first = getattr(layer, "ckpt_gate_proj_name", "gate_proj")
+    args = find(layer, name) or find(layer, f"{name}.0.{first}") or {}
     weights, inputs = args.get("weights"), args.get("input_activations")
     if weights is None:
         return "W16A16"
