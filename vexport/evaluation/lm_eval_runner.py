@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -119,7 +119,8 @@ def _evaluate(
             # Tasks that are loaded again begin at the same seed, hence with the same few-shot examples.
             limit = documents_to_repeat(len(results["samples"]), request.limit)
             again = evaluation.run(evaluation.load(), limit)
-            write_repeated(request.output, compare_rows(results["samples"], again["samples"]))
+            repeated = compare_rows(results["samples"], again["samples"])
+            write_repeated(request.output, replace(repeated, sampled=request.lm_eval.seeds > 1))
     except jinja2.TemplateError as error:
         fix = "fix doc_to_text, doc_to_target or doc_to_choice of the task"
         need = "a template that its documents can fill"
