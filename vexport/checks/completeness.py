@@ -157,7 +157,7 @@ def _without_parameter(view: CheckpointView, layout: ModelLayout, name: str) -> 
     if name.endswith(".bias"):
         # vLLM drops every bias that it does not expect (AutoWeightsLoader, models/utils.py).
         return _passed_over(name, expected, "a bias that vLLM drops silently", f"{fix} (attention_bias)")
-    if layout.is_dropped(name):
+    if layout.place(name) in layout.drops:
         return _passed_over(name, expected, "an unknown name, which vLLM drops silently", fix)
     return error(NAME, name, expected=expected, got="a name for which vLLM has no parameter", fix=fix)
 

@@ -15,7 +15,6 @@ from vexport.formats.arguments import QuantArgs
 from vexport.formats.base import is_head
 from vexport.formats.config import targets_of
 from vexport.layers.ignore import ignored
-from vexport.layers.linears import names_of
 from vexport.records import Json
 from vexport.repair.changes import LOSSLESS, Changes, Repair, inside
 
@@ -155,8 +154,7 @@ def _unquantized(view: CheckpointView) -> Iterator[str]:
         if not fused.is_quantized and (view.group_of(fused) is not None or len(named) > 1):
             missing.update(fused.members)
     modules = {fused.name: tuple(fused.members) for fused in view.fused_linears}
-    names = names_of(view.index, view.architecture)
-    yield from (name for name in ignored(modules, missing, (), names) if name not in view.ignore)
+    yield from (name for name in ignored(modules, missing, (), view.names) if name not in view.ignore)
 
 
 def _with(

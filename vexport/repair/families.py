@@ -21,9 +21,9 @@ from vexport.fidelity.source import ComparedSource
 from vexport.formats.arguments import Strategy, parse_args
 from vexport.formats.dequantize import ct_scheme
 from vexport.formats.kv_cache import KEY, KV_CACHES, VALUE, kv_layout
-from vexport.layers.linears import attention_layers, names_of
+from vexport.layers.linears import attention_layers
 from vexport.numerics.metrics import quantization_error
-from vexport.records import AttentionLayer, Json, KvCache, LinearPlan, TensorSpec
+from vexport.records import Json, KvCache
 from vexport.repair import Family, config, global_scales
 from vexport.repair.changes import LOSSLESS, Changes, Edit, Repair, WeightChange, inside
 
@@ -119,46 +119,31 @@ def _argument_repair(where: str, got: str, now: str) -> Repair:
 
 def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
     """Scales of 1.0 for all attention layers; nothing where some have scales: 1.0 would not go with them."""
-    layers = _attention(view)
-    specs = [(layer, spec) for layer in layers for spec in kv_layout(layer)]
+    scheme = parse_args((view.quantization or {}).get("kv_cache_scheme"))
+    if isinstance(scheme, str) or scheme.dynamic:
+        return Changes()
+    kind: KvCache = "fp8_per_head" if scheme.strategy == KV_CACHES["fp8_per_head"].strategy else "fp8"
+    linears = [member for fused in view.fused_linears for member in fused.by_name.members]
+    layers = attention_layers(linears, view.names, text_config(view.index.config), kind)
     missing = {finding.where for finding in announced.run(view)} - view.index.tensors.keys()
     if not all(f"{layer.name}.{parameter}" in missing for layer in layers for parameter in (KEY, VALUE)):
         return Changes()
-    names = [*view.index.tensors]
-    last = {layer.name: name for layer in layers for name in names if name.startswith(f"{layer.name}.")}
-    edits = [
-        Edit(tensors={KEY: spec}, near=last[layer.name], make=partial(_ones, spec)) for layer, spec in specs
-    ]
-    repairs = [_scale_repair(layer) for layer in layers]
+    edits = []
+    for layer in layers:
+        near = [name for name in view.index.tensors if name.startswith(f"{layer.name}.")][-1]
+        for spec in kv_layout(layer):
+            edits.append(Edit(tensors={KEY: spec}, near=near, make=partial(_ones, spec.shape)))
+    cost = (
+        "unknown without a calibration: keys and values beyond 448 saturate, small ones lose bits; "
+        "it is what vLLM would take silently"
+    )
+    got, now = "a static kv_cache_scheme and no k_scale or v_scale", "1.0 for keys and values"
+    repairs = (Repair(family="KV cache", where=each.name, got=got, now=now, cost=cost) for each in layers)
     return Changes(edits=tuple(edits), repairs=tuple(repairs))
 
 
-def _attention(view: CheckpointView) -> tuple[AttentionLayer, ...]:
-    """The layers that get static scales by the config; none without a static kv_cache_scheme."""
-    scheme = parse_args((view.quantization or {}).get("kv_cache_scheme"))
-    if isinstance(scheme, str) or scheme.dynamic:
-        return ()
-    kind: KvCache = "fp8_per_head" if scheme.strategy == KV_CACHES["fp8_per_head"].strategy else "fp8"
-    linears = [
-        LinearPlan(name=name, weight=f"{name}.weight", out_features=0, in_features=0) for name in view.layers
-    ]
-    names = names_of(view.index, view.architecture)
-    return attention_layers(linears, names, text_config(view.index.config), kind)
-
-
-def _ones(spec: TensorSpec) -> Mapping[str, torch.Tensor]:
-    return {KEY: torch.ones(spec.shape, dtype=torch.float32)}
-
-
-def _scale_repair(layer: AttentionLayer) -> Repair:
-    return Repair(
-        family="KV cache",
-        where=layer.name,
-        got="a static kv_cache_scheme and no k_scale or v_scale",
-        now="1.0 for keys and values",
-        cost="unknown without a calibration: keys and values beyond 448 saturate, small ones lose bits; "
-        "it is what vLLM would take silently",
-    )
+def _ones(shape: tuple[int, ...]) -> Mapping[str, torch.Tensor]:
+    return {KEY: torch.ones(shape, dtype=torch.float32)}
 
 
 def weight_change(

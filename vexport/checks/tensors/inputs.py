@@ -9,7 +9,6 @@ root of the harmonic mean of the squared weights.
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,48 +28,36 @@ IN_LAYER = re.compile(
 BYTES = ("U8", "F8_E8M0")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StaticRange:
-    """A static scale of inputs by its tensor, and the largest input that it represents."""
-
-    name: str
-    largest: float
-
-
 def impossible(
     view: CheckpointView, group: ConfigGroup, members: Mapping[str, Mapping[str, TensorInfo]]
 ) -> Iterator[Finding]:
     """Findings on scales for inputs that the layer's norm cannot make."""
     for module, parameters in members.items():
-        static = static_range(view, group, parameters)
-        bounds = norm_bounds(view, module) if static is not None else None
-        if static is None or bounds is None:
+        scale, bounds = _static_scale(view, group, parameters), norm_bounds(view, module)
+        if scale is None or bounds is None:
             continue
-        least, most = bounds
-        if static.largest > most * MARGIN:
-            yield _impossible(static, f"up to {most:.3g}, all that the norm before lets through")
-        elif static.largest < least / MARGIN:
-            yield _impossible(static, f"of at least {least:.3g}, which the norm before makes of any token")
+        (name, largest), (least, most) = scale, bounds
+        got = f"one for inputs up to {largest:.3g}"
+        fix = "calibrate again: the number is no scale of this layer, or upside down"
+        if largest > most * MARGIN:
+            expected = f"a scale for inputs up to {most:.3g}, all that the norm before lets through"
+            yield error(CHECK, name, expected=expected, got=got, fix=fix)
+        elif largest < least / MARGIN:
+            expected = f"a scale for inputs of at least {least:.3g}, which the norm before makes of any token"
+            yield error(CHECK, name, expected=expected, got=got, fix=fix)
 
 
-def static_range(
+def _static_scale(
     view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo]
-) -> StaticRange | None:
-    """Return what a layer's static scale represents; None where it has none."""
+) -> tuple[str, float] | None:
+    """A layer's static scale by its name, and the largest input that it represents; None without one."""
     scale, global_scale = parameters.get("input_scale"), parameters.get("input_global_scale")
     if scale is not None and scale.num_bytes:
         value = float(np.abs(view.reader.floats(scale)).max())
-        return StaticRange(name=scale.name, largest=group.storage.largest_input * value)
+        return scale.name, group.storage.largest_input * value
     if global_scale is not None and global_scale.num_bytes:
-        value = float(view.reader.floats(global_scale).min())
-        return StaticRange(name=global_scale.name, largest=GLOBAL_SCALE_NUMERATOR / value)
+        return global_scale.name, GLOBAL_SCALE_NUMERATOR / float(view.reader.floats(global_scale).min())
     return None
-
-
-def _impossible(static: StaticRange, inputs: str) -> Finding:
-    got = f"one for inputs up to {static.largest:.3g}"
-    fix = "calibrate again: the number is no scale of this layer, or upside down"
-    return error(CHECK, static.name, expected=f"a scale for inputs {inputs}", got=got, fix=fix)
 
 
 def norm_bounds(view: CheckpointView, module: str) -> tuple[float, float] | None:

@@ -203,15 +203,11 @@ class OnlineTransform:
         return LINEAR in patterns or matches_any(module, patterns)
 
 
-def online_transforms(quantization: Mapping[str, Json] | None) -> tuple[OnlineTransform, ...]:
+def online_transforms(quantization: Mapping[str, Json]) -> Iterator[OnlineTransform]:
     """Those of a quantization config, in order; what cannot be read is left out."""
-    config = (quantization or {}).get("transform_config")
+    config = quantization.get("transform_config")
     groups = config.get("config_groups") if isinstance(config, dict) else None
-    return tuple(_transforms(groups)) if isinstance(groups, dict) else ()
-
-
-def _transforms(groups: Mapping[str, Json]) -> Iterator[OnlineTransform]:
-    for scheme, raw in groups.items():
+    for scheme, raw in groups.items() if isinstance(groups, dict) else ():
         entries = raw.get("apply") if isinstance(raw, dict) else None
         for entry in entries if isinstance(entries, list) else ():
             if isinstance(raw, dict) and isinstance(entry, dict) and entry.get("location") not in IN_WEIGHTS:
@@ -225,6 +221,5 @@ def _transforms(groups: Mapping[str, Json]) -> Iterator[OnlineTransform]:
 
 
 def _patterns(raw: Json) -> tuple[str, ...]:
-    return tuple(
-        str(pattern) for pattern in (raw if isinstance(raw, list) else [raw] if isinstance(raw, str) else [])
-    )
+    listed = raw if isinstance(raw, list) else [raw] if isinstance(raw, str) else []
+    return tuple(map(str, listed))

@@ -84,10 +84,6 @@ class ModelLayout:
         around = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
         return next((prefix for prefix in around if prefix in self.places), "")
 
-    def is_dropped(self, name: str) -> bool:
-        """Return whether vLLM passes over a name that it does not know."""
-        return self.place(name) in self.drops
-
     def judges(self, name: str) -> bool:
         """Return whether a tensor that is not among these is none of the model."""
         inside, module = f"{self.place(name)}.".lstrip("."), split_name(with_stars(name))[0]
@@ -135,6 +131,7 @@ def layout_of(
             parameters[name] = each.shape or ()
     plain = not unsure and all(PLAIN.fullmatch(name) for row in entry.rows for name in row.names)
     before_mlp = (FEEDFORWARD_NORM, MLP_NORM)
+    norms = {".".join(name.split(".")[-2:]) for row in entry.rows for name in row.names}
     return ModelLayout(
         linears=linears,
         tables=tables,
@@ -143,7 +140,7 @@ def layout_of(
         optional=frozenset(name for name, each in expected.items() if each.optional),
         unknown=frozenset(map(with_stars, (*unsure, *(f"{prefix}.*" for prefix in otherwise)))),
         drops=entry.drops,
-        norm_before_mlp=next((norm for norm in before_mlp if plain and _has_norm(entry, norm)), ""),
+        norm_before_mlp=next((norm for norm in before_mlp if plain and f"{norm}.weight" in norms), ""),
         translated=translated,
         norms_above_one=any(row.kind == "norm above one" for row in entry.rows),
     )
@@ -204,10 +201,6 @@ def _experts(name: str, each: Expected | None = None) -> str:
     if stacked and not experts:
         before = split_name(name)[0].rpartition(".")[0]
     return f"{before}.experts" if experts or stacked else ""
-
-
-def _has_norm(entry: ClassLayout, norm: str) -> bool:
-    return any(name.endswith(f".{norm}.weight") for row in entry.rows for name in row.names)
 
 
 def _names_in_file(stored: Iterable[str], architecture: Architecture) -> Callable[[str], tuple[str, str]]:

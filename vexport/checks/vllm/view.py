@@ -198,7 +198,7 @@ class CheckpointView:
     @cached_property
     def transforms(self) -> tuple[OnlineTransform, ...]:
         """The rotations that are left to the running model."""
-        return online_transforms(self.quantization)
+        return tuple(online_transforms(self.quantization or {}))
 
     def is_transform(self, module: str) -> bool:
         """Return whether a module is no layer but stores the matrix of such a rotation."""
