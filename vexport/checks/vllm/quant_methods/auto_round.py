@@ -34,7 +34,6 @@ BACKENDS = ("auto", "gptq", "gptq:marlin", "awq", "awq:marlin", "marlin")
 # Widths for which vLLM has no kernel but Humming's (CUDA_HUMMING_SUPPORTED_BITS); of those that do not fill
 # words the layout is not judged.
 HUMMING_BITS, UNJUDGED_BITS, UNQUANTIZED = (2, 3, 5, 6, 7), (3, 5, 6, 7), 16
-BLOCKS = ("block_name_to_quantize", "to_quant_block_names")
 REGEX_CHARACTERS = frozenset(r"*+?^$()[]{}|\\")
 # What the inputs of MXFP8 are (`_validate_raw_config`).
 MX_INPUTS: Mapping[str, Json] = {

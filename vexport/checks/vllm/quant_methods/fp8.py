@@ -24,7 +24,6 @@ from vexport.records import Json
 
 SOURCE = "fp8.py"
 SCHEMES = ("static", "dynamic")
-BLOCK = (128, 128)
 # The smallest blocks into which vLLM takes those of experts apart.
 LEAST_BLOCK = 32
 

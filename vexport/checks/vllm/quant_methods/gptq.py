@@ -5,7 +5,6 @@ codes only and look neither at zero points nor at g_idx.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -99,14 +98,6 @@ class GptqV2(Gptq):
     zero_offset = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DynamicRule:
-    """An entry of `dynamic`: layers by a pattern from their start, with their own group or none."""
-
-    pattern: Patterns
-    group: MethodGroup | None
-
-
 def read(config: MethodConfig) -> QuantMethod:
     """The method as vLLM reads it: what is quantized follows from the tensors where no list says it."""
     values = config.values
@@ -118,12 +109,12 @@ def read(config: MethodConfig) -> QuantMethod:
     def group_of(layer: str, name: str) -> MethodGroup | None:
         if not layer.endswith(".experts") and not contains_listed(name, listed):
             return None
-        return next((rule.group for rule in rules if rule.pattern.match(layer)), group)
+        return next((own for pattern, own in rules if pattern.match(layer)), group)
 
     return QuantMethod(
         name="gptq",
         skip_key="dynamic",
-        groups=(group, *(rule.group for rule in rules if rule.group)),
+        groups=(group, *(own for _, own in rules if own)),
         group_of=group_of,
         quantizes_head=values.get("lm_head") is True,
     )
@@ -139,8 +130,9 @@ def _group(config: MethodConfig, values: Mapping[str, Json], name: str = "gptq")
     return integer_group(name, stored_as, config, values.get("bits"), size, symmetric=symmetric)
 
 
-def _rules(config: MethodConfig, base: Mapping[str, Json]) -> Iterator[DynamicRule]:
-    """GPTQModel's overrides: `-:` keeps layers, `+:` or nothing gives them their own arguments."""
+def _rules(config: MethodConfig, base: Mapping[str, Json]) -> Iterator[tuple[Patterns, MethodGroup | None]]:
+    """GPTQModel's overrides, by a pattern from a layer's start: `-:` keeps layers, `+:` or nothing gives them
+    their own arguments."""
     dynamic = config.values.get("dynamic")
     for number, (pattern, changes) in enumerate(dynamic.items() if isinstance(dynamic, dict) else ()):
         patterns = Patterns([REGEX + (pattern[2:] if pattern[:2] in ("-:", "+:") else pattern)])
@@ -149,9 +141,7 @@ def _rules(config: MethodConfig, base: Mapping[str, Json]) -> Iterator[DynamicRu
             continue
         kept = pattern.startswith("-:") or not isinstance(changes, dict)
         own = None if kept or not isinstance(changes, dict) else {**base, **changes}
-        yield DynamicRule(
-            pattern=patterns, group=None if own is None else _group(config, own, f"gptq dynamic {number}")
-        )
+        yield patterns, None if own is None else _group(config, own, f"gptq dynamic {number}")
 
 
 def _flat(listed: Json) -> Iterator[str]:
