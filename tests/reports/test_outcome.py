@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.models import save_llama
-from tests.reports import parts, sample
+from tests.reports import sample
 from vexport.checkpoint.index import read_index
 from vexport.records import CheckReport
 from vexport.reports import render
@@ -17,7 +17,7 @@ GOOD = CheckReport(checkpoint="c", ok=True, findings=(sample.finding(),))
 
 
 def test_without_an_evaluation_the_sentence_says_so() -> None:
-    outcome, reason = concluded(GOOD, parts.dry_load(), sample.load(), None)
+    outcome, reason = concluded(GOOD, sample.dry_load(), sample.load(), None)
     assert outcome == "PASS"
     assert "accuracy was not evaluated" in reason
     text = render(replace(sample.report(), verdict=None, reason=reason), "text")
