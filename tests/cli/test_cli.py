@@ -12,19 +12,8 @@ import pytest
 from tests.command import ALL_COMMANDS, vexport
 
 COMMANDS = {
-    "demo",
-    "run",
-    "plan",
-    "compare",
-    "quantize",
-    "check",
-    "repair",
-    "load",
-    "eval",
-    "verdict",
-    "report",
-    "list",
-    "explain",
+    *("demo", "run", "plan", "compare", "quantize", "check", "repair"),
+    *("load", "eval", "verdict", "report", "list", "explain"),
 }
 
 

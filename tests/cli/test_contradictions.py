@@ -62,14 +62,9 @@ def test_schemes_are_understood_in_any_spelling(name: str, llama: Path, tmp_path
 
 def test_heads_are_refused_as_check_refuses_them(tmp_path: Path) -> None:
     """Nine heads and three of keys and values, as SmolLM2-135M has them."""
-    heads = {
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "hidden_size": 576,
-        "intermediate_size": 1152,
-    }
-    source = save_llama(tmp_path / "model", **heads, num_hidden_layers=1)
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+    sizes = {"hidden_size": 576, "intermediate_size": 1152, "num_hidden_layers": 1}
+    source = save_llama(tmp_path / "model", **heads, **sizes)
     planned = vexport("plan", source, "--scheme", "NVFP4A16", "--tp", "1,2")
     assert planned.code == 2
     assert "9 attention heads" in planned.stdout

@@ -26,14 +26,8 @@ def test_the_verdict_is_that_of_the_two_folders(lm_eval_runs: Path, accepted: Pa
     kept = decide(accepted, lm_eval_runs / name, margin=0.02, alpha=0.05)
     assert kept.reason == full.reason
     for one, other in zip(kept.tasks, sorted(full.tasks, key=lambda task: task.task), strict=True):
-        assert (one.difference, one.low, one.high, one.right_to_wrong, one.wrong_to_right, one.mcnemar_p) == (
-            other.difference,
-            other.low,
-            other.high,
-            other.right_to_wrong,
-            other.wrong_to_right,
-            other.mcnemar_p,
-        )
+        for name in ("difference", "low", "high", "right_to_wrong", "wrong_to_right", "mcnemar_p"):
+            assert getattr(one, name) == getattr(other, name), name
         assert one.changed_wrong is None
         assert [flip.doc_id for flip in one.flips] == [flip.doc_id for flip in other.flips]
 

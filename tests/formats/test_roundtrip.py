@@ -20,28 +20,13 @@ from vexport.scenario import Rule
 
 # Least signal-to-noise in dB of a normal weight, rounded to nearest with scales from the range.
 LEAST = {
-    "NVFP4": 19.5,
-    "NVFP4A16": 19.5,
-    "MXFP4": 18.0,
-    "MXFP4A16": 18.0,
-    "MXFP4XFP8": 18.0,
-    "MXFP8": 31.0,
-    "MXFP8A16": 31.0,
-    "FP8": 31.0,
-    "FP8_DYNAMIC": 31.0,
-    "FP8_BLOCK": 31.0,
-    "W8A8": 41.0,
-    "INT8": 41.0,
-    "W4A8": 18.5,
-    "W4AFP8": 18.5,
-    "W4A16": 18.5,
-    "W4A16_ASYM": 19.0,
-    "W8A16": 42.0,
-    "W2A16": 4.5,
-    "W3A16": 12.0,
-    "W5A16": 25.0,
-    "W6A16": 31.0,
-    "W7A16": 37.0,
+    **dict.fromkeys(("NVFP4", "NVFP4A16"), 19.5),
+    **dict.fromkeys(("MXFP4", "MXFP4A16", "MXFP4XFP8"), 18.0),
+    **dict.fromkeys(("MXFP8", "MXFP8A16", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"), 31.0),
+    **dict.fromkeys(("W8A8", "INT8"), 41.0),
+    **dict.fromkeys(("W4A8", "W4AFP8", "W4A16"), 18.5),
+    **{"W4A16_ASYM": 19.0, "W8A16": 42.0, "W2A16": 4.5, "W3A16": 12.0},
+    **{"W5A16": 25.0, "W6A16": 31.0, "W7A16": 37.0},
 }
 
 

@@ -53,16 +53,8 @@ def test_inputs_are_observed_as_asked_for(llama: Path, text: Path, tmp_path: Pat
         )
         assert ran.code == 0, ran.stderr
     (tmp_path / "recipe.yaml").write_text("QuantizationModifier: {scheme: FP8, input_observer: minmax}\n")
-    ran = vexport(
-        "quantize",
-        llama,
-        tmp_path / "recipe",
-        "--recipe",
-        tmp_path / "recipe.yaml",
-        "--ignore",
-        "lm_head",
-        *options,
-    )
+    recipe = ("--recipe", tmp_path / "recipe.yaml", "--ignore", "lm_head")
+    ran = vexport("quantize", llama, tmp_path / "recipe", *recipe, *options)
     assert ran.code == 0, ran.stderr
     rule = Rule(
         match="Linear",

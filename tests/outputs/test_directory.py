@@ -62,14 +62,8 @@ def begun(work: Path) -> None:
 
 
 PLANTED = [
-    file_behind_record,
-    folder_behind_it,
-    shard_as_link,
-    new_as_link,
-    folder_of_a_person,
-    old_of_a_person,
-    only_a_file,
-    of_another_user,
+    *(file_behind_record, folder_behind_it, shard_as_link, new_as_link),
+    *(folder_of_a_person, old_of_a_person, only_a_file, of_another_user),
 ]
 
 

@@ -115,16 +115,8 @@ def test_keys_and_values_of_few_heads_are_repeated_on_many_ranks(tmp_path: Path)
 
 def test_what_does_not_fit_can_be_kept(tmp_path: Path) -> None:
     model = save_llama(tmp_path / "model", intermediate_size=328)
-    ran = vexport(
-        "quantize",
-        model,
-        tmp_path / "out",
-        "--scheme",
-        "FP8_BLOCK",
-        "--on-unsupported-shape",
-        "keep",
-        "--quiet",
-    )
+    keep = ("--on-unsupported-shape", "keep", "--quiet")
+    ran = vexport("quantize", model, tmp_path / "out", "--scheme", "FP8_BLOCK", *keep)
     assert ran.code == 0, ran.stderr
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     kept = [f"model.layers.{i}.mlp.{part}_proj" for i in range(3) for part in ("gate", "up")]

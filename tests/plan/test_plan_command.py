@@ -117,18 +117,8 @@ def test_quantize_answers_in_json(narrow: Path, tmp_path: Path) -> None:
 
 def test_the_recipe_makes_the_same_checkpoint_again(llama: Path, tmp_path: Path, calibration: Path) -> None:
     options = ("--calibration", calibration, "--samples", 3, "--seq-len", 16, "--quiet")
-    choice = (
-        "--scheme",
-        "NVFP4",
-        "--rounding",
-        "nearest",
-        "--ignore",
-        "o_proj",
-        "--kv-cache",
-        "fp8",
-        "--tp",
-        "1,2",
-    )
+    choice = ("--scheme", "NVFP4", "--rounding", "nearest", "--ignore", "o_proj")
+    choice += ("--kv-cache", "fp8", "--tp", "1,2")
     first, again = tmp_path / "first", tmp_path / "again"
     for out in (first, again):
         assert vexport("quantize", llama, out, *choice, *options).code == 0

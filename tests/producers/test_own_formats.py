@@ -17,16 +17,13 @@ NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
 SOURCES = Path(__file__).parent.parent / "peer"
 # One of each storage.
 SPOILED = (
-    "autoround-llama-MXFP4-auto_round",
-    "autoround-llama-W4A16-auto_awq",
-    "autoround-llama-W4A16-auto_round",
-    "modelopt-llama-FP8-KV",
-    "modelopt-llama-MIXED",
-    "modelopt-llama-NVFP4-KV",
-    "quark-llama-fp8-KV",
-    "quark-llama-int4_wo_32",
-    "quark-llama-int8",
-    "quark-llama-mxfp4",
+    *(
+        "autoround-llama-MXFP4-auto_round",
+        "autoround-llama-W4A16-auto_awq",
+        "autoround-llama-W4A16-auto_round",
+    ),
+    *("modelopt-llama-FP8-KV", "modelopt-llama-MIXED", "modelopt-llama-NVFP4-KV"),
+    *("quark-llama-fp8-KV", "quark-llama-int4_wo_32", "quark-llama-int8", "quark-llama-mxfp4"),
 )
 K = "model.layers.0.self_attn.k_proj"
 

@@ -29,18 +29,8 @@ def test_codes_of_another_device_are_the_cpus(family: str, scheme: str, how: str
     """Of the first layer's inputs, which both compute alike; from there on attention rounds otherwise."""
     source, text = save_family(family, tmp_path / family), write_calibration(tmp_path / "text.jsonl")
     # Smoothing sets `data` of parameters, which the second device cannot.
-    options = [
-        "--scheme",
-        scheme,
-        "--rounding",
-        how,
-        "--calibration",
-        text,
-        "--samples",
-        "4",
-        "--smoothing",
-        "0",
-    ]
+    options = ["--scheme", scheme, "--rounding", how, "--calibration", text, "--samples", "4"]
+    options += ["--smoothing", "0"]
     words = [sys.executable, SECOND, source, tmp_path / "second", *options, "--device", "second"]
     ran = subprocess.run(list(map(str, words)), cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
