@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,12 @@ from safetensors.torch import load_file
 from tests.calibration.make import samples
 from tests.calibration.models import expert_configs, save
 from tests.command import vexport
+from vexport.calibration import Samples, read_samples
+from vexport.calibration.sources import shuffled
+from vexport.checkpoint.data_name import DEFAULT_FILE, parse_data
+from vexport.errors import EnvironmentFault, InputError
+from vexport.records import CalibrationData
+from vexport.scenario import Calibration
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +77,188 @@ def test_a_device_that_is_not_there_is_refused(folder: Path, tmp_path: Path) -> 
     assert ran.code == 2
     assert "device 'gpu': got no use of it" in ran.errors[0]
     assert not (tmp_path / "out").exists()
+
+
+DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
+VOCABULARY = 384
+TURNS = [{"role": "user", "content": "one plus two"}, {"role": "assistant", "content": "three"}]
+SHARED = [{"from": "human", "value": "one plus two"}, {"from": "gpt", "value": "three"}]
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(DEMO, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def read(name: object, model: Path = DEMO, **settings: object) -> Samples:
+    values = {"data": name, "samples": 8, "seq_len": 16, **settings}
+    source = Calibration.model_validate(values).source()
+    return read_samples(source, model, vocab_size=VOCABULARY)
+
+
+def written(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_every_form_of_a_conversation_gives_the_same_ids(chat: Path, tmp_path: Path) -> None:
+    rows = written(
+        tmp_path / "rows.jsonl",
+        {"messages": TURNS},
+        {"conversations": SHARED},
+        {"prompt": "one plus two", "completion": "three"},
+        {"prompt": TURNS[:1], "completion": TURNS[1:]},
+    )
+    samples = read(rows, chat, seq_len=99)
+    assert len(set(samples.token_ids)) == 1
+    assert len(samples.token_ids) == 4
+    plain = written(tmp_path / "text.jsonl", {"text": "user: one plus two\nassistant: three\n"})
+    assert read(plain, chat, seq_len=99).token_ids[0][1:] == samples.token_ids[0]
+    listed = tmp_path / "list.json"
+    listed.write_text(json.dumps([{"conversations": SHARED}]))
+    assert read(listed, chat, seq_len=99).token_ids == samples.token_ids[:1]
+
+
+def test_a_prompt_and_its_completion_are_joined_without_a_template(tmp_path: Path) -> None:
+    pair = written(tmp_path / "pair.jsonl", {"prompt": "one plus ", "completion": "two"})
+    text = written(tmp_path / "text.jsonl", {"text": "one plus two"})
+    assert read(pair).token_ids == read(text).token_ids
+    with pytest.raises(InputError, match="the model has no chat template"):
+        read(written(tmp_path / "turns.jsonl", {"messages": TURNS}))
+
+
+def test_parquet_text_and_folders(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"body": ["one plus two", "three"], "other": [1, 2]})
+    parquet.write_table(table, tmp_path / "b.parquet")
+    rows = written(tmp_path / "a.jsonl", {"body": "one plus two"}, {"body": "three"})
+    one, two = (read(path, column="body") for path in (rows, tmp_path / "b.parquet"))
+    assert one.token_ids == two.token_ids
+    both = read(tmp_path, column="body")
+    assert both.token_ids == one.token_ids * 2
+    assert both.rows == (1, 2, 3, 4)
+    with pytest.raises(InputError, match="no column text, but body, other"):
+        read(tmp_path / "b.parquet", column="text")
+
+
+def test_text_is_joined_into_whole_samples_unless_asked_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("\n\n".join(f"paragraph {number} of the book" for number in range(60)))
+    packed = read(path)
+    assert {len(ids) for ids in packed.token_ids} == {16}
+    assert len(packed.token_ids) == 8
+    alone = read(path, pack=False, seq_len=99)
+    assert len(set(map(len, alone.token_ids))) <= 2
+    assert packed.token_ids[0][: len(alone.token_ids[0])] == alone.token_ids[0]
+    assert packed.token_ids[0].count(alone.token_ids[0][0]) == 1  # one beginning of a text
+    rows = written(tmp_path / "rows.jsonl", *({"input_ids": [3, 4, 5]} for _ in range(20)))
+    joined = read(rows, pack=True, samples=3, seq_len=8)
+    assert joined.token_ids == ((3, 4, 5, 3, 4, 5, 3, 4), (5, 3, 4, 5, 3, 4, 5, 3), (4, 5, 3, 4, 5, 3, 4, 5))
+    assert joined.rows == (1, 3, 6)
+
+
+def test_a_seed_chooses_and_repeats(tmp_path: Path) -> None:
+    rows = written(tmp_path / "rows.jsonl", *({"input_ids": [number]} for number in range(3, 200)))
+    first, again, other = (read(rows, seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first.rows != other.rows
+    assert read(rows).rows == tuple(range(1, 9))
+    assert sorted(shuffled(range(50), 3, buffer=7)) == list(range(50))
+
+
+def test_no_more_is_read_and_tokenized_than_samples_need(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    with path.open("w") as stream:
+        stream.write(json.dumps({"text": "a " * 5_000_000}) + "\n")
+        stream.write('{"text": "b"}\n' * 3)
+        stream.write("this row is broken, and nobody asked for it\n")
+    samples = read(path, samples=4)
+    assert [len(ids) for ids in samples.token_ids][0] == 16
+    with pytest.raises(InputError, match=r"rows.jsonl:5: got no JSON object"):
+        read(path, samples=5)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1/0 }}", "{% if %}", "{{ raise_exception('no\x1b[2J') }}", "{{ messages.x.y }}"]
+)
+def test_what_a_chat_template_raises_is_an_error_of_the_row(tmp_path: Path, template: str) -> None:
+    shutil.copytree(DEMO, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    with pytest.raises(InputError, match="the chat template refuses") as caught:
+        read(written(tmp_path / "rows.jsonl", {"messages": TURNS}), tmp_path / "model")
+    assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["[1]", "[" * 50_000, '{"tokenizer_class": 5}'])
+def test_a_tokenizer_that_cannot_be_loaded_is_an_error_of_its_folder(tmp_path: Path, content: str) -> None:
+    shutil.copytree(DEMO, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text(content)
+    with pytest.raises(InputError, match="no usable tokenizer"):
+        read(written(tmp_path / "rows.jsonl", {"text": "a"}), tmp_path / "model")
+
+
+def test_names_mean_what_they_look_like(tmp_path: Path) -> None:
+    hub = parse_data("HuggingFaceH4/ultrachat_200k@abc:train_sft:messages")
+    assert (hub.split, hub.column) == ("train_sft", "messages")
+    assert str(hub.hub) == "HuggingFaceH4/ultrachat_200k@abc"
+    assert hub.kind == "hub"
+    assert parse_data("default").kind == "default"
+    assert parse_data(str(tmp_path)).kind == "path"
+    assert parse_data("missing/rows.jsonl").kind == "path"
+    assert parse_data("ultrachat").kind == "path"
+
+
+def test_the_text_that_ships_is_used_with_a_note_where_none_was_named(llama: Path, tmp_path: Path) -> None:
+    assert 50_000 < DEFAULT_FILE.stat().st_size < 300_000
+    shutil.copytree(DEMO, tmp_path / "model")
+    ran = vexport("quantize", tmp_path / "model", tmp_path / "out", "--scheme", "NVFP4", "--samples", "2")
+    assert ran.code == 0, ran.stderr
+    assert "note: no calibration data was named: vexport's own text is used (`default`)" in ran.stderr
+    assert "NVFP4A16 instead of NVFP4 needs no text" in ran.stderr
+    assert "calibrated  2 samples of default, sha256 " in ran.stdout
+    recipe = json.loads((tmp_path / "out" / "vexport.json").read_text())
+    assert recipe["scenario"]["calibration"]["data"] == "default"
+
+
+def test_a_hub_that_cannot_be_asked_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    ran = vexport(
+        "quantize", DEMO, tmp_path / "out", "--scheme", "FP8", "--calibration", "org/chats:train", "--quiet"
+    )
+    assert ran.code != 0
+    assert len(ran.errors) == 1
+    assert "dataset org/chats" in ran.errors[0]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
+def test_a_data_set_that_was_downloaded_is_read_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    data = CalibrationData(name="org/chats", samples=2, seq_len=3)
+    with pytest.raises(
+        EnvironmentFault, match="dataset org/chats: it cannot be had from the hub: .* `hf download`"
+    ):
+        read_samples(data, DEMO, vocab_size=VOCABULARY)
+    repository = tmp_path / "datasets--org--chats"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    for path, text in (
+        (snapshot / "train.jsonl", '{"input_ids": [3, 4, 5]}\n' * 4),
+        (repository / "refs/main", "a" * 40),
+    ):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert read_samples(data, DEMO, vocab_size=VOCABULARY).token_ids == ((3, 4, 5),) * 2
+
+
+def test_data_of_the_types_module_are_read_as_they_are(tmp_path: Path) -> None:
+    rows = written(tmp_path / "rows.jsonl", {"input_ids": [5, 6]})
+    data = CalibrationData(name=str(rows), samples=1, seq_len=1)
+    assert read_samples(data, DEMO, vocab_size=VOCABULARY).token_ids == ((5,),)

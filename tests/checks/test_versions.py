@@ -1,16 +1,20 @@
-"""What the files of vLLM's versions say, and the public reports that go with versions and GPUs."""
+"""Versions of vLLM and methods of quantization: what the files say, and what is not judged."""
 
+import json
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
-from tests.models import Good
-from tests.mutations.edits import WHOLE, config, spoiled
+from tests.command import vexport
+from tests.models import Good, problems
+from tests.mutations.edits import QUANTIZATION, WHOLE, Change, config, json_config, spoiled
 from vexport.architectures import architecture_table
 from vexport.architectures.versions import facts_of, known_versions
-from vexport.checks import check_checkpoint
+from vexport.checks import NAMES, NUMBERS, check_checkpoint
+from vexport.checks.vllm.quant_methods import METHODS, OTHERS
 from vexport.checks.vllm.view import Target
-from vexport.records import Finding
+from vexport.records import Finding, Json
 from vexport.version import PINNED, Version, short_version
 
 
@@ -57,3 +61,82 @@ def test_classes_come_and_go(good: Good, tmp_path: Path, name: str, vllm: Versio
     changed = spoiled(good("W8A8"), tmp_path / "changed", config(WHOLE, architectures=[name]))
     where = [one.where for one in found(changed, vllm) if one.severity == "error"]
     assert any("architectures" in each for each in where) is not known
+
+
+# As the producers write them, shortened.
+CONFIGS: dict[str, dict[str, Json]] = {
+    "FP-Quant": {"quant_method": "fp_quant", "forward_dtype": "mxfp4"},
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "TorchAO": {"quant_method": "torchao", "quant_type": {"default": "int4_weight_only"}},
+}
+SEPARATE: Json = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+
+
+def described(quantization: Json) -> Change:
+    return config(WHOLE, quantization_config=quantization)
+
+
+def only(root: Path) -> Finding:
+    (finding,) = problems(root)
+    return finding
+
+
+@pytest.mark.parametrize("producer", CONFIGS)
+def test_another_method_is_not_judged(good: Good, tmp_path: Path, producer: str) -> None:
+    """It is an error only where vLLM does not have it."""
+    other = spoiled(good("W8A8"), tmp_path / "other", described(CONFIGS[producer]))
+    ran = vexport("check", other, "--static", "--strict", "--format", "json")
+    (report,) = json.loads(ran.stdout)
+    assert {each["what"] for each in report["not_judged"]} == {NAMES, NUMBERS}
+    assert all(repr(CONFIGS[producer]["quant_method"]) in each["why"] for each in report["not_judged"])
+    refused = producer == "bitsandbytes"
+    assert ran.code == (1 if refused else 3)
+    assert [finding["check"] for finding in report["findings"]] == ["config"] * refused
+
+
+@pytest.mark.parametrize("producer", ["FP-Quant", "TorchAO"])
+def test_repair_makes_no_compressed_tensors_of_it(good: Good, tmp_path: Path, producer: str) -> None:
+    changed = spoiled(good("W8A8"), tmp_path / "other", described(CONFIGS[producer]))
+    ran = vexport("repair", changed, tmp_path / "out", "--format", "json", "--quiet")
+    report = json.loads(ran.stdout)
+    assert (ran.code, report["repairs"], (tmp_path / "out").exists()) == (1, [], False)
+
+
+def test_the_file_of_modelopt_is_read(good: Good, tmp_path: Path) -> None:
+    """Where config.json has none, as vLLM does; its own config comes first."""
+    other = spoiled(good("W8A8"), tmp_path / "other", described(None))
+    (other / "hf_quant_config.json").write_text(json.dumps(SEPARATE))
+    assert {finding.severity for finding in problems(other)} == {"error"}
+    copytree(good("W8A8"), tmp_path / "both")
+    (tmp_path / "both" / "hf_quant_config.json").write_text(json.dumps(SEPARATE))
+    assert problems(tmp_path / "both") == []
+
+
+def test_a_name_that_its_keys_belie_is_set(good: Good, tmp_path: Path) -> None:
+    renamed = config(QUANTIZATION, quant_method="gptq")
+    finding = only(spoiled(good("W8A8"), tmp_path / "renamed", renamed))
+    assert finding.fix == "set quant_method to compressed-tensors"
+    ran = vexport("repair", tmp_path / "renamed", tmp_path / "out", "--quiet")
+    assert ran.code == 0
+    assert problems(tmp_path / "out") == []
+
+
+def test_the_older_name_of_the_key_is_moved(good: Good, tmp_path: Path) -> None:
+    @json_config
+    def older(whole: dict[str, Json]) -> None:
+        whole["compression_config"] = whole.pop("quantization_config")
+
+    changed = spoiled(good("W8A8"), tmp_path / "older", older)
+    assert problems(changed) == []
+    ran = vexport("repair", changed, tmp_path / "out", "--quiet")
+    assert ran.code == 0, ran.stderr
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == json.loads((good("W8A8") / "config.json").read_text())
+
+
+@pytest.mark.vllm
+def test_the_methods_are_those_of_vllm() -> None:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    known = {*QUANTIZATION_METHODS, "auto-round", "auto_awq", "auto_gptq"}
+    assert {name for name in (*METHODS, *OTHERS) if name not in known} == {"bitsandbytes", "gguf"}

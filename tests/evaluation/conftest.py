@@ -23,3 +23,11 @@ def lm_eval_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_lm_eval([task.spec for task in tasks], {folder / name: list(ids) for name, ids in wrong.items()})
     shutil.copytree(folder / "baseline", folder / "twin")
     return folder
+
+
+@pytest.fixture
+def copies(lm_eval_runs: Path, tmp_path: Path) -> Path:
+    """A folder of `baseline` and `twin`, to break."""
+    for name in ("baseline", "twin"):
+        shutil.copytree(lm_eval_runs / name, tmp_path / name)
+    return tmp_path

@@ -1,9 +1,10 @@
 """Makes what the tests need: additions as lm-eval tasks, a tiny untrained model, lm-eval output folders."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vexport.engine.session import Worker
 from vexport.records import silent
@@ -76,6 +77,32 @@ class Runs:
 
     tasks: tuple[str, ...]
     wrong: dict[str, tuple[int, ...]]
+
+
+def results_file(folder: Path) -> Path:
+    (file,) = folder.rglob("results_*.json")
+    return file
+
+
+def samples_file(folder: Path, task: str = "sums") -> Path:
+    (file,) = folder.rglob(f"samples_{task}_*.jsonl")
+    return file
+
+
+def edit_results(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what lm-eval says of a run."""
+    file = results_file(folder)
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def edit_sample(folder: Path, line: int, **values: object) -> None:
+    """Other values for a document of `sums`."""
+    file = samples_file(folder)
+    lines = file.read_text().splitlines()
+    lines[line] = json.dumps(json.loads(lines[line]) | values)
+    file.write_text("\n".join(lines) + "\n")
 
 
 def run_lm_eval(tasks: Sequence[str], runs: Mapping[Path, Sequence[int]]) -> None:

@@ -1,15 +1,19 @@
-"""Accepted baselines: small, readable in a diff, paired document by document, and refused when damaged."""
+"""Accepted baselines: small, readable in a diff, paired by document; what could change a score, by name."""
 
 import difflib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.evaluation.make import edit_results, edit_sample, samples_file
+from tests.reports.sample import engine
 from vexport.errors import InputError
 from vexport.evaluation.accepted import accept_results, choice_of, read_accepted
-from vexport.evaluation.fingerprint import write_fingerprint
+from vexport.evaluation.fingerprint import changed_names, changes, engine_fingerprint, write_fingerprint
+from vexport.evaluation.pairs import gated_tasks
 from vexport.evaluation.results import read_results
 from vexport.evaluation.verdict import decide
 
@@ -37,12 +41,8 @@ def test_it_is_small_and_a_changed_answer_is_one_line_of_a_diff(
 ) -> None:
     old = accepted.read_text()
     assert len(old) < 15 * 3 * 400  # three tasks of 400 documents, one of them not 0/1
-    samples = lm_eval_runs / "baseline"
-    shutil.copytree(samples, tmp_path / "changed")
-    (file,) = (tmp_path / "changed").rglob("samples_sums_*.jsonl")
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    lines[250]["exact_match"] = 0.0
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shutil.copytree(lm_eval_runs / "baseline", tmp_path / "changed")
+    edit_sample(tmp_path / "changed", 250, exact_match=0.0)
     accept_results(tmp_path / "changed", accepted, {})
     diff = [line for line in difflib.ndiff(old.splitlines(), accepted.read_text().splitlines())]
     assert sum(line.startswith("- ") for line in diff) == 2  # the score, and the line of documents 200-299
@@ -72,14 +72,8 @@ def test_other_questions_are_refused_by_document_and_with_what_changed(
     lm_eval_runs: Path, accepted: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(lm_eval_runs / "twin", tmp_path / "twin")
-    (file,) = (tmp_path / "twin").rglob("samples_sums_*.jsonl")
-    text = file.read_text().splitlines()
-    text[123] = json.dumps(json.loads(text[123]) | {"prompt_hash": "0"})
-    file.write_text("\n".join(text))
-    results = read_results(tmp_path / "twin").file
-    content = json.loads(results.read_text())
-    content["lm_eval_version"] = "0.4.14"
-    results.write_text(json.dumps(content))
+    edit_sample(tmp_path / "twin", 123, prompt_hash="0")
+    edit_results(tmp_path / "twin", lambda content: content.update(lm_eval_version="0.4.14"))
     message = r"task sums: got another question in document 123 \(changed since it was accepted: lm-eval\)"
     with pytest.raises(InputError, match=message):
         decide(accepted, tmp_path / "twin", margin=0.02, alpha=0.05)
@@ -89,12 +83,9 @@ def test_fewer_documents_and_other_tasks_are_told_at_once(
     lm_eval_runs: Path, accepted: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(lm_eval_runs / "twin", tmp_path / "twin")
-    (file,) = (tmp_path / "twin").rglob("samples_sums_*.jsonl")
+    file = samples_file(tmp_path / "twin")
     file.write_text("\n".join(file.read_text().splitlines()[:200]))
-    (results,) = (tmp_path / "twin").rglob("results_*.json")
-    content = json.loads(results.read_text())
-    del content["configs"]["near"]
-    results.write_text(json.dumps(content))
+    edit_results(tmp_path / "twin", lambda content: content["configs"].pop("near"))
     with pytest.raises(InputError) as caught:
         decide(accepted, tmp_path / "twin", margin=0.02, alpha=0.05)
     first, second = str(caught.value).splitlines()
@@ -122,3 +113,59 @@ def test_accepting_again_keeps_the_gates(lm_eval_runs: Path, tmp_path: Path) -> 
     first = file.read_bytes()
     accept_results(lm_eval_runs / "twin", file, choice)
     assert file.read_bytes() == first
+
+
+DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(DEMO, tmp_path / "model"))
+
+
+def test_a_chat_template_is_named_wherever_it_stands(model: Path) -> None:
+    before = engine_fingerprint(model, engine())
+    assert before["model's chat template"] == "none"
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    in_file = engine_fingerprint(model, engine())
+    assert changed_names(before, in_file) == ["model", "model's chat template"]
+    (model / "chat_template.jinja").unlink()
+    settings = model / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": "{{ messages }}"}))
+    in_settings = engine_fingerprint(model, engine())
+    assert in_settings["model's chat template"] == in_file["model's chat template"]
+
+
+def test_what_ran_the_model_is_named(model: Path) -> None:
+    before = engine_fingerprint(model, engine())
+    after = engine_fingerprint(model, replace(engine(), vllm="9.9", dtype="float16"))
+    assert changed_names(before, after) == ["vllm", "dtype"]
+
+
+def test_how_the_model_was_served_is_named(model: Path) -> None:
+    one, two = (
+        engine_fingerprint(model, replace(engine(), settings=settings))
+        for settings in (
+            {"tensor_parallel_size": "1", "kv_cache_dtype": "auto", "engine_args": "none"},
+            {"tensor_parallel_size": "2", "kv_cache_dtype": "auto", "engine_args": '{"block_size": 32}'},
+        )
+    )
+    assert changes(one, two, where=("when accepted", "now")) == (
+        "tensor_parallel_size: 1 when accepted, 2 now",
+        'engine_args: none when accepted, {"block_size": 32} now',
+    )
+
+
+def test_other_questions_come_with_what_else_differs(lm_eval_runs: Path) -> None:
+    baseline, twin = (read_results(lm_eval_runs / name) for name in ("baseline", "twin"))
+    task, samples = next(iter(twin.tasks.items()))
+    key, sample = next(iter(samples.samples.items()))
+    asked = replace(sample, hashes=(sample.hashes[0], "0" * 64, sample.hashes[2]))
+    other = replace(
+        twin,
+        tasks={**twin.tasks, task: replace(samples, samples={**samples.samples, key: asked})},
+        fingerprint={**baseline.fingerprint, "chat template": "new"},
+    )
+    named = replace(baseline, fingerprint={**baseline.fingerprint, "chat template": "old"})
+    with pytest.raises(InputError, match=r"prompt_hash 000000000000.*what else differs: chat template"):
+        gated_tasks(named, other, {})

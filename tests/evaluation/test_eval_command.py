@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import vexport
+from tests.evaluation.make import results_file
 from vexport.evaluation.accepted import accept_results
 from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT
 
@@ -88,8 +89,9 @@ def test_an_accepted_baseline_can_be_given_for_a_folder(lm_eval_runs: Path, tmp_
 
 def test_a_non_deterministic_engine_exits_with_4(lm_eval_runs: Path, tmp_path: Path) -> None:
     shutil.copytree(lm_eval_runs / "baseline", tmp_path / "baseline")
-    (results,) = (tmp_path / "baseline").rglob("results_*.json")
-    results.with_name("repeat.json").write_text('{"documents": 200, "changed": 9}')
+    results_file(tmp_path / "baseline").with_name("repeat.json").write_text(
+        '{"documents": 200, "changed": 9}'
+    )
     done = vexport("verdict", str(tmp_path / "baseline"), str(lm_eval_runs / "twin"))
     assert done.code == 4
     assert "9 of 200 answers changed" in done.stderr

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tests.evaluation.make import make_group, run_lm_eval
+from tests.evaluation.make import edit_results, make_group, run_lm_eval
 from vexport.errors import InputError
 from vexport.evaluation.pairs import TaskPair, gated_tasks, pool
 from vexport.evaluation.results import read_results
@@ -26,6 +26,7 @@ from vexport.evaluation.verdict import decide
 
 pytestmark = pytest.mark.slow
 SUBJECTS, DOCUMENTS = 12, 30
+FEWER: dict[str, object] = {f"subjects::subject{number}": {} for number in range(3)}
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +60,7 @@ def test_the_other_metrics_and_the_subjects_are_shown_beside(runs: Path) -> None
 def test_few_subjects_are_not_a_sample_of_subjects(runs: Path, tmp_path: Path) -> None:
     for name in ("baseline", "worse"):
         shutil.copytree(runs / name, tmp_path / name)
-        file = read_results(tmp_path / name).file
-        content = json.loads(file.read_text())
-        content["configs"] = {f"subjects::subject{number}": {} for number in range(3)}
-        file.write_text(json.dumps(content))
+        edit_results(tmp_path / name, lambda content: content.update(configs=FEWER))
     (task,) = decide(tmp_path / "baseline", tmp_path / "worse", margin=0.02, alpha=0.05).tasks
     assert (task.documents, task.clusters) == (3 * DOCUMENTS, None)
     assert task.low == pytest.approx(tango_interval(0, 12, 90, 0.05).low)

@@ -4,43 +4,41 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping
+from functools import reduce
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.command import vexport
+from tests.evaluation.make import edit_results
 from vexport.evaluation.accepted import accept_results
 
 Changes = Mapping[str, object]
 TEMPLATE = {"chat_template": "{{ x }}", "chat_template_sha": "ab12" * 16, "fewshot_as_multiturn": True}
 
 
-def changed(folder: Path, changes: Changes, *, prompts: str | None = None) -> Path:
+def changed(folder: Path, changes: Changes, *, prompts: str | None = None) -> None:
     """lm-eval's folder with another record of how it asked, and other prompts or none."""
-    (file,) = folder.rglob("results_*.json")
-    content = json.loads(file.read_text())
-    for name, value in changes.items():
-        part = content
-        *path, last = name.split("/")
-        for key in path:
-            part = part[key]
-        part[last] = value
-    file.write_text(json.dumps(content))
+
+    def change(content: dict[str, Any]) -> None:
+        for name, value in changes.items():
+            *path, last = name.split("/")
+            reduce(getitem, path, content)[last] = value
+
+    edit_results(folder, change)
     for answers in folder.rglob("samples_*.jsonl"):
         if prompts is not None:
-            answers.write_text("".join(map(prefixed(prompts), answers.read_text().splitlines())))
-    return folder
+            rows = [prefixed(prompts, json.loads(line)) for line in answers.read_text().splitlines()]
+            answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def prefixed(start: str):  # type: ignore[no-untyped-def]
-    def line(text: str) -> str:
-        row = json.loads(text)
-        for arguments in row["arguments"].values():
-            arguments["arg_0"] = start + arguments["arg_0"]
-        prompt = row["arguments"]["gen_args_0"]["arg_0"]
-        return json.dumps(row | {"prompt_hash": hashlib.sha256(prompt.encode()).hexdigest()}) + "\n"
-
-    return line
+def prefixed(start: str, row: dict[str, Any]) -> dict[str, Any]:
+    for arguments in row["arguments"].values():
+        arguments["arg_0"] = start + arguments["arg_0"]
+    prompt = row["arguments"]["gen_args_0"]["arg_0"]
+    return row | {"prompt_hash": hashlib.sha256(prompt.encode()).hexdigest()}
 
 
 @pytest.fixture
@@ -105,10 +103,7 @@ def test_without_samples_there_is_nothing_to_pair(pair: tuple[Path, Path]) -> No
     ("changes", "warning"),
     [
         (
-            {
-                "config/gen_kwargs": {"temperature": 0.7},
-                "configs/sums/generation_kwargs": {"temperature": 0.7},
-            },
+            dict.fromkeys(("config/gen_kwargs", "configs/sums/generation_kwargs"), {"temperature": 0.7}),
             'gen kwargs: the tasks\' own in the baseline, {"temperature": 0.7} in the results',
         ),
         (

@@ -4,32 +4,15 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.evaluation.make import edit_results, edit_sample, results_file, samples_file
 from vexport.errors import InputError
 from vexport.evaluation.pairs import TaskPair, gated_tasks, pair_metrics
 from vexport.evaluation.results import Results, read_results
 from vexport.evaluation.verdict import decide
-from vexport.records import Verdict
-
-
-@pytest.fixture
-def copies(lm_eval_runs: Path, tmp_path: Path) -> Path:
-    for name in ("baseline", "twin"):
-        shutil.copytree(lm_eval_runs / name, tmp_path / name)
-    return tmp_path
-
-
-def sample_file(folder: Path, task: str) -> Path:
-    (file,) = folder.rglob(f"samples_{task}_*.jsonl")
-    return file
-
-
-def edit(file: Path, line: int, key: str, value: object) -> None:
-    lines = file.read_text().splitlines()
-    lines[line] = json.dumps(json.loads(lines[line]) | {key: value})
-    file.write_text("\n".join(lines) + "\n")
 
 
 def pair(folder: Path) -> None:
@@ -80,84 +63,57 @@ def test_the_newest_run_of_a_folder_counts(copies: Path) -> None:
 
 @pytest.mark.parametrize("key", ["doc_hash", "prompt_hash", "target_hash"])
 def test_another_question_is_refused_by_task_and_document(copies: Path, key: str) -> None:
-    edit(sample_file(copies / "twin", "sums"), 7, key, "0" * 64)
+    edit_sample(copies / "twin", 7, **{key: "0" * 64})
     with pytest.raises(InputError, match=f"task sums, document 7: got {key} 000000000000"):
         pair(copies)
 
 
 def test_a_missing_document_is_named(copies: Path) -> None:
-    file = sample_file(copies / "twin", "sums")
+    file = samples_file(copies / "twin")
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
     with pytest.raises(InputError, match="task sums: got no document 399.*--limit"):
         pair(copies)
 
 
 def test_a_missing_task_is_named(copies: Path) -> None:
-    file = read_results(copies / "twin").file
-    content = json.loads(file.read_text())
-    del content["configs"]["near"]
-    file.write_text(json.dumps(content))
+    edit_results(copies / "twin", lambda content: content["configs"].pop("near"))
     with pytest.raises(InputError, match="got no task near"):
         pair(copies)
 
 
+def grouped(content: dict[str, Any]) -> None:
+    content["configs"]["more"] = content["configs"]["sums"]
+    content |= {"group_subtasks": {"all": ["inner"], "inner": ["sums", "more"]}, "groups": {"all": {}}}
+
+
 def test_a_group_with_an_aggregate_counts_as_one_task(copies: Path) -> None:
     for name in ("baseline", "twin"):
-        file = read_results(copies / name).file
-        sums = sample_file(copies / name, "sums")
+        sums = samples_file(copies / name)
         shutil.copy(sums, sums.with_name(sums.name.replace("sums", "more")))
-        content = json.loads(file.read_text())
-        content["configs"]["more"] = content["configs"]["sums"]
-        content |= {"group_subtasks": {"all": ["inner"], "inner": ["sums", "more"]}, "groups": {"all": {}}}
-        file.write_text(json.dumps(content))
+        edit_results(copies / name, grouped)
     pairs = gates(read_results(copies / "baseline"), read_results(copies / "twin"))
     assert {p.task: len(p.gain) for p in pairs} == {"all": 800, "choices": 400, "near": 400}
 
 
-Break = Callable[[Path], None]
+Break = Callable[[Path], object]
 
 
-def results_file(folder: Path) -> Path:
-    (file,) = folder.rglob("results_*.json")
-    return file
-
-
-def rewrite(change: Callable[[dict[str, object]], object]) -> Break:
-    def apply(folder: Path) -> None:
-        file = results_file(folder)
-        content = json.loads(file.read_text())
-        change(content)
-        file.write_text(json.dumps(content))
-
-    return apply
+def rewrite(change: Callable[[dict[str, Any]], object]) -> Break:
+    return lambda folder: edit_results(folder, change)
 
 
 def replace_results(data: bytes) -> Break:
-    return lambda folder: None if results_file(folder).write_bytes(data) else None
+    return lambda folder: results_file(folder).write_bytes(data)
 
 
-def sample_line(text: str) -> Break:
-    def apply(folder: Path) -> None:
-        (file,) = folder.rglob("samples_sums_*.jsonl")
-        lines = file.read_text().splitlines()
-        lines[2] = text if text.startswith("[") else json.dumps(json.loads(lines[2])) + text
-        file.write_text("\n".join(lines))
-
-    return apply
-
-
-def sample_key(key: str, value: object) -> Break:
-    def apply(folder: Path) -> None:
-        (file,) = folder.rglob("samples_sums_*.jsonl")
-        lines = file.read_text().splitlines()
-        lines[2] = json.dumps(json.loads(lines[2]) | {key: value})
-        file.write_text("\n".join(lines))
-
-    return apply
+def cut_short(folder: Path) -> None:
+    file = samples_file(folder)
+    first, second, third, *others = file.read_text().splitlines()
+    file.write_text("\n".join([first, second, third + "{", *others]))
 
 
 def endless_samples(folder: Path) -> None:
-    (file,) = folder.rglob("samples_sums_*.jsonl")
+    file = samples_file(folder)
     file.unlink()
     file.symlink_to("/dev/zero")
 
@@ -167,7 +123,7 @@ def nobodys_results(folder: Path) -> None:
 
 
 def another_tasks_name(name: str) -> Break:
-    return rewrite(lambda content: content.__setitem__("configs", {name: {}}))
+    return rewrite(lambda content: content.update(configs={name: {}}))
 
 
 DEEP = b"[" * 100_000
@@ -177,33 +133,24 @@ BREAKS: dict[str, tuple[Break, str]] = {
     "a task that climbs": (another_tasks_name("../../../etc/passwd"), "need a name without folders"),
     "two models": (nobodys_results, "results of 2 models"),
     "a device for samples": (endless_samples, "got a pipe or a device"),
-    "samples cut short": (sample_line("{"), "broken JSON"),
-    "a score without a value": (sample_key("exact_match", float("nan")), "need finite numbers"),
-    "another document": (sample_key("doc_hash", "0"), "need the same question"),
+    "samples cut short": (cut_short, "broken JSON"),
+    "a score without a value": (
+        lambda folder: edit_sample(folder, 2, exact_match=float("nan")),
+        "need finite numbers",
+    ),
     "the other direction": (
-        rewrite(lambda content: content.__setitem__("higher_is_better", {"sums": {"exact_match": False}})),
+        rewrite(lambda content: content.update(higher_is_better={"sums": {"exact_match": False}})),
         "one meaning of the metric",
     ),
 }
 
 
-@pytest.fixture
-def folders(lm_eval_runs: Path, tmp_path: Path) -> Path:
-    for name in ("baseline", "twin"):
-        shutil.copytree(lm_eval_runs / name, tmp_path / name)
-    return tmp_path
-
-
-def compare(folder: Path) -> Verdict:
-    return decide(folder / "baseline", folder / "twin", margin=0.02, alpha=0.05)
-
-
 @pytest.mark.parametrize("name", BREAKS)
-def test_what_is_broken_is_told_in_one_line(folders: Path, name: str) -> None:
+def test_what_is_broken_is_told_in_one_line(copies: Path, name: str) -> None:
     apply, message = BREAKS[name]
-    apply(folders / "twin")
+    apply(copies / "twin")
     with pytest.raises(InputError) as caught:
-        compare(folders)
+        decide(copies / "baseline", copies / "twin", margin=0.02, alpha=0.05)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert str(folders) in str(caught.value)
+    assert str(copies) in str(caught.value)

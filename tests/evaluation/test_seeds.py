@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from tests.command import vexport
+from tests.evaluation.make import samples_file
 from vexport.evaluation.samples import SEED
 from vexport.evaluation.statistics import Scores, clustered_tango, seeds_to_settle
 from vexport.evaluation.verdict import decide
@@ -65,7 +66,7 @@ def test_more_seeds_help_only_where_answers_differ() -> None:
 def with_seeds(folder: Path, out: Path, flips: int) -> Path:
     """A run whose generated answers were sampled twice; in the second, so many more documents are wrong."""
     shutil.copytree(folder, out)
-    (file,) = out.glob("**/samples_sums_*.jsonl")
+    file = samples_file(out)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     again = [{**row, SEED: 1} for row in rows]
     for row in again[100 : 100 + flips]:
