@@ -23,7 +23,7 @@ from vexport.evaluation.held_out import (
     mean_bounds,
 )
 from vexport.records import DraftCounts
-from vexport.reports import render_verdict
+from vexport.reports import render_verdicts
 
 LIMITS = Limits(kl=0.1, nll=0.05, alpha=0.05)
 VOCABULARY, TOKENS, KL_TOKENS = 50, 40, 10
@@ -82,14 +82,14 @@ def test_text_decides(tmp_path: Path, rows: int, noise: float, outcome: str) -> 
     if outcome == "FAIL":
         assert verdict.reason.startswith("KL to the baseline")
         assert "limit 0.1" in verdict.reason
-    answer = json.loads(render_verdict(verdict, "json"))
+    answer = json.loads(render_verdicts([verdict], "json"))
     assert ([limit["outcome"] for limit in answer["text"]["limits"]].count("PASS") == 2) == (
         outcome == "PASS"
     )
-    printed = render_verdict(verdict, "text")
+    printed = render_verdicts([verdict], "text")
     assert outcome in printed
     assert "KL to the baseline" in printed
-    junit = render_verdict(verdict, "junit")
+    junit = render_verdicts([verdict], "junit")
     assert junit.count("<testcase") == 3
     assert ("<failure" in junit) == (outcome != "PASS")
     assert "text (rise of the NLL)" in junit
@@ -173,6 +173,6 @@ def test_drafts_decide_next_to_the_text(tmp_path: Path, rate: float, outcome: st
     assert verdict.text.acceptance.baseline == pytest.approx(1 + 3 * 0.6, abs=0.05)
     assert [limit.outcome for limit in verdict.text.limits] == ["PASS", "PASS", outcome]
     for form in ("text", "markdown", "html", "junit"):
-        assert "fall of the acceptance length" in render_verdict(verdict, form)
+        assert "fall of the acceptance length" in render_verdicts([verdict], form)
     with pytest.raises(Inconclusive, match="no draft in 32 prompts"):
         decide_on_text("t", old, replace(new, drafts=drafts([0] * 32, [0] * 32)), LIMITS, speculative="mtp")

@@ -17,7 +17,7 @@ from vexport.cli.options import FORMATS
 from vexport.cli.scenario import REPORT_FORMATS
 from vexport.files import from_json
 from vexport.records import CheckReport, Outcome, Report
-from vexport.reports import render, render_checks, render_loads, render_verdict
+from vexport.reports import render, render_checks, render_loads, render_verdicts
 from vexport.reports.formatting import (
     bits_per_weight,
     count,
@@ -204,7 +204,7 @@ def test_checks_loads_and_verdicts_share_their_formats(format: str) -> None:
     for text in (
         render_checks([hostile.check, sample.report().check], format),
         render_loads([hostile.load, sample.load()], format),
-        render_verdict(hostile.verdict, format),
+        render_verdicts([hostile.verdict], format),
     ):
         assert text.endswith("\n")
         assert [repr(raw) for raw in RAW if raw in text] == []
@@ -233,8 +233,8 @@ def test_how_the_model_was_served_stands_with_the_engine(format: str) -> None:
 @pytest.mark.parametrize("format", ["text", "github", "junit"])
 def test_a_verdict_of_its_own_says_what_ran_the_model(format: str) -> None:
     judged = sample.verdict("PASS")
-    assert "PASS on CPU, emulated" in render_verdict(judged, format).replace("%2C", ",")
-    elsewhere = render_verdict(replace(judged, device=""), format)
+    assert "PASS on CPU, emulated" in render_verdicts([judged], format).replace("%2C", ",")
+    elsewhere = render_verdicts([replace(judged, device="")], format)
     assert "PASS" in elsewhere
     assert " on " not in elsewhere.split("accuracy")[0]
 

@@ -37,10 +37,7 @@ if TYPE_CHECKING:
 @device_options
 @vllm_option
 @option(
-    "--static",
-    "Judge by the files alone, without a dry load in vLLM.",
-    flag=True,
-    envvar="VEXPORT_NO_VERIFY",
+    "--static", "Judge by the files alone, without a dry load in vLLM.", flag=True, envvar="VEXPORT_NO_VERIFY"
 )
 @interpreter_option
 @speculative_option

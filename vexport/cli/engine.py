@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from vexport.records import OnProgress
-    from vexport.run.serving import EngineOptions, Explaining
+    from vexport.run.serving import EngineOptions
     from vexport.scenario import Serve
 
 # Where the context of a command keeps what flags of vLLM's own say.
@@ -95,21 +95,6 @@ def _json_or_text(text: str) -> "JsonValue":
     return value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExplanationOptions:
-    """The search for the cause of a loss after the verdict, and its time."""
-
-    attribution: bool | None
-    attribution_seconds: int
-
-    @property
-    def settings(self) -> "Explaining":
-        """The same for what runs it."""
-        from vexport.run.serving import Explaining
-
-        return Explaining(wanted=self.attribution, seconds=self.attribution_seconds)
-
-
 def _keep(context: click.Context, parameter: click.Parameter, value: object) -> None:
     """Keep a flag under vLLM's own name, which help leaves to --engine-arg."""
     if value is not None:
@@ -156,10 +141,7 @@ session_options = stacked(
 )
 serve_options = stacked(
     option(
-        "--tp --tensor-parallel-size tp",
-        "Tensor parallel size: serve the model on N devices.",
-        POSITIVE,
-        "N",
+        "--tp --tensor-parallel-size tp", "Tensor parallel size: serve the model on N devices.", POSITIVE, "N"
     ),
     engine_arg_option,
 )

@@ -9,7 +9,6 @@ import click
 
 from vexport.cli.base import add_text_summary, command, conclude, print_text
 from vexport.cli.engine import (
-    ExplanationOptions,
     Interpreter,
     Session,
     attribution_options,
@@ -126,7 +125,8 @@ def _tasks(context: click.Context, parameter: click.Parameter, values: tuple[str
 def evaluate(
     checkpoints: tuple[str, ...],
     comparison: Comparison,
-    explanation: ExplanationOptions,
+    attribution: bool | None,
+    attribution_seconds: int,
     output_dir: Path | None,
     overwrite: bool,
     interpreter: Interpreter,
@@ -159,6 +159,7 @@ def evaluate(
     serve = session.serve(tp)
     require_engine((interpreter.vllm_python,))
     from vexport.run.evaluating import EvalJob, evaluate_checkpoints, explained
+    from vexport.run.serving import Explaining
 
     if len(checkpoints) > 1 and comparison.accept:
         raise click.UsageError("--accept takes the answers of one CHECKPOINT.")
@@ -177,8 +178,9 @@ def evaluate(
         )
         judged = evaluate_checkpoints(job)
     is_shown = _show_first(judged, answer)
+    explaining = Explaining(wanted=attribution, seconds=attribution_seconds)
     with progress_display(quiet=answer.quiet) as on_progress:
-        judged = [explained(job, one, explanation.settings, on_progress) for one in judged]
+        judged = [explained(job, one, explaining, on_progress) for one in judged]
     _answer(job, judged, answer, is_shown=is_shown)
 
 
@@ -213,27 +215,26 @@ def _show_first(judged: "Sequence[Judged]", answer: Answer) -> bool:
 
 def _text(judged: "Sequence[Judged]") -> str:
     """The verdict, or the table of several checkpoints."""
-    from vexport.reports import render_comparison, render_verdict
+    from vexport.reports import render_comparison, render_verdicts
     from vexport.run.evaluating import compared
 
     if len(judged) > 1:
         return render_comparison(compared(judged), "text")
-    assert judged[0].verdict is not None
-    return render_verdict(judged[0].verdict, "text")
+    return render_verdicts([one.verdict for one in judged if one.verdict], "text")
 
 
 def _whole(judged: "Sequence[Judged]", verdicts: "Sequence[Verdict]", format_: str, *, is_shown: bool) -> str:
     """The answer, or of one whose verdict is shown the causes."""
-    from vexport.reports import render_cause, render_verdict, render_verdicts
+    from vexport.reports import render_cause, render_verdicts
 
-    is_one = len(verdicts) == 1
     if format_ != "text":
-        return render_verdict(verdicts[0], format_) if is_one else render_verdicts(verdicts, format_)
-    if is_one:
-        cause = render_cause(verdicts[0])
-        return _text(judged) if not is_shown else f"\n{cause}" if cause else ""
-    causes = [f"\n{verdict.checkpoint}\n{cause}" for verdict in verdicts if (cause := render_cause(verdict))]
-    return "".join(causes if is_shown else [_text(judged), *causes])
+        return render_verdicts(verdicts, format_)
+    is_table = len(verdicts) > 1
+    named = ((f"{verdict.checkpoint}\n" if is_table else "", render_cause(verdict)) for verdict in verdicts)
+    causes = "".join(f"\n{name}{cause}" for name, cause in named if cause)
+    if is_shown:
+        return causes
+    return _text(judged) + (causes if is_table else "")
 
 
 def _answer(job: "EvalJob", judged: "Sequence[Judged]", answer: Answer, *, is_shown: bool) -> None:
@@ -273,10 +274,10 @@ def verdict_command(
       vexport verdict results/base results/quantized --gate gsm8k=exact_match,flexible-extract
     """
     from vexport.evaluation.verdict import decide
-    from vexport.reports import render_verdict
+    from vexport.reports import render_verdicts
 
     verdict = decide(baseline_results, results, margin=margin, alpha=alpha, gate=gate)
-    print_text(render_verdict(verdict, answer.format_))
+    print_text(render_verdicts([verdict], answer.format_))
     if answer.format_ == "github":
-        add_text_summary(render_verdict(verdict, "text"))
+        add_text_summary(render_verdicts([verdict], "text"))
     conclude(verdict.outcome, str(results), verdict.reason)

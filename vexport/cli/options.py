@@ -116,20 +116,13 @@ MOST_DIGITS = 18
 BYTE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
 
 
-class ByteSize(click.ParamType[int]):
-    """A number of bytes, written as transformers does: 5GB, 200MB."""
-
-    name = "size"
-
-    def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The bytes; fails on what is not a positive number with a unit."""
-        if isinstance(value, int):
-            return value
-        digits = value.upper().rstrip("GMKB")
-        unit = BYTE_UNITS.get(value.upper().removeprefix(digits))
-        if not digits.isdecimal() or len(digits) > MOST_DIGITS or not int(digits) or unit is None:
-            self.fail(f"{value!r} is no size; write 5GB, 200MB or a number of bytes.", param, ctx)
-        return int(digits) * unit
+def byte_size(text: str) -> int:
+    """A number of bytes, written as transformers does: 5GB, 200MB. A type for click."""
+    digits = text.upper().rstrip("GMKB")
+    unit = BYTE_UNITS.get(text.upper().removeprefix(digits))
+    if not digits.isdecimal() or len(digits) > MOST_DIGITS or not int(digits) or unit is None:
+        raise click.BadParameter(f"{text!r} is no size; write 5GB, 200MB or a number of bytes.")
+    return int(digits) * unit
 
 
 def numbers(text: str, of: str = "GPUs") -> tuple[int, ...]:

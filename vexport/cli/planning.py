@@ -94,24 +94,15 @@ def require_consistent(request: PlanRequest) -> None:
         raise click.UsageError(f"{', '.join(extra)} cannot be used with --recipe, which says the same.")
 
 
-class GroupSizeType(click.ParamType["GroupSize"]):
-    """Columns that share a scale, or channel."""
+def _group_size(text: str) -> GroupSize:
+    """The number of columns that share a scale, or channel. A type for click."""
+    from vexport.errors.escaping import clip
+    from vexport.scenario import parse_group_size
 
-    name = "N|channel"
-
-    def convert(
-        self, value: str | int, param: click.Parameter | None, ctx: click.Context | None
-    ) -> "GroupSize":
-        """The number or the word; fails on others."""
-        from vexport.scenario import parse_group_size
-
-        try:
-            number = int(value) if isinstance(value, str) and value.lstrip("-").isdecimal() else value
-            return parse_group_size(number) or "channel"
-        except ValueError as error:
-            from vexport.errors.escaping import clip
-
-            self.fail(f"{clip(repr(value), 100)} is no group size; need {error}.", param, ctx)
+    try:
+        return parse_group_size(int(text) if text.lstrip("-").isdecimal() else text) or "channel"
+    except ValueError as error:
+        raise click.BadParameter(f"{clip(repr(text), 100)} is no group size; need {error}.") from None
 
 
 scheme_option = stacked(
@@ -119,9 +110,7 @@ scheme_option = stacked(
     option("--recipe", "Recipe of llm-compressor in the place of a scheme.", PATH, "FILE.yaml"),
 )
 plan_options = stacked(
-    option(
-        "--group-size", "Columns that share a scale, or channel: a whole row.", GroupSizeType(), "N|channel"
-    ),
+    option("--group-size", "Columns that share a scale, or channel: a whole row.", _group_size, "N|channel"),
     option("--observer", "How weight ranges are found [default: what suits the rounding].", metavar="O"),
     option(
         "--input-observer", "How static ranges of inputs are found [default: static_minmax].", metavar="O"

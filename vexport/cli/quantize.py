@@ -12,7 +12,7 @@ from vexport.cli.base import command, note, print_text, require_ok
 from vexport.cli.options import (
     PATH,
     Answer,
-    ByteSize,
+    byte_size,
     format_option,
     option,
     overwrite_out_option,
@@ -38,7 +38,7 @@ from vexport.records import Plan, PlanRequest
 @scheme_option
 @plan_options
 @calibration_options
-@option("--max-shard-size", "Largest file of weights.", ByteSize(), default="5GB", shown=True)
+@option("--max-shard-size", "Largest file of weights.", byte_size, "SIZE", default="5GB", shown=True)
 @option(
     "--no-verify",
     "Leave out the dry load of OUT in vLLM, which takes about 10 seconds.",

@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from vexport.cli.base import add_step_summary, command, conclude, note, print_text
-from vexport.cli.engine import (
-    ExplanationOptions,
-    Interpreter,
-    attribution_options,
-    interpreter_option,
-    serve_options,
-)
+from vexport.cli.engine import Interpreter, attribution_options, interpreter_option, serve_options
 from vexport.cli.options import (
     FORMATS,
     PATH,
@@ -45,7 +39,8 @@ def run(
     scenario: Path,
     run_dir: Path | None,
     overwrite: bool,
-    explanation: ExplanationOptions,
+    attribution: bool | None,
+    attribution_seconds: int,
     interpreter: Interpreter,
     tp: int | None,
     engine_args: "dict[str, JsonValue]",
@@ -71,13 +66,15 @@ def run(
     serve = with_options(parsed.serve, {"tensor_parallel_size": tp}, engine_args)
     parsed = parsed.model_copy(update={"serve": serve})
     require_engine((interpreter.vllm_python,))
+    from vexport.run.serving import Explaining
     from vexport.run.stages import run_scenario
 
     folder = run_dir or parsed.run_dir
+    explaining = Explaining(wanted=attribution, seconds=attribution_seconds)
     with progress_display(quiet=answer.quiet) as on_progress:
         options = interpreter.options(parsed.serve, on_progress)
         report = run_scenario(
-            parsed, folder, options, overwrite=overwrite, file=scenario, explaining=explanation.settings
+            parsed, folder, options, overwrite=overwrite, file=scenario, explaining=explaining
         )
     print_text(render(report, answer.format_, scenario=scenario))
     if answer.format_ == "github":

@@ -7,7 +7,7 @@ answer to several checkpoints keeps their order, and its JSON is a list.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -19,16 +19,29 @@ from vexport.reports.document import Document
 from vexport.reports.findings import check_gates, report_gates, verdict_gates
 
 
-def _drawn(documents: Sequence[Document], format: str) -> str:
-    """Documents as text, Markdown or pages; InputError for another form."""
-    if format == "text":
-        return text.render(documents)
-    if format == "markdown":
-        return "".join(map(markdown.render, documents))
-    if format == "html":
-        from vexport.reports import html
+def _rendered(
+    value: object,
+    format: str,
+    documents: Callable[[], Sequence[Document]],
+    suites: Callable[[], Iterable[ci.Suite]] | None = None,
+    annotations: Callable[[], str] | None = None,
+) -> str:
+    """A report in one form; InputError for a form that it does not have."""
+    match format:
+        case "json":
+            return _json(value)
+        case "junit" if suites:
+            return ci.junit(suites())
+        case "github" if annotations:
+            return annotations()
+        case "text":
+            return text.render(documents())
+        case "markdown":
+            return "".join(map(markdown.render, documents()))
+        case "html":
+            from vexport.reports import html
 
-        return "".join(map(html.render, documents))
+            return "".join(map(html.render, documents()))
     raise InputError("--format", got=format, need="a form that this answer has", fix="see --help")
 
 
@@ -68,17 +81,17 @@ def render(
     from vexport.reports import card
     from vexport.reports.run import run_document, run_files
 
-    match format:
-        case "json":
-            return _json(report)
-        case "junit":
-            return ci.junit([(report.name, report_gates(report))], report.seconds)
-        case "github":
-            return ci.github_answer(report.name, report_gates(report), scenario)
-        case "card":
-            return card.render(report)
+    if format == "card":
+        return card.render(report)
+    if format == "junit":
+        return ci.junit([(report.name, report_gates(report))], report.seconds)
     files = run_files(folder, page or folder) if format == "html" and folder else ()
-    return _drawn([run_document(report, files)], format)
+    return _rendered(
+        report,
+        format,
+        lambda: [run_document(report, files)],
+        annotations=lambda: ci.github_answer(report.name, report_gates(report), scenario),
+    )
 
 
 def render_checks(
@@ -89,14 +102,13 @@ def render_checks(
     `families` are the names of the checks that looked, of which JUnit shows those without a finding too.
     Text has findings of one kind as one unless `every`.
     """
-    match format:
-        case "json":
-            return _json(list(reports))
-        case "junit":
-            return ci.junit((report.checkpoint, check_gates(report, families)) for report in reports)
-        case "github":
-            return ci.github_checkpoints("check", reports)
-    return _drawn(checkpoints.check_documents(reports, every=every), format)
+    return _rendered(
+        list(reports),
+        format,
+        lambda: checkpoints.check_documents(reports, every=every),
+        lambda: ((report.checkpoint, check_gates(report, families)) for report in reports),
+        lambda: ci.github_checkpoints("check", reports),
+    )
 
 
 def summarize_checks(reports: Sequence[CheckReport]) -> str:
@@ -106,41 +118,34 @@ def summarize_checks(reports: Sequence[CheckReport]) -> str:
 
 def render_loads(reports: Sequence[LoadReport | DryLoadReport], format: str) -> str:
     """Loads, or dry loads, of which JUnit has a case for each cell."""
-    match format:
-        case "json":
-            return _json(list(reports))
-        case "junit":
-            return ci.junit(checkpoints.load_suites(reports))
-        case "github":
-            return ci.github_checkpoints("load", reports)
-    return _drawn(checkpoints.load_documents(reports), format)
+    return _rendered(
+        list(reports),
+        format,
+        lambda: checkpoints.load_documents(reports),
+        lambda: checkpoints.load_suites(reports),
+        lambda: ci.github_checkpoints("load", reports),
+    )
 
 
 def render_comparison(runs: Sequence[ComparedRun], format: str) -> str:
     """Several runs in order, as text, JSON, Markdown or a page."""
     from vexport.reports.run import comparison_document
 
-    return _json(list(runs)) if format == "json" else _drawn([comparison_document(runs)], format)
-
-
-def render_verdict(verdict: Verdict, format: str) -> str:
-    """A verdict; JSON is an object."""
-    return _json(verdict) if format == "json" else render_verdicts([verdict], format)
+    return _rendered(list(runs), format, lambda: [comparison_document(runs)])
 
 
 def render_verdicts(verdicts: Sequence[Verdict], format: str) -> str:
-    """Verdicts on several checkpoints."""
+    """Verdicts on one or several checkpoints; the JSON of one is an object."""
     from vexport.reports.accuracy import verdict_document
 
-    match format:
-        case "json":
-            return _json(list(verdicts))
-        case "junit":
-            names = ["verdict" if len(verdicts) == 1 else verdict.checkpoint for verdict in verdicts]
-            return ci.junit(zip(names, map(verdict_gates, verdicts), strict=True))
-        case "github":
-            return "".join(ci.github_answer("accuracy", verdict_gates(verdict)) for verdict in verdicts)
-    return _drawn([*map(verdict_document, verdicts)], format)
+    is_one = len(verdicts) == 1
+    return _rendered(
+        verdicts[0] if is_one else list(verdicts),
+        format,
+        lambda: [*map(verdict_document, verdicts)],
+        lambda: (("verdict" if is_one else each.checkpoint, verdict_gates(each)) for each in verdicts),
+        lambda: "".join(ci.github_answer("accuracy", verdict_gates(verdict)) for verdict in verdicts),
+    )
 
 
 def render_cause(verdict: Verdict) -> str:

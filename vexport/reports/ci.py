@@ -32,9 +32,10 @@ _OF_STATUS: Mapping[Status, _Level] = {
 _OF_SEVERITY: Mapping[Severity, _Level] = {"error": "error", "warning": "warning", "info": "notice"}
 # What is looked through for the line of a key; a config is a few kilobytes.
 _MAX_BYTES = 1 << 20
+Suite = tuple[str, Sequence[Gate]]
 
 
-def junit(suites: Iterable[tuple[str, Sequence[Gate]]], seconds: Mapping[str, float] | None = None) -> str:
+def junit(suites: Iterable[Suite], seconds: Mapping[str, float] | None = None) -> str:
     """Suites by name with a case for each of their gates; `seconds` are what gates took, by name."""
     seconds, suites = seconds or {}, list(suites)
     every = [gate for _, gates in suites for gate in gates]

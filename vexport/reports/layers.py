@@ -140,7 +140,7 @@ def _sensitivity(sensitivity: GroupSensitivities, mixed: MixedScheme | None) -> 
         for loss in group.schemes
     ]
     losses = table(("Group", "Scheme", ">Size", ">KL"), rows[:MAX_LAYERS], stack=False)
-    return page_section("GroupSensitivities", "sensitivity", lead, losses)
+    return page_section("Sensitivity", "sensitivity", lead, losses)
 
 
 def signals_section(report: Report) -> doc.Section | None:
