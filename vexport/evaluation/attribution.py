@@ -55,17 +55,25 @@ def attribute(
     of_baseline, of_candidate = named("baseline", on_progress), named("candidate", on_progress)
     harness = tuple(differences(baseline, candidate))
     if baseline.prompts.tokens != candidate.prompts.tokens:
-        return _attribution("harness", harness[0], {}, harness=harness)
+        return Attribution(
+            cause="harness",
+            reason=harness[0],
+            noise=None,
+            quantization=None,
+            engine=None,
+            total=None,
+            harness=harness,
+        )
     try:
-        scores = {1: _reference(baseline, of_baseline), 2: _measured(baseline)}
-        scores |= {3: _reference(candidate, of_candidate), 4: _measured(candidate)}
+        scores = {1: _reference(baseline, of_baseline), 2: read_logprobs(baseline.logprobs_file)}
+        scores |= {3: _reference(candidate, of_candidate), 4: read_logprobs(candidate.logprobs_file)}
     except InputError:
         return None
     engine = _distance(scores, 3, 4, kl_limit(candidate.checkpoint))
     limit_of_engine = agreement_limit(
         candidate.checkpoint,
         candidate.prompts.tokens,
-        _reference_file(candidate),
+        candidate.logprobs_file.with_name(REFERENCE_FILE),
         mean_kl=engine.mean_kl,
         limit=engine.limit,
         on_progress=of_candidate,
@@ -79,7 +87,7 @@ def attribute(
     is_asked = not harness and _beyond(distances["engine"])
     evidence = _loader_evidence(candidate, vllm_python, of_candidate) if is_asked else ()
     cause, reason = _judge(distances, harness, evidence, outcome)
-    return _attribution(cause, reason, distances, harness=harness, evidence=evidence)
+    return Attribution(cause=cause, reason=reason, **distances, harness=harness, evidence=evidence)
 
 
 def _judge(
@@ -110,36 +118,9 @@ def _judge(
     )
 
 
-def _attribution(
-    cause: Cause,
-    reason: str,
-    distances: dict[str, Distance],
-    *,
-    harness: tuple[str, ...],
-    evidence: tuple[str, ...] = (),
-) -> Attribution:
-    return Attribution(
-        cause=cause,
-        reason=reason,
-        noise=distances.get("noise"),
-        quantization=distances.get("quantization"),
-        engine=distances.get("engine"),
-        total=distances.get("total"),
-        harness=harness,
-        evidence=evidence,
-    )
-
-
 def _reference(side: Scored, on_progress: OnProgress) -> torch.Tensor:
-    return remembered_reference(side.checkpoint, side.prompts.tokens, _reference_file(side), on_progress)
-
-
-def _reference_file(side: Scored) -> Path:
-    return side.logprobs_file.with_name(REFERENCE_FILE)
-
-
-def _measured(side: Scored) -> torch.Tensor:
-    return read_logprobs(side.logprobs_file)
+    file = side.logprobs_file.with_name(REFERENCE_FILE)
+    return remembered_reference(side.checkpoint, side.prompts.tokens, file, on_progress)
 
 
 def _distance(scores: dict[int, torch.Tensor], reference: int, measured: int, limit: float) -> Distance:
@@ -162,10 +143,9 @@ def _against(distance: Distance) -> str:
 
 
 def _loader_evidence(candidate: Scored, vllm_python: Path | None, on_progress: OnProgress) -> tuple[str, ...]:
-    """Return where stored and loaded differ: errors of the rules of vLLM's loaders, and of the loaders
-    themselves.
+    """Stored and loaded values that differ: errors of the rules of vLLM's loaders, and of the loaders.
 
-    The loaders run on the headers; where they cannot be run, the rules stand alone.
+    These run on the headers; where they cannot be run, the rules stand alone.
     """
     findings = list(check_checkpoint(str(candidate.checkpoint)).findings)
     with suppress(EnvironmentFault):

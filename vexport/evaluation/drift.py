@@ -5,15 +5,16 @@ decides, since a model may drift far and still answer right.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean as mean
 from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch.nn import functional
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vexport.engine.load import Prompts
 from vexport.files import digest_bytes
@@ -58,26 +59,46 @@ def measure_drift(baseline: Scored, candidate: Scored, *, limits: Limits) -> Dri
     """
     if baseline.prompts.tokens != candidate.prompts.tokens:
         return None
-    prompts, same, finite = [], [], True
-    for (prompt, old, new), text in zip(_rows(baseline, candidate), _texts(baseline), strict=True):
+    tokenizer = AutoTokenizer.from_pretrained(baseline.checkpoint)
+    prompts, same = [], []
+    for prompt, old, new in _rows(baseline, candidate):
+        prompts.append(_prompt(tokenizer, prompt, old, new))
         same.append((old.argmax(dim=-1) == new.argmax(dim=-1)).to(torch.float64))
-        prompts.append(_prompt(prompt, old, new, text))
-        finite = finite and not bool(torch.isnan(old).any() | torch.isnan(new).any())
-    if not finite or not all(math.isfinite(prompt.kl) for prompt in prompts):
-        return None
-    tokens = [token for prompt in prompts for token in prompt.tokens]
+        if torch.isnan(old).any() or torch.isnan(new).any() or not math.isfinite(prompts[-1].kl):
+            return None
+    tokens = [token for drifted in prompts for token in drifted.tokens]
     return Drift(
         prompts=len(prompts),
         positions=len(tokens),
-        mean_kl=_mean([token.kl for token in tokens]),
+        mean_kl=mean([token.kl for token in tokens]),
         max_kl=max(token.kl for token in tokens),
         top1_agreement=float(torch.cat(same).mean()),
-        baseline_nll=_mean([token.baseline_nll for token in tokens]),
-        candidate_nll=_mean([token.candidate_nll for token in tokens]),
+        baseline_nll=mean([token.baseline_nll for token in tokens]),
+        candidate_nll=mean([token.candidate_nll for token in tokens]),
         kl_limit=limits.kl,
         nll_limit=limits.nll,
         digest=digest_bytes(repr(baseline.prompts.tokens).encode())[:_DIGITS],
         worst=tuple(sorted(prompts, key=lambda prompt: prompt.kl, reverse=True)[:WORST]),
+    )
+
+
+def _prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], old: torch.Tensor, new: torch.Tensor
+) -> PromptDrift:
+    kl = kl_divergence(old, new).tolist()
+    predicted = torch.tensor(prompt[1:])[:, None]
+    before, after = ((-side.gather(1, predicted)[:, 0]).tolist() for side in (old, new))
+    return PromptDrift(
+        prompt=tokenizer.decode(prompt, skip_special_tokens=True),
+        kl=mean(kl),
+        baseline_nll=mean(before),
+        candidate_nll=mean(after),
+        tokens=tuple(
+            TokenDrift(
+                token=tokenizer.decode([token]), kl=divergence, baseline_nll=old_nll, candidate_nll=nll
+            )
+            for token, each, old_nll, nll in zip(prompt[1:], kl, before, after, strict=True)
+        ),
     )
 
 
@@ -119,44 +140,12 @@ def drift_warnings(drift: Drift) -> tuple[str, ...]:
     )
 
 
-def _rows(baseline: Scored, candidate: Scored) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """The predicted tokens (positions,) and both models' matrices (positions, vocabulary), by prompt."""
+def _rows(baseline: Scored, candidate: Scored) -> Iterator[tuple[Sequence[int], torch.Tensor, torch.Tensor]]:
+    """Each prompt's tokens and both models' matrices (positions, vocabulary)."""
     with (
         safe_open(baseline.logprobs_file, framework="pt") as old,
         safe_open(candidate.logprobs_file, framework="pt") as new,
     ):
         for number, prompt in enumerate(baseline.prompts.tokens):
             name = f"prompt.{number}"
-            yield torch.tensor(prompt[1:]), old.get_tensor(name), new.get_tensor(name)
-
-
-def _texts(side: Scored) -> Iterator[tuple[str, list[str]]]:
-    """Each prompt as text, with the text of each token but the first."""
-    tokenizer = AutoTokenizer.from_pretrained(side.checkpoint)
-    for prompt in side.prompts.tokens:
-        yield (
-            tokenizer.decode(prompt, skip_special_tokens=True),
-            [tokenizer.decode([token]) for token in prompt[1:]],
-        )
-
-
-def _prompt(
-    tokens: torch.Tensor, old: torch.Tensor, new: torch.Tensor, text: tuple[str, list[str]]
-) -> PromptDrift:
-    kl = kl_divergence(old, new).tolist()
-    costs = [(-side.gather(1, tokens[:, None])[:, 0]).tolist() for side in (old, new)]
-    shown = tuple(
-        TokenDrift(token=token, kl=divergence, baseline_nll=before, candidate_nll=after)
-        for token, divergence, before, after in zip(text[1], kl, *costs, strict=True)
-    )
-    return PromptDrift(
-        prompt=text[0],
-        kl=_mean(kl),
-        baseline_nll=_mean(costs[0]),
-        candidate_nll=_mean(costs[1]),
-        tokens=shown,
-    )
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+            yield prompt, old.get_tensor(name), new.get_tensor(name)

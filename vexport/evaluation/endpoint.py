@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -28,6 +29,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 20.0
 _FIRST_CONTACT = 5.0
 _PASSING = (408, 425, 429)
 _NO_SUCH_PATH = (404, 405, 501)
+_NO_KEY = (401, 403)
 _CUT_OFF = (None, "abort", "error")
 _KEPT = "look at the server, and call again: what is answered is kept, and only the rest is asked"
 _SHOWN = 300
@@ -49,17 +51,13 @@ Tokens of a server that does not spell ids are -1, -2, ...
 class _PassingError(Exception):
     """What may be over when it is tried again; `wait` is how long the server asks to wait."""
 
-    def __init__(self, words: str, wait: float = 0.0) -> None:
-        self.wait = wait
-        super().__init__(words)
+    wait = 0.0
 
 
 class _RefusedError(Exception):
     """A request that the server will refuse again; `status` is that of HTTP."""
 
-    def __init__(self, status: int, words: str) -> None:
-        self.status = status
-        super().__init__(f"HTTP {status}: {words}" if words else f"HTTP {status}")
+    status = 0
 
 
 class UnreachableError(EnvironmentFault):
@@ -86,7 +84,7 @@ class ServedModel:
 
 
 def is_url(name: str) -> bool:
-    """Return whether the name of a model is the address of a server."""
+    """True where the name of a model is the address of a server."""
     return name.startswith(("http://", "https://"))
 
 
@@ -139,9 +137,11 @@ class Server:
 
     def generate(self, prompt: Sequence[int], parameters: Mapping[str, Json]) -> str:
         """The text after a prompt; `parameters` are those of the completions API."""
-        wanted = {**_NEUTRAL, **parameters} if self.model.version else _plain(parameters)
-        choice = self._complete({"prompt": list(prompt), **wanted})
-        text = choice["text"]
+        if self.model.version:
+            wanted = {**_NEUTRAL, **parameters}
+        else:
+            wanted = {name: value for name, value in parameters.items() if name not in _VLLMS}
+        text = self._complete({"prompt": list(prompt), **wanted})["text"]
         assert isinstance(text, str)
         return text
 
@@ -154,9 +154,9 @@ class Server:
         asked = {"echo": True, "logprobs": top, "max_tokens": 1, "temperature": 0}
         ids = {"return_tokens_as_token_ids": True} if self.model.version else {}
         choice = self._complete({"prompt": list(prompt), **asked, **ids})
-        given = choice.get("logprobs")
-        own = given.get("token_logprobs") if isinstance(given, dict) else None
-        best = given.get("top_logprobs") if isinstance(given, dict) else None
+        logprobs = choice.get("logprobs")
+        given = logprobs if isinstance(logprobs, dict) else {}
+        own, best = given.get("token_logprobs"), given.get("top_logprobs")
         if not isinstance(own, list) or not isinstance(best, list) or min(len(own), len(best)) < len(prompt):
             self._require_scores("none in its answer")
         places = zip(prompt[1:], own[1:], best[1:], strict=False)
@@ -189,10 +189,9 @@ class Server:
 
     def _complete(self, body: dict[str, Json]) -> dict[str, Json]:
         """The one choice of an answer that is whole."""
-        seconds = self.endpoint.retry_seconds
-        body = {"model": self.model.name, **body}
+        url, body = f"{self._url}/completions", {"model": self.model.name, **body}
         try:
-            return self._tried(seconds, lambda: _choice(self._request(f"{self._url}/completions", body)))
+            return self._tried(self.endpoint.retry_seconds, lambda: _choice(self._request(url, body)))
         except _RefusedError as error:
             self.require_same()
             if error.status in _NO_SUCH_PATH:
@@ -204,20 +203,33 @@ class Server:
                     fix="give the address of vLLM itself, behind the gateway; or ask both sides with "
                     "lm-eval's local-chat-completions and compare the results with `vexport verdict`",
                 ) from None
-            if "echo" in body and error.status not in (401, 403):
+            if "echo" in body and error.status not in _NO_KEY:
                 self._require_scores(str(error))
             raise self._refused(error) from None
 
     def _described(self, seconds: float) -> ServedModel:
+        """What the server says of the model that is meant; InputError where that is not clear."""
         try:
-            listed = self._tried(seconds, lambda: _cards(self._request(f"{self._url}/models")))
+            cards = self._tried(seconds, lambda: _cards(self._request(f"{self._url}/models")))
         except _RefusedError as error:
             raise self._refused(error) from None
         try:
             version = self._tried(seconds, lambda: self._request(f"{self._root}/version")).get("version")
         except _RefusedError:  # vLLM's alone
             version = None
-        return _chosen(self.endpoint, listed, str(version or ""))
+        name = self.endpoint.model or (next(iter(cards)) if len(cards) == 1 else None)
+        if name not in cards:
+            got = f"no model {name}" if name else f"{len(cards)} models"
+            need = f"one of {', '.join(cards)}"
+            fix = "name one with --model (of the baseline: --baseline-model)"
+            raise InputError(self.endpoint.url, got=got, need=need, fix=fix)
+        longest, root = cards[name].get("max_model_len"), cards[name].get("root")
+        return ServedModel(
+            name=name,
+            root=root if isinstance(root, str) else "",
+            max_model_len=longest if isinstance(longest, int) else None,
+            version=str(version or ""),
+        )
 
     def _tried(self, seconds: float, attempt: Callable[[], T]) -> T:
         """The answer of the first attempt that succeeds within `seconds`."""
@@ -243,7 +255,6 @@ class Server:
         return answer
 
     def _read(self, url: str, body: Mapping[str, Json] | None = None) -> bytes:
-        """One answer of the server."""
         headers = {"Content-Type": "application/json", "User-Agent": f"vexport/{__version__}"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
@@ -252,24 +263,26 @@ class Server:
         try:
             with self._opener.open(request, timeout=self.endpoint.request_timeout) as response:
                 content: bytes = response.read()
+                return content
         except urllib.error.HTTPError as error:
-            self._raise_status(error)
+            raise self._status(error) from None
         except (OSError, http.client.HTTPException) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             raise _PassingError(self._shown(f"{type(reason).__name__}: {reason}")) from None
-        return content
 
-    def _raise_status(self, error: urllib.error.HTTPError) -> NoReturn:
-        """Raise for an answer with a status of HTTP that tells of an error."""
-        try:
+    def _status(self, error: urllib.error.HTTPError) -> _PassingError | _RefusedError:
+        """The error of an answer with a status of HTTP that tells of one."""
+        words = ""
+        with suppress(OSError, http.client.HTTPException):
             words = self._shown(error.read(4 * _SHOWN).decode(errors="replace"))
-        except (OSError, http.client.HTTPException):
-            words = ""
+        words = f"HTTP {error.code}: {words}" if words else f"HTTP {error.code}"
         if error.code in _PASSING or error.code >= 500:
-            after = str(error.headers.get("Retry-After", ""))
-            wait = float(after) if after.isdecimal() else 0.0
-            raise _PassingError(f"HTTP {error.code}: {words}", wait) from None
-        raise _RefusedError(error.code, words) from None
+            passing, after = _PassingError(words), str(error.headers.get("Retry-After", ""))
+            passing.wait = float(after) if after.isdecimal() else 0.0
+            return passing
+        refused = _RefusedError(words)
+        refused.status = error.code
+        return refused
 
     def _shown(self, words: str) -> str:
         """A server's words on one line, without the key."""
@@ -277,15 +290,9 @@ class Server:
         return clip(visible(" ".join(words.split())), _SHOWN)
 
     def _refused(self, error: _RefusedError) -> InputError:
-        fix = "correct the address (http://HOST:PORT/v1) or what is asked"
-        if error.status in (401, 403):
-            fix = f"set {API_KEY}"
+        wrong = "correct the address (http://HOST:PORT/v1) or what is asked"
+        fix = f"set {API_KEY}" if error.status in _NO_KEY else wrong
         return InputError(self.endpoint.url, got=str(error), need="an answer", fix=fix)
-
-
-def _plain(parameters: Mapping[str, Json]) -> dict[str, Json]:
-    """The parameters that any server knows, and those that somebody set."""
-    return {name: value for name, value in parameters.items() if name not in _VLLMS}
 
 
 def _choice(answer: Mapping[str, Json]) -> dict[str, Json]:
@@ -299,30 +306,13 @@ def _choice(answer: Mapping[str, Json]) -> dict[str, Json]:
     return choice
 
 
-def _cards(answer: Mapping[str, Json]) -> list[dict[str, Json]]:
+def _cards(answer: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
+    """The models of a server's list by their names; _PassingError where there are none."""
     listed = answer.get("data")
     cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
     if not cards:
         raise _PassingError("no models in its answer")
-    return cards
-
-
-def _chosen(endpoint: Endpoint, cards: Sequence[Mapping[str, Json]], version: str) -> ServedModel:
-    """The model of a server's list that is meant; InputError where that is not clear."""
-    names = [str(card.get("id")) for card in cards]
-    name = endpoint.model or (names[0] if len(names) == 1 else None)
-    if name not in names:
-        got = f"no model {name}" if name else f"{len(names)} models"
-        need, fix = f"one of {', '.join(names)}", "name one with --model (of the baseline: --baseline-model)"
-        raise InputError(endpoint.url, got=got, need=need, fix=fix)
-    card = cards[names.index(name)]
-    longest, root = card.get("max_model_len"), card.get("root")
-    return ServedModel(
-        name=name,
-        root=root if isinstance(root, str) else "",
-        max_model_len=longest if isinstance(longest, int) else None,
-        version=version,
-    )
+    return {str(card.get("id")): card for card in cards}
 
 
 def _words(model: ServedModel) -> str:
@@ -332,10 +322,8 @@ def _words(model: ServedModel) -> str:
 def _position(token: int, value: Json, others: Json) -> Position:
     """The log-probabilities in one place of a prompt, its own token's first."""
     assert isinstance(others, dict)
-    own = {token: float(value)}  # type: ignore[arg-type]
-    names = {_id(name, number): float(each) for number, (name, each) in enumerate(others.items())}  # type: ignore[arg-type]
-    return {**own, **{name: each for name, each in names.items() if name != token}}
-
-
-def _id(name: str, number: int) -> int:
-    return int(name.removeprefix(_TOKEN)) if name.startswith(_TOKEN) else -1 - number
+    position = {token: float(value)}  # type: ignore[arg-type]
+    for number, (name, each) in enumerate(others.items()):
+        is_spelled = name.startswith(_TOKEN)
+        position.setdefault(int(name.removeprefix(_TOKEN)) if is_spelled else -1 - number, float(each))  # type: ignore[arg-type]
+    return position

@@ -58,14 +58,8 @@ class EndpointModel(AskedModel):
         super().__init__(kept, progress)
         self.server = server
         # What vLLM looks at to choose a chat template, beyond the tokenizer's folder.
-        config = SimpleNamespace(
-            model="",
-            tokenizer="",
-            tokenizer_revision=None,
-            code_revision=None,
-            trust_remote_code=False,
-            hf_config=SimpleNamespace(model_type=""),
-        )
+        names = {"model": "", "tokenizer": "", "tokenizer_revision": None, "code_revision": None}
+        config = SimpleNamespace(**names, trust_remote_code=False, hf_config=SimpleNamespace(model_type=""))
         self.llm_engine = SimpleNamespace(model_config=config)
 
     def require_scores(self) -> None:
@@ -113,11 +107,6 @@ class EndpointModel(AskedModel):
         return [sum(place[token] for token, place in own), is_greedy]
 
 
-def main(arguments: list[str]) -> int:
-    """Read the request, ask the server, write the result; 0 whenever there is a result to read."""
-    return answer_request(arguments, SessionRequest, _session)
-
-
 def _session(request: SessionRequest) -> SessionResult:
     result = SessionResult(name=request.name, checkpoint=request.checkpoint, platform="server")
     progress = reporter()
@@ -139,7 +128,13 @@ def ask_server(request: SessionRequest, progress: OnProgress) -> None:
     assert request.endpoint is not None
     assert request.output is not None
     server = Server(request.endpoint)
-    fingerprint = _fingerprint(server, request.checkpoint)
+    fingerprint: Fingerprint = {
+        MODEL: f"{server.model.name} ({server.model.root})",
+        ENDPOINT: server.endpoint.url,
+        "vexport": __version__,
+        "vllm": server.model.version or "unknown",
+        TEMPLATE: template_of(request.checkpoint),
+    }
     model = EndpointModel(server, kept_answers(request.output, to_json(fingerprint)), progress)
     arguments: dict[str, JsonValue] = {
         "pretrained": str(request.checkpoint),
@@ -148,15 +143,6 @@ def ask_server(request: SessionRequest, progress: OnProgress) -> None:
         "seed": request.seed,
         "trust_remote_code": request.trust_remote_code,
     }
-    read_config = transformers.AutoConfig.from_pretrained
-
-    def config(*names: object, **options: object) -> object:
-        """Of a folder with nothing but a tokenizer, an empty one."""
-        try:
-            return read_config(*names, **options)
-        except (OSError, ValueError):
-            return transformers.PretrainedConfig()
-
     if request.text:
         write_text_scores(model, request)
         return
@@ -164,10 +150,21 @@ def ask_server(request: SessionRequest, progress: OnProgress) -> None:
         from lm_eval.models import vllm_causallms
     with (
         replaced(vllm_causallms, "SamplingParams", dict),
-        replaced(transformers.AutoConfig, "from_pretrained", config),
+        replaced(transformers.AutoConfig, "from_pretrained", _config),
     ):
         ask_tasks(model, arguments, request)
     write_fingerprint(request.output, fingerprint)
+
+
+_read_config = transformers.AutoConfig.from_pretrained
+
+
+def _config(*names: object, **options: object) -> object:
+    """An empty config of a folder with nothing but a tokenizer."""
+    try:
+        return _read_config(*names, **options)
+    except (OSError, ValueError):
+        return transformers.PretrainedConfig()
 
 
 def write_text_scores(model: EndpointModel, request: SessionRequest) -> None:
@@ -234,20 +231,8 @@ def _counted(server: Server, before: Mapping[str, float]) -> dict[str, float]:
     return after
 
 
-def _fingerprint(server: Server, tokenizer: Path) -> Fingerprint:
-    """What the server says of itself, as far as it could change a score."""
-    model = server.model
-    return {
-        MODEL: f"{model.name} ({model.root})",
-        ENDPOINT: server.endpoint.url,
-        "vexport": __version__,
-        "vllm": model.version or "unknown",
-        TEMPLATE: template_of(tokenizer),
-    }
-
-
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    code = answer_request(sys.argv[1:], SessionRequest, _session)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads may still wait for a server that does not answer

@@ -4,7 +4,7 @@ results file of lm-eval (evaluator.py, loggers/evaluation_tracker.py, 0.4.13) re
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -61,7 +61,7 @@ _THINK_ENDS = ("</think>", "[/THINK]", "</seed:think>", "<|channel|>final<|messa
 
 
 def changed_names(old: Fingerprint, new: Fingerprint) -> list[str]:
-    """Return the names that both sides have with different values."""
+    """The names that both sides have with different values."""
     names = [*old, *(name for name in _ABSENT if name in new and name not in old)]
     differ = [name for name in names if name in {*new, *_ABSENT} and _value(old, name) != _value(new, name)]
     follows = f"{GEN_KWARGS} of " if GEN_KWARGS in differ else None
@@ -70,22 +70,19 @@ def changed_names(old: Fingerprint, new: Fingerprint) -> list[str]:
 
 def changes(old: Fingerprint, new: Fingerprint, *, where: tuple[str, str]) -> tuple[str, ...]:
     """A sentence for each change; `where` names the sides."""
-    return tuple(
-        f"{name}: {_value(old, name)} {where[0]}, {_value(new, name)} {where[1]}"
-        for name in changed_names(old, new)
-    )
+    names = changed_names(old, new)
+    return tuple(f"{name}: {_value(old, name)} {where[0]}, {_value(new, name)} {where[1]}" for name in names)
 
 
 def causes(old: Fingerprint, new: Fingerprint, task: str) -> list[str]:
     """Everything that differs, what makes the task's prompts differ first and with both values."""
     names = [name for name in changed_names(old, new) if name != MODEL]
     shaping = (CHAT_TEMPLATE, SYSTEM_INSTRUCTION, MULTITURN, f"{FEWSHOT}{task}")
-    prompts = [
-        f"{name} ({_value(new, name)}, the baseline's: {_value(old, name)})"
-        for name in names
-        if name in shaping
+    prompts = [name for name in names if name in shaping]
+    return [
+        *(f"{name} ({_value(new, name)}, the baseline's: {_value(old, name)})" for name in prompts),
+        *(name for name in names if name not in shaping),
     ]
-    return [*prompts, *(name for name in names if name not in shaping)]
 
 
 def _value(side: Fingerprint, name: str) -> str:
@@ -111,9 +108,7 @@ def engine_fingerprint(root: Path, engine: EngineInfo) -> Fingerprint:
 
 
 def device_of(fingerprint: Fingerprint) -> str:
-    """Return the device that ran the model, as EngineInfo.device, or its server's address; empty where that
-    is not known.
-    """
+    """The device that ran the model, as EngineInfo.device, or its server's address; empty where not known."""
     if "platform" not in fingerprint:
         return fingerprint.get(ENDPOINT, "")
     return device_words(
@@ -132,11 +127,9 @@ def model_digest(root: Path) -> str:
 
 
 def template_of(root: Path) -> str:
-    """Return the digest of the template that is used where none is named, else of all of them."""
+    """The digest of the template that is used where none is named, else of all of them."""
     templates = chat_templates(root)
-    if not templates:
-        return "none"
-    return template_digest(templates.get(DEFAULT) or str(sorted(templates.items())))
+    return template_digest(templates.get(DEFAULT) or str(sorted(templates.items()))) if templates else "none"
 
 
 def write_fingerprint(folder: Path, fingerprint: Fingerprint) -> None:
@@ -154,18 +147,16 @@ def read_fingerprint(folder: Path) -> Fingerprint:
 def unseparated_thinking(content: Mapping[str, Json]) -> str | None:
     """A warning where the applied chat template has a place for thinking that nothing cuts off answers."""
     template, arguments = content.get("chat_template"), _arguments(content)
-    kinds = [mapping_in(mapping_in(content, "configs"), task) for task in mapping_in(content, "configs")]
-    generates = any(kind.get("output_type") == "generate_until" for kind in kinds)
+    configs = mapping_in(content, "configs")
+    generates = any(mapping_in(configs, task).get("output_type") == "generate_until" for task in configs)
     off = str(arguments.get("enable_thinking")).lower() == "false"
     if not isinstance(template, str) or not generates or off or arguments.get("think_end_token"):
         return None
-    for token in _THINK_ENDS:
-        if token in template:
-            return (
-                f"the chat template has {token}: if the model thinks, its thinking is scored as part of the "
-                f"answer; set --think-end-token '{token}' and enough --max-gen-toks, or --no-enable-thinking"
-            )
-    return None
+    token = next((token for token in _THINK_ENDS if token in template), None)
+    return token and (
+        f"the chat template has {token}: if the model thinks, its thinking is scored as part of the "
+        f"answer; set --think-end-token '{token}' and enough --max-gen-toks, or --no-enable-thinking"
+    )
 
 
 UNTEMPLATED = "untemplated_tasks"
@@ -173,7 +164,7 @@ UNTEMPLATED = "untemplated_tasks"
 
 
 def recorded_prompting(content: Mapping[str, Json], tasks: Sequence[str]) -> Prompting:
-    """Return the prompting that a results file records."""
+    """How the documents were asked, as a results file records it."""
     template, arguments = _sha(content, "chat_template_sha"), _arguments(content)
     generation = {name: _text(value) for name in _ANSWERS if (value := arguments.get(name)) is not None}
     if given := mapping_in(content, "config").get("gen_kwargs"):
@@ -189,29 +180,26 @@ def recorded_prompting(content: Mapping[str, Json], tasks: Sequence[str]) -> Pro
     )
 
 
-def recorded_fingerprint(content: Mapping[str, Json], tasks: Sequence[str]) -> Iterator[tuple[str, str]]:
+def recorded_fingerprint(content: Mapping[str, Json], tasks: Sequence[str]) -> Fingerprint:
     """Everything in a results file that could change a score, by name."""
-    prompting, config, arguments = (
-        recorded_prompting(content, tasks),
-        mapping_in(content, "config"),
-        _arguments(content),
-    )
+    prompting, config = recorded_prompting(content, tasks), mapping_in(content, "config")
     settings: dict[str, Json] = {name: content.get(key) for name, key in _PLAIN.items()}
     if prompting.chat_template:
-        settings |= {
-            CHAT_TEMPLATE: f"sha {prompting.chat_template}",
-            MULTITURN: prompting.fewshot_as_multiturn,
-        }
+        settings[CHAT_TEMPLATE] = f"sha {prompting.chat_template}"
+        settings[MULTITURN] = prompting.fewshot_as_multiturn
     if prompting.system_instruction:
         settings[SYSTEM_INSTRUCTION] = f"sha {prompting.system_instruction}"
-    settings |= {name.replace("_", " "): config.get(name) for name in _CONFIGURED}
-    settings |= {name.replace("_", " "): arguments.get(name) for name in _ENGINE}
-    settings |= {name.replace("_", " "): value for name, value in prompting.generation.items()}
+    named = {
+        **{name: config.get(name) for name in _CONFIGURED},
+        **{name: _arguments(content).get(name) for name in _ENGINE},
+        **prompting.generation,
+    }
+    settings |= {name.replace("_", " "): value for name, value in named.items()}
     for task in tasks:
         settings |= {f"{name}{task}": mapping_in(content, key).get(task) for name, key in _OF_TASKS.items()}
         given = mapping_in(mapping_in(content, "configs"), task).get("generation_kwargs")
         settings[f"{GEN_KWARGS} of {task}"] = _text(given) if given else None
-    yield from ((name, _text(value)) for name, value in settings.items() if value is not None)
+    return {name: _text(value) for name, value in settings.items() if value is not None}
 
 
 def _arguments(content: Mapping[str, Json]) -> Mapping[str, Json]:

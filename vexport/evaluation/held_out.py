@@ -17,6 +17,7 @@ from scipy import stats
 from vexport.errors import CheckpointFailed, Inconclusive
 from vexport.evaluation.drift import Limits, Scored, mean_kls
 from vexport.evaluation.statistics import Interval, Scores, bca_interval, documents_to_settle
+from vexport.evaluation.verdict import overall_outcome
 from vexport.files import digest_bytes
 from vexport.records import (
     AcceptanceLengths,
@@ -67,13 +68,17 @@ def decide_on_text(
     Inconclusive where one drafts nothing. CheckpointFailed where the candidate reads the text as other
     tokens, or its numbers are not finite.
     """
-    _require_equal_tokens(baseline, candidate)
+    for row, (first, other) in enumerate(zip(baseline.rows, candidate.rows, strict=False), 1):
+        if first != other:
+            raise _failed(candidate, f"other tokens in row {row} of the text", "the baseline's tokenizer")
     kls = mean_kls(baseline.scored, candidate.scored)
     old, new = load_file(baseline.file), load_file(candidate.file)
     numbers = range(len(baseline.rows))
-    costs = [(old[f"nll.{n}"].double().numpy(), new[f"nll.{n}"].double().numpy()) for n in numbers]
-    same = [(old[f"likeliest.{n}"] == new[f"likeliest.{n}"]).double().mean().item() for n in numbers]
-    rises = np.array([float((after - before).mean()) for before, after in costs])
+    before, after = ([side[f"nll.{n}"].double().numpy() for n in numbers] for side in (old, new))
+    rises = np.array([float((after[n] - before[n]).mean()) for n in numbers])
+    agreement = np.array(
+        [(old[f"likeliest.{n}"] == new[f"likeliest.{n}"]).double().mean().item() for n in numbers]
+    )
     if kls is None or not np.isfinite(rises).all():
         raise _failed(candidate, "log-probabilities that are not finite", "numbers")
     is_partial = baseline.scored.is_partial or candidate.scored.is_partial
@@ -85,16 +90,15 @@ def decide_on_text(
     if speculative:
         fall = acceptance_fall(baseline.drafts, candidate.drafts)
         measured.append(("fall of the acceptance length", fall, ACCEPTANCE_LIMIT))
-    agreement = np.array(same)
     certain = mean_bounds(agreement, limits.alpha)
     text = TextVerdict(
         data=data,
         digest=digest_bytes(repr(baseline.rows).encode())[:_DIGITS],
-        rows=len(costs),
-        tokens=sum(len(before) for before, _ in costs),
+        rows=len(before),
+        tokens=sum(map(len, before)),
         positions=sum(len(row) - 1 for row in baseline.scored.prompts.tokens),
-        baseline_nll=float(np.concatenate([before for before, _ in costs]).mean()),
-        candidate_nll=float(np.concatenate([after for _, after in costs]).mean()),
+        baseline_nll=float(np.concatenate(before).mean()),
+        candidate_nll=float(np.concatenate(after).mean()),
         top1_agreement=float(agreement.mean()),
         top1_low=max(0.0, certain.low) if certain else None,
         top1_high=min(1.0, certain.high) if certain else None,
@@ -103,7 +107,7 @@ def decide_on_text(
         ),
         acceptance=_acceptance(speculative, baseline.drafts, candidate.drafts) if speculative else None,
     )
-    outcome = _outcome([limit.outcome for limit in text.limits])
+    outcome = overall_outcome(text.limits)
     return Verdict(
         outcome=outcome,
         reason=text_reason(outcome, text),
@@ -196,58 +200,30 @@ def mean_bounds(values: Scores, alpha: float) -> Interval | None:
 
 
 def text_reason(outcome: Outcome, text: TextVerdict) -> str:
-    """Return the reason of the outcome on the text, without a full stop."""
-    over = f"over {text.tokens:,} tokens of held-out text"
+    """The reason of the outcome on the text, without a full stop."""
     if text.rows < LEAST_ROWS:
         return f"the text is too short: {text.rows} rows of it, at least {LEAST_ROWS} decide"
-    if outcome == "PASS":
-        shown = (
-            f"{limit.measure} {_shown(limit, limit.value)} (at most {_shown(limit, limit.high)}, "
-            f"limit {_shown(limit, limit.limit)}){_unit(limit)}"
-            for limit in text.limits
-        )
-        return f"{' and '.join(shown)} {over}"
-    worst = [limit for limit in text.limits if limit.outcome == outcome]
-    shown = (
-        f"{limit.measure} {_shown(limit, limit.value)} ({_bound(limit)}), limit "
-        f"{_shown(limit, limit.limit)}{_unit(limit)}"
-        for limit in worst
-    )
-    sentence = f"{'; '.join(shown)} {over}"
-    return sentence if outcome == "FAIL" else f"{sentence} is not settled; {_remedy(worst)}"
+    decisive = [limit for limit in text.limits if limit.outcome == outcome]
+    shown = (" and " if outcome == "PASS" else "; ").join(map(_shown, decisive))
+    sentence = f"{shown} over {text.tokens:,} tokens of held-out text"
+    if outcome != "INCONCLUSIVE":
+        return sentence
+    needed = [limit.rows_needed for limit in decisive if limit.rows_needed is not None]
+    if len(needed) < len(decisive):
+        return f"{sentence} is not settled; at this value no number of rows would settle it"
+    return f"{sentence} is not settled; about {max(needed):,} rows would settle it"
 
 
-def _bound(limit: TextLimit) -> str:
-    low, high = _shown(limit, limit.low), _shown(limit, limit.high)
-    return f"at least {low}" if limit.outcome == "FAIL" else f"between {low} and {high}"
-
-
-def _shown(limit: TextLimit, value: float | None) -> str:
-    assert value is not None
-    return f"{value:.1%}" if limit.is_share else f"{value:.3g}"
-
-
-def _unit(limit: TextLimit) -> str:
-    return "" if limit.is_share else " nats a token"
-
-
-def _remedy(limits: Sequence[TextLimit]) -> str:
-    needed = [limit.rows_needed for limit in limits if limit.rows_needed is not None]
-    if len(needed) < len(limits):
-        return "at this value no number of rows would settle it"
-    return f"about {max(needed):,} rows would settle it"
-
-
-def _outcome(outcomes: Sequence[Outcome]) -> Outcome:
-    if "FAIL" in outcomes:
-        return "FAIL"
-    return "INCONCLUSIVE" if "INCONCLUSIVE" in outcomes else "PASS"
-
-
-def _require_equal_tokens(baseline: ReadText, candidate: ReadText) -> None:
-    for row, (old, new) in enumerate(zip(baseline.rows, candidate.rows, strict=False), 1):
-        if old != new:
-            raise _failed(candidate, f"other tokens in row {row} of the text", "the baseline's tokenizer")
+def _shown(limit: TextLimit) -> str:
+    assert limit.low is not None
+    assert limit.high is not None
+    numbers = (limit.value, limit.low, limit.high, limit.limit)
+    value, low, high, most = (f"{number:.1%}" if limit.is_share else f"{number:.3g}" for number in numbers)
+    unit = "" if limit.is_share else " nats a token"
+    if limit.outcome == "PASS":
+        return f"{limit.measure} {value} (at most {high}, limit {most}){unit}"
+    bound = f"at least {low}" if limit.outcome == "FAIL" else f"between {low} and {high}"
+    return f"{limit.measure} {value} ({bound}), limit {most}{unit}"
 
 
 def _failed(candidate: ReadText, got: str, need: str) -> CheckpointFailed:

@@ -8,7 +8,6 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vexport.checkpoint.chat_template import DEFAULT, chat_templates
-from vexport.engine.load import Prompts
 from vexport.errors import InputError, raise_all
 from vexport.evaluation.drift import Scored
 from vexport.files import read_json_object
@@ -27,16 +26,20 @@ _SHOWN = 60
 
 
 def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSettings:
-    """Return lm-eval's settings for `models`, of which the first is the baseline, where there is one.
+    """lm-eval's settings for `models`, of which the first is the baseline, where there is one.
 
     The chat template is applied where the models have one and `settings` do not decide, but not to tasks that
-    score a continuation of plain text, as lm-eval does. InputError where a
-    template is asked for that a model lacks, where only some have one, or where they render a conversation
-    differently.
+    score a continuation of plain text. InputError where a template is asked for that a model lacks, where
+    only some have one, or where they render a conversation differently.
     """
     template = _template(settings, {role: chat_templates(root) for role, root in models.items()})
     if template:
-        _require_alike(models)
+        (first, root), *others = models.items()
+        for role, other in others:
+            is_same = chat_templates(root) == chat_templates(other)
+            for difference in () if is_same else other_template(root, other):
+                fix = f"{_ADD.replace('the model that has one', first)}, or {_SKIP}"
+                raise InputError(f"{role} {other}", got=difference, need=f"the {first}'s prompts", fix=fix)
     elif settings.fewshot_as_multiturn:
         role, root = next(iter(models.items()))
         got, need = "no chat template", "one, for fewshot_as_multiturn"
@@ -80,33 +83,22 @@ def _lacking(role: str, name: str, templates: Mapping[str, str]) -> InputError:
     return InputError(where, got=f"no template named {name}", need=f"one of {named}", fix="name one of these")
 
 
-def _require_alike(models: Mapping[str, Path]) -> None:
-    """InputError where a model would be asked differently from the first, the baseline."""
-    (role, first), *others = models.items()
-    for other, root in others:
-        if chat_templates(first) == chat_templates(root):
-            continue
-        for difference in other_template(first, root):
-            fix = f"{_ADD.replace('the model that has one', role)}, or {_SKIP}"
-            raise InputError(f"{other} {root}", got=difference, need=f"the {role}'s prompts", fix=fix)
-
-
 def differences(baseline: Scored, candidate: Scored) -> Iterator[str]:
     """Yield a sentence for each thing that makes the candidate read, or end, unlike the baseline."""
     roots = baseline.checkpoint, candidate.checkpoint
-    yield from _other_tokens(baseline.prompts, candidate.prompts)
+    old, new = baseline.prompts.tokens, candidate.prompts.tokens
+    differ = next(((x, y) for x, y in zip(old, new, strict=False) if x != y), None)
+    if differ:
+        before, after = map(_short, differ)
+        yield f"tokenizer: a prompt becomes the tokens {after}, the baseline's {before}"
+    elif len(old) != len(new):
+        yield f"tokenizer: it knows {len(new)} of the prompts, the baseline's {len(old)}"
     yield from other_template(*roots)
-    yield from _other_settings(*map(_generation, roots))
-
-
-def _other_tokens(old: Prompts, new: Prompts) -> Iterator[str]:
-    if old.tokens == new.tokens:
-        return
-    for before, after in zip(old.tokens, new.tokens, strict=False):
-        if before != after:
-            yield f"tokenizer: a prompt becomes the tokens {_short(after)}, the baseline's {_short(before)}"
-            return
-    yield f"tokenizer: it knows {len(new.tokens)} of the prompts, the baseline's {len(old.tokens)}"
+    settings, others = map(_generation, roots)
+    for name in sorted({*settings, *others}.difference(_NOTES)):
+        if settings.get(name) != others.get(name):
+            values = f"{others.get(name)!r}, the baseline's {settings.get(name)!r}"
+            yield f"generation_config.json: {name} is {values}"
 
 
 def other_template(old: Path, new: Path) -> Iterator[str]:
@@ -135,12 +127,6 @@ def _rendered(tokenizer: PreTrainedTokenizerBase) -> str:
 def _generation(root: Path) -> Mapping[str, Json]:
     file = root / "generation_config.json"
     return read_json_object(file) if file.is_file() else {}
-
-
-def _other_settings(old: Mapping[str, Json], new: Mapping[str, Json]) -> Iterator[str]:
-    for name in sorted({*old, *new}.difference(_NOTES)):
-        if old.get(name) != new.get(name):
-            yield f"generation_config.json: {name} is {new.get(name)!r}, the baseline's {old.get(name)!r}"
 
 
 def _short(value: object) -> str:

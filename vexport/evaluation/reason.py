@@ -4,7 +4,7 @@ Scores are compared in points; a metric that is no share is compared in its own 
 Intervals, levels and p values stand in the tables of a report.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vexport.records import Outcome, TaskVerdict
@@ -15,7 +15,7 @@ MAX_NAMED = 3
 _MOST_DIGITS = 5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Unit:
     """Differences of one metric as numbers: points of a share, or the metric's own units."""
 
@@ -51,19 +51,15 @@ class _Unit:
 
 
 def reason_for(outcome: Outcome, tasks: Sequence[TaskVerdict], *, margin: float) -> str:
-    """Return the reason of the outcome over all tasks, without a full stop."""
-    sentences: dict[Outcome, Callable[[Sequence[TaskVerdict], float], str]] = {
-        "PASS": _passed,
-        "FAIL": _failed,
-        "INCONCLUSIVE": _not_settled,
-    }
-    return sentences[outcome](tasks, margin)
+    """The reason of the outcome over all tasks, without a full stop."""
+    if outcome == "PASS":
+        return _passed(tasks, margin)
+    return _failed(tasks, margin) if outcome == "FAIL" else _not_settled(tasks, margin)
 
 
 def _unit(task: TaskVerdict, margin: float) -> _Unit:
-    if max(task.baseline.value, task.candidate.value) <= 1:
-        return _Unit(factor=100, name=" points", margin=margin)
-    return _Unit(factor=1, name=f" in {task.metric}", margin=margin)
+    is_share = max(task.baseline.value, task.candidate.value) <= 1
+    return _Unit(100 if is_share else 1, " points" if is_share else f" in {task.metric}", margin)
 
 
 def _passed(tasks: Sequence[TaskVerdict], margin: float) -> str:
@@ -71,19 +67,14 @@ def _passed(tasks: Sequence[TaskVerdict], margin: float) -> str:
     unit = _unit(worst, margin)
     if len(tasks) == 1:
         return f"{worst.task} {_moved(worst, unit)}, {unit.accepted}"
-    bound = f"worst: {worst.task} {unit.signed(worst.difference)}, at worst {unit.signed(worst.low)}"
-    return f"{_all(tasks)} {_within(tasks, margin)} ({bound})"
+    limits = dict.fromkeys(_unit(task, margin).limit for task in tasks)
+    loss = f"lose less than {' or '.join(limits)}" if margin else "lose nothing"
+    numbers = f"{unit.signed(worst.difference)}, at worst {unit.signed(worst.low)}"
+    return f"{_all(tasks)} {loss} (worst: {worst.task} {numbers})"
 
 
 def _all(tasks: Sequence[TaskVerdict]) -> str:
     return "both tasks" if len(tasks) == 2 else f"all {len(tasks)} tasks"
-
-
-def _within(tasks: Sequence[TaskVerdict], margin: float) -> str:
-    if not margin:
-        return "lose nothing"
-    limits = dict.fromkeys(_unit(task, margin).limit for task in tasks)
-    return f"lose less than {' or '.join(limits)}"
 
 
 def _failed(tasks: Sequence[TaskVerdict], margin: float) -> str:
@@ -93,7 +84,7 @@ def _failed(tasks: Sequence[TaskVerdict], margin: float) -> str:
     if len(failed) == 1:
         loss = f"{unit.number(-worst.difference)}{unit.name} (at least {unit.number(-worst.high)})"
         return f"{worst.task} loses {loss}, {unit.accepted}{_others(tasks, 'FAIL')}"
-    lost = "something" if not margin else f"more than {unit.limit}"
+    lost = f"more than {unit.limit}" if margin else "something"
     numbers = f"{unit.signed(worst.difference)}, at best {unit.signed(worst.high)}"
     which = _all(tasks) if len(failed) == len(tasks) else f"{len(failed)} of {len(tasks)} tasks"
     return f"{which} lose {lost} (worst: {worst.task} {numbers})"
@@ -103,24 +94,38 @@ def _not_settled(tasks: Sequence[TaskVerdict], margin: float) -> str:
     silent = [task for task in tasks if task.uninformative]
     unsettled = [task for task in tasks if task.outcome == "INCONCLUSIVE" and not task.uninformative]
     if silent:
-        names = " and ".join(task.task for task in silent[:MAX_NAMED])
-        beyond = f" and {len(silent) - MAX_NAMED} more" if len(silent) > MAX_NAMED else ""
-        verb, others = "shows" if len(silent) == 1 else "show", _others(tasks, "INCONCLUSIVE")
-        left = f"; {_not_settled(unsettled, margin)}" if unsettled else others
-        return f"{names}{beyond} {verb} nothing: {silent[0].uninformative}{left}"
+        verb = "shows" if len(silent) == 1 else "show"
+        left = f"; {_not_settled(unsettled, margin)}" if unsettled else _others(tasks, "INCONCLUSIVE")
+        names = _first([task.task for task in silent], " and ")
+        return f"{names} {verb} nothing: {silent[0].uninformative}{left}"
     if len(unsettled) == 1:
         (task,) = unsettled
         unit = _unit(task, margin)
         change = f"{unit.signed(task.difference)}{unit.name}"
         span = f"between {unit.signed(task.low)} and {unit.signed(task.high)}"
+        remedy = "at this difference no number of documents would settle it"
+        if task.documents_needed is not None:
+            seeds = f", or {task.seeds_needed:,} seeds," if task.seeds_needed else ""
+            remedy = f"{about(task.documents_needed)}{seeds} would settle it"
         return (
-            f"{task.task} is not settled after {_documents(task.documents)}: {change}, {span}, "
-            f"{unit.accepted}; {_remedy(task)}{_others(tasks, 'INCONCLUSIVE')}"
+            f"{task.task} is not settled after {_documents(task)}: {change}, {span}, "
+            f"{unit.accepted}; {remedy}{_others(tasks, 'INCONCLUSIVE')}"
         )
-    named = [f"{task.task} (read {_documents(task.documents)}, {_need(task)})" for task in unsettled]
-    more = len(named) - MAX_NAMED
-    rest = f" and {more} more" if more > 0 else ""
-    return f"{len(unsettled)} of {len(tasks)} tasks are not settled: {', '.join(named[:MAX_NAMED])}{rest}"
+    needed = [task.documents_needed for task in unsettled]
+    words = [f"{about(number)} needed" if number else "no number would settle it" for number in needed]
+    named = [
+        f"{task.task} (read {_documents(task)}, {need})" for task, need in zip(unsettled, words, strict=True)
+    ]
+    return f"{len(unsettled)} of {len(tasks)} tasks are not settled: {_first(named, ', ')}"
+
+
+def _first(names: Sequence[str], between: str) -> str:
+    more = len(names) - MAX_NAMED
+    return between.join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _documents(task: TaskVerdict) -> str:
+    return f"{task.documents:,} document" if task.documents == 1 else f"{task.documents:,} documents"
 
 
 def _moved(task: TaskVerdict, unit: _Unit) -> str:
@@ -137,24 +142,8 @@ def _moved(task: TaskVerdict, unit: _Unit) -> str:
 
 
 def _others(tasks: Sequence[TaskVerdict], outcome: Outcome) -> str:
-    """Return what the other tasks do, where all of them do the same."""
+    """What the other tasks do, where all of them pass."""
     others = [task for task in tasks if task.outcome != outcome]
     if not others or {task.outcome for task in others} != {"PASS"}:
         return ""
     return "; the other task passes" if len(others) == 1 else f"; the other {len(others)} tasks pass"
-
-
-def _remedy(task: TaskVerdict) -> str:
-    if task.documents_needed is None:
-        return "at this difference no number of documents would settle it"
-    seeds = f", or {task.seeds_needed:,} seeds," if task.seeds_needed else ""
-    return f"{about(task.documents_needed)}{seeds} would settle it"
-
-
-def _need(task: TaskVerdict) -> str:
-    needed = task.documents_needed
-    return "no number would settle it" if needed is None else f"{about(needed)} needed"
-
-
-def _documents(number: int) -> str:
-    return f"{number:,} document" if number == 1 else f"{number:,} documents"

@@ -73,7 +73,7 @@ def read_results(path: Path) -> Results:
         file=file,
         tasks={name: _read_task(file, name, content) for name in names},
         groups=_aggregated_groups(content, frozenset(names)),
-        fingerprint={**dict(recorded_fingerprint(content, names)), **read_fingerprint(file.parent)},
+        fingerprint={**recorded_fingerprint(content, names), **read_fingerprint(file.parent)},
         prompting=recorded_prompting(content, names),
         warning=unseparated_thinking(content),
     )

@@ -6,10 +6,8 @@ Format: lm_eval/loggers/evaluation_tracker.py (0.4.13).
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from vexport.errors import InputError, require_working_disk
 from vexport.files import require_no_device
@@ -74,32 +72,26 @@ def read_samples(
     )
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
+def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Json]]]:
+    """(file:line, object) for every line."""
     require_no_device(path)
+    fix = "restore the file or evaluate again"
     try:
         with path.open("rb") as file:
-            yield file
+            for number, line in enumerate(file, 1):
+                where = f"{path}:{number}"
+                try:
+                    value: Json = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    got = f"broken JSON ({error})"
+                    raise InputError(where, got=got, need="a sample", fix=fix) from None
+                if not isinstance(value, dict):
+                    raise InputError(where, got=f"a JSON {type(value).__name__}", need="a sample", fix=fix)
+                yield where, value
     except OSError as error:
         require_working_disk(error, path)
         got = error.strerror or str(error)
         raise InputError(str(path), got=got, need="a file that can be read", fix="check it") from None
-
-
-def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Json]]]:
-    """Yield (file:line, object) for every line."""
-    with _opened(path) as file:
-        for number, line in enumerate(file, 1):
-            where = f"{path}:{number}"
-            try:
-                value: Json = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                fix = "restore the file or evaluate again"
-                raise InputError(where, got=f"broken JSON ({error})", need="a sample", fix=fix) from None
-            if not isinstance(value, dict):
-                got, fix = f"a JSON {type(value).__name__}", "restore the file or evaluate again"
-                raise InputError(where, got=got, need="a sample", fix=fix)
-            yield where, value
 
 
 def _read_sample(where: str, line: dict[str, Json], output_type: str) -> Sample:
@@ -113,7 +105,7 @@ def _read_sample(where: str, line: dict[str, Json], output_type: str) -> Sample:
         raise InputError(where, got=got, need="integers and a list", fix="evaluate again")
     arguments = [_values(request) for request in _values(line["arguments"])]
     answer, compared = _answers(arguments, line["resps"], line["filtered_resps"], output_type)
-    scores = {str(name): line.get(str(name)) for name in metrics}
+    scores = ((_text(name), line.get(str(name))) for name in metrics)
     doc_hash, prompt_hash, target_hash = (str(line[key]) for key in HASHES)
     return Sample(
         doc_id=doc_id,
@@ -123,11 +115,7 @@ def _read_sample(where: str, line: dict[str, Json], output_type: str) -> Sample:
         target=_target(arguments, line["target"], output_type),
         answer=answer,
         compared=compared,
-        scores={
-            _text(name): as_float(value)
-            for name, value in scores.items()
-            if isinstance(value, (bool, int, float))
-        },
+        scores={name: as_float(value) for name, value in scores if isinstance(value, (bool, int, float))},
         options=len(_values(line["filtered_resps"])) if output_type == "multiple_choice" else 0,
         seed=seed,
     )

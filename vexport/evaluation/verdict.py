@@ -22,7 +22,7 @@ from vexport.evaluation.fingerprint import EMULATED, ENDPOINT, MODEL, REVISION, 
 from vexport.evaluation.pairs import Choice, GatedTask, TaskPair, gated_tasks, pool
 from vexport.evaluation.reason import reason_for
 from vexport.evaluation.results import Results, read_repeated, read_results, require_deterministic
-from vexport.records import Comparison, Outcome, Prompting, TaskVerdict, Verdict
+from vexport.records import Comparison, Outcome, Prompting, TaskVerdict, TextLimit, Verdict
 
 NO_CHOICE: Choice = MappingProxyType({})
 
@@ -134,8 +134,8 @@ def holm_levels(pairs: Sequence[TaskPair], *, margin: float, alpha: float) -> li
     return levels
 
 
-def overall_outcome(tasks: Sequence[TaskVerdict]) -> Outcome:
-    """FAIL if any task fails, PASS if all pass, else INCONCLUSIVE."""
+def overall_outcome(tasks: Sequence[TaskVerdict | TextLimit]) -> Outcome:
+    """FAIL if any task, or measure of text, fails, PASS if all pass, else INCONCLUSIVE."""
     outcomes = {task.outcome for task in tasks}
     if "FAIL" in outcomes:
         return "FAIL"
