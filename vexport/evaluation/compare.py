@@ -60,7 +60,7 @@ def compare_task(
     uninformative = _uninformative(pair, baseline, margin, is_templated) if outcome != "FAIL" else ""
     if uninformative:
         outcome = "INCONCLUSIVE"
-    documents, wins, losses = len(pair.gain) // pair.seeds, pair.wins, pair.losses
+    wins, losses = pair.wins, pair.losses
     flips = wilson_interval(wins + losses, len(pair.gain), alpha)
     recovery, recovery_bounds = _recovery(pair, alpha)
     is_open = outcome == "INCONCLUSIVE" and not uninformative
@@ -70,7 +70,7 @@ def compare_task(
         metric=pair.metric,
         filter=pair.filter,
         outcome=outcome,
-        documents=documents,
+        documents=len(pair.gain) // pair.seeds,
         baseline=baseline,
         candidate=_score(pair, pair.candidate, alpha),
         difference=float(pair.gain.mean()),
@@ -198,11 +198,8 @@ def _seeds_needed(pair: TaskPair, alpha: float, needed: int | None) -> int | Non
 def _changed_wrong(pair: TaskPair) -> int:
     """Documents that both models answer wrong, and differently."""
     right = 1.0 if pair.sign > 0 else 0.0
-    return sum(
-        1
-        for gain, score, (old, new) in zip(pair.gain, pair.baseline, pair.documents, strict=True)
-        if gain == 0 and score != right and old.compared != new.compared
-    )
+    wrong = (pair.gain == 0) & (pair.baseline != right)
+    return sum(pair.documents[i][0].compared != pair.documents[i][1].compared for i in np.flatnonzero(wrong))
 
 
 def _flips(pair: TaskPair) -> Iterator[Flip]:

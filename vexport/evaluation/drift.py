@@ -94,10 +94,8 @@ def _prompt(
         baseline_nll=mean(before),
         candidate_nll=mean(after),
         tokens=tuple(
-            TokenDrift(
-                token=tokenizer.decode([token]), kl=divergence, baseline_nll=old_nll, candidate_nll=nll
-            )
-            for token, each, old_nll, nll in zip(prompt[1:], kl, before, after, strict=True)
+            TokenDrift(token=tokenizer.decode([token]), kl=each, baseline_nll=old_nll, candidate_nll=new_nll)
+            for token, each, old_nll, new_nll in zip(prompt[1:], kl, before, after, strict=True)
         ),
     )
 

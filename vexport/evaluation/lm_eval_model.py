@@ -51,33 +51,26 @@ class Question:
     parameters: Parameters = None
 
 
-class KeptAnswers:
-    """Answers in a file, a line each; in memory alone without one.
+class KeptAnswers(dict[str, Json]):
+    """Answers by their keys, kept in a file, a line each; in memory alone without one.
 
     What a killed process left of its last line is cut off.
     """
 
     def __init__(self, file: Path | None) -> None:
-        self._file, self._answers = file, dict[str, Json]()
-        if file is None or not file.is_file():
-            return
-        content = file.read_bytes()
+        super().__init__()
+        self._file = file
+        content = file.read_bytes() if file is not None and file.is_file() else b""
         whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
+        if file is not None and len(whole) < len(content):
             os.truncate(file, len(whole))
         for line in whole.splitlines():
             with suppress(ValueError):  # of a file that was not cut before
-                self._answers.update(json.loads(line))
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._answers
-
-    def __getitem__(self, key: str) -> Json:
-        return self._answers[key]
+                self.update(json.loads(line))
 
     def add(self, answers: Mapping[str, Json]) -> None:
         """Keep answers."""
-        self._answers.update(answers)
+        self.update(answers)
         if self._file is not None:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             with self._file.open("a", encoding="utf-8") as file:
@@ -203,8 +196,7 @@ def replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 class ServedChat:
-    """The chat methods in the place of those of lm-eval's vLLM model (lm_eval/models/vllm_causallms.py,
-    0.4.13).
+    """The chat methods in the place of those of lm-eval's VLLM (lm_eval/models/vllm_causallms.py, 0.4.13).
 
     Where that does otherwise, this follows vLLM. It hands a template `enable_thinking=None` where nobody set
     it, which one that asks whether it is defined takes for false. It ignores a template's name. It records
@@ -277,20 +269,16 @@ def wrap_engine(asked: AskedModel, arguments: ModelArguments, settings: LmEvalSe
             for request, tokens in zip(requests, self.tok_encode([r.args[0] for r in requests]), strict=True):
                 *_, new = self.modify_gen_kwargs(request.args[1], default_max_gen_toks=self.max_gen_toks)
                 _require_room(request, len(tokens), new, self.max_length)
-            asked.expect(_stage(requests), len(requests))
+            _expect(asked, requests, len(requests))
             answers: list[str] = super().generate_until(requests, disable_tqdm=True)
             return answers
 
-        def loglikelihood(
-            self, requests: list["Instance"], disable_tqdm: bool = False
-        ) -> list[tuple[float, bool]]:
+        def loglikelihood(self, requests: list["Instance"], **options: object) -> list[tuple[float, bool]]:
             self.requests = requests
             answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
             return answers
 
-        def loglikelihood_rolling(
-            self, requests: list["Instance"], disable_tqdm: bool = False
-        ) -> list[float]:
+        def loglikelihood_rolling(self, requests: list["Instance"], **options: object) -> list[float]:
             self.requests = requests
             answers: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=True)
             return answers
@@ -301,7 +289,7 @@ def wrap_engine(asked: AskedModel, arguments: ModelArguments, settings: LmEvalSe
             if all(key is not None for key, _, _ in requests):  # windows of a long text always fit
                 for request, (_, context, continuation) in zip(self.requests, requests, strict=True):
                     _require_room(request, len(context) + len(continuation), 1, self.max_length)
-            asked.expect(_stage(self.requests), len(requests))
+            _expect(asked, self.requests, len(requests))
             return asked.score([(context, continuation) for _, context, continuation in requests])
 
     with replaced(vllm_causallms, "LLM", lambda **_: asked):
@@ -310,8 +298,8 @@ def wrap_engine(asked: AskedModel, arguments: ModelArguments, settings: LmEvalSe
     return model
 
 
-def _stage(requests: Sequence["Instance"]) -> str:
-    return ", ".join(dict.fromkeys(str(request.task_name) for request in requests))
+def _expect(asked: AskedModel, requests: Sequence["Instance"], prompts: int) -> None:
+    asked.expect(", ".join(dict.fromkeys(str(request.task_name) for request in requests)), prompts)
 
 
 def _require_room(request: "Instance", prompt: int, new: int, room: int) -> None:

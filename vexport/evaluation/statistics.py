@@ -35,17 +35,8 @@ class Interval(NamedTuple):
 
 def normal_quantile(alpha: float) -> float:
     """The point a standard normal variable exceeds with probability `alpha`, which lies in (0, 0.5)."""
-    if not 0 < alpha < 0.5:
-        raise ValueError(f"alpha: got {alpha}, need a number between 0 and 0.5; use 0.05")
+    assert 0 < alpha < 0.5
     return float(stats.norm.isf(alpha))
-
-
-def _check_counts(wins: float, losses: float, documents: float) -> None:
-    if documents <= 0 or min(wins, losses) < 0 or wins + losses > documents:
-        raise ValueError(
-            f"paired counts: got wins {wins}, losses {losses}, documents {documents}, need documents above 0 "
-            "and wins + losses at most documents; count each document once"
-        )
 
 
 def tango_statistic(wins: float, losses: float, documents: float, difference: float) -> float:
@@ -54,7 +45,8 @@ def tango_statistic(wins: float, losses: float, documents: float, difference: fl
     Approximately standard normal under H0. It scales with sqrt(k) when all counts scale with k, so the
     counts need not be integers. At the ends of [-1, 1], where H0 leaves no variance, it is infinite or 0.
     """
-    _check_counts(wins, losses, documents)
+    if documents <= 0 or min(wins, losses) < 0 or wins + losses > documents:
+        raise ValueError(f"paired counts: got wins {wins}, losses {losses}, documents {documents}")
     numerator = wins - losses - documents * difference
     variance = documents * _null_variance(wins, losses, documents, difference)
     if variance <= 0:
@@ -77,7 +69,6 @@ def tango_interval(wins: float, losses: float, documents: float, alpha: float) -
     With wins = losses = 0 it is +-z^2 / (documents + z^2), where Wald's interval has no width.
     """
     z = normal_quantile(alpha)
-    _check_counts(wins, losses, documents)
     estimate = (wins - losses) / documents
 
     def excess(difference: float, sign: int) -> float:

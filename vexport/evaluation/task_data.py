@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -261,28 +261,25 @@ def _problems(request: SessionRequest) -> FoundProblems:
     """Why the data of tasks cannot be had, each data set once."""
     problems: dict[InputProblem, None] = {}
     try:
-        for error in fetch(request, reporter()):
-            problems[input_problem(error)] = None
+        problems.update((input_problem(error), None) for error in _fetch(request, reporter()))
     except VexportError as error:
         problems[input_problem(error)] = None
     return FoundProblems(problems=tuple(problems))
 
 
-def fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError]:
+def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError]:
     """Build every task once, which downloads its documents; yield why those of a task cannot be had."""
     if importlib.util.find_spec("lm_eval") is None:
         fix = "install it there with `pip install lm-eval`"
         raise EnvironmentFault(sys.executable, got="lm-eval is missing", need="", fix=fix)
-    total = len(request.tasks)
+    total, folders = len(request.tasks), request.include_paths
     report(STAGE, 0, total)
-    manager, folders = task_manager(request), request.include_paths
+    manager = task_manager(request)
     for number, task in enumerate(request.tasks):
         before = set(sys.modules)
+        sandbox = nullcontext() if request.trust_remote_code else tasks_as_data()
         try:
-            with ExitStack() as stack:
-                stack.enter_context(explained_downloads(report, number, total, folders))
-                if not request.trust_remote_code:
-                    stack.enter_context(tasks_as_data())
+            with explained_downloads(report, number, total, folders), sandbox:
                 load_tasks(request, manager, [task])
         except VexportError as error:
             yield error
