@@ -126,8 +126,9 @@ def pair_with(accepted: Accepted, candidate: Results) -> tuple[GatedTask, ...]:
         except InputError as problem:
             problems.append(problem)
     fix = "leave it out, or accept again"
-    for name in candidate.tasks.keys() - accepted.tasks.keys():
-        problems.append(InputError(str(candidate.file), got=f"also task {name}", need=need, fix=fix))
+    others = [name for name in candidate.tasks if name not in accepted.tasks]
+    where = str(candidate.file)
+    problems += [InputError(where, got=f"also task {name}", need=need, fix=fix) for name in others]
     raise_all(problems)
     joined = {group: tuple(pairs[member] for member in members) for group, members in accepted.groups.items()}
     grouped = {pair.task for also in joined.values() for pair in also}

@@ -3,7 +3,7 @@ decides for each task, or for a group that is judged as one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -210,17 +210,14 @@ def pool(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
         return _join(name, pairs, None)
     parts = [np.arange(len(pair.gain)) if pair.clusters is None else pair.clusters for pair in pairs]
     starts = np.cumsum([0, *(int(part.max()) + 1 for part in parts[:-1])])
-    return _join(
-        name, pairs, np.concatenate([part + start for part, start in zip(parts, starts, strict=True)])
-    )
+    clusters = np.concatenate([part + start for part, start in zip(parts, starts, strict=True)])
+    return _join(name, pairs, clusters)
 
 
 def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> TaskPair:
-    return TaskPair(
+    return replace(
+        pairs[0],
         task=name,
-        metric=pairs[0].metric,
-        filter=pairs[0].filter,
-        sign=pairs[0].sign,
         documents=tuple(document for pair in pairs for document in pair.documents),
         baseline=np.concatenate([pair.baseline for pair in pairs]),
         candidate=np.concatenate([pair.candidate for pair in pairs]),

@@ -67,8 +67,6 @@ def read_results(path: Path) -> Results:
     names = list(mapping_in(content, "configs"))
     if not names:
         raise InputError(str(file), got="no tasks", need="lm-eval results", fix="evaluate at least one task")
-    for name in names:
-        _require_plain(file, name)
     return Results(
         file=file,
         tasks={name: _read_task(file, name, content) for name in names},
@@ -92,14 +90,11 @@ def _newest_results(folder: Path) -> Path:
     return max(files, key=lambda file: file.name)
 
 
-def _require_plain(file: Path, task: str) -> None:
-    """A task's name is part of a file's name: it must not lead elsewhere."""
+def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSamples:
+    # Its name is part of a file's name, which must not lead elsewhere.
     if not task or Path(task).name != task or not task.isprintable() or len(task.encode()) > LONGEST_NAME:
         got, need = f"a task named {clip(repr(task), 100)}", "a name without folders that is not too long"
         raise InputError(str(file), got=got, need=need, fix="evaluate again with lm-eval")
-
-
-def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSamples:
     stamp = STAMP.search(file.name)
     if stamp is None:
         need = "a name that ends in lm-eval's date"
