@@ -107,13 +107,16 @@ def test_another_prompt_and_graded_scores_are_not_compared() -> None:
     assert compare_rows({"one": rows([0.51])}, {"one": rows([0.52])}).changed == 0
 
 
-@pytest.mark.parametrize(("changed", "documents"), [(0, 200), (3, 200), (0, 0), (1, 20)])
-def test_what_is_about_zero_is_told_in_the_method(
-    lm_eval_runs: Path, tmp_path: Path, changed: int, documents: int
+@pytest.mark.parametrize(
+    ("changed", "documents", "sampled"),
+    [(0, 200, False), (3, 200, False), (0, 0, False), (1, 20, False), (40, 200, True)],
+)
+def test_what_is_about_zero_or_sampled_is_told_in_the_method(
+    lm_eval_runs: Path, tmp_path: Path, changed: int, documents: int, sampled: bool
 ) -> None:
     shutil.copytree(lm_eval_runs / "baseline", tmp_path / "baseline")
     folder = read_results(tmp_path / "baseline").file.parent
-    write_repeated(folder, Repeated(documents=documents, changed=changed))
+    write_repeated(folder, Repeated(documents=documents, changed=changed, sampled=sampled))
     verdict = decide(tmp_path / "baseline", lm_eval_runs / "twin", margin=0.02, alpha=0.05)
     assert verdict.method.endswith(f"; asked again, {changed} of {documents} answers changed")
 
