@@ -93,6 +93,13 @@ def printed(*codes: str) -> list[str]:
     return ran.stdout.splitlines()[-len(codes) :]
 
 
+@pytest.mark.vllm
+def test_kernels_leave_out_numba() -> None:
+    """vLLM's search for kernels in all modules trips over llvmlite."""
+    code = "import sys, vexport.engine.cpu_emulation.registration; sys.exit('numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_register_is_inert_unless_asked() -> None:
     code = "import sys; from vexport.engine.cpu_emulation import register; register();"
     code += "sys.exit(bool({'torch', 'vllm'} & set(sys.modules)))"

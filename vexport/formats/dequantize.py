@@ -17,7 +17,6 @@ from torch.nn import Module
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from vexport.formats.arguments import Arguments, QuantArgs, SchemeArgs, arguments_adapter
-from vexport.numerics.arithmetic import E2M1, round_values
 from vexport.numerics.constants import E2M1_MAX, INT32_BITS
 
 # Elements that are dequantized at once.
@@ -173,6 +172,9 @@ def round_activations(
 
 def _rounded_to_e2m1(exact: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """As `fake_quantize`: values (1, tokens, features) with scales (1, tokens, groups)."""
+    # In an engine's process numba stays out: vLLM's search for kernels in all modules trips over llvmlite.
+    from vexport.numerics.arithmetic import E2M1, round_values
+
     scales = scale.to(torch.float32).unsqueeze(-1)
     scaled = (exact.reshape(*scale.shape, -1) / scales).clamp_(-E2M1_MAX, E2M1_MAX)
     round_values(scaled.numpy().reshape(-1), E2M1)
