@@ -8,8 +8,16 @@ from safetensors.torch import load_file
 
 from vexport.formats.packing.base import Scales
 from vexport.formats.schemes import get_scheme
-from vexport.rounding.gptq import Grid, factorize, grid_of, round_blocks, round_columns, round_nearest
-from vexport.rounding.moments import BLOCK_COLUMNS, Moments
+from vexport.rounding.gptq import (
+    BLOCK_COLUMNS,
+    Grid,
+    Moments,
+    factorize,
+    grid_of,
+    round_blocks,
+    round_columns,
+    round_nearest,
+)
 from vexport.rounding.settings import GPTQ
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "values.safetensors")

@@ -22,8 +22,7 @@ from vexport.numerics.metrics import kl_divergence
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_headers
 from vexport.records import silent
-from vexport.rounding.gptq import Factor, Grid, factorize, refit, round_columns
-from vexport.rounding.moments import Moments
+from vexport.rounding.gptq import Factor, Grid, Moments, factorize, refit, round_columns
 from vexport.rounding.settings import GPTQ, REFITS, Strength, strength_of
 from vexport.scenario import Rule
 

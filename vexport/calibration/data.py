@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from vexport.calibration.sources import RawRow, raw_rows
-from vexport.checkpoint.data_name import DEFAULT
+from vexport.checkpoint.source import DEFAULT
 from vexport.errors import InputError, raise_all
 from vexport.errors.escaping import first_line
 from vexport.files import digest_bytes

@@ -10,8 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from vexport.checkpoint.data_name import DEFAULT_FILE, DataName, data_files, parse_data
 from vexport.checkpoint.hub import HubName, downloaded, explain, is_network_error, is_of_the_hub
+from vexport.checkpoint.source import DEFAULT_FILE, DataName, data_files, parse_data
 from vexport.errors import InputError, require_working_disk
 from vexport.errors.escaping import first_line
 from vexport.errors.extras import require_extra

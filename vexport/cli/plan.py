@@ -93,7 +93,7 @@ def _plan_scenario(source: str, revision: str | None, run_dir: Path | None, answ
 
 def _note_missing_data(scenario: "Scenario") -> None:
     """A note for each text that is named and not there: a plan does without it, a run does not."""
-    from vexport.checkpoint.data_name import require_data
+    from vexport.checkpoint.source import require_data
 
     calibration = scenario.calibration.data if scenario.calibration else None
     text = scenario.evaluate.text if scenario.evaluate else None

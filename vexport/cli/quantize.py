@@ -74,8 +74,7 @@ def quantize(
       vexport quantize MODEL OUT --scheme W4A16 --group-size 64 --ignore re:.*layers[.]0[.].*
     """
     require_extra("numba", "quantizing")
-    from vexport.checkpoint.data_name import DEFAULT
-    from vexport.checkpoint.source import with_revision
+    from vexport.checkpoint.source import DEFAULT, with_revision
     from vexport.cli.terminal import progress_display
     from vexport.engine.gate import Prover
     from vexport.plan.needs import default_text_note, with_needed_text

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from vexport.errors import InputError, require_working_disk
-from vexport.outputs.separate import resolved
+from vexport.outputs.replaceable import resolved
 
 Config = dict[str, object]
 _INDEXED = re.compile(

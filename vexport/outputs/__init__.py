@@ -7,5 +7,13 @@ from vexport.outputs.directory import (
     resumable_directory,
     working_folder,
 )
-from vexport.outputs.replaceable import RECIPE, FolderKind, refuse_existing, refuse_others, written_alone
-from vexport.outputs.separate import NamedPath, require_new_answer, require_separate
+from vexport.outputs.replaceable import (
+    RECIPE,
+    FolderKind,
+    NamedPath,
+    refuse_existing,
+    refuse_others,
+    require_new_answer,
+    require_separate,
+    written_alone,
+)

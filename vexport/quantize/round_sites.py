@@ -24,6 +24,7 @@ from vexport.records.rounding import GroupRounding
 from vexport.rounding.gptq import (
     Factor,
     Grid,
+    Moments,
     factorize,
     grid_of,
     refit,
@@ -31,7 +32,6 @@ from vexport.rounding.gptq import (
     round_nearest,
     stack,
 )
-from vexport.rounding.moments import Moments
 from vexport.rounding.settings import GPTQ, Strength, strength_of
 
 # Of the tokens of the text so many a column count as one that is routed to an expert, together.

@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from vexport.architectures.config import text_config
-from vexport.checkpoint.data_name import require_data
 from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.source import require_data
 from vexport.errors import CheckpointFailed, InputError
 from vexport.errors.extras import require_extra
 from vexport.files import from_json, to_json, write_text

@@ -11,9 +11,8 @@ from typing import Generic, TypeVar, cast
 
 from pydantic import TypeAdapter
 
-from vexport.checkpoint.data_name import DEFAULT, DEFAULT_FILE, data_files
 from vexport.checkpoint.index import SourceIndex, folder_digest, read_index
-from vexport.checkpoint.source import resolve_source
+from vexport.checkpoint.source import DEFAULT, DEFAULT_FILE, data_files, resolve_source
 from vexport.errors import InputError
 from vexport.files import digest_bytes, digest_file, from_json, to_json, write_text
 from vexport.outputs import FolderKind

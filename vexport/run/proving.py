@@ -8,8 +8,8 @@ from pathlib import Path
 
 from vexport.calibration.data import first_texts
 from vexport.checkpoint.chat_template import chat_templates
-from vexport.checkpoint.data_name import DEFAULT
 from vexport.checkpoint.index import folder_digest
+from vexport.checkpoint.source import DEFAULT
 from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.engine.generate import NONE, answer_environment
 from vexport.engine.load import CONTINUED

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vexport.calibration.data import read_samples
-from vexport.checkpoint.data_name import require_data
 from vexport.checkpoint.index import folder_digest, read_index, require_checkpoint
-from vexport.checkpoint.source import resolve_drafter, resolve_source
+from vexport.checkpoint.source import require_data, resolve_drafter, resolve_source
 from vexport.engine.arguments import require_arguments, require_heads, require_layers
 from vexport.engine.generate import NONE, answer_environment
 from vexport.engine.load import (

@@ -12,10 +12,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from vexport.checkpoint.data_name import require_data
 from vexport.checkpoint.hub import HubName, pinned_name
 from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.source import require_source
+from vexport.checkpoint.source import require_data, require_source
 from vexport.engine.arguments import require_arguments
 from vexport.engine.session import require_vllm
 from vexport.errors import EnvironmentFault, VexportError

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 from annotated_types import Ge
 from pydantic import Field, Strict, field_validator, model_validator
 
-from vexport.checkpoint.data_name import DEFAULT, parse_data
+from vexport.checkpoint.source import DEFAULT, parse_data
 from vexport.records import CalibrationData, KvCache, OnUnsupportedShape
 from vexport.records.values import Positive
 from vexport.scenario.evaluate import Evaluate

@@ -10,8 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from vexport.checkpoint.data_name import DEFAULT, parse_data
-from vexport.checkpoint.source import with_revision
+from vexport.checkpoint.source import DEFAULT, parse_data, with_revision
 from vexport.errors import InputError, InputErrors, nearest, require_working_disk
 from vexport.errors.escaping import clip
 from vexport.errors.removed import instead_of

@@ -25,7 +25,10 @@ def fake_cuda() -> None:
     """Set vLLM's platform to a CUDA device without a driver; `set_capability` chooses which."""
     import vllm.platforms
 
-    stub_device()
+    # Compiled parts of the CUDA wheel can be imported, and streams be made.
+    vars(torch.cuda).update(Stream=_OnDevice, Event=_OnDevice)
+    for name in _EXTENSIONS:
+        sys.modules.setdefault(name, ModuleType(name))
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
 
@@ -62,8 +65,14 @@ def fake_cuda() -> None:
     vllm.platforms._current_platform = FakeCuda()
     stub_operators()
     stub_packages()
-    stub_flashinfer()
-    stub_reloading()
+    from vllm.model_executor.model_loader import utils
+    from vllm.utils import flashinfer
+
+    # FlashInfer comes with vLLM's CUDA wheel: kernels are chosen as if it were here. None is run.
+    vars(flashinfer).update({name: _yes for name in _FLASHINFER if hasattr(flashinfer, name)})
+    # vLLM notes how to load other weights later, which takes as long as to build the model: it need not.
+    if hasattr(utils, "record_metadata_for_reloading"):
+        utils.record_metadata_for_reloading = lambda model: None
 
 
 def set_capability(sm: int) -> None:
@@ -120,31 +129,8 @@ class NotFollowed(RuntimeError):
     """vLLM wants something that only a real device has."""
 
 
-def stub_device() -> None:
-    """Let the compiled parts of the CUDA wheel be imported, and streams be made."""
-    vars(torch.cuda).update(Stream=_OnDevice, Event=_OnDevice)
-    for name in _EXTENSIONS:
-        sys.modules.setdefault(name, ModuleType(name))
-
-
-def stub_flashinfer() -> None:
-    """FlashInfer comes with vLLM's CUDA wheel: kernels are chosen as if it were here. None is run."""
-    from vllm.utils import flashinfer
-
-    present = {name: _yes for name in _FLASHINFER if hasattr(flashinfer, name)}
-    vars(flashinfer).update(present)
-
-
 def _yes() -> bool:
     return True
-
-
-def stub_reloading() -> None:
-    """vLLM notes how to load other weights later, which takes as long as to build the model: it need not."""
-    from vllm.model_executor.model_loader import utils
-
-    if hasattr(utils, "record_metadata_for_reloading"):
-        utils.record_metadata_for_reloading = lambda model: None
 
 
 class AbsentValues(TorchFunctionMode):
