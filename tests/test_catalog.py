@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parent.parent / "vexport"
 SHARED: dict[str, set[str]] = {
     "formats": {
         *("arguments", "base", "config", "dequantize", "gpus"),
-        *("kv_cache", "own_schemes", "schemes"),
+        *("input_rounding", "kv_cache", "own_schemes", "schemes"),
     },
     "observers": {"base", "flatten", "qparams", "registry", "search"},
     "checks": set(),

@@ -13,7 +13,7 @@ from tests.calibration.models import expert_configs, save
 from tests.command import vexport
 from vexport.calibration import Samples, read_samples
 from vexport.calibration.sources import shuffled
-from vexport.checkpoint.data_name import DEFAULT_FILE, parse_data
+from vexport.checkpoint.source import DEFAULT_FILE, parse_data
 from vexport.errors import EnvironmentFault, InputError
 from vexport.records import CalibrationData
 from vexport.scenario import Calibration

@@ -17,7 +17,7 @@ from vexport.engine.cpu_emulation.rounding import (
     round_fp4,
     round_fp8,
 )
-from vexport.formats.dequantize import round_activations
+from vexport.formats.input_rounding import round_activations
 
 SEEN = """
 import os

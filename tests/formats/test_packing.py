@@ -12,7 +12,8 @@ from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from tests.formats.pack import NAMES, bits_of, pack
 from vexport.checkpoint.tensors import TORCH_DTYPES
 from vexport.errors import InputError
-from vexport.formats.dequantize import InputRounding, ct_scheme, round_activations
+from vexport.formats.dequantize import ct_scheme
+from vexport.formats.input_rounding import InputRounding, round_activations
 from vexport.formats.packing.base import STORAGES, kernel_input
 from vexport.formats.schemes import Scheme, all_schemes, get_scheme
 from vexport.numerics.arithmetic import E2M1, E4M3, F32

@@ -35,7 +35,8 @@ from vexport.engine.agreement import KL_LIMITS
 from vexport.errors import InputError
 from vexport.files import atomic_path
 from vexport.formats import nearest_format
-from vexport.formats.dequantize import InputRounding, any_groups, arguments_of
+from vexport.formats.dequantize import any_groups, arguments_of
+from vexport.formats.input_rounding import InputRounding
 from vexport.formats.kv_cache import KEY, VALUE
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Canary, OnProgress, silent

@@ -1,4 +1,4 @@
-"""Weights and inputs as compressed-tensors reads what is stored."""
+"""The weights of stored tensors, by compressed-tensors' own code: the independent witness of the packings."""
 
 import math
 import warnings
@@ -10,21 +10,16 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize as ct_dequantize
-from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from pydantic import TypeAdapter
-from torch.nn import Module
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from vexport.formats.arguments import Arguments, QuantArgs, SchemeArgs, arguments_adapter
-from vexport.numerics.constants import E2M1_MAX, INT32_BITS
+from vexport.numerics.constants import INT32_BITS
 
 # Elements that are dequantized at once.
 CHUNK_ELEMENTS = 1 << 22
 # Rows of whole blocks of 128 and of whole words of packed zero points of any width.
 WHOLE_ROWS = 128
 WORD_MASK = (1 << INT32_BITS) - 1
-Tensors = Mapping[str, torch.Tensor]
 
 
 def decompress(name: str, args: Arguments, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -126,56 +121,3 @@ def unpack_int32(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
             value = value | (runs[..., word + 1] << (INT32_BITS - offset))
         values[..., position] = value & ((1 << bits) - 1)
     return values.reshape(packed.shape[0], -1)[:, :columns]
-
-
-class InputRounding:
-    """Rounds the input that the layers of a fusion group share: once, as long as anything else holds it."""
-
-    def __init__(self, args: QuantizationArgs, scales: Tensors) -> None:
-        self._args = args
-        self._scales = scales
-        self._rounded = WeakTensorKeyDictionary()
-
-    def rounded(self, value: torch.Tensor, module: Module) -> torch.Tensor:
-        """As `round_activations`."""
-        if value not in self._rounded:
-            self._rounded[value] = round_activations(value, self._args, self._scales, module)
-        rounded: torch.Tensor = self._rounded[value]
-        return rounded
-
-    def hook(self, module: Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """A hook of a layer, which gets its input quantized and dequantized."""
-        value, *others = inputs
-        return (self.rounded(value, module), *others)
-
-
-def round_activations(
-    value: torch.Tensor, args: QuantizationArgs, scales: Tensors, module: Module
-) -> torch.Tensor:
-    """`value` (..., features) quantized and dequantized in float32, in its own dtype again.
-
-    `scales` has `input_scale` for static, `input_global_scale` for NVFP4's two-level quantization.
-    """
-    # compressed-tensors takes one scale a token only from (batch, tokens, features).
-    exact = value.to(torch.float32).reshape(1, -1, value.shape[-1])
-    global_scale = scales.get("input_global_scale")
-    if args.dynamic in (True, "local"):
-        scale, zero_point = compute_dynamic_scales_and_zp(exact, args, module, global_scale=global_scale)
-    else:
-        scale, zero_point = scales["input_scale"].to(torch.float32), scales.get("input_zero_point")
-    if (args.type, args.num_bits, exact.device.type) == ("float", 4, "cpu"):
-        rounded = _rounded_to_e2m1(exact, scale if global_scale is None else scale / global_scale)
-    else:
-        rounded = fake_quantize(exact, scale, zero_point, args, global_scale=global_scale)
-    return rounded.reshape(value.shape).to(value.dtype)
-
-
-def _rounded_to_e2m1(exact: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """As `fake_quantize`: values (1, tokens, features) with scales (1, tokens, groups)."""
-    # In an engine's process numba stays out: vLLM's search for kernels in all modules trips over llvmlite.
-    from vexport.numerics.arithmetic import E2M1, round_values
-
-    scales = scale.to(torch.float32).unsqueeze(-1)
-    scaled = (exact.reshape(*scale.shape, -1) / scales).clamp_(-E2M1_MAX, E2M1_MAX)
-    round_values(scaled.numpy().reshape(-1), E2M1)
-    return scaled.mul_(scales).reshape(exact.shape)

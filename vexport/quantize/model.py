@@ -12,7 +12,8 @@ from vexport.calibration.inputs import ExpertLayer, Places, arithmetic_of
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import as_tensor, read_tensor
-from vexport.formats.dequantize import InputRounding, ct_scheme
+from vexport.formats.dequantize import ct_scheme
+from vexport.formats.input_rounding import InputRounding
 from vexport.formats.packing.base import Array
 from vexport.formats.schemes import get_scheme
 from vexport.layers.blocks import group_layout

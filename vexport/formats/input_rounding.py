@@ -1,0 +1,70 @@
+"""Inputs of quantized layers as their schemes round them: scales by compressed-tensors' own code.
+
+So are the values, except where it takes ten times as long as its arithmetic: e2m1 on a CPU.
+
+Not in `dequantize`, which vLLM's process loads: the CPU build fails at its start once numba is imported.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from torch.nn import Module
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from vexport.numerics.arithmetic import E2M1, round_values
+from vexport.numerics.constants import E2M1_MAX
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class InputRounding:
+    """Rounds the input that the layers of a fusion group share: once, as long as anything else holds it."""
+
+    def __init__(self, args: QuantizationArgs, scales: Tensors) -> None:
+        self._args = args
+        self._scales = scales
+        self._rounded = WeakTensorKeyDictionary()
+
+    def rounded(self, value: torch.Tensor, module: Module) -> torch.Tensor:
+        """As `round_activations`."""
+        if value not in self._rounded:
+            self._rounded[value] = round_activations(value, self._args, self._scales, module)
+        rounded: torch.Tensor = self._rounded[value]
+        return rounded
+
+    def hook(self, module: Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """A hook of a layer, which gets its input quantized and dequantized."""
+        value, *others = inputs
+        return (self.rounded(value, module), *others)
+
+
+def round_activations(
+    value: torch.Tensor, args: QuantizationArgs, scales: Tensors, module: Module
+) -> torch.Tensor:
+    """`value` (..., features) quantized and dequantized in float32, in its own dtype again.
+
+    `scales` has `input_scale` for static, `input_global_scale` for NVFP4's two-level quantization.
+    """
+    # compressed-tensors takes one scale a token only from (batch, tokens, features).
+    exact = value.to(torch.float32).reshape(1, -1, value.shape[-1])
+    global_scale = scales.get("input_global_scale")
+    if args.dynamic in (True, "local"):
+        scale, zero_point = compute_dynamic_scales_and_zp(exact, args, module, global_scale=global_scale)
+    else:
+        scale, zero_point = scales["input_scale"].to(torch.float32), scales.get("input_zero_point")
+    if (args.type, args.num_bits, exact.device.type) == ("float", 4, "cpu"):
+        rounded = _rounded_to_e2m1(exact, scale if global_scale is None else scale / global_scale)
+    else:
+        rounded = fake_quantize(exact, scale, zero_point, args, global_scale=global_scale)
+    return rounded.reshape(value.shape).to(value.dtype)
+
+
+def _rounded_to_e2m1(exact: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """As `fake_quantize`: values (1, tokens, features) with scales (1, tokens, groups)."""
+    scales = scale.to(torch.float32).unsqueeze(-1)
+    scaled = (exact.reshape(*scale.shape, -1) / scales).clamp_(-E2M1_MAX, E2M1_MAX)
+    round_values(scaled.numpy().reshape(-1), E2M1)
+    return scaled.mul_(scales).reshape(exact.shape)
