@@ -15,11 +15,11 @@ from vexport.records import (
     LoadReport,
     Plan,
     Quantized,
+    RepairReport,
     Report,
     SchemeTable,
     Verdict,
 )
-from vexport.repair.changes import RepairReport
 
 FOLDER = Path(__file__).parent.parent / "vexport" / "reports"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -15,15 +15,13 @@ LAYERS = (
     {"files", "architectures", "numerics"},
     {"checkpoint", "outputs", "formats", "observers"},
     {"scenario", "calibration", "rounding", "layers"},
-    {"plan"},
-    {"checks", "quantize"},
-    {"fidelity", "engine"},
+    {"plan", "checks"},
+    {"quantize", "fidelity", "engine", "reports"},
     {"repair", "evaluation", "sensitivity"},
-    {"reports"},
     {"run"},
     {"cli", "api"},
 )
-MOST_LAYERS = 12
+MOST_LAYERS = 10
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Imports inside functions: the command line and a check import what they run, the catalog the table that is
 # asked for, a quantization, a plan, a repair and a format what needs torch or numba, several ranks torch, a

@@ -95,7 +95,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
             output=folder / name,
             max_model_len=64,
             limit=30 if name.startswith("sampled") else DOCUMENTS - 10,
-            repeat=name in ("second", "chat"),
+            repeat=name in ("second", "chat", "sampled"),
             lm_eval={"chat": CHAT, "sampled": SAMPLED}.get(name.split()[0], LmEvalSettings()),
         )
         for name, given in tasks.items()
@@ -212,5 +212,8 @@ def test_sampled_answers_are_those_of_their_seeds(evaluated: Evaluated) -> None:
     answers = {key: sample.answer for key, sample in first["sums"].samples.items()}
     assert answers == {key: sample.answer for key, sample in again["sums"].samples.items()}
     assert len({answers["none", 3, seed] for seed in range(3)}) > 1
+    repeated = read_repeated(folder / "sampled")
+    assert repeated is not None
+    assert (repeated.changed, repeated.sampled) == (0, True)
     (choices, sums) = decide(folder / "sampled", folder / "sampled again", margin=0.02, alpha=0.05).tasks
     assert [(task.documents, task.seeds) for task in (sums, choices)] == [(30, 3), (30, 1)]

@@ -9,7 +9,7 @@ from tests.command import vexport
 from tests.evaluation.exact import exact_power
 from tests.models import save_llama
 from vexport.errors import InputError
-from vexport.reports.plan import TYPICAL_DISAGREEMENT, documents_needed
+from vexport.reports.plan import TYPICAL_DISAGREEMENT
 from vexport.scenario import DEFAULT_ALPHA, read_scenario
 from vexport.scenario.evaluate import SUITES, Suite
 from vexport.scenario.serve import Serve, with_options
@@ -162,8 +162,8 @@ def test_a_suite_stands_for_tasks_margin_and_limit(llama: Path, tmp_path: Path) 
     assert "600 documents" in shown.stdout
     condition = "for power 0.8 at margin 5.0%, alpha 0.05, if 5% of answers change"
     assert f"about 167 a task {condition}\n" in shown.stdout
-    limited = evaluate.model_copy(update={"limit": 24})
-    assert documents_needed(limited).endswith(f"{condition}; limit 24 asks fewer")
+    path.write_text(SCENARIO.format(source=llama, evaluate="suite: quick, margin: 0.05, limit: 24"))
+    assert f"{condition}; limit 24 asks fewer" in vexport("plan", path).stdout
     path.write_text(SCENARIO.format(source=llama, evaluate="suite: code, limit: 0.1"))
     shown = vexport("plan", path)
     assert "humaneval 17, mbpp 50" in shown.stdout

@@ -30,7 +30,7 @@ from vexport.scenario import Calibration, Rule, default_calibration, is_scenario
 from vexport.sensitivity.auto import plan_scenario
 
 if TYPE_CHECKING:
-    from vexport.repair.changes import RepairReport
+    from vexport.records import RepairReport
 
 Name = str | Path
 

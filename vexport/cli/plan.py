@@ -158,8 +158,12 @@ def _compare_schemes(name: str, request: PlanRequest, answer: Answer) -> None:
 
 def _print(source: str, plan: Plan, then: str, answer: Answer, scenario: "Scenario | None" = None) -> None:
     """The answer; exit with 2 where the plan has refusals."""
-    from vexport.reports.plan import render_plan
+    from vexport.reports.plan import TYPICAL_DISAGREEMENT, render_plan
 
-    evaluate = scenario.evaluate if scenario else None
-    print_text(render_plan(plan, answer.format_, then, evaluate))
+    evaluate, needed = scenario.evaluate if scenario else None, None
+    if evaluate and evaluate.tasks and evaluate.margin > 0 and answer.format_ != "json":
+        from vexport.evaluation.statistics import documents_for_power
+
+        needed = documents_for_power(evaluate.margin, TYPICAL_DISAGREEMENT, evaluate.alpha)
+    print_text(render_plan(plan, answer.format_, then, evaluate, needed))
     require_plan(source, plan)

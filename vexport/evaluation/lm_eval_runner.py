@@ -112,6 +112,7 @@ def _evaluate(
         asked.require_scores()
     try:
         results = evaluation.run(tasks, request.limit)
+        first = {name: list(rows) for name, rows in results["samples"].items()}
         evaluation.add_seeds(results["samples"])
         if request.repeat:
             assert request.output is not None
@@ -119,7 +120,7 @@ def _evaluate(
             # Tasks that are loaded again begin at the same seed, hence with the same few-shot examples.
             limit = documents_to_repeat(len(results["samples"]), request.limit)
             again = evaluation.run(evaluation.load(), limit)
-            repeated = compare_rows(results["samples"], again["samples"])
+            repeated = compare_rows(first, again["samples"])
             write_repeated(request.output, replace(repeated, sampled=request.lm_eval.seeds > 1))
     except jinja2.TemplateError as error:
         fix = "fix doc_to_text, doc_to_target or doc_to_choice of the task"

@@ -53,8 +53,11 @@ from vexport.records.findings import (
     MatrixRow,
     NotJudged,
     RankMemory,
+    Repair,
+    RepairReport,
     SequenceMemory,
     Severity,
+    WeightChange,
     device_words,
 )
 from vexport.records.plan import (

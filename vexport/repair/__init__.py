@@ -19,9 +19,9 @@ from vexport.checks.vllm.view import CheckpointView, error
 from vexport.errors import InputError
 from vexport.errors.extras import MissingPackage, is_installed, require_extra
 from vexport.outputs import NamedPath, new_directory, refuse_existing, require_separate, working_folder
-from vexport.records import Finding, Smoothing
+from vexport.records import Finding, Repair, RepairReport, Smoothing
 from vexport.repair import config
-from vexport.repair.changes import Changes, Repair, RepairReport
+from vexport.repair.changes import Changes
 from vexport.repair.write import apply, write_repaired
 
 if TYPE_CHECKING:

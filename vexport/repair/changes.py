@@ -1,60 +1,13 @@
-"""Records of repairs: changes that a family makes, what they did and what they cost."""
+"""The changes that a family of repairs makes, before they are written."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from vexport.records import Finding, Json, TensorSpec
+from vexport.records import Json, Repair, TensorSpec
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightChange:
-    """The distance that a layer's weight moved, dequantized by compressed-tensors before and after.
-
-    `relative` is |after - before| / |before| in Frobenius norms, `snr_db` the same as signal-to-noise; None
-    where the layer could not be dequantized before. `source_snr_db` are the weight's signal-to-noise
-    against the source before and after, None without a source.
-    """
-
-    relative: float | None
-    snr_db: float | None
-    source_snr_db: tuple[float | None, float] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Repair:
-    """One thing that was repaired: where, what was there, what is there now, what it costs.
-
-    `layer` is the linear layer whose weight the repair may move, None for all else; `change` says how far.
-    """
-
-    family: str
-    where: str
-    got: str
-    now: str
-    cost: str
-    layer: str | None = None
-    change: WeightChange | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepairReport:
-    """The repairs of a checkpoint, and the findings that keep it from being sound.
-
-    `ok` means that `out` was written and that `vexport check` finds no error in it; else `refusals` say what
-    cannot be repaired, and nothing was written. `warnings` remain in what was written.
-    """
-
-    schema: Literal["vexport.repair/1"] = "vexport.repair/1"
-    checkpoint: str
-    out: str
-    ok: bool
-    repairs: tuple[Repair, ...]
-    refusals: tuple[Finding, ...]
-    warnings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ from vexport.formats.arguments import QuantArgs
 from vexport.formats.base import is_head
 from vexport.formats.config import targets_of
 from vexport.layers.ignore import ignored
-from vexport.records import Json
-from vexport.repair.changes import LOSSLESS, Changes, Repair, inside
+from vexport.records import Json, Repair
+from vexport.repair.changes import LOSSLESS, Changes, inside
 
 if TYPE_CHECKING:
     from vexport.fidelity.source import ComparedSource

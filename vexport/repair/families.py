@@ -23,9 +23,9 @@ from vexport.formats.dequantize import ct_scheme
 from vexport.formats.kv_cache import KEY, KV_CACHES, VALUE, kv_layout
 from vexport.layers.linears import attention_layers
 from vexport.numerics.metrics import quantization_error
-from vexport.records import Json, KvCache
+from vexport.records import Json, KvCache, Repair, WeightChange
 from vexport.repair import Family, config, global_scales
-from vexport.repair.changes import LOSSLESS, Changes, Edit, Repair, WeightChange, inside
+from vexport.repair.changes import LOSSLESS, Changes, Edit, inside
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
 # strategy, group size, symmetric

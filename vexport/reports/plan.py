@@ -5,7 +5,6 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from vexport.evaluation.statistics import documents_for_power
 from vexport.files import to_json
 from vexport.formats.gpus import generation
 from vexport.formats.schemes import get_scheme
@@ -26,17 +25,18 @@ MOST_KEPT = 6
 TYPICAL_DISAGREEMENT = 0.05
 
 
-def render_plan(plan: Plan, format_: str, then: str, evaluate: Evaluate | None = None) -> str:
+def render_plan(
+    plan: Plan, format_: str, then: str, evaluate: Evaluate | None = None, documents: int | None = None
+) -> str:
     """The plan as text or JSON (plan.schema.json), with a final newline.
 
-    The text says how many documents the evaluation of a scenario needs, and with `then` what to type next.
+    The text says how many `documents` the evaluation of a scenario needs, and with `then` what to type next.
     """
     if format_ == "json":
         return to_json(plan)
     attention = plural(len(plan.attention), "attention layer")
     share = ratio(plan.output_bytes, plan.source_bytes)
     bits = f"{8 * plan.output_bytes / max(plan.parameters, 1):.2f} bits over all weights"
-    judged = evaluate and evaluate.tasks and evaluate.margin > 0
     rows = facts(
         *(line for scheme in plan.schemes for line in _labelled(scheme, _scheme_lines(plan, scheme))),
         *_labelled("stay 16 bit", _kept_lines(plan)),
@@ -46,7 +46,7 @@ def render_plan(plan: Plan, format_: str, then: str, evaluate: Evaluate | None =
         ("smoothing", f"inputs, with strength {plan.smoothing:g}") if plan.smoothing else None,
         *(("note", note) for note in _findings(plan.notes)),
         *(("refused", refusal) for refusal in _findings(plan.refusals)),
-        ("documents", documents_needed(evaluate)) if evaluate and judged else None,
+        ("documents", _documents_line(evaluate, documents)) if evaluate and documents else None,
         ("suite", _suite_line(evaluate, evaluate.suite)) if evaluate and evaluate.suite else None,
         ("next", then) if not plan.refusals else None,
     )
@@ -103,9 +103,8 @@ def _suite_line(settings: Evaluate, name: str) -> str:
     return f"{name} ({suite.about}): {count(sum(asked.values()))} documents for each model: {listed}"
 
 
-def documents_needed(settings: Evaluate) -> str:
-    """How many documents pass a model that lost nothing, with power 0.8; the margin is not 0."""
-    needed = documents_for_power(settings.margin, TYPICAL_DISAGREEMENT, settings.alpha)
+def _documents_line(settings: Evaluate, needed: int) -> str:
+    """How many documents pass a model that lost nothing, with power 0.8."""
     condition = f"margin {percent(settings.margin)}, alpha {settings.alpha:g}"
     change = percent(TYPICAL_DISAGREEMENT, 0)
     fewer = f"; limit {settings.limit:g} asks fewer" if 1 <= (settings.limit or 0) < needed else ""

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 
 from vexport.files import to_json
 from vexport.layers.shapes import KEPT
-from vexport.records import CalibrationRecord, Finding, Plan, Quantized
+from vexport.records import CalibrationRecord, Finding, Plan, Quantized, Repair, RepairReport, WeightChange
 from vexport.records.calibration import expert_coverage
 from vexport.records.rounding import RoundingReport
-from vexport.repair.changes import Repair, RepairReport, WeightChange
 from vexport.reports import document as doc
 from vexport.reports import text
 from vexport.reports.document import facts, parts, row
