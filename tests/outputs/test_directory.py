@@ -14,7 +14,7 @@ from tests.models import Good
 from tests.outputs.test_separate import tree
 from tests.quantize.test_streaming import digests, write_model
 from vexport.errors import InputError
-from vexport.outputs import resumable_directory
+from vexport.outputs.directory import resumable_directory
 
 
 def file_behind_record(work: Path, mine: Path) -> None:

@@ -23,7 +23,7 @@ from vexport.checkpoint.index import read_header, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_weight
 from vexport.checkpoint.writer import ShardWriter, WriteUnit, header_bytes, split_shards
-from vexport.outputs import resumable_directory
+from vexport.outputs.directory import resumable_directory
 from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.records import FusionGroup, PlanRequest, TensorInfo, TensorSpec, WeightPart

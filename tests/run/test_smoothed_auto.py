@@ -7,7 +7,7 @@ import pytest
 from tests.calibration.test_smoothing import with_large_channels
 from tests.models import save_llama, write_calibration
 from vexport.checkpoint.smoothed import SMOOTHING, smoothing_of
-from vexport.outputs.replaceable import RECIPE
+from vexport.outputs import RECIPE
 from vexport.records import silent
 from vexport.run.directory import Run
 from vexport.run.making import calibrate, choose, measure_sensitivity

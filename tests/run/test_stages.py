@@ -13,7 +13,7 @@ from tests.models import save_llama, write_calibration
 from tests.quantize.test_streaming import write_model
 from vexport.checkpoint.index import folder_digest
 from vexport.errors import InputError
-from vexport.outputs import written_alone
+from vexport.outputs.replaceable import written_alone
 from vexport.records import CheckReport, Plan, silent
 from vexport.run.directory import KIND as RUN
 from vexport.run.directory import Run, RunDirectory, Stage

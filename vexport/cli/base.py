@@ -91,7 +91,7 @@ def print_text(text: str) -> None:
         click.echo(coloured(text) if colour else text, nl=not text.endswith("\n"), color=colour)
         return
     from vexport.files import write_text
-    from vexport.outputs import require_new_answer
+    from vexport.outputs.replaceable import require_new_answer
 
     require_new_answer(file, list(_given_paths(context)))
     write_text(file, text if text.endswith("\n") else f"{text}\n")

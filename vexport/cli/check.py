@@ -74,14 +74,13 @@ def check(
       vexport check OUT --digests vexport.json
       vexport check checkpoints/* --format junit -o check.xml
     """
-    from vexport.checkpoint.source import resolve_drafter
     from vexport.checks import CHECKS, FILES, INTERNAL
     from vexport.checks.vllm.view import Target
     from vexport.cli.terminal import progress_display
     from vexport.reports import render_checks, summarize_checks
 
     with progress_display(quiet=answer.quiet) as on_progress:
-        drafter = resolve_drafter(speculative, on_progress)
+        drafter = _drafter(speculative, on_progress)
         target = Target(tp=tp or (), sm=sm or (), vllm=vllm, speculative=drafter)
         against = _against(source, on_progress)
         roots, problems = _resolved(checkpoints, on_progress)
@@ -115,11 +114,26 @@ def _resolved(
     names: Sequence[str], on_progress: "OnProgress"
 ) -> tuple[dict[str, Path], dict[str, VexportError]]:
     """The folders of those names that have one, and the errors of the others."""
-    from vexport.checkpoint.source import resolve_source
-
-    outcomes = {name: attempt(partial(resolve_source, name, on_progress), name) for name in names}
+    outcomes = {name: attempt(partial(_folder, name, on_progress), name) for name in names}
     roots = {name: root for name, root in outcomes.items() if isinstance(root, Path)}
     return roots, {name: problem for name, problem in outcomes.items() if isinstance(problem, VexportError)}
+
+
+def _folder(name: str, on_progress: "OnProgress") -> Path:
+    """The folder of a checkpoint; what is none may be a model of the hub."""
+    if (folder := Path(name).expanduser()).exists():
+        return folder
+    from vexport.checkpoint.source import resolve_source
+
+    return resolve_source(name, on_progress)
+
+
+def _drafter(speculative: str, on_progress: "OnProgress") -> str:
+    if not speculative:
+        return speculative
+    from vexport.checkpoint.source import resolve_drafter
+
+    return resolve_drafter(speculative, on_progress)
 
 
 def _checked(
@@ -155,11 +169,9 @@ def _against(source: str | None, on_progress: "OnProgress") -> "Against | None":
     """The comparison with a source, which alone needs torch."""
     if source is None:
         return None
-    from vexport.checkpoint.source import resolve_source
     from vexport.errors.extras import require_extra
 
     require_extra("torch", "--source")
     from vexport.fidelity.compare import against
 
-    root = resolve_source(source, on_progress)
-    return against(root, on_layer=partial(on_progress, "compare (layers)"))
+    return against(_folder(source, on_progress), on_layer=partial(on_progress, "compare (layers)"))

@@ -1,19 +1,4 @@
 """Places to write to: apart from what is read, and only over what vexport itself made."""
 
-from vexport.outputs.directory import (
-    aside_folder,
-    kept_as_failed,
-    new_directory,
-    resumable_directory,
-    working_folder,
-)
-from vexport.outputs.replaceable import (
-    RECIPE,
-    FolderKind,
-    NamedPath,
-    refuse_existing,
-    refuse_others,
-    require_new_answer,
-    require_separate,
-    written_alone,
-)
+# In a checkpoint that vexport wrote: how it was made, and the names and digests of what was written.
+RECIPE = "vexport.json"

@@ -10,7 +10,7 @@ import xxhash
 
 from vexport.errors import InputError
 from vexport.files import read_json_object, write_text
-from vexport.outputs.replaceable import RECIPE
+from vexport.outputs import RECIPE
 from vexport.records import Json
 
 # The key of vexport.json: the digest of each file of weights, as `digest_of` writes it.

@@ -19,7 +19,8 @@ from typing import TextIO
 from vexport.errors import CheckpointFailed, InputError, VexportError
 from vexport.files import read_json_object, write_text
 from vexport.numerics.ranks import on_first, rank_and_size
-from vexport.outputs.replaceable import FILES, RECIPE, refuse_existing, resolved
+from vexport.outputs import RECIPE
+from vexport.outputs.replaceable import FILES, refuse_existing, resolved
 from vexport.records import Json
 from vexport.version import __version__
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from vexport.errors import InputError
 from vexport.files import read_json_object, write_text
+from vexport.outputs import RECIPE
 
-# In a checkpoint that vexport wrote: how it was made, and under FILES the names of what was written.
-RECIPE = "vexport.json"
+# The key of vexport.json with the names of what was written.
 FILES = "files"
 SHOWN = 3
 

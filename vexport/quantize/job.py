@@ -22,17 +22,10 @@ from vexport.files import digest_bytes, write_text
 from vexport.formats.config import quantization_config
 from vexport.numerics.jit import telling_compilation
 from vexport.numerics.ranks import gather, on_first, process_group, rank_and_size
-from vexport.outputs import (
-    NamedPath,
-    aside_folder,
-    kept_as_failed,
-    refuse_existing,
-    require_separate,
-    resumable_directory,
-    working_folder,
-)
+from vexport.outputs import RECIPE
 from vexport.outputs.digests import record_digests
-from vexport.outputs.replaceable import RECIPE
+from vexport.outputs.directory import aside_folder, kept_as_failed, resumable_directory, working_folder
+from vexport.outputs.replaceable import NamedPath, refuse_existing, require_separate
 from vexport.plan.build import PlanSettings, require_accepted
 from vexport.plan.needs import calibration_need, needs_rounding
 from vexport.plan.source import DEFAULTS, plan_source

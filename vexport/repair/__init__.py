@@ -18,7 +18,8 @@ from vexport.checks.vllm.quant_methods import METHODS
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.errors import InputError
 from vexport.errors.extras import MissingPackage, is_installed, require_extra
-from vexport.outputs import NamedPath, new_directory, refuse_existing, require_separate, working_folder
+from vexport.outputs.directory import new_directory, working_folder
+from vexport.outputs.replaceable import NamedPath, refuse_existing, require_separate
 from vexport.records import Finding, Repair, RepairReport, Smoothing
 from vexport.repair import config
 from vexport.repair.changes import Changes

@@ -14,16 +14,16 @@ from pydantic import TypeAdapter
 
 from vexport.errors import InputError
 from vexport.records import CheckReport, ComparedRun, DryLoadReport, Json, LoadReport, Report, Verdict
-from vexport.reports import checkpoints, ci, markdown, text
+from vexport.reports import checkpoints, text
 from vexport.reports.document import Document
-from vexport.reports.findings import check_gates, report_gates, verdict_gates
+from vexport.reports.findings import Gate, check_gates, report_gates, verdict_gates
 
 
 def _rendered(
     value: object,
     format: str,
     documents: Callable[[], Sequence[Document]],
-    suites: Callable[[], Iterable[ci.Suite]] | None = None,
+    suites: Callable[[], Iterable[tuple[str, Sequence[Gate]]]] | None = None,
     annotations: Callable[[], str] | None = None,
 ) -> str:
     """A report in one form; InputError for a form that it does not have."""
@@ -31,12 +31,16 @@ def _rendered(
         case "json":
             return _json(value)
         case "junit" if suites:
+            from vexport.reports import ci
+
             return ci.junit(suites())
         case "github" if annotations:
             return annotations()
         case "text":
             return text.render(documents())
         case "markdown":
+            from vexport.reports import markdown
+
             return "".join(map(markdown.render, documents()))
         case "html":
             from vexport.reports import html
@@ -78,7 +82,7 @@ def render(
     `scenario` is the file that the annotations of `github` stand at; `folder` the run directory to whose
     files a page links that is to lie in the folder `page`, which is the run directory unless it is given.
     """
-    from vexport.reports import card
+    from vexport.reports import card, ci
     from vexport.reports.run import run_document, run_files
 
     if format == "card":
@@ -107,12 +111,20 @@ def render_checks(
         format,
         lambda: checkpoints.check_documents(reports, every=every),
         lambda: ((report.checkpoint, check_gates(report, families)) for report in reports),
-        lambda: ci.github_checkpoints("check", reports),
+        lambda: _annotations("check", reports),
     )
+
+
+def _annotations(command: str, reports: Sequence[CheckReport | LoadReport | DryLoadReport]) -> str:
+    from vexport.reports.ci import github_checkpoints
+
+    return github_checkpoints(command, reports)
 
 
 def summarize_checks(reports: Sequence[CheckReport]) -> str:
     """Check reports as a step summary in Markdown."""
+    from vexport.reports import markdown
+
     return markdown.render_all(checkpoints.check_documents(reports))
 
 
@@ -123,7 +135,7 @@ def render_loads(reports: Sequence[LoadReport | DryLoadReport], format: str) -> 
         format,
         lambda: checkpoints.load_documents(reports),
         lambda: checkpoints.load_suites(reports),
-        lambda: ci.github_checkpoints("load", reports),
+        lambda: _annotations("load", reports),
     )
 
 
@@ -136,6 +148,7 @@ def render_comparison(runs: Sequence[ComparedRun], format: str) -> str:
 
 def render_verdicts(verdicts: Sequence[Verdict], format: str) -> str:
     """Verdicts on one or several checkpoints; the JSON of one is an object."""
+    from vexport.reports import ci
     from vexport.reports.accuracy import verdict_document
 
     is_one = len(verdicts) == 1

@@ -15,8 +15,8 @@ from vexport.checkpoint.index import SourceIndex, folder_digest, read_index
 from vexport.checkpoint.source import DEFAULT, DEFAULT_FILE, data_files, resolve_source
 from vexport.errors import InputError
 from vexport.files import digest_bytes, digest_file, from_json, to_json, write_text
-from vexport.outputs import FolderKind
 from vexport.outputs.log import LOG_FILE
+from vexport.outputs.replaceable import FolderKind
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import settings_of, source_index
 from vexport.records import Report

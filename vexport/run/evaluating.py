@@ -23,8 +23,8 @@ from vexport.evaluation.endpoint import is_url, require_address
 from vexport.evaluation.held_out import decide_on_text
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.evaluation.verdict import decide
-from vexport.outputs import FolderKind, NamedPath, require_separate, written_alone
 from vexport.outputs.log import LOG_FILE, logged_to
+from vexport.outputs.replaceable import FolderKind, NamedPath, require_separate, written_alone
 from vexport.records import (
     Attribution,
     ComparedRun,

@@ -38,7 +38,7 @@ from vexport.evaluation.results import read_repeated, require_deterministic
 from vexport.evaluation.task_data import fetch_task_data
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.files import digest_bytes, to_json
-from vexport.outputs import NamedPath
+from vexport.outputs.replaceable import NamedPath
 from vexport.quantize.text import vocab_size
 from vexport.records import (
     ENGINE_CHECK,

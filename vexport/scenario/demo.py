@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from vexport.errors import EnvironmentFault
-from vexport.outputs import FolderKind, refuse_others
+from vexport.outputs.replaceable import FolderKind, refuse_others
 from vexport.scenario.shipped import demo_files, scenarios
 
 FIRST = "demo-nvfp4.yaml"

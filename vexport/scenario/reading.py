@@ -15,7 +15,7 @@ from vexport.errors import InputError, InputErrors, nearest, require_working_dis
 from vexport.errors.escaping import clip
 from vexport.errors.removed import instead_of
 from vexport.files import require_no_device
-from vexport.outputs.replaceable import RECIPE
+from vexport.outputs import RECIPE
 from vexport.records import GENERATION_KEYS
 from vexport.scenario.evaluate import Evaluate
 from vexport.scenario.model import Calibration, Scenario, Sensitivity
