@@ -23,7 +23,7 @@ SHARED: dict[str, set[str]] = {
         *("input_rounding", "kv_cache", "own_schemes", "schemes"),
     },
     "observers": {"base", "flatten", "qparams", "registry", "search"},
-    "checks": set(),
+    "checks": {"numbers"},
 }
 
 

@@ -127,6 +127,8 @@ def test_a_check_loads_neither_torch_nor_what_makes_or_evaluates() -> None:
     assert not loaded & {"torch", "transformers", "scipy", "vllm"}
     rooms = {name.split(".")[1] for name in loaded if name.startswith("vexport.")}
     assert not rooms & {"plan", "scenario", "quantize", "evaluation", "repair", "run"}
+    others = ("checkpoint.hub", "outputs.directory", "records.accuracy", "records.report", "reports.ci")
+    assert not loaded & {f"vexport.{name}" for name in others}
 
 
 def test_planning_does_not_load_transformers() -> None:

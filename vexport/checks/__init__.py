@@ -1,7 +1,7 @@
 """The static gate: findings on a checkpoint's files, without vLLM, a GPU or torch.
 
 Adding a check family is one new file and one line in `FAMILIES`. What families share is in `vllm`, the model
-of vLLM, and in `tensors`, the looks at stored numbers.
+of vLLM, and in `numbers`, the looks at stored numbers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

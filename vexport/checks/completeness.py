@@ -5,10 +5,12 @@ from collections.abc import Iterator, Mapping
 
 from vexport.architectures.config import text_config
 from vexport.checkpoint.reader import same_bytes
-from vexport.checks.vllm.groups import INPUT, OUTPUT, ConfigGroup
-from vexport.checks.vllm.layers import (
+from vexport.checks.vllm.groups import (
+    INPUT,
+    OUTPUT,
     QUANTIZED_PARAMETERS,
     WITH_OTHERS,
+    ConfigGroup,
     FusedLinear,
     joined_name,
     quantized_parameters,

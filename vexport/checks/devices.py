@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from vexport.architectures.config import text_config
 from vexport.checks.kv_cache import cache_scales
-from vexport.checks.vllm.groups import ConfigGroup
-from vexport.checks.vllm.layers import FusedLinear
+from vexport.checks.vllm.groups import ConfigGroup, FusedLinear
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.arguments import SchemeArgs, input_bits, precision
 from vexport.records import Finding

@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from vexport.checks.vllm.groups import ConfigGroup
-from vexport.checks.vllm.layers import FusedLinear
+from vexport.checks.vllm.groups import ConfigGroup, FusedLinear
 from vexport.checks.vllm.view import CheckpointView
 from vexport.records import Finding, Severity
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from vexport.architectures.config import text_config
-from vexport.checks.tensors.inputs import largest_output
-from vexport.checks.tensors.numbers import PLACEHOLDER
+from vexport.checks.numbers import PLACEHOLDER, largest_output
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import FLOAT_SCALES
 from vexport.layers.linears import makes_keys

@@ -7,9 +7,8 @@ import numpy as np
 
 from vexport.architectures.config import text_config
 from vexport.checkpoint.dtypes import FLOATING
-from vexport.checks.tensors.numbers import is_lossless_cast, is_rounded_little, rounded
-from vexport.checks.vllm.groups import ConfigGroup
-from vexport.checks.vllm.layers import JOINED, FusedLinear
+from vexport.checks.numbers import is_lossless_cast, is_rounded_little, rounded
+from vexport.checks.vllm.groups import JOINED, ConfigGroup, FusedLinear
 from vexport.checks.vllm.layout import ModelLayout, Shape
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import EXPERT, Parameter, is_head, partition_of

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from vexport.architectures.fusion import NO_UP, moe_layer
 from vexport.checkpoint.dtypes import FLOATING
-from vexport.checks.vllm.groups import ConfigGroup, of_attention
-from vexport.checks.vllm.layers import FusedLinear, quantized_parameters
+from vexport.checks.vllm.groups import ConfigGroup, FusedLinear, of_attention, quantized_parameters
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.formats import PACKED
 from vexport.formats.arguments import described

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from vexport.architectures.fusion import moe_layer
-from vexport.checks.vllm.groups import INPUT, OUTPUT, OnlineTransform
-from vexport.checks.vllm.layers import FusedLinear
+from vexport.checks.vllm.groups import INPUT, OUTPUT, FusedLinear, OnlineTransform
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.records import Finding
 

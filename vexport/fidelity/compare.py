@@ -9,7 +9,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of
 from vexport.checks import SOURCE, Against
 from vexport.checks.devices import INDEX
-from vexport.checks.vllm.layers import StoredLayer
+from vexport.checks.vllm.groups import StoredLayer
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.errors import InputError
 from vexport.fidelity.kept import file_findings, tensor_findings

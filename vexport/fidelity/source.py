@@ -10,7 +10,7 @@ from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor, read_weight
-from vexport.checks.vllm.layers import StoredLayer, joined_name
+from vexport.checks.vllm.groups import StoredLayer, joined_name
 from vexport.checks.vllm.view import CheckpointView
 from vexport.layers.linears import find_linears, names_of
 from vexport.records import LinearPlan, TensorInfo

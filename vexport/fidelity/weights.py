@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import normalize
 
-from vexport.checks.vllm.layers import StoredLayer
+from vexport.checks.vllm.groups import StoredLayer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import as_loaded, weight_of
 from vexport.fidelity.source import Pieces

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.quantization import KEY, OLDER_KEY, TEXT
-from vexport.checks.vllm.groups import ConfigGroup
-from vexport.checks.vllm.layers import FusedLinear, fits
+from vexport.checks.vllm.groups import ConfigGroup, FusedLinear, fits
 from vexport.checks.vllm.quant_methods import METHOD
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.arguments import QuantArgs

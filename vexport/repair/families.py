@@ -13,8 +13,7 @@ from vexport.architectures.config import text_config
 from vexport.checkpoint.quantization import KEY as QUANTIZATION
 from vexport.checks import kv_cache as announced
 from vexport.checks.config import FORMAT_NAMES
-from vexport.checks.vllm.groups import ConfigGroup
-from vexport.checks.vllm.layers import StoredLayer, fits
+from vexport.checks.vllm.groups import ConfigGroup, StoredLayer, fits
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import dequantized
 from vexport.fidelity.source import ComparedSource

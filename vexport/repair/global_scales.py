@@ -12,7 +12,7 @@ from compressed_tensors.compressors import BaseCompressor
 from vexport.checks.fusion import INPUT_GLOBAL_SCALE as INPUT
 from vexport.checks.fusion import WEIGHT_GLOBAL_SCALE as WEIGHT
 from vexport.checks.values import LEAST_INPUT_GLOBAL_SCALE, LEAST_WEIGHT_GLOBAL_SCALE
-from vexport.checks.vllm.layers import FusedLinear, StoredLayer
+from vexport.checks.vllm.groups import FusedLinear, StoredLayer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import read_parameters, vllm_storage, weight_of
 from vexport.fidelity.source import ComparedSource

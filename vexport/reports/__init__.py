@@ -9,14 +9,18 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
 from vexport.errors import InputError
-from vexport.records import CheckReport, ComparedRun, DryLoadReport, Json, LoadReport, Report, Verdict
+from vexport.records import CheckReport, DryLoadReport, Json, LoadReport
 from vexport.reports import checkpoints, text
 from vexport.reports.document import Document
 from vexport.reports.findings import Gate, check_gates, report_gates, verdict_gates
+
+if TYPE_CHECKING:
+    from vexport.records import ComparedRun, Report, Verdict
 
 
 def _rendered(
@@ -70,7 +74,7 @@ def _finite(value: Json) -> Json:
 
 
 def render(
-    report: Report,
+    report: "Report",
     format: str,
     *,
     scenario: Path | None = None,
@@ -139,14 +143,14 @@ def render_loads(reports: Sequence[LoadReport | DryLoadReport], format: str) -> 
     )
 
 
-def render_comparison(runs: Sequence[ComparedRun], format: str) -> str:
+def render_comparison(runs: "Sequence[ComparedRun]", format: str) -> str:
     """Several runs in order, as text, JSON, Markdown or a page."""
     from vexport.reports.run import comparison_document
 
     return _rendered(list(runs), format, lambda: [comparison_document(runs)])
 
 
-def render_verdicts(verdicts: Sequence[Verdict], format: str) -> str:
+def render_verdicts(verdicts: "Sequence[Verdict]", format: str) -> str:
     """Verdicts on one or several checkpoints; the JSON of one is an object."""
     from vexport.reports import ci
     from vexport.reports.accuracy import verdict_document
@@ -161,7 +165,7 @@ def render_verdicts(verdicts: Sequence[Verdict], format: str) -> str:
     )
 
 
-def render_cause(verdict: Verdict) -> str:
+def render_cause(verdict: "Verdict") -> str:
     """The cause of a loss as text, for a verdict that has been shown; nothing where it is not known."""
     from vexport.reports.accuracy import cause_parts
 

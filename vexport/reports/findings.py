@@ -8,20 +8,9 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from vexport.records import (
-    CheckReport,
-    DryLoadReport,
-    Finding,
-    LoadReport,
-    MatrixCell,
-    Report,
-    Severity,
-    TaskVerdict,
-    TextLimit,
-    Verdict,
-)
+from vexport.records import CheckReport, DryLoadReport, Finding, LoadReport, MatrixCell, Severity
 from vexport.records.values import about
 from vexport.reports.formatting import (
     count,
@@ -34,6 +23,9 @@ from vexport.reports.formatting import (
     scale_of,
     task_title,
 )
+
+if TYPE_CHECKING:
+    from vexport.records import Report, TaskVerdict, TextLimit, Verdict
 
 SEVERITIES: Sequence[Severity] = ("error", "warning", "info")
 Status = Literal["PASS", "FAIL", "INCONCLUSIVE", "SKIPPED"]
@@ -174,7 +166,7 @@ class Gate:
         return finding_counts(self.findings) if self.findings else self.message
 
 
-def report_gates(report: Report) -> tuple[Gate, ...]:
+def report_gates(report: "Report") -> tuple[Gate, ...]:
     """plan, check, dry load, load of both models, every task, the answer; a stage not reached is SKIPPED."""
     unasked = _NOT_ASKED if report.outcome == "PASS" else _NOT_RUN
     overall = f"{outcome_line(report.outcome, report_device(report))}: {report_sentence(report)}"
@@ -193,7 +185,7 @@ def report_gates(report: Report) -> tuple[Gate, ...]:
     )
 
 
-def verdict_gates(verdict: Verdict) -> tuple[Gate, ...]:
+def verdict_gates(verdict: "Verdict") -> tuple[Gate, ...]:
     """Every task, or every measure of the text, and the answer."""
     message = f"{outcome_line(verdict.outcome, verdict.device)}: {verdict.reason}"
     return (*_accuracy_gates(verdict), Gate(name="overall", status=verdict.outcome, message=message))
@@ -244,14 +236,14 @@ def _load_gate(name: str, report: LoadReport) -> Gate:
     return checkpoint_gate(name, report)
 
 
-def _accuracy_gates(verdict: Verdict) -> Iterator[Gate]:
+def _accuracy_gates(verdict: "Verdict") -> Iterator[Gate]:
     for task in verdict.tasks:
         yield Gate(name=task_title(task), status=task.outcome, message=_task_message(task, verdict.margin))
     for limit in verdict.text.limits if verdict.text else ():
         yield Gate(name=f"text ({limit.measure})", status=limit.outcome, message=_text_message(limit))
 
 
-def _task_message(task: TaskVerdict, margin: float) -> str:
+def _task_message(task: "TaskVerdict", margin: float) -> str:
     """The difference with its interval against the margin."""
     if task.uninformative:
         return f"shows nothing: {task.uninformative}"
@@ -264,7 +256,7 @@ def _task_message(task: TaskVerdict, margin: float) -> str:
     )
 
 
-def _text_message(limit: TextLimit) -> str:
+def _text_message(limit: "TextLimit") -> str:
     """The value and bounds of one measure of the text against the limit."""
     unit, bound = ("", f"{limit.limit:.0%}") if limit.is_share else (" nats per token", f"{limit.limit:g}")
     rows = limit.rows_needed
@@ -272,7 +264,7 @@ def _text_message(limit: TextLimit) -> str:
     return f"{nats(limit, limit.value)}{unit} ({nats_interval(limit)}), limit {bound}{more}"
 
 
-def staged_findings(report: Report) -> tuple[tuple[str, Finding], ...]:
+def staged_findings(report: "Report") -> tuple[tuple[str, Finding], ...]:
     """Every finding of a run with the gate it belongs to, the gravest first."""
     pairs = ((gate.name, finding) for gate in report_gates(report) for finding in gate.findings)
     return tuple(sorted(pairs, key=lambda pair: SEVERITIES.index(pair[1].severity)))

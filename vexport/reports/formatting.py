@@ -5,19 +5,12 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING
 
-from vexport.records import (
-    Attribution,
-    Comparison,
-    EngineInfo,
-    ExpertCoverage,
-    Plan,
-    Prompting,
-    Report,
-    TaskVerdict,
-    TextLimit,
-    Verdict,
-)
+from vexport.records import EngineInfo, ExpertCoverage, Plan
+
+if TYPE_CHECKING:
+    from vexport.records import Attribution, Comparison, Prompting, Report, TaskVerdict, TextLimit, Verdict
 
 NOT_AVAILABLE = "n/a"
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -141,21 +134,21 @@ def outcome_line(outcome: str, device: str) -> str:
     return f"{outcome} on {device}" if device else outcome
 
 
-def report_device(report: Report) -> str:
+def report_device(report: "Report") -> str:
     """The device that ran the quantized model, or the server that answered; empty where none did."""
     if report.verdict is not None and "://" in report.verdict.device:
         return report.verdict.device
     return report.load.engine.device if report.load.engine else ""
 
 
-def report_sentence(report: Report) -> str:
+def report_sentence(report: "Report") -> str:
     """The reason for the outcome of a run; of a checkpoint that loads its size too."""
     if not report.load.ok or not report.plan.source_bytes:
         return report.reason
     return f"{report.reason}. {ratio(report.plan.output_bytes, report.plan.source_bytes)} of the size."
 
 
-def next_step(report: Report) -> tuple[str, str]:
+def next_step(report: "Report") -> tuple[str, str]:
     """The next command, or an empty one, and a sentence."""
     if report.outcome == "PASS":
         return f"vllm serve {shlex.quote(report.load.checkpoint)}", "Serve it."
@@ -202,36 +195,36 @@ def served_with(engine: EngineInfo) -> str:
     )
 
 
-def scale_of(task: TaskVerdict) -> Scale:
+def scale_of(task: "TaskVerdict") -> Scale:
     """Per cent where both means are at most one, as in the verdict's reason; else the metric's own units."""
     return Scale(max(task.baseline.value, task.candidate.value) <= 1)
 
 
-def attribution_line(attribution: Attribution) -> str:
+def attribution_line(attribution: "Attribution") -> str:
     """The cause of a loss, and the reason."""
     cause = "no part stands out" if attribution.cause == "none" else f"the {attribution.cause}"
     return f"{cause}: {attribution.reason}"
 
 
-def task_title(task: TaskVerdict | Comparison) -> str:
+def task_title(task: "TaskVerdict | Comparison") -> str:
     """The task with its metric, and the filter where it is not lm-eval's default."""
     suffix = "" if task.filter in ("", "none") else f", {task.filter}"
     return f"{task.task} ({task.metric}{suffix})"
 
 
-def accepted_loss(verdict: Verdict) -> str:
+def accepted_loss(verdict: "Verdict") -> str:
     """The margin with its unit, or units where tasks differ."""
     scales = dict.fromkeys(map(scale_of, verdict.tasks)) or [Scale(True)]
     return " or ".join(f"{scale.limit(verdict.margin)} {scale.unit}" for scale in scales)
 
 
-def method_line(verdict: Verdict) -> str:
+def method_line(verdict: "Verdict") -> str:
     """The accepted loss and risk, the test, and how the models were asked."""
     asked = f"; {_prompting_line(verdict.prompting)}" if verdict.prompting else ""
     return f"accepted loss {accepted_loss(verdict)}, alpha {verdict.alpha:g}; {verdict.method}{asked}"
 
 
-def _prompting_line(prompting: Prompting) -> str:
+def _prompting_line(prompting: "Prompting") -> str:
     """`chat template: applied (sha 4d4a31c9), 2-shot as multiturn`."""
     template, system = prompting.chat_template, prompting.system_instruction
     plain = ", ".join(prompting.untemplated[:_MAX_TASKS])
@@ -250,14 +243,14 @@ def _prompting_line(prompting: Prompting) -> str:
     return ", ".join([*parts, *(f"{name} {value}" for name, value in prompting.generation.items())])
 
 
-def nats(limit: TextLimit, value: float) -> str:
+def nats(limit: "TextLimit", value: float) -> str:
     """A KL as it is, a rise with its sign, a share of the acceptance length in percent."""
     if limit.is_share:
         return f"{value:+.1%}"
     return small(value) if limit.measure != "rise of the NLL" else f"{value:+.3g}"
 
 
-def nats_interval(limit: TextLimit) -> str:
+def nats_interval(limit: "TextLimit") -> str:
     """The bounds that decide."""
     if limit.low is None or limit.high is None:
         return "no interval: one row"

@@ -13,7 +13,7 @@ from vexport.architectures.config import text_config
 from vexport.architectures.fusion import moe_layer
 from vexport.architectures.layouts import ClassLayout, Expected, expected_tensors, get_layout
 from vexport.architectures.modules import with_stars
-from vexport.checks.vllm.layers import joined_name, split_name
+from vexport.checks.vllm.groups import joined_name, split_name
 from vexport.records import Json
 
 Shape = tuple[int | None, ...]

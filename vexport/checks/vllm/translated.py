@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from vexport.checkpoint.quantization import KEY
 from vexport.checkpoint.reader import Derived, DerivedReader
-from vexport.checks.vllm.layers import joined_name
+from vexport.checks.vllm.groups import joined_name
 from vexport.checks.vllm.quant_methods.base import MethodGroup
 from vexport.checks.vllm.view import CheckFunction, CheckpointView
 from vexport.formats.config import TreatedLayers, config_of

@@ -15,18 +15,21 @@ from vexport.checkpoint.quantization import KEY, StoredQuantization, find_quanti
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.groups import (
     ConfigGroup,
+    FusedLinear,
     OnlineTransform,
+    StoredLayer,
     Targets,
     group_for,
     group_for_table,
     ignored,
+    linear_modules,
     matches_any,
     of_attention,
     online_transforms,
     parse_group,
+    split_name,
     targets_of,
 )
-from vexport.checks.vllm.layers import FusedLinear, StoredLayer, linear_modules, split_name
 from vexport.checks.vllm.layout import ModelLayout, Shape, layout_of
 from vexport.checks.vllm.quant_methods import METHODS, method_name, read_method
 from vexport.formats.base import is_head

@@ -1,1 +1,0 @@
-"""Looks at the numbers that a checkpoint stores: scales, codes, casts, ranges."""
