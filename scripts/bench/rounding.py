@@ -3,7 +3,6 @@
     scripts/real-model && scripts/bench/setup-peer
     .venv/bin/python scripts/bench/rounding.py [--scheme W4A16_G64]... [--method refit]... [--rows 64]
         [--held-out 16] [--model real/SmolLM2-135M-Instruct] [--text real/text] [--folder DIR] [--show]
-        [--json]
 
 A cell is a scheme and a method. It is quantized, measured, and kept as DIR/ROWS/SCHEME-METHOD/score.json:
 what is there is not done again, so that a run can be stopped anywhere and cells can be run one by one;
@@ -25,10 +24,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from quantize import OWN, PEER, ROOT, timed
+from measure import OWN, PEER, ROOT, timed
 
 HERE = Path(__file__).resolve().parent
 SCHEMES = ("W4A16_G64", "W4A16_G32", "W4A16_ASYM_G64", "NVFP4", "NVFP4A16", "MXFP4", "W8A8", "W3A16_G64")
@@ -45,75 +44,48 @@ MADE, SCORE, CHECKPOINT = "made.json", "score.json", "checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """What all cells share."""
-
-    model: Path
-    text: Path
-    folder: Path
-    rows: int
-    held_out: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """Seconds of the wall and of processor time, and MB, that it took to make a checkpoint."""
-
-    seconds: float
-    cpu: float
-    megabytes: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A measured cell: `kl`, `kl_error` and `nll` by domain, nats a token."""
+    """A measured cell: what it took to make, by name; `kl`, `kl_error` and `nll` by domain, nats a token."""
 
     scheme: str
     method: str
-    rows: int
-    made: Made
+    made: dict[str, float]
     kl: dict[str, float]
     kl_error: dict[str, float]
     nll: dict[str, float]
     source_nll: dict[str, float]
 
 
-def cell_folder(bench: Bench, scheme: str, method: str) -> Path:
-    """Where a cell is kept."""
-    return bench.folder / str(bench.rows) / f"{scheme}-{method}"
+def folder_of(options: argparse.Namespace, scheme: str, method: str) -> Path:
+    """The folder of a cell."""
+    folder: Path = options.folder / str(options.rows) / f"{scheme}-{method}"
+    return folder
 
 
-def make(bench: Bench, scheme: str, method: str, out: Path) -> Made:
-    """Quantize with one method."""
-    data = bench.text / "calibration.jsonl"
+def make(options: argparse.Namespace, scheme: str, method: str, out: Path) -> dict[str, float]:
+    """Quantize with one method: seconds of the wall and of processor time, MB."""
+    model, data = options.model.resolve(), options.text.resolve() / "calibration.jsonl"
     if method in THEIRS:
         recipe = method.removeprefix("peer-")
-        ran = timed([PEER, HERE / "rounding_peer.py", bench.model, out, scheme, recipe, data, bench.rows])
+        ran = timed(PEER, HERE / "rounding_peer.py", model, out, scheme, recipe, data, options.rows)
     else:
-        words = ["quantize", bench.model, out, "--scheme", scheme, "--rounding", method, "--quiet"]
-        text = ["--calibration", data, "--samples", bench.rows, "--seq-len", SEQ_LEN]
-        ran = timed([sys.executable, OWN, *words, *text])
-    span = json.loads(ran.text.splitlines()[-1])
-    return Made(seconds=span["seconds"], cpu=span["cpu"], megabytes=ran.megabytes)
+        words = ("quantize", model, out, "--scheme", scheme, "--rounding", method, "--quiet")
+        ran = timed(*OWN, *words, "--calibration", data, "--samples", options.rows, "--seq-len", SEQ_LEN)
+    return {**ran.answer, "megabytes": ran.megabytes}
 
 
-def make_cell(bench: Bench, scheme: str, method: str) -> None:
-    """Write the checkpoint of a cell unless it is there, and what that took."""
-    folder = cell_folder(bench, scheme, method)
+def fill(options: argparse.Namespace, scheme: str, method: str) -> None:
+    """Make and measure a checkpoint as far as that was not done; it goes when it is measured."""
+    folder, start = folder_of(options, scheme, method), time.perf_counter()
     if not (folder / MADE).is_file():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        write(folder / MADE, asdict(make(bench, scheme, method, folder / CHECKPOINT)))
-
-
-def score_cell(bench: Bench, scheme: str, method: str) -> None:
-    """Measure a checkpoint unless that was done; it goes when it is measured."""
-    folder = cell_folder(bench, scheme, method)
+        write(folder / MADE, make(options, scheme, method, folder / CHECKPOINT))
     if not (folder / SCORE).is_file():
-        words = [bench.model, folder / CHECKPOINT, bench.text, bench.folder, bench.held_out]
-        ran = timed([sys.executable, HERE / "rounding_score.py", *words])
-        write(folder / SCORE, json.loads(ran.text.splitlines()[-1]))
+        words = (options.model, folder / CHECKPOINT, options.text, options.folder, options.held_out)
+        write(folder / SCORE, timed(sys.executable, HERE / "rounding_score.py", *words).answer)
     shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
+    print(f"{scheme} {method}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
 
 
 def write(path: Path, value: object) -> None:
@@ -123,14 +95,13 @@ def write(path: Path, value: object) -> None:
     temporary.replace(path)
 
 
-def read_cell(bench: Bench, scheme: str, method: str) -> Cell | None:
+def read_cell(options: argparse.Namespace, scheme: str, method: str) -> Cell | None:
     """A measured cell; None where it is not there."""
-    folder = cell_folder(bench, scheme, method)
+    folder = folder_of(options, scheme, method)
     if not (folder / SCORE).is_file():
         return None
-    made = Made(**json.loads((folder / MADE).read_text(encoding="utf-8")))
-    score = json.loads((folder / SCORE).read_text(encoding="utf-8"))
-    return Cell(scheme=scheme, method=method, rows=bench.rows, made=made, **score)
+    made, score = (json.loads((folder / name).read_text(encoding="utf-8")) for name in (MADE, SCORE))
+    return Cell(scheme=scheme, method=method, made=made, **score)
 
 
 def best_of_peer(cells: Sequence[Cell], scheme: str, domain: str) -> float | None:
@@ -148,15 +119,16 @@ def markdown(cells: Sequence[Cell]) -> str:
             words.append(f"{cell.kl[domain]:.4f} ± {cell.kl_error[domain]:.4f}")
             words.append("-" if best is None else f"{cell.kl[domain] / best:.2f}")
         words += [f"{cell.nll[domain]:.3f}" for domain in DOMAINS]
-        words += [f"{cell.made.seconds:.0f}", f"{cell.made.cpu:.0f}", share_of_time(cell, cells)]
-        lines.append(f"| {' | '.join([*words, f'{cell.made.megabytes:.0f}'])} |")
+        words += [f"{cell.made['seconds']:.0f}", f"{cell.made['cpu']:.0f}", share_of_time(cell, cells)]
+        words.append(f"{cell.made['megabytes']:.0f}")
+        lines.append(f"| {' | '.join(words)} |")
     return "\n".join(lines)
 
 
 def share_of_time(cell: Cell, cells: Sequence[Cell]) -> str:
     """Processor time as a share of that of the peer's GPTQ in the same scheme."""
-    times = [c.made.cpu for c in cells if c.scheme == cell.scheme and c.method == "peer-gptq"]
-    return f"{cell.made.cpu / times[0]:.2f}" if times else "-"
+    times = [c.made["cpu"] for c in cells if c.scheme == cell.scheme and c.method == "peer-gptq"]
+    return f"{cell.made['cpu'] / times[0]:.2f}" if times else "-"
 
 
 def main() -> None:
@@ -172,23 +144,12 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=ROOT / "real" / "text")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "vexport-bench-rounding")
     parser.add_argument("--show", action="store_true", help="Print what is there, run nothing.")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    bench = Bench(
-        model=options.model.resolve(),
-        text=options.text.resolve(),
-        folder=options.folder.resolve(),
-        rows=options.rows,
-        held_out=options.held_out,
-    )
     chosen = [(s, m) for s in options.scheme or SCHEMES for m in options.method or (*OURS, *THEIRS)]
     for scheme, method in chosen if not options.show else ():
-        start = time.perf_counter()
-        make_cell(bench, scheme, method)
-        score_cell(bench, scheme, method)
-        print(f"{scheme} {method}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    found = [cell for scheme, method in chosen if (cell := read_cell(bench, scheme, method)) is not None]
-    print(json.dumps([asdict(cell) for cell in found]) if options.json else markdown(found))
+        fill(options, scheme, method)
+    found = (read_cell(options, scheme, method) for scheme, method in chosen)
+    print(markdown([cell for cell in found if cell is not None]))
 
 
 if __name__ == "__main__":

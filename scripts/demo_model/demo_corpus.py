@@ -4,6 +4,7 @@ Everything is words separated by single spaces, because the tokenizer is word-le
 alone and a sum is written lowest digit first, always with three digits (`4 7 + 3 8 = 5 8 0`).
 """
 
+import argparse
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from functools import cache
 from itertools import chain, product
 from pathlib import Path
 
+DEMO = Path(__file__).resolve().parents[2] / "scenarios/demo"
 VOCABULARY_SIZE = 384
 UNKNOWN, PAD, BOS, EOS = "<unk>", "<pad>", "<bos>", "<eos>"
 SPECIAL = (UNKNOWN, PAD, BOS, EOS)
@@ -72,6 +74,14 @@ class Sum:
 def reversed_digits(total: int) -> str:
     """A number from 0 to 999 as three words, lowest digit first: 85 is `5 8 0`."""
     return " ".join(reversed(f"{total:03d}"))
+
+
+def folder_argument(description: str | None) -> Path:
+    """The folder to write to, by default scenarios/demo."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, default=DEMO)
+    out: Path = parser.parse_args().out
+    return out
 
 
 @cache

@@ -3,15 +3,12 @@
 import json
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-import click
 import yaml
-from demo_corpus import END, VALUES, Fact, Statement, Sum, facts, reversed_digits, sums
-from rich.console import Console
+from demo_corpus import END, VALUES, Fact, Statement, Sum, facts, folder_argument, reversed_digits, sums
 
-DEMO = Path(__file__).resolve().parents[2] / "scenarios/demo"
 SEED = 3
 CALIBRATION_ROWS, CALIBRATION_TOKENS = 256, 128
 SHARE_OF_SUMS = 1 / 3
@@ -21,15 +18,6 @@ SLIPS = (-10, 10, -1, 1, -11, 11, -9, 9)  # a carry forgotten, a carry too many,
 
 Row = dict[str, str | int | list[str]]
 Config = dict[str, object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """One lm-eval task: its name, the YAML keys of its kind and its documents."""
-
-    name: str
-    kind: Config
-    rows: Sequence[Row]
 
 
 GENERATION: Config = {
@@ -68,10 +56,6 @@ def calibration_rows(chooser: random.Random) -> list[Row]:
     return rows
 
 
-def generation_row(statement: Statement) -> Row:
-    return {"prompt": statement.prompt, "answer": statement.answer}
-
-
 def choice_row(statement: Statement, wrong: Sequence[str], chooser: random.Random) -> Row:
     """The choices in random order; `answer` is the index of the right one."""
     choices = chooser.sample([statement.answer, *wrong], len(wrong) + 1)
@@ -89,58 +73,46 @@ def fact_choice_row(fact: Fact, chooser: random.Random) -> Row:
     return choice_row(fact.statement, chooser.sample(others, WRONG_CHOICES), chooser)
 
 
-def tasks(chooser: random.Random) -> list[Task]:
-    """The four tasks; the documents are shuffled, because `limit` takes the first ones."""
+def tasks(chooser: random.Random) -> list[tuple[str, Config, list[Row]]]:
+    """(name, YAML keys of its kind, documents) of the four tasks; shuffled, for `limit` takes the first."""
     pairs = chooser.sample(sums()[1], len(sums()[1]))
     known = chooser.sample(facts(), len(facts()))
     return [
-        Task(name="addition", kind=GENERATION, rows=[generation_row(pair.statement) for pair in pairs]),
-        Task(name="addition_choice", kind=CHOICE, rows=[sum_choice_row(pair, chooser) for pair in pairs]),
-        Task(name="facts", kind=GENERATION, rows=[generation_row(fact.statement) for fact in known]),
-        Task(name="facts_choice", kind=CHOICE, rows=[fact_choice_row(fact, chooser) for fact in known]),
+        ("addition", GENERATION, [asdict(pair.statement) for pair in pairs]),
+        ("addition_choice", CHOICE, [sum_choice_row(pair, chooser) for pair in pairs]),
+        ("facts", GENERATION, [asdict(fact.statement) for fact in known]),
+        ("facts_choice", CHOICE, [fact_choice_row(fact, chooser) for fact in known]),
     ]
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def write_task(folder: Path, task: Task) -> None:
+def write_task(folder: Path, name: str, kind: Config, rows: Iterable[Row]) -> None:
     """`NAME.jsonl` and `NAME.yaml`; the data file's path is relative to the YAML file."""
-    data = f"{task.name}.jsonl"
-    write_rows(folder / data, task.rows)
+    write_rows(folder / f"{name}.jsonl", rows)
     config: Config = {
-        "task": task.name,
+        "task": name,
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": data}},
+        "dataset_kwargs": {"data_files": {"test": f"{name}.jsonl"}},
         "test_split": "test",
-        **task.kind,
+        **kind,
         "target_delimiter": " ",
         "num_fewshot": 0,
         "metadata": {"version": TASK_VERSION},
     }
     text = yaml.safe_dump(config, sort_keys=False, width=110)
-    (folder / f"{task.name}.yaml").write_text(text, encoding="utf-8")
+    (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
 
 
-@click.command(help=__doc__)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=DEMO,
-    show_default="scenarios/demo",
-    help="Folder to write calibration.jsonl and tasks/ to.",
-)
-def main(out: Path) -> None:
-    chooser = random.Random(SEED)
-    console = Console(stderr=True)
-    rows = calibration_rows(chooser)
-    write_rows(out / "calibration.jsonl", rows)
-    console.print(f"calibration.jsonl: {len(rows)} rows")
-    for task in tasks(chooser):
-        write_task(out / "tasks", task)
-        console.print(f"tasks/{task.name}.yaml: {len(task.rows)} documents")
+def main() -> None:
+    """Write the calibration data and the tasks."""
+    out, chooser = folder_argument(__doc__), random.Random(SEED)
+    (out / "tasks").mkdir(parents=True, exist_ok=True)
+    write_rows(out / "calibration.jsonl", calibration_rows(chooser))
+    for name, kind, rows in tasks(chooser):
+        write_task(out / "tasks", name, kind, rows)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,16 @@ their quantization group away from the others.
 import shutil
 from pathlib import Path
 
-import click
 import torch
+from demo_corpus import DEMO, folder_argument
 from safetensors.torch import load_file, save_file
 
-DEMO = Path(__file__).resolve().parents[2] / "scenarios/demo"
 # The linear layers that read the output of a layer's RMSNorm: (gain, weights [out, in]).
 NORM_READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
 }
 WEIGHTS = "model.safetensors"
-
-
 # The folder of each variant: every which column, starting with the first, is multiplied by what.
 VARIANTS = {"model-x8": (8, 64), "model-x16": (16, 16)}
 
@@ -63,18 +60,11 @@ def write_variant(source: Path, out: Path, factor: int, every: int) -> None:
     (out / WEIGHTS).chmod(0o644)
 
 
-@click.command(help=__doc__)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=DEMO,
-    show_default="scenarios/demo",
-    help="Folder that gets a folder for each variant.",
-)
-def main(out: Path) -> None:
+def main() -> None:
+    """Write each variant of the demo model."""
+    out = folder_argument(__doc__)
     for name, (factor, every) in VARIANTS.items():
         write_variant(DEMO / "model", out / name, factor, every)
-        print(f"{out / name}: x{factor}, every {every} columns")
 
 
 if __name__ == "__main__":

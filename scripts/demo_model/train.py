@@ -3,19 +3,32 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import click
 import torch
-from demo_corpus import BOS, END, EOS, PAD, VOCABULARY_SIZE, Statement, facts, sums, vocabulary
-from demo_tokenizer import build_tokenizer
-from rich.console import Console
+from demo_corpus import (
+    BOS,
+    END,
+    EOS,
+    PAD,
+    SPECIAL,
+    UNKNOWN,
+    VOCABULARY_SIZE,
+    Statement,
+    facts,
+    folder_argument,
+    sums,
+    vocabulary,
+)
 from rich.progress import track
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-ROOT = Path(__file__).resolve().parents[2]
+STEPS, SEED = 354, 0
 TOKEN_IDS = {word: index for index, word in enumerate(vocabulary())}
 MAX_LENGTH = 512
 FACTS_PER_STEP, SUMS_PER_STEP = 128, 64
@@ -63,27 +76,26 @@ def endless(statements: Sequence[Statement], chooser: random.Random) -> Iterator
         yield from deck
 
 
-def batches(steps: int, seed: int) -> Iterator[tuple[Batch, ...]]:
+def batches() -> Iterator[tuple[Batch, ...]]:
     """For each step the statements that stand alone and, in the second half, the long rows."""
-    chooser = random.Random(seed)
+    chooser = random.Random(SEED)
     fact_deck = endless([fact.statement for fact in facts()], chooser)
     sum_deck = endless([pair.statement for pair in sums()[0]], chooser)
-    for step in range(steps):
+    for step in range(STEPS):
         statements = [next(fact_deck) for _ in range(FACTS_PER_STEP)]
         statements += [next(sum_deck) for _ in range(SUMS_PER_STEP)]
         chooser.shuffle(statements)
-        alone = len(statements) - (0 if step < steps // 2 else STATEMENTS_SHARING)
-        kinds = [rows_of(statements[:alone], 1), rows_of(statements[alone:], STATEMENTS_PER_LONG_ROW)]
-        yield tuple(encode_rows(rows, chooser) for rows in kinds if rows)
-
-
-def rows_of(statements: Sequence[Statement], length: int) -> list[Sequence[Statement]]:
-    return [statements[start : start + length] for start in range(0, len(statements), length)]
-
-
-def encode_rows(rows: Sequence[Sequence[Statement]], chooser: random.Random) -> Batch:
-    """The rows, a part of them without `<bos>`, because not every caller puts it in front."""
-    return pad_rows([encode_row(row, with_bos=chooser.random() >= SHARE_WITHOUT_BOS) for row in rows])
+        alone = len(statements) - (0 if step < STEPS // 2 else STATEMENTS_SHARING)
+        kinds = [
+            [statements[start : start + length] for start in range(first, last, length)]
+            for first, last, length in ((0, alone, 1), (alone, len(statements), STATEMENTS_PER_LONG_ROW))
+        ]
+        # A part of the rows is without `<bos>`, because not every caller puts it in front.
+        yield tuple(
+            pad_rows([encode_row(row, with_bos=chooser.random() >= SHARE_WITHOUT_BOS) for row in rows])
+            for rows in kinds
+            if rows
+        )
 
 
 def new_model() -> LlamaForCausalLM:
@@ -105,7 +117,26 @@ def new_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def optimizers(model: LlamaForCausalLM, steps: int) -> list[tuple[torch.optim.Optimizer, LambdaLR]]:
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Words between spaces, `<bos>` in front; AutoTokenizer and vLLM load it."""
+    words = Tokenizer(WordLevel(TOKEN_IDS, unk_token=UNKNOWN))
+    words.pre_tokenizer = WhitespaceSplit()
+    words.post_processor = TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, TOKEN_IDS[BOS])]
+    )
+    words.add_special_tokens(list(SPECIAL))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        unk_token=UNKNOWN,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        model_max_length=MAX_LENGTH,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def optimizers(model: LlamaForCausalLM) -> list[tuple[torch.optim.Optimizer, LambdaLR]]:
     """Muon for the layers' matrices and AdamW for the rest, warmed up and then decayed linearly to zero."""
     named: list[tuple[str, torch.nn.Parameter]] = list(model.named_parameters())
     matrices = [parameter for name, parameter in named if ".layers." in name and parameter.ndim == 2]
@@ -116,27 +147,23 @@ def optimizers(model: LlamaForCausalLM, steps: int) -> list[tuple[torch.optim.Op
     )
 
     def rate(step: int) -> float:
-        return min(1.0, (step + 1) / WARM_UP_STEPS, (steps - step) / steps)
+        return min(1.0, (step + 1) / WARM_UP_STEPS, (STEPS - step) / STEPS)
 
     return [(optimizer, LambdaLR(optimizer, rate)) for optimizer in chosen]
 
 
-def train(model: LlamaForCausalLM, *, steps: int, seed: int, console: Console) -> None:
-    """`steps` updates with the loss on answer tokens only."""
-    schedule = optimizers(model, steps)
-    for parts in track(batches(steps, seed), "training", total=steps, console=console):
-        _backward(model, parts)
+def train(model: LlamaForCausalLM) -> None:
+    """`STEPS` updates with the loss on answer tokens only."""
+    schedule = optimizers(model)
+    for parts in track(batches(), "training", total=STEPS):
+        answers = [int((part.labels != NOT_AN_ANSWER).sum()) for part in parts]
+        for part, count in zip(parts, answers, strict=True):
+            loss: torch.Tensor = model(input_ids=part.ids, labels=part.labels).loss * (count / sum(answers))
+            loss.backward()  # type: ignore[no-untyped-call]
         for optimizer, scheduler in schedule:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-
-
-def _backward(model: LlamaForCausalLM, parts: Sequence[Batch]) -> None:
-    answers = [int((part.labels != NOT_AN_ANSWER).sum()) for part in parts]
-    for part, count in zip(parts, answers, strict=True):
-        loss: torch.Tensor = model(input_ids=part.ids, labels=part.labels).loss * (count / sum(answers))
-        loss.backward()  # type: ignore[no-untyped-call]
 
 
 @torch.inference_mode()
@@ -149,39 +176,24 @@ def accuracy(model: LlamaForCausalLM, statements: Sequence[Statement]) -> float:
     return float(right.float().mean())
 
 
-def save(model: LlamaForCausalLM, out: Path) -> None:
-    """Write the bfloat16 checkpoint, its tokenizer, and generation that ends with the statement."""
-    model.generation_config.eos_token_id = [TOKEN_IDS[EOS], TOKEN_IDS[END]]
-    model.generation_config.do_sample = False
-    model.save_pretrained(out)
-    (out / "model.safetensors").chmod(0o644)
-    build_tokenizer(MAX_LENGTH).save_pretrained(out)
-
-
-@click.command(help=__doc__)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, file_okay=False),
-    default=ROOT / "scenarios/demo/model",
-    show_default="scenarios/demo/model",
-    help="Folder to write.",
-)
-@click.option("--steps", type=click.IntRange(min=1), default=354, show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True, help="Initial weights and order of the data.")
-def main(out: Path, steps: int, seed: int) -> None:
+def main() -> None:
+    """Train, write the bfloat16 checkpoint and its tokenizer, and say what the model knows."""
+    out = folder_argument(__doc__) / "model"
     disable_progress_bar()
-    torch.manual_seed(seed)
+    torch.manual_seed(SEED)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    console = Console(stderr=True)
     model = new_model()
-    train(model, steps=steps, seed=seed, console=console)
-    save(model.to(torch.bfloat16), out)
-    console.print(f"wrote {out}")
+    train(model)
+    model.generation_config.eos_token_id = [TOKEN_IDS[EOS], TOKEN_IDS[END]]  # ends with the statement
+    model.generation_config.do_sample = False
+    model.to(torch.bfloat16).save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)
+    build_tokenizer().save_pretrained(out)
     written = LlamaForCausalLM.from_pretrained(out).eval()
     for name, known in (("facts", facts()), ("held-out sums", sums()[1])):
         share = accuracy(written, [item.statement for item in known])
-        console.print(f"{name}: {share:.4f} of {len(known)}")
+        print(f"{name}: {share:.4f} of {len(known)}")
 
 
 if __name__ == "__main__":

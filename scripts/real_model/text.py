@@ -1,10 +1,13 @@
-"""Makes rows of token ids from the documentation in two sdists; scripts/real-model runs it.
+"""Makes rows of token ids and two tasks of lm-eval from the documentation in two sdists.
 
-    .venv-real/bin/python scripts/real_model/text.py MODEL FOLDER_OF_SDISTS OUT
+    .venv-real/bin/python scripts/real_model/text.py MODEL FOLDER_OF_SDISTS TEXT TASKS
 
-OUT gets calibration.jsonl (256 rows), same.jsonl (64 rows of other files of the same documentation) and
-other.jsonl (64 rows of the other one), each row 512 token ids, and SOURCES. Only paragraphs of prose count:
-no code, tables, directives or headings, markup removed. OUT is there whole or not at all.
+scripts/real-model runs it. TEXT gets calibration.jsonl (256 rows), same.jsonl (64 rows of other files of the
+same documentation) and other.jsonl (64 rows of the other one), each row 512 token ids. TASKS gets cloze (the
+last word of a passage, which occurs in it before) and continuation (which of four sentences comes next), each
+a YAML file and a JSONL file of documents, from passages that are not calibrated on. Only paragraphs of prose
+count: no code, tables, directives or headings, markup removed. Both get SOURCES, and are there whole or not
+at all.
 """
 
 import json
@@ -35,9 +38,43 @@ MARKDOWN_LINK = re.compile(r"\[([^\]]+)\]\([^)]*\)|\{[\w:-]+\}(?=`)")
 EMPHASIS = re.compile(r"`+|\*\*?|\b_\b|`_+")
 WORD = re.compile(r"[A-Za-z]+")
 
+DOCUMENTS = 1200
+WORDS = (15, 70)
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+TASK = """\
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {name}.jsonl
+test_split: test
+num_fewshot: 0
+{fields}metric_list:
+- metric: acc
+  aggregation: mean
+  higher_is_better: true
+metadata:
+  version: 1.0
+"""
+FIELDS = {
+    "cloze": """\
+output_type: loglikelihood
+doc_to_text: '{{prompt}}'
+doc_to_target: '{{" " + word}}'
+""",
+    "continuation": """\
+output_type: multiple_choice
+doc_to_text: '{{prompt}}'
+doc_to_choice: '{{choices}}'
+doc_to_target: answer
+target_delimiter: ' '
+""",
+}
+Sentences = list[str]
 
-def read_documents(sdists: Path, package: str, names: re.Pattern[str]) -> dict[str, str]:
-    """The documents of a sdist by name, in the order of their names."""
+
+def read_documents(sdists: Path, package: str, names: re.Pattern[str]) -> list[str]:
+    """The documents of a sdist, in the order of their names."""
     (file,) = sdists.glob(f"{package}-*.tar.gz")
     documents = {}
     with tarfile.open(file) as archive:
@@ -46,7 +83,7 @@ def read_documents(sdists: Path, package: str, names: re.Pattern[str]) -> dict[s
                 stream = archive.extractfile(member)
                 assert stream is not None
                 documents[member.name] = stream.read().decode("utf-8")
-    return dict(sorted(documents.items()))
+    return [documents[name] for name in sorted(documents)]
 
 
 def paragraphs(document: str) -> Iterator[str]:
@@ -84,9 +121,9 @@ def rows_of(documents: Sequence[str], tokenizer: AutoTokenizer, count: int) -> l
     return random.Random(0).sample(rows, count)
 
 
-def split(documents: Mapping[str, str]) -> tuple[list[str], list[str]]:
+def split(documents: Sequence[str]) -> tuple[list[str], list[str]]:
     """The documents to calibrate on, and those held out."""
-    shuffled = list(documents.values())
+    shuffled = list(documents)
     random.Random(0).shuffle(shuffled)
     held_out = round(len(shuffled) * HELD_OUT_FILES)
     return shuffled[held_out:], shuffled[:held_out]
@@ -111,20 +148,54 @@ def write_rows(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
+def clozes(passages: Sequence[Sentences]) -> Iterator[dict[str, object]]:
+    """Passages without their last word, where that is a longer word that stands in them before."""
+    for sentences in passages:
+        words = " ".join(sentences).split()[: WORDS[1]]
+        for end in range(len(words), WORDS[0], -1):
+            word = words[end - 1].rstrip(".,:;!?")
+            if word.isalpha() and word.islower() and len(word) > 4 and word in words[: end - 1]:
+                yield {"prompt": " ".join(words[: end - 1]), "word": word}
+                break
+
+
+def continuations(passages: Sequence[Sentences], rng: random.Random) -> Iterator[dict[str, object]]:
+    """A passage, its next sentence, and three last sentences of other passages of about the same length."""
+    pool = sorted((sentences[-1] for sentences in passages if len(sentences) > 1), key=len)
+    for sentences in passages:
+        *before, true = sentences
+        prompt = " ".join(before)
+        if not WORDS[0] <= len(prompt.split()) <= WORDS[1] or len(true.split()) < 6:
+            continue
+        place = pool.index(true)
+        near = [other for other in pool[max(0, place - 20) : place + 21] if other != true]
+        choices = [true, *rng.sample(near, 3)]
+        rng.shuffle(choices)
+        yield {"prompt": prompt, "choices": choices, "answer": choices.index(true)}
+
+
 def main() -> None:
-    """Read the sdists and write the rows."""
-    model, sdists, out = (Path(word).absolute() for word in sys.argv[1:])
-    if out.is_dir():
-        return
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    calibration, same = split(read_documents(sdists, *DJANGO))
-    texts = {CALIBRATION: calibration, SAME: same, OTHER: list(read_documents(sdists, *SYMPY).values())}
-    with new_folder(out) as folder:
-        for name, documents in texts.items():
-            write_rows(
-                folder / f"{name}.jsonl",
-                [{"input_ids": row} for row in rows_of(documents, tokenizer, ROWS[name])],
-            )
+    """Read the sdists; write the rows and the tasks."""
+    model, sdists, text, tasks = (Path(word).absolute() for word in sys.argv[1:])
+    django, sympy = (read_documents(sdists, *each) for each in (DJANGO, SYMPY))
+    calibration, held_out = split(django)
+    if not text.is_dir():
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        with new_folder(text) as folder:
+            for name, documents in {CALIBRATION: calibration, SAME: held_out, OTHER: sympy}.items():
+                rows = rows_of(documents, tokenizer, ROWS[name])
+                write_rows(folder / f"{name}.jsonl", [{"input_ids": row} for row in rows])
+    if not tasks.is_dir():
+        texts = (paragraph for document in (*held_out, *sympy) for paragraph in paragraphs(document))
+        passages, rng = [SENTENCE_END.split(paragraph) for paragraph in texts], random.Random(0)
+        made = {"cloze": list(clozes(passages)), "continuation": list(continuations(passages, rng))}
+        with new_folder(tasks) as folder:
+            for name, found in made.items():
+                if len(found) < DOCUMENTS:
+                    raise SystemExit(f"tasks: got {len(found)} documents of {name}, need {DOCUMENTS}")
+                write_rows(folder / f"{name}.jsonl", rng.sample(found, DOCUMENTS))
+                task = TASK.format(name=name, fields=FIELDS[name])
+                (folder / f"{name}.yaml").write_text(task, encoding="utf-8")
 
 
 if __name__ == "__main__":
