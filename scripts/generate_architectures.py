@@ -8,9 +8,7 @@ with its Transformers backend is built without memory: see transformers_backend.
 device, for some of its classes differ by platform.
 """
 
-import argparse
 import ast
-import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -33,6 +31,7 @@ from model_classes import (  # noqa: E402
     tree,
 )
 from output_sizes import groups, output_sizes  # noqa: E402
+from tables import arguments, write_table  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 from transformers_backend import (  # noqa: E402
     describe_backed,
@@ -42,7 +41,6 @@ from transformers_backend import (  # noqa: E402
 from vllm.model_executor.models import registry  # noqa: E402
 from vllm.model_executor.models.utils import WeightsMapper  # noqa: E402
 
-TARGET = Path(__file__).parent.parent / "vexport" / "architectures" / "vllm.json"
 DEFAULT_EXPERTS = ("gate_proj", "down_proj", "up_proj")  # FusedMoE's own `ckpt_names`
 EXPERT_LAYERS = ("FusedMoE", "SharedFusedMoE", "MoERunner", "RoutedExperts")
 NEVER_QUANTIZED = ("Linear",)
@@ -66,25 +64,17 @@ Table = dict[str, object]
 
 def main() -> None:
     """Read each class; name those that cannot be imported here."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=TARGET, help="where the table goes (vexport's own)")
-    target: Path = parser.parse_args().out
+    target: Path = arguments(__doc__, "vllm.json").out
     logging.disable(logging.WARNING)
     own, left_out = own_classes()
     backed, failed = backed_classes(own.keys() | left_out.keys())
     table = dict(sorted({**own, **backed}.items()))
     out = {**other_tasks(), **left_out, **failed}
     inner = {kind: name for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in table}
-    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in table.items())
-    head = {"vllm": vllm.__version__, "transformers": transformers.__version__, "text_models": inner}
     reasons = {name: reason for name, reason in sorted(out.items()) if name not in table}
-    lines = [f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in head.items()]
-    listed = ",\n".join(f"  {json.dumps(name)}: {json.dumps(reason)}" for name, reason in reasons.items())
-    target.write_text(
-        f'{{\n{"".join(lines)} "left_out": {{\n{listed}\n }},\n "architectures": {{\n{rows}\n }}\n}}\n'
-    )
+    head = {"vllm": vllm.__version__, "transformers": transformers.__version__, "text_models": inner}
+    content = {**head, "left_out": reasons, "architectures": table}
+    write_table(target, content, "left_out", "architectures")
     print(f"{target.name}: {len(own)} own classes of vLLM {vllm.__version__}, {len(backed)} of transformers")
     for name in sorted(reasons.keys() & {*left_out, *failed}):
         print(f"left out {name}: {reasons[name]}")

@@ -7,7 +7,6 @@ vLLM's class loads the tensors of one config, as `vexport load --dry` does. Of w
 is said.
 """
 
-import argparse
 import json
 import re
 import tempfile
@@ -19,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from generate_modules import Entry, in_child, until_built
+from tables import arguments, known_classes, write_table
 
 from vexport.architectures.modules import with_stars
 from vexport.engine.dry.worker import preload
 
-TARGET = Path(__file__).parent.parent / "vexport" / "architectures" / "layouts.json"
 # A name that no class knows, to see whether it is passed over.
 UNKNOWN = "zz_unknown.weight"
 # What the code of a class says where it has no other activation.
@@ -32,12 +31,7 @@ ONLY_SILU = "Only silu is supported"
 
 def main() -> None:
     """Make the entries that are asked for or not there, and write the table after each."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("classes", nargs="*", metavar="CLASS", help="only these, again")
-    parser.add_argument("--out", type=Path, default=TARGET, help="where the table goes (vexport's own)")
-    arguments = parser.parse_args()
+    options = arguments(__doc__, "layouts.json", classes=True)
     preload()
     import transformers
     import vllm
@@ -45,12 +39,11 @@ def main() -> None:
 
     registry._run_in_subprocess = lambda function: function()
     versions = {"vllm": vllm.__version__, "transformers": transformers.__version__}
-    table = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}
+    table = json.loads(options.out.read_text()) if options.out.is_file() else {}
     if {key: table.get(key) for key in versions} != versions:
         table = {**versions, "unknown": {}, "classes": {}}
-    known = json.loads((TARGET.parent / "vllm.json").read_text())["architectures"]
-    done = {*table["classes"], *table["unknown"]} - {*arguments.classes}
-    for name in arguments.classes or known:
+    done = {*table["classes"], *table["unknown"]} - {*options.classes}
+    for name in options.classes or known_classes():
         if name in done or not hasattr(transformers, name):
             continue
         with tempfile.TemporaryDirectory() as folder:
@@ -59,17 +52,8 @@ def main() -> None:
         table["unknown" if isinstance(entry, str) else "classes"][name] = entry
         changed = "" if entry in previous else "changed: "
         print(f"{name}: {changed}{entry if isinstance(entry, str) else len(entry['rows'])}", flush=True)
-        write(arguments.out, table)
-
-
-def write(target: Path, table: Mapping[str, Any]) -> None:
-    """The table, one class a line."""
-    classes = table["classes"]
-    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(classes[name])}" for name in sorted(classes))
-    head = "".join(f" {json.dumps(key)}: {json.dumps(table[key])},\n" for key in table if key != "classes")
-    new = target.with_suffix(".new")
-    new.write_text(f'{{\n{head} "classes": {{\n{rows}\n }}\n}}\n')
-    new.replace(target)
+        table["classes"] = dict(sorted(table["classes"].items()))
+        write_table(options.out, table, "classes")
 
 
 def made(name: str, folder: Path) -> Entry | str:

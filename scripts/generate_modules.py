@@ -7,7 +7,6 @@ asks the quantization config for a method is linear, a table or a head; what doe
 it. Decoder layers are left out, but for the names under which they ask: vllm.json has them.
 """
 
-import argparse
 import json
 import os
 import re
@@ -16,16 +15,17 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tables import arguments, known_classes, write_table
 
 from vexport.engine.dry.worker import preload
 
 if TYPE_CHECKING:
     from built_modules import Built
-    from model_configs import Recipe
 
-TARGET = Path(__file__).parent.parent / "vexport" / "architectures" / "modules.json"
 KINDS = ("linear", "plain", "table", "lookup", "head")
 # vLLM asks a config for a key that it has no default for: it is given one, so often.
 MISSING = re.compile(r"AttributeError: '\w+' object has no attribute '(\w+)'")
@@ -48,22 +48,15 @@ Entry = dict[str, Any]
 
 def main() -> None:
     """Build each class in a process of its own; name those that cannot be built here."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("classes", nargs="*", metavar="CLASS", help="only these, to look at")
-    parser.add_argument("--out", type=Path, default=TARGET, help="where the table goes (vexport's own)")
-    parser.add_argument("--verbose", action="store_true", help="show why a class could not be built")
-    arguments = parser.parse_args()
+    options = arguments(__doc__, "modules.json", classes=True)
     preload()
     import vllm
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda function: function()
-    known = json.loads((TARGET.parent / "vllm.json").read_text())["architectures"]
     models = {**registry._MULTIMODAL_MODELS, **registry._TEXT_GENERATION_MODELS}
-    names = [name for name in arguments.classes or known if name in models]
-    found = {name: merged(list(built(name, verbose=arguments.verbose))) for name in names}
+    names = [name for name in options.classes or known_classes() if name in models]
+    found = {name: merged(list(built(name))) for name in names}
     entries: dict[str, Entry] = {}
     unknown: list[str] = []
     for name in names:  # a class may be registered under several names
@@ -74,15 +67,20 @@ def main() -> None:
             print(f"not built: {name}", flush=True)
         else:
             entries[name] = entry
-    rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items())
-    head = f'{{\n "vllm": "{vllm.__version__}",\n "unknown": {json.dumps(unknown)},\n "classes": {{\n'
-    arguments.out.write_text(f"{head}{rows}\n }}\n}}\n")
-    print(f"{arguments.out.name}: {len(entries)} classes of vLLM {vllm.__version__}, {len(unknown)} unknown")
+    table = {"vllm": vllm.__version__, "unknown": unknown, "classes": entries}
+    write_table(options.out, table, "classes")
+    print(f"{options.out.name}: {len(entries)} classes of vLLM {vllm.__version__}, {len(unknown)} unknown")
 
 
-def built(name: str, *, verbose: bool) -> Iterator["Built"]:
+def built(name: str) -> Iterator["Built"]:
     """Return what a class is built of, once for each config that it can be built from."""
-    from model_configs import recipes
+    from built_modules import Built, build
+    from model_configs import Recipe, recipes
+
+    def attempt(recipe: Recipe, missing: Entry) -> Entry:
+        with tempfile.TemporaryDirectory() as folder:
+            recipe.write(Path(folder), missing)
+            return asdict(build(Path(folder)))
 
     try:
         choices = list(recipes(name))
@@ -90,25 +88,10 @@ def built(name: str, *, verbose: bool) -> Iterator["Built"]:
         choices = []
         print(f"{name}: {error}")
     for choice in choices:
-        results = (from_recipe(recipe, verbose=verbose) for recipe in choice)
-        result = next((result for result in results if result is not None), None)
-        if result is not None:
-            yield result
-
-
-def from_recipe(recipe: "Recipe", *, verbose: bool) -> "Built | None":
-    """What a class is built of by one config, with the keys that vLLM misses in it; None where it fails."""
-    from built_modules import Built, build
-
-    def attempt(missing: Entry) -> Entry:
-        with tempfile.TemporaryDirectory() as folder:
-            recipe.write(Path(folder), missing)
-            return asdict(build(Path(folder)))
-
-    result = until_built(attempt)
-    if isinstance(result, str) and verbose:
-        print(f"{recipe}: {result}")
-    return None if isinstance(result, str) else Built(**result)
+        results = (until_built(partial(attempt, recipe)) for recipe in choice)
+        found = next((result for result in results if not isinstance(result, str)), None)
+        if found is not None:
+            yield Built(**found)
 
 
 def until_built(attempt: Callable[[Entry], Entry]) -> Entry | str:

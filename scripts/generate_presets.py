@@ -20,58 +20,31 @@ WEIGHT_ONLY_BITS = range(2, 9)
 NEWER = {"MXFP4XFP8": ("MXFP4", "FP8_BLOCK")}
 # The order in which tables list the presets; others follow.
 FIRST = (
-    *(
-        "NVFP4",
-        "NVFP4A16",
-        "MXFP4",
-        "MXFP4A16",
-        "MXFP4XFP8",
-        "MXFP8",
-        "MXFP8A16",
-        "FP8",
-        "FP8_DYNAMIC",
-        "FP8_BLOCK",
-    ),
-    *("W8A8", "INT8", "W4A8", "W4AFP8", "W4A16", "W4A16_ASYM", "W8A16"),
+    *("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP4XFP8", "MXFP8", "MXFP8A16", "FP8", "FP8_DYNAMIC"),
+    *("FP8_BLOCK", "W8A8", "INT8", "W4A8", "W4AFP8", "W4A16", "W4A16_ASYM", "W8A16"),
 )
 
 
-def preset(name: str) -> dict[str, object]:
-    """One preset as the JSON that compressed-tensors writes into config.json."""
-    scheme = QuantizationScheme(targets=["Linear"], **PRESET_SCHEMES[name]).model_dump(mode="json")
-    return {side: scheme[side] for side in SIDES}
-
-
-def weight_only(bits: int) -> dict[str, object]:
-    """The arguments of W4A16 with another number of bits."""
-    scheme = QuantizationScheme(targets=["Linear"], **PRESET_SCHEMES[MODEL])
-    assert scheme.weights is not None
-    scheme.weights.num_bits = bits
+def preset(name: str, bits: int | None = None) -> dict[str, object]:
+    """One preset as compressed-tensors writes it into config.json, or with other bits of weights."""
+    scheme = QuantizationScheme(targets=["Linear"], **PRESET_SCHEMES[name])
+    assert bits is None or scheme.weights is not None
+    if bits is not None:
+        scheme.weights.num_bits = bits
     dumped = scheme.model_dump(mode="json")
     return {side: dumped[side] for side in SIDES}
 
 
-def all_presets() -> dict[str, dict[str, object]]:
-    """compressed-tensors' presets but the one that quantizes nothing, and the weight-only ones it lacks."""
-    presets = {name: preset(name) for name in PRESET_SCHEMES if name != "UNQUANTIZED"}
-    missing = {f"W{bits}A16": weight_only(bits) for bits in WEIGHT_ONLY_BITS if f"W{bits}A16" not in presets}
-    newer = {
-        name: {
-            "weights": presets[weights]["weights"],
-            "input_activations": presets[inputs]["input_activations"],
-        }
-        for name, (weights, inputs) in NEWER.items()
-    }
-    known = {**presets, **missing, **newer}
-    return {name: known[name] for name in (*FIRST, *known) if name in known}
-
-
 def main() -> None:
-    """Write all presets."""
-    presets = all_presets()
-    content = {"compressed_tensors": version("compressed-tensors"), "presets": presets}
+    """Write compressed-tensors' presets but the one that quantizes nothing, and those that it lacks."""
+    presets = {name: preset(name) for name in PRESET_SCHEMES if name != "UNQUANTIZED"}
+    presets = {f"W{bits}A16": preset(MODEL, bits) for bits in WEIGHT_ONLY_BITS} | presets
+    for name, sources in NEWER.items():
+        presets[name] = {side: presets[source][side] for side, source in zip(SIDES, sources, strict=True)}
+    ordered = {name: presets[name] for name in (*FIRST, *presets) if name in presets}
+    content = {"compressed_tensors": version("compressed-tensors"), "presets": ordered}
     TARGET.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"{TARGET}: {len(presets)} presets")
+    print(f"{TARGET}: {len(ordered)} presets")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,40 @@
+"""The tables in vexport/architectures: what their generators are asked, and how they are written."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent.parent / "vexport" / "architectures"
+
+
+def arguments(description: str | None, name: str, *, classes: bool = False) -> argparse.Namespace:
+    """`out`, the table; with `classes` also the names of the classes that are asked for."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if classes:
+        parser.add_argument("classes", nargs="*", metavar="CLASS", help="only these")
+    parser.add_argument("--out", type=Path, default=FOLDER / name, help="the table (vexport's own)")
+    return parser.parse_args()
+
+
+def known_classes() -> dict[str, Any]:
+    """The entries of vllm.json."""
+    found: dict[str, Any] = json.loads((FOLDER / "vllm.json").read_text())["architectures"]
+    return found
+
+
+def write_table(target: Path, table: Mapping[str, object], *by_row: str) -> None:
+    """A line for each key, and for each entry of the objects in `by_row`."""
+    lines = []
+    for key, value in table.items():
+        text = json.dumps(value)
+        if key in by_row and isinstance(value, dict) and value:
+            rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items())
+            text = f"{{\n{rows}\n }}"
+        lines.append(f" {json.dumps(key)}: {text}")
+    new = target.with_suffix(".new")
+    new.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    new.replace(target)
