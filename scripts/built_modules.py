@@ -69,7 +69,6 @@ class Books(Audit):  # type: ignore[no-untyped-call]
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """Return what tells a tensor's memory from others'."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -138,7 +137,6 @@ def other_names(name: str, asked: Asked) -> Iterator[tuple[str, str]]:
 
 
 def parts(name: str, packed: Mapping[str, list[str]]) -> tuple[str, ...]:
-    """A module's name and, of a fused one, those of its parts."""
     holder, dot, last_part = name.rpartition(".")
     return (name, *(f"{holder}{dot}{member}" for member in packed.get(last_part, ())))
 

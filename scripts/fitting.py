@@ -113,7 +113,6 @@ def nested(tables: Mapping[int, str], wanted: int) -> Iterator[str]:
 
 
 def bits(values: Iterable[bool]) -> int:
-    """Truth values as the bits of a number."""
     return sum(value << at for at, value in enumerate(values))
 
 
@@ -198,7 +197,6 @@ class Fitter:
         return pattern, tuple(int(part) for each, part in zip(counting, parts, strict=True) if each)
 
     def seen(self, sample: Sample, pattern: str) -> Seen:
-        """The tensors of a name under a config."""
         return self.tables[id(sample)].get(pattern, {})
 
     def entry(self) -> dict[str, Any]:
@@ -222,7 +220,6 @@ class Fitter:
         }
 
     def count(self, prefix: str, star: int) -> str:
-        """Return how many there are at a star."""
         found = []
         for sample in self.model.samples:
             tensors = self.tables[id(sample)].items()
@@ -259,7 +256,6 @@ class Fitter:
             yield f"{condition} and {part}" if condition and part else condition, shape
 
     def keys(self, pattern: str, differ: Callable[[Seen, Seen], bool]) -> set[str]:
-        """The keys on which something of a name depends."""
         changes = self.model.changes
         return {
             each.path

@@ -63,7 +63,6 @@ Table = dict[str, object]
 
 
 def main() -> None:
-    """Read each class; name those that cannot be imported here."""
     target: Path = arguments(__doc__, "vllm.json").out
     logging.disable(logging.WARNING)
     own, left_out = own_classes()
@@ -145,7 +144,6 @@ def other_tasks() -> dict[str, str]:
 
 
 def reordered(parts: list[type]) -> dict[str, str]:
-    """The layers whose rows a class's loader orders again, and how."""
     return {
         layer: how
         for (name, function), layers in REORDERS.items()
@@ -216,7 +214,6 @@ def leaf(name: str) -> str:
 
 
 def mapped_pairs(part: type) -> Iterator[tuple[str, str]]:
-    """(fused, member) of a class's WeightsMapper."""
     mapper = getattr(part, "hf_to_vllm_mapper", None)
     if isinstance(mapper, WeightsMapper):
         for member, (fused, _) in mapper.orig_to_new_stacked.items():
@@ -283,7 +280,6 @@ def is_replicated(call: ast.Call) -> bool:
 
 
 def is_plain(call: ast.Call, called: str) -> bool:
-    """Return whether a layer is built without a quantization config."""
     given = [keyword.value for keyword in call.keywords if keyword.arg == "quant_config"]
     passed = any("quant_config" in ast.unparse(argument) for argument in call.args)
     no_config = bool(given) and is_none(given[0])
@@ -311,7 +307,6 @@ def embedding(parts: list[type]) -> str | None:
 
 
 def is_none(node: ast.AST) -> bool:
-    """Return whether an argument is the literal None."""
     return isinstance(node, ast.Constant) and node.value is None
 
 

@@ -98,7 +98,6 @@ def other_place(built: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def rewrite(folder: Path, old: str, new: str, turned: Collection[str]) -> Entry:
-    """Give the tensors of a part another prefix, and turn some around."""
     from model_configs import save
 
     from vexport.checkpoint.index import read_header
@@ -148,7 +147,6 @@ def observed(name: str, folder: Path) -> Entry:
 
 
 def typed(config: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
-    """The config and those in it that have a model type, by path."""
     inner = [(f"{path}.{key}".lstrip("."), part) for key, part in config.items() if isinstance(part, dict)]
     own = [(path, config)] if isinstance(config.get("model_type"), str) else []
     return [*own, *(each for key, part in inner if key.endswith("config") for each in typed(part, key))]
@@ -166,7 +164,6 @@ def containers(names: Mapping[str, object]) -> dict[str, str]:
 
 
 def loaded(folder: Path) -> Entry | str:
-    """Return what vLLM's class makes of the checkpoint, or why it does not."""
     from built_modules import build
     from model_configs import ALL, elsewhere, shorten
 

@@ -106,7 +106,6 @@ def until_built(attempt: Callable[[Entry], Entry]) -> Entry | str:
 
 
 def default_of(key: str) -> object:
-    """Return what a key is given by its name."""
     return next((value for names, value in DEFAULTS.items() if re.search(names, key)), False)
 
 

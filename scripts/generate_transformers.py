@@ -17,7 +17,6 @@ MODEL = re.compile(r"^class (\w+(?:Model|For[A-Z]\w+))\(", re.MULTILINE)
 
 
 def main() -> None:
-    """Read the models of each folder."""
     target, known = arguments(__doc__, "transformers.json").out, known_classes()
     spec = find_spec("transformers")
     assert spec is not None
@@ -29,7 +28,6 @@ def main() -> None:
 
 
 def classes(folder: Path, known: Mapping[str, object]) -> Iterator[str]:
-    """The models of a folder that vLLM has no class for."""
     for file in sorted(folder.glob("modeling_*.py")):
         yield from (name for name in MODEL.findall(file.read_text(encoding="utf-8")) if name not in known)
 

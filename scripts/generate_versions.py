@@ -43,7 +43,6 @@ class Wheel:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The path of every file."""
         return frozenset(self.archive.namelist())
 
     def text(self, name: str) -> str:
@@ -52,16 +51,13 @@ class Wheel:
 
     @cache  # noqa: B019 - a script reads a few wheels and ends
     def tree(self, name: str) -> ast.Module:
-        """The syntax tree of a file; empty where this version has none."""
         return ast.parse(self.text(name))
 
     def below(self, folder: str) -> Iterator[str]:
-        """The Python files of a folder and of the folders in it."""
         yield from (name for name in sorted(self.names) if name.startswith(folder) and name.endswith(".py"))
 
     @property
     def metadata(self) -> str:
-        """What the wheel requires."""
         return self.text(next(name for name in self.names if name.endswith(".dist-info/METADATA")))
 
     def file_of(self, module: str, importer: str) -> str:
@@ -73,7 +69,6 @@ class Wheel:
 
     @cache  # noqa: B019
     def classes(self, file: str) -> dict[str, ast.ClassDef]:
-        """The classes that a file defines."""
         return {node.name: node for node in self.tree(file).body if isinstance(node, ast.ClassDef)}
 
     @cache  # noqa: B019
@@ -130,7 +125,6 @@ class Wheel:
 
 
 def main() -> None:
-    """Read each version and compare its classes with the pinned one's."""
     CACHE.mkdir(parents=True, exist_ok=True)
     pinned = model_classes(Wheel(architecture_table().vllm))
     for version in sys.argv[1:]:
@@ -158,7 +152,6 @@ def facts(wheel: Wheel) -> Entry:
 
 
 def schemes(wheel: Wheel) -> dict[str, int]:
-    """The least capability of each scheme of linear layers."""
     found = {}
     for file in wheel.below(f"{CT}/schemes/"):
         for name in wheel.classes(file):
@@ -196,7 +189,6 @@ def asymmetric_widths(wheel: Wheel) -> list[int]:
 
 
 def methods(wheel: Wheel) -> list[str]:
-    """The names of methods of quantization."""
     tree = wheel.tree(f"{QUANTIZATION}/__init__.py")
     literal = next(
         node.value
@@ -219,7 +211,6 @@ def model_classes(wheel: Wheel) -> dict[str, Entry]:
 
 
 def registered(wheel: Wheel) -> dict[str, tuple[str, str]]:
-    """The module and the class of each architecture that a config can name."""
     found: dict[str, tuple[str, str]] = {}
     for node in wheel.tree(f"{MODELS}/registry.py").body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)

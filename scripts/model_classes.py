@@ -32,7 +32,6 @@ def parts_of(model: type) -> list[type]:
 
 @cache
 def source(model: type) -> str:
-    """The text of a class; empty where it has none."""
     try:
         return textwrap.dedent(inspect.getsource(model))
     except (OSError, TypeError):
@@ -41,12 +40,10 @@ def source(model: type) -> str:
 
 @cache
 def tree(model: type) -> ast.Module:
-    """The syntax tree of a class."""
     return ast.parse(source(model))
 
 
 def namespace(model: type) -> ModuleType:
-    """The module that a class is written in."""
     return importlib.import_module(model.__module__)
 
 
@@ -107,7 +104,6 @@ def language_models(model: type) -> tuple[set[str], list[type]]:
 
 
 def returned(owner: type) -> Iterator[str]:
-    """The attribute that `get_language_model` returns."""
     for node in ast.walk(tree(owner)):
         if isinstance(node, ast.FunctionDef) and node.name == "get_language_model":
             ends = [
@@ -124,7 +120,6 @@ def registered(owner: type) -> Iterator[str]:
 
 
 def marks(block: ast.With) -> bool:
-    """Return whether a block assigns the language model."""
     return any("_mark_language_model" in ast.unparse(item) for item in block.items)
 
 
@@ -163,7 +158,6 @@ def literal(node: ast.AST) -> object:
 
 
 def calls_in(part: type) -> Iterator[ast.Call]:
-    """Every call in the source of a class."""
     return (node for node in ast.walk(tree(part)) if isinstance(node, ast.Call))
 
 

@@ -111,7 +111,6 @@ def without_packages() -> None:
 
 
 def transformers_types(architecture: str) -> list[str]:
-    """The model types of a class in transformers."""
     found = [
         kind
         for name, mapping in vars(modeling_auto).items()
@@ -135,7 +134,6 @@ def own_types(architecture: str) -> list[str]:
 
 
 def takes_any_tower(kind: str) -> bool:
-    """Return whether the vision config of a model type may be of any type."""
     return getattr(type(AutoConfig.for_model(kind)), "sub_configs", {}).get("vision_config") is AutoConfig
 
 
@@ -193,7 +191,6 @@ def save_tensors(model: type, folder: Path) -> None:
 
 
 def save(shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
-    """Tensors in a file that is a hole."""
     specs = [TensorSpec(name=name, dtype="BF16", shape=shape) for name, shape in shapes.items()]
     header = header_bytes(specs)
     with (folder / "model.safetensors").open("wb") as file:
@@ -202,7 +199,6 @@ def save(shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
 
 
 def stored_tensors(made: nn.Module, config: PretrainedConfig) -> dict[str, torch.Tensor]:
-    """The tensors of a model as files on the hub have them."""
     tensors: dict[str, torch.Tensor] = revert_weight_conversion(made, dict(made.state_dict()))
     if getattr(config.get_text_config(), "tie_word_embeddings", False):
         tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("lm_head.weight")}

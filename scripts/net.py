@@ -51,12 +51,10 @@ evaluate: {{tasks: ["{demo}/tasks/facts_choice.yaml"], margin: 0.2, limit: 100}}
 
 
 def digest(data: bytes) -> str:
-    """The beginning of the SHA-256."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 
 def quantized(what: str, source: Path, *options: object) -> Lines:
-    """Digests of what `quantize` writes, or its exit code."""
     out = source.parent / "out"
     ran = vexport("quantize", source, out, "--quiet", *options)
     if ran.code:
@@ -116,7 +114,6 @@ def start_run(root: Path) -> subprocess.Popen[str]:
 
 
 def record() -> Mapping[str, str]:
-    """Everything, by what it is of."""
     made: dict[str, str] = {}
     with TemporaryDirectory(prefix="vexport-net-") as folder:
         run = start_run(Path(folder))

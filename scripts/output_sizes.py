@@ -57,7 +57,6 @@ def output_sizes(parts: list[type]) -> dict[str, list[str]]:
 
 @cache
 def functions(part: type) -> list[tuple[ast.FunctionDef, list[ast.Call]]]:
-    """The methods that are written in a class, and the calls in each."""
     found = [node for node in ast.walk(tree(part)) if isinstance(node, ast.FunctionDef)]
     return [(each, [node for node in ast.walk(each) if isinstance(node, ast.Call)]) for each in found]
 
@@ -76,12 +75,10 @@ def scopes(part: type, function: ast.FunctionDef, parts: Sequence[type], depth: 
 
 @cache
 def text_of(call: ast.Call) -> str:
-    """Return what is called, as it is written."""
     return ast.unparse(call.func)
 
 
 def given(call: ast.Call, function: ast.FunctionDef) -> dict[str, ast.expr]:
-    """The arguments of a call by name."""
     names = [argument.arg for argument in function.args.args[1:]]
     return {
         **dict(zip(names, call.args, strict=False)),
@@ -90,7 +87,6 @@ def given(call: ast.Call, function: ast.FunctionDef) -> dict[str, ast.expr]:
 
 
 def default(function: ast.FunctionDef, name: str) -> ast.expr | None:
-    """The default of a parameter."""
     named = function.args.args[::-1]
     pairs = zip(named, function.args.defaults[::-1], strict=False)
     return next((value for argument, value in pairs if argument.arg == name), None)
@@ -112,7 +108,6 @@ def assignment(function: ast.FunctionDef, target: str) -> ast.expr | None:
 
 
 def layer_of(call: ast.Call, scope: Scope) -> str | None:
-    """The last part of the prefix that a layer is built with."""
     node = next((word.value for word in call.keywords if word.arg == "prefix"), None)
     while isinstance(node, ast.Name):
         found = scope.look_up(node)

@@ -105,14 +105,12 @@ for function in ("empty", "ones", "zeros", "randn", "rand"):
 
 
 def with_traces(value: Json, path: str = "") -> Any:
-    """A config whose numbers are traced."""
     if isinstance(value, dict):
         return {key: with_traces(each, f"{path}.{key}" if path else key) for key, each in value.items()}
     return Traced(value, path) if isinstance(value, int) and is_number(value) else copy.deepcopy(value)
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -130,12 +128,10 @@ class Sample:
 
     @cached_property
     def keys(self) -> dict[str, Json]:
-        """The keys of the config, as it is read, by path."""
         return dict(leaves(self.config))
 
     @cached_property
     def values(self) -> ConfigValues:
-        """The config for expressions."""
         return ConfigValues(self.config, PLAIN)
 
 
@@ -277,7 +273,6 @@ def hidden_keys(kind: type, raw: Values) -> Iterator[str]:
 
 
 def leaves(values: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, Json]]:
-    """The keys of a config and of those in it, by path."""
     for key, value in values.items():
         if isinstance(value, dict):
             if key.endswith("config"):

@@ -21,7 +21,6 @@ def arguments(description: str | None, name: str, *, classes: bool = False) -> a
 
 
 def known_classes() -> dict[str, Any]:
-    """The entries of vllm.json."""
     found: dict[str, Any] = json.loads((FOLDER / "vllm.json").read_text())["architectures"]
     return found
 

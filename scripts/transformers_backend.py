@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from textwrap import shorten
 
 import torch
+from model_configs import QUANTIZATION
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
@@ -25,7 +26,9 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.transformers.base import Base
@@ -63,39 +66,17 @@ COMMON = {
 }
 
 
-class AskedNames(QuantizationConfig):  # type: ignore[misc]
+class AskedNames(CompressedTensorsConfig):  # type: ignore[misc]
     """Quantizes nothing and notes each layer that could be, by the name that a quantization config gets."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module]
 
-    def get_name(self) -> str:
-        return "compressed-tensors"
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 0
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
-
-    @classmethod
-    def from_config(cls, config: dict[str, object]) -> "AskedNames":
-        return cls()
-
-    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """As without a config."""
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> UnquantizedLinearMethod | None:
         self.layers[prefix] = layer
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
 
 
 def generating_classes() -> dict[str, str]:
-    """The classes of transformers that generate text, to their model types."""
     found: dict[str, str] = {}
     for task in TASKS:
         for kind, names in getattr(modeling_auto, f"{task}_MAPPING_NAMES").items():
@@ -146,7 +127,8 @@ def _built(config: PretrainedConfig, name: str) -> tuple[Base, AskedNames]:
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         engine = configure(Path(folder), tp=1, trust_remote_code=False)
-    asked = engine.quant_config = AskedNames()
+    asked = engine.quant_config = AskedNames.from_config(QUANTIZATION)
+    asked.layers = {}
     with set_current_vllm_config(engine):
         if not torch.distributed.is_initialized():
             join_group(1, 0)
@@ -158,7 +140,6 @@ def _built(config: PretrainedConfig, name: str) -> tuple[Base, AskedNames]:
 
 
 def _entry(model: Base, asked: AskedNames) -> Table:
-    """The row of the table, from a model and the names that it asked for."""
     decoder = next(prefix for prefix, module in model.named_modules() if module is model.model.get_decoder())
     linears = {name: layer for name, layer in asked.layers.items() if isinstance(layer, LinearBase)}
     inside = {name: layer for name, layer in linears.items() if name.startswith(f"{decoder}.")}
@@ -194,7 +175,6 @@ def _leaves(layers: Mapping[str, nn.Module], kind: type[nn.Module]) -> list[str]
 
 
 def _plain_leaves(model: Base, asked: set[str]) -> Iterator[str]:
-    """The modules with a matrix that are never built with a quantization config."""
     fused = {member for members in model.packed_modules_mapping.values() for member in members}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)

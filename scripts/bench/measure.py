@@ -69,7 +69,6 @@ def largest_resident(pid: int) -> float:
 
 
 def run_own(arguments: Sequence[str]) -> None:
-    """Import what the command needs, then run it."""
     import vexport.quantize.job  # noqa: F401
     from vexport.cli.entry import cli
 

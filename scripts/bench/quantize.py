@@ -101,7 +101,6 @@ def figures(runs: Sequence[Ran]) -> list[float]:
 
 
 def measure(scheme: str, source: Path, repeats: int) -> list[float]:
-    """A row of the table."""
     ours, peers, checks, copies, reads = [], [], [], [], []
     options = ("--scheme", scheme, "--quiet", "--no-verify")
     for repeat in range(repeats):
@@ -117,7 +116,6 @@ def measure(scheme: str, source: Path, repeats: int) -> list[float]:
 
 
 def main() -> None:
-    """Measure every scheme and print the table."""
     if "--peer" in sys.argv:
         run_peer(*sys.argv[2:])
         return

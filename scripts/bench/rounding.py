@@ -57,7 +57,6 @@ class Cell:
 
 
 def folder_of(options: argparse.Namespace, scheme: str, method: str) -> Path:
-    """The folder of a cell."""
     folder: Path = options.folder / str(options.rows) / f"{scheme}-{method}"
     return folder
 
@@ -96,7 +95,6 @@ def write(path: Path, value: object) -> None:
 
 
 def read_cell(options: argparse.Namespace, scheme: str, method: str) -> Cell | None:
-    """A measured cell; None where it is not there."""
     folder = folder_of(options, scheme, method)
     if not (folder / SCORE).is_file():
         return None
@@ -105,7 +103,6 @@ def read_cell(options: argparse.Namespace, scheme: str, method: str) -> Cell | N
 
 
 def best_of_peer(cells: Sequence[Cell], scheme: str, domain: str) -> float | None:
-    """The least KL that the peer reaches."""
     return min((c.kl[domain] for c in cells if c.scheme == scheme and c.method in THEIRS), default=None)
 
 
@@ -132,7 +129,6 @@ def share_of_time(cell: Cell, cells: Sequence[Cell]) -> str:
 
 
 def main() -> None:
-    """Run the cells that are asked for and print what is there."""
     parser = argparse.ArgumentParser(
         description="--rounding next to llm-compressor's methods on a real model."
     )

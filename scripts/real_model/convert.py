@@ -39,7 +39,6 @@ def plain_copy(loaded: torch.nn.Module, config: dict[str, object]) -> LlamaForCa
 
 
 def main() -> None:
-    """Convert, compare, write."""
     out = Path(sys.argv[1]).absolute()
     if out.is_dir():
         return

@@ -105,7 +105,6 @@ def plain(text: str) -> str:
 
 
 def is_prose(text: str) -> bool:
-    """Long enough, a sentence, and mostly words."""
     letters = sum(len(word) for word in WORD.findall(text))
     return len(text) >= SHORTEST and text[-1] in ".:!?" and text[0].isupper() and letters > 0.7 * len(text)
 
@@ -122,7 +121,6 @@ def rows_of(documents: Sequence[str], tokenizer: AutoTokenizer, count: int) -> l
 
 
 def split(documents: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The documents to calibrate on, and those held out."""
     shuffled = list(documents)
     random.Random(0).shuffle(shuffled)
     held_out = round(len(shuffled) * HELD_OUT_FILES)
@@ -144,7 +142,6 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def write_rows(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """A line of JSON for each row."""
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
@@ -175,7 +172,6 @@ def continuations(passages: Sequence[Sentences], rng: random.Random) -> Iterator
 
 
 def main() -> None:
-    """Read the sdists; write the rows and the tasks."""
     model, sdists, text, tasks = (Path(word).absolute() for word in sys.argv[1:])
     django, sympy = (read_documents(sdists, *each) for each in (DJANGO, SYMPY))
     calibration, held_out = split(django)
