@@ -111,7 +111,10 @@ def described(
     packed = config.quant_config.packed_modules_mapping
     inside, classes = language_models(type(model))
     modules = dict(model.named_modules())
-    own = {part: name for name in modules for part in parts(name, packed)}
+    own: dict[str, str] = {}
+    for name in modules:
+        holder, dot, last_part = name.rpartition(".")
+        own |= {name: name, **{f"{holder}{dot}{part}": name for part in packed.get(last_part, ())}}
     for name, module in {**own, **loaded}.items():
         kind = kind_of(modules[module], heard)
         in_language_model = not inside or name.startswith(tuple(f"{attribute}." for attribute in inside))
@@ -134,11 +137,6 @@ def other_names(name: str, asked: Asked) -> Iterator[tuple[str, str]]:
     for old, new in names.items():
         if old != new and with_numbers(with_stars(new), old) == new:
             yield with_stars(old), with_stars(new)
-
-
-def parts(name: str, packed: Mapping[str, list[str]]) -> tuple[str, ...]:
-    holder, dot, last_part = name.rpartition(".")
-    return (name, *(f"{holder}{dot}{member}" for member in packed.get(last_part, ())))
 
 
 def kind_of(module: nn.Module, heard: Mapping[nn.Module, Asked]) -> ModuleKind | None:

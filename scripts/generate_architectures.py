@@ -115,15 +115,14 @@ def backed_classes(known: Collection[str]) -> tuple[dict[str, Table], dict[str, 
         for name, kind in kinds.items()
         if name in listed or name not in {*known, *registry._VLLM_MODELS} and has_tensor_parallel_plan(kind)
     }
-    results = dict(describe_backed(classes))
-    reasons = {
-        name: f"vLLM's Transformers backend: {why}" for name, why in results.items() if isinstance(why, str)
-    }
-    absent = {name: "transformers does not have it" for name in listed if name not in kinds}
-    return {name: entry for name, entry in results.items() if not isinstance(entry, str)}, {
-        **reasons,
-        **absent,
-    }
+    entries: dict[str, Table] = {}
+    reasons = {name: "transformers does not have it" for name in listed if name not in kinds}
+    for name, found in describe_backed(classes):
+        if isinstance(found, str):
+            reasons[name] = f"vLLM's Transformers backend: {found}"
+        else:
+            entries[name] = found
+    return entries, reasons
 
 
 def other_tasks() -> dict[str, str]:
@@ -245,32 +244,28 @@ def expert_names(parts: list[type]) -> list[str | None] | None:
     return list(DEFAULT_EXPERTS) if layers else None
 
 
+def layers(parts: list[type]) -> Iterator[tuple[ast.Call, str]]:
+    """Each call whose result an attribute of self holds, and the last part of the layer's name."""
+    for part in parts:
+        for node in ast.walk(tree(part)):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                yield from ((node.value, layer_name(node.value, name)) for name in assigned(node))
+
+
 def unquantized(parts: list[type]) -> list[str]:
     """The linear layers that are never built with a quantization config, by the last part of their names."""
     plain: set[str] = set()
     quantizable: set[str] = set()
-    for part in parts:
-        for node in ast.walk(tree(part)):
-            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
-                continue
-            called = name_of(node.value)
-            if called.endswith(("Linear", "ParallelLMHead")) and not is_quantizable_router(node.value):
-                chosen = plain if is_plain(node.value, called) else quantizable
-                chosen.update(layer_name(node.value, name) for name in assigned(node))
+    for call, name in layers(parts):
+        called = name_of(call)
+        if called.endswith(("Linear", "ParallelLMHead")) and not is_quantizable_router(call):
+            (plain if is_plain(call, called) else quantizable).add(name)
     return sorted(plain - quantizable)
 
 
 def named_layers(parts: list[type], wanted: Callable[[ast.Call], bool]) -> list[str]:
-    """The linear layers that are built as wanted, by the last part of their names."""
-    return sorted(
-        {
-            layer_name(node.value, name)
-            for part in parts
-            for node in ast.walk(tree(part))
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and wanted(node.value)
-            for name in assigned(node)
-        }
-    )
+    """The layers that are built as wanted, by the last part of their names."""
+    return sorted({name for call, name in layers(parts) if wanted(call)})
 
 
 def is_replicated(call: ast.Call) -> bool:

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -52,13 +52,6 @@ class Wheel:
     @cache  # noqa: B019 - a script reads a few wheels and ends
     def tree(self, name: str) -> ast.Module:
         return ast.parse(self.text(name))
-
-    def below(self, folder: str) -> Iterator[str]:
-        yield from (name for name in sorted(self.names) if name.startswith(folder) and name.endswith(".py"))
-
-    @property
-    def metadata(self) -> str:
-        return self.text(next(name for name in self.names if name.endswith(".dist-info/METADATA")))
 
     def file_of(self, module: str, importer: str) -> str:
         """The file of a module as an import names it in another file; "" for what is not in the wheel."""
@@ -141,7 +134,8 @@ def main() -> None:
 
 def facts(wheel: Wheel) -> Entry:
     """Return what does not depend on a model class."""
-    required = re.search(r"compressed-tensors==([\w.]+)", wheel.metadata)
+    metadata = next(name for name in wheel.names if name.endswith(".dist-info/METADATA"))
+    required = re.search(r"compressed-tensors==([\w.]+)", wheel.text(metadata))
     assert required is not None
     return {
         "compressed_tensors": required[1],
@@ -153,8 +147,8 @@ def facts(wheel: Wheel) -> Entry:
 
 def schemes(wheel: Wheel) -> dict[str, int]:
     found = {}
-    for file in wheel.below(f"{CT}/schemes/"):
-        for name in wheel.classes(file):
+    for file in sorted(wheel.names):
+        for name in wheel.classes(file) if file.startswith(f"{CT}/schemes/") and file.endswith(".py") else ():
             if (least := returned(wheel, file, name)) is not None:
                 found[name] = least
     return dict(sorted(found.items()))

@@ -59,15 +59,12 @@ def reachable(model: type) -> tuple[type, ...]:
         found[current] = None
         todo.extend(base for base in current.__mro__[1:] if issubclass(base, nn.Module))
         names = {node.id for node in ast.walk(tree(current)) if isinstance(node, ast.Name)}
-        values = [item for name in sorted(names) for item in listed(getattr(namespace(current), name, None))]
+        named = [getattr(namespace(current), name, None) for name in sorted(names)]
+        # A table of layer types stands for its values.
+        values = [item for each in named for item in (each.values() if isinstance(each, dict) else [each])]
         values += [returns for value in values for returns in chosen_classes(value)]
         todo.extend(value for value in values if isinstance(value, type) and issubclass(value, nn.Module))
     return tuple(found)
-
-
-def listed(value: object) -> list[object]:
-    """Return what a name may stand for: itself, or the values of a table of layer types."""
-    return list(value.values()) if isinstance(value, dict) else [value]
 
 
 def chosen_classes(value: object) -> tuple[object, ...]:
@@ -83,7 +80,12 @@ def language_models(model: type) -> tuple[set[str], list[type]]:
     made of as `language_targets`; else it is what `get_language_model` returns or another class of vLLM.
     """
     for owner in model.__mro__:
-        blocks = [node for node in ast.walk(tree(owner)) if isinstance(node, ast.With) and marks(node)]
+        blocks = [
+            node
+            for node in ast.walk(tree(owner))
+            if isinstance(node, ast.With)
+            and any("_mark_language_model" in ast.unparse(item) for item in node.items)
+        ]
         attributes = {name for block in blocks for node in ast.walk(block) for name in assigned(node)}
         if attributes:
             nodes = [node for block in blocks for node in ast.walk(block)]
@@ -94,33 +96,21 @@ def language_models(model: type) -> tuple[set[str], list[type]]:
         keywords = [keyword for call in calls_in(owner) for keyword in call.keywords]
         targets = [keyword.value for keyword in keywords if keyword.arg == "language_targets"]
         named = [literal(keyword.value) for keyword in keywords if keyword.arg == "language_model"]
-        attributes = {name for name in named if isinstance(name, str)} or {
-            *returned(owner),
-            *registered(owner),
-        }
+        attributes = {name for name in named if isinstance(name, str)} or {*returned_or_registered(owner)}
         if attributes:
             return attributes, [part for target in targets for part in named_class(target, owner)]
     return set(), []
 
 
-def returned(owner: type) -> Iterator[str]:
+def returned_or_registered(owner: type) -> Iterator[str]:
+    """The attribute that `get_language_model` returns, and those that hold what is made by a class's name."""
     for node in ast.walk(tree(owner)):
         if isinstance(node, ast.FunctionDef) and node.name == "get_language_model":
-            ends = [
-                ast.unparse(end.value) for end in ast.walk(node) if isinstance(end, ast.Return) and end.value
-            ]
+            values = [end.value for end in ast.walk(node) if isinstance(end, ast.Return) and end.value]
+            ends = map(ast.unparse, values)
             yield from (end.removeprefix("self.") for end in ends if end.startswith("self."))
-
-
-def registered(owner: type) -> Iterator[str]:
-    """The attributes that hold what is made by the name of its class."""
-    for node in ast.walk(tree(owner)):
-        if isinstance(node, ast.Assign) and "init_vllm_registered_model(" in ast.unparse(node.value):
+        elif isinstance(node, ast.Assign) and "init_vllm_registered_model(" in ast.unparse(node.value):
             yield from assigned(node)
-
-
-def marks(block: ast.With) -> bool:
-    return any("_mark_language_model" in ast.unparse(item) for item in block.items)
 
 
 def assigned(node: ast.AST) -> Iterator[str]:

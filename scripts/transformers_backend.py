@@ -144,6 +144,12 @@ def _entry(model: Base, asked: AskedNames) -> Table:
     linears = {name: layer for name, layer in asked.layers.items() if isinstance(layer, LinearBase)}
     inside = {name: layer for name, layer in linears.items() if name.startswith(f"{decoder}.")}
     multimodal = decoder not in ("model", "model.decoder") and model.config is not model.text_config
+    # A head is a table of tokens too.
+    tables = [
+        layer
+        for layer in asked.layers.values()
+        if isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
+    ]
     entry: Table = {
         "backend": "transformers",
         "fused": {
@@ -154,16 +160,11 @@ def _entry(model: Base, asked: AskedNames) -> Table:
         "unquantized": sorted({*_plain_leaves(model, {*map(_leaf, asked.layers)})}),
         "row_parallel": _leaves(inside, RowParallelLinear),
         "replicated": _leaves(inside, ReplicatedLinear),
-        "embedding": "name" if any(is_table(layer) for layer in asked.layers.values()) else None,
+        "embedding": "name" if tables else None,
         "renames": {"regex": dict(_renames(model))},
         "language_model": [decoder] if multimodal else [],
     }
     return {key: value for key, value in entry.items() if value not in ({}, [], None, False)}
-
-
-def is_table(layer: nn.Module) -> bool:
-    """Return whether a layer is the table of tokens; a head is made of the same class."""
-    return isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead)
 
 
 def _leaf(name: str) -> str:

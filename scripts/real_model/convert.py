@@ -7,13 +7,12 @@ LlamaForCausalLM, which must give the same logits and is written in bfloat16. OU
 all.
 """
 
-import shutil
 import sys
-import tempfile
 from importlib.metadata import distribution
 from pathlib import Path
 
 import torch
+from text import new_folder
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
@@ -55,15 +54,9 @@ def main() -> None:
     if not torch.equal(logits, expected):
         raise SystemExit(f"{out}: its logits differ from the GGUF's by {(logits - expected).abs().max()}")
     print(f"{PROMPT}{tokenizer.decode(logits[0, -1].argmax())}", file=sys.stderr)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    try:
+    with new_folder(out) as partial:
         model.to(torch.bfloat16).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        partial.chmod(0o755)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 if __name__ == "__main__":

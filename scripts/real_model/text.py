@@ -23,6 +23,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+SOURCES = Path(__file__).with_name("texts.txt")
 SEQ_LEN = 512
 CALIBRATION, SAME, OTHER = "calibration", "same", "other"
 ROWS = {CALIBRATION: 256, SAME: 64, OTHER: 64}
@@ -129,12 +130,11 @@ def split(documents: Sequence[str]) -> tuple[list[str], list[str]]:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder with the list of sources that becomes `out` when the block ends without error, or nothing."""
+    """A folder that becomes `out` when the block ends without error, or nothing."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         yield partial
-        shutil.copy(Path(__file__).with_name("texts.txt"), partial / "SOURCES")
         partial.chmod(0o755)
         partial.rename(out)
     finally:
@@ -178,6 +178,7 @@ def main() -> None:
     if not text.is_dir():
         tokenizer = AutoTokenizer.from_pretrained(model)
         with new_folder(text) as folder:
+            shutil.copy(SOURCES, folder / "SOURCES")
             for name, documents in {CALIBRATION: calibration, SAME: held_out, OTHER: sympy}.items():
                 rows = rows_of(documents, tokenizer, ROWS[name])
                 write_rows(folder / f"{name}.jsonl", [{"input_ids": row} for row in rows])
@@ -186,6 +187,7 @@ def main() -> None:
         passages, rng = [SENTENCE_END.split(paragraph) for paragraph in texts], random.Random(0)
         made = {"cloze": list(clozes(passages)), "continuation": list(continuations(passages, rng))}
         with new_folder(tasks) as folder:
+            shutil.copy(SOURCES, folder / "SOURCES")
             for name, found in made.items():
                 if len(found) < DOCUMENTS:
                     raise SystemExit(f"tasks: got {len(found)} documents of {name}, need {DOCUMENTS}")
