@@ -149,6 +149,14 @@ def conditions(observed: Sequence[Observed], keys: Sequence[str]) -> Iterator[st
         yield from ("i >= 1", "i < 1", "i < layers - 1", "i >= layers - 1")
 
 
+def with_prefixes(name: str) -> Iterator[tuple[str, str]]:
+    """Each part of a name, and the name up to it with a dot."""
+    prefix = ""
+    for part in name.split("."):
+        prefix += f"{part}."
+        yield part, prefix
+
+
 Seen = Mapping[Numbers, tuple[int, ...]]
 
 
@@ -165,10 +173,9 @@ class Fitter:
         for sample in self.model.samples:
             own: dict[str, set[str]] = {}
             for name in sample.tensors:
-                parts = name.split(".")
-                for at, part in enumerate(parts):
+                for part, prefix in with_prefixes(name):
                     if part.isdigit():
-                        own.setdefault(with_stars(".".join(parts[: at + 1]) + "."), set()).add(part)
+                        own.setdefault(with_stars(prefix), set()).add(part)
             for prefix, numbers in own.items():
                 seen.setdefault(prefix, set()).add(frozenset(numbers))
         return {prefix for prefix, sets in seen.items() if len(sets) == 1}
@@ -187,14 +194,12 @@ class Fitter:
 
     def split(self, name: str) -> tuple[str, Numbers]:
         """A name with stars for the numbers that count something, and these."""
-        parts = name.split(".")
-        ends = [".".join(parts[: at + 1]) + "." for at in range(len(parts))]
         counting = [
-            part.isdigit() and with_stars(end) not in self.literal
-            for part, end in zip(parts, ends, strict=True)
+            (part, part.isdigit() and with_stars(prefix) not in self.literal)
+            for part, prefix in with_prefixes(name)
         ]
-        pattern = ".".join("*" if each else part for each, part in zip(counting, parts, strict=True))
-        return pattern, tuple(int(part) for each, part in zip(counting, parts, strict=True) if each)
+        pattern = ".".join("*" if counts else part for part, counts in counting)
+        return pattern, tuple(int(part) for part, counts in counting if counts)
 
     def seen(self, sample: Sample, pattern: str) -> Seen:
         return self.tables[id(sample)].get(pattern, {})
@@ -204,8 +209,7 @@ class Fitter:
         counts: dict[str, str] = {}
         rows: dict[str, list[str]] = {}
         for pattern in dict.fromkeys(name for table in self.tables.values() for name in table):
-            parts = pattern.split(".")
-            stars = [".".join(parts[: at + 1]) for at, part in enumerate(parts) if part == "*"]
+            stars = [prefix.rstrip(".") for part, prefix in with_prefixes(pattern) if part == "*"]
             for number, prefix in enumerate(stars):
                 if prefix not in counts:
                     counts[prefix] = self.count(prefix, number)

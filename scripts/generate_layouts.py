@@ -27,6 +27,8 @@ from vexport.engine.dry.worker import preload
 UNKNOWN = "zz_unknown.weight"
 # What the code of a class says where it has no other activation.
 ONLY_SILU = "Only silu is supported"
+# What a row of the table leaves out.
+USUAL = {"condition": "1", "shape": None, "kind": ""}
 
 
 def main() -> None:
@@ -66,10 +68,8 @@ def made(name: str, folder: Path) -> Entry | str:
     built = found if isinstance(found, str) else loaded(folder)
     if isinstance(found, str) or isinstance(built, str):
         return built
-    place, refused = (
-        other_place(built),
-        [name for name in built["stored"] if built["stored"][name] == "refused"],
-    )
+    place = other_place(built)
+    refused = (name for name, kind in built["stored"].items() if kind == "refused")
     turned = {with_stars(name) for name in refused if ".experts." in name}
     if place is not None or turned:
         old, new = place or ("", "")
@@ -188,22 +188,16 @@ def joined(found: Entry, built: Mapping[str, Any]) -> Entry:
         for name in row["names"]:
             of_name = kinds.get(with_stars(name), {""})
             kind = next((each for each in ("refused", "dropped", "experts") if each in of_name), min(of_name))
-            known = kind != "refused"
-            values = {
-                "condition": row["condition"] if known else "",
-                "shape": row["shape"] if known else None,
-                "kind": kind if known else "",
-            }
-            rows.setdefault(json.dumps(values), []).append(name)
+            values = {key: row[key] for key in ("condition", "shape")} | {"kind": kind}
+            if kind == "refused":
+                values = {"condition": "", "shape": None, "kind": ""}
+            unusual = {key: value for key, value in values.items() if value != USUAL[key]}
+            rows.setdefault(json.dumps(unusual), []).append(name)
     entry = {
         **found,
         "drops": sorted(prefix for prefix, name in probes.items() if stored.get(name) == "dropped"),
-        "rows": [{"names": names, **json.loads(values)} for values, names in rows.items()],
+        "rows": [{"names": names, **json.loads(unusual)} for unusual, names in rows.items()],
     }
-    for row in entry["rows"]:
-        for key, usual in (("condition", "1"), ("shape", None), ("kind", "")):
-            if row[key] == usual:
-                del row[key]
     return {key: value for key, value in entry.items() if value}
 
 

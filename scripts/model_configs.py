@@ -80,14 +80,19 @@ class Recipe:
         file.write_text(json.dumps(values))
         model = getattr(transformers, self.architecture, None)
         if model is not None:
-            save_tensors(model, folder)
+            config = AutoConfig.from_pretrained(folder)
+            with torch.device("meta"), AbsentValues():
+                made = model._from_config(config, dtype=torch.bfloat16)
+            tensors = stored_tensors(made, config)
+            save({name: tuple(tensor.shape) for name, tensor in tensors.items()}, folder)
         file.write_text(json.dumps({**values, "quantization_config": QUANTIZATION}))
 
 
 def recipes(architecture: str) -> Iterator[list[Recipe]]:
     """The configs that a class is built from; of each list the first that can be built."""
     kinds = transformers_types(architecture) or own_types(architecture)
-    towers = TOWERS if any(map(takes_any_tower, kinds)) else ()
+    parts = [getattr(type(AutoConfig.for_model(kind)), "sub_configs", {}) for kind in kinds]
+    towers = TOWERS if any(part.get("vision_config") is AutoConfig for part in parts) else ()
     for tower in ("", *towers):
         yield [
             Recipe(architecture=architecture, model_type=kind, tower=tower, layers=layers)
@@ -133,10 +138,6 @@ def own_types(architecture: str) -> list[str]:
     return sorted(found, key=lambda kind: kind != entry[0].rpartition(".")[2])
 
 
-def takes_any_tower(kind: str) -> bool:
-    return getattr(type(AutoConfig.for_model(kind)), "sub_configs", {}).get("vision_config") is AutoConfig
-
-
 def filled(config: PretrainedConfig) -> PretrainedConfig:
     """A config with the nested ones that are None by default."""
     for key, kind in getattr(type(config), "sub_configs", {}).items():
@@ -179,15 +180,6 @@ def shorten(values: Values, layers: int, missing: Mapping[str, object]) -> None:
             values[key] = min(value, FEW_EXPERTS)
         elif CHOSEN.fullmatch(key) and type(value) is int:
             values[key] = min(value, FEW_CHOSEN)
-
-
-def save_tensors(model: type, folder: Path) -> None:
-    """The tensors of a new model under the names of the hub, in a file that is a hole."""
-    config = AutoConfig.from_pretrained(folder)
-    with torch.device("meta"), AbsentValues():
-        made = model._from_config(config, dtype=torch.bfloat16)  # type: ignore[attr-defined]
-    tensors = stored_tensors(made, config)
-    save({name: tuple(tensor.shape) for name, tensor in tensors.items()}, folder)
 
 
 def save(shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:

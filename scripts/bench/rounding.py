@@ -102,30 +102,24 @@ def read_cell(options: argparse.Namespace, scheme: str, method: str) -> Cell | N
     return Cell(scheme=scheme, method=method, made=made, **score)
 
 
-def best_of_peer(cells: Sequence[Cell], scheme: str, domain: str) -> float | None:
-    return min((c.kl[domain] for c in cells if c.scheme == scheme and c.method in THEIRS), default=None)
-
-
 def markdown(cells: Sequence[Cell]) -> str:
-    """A row a cell; `of peer` is the KL as a share of the peer's best recipe, `time` that of its GPTQ's."""
+    """A row a cell; `of peer` is the KL as a share of the peer's best recipe's, `time` the
+    processor time as one of its GPTQ's."""
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     for cell in cells:
+        peers = [other for other in cells if other.scheme == cell.scheme and other.method in THEIRS]
+        gptq = [peer.made["cpu"] for peer in peers if peer.method == "peer-gptq"]
         words = [cell.scheme, cell.method]
         for domain in DOMAINS:
-            best = best_of_peer(cells, cell.scheme, domain)
+            best = min((peer.kl[domain] for peer in peers), default=None)
             words.append(f"{cell.kl[domain]:.4f} ± {cell.kl_error[domain]:.4f}")
-            words.append("-" if best is None else f"{cell.kl[domain] / best:.2f}")
+            words.append(f"{cell.kl[domain] / best:.2f}" if best else "-")
         words += [f"{cell.nll[domain]:.3f}" for domain in DOMAINS]
-        words += [f"{cell.made['seconds']:.0f}", f"{cell.made['cpu']:.0f}", share_of_time(cell, cells)]
+        words += [f"{cell.made['seconds']:.0f}", f"{cell.made['cpu']:.0f}"]
+        words.append(f"{cell.made['cpu'] / gptq[0]:.2f}" if gptq else "-")
         words.append(f"{cell.made['megabytes']:.0f}")
         lines.append(f"| {' | '.join(words)} |")
     return "\n".join(lines)
-
-
-def share_of_time(cell: Cell, cells: Sequence[Cell]) -> str:
-    """Processor time as a share of that of the peer's GPTQ in the same scheme."""
-    times = [c.made["cpu"] for c in cells if c.scheme == cell.scheme and c.method == "peer-gptq"]
-    return f"{cell.made['cpu'] / times[0]:.2f}" if times else "-"
 
 
 def main() -> None:
