@@ -54,7 +54,7 @@ def main() -> None:
         jobs = [job for job in every if (job.good, job.name) not in done]
         if given.run:
             run(jobs, file)
-        else:
+        elif jobs:
             load_dry(jobs)
 
 
