@@ -32,11 +32,8 @@ def advised(message: str, scheme: str) -> tuple[str, ...]:
     assert found is not None, message
     if found["scheme"]:
         return ("--scheme", found["scheme"])
-    return (
-        "--scheme",
-        scheme,
-        *(("--group-size", found["size"]) if found["size"] else found["keep"].split()),
-    )
+    more = ("--group-size", found["size"]) if found["size"] else found["keep"].split()
+    return ("--scheme", scheme, *more)
 
 
 def written(folder: Path) -> Iterator[tuple[Path, bool | None]]:

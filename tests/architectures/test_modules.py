@@ -7,9 +7,11 @@ import pytest
 
 from tests.architectures.families import save_family
 from tests.command import vexport
+from tests.mutations.edits import QUANTIZATION, config
 from vexport.architectures import resolve
 from vexport.architectures.modules import module_table
 from vexport.checkpoint.index import read_index
+from vexport.records import Json
 
 # A kept layer that vLLM quantizes unless `ignore` has it, and the name under which it asks for it.
 ASKED = {
@@ -26,14 +28,8 @@ def saved(family: str, folder: Path) -> Path:
 
 
 def read_ignore(folder: Path) -> list[str]:
-    config = json.loads((folder / "config.json").read_text())
-    return [str(entry) for entry in config["quantization_config"]["ignore"]]
-
-
-def write_ignore(folder: Path, entries: list[str]) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["ignore"] = entries
-    (folder / "config.json").write_text(json.dumps(config))
+    ignore: list[str] = json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"]
+    return ignore
 
 
 @pytest.mark.vllm
@@ -48,14 +44,13 @@ def test_vllm_leaves_alone_what_is_kept_outside_the_decoder(tmp_path: Path) -> N
             made = vexport("quantize", source, out, "--scheme", scheme, "--ignore", module, "--quiet")
             assert made.code == 0, made.stderr
             written.append(out)
-        out, repaired, holder = (
-            tmp_path / f"{family}-bad",
-            tmp_path / f"{family}-good",
-            asked.rpartition(".")[0],
-        )
+        out, repaired = tmp_path / f"{family}-bad", tmp_path / f"{family}-good"
+        holder = asked.rpartition(".")[0]
         assert vexport("quantize", source, out, "--scheme", "FP8_DYNAMIC", "--quiet").code == 0
-        listed = read_ignore(out)
-        write_ignore(out, [name for name in listed if f"{holder}.q" not in name and asked not in name])
+        ignore: list[Json] = [
+            name for name in read_ignore(out) if f"{holder}.q" not in name and asked not in name
+        ]
+        config(QUANTIZATION, ignore=ignore)(out)
         checked = vexport("check", out, "--format", "json")
         assert module in [finding["where"] for finding in json.loads(checked.stdout)[0]["findings"]]
         vexport("repair", out, repaired, "--quiet")
@@ -94,9 +89,8 @@ def test_names_decide_where_no_class_is_known(name: str, is_table: bool) -> None
 
 def test_a_class_that_could_not_be_built_is_named_in_the_plan(tmp_path: Path) -> None:
     source = save_family("mistral3", tmp_path / "model")
-    config = json.loads((source / "config.json").read_text())
     unknown = next(name for name in sorted(module_table().unknown) if resolve_towers(name))
-    (source / "config.json").write_text(json.dumps({**config, "architectures": [unknown]}))
+    config((), architectures=[unknown])(source)
     _, notes = resolve(unknown, read_index(source).config)
     assert any("outside the language model" in note.expected for note in notes)
 

@@ -1,21 +1,21 @@
 """Layers that vLLM merges of parts which a checkpoint stores as one, or not at all, or in several schemes."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests.architectures.families import save_family
 from tests.command import vexport
 from tests.models import quantize
+from tests.mutations.edits import QUANTIZATION, config, lost, spoiled
 from vexport.architectures import get_architecture
 from vexport.architectures.config import part_sizes
 from vexport.checkpoint.index import read_index
 from vexport.engine.dry.load import DryLoad
 from vexport.plan.build import PlanSettings, build_plan
 from vexport.quantize.job import QuantizeJob, quantize_source
+from vexport.records import Json
 from vexport.scenario import Rule
 
 IN_PROJ = "backbone.layers.0.mixer.in_proj"
@@ -40,8 +40,7 @@ def test_parts_of_a_mamba_layer_are_whole_blocks_by_the_config(tmp_path: Path) -
         "backbone.layers.*.mixer.in_proj (1 layer, tp 2): "
         "out_features 64 is not a multiple of the block's 128 on each of 2 ranks"
     ]
-    config = json.loads((out / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "mamba_head_dim": 40, "ssm_state_size": 32}))
+    config((), mamba_head_dim=40, ssm_state_size=32)(out)
     assert errors(out)[0] == f"{IN_PROJ}: out_features 320 is not a multiple of the block's 128"
 
 
@@ -60,25 +59,18 @@ def test_one_group_of_a_mamba_layer_is_cut_by_row_alone(tmp_path: Path) -> None:
 
 def test_parts_follow_the_config_that_the_class_reads() -> None:
     falcon = get_architecture("FalconH1ForCausalLM")
-    config = {
-        "mamba_expand": 2,
-        "hidden_size": 256,
-        "mamba_n_groups": 2,
-        "mamba_d_state": 64,
-        "mamba_n_heads": 8,
-    }
-    assert part_sizes("in_proj", 1288, falcon, config) == (512, 512, 128, 128, 8)
-    assert part_sizes("in_proj", 776, falcon, {**config, "mamba_d_ssm": 256}) == (256, 256, 128, 128, 8)
-    assert part_sizes("in_proj", 1000, falcon, config) == ()
+    sizes = {"mamba_expand": 2, "hidden_size": 256, "mamba_n_groups": 2}
+    sizes |= {"mamba_d_state": 64, "mamba_n_heads": 8}
+    assert part_sizes("in_proj", 1288, falcon, sizes) == (512, 512, 128, 128, 8)
+    assert part_sizes("in_proj", 776, falcon, {**sizes, "mamba_d_ssm": 256}) == (256, 256, 128, 128, 8)
+    assert part_sizes("in_proj", 1000, falcon, sizes) == ()
     assert part_sizes("gate_up_proj", 1024, falcon, {}) == (512, 512)
 
 
 def test_values_that_are_the_keys_are_no_missing_tensor(tmp_path: Path) -> None:
     out = quantize(save_family("gemma4", tmp_path / "model"), tmp_path / "out", "W4A16")
     assert errors(out) == []
-    tensors = load_file(out / "model.safetensors")
-    lost = {name: value for name, value in tensors.items() if "layers.0.self_attn.v_proj" not in name}
-    save_file(lost, out / "model.safetensors", metadata={"format": "pt"})
+    lost(lambda name: "layers.0.self_attn.v_proj" in name)(out)
     assert any("layers.0.self_attn.v_proj" in error for error in errors(out))
 
 
@@ -86,19 +78,15 @@ def test_values_that_are_the_keys_are_no_missing_tensor(tmp_path: Path) -> None:
 def test_vllm_finds_values_that_are_the_keys_in_ignore_and_in_targets(tmp_path: Path) -> None:
     model = save_family("gemma4", tmp_path / "model")
     kept = quantize(model, tmp_path / "kept", "W4A16", "--ignore", r"re:.*layers\.1\.self_attn\.[qk]_proj")
-    config = json.loads((kept / "config.json").read_text())["quantization_config"]
-    assert "model.layers.1.self_attn.v_proj" in config["ignore"]
+    ignore = json.loads((kept / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "model.layers.1.self_attn.v_proj" in ignore
     recipe = tmp_path / "recipe.yaml"
     schemes = {"FP8_DYNAMIC": ["re:.*layers.1.self_attn.*"], "W4A16": ["Linear"]}
     recipe.write_text(json.dumps({"QuantizationModifier": {"scheme": schemes, "ignore": ["lm_head"]}}))
     mixed = tmp_path / "mixed"
     assert vexport("quantize", model, mixed, "--recipe", recipe, "--quiet").code == 0
-    broken = tmp_path / "broken"
-    shutil.copytree(kept, broken)
-    entries = [name for name in config["ignore"] if "v_proj" not in name]
-    values = json.loads((kept / "config.json").read_text())
-    values["quantization_config"]["ignore"] = entries
-    (broken / "config.json").write_text(json.dumps(values))
+    entries: list[Json] = [name for name in ignore if "v_proj" not in name]
+    broken = spoiled(kept, tmp_path / "broken", config(QUANTIZATION, ignore=entries))
     reports = DryLoad(checkpoints=[kept, mixed, broken], tp=(1, 2)).reports()
     assert [cell.status for report in reports for cell in report.cells] == ["loads"] * 4 + ["refused"] * 2
     assert [bool(errors(out)) for out in (kept, mixed, broken)] == [False, False, True]

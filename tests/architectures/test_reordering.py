@@ -10,6 +10,7 @@ from tests.architectures.families import save_family
 from tests.architectures.test_families import plan_of
 from tests.command import vexport
 from tests.models import save_llama
+from tests.mutations.edits import config
 from vexport.formats.schemes import all_schemes
 from vexport.plan.build import PlanSettings
 
@@ -59,8 +60,7 @@ def test_blocks_that_are_whole_heads_follow(tmp_path: Path) -> None:
 def test_rows_that_only_a_plain_weight_follows_stay_as_they_are(tmp_path: Path) -> None:
     """K2-Horizon turns the rows of q and k for the rotary order where their tensor is called `weight`."""
     source = save_llama(tmp_path / "model")
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps({**config, "architectures": ["K2HorizonForCausalLM"]}))
+    config((), architectures=["K2HorizonForCausalLM"])(source)
     for scheme in ALL:
         refusals = plan_of(source, scheme).refusals
         assert {finding.where for finding in refusals} == {

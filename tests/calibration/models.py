@@ -1,12 +1,18 @@
-"""Micro models of several families with random weights, and what a whole-model run sees of them."""
+"""Micro models of several families with random weights, plans, samples, and what a whole-model run sees."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
+
+from vexport.calibration import Samples, calibrate
+from vexport.calibration.walk import LayerWalk
+from vexport.checkpoint.index import SourceIndex, read_index
+from vexport.records import CalibrationRecord, FusionGroup, KvCache, LinearPlan, Plan
 
 VOCABULARY = 128
 COMMON: Mapping[str, object] = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "dtype": "bfloat16"}
@@ -150,9 +156,53 @@ def whole_model_run(folder: Path, names: Sequence[str], batches: Sequence[torch.
 
 
 def _seen(values: torch.Tensor) -> Seen:
-    return Seen(
-        low=values.min().item(),
-        high=values.max().item(),
-        tokens=values.shape[0],
-        squares=values.double().square().mean(0).float(),
-    )
+    squares = values.double().square().mean(0).float()
+    return Seen(low=values.min().item(), high=values.max().item(), tokens=len(values), squares=squares)
+
+
+def samples(lengths: Sequence[int] = (12, 20, 12, 7, 20, 12), seed: int = 3) -> Samples:
+    """Random token ids; the rows are numbered from 1, every second line being blank."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    rows = tuple(1 + 2 * number for number in range(len(lengths)))
+    return Samples(token_ids=tuple(tuple(row) for row in ids), rows=rows)
+
+
+def batches_of(chosen: Samples) -> list[torch.Tensor]:
+    return [torch.tensor([ids]) for ids in chosen.token_ids]
+
+
+def calibrated(planned: tuple[SourceIndex, Plan], chosen: Samples) -> CalibrationRecord:
+    index, plan = planned
+    return calibrate(LayerWalk(index), plan, chosen)
+
+
+def plan_for(
+    folder: Path,
+    *,
+    scheme: str = "FP8",
+    observer: str = "memoryless_minmax",
+    head: bool = False,
+    kv_cache: KvCache | None = None,
+) -> tuple[SourceIndex, Plan]:
+    """A plan that quantizes every linear layer alone, whatever the architecture fuses."""
+    index = read_index(folder)
+    groups = []
+    for tensor in index.tensors.values():
+        name = tensor.name.removesuffix(".weight")
+        embedding = any(part in name for part in ("embed_tokens", "embed_positions", "wte", "wpe", "embed"))
+        if (
+            tensor.name == name
+            or len(tensor.shape) != 2
+            or "norm" in name
+            or (embedding and "embed_out" not in name)
+        ):
+            continue
+        if name in ("lm_head", "embed_out") and not head:
+            continue
+        rows, columns = tensor.shape
+        linear = LinearPlan(name=name, weight=tensor.name, out_features=rows, in_features=columns)
+        groups.append(FusionGroup(name=name, scheme=scheme, observer=observer, members=(linear,)))
+    unsized = partial(Plan, source_bytes=0, output_bytes=0, parameters=0, kept=(), kept_linears=())
+    name = "LlamaForCausalLM"
+    return index, unsized(source=str(folder), architecture=name, groups=tuple(groups), kv_cache=kv_cache)

@@ -9,8 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.calibration.make import batches_of, samples
-from tests.calibration.models import configs
+from tests.calibration.models import batches_of, configs, samples
 from vexport.calibration import capture
 from vexport.calibration.capture import LayerCall, capture_layer_calls, fast_products, watching_attention
 from vexport.calibration.model import HiddenStates
@@ -89,9 +88,7 @@ def test_products_are_sums_rounded_once(dtype: torch.dtype, monkeypatch: pytest.
     assert "forward" not in model[0].__dict__
 
 
-def test_an_older_torch_that_does_not_know_its_cpu_multiplies_as_it_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_older_torch_that_knows_no_cpu_multiplies_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cpu, "get_capabilities")
     assert not capture.widens("cpu")
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.calibration.make import samples
-from tests.calibration.models import expert_configs, save
+from tests.calibration.models import expert_configs, samples, save
 from tests.command import vexport
 from vexport.calibration import Samples, read_samples
 from vexport.calibration.sources import shuffled
@@ -62,21 +61,18 @@ def test_the_answer_says_how_far_the_experts_were_reached(folder: Path, tmp_path
     assert "experts" not in ran.stdout
 
 
-def test_experts_that_no_token_reaches_are_named(folder: Path, tmp_path: Path) -> None:
+def test_unreached_experts_are_named_and_an_unknown_device_refused(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "few.jsonl").write_text(json.dumps({"input_ids": [5]}))
     command = ("quantize", folder / "model", tmp_path / "out", "--scheme", "FP8", "--quiet")
     ran = vexport(*command, "--calibration", tmp_path / "few.jsonl")
     assert ran.code == 0, ran.stderr
     assert "16 experts in 2 layers: 0 to 1 calibration tokens routed to each, median 0" in ran.stdout
     assert "no token was routed to 12 experts: model.layers.0.mlp.experts " in ran.stdout
-
-
-def test_a_device_that_is_not_there_is_refused(folder: Path, tmp_path: Path) -> None:
-    command = ("quantize", folder / "model", tmp_path / "out", "--scheme", "FP8", "--quiet")
+    command = ("quantize", folder / "model", tmp_path / "other", "--scheme", "FP8", "--quiet")
     ran = vexport(*command, "--calibration", folder / "samples.jsonl", "--device", "gpu")
     assert ran.code == 2
     assert "device 'gpu': got no use of it" in ran.errors[0]
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "other").exists()
 
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
@@ -256,9 +252,3 @@ def test_a_data_set_that_was_downloaded_is_read_offline(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     assert read_samples(data, DEMO, vocab_size=VOCABULARY).token_ids == ((3, 4, 5),) * 2
-
-
-def test_data_of_the_types_module_are_read_as_they_are(tmp_path: Path) -> None:
-    rows = written(tmp_path / "rows.jsonl", {"input_ids": [5, 6]})
-    data = CalibrationData(name=str(rows), samples=1, seq_len=1)
-    assert read_samples(data, DEMO, vocab_size=VOCABULARY).token_ids == ((5,),)

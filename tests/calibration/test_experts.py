@@ -9,12 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
-from tests.calibration.make import batches_of, calibrated, plan_for, samples
-from tests.calibration.models import LLAMA_LIKE, expert_configs, save, whole_model_run
+from tests.calibration.models import (
+    LLAMA_LIKE,
+    batches_of,
+    calibrated,
+    expert_configs,
+    plan_for,
+    samples,
+    save,
+    whole_model_run,
+)
+from tests.mutations.edits import drop, put, times
 from vexport.calibration import calibrate
 from vexport.calibration.inputs import arithmetic_of
 from vexport.calibration.walk import LayerWalk
@@ -181,14 +189,12 @@ def test_importance_of_experts(name: str, tmp_path: Path) -> None:
 def test_an_expert_that_overflows_is_named(tmp_path: Path, routed: bool) -> None:
     """Also where no token is routed to it, its router's logit being 0 where others are large."""
     folder = save(expert_configs()["mixtral"], tmp_path / "model")
-    tensors = load_file(folder / "model.safetensors")
     block = "model.layers.1.block_sparse_moe"
     for leaf in ("w1", "w3"):
-        tensors[f"{block}.experts.3.{leaf}.weight"].mul_(1e20)
+        put(f"{block}.experts.3.{leaf}.weight", times(1e20))(folder)
     if not routed:
-        tensors[f"{block}.gate.weight"][3] = 0.0
-        tensors["model.layers.1.post_attention_layernorm.weight"].mul_(100)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        put(f"{block}.gate.weight", lambda gate: gate * (torch.arange(EXPERTS)[:, None] != 3))(folder)
+        put("model.layers.1.post_attention_layernorm.weight", times(100))(folder)
     with pytest.raises(
         CheckpointFailed,
         match=r"block_sparse_moe\.experts\.3\.w2: calibration row .* makes an input that is not finite",
@@ -198,9 +204,7 @@ def test_an_expert_that_overflows_is_named(tmp_path: Path, routed: bool) -> None
 
 def test_an_incomplete_list_of_experts_is_named(tmp_path: Path) -> None:
     folder = save(expert_configs()["mixtral"], tmp_path / "model")
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.block_sparse_moe.experts.5.w2.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    drop("model.layers.1.block_sparse_moe.experts.5.w2.weight")(folder)
     with pytest.raises(InputError, match=r"experts\.0\.w2\.weight: got what does not make .*\(shape \(7, "):
         calibrated(plan_with_experts(folder), samples([5]))
 
@@ -241,9 +245,7 @@ def test_experts_without_a_gate(all_tokens: bool) -> None:
         torch.testing.assert_close(arithmetic.leave(entered, answers), own)
 
 
-def test_experts_with_arithmetic_of_their_own_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_with_unknown_arithmetic_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index, plan = plan_with_experts(save(expert_configs()["qwen3_moe"], tmp_path / "qwen3_moe"))
     monkeypatch.setattr("vexport.calibration.inputs.KINDS", ())
     with pytest.raises(InputError, match=r"the arithmetic of Qwen3MoeExperts is not known"):
@@ -251,20 +253,11 @@ def test_experts_with_arithmetic_of_their_own_are_refused(
 
 
 TEXT: Mapping[str, object] = {**LLAMA_LIKE, "num_hidden_layers": 2, "head_dim": 16, "dtype": None}
-TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
+TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+TOWER |= {"image_size": 28, "patch_size": 14}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-TOKENS = {
-    "image_token_id": 100,
-    "video_token_id": 101,
-    "vision_start_token_id": 102,
-    "vision_end_token_id": 103,
-}
+TOKENS = {"image_token_id": 100, "video_token_id": 101}
+TOKENS |= {"vision_start_token_id": 102, "vision_end_token_id": 103}
 
 
 def configs() -> Mapping[str, tuple[transformers.PreTrainedConfig, str, str]]:

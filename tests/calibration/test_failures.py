@@ -1,26 +1,23 @@
 """What calibration refuses: values that are not finite, layers without tokens, models of another shape."""
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaForCausalLM
 
-from tests.calibration.make import calibrated, plan_for, samples
-from tests.calibration.models import configs, save
+from tests.calibration.models import calibrated, configs, plan_for, samples, save
+from tests.mutations.edits import config, drop, element, put, spoiled
 from vexport.calibration import calibrate
 from vexport.calibration.capture import capture_layer_calls
 from vexport.calibration.model import HiddenStates
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import read_index
 from vexport.errors import CheckpointFailed, InputError
-from vexport.records import LinearPlan
+from vexport.records import Json, LinearPlan
 
-Change = Callable[[dict[str, torch.Tensor]], None]
+UNBUILT = "a model that transformers can build"
 
 
 @pytest.fixture(scope="module")
@@ -28,21 +25,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(configs()["llama"], tmp_path_factory.mktemp("llama") / "model")
 
 
-def changed(source: Path, out: Path, change: Change) -> Path:
-    tensors = load_file(source / "model.safetensors")
-    change(tensors)
-    out.mkdir()
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text((source / "config.json").read_text())
-    return out
-
-
 @pytest.mark.parametrize("layer", ["1.self_attn.v_proj", "2.mlp.down_proj", "0.mlp.up_proj"])
 def test_the_layer_that_makes_the_value_is_named(llama: Path, tmp_path: Path, layer: str) -> None:
-    def infinite(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[f"model.layers.{layer}.weight"][0, 0] = torch.inf
-
-    folder = changed(llama, tmp_path / "model", infinite)
+    folder = spoiled(llama, tmp_path / "model", put(f"model.layers.{layer}.weight", element(torch.inf)))
     words = rf"^model\.layers\.{layer}: calibration row 1 makes an output that is not finite"
     with pytest.raises(CheckpointFailed, match=words):
         calibrated(plan_for(folder), samples())
@@ -58,10 +43,7 @@ def test_a_layer_that_sees_no_token_is_named(llama: Path) -> None:
 
 
 def test_a_missing_weight_is_named(llama: Path, tmp_path: Path) -> None:
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        del tensors["model.layers.1.input_layernorm.weight"]
-
-    folder = changed(llama, tmp_path / "model", change)
+    folder = spoiled(llama, tmp_path / "model", drop("model.layers.1.input_layernorm.weight"))
     with pytest.raises(InputError, match=r"model\.layers\.1\.input_layernorm\.weight: got no tensor"):
         calibrated(plan_for(folder), samples())
 
@@ -82,21 +64,16 @@ def test_a_model_that_does_more_between_its_layers_is_refused(llama: Path) -> No
     ("changes", "words"),
     [
         ({"auto_map": {"AutoConfig": "code.Config"}, "model_type": "unheard"}, "--trust-remote-code"),
-        ({"model_type": "unheard"}, "a model that transformers can build"),
-        ({"num_attention_heads": 0}, "a model that transformers can build"),
-        (
-            {"rope_parameters": {"rope_type": "none such", "rope_theta": 1.0}},
-            "a model that transformers can build",
-        ),
+        ({"model_type": "unheard"}, UNBUILT),
+        ({"num_attention_heads": 0}, UNBUILT),
+        ({"rope_parameters": {"rope_type": "none such", "rope_theta": 1.0}}, UNBUILT),
     ],
 )
 def test_a_config_that_transformers_refuses_is_one_line(
-    changes: dict[str, object], words: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Json], words: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_for(llama)[1]
-    folder = changed(llama, tmp_path / "model", lambda _: None)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    folder = spoiled(llama, tmp_path / "model", config((), **changes))
     (folder / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with pytest.raises(InputError, match=words) as caught:
         calibrate(LayerWalk(read_index(folder)), plan, samples())

@@ -7,8 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.calibration.make import samples
-from tests.calibration.models import configs, save
+from tests.calibration.models import configs, samples, save
 from vexport.calibration import gradients
 from vexport.calibration.gradients import Gradients, TokenWeights, weights_of
 from vexport.calibration.smoothing import look_back
@@ -64,9 +63,7 @@ def gradients_of_whole_model(folder: Path) -> Mapping[str, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("own_products")
-def test_weights_go_by_the_gradients_of_the_whole_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_go_by_gradients_of_the_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(configs()["llama"], tmp_path / "llama")
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
     monkeypatch.setattr(Gradients, "_errors", always_the_last)

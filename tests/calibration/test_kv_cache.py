@@ -11,8 +11,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.calibration.make import batches_of, calibrated, plan_for, samples
-from tests.calibration.models import configs, expert_configs, save, whole_model_run
+from tests.calibration.models import (
+    batches_of,
+    calibrated,
+    configs,
+    expert_configs,
+    plan_for,
+    samples,
+    save,
+    whole_model_run,
+)
 from vexport.calibration import calibrate
 from vexport.calibration.walk import LayerWalk
 from vexport.errors import InputError
@@ -38,14 +46,10 @@ def cached(folder: Path) -> list[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
         for ids in batches_of(samples(LENGTHS)):
             cache = DynamicCache(config=model.config)
             model(input_ids=ids, past_key_values=cache, use_cache=True)
-            layers = [getattr(layer, "keys", None) for layer in cache.layers]
-            found.append(
-                {
-                    number: (keys, cache.layers[number].values)
-                    for number, keys in enumerate(layers)
-                    if isinstance(keys, torch.Tensor)
-                }
-            )
+            held = {
+                n: layer for n, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None
+            }
+            found.append({number: (layer.keys, layer.values) for number, layer in held.items()})
     return found
 
 
@@ -70,15 +74,12 @@ def test_ranges_are_those_of_the_cache(name: str, tmp_path: Path) -> None:
         assert found[module].value == by_head([run[number][1] for run in runs])
 
 
-def test_attention_without_the_interface_is_refused(tmp_path: Path) -> None:
+def test_attention_without_the_interface_is_refused_and_transformers_left_as_it_was(tmp_path: Path) -> None:
     folder = save(FAMILIES["bloom"], tmp_path / "model")
     with pytest.raises(InputError, match=r"KV cache: got no attention layer"):
         calibrated(plan_for(folder, kv_cache="fp8"), samples([5]))
-
-
-def test_transformers_is_left_as_it_was(tmp_path: Path) -> None:
     before = dict(ALL_ATTENTION_FUNCTIONS)
-    calibrated(plan_for(save(FAMILIES["llama"], tmp_path / "model"), kv_cache="fp8"), samples([5]))
+    calibrated(plan_for(save(FAMILIES["llama"], tmp_path / "llama"), kv_cache="fp8"), samples([5]))
     assert dict(ALL_ATTENTION_FUNCTIONS) == before
 
 

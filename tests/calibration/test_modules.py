@@ -148,12 +148,22 @@ def test_outputs_and_attention_states() -> None:
         assert torch.allclose(module.get_parameter(f"{name}_scale").flatten(), per_head * factor)
 
 
-def test_a_scale_without_tokens_is_refused() -> None:
+def test_no_tokens_an_input_by_name_and_unknown_names_are_refused() -> None:
     module = linear(preset_name_to_scheme("FP8", ["Linear"]))
     initialize_observer(module, "input")
     observe(module, "input", torch.empty(0, 64))
     with pytest.raises(CheckpointFailed, match=r"Linear\(in_features=64.*: input: got 0 tokens"):
         update_qparams(module, "input")
+    module.register_forward_pre_hook(calibrate_input_hook)
+    with pytest.raises(ValueError, match="got tuple, need an observer and a tensor for its input"):
+        module(input=torch.ones(1, 64))
+    module = linear(preset_name_to_scheme("FP8", ["Linear"]))
+    with pytest.raises(
+        ValueError, match="'weights': got an unknown name, need one of weight, input, output, q"
+    ):
+        initialize_observer(module, "weights")
+    with pytest.raises(ValueError, match="no input_observer"):
+        calibrate_input_hook(module, (torch.ones(1, 64),))
 
 
 @pytest.mark.parametrize("scheme", ["FP8", "NVFP4"])
@@ -166,24 +176,6 @@ def test_inputs_that_are_not_finite_get_no_scale(scheme: str, bad: float) -> Non
     observe(module, "input", value)
     with pytest.raises(CheckpointFailed, match="input: got values that are not finite"):
         update_qparams(module, "input")
-
-
-def test_an_input_given_by_name_is_refused() -> None:
-    module = linear(preset_name_to_scheme("FP8", ["Linear"]))
-    initialize_observer(module, "input")
-    module.register_forward_pre_hook(calibrate_input_hook)
-    with pytest.raises(ValueError, match="got tuple, need an observer and a tensor for its input"):
-        module(input=torch.ones(1, 64))
-
-
-def test_unknown_names_and_missing_observers_are_refused() -> None:
-    module = linear(preset_name_to_scheme("FP8", ["Linear"]))
-    with pytest.raises(
-        ValueError, match="'weights': got an unknown name, need one of weight, input, output, q"
-    ):
-        initialize_observer(module, "weights")
-    with pytest.raises(ValueError, match="no input_observer"):
-        calibrate_input_hook(module, (torch.ones(1, 64),))
 
 
 def test_modules_come_once_and_in_order() -> None:
@@ -244,9 +236,7 @@ def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
         {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
     ],
 )
-def test_weights_that_are_not_finite_are_refused(
-    changes: dict[str, object], observer: str, bad: float
-) -> None:
+def test_weights_not_finite_are_refused(changes: dict[str, object], observer: str, bad: float) -> None:
     module = linear(scheme_of(weights=args(observer=observer, **changes)))
     module.weight.data[3, 5] = bad
     initialize_observer(module, "weight")

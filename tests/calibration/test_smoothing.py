@@ -13,11 +13,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from tests.calibration.make import plan_for, samples
-from tests.calibration.models import configs, expert_configs, save
+from tests.calibration.models import configs, expert_configs, plan_for, samples, save
 from tests.command import vexport
 from tests.models import quantize, save_llama, write_calibration
-from tests.mutations.edits import forget_digests
+from tests.mutations.edits import forget_digests, put, spoiled, times
 from vexport.calibration.smoothing import look_back
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex, read_index
@@ -148,20 +147,14 @@ def smoothed(source: Path, text: Path) -> Path:
 
 def test_quantize_smooths_and_check_knows(source: Path, text: Path, smoothed: Path, tmp_path: Path) -> None:
     assert (smoothed / SMOOTHING).is_file()
-    assert vexport("check", smoothed, "--source", source).code == 0
     plain = quantize(source, tmp_path / "plain", "W8A8", "--calibration", text)
     assert not (plain / SMOOTHING).exists()
     ran = vexport("check", smoothed, "--source", source, "--format", "json")
     (report,) = json.loads(ran.stdout)
+    assert ran.code == 0
     assert not [one for one in report["findings"] if one["severity"] == "error"]
-    tensors = load_file(smoothed / "model.safetensors")
     norm = "model.layers.1.input_layernorm.weight"
-    tensors[norm] = tensors[norm] * 2
-    (tmp_path / "spoiled").mkdir()
-    for file in smoothed.iterdir():
-        (tmp_path / "spoiled" / file.name).write_bytes(file.read_bytes())
-    save_file(tensors, tmp_path / "spoiled" / "model.safetensors", metadata={"format": "pt"})
-    ran = vexport("check", tmp_path / "spoiled", "--source", source)
+    ran = vexport("check", spoiled(smoothed, tmp_path / "spoiled", put(norm, times(2))), "--source", source)
     assert ran.code == 1
     assert norm in ran.stdout
 
@@ -241,10 +234,8 @@ def test_repair_takes_nothing_from_a_source_smoothed_otherwise(
     how = ("--rounding", "nearest", "--smoothing", 0.5)
     broken = quantize(source, tmp_path / "broken", "NVFP4", "--calibration", text, *how)
     out, shared = tmp_path / "out", "model.layers.1.self_attn.q_proj.weight_global_scale"
-    tensors = load_file(broken / "model.safetensors")
-    whole = tensors[shared].clone()
-    tensors[shared] *= 2
-    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    whole = load_file(broken / "model.safetensors")[shared]
+    put(shared, times(2))(broken)
     forget_digests(broken)
     if whose != "its own":
         exponents, layer = np.resize(np.array([-1, 0], np.int8), 256), "model.layers.1."

@@ -53,9 +53,7 @@ def test_a_flipped_byte_is_found(good: Good, tmp_path: Path) -> None:
     assert not (tmp_path / "repaired").exists()
 
 
-def test_what_is_large_is_compared_when_asked(
-    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_files_wait_to_be_asked(good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests, "MOST_BYTES", 1000)
     folder = copytree(good("W4A16"), tmp_path / "out")
     flip(folder)

@@ -67,9 +67,7 @@ def test_quantized_tables(tmp_path: Path, model: str, target: str, tied: bool, w
         ("Gemma2ForCausalLM", OF_CLASS, False),
     ],
 )
-def test_targeted_tables_that_are_not_quantized(
-    tmp_path: Path, model: str, target: str, refused: bool
-) -> None:
+def test_targeted_tables_in_16_bits(tmp_path: Path, model: str, target: str, refused: bool) -> None:
     got = said(checkpoint(tmp_path / "table", model, target, tied=False, packed=False))
     assert got == ("an unquantized weight" if refused else "")
 
@@ -119,7 +117,7 @@ def test_a_name_wins_over_a_class_and_a_later_group_over_an_earlier_of_the_same_
     assert chosen(f"{ATTENTION}.qkv_proj", QKV, *groups) == name
 
 
-def test_all_experts_get_what_the_first_gets() -> None:
+def test_experts_tables_and_heads_have_rules_of_their_own() -> None:
     last = (f"{EXPERTS}.7.gate_proj", f"{EXPERTS}.7.up_proj")
     assert chosen(f"{EXPERTS}.7.w13", last, group("a", "re:.*experts.0.*")) == "a"
     assert chosen(f"{EXPERTS}.7.w13", last, group("a", "re:.*experts.7.*")) is None
@@ -127,6 +125,10 @@ def test_all_experts_get_what_the_first_gets() -> None:
     assert chosen(f"{EXPERTS}.7.w13", last, group("a", "linear")) is None
     assert [*ignored(f"{EXPERTS}.7.w13", last, ["re:.*experts.7.*"], OF_LLAMA)] == []
     assert [*ignored(f"{EXPERTS}.7.w13", last, ["re:.*experts.0.*"], OF_LLAMA)] == [*last]
+    assert chosen("model.embed_tokens", ("model.embed_tokens",), group("a", "Linear")) is None
+    assert chosen("model.embed_tokens", ("model.embed_tokens",), group("a", "Embedding")) == "a"
+    assert chosen("lm_head", ("lm_head",), group("a", "Linear", "Embedding")) is None
+    assert chosen("lm_head", ("lm_head",), group("a", "LMHead")) == "a"
 
 
 def test_a_fused_layer_is_ignored_by_its_own_name_or_by_its_parts_where_vllm_knows_them() -> None:
@@ -135,10 +137,3 @@ def test_a_fused_layer_is_ignored_by_its_own_name_or_by_its_parts_where_vllm_kno
     assert [*ignored(unit, QKV, [QKV[0]], OF_LLAMA)] == [QKV[0]]
     assert [*ignored(unit, QKV, QKV, UNRESOLVED)] == []
     assert [*ignored(unit, QKV, ["re:.*qkv_proj"], UNRESOLVED)] == [*QKV]
-
-
-def test_tables_and_heads_have_classes_of_their_own() -> None:
-    assert chosen("model.embed_tokens", ("model.embed_tokens",), group("a", "Linear")) is None
-    assert chosen("model.embed_tokens", ("model.embed_tokens",), group("a", "Embedding")) == "a"
-    assert chosen("lm_head", ("lm_head",), group("a", "Linear", "Embedding")) is None
-    assert chosen("lm_head", ("lm_head",), group("a", "LMHead")) == "a"

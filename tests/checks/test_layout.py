@@ -1,7 +1,6 @@
 """The tensors of a model are those that vLLM's classes build, by their config; what is not judged is said."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.architectures.families import save_family
 from tests.models import errors, quantize
-from tests.mutations.edits import WEIGHTS, Tensors, forget_digests
+from tests.mutations.edits import WEIGHTS, WHOLE, Change, Tensors, config, lost, spoiled, tensors, without
 from vexport.architectures import Architecture, architecture_table
 from vexport.architectures.layouts import get_layout, layouts
 from vexport.checkpoint.index import read_index
@@ -62,9 +61,6 @@ def test_what_a_class_always_has_needs_no_config() -> None:
     assert {ATTENTION.format(projection) for projection in "qkv"} < parameters("Qwen2ForCausalLM")
     assert {"self_attn.q_norm.weight", "self_attn.k_norm.weight"} < parameters("Qwen3ForCausalLM")
     assert "pre_feedforward_layernorm.weight" in parameters("Gemma2ForCausalLM")
-
-
-def test_experts_have_the_names_of_the_large_table() -> None:
     table = architecture_table()
     for name in layouts().keys() & table.architectures.keys():
         entry, experts = get_layout(name), table.architectures[name].experts
@@ -73,16 +69,17 @@ def test_experts_have_the_names_of_the_large_table() -> None:
         assert experts is None or own <= {*experts}, name
 
 
-def dropped(start: str) -> Callable[[Tensors], Tensors]:
-    return lambda tensors: {name: value for name, value in tensors.items() if not name.startswith(start)}
+def dropped(start: str) -> Change:
+    return lost(lambda name: name.startswith(start))
 
 
-def stacked(tensors: Tensors) -> Tensors:
+@tensors
+def stacked(values: Tensors) -> None:
     """The experts of the second layer in one tensor each, under a name that no loader of vLLM knows."""
     start = "model.layers.1.mlp.experts."
-    experts = {name: value for name, value in tensors.items() if name.startswith(start)}
-    down = torch.stack([value for name, value in experts.items() if name.endswith("down_proj.weight_packed")])
-    return {**dropped(start)(tensors), f"{start}down_proj_packed": down}
+    experts = {name: values.pop(name) for name in [*values] if name.startswith(start)}
+    down = [value for name, value in experts.items() if name.endswith("down_proj.weight_packed")]
+    values[f"{start}down_proj_packed"] = torch.stack(down)
 
 
 @pytest.mark.parametrize(
@@ -105,14 +102,10 @@ def stacked(tensors: Tensors) -> Tensors:
         ("gpt2", dropped("transformer.wpe"), "transformer.wpe.weight"),
     ],
 )
-def test_the_first_cause_is_named(
-    family: str, spoil: Callable[[Tensors], Tensors], where: str, tmp_path: Path
-) -> None:
+def test_the_first_cause_is_named(family: str, spoil: Change, where: str, tmp_path: Path) -> None:
     folder = quantize(save_family(family, tmp_path / "source"), tmp_path / "out", "NVFP4A16")
     assert errors(folder) == []
-    forget_digests(folder)
-    save_file(spoil(load_file(folder / WEIGHTS)), folder / WEIGHTS)
-    assert [finding.where for finding in errors(folder)][:1] == [where]
+    assert [finding.where for finding in errors(spoiled(folder, tmp_path / "spoiled", spoil))][:1] == [where]
 
 
 @pytest.mark.parametrize(
@@ -121,11 +114,9 @@ def test_the_first_cause_is_named(
 )
 def test_sizes_of_nested_configs_count(family: str, part: str, key: str, tmp_path: Path) -> None:
     folder = quantize(save_family(family, tmp_path / "source"), tmp_path / "out", "FP8_DYNAMIC")
-    config = json.loads((folder / "config.json").read_text())
-    config[part][key] *= 2
-    forget_digests(folder)
-    (folder / "config.json").write_text(json.dumps(config))
-    assert {finding.check for finding in errors(folder)} == {"shapes"}
+    size = json.loads((folder / "config.json").read_text())[part][key]
+    larger = spoiled(folder, tmp_path / "larger", config((part,), **{key: 2 * size}))
+    assert {finding.check for finding in errors(larger)} == {"shapes"}
 
 
 def what(folder: Path) -> list[str]:
@@ -133,24 +124,16 @@ def what(folder: Path) -> list[str]:
         return [each.what for each in unjudged_tensors(CheckpointView(read_index(folder), reader))]
 
 
-def test_a_class_whose_tensors_are_not_known_is_named(tmp_path: Path) -> None:
+def test_tensors_of_which_nothing_is_known_are_named(tmp_path: Path) -> None:
     assert what(save_family("llama", tmp_path / "llama")) == []
-    config = json.loads((tmp_path / "llama/config.json").read_text())
-    (tmp_path / "llama/config.json").write_text(
-        json.dumps(config | {"architectures": ["InternLM2ForCausalLM"]})
-    )
+    config(WHOLE, architectures=["InternLM2ForCausalLM"])(tmp_path / "llama")
     (entry,) = what(tmp_path / "llama")
     assert "InternLM2ForCausalLM" in entry
-
-
-def test_what_of_a_known_class_is_not_known_is_named(tmp_path: Path) -> None:
     folder = save_family("qwen3-next", tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    del config["layer_types"]
-    (folder / "config.json").write_text(json.dumps(config))
+    without(WHOLE, "layer_types")(folder)
     (entry,) = what(folder)
     assert "linear_attn" in entry
-    (folder / "config.json").write_text(json.dumps({**config, "full_attention_interval": 4}))
+    config(WHOLE, full_attention_interval=4)(folder)
     assert what(folder) == []
 
 
@@ -169,24 +152,20 @@ def wrapped(llama: Path, folder: Path, kind: str, *, last_layer: bool = True) ->
     stored: Tensors = load_file(llama / WEIGHTS)
     kept = {name: value for name, value in stored.items() if last_layer or ".layers.2." not in name}
     save_file({prefix + name: value for name, value in kept.items()}, folder / WEIGHTS)
-    config: Json = json.loads((llama / "config.json").read_text())
+    inner: Json = json.loads((llama / "config.json").read_text())
     for key in reversed(keys):
-        config = {key: config}
+        inner = {key: inner}
     outer = {"architectures": [architecture], "model_type": model_type, "dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps({**outer, **(config if isinstance(config, dict) else {})}))
+    (folder / "config.json").write_text(json.dumps({**outer, **(inner if isinstance(inner, dict) else {})}))
     return folder
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_a_whole_model_is_clean(llama: Path, tmp_path: Path, kind: str) -> None:
+def test_a_whole_model_is_clean_and_a_missing_layer_is_found(llama: Path, tmp_path: Path, kind: str) -> None:
     model = wrapped(llama, tmp_path / "model", kind)
     assert errors(model) == []
     assert vocab_size(read_index(model)) == 384
-
-
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_a_missing_last_layer_is_found(llama: Path, tmp_path: Path, kind: str) -> None:
-    (finding,) = errors(wrapped(llama, tmp_path / "model", kind, last_layer=False))
+    (finding,) = errors(wrapped(llama, tmp_path / "cut", kind, last_layer=False))
     prefix = WRAPPERS[kind][2]
     assert (finding.check, finding.where) == ("completeness", f"{prefix}model.layers.2")
     assert "3 decoder layers (num_hidden_layers)" in finding.expected

@@ -105,10 +105,8 @@ SPOILED_EXPERTS: Mapping[str, tuple[Change, str, str]] = {
 
 def test_gpt_oss_is_judged(gpt_oss: Path) -> None:
     report = check_checkpoint(str(gpt_oss), Target(tp=(1, 2), sm=(75, 80, 90)))
-    assert {(each.check, each.severity) for each in report.findings} == {
-        ("tokenizer", "warning"),
-        ("devices", "error"),
-    }
+    found = {(each.check, each.severity) for each in report.findings}
+    assert found == {("tokenizer", "warning"), ("devices", "error")}
     assert all("sm 75" in each.where for each in report.findings if each.check == "devices")
 
 
@@ -161,12 +159,8 @@ def test_experts_of_gpt_oss_are_compared_with_the_source(gpt_oss: Path, tmp_path
 @pytest.fixture(scope="session")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A micro Qwen3 MoE; read it, never write to it."""
-    return save_family(
-        "qwen3-moe",
-        tmp_path_factory.mktemp("experts") / "model",
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-    )
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    return save_family("qwen3-moe", folder, num_key_value_heads=4, tie_word_embeddings=False)
 
 
 def routed(name: str, source: Path, folder: Path) -> Path:
@@ -210,15 +204,12 @@ def test_weights_are_compared_with_the_source(written: Good, llama: Path, tmp_pa
     assert errors == {up, gate}
 
 
-def test_what_autoround_writes_on_purpose_is_a_warning(written: Good, tmp_path: Path) -> None:
+def test_what_harms_nothing_is_a_warning(written: Good, tmp_path: Path) -> None:
     """In AWQ's format: symmetric codes whose zero points are stored, and a model in float16."""
     change = all_of(quantization(zero_point=False), config((), dtype="float16"))
     findings = problems(spoiled(written("awq"), tmp_path / "written", change))
     assert {(each.check, each.severity) for each in findings} == {("config", "warning"), ("model", "warning")}
-
-
-def test_what_harms_nothing_is_a_warning(written: Good, tmp_path: Path) -> None:
-    """vLLM reads neither zero points of symmetric codes nor the order of columns, other loaders do."""
+    # vLLM reads neither zero points of symmetric codes nor the order of columns, other loaders do.
     mislabelled = spoiled(written("gptq"), tmp_path / "v2", quantization(checkpoint_format="gptq_v2"))
     assert {each.severity for each in problems(mislabelled)} == {"warning"}
     assert "gptq stores them" in problems(mislabelled)[0].got
@@ -230,15 +221,11 @@ def test_what_harms_nothing_is_a_warning(written: Good, tmp_path: Path) -> None:
 def test_the_older_file_of_modelopt_is_judged(written: Good, tmp_path: Path) -> None:
     def move(folder: Path) -> None:
         whole = json.loads((folder / "config.json").read_text())
-        inner = {
-            "quant_algo": "NVFP4",
-            "group_size": 16,
-            "kv_cache_quant_algo": "FP8",
-            "exclude_modules": ["lm_head"],
-        }
+        inner = {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8"}
         del whole["quantization_config"]
         (folder / "config.json").write_text(json.dumps(whole))
-        older = {"producer": {"name": "modelopt"}, "quantization": inner}
+        inner_and_kept = {**inner, "exclude_modules": ["lm_head"]}
+        older = {"producer": {"name": "modelopt"}, "quantization": inner_and_kept}
         (folder / "hf_quant_config.json").write_text(json.dumps(older))
 
     older = spoiled(written("modelopt-nvfp4"), tmp_path / "older", move)
@@ -341,11 +328,8 @@ def test_vllm_loads_the_sound_and_refuses_the_spoiled(
     ran = vexport("load", "--dry", *sound, missing, *broken, "--sm", "90", "--format", "json", "--quiet")
     answers = {answer["checkpoint"]: answer for answer in json.loads(ran.stdout)}
     assert [*answers] == [*map(str, (*sound, missing, *broken))]
-    assert (ran.code, len(ran.errors), answers[str(missing)]["findings"][0]["got"]) == (
-        2,
-        1,
-        "no such folder",
-    )
+    assert (ran.code, len(ran.errors)) == (2, 1)
+    assert answers[str(missing)]["findings"][0]["got"] == "no such folder"
     told = {path: [each["check"] for each in answers[path]["findings"]] for path in map(str, sound)}
     assert {path for path, names in told.items() if names} == set()
     assert {path for path in map(str, broken) if answers[path]["ok"]} == set()

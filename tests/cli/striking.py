@@ -1,6 +1,7 @@
 """Sends a signal to a command at a moment, and looks at what is left of it."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,11 +28,7 @@ class Struck:
 
     @property
     def errors(self) -> list[str]:
-        return [
-            line
-            for line in self.stderr.splitlines()
-            if line.startswith("error") or "Traceback" in line or "Exception" in line
-        ]
+        return re.findall("^error.*|.*(?:Traceback|Exception).*", self.stderr, re.MULTILINE)
 
 
 def strike(
@@ -48,14 +45,13 @@ def strike(
     With `until` after a line on stderr that begins so; it is sent `times` times.
     """
     temporary = Path(tempfile.mkdtemp(prefix="struck-"))
-    environment = dict(os.environ)
     process = subprocess.Popen(
         [sys.executable, "-m", "vexport", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
-        env={**environment, "TMPDIR": str(temporary)},
+        env={**os.environ, "TMPDIR": str(temporary)},
         start_new_session=True,
     )
     await_handlers(process)

@@ -20,15 +20,6 @@ def scenario(
     return path
 
 
-def test_calibration_data_that_is_missing_is_an_error_even_where_it_would_not_be_read(
-    llama: Path, tmp_path: Path
-) -> None:
-    ran = vexport("quantize", llama, tmp_path / "out", *DATA_FREE, "--calibration", tmp_path / "no.jsonl")
-    assert ran.code == 2
-    assert "no.jsonl: got no such file" in ran.errors[0]
-    assert not (tmp_path / "out").exists()
-
-
 def test_importance_without_data_takes_those_that_ship(llama: Path, tmp_path: Path) -> None:
     """The micro model has no tokenizer to read them with."""
     ran = vexport("quantize", llama, tmp_path / "out", *DATA_FREE, "--observer", "imatrix_mse")
@@ -118,8 +109,11 @@ def test_a_rule_whose_layers_all_have_an_earlier_match_is_named(llama: Path, tmp
 
 
 def test_a_run_without_its_calibration_data_ends_before_anything_starts(llama: Path, tmp_path: Path) -> None:
+    """Even where the data would not be read."""
     path = scenario(tmp_path, llama, "calibration: {data: nothing.jsonl}\n")
-    ran = vexport("run", path, "--run-dir", tmp_path / "run", "--quiet")
-    assert ran.code == 2
-    assert "nothing.jsonl: got no such file" in ran.errors[0]
-    assert not (tmp_path / "run").exists()
+    data_free = ("quantize", llama, tmp_path / "run", *DATA_FREE, "--calibration", tmp_path / "nothing.jsonl")
+    for command in (("run", path, "--run-dir", tmp_path / "run", "--quiet"), data_free):
+        ran = vexport(*command)
+        assert ran.code == 2
+        assert "nothing.jsonl: got no such file" in ran.errors[0]
+        assert not (tmp_path / "run").exists()

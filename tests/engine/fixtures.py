@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-VOCABULARY = 384
+from tests.models import SIZES, VOCABULARY
+
 LAYERS = 2
 # Layers that vLLM runs as one parameter, and that share global scales for it.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
@@ -25,21 +26,8 @@ PARENT = {"q": "self_attn", "k": "self_attn", "v": "self_attn", "o": "self_attn"
 
 def write_model(folder: Path, seed: int = 0) -> Path:
     """An unquantized checkpoint whose next-token distributions are neither flat nor one-hot."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        initializer_range=0.06,
-        tie_word_embeddings=False,
-    )
+    sizes = {**SIZES, "num_hidden_layers": LAYERS, "max_position_embeddings": 512}
+    config = LlamaConfig(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.06)
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     with torch.no_grad():

@@ -1,7 +1,5 @@
 """Arguments of vLLM's engine, judged before an engine starts: types, names, heads."""
 
-import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +8,7 @@ import pytest
 from pydantic import JsonValue
 
 from tests.command import vexport
+from tests.mutations.edits import config, spoiled
 from vexport.engine.arguments import unfit
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
@@ -47,14 +46,9 @@ def test_a_value_is_judged_by_the_type_that_vllm_declares(kind: object, value: J
 
 @pytest.mark.parametrize("command", ["load", "eval"])
 def test_heads_that_cannot_be_cut_are_refused_with_what_can(command: str, tmp_path: Path) -> None:
-    model = Path(shutil.copytree(DEMO, tmp_path / "model"))
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(
-        json.dumps(config | {"num_attention_heads": 9, "num_key_value_heads": 3})
-    )
-    asked = (
-        () if command == "load" else ("--baseline", DEMO, "--task", "gsm8k", "--output-dir", tmp_path / "o")
-    )
+    model = spoiled(DEMO, tmp_path / "model", config((), num_attention_heads=9, num_key_value_heads=3))
+    baseline = ("--baseline", DEMO, "--task", "gsm8k", "--output-dir", tmp_path / "o")
+    asked = () if command == "load" else baseline
     ran = vexport(command, model, *asked, "--tp", "2")
     assert ran.code == 2
     (line,) = ran.errors

@@ -75,6 +75,11 @@ print([torch.equal(weight(flipped), expected) for flipped in (False, True)])
 """
 
 
+def by_compressed_tensors(activations: torch.Tensor, preset: str, **scales: torch.Tensor) -> torch.Tensor:
+    args = preset_name_to_scheme(preset, ["Linear"]).input_activations
+    return round_activations(activations, args, scales, torch.nn.Linear(1, 1))
+
+
 @pytest.fixture
 def activations() -> torch.Tensor:
     values = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 1.3
@@ -120,35 +125,26 @@ def test_fp4_rounds_ties_to_even() -> None:
     assert torch.equal(round_fp4(-ties), -expected)
 
 
-def test_mxfp4_activations_are_compressed_tensors(activations: torch.Tensor) -> None:
-    args = preset_name_to_scheme("MXFP4", ["Linear"]).input_activations
-    expected = round_activations(activations, args, {}, torch.nn.Linear(1, 1))
-    assert torch.equal(fake_mxfp4(activations), expected)
+def test_fp4_activations_are_compressed_tensors(activations: torch.Tensor) -> None:
+    assert torch.equal(fake_mxfp4(activations), by_compressed_tensors(activations, "MXFP4"))
+    global_scale = torch.tensor([448 * 6 / 8.0])
+    expected = by_compressed_tensors(activations, "NVFP4", input_global_scale=global_scale)
+    assert torch.equal(fake_nvfp4(activations, global_scale), expected)
 
 
 @pytest.mark.parametrize(("preset", "group"), [("FP8_BLOCK", 128), ("FP8_DYNAMIC", -1)])
 def test_fp8_groups_of_activations_are_compressed_tensors(
     activations: torch.Tensor, preset: str, group: int
 ) -> None:
-    args = preset_name_to_scheme(preset, ["Linear"]).input_activations
-    expected = round_activations(activations, args, {}, torch.nn.Linear(1, 1))
+    expected = by_compressed_tensors(activations, preset)
     assert (fake_fp8(activations, group) != expected).float().mean() < 0.001
-
-
-def test_nvfp4_activations_are_compressed_tensors(activations: torch.Tensor) -> None:
-    args = preset_name_to_scheme("NVFP4", ["Linear"]).input_activations
-    global_scale = torch.tensor([448 * 6 / 8.0])
-    module = torch.nn.Linear(1, 1)
-    expected = round_activations(activations, args, {"input_global_scale": global_scale}, module)
-    assert torch.equal(fake_nvfp4(activations, global_scale), expected)
 
 
 @pytest.mark.parametrize("preset", ["FP8", "FP8_DYNAMIC"])
 def test_fp8_activations_are_compressed_tensors(activations: torch.Tensor, preset: str) -> None:
-    args = preset_name_to_scheme(preset, ["Linear"]).input_activations
     static = torch.tensor([8.0 / 448])
     scale = static if preset == "FP8" else fp8_token_scale(activations)
-    expected = round_activations(activations, args, {"input_scale": static}, torch.nn.Linear(1, 1))
+    expected = by_compressed_tensors(activations, preset, input_scale=static)
     got = (round_fp8(activations, scale).to(torch.float32) * scale).to(torch.bfloat16)
     different = got != expected
     # One divides by the scale, the other multiplies with its reciprocal: ties may fall either way.

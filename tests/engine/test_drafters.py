@@ -1,9 +1,9 @@
 """The dry load of a target with its drafter: vLLM's own draft classes judge what is kept or quantized."""
 
 import json
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from shutil import copy
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.architectures.families import FAMILIES, save_family
 from tests.command import vexport
+from tests.mutations.edits import QUANTIZATION, config, drop, rename, spoiled
 from vexport.engine.dry.load import DryLoad
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.scenario import Rule
 
-Tensors = dict[str, torch.Tensor]
 DRAFTING = [name for name, family in FAMILIES.items() if family.draft]
 UP = "mtp.layers.0.mlp.experts.1.up_proj.weight"
 RULES = (
@@ -23,23 +23,6 @@ RULES = (
     Rule(match=r"re:.*(^mtp|layers[.]2)[.].*", scheme="W4A16_G64"),
     Rule(match="Linear", scheme="FP8_DYNAMIC"),
 )
-
-
-def change(folder: Path, out: Path, edit: Callable[[Tensors], object]) -> Path:
-    shutil.copytree(folder, out)
-    tensors = load_file(out / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    return out
-
-
-def half_ignored(config: Path) -> None:
-    """Take the pattern of a draft layer out of `ignore`, but for its attention."""
-    contents = json.loads(config.read_text())
-    ignore = contents["quantization_config"]["ignore"]
-    kept = [name for name in ignore if not name.startswith("re:")]
-    contents["quantization_config"]["ignore"] = [*kept, r"re:.*\bmtp\.layers\.0\.self_attn.*"]
-    config.write_text(json.dumps(contents))
 
 
 def eagle(target: Path, folder: Path, without: str = "") -> Path:
@@ -60,9 +43,8 @@ def eagle(target: Path, folder: Path, without: str = "") -> Path:
     folder.mkdir()
     stored = {name: value.clone() for name, value in drafts.items() if name != without}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((target / "config.json").read_text())
-    config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 128}
-    (folder / "config.json").write_text(json.dumps(config))
+    copy(target / "config.json", folder)
+    config((), architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1, draft_vocab_size=128)(folder)
     return folder
 
 
@@ -101,21 +83,20 @@ def test_what_a_drafter_lacks_is_found_only_where_it_drafts(tmp_path: Path) -> N
     source = save_family("qwen3-next-mtp", tmp_path / "model")
     out = tmp_path / "out"
     assert vexport("quantize", source, out, "--scheme", "FP8_DYNAMIC", "--no-verify", "--quiet").code == 0
-    missing = change(out, tmp_path / "missing", lambda tensors: tensors.pop(UP))
-    renamed = change(
-        out,
-        tmp_path / "renamed",
-        lambda tensors: tensors.update({UP.replace("up_proj", "up"): tensors.pop(UP)}),
-    )
+    missing = spoiled(out, tmp_path / "missing", drop(UP))
+    renamed = spoiled(out, tmp_path / "renamed", rename(UP, UP.replace("up_proj", "up")))
     without = save_family("deepseek-v3", tmp_path / "without", num_nextn_predict_layers=1)
-    shutil.copytree(out, tmp_path / "half")
-    half_ignored(tmp_path / "half" / "config.json")
+    # Of a draft layer only the attention is ignored.
+    ignore = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
+    kept = [name for name in ignore if not name.startswith("re:")]
+    half_ignored = config(QUANTIZATION, ignore=[*kept, r"re:.*\bmtp\.layers\.0\.self_attn.*"])
+    half = spoiled(out, tmp_path / "half", half_ignored)
     experts = "drafter.model.layers.0.mlp.experts.routed_experts"
     expected = {
         missing: f"{experts}.w13_weight: ",
         renamed: f"{experts}.w13_weight: ",
         without: "checkpoint: ValueError: MTP speculative decoding layer 2 weights missing",
-        tmp_path / "half": f"{experts}.w2_weight_scale: 0 of",
+        half: f"{experts}.w2_weight_scale: 0 of",
     }
     loaded = errors([*expected], "mtp")
     for (folder, words), lines in zip(expected.items(), loaded, strict=True):

@@ -78,17 +78,11 @@ def test_a_whole_load_has_no_fault() -> None:
     assert faults(*WHOLE) == []
 
 
-def test_a_missing_member_is_counted_and_the_others_named() -> None:
+def test_what_is_missing_is_counted_and_named_unless_it_is_optional() -> None:
     (fault,) = faults(WHOLE[0], *WHOLE[2:])
     assert (fault.kind, fault.where, fault.got) == ("missing", "fused", "16 of 32 elements from t0")
-
-
-def test_a_missing_expert_is_named() -> None:
     (fault,) = faults(*WHOLE[:3], *WHOLE[4:])
     assert (fault.where, fault.got) == ("experts", "16 of 24 elements; short: expert 1")
-
-
-def test_what_is_optional_may_be_missing() -> None:
     assert faults(*WHOLE[:-1], optional=("scale",)) == []
     assert [fault.where for fault in faults(*WHOLE[:-1])] == ["scale"]
 
@@ -105,43 +99,33 @@ def test_values_cast_to_another_kind_are_a_fault(dtype: torch.dtype) -> None:
     assert (fault.got, fault.expected) == (str(dtype).removeprefix("torch."), "float8_e4m3fn")
 
 
-def test_bytes_read_as_another_dtype_are_no_cast() -> None:
+def test_values_that_are_viewed_computed_or_taken_over_are_no_fault() -> None:
     def view(model: torch.nn.Module, tensor: torch.Tensor) -> None:
         expert(0)(model, tensor.view(FP8))
 
     assert faults(*WHOLE[:2], (stored(2, 4, dtype=torch.uint8), view), *WHOLE[3:]) == []
 
-
-def test_a_tensor_that_is_too_large_is_narrowed() -> None:
-    (fault,) = faults((stored(6, 4), rows(0, 4)), *WHOLE[1:])
-    assert (fault.kind, fault.where, fault.got) == ("narrowed", "t0", "shape [6, 4]")
-    assert fault.expected == "16 elements"
-
-
-def test_a_tensor_that_is_split_is_read_by_all_ranks_together() -> None:
-    split = (stored(8, 4), rows(0, 4))
-    assert faults(split, *WHOLE[1:], ranks=2) == []
-    (fault,) = faults((stored(9, 4), rows(0, 4)), *WHOLE[1:], ranks=2)
-    assert (fault.kind, fault.where, fault.expected) == ("narrowed", "t0", "32 elements")
-
-
-def test_a_tensor_that_goes_nowhere_is_unused() -> None:
-    (fault,) = faults(*WHOLE, (stored(5), lambda model, tensor: None))
-    assert (fault.kind, fault.where, fault.got) == ("unused", "t6", "float32 [5]")
-
-
-def test_what_is_computed_from_a_tensor_uses_it() -> None:
     def transposed(model: torch.nn.Module, tensor: torch.Tensor) -> None:
         rows(0, 4)(model, tensor.t().contiguous() + 1)
 
     assert faults((stored(4, 4), transposed), *WHOLE[1:]) == []
 
-
-def test_a_parameter_that_becomes_the_tensor_is_whole() -> None:
     def replace(model: torch.nn.Module, tensor: torch.Tensor) -> None:
         model.get_parameter("fused").data = tensor
 
     assert faults((stored(8, 4), replace), *WHOLE[2:]) == []
+
+
+def test_a_tensor_that_is_too_large_is_narrowed_and_one_that_goes_nowhere_unused() -> None:
+    (fault,) = faults((stored(6, 4), rows(0, 4)), *WHOLE[1:])
+    assert (fault.kind, fault.where, fault.got) == ("narrowed", "t0", "shape [6, 4]")
+    assert fault.expected == "16 elements"
+    split = (stored(8, 4), rows(0, 4))
+    assert faults(split, *WHOLE[1:], ranks=2) == []
+    (fault,) = faults((stored(9, 4), rows(0, 4)), *WHOLE[1:], ranks=2)
+    assert (fault.kind, fault.where, fault.expected) == ("narrowed", "t0", "32 elements")
+    (fault,) = faults(*WHOLE, (stored(5), lambda model, tensor: None))
+    assert (fault.kind, fault.where, fault.got) == ("unused", "t6", "float32 [5]")
 
 
 def test_absent_values_do_not_differ() -> None:
@@ -158,15 +142,11 @@ def test_absent_values_do_not_differ() -> None:
 
 
 CELLS = tuple(Cell(tp=tp, sm=sm) for tp in (1, 2) for sm in (80, 90))
+DOWN, FP8_KERNEL = "model.layers.*.mlp.down_proj", "FP8ScaledMMLinearKernel"
 MARLIN = LayerKind(
-    name="model.layers.*.mlp.down_proj",
-    count=2,
-    scheme="W8A8Fp8",
-    stored="W8A8",
-    runs="W8A16",
-    kernel="MarlinFP8ScaledMMLinearKernel",
+    name=DOWN, count=2, scheme="W8A8Fp8", stored="W8A8", runs="W8A16", kernel=f"Marlin{FP8_KERNEL}"
 )
-CUTLASS = replace(MARLIN, runs="W8A8", kernel="CutlassFP8ScaledMMLinearKernel")
+CUTLASS = replace(MARLIN, runs="W8A8", kernel=f"Cutlass{FP8_KERNEL}")
 NARROWED = Miscopy(
     kind="narrowed", where="a.weight", layer=MARLIN.name, got="shape [9]", expected="8 elements"
 )
@@ -184,7 +164,7 @@ def refused(cell: Cell, reason: str = "ValueError: no") -> CellResult:
     return CellResult(cell=cell, outcome="refused", reason=reason)
 
 
-def test_precision_is_told_once_with_its_cells() -> None:
+def test_precision_is_told_once_and_unused_tensors_are_a_warning() -> None:
     report = judge("x", "0", [loaded(cell) for cell in CELLS], "all")
     assert report.ok
     assert [cell.status for cell in report.cells] == ["other precision", "loads"] * 2
@@ -192,6 +172,13 @@ def test_precision_is_told_once_with_its_cells() -> None:
     assert (finding.severity, finding.where) == ("info", f"{MARLIN.name} (tp 1/2, sm 80)")
     (row,) = report.rows
     assert [cell.precision for cell in row.cells] == ["W8A16", "W8A8"] * 2
+    report = judge("x", "0", [loaded(CELLS[1], UNUSED)], "all")
+    assert report.ok
+    assert [finding.severity for finding in report.findings] == ["warning"]
+    assert report.cells[0].status == "loads"
+    unknown = CellResult(cell=CELLS[0], outcome="unknown", reason="NotFollowed: x")
+    report = judge("x", "0", [unknown], "any")
+    assert (report.ok, report.cells[0].status, report.rows) == (False, "not shown", ())
 
 
 def test_a_refused_cell_fails_where_every_one_is_required() -> None:
@@ -204,9 +191,6 @@ def test_a_refused_cell_fails_where_every_one_is_required() -> None:
     ]
     assert [cell.status for cell in report.rows[0].cells] == ["refused", "loads"] * 2
     assert not any(cell.needed for cell in report.cells)
-
-
-def test_a_size_that_no_device_loads_fails_in_any_case() -> None:
     results = [refused(cell) if cell.tp == 2 else loaded(cell) for cell in CELLS]
     report = judge("x", "0", results, "any")
     assert [finding.where for finding in report.findings if finding.severity == "error"] == [
@@ -215,25 +199,12 @@ def test_a_size_that_no_device_loads_fails_in_any_case() -> None:
     assert [cell.needed for cell in report.cells] == [False, False, True, True]
 
 
-def test_what_cannot_be_followed_does_not_pass() -> None:
-    unknown = CellResult(cell=CELLS[0], outcome="unknown", reason="NotFollowed: x")
-    report = judge("x", "0", [unknown], "any")
-    assert (report.ok, report.cells[0].status, report.rows) == (False, "not shown", ())
-
-
 def test_a_fault_is_at_its_layer_and_its_cells() -> None:
     results = [loaded(cell, *([NARROWED] if cell.tp == 2 else [])) for cell in CELLS]
     report = judge("x", "0", results, "all")
     assert [cell.status for cell in report.cells] == ["other precision", "loads", "faulty", "faulty"]
     assert [cell.status for cell in report.rows[0].cells] == ["other precision", "loads", "faulty", "faulty"]
     assert report.findings[0].where == "a.weight (tp 2, sm 80/90)"
-
-
-def test_an_unused_tensor_is_a_warning() -> None:
-    report = judge("x", "0", [loaded(CELLS[1], UNUSED)], "all")
-    assert report.ok
-    assert [finding.severity for finding in report.findings] == ["warning"]
-    assert report.cells[0].status == "loads"
 
 
 def test_the_ranks_of_a_cell_are_one_result() -> None:

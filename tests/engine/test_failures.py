@@ -26,6 +26,9 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
 """
 
 
+NO_KERNEL = "ValueError: Failed to find a kernel that can implement the WNA16 layer"
+
+
 @pytest.mark.parametrize(
     ("cause", "platform", "kind"),
     [
@@ -34,8 +37,8 @@ RuntimeError: Engine core initialization failed. See root cause above. Failed co
         ("torch.OutOfMemoryError: CUDA out of memory.", "cuda", "out of memory"),
         (NO_COMPILER, "cpu", "no compiler"),
         ("RuntimeError: operator torchvision::nms does not exist", "cpu", "mismatched build"),
-        ("ValueError: Failed to find a kernel that can implement the WNA16 layer", "cpu", "unsupported"),
-        ("ValueError: Failed to find a kernel that can implement the WNA16 layer", "cuda", "refused"),
+        (NO_KERNEL, "cpu", "unsupported"),
+        (NO_KERNEL, "cuda", "refused"),
         (f"{NO_EXPERTS} (weight_key=...).", "cpu", "unsupported"),
         (f"{NO_EXPERTS} (weight_key=...).", "cuda", "refused"),
         ("RuntimeError: std::bad_alloc", "cpu", "out of memory"),

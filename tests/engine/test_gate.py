@@ -43,10 +43,8 @@ def test_vllm_judges_while_the_files_are_read(good: Good, tmp_path: Path) -> Non
     assert (sound["ok"], sound["not_judged"]) == (True, [])
     refusals = [each["check"] for each in wrong["findings"] if each["severity"] == "error"]
     assert refusals == ["dry-load"]
-    assert (unknown["ok"], {each["what"] for each in unknown["not_judged"]}) == (
-        True,
-        {NAMES, NUMBERS, DRY_LOAD},
-    )
+    assert unknown["ok"]
+    assert {each["what"] for each in unknown["not_judged"]} == {NAMES, NUMBERS, DRY_LOAD}
     assert ran.code == 1
     assert "dry load: done" in ran.stderr
 
@@ -63,12 +61,8 @@ def test_an_interpreter_without_vllm_leaves_a_line(good: Good, tmp_path: Path) -
     assert f"not judged: {DRY_LOAD}: " in ran.stdout
     strict = vexport(*command, "--strict", "--format", "junit")
     assert (strict.code, len(strict.errors)) == (3, 1)
-    (case,) = [
-        one
-        for one in ElementTree.fromstring(strict.stdout).iter("testcase")
-        if len(one) and one[0].tag == "skipped"
-    ]
-    assert case.get("name") == DRY_LOAD
+    cases = ElementTree.fromstring(strict.stdout).iter("testcase")
+    assert [case.get("name") for case in cases if case.find("skipped") is not None] == [DRY_LOAD]
     notice = vexport(*command, "--format", "github").stdout.splitlines()[-1]
     assert notice.startswith("::notice title=check%3A not judged::")
     assert vexport(*command, "--static", "--strict").code == 0

@@ -27,6 +27,7 @@ from vexport.records import Canary
 GOOD = Canary(prompt="The sky", text=" is blue and the grass is green.", tokens=8, finish_reason="length")
 STUCK = replace(GOOD, text=" is the the the the")
 SILENT = replace(GOOD, text="", tokens=1, finish_reason="stop")
+ENDLESS = replace(GOOD, text=" one of the many things that a long text may be about", tokens=200)
 
 
 def test_a_checkpoint_without_a_tokenizer_is_bad_input(tiny_llama: Path, tmp_path: Path) -> None:
@@ -75,24 +76,15 @@ def test_baseline_tells_habit_from_damage() -> None:
     assert canary_findings([STUCK], baseline=[SILENT]) == []
     assert [finding.severity for finding in canary_findings([STUCK], baseline=[GOOD])] == ["error"]
     assert [f.severity for f in canary_findings([STUCK, GOOD, GOOD], baseline=[GOOD])] == ["warning"]
-
-
-def test_where_vllm_agrees_with_the_weights_the_evaluation_judges_them() -> None:
     (stuck,) = canary_findings([STUCK], baseline=[GOOD], agrees=True)
     assert stuck.severity == "warning"
     assert "if the evaluation passes" in stuck.fix
     (broken,) = canary_findings([replace(GOOD, non_finite=3)], baseline=[GOOD], agrees=True)
     assert broken.severity == "error"
-
-
-def test_a_baseline_that_loops_is_no_witness() -> None:
     loop = "The melting point of water is 100 degrees, which is why one says so."
     words = replace(ENDLESS, text=f" one hundred degrees. {loop} And again: {loop} In short: {loop} It ends")
     assert canary_findings([replace(ENDLESS, ended_after=20)], baseline=[words]) == []
     assert canary_findings([STUCK], baseline=[words]) == []
-
-
-ENDLESS = replace(GOOD, text=" one of the many things that a long text may be about", tokens=200)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +101,7 @@ ENDLESS = replace(GOOD, text=" one of the many things that a long text may be ab
         (replace(ENDLESS, text="одна из тех вещей"), ENDLESS, []),
     ],
 )
-def test_what_a_long_continuation_shows(
-    canary: Canary, baseline: Canary | None, severities: list[str]
-) -> None:
+def test_what_long_continuations_show(canary: Canary, baseline: Canary | None, severities: list[str]) -> None:
     others = None if baseline is None else [baseline]
     assert [finding.severity for finding in canary_findings([canary], others)] == severities
 
@@ -159,9 +149,7 @@ def test_prompts_fit_the_tokenizer(tiny_llama: Path) -> None:
     assert (len(many.texts), many.tokens) == (CONTINUED, ((5, 5), (6, 6)))
 
 
-def test_a_checkpoint_that_amplifies_rounding_has_a_limit_of_its_own(
-    tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_amplifies_rounding_has_its_own_limit(tiny_llama: Path, tmp_path: Path) -> None:
     """Three times what half a unit in the last place of its embeddings does to its answers."""
     checkpoint, prompts = quantize_model(tiny_llama, tmp_path, "FP8_DYNAMIC"), [[5, 7, 11, 13, 17, 19]]
     kept = tmp_path / REFERENCE_FILE

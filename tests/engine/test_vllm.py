@@ -17,14 +17,14 @@ from vexport.engine.session import EngineFault, run_session
 from vexport.errors import InputError
 from vexport.records import Json, silent
 
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
 
 def serve(checkpoint: Path, folder: Path, timeout: float = 300) -> SessionResult:
     request = load_request(checkpoint, fixed_prompts(checkpoint), logprobs_file=folder / "logprobs")
     return run_session(request, log=folder / "vllm.log", timeout=timeout, on_progress=silent)
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
 def test_unshared_global_scales_are_found(tiny_llama: Path, tmp_path: Path) -> None:
     checkpoint = quantize_model(tiny_llama, tmp_path / "bad", "NVFP4A16", share_scales=False)
     report = load_report(serve(checkpoint, tmp_path), fixed_prompts(checkpoint))
@@ -32,8 +32,6 @@ def test_unshared_global_scales_are_found(tiny_llama: Path, tmp_path: Path) -> N
     assert [finding.check for finding in report.findings if finding.severity == "error"] == ["logprobs"]
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
 def test_refused_checkpoint_is_a_result(tiny_llama: Path, tmp_path: Path) -> None:
     checkpoint = quantize_model(tiny_llama, tmp_path / "refused", "FP8_DYNAMIC")
     config = json.loads((checkpoint / "config.json").read_text())
@@ -47,8 +45,6 @@ def test_refused_checkpoint_is_a_result(tiny_llama: Path, tmp_path: Path) -> Non
     assert (report.ok, [finding.check for finding in report.findings]) == (False, ["load"])
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
 def test_quantizing_what_is_quantized_is_an_error_of_the_argument(tiny_llama: Path, tmp_path: Path) -> None:
     checkpoint = quantize_model(tiny_llama, tmp_path / "quantized", "FP8_DYNAMIC")
     request = load_request(checkpoint, fixed_prompts(checkpoint), logprobs_file=tmp_path / "logprobs")
@@ -58,8 +54,6 @@ def test_quantizing_what_is_quantized_is_an_error_of_the_argument(tiny_llama: Pa
         run_session(request, log=tmp_path / "vllm.log", timeout=300, on_progress=silent)
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
 def test_timeout_leaves_no_process(tiny_llama: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match="took too long") as caught:
         serve(tiny_llama, tmp_path, timeout=1)
@@ -83,8 +77,6 @@ def _writes(process: Path, log: Path) -> bool:
 RANKS = ("--tp", 2, "--timeout", 1200)
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
 def test_two_ranks_answer_as_the_reference(tiny_llama: Path, tmp_path: Path) -> None:
     checkpoint = quantize_model(tiny_llama, tmp_path / "nvfp4", "NVFP4A16")
     ran = vexport("load", checkpoint, *RANKS, "--format", "json", "--quiet")
@@ -98,25 +90,14 @@ def test_two_ranks_answer_as_the_reference(tiny_llama: Path, tmp_path: Path) -> 
 OTHER = os.environ.get("VEXPORT_OTHER_VLLM_PYTHON", "")
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
 @pytest.mark.skipif(
     not OTHER, reason="VEXPORT_OTHER_VLLM_PYTHON names no interpreter (scripts/setup-vllm makes one)"
 )
-def test_a_dry_load_in_two_versions(tiny_llama: Path, tmp_path: Path) -> None:
+def test_loads_in_two_versions(tiny_llama: Path, tmp_path: Path) -> None:
     checkpoint = quantize_model(tiny_llama, tmp_path / "nvfp4", "NVFP4A16")
     reports = loads(checkpoint, "--dry", "--tp", "1,2")
     assert all(report["ok"] for report in reports), reports
     assert all(len(report["cells"]) == 8 and report["rows"] for report in reports)
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not OTHER, reason="VEXPORT_OTHER_VLLM_PYTHON names no interpreter (scripts/setup-vllm makes one)"
-)
-def test_a_load_in_two_versions(tiny_llama: Path, tmp_path: Path) -> None:
-    checkpoint = quantize_model(tiny_llama, tmp_path / "nvfp4", "NVFP4A16")
     reports = loads(checkpoint)
     assert all(report["ok"] for report in reports), reports
     assert all(0 < report["logprobs"]["mean_kl"] < 0.003 for report in reports)

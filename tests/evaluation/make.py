@@ -1,12 +1,16 @@
 """Makes what the tests need: additions as lm-eval tasks, a tiny untrained model, lm-eval output folders."""
 
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scipy import stats
+
 from vexport.engine.session import Worker
+from vexport.evaluation.statistics import tango_statistic
 from vexport.records import silent
 
 SUMS = """
@@ -147,3 +151,18 @@ def make_model(folder: Path) -> Path:
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+def exact_power(documents: int, disagreement: float, margin: float, alpha: float = 0.05) -> float:
+    """The chance, by scipy alone, of a PASS where nothing is lost and such a share of the answers changes."""
+    critical, power = float(stats.norm.isf(alpha)), 0.0
+    low, high = stats.binom.interval(1 - 1e-6, documents, disagreement)
+    for changed in range(int(low), int(high) + 1):
+
+        def statistic(wins: int, changed: int = changed) -> float:
+            return tango_statistic(wins, changed - wins, documents, -margin)
+
+        least = bisect_right(range(changed + 1), critical, key=statistic)  # wins; it grows with them
+        chance = stats.binom.pmf(changed, documents, disagreement)
+        power += float(chance * stats.binom.sf(least - 1, changed, 0.5))
+    return power

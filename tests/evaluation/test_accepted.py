@@ -13,7 +13,6 @@ from tests.reports.sample import engine
 from vexport.errors import InputError
 from vexport.evaluation.accepted import accept_results, choice_of, read_accepted
 from vexport.evaluation.fingerprint import changed_names, changes, engine_fingerprint, write_fingerprint
-from vexport.evaluation.pairs import gated_tasks
 from vexport.evaluation.results import read_results
 from vexport.evaluation.verdict import decide
 
@@ -51,10 +50,9 @@ def test_it_is_small_and_a_changed_answer_is_one_line_of_a_diff(
     assert sum(one != other for one, other in zip(removed[2:], added[2:], strict=True)) == 1
 
 
-def test_a_changed_circumstance_is_named(lm_eval_runs: Path, tmp_path: Path) -> None:
+def test_a_changed_circumstance_is_named(copies: Path, tmp_path: Path) -> None:
     for name, vllm in (("baseline", "0.31.0"), ("twin", "0.32.0")):
-        shutil.copytree(lm_eval_runs / name, tmp_path / name)
-        folder = read_results(tmp_path / name).file.parent
+        folder = read_results(copies / name).file.parent
         write_fingerprint(folder, {"vllm": vllm, "dtype": "bfloat16", "model": name})
     accept_results(tmp_path / "baseline", tmp_path / "accepted.json", {})
     assert read_accepted(tmp_path / "accepted.json").fingerprint["lm-eval"] == "0.4.13"
@@ -68,26 +66,20 @@ def test_a_changed_circumstance_is_named(lm_eval_runs: Path, tmp_path: Path) -> 
     assert verdict.warnings == ("vllm: 0.31.0 in the baseline, 0.32.0 in the results",)
 
 
-def test_other_questions_are_refused_by_document_and_with_what_changed(
-    lm_eval_runs: Path, accepted: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(lm_eval_runs / "twin", tmp_path / "twin")
-    edit_sample(tmp_path / "twin", 123, prompt_hash="0")
-    edit_results(tmp_path / "twin", lambda content: content.update(lm_eval_version="0.4.14"))
+def test_other_questions_are_refused_by_document_and_with_what_changed(copies: Path, accepted: Path) -> None:
+    edit_sample(copies / "twin", 123, prompt_hash="0")
+    edit_results(copies / "twin", lambda content: content.update(lm_eval_version="0.4.14"))
     message = r"task sums: got another question in document 123 \(changed since it was accepted: lm-eval\)"
     with pytest.raises(InputError, match=message):
-        decide(accepted, tmp_path / "twin", margin=0.02, alpha=0.05)
+        decide(accepted, copies / "twin", margin=0.02, alpha=0.05)
 
 
-def test_fewer_documents_and_other_tasks_are_told_at_once(
-    lm_eval_runs: Path, accepted: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(lm_eval_runs / "twin", tmp_path / "twin")
-    file = samples_file(tmp_path / "twin")
+def test_fewer_documents_and_other_tasks_are_told_at_once(copies: Path, accepted: Path) -> None:
+    file = samples_file(copies / "twin")
     file.write_text("\n".join(file.read_text().splitlines()[:200]))
-    edit_results(tmp_path / "twin", lambda content: content["configs"].pop("near"))
+    edit_results(copies / "twin", lambda content: content["configs"].pop("near"))
     with pytest.raises(InputError) as caught:
-        decide(accepted, tmp_path / "twin", margin=0.02, alpha=0.05)
+        decide(accepted, copies / "twin", margin=0.02, alpha=0.05)
     first, second = str(caught.value).splitlines()
     assert "no task near" in first
     assert "got 200 documents with exact_match,none, need the 400" in second
@@ -100,12 +92,7 @@ def test_something_else_is_not_replaced(lm_eval_runs: Path, tmp_path: Path) -> N
     assert (tmp_path / "notes.json").read_text() == "{}"
 
 
-def test_gates_cannot_be_chosen_again(lm_eval_runs: Path, accepted: Path) -> None:
-    with pytest.raises(InputError, match="need those that were accepted"):
-        decide(accepted, lm_eval_runs / "twin", margin=0.02, alpha=0.05, gate={"choices": "acc_norm"})
-
-
-def test_accepting_again_keeps_the_gates(lm_eval_runs: Path, tmp_path: Path) -> None:
+def test_gates_are_kept_and_not_chosen_again(lm_eval_runs: Path, tmp_path: Path) -> None:
     file = tmp_path / "accepted.json"
     accept_results(lm_eval_runs / "baseline", file, {"choices": "acc_norm"})
     choice = choice_of(read_accepted(file))
@@ -113,6 +100,8 @@ def test_accepting_again_keeps_the_gates(lm_eval_runs: Path, tmp_path: Path) -> 
     first = file.read_bytes()
     accept_results(lm_eval_runs / "twin", file, choice)
     assert file.read_bytes() == first
+    with pytest.raises(InputError, match="need those that were accepted"):
+        decide(file, lm_eval_runs / "twin", margin=0.02, alpha=0.05, gate={"choices": "acc_norm"})
 
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
@@ -136,13 +125,10 @@ def test_a_chat_template_is_named_wherever_it_stands(model: Path) -> None:
     assert in_settings["model's chat template"] == in_file["model's chat template"]
 
 
-def test_what_ran_the_model_is_named(model: Path) -> None:
+def test_what_ran_the_model_and_how_is_named(model: Path) -> None:
     before = engine_fingerprint(model, engine())
     after = engine_fingerprint(model, replace(engine(), vllm="9.9", dtype="float16"))
     assert changed_names(before, after) == ["vllm", "dtype"]
-
-
-def test_how_the_model_was_served_is_named(model: Path) -> None:
     one, two = (
         engine_fingerprint(model, replace(engine(), settings=settings))
         for settings in (
@@ -154,18 +140,3 @@ def test_how_the_model_was_served_is_named(model: Path) -> None:
         "tensor_parallel_size: 1 when accepted, 2 now",
         'engine_args: none when accepted, {"block_size": 32} now',
     )
-
-
-def test_other_questions_come_with_what_else_differs(lm_eval_runs: Path) -> None:
-    baseline, twin = (read_results(lm_eval_runs / name) for name in ("baseline", "twin"))
-    task, samples = next(iter(twin.tasks.items()))
-    key, sample = next(iter(samples.samples.items()))
-    asked = replace(sample, hashes=(sample.hashes[0], "0" * 64, sample.hashes[2]))
-    other = replace(
-        twin,
-        tasks={**twin.tasks, task: replace(samples, samples={**samples.samples, key: asked})},
-        fingerprint={**baseline.fingerprint, "chat template": "new"},
-    )
-    named = replace(baseline, fingerprint={**baseline.fingerprint, "chat template": "old"})
-    with pytest.raises(InputError, match=r"prompt_hash 000000000000.*what else differs: chat template"):
-        gated_tasks(named, other, {})

@@ -1,4 +1,4 @@
-"""Where a loss comes from: transformers for real, stubs for vLLM, which test_attribution_in_vllm runs."""
+"""Where a loss comes from: transformers for real, stubs for vLLM, which the last tests run."""
 
 from dataclasses import replace
 from functools import cache
@@ -12,6 +12,7 @@ from tests.evaluation.faults import (
     DEMO,
     TEMPLATE,
     WRONG_TEMPLATE,
+    bad_kernel,
     quantized,
     with_own_global_scales,
     with_swapped_scales,
@@ -22,6 +23,8 @@ from vexport.engine.reference import reference_logprobs
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Scored
 from vexport.records import Attribution, Outcome
+from vexport.run.serving import EngineOptions, Questions, serve_model
+from vexport.scenario.serve import Serve
 
 TEXTS = (
     "4 7 + 3 8 = 5 8 0 . the tool of taruna is lever .",
@@ -49,7 +52,7 @@ def computed(checkpoint: Path, tokens: tuple[tuple[int, ...], ...]) -> torch.Ten
 
 def answered(checkpoint: Path, prompts: Prompts, folder: Path, *, by: Path, noise: float = 0.0) -> Scored:
     """A session on `checkpoint` whose engine computes what `by` says, to within `noise` of a logit."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     matrix = computed(by, prompts.tokens)
     matrix = matrix + noise * torch.randn(matrix.shape, generator=torch.Generator().manual_seed(0))
     rows = torch.split(torch.log_softmax(matrix, dim=-1), [len(ids) - 1 for ids in prompts.tokens])
@@ -79,7 +82,8 @@ def blamed(
 
 
 def test_a_sound_export_is_nobodys_fault(tmp_path: Path, prompts: Prompts, export: Path) -> None:
-    found = blamed(tmp_path, prompts, export, by=export, outcome="PASS")
+    assert blamed(tmp_path / "failed", prompts, export, by=export).cause == "quantization"
+    found = blamed(tmp_path / "passed", prompts, export, by=export, outcome="PASS")
     assert found.cause == "none"
     assert found.noise
     assert found.engine
@@ -134,7 +138,6 @@ def test_a_wrong_chat_template_is_the_harness(tmp_path: Path, prompts: Prompts, 
     assert found.cause == "harness"
     assert "chat template: a conversation becomes" in found.reason
     same = with_template(export, tmp_path / "same", TEMPLATE)
-    (tmp_path / "again").mkdir()
     assert blamed(tmp_path / "again", prompts, same, by=export, baseline=right, outcome="PASS").harness == ()
 
 
@@ -153,7 +156,6 @@ def test_a_failure_without_any_distance_is_the_harness(tmp_path: Path, prompts: 
     found = blamed(tmp_path, prompts, DEMO / "model-x16", by=DEMO / "model-x16")
     assert found.cause == "harness"
     assert "all four log-probabilities agree" in found.reason
-    (tmp_path / "nan").mkdir()
     one = answered(model, prompts, tmp_path / "nan" / "a", by=model)
     two = answered(model, prompts, tmp_path / "nan" / "b", by=model, noise=float("nan"))
     broken = attribute(one, two, limit=LIMIT, outcome="FAIL", vllm_python=NO_VLLM)
@@ -162,7 +164,55 @@ def test_a_failure_without_any_distance_is_the_harness(tmp_path: Path, prompts: 
     assert (broken.cause, broken.engine.mean_kl) == ("kernel", 100)
 
 
-def test_a_failure_well_above_the_noise_is_quantizations(
-    tmp_path: Path, prompts: Prompts, export: Path
+OPTIONS = EngineOptions(
+    serve=Serve(), vllm_python=None, trust_remote_code=False, on_progress=lambda *step: None
+)
+
+
+def served(checkpoint: Path, folder: Path) -> Scored:
+    found = serve_model(checkpoint.name, checkpoint, folder, OPTIONS, Questions(texts=TEXTS)).scored
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def chat_baseline(tmp_path_factory: pytest.TempPathFactory) -> Scored:
+    folder = tmp_path_factory.mktemp("baseline")
+    return served(with_template(DEMO / "model", folder / "model", TEMPLATE), folder / "session")
+
+
+@pytest.fixture(scope="module")
+def chat_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export")
+    return with_template(quantized(folder / "plain"), folder / "nvfp4a16", TEMPLATE)
+
+
+def blamed_in_vllm(baseline: Scored, candidate: Path, folder: Path) -> Attribution:
+    found = attribute(baseline, served(candidate, folder / "session"), limit=0.1, outcome="FAIL")
+    assert found is not None
+    return found
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_bad_kernel_in_vllm(
+    chat_baseline: Scored, chat_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert blamed(tmp_path, prompts, export, by=export).cause == "quantization"
+    monkeypatch.setenv("PYTHONPATH", str(bad_kernel(tmp_path / "plugin")), prepend=":")
+    found = blamed_in_vllm(chat_baseline, chat_export, tmp_path)
+    assert found.cause == "kernel"
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_scales_the_loader_joins_in_vllm(chat_baseline: Scored, chat_export: Path, tmp_path: Path) -> None:
+    found = blamed_in_vllm(chat_baseline, with_own_global_scales(chat_export, tmp_path / "own"), tmp_path)
+    assert found.cause == "loader"
+    assert "global_scale" in found.reason
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_wrong_chat_template_in_vllm(chat_baseline: Scored, chat_export: Path, tmp_path: Path) -> None:
+    wrong = with_template(chat_export, tmp_path / "wrong", WRONG_TEMPLATE)
+    assert blamed_in_vllm(chat_baseline, wrong, tmp_path).cause == "harness"

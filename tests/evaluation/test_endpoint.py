@@ -115,9 +115,7 @@ def test_log_probabilities_are_those_of_the_prompts_tokens(server: AddingServer)
 
 
 @pytest.mark.parametrize("status", [404, 405])
-def test_a_server_with_chat_completions_alone_is_refused(
-    status: int, server: AddingServer, tmp_path: Path
-) -> None:
+def test_a_server_of_chats_alone_is_refused(status: int, server: AddingServer, tmp_path: Path) -> None:
     server.faults.extend([status] * 8)
     with pytest.raises(
         InputError, match=f"no completions .HTTP {status}.*behind the gateway.*vexport verdict"

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -47,10 +48,6 @@ def test_a_group_is_one_task_clustered_by_subject(runs: Path) -> None:
     assert "Tango's score interval clustered by task" in verdict.method
     aggregate = json.loads(read_results(runs / "worse").file.read_text())["groups"]["subjects"]["acc,none"]
     assert task.candidate.value == pytest.approx(aggregate)
-
-
-def test_the_other_metrics_and_the_subjects_are_shown_beside(runs: Path) -> None:
-    (task,) = decide(runs / "baseline", runs / "worse", margin=0.02, alpha=0.05).tasks
     names = [(one.task, one.metric) for one in task.also]
     assert names[0] == ("subjects", "acc_norm")
     assert set(names[1:]) == {(f"subjects::subject{number}", "acc") for number in range(SUBJECTS)}
@@ -88,16 +85,8 @@ def test_a_gate_that_is_not_there_is_named(runs: Path, choice: dict[str, str], m
 
 
 def paired(gain: Scores, clusters: np.ndarray[tuple[int], np.dtype[np.intp]] | None) -> TaskPair:
-    return TaskPair(
-        task="t",
-        metric="m",
-        filter="none",
-        sign=1,
-        documents=(),
-        baseline=np.zeros(len(gain)),
-        candidate=gain,
-        clusters=clusters,
-    )
+    score = partial(TaskPair, task="t", metric="m", filter="none", sign=1, documents=())
+    return score(baseline=np.zeros(len(gain)), candidate=gain, clusters=clusters)
 
 
 def test_the_pool_keeps_clusters_and_leaves_other_documents_alone() -> None:
@@ -146,9 +135,6 @@ def test_the_bootstrap_of_clusters_agrees_with_students_interval_of_their_means(
     spread = float(stats.t.isf(0.05, 59)) * means.std(ddof=1) / math.sqrt(60)
     low, high = bootstrap_interval(values, 0.05, span=1, clusters=clusters)
     assert (low, high) == pytest.approx((means.mean() - spread, means.mean() + spread), abs=1.5e-3)
-
-
-def test_equal_clusters_are_not_taken_for_certainty() -> None:
     low, high = bootstrap_interval(np.full(50, 0.25), 0.05, span=1, clusters=np.arange(50) // 5)
     quiet = tango_interval(0, 0, 50, 0.05)
     assert (low, high) == pytest.approx((0.25 + quiet.low, 0.25 + quiet.high))

@@ -109,15 +109,11 @@ def _tables(side: ReadText) -> dict[str, torch.Tensor]:
     return tables
 
 
-def test_other_tokens_are_a_fault_of_the_checkpoint(tmp_path: Path) -> None:
+def test_other_tokens_and_numbers_that_are_not_finite_are_a_fault_of_the_checkpoint(tmp_path: Path) -> None:
     old, new = models(tmp_path, 9, 0.1)
     moved = ReadText(scored=new.scored, rows=(*new.rows[:4], new.rows[0], *new.rows[5:]), file=new.file)
     with pytest.raises(CheckpointFailed, match="row 5 of the text"):
         decide_on_text("held-out.txt", old, moved, LIMITS)
-
-
-def test_numbers_that_are_not_finite_are_a_fault_of_the_checkpoint(tmp_path: Path) -> None:
-    old, new = models(tmp_path, 9, 0.1)
     tables = _tables(new)
     tables["prompt.3"][2, 1] = float("nan")
     save_file(tables, new.scored.logprobs_file)
@@ -133,9 +129,6 @@ def test_a_wrong_pass_of_skewed_rows_is_about_as_rare_as_asked() -> None:
     outcomes = [judge_limit("KL to the baseline", draw, limit, 0.05).outcome for draw in draws]
     assert outcomes.count("PASS") / len(draws) < 0.11
     assert outcomes.count("FAIL") / len(draws) < 0.06
-
-
-def test_bounds_of_equal_rows_are_their_value() -> None:
     assert mean_bounds(np.full(9, 0.25), 0.05) == (0.25, 0.25)
     assert mean_bounds(np.array([0.25]), 0.05) is None
 

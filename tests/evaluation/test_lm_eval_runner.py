@@ -111,13 +111,11 @@ def test_lm_evals_own_files_are_written_and_read(evaluated: Evaluated) -> None:
     content = json.loads(results.file.read_text())
     assert content["config"]["model_args"]["pretrained"] == str(folder / "model")
     assert {content["config"][f"{name}_seed"] for name in ("random", "numpy", "torch", "fewshot")} == {0}
-
-
-def test_progress_ends_at_the_number_of_requests(evaluated: Evaluated) -> None:
-    progress = evaluated[1][0]["progress"]
+    progress = outcomes[0]["progress"]
     assert isinstance(progress, list)
     assert ["sums", 140, 140] in progress
     assert ["choices", 420, 420] in progress
+    assert not list((folder / "home").glob(".cache/huggingface/datasets/json*"))
 
 
 def test_the_same_engine_gives_the_same_answers(evaluated: Evaluated) -> None:
@@ -136,19 +134,13 @@ def test_the_same_engine_gives_the_same_answers(evaluated: Evaluated) -> None:
     )
 
 
-def test_a_prompt_that_does_not_fit_is_an_error(evaluated: Evaluated) -> None:
+def test_a_prompt_that_does_not_fit_and_a_template_that_reaches_for_python_are_refused(
+    evaluated: Evaluated,
+) -> None:
     error = str(evaluated[1][2]["error"])
     assert error.startswith("InputError: task long, document 0: got a prompt of 4 tokens and 300 to generate")
     assert not (evaluated[0] / "long").exists()
-
-
-def test_a_template_that_reaches_for_python_is_refused(evaluated: Evaluated) -> None:
     assert "access to attribute '__class__' of 'str' object is unsafe" in str(evaluated[1][3]["error"])
-
-
-def test_nothing_is_left_in_the_home_folder(evaluated: Evaluated) -> None:
-    home = evaluated[0] / "home"
-    assert not list(home.glob(".cache/huggingface/datasets/json*"))
 
 
 def expected_prompts(folder: Path) -> list[str]:
@@ -197,9 +189,6 @@ def test_how_it_was_asked_is_recorded_as_lm_eval_does(evaluated: Evaluated) -> N
     assert content["n-shot"] == {"choices": 2, "sums": 2}
     assert content["config"]["gen_kwargs"] == {"max_gen_toks": 3, "temperature": 0}
     assert content["config"]["batch_size"] == 16
-
-
-def test_documents_that_are_asked_again_get_the_same_examples(evaluated: Evaluated) -> None:
     repeated = read_repeated(evaluated[0] / "chat")
     assert repeated is not None
     assert (repeated.documents, repeated.changed) == (200, 0)

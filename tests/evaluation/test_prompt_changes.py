@@ -47,18 +47,28 @@ def pair(lm_eval_runs: Path, tmp_path: Path) -> tuple[Path, Path]:
     return old, new
 
 
-def test_another_chat_template_is_named_where_the_prompts_differ(pair: tuple[Path, Path]) -> None:
+def warnings_of(pair: tuple[Path, Path]) -> list[str]:
+    done = vexport("verdict", *pair, "--format", "json")
+    assert done.code == 0
+    warnings: list[str] = json.loads(done.stdout)["warnings"]
+    return warnings
+
+
+def test_another_chat_template_is_named_where_prompts_differ(pair: tuple[Path, Path], tmp_path: Path) -> None:
     old, new = pair
     changed(new, TEMPLATE, prompts="<|user|> ")
     done = vexport("verdict", old, new)
     assert done.code == 2
-    assert (
+    prompts = (
         "a prompt that goes on with '<|user|> 0 + 0 =' after 0 characters, the baseline's with '0 + 0 ='"
-        in (done.stderr)
     )
-    assert (
-        "what else differs: chat template (sha ab12ab12ab12ab12, the baseline's: not applied)" in done.stderr
-    )
+    assert prompts in done.stderr
+    differs = "chat template (sha ab12ab12ab12ab12, the baseline's: not applied)"
+    assert f"what else differs: {differs}" in done.stderr
+    accept_results(old, tmp_path / "accepted.json", {})
+    done = vexport("verdict", tmp_path / "accepted.json", new)
+    assert done.code == 2
+    assert differs in done.stderr
 
 
 def test_another_number_of_examples_is_named_too(pair: tuple[Path, Path]) -> None:
@@ -76,10 +86,8 @@ def test_the_same_prompts_through_another_template_are_compared(pair: tuple[Path
     done = vexport("verdict", old, new, "--format", "json")
     assert done.code == 0
     verdict = json.loads(done.stdout)
-    assert (
-        "chat template: not applied in the baseline, sha ab12ab12ab12ab12 in the results"
-        in verdict["warnings"]
-    )
+    warning = "chat template: not applied in the baseline, sha ab12ab12ab12ab12 in the results"
+    assert warning in verdict["warnings"]
     assert verdict["prompting"] == {
         "chat_template": "ab12ab12ab12ab12",
         "system_instruction": None,
@@ -122,24 +130,11 @@ def test_without_samples_there_is_nothing_to_pair(pair: tuple[Path, Path]) -> No
     ],
     ids=["gen_kwargs", "task", "thinking", "length", "lm-eval's command line"],
 )
-def test_other_generation_is_a_warning(
-    changes: Changes, warning: str | None, pair: tuple[Path, Path]
-) -> None:
-    old, new = pair
-    changed(new, changes)
-    done = vexport("verdict", old, new, "--format", "json")
-    assert done.code == 0
-    warnings = json.loads(done.stdout)["warnings"]
-    assert [warning in one for one in warnings] == ([True] if warning else [])
-
-
-def test_an_accepted_baseline_names_the_template(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    old, new = pair
-    accept_results(old, tmp_path / "accepted.json", {})
-    changed(new, TEMPLATE, prompts="<|user|> ")
-    done = vexport("verdict", tmp_path / "accepted.json", new)
-    assert done.code == 2
-    assert "chat template (sha ab12ab12ab12ab12, the baseline's: not applied)" in done.stderr
+def test_other_generation_is_warned(changes: Changes, warning: str | None, pair: tuple[Path, Path]) -> None:
+    changed(pair[1], changes)
+    warnings = warnings_of(pair)
+    assert len(warnings) == bool(warning)
+    assert all(str(warning) in one for one in warnings)
 
 
 def test_the_verdict_says_how_it_asked(pair: tuple[Path, Path]) -> None:
@@ -167,9 +162,5 @@ def test_thinking_that_is_not_cut_off_is_a_warning(
     for folder in pair:
         template = {**TEMPLATE, "chat_template": "{{ x }}<think></think>"}
         changed(folder, {**template, "config/model_args": {"pretrained": "x", **arguments}})
-    done = vexport("verdict", *pair, "--format", "json")
-    assert done.code == 0
-    warnings = json.loads(done.stdout)["warnings"]
-    assert ["the chat template has </think>: if the model thinks" in one for one in warnings] == [
-        True
-    ] * warned
+    thinks = "the chat template has </think>: if the model thinks"
+    assert [thinks in one for one in warnings_of(pair)] == [True] * warned

@@ -55,8 +55,6 @@ def in_settings(template: object) -> str:
     ids=["none", "file", "file first", "settings", "list of one", "list", "folder", "no default"],
 )
 def test_templates_are_those_that_transformers_finds(files: dict[str, str], tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
     root = model(tmp_path / "model", files)
     found = AutoTokenizer.from_pretrained(root).chat_template
     named = found if isinstance(found, dict) else {"default": found} if found else {}

@@ -15,10 +15,6 @@ from vexport.evaluation.results import Results, read_results
 from vexport.evaluation.verdict import decide
 
 
-def pair(folder: Path) -> None:
-    gates(read_results(folder / "baseline"), read_results(folder / "twin"))
-
-
 def gates(baseline: Results, candidate: Results) -> list[TaskPair]:
     found = [task.gate for task in gated_tasks(baseline, candidate, {})]
     return [one for one in found if isinstance(one, TaskPair)]
@@ -31,26 +27,19 @@ def test_answers_are_read_as_people_see_them(lm_eval_runs: Path) -> None:
     assert (generated.prompt, generated.target, generated.answer) == ("5 + 1 =", "6", "6")
     assert (chosen.prompt, chosen.target, chosen.answer) == ("5 + 1 =", "6", "6")
     assert results.tasks["choices"].samples["none", 0, 0].answer == "none of them"
+    # Exact match comes before acc.
+    metrics = {p.task: p.metric for p in gates(results, results)}
+    assert metrics == {"sums": "exact_match", "choices": "acc", "near": "nearness"}
 
 
 def test_scores_agree_with_lm_evals_own_means(lm_eval_runs: Path) -> None:
     results = read_results(lm_eval_runs / "worse")
     content = json.loads(results.file.read_text())["results"]
     pairs = [p for task in results.tasks.values() for p in pair_metrics(task, task)]
-    assert {(p.task, p.metric) for p in pairs} == {
-        ("sums", "exact_match"),
-        ("choices", "acc"),
-        ("choices", "acc_norm"),
-        ("near", "nearness"),
-    }
+    names = {f"{p.task} {p.metric}" for p in pairs}
+    assert names == {"sums exact_match", "choices acc", "choices acc_norm", "near nearness"}
     for p in pairs:
         assert p.candidate.mean() == pytest.approx(content[p.task][f"{p.metric},{p.filter}"])
-
-
-def test_the_gate_is_exact_match_then_acc_then_what_there_is(lm_eval_runs: Path) -> None:
-    results = read_results(lm_eval_runs / "baseline")
-    chosen = {p.task: p.metric for p in gates(results, results)}
-    assert chosen == {"sums": "exact_match", "choices": "acc", "near": "nearness"}
 
 
 def test_the_newest_run_of_a_folder_counts(copies: Path) -> None:
@@ -59,26 +48,6 @@ def test_the_newest_run_of_a_folder_counts(copies: Path) -> None:
         stem, _, date = file.name.rpartition("_20")
         shutil.copy(file, folder / f"{stem}_19{date}")
     assert "_20" in read_results(copies / "twin").file.name
-
-
-@pytest.mark.parametrize("key", ["doc_hash", "prompt_hash", "target_hash"])
-def test_another_question_is_refused_by_task_and_document(copies: Path, key: str) -> None:
-    edit_sample(copies / "twin", 7, **{key: "0" * 64})
-    with pytest.raises(InputError, match=f"task sums, document 7: got {key} 000000000000"):
-        pair(copies)
-
-
-def test_a_missing_document_is_named(copies: Path) -> None:
-    file = samples_file(copies / "twin")
-    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(InputError, match="task sums: got no document 399.*--limit"):
-        pair(copies)
-
-
-def test_a_missing_task_is_named(copies: Path) -> None:
-    edit_results(copies / "twin", lambda content: content["configs"].pop("near"))
-    with pytest.raises(InputError, match="got no task near"):
-        pair(copies)
 
 
 def grouped(content: dict[str, Any]) -> None:
@@ -118,6 +87,15 @@ def endless_samples(folder: Path) -> None:
     file.symlink_to("/dev/zero")
 
 
+def one_document_less(folder: Path) -> None:
+    file = samples_file(folder)
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+
+
+def another_question(key: str) -> Break:
+    return lambda folder: edit_sample(folder, 7, **{key: "0" * 64})
+
+
 def nobodys_results(folder: Path) -> None:
     shutil.copytree(results_file(folder).parent, folder / "other_model")
 
@@ -142,6 +120,12 @@ BREAKS: dict[str, tuple[Break, str]] = {
         rewrite(lambda content: content.update(higher_is_better={"sums": {"exact_match": False}})),
         "one meaning of the metric",
     ),
+    "a document less": (one_document_less, "task sums: got no document 399"),
+    "a task less": (rewrite(lambda content: content["configs"].pop("near")), "got no task near"),
+    **{
+        key: (another_question(key), f"task sums, document 7: got {key} 000000000000")
+        for key in ("doc_hash", "prompt_hash", "target_hash")
+    },
 }
 
 

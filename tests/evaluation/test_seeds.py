@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,20 @@ from vexport.evaluation.verdict import decide
 from vexport.records import Verdict
 
 MARGIN, ALPHA, SEEDS, TRIALS = 0.05, 0.05, 4, 1500
+GRID = np.linspace(0, 1, 10001)
+
+
+@cache
+def quantiles(correlation: float, mean: float) -> Scores:
+    size = (1 - correlation) / correlation
+    found: Scores = stats.beta.ppf(GRID, mean * size, (1 - mean) * size)
+    return found
 
 
 def gains(documents: int, correlation: float, right: float, loss: float, rng: np.random.Generator) -> Scores:
     """Gains of answers of two models to the same documents, whose difficulty both share (beta-binomial)."""
-    size, difficulty = (1 - correlation) / correlation, rng.random(documents)
-    shares = [stats.beta.ppf(difficulty, mean * size, (1 - mean) * size) for mean in (right, right - loss)]
+    difficulty = rng.random(documents)
+    shares = [np.interp(difficulty, GRID, quantiles(correlation, mean)) for mean in (right, right - loss)]
     baseline, candidate = (rng.random((documents, SEEDS)) < share[:, None] for share in shares)
     gain: Scores = (candidate.astype(float) - baseline).reshape(-1)
     return gain

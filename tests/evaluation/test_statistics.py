@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from tests.evaluation.exact import exact_power
+from tests.evaluation.make import exact_power
 from vexport.evaluation.statistics import (
     bootstrap_interval,
     documents_for_power,
@@ -71,9 +71,6 @@ def test_tango_ends_where_a_grid_of_score_tests_turns(wins: int, losses: int, do
 def test_no_change_at_all_still_has_a_width(documents: int) -> None:
     width = Z**2 / (documents + Z**2)
     assert tango_interval(0, 0, documents, 0.05) == pytest.approx((-width, width), abs=1e-9)
-
-
-def test_all_documents_changed() -> None:
     assert tango_interval(30, 0, 30, 0.05).high == 1
     assert tango_interval(0, 30, 30, 0.05).low == -1
 
@@ -86,8 +83,11 @@ def test_tango_contains_the_estimate_and_mirrors(wins: int, losses: int, rest: i
     assert interval.low == pytest.approx(-mirrored.high, abs=1e-9)
 
 
-def test_at_zero_the_score_test_is_mcnemars() -> None:
+def test_mcnemar_is_the_score_test_at_zero_and_the_sum_of_binomial_tails() -> None:
     assert tango_statistic(4, 13, 500, 0.0) == pytest.approx((4 - 13) / math.sqrt(4 + 13))
+    tail = sum(math.comb(10, k) for k in range(3)) / 2**10
+    assert mcnemar_p(2, 8) == pytest.approx(2 * tail)
+    assert mcnemar_p(0, 0) == 1
 
 
 @pytest.mark.parametrize(("wins", "losses", "documents"), [(1, 1, 1), (-1, 0, 5), (0, 0, 0)])
@@ -100,12 +100,6 @@ def test_impossible_counts_are_refused(wins: int, losses: int, documents: int) -
 def test_wilson_is_scipys(successes: int, trials: int) -> None:
     expected = stats.binomtest(successes, trials).proportion_ci(confidence_level=0.9, method="wilson")
     assert wilson_interval(successes, trials, 0.05) == pytest.approx((expected.low, expected.high), abs=1e-9)
-
-
-def test_mcnemar_is_the_sum_of_binomial_tails() -> None:
-    tail = sum(math.comb(10, k) for k in range(3)) / 2**10
-    assert mcnemar_p(2, 8) == pytest.approx(2 * tail)
-    assert mcnemar_p(0, 0) == 1
 
 
 @pytest.mark.parametrize("gain", [[0.0], [0.0, -0.25], [1.0, -0.25], [0.5, 0.5, 1.0, 0.0, -0.25]])
@@ -137,9 +131,6 @@ def test_recovery_covers_the_true_ratio() -> None:
         assert interval is not None
         hits += interval.low <= 0.75 / 0.80 <= interval.high
     assert 0.88 < hits / 2000 < 0.94
-
-
-def test_recovery_without_a_right_answer_is_undefined() -> None:
     assert recovery_interval(0, 3, 0, 0.05) is None
 
 
@@ -154,9 +145,6 @@ def test_bootstrap_of_equal_values_does_not_claim_certainty() -> None:
     quiet = tango_interval(0, 0, 50, 0.05)
     low, high = bootstrap_interval(np.full(50, 0.25), 0.05, span=2)
     assert (low, high) == pytest.approx((0.25 + 2 * quiet.low, 0.25 + 2 * quiet.high))
-
-
-def test_bootstrap_of_three_documents_settles_nothing() -> None:
     assert bootstrap_interval(np.array([0.0, 0.0, 0.5]), 0.05, span=1).low < -0.2
 
 

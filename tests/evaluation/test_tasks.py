@@ -43,14 +43,10 @@ def test_python_in_a_task_is_refused_by_place(tmp_path: Path) -> None:
 
 
 def test_a_trusted_function_travels_with_its_module(tmp_path: Path) -> None:
-    *_, near = make_tasks(tmp_path / "tasks", 3)
+    *_, near = make_tasks(tmp_path / "base", 3)
     resolve_tasks([near], folder=tmp_path / "run", trust_remote_code=True)
     assert "process_results: !function 'score.near'" in (tmp_path / "run/near/near.yaml").read_text()
     assert (tmp_path / "run/near/score.py").is_file()
-
-
-def test_an_included_function_travels_too(tmp_path: Path) -> None:
-    make_tasks(tmp_path / "base", 3)
     task = write(tmp_path / "other.yaml", "include: base/near.yaml\ntask: other\n")
     resolve_tasks([task], folder=tmp_path / "run", trust_remote_code=True)
     assert (tmp_path / "run/other/score.py").is_file()
@@ -82,19 +78,12 @@ def test_a_broken_file_is_refused_by_place(tmp_path: Path, text: str, message: s
         resolve_tasks([write(tmp_path / "t.yaml", text)], folder=tmp_path / "run")
 
 
-def test_lm_evals_own_tasks_are_known(tmp_path: Path) -> None:
+def test_names_are_lm_evals_own_or_of_a_folder(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     names = ["arc_easy", "mmlu"]
     assert [task.spec for task in resolve_tasks(names, folder=tmp_path)] == names
-
-
-def test_an_unknown_name_gets_the_nearest_known(tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval")
     with pytest.raises(InputError, match="task arc_eazy: got an unknown name.*arc_easy"):
         resolve_tasks(["arc_eazy"], folder=tmp_path)
-
-
-def test_a_name_from_an_own_folder_is_known(tmp_path: Path) -> None:
     make_tasks(tmp_path / "tasks", 3)
     (task,) = resolve_tasks(["sums"], folder=tmp_path / "run", include_paths=[tmp_path / "tasks"])
     assert task.spec == "sums"
@@ -155,10 +144,6 @@ def test_pickled_documents_are_refused(mark: Path) -> None:
             resolve_tasks(["t.yaml"], folder=mark.parent / "run", trust_remote_code=trust)
 
 
-def request(folder: Path, task: str) -> SessionRequest:
-    return SessionRequest(checkpoint=folder, name="x", tasks=(task,), include_paths=(folder / "more",))
-
-
 def test_nor_does_one_of_a_folder_of_tasks(mark: Path) -> None:
     """lm-eval reads such a folder itself."""
     from lm_eval.tasks import TaskManager
@@ -166,7 +151,7 @@ def test_nor_does_one_of_a_folder_of_tasks(mark: Path) -> None:
     more = mark.parent / "more"
     more.mkdir()
     (more / "t.yaml").write_text(with_metric("own").replace("task: sums", "task: other"))
-    asked = request(mark.parent, "other")
+    asked = SessionRequest(checkpoint=mark.parent, name="x", tasks=("other",), include_paths=(more,))
     manager = TaskManager(include_path=[str(more)], include_defaults=False)
     with tasks_as_data(), pytest.raises(InputError, match="metric own: Python"):
         load_tasks(asked, manager, asked.tasks)

@@ -22,7 +22,7 @@ MARGIN, ALPHA, DOCUMENTS = 0.02, 0.05, 400
 SAMPLE = Sample(
     doc_id=0,
     filter="none",
-    hashes=("", "", ""),
+    hashes=("",) * 3,
     prompt="1 + 1 =",
     target="2",
     answer="2",
@@ -108,11 +108,10 @@ def test_no_change_passes_only_with_enough_documents() -> None:
     # (1.645 * 0.14 + 0.842 * (1 / 102)^0.5)^2 / 0.02^2: one change in 102, where none was seen in 100
     assert few.documents_needed == 246
     assert (many.difference, many.flip_rate, many.mcnemar_p) == (0, 0, 1)
-
-
-def test_a_margin_of_zero_without_change_cannot_be_settled() -> None:
     (task,) = judge([from_counts(0, 0)], margin=0)
     assert (task.outcome, task.documents_needed) == ("INCONCLUSIVE", None)
+    (task,) = judge([from_counts(0, 1, 1)])
+    assert task.outcome == "INCONCLUSIVE"
 
 
 def test_a_baseline_without_a_right_answer_has_no_recovery() -> None:
@@ -122,21 +121,12 @@ def test_a_baseline_without_a_right_answer_has_no_recovery() -> None:
     assert "NaN" not in to_json(task)
 
 
-def test_one_document_settles_nothing() -> None:
-    (task,) = judge([from_counts(0, 1, 1)])
-    assert task.outcome == "INCONCLUSIVE"
-
-
-def test_where_lower_is_better_a_rise_is_a_loss() -> None:
+def test_graded_scores_use_a_bootstrap() -> None:
     rng = np.random.default_rng(5)
     errors = rng.uniform(0.2, 0.4, 300)
     (task,) = judge([paired(errors, errors + rng.uniform(0.05, 0.15, 300), sign=-1)])
     assert (task.outcome, task.recovery) == ("FAIL", None)
     assert task.difference == pytest.approx(-0.1, abs=0.01)
-
-
-def test_graded_scores_use_a_bootstrap() -> None:
-    rng = np.random.default_rng(6)
     scores = rng.uniform(0.4, 0.9, 500)
     (same,) = judge([paired(scores, scores + rng.normal(0, 0.05, 500))])
     assert same.outcome == "PASS"

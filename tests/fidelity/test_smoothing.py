@@ -85,9 +85,7 @@ def halved(rows: slice, columns: slice) -> Change:
         (halved(slice(0, 2), slice(None)), "mlp.down_proj"),
     ],
 )
-def test_factors_that_nothing_undoes_are_errors(
-    source: Path, tmp_path: Path, change: Change, where: str
-) -> None:
+def test_factors_nothing_undoes_are_errors(source: Path, tmp_path: Path, change: Change, where: str) -> None:
     checkpoint = write("awq", smoothed(source, tmp_path / "smoothed"), tmp_path / "quantized")
     change(checkpoint)
     assert f"{LAYER}.{where}" in [

@@ -55,9 +55,7 @@ def all_linears(scheme: str) -> tuple[Rule, ...]:
 
 
 @pytest.mark.parametrize("scheme", scheme_names())
-def test_every_layer_comes_back(
-    llama: Path, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_come_back(llama: Path, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     index, back, plan = written(llama, tmp_path / "out", all_linears(scheme))
     errors = layer_errors(index, back, plan)
     assert len(errors) == 14

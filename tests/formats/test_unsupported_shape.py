@@ -30,9 +30,7 @@ SIDES = st.sampled_from([64, 128, 192, 200, 256, 384, 512, 1024])
     ranks=st.sampled_from([1, 2, 4]),
     split=st.sampled_from(["out", "in"]),
 )
-def test_blocks_are_refused_where_vllm_refuses(
-    rows: list[int], columns: int, ranks: int, split: Split
-) -> None:
+def test_blocks_are_refused_as_vllm_does(rows: list[int], columns: int, ranks: int, split: Split) -> None:
     from vllm.model_executor.layers.quantization.utils.fp8_utils import validate_fp8_block_shape
 
     out, wide = (ranks, 1) if split == "out" else (1, ranks)
@@ -68,9 +66,7 @@ def test_blocks_are_refused_where_vllm_refuses(
         ("FP8_BLOCK", (100, 128), 128, "out_features 100 is not a multiple of the block's 128"),
     ],
 )
-def test_an_unsupported_shape_names_sizes(
-    scheme: str, rows: tuple[int, ...], columns: int, reason: str
-) -> None:
+def test_unsupported_shapes_name_sizes(scheme: str, rows: tuple[int, ...], columns: int, reason: str) -> None:
     assert get_scheme(scheme).unsupported_shape(layers(*rows, columns=columns)) == reason
 
 

@@ -17,7 +17,6 @@ from shutil import copytree, rmtree
 
 from tests.mutations.edits import Change, forget_digests
 from tests.mutations.good import GOOD, source_of, write_good
-from tests.mutations.limits import is_as_good, is_counted
 from tests.mutations.methods import (
     METHOD_RECORDS,
     RUN_RECORDS,
@@ -26,7 +25,7 @@ from tests.mutations.methods import (
     quant_method,
     write_methods,
 )
-from tests.mutations.recorded import PINNED_RECORDS, Record, read_records
+from tests.mutations.recorded import PINNED_RECORDS, Record, is_as_good, is_counted, read_records
 from tests.mutations.table import mutations
 from vexport.checks import Against, check_checkpoint
 from vexport.fidelity.compare import against

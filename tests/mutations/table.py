@@ -8,13 +8,13 @@ from functools import cache
 
 from tests.mutations.edits import Change
 from tests.mutations.good import GOOD, Sound
-from tests.mutations.kinds import arguments, files, forms, mixed, model, names, special, values
+from tests.mutations.kinds import arguments, files, forms, mixed, names, values
 
 # What depends on the scheme, and what does not.
 
 Part = Callable[[Sound], Iterator[tuple[str, Change]]]
 OWN = (names.kinds, values.kinds, forms.kinds, arguments.kinds, mixed.kinds)
-SHARED = (files.kinds, model.kinds, arguments.shared_kinds, names.shared_kinds, mixed.shared_kinds)
+SHARED = (files.kinds, arguments.model_kinds, arguments.shared_kinds, names.shared_kinds, mixed.shared_kinds)
 # What depends on the scheme is recorded with one in so many of the further checkpoints of a scheme, what does
 # not with one in so many of all checkpoints.
 OWN_ONE_IN, SHARED_ONE_IN = 4, 6
@@ -23,7 +23,9 @@ OWN_ONE_IN, SHARED_ONE_IN = 4, 6
 @cache
 def mutations(good: str) -> Mapping[str, Change]:
     """All mutations of a sound checkpoint by name."""
-    return {name: change for part in (*OWN, *SHARED, special.kinds) for name, change in part(GOOD[good])}
+    return {
+        name: change for part in (*OWN, *SHARED, names.special_kinds) for name, change in part(GOOD[good])
+    }
 
 
 def worth_recording(good: str) -> list[str]:
@@ -31,7 +33,7 @@ def worth_recording(good: str) -> list[str]:
     position = list(GOOD).index(good)
     first = all(GOOD[other].scheme != GOOD[good].scheme for other in list(GOOD)[:position])
     return [
-        *_dealt(good, (special.kinds,), 0, 1),
+        *_dealt(good, (names.special_kinds,), 0, 1),
         *_dealt(good, OWN, position, 1 if first else OWN_ONE_IN),
         *_dealt(good, SHARED, position, SHARED_ONE_IN),
     ]

@@ -7,9 +7,15 @@ import pytest
 
 from tests.models import problems
 from tests.mutations.good import GOOD, write_good
-from tests.mutations.limits import AS_GOOD, ONLY_LOADERS_SHOW, ONLY_RUNNING_SHOWS, is_as_good
 from tests.mutations.methods import METHOD_RECORDS, RUN_RECORDS, method_mutations, write_methods
-from tests.mutations.recorded import PINNED_RECORDS, Record, read_records
+from tests.mutations.recorded import (
+    AS_GOOD,
+    ONLY_LOADERS_SHOW, ONLY_RUNNING_SHOWS,
+    PINNED_RECORDS,
+    Record,
+    is_as_good,
+    read_records,
+)
 from tests.mutations.replay import Bench, with_source
 from tests.mutations.table import mutations
 from vexport.checks import check_checkpoint
@@ -46,7 +52,7 @@ def test_errors_are_what_vllm_refuses_or_answers_wrongly_in_the_other_records(
 
 
 def _agree(root: Path, tmp_path: Path, records: Sequence[Record], capsys: pytest.CaptureFixture[str]) -> None:
-    """The check and the records say the same, but for what tests/mutations/limits.py lists."""
+    """The check and the records say the same, but for what tests/mutations/recorded.py lists."""
     tally = Bench(root=root, scratch=tmp_path).tally(records)
     with capsys.disabled():
         print(f"\n{tally.summary(records)}")

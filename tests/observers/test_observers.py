@@ -71,15 +71,6 @@ def test_keywords_of_the_arguments_are_honoured_and_own_keywords_win() -> None:
     assert args.observer_kwargs == {"averaging_constant": 0.5}
 
 
-def test_an_empty_tensor_changes_nothing() -> None:
-    observer = load_observer("minmax", "input", TENSOR)
-    assert observer(torch.zeros(0, 8)) is observer
-    assert not observer.has_statistics
-    assert observer.tokens == 0
-    with pytest.raises(ValueError, match="got no observation"):
-        observer.get_qparams()
-
-
 @pytest.mark.parametrize("name", OBSERVERS)
 def test_a_weight_counts_as_it_was_last_seen(name: str) -> None:
     args = replace(GROUP, group_size=8)
@@ -111,9 +102,15 @@ def test_tokens_are_counted_for_every_kind_and_forgotten_by_reset() -> None:
     state.reset()
     assert state.tokens == 0
     assert not state.has_statistics
+    observer = load_observer("minmax", "input", TENSOR)
+    assert observer(torch.zeros(0, 8)) is observer
+    assert not observer.has_statistics
+    assert observer.tokens == 0
+    with pytest.raises(ValueError, match="got no observation"):
+        observer.get_qparams()
 
 
-def test_fusing_needs_all_to_have_observed() -> None:
+def test_fusing_needs_all_to_have_observed_and_no_copy_of_a_weight_is_held() -> None:
     observers = [load_observer("memoryless_minmax", "weight", NVFP4) for _ in range(2)]
     Observer.fuse(observers)
     observers[0](normal(2, 32))
@@ -121,6 +118,11 @@ def test_fusing_needs_all_to_have_observed() -> None:
         observers[0].get_qparams()
     observers[1].reset()
     assert observers[0].get_qparams()["global_scale"] is not None
+    weight = normal(64, 128)
+    observer = load_observer("memoryless_mse", "weight", NVFP4)
+    observer(weight)
+    weight.zero_()
+    assert torch.equal(observer.get_qparams()["scale"], torch.full((64, 8), 0.125))
 
 
 @pytest.mark.parametrize("name", ["memoryless_minmax", "memoryless_mse", "imatrix_mse", "nvfp4_expanded_mse"])
@@ -220,14 +222,6 @@ def test_patience_counts_over_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None
         )
         results.append(observer(weight).range()[1])
     assert torch.equal(*results)
-
-
-def test_statistics_hold_no_copy_of_the_weight() -> None:
-    weight = normal(64, 128)
-    observer = load_observer("memoryless_mse", "weight", NVFP4)
-    observer(weight)
-    weight.zero_()
-    assert torch.equal(observer.get_qparams()["scale"], torch.full((64, 8), 0.125))
 
 
 # The example of llm-compressor's guide to observers, but for the name of the package.

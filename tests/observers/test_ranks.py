@@ -45,10 +45,7 @@ def gathered(values: list[torch.Tensor]) -> IMatrixMSEObserver:
 def check_extremes(rank: int) -> None:
     """Both shapes of statistics, and a rank that saw nothing."""
     for args in (TENSOR, GROUP):
-        alone, shared = (
-            observed("static_minmax", args, samples()),
-            observed("static_minmax", args, share(rank)),
-        )
+        alone, shared = (observed("static_minmax", args, seen) for seen in (samples(), share(rank)))
         assert shared.sync_activation_stats() == []
         assert torch.equal(shared.range()[0], alone.range()[0])
         assert torch.equal(shared.range()[1], alone.range()[1])

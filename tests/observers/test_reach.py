@@ -56,12 +56,8 @@ def test_inputs_are_observed_as_asked_for(llama: Path, text: Path, tmp_path: Pat
     recipe = ("--recipe", tmp_path / "recipe.yaml", "--ignore", "lm_head")
     ran = vexport("quantize", llama, tmp_path / "recipe", *recipe, *options)
     assert ran.code == 0, ran.stderr
-    rule = Rule(
-        match="Linear",
-        scheme="FP8",
-        input_observer="minmax",
-        input_observer_kwargs={"averaging_constant": 1.0},
-    )
+    last = {"input_observer": "minmax", "input_observer_kwargs": {"averaging_constant": 1.0}}
+    rule = Rule.model_validate({"match": "Linear", "scheme": "FP8", **last})
     quantize(llama, tmp_path / "last", rules=[rule], calibration=str(text))
     averaged, running = input_scales(tmp_path / "MinMax"), input_scales(tmp_path / "static_minmax")
     assert averaged == input_scales(tmp_path / "recipe")
@@ -71,11 +67,8 @@ def test_inputs_are_observed_as_asked_for(llama: Path, text: Path, tmp_path: Pat
     for value in seen[1:]:
         average = average * 0.99 + value * 0.01
     key = f"{LAYER}.input_scale"
-    for scales, expected in (
-        (averaged, average),
-        (running, max(seen)),
-        (input_scales(tmp_path / "last"), seen[-1]),
-    ):
+    newest = input_scales(tmp_path / "last")
+    for scales, expected in ((averaged, average), (running, max(seen)), (newest, seen[-1])):
         assert scales[key] == pytest.approx(expected / 448, rel=0.01)
     (group,) = yaml.safe_load((tmp_path / "last" / "config.json").read_text())["quantization_config"][
         "config_groups"

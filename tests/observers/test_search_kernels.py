@@ -5,6 +5,7 @@ compared: never above the least error by more than TOLERANCE.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -116,8 +117,14 @@ def test_the_error_is_the_least_of_all_candidates(size: int, form: NumberFormat,
     assert_least_error(weight.reshape(1, -1), form)
 
 
-def test_a_range_may_be_expanded() -> None:
+def test_expanded_subnormal_and_turned_groups_and_another_dtype() -> None:
     assert_least_error(heavy_tailed(64, 128, torch.bfloat16), INT4, expand=1.8)
+    assert_least_error((heavy_tailed(8, 128, torch.float32) * 2.0**-14).to(torch.float16), INT4)
+    weight = heavy_tailed(128, 64, torch.bfloat16)
+    assert_least_error(weight.T, INT4)
+    groups = heavy_tailed(8, 128, torch.float32)
+    found, other = (search_grid_groups(each, INT4, SHRINKS, norm=2.4) for each in (groups, groups.double()))
+    assert torch.equal(found.step, other.step)
 
 
 @pytest.mark.parametrize("storage", [BFLOAT16, FLOAT16])
@@ -158,10 +165,6 @@ def test_the_unit_of_the_weight_changes_nothing(form: NumberFormat, scale: float
     assert_least_error(weight.reshape(1, -1), form)
 
 
-def test_float16_subnormals_are_exact() -> None:
-    assert_least_error((heavy_tailed(8, 128, torch.float32) * 2.0**-14).to(torch.float16), INT4)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_first_of_equal_candidates_is_taken(dtype: torch.dtype) -> None:
     found = search_grid_groups(torch.zeros(4, 128, dtype=dtype), INT4, SHRINKS, norm=2.4)
@@ -190,17 +193,6 @@ def test_values_that_are_not_finite_show_in_the_range(dtype: torch.dtype) -> Non
     assert not all(np.isfinite(range_of_values(groups)))
 
 
-def test_what_is_not_contiguous_is_read_as_it_is() -> None:
-    weight = heavy_tailed(128, 64, torch.bfloat16)
-    assert_least_error(weight.T, INT4)
-
-
-def test_another_dtype_is_searched_in_float32() -> None:
-    groups = heavy_tailed(8, 128, torch.float32)
-    found, other = (search_grid_groups(each, INT4, SHRINKS, norm=2.4) for each in (groups, groups.double()))
-    assert torch.equal(found.step, other.step)
-
-
 @pytest.mark.parametrize(("dtype", "unit"), list(zip(DTYPES, (1.0, 1e-3, 2.0**-12), strict=True)))
 @pytest.mark.parametrize(
     ("largest", "smallest", "norm"), [(1.0, 0.81, 2.4), (1.8, 0.8, 2.4), (1.0, 0.05, 3.0)]
@@ -214,14 +206,8 @@ def test_the_nvfp4_error_is_the_least_of_all_candidates(
     importance = (
         torch.rand(256, generator=torch.Generator().manual_seed(2)) if norm == 3.0 else torch.ones(256)
     )
-    scales = search_nvfp4_scales(
-        weight.view(7, 16, 16),
-        global_scale,
-        largest=largest,
-        smallest=smallest,
-        norm=norm,
-        importance=importance,
-    )
+    search = partial(search_nvfp4_scales, largest=largest, smallest=smallest, norm=norm)
+    scales = search(weight.view(7, 16, 16), global_scale, importance=importance)
     assert scales.dtype == torch.float8_e4m3fn
     assert scales.shape == (7, 16)
     numbers = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)

@@ -71,9 +71,7 @@ def test_a_folder_of_someone_else_is_refused(
 
 @pytest.mark.parametrize("command", ["quantize", "repair"])
 @pytest.mark.parametrize("extra", ["notes.md", "plots/loss.svg", "model.safetensors/x", ".git/HEAD"])
-def test_what_a_person_put_into_a_checkpoint_stays(
-    command: str, extra: str, run: Run, tmp_path: Path
-) -> None:
+def test_what_a_person_put_in_a_checkpoint_stays(command: str, extra: str, run: Run, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run(command)[0] == 0
     if extra.startswith("model."):

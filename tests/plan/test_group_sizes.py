@@ -14,6 +14,7 @@ from vexport.formats.schemes import all_schemes, named_scheme
 from vexport.scenario import read_scenario
 from vexport.sensitivity.auto import plan_scenario
 
+SMALLER = ("--on-unsupported-shape", "smaller-group")
 RULE = "name: a\nsource: {source}\nrules: [{{match: Linear, {keys}}}]\n"
 
 
@@ -60,9 +61,7 @@ def test_sizes_fit_the_part_of_each_rank(tmp_path: Path) -> None:
     source = save_llama(tmp_path / "model", intermediate_size=192)
     ran = vexport("plan", source, "--scheme", "W4A16", "--tp", "1,2")
     assert "use --group-size 32;" in ran.stdout
-    taken = vexport(
-        "plan", source, "--scheme", "W4A16", "--tp", "1,2", "--on-unsupported-shape", "smaller-group"
-    )
+    taken = vexport("plan", source, "--scheme", "W4A16", "--tp", "1,2", *SMALLER)
     assert taken.code == 0
     assert "quantized in groups of 32 (W4A16_G32)" in taken.stdout
 
@@ -79,9 +78,7 @@ def test_the_table_takes_a_group_size_and_names_those_that_fit(narrow: Path) -> 
 
 def test_layers_take_the_largest_group_that_fits(narrow: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    ran = vexport(
-        "quantize", narrow, out, "--scheme", "W4A16", "--on-unsupported-shape", "smaller-group", "--quiet"
-    )
+    ran = vexport("quantize", narrow, out, "--scheme", "W4A16", *SMALLER, "--quiet")
     assert ran.code == 0, ran.stderr
     assert "quantized in groups of 64 (W4A16_G64)" in ran.stderr
     groups = json.loads((out / "config.json").read_text())["quantization_config"]["config_groups"].values()
@@ -94,22 +91,18 @@ def test_layers_take_the_largest_group_that_fits(narrow: Path, tmp_path: Path) -
 
 def test_routed_experts_of_a_layer_take_one_size(tmp_path: Path) -> None:
     source = save_family("qwen3-moe", tmp_path / "model", moe_intermediate_size=64)
-    ran = vexport(
-        "plan", source, "--scheme", "W4A16", "--on-unsupported-shape", "smaller-group", "--format", "json"
-    )
+    ran = vexport("plan", source, "--scheme", "W4A16", *SMALLER, "--format", "json")
     assert ran.code == 0, ran.stderr
     groups = json.loads(ran.stdout)["groups"]
     experts = {group["scheme"] for group in groups if ".experts." in group["members"][0]["name"]}
     assert experts == {"W4A16_G64"}
-    assert (
-        vexport("plan", source, "--scheme", "NVFP4A16", "--on-unsupported-shape", "smaller-group").code == 0
-    )
+    assert vexport("plan", source, "--scheme", "NVFP4A16", *SMALLER).code == 0
 
 
 def test_what_no_size_fits_is_refused_still(tmp_path: Path) -> None:
     odd = save_llama(tmp_path / "model", intermediate_size=328)
     for scheme in ("W4A16", "NVFP4A16"):
-        ran = vexport("plan", odd, "--scheme", scheme, "--on-unsupported-shape", "smaller-group")
+        ran = vexport("plan", odd, "--scheme", scheme, *SMALLER)
         assert ran.code == 2
         assert "in_features 328" in ran.stdout
 
@@ -120,10 +113,7 @@ def test_what_no_size_fits_is_refused_still(tmp_path: Path) -> None:
         ("scheme: W4A16, group_size: 64", "W4A16_G64"),
         ("scheme: w4a16, group_size: channel", "W4A16_CHANNEL"),
         ("scheme: W4A16, group_size: -1", "W4A16_CHANNEL"),
-        (
-            "weights: {num_bits: 4, type: int, strategy: group, group_size: 64, symmetric: false}",
-            "W4A16_ASYM_G64",
-        ),
+        ("weights: {num_bits: 4, strategy: group, group_size: 64, symmetric: false}", "W4A16_ASYM_G64"),
         ("weights: {num_bits: 3, group_size: 32, symmetric: false}", "INT3_GROUP32_ASYM.A16"),
         ("weights: {num_bits: 8, type: float, strategy: channel}", "FP8_CHANNEL.A16"),
         (
@@ -139,26 +129,21 @@ def test_what_no_size_fits_is_refused_still(tmp_path: Path) -> None:
     ],
 )
 def test_a_rule_takes_sizes_and_arguments(narrow: Path, tmp_path: Path, keys: str, scheme: str) -> None:
-    assert schemes_of(tmp_path, narrow, keys) == (scheme,)
-    again = f"scheme: {scheme}"
-    assert schemes_of(tmp_path, narrow, again) == (scheme,)
+    for asked in (keys, f"scheme: {scheme}"):
+        assert schemes_of(tmp_path, narrow, asked) == (scheme,)
 
 
-def test_the_observer_of_the_weights_is_that_of_the_rule(narrow: Path, tmp_path: Path) -> None:
+def test_weights_have_an_observer_and_candidates_sizes(narrow: Path, tmp_path: Path) -> None:
     path = tmp_path / "scenario.yaml"
     path.write_text(
         RULE.format(source=narrow, keys="weights: {num_bits: 4, group_size: 32, observer: memoryless_mse}")
     )
     (rule,) = read_scenario(path).rules
     assert (rule.scheme, rule.observer) == ("W4A16_G32", "memoryless_mse")
-
-
-def test_candidates_have_sizes_and_take_smaller_ones(narrow: Path, tmp_path: Path) -> None:
     auto = (
         "calibration: {data: x.jsonl}\n"
         "auto: {bits: 7, candidates: [{scheme: W4A16, group_size: 32}, W8A16, FP8_DYNAMIC]}\n"
     )
-    path = tmp_path / "scenario.yaml"
     path.write_text(RULE.format(source=narrow, keys="scheme: auto") + auto)
     scenario = read_scenario(path)
     assert scenario.auto is not None

@@ -22,17 +22,14 @@ def plan_of(model: Path, *rules: tuple[str, str], settings: PlanSettings = DEFAU
     return build_plan(read_index(model), chosen, settings)
 
 
-def test_kept_by_default_unless_named(llama: Path) -> None:
-    assert plan_of(llama, ("Linear", "FP8")).kept_linears == ("lm_head",)
-    assert plan_of(llama, ("lm_head", "FP8"), ("Linear", "FP8")).kept_linears == ()
-
-
-def test_the_first_rule_that_matches_wins(llama: Path) -> None:
+def test_the_first_rule_that_matches_wins_and_a_head_is_kept_unless_named(llama: Path) -> None:
     plan = plan_of(llama, ("re:.*layers.0.*", "keep"), ("mlp.down_proj", "W8A8"), ("Linear", "W4A16"))
     schemes = {group.name: group.scheme for group in plan.groups}
     assert not any(".0." in name for name in schemes)
     assert schemes["model.layers.1.mlp.down_proj"] == "W8A8"
     assert schemes["model.layers.1.mlp.gate_up_proj"] == "W4A16"
+    assert plan_of(llama, ("Linear", "FP8")).kept_linears == ("lm_head",)
+    assert plan_of(llama, ("lm_head", "FP8"), ("Linear", "FP8")).kept_linears == ()
 
 
 def test_different_schemes_within_a_fused_group_are_refused(llama: Path) -> None:
@@ -42,7 +39,7 @@ def test_different_schemes_within_a_fused_group_are_refused(llama: Path) -> None
     assert "q_proj, k_proj, v_proj" in plan.refusals[0].fix
 
 
-def test_an_unsupported_shape_names_layer_size_and_rule(tmp_path: Path) -> None:
+def test_an_unsupported_shape_names_layer_size_and_rule_and_nothing_is_written(tmp_path: Path) -> None:
     model = save_llama(tmp_path / "model", intermediate_size=328)
     plan = plan_of(model, ("Linear", "NVFP4A16"))
     assert [refusal.where for refusal in plan.refusals] == [
@@ -50,10 +47,11 @@ def test_an_unsupported_shape_names_layer_size_and_rule(tmp_path: Path) -> None:
     ]
     assert plan.refusals[0].got == "in_features 328 is not a multiple of group size 16"
     assert plan_of(model, ("down_proj", "keep"), ("Linear", "NVFP4A16")).refusals == ()
-
-
-def test_a_refused_plan_writes_nothing(tmp_path: Path) -> None:
-    model = save_llama(tmp_path / "model", intermediate_size=328)
+    # Every part of a merged layer but the last must be whole blocks; a layer of its own may end ragged.
+    refusals = plan_of(model, ("Linear", "FP8_BLOCK")).refusals
+    assert [refusal.where for refusal in refusals] == [f"model.layers.{i}.mlp.gate_up_proj" for i in range(3)]
+    assert refusals[0].got == "out_features 328 is not a multiple of the block's 128"
+    assert "--ignore gate_proj --ignore up_proj" in refusals[0].fix
     ran = vexport("quantize", model, tmp_path / "out", "--scheme", "W4A16", "--quiet")
     assert ran.code == 2
     assert len(ran.errors) == 1
@@ -85,15 +83,6 @@ def test_a_quantized_source_is_refused(llama: Path, tmp_path: Path) -> None:
     assert ran.code == 2
     assert "quantized already (compressed-tensors)" in ran.errors[0]
     assert "vexport check" in ran.errors[0]
-
-
-def test_merged_layers_with_ragged_blocks_are_refused(tmp_path: Path) -> None:
-    """Every part of a merged layer but the last must be whole blocks; a layer of its own may end ragged."""
-    model = save_llama(tmp_path / "model", intermediate_size=328)
-    refusals = plan_of(model, ("Linear", "FP8_BLOCK")).refusals
-    assert [refusal.where for refusal in refusals] == [f"model.layers.{i}.mlp.gate_up_proj" for i in range(3)]
-    assert refusals[0].got == "out_features 328 is not a multiple of the block's 128"
-    assert "--ignore gate_proj --ignore up_proj" in refusals[0].fix
 
 
 @pytest.mark.parametrize(("ranks", "refused"), [((1,), 0), ((1, 2), 6), ((4,), 6)])
@@ -235,9 +224,7 @@ def test_layers_that_are_fused_on_disk_are_judged_by_their_parts(tmp_path: Path)
         (["models--A--B/snapshots/abc/config.json"], "", "the hub's cache", "snapshots/abc"),
     ],
 )
-def test_what_is_no_checkpoint_is_named(
-    files: list[str], name: str, got: str, fix: str, tmp_path: Path
-) -> None:
+def test_no_checkpoint_is_named(files: list[str], name: str, got: str, fix: str, tmp_path: Path) -> None:
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("{}")

@@ -52,7 +52,7 @@ def test_a_plan_without_a_scheme_compares_all(narrow: Path) -> None:
         assert (vexport("plan", narrow, "--scheme", scheme).code == 0) == row["fits"], scheme
 
 
-def test_the_table_names_reason_size_and_gpu(narrow: Path) -> None:
+def test_the_table_names_reason_size_and_gpu_and_json_follows_its_schema(narrow: Path) -> None:
     ran = vexport("plan", narrow, "--ignore", "down_proj")
     assert ran.code == 0
     lines = {line.split()[0]: line for line in ran.stdout.splitlines()[2:] if line}
@@ -60,6 +60,11 @@ def test_the_table_names_reason_size_and_gpu(narrow: Path) -> None:
     assert lines["FP8_DYNAMIC"].endswith("yes")
     assert "no: " in lines["W4A16"]
     assert f"vexport plan {narrow} --scheme" in ran.stdout
+    ignore = ("--ignore", "re:.*[qkv]_proj")
+    ran = vexport("plan", narrow, "--scheme", "FP8", *ignore, "--format", "json")
+    kept = valid("plan", ran.stdout)["kept_linears"]
+    assert isinstance(kept, list)
+    assert len(kept) == 7
 
 
 def test_a_plan_says_what_stays_why_and_what_comes_next(narrow: Path) -> None:
@@ -73,14 +78,6 @@ def test_a_plan_says_what_stays_why_and_what_comes_next(narrow: Path) -> None:
     ]
     refused = vexport("plan", narrow, "--scheme", "W4A16")
     assert "vexport quantize" not in refused.stdout
-
-
-def test_a_plan_in_json_follows_its_schema(narrow: Path) -> None:
-    ignore = ("--ignore", "re:.*[qkv]_proj")
-    ran = vexport("plan", narrow, "--scheme", "FP8", *ignore, "--format", "json")
-    kept = valid("plan", ran.stdout)["kept_linears"]
-    assert isinstance(kept, list)
-    assert len(kept) == 7
 
 
 def test_a_scenario_ends_with_the_run(narrow: Path, tmp_path: Path) -> None:
@@ -104,10 +101,7 @@ def test_quantize_says_how_much_it_did_and_warns_of_little(narrow: Path, tmp_pat
     assert len(warnings) == 2
     assert "192 is not a multiple of group size 128" in warnings[0]
     assert "only" in warnings[1]
-
-
-def test_quantize_answers_in_json(narrow: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+    out = tmp_path / "W8A8"
     ran = vexport("quantize", narrow, out, "--scheme", "W8A8", "--format", "json")
     answer = valid("quantize", ran.stdout)
     assert answer["checkpoint"] == str(out)

@@ -4,10 +4,8 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from shutil import copytree
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests.command import vexport
 from tests.models import quantize, save_llama
@@ -26,11 +24,7 @@ QKV = [Q.replace("q_proj", f"{part}_proj") for part in "qkv"]
 @pytest.fixture
 def incomplete(llama: Path, tmp_path: Path) -> Path:
     """A source without its last norm, of which vLLM would read what is in memory."""
-    source = copytree(llama, tmp_path / "incomplete")
-    tensors = load_file(source / "model.safetensors")
-    del tensors["model.norm.weight"]
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    return source
+    return spoiled(llama, tmp_path / "incomplete", drop("model.norm.weight"))
 
 
 def test_an_output_that_vllm_would_misread_is_not_called_out(incomplete: Path, tmp_path: Path) -> None:
@@ -85,9 +79,7 @@ def test_the_layer_at_fault_is_named_so_that_it_can_be_kept(
 
 
 @pytest.mark.vllm
-def test_vllm_loads_the_output_dry(
-    calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_loads_an_output_dry(calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU that runs what was asked for: no other than SM 90 has a KV cache with scales by head."""
     monkeypatch.delenv("VEXPORT_NO_VERIFY")
     source = save_llama(tmp_path / "source", num_hidden_layers=2, head_dim=80)

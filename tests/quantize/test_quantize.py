@@ -114,9 +114,7 @@ def test_same_bytes_each_time(llama: Path, tmp_path: Path, calibration: Path, go
     assert first == second
 
 
-def test_the_command_gathers_importance_for_weights_alone(
-    llama: Path, calibration: Path, tmp_path: Path
-) -> None:
+def test_importance_is_gathered_for_weights_alone(llama: Path, calibration: Path, tmp_path: Path) -> None:
     written = {}
     for observer in ("memoryless_mse", "imatrix_mse"):
         out = tmp_path / observer

@@ -38,17 +38,9 @@ def start(
     unverified: str = "1",
 ) -> "subprocess.Popen[str]":
     call = ["-m", "vexport", "quantize", folder / "model", out, "--scheme", scheme, "--device", "cpu"]
-    call += [
-        "--calibration",
-        folder / "text.jsonl",
-        "--smoothing",
-        "0",
-        "--max-shard-size",
-        "200KB",
-        *options,
-    ]
+    call += ["--calibration", folder / "text.jsonl", "--smoothing", "0", "--max-shard-size", "200KB"]
     return subprocess.Popen(
-        [sys.executable, *launch, *map(str, call)],
+        [sys.executable, *launch, *map(str, call), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -14,8 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from tests.calibration.make import samples
-from tests.calibration.models import configs, save
+from tests.calibration.models import configs, samples, save
 from tests.command import vexport
 from tests.models import save_llama, write_calibration
 from vexport.calibration import Samples
@@ -97,9 +96,7 @@ def test_scales_are_searched_by_what_enters_the_layer(source: Path, text: Path, 
 
 
 @pytest.mark.slow
-def test_with_text_weights_are_refitted_and_the_answer_says_how(
-    source: Path, text: Path, tmp_path: Path
-) -> None:
+def test_with_text_weights_are_refitted_and_it_is_told(source: Path, text: Path, tmp_path: Path) -> None:
     ran = vexport(
         "quantize", source, tmp_path / "out", "--scheme", "W4A16", "--calibration", text, "--format", "json"
     )
@@ -114,9 +111,7 @@ def test_with_text_weights_are_refitted_and_the_answer_says_how(
 
 
 @pytest.mark.slow
-def test_killed_between_two_layers_it_goes_on_to_the_same_bytes(
-    source: Path, text: Path, tmp_path: Path
-) -> None:
+def test_killed_between_layers_it_goes_on_to_the_same_bytes(source: Path, text: Path, tmp_path: Path) -> None:
     call = ("quantize", source, "--scheme", "W4A16", "--rounding", "refit", "--calibration", text)
     whole = tmp_path / "whole"
     assert vexport(*call, whole).code == 0

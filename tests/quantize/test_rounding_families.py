@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.calibration.make import samples
-from tests.calibration.models import configs, expert_configs, save
+from tests.calibration.models import configs, expert_configs, samples, save
 from vexport.calibration import calibrate
 from vexport.calibration.inputs import arithmetic_of
 from vexport.calibration.walk import LayerWalk

@@ -20,6 +20,7 @@ from tests.calibration.models import LLAMA_LIKE, configs, save
 from tests.calibration.test_experts import configs as multimodal_configs
 from tests.command import vexport
 from tests.models import write_calibration
+from tests.mutations.edits import copied
 from tests.quantize import plain_experts
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
@@ -63,9 +64,7 @@ def _plain(folder: Path) -> None:
 def _tied(folder: Path) -> None:
     """Tied by its config; the head's own copy is in the file, as some exports leave it."""
     save(Qwen3Config(**{**LLAMA_LIKE, "num_hidden_layers": 2}, head_dim=16, tie_word_embeddings=True), folder)
-    values = load_file(folder / "model.safetensors")
-    values["lm_head.weight"] = values["model.embed_tokens.weight"].clone()
-    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+    copied("model.embed_tokens.weight", "lm_head.weight")(folder)
 
 
 def made(folder: Path, name: str) -> Path:

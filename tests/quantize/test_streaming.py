@@ -65,11 +65,8 @@ def write_model(folder: Path, *, hidden: int, layers: int) -> Path:
 
 
 def digests(folder: Path) -> Mapping[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def started(command: Sequence[object]) -> "subprocess.Popen[bytes]":

@@ -37,15 +37,12 @@ def repair(checkpoint: Path, out: Path, *options: object) -> tuple[Ran, dict[str
     return ran, json.loads(ran.stdout)
 
 
+DENSE: Json = {"format": "dense", "targets": ["Linear"]}
 WITHOUT_LOSS = [
     ("W8A8", config(QUANTIZATION, quant_method=None), "config"),
     ("W4A16", config(ARGUMENTS, no_such_key=1), "config"),
     ("W8A8", config(INPUTS, zero=1), "config"),
-    (
-        "FP8_DYNAMIC",
-        config(QUANTIZATION, sparsity_config={"format": "dense", "targets": ["Linear"]}),
-        "config",
-    ),
+    ("FP8_DYNAMIC", config(QUANTIZATION, sparsity_config=DENSE), "config"),
     ("W8A8", config(QUANTIZATION, ignore=["lm_head", Q]), "targets"),
     ("W8A8", config(QUANTIZATION, ignore=["re:.*"]), "targets"),
     ("W8A8", config(GROUP, targets=["re:.*mlp.*"]), "targets"),

@@ -119,15 +119,8 @@ def verdict(outcome: Outcome = "PASS") -> Verdict:
 
 def report(outcome: Outcome = "PASS") -> Report:
     """A run that reached its verdict."""
-    return replace(
-        full(outcome),
-        source_card={},
-        drift=None,
-        attribution=None,
-        sensitivity=None,
-        mixed=None,
-        dry_load=None,
-    )
+    judged = replace(full(outcome), source_card={}, drift=None, attribution=None)
+    return replace(judged, sensitivity=None, mixed=None, dry_load=None)
 
 
 def full(outcome: Outcome = "PASS") -> Report:
@@ -175,14 +168,8 @@ def hostile() -> Report:
     """HOSTILE wherever a checkpoint, a model or a data set has a say."""
     base = full("FAIL")
     bad = Finding(check=HOSTILE, severity="error", where=HOSTILE, expected=HOSTILE, got=HOSTILE, fix=HOSTILE)
-    flip = Flip(
-        doc_id=1,
-        prompt=HOSTILE,
-        target=HOSTILE,
-        baseline=HOSTILE,
-        candidate=HOSTILE,
-        direction="right to wrong",
-    )
+    said = dict.fromkeys(("prompt", "target", "baseline", "candidate"), HOSTILE)
+    flip = Flip(doc_id=1, direction="right to wrong", **said)
     canary = Canary(prompt=HOSTILE, text=HOSTILE, tokens=3, finish_reason=HOSTILE)
     judged = verdict("FAIL")
     tasks = tuple(

@@ -20,17 +20,11 @@ from vexport.reports.run import compared_run, marked
 def runs() -> list[Report]:
     """Three runs, the newest named first, which ended at the check; the smallest of all fails."""
     base = sample.full()
-    small = replace(base.plan, output_bytes=1_000_000)
+    small, larger = (replace(base.plan, output_bytes=size) for size in (1_000_000, 1_100_000))
     return [
         replace(sample.unloaded(), name="third", created="2025-03-16T00:00:00Z", plan=small),
-        replace(base, name="first", created="2025-03-14T00:00:00Z", outcome="PASS"),
-        replace(
-            base,
-            name="second",
-            created="2025-03-15T00:00:00Z",
-            outcome="PASS",
-            plan=replace(base.plan, output_bytes=1_100_000),
-        ),
+        replace(base, name="first", created="2025-03-14T00:00:00Z"),
+        replace(base, name="second", created="2025-03-15T00:00:00Z", plan=larger),
     ]
 
 
@@ -39,11 +33,7 @@ def rows() -> tuple[ComparedRun, ...]:
 
 
 def test_the_smallest_that_passes_is_marked() -> None:
-    assert [(row.name, row.smallest) for row in rows()] == [
-        ("third", False),
-        ("first", False),
-        ("second", True),
-    ]
+    assert {row.name: row.smallest for row in rows()} == {"third": False, "first": False, "second": True}
     text = render_comparison(rows(), "text")
     assert "second is the smallest that passes" in text
     (line,) = [line for line in text.splitlines() if line.lstrip().startswith("runs/second *")]
@@ -61,24 +51,21 @@ def test_a_scheme_of_which_nothing_came_says_why() -> None:
         assert "576 is no multiple" in " ".join(text.split())
 
 
-def test_json_is_what_the_schema_says() -> None:
+def test_json_is_what_the_schema_says_and_a_format_of_one_run_is_refused() -> None:
     schema = json.loads(files("vexport.reports").joinpath("compare.schema.json").read_text())
     found = json.loads(render_comparison(rows(), "json"))
     jsonschema.validate(found, schema)
     assert [one["smallest"] for one in found] == [False, False, True]
     assert found[1]["worst"]["task"] == "addition"
     assert found[1]["worst"]["flips"] == []
+    with pytest.raises(InputError, match="junit"):
+        render_comparison(rows(), "junit")
 
 
 @pytest.mark.parametrize("format_", ["html", "markdown"])
 def test_hostile_names_are_text(format_: str) -> None:
     hostile = compared_run(sample.hostile(), "runs/<script>alert(1)</script>")
     assert "<script>alert" not in render_comparison([hostile, *rows()], format_)
-
-
-def test_a_format_of_one_run_is_refused() -> None:
-    with pytest.raises(InputError, match="junit"):
-        render_comparison(rows(), "junit")
 
 
 def test_a_report_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:

@@ -24,26 +24,20 @@ LINES = (
 )
 
 
-def test_counts_are_summed_up() -> None:
-    assert COVERAGE[0] == ExpertCoverage(
-        name="layers.0.experts", experts=4, fewest=0, median=3.5, most=9, none=(1,)
-    )
-    assert [layer.none for layer in COVERAGE] == [(1,), (0, 1, 2), ()]
-
-
 def test_lines_say_what_was_reached_and_name_what_was_not() -> None:
     assert tuple(coverage_lines(COVERAGE)) == LINES
     assert tuple(coverage_lines(COVERAGE[2:])) == (
         "4 experts in 1 layer: 1 to 3 calibration tokens routed to each, median 1",
     )
     assert not [*coverage_lines(())]
-
-
-def test_many_experts_without_tokens_are_not_all_named() -> None:
     many = tuple(replace(COVERAGE[1], name=str(number), none=tuple(range(9))) for number in range(10))
     (_, line) = coverage_lines(many)
     assert line.startswith("no token was routed to 90 experts: 0 0, 1, 2, 3; 1 0, 1, 2, 3;")
     assert line.endswith(" and 74 more")
+    assert COVERAGE[0] == ExpertCoverage(
+        name="layers.0.experts", experts=4, fewest=0, median=3.5, most=9, none=(1,)
+    )
+    assert [layer.none for layer in COVERAGE] == [(1,), (0, 1, 2), ()]
 
 
 @pytest.mark.parametrize("format", ["text", "markdown", "html"])
@@ -67,7 +61,7 @@ LOST = GroupRounding(name="model.layers.0.mlp.down_proj", fallback="H is not pos
 ROUNDING = RoundingReport(layers=(LayerRounding(groups=(QKV, LOST), state_error=0.02),))
 
 
-def test_lines_say_how_strongly_and_what_it_gained() -> None:
+def test_lines_say_how_strongly_what_it_gained_and_what_fell_back() -> None:
     kinds, strength, gain = rounding_lines(ROUNDING)
     assert kinds == "refit of 1 group, nearest of 1 group"
     assert strength == "0.25 of the refit, ridge 0.1"
@@ -77,9 +71,6 @@ def test_lines_say_how_strongly_and_what_it_gained() -> None:
     assert [*rounding_lines(weighed)][1] == "0.25 of the refit, ridge 0.1, tokens weighed"
     assert gain == "output error 1.00% of the signal, 4.00% to nearest (median)"
     assert not [*rounding_lines(None)]
-
-
-def test_a_fallback_is_a_warning_by_name() -> None:
     assert [*fallback_lines(ROUNDING)] == [f"{LOST.name} rounded to nearest: {LOST.fallback}"]
     (finding,) = fallback_findings(ROUNDING)
     assert (finding.check, finding.severity, finding.where) == ("rounding", "warning", LOST.name)

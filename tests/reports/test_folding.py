@@ -12,8 +12,8 @@ import pytest
 from tests.command import vexport
 from tests.engine.fixtures import write_tokenizer
 from tests.models import Good
-from tests.mutations.edits import Change, drop, element, put, spoiled
-from vexport.records import CheckReport, Finding, Json
+from tests.mutations.edits import ARGUMENTS, GROUP, Change, config, element, lost, put, spoiled
+from vexport.records import CheckReport, Finding
 from vexport.reports import render_checks
 from vexport.reports.findings import fold, folded_places
 
@@ -61,33 +61,12 @@ def test_kinds_differ_by_check_severity_and_words_but_not_by_numbers() -> None:
     assert fold(found)[0].finding.fix == "export again (1 more like it)"
 
 
-def _group(change: Mapping[str, Json], **arguments: Json) -> Change:
-    def edit(folder: Path) -> None:
-        path = folder / "config.json"
-        config = json.loads(path.read_text())
-        (group,) = config["quantization_config"]["config_groups"].values()
-        group.update(change)
-        group["weights"].update(arguments)
-        path.write_text(json.dumps(config))
-
-    return edit
-
-
-def _drop_all(ending: str) -> Change:
-    def edit(folder: Path) -> None:
-        from vexport.checkpoint.index import read_index
-
-        drop(*(name for name in read_index(folder).tensors if name.endswith(ending)))(folder)
-
-    return edit
-
-
 SPOILED: Mapping[str, tuple[str, Change]] = {
-    "bits": ("FP8_DYNAMIC", _group({}, num_bits=7)),
-    "group size": ("W4A16", _group({}, group_size=48)),
-    "format": ("W4A16", _group({"format": "int-quantized"})),
-    "targets": ("FP8_DYNAMIC", _group({"targets": ["re:nothing"]})),
-    "no scales": ("W8A8", _drop_all("weight_scale")),
+    "bits": ("FP8_DYNAMIC", config(ARGUMENTS, num_bits=7)),
+    "group size": ("W4A16", config(ARGUMENTS, group_size=48)),
+    "format": ("W4A16", config(GROUP, format="int-quantized")),
+    "targets": ("FP8_DYNAMIC", config(GROUP, targets=["re:nothing"])),
+    "no scales": ("W8A8", lost(lambda name: name.endswith("weight_scale"))),
     "NaN": ("W8A8", put("model.layers.0.mlp.down_proj.weight_scale", element(float("nan")))),
 }
 
@@ -135,11 +114,11 @@ def test_the_cause_comes_first_in_every_format(good: Good, tmp_path: Path) -> No
 def test_however_many_kinds_there_are_a_page_shows_so_many() -> None:
     """10,000 findings that all differ in words, half of them under a cause: counted; JSON has every one."""
     words = ["".join("abcdefghij"[int(digit)] for digit in f"{number:04}") for number in range(5000)]
-    config = replace(finding("quantization_config.ignore", check="config"), got="a wrong list")
+    cause = replace(finding("quantization_config.ignore", check="config"), got="a wrong list")
     own = [finding(f"model.{word}", check="tokenizer") for word in words]
     own = [replace(each, got=f"{word} tokens") for each, word in zip(own, words, strict=True)]
     follow = [finding(f"model.{word}.weight", got=f"{word} scales") for word in words]
-    report = CheckReport(checkpoint="a", ok=False, findings=(config, *own, *follow))
+    report = CheckReport(checkpoint="a", ok=False, findings=(cause, *own, *follow))
     assert len(json.loads(render_checks([report], "json", ("files",)))[0]["findings"]) == 10_001
     for form in ("text", "github"):
         shown = render_checks([report], form, ("files",))

@@ -46,15 +46,14 @@ class Page(HTMLParser):
         self.feed(text)
         self.close()
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
         self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -81,7 +80,10 @@ def test_the_page_is_well_formed_and_refers_to_nothing_outside(build: Callable[[
     assert "default-src 'none'" in text
 
 
-def test_a_hostile_name_is_shown_as_text() -> None:
+def test_flips_canaries_and_hostile_names_are_shown_as_text() -> None:
+    page = Page(render(sample.report("FAIL"), "html"))
+    river = " oster , and its river is the vell"
+    assert {"2 3 1", "2 2 1", "baseline, right", "quantized, wrong", river} <= set(page.words)
     page = Page(render(sample.hostile(), "html"))
     shown = "".join(page.words)
     assert "<script>alert(1)</script>" in shown
@@ -89,20 +91,11 @@ def test_a_hostile_name_is_shown_as_text() -> None:
     assert r"\x1b[31mred" in shown
 
 
-def test_both_answers_of_a_flip_and_both_canaries_are_shown() -> None:
-    page = Page(render(sample.report("FAIL"), "html"))
-    river = " oster , and its river is the vell"
-    assert {"2 3 1", "2 2 1", "baseline, right", "quantized, wrong", river} <= set(page.words)
-
-
-def test_what_was_not_run_is_said() -> None:
+def test_what_was_not_run_blind_spots_and_provenance_are_said() -> None:
     text = render(sample.unloaded(), "html")
     assert "Not run: an earlier gate failed." in text
     assert "not measured" in text
     assert "Greedy continuations" not in text
-
-
-def test_blind_spots_and_provenance_are_said() -> None:
     report = sample.report()
     words = " ".join(" ".join(Page(render(report, "html")).words).split())
     assert report.load.engine is not None
@@ -110,15 +103,12 @@ def test_blind_spots_and_provenance_are_said() -> None:
     assert all(text in words for text in (*report.load.engine.blind_spots, *told))
 
 
-def test_the_forest_places_zero_the_margin_and_every_interval() -> None:
+def test_the_forest_places_every_interval_and_layers_are_grouped() -> None:
     (chart,) = forests(sample.verdict("FAIL"))
     facts, addition = chart.rows
     assert 0 < addition.low < addition.at < addition.high < chart.margin < facts.low < chart.zero < facts.high
     assert all(0 <= at <= 100 for at, _ in chart.ticks)
     assert "0" in [label for _, label in chart.ticks]
-
-
-def test_layers_are_grouped_by_what_repeats() -> None:
     assert layer_kind("model.layers.3.mlp.experts.17.up_proj") == "mlp.experts.up_proj"
     assert layer_kind("lm_head") == "lm_head"
 

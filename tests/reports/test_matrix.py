@@ -29,19 +29,14 @@ def cells(precision: str, kernel: str) -> tuple[MatrixCell, ...]:
     )
 
 
+def finding(check: str) -> Finding:
+    return Finding(check=check, severity="error", where="x", expected="e", got="g", fix="f")
+
+
 REPORT = DryLoadReport(
     checkpoint="out/model",
     ok=False,
-    findings=(
-        Finding(
-            check="dry-load",
-            severity="error",
-            where="checkpoint (tp 8, sm 80/89/90/100)",
-            expected="a checkpoint that vLLM loads",
-            got="ValueError: heads",
-            fix="serve it elsewhere",
-        ),
-    ),
+    findings=(finding("dry-load"),),
     vllm="0.32.0",
     cells=cells("", ""),
     rows=tuple(
@@ -60,10 +55,8 @@ def test_text_joins_what_is_alike() -> None:
     text = render_loads([REPORT], "text")
     assert max(map(len, text.splitlines())) <= 100
     assert text.startswith("FAIL  out/model")
-    assert [line for line in text.splitlines() if line.startswith("tensor")] == [
-        "tensor parallel 1, 2, 4",
-        "tensor parallel 8",
-    ]
+    ranks = [line for line in text.splitlines() if line.startswith("tensor")]
+    assert ranks == ["tensor parallel 1, 2, 4", "tensor parallel 8"]
     assert text.count("qkv_proj") == text.count("down_proj") == text.count("(6)") == 1
     assert text.count("REFUSED") == 4
     assert "not shown: no kernel ran" in text
@@ -73,24 +66,11 @@ def test_json_is_a_list_valid_against_its_schema() -> None:
     listed = json.loads(render_loads([REPORT, replace(REPORT, checkpoint="b")], "json"))
     jsonschema.validate(listed, json.loads(SCHEMA.read_text()))
     assert [report["checkpoint"] for report in listed] == ["out/model", "b"]
-    assert listed[0]["rows"][0]["cells"][0] == {
-        "tp": 1,
-        "sm": 80,
-        "status": "loads",
-        "precision": "W4A16",
-        "kernel": "MarlinLinearKernel",
-        "reason": "",
-        "needed": True,
-    }
+    cell = {"tp": 1, "sm": 80, "status": "loads", "precision": "W4A16", "kernel": "MarlinLinearKernel"}
+    assert listed[0]["rows"][0]["cells"][0] == {**cell, "reason": "", "needed": True}
 
 
-def test_junit_and_github_tell_the_failure() -> None:
-    suite = ElementTree.fromstring(render_loads([REPORT], "junit"))
-    assert [case.get("type") for case in suite.iter("failure")] == ["FAIL"] * 5
-    assert render_loads([REPORT], "github").startswith("::error title=load")
-
-
-def test_junit_has_a_case_per_cell() -> None:
+def test_junit_has_a_case_per_cell_and_github_a_line() -> None:
     optional = replace(REPORT.cells[-1], needed=False)
     report = replace(REPORT, cells=(*REPORT.cells[:-1], optional))
     (suite,) = ElementTree.fromstring(render_loads([report], "junit").encode())
@@ -101,6 +81,9 @@ def test_junit_has_a_case_per_cell() -> None:
     assert results["tp 8, sm 80"] == ["failure"]
     assert results["tp 8, sm 100"] == ["skipped"]
     assert results["dry load"] == ["failure"]
+    suites = ElementTree.fromstring(render_loads([REPORT], "junit"))
+    assert [case.get("type") for case in suites.iter("failure")] == ["FAIL"] * 5
+    assert render_loads([REPORT], "github").startswith("::error title=load")
 
 
 def test_versions_are_columns() -> None:
@@ -116,10 +99,6 @@ LOAD_SCHEMA = Path(vexport.reports.__file__).parent / "load.schema.json"
 OTHER = "/venv/bin/python"
 
 
-def finding(check: str) -> Finding:
-    return Finding(check=check, severity="error", where="x", expected="e", got="g", fix="f")
-
-
 LOADS = replace(load("out/model"), vllm="0.32.0", findings=(), ok=True)
 REFUSED = LoadReport(
     checkpoint="out/model", ok=False, findings=(finding("load"),), vllm="0.31.0", vllm_python=OTHER
@@ -130,7 +109,7 @@ DIED = replace(
 MATRIX = [LOADS, REFUSED, replace(LOADS, checkpoint="out/other"), DIED]
 
 
-def test_checkpoints_are_rows_and_versions_columns() -> None:
+def test_checkpoints_are_rows_and_versions_or_modes_columns() -> None:
     text = render_loads(MATRIX, "text")
     lines = text.splitlines()
     assert lines[0].split() == ["checkpoint", "0.32.0", "0.31.0"]
@@ -138,28 +117,17 @@ def test_checkpoints_are_rows_and_versions_columns() -> None:
     assert lines[3].split() == ["out/other", "loads", "NO", "ANSWER"]
     assert "out/other (0.31.0)" in text
     assert "last words" in text
-
-
-def test_one_load_has_no_matrix() -> None:
     assert render_loads([LOADS], "text").startswith("PASS on CPU, emulated  out/model\n")
+    first, *_ = render_loads([LOADS, replace(LOADS, mode="default")], "text").splitlines()
+    assert first.split() == ["checkpoint", "eager", "default"]
 
 
-def test_modes_are_columns() -> None:
-    lines = render_loads([LOADS, replace(LOADS, mode="default")], "text").splitlines()
-    assert lines[0].split() == ["checkpoint", "eager", "default"]
-
-
-def test_junit_has_a_case_per_load() -> None:
+def test_junit_has_a_case_per_load_and_json_is_as_its_schema_says() -> None:
     suites = ElementTree.fromstring(render_loads(MATRIX, "junit").encode())
-    assert [(suite.get("name"), suite.get("failures")) for suite in suites] == [
-        ("out/model", "1"),
-        ("out/other", "1"),
-    ]
+    failures = {suite.get("name"): suite.get("failures") for suite in suites}
+    assert failures == {"out/model": "1", "out/other": "1"}
     assert [case.get("name") for case in suites[0]] == ["load 0.32.0", "load 0.31.0"]
     assert render_loads(MATRIX, "github").count("::error") == 2
-
-
-def test_json_is_as_its_schema_says() -> None:
     found = json.loads(render_loads(MATRIX, "json"))
     jsonschema.validate(found, json.loads(LOAD_SCHEMA.read_text()))
     assert [report["vllm_python"] for report in found] == ["", OTHER, "", OTHER]

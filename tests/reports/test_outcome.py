@@ -16,7 +16,7 @@ from vexport.run.stages import NOT_RUN, concluded, size_by_kind, source_name, te
 GOOD = CheckReport(checkpoint="c", ok=True, findings=(sample.finding(),))
 
 
-def test_without_an_evaluation_the_sentence_says_so() -> None:
+def test_the_verdict_decides_where_every_stage_passed() -> None:
     outcome, reason = concluded(GOOD, sample.dry_load(), sample.load(), None)
     assert outcome == "PASS"
     assert "accuracy was not evaluated" in reason
@@ -24,6 +24,8 @@ def test_without_an_evaluation_the_sentence_says_so() -> None:
     assert text.startswith(
         "PASS on CPU, emulated  demo-nvfp4\nCheck and load found no error; accuracy was not"
     )
+    judged = sample.verdict("INCONCLUSIVE")
+    assert concluded(GOOD, None, sample.load(), judged) == ("INCONCLUSIVE", judged.reason)
 
 
 @pytest.mark.parametrize("stage", ["check", "load"])
@@ -42,11 +44,6 @@ def test_a_stage_that_failed_is_named_with_its_first_error_and_their_number(stag
     assert "% of the size." not in text
 
 
-def test_the_verdict_decides_where_every_stage_passed() -> None:
-    judged = sample.verdict("INCONCLUSIVE")
-    assert concluded(GOOD, None, sample.load(), judged) == ("INCONCLUSIVE", judged.reason)
-
-
 @pytest.mark.parametrize(
     ("source", "folder", "name"),
     [
@@ -62,9 +59,7 @@ def test_a_model_has_the_name_that_people_know(tmp_path: Path, source: str, fold
     assert source_name(source, tmp_path / folder) == name
 
 
-def test_a_command_is_told_without_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_is_told_without_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = [f"{tmp_path}/scenarios/a.yaml", f"--run-dir={tmp_path}/runs/a", "/elsewhere/b", "--limit=3"]
     assert list(map(portable, words)) == ["scenarios/a.yaml", "--run-dir=runs/a", "/elsewhere/b", "--limit=3"]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from shutil import copytree
 
@@ -32,15 +33,16 @@ class OwnModel(LlamaForCausalLM):
 """
 
 
+def options_of(serve: Serve) -> EngineOptions:
+    return EngineOptions(serve=serve, vllm_python=None, trust_remote_code=False, on_progress=silent)
+
+
 @pytest.mark.parametrize("name", ["run", "eval"])
 def test_a_second_call_in_the_same_folder_is_refused(name: str, tmp_path: Path) -> None:
     """Before it has touched what the first one writes."""
     scenario, kind = read_scenario(SCENARIO), {"run": RUN, "eval": RESULTS}[name]
     scenario = scenario.model_copy(update={"serve": Serve()})
-    options = EngineOptions(
-        serve=scenario.serve, vllm_python=None, trust_remote_code=False, on_progress=silent
-    )
-    folder = tmp_path / "out"
+    options, folder = options_of(scenario.serve), tmp_path / "out"
     kind.begin(folder)
     assert scenario.evaluate is not None
     settings = scenario.evaluate.model_copy(update={"baseline": scenario.source})
@@ -58,10 +60,7 @@ def test_a_second_call_in_the_same_folder_is_refused(name: str, tmp_path: Path) 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     scenario = read_scenario(SCENARIO)
-    options = EngineOptions(
-        serve=scenario.serve, vllm_python=None, trust_remote_code=False, on_progress=silent
-    )
-    return Run(scenario, tmp_path, options)
+    return Run(scenario, tmp_path, options_of(scenario.serve))
 
 
 def checking(source: str, made: list[str]) -> Stage[CheckReport]:
@@ -72,10 +71,6 @@ def checking(source: str, made: list[str]) -> Stage[CheckReport]:
         return CheckReport(checkpoint=source, ok=True, findings=())
 
     return Stage("check", CheckReport, make, "check.json", digest=lambda run: {"source": source})
-
-
-def test_every_stage_has_its_own_name() -> None:
-    assert len({stage.name for stage in STAGES}) == len(STAGES)
 
 
 def test_what_was_finished_from_the_same_inputs_is_read_from_its_file(run: Run) -> None:
@@ -105,6 +100,8 @@ def test_a_stage_reads_what_earlier_ones_have_left(run: Run) -> None:
 
 
 def test_a_stage_that_fails_leaves_no_record(run: Run) -> None:
+    assert len({stage.name for stage in STAGES}) == len(STAGES)
+
     def fail(run: Run) -> Plan:
         raise InputError("plan", got="a refusal", need="none", fix="keep the layer")
 
@@ -126,8 +123,7 @@ def test_weights_of_a_model_with_its_own_code_are_rounded(tmp_path: Path) -> Non
     scenario = tmp_path / "own.yaml"
     scenario.write_text(json.dumps({**text, "calibration": {"data": str(data), "samples": 4}}))
     read = read_scenario(scenario)
-    options = EngineOptions(serve=read.serve, vllm_python=None, trust_remote_code=True, on_progress=silent)
-    run = Run(read, tmp_path / "run", options)
+    run = Run(read, tmp_path / "run", replace(options_of(read.serve), trust_remote_code=True))
     run.folder.mkdir()
     for stage in STAGES[: STAGES.index(check)]:
         run.do(stage)
@@ -135,13 +131,9 @@ def test_weights_of_a_model_with_its_own_code_are_rounded(tmp_path: Path) -> Non
 
 
 def job(folder: Path, *, overwrite: bool = False) -> EvalJob:
-    options = EngineOptions(
-        serve=Serve(), vllm_python=None, trust_remote_code=False, on_progress=lambda *step: None
-    )
-    settings = Evaluate(tasks=("gsm8k",))
-    return EvalJob(
-        checkpoints=("model",), settings=settings, folder=folder, options=options, overwrite=overwrite
-    )
+    settings, options = Evaluate(tasks=("gsm8k",)), options_of(Serve())
+    job = EvalJob(checkpoints=("model",), settings=settings, folder=folder, options=options)
+    return replace(job, overwrite=overwrite)
 
 
 def test_an_evaluation_without_results_goes_on_unless_it_is_to_be_replaced(tmp_path: Path) -> None:
@@ -213,15 +205,13 @@ def scenario(tmp_path: Path) -> Path:
 
 
 @pytest.mark.vllm
-def test_a_scheme_that_no_run_comes_of_is_an_error_where_there_is_no_other(
-    scenario: Path, tmp_path: Path
-) -> None:
+def test_a_scheme_that_no_run_comes_of_is_an_error_without_another(scenario: Path, tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     ran = vexport(
         "compare", missing, "--schemes", "W4A16", "--scenario", scenario, "--run-dir", tmp_path / "c"
     )
     assert ran.code == 2
-    assert "missing" in ran.stderr
+    assert f"{missing}: got no such folder, need a checkpoint folder" in ran.errors[-1]
     foreign = tmp_path / "W4A16"
     foreign.mkdir()
     (foreign / "notes.txt").write_text("mine")
@@ -235,10 +225,3 @@ def test_an_unknown_scheme_is_a_usage_error() -> None:
     ran = vexport("compare", DEMO / "model", "--schemes", "W4A17")
     assert ran.code == 2
     assert "W4A17" in ran.stderr
-
-
-@pytest.mark.vllm
-def test_a_source_that_is_not_there_is_named_as_by_every_command(tmp_path: Path) -> None:
-    ran = vexport("compare", tmp_path / "nothing", "--schemes", "W4A16", "--run-dir", tmp_path / "runs")
-    assert ran.code == 2
-    assert f"{tmp_path / 'nothing'}: got no such folder, need a checkpoint folder" in ran.errors[-1]

@@ -94,12 +94,8 @@ def test_the_demo_passes_and_resumes(tmp_path: Path) -> None:
     assert {"checkpoint/", "scenario.yaml", "report.json", "eval/candidate/vllm.log"} <= set(links)
     assert all((folder / link).exists() for link in links)
     verdict = report["verdict"]
-    assert {task["task"] for task in verdict["tasks"]} == {
-        "addition",
-        "addition_choice",
-        "facts",
-        "facts_choice",
-    }
+    tasks = {task["task"] for task in verdict["tasks"]}
+    assert tasks == {"addition", "addition_choice", "facts", "facts_choice"}
     assert sum(task["documents"] for task in verdict["tasks"]) == 4044
 
     written = {path: path.stat().st_mtime_ns for path in (folder / "checkpoint").iterdir()}
@@ -165,9 +161,7 @@ def rows(hard: Path, int4: Ran) -> Sequence[ComparedRun]:
     return compared
 
 
-def test_schemes_are_compared_and_the_baseline_is_served_once(
-    hard: Path, rows: Sequence[ComparedRun]
-) -> None:
+def test_schemes_are_compared_and_the_baseline_served_once(hard: Path, rows: Sequence[ComparedRun]) -> None:
     source, out = DEMO / "model-x16", hard.parent / "runs"
     assert [(row.schemes, row.outcome) for row in rows] == [("W4A16", "FAIL"), ("FP8_DYNAMIC", "PASS")]
     call = ("compare", source, "--schemes", "w4a16,FP8_DYNAMIC", "--scenario", hard, "--run-dir", out)

@@ -48,33 +48,28 @@ def rules(read: Recipe) -> list[tuple[str, str, str | None, str | None]]:
     return [(rule.match, rule.scheme, rule.observer, rule.method) for rule in read.rules]
 
 
-def test_a_scheme_by_name(tmp_path: Path) -> None:
+def test_schemes_by_name_by_target_and_in_flat_recipes(tmp_path: Path) -> None:
     text = SIMPLE.format(modifier="QuantizationModifier", keys="scheme: FP8_DYNAMIC")
-    assert rules(recipe(tmp_path, text)) == [
-        ("lm_head", "keep", None, None),
-        ("Linear", "FP8_DYNAMIC", None, "nearest"),
-    ]
+    head, others = ("lm_head", "keep", None, None), ("Linear", "FP8_DYNAMIC", None, "nearest")
+    assert rules(recipe(tmp_path, text)) == [head, others]
     text = SIMPLE.format(modifier="GPTQModifier", keys="scheme: W4A16\n      weight_observer: mse")
     assert rules(recipe(tmp_path, text))[1] == ("Linear", "W4A16", "mse", "gptq")
-
-
-def test_schemes_by_target_and_flat_recipes(tmp_path: Path) -> None:
     text = (
         "QuantizationModifier: {scheme: {FP8_DYNAMIC: [Linear], NVFP4A16: ['re:.*mlp.*']}, ignore: lm_head}"
     )
-    assert [rule[:2] for rule in rules(recipe(tmp_path, text))] == [
-        ("lm_head", "keep"),
-        ("re:.*mlp.*", "NVFP4A16"),
-        ("Linear", "FP8_DYNAMIC"),
-    ]
+    found = [rule[:2] for rule in rules(recipe(tmp_path, text))]
+    assert found == [("lm_head", "keep"), ("re:.*mlp.*", "NVFP4A16"), ("Linear", "FP8_DYNAMIC")]
+    text = (
+        "quant_stage:\n  quant_modifiers:\n    IMatrixGatherer: {ignore: [lm_head]}\n"
+        "    QuantizationModifier: {scheme: W4A16, weight_observer: imatrix_mse}\n"
+    )
+    assert rules(recipe(tmp_path, text)) == [("Linear", "W4A16", "imatrix_mse", "nearest")]
 
 
 def test_config_groups_observers_cache_and_gptq(tmp_path: Path, llama: Path) -> None:
     read = recipe(tmp_path, GROUPS)
-    assert rules(read)[2:] == [
-        ("re:.*down_proj", "W4A16_ASYM_G64", "mse", "gptq"),
-        ("Linear", "FP8_DYNAMIC", None, "gptq"),
-    ]
+    down = ("re:.*down_proj", "W4A16_ASYM_G64", "mse", "gptq")
+    assert rules(read)[2:] == [down, ("Linear", "FP8_DYNAMIC", None, "gptq")]
     assert read.kv_cache == "fp8"
     assert "dampening_frac 0.05 is not taken over" in read.notes[0]
     ran = vexport("plan", llama, "--recipe", tmp_path / "recipe.yaml")
@@ -91,10 +86,8 @@ def test_presets_as_config_groups_and_lists_of_modifiers(tmp_path: Path, llama: 
         "      config_groups: {FP8_DYNAMIC: ['re:.*mlp.*'], W8A8: ['re:.*self_attn.*']}\n"
         "      ignore: [lm_head, 're:visual.*', 're:.*mlp.gate$']\n"
     )
-    assert [rule[:2] for rule in rules(recipe(tmp_path, text))][3:] == [
-        ("re:.*mlp.*", "FP8_DYNAMIC"),
-        ("re:.*self_attn.*", "W8A8"),
-    ]
+    found = [rule[:2] for rule in rules(recipe(tmp_path, text))]
+    assert found[3:] == [("re:.*mlp.*", "FP8_DYNAMIC"), ("re:.*self_attn.*", "W8A8")]
     # A recipe's ignore is written for many models: what this one does not have is a warning at most.
     ran = vexport("plan", llama, "--recipe", tmp_path / "recipe.yaml")
     assert ran.code == 0, ran.stderr
@@ -117,14 +110,6 @@ def test_what_is_wrong_with_a_group_is_said_once(tmp_path: Path) -> None:
     assert "config_groups.b.weights.observer_kwargs: got" in errors[1]
 
 
-def test_importance_needs_no_modifier_that_gathers_it(tmp_path: Path) -> None:
-    text = (
-        "quant_stage:\n  quant_modifiers:\n    IMatrixGatherer: {ignore: [lm_head]}\n"
-        "    QuantizationModifier: {scheme: W4A16, weight_observer: imatrix_mse}\n"
-    )
-    assert rules(recipe(tmp_path, text)) == [("Linear", "W4A16", "imatrix_mse", "nearest")]
-
-
 def test_a_recipe_as_llm_compressor_saves_it(tmp_path: Path) -> None:
     """With the mappings that SmoothQuant has found, and observers that change nothing for inputs by token."""
     smoothing = (
@@ -138,9 +123,6 @@ def test_a_recipe_as_llm_compressor_saves_it(tmp_path: Path) -> None:
     assert read.smoothing == 0.8
     (note,) = read.notes
     assert "SmoothQuantModifier.mappings is not taken over" in note
-
-
-def test_the_usual_damping_is_ours(tmp_path: Path) -> None:
     assert GPTQ.ridge == GPTQ_DAMPING
     assert recipe(tmp_path, GROUPS.replace("0.05", "0.01")).notes == ()
 

@@ -6,7 +6,7 @@ import lm_eval
 import pytest
 
 from tests.command import vexport
-from tests.evaluation.exact import exact_power
+from tests.evaluation.make import exact_power
 from tests.models import save_llama
 from vexport.errors import InputError
 from vexport.reports.plan import TYPICAL_DISAGREEMENT
@@ -118,13 +118,10 @@ def test_a_template_that_a_model_lacks_ends_a_run_before_any_work(tmp_path: Path
     assert not (tmp_path / "run" / "checkpoint").exists()
 
 
-def test_an_unknown_scheme_names_the_nearest(tmp_path: Path) -> None:
+def test_an_unknown_scheme_names_the_nearest_and_a_syntax_error_its_line(tmp_path: Path) -> None:
     (line,) = problems(tmp_path, MINIMAL.replace("NVFP4", "nvpf4"))
     assert "rules.0.scheme" in line
     assert "did you mean NVFP4?" in line
-
-
-def test_a_syntax_error_names_its_line(tmp_path: Path) -> None:
     (line,) = problems(tmp_path, MINIMAL + "calibration: [\n")
     assert "scenario.yaml:5" in line
 
@@ -182,11 +179,7 @@ def test_a_suite_stands_for_tasks_margin_and_limit(llama: Path, tmp_path: Path) 
     ],
 )
 def test_what_is_no_suite_is_refused(llama: Path, tmp_path: Path, evaluate: str, words: str) -> None:
-    path = tmp_path / "scenario.yaml"
-    path.write_text(SCENARIO.format(source=llama, evaluate=evaluate))
-    with pytest.raises(InputError) as caught:
-        read_scenario(path)
-    assert words in str(caught.value)
+    assert words in "".join(problems(tmp_path, SCENARIO.format(source=llama, evaluate=evaluate)))
 
 
 SERVED = "name: n\nsource: {source}\nrules: [{{match: Linear, scheme: NVFP4A16}}]\nserve: {serve}\n"
@@ -199,54 +192,34 @@ def served(folder: Path, serve: str) -> Serve:
     return read_scenario(path).serve
 
 
-def refused(folder: Path, serve: str) -> list[str]:
-    with pytest.raises(InputError) as caught:
-        served(folder, serve)
-    return str(caught.value).splitlines()
-
-
-def test_every_argument_of_vllm_can_be_given(tmp_path: Path) -> None:
+def test_every_argument_of_vllm_can_be_given_and_the_baseline_gets_its_own(tmp_path: Path) -> None:
     serve = served(
         tmp_path,
         "{tensor_parallel_size: 2, kv_cache_dtype: fp8, engine_args: {block-size: 32, max_num_seqs: 8,"
         " enable_prefix_caching: false}}",
     )
-    assert serve.given == {
-        "tensor_parallel_size": 2,
-        "max_num_seqs": 8,
-        "kv_cache_dtype": "fp8",
-        "block_size": 32,
-        "enable_prefix_caching": False,
-    }
+    own = {"tensor_parallel_size": 2, "max_num_seqs": 8, "kv_cache_dtype": "fp8"}
+    assert serve.given == {**own, "block_size": 32, "enable_prefix_caching": False}
     assert (serve.devices, serve.dry_ranks, serve.planned_ranks) == (2, (2,), (2,))
-
-
-def test_what_quantizes_the_model_is_not_for_the_baseline(tmp_path: Path) -> None:
     serve = served(
         tmp_path,
         "{kv_cache_dtype: fp8, pipeline_parallel_size: 2, engine_args: {quantization: fp8, block_size: 32}}",
     )
     assert set(serve.arguments(is_baseline=True)) == {"pipeline_parallel_size", "block_size"}
     assert serve.arguments(is_baseline=False) == serve.given
-
-
-def test_the_sizes_of_the_dry_load_have_two_names(tmp_path: Path) -> None:
     old, new = (served(tmp_path, f"{{{key}: [1, 4]}}") for key in ("tensor_parallel", "dry_tensor_parallel"))
     assert old == new
     assert (new.dry_ranks, new.ranks) == ((1, 4), 1)
-
-
-def test_the_size_that_runs_is_planned_too(tmp_path: Path) -> None:
     serve = served(tmp_path, "{tensor_parallel_size: 4, dry_tensor_parallel: [1, 2]}")
     assert (serve.dry_ranks, serve.planned_ranks) == ((1, 2), (1, 2, 4))
 
 
 def test_all_contradictions_and_refusals_at_once(tmp_path: Path) -> None:
-    lines = refused(
-        tmp_path,
+    serve = (
         "{tensor_parallel_size: 2, gpu_memory_utilization: 1.5, engine_args: {tensor_parallel_size: 4, "
-        "enable_prefix_caching: true, seed: 3, model: x, load_format: dummy}}",
+        "enable_prefix_caching: true, seed: 3, model: x, load_format: dummy}}"
     )
+    lines = problems(tmp_path, SERVED.format(source=DEMO, serve=serve))
     found = {line.partition("serve.")[2].partition(":")[0]: line for line in lines}
     assert list(found) == [
         "gpu_memory_utilization",
@@ -263,13 +236,8 @@ def test_the_command_line_replaces_what_a_scenario_says() -> None:
     changed = with_options(
         serve, {"tensor_parallel_size": 2}, {"block_size": 32, "gpu_memory_utilization": 0.5}
     )
-    assert changed.given == {
-        "tensor_parallel_size": 2,
-        "gpu_memory_utilization": 0.5,
-        "max_num_seqs": 8,
-        "block_size": 32,
-        "dtype": "float32",
-    }
+    own = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "max_num_seqs": 8}
+    assert changed.given == {**own, "block_size": 32, "dtype": "float32"}
 
 
 def test_a_dry_load_starts_no_engine_that_could_have_arguments() -> None:
