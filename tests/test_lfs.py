@@ -25,9 +25,7 @@ TASK = Path(__file__).parent.parent / "scenarios" / "demo" / "tasks" / "addition
         ("model.safetensors", ("eval", "GOOD", "--baseline", "MODEL", "--task", TASK, "--output-dir", "OUT")),
     ],
 )
-def test_every_command_calls_a_pointer_one(
-    name: str, arguments: tuple[object, ...], good: Good, tmp_path: Path
-) -> None:
+def test_pointers_are_called_so(name: str, arguments: tuple[object, ...], good: Good, tmp_path: Path) -> None:
     model = tmp_path / "model"
     copytree(good("W8A8"), model)
     (model / name).write_text(POINTER)

@@ -233,9 +233,7 @@ def test_a_hub_that_cannot_be_asked_is_one_error(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
-def test_a_data_set_that_was_downloaded_is_read_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
-) -> None:
+def test_a_data_set_is_read_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     data = CalibrationData(name="org/chats", samples=2, seq_len=3)

@@ -74,9 +74,7 @@ def test_weights_go_by_gradients_of_the_whole_model(tmp_path: Path, monkeypatch:
         torch.testing.assert_close(torch.tensor(found[name]), squares, rtol=1e-3, atol=1e-5)
 
 
-def test_a_model_without_gradients_takes_all_tokens_for_equal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_gradients_all_tokens_count_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(configs()["llama"], tmp_path / "llama")
 
     def overflow(self: Gradients, logits: torch.Tensor) -> torch.Tensor:
@@ -101,9 +99,7 @@ def test_weights_are_powers_of_two_around_one() -> None:
 
 
 @pytest.mark.usefixtures("own_products")
-def test_at_each_token_one_of_the_models_own_answers_is_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_at_each_token_one_own_answer_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And each layer is walked up and back."""
     drawn, draw = list[torch.Tensor](), Gradients._errors
 

@@ -71,9 +71,7 @@ def found_in(folder: Path) -> tuple[SourceIndex, Mapping[str, Smoothing]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_smoothed_model_computes_the_same_bits(
-    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_smoothing_keeps_all_bits(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture) -> None:
     folder = with_large_channels(save(FAMILIES[family], tmp_path / family))
     with caplog.at_level("DEBUG", "vexport.calibration.gradients"):
         index, smoothing = found_in(folder)
@@ -90,9 +88,7 @@ def test_the_smoothed_model_computes_the_same_bits(
     assert torch.equal(logits(folder), expected)
 
 
-def test_a_model_without_gradients_is_smoothed_by_its_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_gradients_weights_decide_smoothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(FAMILIES["llama"], tmp_path / "llama")
     (_, by_gradients), forward = found_in(folder), LlamaMLP.forward
 
@@ -172,9 +168,7 @@ NORM = "model.layers.0.input_layernorm.weight"
         (None, "a pipe or a device"),
     ],
 )
-def test_exponents_that_do_not_fit(
-    source: Path, smoothed: Path, tmp_path: Path, content: str | None, said: str
-) -> None:
+def test_bad_exponents(source: Path, smoothed: Path, tmp_path: Path, content: str | None, said: str) -> None:
     """`check` has a finding, `repair` refuses in one line."""
     checkpoint, out = copytree(smoothed, tmp_path / "checkpoint"), tmp_path / "out"
     if content is None:
@@ -227,9 +221,7 @@ def test_exponents_that_cancel_in_no_product_do_not_pass(source: Path, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whose", ["its own", "another checkpoint's"])
-def test_repair_takes_nothing_from_a_source_smoothed_otherwise(
-    source: Path, text: Path, tmp_path: Path, whose: str
-) -> None:
+def test_repair_takes_no_other_smoothing(source: Path, text: Path, tmp_path: Path, whose: str) -> None:
     """Exponents that leave what the source computes, and are not those of these weights."""
     how = ("--rounding", "nearest", "--smoothing", 0.5)
     broken = quantize(source, tmp_path / "broken", "NVFP4", "--calibration", text, *how)

@@ -84,9 +84,7 @@ def test_what_vllm_casts_without_a_loss_is_a_warning(
 
 
 @pytest.mark.parametrize(("scheme", "scale"), [("NVFP4", "input_global_scale"), ("FP8", "input_scale")])
-def test_a_scale_of_inputs_that_vllm_passes_over_is_a_warning(
-    good: Good, tmp_path: Path, scheme: str, scale: str
-) -> None:
+def test_passed_over_input_scales_are_a_warning(good: Good, tmp_path: Path, scheme: str, scale: str) -> None:
     """Two of three have the largest, which vLLM takes; where one alone has it, that is an error."""
     found = problems(spoiled(good(scheme), tmp_path / "smaller", put(f"{Q}.{scale}", lambda old: old / 3)))
     assert [(finding.severity, finding.check) for finding in found] == [("warning", "fusion")]

@@ -35,9 +35,7 @@ def test_one_that_is_no_checkpoint_hides_no_other(good: Good, tmp_path: Path, th
     assert [report["ok"] for report in json.loads(ran.stdout)] == [True, False, True]
 
 
-def test_annotations_stand_at_the_file_and_line(
-    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_annotations_stand_at_the_line(good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "repository" / "models" / "broken"
     folder.parent.mkdir(parents=True)
     spoil = put(f"{DOWN}.weight_scale", element(float("nan")))
@@ -113,9 +111,7 @@ def three(good: Good, tmp_path: Path) -> list[Path]:
     return [good("W4A16"), tmp_path / "bad", good("FP8_BLOCK")]
 
 
-def test_a_mistake_in_one_check_leaves_all_other_answers(
-    three: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistake_in_one_check_leaves_others(three: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Miscopy injection: what is left of a family that raises, in each form of the answer."""
     monkeypatch.setattr(
         "vexport.checks.CHECKS", {**CHECKS, "values": Check(description="values", run=_broken)}

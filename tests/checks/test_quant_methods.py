@@ -306,9 +306,7 @@ REFUSED = {
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_vllm_loads_the_sound_and_refuses_the_spoiled(
-    written: Good, experts: Path, gpt_oss: Path, tmp_path: Path
-) -> None:
+def test_vllm_refuses_only_the_spoiled(written: Good, experts: Path, gpt_oss: Path, tmp_path: Path) -> None:
     """On an SM 90, by vLLM's own classes and loaders."""
     sound = [*map(written, CHECKPOINTS)]
     sound += [

@@ -97,9 +97,7 @@ def test_bad_input_is_one_line_code_2(arguments: str, words: list[str], llama: P
 
 
 @pytest.mark.parametrize("words", [("verdict",), ("load", "--dry"), ("report",)])
-def test_every_input_that_is_missing_is_named(
-    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_input_named(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ran = vexport(*words, "A", "B")
     assert ran.code == 2
@@ -118,9 +116,7 @@ def test_vllm_not_installed_is_exit_4_before_anything_is_done(tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
-def test_a_torchvision_for_another_torch_is_named(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torchvision_for_another_torch_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers turns what torchvision says into another error."""
 
     def broken(root: Path) -> None:
@@ -137,9 +133,7 @@ def test_a_torchvision_for_another_torch_is_named(
     assert "pip uninstall torchvision torchaudio torchcodec" in line
 
 
-def test_an_internal_error_is_one_line_without_debug(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_internal_error_is_one_line_without_debug(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vexport.checks.read_index", lambda root: 1 / 0)
     ran = vexport("check", llama)
     assert ran.code == 4
@@ -149,9 +143,7 @@ def test_an_internal_error_is_one_line_without_debug(
     assert "Traceback" in vexport("check", llama, "--debug").stderr
 
 
-def test_interrupt_is_130_and_the_same_command_goes_on(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupts_are_130_and_go_on(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("quantize", llama, tmp_path / "out", "--scheme", "W8A8", "--quiet")
 
     def interrupted(*arguments: object) -> None:
@@ -187,9 +179,7 @@ def test_progress_goes_to_stderr_and_json_alone_to_stdout(llama: Path, tmp_path:
     assert json.loads(vexport("plan", llama, "--scheme", "W8A8", "--format", "json").stdout)["groups"]
 
 
-def test_a_file_sets_options_which_the_call_overrules(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_overrule_a_files_options(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The narrower place wins; a list is several values, or the parts of one."""
     monkeypatch.chdir(tmp_path)
     project = tmp_path / "pyproject.toml"

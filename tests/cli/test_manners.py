@@ -61,9 +61,7 @@ def test_commands_stand_in_the_order_of_work_with_whole_sentences(monkeypatch: p
 
 
 @pytest.mark.parametrize("command", ALL_COMMANDS.values(), ids=lambda command: str(command.name))
-def test_help_has_sections_and_examples_that_are_right(
-    command: click.Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_has_right_parts_and_examples(command: click.Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     text = vexport(command.name, "--help").stdout.replace("--[no-]", "--")
     assert len(text.splitlines()) <= LONGEST.get(str(command.name), 45)

@@ -133,9 +133,7 @@ def test_fp4_activations_are_compressed_tensors(activations: torch.Tensor) -> No
 
 
 @pytest.mark.parametrize(("preset", "group"), [("FP8_BLOCK", 128), ("FP8_DYNAMIC", -1)])
-def test_fp8_groups_of_activations_are_compressed_tensors(
-    activations: torch.Tensor, preset: str, group: int
-) -> None:
+def test_fp8_groups_are_compressed_tensors(activations: torch.Tensor, preset: str, group: int) -> None:
     expected = by_compressed_tensors(activations, preset)
     assert (fake_fp8(activations, group) != expected).float().mean() < 0.001
 

@@ -49,9 +49,7 @@ def test_a_checkpoint_without_a_tokenizer_is_bad_input(tiny_llama: Path, tmp_pat
         ({}, 512),
     ],
 )
-def test_sequences_are_no_longer_than_the_model_allows(
-    config: dict[str, object], length: int, tmp_path: Path
-) -> None:
+def test_sequences_are_as_long_as_allowed(config: dict[str, object], length: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert shortest_length(tmp_path) == length
 

@@ -107,9 +107,7 @@ def test_swapped_scales_are_the_exports_fault(tmp_path: Path, prompts: Prompts, 
     assert found.engine.mean_kl < found.engine.limit
 
 
-def test_an_engine_that_computes_otherwise_is_the_kernels_fault(
-    tmp_path: Path, prompts: Prompts, export: Path
-) -> None:
+def test_other_answers_are_the_kernels_fault(tmp_path: Path, prompts: Prompts, export: Path) -> None:
     found = blamed(tmp_path, prompts, export, by=with_swapped_scales(export, tmp_path / "swapped"))
     assert found.cause == "kernel"
     assert found.engine
@@ -119,9 +117,7 @@ def test_an_engine_that_computes_otherwise_is_the_kernels_fault(
     assert "loads all of them as they are stored" in found.reason
 
 
-def test_where_a_rule_of_the_loaders_is_broken_it_is_the_loaders(
-    tmp_path: Path, prompts: Prompts, export: Path
-) -> None:
+def test_broken_rules_of_loaders_are_the_loaders(tmp_path: Path, prompts: Prompts, export: Path) -> None:
     broken = with_own_global_scales(export, tmp_path / "own")
     found = blamed(tmp_path, prompts, broken, by=with_swapped_scales(export, tmp_path / "swapped"))
     assert found.cause == "loader"

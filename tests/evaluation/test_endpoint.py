@@ -123,9 +123,7 @@ def test_a_server_of_chats_alone_is_refused(status: int, server: AddingServer, t
         ask(endpoint(server), tmp_path / "kept")
 
 
-def test_the_key_is_sent_and_shown_to_nobody(
-    server: AddingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_sees_the_key(server: AddingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(API_KEY, KEY)
     server.faults.extend([401] * 8)
     with pytest.raises(InputError, match=f"HTTP 401.*set {API_KEY}") as error:

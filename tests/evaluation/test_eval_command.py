@@ -54,9 +54,7 @@ def test_something_else_is_not_replaced_by_an_accepted_baseline(tmp_path: Path) 
     assert (tmp_path / "notes.md").read_text() == "mine"
 
 
-def test_a_gate_or_an_accepted_baseline_can_be_given_for_folders_made_elsewhere(
-    lm_eval_runs: Path, tmp_path: Path
-) -> None:
+def test_a_gate_or_an_accepted_baseline_goes_with_given_folders(lm_eval_runs: Path, tmp_path: Path) -> None:
     folders = (str(lm_eval_runs / "baseline"), str(lm_eval_runs / "twin"))
     done = vexport("verdict", *folders, "--gate", "choices=acc_norm,none", "--format", "json")
     assert done.code == 0

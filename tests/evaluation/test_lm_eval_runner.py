@@ -134,9 +134,7 @@ def test_the_same_engine_gives_the_same_answers(evaluated: Evaluated) -> None:
     )
 
 
-def test_a_prompt_that_does_not_fit_and_a_template_that_reaches_for_python_are_refused(
-    evaluated: Evaluated,
-) -> None:
+def test_prompts_that_do_not_fit_and_templates_with_python_are_refused(evaluated: Evaluated) -> None:
     error = str(evaluated[1][2]["error"])
     assert error.startswith("InputError: task long, document 0: got a prompt of 4 tokens and 300 to generate")
     assert not (evaluated[0] / "long").exists()

@@ -156,9 +156,7 @@ def test_the_verdict_says_how_it_asked(pair: tuple[Path, Path]) -> None:
         ({"enable_thinking": True}, True),
     ],
 )
-def test_thinking_that_is_not_cut_off_is_a_warning(
-    arguments: Changes, warned: bool, pair: tuple[Path, Path]
-) -> None:
+def test_thinking_not_cut_off_is_warned(arguments: Changes, warned: bool, pair: tuple[Path, Path]) -> None:
     for folder in pair:
         template = {**TEMPLATE, "chat_template": "{{ x }}<think></think>"}
         changed(folder, {**template, "config/model_args": {"pretrained": "x", **arguments}})

@@ -133,9 +133,7 @@ def test_models_that_cannot_be_asked_alike_are_refused(
         (("until=Q:",), {"until": "Q:"}),
     ],
 )
-def test_generation_arguments_are_read_as_lm_eval_reads_them(
-    given: tuple[str, ...], expected: dict[str, object]
-) -> None:
+def test_generation_arguments_are_lm_evals(given: tuple[str, ...], expected: dict[str, object]) -> None:
 
     @prompting_options
     def read(gen_kwargs: dict[str, object], **others: object) -> None:

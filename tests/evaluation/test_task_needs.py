@@ -47,9 +47,7 @@ def test_code_needs_trust_then_its_metric_and_its_documents(cut_off: Path, llama
     assert "fetch it before with `hf download`" in errors
 
 
-def test_chat_needs_the_data_of_nltk_and_its_documents(
-    cut_off: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_needs_nltk_and_documents(cut_off: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shadow = cut_off / "shadow"
     shadow.mkdir()
     for name, text in {"langdetect": "", "immutabledict": "immutabledict = dict"}.items():

@@ -49,9 +49,7 @@ def written(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scales_are_those_of_the_whole_models_cache(
-    source: Path, written: dict[KvCache, Path], kind: KvCache
-) -> None:
+def test_scales_are_of_the_models_cache(source: Path, written: dict[KvCache, Path], kind: KvCache) -> None:
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     rows = (written[kind].parent / "samples.jsonl").read_text().splitlines()
     tensors = load_file(written[kind] / "model.safetensors")

@@ -82,14 +82,11 @@ def test_what_fits_whole_need_not_fit_ranks() -> None:
     )
 
 
-def test_the_last_of_merged_layers_may_be_ragged_but_no_expert() -> None:
+def test_merged_layers_heads_and_experts_have_rules_of_their_own() -> None:
     scheme = get_scheme("FP8_BLOCK")
     assert scheme.unsupported_shape(layers(128, 100, columns=100)) is None
     experts = layers(128, 100, columns=128, names="model.layers.0.mlp.experts.3.{}")
     assert scheme.unsupported_shape(experts) == "out_features 100 is not a multiple of the block's 128"
-
-
-def test_an_output_head_is_loaded_by_rows() -> None:
     head = layers(1000, columns=128, names="lm_head")
     assert get_scheme("FP8_BLOCK").unsupported_shape(head) == (
         "an output head, whose scales vLLM does not load in blocks"
@@ -100,9 +97,6 @@ def test_an_output_head_is_loaded_by_rows() -> None:
         "out_features 1001: zero points of 4 bits do not fill whole words"
     )
     assert get_scheme("W4A16").unsupported_shape(odd) is None
-
-
-def test_experts_ask_for_more() -> None:
     experts = layers(384, 384, columns=512, names="model.layers.0.mlp.experts.3.{}")
     assert get_scheme("W4AFP8").unsupported_shape(layers(384, 384, columns=512)) is None
     assert get_scheme("W4AFP8").unsupported_shape(experts) == "out_features 384 is not a multiple of 256"

@@ -26,9 +26,7 @@ DOWNLOAD = "from huggingface_hub import snapshot_download as get; get('acme/sums
 
 @pytest.mark.vllm  # it is not started, but looked for
 @pytest.mark.slow
-def test_offline_all_missing_data_sets_are_named_at_once_and_what_was_downloaded_is_read(
-    machine: Machine, llama: Path
-) -> None:
+def test_offline_missing_data_sets_are_named_and_downloaded_ones_read(machine: Machine, llama: Path) -> None:
     task = (machine.folder / "task.yaml").read_text()
     for name in ("tools", "cities"):
         other = task.replace("acme/sums", f"acme/{name}").replace("hub_sums", name)
@@ -48,9 +46,7 @@ def test_offline_all_missing_data_sets_are_named_at_once_and_what_was_downloaded
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_an_engine_evaluates_on_data_of_the_hub_and_a_local_model_asks_for_nothing(
-    machine: Machine, hub: Hub
-) -> None:
+def test_data_of_the_hub_are_evaluated_and_a_local_model_asks_for_nothing(machine: Machine, hub: Hub) -> None:
     model = Path(__file__).parents[2] / "scenarios/demo/model"
     ran = machine.run("eval", model, "--accept", "accepted.json", "--task", "task.yaml", "--limit", "5")
     assert ran.code == 0, ran.stderr

@@ -51,9 +51,7 @@ def refused(run: Run, command: str, root: Path, *words: str) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("kind", ["papers", "model", "peer", "results"])
-def test_a_folder_of_someone_else_is_refused(
-    command: str, kind: str, run: Run, tmp_path: Path, llama: Path
-) -> None:
+def test_folder_of_others_is_refused(command: str, kind: str, run: Run, tmp_path: Path, llama: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.txt").write_text("years of work")

@@ -75,9 +75,7 @@ def remove(source: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [rewrite, replace_shard, edit_config, turn_link, remove])
-def test_a_source_that_is_replaced_meanwhile_is_not_published(
-    change: Callable[[Path], object], tmp_path: Path
-) -> None:
+def test_sources_replaced_meanwhile_are_unpublished(change: Callable[[Path], object], tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", hidden=256, layers=2)
     source = tmp_path / "source"
     source.symlink_to(model)

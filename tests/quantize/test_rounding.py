@@ -64,9 +64,7 @@ def divergence(source: Path, checkpoint: Path, text: Path) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_answers_are_closer_than_with_the_nearest_numbers(
-    scheme: str, source: Path, text: Path, tmp_path: Path
-) -> None:
+def test_answers_are_closer_than_to_nearest(scheme: str, source: Path, text: Path, tmp_path: Path) -> None:
     found = {}
     for rounding in ("nearest", *SCHEMES[scheme]):
         out = tmp_path / rounding
@@ -183,9 +181,7 @@ def test_no_more_wait_than_half_of_what_the_control_group_has(
     assert most_waiting() == (2**19 if "1048576" in limit else whole)
 
 
-def test_text_that_does_not_fit_is_refused_with_how_many_samples_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_much_text_is_refused_with_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else depends on the memory that there is."""
     folder = save(configs()["llama"], tmp_path / "llama")
     rules = [Rule(match="Linear", scheme="W4A16_CHANNEL", rounding="gptq")]

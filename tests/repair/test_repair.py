@@ -108,9 +108,7 @@ def test_experts_of_the_peer_get_shared_global_scales(tmp_path: Path, with_sourc
 
 
 @pytest.mark.parametrize(("layer", "factor"), [(Q, 2), (Q, 1 / 3), (f"{Q[:14]}.mlp.gate_proj", 2)])
-def test_global_scales_of_inputs_become_those_of_the_majority(
-    good: Good, tmp_path: Path, layer: str, factor: float
-) -> None:
+def test_global_scales_of_inputs_follow_most(good: Good, tmp_path: Path, layer: str, factor: float) -> None:
     """Also where vLLM takes that of the majority already; of two the smaller one."""
     name = f"{layer}.input_global_scale"
     checkpoint = spoiled(good("NVFP4"), tmp_path / "broken", put(name, lambda t: t * factor))

@@ -131,9 +131,7 @@ def test_a_divergence_that_is_no_number_is_drawn(kl: float) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH")
 @pytest.mark.parametrize("width", [400, 1280])
 @pytest.mark.parametrize("build", SAMPLES)
-def test_the_page_fits_the_width_and_the_console_is_silent(
-    build: Callable[[], Report], width: int, tmp_path: Path
-) -> None:
+def test_pages_fit_and_the_console_is_silent(build: Callable[[], Report], width: int, tmp_path: Path) -> None:
     done = _browse(_framed(render(build(), "html"), width, MEASURE), tmp_path)
     assert _title(done.stdout) == f"{width} {width}"
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []

@@ -72,9 +72,7 @@ def test_the_output_is_as_close_to_the_sources() -> None:
 
 
 @pytest.mark.parametrize(("scheme", "bits"), [("W4A16", 16), ("W8A8", 8), ("NVFP4", 4), ("MXFP4", 4)])
-def test_a_refit_is_as_strong_as_the_table_says_and_a_rule_may_say_another(
-    scheme: str, bits: int, tmp_path: Path
-) -> None:
+def test_a_refit_is_as_strong_as_the_table_or_a_rule_says(scheme: str, bits: int, tmp_path: Path) -> None:
     folder = save_llama(tmp_path / "llama")
 
     def found(rounding: object) -> Strength:

@@ -173,9 +173,7 @@ def test_quantize_follows_a_recipe(tmp_path: Path, llama: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_followed_is_refused_by_name(
-    tmp_path: Path, llama: Path, modifier: str, keys: str, words: str
-) -> None:
+def test_unknown_ones_are_refused(tmp_path: Path, llama: Path, modifier: str, keys: str, words: str) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(f"{modifier}: {keys if keys.startswith('{') else f'{{{keys}}}'}\n")
     ran = vexport("quantize", llama, tmp_path / "out", "--recipe", path)
