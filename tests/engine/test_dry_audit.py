@@ -74,10 +74,6 @@ EXPERTS = [(stored(2, 4, dtype=FP8), expert(index)) for index in range(3)]
 WHOLE = [(stored(4, 4), rows(0, 4)), (stored(4, 4), rows(4, 8)), *EXPERTS, (stored(1), scale)]
 
 
-def test_a_whole_load_has_no_fault() -> None:
-    assert faults(*WHOLE) == []
-
-
 def test_what_is_missing_is_counted_and_named_unless_it_is_optional() -> None:
     (fault,) = faults(WHOLE[0], *WHOLE[2:])
     assert (fault.kind, fault.where, fault.got) == ("missing", "fused", "16 of 32 elements from t0")
@@ -85,6 +81,7 @@ def test_what_is_missing_is_counted_and_named_unless_it_is_optional() -> None:
     assert (fault.where, fault.got) == ("experts", "16 of 24 elements; short: expert 1")
     assert faults(*WHOLE[:-1], optional=("scale",)) == []
     assert [fault.where for fault in faults(*WHOLE[:-1])] == ["scale"]
+    assert faults(*WHOLE) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -205,9 +202,6 @@ def test_a_fault_is_at_its_layer_and_its_cells() -> None:
     assert [cell.status for cell in report.cells] == ["other precision", "loads", "faulty", "faulty"]
     assert [cell.status for cell in report.rows[0].cells] == ["other precision", "loads", "faulty", "faulty"]
     assert report.findings[0].where == "a.weight (tp 2, sm 80/90)"
-
-
-def test_the_ranks_of_a_cell_are_one_result() -> None:
     last = refused(CELLS[3], "RuntimeError: too small")
     assert merge_ranks([loaded(CELLS[3]), last]) == last
     both = merge_ranks([loaded(CELLS[3], NARROWED), loaded(CELLS[3], NARROWED, UNUSED)])

@@ -54,14 +54,11 @@ def test_root_cause_decides(tmp_path: Path, cause: str, platform: str, kind: Fai
     assert failure.log_tail.endswith(WRAPPER)
 
 
-def test_an_assertion_without_a_message_is_told_by_its_code(tmp_path: Path) -> None:
+def test_an_assertion_is_told_by_its_code_and_a_signal_by_its_name(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(LOG.format(cause="    assert scheme == BLOCK\n           ^^^^^^^^^^^^^^^\nAssertionError"))
     failure = explain(EngineFailure(kind="refused", message=WRAPPER, log_tail=""), log, platform="cpu")
     assert (failure.kind, failure.message) == ("refused", "AssertionError: assert scheme == BLOCK")
-
-
-def test_killed_worker_ran_out_of_memory(tmp_path: Path) -> None:
     assert failure_from_exit(tmp_path / "none", -9).kind == "out of memory"
     assert failure_from_exit(tmp_path / "none", -4).message == "the worker ended with signal 4 (SIGILL)"
 

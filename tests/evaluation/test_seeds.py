@@ -64,9 +64,6 @@ def test_answers_that_repeat_each_other_are_worth_one() -> None:
     # Without a change nothing is known of the documents that were not asked either.
     quiet = clustered_tango(np.zeros(400), clusters, ALPHA, SEEDS)
     assert quiet == pytest.approx(clustered_tango(np.zeros(100), np.arange(100), ALPHA), abs=1e-3)
-
-
-def test_more_seeds_help_only_where_answers_differ() -> None:
     assert seeds_to_settle(100, 4, design=1.0, needed=200) == 8
     assert seeds_to_settle(100, 4, design=4.0, needed=200) is None
     assert seeds_to_settle(100, 4, design=1.75, needed=150) == 18  # 100 * 18 / (1 + 17 * .25)

@@ -139,9 +139,6 @@ def test_bootstrap_agrees_with_students_interval() -> None:
     spread = float(stats.t.isf(0.05, 799)) * values.std(ddof=1) / math.sqrt(800)
     expected = (values.mean() - spread, values.mean() + spread)
     assert bootstrap_interval(values, 0.05, span=1) == pytest.approx(expected, abs=5e-4)
-
-
-def test_bootstrap_of_equal_values_does_not_claim_certainty() -> None:
     quiet = tango_interval(0, 0, 50, 0.05)
     low, high = bootstrap_interval(np.full(50, 0.25), 0.05, span=2)
     assert (low, high) == pytest.approx((0.25 + 2 * quiet.low, 0.25 + 2 * quiet.high))

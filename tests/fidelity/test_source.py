@@ -128,10 +128,13 @@ def test_kept_tensors_are_those_of_the_source(good: Good, llama: Path, tmp_path:
     assert found == {"model.norm.weight": "error", "model.embed_tokens.weight": "warning"}
 
 
-def test_exchanged_layers_are_found(good: Good, llama: Path, tmp_path: Path) -> None:
+def test_exchanged_layers_and_values_not_finite_are_found(good: Good, llama: Path, tmp_path: Path) -> None:
     one, other = (f"model.layers.{number}.mlp.down_proj.weight" for number in (0, 1))
     _, report = check(spoiled(good("W8A8"), tmp_path / "wrong", swap(one, other)), llama)
     assert {f"{finding['where']}.weight" for finding in errors(report)} == {one, other}
+    checkpoint = spoiled(good("W8A8"), tmp_path / "nan", put(f"{DOWN}.weight_scale", element(float("nan"))))
+    _, report = check(checkpoint, llama)
+    assert ("source", DOWN) in {(one["check"], one["where"]) for one in errors(report)}
 
 
 def test_a_tensor_of_the_source_that_is_nowhere_is_named(good: Good, llama: Path, tmp_path: Path) -> None:
@@ -262,9 +265,3 @@ def test_a_quantized_source_is_refused_and_another_shape_no_traceback(good: Good
     _, report = check(good("W8A8"), save_llama(tmp_path / "small", intermediate_size=256))
     found = [finding for finding in errors(report) if finding["where"] == DOWN]
     assert "do not fit a source of [256, 256]" in found[0]["got"]
-
-
-def test_values_that_are_no_numbers_are_found(good: Good, llama: Path, tmp_path: Path) -> None:
-    checkpoint = spoiled(good("W8A8"), tmp_path / "wrong", put(f"{DOWN}.weight_scale", element(float("nan"))))
-    _, report = check(checkpoint, llama)
-    assert ("source", DOWN) in {(one["check"], one["where"]) for one in errors(report)}

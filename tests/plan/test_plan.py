@@ -22,7 +22,7 @@ def plan_of(model: Path, *rules: tuple[str, str], settings: PlanSettings = DEFAU
     return build_plan(read_index(model), chosen, settings)
 
 
-def test_the_first_rule_that_matches_wins_and_a_head_is_kept_unless_named(llama: Path) -> None:
+def test_the_first_rule_that_matches_wins_and_splits_no_fused_group(llama: Path) -> None:
     plan = plan_of(llama, ("re:.*layers.0.*", "keep"), ("mlp.down_proj", "W8A8"), ("Linear", "W4A16"))
     schemes = {group.name: group.scheme for group in plan.groups}
     assert not any(".0." in name for name in schemes)
@@ -30,9 +30,6 @@ def test_the_first_rule_that_matches_wins_and_a_head_is_kept_unless_named(llama:
     assert schemes["model.layers.1.mlp.gate_up_proj"] == "W4A16"
     assert plan_of(llama, ("Linear", "FP8")).kept_linears == ("lm_head",)
     assert plan_of(llama, ("lm_head", "FP8"), ("Linear", "FP8")).kept_linears == ()
-
-
-def test_different_schemes_within_a_fused_group_are_refused(llama: Path) -> None:
     plan = plan_of(llama, ("q_proj", "FP8_DYNAMIC"), ("Linear", "W8A8"))
     assert len(plan.refusals) == 3
     assert plan.refusals[0].where == "model.layers.0.self_attn.qkv_proj"

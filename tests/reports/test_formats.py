@@ -123,6 +123,10 @@ def test_check_json_is_a_list_in_order_with_the_promised_keys() -> None:
     assert set(answer[0]) == {"schema", "checkpoint", "ok", "findings", "not_judged", "vllm", "tp", "sm"}
     assert set(answer[0]["findings"][0]) == {"check", "severity", "where", "expected", "got", "fix"}
     assert json.loads(render_checks([], "json")) == []
+    schema = json.loads((FOLDER / "check.schema.json").read_text(encoding="utf-8"))
+    jsonschema.validate(json.loads(render_checks([sample.unloaded().check], "json")), schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate([{"checkpoint": "a", "ok": True}], schema)
 
 
 def test_junit_has_a_case_for_every_gate_and_skips_what_was_not_run() -> None:
@@ -224,13 +228,6 @@ SCHEMAS: dict[str, str] = MADE["SCHEMAS"]
 def test_reports_are_valid(report: Report) -> None:
     schema = json.loads((FOLDER / "report.schema.json").read_text(encoding="utf-8"))
     jsonschema.validate(json.loads(render(report, "json")), schema)
-
-
-def test_check_reports_are_valid() -> None:
-    schema = json.loads((FOLDER / "check.schema.json").read_text(encoding="utf-8"))
-    jsonschema.validate(json.loads(render_checks([sample.unloaded().check], "json")), schema)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate([{"checkpoint": "a", "ok": True}], schema)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

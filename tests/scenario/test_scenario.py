@@ -60,11 +60,16 @@ def test_paths_are_relative_to_the_scenario(tmp_path: Path) -> None:
     assert scenario.evaluate.tasks == (str(tmp_path / "t" / "a.yaml"), "gsm8k")
 
 
-def test_unknown_keys_name_the_nearest(tmp_path: Path) -> None:
+def test_unknown_keys_and_schemes_name_the_nearest_and_a_syntax_error_its_line(tmp_path: Path) -> None:
     lines = problems(tmp_path, MINIMAL + "evalute: {}\ncalibration: {data: x, sampels: 3}\n")
     assert len(lines) == 2
     assert any("evalute" in line and "did you mean evaluate?" in line for line in lines)
     assert any("calibration.sampels" in line and "did you mean samples?" in line for line in lines)
+    (line,) = problems(tmp_path, MINIMAL.replace("NVFP4", "nvpf4"))
+    assert "rules.0.scheme" in line
+    assert "did you mean NVFP4?" in line
+    (line,) = problems(tmp_path, MINIMAL + "calibration: [\n")
+    assert "scenario.yaml:5" in line
 
 
 @pytest.mark.parametrize(
@@ -116,14 +121,6 @@ def test_a_template_that_a_model_lacks_ends_a_run_before_any_work(tmp_path: Path
     assert ran.code == 2
     assert "baseline: chat template: got none, need one, to be applied" in ran.stderr
     assert not (tmp_path / "run" / "checkpoint").exists()
-
-
-def test_an_unknown_scheme_names_the_nearest_and_a_syntax_error_its_line(tmp_path: Path) -> None:
-    (line,) = problems(tmp_path, MINIMAL.replace("NVFP4", "nvpf4"))
-    assert "rules.0.scheme" in line
-    assert "did you mean NVFP4?" in line
-    (line,) = problems(tmp_path, MINIMAL + "calibration: [\n")
-    assert "scenario.yaml:5" in line
 
 
 TASKS = Path(lm_eval.__path__[0]) / "tasks"
