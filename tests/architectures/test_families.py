@@ -41,6 +41,10 @@ SHARED_EXPERTS = {name.replace("mlp.", "mlp.shared_experts."): members for name,
 SPARSE = {name.replace("mlp", "block_sparse_moe"): members for name, members in EXPERTS.items()}
 LATENT = {"self_attn.fused_qkv_a_proj": "q_a_proj kv_a_proj_with_mqa"}
 LATENT |= own("self_attn.q_b_proj self_attn.kv_b_proj self_attn.o_proj")
+NEMOTRON = {"mixer.qkv_proj": "q_proj k_proj v_proj"}
+NEMOTRON |= own("mixer.in_proj mixer.out_proj mixer.o_proj mixer.up_proj mixer.down_proj")
+NEMOTRON |= own("mixer.experts.*.up_proj mixer.experts.*.down_proj")
+NEMOTRON |= own("mixer.shared_experts.up_proj mixer.shared_experts.down_proj")
 QWEN = {**QKV, **EXPERTS, **SHARED}
 QKVZ, LINEAR = "linear_attn.in_proj_qkvz", own("linear_attn.out_proj")
 # The fused modules of vLLM within a decoder layer, as its documentation and model files name them, and the
@@ -54,13 +58,11 @@ FUSED: Mapping[str, Mapping[str, str]] = {
     "opt": {"self_attn.qkv_proj": "q_proj k_proj v_proj", **own("self_attn.out_proj fc1 fc2")},
     # The last layer has no v_proj.
     **dict.fromkeys(("gemma4", "gemma4-vision"), {**DENSE, "self_attn.qkv_proj": "q_proj k_proj"}),
-    **dict.fromkeys(("glm4.5v", "glm4-moe-mtp"), {**DENSE, **EXPERTS, **SHARED_EXPERTS}),
-    "nemotron-h": {
-        "mixer.qkv_proj": "q_proj k_proj v_proj",
-        **own("mixer.in_proj mixer.out_proj mixer.o_proj mixer.up_proj mixer.down_proj"),
-        **own("mixer.experts.*.up_proj mixer.experts.*.down_proj"),
-        **own("mixer.shared_experts.up_proj mixer.shared_experts.down_proj"),
-    },
+    **dict.fromkeys(
+        ("glm4.5v", "glm4-moe-mtp", "ernie4.5-moe-mtp", "exaone-moe-mtp"),
+        {**DENSE, **EXPERTS, **SHARED_EXPERTS},
+    ),
+    **dict.fromkeys(("nemotron-h", "nemotron-h-mtp"), NEMOTRON),
     "granite-hybrid": {
         **QKV,
         **own("mamba.in_proj mamba.out_proj shared_mlp.input_linear shared_mlp.output_linear"),
@@ -69,7 +71,10 @@ FUSED: Mapping[str, Mapping[str, str]] = {
     "mixtral": {**QKV, "block_sparse_moe.experts.*.w13": "w1 w3", "block_sparse_moe.experts.*.w2": "w2"},
     **dict.fromkeys(("qwen3-moe", "olmoe", "qwen3-vl-moe"), {**QKV, **EXPERTS}),
     "qwen2-moe": QWEN,
-    **dict.fromkeys(("deepseek-v3", "deepseek-v3-mtp"), {**MLP, **EXPERTS, **LATENT, **SHARED_EXPERTS}),
+    **dict.fromkeys(
+        ("deepseek-v3", "deepseek-v3-mtp", "glm4-moe-lite-mtp"),
+        {**MLP, **EXPERTS, **LATENT, **SHARED_EXPERTS},
+    ),
     "granite-moe": {**QKV, **SPARSE},
     "llama4": {
         **QKV,
@@ -103,7 +108,9 @@ REFUSED = {
     "falcon": ("FP8_BLOCK",),
     "llama4": ("FP8_BLOCK",),
     # parts of a layer that is stored as one, of keys that are the values, too
-    **dict.fromkeys(("nemotron-h", "granite-hybrid", "gemma4", "gemma4-vision"), ("FP8_BLOCK",)),
+    **dict.fromkeys(
+        ("nemotron-h", "nemotron-h-mtp", "granite-hybrid", "gemma4", "gemma4-vision"), ("FP8_BLOCK",)
+    ),
 }
 DEFAULTS = PlanSettings()
 LEAST_DB = {"NVFP4A16": 18.0, "FP8_DYNAMIC": 29.0, "W4A16": 16.0}
