@@ -11,7 +11,8 @@ from tests.mutations.good import GOOD, write_good
 from tests.mutations.methods import METHOD_RECORDS, RUN_RECORDS, method_mutations, write_methods
 from tests.mutations.recorded import (
     AS_GOOD,
-    ONLY_LOADERS_SHOW, ONLY_RUNNING_SHOWS,
+    ONLY_LOADERS_SHOW,
+    ONLY_RUNNING_SHOWS,
     PINNED_RECORDS,
     Record,
     is_as_good,
