@@ -110,9 +110,9 @@ def below(module: str, ending: str, architecture: Architecture, others: Iterable
 
 def all_names(modules: Iterable[str], architecture: Architecture) -> tuple[str, ...]:
     """Modules by the names of the file, of vLLM and of what it asks for; of routed experts the first."""
-    found = dict.fromkeys(map(_of_one_expert, modules))
-    asked = map(architecture.asked_name, found)
-    return tuple(dict.fromkeys((*found, *map(architecture.vllm_name, found), *asked)))
+    names = dict.fromkeys(map(_of_one_expert, modules))
+    asked = map(architecture.asked_name, names)
+    return tuple(dict.fromkeys((*names, *map(architecture.vllm_name, names), *asked)))
 
 
 def _of_one_expert(module: str) -> str:

@@ -216,9 +216,9 @@ def watching_attention(
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         tokens = key.shape[0] * key.shape[2]
-        found = KeyValueRanges(key=head_ranges(key), value=head_ranges(value), tokens=tokens)
+        key_value_ranges = KeyValueRanges(key=head_ranges(key), value=head_ranges(value), tokens=tokens)
         name = stored_name(names[id(attention)])
-        seen[name] = seen[name] + found if name in seen else found
+        seen[name] = seen[name] + key_value_ranges if name in seen else key_value_ranges
         function: Attend = attend or sys.modules[type(attention).__module__].eager_attention_forward
         return function(attention, query, key, value, *args, **kwargs)
 
@@ -283,8 +283,8 @@ def _wide_product(
     if value.dtype not in WIDENED or module.weight.dtype != value.dtype:
         return own(value)
     bias = None if module.bias is None else module.bias.to(torch.float32)
-    found = torch.nn.functional.linear(value.to(torch.float32), module.weight.to(torch.float32), bias)
-    return found.to(value.dtype)
+    output = torch.nn.functional.linear(value.to(torch.float32), module.weight.to(torch.float32), bias)
+    return output.to(value.dtype)
 
 
 def _wide_attention(

@@ -119,8 +119,8 @@ def _gradient(
     states.requires_grad_()
     try:
         with torch.enable_grad():
-            made = forward(states * 1)  # the model may change its input
-        (found,) = torch.autograd.grad(made, states, behind(made.detach()))
+            output = forward(states * 1)  # the model may change its input
+        (found,) = torch.autograd.grad(output, states, behind(output.detach()))
     except RuntimeError as reason:
         logging.getLogger(__name__).debug("no gradient: %s", reason)
         return None

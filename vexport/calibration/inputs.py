@@ -59,8 +59,8 @@ class Arithmetic:
     def between(self, module: torch.nn.Module, expert: int, tokens: torch.Tensor) -> torch.Tensor:
         """The input (tokens, intermediate size) of an expert's down projection."""
         experts = cast(Experts, module)
-        made = self._product(experts, "gate_up_proj" if experts.has_gate else "up_proj", expert, tokens)
-        return experts._apply_gate(made) if experts.has_gate else experts.act_fn(made)
+        output = self._product(experts, "gate_up_proj" if experts.has_gate else "up_proj", expert, tokens)
+        return experts._apply_gate(output) if experts.has_gate else experts.act_fn(output)
 
     def down(self, module: torch.nn.Module, expert: int, between: torch.Tensor) -> torch.Tensor:
         """The output (tokens, hidden size) of its down projection."""
@@ -78,10 +78,10 @@ class Arithmetic:
 
     def _product(self, experts: "Experts", parameter: str, expert: int, tokens: torch.Tensor) -> torch.Tensor:
         weight = experts.get_parameter(parameter)[expert]
-        made = torch.nn.functional.linear(tokens, weight.T if experts.is_transposed else weight)
+        output = torch.nn.functional.linear(tokens, weight.T if experts.is_transposed else weight)
         if experts.has_bias:
-            made += experts.get_parameter(f"{parameter}_bias")[expert]
-        return made
+            output += experts.get_parameter(f"{parameter}_bias")[expert]
+        return output
 
 
 class Experts(Protocol):
@@ -155,7 +155,7 @@ class ExpertLayer:
 
 
 class Places:
-    """Where the model has the layers of a plan."""
+    """The places of a plan's layers in the model."""
 
     def __init__(self, model: torch.nn.Module, weights: Weights) -> None:
         self._model, self._weights = model, weights

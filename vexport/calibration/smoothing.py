@@ -176,8 +176,8 @@ def _add(sums: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
 def _largest_of(squares: Mapping[str, torch.Tensor], weights: Iterable[str]) -> torch.Tensor | None:
     """The largest roots of what these weights read, (channels,) float32, but for a factor that all share."""
     names = (name.removesuffix(".weight") for name in weights)
-    seen = [squares[name] for name in names if name in squares]
-    return torch.stack(seen).amax(0).sqrt() if seen else None
+    channels = [squares[name] for name in names if name in squares]
+    return torch.stack(channels).amax(0).sqrt() if channels else None
 
 
 def _traced(

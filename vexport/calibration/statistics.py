@@ -125,12 +125,12 @@ class Statistics:
 
     def ranges(self) -> dict[str, InputRange]:
         """The ranges that the observers of inputs saw, by layer; CheckpointFailed where one saw nothing."""
-        found = dict[str, InputRange]()
+        ranges = dict[str, InputRange]()
         for name, observer in self.inputs.items():
             _require_tokens(name, observer.tokens, "its static input scale")
             low, high = observer.range()
-            found[name] = InputRange(low=float(low.min()), high=float(high.max()), tokens=observer.tokens)
-        return found
+            ranges[name] = InputRange(low=float(low.min()), high=float(high.max()), tokens=observer.tokens)
+        return ranges
 
     def importances(self) -> dict[str, str]:
         """The importance of the channels of inputs, by layer; CheckpointFailed where nothing was seen."""
@@ -286,11 +286,11 @@ class _Watch:
         """Run a sample through a module and take in what enters the groups; what comes out must be finite."""
         finite = list[tuple[str, torch.Tensor]]()
         with inputs.shown(lambda at, value: finite.extend(self._seen.take(inputs, at, value)), once=True):
-            made = run()
+            output = run()
         broken = next((layer for layer, flag in finite if not flag), None)
-        if broken or (made is not None and not is_finite(made)):
+        if broken or (output is not None and not is_finite(output)):
             raise self._walk.not_finite(module, name, position, run, broken)
-        return made
+        return output
 
 
 def require_cache(index: SourceIndex, seen: Mapping[str, object]) -> None:

@@ -156,10 +156,10 @@ class LayerWalk:
     def through(self, layer: Layer, position: int, states: torch.Tensor) -> torch.Tensor:
         """The hidden states of a sample behind a layer; CheckpointFailed where they are not finite."""
         run = partial(layer.run, position, self.on_device(states))
-        made = run()
-        if not is_finite(made):
+        output = run()
+        if not is_finite(output):
             raise self.not_finite(layer.module, layer.name, position, run)
-        return made
+        return output
 
     def logits(self, position: int, states: torch.Tensor) -> torch.Tensor:
         """(1, tokens, vocabulary) of a sample, from the hidden states behind the last layer."""

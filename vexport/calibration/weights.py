@@ -105,8 +105,8 @@ class Weights:
             ending, name = parameter.removeprefix(module), recipe.stored[0].name
             if ending != parameter and ending.startswith(".") and name.endswith(ending):
                 return name.removesuffix(ending)
-        parent, _, own = module.rpartition(".")
-        return joined(self.stored_name(parent), own) if parent else module
+        parent, _, leaf = module.rpartition(".")
+        return joined(self.stored_name(parent), leaf) if parent else module
 
     def parameters_of(self, stored: str) -> tuple[str, ...]:
         """The parameters into which a stored tensor goes; empty where the model has no use for it."""
@@ -185,7 +185,7 @@ class Weights:
         return list(self._values(owners, place or self._plain))
 
     def _values(self, owners: Mapping[str, torch.nn.Module], place: Place) -> Iterator[Filling]:
-        """What the checkpoint has of these parameters and buffers, in the dtypes that transformers loads."""
+        """The checkpoint's values of these parameters and buffers, in the dtypes that transformers loads."""
         needed = {recipe.target: recipe for name in owners if (recipe := self._recipes.get(name))}
         for recipe in needed.values():
             try:

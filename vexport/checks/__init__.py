@@ -125,10 +125,12 @@ def findings_of_headers(root: Path) -> tuple[Finding, ...]:
     try:
         with Reader() as reader:
             view = CheckpointView(read_index(root), reader)
-            found = [each for name in OF_HEADERS for each in _or_internal_error(name, CHECKS[name].run, view)]
+            findings = [
+                each for name in OF_HEADERS for each in _or_internal_error(name, CHECKS[name].run, view)
+            ]
     except InputError as problem:
         return findings_of(problem)
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(findings))
 
 
 def findings_on(view: CheckpointView, against: Against | None = None) -> Iterator[Finding]:

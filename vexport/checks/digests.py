@@ -38,8 +38,8 @@ def _compared(view: CheckpointView, digests: Mapping[str, str], otherwise: str) 
     root = view.index.root
     names = [name for name in digests if (root / name).is_file()]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        found = pool.map(lambda name: digest_of(root / name, digests[name].partition(":")[0]), names)
-        actual = dict(zip(names, found, strict=True))
+        computed = pool.map(lambda name: digest_of(root / name, digests[name].partition(":")[0]), names)
+        actual = dict(zip(names, computed, strict=True))
     for name, digest in digests.items():
         if actual.get(name) != digest:
             expected = f"the bytes that were written, {digest}"

@@ -101,8 +101,8 @@ def _of_another_type(view: CheckpointView) -> Iterator[Finding]:
     """
     name, kind, config = view.class_name, _kind(view), view.index.config
     models = architecture_table().text_models
-    own = get_layout(name) is not None and "auto_map" not in config
-    if own and kind not in models and transformers_models(kind) is None:
+    known_class = get_layout(name) is not None and "auto_map" not in config
+    if known_class and kind not in models and transformers_models(kind) is None:
         yield _wrong(view, "model_type", f"the model type of {name}", kind)
     elif name in models.values() and models.get(kind, name) != name:
         meant = layout_of(models[kind], config, view.architecture, view.index.tensors)

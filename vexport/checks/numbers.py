@@ -149,8 +149,8 @@ def _count_not_finite(view: CheckpointView, tensor: TensorInfo, *, infinity: boo
         part = codes[start : start + RUN]
         # Of either sign they have the largest bits, which takes less time to see than to count them.
         if part.max() >= sign | mask or signed[start : start + RUN].max() >= mask:
-            found = part & ~codes.dtype.type(sign)
-            bad += int(np.count_nonzero(found >= mask if infinity or size == 1 else found > mask))
+            magnitudes = part & ~codes.dtype.type(sign)
+            bad += int(np.count_nonzero(magnitudes >= mask if infinity or size == 1 else magnitudes > mask))
         if start % RELEASED == 0:
             view.reader.release([tensor])
     view.reader.release([tensor])

@@ -234,16 +234,16 @@ def _agreement(
         return None, [Finding.of(problem, check="logprobs", severity="info")]
     cache = result.engine.settings.get("kv_cache_dtype", "auto") if result.engine else "auto"
     limit = kl_limit(checkpoint, cache)
-    found = compare_logprobs(reference, measured, name=REFERENCE, prompts=len(tokens), limit=limit)
+    agreement = compare_logprobs(reference, measured, name=REFERENCE, prompts=len(tokens), limit=limit)
     limit = agreement_limit(
-        checkpoint, tokens, kept, mean_kl=found.mean_kl, limit=limit, on_progress=on_progress
+        checkpoint, tokens, kept, mean_kl=agreement.mean_kl, limit=limit, on_progress=on_progress
     )
-    if found.mean_kl <= limit:
-        return replace(found, limit=limit), []
+    if agreement.mean_kl <= limit:
+        return replace(agreement, limit=limit), []
     expected = f"mean KL to {REFERENCE} at most {limit:g}"
-    got = f"{found.mean_kl:.4g} over {found.positions} positions"
+    got = f"{agreement.mean_kl:.4g} over {agreement.positions} positions"
     fix = "vLLM does not read this checkpoint as it was written: see `vexport check`"
-    return replace(found, limit=limit), [error("logprobs", where, expected=expected, got=got, fix=fix)]
+    return replace(agreement, limit=limit), [error("logprobs", where, expected=expected, got=got, fix=fix)]
 
 
 def refused(result: SessionResult) -> Finding:

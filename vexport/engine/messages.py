@@ -18,7 +18,7 @@ DRAFT_TOKENS = 128
 # Of each row of a text, as far as vocabularies are compared: vLLM answers in Python lists.
 KL_TOKENS = 64
 ANSWERS = "answers-"
-"""How the names of lm-eval's caches begin, next to its results."""
+"""The beginning of the names of lm-eval's caches, next to its results."""
 _METHOD = re.compile(r"(?P<method>[a-z][\w-]*)(?:=(?P<model>.+))?")
 FailureKind = Literal[
     "refused",

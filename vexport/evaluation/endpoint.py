@@ -34,7 +34,7 @@ _CUT_OFF = (None, "abort", "error")
 _KEPT = "look at the server, and call again: what is answered is kept, and only the rest is asked"
 _SHOWN = 300
 _TOKEN = "token_id:"
-"""How vLLM spells a token where it is asked for `return_tokens_as_token_ids`."""
+"""vLLM's spelling of a token where it is asked for `return_tokens_as_token_ids`."""
 
 _NEUTRAL: Mapping[str, Json] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Else vLLM's server takes what generation_config.json says; an engine that is asked here does not."""
@@ -49,7 +49,7 @@ Tokens of a server that does not spell ids are -1, -2, ...
 
 
 class _PassingError(Exception):
-    """What may be over when it is tried again; `wait` is how long the server asks to wait."""
+    """A fault that may be over when it is tried again; `wait` is how long the server asks to wait."""
 
     wait = 0.0
 
@@ -73,7 +73,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What a server says of a model: its name, the folder or hub id it was started with, its longest
+    """A server's answer about a model: its name, the folder or hub id it was started with, its longest
     sequence, and vLLM's version. Empty or None where the server does not say.
     """
 
@@ -208,7 +208,7 @@ class Server:
             raise self._refused(error) from None
 
     def _described(self, seconds: float) -> ServedModel:
-        """What the server says of the model that is meant; InputError where that is not clear."""
+        """The server's answer about the model that is meant; InputError where that is not clear."""
         try:
             cards = self._tried(seconds, lambda: _cards(self._request(f"{self._url}/models")))
         except _RefusedError as error:

@@ -102,9 +102,9 @@ class EndpointModel(AskedModel):
         if isinstance(parameters, dict):
             return self.server.generate(prompt, parameters)
         places = self.server.score(prompt, 1)[question.context - 1 :]
-        own = list(zip(prompt[question.context :], places, strict=True))
-        is_greedy = all(max(place, key=place.__getitem__) == token for token, place in own)
-        return [sum(place[token] for token, place in own), is_greedy]
+        continuation = list(zip(prompt[question.context :], places, strict=True))
+        is_greedy = all(max(place, key=place.__getitem__) == token for token, place in continuation)
+        return [sum(place[token] for token, place in continuation), is_greedy]
 
 
 def _session(request: SessionRequest) -> SessionResult:

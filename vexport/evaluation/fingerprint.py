@@ -38,7 +38,7 @@ _ABSENT = {
     "think end token": "none",
     "enable thinking": "left to the chat template",
 }
-"""What it means where lm-eval, or an accepted baseline, tells nothing of it: lm-eval's defaults."""
+"""lm-eval's defaults, which hold where its results, or an accepted baseline, tell nothing else."""
 EMULATED = "emulated kernels"
 """Follows from the scheme, so that a model and its quantized one differ in it: the blind spots say so."""
 COMPILATION = "compilation"
@@ -164,7 +164,7 @@ UNTEMPLATED = "untemplated_tasks"
 
 
 def recorded_prompting(content: Mapping[str, Json], tasks: Sequence[str]) -> Prompting:
-    """How the documents were asked, as a results file records it."""
+    """The prompting of the documents, as a results file records it."""
     template, arguments = _sha(content, "chat_template_sha"), _arguments(content)
     generation = {name: _text(value) for name in _ANSWERS if (value := arguments.get(name)) is not None}
     if given := mapping_in(content, "config").get("gen_kwargs"):

@@ -39,7 +39,7 @@ _PROGRESS_STEPS = 100
 # evaluation loses as many answers.
 _BATCHES = 4
 Parameters = object
-"""How a prompt is to be continued: vLLM's SamplingParams, or a server's parameters by their names."""
+"""Sampling of a prompt: vLLM's SamplingParams, or a server's parameters by their names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from vexport.evaluation.samples import HASHES, Sample, TaskSamples
 from vexport.evaluation.statistics import MIN_CLUSTERS, Clusters, Scores
 
 PREFERRED_METRICS = ("exact_match", "acc", "pass@1", "pass_at_1")
-"""What gates where a task has it, in this order: `acc` rather than `acc_norm`, as the task itself scores.
+"""Metrics that gate, in this order: `acc` rather than `acc_norm`, as the task itself scores.
 
 Then comes the first metric of only 0 and 1 with higher being better, then any of one number a document; of
 several filters the first that the task lists.

@@ -266,7 +266,7 @@ def design_effect(gain: Scores, clusters: Clusters, answers: int = 1) -> float:
 
 
 def effective(gain: Scores, clusters: Clusters | None, alpha: float, answers: int = 1) -> Effective:
-    """How to shrink counts (Rao and Scott, Biometrics 48, 1992); unclustered ones stay.
+    """The factor that shrinks counts (Rao and Scott, Biometrics 48, 1992); unclustered ones stay.
 
     The variance between K clusters is an estimate too: `alpha` becomes the normal tail at Student's point
     with K - 1 degrees of freedom.

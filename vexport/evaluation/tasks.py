@@ -31,7 +31,7 @@ from vexport.files import write_text
 REQUIRED_KEYS = ("task", "dataset_path")
 GROUP_KEYS = ("group", "group_alias", "task", "aggregate_metric_list", "metadata", "tag")
 GROUP_SUFFIX = ".group.yaml"
-"""How the file of a group ends: lm-eval 0.4.13 cannot be given a group's file, only its folder and name."""
+"""The end of a group's file: lm-eval 0.4.13 cannot be given a group's file, only its folder and name."""
 FILE_FORMATS = {"json", "csv", "parquet", "arrow", "text", "xml", "webdataset", "hdf5"}
 """The `dataset_path` of documents that lie in `data_files` (datasets/packaged_modules)."""
 PICKLED = "pandas"

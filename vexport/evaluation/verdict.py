@@ -60,9 +60,9 @@ def decide(
     else:
         left, right = attempt_all((str(run), partial(read_results, run)) for run in (baseline, candidate))
         repeated = "".join(_asked_again(run, alpha) for run in (left, right))
-        own = (MODEL, ENDPOINT, REVISION, EMULATED)
+        models = (MODEL, ENDPOINT, REVISION, EMULATED)
         where = ("in the baseline", "in the results")
-        circumstances = {name: value for name, value in left.fingerprint.items() if name not in own}
+        circumstances = {name: value for name, value in left.fingerprint.items() if name not in models}
         gated = gated_tasks(left, right, gate)
     warnings = changes(circumstances, right.fingerprint, where=where)
     verdict = judge(gated, margin=margin, alpha=alpha, prompting=right.prompting)
@@ -310,7 +310,7 @@ def _moved(task: TaskVerdict, unit: _Unit) -> str:
 
 
 def _others(tasks: Sequence[TaskVerdict], outcome: Outcome) -> str:
-    """What the other tasks do, where all of them pass."""
+    """A sentence on the other tasks, where all of them pass."""
     others = [task for task in tasks if task.outcome != outcome]
     if not others or {task.outcome for task in others} != {"PASS"}:
         return ""

@@ -21,15 +21,15 @@ CHECK = "roundtrip"
 
 def dequantized(view: CheckpointView, layer: str) -> torch.Tensor | None:
     """A layer's weight; None where its tensors are not those of its config group, or not finite."""
-    found = view.layers.get(layer)
-    if found is None or found.group is None or not is_readable(found.group, found.parameters):
+    stored = view.layers.get(layer)
+    if stored is None or stored.group is None or not is_readable(stored.group, stored.parameters):
         return None
     try:
-        weight = weight_of(found.group, read_parameters(view, found.parameters))
+        weight = weight_of(stored.group, read_parameters(view, stored.parameters))
     except ValueError:
         return None
     finally:
-        view.reader.release(found.parameters.values())
+        view.reader.release(stored.parameters.values())
     return weight if bool(torch.isfinite(weight).all()) else None
 
 

@@ -39,16 +39,16 @@ def kv_scales(layer: AttentionLayer, ranges: Mapping[str, KeyValueRanges]) -> "t
 
     Raises InputError where calibration did not see the layer's keys and values, or other heads.
     """
-    seen = ranges.get(layer.name)
-    heads = 0 if seen is None else len(seen.key.low)
-    if seen is None or layer.heads not in (None, heads):
+    layer_ranges = ranges.get(layer.name)
+    heads = 0 if layer_ranges is None else len(layer_ranges.key.low)
+    if layer_ranges is None or layer.heads not in (None, heads):
         raise InputError(
             layer.name,
             got=f"keys and values of {heads} heads in calibration",
             need="those of all" if layer.heads is None else str(layer.heads),
             fix="leave the KV cache in the model's dtype, or use fp8 for all heads",
         )
-    return _scales(seen.key, layer), _scales(seen.value, layer)
+    return _scales(layer_ranges.key, layer), _scales(layer_ranges.value, layer)
 
 
 def _scales(heads: HeadRanges, layer: AttentionLayer) -> "Array":

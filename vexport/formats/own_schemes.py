@@ -121,9 +121,9 @@ def _spelled(args: QuantArgs) -> str:
 
 def _args(text: str) -> QuantArgs:
     """The arguments that one part of a name spells."""
-    found = _TENSOR_NAME.fullmatch(text)
-    assert found is not None
-    kind, bits, strategy, size, columns, asymmetric, dynamic = found.groups(default="")
+    match = _TENSOR_NAME.fullmatch(text)
+    assert match is not None
+    kind, bits, strategy, size, columns, asymmetric, dynamic = match.groups(default="")
     return QuantArgs(
         num_bits=int(bits),
         type="float" if kind == "FP" else "int",

@@ -1,4 +1,4 @@
-"""Where an output may go: apart from inputs, and with `--overwrite` only where vexport alone wrote.
+"""Places of outputs: apart from inputs, and with `--overwrite` only where vexport alone wrote.
 
 Folders of results have a file that marks them as vexport's, and a list of what vexport writes there.
 """

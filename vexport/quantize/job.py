@@ -83,8 +83,8 @@ def quantize_source(
 def _require_same_on_all_ranks(plan: Plan) -> None:
     """InputError where this rank has another plan than the first: they would wait without end."""
     rank, size = rank_and_size()
-    own = digest_bytes(repr((plan.groups, plan.attention)).encode()) if size > 1 else ""
-    if on_first(lambda: own) != own:
+    digest = digest_bytes(repr((plan.groups, plan.attention)).encode()) if size > 1 else ""
+    if on_first(lambda: digest) != digest:
         got, fix = "its plan is not that of rank 0", "give all of them the same source and arguments"
         raise InputError(f"rank {rank} of {size}", got=got, need="", fix=fix)
 

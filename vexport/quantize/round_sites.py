@@ -246,8 +246,8 @@ class SiteSums:
         if not all(self._strength(group, site).weighs_tokens for group in site.rounded):
             return None
         number = tokens.numel() // tokens.shape[-1]
-        found = weights_of(self._model.calibration.token_weights, self._inputs.names_of(site), number)
-        return None if found is None else found.to(tokens.device)
+        token_weights = weights_of(self._model.calibration.token_weights, self._inputs.names_of(site), number)
+        return None if token_weights is None else token_weights.to(tokens.device)
 
     def _add_down(
         self, site: Site, here: Entered, exact: torch.Tensor | None, weights: torch.Tensor | None

@@ -88,24 +88,24 @@ def write_shards(
         raise need.missing()
     total = sum(shard.num_bytes for shard in shards)
     threads, done = len(os.sched_getaffinity(0)), 0
-    seen = calibration or CalibrationRecord(rows=(), digest="", tokens=0, ranges={})
+    record = calibration or CalibrationRecord(rows=(), digest="", tokens=0, ranges={})
     with (
-        reader_of(seen.smoothing) as reader,
+        reader_of(record.smoothing) as reader,
         ThreadPoolExecutor(threads) as pool,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("once")  # not once a weight
         stream = Stream(
             index=index,
-            calibration=seen,
+            calibration=record,
             search=_search_of(plan),
             reader=reader,
             pool=pool,
             finished=finished or {},
         )
-        own = folder.stat()
+        identity = folder.stat()
         for shard in shards:
-            if not os.path.samestat(own, folder.stat()):
+            if not os.path.samestat(identity, folder.stat()):
                 got, fix = (
                     "another folder than the one that was begun",
                     "run again when no other call writes it",

@@ -289,7 +289,7 @@ class _Trials:
         few = text.samples.spread(size)
         more = text.samples.spread(size * max(TRIAL_ROWS, round(TRIAL_TOKENS / mean)))
         short, long = self._trial(few), self._trial(more)
-        found = list[Step]()
+        steps = list[Step]()
         for name in short:
             here, there, all_of_it = (
                 _tokens(one.spread(text.look_back_rows) if name == LOOK_BACK else one)
@@ -298,8 +298,8 @@ class _Trials:
             each = max(0.0, long[name].layers - short[name].layers) / max(1, there - here)
             around = long[name].around * all_of_it / there
             seconds = short[name].layers + each * (all_of_it - here) + around
-            found.append(Step(name=name, seconds=seconds))
-        return tuple(found)
+            steps.append(Step(name=name, seconds=seconds))
+        return tuple(steps)
 
     def _trial(self, samples: "Samples") -> dict[str, _Taken]:
         plan, clock = self._text.plan, _Clock()

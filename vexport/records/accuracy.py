@@ -95,8 +95,8 @@ GENERATION_KEYS = (
     *("frequency_penalty", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "bad_words", "logit_bias"),
     *("allowed_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "thinking_token_budget"),
 )
-"""What lm-eval reads of `gen_kwargs` (`normalize_gen_kwargs`), and the usual fields of vLLM's SamplingParams,
-which gets the others."""
+"""Keys of `gen_kwargs`: those that lm-eval reads (`normalize_gen_kwargs`), and the usual fields of vLLM's
+SamplingParams, which gets the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,7 +132,7 @@ def _accuracy(verdict: Verdict) -> Section:
 
 
 def _made(report: Report) -> Iterator[str]:
-    """How it was made, without the folders of the machine that it ran on, and what its load did not show."""
+    """The command, without the folders of the machine that it ran on, and what the load did not show."""
     command = _ABSOLUTE.sub(lambda match: f"{match[1]}{_last(match[2])}", report.command)
     rows = report.calibration_rows
     yield f"vexport {report.vexport}, {report.created}: {command}"

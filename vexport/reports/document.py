@@ -256,7 +256,7 @@ def muted(text: str) -> Paragraph:
 
 
 def warnings(texts: Iterable[str]) -> list[Paragraph]:
-    """What weakens an answer, a paragraph each."""
+    """Warnings about an answer, a paragraph each."""
     return [Paragraph(text, "warning") for text in texts]
 
 

@@ -229,7 +229,7 @@ def _prompt(prompt: PromptDrift, limit: float) -> doc.Details:
 
 
 def _heat(kl: float, limit: float) -> int:
-    """How dark a token is drawn: 0 up to the limit, a step for each power of ten above it, at most 3.
+    """The shade of a token: 0 up to the limit, a step for each power of ten above it, at most 3.
 
     A KL that is not a number is drawn as dark as can be: the model gave no probability there.
     """
@@ -256,7 +256,7 @@ def mixed_line(mixed: MixedScheme) -> str:
 
 
 def rounding_lines(rounding: RoundingReport | None) -> Iterator[str]:
-    """How many groups were rounded in which way, how strongly, and what it gained over the nearest numbers.
+    """The number of groups rounded in each way, how strongly, and the gain over the nearest numbers.
 
     Of each strength of the refit the most frequent ridge.
     """

@@ -104,7 +104,7 @@ def _suite_line(settings: Evaluate, name: str) -> str:
 
 
 def _documents_line(settings: Evaluate, needed: int) -> str:
-    """How many documents pass a model that lost nothing, with power 0.8."""
+    """The number of documents that pass a model that lost nothing, with power 0.8."""
     condition = f"margin {percent(settings.margin)}, alpha {settings.alpha:g}"
     change = percent(TYPICAL_DISAGREEMENT, 0)
     fewer = f"; limit {settings.limit:g} asks fewer" if 1 <= (settings.limit or 0) < needed else ""
@@ -118,7 +118,7 @@ def _labelled(label: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _scheme_lines(plan: Plan, scheme: str) -> list[str]:
-    """How many layers a scheme quantizes, and the kinds of their groups with what vLLM fuses in each."""
+    """The number of layers that a scheme quantizes, and the kinds of their groups."""
     groups = [group for group in plan.groups if group.scheme == scheme]
     layers = plural(sum(len(group.members) for group in groups), "linear layer")
     known = get_scheme(scheme)
@@ -136,7 +136,7 @@ def _group_kind(group: FusionGroup) -> str:
 
 
 def _kept_lines(plan: Plan) -> list[str]:
-    """How many linear layers are kept, and their kinds."""
+    """The number of linear layers that are kept, and their kinds."""
     kinds = [*dict.fromkeys(map(_kind, plan.kept_linears))]
     first = f"{plural(len(plan.kept_linears), 'linear layer')}; embeddings, norms and what else is not linear"
     return [first, *_shortened(kinds, MOST_KEPT)]

@@ -68,19 +68,19 @@ class Moments:
         `weights` (tokens,) float32 are powers of two, by which each counts; with a `share` for all of them
         they are not counted as tokens.
         """
-        found = quantized.reshape(-1, quantized.shape[-1])
+        rows = quantized.reshape(-1, quantized.shape[-1])
         alpha = 1.0 if share is None else share
-        with exact_products(found.dtype):
-            wide = found.to(torch.float32)
+        with exact_products(rows.dtype):
+            wide = rows.to(torch.float32)
             weighed = wide if weights is None else wide * weights[:, None]
             for first, last in _blocks(self.hessian):
                 block = self.hessian[first:last, :last]
                 block.addmm_(weighed[:, first:last].T, wide[:, :last], alpha=alpha)
         if self.drift is not None:
             assert source is not None
-            self._add_drift(found, source.reshape(found.shape), weights, alpha)
+            self._add_drift(rows, source.reshape(rows.shape), weights, alpha)
         if share is None:
-            self.tokens += len(found)
+            self.tokens += len(rows)
 
     def _add_drift(
         self, found: torch.Tensor, exact: torch.Tensor, weights: torch.Tensor | None, alpha: float

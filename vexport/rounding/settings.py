@@ -45,10 +45,10 @@ def strength_of(group: FusionGroup) -> Strength:
     """The strength of a group: by its rule, else by the table above."""
     if group.rounding != "refit":
         return GPTQ
-    found = REFITS[input_bits(get_scheme(group.scheme).args)]
+    settings = REFITS[input_bits(get_scheme(group.scheme).args)]
     if group.strength is not None:
-        found = replace(found, strength=group.strength)
-    return found if group.ridge is None else replace(found, ridge=group.ridge)
+        settings = replace(settings, strength=group.strength)
+    return settings if group.ridge is None else replace(settings, ridge=group.ridge)
 
 
 def weighs_tokens(groups: Iterable[FusionGroup]) -> bool:

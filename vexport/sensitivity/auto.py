@@ -68,7 +68,7 @@ def best_mixtures(groups: Sequence[Sequence[SchemeChoice]], most: int = MOST_MIX
 
 
 def _unbeaten(num_bytes: npt.NDArray[np.int64], loss: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-    """Where no mixture of as few bytes has as little loss, in order of bytes."""
+    """The mixtures for which none of as few bytes has as little loss, in order of bytes."""
     order = np.lexsort((loss, num_bytes))
     sorted_loss = loss[order]
     least_before = np.concatenate([[np.inf], np.minimum.accumulate(sorted_loss)[:-1]])
@@ -216,10 +216,10 @@ def _measured(run_dir: Path, layer_groups: Sequence[LayerGroup]) -> GroupSensiti
     file = run_dir / FILE
     if not file.is_file():
         return None
-    found = from_json(GroupSensitivities, file)
+    measured = from_json(GroupSensitivities, file)
     sizes = {
         (group.name, one.scheme, one.observer, one.rounding, one.num_bytes)
-        for group in found.groups
+        for group in measured.groups
         for one in group.schemes
     }
     needed = {
@@ -227,7 +227,7 @@ def _measured(run_dir: Path, layer_groups: Sequence[LayerGroup]) -> GroupSensiti
         for layer_group in layer_groups
         for one in layer_group.options
     }
-    return found if needed == sizes else None
+    return measured if needed == sizes else None
 
 
 def _not_measured(auto: Auto, run_dir: Path) -> Finding:

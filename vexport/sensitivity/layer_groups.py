@@ -138,10 +138,10 @@ def _with(rules: Sequence[Rule], scheme: str) -> list[Rule]:
 def _how(group: FusionGroup) -> dict[str, object]:
     """The keys of a rule that treats layers as a group is treated, but for its scheme."""
     keys = ("observer", "observer_kwargs", "input_observer", "input_observer_kwargs", "rounding")
-    found = {key: getattr(group, key) for key in keys}
+    settings = {key: getattr(group, key) for key in keys}
     if group.strength is None and group.ridge is None:
-        return found
-    return {**found, "rounding": {"method": "refit", "strength": group.strength, "ridge": group.ridge}}
+        return settings
+    return {**settings, "rounding": {"method": "refit", "strength": group.strength, "ridge": group.ridge}}
 
 
 def _by_layer_group(plan: Plan) -> dict[str, Groups]:

@@ -50,8 +50,8 @@ class ConfigGroup:
     @cached_property
     def refusal(self) -> str | None:
         """Return why vLLM refuses the group, or None."""
-        found = vllm_format(self, self.format)
-        return found if isinstance(found, str) else None
+        layout = vllm_format(self, self.format)
+        return layout if isinstance(layout, str) else None
 
     def parameters(self, shape: tuple[int, int]) -> Mapping[str, Parameter]:
         """The tensors of a layer (out_features, in_features) by their names within it."""

@@ -154,11 +154,13 @@ def _as_stored(
     known: dict[str, list[str]] = {}
     for name, each in expected.items():
         known.setdefault(_experts(name, each), []).append(name)
-    own = {_experts(name): _is_single(name) for name in stored if STACKED.fullmatch(name) or _is_single(name)}
+    singles = {
+        _experts(name): _is_single(name) for name in stored if STACKED.fullmatch(name) or _is_single(name)
+    }
     found, otherwise = dict(expected), set[str]()
     for prefix, names in known.items():
-        single = own.get(prefix, any(own.values()))
-        if not prefix or single == _is_single(names[0]) or prefix not in own and not single:
+        single = singles.get(prefix, any(singles.values()))
+        if not prefix or single == _is_single(names[0]) or prefix not in singles and not single:
             continue
         apart = [_one_by_one(prefix, name, expected[name], architecture, hidden) for name in names]
         if not single or not all(apart):

@@ -70,7 +70,7 @@ def translate(view: CheckpointView) -> TranslatedView:
 
 
 def _cache_scales(view: CheckpointView, tensors: Iterable[str]) -> dict[str, str]:
-    """What compressed-tensors calls the method's own scales of the KV cache, by their names."""
+    """compressed-tensors' names of the method's own scales of the KV cache, by theirs."""
     scales = view.method.cache_scales if view.method else {}
     return {
         name: f"{name.removesuffix(stored)}{stored.partition('.')[0]}.{own}"

@@ -113,10 +113,10 @@ def read(config: MethodConfig) -> QuantMethod:
             groups[repr(settings)] = _group(config, settings)
 
     def group_of(layer: str, name: str) -> MethodGroup | None:
-        own = _entry_of(layer, name, entries)
-        if own is None and not (layer.startswith(starts) if starts else not is_head(layer)):
+        settings = _entry_of(layer, name, entries)
+        if settings is None and not (layer.startswith(starts) if starts else not is_head(layer)):
             return None
-        return groups.get(repr(own or base))
+        return groups.get(repr(settings or base))
 
     return QuantMethod(
         name="auto-round",

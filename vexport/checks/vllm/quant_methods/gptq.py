@@ -140,8 +140,8 @@ def _rules(config: MethodConfig, base: Mapping[str, Json]) -> Iterator[tuple[Pat
             config.wrong(f"dynamic.{pattern}", "a regular expression", refused)
             continue
         kept = pattern.startswith("-:") or not isinstance(changes, dict)
-        own = None if kept or not isinstance(changes, dict) else {**base, **changes}
-        yield patterns, None if own is None else _group(config, own, f"gptq dynamic {number}")
+        settings = None if kept or not isinstance(changes, dict) else {**base, **changes}
+        yield patterns, None if settings is None else _group(config, settings, f"gptq dynamic {number}")
 
 
 def _flat(listed: Json) -> Iterator[str]:

@@ -50,14 +50,14 @@ class ModelOptFp8(MethodFormat, Fp8):
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
         """Scales per channel are (out,), of blocks (rows, 1, columns, 1)."""
-        found = dict(super().parameters(args, shape))
-        scale = found["weight_scale"]
+        parameters = dict(super().parameters(args, shape))
+        scale = parameters["weight_scale"]
         if args.weights.strategy == "channel":
-            found["weight_scale"] = replace(scale, shape=scale.shape[:1], along=(0,))
+            parameters["weight_scale"] = replace(scale, shape=scale.shape[:1], along=(0,))
         elif args.weights.strategy == "block":
             rows, columns = scale.shape
-            found["weight_scale"] = replace(scale, shape=(rows, 1, columns, 1), along=(0,))
-        return found
+            parameters["weight_scale"] = replace(scale, shape=(rows, 1, columns, 1), along=(0,))
+        return parameters
 
 
 class ModelOptNvfp4(MethodFormat, Nvfp4):

@@ -191,11 +191,11 @@ class QuarkInt8(MethodFormat, Int8):
     unread = frozenset({"weight_zero_point", "input_zero_point"})
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        found = dict(super().parameters(args, shape))
+        parameters = dict(super().parameters(args, shape))
         if args.weights.strategy == "channel":
-            found["weight_scale"] = replace(found["weight_scale"], shape=shape[:1], along=(0,))
-        scale = found["weight_scale"]
-        return found | {"weight_zero_point": exact("I8", scale.shape, along=scale.along)}
+            parameters["weight_scale"] = replace(parameters["weight_scale"], shape=shape[:1], along=(0,))
+        scale = parameters["weight_scale"]
+        return parameters | {"weight_zero_point": exact("I8", scale.shape, along=scale.along)}
 
 
 class QuarkMxfp4(MethodFormat, Mxfp4):
