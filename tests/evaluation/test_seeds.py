@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from vexport.evaluation.samples import SEED
 from vexport.evaluation.statistics import Scores, clustered_tango, seeds_to_settle
 from vexport.evaluation.verdict import decide
 from vexport.records import Verdict
+from vexport.reports.accuracy import accuracy_tiles
 
 MARGIN, ALPHA, SEEDS, TRIALS = 0.05, 0.05, 4, 1500
 GRID = np.linspace(0, 1, 10001)
@@ -92,6 +94,8 @@ def test_a_verdict_over_sampled_answers(lm_eval_runs: Path, tmp_path: Path) -> N
     verdict = decide(baseline, candidate, margin=0.02, alpha=0.05)
     assert sums(verdict) == (400, 2, -0.01, 8)
     assert "clustered by document" in verdict.method
+    tasks = tuple(task for task in verdict.tasks if task.task == "sums")
+    assert accuracy_tiles(replace(verdict, tasks=tasks))[1].unit == "of 800"
     ran = vexport("verdict", lm_eval_runs / "baseline", candidate)
     assert ran.code == 2
     assert "no answer 1 to document 0" in ran.stderr

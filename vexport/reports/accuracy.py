@@ -100,7 +100,7 @@ def _task_row(task: TaskVerdict) -> Iterator[TableCell]:
     scale, needed = scale_of(task), task.documents_needed
     yield TableCell(task_title(task), "" if needed is None else f"{about(needed)} documents would settle it")
     yield badge(task.outcome)
-    yield TableCell(count(task.documents))
+    yield TableCell(count(task.documents), f"{task.seeds} answers each" if task.seeds > 1 else "")
     for score in (task.baseline, task.candidate):
         yield TableCell(scale.value(score.value), scale.interval(score.low, score.high))
     yield TableCell(scale.change(task.difference), f"{scale.changes(task.low, task.high)} {scale.unit}")
@@ -266,10 +266,10 @@ def accuracy_tiles(verdict: Verdict | None) -> tuple[doc.Tile, doc.Tile]:
     note = f"{worst.task}: {scores}; a loss of {scale.limit(verdict.margin)} is accepted"
     lost = sum(task.right_to_wrong for task in verdict.tasks)
     gained = sum(task.wrong_to_right for task in verdict.tasks)
-    documents = f"of {count(sum(task.documents for task in verdict.tasks))}"
+    asked = f"of {count(sum(task.documents * task.seeds for task in verdict.tasks))}"
     return (
         doc.Tile(first, scale.change(worst.difference), scale.unit, note),
-        doc.Tile(second, count(lost + gained), documents, f"{count(lost)} lost, {count(gained)} gained"),
+        doc.Tile(second, count(lost + gained), asked, f"{count(lost)} lost, {count(gained)} gained"),
     )
 
 

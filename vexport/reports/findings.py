@@ -248,11 +248,12 @@ def _task_message(task: "TaskVerdict", margin: float) -> str:
     if task.uninformative:
         return f"shows nothing: {task.uninformative}"
     scale, more = scale_of(task), ""
+    answers = f", {task.seeds} answers each" if task.seeds > 1 else ""
     if task.outcome == "INCONCLUSIVE" and task.documents_needed is not None:
         more = f"; {about(task.documents_needed)} documents would settle it"
     return (
         f"{scale.change(task.difference)} {scale.unit} ({scale.changes(task.low, task.high)}), "
-        f"{scale.limit(margin)} accepted, {count(task.documents)} documents{more}"
+        f"{scale.limit(margin)} accepted, {count(task.documents)} documents{answers}{more}"
     )
 
 
