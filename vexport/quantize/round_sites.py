@@ -1,4 +1,4 @@
-"""Scales of weights whose observers search for them: by torch, for the packings that need none."""
+"""Rounding of a layer's weights by torch, in the order in which text comes to them: scales, then columns."""
 
 import base64
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,6 @@
 """The observers by name with their keywords, without torch; `vexport.observers` loads the classes.
 
-Adding an observer is one new file in `vexport/observers` and one entry here.
+Adding an observer is a class in `vexport/observers` and one entry here.
 """
 
 import math
