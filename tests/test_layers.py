@@ -132,3 +132,7 @@ def test_a_check_loads_neither_torch_nor_what_makes_or_evaluates() -> None:
     assert not rooms & {"plan", "scenario", "quantize", "evaluation", "repair", "run"}
     others = ("checkpoint.hub", "outputs.directory", "records.accuracy", "records.report", "reports.ci")
     assert not loaded & {f"vexport.{name}" for name in others}
+
+
+def test_observers_that_need_no_text_load_no_transformers() -> None:
+    assert not loaded_by("import vexport.quantize.scales") & {"transformers", "compressed_tensors"}

@@ -52,6 +52,7 @@ ONLY_LOADERS_SHOW = {
         f"{good}: unknown dtype: raises"
         for good in ("FP8_DYNAMIC with biases", "NVFP4", "W4A16", "W8A8 tied")
     ),
+    *(f"{good}: dtype auto: raises" for good in ("FP8_BLOCK", "W4A16_ASYM of Gemma")),
     "FP8_BLOCK: activation null: raises",
 }
 # Up to this multiple of the sound checkpoint's divergence from the unquantized model answers are as near.

@@ -125,7 +125,7 @@ def _search_of(plan: Plan) -> Search | None:
     if not needs_search(plan):
         return None
     require_extra("torch", "an observer that searches for scales")
-    from vexport.quantize.round_sites import search_scales
+    from vexport.quantize.scales import search_scales
 
     return search_scales
 

@@ -20,7 +20,8 @@ from vexport.errors import InputError
 from vexport.files import digest_bytes, from_json, to_json, write_text
 from vexport.numerics.metrics import divergence_of_logits
 from vexport.quantize.model import QuantizedModel
-from vexport.quantize.round_sites import SiteSums, search_scales
+from vexport.quantize.round_sites import SiteSums
+from vexport.quantize.scales import search_scales
 from vexport.quantize.stream import quantized_group
 from vexport.records import (
     CalibrationRecord,

@@ -1,0 +1,93 @@
+"""Scales of weights whose observers search for them: by torch, apart from what runs the model.
+
+An observer that needs no text is loaded without transformers.
+"""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.tensors import read_weight
+from vexport.formats.packing.base import Scales, not_finite
+from vexport.formats.schemes import get_scheme
+from vexport.observers import IMatrixMSEObserver, Importance, Observer, load_observer
+from vexport.observers.ranges import fit_global_scale
+from vexport.records import CalibrationRecord, FusionGroup, LinearPlan
+from vexport.records.observer_names import BY_IMPORTANCE, MIN_MAX, UNWEIGHTED
+
+
+def search_scales(
+    group: FusionGroup, index: SourceIndex, calibration: CalibrationRecord, reader: Reader
+) -> Sequence[Scales]:
+    """The scales of each member of a group, in its order, sharing what must be shared.
+
+    Raises InputError where a weight is not finite.
+    """
+    observers = []
+    # What enters a layer that text should round, but that its streams do not reach, was not gathered.
+    if group.observer in BY_IMPORTANCE and group.rounding != "nearest":
+        group = replace(group, observer=UNWEIGHTED, observer_kwargs={})
+    for member in group.members:
+        weight = read_weight(reader, index.tensors[member.weight], member.part)
+        importance = decoded(calibration.importance.get(member.name))
+        observers.append(observe_weight(member, weight, group, importance, stored=weight.dtype))
+    fuse(observers)
+    scales = [scales_of(observer) for observer in observers]
+    reader.release(index.tensors[member.weight] for member in group.members)
+    return scales
+
+
+def fuse(observers: Sequence[Observer]) -> None:
+    """Let the weights of a fusion group, all observed, share what vLLM has once for them."""
+    Observer.fuse(observers)
+    fit_global_scale(observers)
+
+
+def decoded(importance: str | None) -> torch.Tensor | None:
+    """The mean square of each input channel, float32 (in,), as calibration wrote it down."""
+    if importance is None:
+        return None
+    return torch.frombuffer(bytearray(base64.b64decode(importance)), dtype=torch.float32)
+
+
+def observe_weight(
+    member: LinearPlan,
+    weight: torch.Tensor,
+    group: FusionGroup,
+    importance: torch.Tensor | None,
+    *,
+    stored: torch.dtype,
+) -> Observer:
+    """An observer that has seen a layer's weight (out, in), of the dtype `stored` in the source.
+
+    `importance` (in,) is the mean square of each input channel, where the observer asks for it.
+    """
+    scheme = get_scheme(group.scheme)
+    args = scheme.args.weights
+    parameters = scheme.format.parameters(scheme.args, (member.out_features, member.in_features))
+    # Searches see scales rounded as they are stored. A min-max scale has no such choice, and its zero point
+    # is that of the scale before it is rounded, as in compressed-tensors.
+    if parameters["weight_scale"].in_model_dtype and group.observer not in MIN_MAX:
+        args = replace(args, scale_dtype=str(stored))
+    observer = load_observer(group.observer, "weight", args, group.observer_kwargs)
+    if importance is not None and isinstance(observer, IMatrixMSEObserver):
+        observer.gathered = Importance(importance.to(weight.device), tokens=1)
+    observer.forward(weight)
+    if not all(bool(torch.isfinite(end)) for end in observer.extremes()):
+        raise not_finite(member)
+    return observer
+
+
+def scales_of(observer: Observer) -> Scales:
+    """The scales of an observer, as the packings take them."""
+    qparams = observer.get_qparams()
+    global_scale = qparams["global_scale"]
+    return Scales(
+        scale=qparams["scale"].to(torch.float32).numpy(),
+        zero_point=qparams["zero_point"].to(torch.float32).numpy(),
+        global_scale=None if global_scale is None else global_scale.to(torch.float32).numpy(),
+    )
