@@ -123,6 +123,7 @@ def test_the_command_line_a_plan_and_quantizing_by_ranges_load_nothing_heavy() -
     assert not loaded_by("import vexport.plan.build, vexport.scenario") & {"torch", "transformers", "vllm"}
     heavy = {"torch", "transformers", "compressed_tensors", "huggingface_hub", "safetensors"}
     assert not loaded_by("import vexport.quantize.job, vexport.reports.formatting") & heavy
+    assert not loaded_by("import vexport.run.directory, vexport.evaluation.verdict") & heavy
 
 
 def test_a_check_loads_neither_torch_nor_what_makes_or_evaluates() -> None:

@@ -23,7 +23,8 @@ from vexport.engine.reference import reference_logprobs
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Scored
 from vexport.records import Attribution, Outcome
-from vexport.run.serving import EngineOptions, Questions, serve_model
+from vexport.run.options import EngineOptions
+from vexport.run.serving import Questions, serve_model
 from vexport.scenario.serve import Serve
 
 TEXTS = (

@@ -11,7 +11,7 @@ from vexport.outputs import RECIPE
 from vexport.records import silent
 from vexport.run.directory import Run
 from vexport.run.making import calibrate, choose, measure_sensitivity
-from vexport.run.serving import EngineOptions
+from vexport.run.options import EngineOptions
 from vexport.run.stages import STAGES
 from vexport.scenario import read_scenario
 

@@ -20,7 +20,8 @@ from vexport.run.directory import KIND as RUN
 from vexport.run.directory import Run, RunDirectory, Stage
 from vexport.run.evaluating import RESULTS, EvalJob, evaluate_checkpoints
 from vexport.run.making import check, quantize
-from vexport.run.serving import CANDIDATE, EngineOptions, clear_session
+from vexport.run.options import EngineOptions
+from vexport.run.serving import CANDIDATE, clear_session
 from vexport.run.stages import STAGES, run_scenario
 from vexport.scenario import Evaluate, Serve, read_scenario
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from vexport.records import OnProgress
-    from vexport.run.serving import EngineOptions
+    from vexport.run.options import EngineOptions
     from vexport.scenario import Serve
 
 # Where the context of a command keeps what flags of vLLM's own say.
@@ -32,7 +32,7 @@ class Interpreter:
 
     def options(self, serve: "Serve", on_progress: "OnProgress") -> "EngineOptions":
         """The start of every engine of the call."""
-        from vexport.run.serving import EngineOptions
+        from vexport.run.options import EngineOptions
 
         return EngineOptions(
             serve=serve,

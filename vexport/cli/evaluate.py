@@ -159,7 +159,7 @@ def evaluate(
     serve = session.serve(tp)
     require_engine((interpreter.vllm_python,))
     from vexport.run.evaluating import EvalJob, evaluate_checkpoints, explained
-    from vexport.run.serving import Explaining
+    from vexport.run.options import Explaining
 
     if len(checkpoints) > 1 and comparison.accept:
         raise click.UsageError("--accept takes the answers of one CHECKPOINT.")

@@ -157,7 +157,8 @@ def _loads(
 
     serves = [session.serve(size) for size in sizes]
     require_engine(interpreters.pythons)
-    from vexport.run.serving import EngineOptions, load_checkpoints
+    from vexport.run.options import EngineOptions
+    from vexport.run.serving import load_checkpoints
 
     options = EngineOptions(
         serve=serves[0],

@@ -66,7 +66,7 @@ def run(
     serve = with_options(parsed.serve, {"tensor_parallel_size": tp}, engine_args)
     parsed = parsed.model_copy(update={"serve": serve})
     require_engine((interpreter.vllm_python,))
-    from vexport.run.serving import Explaining
+    from vexport.run.options import Explaining
     from vexport.run.stages import run_scenario
 
     folder = run_dir or parsed.run_dir

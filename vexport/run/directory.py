@@ -21,7 +21,7 @@ from vexport.plan.build import PlanSettings
 from vexport.plan.source import settings_of, source_index
 from vexport.records import Report
 from vexport.records.rounding import RoundingReport
-from vexport.run.serving import EXPLAINING, EngineOptions, Explaining
+from vexport.run.options import EXPLAINING, EngineOptions, Explaining
 from vexport.scenario import Calibration, Scenario
 from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups
 

@@ -12,12 +12,12 @@ from vexport.evaluation.endpoint import Server
 from vexport.evaluation.results import read_repeated, require_deterministic
 from vexport.records import named
 from vexport.records.values import MOST_COUNT
+from vexport.run.options import EngineOptions
 from vexport.run.serving import (
     BASELINE,
     EVALUATION_LENGTH,
     LOGPROBS,
     TEXT_FILE,
-    EngineOptions,
     Questions,
     Served,
     drafted,

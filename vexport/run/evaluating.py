@@ -39,14 +39,12 @@ from vexport.reports.formatting import outcome_line
 from vexport.reports.run import marked, worst_task
 from vexport.run.directory import portable
 from vexport.run.endpoints import ask_endpoint, is_results, tokenizer_of
+from vexport.run.options import EXPLANATION_SECONDS, EngineOptions, Explaining
 from vexport.run.serving import (
     BASELINE,
     CANDIDATE,
-    EXPLANATION_SECONDS,
     PLAIN,
     TEXT_FILE,
-    EngineOptions,
-    Explaining,
     Questions,
     Served,
     clear_session,

@@ -48,10 +48,10 @@ from vexport.records import (
     LmEvalSettings,
     LoadReport,
     OnProgress,
-    Outcome,
     named,
     silent,
 )
+from vexport.run.options import EngineOptions
 from vexport.scenario import Evaluate, Serve
 
 # What an evaluation reserves its cache for where no length is given; longer prompts are an error, never cut.
@@ -65,35 +65,6 @@ PLAIN = LmEvalSettings()
 TEXT_FILE = "text.safetensors"
 # Tokens that are drafted at once, unless an argument of vLLM says otherwise.
 DRAFT_LENGTH = 3
-EXPLANATION_SECONDS = 300
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """The start of every engine of a call."""
-
-    serve: Serve
-    vllm_python: Path | None
-    trust_remote_code: bool
-    on_progress: OnProgress
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explaining:
-    """The search for the cause of a loss after the verdict, which takes so many seconds at most.
-
-    Without `wanted` there is one unless the verdict is PASS.
-    """
-
-    wanted: bool | None = None
-    seconds: float = EXPLANATION_SECONDS
-
-    def is_due(self, outcome: Outcome) -> bool:
-        """Return whether to look for the cause of this outcome."""
-        return outcome != "PASS" if self.wanted is None else self.wanted
-
-
-EXPLAINING = Explaining()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,8 @@ from vexport.run.directory import (
     stage,
 )
 from vexport.run.evaluating import cause_of
-from vexport.run.serving import BASELINE, EXPLAINING, EngineOptions, Explaining, require_tasks, task_files
+from vexport.run.options import EXPLAINING, EngineOptions, Explaining
+from vexport.run.serving import BASELINE, require_tasks, task_files
 from vexport.scenario import Scenario
 from vexport.version import __version__
 
