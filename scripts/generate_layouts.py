@@ -25,8 +25,6 @@ from vexport.engine.dry.worker import preload
 
 # A name that no class knows, to see whether it is passed over.
 UNKNOWN = "zz_unknown.weight"
-# What the code of a class says where it has no other activation.
-ONLY_SILU = "Only silu is supported"
 # What a row of the table leaves out.
 USUAL = {"condition": "1", "shape": None, "kind": ""}
 
@@ -115,10 +113,8 @@ def observed(name: str, folder: Path) -> Entry:
     """Return what transformers' class has; a checkpoint of it is written, with names that no class knows."""
     import transformers
     from fitting import entry_of
-    from model_classes import load_class, parts_of, source
     from model_configs import QUANTIZATION, Recipe, own_types, save, transformers_types
     from samples import Model
-    from vllm.model_executor.models import registry
 
     transformers.logging.set_verbosity_error()
     problem: Exception = ValueError("no model type")
@@ -139,9 +135,6 @@ def observed(name: str, folder: Path) -> Entry:
         probes = entry["probes"] = containers(base.tensors)
         save({**base.tensors, **dict.fromkeys(probes.values(), (2, 2))}, folder)
         (folder / "config.json").write_text(json.dumps({**base.raw, "quantization_config": QUANTIZATION}))
-        registered = {**registry._MULTIMODAL_MODELS, **registry._TEXT_GENERATION_MODELS}.get(name)
-        parts = parts_of(load_class(*registered)) if registered else ()
-        entry["silu"] = any(ONLY_SILU in source(part) for part in parts)
         return entry
     raise problem
 

@@ -45,7 +45,7 @@ class ClassLayout:
     `counts` says how many there are at a `*`, by the name up to it; `defaults` and `nulls` what a key stands
     for that a config lacks or that is null, `lists` the same for lists: how many, and a condition for each
     word; `aliases` other names of a key. `drops` are the modules (with stars, "" the model) in which vLLM
-    passes over names that it does not know. `silu` says that no other activation is possible.
+    passes over names that it does not know.
     """
 
     types: Mapping[str, str]
@@ -55,7 +55,6 @@ class ClassLayout:
     lists: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
     drops: frozenset[str] = frozenset()
-    silu: bool = False
     rows: tuple[Row, ...] = ()
 
     def knows(self, config: Mapping[str, Json]) -> bool:
