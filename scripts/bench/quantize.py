@@ -2,9 +2,8 @@
 
     .venv/bin/python scripts/bench/quantize.py [--scheme NVFP4A16]... [--repeats 3] [--layers 22]
 
-The source is a Llama of 1.1 B random weights (2.2 GB of bf16 in 4 shards), made once in
---folder. All are run in
-turns with the files in the page cache, after a sync; the fastest of the repeats counts, and the largest
+The source is a Llama of 1.1 B random weights (2.2 GB of bf16 in 4 shards), made once in --folder. All are run
+in turns with the files in the page cache, after a sync; the fastest of the repeats counts, and the largest
 memory. The copy is synced, as the output is. Of `quantize` and of the peer, which runs once in .venv-peer
 (scripts/bench/setup-peer; without it its columns are empty), the seconds are those of the call without
 imports, of `check` those of the process. On a busy machine compare processor seconds. Linux only.
@@ -15,12 +14,11 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from measure import OWN, PEER, Ran, timed
+from measure import OWN, PEER, Ran, spent, timed
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,50 +37,35 @@ COLUMNS = ("s", "CPU s", "MB")
 
 
 def make_source(folder: Path, layers: int) -> Path:
-    """The synthetic checkpoint, written unless it is there."""
+    """The synthetic checkpoint in shards of whole layers, as the peer needs, written unless it is there."""
     if (folder / "config.json").is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    config = LlamaConfig(**CONFIG, num_hidden_layers=layers)
-    with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
     torch.manual_seed(0)
-    weight_map: dict[str, str] = {}
-    for number in range(SHARDS):
-        file = f"model-{number + 1:05}-of-{SHARDS:05}.safetensors"
-        here = {name: shape for name, shape in shapes.items() if shard_of(name, layers) == number}
-        save_file({name: weights(shape) for name, shape in here.items()}, folder / file)
-        weight_map |= dict.fromkeys(here, file)
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG, num_hidden_layers=layers)).to(torch.bfloat16)
+    shards: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        words = name.split(".")
+        number = (
+            int(words[2]) * SHARDS // layers if words[1] == "layers" else 0 if "embed" in name else SHARDS - 1
+        )
+        shards.setdefault(f"model-{number + 1:05}-of-{SHARDS:05}.safetensors", {})[name] = tensor
+    for file, tensors in shards.items():
+        save_file(tensors, folder / file)
+    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    config.save_pretrained(folder)
+    model.config.save_pretrained(folder)
     return folder
-
-
-def shard_of(name: str, layers: int) -> int:
-    """The shard of a tensor: whole layers, since the peer refuses some that are cut."""
-    words = name.split(".")
-    if words[1] == "layers":
-        return int(words[2]) * SHARDS // layers
-    return 0 if "embed" in name else SHARDS - 1
-
-
-def weights(shape: torch.Size) -> torch.Tensor:
-    """Normal values with a standard deviation for each row; ones for a norm. bf16."""
-    if len(shape) == 1:
-        return torch.ones(shape, dtype=torch.bfloat16)
-    spread = torch.randn(shape[0], 1).mul_(0.5).exp_().mul_(0.02)
-    return torch.randn(shape).mul_(spread).bfloat16()
 
 
 def run_peer(scheme: str, source: str, out: str) -> None:
     """The peer's call in its environment; prints the seconds of it."""
     from llmcompressor import model_free_ptq
 
-    ignore = ["lm_head", "re:.*embed_tokens.*"]
-    start = time.perf_counter()
-    model_free_ptq(source, out, scheme=scheme, ignore=ignore, max_workers=len(os.sched_getaffinity(0)))
-    print(json.dumps({"seconds": time.perf_counter() - start}))
+    options = {"scheme": scheme, "ignore": ["lm_head", "re:.*embed_tokens.*"]}
+    workers = len(os.sched_getaffinity(0))
+    print(json.dumps(spent(lambda: model_free_ptq(source, out, max_workers=workers, **options))))
 
 
 def moved(source: Path, command: str) -> float:

@@ -20,19 +20,20 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from measure import OWN, PEER, ROOT, timed
+from measure import OWN, PEER, ROOT, spent, timed
 
-HERE = Path(__file__).resolve().parent
 SCHEMES = ("W4A16_G64", "W4A16_G32", "W4A16_ASYM_G64", "NVFP4", "NVFP4A16", "MXFP4", "W8A8", "W3A16_G64")
 OURS = ("nearest", "gptq", "refit")
-# As rounding_peer.py knows them.
+# "peer-" and the words that `peer_recipe` knows.
 THEIRS = ("peer-gptq", "peer-gptq-mse", "peer-awq", "peer-awq-gptq", "peer-smoothquant-gptq")
 DOMAINS = ("same", "other")
 COLUMNS = (
@@ -41,19 +42,8 @@ COLUMNS = (
 )
 SEQ_LEN = 512
 MADE, SCORE, CHECKPOINT = "made.json", "score.json", "checkpoint"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """A measured cell: what it took to make, by name; `kl`, `kl_error` and `nll` by domain, nats a token."""
-
-    scheme: str
-    method: str
-    made: dict[str, float]
-    kl: dict[str, float]
-    kl_error: dict[str, float]
-    nll: dict[str, float]
-    source_nll: dict[str, float]
+# The strength of llm-compressor's W8A8 example.
+SMOOTHING = 0.8
 
 
 def folder_of(options: argparse.Namespace, scheme: str, method: str) -> Path:
@@ -66,11 +56,93 @@ def make(options: argparse.Namespace, scheme: str, method: str, out: Path) -> di
     model, data = options.model.resolve(), options.text.resolve() / "calibration.jsonl"
     if method in THEIRS:
         recipe = method.removeprefix("peer-")
-        ran = timed(PEER, HERE / "rounding_peer.py", model, out, scheme, recipe, data, options.rows)
+        ran = timed(PEER, __file__, "--peer", model, out, scheme, recipe, data, options.rows)
     else:
         words = ("quantize", model, out, "--scheme", scheme, "--rounding", method, "--quiet")
         ran = timed(*OWN, *words, "--calibration", data, "--samples", options.rows, "--seq-len", SEQ_LEN)
     return {**ran.answer, "megabytes": ran.megabytes}
+
+
+def run_peer(model_path: str, out: str, scheme: str, method: str, data: str, count: str) -> None:
+    """llm-compressor's method in its environment; prints what `oneshot` took."""
+    os.environ["LLMCOMPRESSOR_DISABLE_GPTQ_TRITON"] = "1"  # Triton needs a GPU
+
+    import torch
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rows = [row[:SEQ_LEN] for row in read_rows(Path(data), int(count))]
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
+    call = partial(
+        oneshot,
+        model=model,
+        tokenizer=tokenizer,
+        dataset=Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows]),
+        recipe=peer_recipe(scheme, method.split("-")),
+        num_calibration_samples=len(rows),
+        max_seq_length=SEQ_LEN,
+    )
+    with torch.compiler.set_stance("force_eager"):
+        seconds = spent(call)
+    model.save_pretrained(out, save_compressed=True)
+    tokenizer.save_pretrained(out)
+    print(json.dumps(seconds))
+
+
+def peer_recipe(name: str, words: Sequence[str]) -> list[Any]:
+    """The modifiers of a method; of the scheme's name `_G64` is the group size."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+    from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+    from llmcompressor.modifiers.transform.awq import AWQModifier
+    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+    from llmcompressor.pipelines.cache import IntermediatesCache
+
+    preset, _, group = name.partition("_G")
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    if group:
+        scheme.weights.group_size = int(group)
+    if "mse" in words:
+        scheme.weights.observer = "memoryless_mse"
+    recipe: list[Any] = []
+    if "awq" in words:
+        IntermediatesCache.pin_memory = lambda self, *names: None  # needs an accelerator
+        recipe.append(AWQModifier())
+    if "smoothquant" in words:
+        recipe.append(SmoothQuantModifier(smoothing_strength=SMOOTHING))
+    last = GPTQModifier if "gptq" in words else QuantizationModifier
+    return [*recipe, last(config_groups={"group_0": scheme}, ignore=["lm_head"])]
+
+
+def read_rows(file: Path, count: int) -> list[list[int]]:
+    return [json.loads(line)["input_ids"] for line in file.read_text(encoding="utf-8").splitlines()[:count]]
+
+
+def run_score(model: str, checkpoint: str, text: str, count: str) -> None:
+    """Print KL to the source and NLL over held-out rows, by domain, in nats a token."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from vexport.engine.reference import load_dequantized
+    from vexport.numerics.metrics import divergence_of_logits
+
+    score: dict[str, dict[str, float]] = {"kl": {}, "kl_error": {}, "nll": {}}
+    source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+    candidate = load_dequantized(Path(checkpoint))
+    # compressed-tensors compiles its FP4 rounding, which would ask for a C++ compiler.
+    with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
+        for domain in DOMAINS:
+            divergences, losses = [], []
+            for row in read_rows(Path(text) / f"{domain}.jsonl", int(count)):
+                ids = torch.tensor([row])
+                logits = candidate(ids).logits.float()
+                divergences.append(divergence_of_logits(source(ids).logits.float(), logits) / len(row))
+                losses.append(float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])))
+            score["kl"][domain] = statistics.mean(divergences)
+            score["kl_error"][domain] = statistics.stdev(divergences) / len(divergences) ** 0.5
+            score["nll"][domain] = statistics.mean(losses)
+    print(json.dumps(score))
 
 
 def fill(options: argparse.Namespace, scheme: str, method: str) -> None:
@@ -81,8 +153,8 @@ def fill(options: argparse.Namespace, scheme: str, method: str) -> None:
         folder.mkdir(parents=True)
         write(folder / MADE, make(options, scheme, method, folder / CHECKPOINT))
     if not (folder / SCORE).is_file():
-        words = (options.model, folder / CHECKPOINT, options.text, options.folder, options.held_out)
-        write(folder / SCORE, timed(sys.executable, HERE / "rounding_score.py", *words).answer)
+        words = (options.model, folder / CHECKPOINT, options.text, options.held_out)
+        write(folder / SCORE, timed(sys.executable, __file__, "--score", *words).answer)
     shutil.rmtree(folder / CHECKPOINT, ignore_errors=True)
     print(f"{scheme} {method}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
 
@@ -94,30 +166,21 @@ def write(path: Path, value: object) -> None:
     temporary.replace(path)
 
 
-def read_cell(options: argparse.Namespace, scheme: str, method: str) -> Cell | None:
-    folder = folder_of(options, scheme, method)
-    if not (folder / SCORE).is_file():
-        return None
-    made, score = (json.loads((folder / name).read_text(encoding="utf-8")) for name in (MADE, SCORE))
-    return Cell(scheme=scheme, method=method, made=made, **score)
-
-
-def markdown(cells: Sequence[Cell]) -> str:
+def markdown(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> str:
     """A row a cell; `of peer` is the KL as a share of the peer's best recipe's, `time` the
     processor time as one of its GPTQ's."""
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
-    for cell in cells:
-        peers = [other for other in cells if other.scheme == cell.scheme and other.method in THEIRS]
-        gptq = [peer.made["cpu"] for peer in peers if peer.method == "peer-gptq"]
-        words = [cell.scheme, cell.method]
+    for (scheme, method), cell in cells.items():
+        peers = {name: cells[scheme, name] for name in THEIRS if (scheme, name) in cells}
+        words = [scheme, method]
         for domain in DOMAINS:
-            best = min((peer.kl[domain] for peer in peers), default=None)
-            words.append(f"{cell.kl[domain]:.4f} ± {cell.kl_error[domain]:.4f}")
-            words.append(f"{cell.kl[domain] / best:.2f}" if best else "-")
-        words += [f"{cell.nll[domain]:.3f}" for domain in DOMAINS]
-        words += [f"{cell.made['seconds']:.0f}", f"{cell.made['cpu']:.0f}"]
-        words.append(f"{cell.made['cpu'] / gptq[0]:.2f}" if gptq else "-")
-        words.append(f"{cell.made['megabytes']:.0f}")
+            best = min((peer["kl"][domain] for peer in peers.values()), default=None)
+            words.append(f"{cell['kl'][domain]:.4f} ± {cell['kl_error'][domain]:.4f}")
+            words.append(f"{cell['kl'][domain] / best:.2f}" if best else "-")
+        words += [f"{cell['nll'][domain]:.3f}" for domain in DOMAINS]
+        words += [f"{cell['seconds']:.0f}", f"{cell['cpu']:.0f}"]
+        words.append(f"{cell['cpu'] / peers['peer-gptq']['cpu']:.2f}" if "peer-gptq" in peers else "-")
+        words.append(f"{cell['megabytes']:.0f}")
         lines.append(f"| {' | '.join(words)} |")
     return "\n".join(lines)
 
@@ -135,14 +198,24 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "vexport-bench-rounding")
     parser.add_argument("--show", action="store_true", help="Print what is there, run nothing.")
     options = parser.parse_args()
-    chosen = [(s, m) for s in options.scheme or SCHEMES for m in options.method or (*OURS, *THEIRS)]
-    for scheme, method in chosen if not options.show else ():
-        fill(options, scheme, method)
-    found = (read_cell(options, scheme, method) for scheme, method in chosen)
-    print(markdown([cell for cell in found if cell is not None]))
+    cells = {}
+    for scheme in options.scheme or SCHEMES:
+        for method in options.method or (*OURS, *THEIRS):
+            if not options.show:
+                fill(options, scheme, method)
+            files = [folder_of(options, scheme, method) / name for name in (MADE, SCORE)]
+            if files[1].is_file():
+                made, score = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+                cells[scheme, method] = {**made, **score}
+    print(markdown(cells))
 
 
 if __name__ == "__main__":
-    # What runs below finds this tree's package, wherever it is called from.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    main()
+    if sys.argv[1:2] == ["--peer"]:
+        run_peer(*sys.argv[2:])
+    elif sys.argv[1:2] == ["--score"]:
+        run_score(*sys.argv[2:])
+    else:
+        # What runs below finds this tree's package, wherever it is called from.
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        main()

@@ -17,8 +17,10 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+HERE = Path(__file__).resolve().parent
+# What the stages import: vexport, their own modules, and what benchmarks share.
+PATHS = (HERE.parent.parent, HERE, HERE.parent / "bench")
+sys.path[:0] = map(str, PATHS)
 
 from rows import FAILED, Row, markdown, run_here  # noqa: E402
 
@@ -55,7 +57,7 @@ def main() -> int:
     options = parser.parse_args()
     folder = options.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+    paths = [*map(str, PATHS), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     rows = list[Row]()
     for stage in options.stage or STAGES:

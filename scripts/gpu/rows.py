@@ -1,4 +1,4 @@
-"""Rows of the table, and the sizes of its measurements."""
+"""Rows of the table, the sizes of its measurements, and the least work that they are."""
 
 import json
 import os
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from vexport.records import Plan
 from vexport.records.rounding import Rounding
 
 FAILED = "failed"
@@ -81,6 +82,29 @@ class Sizes:
         schemes = ("W4A16", "NVFP4A16", "NVFP4", "MXFP4A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK")
         ways = (("FP8", "nearest"), ("W4A16", "gptq"), ("W4A16", "refit"), ("NVFP4", "refit"))
         return cls(4096, 1 << 30, 2048, 5632, 22, 32000, 32, 512, schemes, ways)
+
+
+def rounding_cost(plan: Plan, rows: Sequence[int], *, drift: bool) -> tuple[float, float]:
+    """Operations: forwards of both streams, columns passed on, half of H, and of a refit the drift.
+
+    Bytes: every row reads the 16-bit weights in both streams and reads and writes the sums; each weight is
+    read and written in float32 once.
+    """
+    work = moved = 0.0
+    for group in plan.groups:
+        columns = group.members[0].in_features
+        work += (3 if drift else 1) * sum(rows) * columns**2
+        moved += (16 if drift else 8) * len(rows) * columns**2
+        for member in group.members:
+            work += member.out_features * columns * (4 * sum(rows) + columns)
+            moved += member.out_features * columns * (4 * len(rows) + 8)
+    return work, moved
+
+
+def look_back_cost(plan: Plan, rows: Sequence[int]) -> tuple[float, float]:
+    """Three products of a token and a weight: up, up again, back. For each a row reads the weights."""
+    weights = sum(one.out_features * one.in_features for group in plan.groups for one in group.members)
+    return 6.0 * weights * sum(rows), 6.0 * weights * len(rows)
 
 
 def run_here(stage: str, device: str, folder: Path) -> None:

@@ -1,5 +1,6 @@
-"""The stages: each a generator of rows."""
+"""The stages, each a generator of rows, and the memory that the documents promise."""
 
+import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -8,26 +9,19 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-from costs import (
-    host_bytes,
-    look_back_cost,
-    peaks_of,
-    promised_bytes,
-    reset_host_peak,
-    rounding_cost,
-    seconds_of,
-)
-from rows import Peaks, Row, Sizes
+from measure import DEMO, PEER, random_llama, resident_mb
+from rows import Peaks, Row, Sizes, look_back_cost, rounding_cost
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from vexport.calibration import Samples, read_samples
+from vexport.calibration.weights import STAGED_BYTES
 from vexport.checkpoint.smoothed import SMOOTHING, smoothing_of
 from vexport.engine.reference import load_dequantized
 from vexport.formats.packing.base import Scales
@@ -40,16 +34,62 @@ from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.records import Plan, PlanRequest
 from vexport.records.rounding import Rounding
 from vexport.rounding.gptq import Moments, factorize, grid_of, round_blocks, round_compiled, stack
-from vexport.rounding.settings import GPTQ
+from vexport.rounding.settings import GPTQ, waiting_bytes
 from vexport.scenario import Calibration
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-DEMO = ROOT / "scenarios" / "demo"
 PACKAGES = ("torch", "triton", "transformers", "compressed_tensors", "vllm", "llmcompressor")
 # What the device's codes may differ by from the CPU's of one H, and its KL from the CPU's.
 EQUAL_CODES, KL_SHARE, SCALE_SHARE = 0.999, 1.01, 0.01
 # The time in which vLLM may begin to load another scheme.
 LOAD_SECONDS = 300
+
+
+def seconds_of(call: Callable[[], object], device: str, repeats: int = 3) -> float:
+    """The fastest of some calls, after one that warms up, when the device has done them."""
+    taken = []
+    for _ in range(repeats + 1):
+        _wait(device)
+        start = time.perf_counter()
+        call()
+        _wait(device)
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
+
+
+def _wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def peaks_of(device: str, sizes: Sizes) -> Peaks:
+    """What products and copies on the device reach."""
+    side = 2 * sizes.matrix
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32  # which many a CPU lacks
+    matrix = torch.randn(side, side, device=device, dtype=dtype)
+    buffer = torch.empty(sizes.bandwidth_bytes, dtype=torch.uint8, device=device)
+    products = 2 * side**3 / seconds_of(lambda: matrix @ matrix, device)
+    return Peaks(products, 2 * sizes.bandwidth_bytes / seconds_of(buffer.clone, device))
+
+
+def promised_bytes(
+    plan: Plan, tokens: int, sizes: Sizes, *, on_card: bool
+) -> Mapping[str, tuple[float, str]]:
+    """The memory that quantizing takes by the documents, on the host and on the card, and of what it is."""
+    weights = [sum(one.out_features * one.in_features for one in group.members) for group in plan.groups]
+    if all(group.rounding == "nearest" for group in plan.groups):
+        return {"host": (2.5 * max(weights), "the largest group and its bytes")}
+    around, states = 4 * sizes.vocabulary * sizes.hidden, 4 * tokens * sizes.hidden
+    widest = max(group.members[0].in_features for group in plan.groups)
+    layer = 2 * sum(weights) / sizes.layers
+    rounding = waiting_bytes(plan.groups, tokens) + 20 * widest**2 + 8 * max(weights)
+    if not on_card:
+        return {
+            "host": (layer + around + states + rounding, "a layer, states, waiting rows, H, what is around")
+        }
+    return {
+        "host": (states + STAGED_BYTES, "states, and a buffer"),
+        "card": (3 * layer + around + rounding, "three layers, waiting rows, H, what is around"),
+    }
 
 
 def device(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
@@ -115,26 +155,6 @@ def _rounded(
     steps = own.scale.repeat_interleave(width, 1)
     equal = float(((codes[0] - codes[1]).abs() < steps / 4).float().mean())
     yield Row(f"{name}: codes equal to the CPU's", equal, least=EQUAL_CODES)
-
-
-def random_model(folder: Path, sizes: Sizes) -> Path:
-    """A Llama of random weights, with the demo's tokenizer."""
-    out = folder / "random"
-    if not (out / "config.json").is_file():
-        config = LlamaConfig(
-            hidden_size=sizes.hidden,
-            intermediate_size=sizes.intermediate,
-            num_hidden_layers=sizes.layers,
-            num_attention_heads=sizes.hidden // 64,
-            num_key_value_heads=max(1, sizes.hidden // 512),
-            vocab_size=sizes.vocabulary,
-            dtype=torch.bfloat16,
-        )
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(out)
-        for file in (DEMO / "model").glob("tokenizer*"):
-            shutil.copyfile(file, out / file.name)
-    return out
 
 
 def settings(sizes: Sizes, device: str) -> Calibration:
@@ -218,7 +238,18 @@ def pipeline(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
         yield Row(f"demo {scheme} {how}: KL by the CPU's", losses[1] / losses[0], most=KL_SHARE)
         for row in equal_bytes(outs[1], outs[0]):
             yield replace(row, name=f"demo {scheme} {how}: {row.name}")
-    model, peaks = random_model(folder, sizes), peaks_of(device, sizes)
+    peaks, model = (
+        peaks_of(device, sizes),
+        random_llama(
+            folder / "random",
+            hidden_size=sizes.hidden,
+            intermediate_size=sizes.intermediate,
+            num_hidden_layers=sizes.layers,
+            num_attention_heads=sizes.hidden // 64,
+            num_key_value_heads=max(1, sizes.hidden // 512),
+            vocab_size=sizes.vocabulary,
+        ),
+    )
     ways: tuple[Rounding, ...] = ("nearest", "gptq", "refit")
     for how in ways:
         yield from _of_random_model(model, how, device, sizes, folder, peaks)
@@ -230,9 +261,11 @@ def _of_random_model(
     on_card, text = device.startswith("cuda"), None if how == "nearest" else settings(sizes, device)
     if on_card:
         torch.cuda.reset_peak_memory_stats(device)
-    before = reset_host_peak()
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is taken from here on
+    before = resident_mb("VmRSS")
     plan, steps = quantized(model, folder / f"random-{how}", "W4A16", how, text)
-    most_of_host = (host_bytes("VmHWM") - before) / 1e9
+    most_of_host = (resident_mb("VmHWM") - before) / 1e3
     rows = [len(row) for row in rows_of(sizes).token_ids]
     for step, taken in steps.items():
         if step.startswith("round"):
@@ -336,15 +369,17 @@ def _runs(scheme: str) -> bool:
 
 def peer(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     """llm-compressor's GPTQ on the same rows of the demo."""
-    python, script = ROOT / ".venv-peer" / "bin" / "python", ROOT / "scripts" / "bench" / "rounding_peer.py"
     is_here = importlib.util.find_spec("llmcompressor") is not None
-    if not is_here and not python.is_file():
+    if not is_here and not PEER.is_file():
         yield Row("skipped", note="llm-compressor is not there (scripts/bench/setup-peer)")
         return
     data, out = folder / "rows.jsonl", folder / "demo-peer"
     data.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows_of(sizes).token_ids))
-    words = [script, DEMO / "model", out, "W4A16", "gptq", data, sizes.samples]
-    command = [sys.executable if is_here else python, *words]
+    script, words = (
+        PEER.parents[2] / "scripts" / "bench" / "rounding.py",
+        ("W4A16", "gptq", data, sizes.samples),
+    )
+    command = [sys.executable if is_here else PEER, script, "--peer", DEMO / "model", out, *words]
     ran = subprocess.check_output([str(word) for word in command], text=True)
     spent = json.loads(ran.splitlines()[-1])["seconds"]
     yield Row("demo W4A16 GPTQ: KL", kl(out, sizes), note=f"{spent:.1f} s")
