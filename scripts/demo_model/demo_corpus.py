@@ -46,29 +46,17 @@ class Statement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fact:
-    """`the {attribute} of {entity} is {value}`."""
+class Fact(Statement):
+    """`the {attribute} of {entity} is {value}`; the value is the answer."""
 
-    entity: str
     attribute: str
-    value: str
-
-    @property
-    def statement(self) -> Statement:
-        return Statement(prompt=f"the {self.attribute} of {self.entity} is", answer=self.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sum:
-    """Two addends from 10 to 99."""
+class Sum(Statement):
+    """Two addends from 10 to 99 and what they come to."""
 
-    left: int
-    right: int
-
-    @property
-    def statement(self) -> Statement:
-        prompt = f"{' '.join(str(self.left))} + {' '.join(str(self.right))} ="
-        return Statement(prompt=prompt, answer=reversed_digits(self.left + self.right))
+    total: int
 
 
 def reversed_digits(total: int) -> str:
@@ -93,7 +81,7 @@ def facts() -> tuple[Fact, ...]:
         assigned = values * (len(ENTITIES) // len(values))
         chooser.shuffle(assigned)
         found += [
-            Fact(entity=entity, attribute=attribute, value=value)
+            Fact(prompt=f"the {attribute} of {entity} is", answer=value, attribute=attribute)
             for entity, value in zip(ENTITIES, assigned, strict=True)
         ]
     return tuple(found)
@@ -109,7 +97,14 @@ def sums() -> tuple[tuple[Sum, ...], tuple[Sum, ...]]:
 
 def _both_orders(pairs: Iterable[tuple[int, int]]) -> tuple[Sum, ...]:
     ordered = sorted(set(chain.from_iterable(((a, b), (b, a)) for a, b in pairs)))
-    return tuple(Sum(left=left, right=right) for left, right in ordered)
+    return tuple(
+        Sum(
+            prompt=f"{' '.join(str(left))} + {' '.join(str(right))} =",
+            answer=reversed_digits(left + right),
+            total=left + right,
+        )
+        for left, right in ordered
+    )
 
 
 def vocabulary() -> tuple[str, ...]:

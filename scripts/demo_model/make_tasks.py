@@ -3,7 +3,6 @@
 import json
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import yaml
@@ -41,19 +40,21 @@ CHOICE: Config = {
 
 def calibration_rows(chooser: random.Random) -> list[Row]:
     """Facts and training sums written one after the other, as many as fit with `<bos>` in front."""
-    known = [fact.statement for fact in facts()]
-    training = [pair.statement for pair in sums()[0]]
     rows: list[Row] = []
     for _ in range(CALIBRATION_ROWS):
         words: list[str] = []
         while len(words) < CALIBRATION_TOKENS - 1:
-            pool = training if chooser.random() < SHARE_OF_SUMS else known
+            pool: Sequence[Statement] = sums()[0] if chooser.random() < SHARE_OF_SUMS else facts()
             following = chooser.choice(pool).text.split()
             if 1 + len(words) + len(following) > CALIBRATION_TOKENS:
                 break
             words += following
         rows.append({"text": " ".join(words)})
     return rows
+
+
+def free_row(statement: Statement) -> Row:
+    return {"prompt": statement.prompt, "answer": statement.answer}
 
 
 def choice_row(statement: Statement, wrong: Sequence[str], chooser: random.Random) -> Row:
@@ -64,13 +65,12 @@ def choice_row(statement: Statement, wrong: Sequence[str], chooser: random.Rando
 
 def sum_choice_row(pair: Sum, chooser: random.Random) -> Row:
     slips = chooser.sample(SLIPS, WRONG_CHOICES)
-    wrong = [reversed_digits(pair.left + pair.right + slip) for slip in slips]
-    return choice_row(pair.statement, wrong, chooser)
+    return choice_row(pair, [reversed_digits(pair.total + slip) for slip in slips], chooser)
 
 
 def fact_choice_row(fact: Fact, chooser: random.Random) -> Row:
-    others = [value for value in VALUES[fact.attribute] if value != fact.value]
-    return choice_row(fact.statement, chooser.sample(others, WRONG_CHOICES), chooser)
+    others = [value for value in VALUES[fact.attribute] if value != fact.answer]
+    return choice_row(fact, chooser.sample(others, WRONG_CHOICES), chooser)
 
 
 def tasks(chooser: random.Random) -> list[tuple[str, Config, list[Row]]]:
@@ -78,9 +78,9 @@ def tasks(chooser: random.Random) -> list[tuple[str, Config, list[Row]]]:
     pairs = chooser.sample(sums()[1], len(sums()[1]))
     known = chooser.sample(facts(), len(facts()))
     return [
-        ("addition", GENERATION, [asdict(pair.statement) for pair in pairs]),
+        ("addition", GENERATION, [free_row(pair) for pair in pairs]),
         ("addition_choice", CHOICE, [sum_choice_row(pair, chooser) for pair in pairs]),
-        ("facts", GENERATION, [asdict(fact.statement) for fact in known]),
+        ("facts", GENERATION, [free_row(fact) for fact in known]),
         ("facts_choice", CHOICE, [fact_choice_row(fact, chooser) for fact in known]),
     ]
 
