@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from vexport.records import Plan
-from vexport.records.rounding import Rounding
+from vexport.records.calibration import Rounding
 
 FAILED = "failed"
 SHARES = "Products, copies: shares of the measured peaks, of copies by the bytes that are moved at least."

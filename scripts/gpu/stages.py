@@ -32,7 +32,7 @@ from vexport.plan.rules import WEIGHING_ROWS
 from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.records import Plan, PlanRequest
-from vexport.records.rounding import Rounding
+from vexport.records.calibration import Rounding
 from vexport.rounding.gptq import Moments, factorize, grid_of, round_blocks, round_compiled, stack
 from vexport.rounding.settings import GPTQ, waiting_bytes
 from vexport.scenario import Calibration

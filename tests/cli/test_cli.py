@@ -29,22 +29,6 @@ def test_help_teaches_and_tells_exit_codes(command: str) -> None:
     assert "Exit codes" in ran.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "instead"),
-    [
-        ("bench OUT", "No such command 'bench': time it with `vllm bench serve`."),
-        ("quantize MODEL OUT --part 1/2", "No such option '--part': share the work by torchrun"),
-        ("eval OUT --dp 2", "No such option '--dp': evaluate the model where it is served: `vllm serve`"),
-        ("load OUT --engine-arg data_parallel_size=2", "evaluate the model where it is served"),
-        ("plan MODEL --gpu L40S", "No such option '--gpu': ask vLLM's own code: `vexport load"),
-    ],
-)
-def test_what_is_gone_names_what_to_do_instead(words: str, instead: str) -> None:
-    ran = vexport(*words.split())
-    assert ran.code == 2
-    assert instead in ran.errors[-1]
-
-
 def test_help_answers_at_once() -> None:
     """Without any heavy import; the limit is loose because the machine may be busy."""
     start = time.monotonic()

@@ -28,7 +28,7 @@ from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_headers
 from vexport.quantize.rounding import COMPARED_ROWS, round_weights
 from vexport.records import CalibrationRecord, silent
-from vexport.records.rounding import RoundingReport
+from vexport.records.calibration import RoundingReport
 from vexport.rounding import settings
 from vexport.rounding.settings import most_waiting, require_room, waiting_bytes
 from vexport.scenario import Rule

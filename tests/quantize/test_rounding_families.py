@@ -24,7 +24,7 @@ from vexport.plan.source import plan_headers
 from vexport.quantize.rounding import round_weights
 from vexport.quantize.stream import quantized_group
 from vexport.records import CalibrationRecord, KvCache, Plan, silent
-from vexport.records.rounding import GroupRounding, RoundingReport
+from vexport.records.calibration import GroupRounding, RoundingReport
 from vexport.scenario import Rule
 
 TEXT = samples((24,) * 8)

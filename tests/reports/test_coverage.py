@@ -6,8 +6,7 @@ import pytest
 
 from tests.reports import sample
 from vexport.records import CalibrationRecord, ExpertCoverage
-from vexport.records.calibration import expert_coverage
-from vexport.records.rounding import GroupRounding, LayerRounding, RoundingReport
+from vexport.records.calibration import GroupRounding, LayerRounding, RoundingReport, expert_coverage
 from vexport.reports import render
 from vexport.reports.formatting import coverage_lines
 from vexport.reports.layers import fallback_findings, fallback_lines, rounding_lines

@@ -13,7 +13,7 @@ from vexport.api import load
 from vexport.formats.schemes import scheme_names
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.records import LoadReport
-from vexport.records.rounding import Rounding
+from vexport.records.calibration import Rounding
 from vexport.scenario import Calibration, Rule
 
 # What vLLM runs as one parameter has one scheme: so many of them fit into a layer.

@@ -76,7 +76,6 @@ def test_unknown_keys_and_schemes_name_the_nearest_and_a_syntax_error_its_line(t
     ("text", "fix"),
     [
         ("evaluate: {tasks: [a], fewshot: 2}", "evaluate.fewshot: got the unknown key 'fewshot'"),
-        ("speed: {}", "remove it: time it with `vllm bench serve`"),
         ("evaluate: {tasks: [a], fewshot: 2}", "write evaluate.num_fewshot"),
         ("evaluate: {tasks: [a], chat_template: x}", "write evaluate.apply_chat_template (true, false"),
         ("evaluate: {tasks: [a], num_fewshots: 2}", "(did you mean num_fewshot?)"),

@@ -15,7 +15,7 @@ from vexport.formats.schemes import KEEP
 from vexport.plan.build import PlanSettings, build_plan
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.records import CalibrationData, GroupSensitivities, SchemeLoss
-from vexport.records.rounding import Rounding
+from vexport.records.calibration import Rounding
 from vexport.scenario import Auto, Calibration, Rule
 from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, probe_plan, rules_with
 from vexport.sensitivity.measure import measure

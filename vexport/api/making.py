@@ -24,7 +24,7 @@ from vexport.records import (
     SchemeTable,
     silent,
 )
-from vexport.records.rounding import Rounding
+from vexport.records.calibration import Rounding
 from vexport.reports.quantized import quantized_answer
 from vexport.scenario import Calibration, Rule, default_calibration, is_scenario, read_scenario
 from vexport.sensitivity.auto import plan_scenario

@@ -10,8 +10,7 @@ from typing import Protocol
 
 from vexport.calibration.sources import RawRow, raw_rows
 from vexport.checkpoint.source import DEFAULT
-from vexport.errors import InputError, raise_all
-from vexport.errors.escaping import first_line
+from vexport.errors import InputError, first_line, raise_all
 from vexport.files import digest_bytes
 from vexport.records import CalibrationData
 from vexport.records.patterns import TEMPLATE_SECONDS, time_limit

@@ -10,8 +10,7 @@ import numba
 import torch
 import transformers
 
-from vexport.errors import InputError
-from vexport.errors.escaping import first_line
+from vexport.errors import InputError, first_line
 from vexport.errors.extras import mismatch_of
 
 

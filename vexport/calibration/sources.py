@@ -12,8 +12,7 @@ from typing import BinaryIO, TypeVar
 
 from vexport.checkpoint.hub import HubName, downloaded, explain, is_network_error, is_of_the_hub
 from vexport.checkpoint.source import DEFAULT_FILE, DataName, data_files, parse_data
-from vexport.errors import InputError, require_working_disk
-from vexport.errors.escaping import first_line
+from vexport.errors import InputError, first_line, require_working_disk
 from vexport.errors.extras import require_extra
 from vexport.files import require_fetched
 from vexport.records import CalibrationData

@@ -27,8 +27,7 @@ from vexport.calibration.model import joined
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor
-from vexport.errors import InputError, raise_all
-from vexport.errors.escaping import first_line
+from vexport.errors import InputError, first_line, raise_all
 from vexport.records import TensorInfo
 
 FIX = "restore the checkpoint, or use a weight-only scheme"

@@ -15,10 +15,17 @@ import click
 from vexport.cli import INTERRUPTED, PROGRESS
 from vexport.cli.base import wants_colour
 from vexport.cli.help import WIDEST, OrderedGroup
-from vexport.errors import EnvironmentFaults, InputError, InputErrors, VexportError, file_problem, nearest
-from vexport.errors.escaping import clip, visible
+from vexport.errors import (
+    EnvironmentFaults,
+    InputError,
+    InputErrors,
+    VexportError,
+    clip,
+    file_problem,
+    nearest,
+    visible,
+)
 from vexport.errors.extras import unforeseen
-from vexport.errors.removed import instead_of
 from vexport.version import __version__
 
 # One file a topic, imported when it is asked for; each imports what it runs: `--help` answers at once.
@@ -104,8 +111,6 @@ def _failed(error: BaseException) -> int:
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "vexport"
         message = " ".join(error.format_message().split())
-        if isinstance(error, click.NoSuchOption) and (instead := instead_of(error.option_name)):
-            message = f"No such option {error.option_name!r}: {instead}"
         message = message if message.endswith((".", "?")) else f"{message}."
         return _say([f"{command}: {message} See `{command} --help`."], error.exit_code)
     if isinstance(error, InputErrors | EnvironmentFaults):

@@ -8,8 +8,6 @@ from typing import Any
 
 import click
 
-from vexport.errors.removed import instead_of
-
 WIDEST = 100
 OTHERS = "Options"
 # The sections in their order; an option that none of them names stands under "Options".
@@ -85,14 +83,6 @@ class OrderedGroup(click.Group):
         module, _, function = self.places[cmd_name].partition(":")
         command: click.Command = getattr(import_module(f"vexport.cli.{module}"), function)
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that is called; of one that is gone a UsageError says what to do instead."""
-        if args[0] not in self.places and (instead := instead_of(args[0])):
-            raise click.UsageError(f"No such command {args[0]!r}: {instead}.", ctx)
-        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names in the order of work."""

@@ -9,7 +9,7 @@ import click
 from vexport.cli.base import given, note
 from vexport.cli.options import PATH, POSITIVE, Count, Real, option, stacked, tp_option
 from vexport.records import GroupSize, PlanRequest
-from vexport.records.rounding import ROUNDINGS
+from vexport.records.calibration import ROUNDINGS
 
 if TYPE_CHECKING:
     from vexport.quantize.text import Step
@@ -96,7 +96,7 @@ def require_consistent(request: PlanRequest) -> None:
 
 def _group_size(text: str) -> GroupSize:
     """The number of columns that share a scale, or channel. A type for click."""
-    from vexport.errors.escaping import clip
+    from vexport.errors import clip
     from vexport.scenario import parse_group_size
 
     try:

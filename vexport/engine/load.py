@@ -21,8 +21,7 @@ from vexport.engine.agreement import (
 )
 from vexport.engine.messages import CANARY_TOKENS, SessionRequest, SessionResult
 from vexport.engine.reference import REFERENCE_FILE, agreement_limit, reference_canaries, remembered_reference
-from vexport.errors import InputError
-from vexport.errors.escaping import first_line
+from vexport.errors import InputError, first_line
 from vexport.records import Finding, LoadReport, LogprobAgreement, OnProgress, silent
 
 TEXTS = (

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 from urllib.parse import urlsplit
 
-from vexport.errors import EnvironmentFault, InputError
-from vexport.errors.escaping import clip, visible
+from vexport.errors import EnvironmentFault, InputError, clip, visible
 from vexport.records import Endpoint, Json
 from vexport.version import __version__
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from scipy import stats
 
-from vexport.errors import EnvironmentFault, InputError
-from vexport.errors.escaping import clip
+from vexport.errors import EnvironmentFault, InputError, clip
 from vexport.evaluation.fingerprint import (
     mapping_in,
     read_fingerprint,

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, Self, TypeVar, cast
 
-from vexport.errors import EnvironmentFault
-from vexport.errors.escaping import first_line
+from vexport.errors import EnvironmentFault, first_line
 
 if TYPE_CHECKING:
     import torch

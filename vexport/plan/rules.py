@@ -8,9 +8,9 @@ from vexport.errors import InputError, raise_all
 from vexport.formats.schemes import KEEP, get_scheme
 from vexport.layers.linears import Place
 from vexport.records import Finding, FusionGroup, Plan, Smoothing
+from vexport.records.calibration import Rounding
 from vexport.records.observer_names import EXPANDED, IMPORTANCE, MIN_MAX
 from vexport.records.patterns import matches as pattern_matches
-from vexport.records.rounding import Rounding
 from vexport.scenario.rules import WITH_IMPORTANCE
 
 if TYPE_CHECKING:

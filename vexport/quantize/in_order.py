@@ -19,7 +19,7 @@ from vexport.quantize.model import QuantizedModel
 from vexport.quantize.round_sites import SiteSums
 from vexport.quantize.stream import Stored
 from vexport.records import FusionGroup, LinearPlan
-from vexport.records.rounding import GroupRounding, LayerRounding
+from vexport.records.calibration import GroupRounding, LayerRounding
 
 # The name of the module that a row waits in front of, and what enters it.
 Stop = tuple[str, Value]

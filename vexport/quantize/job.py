@@ -32,7 +32,7 @@ from vexport.plan.source import DEFAULTS, plan_source
 from vexport.quantize.stream import dealt, input_digest, planned_shards, write_shards
 from vexport.quantize.text import PlanText, Step, estimated_steps, numbered, require_calibration
 from vexport.records import CalibrationRecord, Json, OnProgress, Plan, silent
-from vexport.records.rounding import RoundingReport
+from vexport.records.calibration import RoundingReport
 from vexport.scenario import Calibration, Rule
 from vexport.version import __version__
 

@@ -19,7 +19,7 @@ from vexport.formats.schemes import get_scheme
 from vexport.layers.blocks import group_layout
 from vexport.quantize.stream import static_scales
 from vexport.records import CalibrationRecord, FusionGroup, LinearPlan
-from vexport.records.rounding import LayerRounding
+from vexport.records.calibration import LayerRounding
 
 # What rounds the inputs of a module.
 Hook = Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]

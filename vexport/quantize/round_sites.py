@@ -16,7 +16,7 @@ from vexport.quantize.model import QuantizedModel
 from vexport.quantize.scales import fuse, observe_weight, scales_of, search_scales
 from vexport.quantize.stream import Stored, quantized_group
 from vexport.records import FusionGroup
-from vexport.records.rounding import GroupRounding
+from vexport.records.calibration import GroupRounding
 from vexport.rounding.gptq import (
     Factor,
     Grid,

@@ -37,8 +37,7 @@ from vexport.records import (
     Plan,
     silent,
 )
-from vexport.records.calibration import ROUND
-from vexport.records.rounding import LayerRounding, RoundingReport
+from vexport.records.calibration import ROUND, LayerRounding, RoundingReport
 from vexport.rounding.settings import strength_of
 
 REPORT = "rounding.json"

@@ -29,8 +29,7 @@ from vexport.numerics.ranks import on_first, rank_and_size
 from vexport.plan.needs import calibration_need, needs_rounding
 from vexport.plan.rules import SMOOTHING_ROWS, WEIGHING_ROWS, smoothed_groups
 from vexport.records import PROGRESS_DETAIL, CalibrationRecord, FusionGroup, OnProgress, Plan, Smoothing
-from vexport.records.calibration import LOOK_BACK
-from vexport.records.rounding import RoundingReport
+from vexport.records.calibration import LOOK_BACK, RoundingReport
 from vexport.scenario import Calibration
 
 if TYPE_CHECKING:

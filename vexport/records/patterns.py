@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from types import FrameType
 
-from vexport.errors import InputError
-from vexport.errors.escaping import clip
+from vexport.errors import InputError, clip
 
 # Of a chat template and a conversation; real ones take milliseconds.
 TEMPLATE_SECONDS = 10.0

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from vexport.records.calibration import Rounding
 from vexport.records.findings import Finding
 from vexport.records.observer_names import OptionValue
-from vexport.records.rounding import Rounding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

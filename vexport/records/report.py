@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from vexport.records.accuracy import Attribution, Drift, TaskVerdict, Verdict
-from vexport.records.calibration import ExpertCoverage
+from vexport.records.calibration import ExpertCoverage, Rounding, RoundingReport
 from vexport.records.findings import CheckReport, DryLoadReport, Finding, LoadReport
 from vexport.records.plan import Plan
-from vexport.records.rounding import Rounding, RoundingReport
 from vexport.records.values import Outcome
 
 # What a mixed scheme must stay within: bits per weight, bytes or share of the source's bytes for the whole

@@ -22,8 +22,7 @@ from vexport.outputs.directory import new_directory, working_folder
 from vexport.outputs.replaceable import NamedPath, refuse_existing, require_separate
 from vexport.records import Finding, Repair, RepairReport, Smoothing
 from vexport.repair import config
-from vexport.repair.changes import Changes
-from vexport.repair.write import apply, write_repaired
+from vexport.repair.write import Changes, apply, write_repaired
 
 if TYPE_CHECKING:
     from vexport.fidelity.source import ComparedSource

@@ -15,7 +15,7 @@ from vexport.formats.base import is_head
 from vexport.formats.config import targets_of
 from vexport.layers.ignore import ignored
 from vexport.records import Json, Repair
-from vexport.repair.changes import LOSSLESS, Changes, inside
+from vexport.repair.write import LOSSLESS, Changes, inside
 
 if TYPE_CHECKING:
     from vexport.fidelity.source import ComparedSource

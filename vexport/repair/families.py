@@ -24,7 +24,7 @@ from vexport.layers.linears import attention_layers
 from vexport.numerics.metrics import quantization_error
 from vexport.records import Json, KvCache, Repair, WeightChange
 from vexport.repair import Family, config, global_scales
-from vexport.repair.changes import LOSSLESS, Changes, Edit, inside
+from vexport.repair.write import LOSSLESS, Changes, Edit, inside
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
 # strategy, group size, symmetric

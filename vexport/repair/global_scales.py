@@ -22,7 +22,7 @@ from vexport.numerics.metrics import quantization_error
 from vexport.observers import MemorylessMinMaxObserver
 from vexport.observers.qparams import scale_and_zero_point
 from vexport.records import Repair, TensorInfo, TensorSpec
-from vexport.repair.changes import LOSSLESS, Changes, Edit
+from vexport.repair.write import LOSSLESS, Changes, Edit
 
 NAME = "global scales"
 OTHER = "{:.9g}, not that of the layers it runs with"

@@ -1,9 +1,9 @@
-"""A checkpoint with some changes: as the checks see it before a byte is written, and its files."""
+"""Changes of a checkpoint: those that a repair makes, the view of them for the checks, and the files."""
 
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +18,47 @@ from vexport.checkpoint.writer import header_bytes
 from vexport.checks.vllm.view import CheckpointView
 from vexport.files import read_json_object, write_text
 from vexport.outputs.digests import digest_of, record_digests, recorded_digests
-from vexport.records import OnProgress, TensorInfo, TensorSpec
-from vexport.repair.changes import Changes
+from vexport.records import Json, OnProgress, Repair, TensorInfo, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edit:
+    """Tensors that replace those of their names, or are new next to the tensor `near`.
+
+    `make` computes them, by the keys of `tensors`, when they are asked for, each time the same.
+    """
+
+    tensors: Mapping[str, TensorSpec]
+    near: str
+    make: "Callable[[], Mapping[str, torch.Tensor]]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """The changes of one family of repairs: the whole config where it has one, and tensors."""
+
+    repairs: tuple[Repair, ...] = ()
+    config: Mapping[str, Json] | None = None
+    edits: tuple[Edit, ...] = ()
+
+    def __add__(self, other: "Changes") -> "Changes":
+        return replace(self, repairs=self.repairs + other.repairs, edits=self.edits + other.edits)
+
+
+LOSSLESS = "nothing"
+
+
+def inside(config: dict[str, Json], *keys: str) -> dict[str, Json]:
+    """The object of a config below keys that it is known to have, to be changed in place."""
+    for key in keys:
+        value = config[key]
+        assert isinstance(value, dict), key
+        config = value
+    return config
+
 
 if TYPE_CHECKING:
     import torch

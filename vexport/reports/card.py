@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from vexport.errors.escaping import visible
+from vexport.errors import visible
 from vexport.records import Report, Verdict
 from vexport.reports.accuracy import task_table, text_table
 from vexport.reports.document import Listing, Paragraph, Section, parts, row

@@ -15,8 +15,8 @@ from vexport.errors import InputError
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.base import GpuSupport
 from vexport.formats.schemes import all_schemes, get_scheme, is_scheme, meant, scheme_name
+from vexport.records.calibration import SUMMARIES
 from vexport.records.observer_names import OBSERVERS
-from vexport.records.rounding import SUMMARIES
 
 Rows = Sequence[Mapping[str, str]]
 WIDTH = 130

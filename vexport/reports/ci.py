@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 from xml.etree import ElementTree
 
-from vexport.errors.escaping import clip, visible
+from vexport.errors import clip, visible
 from vexport.records import CheckReport, DryLoadReport, Finding, LoadReport, Severity
 from vexport.reports.checkpoints import titled
 from vexport.reports.findings import Gate, Status, checkpoint_gate, fold, judged_for, kinds

@@ -3,7 +3,7 @@
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from vexport.errors.escaping import clip, visible
+from vexport.errors import clip, visible
 from vexport.reports.document import Document, FindingList, Part, Section, Table, finding_parts
 from vexport.reports.formatting import opening
 

@@ -18,7 +18,7 @@ from vexport.records import (
     PromptDrift,
     Report,
 )
-from vexport.records.rounding import GroupRounding, RoundingReport
+from vexport.records.calibration import GroupRounding, RoundingReport
 from vexport.reports import document as doc
 from vexport.reports.document import TableCell, badge, mono, muted, page_section, parts, table
 from vexport.reports.findings import folded_places

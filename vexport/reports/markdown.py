@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 
-from vexport.errors.escaping import clip, visible
+from vexport.errors import clip, visible
 from vexport.reports import document as doc
 from vexport.reports.document import finding_parts, table
 from vexport.reports.formatting import opening, outcome_line, plural

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from vexport.files import to_json
 from vexport.layers.shapes import KEPT
 from vexport.records import CalibrationRecord, Finding, Plan, Quantized, Repair, RepairReport, WeightChange
-from vexport.records.calibration import expert_coverage
-from vexport.records.rounding import RoundingReport
+from vexport.records.calibration import RoundingReport, expert_coverage
 from vexport.reports import document as doc
 from vexport.reports import text
 from vexport.reports.document import facts, parts, row

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from vexport.errors.escaping import clip, visible
+from vexport.errors import clip, visible
 from vexport.records import Finding
 from vexport.reports import document as doc
 from vexport.reports.findings import MAX_FOLLOWING, Folded, fold

@@ -1,9 +1,13 @@
 """A run under way: its stages, its directory, which stage is done, and from what it was made."""
 
 import logging
+import platform
+import shlex
 import shutil
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,20 +19,21 @@ from vexport.checkpoint.index import SourceIndex, folder_digest, read_index
 from vexport.checkpoint.source import DEFAULT, DEFAULT_FILE, data_files, resolve_source
 from vexport.errors import InputError
 from vexport.files import digest_bytes, digest_file, from_json, to_json, write_text
-from vexport.outputs.log import LOG_FILE
 from vexport.outputs.replaceable import FolderKind
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import settings_of, source_index
 from vexport.records import Report
-from vexport.records.rounding import RoundingReport
+from vexport.records.calibration import RoundingReport
 from vexport.run.options import EXPLAINING, EngineOptions, Explaining
 from vexport.scenario import Calibration, Scenario
 from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups
+from vexport.version import __version__
 
 LOG = logging.getLogger(__name__)
 T_co = TypeVar("T_co", covariant=True)
 T = TypeVar("T")
 STAGES_FILE = "stages.json"
+LOG_FILE = "vexport.log"
 REPORT_FILE = "report.json"
 LAYERS = "layers.json"
 ROUNDING = "rounding.json"
@@ -293,3 +298,27 @@ def portable(argument: str) -> str:
     if equals and option.startswith("-"):
         return f"{option}={portable(value)}"
     return argument.removeprefix(here) if len(here) > 1 else argument
+
+
+LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
+
+
+@contextmanager
+def logged_to(folder: Path) -> Iterator[None]:
+    """Within the block all that vexport logs goes to FOLDER/vexport.log, too; and what ends it."""
+    logger, handler = logging.getLogger("vexport"), logging.FileHandler(folder / LOG_FILE, encoding="utf-8")
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    logger.addHandler(handler)
+    try:
+        logger.debug(
+            "vexport %s, Python %s: %s", __version__, platform.python_version(), shlex.join(sys.argv)
+        )
+        yield
+    except BaseException as error:
+        handler.handle(
+            logging.makeLogRecord({"levelname": "ERROR", "msg": f"{type(error).__name__}: {error}"})
+        )
+        raise
+    finally:
+        logger.removeHandler(handler)
+        handler.close()

@@ -23,7 +23,6 @@ from vexport.evaluation.endpoint import is_url, require_address
 from vexport.evaluation.held_out import decide_on_text
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.evaluation.verdict import decide
-from vexport.outputs.log import LOG_FILE, logged_to
 from vexport.outputs.replaceable import FolderKind, NamedPath, require_separate, written_alone
 from vexport.records import (
     Attribution,
@@ -37,7 +36,7 @@ from vexport.records import (
 )
 from vexport.reports.formatting import outcome_line
 from vexport.reports.run import marked, worst_task
-from vexport.run.directory import portable
+from vexport.run.directory import LOG_FILE, logged_to, portable
 from vexport.run.endpoints import ask_endpoint, is_results, tokenizer_of
 from vexport.run.options import EXPLANATION_SECONDS, EngineOptions, Explaining
 from vexport.run.serving import (

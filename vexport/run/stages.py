@@ -20,7 +20,6 @@ from vexport.engine.session import require_vllm
 from vexport.errors import EnvironmentFault, VexportError
 from vexport.files import from_json, write_text
 from vexport.formats.schemes import KEEP
-from vexport.outputs.log import logged_to
 from vexport.outputs.replaceable import NamedPath, require_separate, written_alone
 from vexport.records import (
     Attribution,
@@ -48,6 +47,7 @@ from vexport.run.directory import (
     Run,
     RunDirectory,
     Stage,
+    logged_to,
     portable,
     rounding_of,
     stage,

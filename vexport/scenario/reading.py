@@ -11,9 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from vexport.checkpoint.source import DEFAULT, parse_data, with_revision
-from vexport.errors import InputError, InputErrors, nearest, require_working_disk
-from vexport.errors.escaping import clip
-from vexport.errors.removed import instead_of
+from vexport.errors import InputError, InputErrors, clip, nearest, require_working_disk
 from vexport.files import require_no_device
 from vexport.outputs import RECIPE
 from vexport.records import GENERATION_KEYS
@@ -83,8 +81,6 @@ def _problem(file: str, detail: ErrorDetails) -> InputError:
 
 
 def _where_to(key: str, known: Sequence[str]) -> str:
-    if instead := instead_of(key):
-        return f"remove it: {instead}"
     if key in _OTHER_NAMES:
         return f"write {_OTHER_NAMES[key]}"
     if homes := [name for name, model in _SECTIONS.items() if key in model.model_fields]:

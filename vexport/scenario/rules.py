@@ -20,6 +20,7 @@ from vexport.formats.schemes import (
     with_group_size,
 )
 from vexport.records import BudgetKind, GroupSize
+from vexport.records.calibration import ROUNDINGS, Rounding
 from vexport.records.observer_names import (
     BY_IMPORTANCE,
     OBSERVERS,
@@ -29,7 +30,6 @@ from vexport.records.observer_names import (
     option_problems,
 )
 from vexport.records.patterns import REFUSED
-from vexport.records.rounding import ROUNDINGS, Rounding
 from vexport.scenario.section import KeyProblem, ScenarioSection, known_name, located_error, located_errors
 
 # The scheme of a rule that leaves the choice to measured losses and a budget.

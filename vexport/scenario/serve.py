@@ -17,7 +17,6 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from vexport.errors import InputError, InputErrors, raise_all
-from vexport.errors.removed import instead_of
 from vexport.formats.gpus import GENERATIONS, parse_capability
 from vexport.records.values import Positive
 from vexport.scenario.section import KeyProblem, ScenarioSection, located_errors
@@ -82,7 +81,9 @@ _OWNED: Mapping[str, _Owned] = {
     "logprobs_mode": _Owned(_one_of("raw_logprobs"), "raw_logprobs, which lm-eval scores"),
     "generation_config": _Owned(_one_of("auto", "vllm"), _SAMPLING, "set it in the task"),
     "override_generation_config": _Owned(_one_of({}), _SAMPLING, "set it in the task"),
-    "data_parallel_size": _Owned(_one_of(1), "1: one engine answers", instead_of("data_parallel_size")),
+    "data_parallel_size": _Owned(
+        _one_of(1), "1: one engine answers", "evaluate the model where it is served, by its address"
+    ),
     "worker_extension_cls": _Owned(_NEVER, "vexport's own, which names the kernels that ran"),
     "nnodes": _Owned(
         _one_of(1),
