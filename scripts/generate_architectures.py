@@ -22,16 +22,16 @@ import vllm  # noqa: E402
 from model_classes import (  # noqa: E402
     assigned,
     calls_in,
+    groups,
     language_models,
     literal,
     load_class,
-    name_of,
+    output_sizes,
     parts_of,
     source,
     tree,
 )
-from output_sizes import groups, output_sizes  # noqa: E402
-from tables import arguments, write_table  # noqa: E402
+from tables import arguments, embedding, name_of, write_table  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 from transformers_backend import (  # noqa: E402
     describe_backed,
@@ -42,8 +42,6 @@ from vllm.model_executor.models import registry  # noqa: E402
 from vllm.model_executor.models.utils import WeightsMapper  # noqa: E402
 
 DEFAULT_EXPERTS = ("gate_proj", "down_proj", "up_proj")  # FusedMoE's own `ckpt_names`
-EXPERT_LAYERS = ("FusedMoE", "SharedFusedMoE", "MoERunner", "RoutedExperts")
-NEVER_QUANTIZED = ("Linear",)
 REPLICATED = ("ReplicatedLinear", "GateLinear", "DeepSeekV2FusedQkvAProjLinear")
 # Experts in one tensor of shape (experts, in, out): said to the layer, or done by Llama 4's own loader.
 TRANSPOSED = ("is_fused_checkpoint_transposed=True", "def load_moe_expert_weights")
@@ -75,8 +73,6 @@ def main() -> None:
     content = {**head, "left_out": reasons, "architectures": table}
     write_table(target, content, "left_out", "architectures")
     print(f"{target.name}: {len(own)} own classes of vLLM {vllm.__version__}, {len(backed)} of transformers")
-    for name in sorted(reasons.keys() & {*left_out, *failed}):
-        print(f"left out {name}: {reasons[name]}")
 
 
 def own_classes() -> tuple[dict[str, Table], dict[str, str]]:
@@ -173,7 +169,7 @@ def describe(model: type) -> Table:
         "routers": sorted({*named_layers(parts, is_quantizable_router)} - {*unquantized(parts)}),
         "row_parallel": named_layers(parts, lambda call: name_of(call) == "RowParallelLinear"),
         "replicated": named_layers(parts, is_replicated),
-        "embedding": embedding(parts),
+        "embedding": embedding(call for part in parts for call in calls_in(part)),
         "renames": renames(model),
         "language_model": sorted(attributes),
         "inner_unknown": bool(attributes) and not inner,
@@ -200,7 +196,7 @@ def stacked_modules(parts: list[type]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for fused, member in [pair for part in parts for pair in (*mapped_pairs(part), *literal_pairs(part))]:
         left, right = leaf(fused), leaf(member)
-        if left and right and left != right and "expert" not in f"{left}{right}":
+        if left and right:
             members = found.setdefault(left, [])
             if right not in members:
                 members.append(right)
@@ -231,7 +227,7 @@ def literal_pairs(part: type) -> Iterator[tuple[str, str]]:
 def expert_names(parts: list[type]) -> list[str | None] | None:
     """The names of an expert's gate, down and up projections on disk; None for a class without experts."""
     calls = [call for part in parts for call in calls_in(part)]
-    layers = [call for call in calls if name_of(call).startswith(EXPERT_LAYERS)]
+    layers = [call for call in calls if name_of(call).startswith("FusedMoE")]
     for call in calls:
         for keyword in call.keywords:
             if keyword.arg == "ckpt_names" and isinstance(names := literal(keyword.value), tuple):
@@ -239,7 +235,7 @@ def expert_names(parts: list[type]) -> list[str | None] | None:
     for call in calls:
         names = {keyword.arg: literal(keyword.value) for keyword in call.keywords}
         gate, up = names.get("ckpt_gate_proj_name"), names.get("ckpt_up_proj_name")
-        if isinstance(gate, str) and gate != up:
+        if isinstance(gate, str):
             return [gate, str(names["ckpt_down_proj_name"]), str(up) if up else None]
     return list(DEFAULT_EXPERTS) if layers else None
 
@@ -257,9 +253,8 @@ def unquantized(parts: list[type]) -> list[str]:
     plain: set[str] = set()
     quantizable: set[str] = set()
     for call, name in layers(parts):
-        called = name_of(call)
-        if called.endswith(("Linear", "ParallelLMHead")) and not is_quantizable_router(call):
-            (plain if is_plain(call, called) else quantizable).add(name)
+        if name_of(call).endswith(("Linear", "ParallelLMHead")) and not is_quantizable_router(call):
+            (plain if is_plain(call) else quantizable).add(name)
     return sorted(plain - quantizable)
 
 
@@ -274,35 +269,15 @@ def is_replicated(call: ast.Call) -> bool:
     return whole or name_of(call) in REPLICATED
 
 
-def is_plain(call: ast.Call, called: str) -> bool:
-    given = [keyword.value for keyword in call.keywords if keyword.arg == "quant_config"]
-    passed = any("quant_config" in ast.unparse(argument) for argument in call.args)
-    no_config = bool(given) and is_none(given[0])
-    return called in NEVER_QUANTIZED or no_config or not (given or passed)
+def is_plain(call: ast.Call) -> bool:
+    """Return whether a layer gets no quantization config, or None."""
+    given = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "quant_config"]
+    return given in ([], ["None"])
 
 
 def is_quantizable_router(call: ast.Call) -> bool:
     """Return whether a call builds a router with a quantization config (fused_moe/router/gate_linear.py)."""
-    called = name_of(call)
-    return called == "GateLinear" and not is_plain(call, called)
-
-
-def embedding(parts: list[type]) -> str | None:
-    """How vLLM finds the config group of the table of tokens: "name" where the model hands it its name and
-    the quantization config, "class" where only the config; None where it never quantizes it."""
-    given = [
-        {keyword.arg for keyword in call.keywords if not is_none(keyword.value)}
-        for part in parts
-        for call in calls_in(part)
-        if name_of(call) == "VocabParallelEmbedding"
-    ]
-    if not any("quant_config" in names for names in given):
-        return None
-    return "name" if any({"quant_config", "prefix"} <= names for names in given) else "class"
-
-
-def is_none(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+    return name_of(call) == "GateLinear" and not is_plain(call)
 
 
 def layer_name(call: ast.Call, attribute: str) -> str:

@@ -96,7 +96,7 @@ def other_place(built: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def rewrite(folder: Path, old: str, new: str, turned: Collection[str]) -> Entry:
-    from model_configs import save
+    from built_modules import save
 
     from vexport.checkpoint.index import read_header
 
@@ -112,8 +112,8 @@ def rewrite(folder: Path, old: str, new: str, turned: Collection[str]) -> Entry:
 def observed(name: str, folder: Path) -> Entry:
     """Return what transformers' class has; a checkpoint of it is written, with names that no class knows."""
     import transformers
+    from built_modules import QUANTIZATION, Recipe, own_types, save, transformers_types
     from fitting import entry_of
-    from model_configs import QUANTIZATION, Recipe, own_types, save, transformers_types
     from samples import Model
 
     transformers.logging.set_verbosity_error()
@@ -157,8 +157,7 @@ def containers(names: Mapping[str, object]) -> dict[str, str]:
 
 
 def loaded(folder: Path) -> Entry | str:
-    from built_modules import build
-    from model_configs import ALL, elsewhere, shorten
+    from built_modules import ALL, build, elsewhere, shorten
 
     def attempt(missing: Entry) -> Entry:
         file = folder / "config.json"

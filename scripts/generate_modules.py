@@ -8,10 +8,10 @@ it. Decoder layers are left out, but for the names under which they ask: vllm.js
 """
 
 import json
+import multiprocessing
 import os
 import re
 import resource
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -74,8 +74,7 @@ def main() -> None:
 
 def built(name: str) -> Iterator["Built"]:
     """Return what a class is built of, once for each config that it can be built from."""
-    from built_modules import Built, build
-    from model_configs import Recipe, recipes
+    from built_modules import Built, Recipe, build, recipes
 
     def attempt(recipe: Recipe, missing: Entry) -> Entry:
         with tempfile.TemporaryDirectory() as folder:
@@ -111,29 +110,29 @@ def default_of(key: str) -> object:
 
 def in_child(work: Callable[[], Entry]) -> Entry | str:
     """Return what a child process answers, or why it could not; vLLM's logs go nowhere."""
-    reading, writing = os.pipe()
-    sys.stdout.flush()
-    child = os.fork()
-    if not child:
+    fork = multiprocessing.get_context("fork")
+    reading, writing = fork.Pipe(duplex=False)
+
+    def run() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
         try:
-            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-            silent = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(silent, 1)
-            os.dup2(silent, 2)
-            try:
-                answer: Entry | str = work()
-            except Exception as error:
-                answer = f"{type(error).__name__}: {str(error)[:200]}"
-            with os.fdopen(writing, "w") as file:
-                json.dump(answer, file)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as file:
-        text = file.read()
-    os.waitpid(child, 0)
-    answer = json.loads(text) if text else "the process ended"
-    return answer if isinstance(answer, str) else dict(answer)
+            writing.send(json.dumps(work()))
+        except Exception as error:
+            writing.send(json.dumps(f"{type(error).__name__}: {str(error)[:200]}"))
+        os._exit(0)
+
+    child = fork.Process(target=run)
+    child.start()
+    writing.close()
+    try:
+        answer: Entry | str = json.loads(reading.recv())
+    except EOFError:
+        answer = "the process ended"
+    child.join()
+    return answer
 
 
 def merged(results: list["Built"]) -> Entry | None:

@@ -12,11 +12,11 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache, cached_property
 from pathlib import Path
 
-from tables import FOLDER, write_table
+from tables import FOLDER, embedding, write_table
 
 from vexport.architectures import architecture_table
 
@@ -25,7 +25,6 @@ MODELS = "vllm/model_executor/models"
 QUANTIZATION = "vllm/model_executor/layers/quantization"
 CT = f"{QUANTIZATION}/compressed_tensors"
 REGISTRIES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
-TABLE = "VocabParallelEmbedding"
 Entry = dict[str, object]
 
 
@@ -199,7 +198,7 @@ def model_classes(wheel: Wheel) -> dict[str, Entry]:
         file = wheel.file_of(module if "." in module else f".{module}", f"{MODELS}/registry.py")
         place = wheel.resolve(file, defined)
         if place is not None:
-            read: Entry = {"fused": packed(wheel, *place), "embedding": embedding(wheel, *place)}
+            read: Entry = {"fused": packed(wheel, *place), "embedding": embedding(calls_in(wheel, *place))}
             found[name] = {key: value for key, value in read.items() if value}
     return found
 
@@ -234,17 +233,11 @@ def evaluated(wheel: Wheel, file: str, value: ast.expr) -> Mapping[str, list[str
     return found if isinstance(found, dict) else {}
 
 
-def embedding(wheel: Wheel, file: str, name: str) -> str | None:
-    """As `embedding` of generate_architectures.py."""
-    given = [
-        {word.arg for word in call.keywords if ast.unparse(word.value) != "None"}
-        for place in wheel.reachable(file, name)
-        for call in ast.walk(wheel.classes(place[0])[place[1]])
-        if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] == TABLE
-    ]
-    if not any("quant_config" in names for names in given):
-        return None
-    return "name" if any({"quant_config", "prefix"} <= names for names in given) else "class"
+def calls_in(wheel: Wheel, file: str, name: str) -> Iterator[ast.Call]:
+    """The calls in the classes that a model is made of."""
+    for place in wheel.reachable(file, name):
+        nodes = ast.walk(wheel.classes(place[0])[place[1]])
+        yield from (node for node in nodes if isinstance(node, ast.Call))
 
 
 if __name__ == "__main__":

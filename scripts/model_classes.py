@@ -1,19 +1,32 @@
-"""The model classes of vLLM as they are written: the source of each and of the classes that it is made of."""
+"""The model classes of vLLM as they are written: the source of each and of the classes that it is made of.
+
+Of the parts of linear layers that vLLM builds merged the sizes, as sums and products of config keys.
+"""
 
 import ast
 import importlib
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from inspect import isfunction
 from types import ModuleType
 from typing import get_args, get_origin
 
+from tables import name_of
 from torch import nn
 from vllm.model_executor.models import registry
 
 MODELS = ("vllm.model_executor.models", "vllm.models", "vllm.model_executor.layers.mamba")
+
+MERGED = "MergedColumnParallelLinear"
+QKV = "QKVParallelLinear"
+SHARDED = "mamba_v2_sharded_weight_loader"
+# Names of sizes that vexport/architectures/config.py knows.
+QUERIES_KEYS_VALUES = ["queries", "keys", "values"]
+OPERATORS = {ast.Mult: "*", ast.Add: "+"}
+DEEPEST = 8
 
 
 def load_class(module: str, name: str) -> type:
@@ -49,7 +62,7 @@ def namespace(model: type) -> ModuleType:
 
 @cache
 def reachable(model: type) -> tuple[type, ...]:
-    """The class, its bases and every module class that its source names, as far as they are models' code."""
+    """The class and every module class that its source names, bases too, as far as they are models' code."""
     found: dict[type, None] = {}
     todo = [model]
     while todo:
@@ -57,7 +70,6 @@ def reachable(model: type) -> tuple[type, ...]:
         if current in found or not current.__module__.startswith(MODELS):
             continue
         found[current] = None
-        todo.extend(base for base in current.__mro__[1:] if issubclass(base, nn.Module))
         names = {node.id for node in ast.walk(tree(current)) if isinstance(node, ast.Name)}
         named = [getattr(namespace(current), name, None) for name in sorted(names)]
         # A table of layer types stands for its values.
@@ -77,7 +89,7 @@ def language_models(model: type) -> tuple[set[str], list[type]]:
     """The attributes that hold a wrapper's language model, and its classes where the source names them.
 
     Where no block marks the language model, the class names it for LoRA (`get_mm_mapping`), and what it is
-    made of as `language_targets`; else it is what `get_language_model` returns or another class of vLLM.
+    made of as `language_targets`; else it is what is made by the name of another class of vLLM.
     """
     for owner in model.__mro__:
         blocks = [
@@ -96,20 +108,16 @@ def language_models(model: type) -> tuple[set[str], list[type]]:
         keywords = [keyword for call in calls_in(owner) for keyword in call.keywords]
         targets = [keyword.value for keyword in keywords if keyword.arg == "language_targets"]
         named = [literal(keyword.value) for keyword in keywords if keyword.arg == "language_model"]
-        attributes = {name for name in named if isinstance(name, str)} or {*returned_or_registered(owner)}
+        attributes = {name for name in named if isinstance(name, str)} or {*registered(owner)}
         if attributes:
             return attributes, [part for target in targets for part in named_class(target, owner)]
     return set(), []
 
 
-def returned_or_registered(owner: type) -> Iterator[str]:
-    """The attribute that `get_language_model` returns, and those that hold what is made by a class's name."""
+def registered(owner: type) -> Iterator[str]:
+    """The attributes that hold what is made by a class's name."""
     for node in ast.walk(tree(owner)):
-        if isinstance(node, ast.FunctionDef) and node.name == "get_language_model":
-            values = [end.value for end in ast.walk(node) if isinstance(end, ast.Return) and end.value]
-            ends = map(ast.unparse, values)
-            yield from (end.removeprefix("self.") for end in ends if end.startswith("self."))
-        elif isinstance(node, ast.Assign) and "init_vllm_registered_model(" in ast.unparse(node.value):
+        if isinstance(node, ast.Assign) and "init_vllm_registered_model(" in ast.unparse(node.value):
             yield from assigned(node)
 
 
@@ -151,6 +159,190 @@ def calls_in(part: type) -> Iterator[ast.Call]:
     return (node for node in ast.walk(tree(part)) if isinstance(node, ast.Call))
 
 
-def name_of(call: ast.Call) -> str:
-    """Return what a call calls, without its module."""
-    return ast.unparse(call.func).rpartition(".")[2]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scope:
+    """A function, with the arguments of a call of it and the scope that these are written in."""
+
+    function: ast.FunctionDef
+    arguments: Mapping[str, ast.expr] = field(default_factory=dict)
+    caller: "Scope | None" = None
+
+    def look_up(self, node: ast.expr) -> "tuple[ast.expr, Scope] | None":
+        """Return what a name or an attribute of self was assigned, and where."""
+        if isinstance(node, ast.Name):
+            if node.id in self.arguments and self.caller is not None:
+                return self.arguments[node.id], self.caller
+            found = assignment(self.function, node.id)
+            return (found, self) if found is not None else None
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+            built = self if self.function.name == "__init__" else self.caller
+            found = assignment(built.function, f"self.{node.attr}") if built is not None else None
+            return (found, built) if found is not None and built is not None else None
+        return None
+
+
+def output_sizes(parts: list[type]) -> dict[str, list[str]]:
+    """The merged layers of classes, by the last part of their names: an expression in config keys for each
+    of their parts, ["1", "1"] where these are equal."""
+    found: dict[str, list[str]] = {}
+    for part in parts:
+        for function, calls in functions(part):
+            for call in calls:
+                if name_of(call).endswith((MERGED, QKV)):
+                    known = (
+                        (layer_of(call, scope), sizes_of(call, scope))
+                        for scope in scopes(part, function, parts)
+                    )
+                    name, sizes = next(((name, sizes) for name, sizes in known if name and sizes), ("", []))
+                    found.setdefault(name or "", ["1"] * len(sizes) if len({*sizes}) == 1 else sizes)
+    return {name: sizes for name, sizes in sorted(found.items()) if len(sizes) > 1}
+
+
+@cache
+def functions(part: type) -> list[tuple[ast.FunctionDef, list[ast.Call]]]:
+    found = [node for node in ast.walk(tree(part)) if isinstance(node, ast.FunctionDef)]
+    return [(each, [node for node in ast.walk(each) if isinstance(node, ast.Call)]) for each in found]
+
+
+def scopes(part: type, function: ast.FunctionDef, parts: Sequence[type], depth: int = 0) -> Iterator[Scope]:
+    """A method as it is called by the class itself or, for `__init__`, by classes that build it; last, as
+    nothing is known of its arguments."""
+    wanted = part.__name__ if function.name == "__init__" else f"self.{function.name}"
+    for caller in (parts if function.name == "__init__" else [part]) if depth < DEEPEST else ():
+        for other, calls in functions(caller):
+            for call in (call for call in calls if other is not function and text_of(call) == wanted):
+                for scope in scopes(caller, other, parts, depth + 1):
+                    yield Scope(function=function, arguments=given(call, function), caller=scope)
+    yield Scope(function=function)
+
+
+@cache
+def text_of(call: ast.Call) -> str:
+    return ast.unparse(call.func)
+
+
+def given(call: ast.Call, function: ast.FunctionDef) -> dict[str, ast.expr]:
+    names = [argument.arg for argument in function.args.args[1:]]
+    return {
+        **dict(zip(names, call.args, strict=False)),
+        **{word.arg: word.value for word in call.keywords if word.arg is not None},
+    }
+
+
+def assignment(function: ast.FunctionDef, target: str) -> ast.expr | None:
+    """Return what a name is assigned in a function: once, or once outside its branches."""
+    for nodes in (function.body, [*ast.walk(function)]):
+        values = [
+            node.value
+            for node in nodes
+            if isinstance(node, ast.Assign) and target in map(ast.unparse, node.targets)
+        ]
+        if values:
+            return values[0] if len(values) == 1 else None
+    return None
+
+
+def layer_of(call: ast.Call, scope: Scope) -> str | None:
+    node = next((word.value for word in call.keywords if word.arg == "prefix"), None)
+    while isinstance(node, ast.Name):
+        found = scope.look_up(node)
+        node, scope = found if found is not None else (None, scope)
+    last = ast.unparse(node).strip("'\")").rpartition(".")[2] if node is not None else ""
+    return last if last.isidentifier() else None
+
+
+def sizes_of(call: ast.Call, scope: Scope) -> list[str] | None:
+    """An expression for each part of a merged layer; None where that is not known."""
+    if name_of(call).endswith(QKV):
+        return QUERIES_KEYS_VALUES
+    sizes = next((word.value for word in call.keywords if word.arg == "output_sizes"), None)
+    return listed(sizes if sizes is not None else call.args[1] if len(call.args) > 1 else None, scope)
+
+
+def listed(node: ast.expr | None, scope: Scope) -> list[str] | None:
+    """A list of sizes, written out or repeated."""
+    if isinstance(node, ast.List):
+        sizes = [expression(item, scope) for item in node.elts]
+        return [size for size in sizes if size] if all(sizes) else None
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        left, right = sorted((node.left, node.right), key=lambda side: not isinstance(side, ast.List))
+        times = literal(right)
+        if isinstance(left, ast.List) and len(left.elts) == 1 and isinstance(times, int):
+            return ["1"] * times
+        return None
+    if isinstance(node, ast.IfExp):
+        test = constant(node.test, scope)
+        return listed(node.body if test else node.orelse, scope) if test is not None else None
+    found = scope.look_up(node) if node is not None else None
+    return listed(*found) if found is not None else None
+
+
+def constant(node: ast.expr, scope: Scope) -> bool | None:
+    """A truth value that is written in the code."""
+    if isinstance(node, ast.Constant):
+        return bool(node.value)
+    found = scope.look_up(node)
+    return constant(*found) if found is not None else None
+
+
+def expression(node: ast.expr, scope: Scope) -> str | None:
+    """A size in config keys: `a or b` is b where the config has no a."""
+    if isinstance(node, ast.Constant):
+        return str(node.value) if isinstance(node.value, int) else None
+    if isinstance(node, ast.BinOp):
+        left, right = expression(node.left, scope), expression(node.right, scope)
+        operator = OPERATORS.get(type(node.op))
+        return f"({left} {operator} {right})" if left and right and operator else None
+    if isinstance(node, ast.IfExp):
+        return optional(node, scope)
+    if isinstance(node, ast.Call):
+        return called_size(node, scope)
+    if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("config"):
+        return node.attr
+    found = scope.look_up(node)
+    return expression(*found) if found is not None else None
+
+
+def optional(node: ast.IfExp, scope: Scope) -> str | None:
+    """`other if key is None else key`."""
+    test = node.test
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Is):
+        return None
+    key, other = expression(node.orelse, scope), expression(node.body, scope)
+    return f"({key} or {other})" if key and other and ast.unparse(test.left).endswith(key) else None
+
+
+def called_size(call: ast.Call, scope: Scope) -> str | None:
+    """A key that may be absent, a size made whole, a sum."""
+    name, arguments = name_of(call), call.args
+    if name == "getattr" and ast.unparse(arguments[0]).endswith("config"):
+        key = literal(arguments[1])
+        other = expression(arguments[2], scope) if len(arguments) > 2 else None
+        return f"({key} or {other})" if other else str(key)
+    if name == "int" and len(arguments) == 1:
+        return expression(arguments[0], scope)
+    if name == "sum" and isinstance(arguments[0], ast.Tuple | ast.List):
+        sizes = [expression(item, scope) for item in arguments[0].elts]
+        return f"({' + '.join(size for size in sizes if size)})" if all(sizes) else None
+    return None
+
+
+def groups(parts: list[type]) -> dict[str, str]:
+    """Layers of which each rank needs whole groups, which are repeated where there are fewer than ranks by a
+    loader that cuts tensors by row (mamba_v2_sharded_weight_loader), with the number of groups."""
+    found: dict[str, str] = {}
+    for part in parts:
+        for function, calls in functions(part):
+            if all(name_of(call) != SHARDED for call in calls):
+                continue
+            for scope in scopes(part, function, parts):
+                count = expression(ast.Name("n_groups"), scope)
+                quantized = (call for call in calls if name_of(call).endswith("ColumnParallelLinear"))
+                for name in (
+                    layer_of(call, scope)
+                    for call in quantized
+                    if "quant_config=quant_config" in ast.unparse(call)
+                ):
+                    if count and name:
+                        found.setdefault(name, count)
+    return found

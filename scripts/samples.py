@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from built_modules import stored_tensors
 from generate_modules import default_of
-from model_configs import stored_tensors
 from transformers import AutoConfig, PretrainedConfig
 from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
 

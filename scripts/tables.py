@@ -1,8 +1,9 @@
-"""The tables in vexport/architectures: what their generators are asked, and how they are written."""
+"""The tables in vexport/architectures: what their generators are asked and share, how they are written."""
 
 import argparse
+import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,24 @@ def arguments(description: str | None, name: str, *, classes: bool = False) -> a
 def known_classes() -> dict[str, Any]:
     found: dict[str, Any] = json.loads((FOLDER / "vllm.json").read_text())["architectures"]
     return found
+
+
+def embedding(calls: Iterable[ast.Call]) -> str | None:
+    """How vLLM finds the config group of the table of tokens: "name" where the model hands it its name and
+    the quantization config, "class" where only the config; None where it never quantizes it."""
+    given = [
+        {word.arg for word in call.keywords if ast.unparse(word.value) != "None"}
+        for call in calls
+        if name_of(call) == "VocabParallelEmbedding"
+    ]
+    if not any("quant_config" in names for names in given):
+        return None
+    return "name" if any({"quant_config", "prefix"} <= names for names in given) else "class"
+
+
+def name_of(call: ast.Call) -> str:
+    """Return what a call calls, without its module."""
+    return ast.unparse(call.func).rpartition(".")[2]
 
 
 def write_table(target: Path, table: Mapping[str, object], *by_row: str) -> None:

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from textwrap import shorten
 
 import torch
-from model_configs import QUANTIZATION
+from built_modules import QUANTIZATION
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping

@@ -1,7 +1,7 @@
 """Sizes that a model's config.json tells: its language part, and expressions of the generated tables.
 
 Expressions are Python: keys of config.json (`text_config.hidden_size`), `i` for the number of a layer of
-`layers`, whole numbers and words; those of the parts of merged layers (scripts/output_sizes.py) also know
+`layers`, whole numbers and words; those of the parts of merged layers (scripts/model_classes.py) also know
 `queries`, `keys` and `values` of attention. Only what comes with the package is evaluated, and reaches a
 config's values alone.
 """
