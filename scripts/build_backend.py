@@ -9,30 +9,10 @@ installation reads them where they are.
 import runpy
 from pathlib import Path
 
-from setuptools.build_meta import (
-    build_editable,
-    build_sdist,
-    build_wheel,
-    get_requires_for_build_editable,
-    get_requires_for_build_sdist,
-    get_requires_for_build_wheel,
-    prepare_metadata_for_build_editable,
-    prepare_metadata_for_build_wheel,
-)
+from setuptools.build_meta import *  # noqa: F403 - the hooks of a backend
 from setuptools.command.build_py import build_py
 from setuptools.command.egg_info import manifest_maker
 
-__all__ = [
-    "BuildPy",
-    "build_editable",
-    "build_sdist",
-    "build_wheel",
-    "get_requires_for_build_editable",
-    "get_requires_for_build_sdist",
-    "get_requires_for_build_wheel",
-    "prepare_metadata_for_build_editable",
-    "prepare_metadata_for_build_wheel",
-]
 ROOT = Path(__file__).parent.parent
 
 # Read instead of a MANIFEST.in at the top of the repository.

@@ -104,16 +104,26 @@ class Wheel:
     def attribute(self, file: str, name: str, wanted: str) -> tuple[str, ast.expr] | None:
         """What a class, or else the first of its bases, assigns to an attribute, and the file of that."""
         node = self.classes(file)[name]
-        for line in node.body:
-            target = line.targets[0] if isinstance(line, ast.Assign) else getattr(line, "target", None)
-            value = getattr(line, "value", None)
-            if isinstance(target, ast.Name) and target.id == wanted and isinstance(value, ast.expr):
-                return file, value
+        if (value := assigned(node.body, wanted)) is not None:
+            return file, value
         bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
         for place in (self.resolve(file, base) for base in bases):
             if place and (found := self.attribute(*place, wanted)):
                 return found
         return None
+
+
+def assigned(body: list[ast.stmt], name: str) -> ast.expr | None:
+    """What a module or a class assigns to a name."""
+    for line in body:
+        target = line.targets[0] if isinstance(line, ast.Assign) else getattr(line, "target", None)
+        if (
+            isinstance(line, ast.Assign | ast.AnnAssign)
+            and isinstance(target, ast.Name)
+            and target.id == name
+        ):
+            return line.value
+    return None
 
 
 def main() -> None:
@@ -156,14 +166,9 @@ def schemes(wheel: Wheel) -> dict[str, int]:
 def returned(wheel: Wheel, file: str, name: str) -> int | None:
     """The number that a class's get_min_capability returns, or that of the first base that has one."""
     node = wheel.classes(file)[name]
-    for part in ast.walk(node):
-        if isinstance(part, ast.FunctionDef) and part.name == "get_min_capability":
-            numbers = [
-                each.value.value
-                for each in ast.walk(part)
-                if isinstance(each, ast.Return) and isinstance(each.value, ast.Constant)
-            ]
-            return next((number for number in numbers if isinstance(number, int)), None)
+    if "def get_min_capability(" in (text := ast.unparse(node)):
+        number = re.search(r"def get_min_capability\(.*?\n\s+return (\d+)", text, re.DOTALL)
+        return int(number[1]) if number else None
     for base in node.bases:
         place = wheel.imports(file).get(ast.unparse(base), (file, ast.unparse(base)))
         if place[1] in wheel.classes(place[0]) and place != (file, name):
@@ -173,21 +178,15 @@ def returned(wheel: Wheel, file: str, name: str) -> int | None:
 
 def asymmetric_widths(wheel: Wheel) -> list[int]:
     """Bits of packed integers with zero points."""
-    tables = {
-        ast.unparse(node.targets[0]): [ast.literal_eval(key) for key in node.value.keys if key is not None]
-        for node in wheel.tree(f"{CT}/schemes/compressed_tensors_wNa16.py").body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
-    }
-    return tables["WNA16_ZP_SUPPORTED_TYPES_MAP"]
+    body = wheel.tree(f"{CT}/schemes/compressed_tensors_wNa16.py").body
+    widths = assigned(body, "WNA16_ZP_SUPPORTED_TYPES_MAP")
+    assert isinstance(widths, ast.Dict)
+    return [ast.literal_eval(key) for key in widths.keys if key is not None]
 
 
 def methods(wheel: Wheel) -> list[str]:
-    tree = wheel.tree(f"{QUANTIZATION}/__init__.py")
-    literal = next(
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "QuantizationMethods"
-    )
+    literal = assigned(wheel.tree(f"{QUANTIZATION}/__init__.py").body, "QuantizationMethods")
+    assert literal is not None
     return [each.value for each in ast.walk(literal) if isinstance(each, ast.Constant)]  # type: ignore[misc]
 
 
@@ -205,11 +204,10 @@ def model_classes(wheel: Wheel) -> dict[str, Entry]:
 
 def registered(wheel: Wheel) -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
-    for node in wheel.tree(f"{MODELS}/registry.py").body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        value = getattr(node, "value", None)
-        if isinstance(target, ast.Name) and target.id in REGISTRIES and isinstance(value, ast.Dict):
-            found |= ast.literal_eval(ast.Expression(value))
+    for name in REGISTRIES:
+        value = assigned(wheel.tree(f"{MODELS}/registry.py").body, name)
+        assert value is not None
+        found |= ast.literal_eval(value)
     return found
 
 
