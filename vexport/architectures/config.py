@@ -18,7 +18,7 @@ from vexport.records import Json
 # (_CONFIG_ATTRS_MAPPING in transformers_utils/config.py); of DeepSeek-VL2; of Qwen Omni and Qwen3-ASR, around
 # another text_config (`get_text_config` of their configs).
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
-# Keys for the routed experts of a layer.
+# Keys that count the routed experts of a layer.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # No tensor is made of larger numbers.
 LARGEST = 1 << 40

@@ -16,7 +16,7 @@ from vexport.records import Finding, Json
 # fused module name -> names of the layers that it is made of, in vLLM's order
 FusedModules = Mapping[str, tuple[str, ...]]
 
-# For a language model that is not in the table: what nearly all classes of vLLM fuse.
+# Fused layers of nearly all vLLM classes, used for a language model that is not in the table.
 USUAL: FusedModules = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -32,7 +32,7 @@ TABLE_NAMES = re.compile(
 )
 
 
-# Whether vLLM can quantize a class's table of tokens: found by its name or its class, or by its class alone.
+# How vLLM finds a class's token embedding for quantization: by name or class, or by class alone.
 TableLookup = Literal["name", "class"]
 # Which tensors of a layer follow when vLLM's loader orders its rows again. scales by row: the weight and a
 # scale of each row or of all. every tensor: each is taken for a row of values for each row of the weight.

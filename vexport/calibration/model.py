@@ -45,7 +45,7 @@ def build_on_meta(
 
 
 def _build(root: Path, trust_remote_code: bool) -> transformers.PreTrainedModel:
-    """By the class that the checkpoint names, or by that which transformers has for text."""
+    """Build the class that the checkpoint names, or transformers' class for text."""
     config = transformers.AutoConfig.from_pretrained(root, trust_remote_code=trust_remote_code)
     named = getattr(transformers, (config.architectures or [""])[0], None)
     dtype = config.dtype or torch.bfloat16

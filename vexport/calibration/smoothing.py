@@ -155,7 +155,7 @@ class Smoother:
             )
 
     def _exponents(self, parameters: Mapping[str, torch.Tensor], fold: _Fold) -> torch.Tensor:
-        """By which rows are divided and columns multiplied, as whole numbers in float32."""
+        """Exponents that divide rows and multiply columns, as whole numbers in float32."""
         inputs, gradients = (_largest_of(seen, fold.columns) for seen in (self._squares, self._gradients))
         assert inputs is not None
         if gradients is None:  # of a model that could not be differentiated

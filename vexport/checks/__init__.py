@@ -21,18 +21,18 @@ from vexport.records import CheckReport, Finding, NotJudged
 from vexport.version import PINNED, short_version
 
 FILES = "files"
-# An exception of ours in a family, in its place.
+# A VexportError raised in a family becomes a finding of it.
 INTERNAL = "internal"
 # The family that compares with the source; it needs torch and lives in `vexport.fidelity`.
 SOURCE = "source"
 COMPARED = "weights, kept tensors, tokenizer, template and configs are those of the source (--source)"
-# What is looked at whatever the method of quantization.
+# Families that apply to every quantization method.
 OF_ANY_METHOD = ("shards", "digests", "config")
-# What looks at numbers: of other methods in compressed-tensors' terms.
+# Families that read numbers; other methods are translated to compressed-tensors first.
 OF_NUMBERS = ("values", "fusion")
-# What is told from config.json, names and headers alone, of what vexport writes itself.
+# Families that need only config.json, names and headers: run on what vexport writes.
 OF_HEADERS = ("shards", "model", "config", "targets", "completeness", "shapes", "kv_cache", "transforms")
-# What is not judged: what vLLM's own loaders settle, and what they do not.
+# What is not judged: settled by vLLM's loaders, or by nothing.
 NAMES = "names and shapes of tensors"
 NUMBERS = "quantized weights and their scales"
 
@@ -101,7 +101,7 @@ def check_checkpoint(
         index = read_index(root)
         with Reader() as reader:
             view = CheckpointView(index, reader, target, digests)
-            # What several families cannot read, each of them tells.
+            # Several families may report the same unreadable file.
             findings = tuple(dict.fromkeys(findings_on(view, against)))
             not_judged = tuple(unjudged(view))
     except InputError as problem:

@@ -228,7 +228,7 @@ def _fused_parts(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
 
 
 def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
-    """As many decoder layers as the config says, of a class whose tensors are not known."""
+    """Compare the number of decoder layers with the config's, for a class whose tensors are not known."""
     numbers: dict[str, set[int]] = {}
     for name in view.index.tensors:
         prefix, mark, rest = name.partition(f".{LAYERS}.")

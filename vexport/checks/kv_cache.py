@@ -18,9 +18,9 @@ DESCRIPTION = "the KV cache is stored as vLLM can, with a usable scale for the k
 SCALES = ("k_scale", "v_scale")
 STRATEGIES = ("tensor", "attn_head")
 FIX = "quantize the KV cache again with calibration"
-# Of keys and values up to 4096; the largest known ones are some hundreds.
+# For keys and values up to 4096; the largest known are some hundreds.
 MOST_SCALE = 4096 / E4M3_MAX
-# Of keys and values that reach a thousandth at most.
+# For keys and values of at most a thousandth.
 LEAST_SCALE = 1e-3 / E4M3_MAX
 # All that vLLM reads of the scheme (validate_kv_cache_scheme of CompressedTensorsKVCacheMethod).
 ACCEPTED: Mapping[str, tuple[Json, ...]] = {
@@ -29,7 +29,7 @@ ACCEPTED: Mapping[str, tuple[Json, ...]] = {
     "symmetric": (True,),
     "strategy": STRATEGIES,
 }
-# What other methods can announce.
+# KV cache dtypes that other methods can declare.
 ANNOUNCED: Mapping[str, Json] = {"type": "float", "num_bits": 8, "symmetric": True, "strategy": "tensor"}
 
 

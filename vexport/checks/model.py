@@ -19,7 +19,7 @@ CLASSIFIER = ("ForSequenceClassification", "ForTokenClassification")
 CLASSIFIES = re.compile(r"(^|\.)(score|classifier|cls|qa_outputs)\.")
 # Base models that vLLM registers with a class that generates too (models/registry.py).
 GENERATING_BASES = ("Gemma2Model", "LlamaModel", "MistralModel", "Qwen2Model")
-# Of trained models 1e-8 to 1e-5.
+# Trained models have 1e-8 to 1e-5.
 LARGEST_EPSILON = 0.01
 
 
@@ -140,7 +140,7 @@ def _sizes(view: CheckpointView, entry: ClassLayout, config: Mapping[str, Json])
     sized = any("num_key_value_heads" in side for row in entry.rows for side in row.shape or ())
     if sized and isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
         yield _wrong(view, "num_key_value_heads", f"a divisor of num_attention_heads {heads}", str(keys))
-    # Without an error vLLM computes with any number here, and takes one of two descriptions.
+    # vLLM computes with any number here without an error, and uses one of two RoPE descriptions.
     epsilon = config.get("rms_norm_eps", LARGEST_EPSILON)
     if isinstance(epsilon, float) and not 0 <= epsilon <= LARGEST_EPSILON:
         yield _wrong(view, "rms_norm_eps", f"a number from 0 to {LARGEST_EPSILON}", repr(epsilon))

@@ -16,24 +16,24 @@ from vexport.checks.vllm.view import CheckpointView, error
 from vexport.numerics.constants import GLOBAL_SCALE_NUMERATOR
 from vexport.records import Finding, TensorInfo
 
-# The family of what is found here.
+# The family of these findings.
 CHECK = "values"
 E4M3_NAN = 0x7F
-# Of a linear layer; those of the KV cache are apart.
+# Scales of linear layers; those of the KV cache are separate.
 LAYER_SCALES = ("weight_scale", "weight_global_scale", "input_scale", "input_global_scale")
-# So many scales of a layer are never all equal, but for exponents.
+# This many scales of a layer are never all equal, unless they are exponents.
 MANY = 16
 E8M0_BIAS = 127
-# A scale that no calibration gives: what a producer begins with, and what vLLM takes where a cache has none.
+# A scale that calibration never gives: a producer's initial value, and vLLM's default for a KV cache.
 PLACEHOLDER = 1.0
-# So many values of a scale show its middle.
+# The number of values that estimates a scale's median.
 SAMPLE = 1 << 11
 # Bits that are all set in NaN and infinity, by dtype: e4m3 has no infinity, and its NaN has them all. Those
 # of finite positive numbers are smaller, and in their order.
 NOT_FINITE = {"F8_E4M3": E4M3_NAN, "F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000}
-# Names of what other values are held to: input_min of Gemma 4's towers, causal_mask.
+# Names of bounds and masks: input_min of Gemma 4's towers, causal_mask.
 BOUNDS = re.compile(r"(^|_)(min|max|mask|bounds?)$")
-# Elements that are looked at together, as fit a processor's cache; after how many pages are given back.
+# Elements examined at once, as fit a processor's cache; elements after which pages are released.
 RUN, RELEASED = 1 << 18, 1 << 24
 WIDER_THAN_BYTES = ("I16", "I32", "I64", "F16", "BF16", "F32", "F64")
 # Parameter dtype -> dtypes that hold all its values. A tensor of another dtype has been rounded already.
@@ -130,7 +130,7 @@ def not_finite(view: CheckpointView) -> Iterator[Finding]:
     for tensor in view.index.tensors.values():
         if tensor.name.endswith(LAYER_SCALES) or tensor.dtype not in NOT_FINITE:
             continue
-        # No bound and no mask by its name, and more than a number that may be one.
+        # Neither a bound nor a mask by name, and more than one number.
         weights = bool(tensor.shape) and not BOUNDS.search(tensor.name.rpartition(".")[2])
         if bad := _count_not_finite(view, tensor, infinity=weights):
             expected = "finite values" if weights else "numbers"

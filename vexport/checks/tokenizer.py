@@ -20,7 +20,7 @@ NAME = "tokenizer"
 TOKENIZER = "tokenizer.json"
 DESCRIPTION = "the files that the class starts with are there: a vocabulary that opens, settings, a processor"
 SETTINGS = "tokenizer_config.json"
-# vLLM starts without a generation config that it cannot read.
+# vLLM starts without a generation config if it cannot read it.
 JSON_FILES: Mapping[str, Severity] = {
     TOKENIZER: "error",
     SETTINGS: "error",

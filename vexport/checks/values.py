@@ -35,32 +35,32 @@ DESCRIPTION = "no NaN or infinity in weights and scales, every scale above zero 
 # AutoRound uses the lowest code of symmetric integers, which has no counterpart: where the largest weight
 # of a group is positive its scale is negative, as in about half of them. Fewer of either sign: an accident.
 LEAST_OF_EITHER_SIGN = 0.02
-# Rows of a weight that are looked at together where its scales are zero.
+# Rows of a weight examined at once where its scales are zero.
 ROWS_OF_ZEROS = 128
 # 448*6/absmax is below 1 only for absmax above 2688: no weight is that large, so it is a reciprocal.
 # Inputs reach float16's largest value, 65504, at most.
 LEAST_WEIGHT_GLOBAL_SCALE = 1.0
 LEAST_INPUT_GLOBAL_SCALE = 0.04
 MOST_INPUT = 65504.0
-# The typical weight of a layer, told from its scales: trained models have 1e-3 to 0.5.
+# The typical weight of a layer, estimated from its scales: trained models have 1e-3 to 0.5.
 LEAST_TYPICAL, MOST_TYPICAL = 1e-5, 1.25
 # NVFP4's largest block of a layer, or of the layers that share a global scale, has the scale 448. Searches
 # for less error end lower, other numbers in the place of scales much lower.
 LEAST_LARGEST_BLOCK = E4M3_MAX / 8
-# The least that the largest input of a layer may be.
+# The smallest plausible value for the largest input of a layer.
 LEAST_INPUT = 1e-3
 _E4M3 = to_numpy(bytes(range(256)), "F8_E4M3").astype(np.float64)
-# Rows of a layer that are looked at, from all over it: fewer where there are thousands of layers.
+# Rows examined per layer, spread over it; fewer where there are thousands of layers.
 FEWEST_ROWS, MOST_ROWS, ROWS_OF_ALL = 16, 128, 1 << 16
 # Of a random permutation of the codes about a third of the rows, a quarter of the groups of 16 are not full.
 MOST_FULL, LEAST_FULL = 0.85, 0.99
 FEWEST_OTHERS = 6
 WEIGHTS = ("weight_packed", "weight")
 Rows = npt.NDArray[np.uint8]
-# What scales of nothing are: eps of bfloat16, float16, float32 and e4m3, and one.
+# Scales of all-zero groups: eps of bfloat16, float16, float32 and e4m3, and one.
 PLACEHOLDERS = (2.0**-7, 2.0**-10, 2.0**-23, 2.0**-3, 1.0)
 LEAST_USUAL, MOST_LOST = 1 / 16, 0.01
-# So many layers are being read while one is looked at: a disk or server answers them at once.
+# Layers read ahead while one is examined: a disk or server answers them in parallel.
 AHEAD = 32
 
 

@@ -11,11 +11,11 @@ from threading import Timer
 from types import FrameType
 from typing import NoReturn
 
-# The logger of progress, which a log has and a terminal shows otherwise.
+# The logger of progress: written to logs; terminals show bars instead.
 PROGRESS = "vexport.progress"
 INTERRUPTED = "Interrupted. Run the same command again to resume"
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-# Seconds in which a command ends its engines; then the process ends wherever it is.
+# Seconds that a command has to end its engines before the process exits.
 PATIENCE_SECONDS = 5.0
 
 

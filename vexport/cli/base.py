@@ -15,7 +15,7 @@ from vexport.cli.options import answer_file
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError
 from vexport.records import ENGINE_CHECK, CheckReport, DryLoadReport, Finding, LoadReport, Plan
 
-# What a line of a text report begins with, or a column of it holds: vexport.reports.text and matrix.
+# Words that are coloured at the start of a line, or in a column, of a text report.
 _SHADES = {
     "PASS": "green",
     "FAIL": "red",
@@ -48,7 +48,7 @@ def coloured(text: str) -> str:
 
 
 EXIT_CODES = "Exit codes: see `vexport --help`."
-# Formats in which a person has read what was found before the last line on stderr.
+# Formats that people read, so that stderr needs no summary.
 _READ = ("text", "github", "markdown")
 
 

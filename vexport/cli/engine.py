@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vexport.run.options import EngineOptions
     from vexport.scenario import Serve
 
-# Where the context of a command keeps what flags of vLLM's own say.
+# The key of vLLM's flags in a command's context.
 ENGINE_FLAGS = "vexport.engine"
 VLLM_PYTHON = "VEXPORT_VLLM_PYTHON"
 

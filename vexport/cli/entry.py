@@ -47,7 +47,7 @@ COMMANDS = {
 # Bounds of what goes to stderr: names and values come from files and may be of any size.
 MAX_CHARACTERS = 600
 MAX_LINES = 50
-# What runs code of others, or destroys, is asked for in the call itself, not in a file.
+# Options that run foreign code or destroy files must be given in the call, not in a file.
 NEVER = {"trust_remote_code", "vllm_python", "engine_args", "overwrite", "help", "version"}
 EPILOG = """
 Exit codes: 0 pass; 1 the checkpoint fails; 2 bad usage or input; 3 inconclusive; 4 the environment is at

@@ -40,7 +40,7 @@ class Comparison:
     accept: Path | None
 
     def with_accepted(self) -> "Comparison":
-        """With an accepted baseline that is given as --baseline in its place."""
+        """Move an accepted baseline that is given as --baseline to its own option."""
         from vexport.evaluation.accepted import is_accepted
 
         path = Path(self.baseline or "")
@@ -76,7 +76,7 @@ def _tasks(context: click.Context, parameter: click.Parameter, values: tuple[str
     )
 
 
-# Few need these; the reference has them.
+# Rarely needed: only the reference lists them.
 @command(
     "eval",
     unlisted=(

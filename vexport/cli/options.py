@@ -111,7 +111,7 @@ class Real(click.FloatRange):
 
 PATH = click.Path(path_type=Path)
 POSITIVE = Count(1)
-# Of a number of bytes: beyond any disk.
+# The most digits of a number of bytes: beyond any disk.
 MOST_DIGITS = 18
 BYTE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
 

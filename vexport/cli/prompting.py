@@ -23,7 +23,7 @@ _WORDS: dict[str, Scalar] = {"true": True, "false": False, "none": None}
 # A key's value: quoted text, a list or an object, or whatever comes before the next comma.
 _PAIR = re.compile(r"""([A-Za-z_]\w*)=("[^"]*"|'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^,]*)(?:,|$)""")
 
-# Beyond any task; of larger numbers a float no longer tells one from the next.
+# Larger than any task; beyond this a float cannot tell neighbours apart.
 MOST_DOCUMENTS = 2**53
 
 

@@ -21,15 +21,15 @@ from vexport.records import Canary, Finding, LogprobAgreement, Severity
 # whole steps. Measured on a random two-layer Llama: 2e-4 without, 2e-3 INT8, 7e-3 FP8, 6e-2 FP4. A deep model
 # amplifies them: `reference.agreement_limit`.
 KL_LIMITS = {16: 0.003, 8: 0.05, 4: 0.1}
-# A continuation that ends in this many rounds of a cycle of at most so many words says one thing for ever.
+# A continuation is a loop if it ends in this many rounds of a cycle of at most this many words.
 _ROUNDS = 4
 _LONGEST_CYCLE = 6
-# A text of fewer letters has no recognizable script; an answer of fewer tokens has no early end.
+# Text with fewer letters has no recognizable script; answers with fewer tokens cannot end early.
 _LEAST_LETTERS = 20
 _LEAST_TOKENS = 8
-# A text that ends after as many tokens has been one; a broken export ends in its first sentence.
+# An answer of this many tokens may end; a broken export ends in its first sentence.
 _WHOLE_TOKENS = 48
-# A text in which as many words stand this often loops, if not to its end (SmolLM2-135M does).
+# Text that repeats this many words this often loops, even if not to its end (as SmolLM2-135M does).
 _LOOP_WORDS, _LOOP_TIMES = 8, 3
 _NUMBERS = "non-finite log-probabilities"
 _FIX = "compare the checkpoint with its source (`vexport check --source`), or quantize with a finer scheme"

@@ -23,7 +23,7 @@ from vexport.layers.shapes import Heads
 from vexport.records import silent
 from vexport.scenario.serve import Serve
 
-# What every vLLM knows, and `Serve` has checked.
+# Arguments that every vLLM has and `Serve` has checked.
 _CERTAIN = {"max_model_len", "enforce_eager"}
 
 
@@ -74,7 +74,7 @@ def require_heads(checkpoint: Path, ranks: int) -> None:
     queries, keys = text.get("num_attention_heads"), text.get("num_key_value_heads")
     heads = Heads(
         queries=queries if isinstance(queries, int) and queries > 0 else 0,
-        # Latent attention (MLA) has none that are cut.
+        # Latent attention (MLA) has no KV heads to split.
         keys=keys if isinstance(keys, int) and keys > 0 and not text.get("kv_lora_rank") else 0,
     )
     if (got := heads.uneven(ranks)) is not None:
@@ -157,7 +157,7 @@ def unfit(kind: object, value: JsonValue) -> str:
     except PydanticSchemaGenerationError:  # a type that JSON alone does not tell
         return ""
     except ValidationError as error:
-        # One line for each member of a union: the first says most.
+        # One line for each member of a union: the first is the most helpful.
         return str(error.errors()[0]["msg"]).removeprefix("Input should be ") + _choice(kind, value)
     return ""
 

@@ -33,7 +33,7 @@ DRY_LOAD = "vLLM's own loaders"
 NO_VLLM = "vLLM is not installed: install it, name its interpreter (--vllm-python), or check with --static"
 # Families whose errors are about what the loaders see too: these are right where they find no fault.
 SEEN_BY_LOADERS = (completeness.NAME, targets.NAME)
-# Layers that are named one by one in advice; of more their projections are.
+# The most layers named one by one in advice; beyond it, projections are named.
 _FEW = 6
 _NUMBERED = re.compile(r"[^.\s]+\.\d+\.\S+")
 

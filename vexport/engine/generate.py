@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 Report = Callable[[str, int, int], None]
 _ROWS_AT_ONCE = 16
 _KERNEL_PACKAGES = ("vllm.model_executor.kernels", "vexport.engine.cpu_emulation")
-# What a kernel of the CPU build leaves out, measured or read in the file of that name in vLLM's
-# model_executor/kernels/linear.
+# What the CPU build's kernels leave out, measured or read in vLLM's model_executor/kernels/linear.
 _KERNEL_BLIND_SPOTS = {
     "CPUFp8BlockScaledMMKernel": "FP8 block activations stay in the model's dtype (scaled_mm/cpu.py)",
     # From vLLM 0.33 on.
@@ -39,14 +38,14 @@ _KERNEL_BLIND_SPOTS = {
 }
 _CPU_BLIND_SPOT = "GPU kernels were not run: their rounding order, their limits on shapes"
 NONE = "none"
-# What stands before the kind of a module: its layer's number.
+# The layer's number in front of a module's kind.
 _LAYER = re.compile(r"\.\d+\.")
 _CHOOSES = re.compile(
     r"VLLM_(\w+_)?(AITER|ALLREDUCE|ATTENTION_BACKEND|BATCH_INVARIANT|DEEP_GEMM|EMULATION|FLASHINFER|FP4|FP8|"
     r"HUMMING|INT4|KERNELS?|MARLIN|MLA|MOE|MXFP[48]|NVFP4|PRECISION|QUANT|QUANTIZATION|REDUCE|SAMPLER|SKINNY|"
     r"TRITON)(_\w+)?"
 )
-# What the above would take too: places, sizes, and what vexport sets (`vexport.engine.session`).
+# Settings that match the above but are left out: paths, sizes, and vexport's own.
 _UNRELATED = re.compile(r"_(CACHE|DIR|SIZE|THREADS)(_|$)|^VLLM_CPU_INT4_W4A8$")
 
 
@@ -307,6 +306,6 @@ def _processor() -> str:
 
 
 def answer_environment(environment: Mapping[str, str] = os.environ) -> str:
-    """Those that are set, by name: `VLLM_BATCH_INVARIANT=1`; "none" where none is."""
+    """The variables that are set, by name: `VLLM_BATCH_INVARIANT=1`; "none" if none is."""
     names = (name for name in sorted(environment) if _CHOOSES.fullmatch(name) and not _UNRELATED.search(name))
     return " ".join(f"{name}={environment[name]}" for name in names) or NONE

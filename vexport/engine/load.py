@@ -44,7 +44,7 @@ TEXTS = (
 )
 # More unknown tokens than this and the tokenizer was not made for English text.
 _MOST_UNKNOWN = 0.2
-# Each is continued by 200 tokens, which costs more than its log-probabilities.
+# Each canary generates 200 tokens, which costs more than log-probabilities.
 CONTINUED = 6
 _SEED = 20240229
 _TOKENS = 64

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 from vexport.records import Canary, DraftCounts, Endpoint, EngineInfo, LmEvalSettings, RankMemory
 from vexport.scenario.serve import EngineArguments
 
-# As long as it takes for a slow loss (of the KV cache, of long-range positions) to show.
+# Long enough to show a slow loss (KV cache, long-range positions).
 CANARY_TOKENS = 200
 # After each prompt that is continued by drafting: some 50 drafts.
 DRAFT_TOKENS = 128

@@ -23,7 +23,7 @@ from vexport.records import OnProgress
 
 PROGRESS_FD = "VEXPORT_PROGRESS_FD"
 _POLL_SECONDS, _GRACE_SECONDS = 0.1, 1.0
-# Of a killed process, which may wait for a driver or a disk.
+# Seconds for a killed process to end: it may wait for a driver or a disk.
 _KILLED_SECONDS = 30.0
 _PIPE_BYTES = 1 << 16
 
@@ -31,7 +31,7 @@ _PIPE_BYTES = 1 << 16
 # Waits for the end of a started command and returns its exit code, negative for a signal.
 Follow = Callable[[OnProgress], int]
 TAIL_LINES = 40
-# Of a log of any size, the end is read; of a line of any length, the beginning.
+# Only the end of a long log is read, and only the beginning of a long line.
 _READ_BYTES = 4 << 20
 _LONGEST_LINE = 4000
 # The CPU build has fewer kernels and operators than the GPU builds: kernels/linear/__init__.py, and fewer
@@ -40,7 +40,7 @@ _NO_CPU_KERNEL = re.compile(
     r"Failed to find a kernel|_C::\w+\(\)|'_C\w*' object has no attribute|not implemented for 'CPU"
     r"|No .*MoE backend supports the deployment configuration"
 )
-# What torch.compile says where it finds no C++ compiler: torch/_inductor/exc.py, cpp_builder.py.
+# torch.compile's messages without a C++ compiler: torch/_inductor/exc.py, cpp_builder.py.
 _NO_COMPILER = re.compile(
     r"InvalidCxxCompiler|No working C\+\+ compiler|CppCompileError|Failed to find C compiler"
 )
@@ -50,13 +50,13 @@ _WRAPPER = re.compile(r"Engine core initialization failed|WorkerProc initializat
 _KILLED_CORE = re.compile(r"Failed core proc\(s\): .*: -9\b")
 # Whatever its exit code, if vLLM has learned one: a core that refuses a checkpoint says why in the log.
 _SILENT_CORE = re.compile(r"Failed core proc\(s\): ")
-# Bytes that a log needs for its last words.
+# Bytes read from the end of a log.
 _LOG_ROOM = 1 << 16
 _PREFIX = re.compile(r"^\([^)]*pid=\d+\)\s*|^(?:ERROR|WARNING|INFO|CRITICAL) \S+ \S+ \[[^\]]*\]\s*")
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)(?: \S+)?: \S")
-# One without a message, which the line of code before it in the traceback explains.
+# An exception without a message: the source line above it in the traceback explains it.
 _BARE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)$")
-# Last words in C++ and C, which Python does not hear.
+# Messages of C++ and C at a crash, which Python does not see.
 _LAST_WORDS = re.compile(
     r"^terminate called after throwing an instance of|^libgomp: |^Fatal Python error: .*[Mm]emory"
 )

@@ -46,7 +46,7 @@ EXPERT = re.compile(r"\.experts\.\d+\.")
 REFERENCE_FILE = "reference.safetensors"
 """Next to the log-probabilities that vLLM gave."""
 _MATRIX, _NOISE = "logprobs", "noise"
-# Half a unit in the last place of bfloat16, and how many times what it does to the answers vLLM may be away.
+# Half a unit in the last place of bfloat16, and how many times its effect vLLM may differ by.
 BFLOAT16_ROUNDING = 2**-9
 NOISE_FACTOR = 3.0
 KV_SCALES = (f".{KEY}", f".{VALUE}")
@@ -75,7 +75,7 @@ def reference_logprobs(
     model = load_dequantized(checkpoint, tell)
     if jitter:
         _jitter_embeddings(model, jitter)
-    # compressed-tensors compiles its FP4 rounding, which would ask for a C++ compiler.
+    # compressed-tensors compiles its FP4 rounding, which needs a C++ compiler.
     with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
         for prompt in prompts:
             logits: torch.Tensor = model(torch.tensor([list(prompt)])).logits[0, :-1]

@@ -42,10 +42,10 @@ from vexport.version import __version__
 
 T = TypeVar("T")
 WORKER = "vexport.engine.worker"
-# Asks torch for no compilation: decides at the import of what torch.compile decorates.
+# Turns torch.compile off; read when decorated functions are imported.
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 
-# Ours, whatever the caller's environment says.
+# Set by vexport, whatever the caller's environment says.
 _FIXED_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
@@ -58,16 +58,16 @@ _FIXED_ENVIRONMENT = {
 }
 # The stubs for kernels that the CPU lacks would be in the way of a fake device.
 NO_EMULATION = {SWITCH: "0"}
-# Ours unless the caller chose otherwise. The KV cache is in whole GiB.
+# Defaults that the caller's environment overrides. The KV cache is in whole GiB.
 _DEFAULT_ENVIRONMENT = {
-    # Threads that wait for each other sleep soon: on shared cores those that spin keep the others waiting.
+    # Waiting threads sleep soon: on shared cores spinning threads hold up the others.
     "GOMP_SPINCOUNT": "10000",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
 }
 # A socket's path has 108 bytes: vLLM's have 42 below the folder of a session, whose name has 25.
 _LONGEST_TEMPORARY = 40
-# Of asking an interpreter whether it has vLLM.
+# Seconds to ask an interpreter whether it has vLLM.
 _PROBE_SECONDS = 60.0
 # vLLM's words where --engine-arg quantizes what is quantized, which few methods can: resolve_quant_method in
 # vllm/model_executor/layers/quantization/base_config.py.

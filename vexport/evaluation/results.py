@@ -33,7 +33,7 @@ LEAST = 20
 TOLERATED = 0.005
 """Share of answers that may change: half a point is far below what a verdict of 1 or 2 points rests on."""
 Row = Mapping[str, object]
-# Of a task: with lm-eval's prefix and date a file's name has at most 255 bytes.
+# The longest task name: with lm-eval's prefix and date a file name has at most 255 bytes.
 LONGEST_NAME = 200
 STAMP = re.compile(r"(\d{4}-\d{2}-\d{2}T[\d.-]+)\.json$")
 

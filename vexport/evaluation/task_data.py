@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 STAGE = "task data"
-# What `evaluate` says of a metric that neither the hub nor the cache gives (evaluate/loading.py).
+# The message of `evaluate` for a metric that is neither on the hub nor cached (evaluate/loading.py).
 _METRIC = re.compile(r"Module '(?P<name>[\w/.-]+)' doesn't exist on the Hugging Face Hub either")
 _EXTRA = re.compile(r"^(?P<package>[\w.-]+).*extra == ['\"](?P<extra>[\w.-]+)['\"]")
 
@@ -258,7 +258,7 @@ def _found(value: object, task: str, folders: Sequence[Path]) -> object:
 
 
 def _problems(request: SessionRequest) -> FoundProblems:
-    """Why the data of tasks cannot be had, each data set once."""
+    """The reasons that task data are unavailable, each data set once."""
     problems: dict[InputProblem, None] = {}
     try:
         problems.update((input_problem(error), None) for error in _fetch(request, reporter()))
@@ -291,7 +291,7 @@ def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError
 def _data_problem(
     settings: Mapping[str, object], report: OnProgress, folders: Sequence[Path]
 ) -> Iterator[VexportError]:
-    """Of a task that cannot be loaded, why its documents cannot be had either: all is said at once."""
+    """The error of the documents of a task that cannot be loaded, so that all errors are reported at once."""
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.config.task import TaskConfig
 

@@ -28,7 +28,7 @@ from vexport.records import Comparison, Outcome, Prompting, TaskVerdict, TextLim
 from vexport.records.values import about
 
 NO_CHOICE: Choice = MappingProxyType({})
-# Tasks that are named where several are not settled; the others are counted.
+# The most unsettled tasks that are named; the others are counted.
 MAX_NAMED = 3
 _MOST_DIGITS = 5
 

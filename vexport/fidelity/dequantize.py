@@ -122,7 +122,7 @@ def _layer_error(
     old: Reader,
     new: Reader,
 ) -> float:
-    """In dB. The pages that were read are given back."""
+    """The signal-to-noise ratio of a layer in dB. Releases the pages that were read."""
     scheme, tensor = get_scheme(group.scheme), source.tensors[member.weight]
     weight = read_weight(old, tensor, member.part)
     tensors = [written.tensors[spec.name] for spec in scheme.layout(member, tensor.dtype)]

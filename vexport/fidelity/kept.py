@@ -24,7 +24,7 @@ from vexport.files import read_json
 from vexport.layers.linears import PREDICTION
 from vexport.records import Finding, Json, Severity, TensorInfo
 
-# What vLLM computes itself and skips when it loads (AutoWeightsLoader and the load_weights of its models).
+# Tensors that vLLM computes and skips when loading (AutoWeightsLoader, load_weights of its models).
 COMPUTED = re.compile(r".*\b(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|attn\.bias)$")
 # Scales that a checkpoint has and its source does not: of the KV cache and of the queries.
 ADDED = re.compile(r".*\b[qkv]_scale$|.*\bkv_scale$")
@@ -70,7 +70,7 @@ ABOUT_THE_FILE = frozenset(
         "use_cache",
     }
 )
-# Keys that change a model's answers and have no other default than none.
+# Keys that change a model's answers and default to none.
 DECISIVE = ("logit_scale", "partial_rotary_factor", "rope_scaling", "sliding_window")
 PREPROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 

@@ -163,7 +163,7 @@ class Factors:
         return (columns / rows).sqrt() if agree and bool((rows > 0).all()) else None
 
     def _gains(self, name: str, axis: int) -> torch.Tensor | None:
-        """By which factor each row (axis 1) or column (axis 0) of a weight is larger than its source's."""
+        """The gain of each row (axis 1) or column (axis 0) of a weight over its source's."""
         layer = self._view.layers.get(name)
         weight = dequantized(self._view, name) if layer is not None and layer.is_quantized else None
         pieces = self._origins.weight(layer) if layer is not None else ()

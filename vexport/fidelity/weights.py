@@ -60,7 +60,7 @@ LEAST_OF_CHANCE = 64.0
 # Rows that show the directions, and one in how many rows of a layer may be such a row.
 SHOWN_ROWS = 512
 FEWEST_ROWS_FOR_ONE = 64
-# The errors (some, in) of the rows of these numbers (some,), which rise.
+# The errors (rows, in) of the rows with these ascending numbers (rows,).
 ErrorsOf = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -94,7 +94,7 @@ class WeightComparison:
         """The implausible properties, in words."""
         noise = 10 ** (-self.snr_db / 10)
         below = self.rounding_db - self.snr_db
-        # What a scale alone leaves once it is right: a refit leaves more than rounding.
+        # The error left once the scale is corrected: a refit leaves more than rounding.
         rest = max(noise - (self.gain - 1) ** 2, 0.0)
         refitted = rest > 10 ** ((REFITTED_DB - self.rounding_db) / 10)
         allowed = MOST_REFIT_GAIN_ERROR if refitted else MOST_GAIN_ERROR
@@ -272,7 +272,7 @@ def _spread(product: torch.Tensor, signal: torch.Tensor) -> float:
 
 
 def unlike_the_others(wrong: torch.Tensor, errors_of: ErrorsOf, columns: int) -> torch.Tensor:
-    """Of the rows that are `wrong` (rows,) those whose errors do not go where the other rows' errors go.
+    """Select those of the `wrong` rows (rows,) whose errors differ in direction from the other rows' errors.
 
     All rows of a layer are rounded for one input. Where one column of it outweighs all others, as the massive
     activations of a first token do, GPTQ corrects the error of that column in every row by the same

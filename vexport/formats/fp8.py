@@ -130,7 +130,7 @@ class Fp8(Format):
         return "emulated" if args.weights.block is None else "native"
 
     def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
-        """Of 448, per channel."""
+        """The largest code of each row and the code of 448, with scales per channel."""
         return ((codes & 0x7F).max(axis=1), 0x7E) if args.weights.strategy == "channel" else None
 
     def static_inputs(self, args: Arguments, largest: "np.float32") -> "Mapping[str, Array]":

@@ -29,7 +29,7 @@ class InputRounding:
         self._rounded = WeakTensorKeyDictionary()
 
     def rounded(self, value: torch.Tensor, module: Module) -> torch.Tensor:
-        """As `round_activations`."""
+        """Like `round_activations`."""
         if value not in self._rounded:
             self._rounded[value] = round_activations(value, self._args, self._scales, module)
         rounded: torch.Tensor = self._rounded[value]
@@ -63,7 +63,7 @@ def round_activations(
 
 
 def _rounded_to_e2m1(exact: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """As `fake_quantize`: values (1, tokens, features) with scales (1, tokens, groups)."""
+    """Like `fake_quantize`: values (1, tokens, features) with scales (1, tokens, groups)."""
     scales = scale.to(torch.float32).unsqueeze(-1)
     scaled = (exact.reshape(*scale.shape, -1) / scales).clamp_(-E2M1_MAX, E2M1_MAX)
     round_values(scaled.numpy().reshape(-1), E2M1)

@@ -78,7 +78,7 @@ class PackedIntegers(Format):
         return "floats in groups, which vLLM reads as integers" if args.weights.is_float else None
 
     def group_sizes(self, args: Arguments) -> Sequence[int | None]:
-        """With FP8 inputs CUTLASS' alone."""
+        """The group sizes of vLLM's kernels; with FP8 inputs those of CUTLASS."""
         if args.input_activations is not None and args.input_activations.is_float:
             return (W4AFP8_GROUP,)
         return OWN_GROUPS.get(args.weights.num_bits, HUMMING_GROUPS)
@@ -107,7 +107,7 @@ class PackedIntegers(Format):
         }
 
     def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
-        """By the words and, where their last bits may be empty, by the groups."""
+        """The shape, from the packed words and, where their last bits may be unused, from the groups."""
         codes, scales = super().shape(args, stored), stored.get("weight_scale")
         if codes is None:
             return None
@@ -211,7 +211,7 @@ class Int8(Format):
         return "native"
 
     def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
-        """Of all but the last one, per channel: searches for less error end one below."""
+        """The largest code of each row and the last but one, where searches for less error end."""
         if args.weights.strategy != "channel":
             return None
         return abs(codes.view("int8").astype("int16")).max(axis=1), 2 ** (args.weights.num_bits - 1) - 2

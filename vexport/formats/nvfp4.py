@@ -69,7 +69,7 @@ class Nvfp4(Format):
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS, 100: stored}, stored_bits=stored)
 
     def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
-        """Of 6, which is code 7; searches for less error end one below."""
+        """The largest code of each group, and 6, the last but one, where searches for less error end."""
         if codes.shape[1] % (NVFP4_GROUP // 2):
             return None
         pairs = codes.reshape(-1, NVFP4_GROUP // 2)

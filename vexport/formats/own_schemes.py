@@ -79,7 +79,7 @@ def _parsed(where: str, raw: Json) -> QuantArgs:
 
 
 def _completed(weights: QuantArgs, inputs: QuantArgs | None) -> SchemeArgs:
-    """With the dtypes and observers that presets have; a scale a row has no group size."""
+    """Add the dtypes and observers of presets; a scale per row has no group size."""
     exponents = weights.is_float and weights.strategy == "group" and weights.group_size == MX_GROUP
     if inputs is not None:
         observer = None if inputs.dynamic is True else STATIC_OBSERVER

@@ -9,7 +9,7 @@ from vexport.formats.kv_cache import kv_layout
 from vexport.formats.schemes import get_scheme
 from vexport.records import AttentionLayer, FusionGroup, LinearPlan, TensorInfo, TensorSpec
 
-# What a block of the output is made of.
+# The source of a block of the output.
 Source = FusionGroup | TensorInfo | AttentionLayer
 
 

@@ -15,7 +15,7 @@ from vexport.records import Finding, FusionGroup, Json, LinearPlan, TensorSpec
 # Why vLLM would load one of a layer's tensors wrongly or not at all; `size` is that of a head, 0 if unknown.
 Reason = Callable[[LinearPlan, TensorSpec, int], str | None]
 WEIGHTS = ("weight", "weight_packed")
-# What becomes of layers that do not fit.
+# The treatment of layers that do not fit.
 SHAPE = "shape"
 KEPT = "kept unquantized"
 KEY_VALUE = ("k_proj", "v_proj")

@@ -120,7 +120,7 @@ class KernelLocator(UserProvidedCacheLocator):  # type: ignore[misc]
 
     @classmethod
     def from_function(cls, function: object, file: str) -> "KernelLocator | None":
-        """None for functions of other packages."""
+        """Return None for functions of other packages."""
         if not Path(file).resolve().is_relative_to(PACKAGE):
             return None
         locator: KernelLocator | None = super().from_function(function, file)

@@ -41,7 +41,7 @@ class ErrorPower:
 
     @property
     def sqnr_db(self) -> float:
-        """As `sqnr_db` says."""
+        """See `sqnr_db`."""
         return sqnr_db(self.signal, self.error)
 
     @property

@@ -150,7 +150,7 @@ class Observer(Named, OlderNames):
 
     @property
     def max_vals(self) -> torch.Tensor:
-        """As `min_vals`, the largest."""
+        """Like `min_vals`, for the largest values."""
         return self._end(self.high)
 
     @max_vals.setter

@@ -86,7 +86,7 @@ class PlanText:
 
     @property
     def digest(self) -> str:
-        """Of all of it that written bytes depend on."""
+        """A digest of all settings that the written bytes depend on."""
         return f"{self.samples.digest} {self._device} {self._settings.all_experts}"
 
     @cached_property
@@ -247,7 +247,7 @@ def numbered(steps: Sequence[Step], on_progress: OnProgress) -> OnProgress:
 
 @dataclass(slots=True)
 class _Clock:
-    """When each layer of each step was done."""
+    """The times at which each layer of each step was done."""
 
     marks: dict[str, list[float]] = field(default_factory=dict)
     last: float = field(default_factory=time.perf_counter)

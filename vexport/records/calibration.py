@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-# The steps that calibration text goes through, by the names of their progress.
+# The steps of calibration, by their names in progress reports.
 LOOK_BACK, CALIBRATE, ROUND = "look back (layers)", "calibrate (layers)", "round weights (layers)"
 
 
@@ -135,7 +135,7 @@ class CalibrationData:
     pack: bool | None = None
 
 
-# The name of a way of rounding, of which the later ones know more.
+# Names of roundings, each using more information than the one before.
 Rounding = str
 SUMMARIES: Mapping[Rounding, str] = {
     "nearest": "Each value becomes the nearest number; needs no text",

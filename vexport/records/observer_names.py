@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 OptionValue = bool | int | float | str
-# The values of the search that can be: what must hold of each, in words too.
+# Valid search options: a predicate for each, and its description.
 _NEEDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "maxshrink": (lambda value: 0 <= value <= 1, "0 to 1"),
     "patience": (lambda value: value >= 0, "0 or more"),
@@ -149,13 +149,13 @@ OBSERVERS: Mapping[str, ObserverName] = {
         options=NVFP4_EXPANDED_IMPORTANCE,
     ),
 }
-# A weight is observed once, so these all give the range of its values.
+# A weight is observed once, so all of these give its min-max range.
 MIN_MAX = ("memoryless_minmax", "static_minmax", "minmax")
-# Searches by what calibration gathers, and the one of them that weights are rounded with in NVFP4.
+# Searches that need calibration; the second is used to round NVFP4 weights.
 BY_IMPORTANCE = (IMPORTANCE := "imatrix_mse", EXPANDED := "nvfp4_expanded_imatrix")
-# The same search for weights of whose inputs nothing is known.
+# The same search without input statistics.
 UNWEIGHTED = "memoryless_mse"
-# Between the module and the class of an observer of another package: `package.module:Class`.
+# The separator in `package.module:Class`, an observer of another package.
 CLASS_SEPARATOR = ":"
 
 

@@ -11,7 +11,7 @@ from types import FrameType
 
 from vexport.errors import InputError, clip
 
-# Of a chat template and a conversation; real ones take milliseconds.
+# Time limit for a chat template and a conversation; real ones take milliseconds.
 TEMPLATE_SECONDS = 10.0
 
 
@@ -39,10 +39,9 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 REGEX = "re:"
-# What the expressions of a list may take for all names together, of the processor: a busy machine is no fault
-# of theirs. A sound one takes a microsecond a name.
+# CPU seconds for all patterns of a list on all names; a sound pattern takes a microsecond per name.
 MOST_SECONDS, SECONDS_EACH = 2.0, 0.001
-# What `re` raises of text that is no expression: wrong, too large a count, groups too deep in each other.
+# Exceptions of `re` for an invalid pattern: syntax, too large a count, too deep nesting.
 REFUSED = (re.error, OverflowError, RecursionError)
 
 

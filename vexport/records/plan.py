@@ -58,7 +58,7 @@ class WeightPart:
 
 # How the KV cache is stored: one fp8 scale for keys and one for values of a layer, or one for each KV head.
 KvCache = Literal["fp8", "fp8_per_head"]
-# What becomes of layers whose shapes vLLM could not run.
+# The treatment of layers whose shapes vLLM could not run.
 OnUnsupportedShape = Literal["refuse", "keep", "smaller-group"]
 # Columns that share a scale, or one scale for a whole row.
 GroupSize = int | Literal["channel"]

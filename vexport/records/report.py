@@ -10,8 +10,7 @@ from vexport.records.findings import CheckReport, DryLoadReport, Finding, LoadRe
 from vexport.records.plan import Plan
 from vexport.records.values import Outcome
 
-# What a mixed scheme must stay within: bits per weight, bytes or share of the source's bytes for the whole
-# checkpoint.
+# The budget of a mixed scheme: bits per weight, bytes, or share of the source's bytes.
 BudgetKind = Literal["bits", "bytes", "share"]
 
 

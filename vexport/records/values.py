@@ -9,7 +9,7 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 Outcome = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 # (stage, done, total): what every long stage reports.
 OnProgress = Callable[[str, int, int], None]
-# Parts a stage's name from what is true of it at this moment, and may be another thing at the next.
+# Separates a stage's name from its current detail.
 PROGRESS_DETAIL = ": now "
 
 
@@ -22,7 +22,7 @@ def named(what: str, on_progress: OnProgress) -> OnProgress:
     return lambda stage, done, total: on_progress(f"{what}: {stage}", done, total)
 
 
-# Of whole numbers that clocks and loops can take: beyond it Python's own functions raise.
+# The largest whole number for clocks and loops: beyond it Python's own functions raise.
 MOST_COUNT = 2**31 - 1
 Positive = Annotated[int, Gt(0), Le(MOST_COUNT)]
 

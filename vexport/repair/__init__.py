@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Family = Callable[[CheckpointView, "ComparedSource | None"], Changes]
 OnProgress = Callable[[str, int, int], None]
-# What repairs config.json alone and so needs no torch; `families.FAMILIES` has all.
+# Families that repair only config.json and need no torch; `families.FAMILIES` has all.
 CONFIG_ONLY: Sequence[Family] = (config.keys, config.targets)
 
 

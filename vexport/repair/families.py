@@ -167,7 +167,7 @@ def weight_change(
     )
 
 
-# In this order: each family sees the checkpoint as those before it left it.
+# The order matters: each family sees the changes of those before it.
 FAMILIES: Sequence[Family] = (
     config.keys,
     arguments,

@@ -29,18 +29,18 @@ from vexport.reports.formatting import (
 from vexport.reports.layers import fallback_lines, rounding_lines
 from vexport.reports.markdown import render_parts, safe
 
-# A name on the hub, as huggingface_hub.utils.validate_repo_id has it; a local path is none.
+# A name on the hub, as huggingface_hub.utils.validate_repo_id defines it; local paths are not.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 # A release of vLLM: what else a report says stays out of a command.
 _VERSION = re.compile(r"\d+(\.\d+){1,3}")
 # A word of a command line, or the value of its option, that is an absolute path.
 _ABSOLUTE = re.compile(r"(^|[\s='\"])(/[^\s'\"]*)")
-# What stays true of a quantized model (https://huggingface.co/docs/hub/model-cards).
+# Metadata that stays true of a quantized model (https://huggingface.co/docs/hub/model-cards).
 INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
-# What the texts begin with, and how the hub names them.
+# How license texts begin, and the hub's identifiers.
 LICENSES = {"Apache License Version 2.0": "apache-2.0", "MIT License": "mit"}
 _TEXT = "tag:yaml.org,2002:str"
-# Of a file that is read, and of a word.
+# The most characters of a file that are read, and of a word.
 _MOST_BYTES, _LONGEST_WORD = 1 << 16, 500
 
 

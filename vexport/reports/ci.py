@@ -30,7 +30,7 @@ _OF_STATUS: Mapping[Status, _Level] = {
     "SKIPPED": "notice",
 }
 _OF_SEVERITY: Mapping[Severity, _Level] = {"error": "error", "warning": "warning", "info": "notice"}
-# What is looked through for the line of a key; a config is a few kilobytes.
+# The most bytes searched for the line of a key; a config is a few kilobytes.
 _MAX_BYTES = 1 << 20
 Suite = tuple[str, Sequence[Gate]]
 

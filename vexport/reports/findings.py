@@ -35,9 +35,9 @@ _NAME = re.compile(r"(?<![\w#])[\w#]+(?:\.[\w#]+){2,}")
 _INDEX = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=[.\s]|$)")
 _MAX_RUNS = 4
 _MAX_NAMES = 4
-# Kinds of what may follow from a cause that are shown; the others are counted.
+# The most kinds of consequences shown under a cause; the others are counted.
 MAX_FOLLOWING = 20
-# A finding of `config` at the quantization config decides what these checks expect of every layer.
+# A wrong quantization config changes what these checks expect of every layer.
 _AT_CONFIG = "quantization_config"
 _JUDGED_BY_CONFIG = frozenset({"completeness", "shapes", "values", "fusion", "devices"})
 _NOT_RUN = "not run: an earlier gate failed"

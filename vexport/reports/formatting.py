@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 NOT_AVAILABLE = "n/a"
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-# What says nothing of how a model was served.
+# Arguments that say nothing about how a model was served.
 _OFF = {
     ("pipeline_parallel_size", "1"),
     ("distributed_executor_backend", "uni"),

@@ -13,7 +13,7 @@ from vexport.reports.document import facts, parts, row
 from vexport.reports.formatting import count, coverage_lines, decibels, plural, ratio, size
 from vexport.reports.layers import fallback_lines, rounding_lines
 
-# Of the weights of the linear layers in decoder layers, below which a checkpoint is hardly a quantized one.
+# The share of decoder linear weights below which a checkpoint is hardly quantized.
 LITTLE = 0.5
 # Repairs of one kind that are shown one by one; JSON has all.
 SHOWN = 8

@@ -53,7 +53,7 @@ from vexport.reports.layers import (
 )
 
 _NOT_RUN = "an earlier gate failed"
-# In the order of a reader's interest: what a run writes (vexport.run, vexport.run.serving), and what it is.
+# Files of a run, most interesting first, and their descriptions.
 _FILES = (
     ("checkpoint", "the quantized checkpoint"),
     ("scenario.yaml", "the scenario that was run"),

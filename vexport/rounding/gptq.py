@@ -51,7 +51,7 @@ class Moments:
 
     @classmethod
     def zeros(cls, columns: int, *, drift: bool, device: str | torch.device = "cpu") -> "Moments":
-        """Of no tokens yet."""
+        """Moments of no tokens."""
         zero = torch.zeros(columns, columns, device=device)
         return cls(hessian=zero, drift=zero.clone() if drift else None)
 

@@ -52,7 +52,7 @@ KIND = FolderKind(
     ),
     checkpoints=frozenset((CHECKPOINT,)),
 )
-# Of what a stage was made from, by name.
+# Digests of a stage's inputs, by name.
 Digests = Mapping[str, str]
 
 

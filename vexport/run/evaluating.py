@@ -168,7 +168,7 @@ def _resolved(job: EvalJob, role: str, name: str) -> Path:
 
 
 def explained(job: EvalJob, judged: Judged, explaining: Explaining, on_progress: OnProgress) -> Judged:
-    """With the cause of a loss in its verdict, where that is asked for and can be told in time."""
+    """Add the cause of a loss to the verdict, if asked for and found in time."""
     verdict, baseline, candidate = judged.verdict, judged.baseline, judged.candidate
     if verdict is None or baseline is None or candidate is None or not explaining.is_due(verdict.outcome):
         return judged
@@ -264,11 +264,11 @@ def _judged(job: EvalJob, role: str, baseline: Served | None, candidate: Served 
     if job.known is None:
         return Judged(checkpoint=name, verdict=None)
     verdict = verdict_of(job.settings, (job.known, job.answers(role)), baseline, candidate)
-    # Of engines elsewhere nobody can tell the cause of a loss.
+    # The cause of a loss cannot be found for models served elsewhere.
     baseline, candidate = (each if each and each.result.engine else None for each in (baseline, candidate))
     if baseline is not None and candidate is not None:
         drift = drift_between(baseline, candidate, job.settings)
-        # What has decided is no warning.
+        # What decided the verdict is not a warning.
         warnings = drift_warnings(drift) if drift and not verdict.text else ()
         verdict = replace(verdict, warnings=(*verdict.warnings, *warnings), drift=drift)
     if len(job.checkpoints) > 1:

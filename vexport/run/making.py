@@ -204,6 +204,6 @@ def check(run: Run) -> CheckReport:
     on_layer = partial(run.options.on_progress, "read back (layers)")
     layers = LayerErrors(layers=layer_errors(run.index, written, plan, on_layer=on_layer))
     write_text(run.folder / LAYERS, to_json(layers))
-    # Names and shapes vLLM judges in the stages that follow.
+    # Later stages ask vLLM about names and shapes.
     not_judged = tuple(each for each in report.not_judged if each.what != NAMES)
     return replace(report, ok=report.ok and not lost, findings=findings, not_judged=not_judged)

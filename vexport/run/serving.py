@@ -54,16 +54,16 @@ from vexport.records import (
 from vexport.run.options import EngineOptions
 from vexport.scenario import Evaluate, Serve
 
-# What an evaluation reserves its cache for where no length is given; longer prompts are an error, never cut.
+# The default context length of an evaluation; longer prompts are an error and never truncated.
 EVALUATION_LENGTH = 4096
 TASKS_WORKER = "vexport.evaluation.lm_eval_runner"
 LOGPROBS = "logprobs.safetensors"
 BASELINE = "baseline"
 CANDIDATE = "candidate"
 PLAIN = LmEvalSettings()
-# What each token of the text cost.
+# The log-probability of each token of the text.
 TEXT_FILE = "text.safetensors"
-# Tokens that are drafted at once, unless an argument of vLLM says otherwise.
+# Tokens drafted at once, unless an argument of vLLM says otherwise.
 DRAFT_LENGTH = 3
 
 

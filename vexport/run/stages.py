@@ -61,12 +61,12 @@ from vexport.version import __version__
 NOT_RUN = LoadReport(checkpoint="", ok=False, findings=())
 # The page comes last: it links to what is there.
 RENDERED = {"report.md": "markdown", "junit.xml": "junit", "model-card.md": "card", "report.html": "html"}
-# A kind below this share of both checkpoints is counted among the others.
+# Kinds below this share of both checkpoints are grouped as others.
 _LEAST_SHARE = 0.005
 OTHERS = "others"
 # The hub's cache: models--ORG--NAME/snapshots/REVISION (huggingface_hub.constants, REPO_ID_SEPARATOR).
 _CACHED = re.compile(r"(?:^|/)models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
-# What a folder is called that is named after its role; the folder around it has the name.
+# Folder names that only state a role; the parent folder's name is used instead.
 _ROLES = {"model", "checkpoint", "source", "snapshot", "hf", "weights", "final", "main", "output"}
 
 
@@ -97,7 +97,7 @@ def concluded(
     return Conclusion(verdict.outcome, verdict.reason)
 
 
-# Of a pass too, whose report shows the floor of noise.
+# After a pass too: the report shows the noise floor.
 @stage(
     "attribute",
     Attribution,
@@ -179,7 +179,7 @@ STAGES: tuple[Stage[object], ...] = (
     attribute,
     report,
 )
-# What is known of the baseline, whatever is compared with it.
+# Stages of the baseline alone, whatever it is compared with.
 BASELINE_STAGES = (proving.serve_baseline.name, proving.load_baseline.name)
 
 

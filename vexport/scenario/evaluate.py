@@ -70,7 +70,7 @@ DEFAULT_ALPHA = 0.05
 DEFAULT_KL_LIMIT = 0.1
 DEFAULT_NLL_LIMIT = 0.05
 DEFAULT_KL_PROMPTS = 16
-# Of held-out text that decides. On one row the tokens depend on each other: rows count, not tokens.
+# Rows of held-out text for a verdict: tokens in one row depend on each other, so rows are counted.
 DEFAULT_TEXT_ROWS = 32
 DEFAULT_TEXT_TOKENS = 512
 

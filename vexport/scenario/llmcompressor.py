@@ -26,7 +26,7 @@ SMOOTHING, STRENGTH = "SmoothQuantModifier", "smoothing_strength"
 _PLACES = ("mappings", "ignore")
 # Its default.
 SMOOTHING_STRENGTH = 0.5
-# Gathers what imatrix_mse weights errors by; here that observer gathers it itself.
+# Collects the importance for imatrix_mse; here the observer collects it itself.
 GATHERER = "IMatrixGatherer"
 # Stages and groups of modifiers are called like `quant_stage`, `DEFAULT_stage`, `quant_modifiers`.
 _CLASS = re.compile(r"[A-Z][A-Za-z0-9]+")
@@ -34,7 +34,7 @@ _OF_BOTH = (
     *("config_groups", "targets", "ignore", "scheme", "kv_cache_scheme"),
     *("weight_observer", "input_observer", "output_observer", "observer"),
 )
-# What changes how llm-compressor works, and not what comes of it.
+# Settings that change how llm-compressor runs, not its result.
 _WITHOUT_EFFECT = (
     *("block_size", "sequential_update", "sequential_targets", "offload_hessians", "index"),
     *("start", "end", "group", "bypass_divisibility_checks"),
@@ -43,7 +43,7 @@ _OF_GPTQ = ("dampening_frac", "actorder")
 # llm-compressor's default and ours (vexport.rounding.settings; a test holds them equal).
 GPTQ_DAMPING = 0.01
 _STATIC_ORDERS = (None, "static", "weight")
-# How the ranges of keys and values are found here.
+# Observers of keys and values that vexport has.
 _CACHE_OBSERVERS = (None, "static_minmax")
 Keys = Mapping[str, JsonValue]
 
@@ -99,7 +99,7 @@ def read_recipe(path: Path) -> Recipe:
         followed[1].refuse("ignore", "another list than the first modifier's", need, "join them")
     rules = [rule for modifier in modifiers for rule in _rules(modifier)]
     caches = [cache for modifier in modifiers if (cache := _kv_cache(modifier)) is not None]
-    # Each target of a group has the problems of its arguments: each is told once.
+    # All targets of a group share its arguments: report each problem once.
     problems = {str(problem): problem for modifier in every for problem in modifier.problems}
     if problems:
         raise InputErrors(list(problems.values()))

@@ -20,9 +20,9 @@ from vexport.scenario.model import Calibration, Scenario, Sensitivity
 from vexport.scenario.rules import Auto, Rule
 from vexport.scenario.serve import Serve
 
-# Of one file, in full, and of a value in one.
+# The most characters of a file, and of a value in a message.
 MOST_PROBLEMS, MOST_CHARACTERS = 50, 300
-# What people call a setting elsewhere, in lm-eval's other front ends or in vLLM.
+# Other names of settings, in lm-eval's other front ends or in vLLM.
 _OTHER_NAMES = {
     "fewshot": "evaluate.num_fewshot",
     "n_shot": "evaluate.num_fewshot",

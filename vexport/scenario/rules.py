@@ -32,11 +32,11 @@ from vexport.records.observer_names import (
 from vexport.records.patterns import REFUSED
 from vexport.scenario.section import KeyProblem, ScenarioSection, known_name, located_error, located_errors
 
-# The scheme of a rule that leaves the choice to measured losses and a budget.
+# The scheme that is chosen by measured losses and a budget.
 AUTO = "auto"
 # The keys of a rule or candidate that say a scheme besides its name.
 SIZE, WEIGHTS, INPUTS = OWN_KEYS = ("group_size", "weights", "input_activations")
-# The name of a class of another package.
+# An observer class of another package.
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 # Strategies of weights whose groups of columns can be searched by the importance of those.
 WITH_IMPORTANCE = ("channel", "group", "tensor_group")

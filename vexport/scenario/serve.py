@@ -29,8 +29,7 @@ TYPED = (
     *("tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend"),
     *("gpu_memory_utilization", "max_num_seqs", "kv_cache_dtype", "max_model_len", "enforce_eager"),
 )
-# What quantizes the model that is served. The baseline is what the loss is measured against, so it runs
-# without them.
+# Arguments that quantize the served model. The baseline runs without them.
 CANDIDATE_ONLY = (
     *("kv_cache_dtype", "kv_cache_dtype_skip_layers", "calculate_kv_scales"),
     *("quantization", "quantization_config", "allow_deprecated_quantization"),

@@ -153,7 +153,7 @@ def _first(name: str, targets: Targets) -> ConfigGroup | None:
 
 
 def _of_class(name: str, targets: Targets) -> ConfigGroup | None:
-    """By a class name's part, in any case, or by a pattern that matches it."""
+    """Match a class by part of its name, in any case, or by a pattern."""
     for target, group in targets.items():
         if matches(target, name) if target.startswith(REGEX) else target.lower() in name.lower():
             return group
@@ -206,7 +206,7 @@ class OnlineTransform:
 
 
 def online_transforms(quantization: Mapping[str, Json]) -> Iterator[OnlineTransform]:
-    """Those of a quantization config, in order; what cannot be read is left out."""
+    """The online transforms of a quantization config, in order; unreadable ones are left out."""
     config = quantization.get("transform_config")
     groups = config.get("config_groups") if isinstance(config, dict) else None
     for scheme, raw in groups.items() if isinstance(groups, dict) else ():
@@ -239,7 +239,7 @@ QUANTIZED_PARAMETERS = frozenset(
         "input_scale",
         "input_zero_point",
         "input_global_scale",
-        # of other methods
+        # Parameters of other methods.
         "qweight",
         "qzeros",
         "weight_scale_inv",
@@ -248,7 +248,7 @@ QUANTIZED_PARAMETERS = frozenset(
         "blocks",
     }
 )
-# What only a layer with others of those has.
+# Parameters that never occur alone.
 WITH_OTHERS = frozenset({"scales", "g_idx"})
 # Parameters of all experts of a layer that are joined to their projection's name (gpt-oss).
 JOINED = re.compile(r"(?P<module>.*\.experts\.(?:gate_up|down)_proj)_(?P<parameter>blocks|scales|bias)")

@@ -17,7 +17,7 @@ from vexport.checks.vllm.groups import joined_name, split_name
 from vexport.records import Json
 
 Shape = tuple[int | None, ...]
-# Keys of which each unit has tensors of its own, so that there are at most as many as tensors.
+# Keys that count units with tensors of their own, and so are at most the number of tensors.
 COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
 # Experts that a config may announce beyond those that are stored: of layers without any, or missing.
 SLACK, LEAST_SLACK = 16, 4096
@@ -31,7 +31,7 @@ ATTENTION_NORM, MLP_NORM, FEEDFORWARD_NORM = (
 )
 # Tensors of all experts of a layer that vLLM's loaders know (load_weights of its classes).
 STACKED = re.compile(r".*\.experts\.(gate_up|down|gate|up)_proj(\.weight|_(blocks|scales|bias))?")
-# All that a decoder with an RMSNorm before its attention and one before its MLP has.
+# The tensors of a decoder layer with an RMSNorm before its attention and one before its MLP.
 PLAIN = re.compile(
     r"lm_head\.weight|model\.(embed_tokens|norm)\.weight|model\.layers\.\*\."
     r"(((input|post_attention|pre_feedforward|post_feedforward)_layernorm|self_attn\.[qk]_norm)\.weight"

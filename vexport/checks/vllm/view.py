@@ -79,10 +79,10 @@ class CheckpointView:
         self.index = index
         self.reader = reader
         self.target = target
-        # Path -> digest of files, besides those that vexport.json has; None where none were asked for.
+        # Digests by path, besides those in vexport.json; None if not asked for.
         self.digests = digests
         self.config_path = str(index.root / "config.json")
-        # By the names of a fused layer and its members, on which alone the answers rest.
+        # Cached by the names of a fused layer and its members.
         self._ignored: dict[tuple[str, ...], list[str]] = {}
         self._groups: dict[tuple[str, ...], ConfigGroup | None] = {}
 
@@ -333,7 +333,7 @@ class CheckpointView:
         return tuple(f"{prefix}{dot}{part}" for part in parts) or members
 
     def built_plain(self, fused: FusedLinear) -> str | None:
-        """Why vLLM has no quantized form of a layer, as of most routers; None where the config decides."""
+        """The reason that vLLM never quantizes a layer (most routers); None where the config decides."""
         projection = fused.name.rpartition(".")[2]
         kind = self.architecture.kind(fused.name)
         plain = projection in self.architecture.unquantized and moe_layer(fused.name) is None

@@ -54,7 +54,7 @@ class Dequantized:
         return F.linear(x, layer.weight, bias)
 
     def apply_scaled_mm(self, **tensors: torch.Tensor) -> torch.Tensor:
-        """Never called, where `apply_weights` does it all; vLLM wants it to be there."""
+        """Required by vLLM but never called: `apply_weights` does all of it."""
         raise NotImplementedError
 
     apply_block_scaled_mm = apply_scaled_mm
@@ -160,7 +160,7 @@ class EmulationW8A16Fp8Linear(Dequantized, FP8ScaledMMLinearKernel):  # type: ig
         return True, None
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
-        """With scales per channel the weight comes as (in, out), with scales by block as it is stored."""
+        """Dequantize the weight: it is (in, out) with scales per channel, as stored with block scales."""
         if layer.weight_block_size is None:
             weight = layer.weight.data.t().to(torch.float32) * layer.weight_scale.data.reshape(-1, 1)
         else:
@@ -224,7 +224,7 @@ class EmulationMxFp4Linear(Dequantized, MxFp4LinearKernel):  # type: ignore[misc
 
     @classmethod
     def _supports_quant_scheme(cls, weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
-        """Asked by vLLM 0.33 too, where the default refuses FP8 and an engine argument may have others."""
+        """Accept dynamic FP8 inputs; vLLM 0.33 asks this too, and its default refuses FP8."""
         if activation_key in (None, kMxfp4Dynamic):
             return True
         return activation_key.dtype == torch.float8_e4m3fn and not activation_key.scale.static

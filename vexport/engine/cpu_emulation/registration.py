@@ -112,13 +112,13 @@ def ready_amx() -> None:
 
 
 def nvfp4_kernel(use_a16: bool = False) -> NvFp4LinearKernel:
-    """In the place of vLLM's `init_nvfp4_linear_kernel`: the kernel for the CPU."""
+    """Replace vLLM's `init_nvfp4_linear_kernel`: return the CPU kernel."""
     kernel = EmulationNvFp4A16Linear if use_a16 else EmulationNvFp4Linear
     return kernel(NvFp4LinearLayerConfig())
 
 
 def rotate(transform: HadamardTransform, value: torch.Tensor, part_id: int = 0) -> torch.Tensor:
-    """In the place of `HadamardTransform.forward`: `value` (..., features) times the matrix, or its inverse.
+    """Replace `HadamardTransform.forward`: `value` (..., features) times the matrix or its inverse.
 
     vLLM has kernels for it on GPUs only.
     """

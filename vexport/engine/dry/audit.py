@@ -21,7 +21,7 @@ Region: TypeAlias = tuple[int, Layout]
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN.copy_, _ATEN.index_put_, _ATEN.index_copy_)
 _FILLS = (_ATEN.fill_, _ATEN.zero_)
-# Loaders ask these of values that must agree (the input scales of an expert's w1 and w3): they do.
+# Comparisons that loaders make between values that must agree (input scales of an expert's w1 and w3).
 _DIFFERENCES = (_ATEN.ne, _ATEN.gt, _ATEN.lt)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.int16, torch.int32, torch.int64)
@@ -251,7 +251,7 @@ def _tensors(values: tuple[object, ...]) -> Iterator[torch.Tensor]:
 
 
 class HeaderFile:
-    """In the place of vLLM's `safe_open`: tensors are on the meta device, the file is checked as ever."""
+    """Replaces vLLM's `safe_open`: tensors are on the meta device, the file is still checked."""
 
     def __init__(self, audit: Audit, filename: str, framework: str = "pt", device: str = "cpu") -> None:
         self._file, self._audit = safetensors.safe_open(filename, framework="np"), audit

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 _MOST_MESSAGE = 1000
-# What a missing device, package or value says: the end of what can be shown, not vLLM's judgement.
+# Messages about a missing device, package or value: the limit of a dry load, not vLLM's judgement.
 _NOT_FOLLOWED = (NotFollowed, ImportError)
 _NOT_FOLLOWED_WORDS = ("meta tensor", "meta device", "NVIDIA driver", "CUDA enabled", "_Uncallable")
-# What pydantic says of itself around the message of a validator.
+# pydantic's own words around a validator's message.
 _PYDANTIC = re.compile(r"^\d+ validation errors? for \w+\s+Value error,|\[type=.*\Z", re.DOTALL)
 # Parameters that vLLM registers and never reads; its own weight tracking leaves out the second.
 _NEVER_READ = ("weight_shape", "input_scale_ub")
-# Begins the names of its layers in a report.
+# The prefix of its layers' names in a report.
 DRAFTER = "drafter."
 # Parameters that MTP layers take from the target, whatever the checkpoint has: `_maybe_share_embeddings` and
 # `_maybe_share_lm_head` in vllm/v1/spec_decode/llm_base_proposer.py.
@@ -88,7 +88,7 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
         memory = rank_memory([*models.values()], config, cell.tp)
         known = attempt.loaded.with_name(f"{attempt.loaded.name}-{_signature(models)}.json")
         with known.with_suffix(".lock").open("w") as lock:
-            # One loads; its like on another capability, at the same time, waits for what it finds.
+            # One cell loads first; the same cell on other capabilities waits for its result.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not known.is_file():
                 if attempt.rank == 0:

@@ -70,7 +70,7 @@ def fake_cuda() -> None:
 
     # FlashInfer comes with vLLM's CUDA wheel: kernels are chosen as if it were here. None is run.
     vars(flashinfer).update({name: _yes for name in _FLASHINFER if hasattr(flashinfer, name)})
-    # vLLM notes how to load other weights later, which takes as long as to build the model: it need not.
+    # vLLM records how to reload weights, which takes as long as building the model: not needed here.
     if hasattr(utils, "record_metadata_for_reloading"):
         utils.record_metadata_for_reloading = lambda model: None
 
@@ -82,7 +82,7 @@ def set_capability(sm: int) -> None:
     from vllm.platforms.interface import DeviceCapability
 
     type(current_platform).capability = DeviceCapability(sm // 10, sm % 10)
-    # The one place where vLLM keeps an answer from the time of its import.
+    # The one place where vLLM caches an answer at import.
     if hasattr(cutlass, "CUTLASS_BLOCK_FP8_SUPPORTED"):
         cutlass.CUTLASS_BLOCK_FP8_SUPPORTED = supports_block_fp8(sm)
 

@@ -57,7 +57,7 @@ def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
             continue
         scheme = getattr(layer, "scheme", None) or method
         kernel = _kernel(scheme)
-        # The name that vLLM gave it, which in a drafter is not where it stands.
+        # vLLM's name of the layer; in a drafter it differs from its place in the module tree.
         given = getattr(layer, "prefix", None) or getattr(layer, "layer_name", None)
         stored = _stored(method, layer, given if isinstance(given, str) else name)
         yield LayerKind(
@@ -135,7 +135,7 @@ def rank_memory(models: Sequence[torch.nn.Module], config: "VllmConfig", tp: int
         return None
     finally:
         config.model_config.max_model_len = longest
-    # What is shared (tied embeddings) counts once.
+    # Shared parameters (tied embeddings) count once.
     tensors = {id(tensor): tensor for model in models for tensor in (*model.parameters(), *model.buffers())}
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     return RankMemory(tp=tp, weight_bytes=size, sequences=sequences)

@@ -32,7 +32,7 @@ BLIND_SPOTS = (
     "no kernel ran, no value was looked at, and what vLLM does to weights after loading was left out",
     "kernels are those of vLLM's CUDA wheel with FlashInfer, without DeepGEMM and Humming",
 )
-# What vLLM and transformers ask for where a checkpoint brings code.
+# Messages of vLLM and transformers about a checkpoint that needs remote code.
 TRUST = "trust_remote_code"
 _SAYS: dict[MiscopyKind, tuple[Severity, str, str]] = {
     "missing": (
@@ -55,7 +55,7 @@ SECONDS = 600.0
 
 def judge(name: str, vllm: str, results: Sequence[CellResult], require: Require) -> DryLoadReport:
     """The report on one checkpoint from its cells."""
-    # For each tensor parallel size the first that loaded: it is the same on every capability.
+    # The first cell that loaded for each tensor parallel size: memory is the same on every capability.
     memory = {each.memory.tp: each.memory for each in reversed(results) if each.memory is not None}
     findings = (*_not_loaded(results, require), *_faults(results), *_precisions(results))
     return DryLoadReport(

@@ -23,7 +23,7 @@ from vexport.engine.worker import answer_request, reporter
 from vexport.files import from_json, to_json, write_text
 
 _STAGE = "dry load"
-# What vLLM imports for each model: the plainest class, and the kinds of attention of which it chooses one.
+# Modules that vLLM imports for every model: the plainest class, and the attention backends.
 _EVERY_CELL = (
     "vllm.model_executor.models.llama",
     "vllm.v1.attention.backends.flash_attn",
@@ -151,7 +151,7 @@ def _require_file(attempt: DryTry, code: int) -> None:
     if attempt.file.is_file():
         return
     ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    # The system kills where memory ends; any other death is vLLM's own.
+    # The system kills a process that is out of memory; any other death is vLLM's fault.
     outcome: Outcome = "unknown" if code == -signal.SIGKILL else "refused"
     reason = f"the process ended with {ending}"
     write_text(attempt.file, to_json(CellResult(cell=attempt.cell, outcome=outcome, reason=reason)))

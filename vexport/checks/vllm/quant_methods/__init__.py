@@ -10,7 +10,7 @@ from vexport.records import Json
 if TYPE_CHECKING:
     from vexport.checks.vllm.quant_methods.base import QuantMethod
 
-# By the name in configs: the file here, of which no other is loaded.
+# Modules by the method's name in configs; only the one that is needed is imported.
 METHODS: Mapping[str, str] = {
     "auto-round": "auto_round",
     "auto_awq": "awq",
@@ -27,9 +27,9 @@ METHODS: Mapping[str, str] = {
     "quark": "quark",
 }
 METHOD = "compressed-tensors"
-# What a config of another method may have and one of compressed-tensors never has.
+# Keys that other methods have and compressed-tensors never has.
 FOREIGN_KEYS = ("quant_algo", "quantization", "packing_format", "global_quant_config", "producer")
-# Methods of vLLM and of others that are not judged.
+# Methods that are not judged.
 OTHERS = ("bitsandbytes", "fbgemm_fp8", "fp_quant", "gguf", "mxfp8", "torchao")
 
 

@@ -35,7 +35,7 @@ BACKENDS = ("auto", "gptq", "gptq:marlin", "awq", "awq:marlin", "marlin")
 # words the layout is not judged.
 HUMMING_BITS, UNJUDGED_BITS, UNQUANTIZED = (2, 3, 5, 6, 7), (3, 5, 6, 7), 16
 REGEX_CHARACTERS = frozenset(r"*+?^$()[]{}|\\")
-# What the inputs of MXFP8 are (`_validate_raw_config`).
+# Input arguments of MXFP8 (`_validate_raw_config`).
 MX_INPUTS: Mapping[str, Json] = {
     "act_bits": 8,
     "act_data_type": "mx_fp",
@@ -60,14 +60,14 @@ class AsGptq(Gptq):
 
 
 class AsMxfp4(MethodFormat, Mxfp4):
-    """As compressed-tensors has it; Marlin takes SM 75, and INCConfig.get_min_capability is 60."""
+    """MXFP4 as in compressed-tensors; Marlin takes SM 75, and INCConfig.get_min_capability is 60."""
 
     name = "auto-round"
     least_sm = 75
 
 
 class AsMxfp8(MethodFormat, Mxfp8):
-    """As compressed-tensors has it."""
+    """MXFP8 as in compressed-tensors."""
 
     name = "auto-round"
 
@@ -128,7 +128,7 @@ def read(config: MethodConfig) -> QuantMethod:
 
 
 def _entry_of(layer: str, name: str, entries: Mapping[str, LayerSettings]) -> LayerSettings | None:
-    """Of vLLM's name or its end, of the member's, of experts below it, or by a pattern (_resolve_raw)."""
+    """The entry for vLLM's name or its end, the member's, experts below it, or a pattern (_resolve_raw)."""
     for each in (layer, name):
         if each in entries:
             return entries[each]

@@ -16,7 +16,7 @@ from vexport.formats.base import Format, GpuSupport, Parameter
 from vexport.formats.schemes import get_scheme
 from vexport.records import Finding, Json, Severity, TensorInfo
 
-# What a layer's tensors are in compressed-tensors: the same bytes under another name, or computed ones.
+# A layer's tensors in compressed-tensors: the same bytes renamed, or computed.
 Translation = Mapping[str, TensorInfo | Derived]
 EXPERTS = "experts"
 
@@ -33,9 +33,9 @@ class MethodFormat(Format):
     """
 
     names: Mapping[str, str] = {}
-    # Those of compressed-tensors' that are the reciprocals of what is stored.
+    # Tensors of compressed-tensors that are reciprocals of the stored ones.
     reciprocals: frozenset[str] = frozenset()
-    # The method's own least capability, in the place of the scheme's.
+    # The method's least capability, which overrides the scheme's.
     least_sm: int = 0
 
     def matches(self, args: Arguments, stored_as: str) -> bool:
@@ -43,7 +43,7 @@ class MethodFormat(Format):
         return False
 
     def vllm_scheme(self, args: Arguments) -> str:
-        """None of compressed-tensors' schemes."""
+        """Return "": it is none of compressed-tensors' schemes."""
         return ""
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
@@ -181,7 +181,7 @@ class MethodConfig:
 
 
 def is_listed(name: str, listed: Collection[str]) -> bool:
-    """By its whole name; experts where an entry with `experts` contains it."""
+    """Match the whole name; for experts, an entry with `experts` that contains it."""
     if EXPERTS in name:
         return any(name in entry for entry in listed if EXPERTS in entry)
     return name in listed

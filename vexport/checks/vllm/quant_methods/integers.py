@@ -73,7 +73,7 @@ class TransposedIntegers(MethodFormat, PackedIntegers):
         return (columns * CODES, rows) if self.places else (columns, rows * INT32_BITS // bits)
 
     def translated(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> Translation:
-        """As compressed-tensors packs it: along the inputs, outputs first, in the plain order."""
+        """Repack as compressed-tensors does: along the inputs, outputs first, in the plain order."""
         shape = self.shape(args, stored)
         assert shape is not None
         codes, scales = stored[self.weight], stored[self.names["weight_scale"]]

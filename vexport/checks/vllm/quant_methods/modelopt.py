@@ -95,7 +95,7 @@ class ModelOptMxfp8(MethodFormat, Mxfp8):
     name = "modelopt"
 
 
-# By ModelOpt's name of the algorithm: how it is stored, and the preset that has its arguments.
+# ModelOpt's algorithms: the storage format, and the preset with its arguments.
 ALGOS: Mapping[str, tuple[MethodFormat, str]] = {
     "FP8": (ModelOptFp8(), "FP8"),
     "FP8_PER_CHANNEL_PER_TOKEN": (ModelOptFp8(), "FP8_DYNAMIC"),
@@ -202,6 +202,6 @@ def _layers(config: MethodConfig, inner: Mapping[str, Json], keys: str) -> dict[
 
 
 def _algo_of(layer: str, name: str, layers: Mapping[str, str]) -> str:
-    """By vLLM's name, the member's, or for experts that of what is below them (_resolve_quant_algo)."""
+    """The algorithm for vLLM's name, the member's, or for experts of a name below (_resolve_quant_algo)."""
     below = (algo for entry, algo in layers.items() if entry.startswith(f"{layer}."))
     return layers.get(layer) or layers.get(name) or next(below, "")

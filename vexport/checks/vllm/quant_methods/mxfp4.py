@@ -40,7 +40,7 @@ class StackedMxfp4(MethodFormat, Mxfp4):
         self.experts, self.rows, self.columns = experts, rows, columns
 
     def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
-        """As config.json says: vLLM views the tensors so."""
+        """The shape that config.json implies: vLLM views the tensors so."""
         return self.experts * self.rows, self.columns
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:

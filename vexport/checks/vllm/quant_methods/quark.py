@@ -208,7 +208,7 @@ class QuarkMxfp4(MethodFormat, Mxfp4):
 
 
 class QuarkNvfp4(ModelOptNvfp4):
-    """As ModelOpt, but for the name of the inputs' scale."""
+    """NVFP4 as ModelOpt stores it, except for the name of the input scale."""
 
     name = "quark"
     names = {**ModelOptNvfp4.names, "input_global_scale": "input_scale_2"}
