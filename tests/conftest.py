@@ -15,8 +15,9 @@ CASES = 5
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--quick`: no vLLM, nothing slow, a sample of the cases of each test."""
+    """`--quick`: no vLLM, nothing slow, a sample of cases; `--whole`: every record of what vLLM answers."""
     parser.addoption("--quick", action="store_true")
+    parser.addoption("--whole", action="store_true")
 
 
 def pytest_configure() -> None:

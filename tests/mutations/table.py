@@ -15,6 +15,7 @@ from tests.mutations.kinds import arguments, files, forms, mixed, names, values
 Part = Callable[[Sound], Iterator[tuple[str, Change]]]
 OWN = (names.kinds, values.kinds, forms.kinds, arguments.kinds, mixed.kinds)
 SHARED = (files.kinds, arguments.model_kinds, arguments.shared_kinds, names.shared_kinds, mixed.shared_kinds)
+PARTS = (*OWN, *SHARED, names.special_kinds)
 # What depends on the scheme is recorded with one in so many of the further checkpoints of a scheme, what does
 # not with one in so many of all checkpoints.
 OWN_ONE_IN, SHARED_ONE_IN = 4, 6
@@ -23,9 +24,7 @@ OWN_ONE_IN, SHARED_ONE_IN = 4, 6
 @cache
 def mutations(good: str) -> Mapping[str, Change]:
     """All mutations of a sound checkpoint by name."""
-    return {
-        name: change for part in (*OWN, *SHARED, names.special_kinds) for name, change in part(GOOD[good])
-    }
+    return {name: change for part in PARTS for name, change in part(GOOD[good])}
 
 
 def worth_recording(good: str) -> list[str]:
