@@ -1,13 +1,12 @@
 """Two ranks over halves of the data have the statistics of one rank over all of it."""
 
-import multiprocessing
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed
 
+from tests.forked import finish, start
 from vexport.formats.arguments import QuantArgs
 from vexport.observers import IMatrixMSEObserver, Observer
 
@@ -96,32 +95,22 @@ def check_memoryless(rank: int) -> None:
     assert observer.tokens == 42
 
 
-def run_rank(rank: int, store: str, check: Callable[[int], None]) -> None:
+def run_rank(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     try:
-        check(rank)
+        for check in (check_extremes, check_averages, check_importance, check_memoryless):
+            check(rank)
     finally:
         distributed.destroy_process_group()
 
 
-def check_all(rank: int) -> None:
-    for check in (check_extremes, check_averages, check_importance, check_memoryless):
-        check(rank)
-
-
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=run_rank, args=(rank, str(tmp_path / "store"), check_all))
-        for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=120)
-    assert [process.exitcode for process in processes] == [0] * RANKS
+    logs = [tmp_path / f"rank-{rank}.log" for rank in range(RANKS)]
+    ranks = [start(log, run_rank, rank, str(tmp_path / "store")) for rank, log in enumerate(logs)]
+    for rank, log in zip(ranks, logs, strict=True):
+        finish(rank, log)
 
 
 def test_one_process_without_a_group_syncs_nothing() -> None:

@@ -1,17 +1,27 @@
 """A device of torch next to the CPU, in Python: no numpy of its tensors, no product with the CPU's.
 
-As a program it quantizes: `second_device.py SOURCE OUT --device second ...`. Its arithmetic is the CPU's own:
-a path for GPUs runs where there is none and comes to the same codes.
+Its arithmetic is the CPU's own: a path for GPUs runs where there is none and comes to the same codes.
 """
 
-import sys
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from tests.forked import command
+from vexport.calibration import Samples
+from vexport.calibration.walk import LayerWalk
+from vexport.calibration.weights import Filling, Weights
+from vexport.checkpoint.index import read_index
+from vexport.errors import InputError
+
 NAME = "second"
+TEXT = Samples(token_ids=((1, 2, 3, 4),), rows=(1,))
 COPIES = ("aten::copy_", "aten::_to_copy", "aten::_copy_from")
 
 
@@ -85,13 +95,48 @@ def register() -> object:
     return library
 
 
-def main() -> None:
+def on_second_device(*words: object) -> None:
+    """Run a command that may name the device."""
     registered = register()
-    from vexport.cli.entry import cli
-
-    cli.main(["quantize", *sys.argv[1:], "--no-verify", "--quiet"], standalone_mode=False)
+    command(*words)
     del registered
 
 
-if __name__ == "__main__":
-    main()
+def read_ahead(device: str, whole: Path, broken: Path) -> None:
+    """Walk through two models on a device, in a process of its own; print JSON.
+
+    Of the whole one: the threads that read layers, whether their weights are the file's, what is left of the
+    threads when the walk is broken off. Of the broken one, the error.
+    """
+    registered = register() if device == NAME else None
+    threads, read = list[str](), Weights.read
+
+    def noted(*words: object) -> list[Filling]:
+        threads.append(threading.current_thread().name)
+        into: Callable[..., list[Filling]] = read
+        return into(*words)
+
+    setattr(Weights, "read", noted)  # noqa: B010
+    walk, plain = LayerWalk(read_index(whole), device=device), LayerWalk(read_index(whole))
+    equal = list[bool]()
+    with walk.text(TEXT), plain.text(TEXT):
+        for layer, same in zip(walk.forward(), plain.forward(), strict=True):
+            values = zip(layer.module.parameters(), same.module.parameters(), strict=True)
+            equal.append(all(torch.equal(one.cpu(), other) for one, other in values))
+    readers = sorted(threads)
+    try:
+        with walk.text(TEXT):
+            for _ in walk.forward():
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
+    try:
+        walk = LayerWalk(read_index(broken), device=device)
+        with walk.text(TEXT):
+            reached = 0
+            for _ in walk.forward():
+                reached += 1
+    except InputError as error:
+        told = str(error)
+    del registered
+    print(json.dumps({"readers": readers, "equal": equal, "left": left, "reached": reached, "error": told}))

@@ -167,11 +167,6 @@ def test_a_damaged_kernel_cache_is_made_again(llama: Path, tmp_path: Path) -> No
         assert str(tmp_path / "cache") in err
         assert err.count("\n") == 1
     assert run()[2] == ""
-    for index in list((tmp_path / "cache").rglob("*.nbi")):
-        index.unlink()
-        os.mkfifo(index)
-    code_, out, err = run()
-    assert (code_, out, err.count("\n")) == (*first[:2], 1)
 
 
 def test_nothing_is_written_into_the_folder_that_another_call_began(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.architectures.families import save_family
 from tests.command import vexport
+from tests.forked import finish, start
 from tests.models import write_calibration
+from tests.quantize.second_device import on_second_device, read_ahead
 
 ROOT = Path(__file__).parent.parent.parent
-SECOND = Path(__file__).with_name("second_device.py")
 STAGES = {"device", "kernels", "pipeline", "decode", "vllm", "peer"}
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -27,13 +28,15 @@ CUDA = pytest.param(
 )
 def test_codes_of_another_device_are_the_cpus(family: str, scheme: str, how: str, tmp_path: Path) -> None:
     """Of the first layer's inputs, which both compute alike; from there on attention rounds otherwise."""
-    source, text = save_family(family, tmp_path / family), write_calibration(tmp_path / "text.jsonl")
+    source = save_family(
+        family, tmp_path / family, num_hidden_layers=1, hidden_size=128, num_attention_heads=2
+    )
+    text = write_calibration(tmp_path / "text.jsonl", length=16)
     # Smoothing sets `data` of parameters, which the second device cannot.
-    options = ["--scheme", scheme, "--rounding", how, "--calibration", text, "--samples", "4"]
-    options += ["--smoothing", "0"]
-    words = [sys.executable, SECOND, source, tmp_path / "second", *options, "--device", "second"]
-    ran = subprocess.run(list(map(str, words)), cwd=ROOT, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
+    options = ["--scheme", scheme, "--rounding", how, "--calibration", text, "--smoothing", "0"]
+    words = ("quantize", source, tmp_path / "second", *options, "--device", "second")
+    log = tmp_path / "log"
+    finish(start(log, on_second_device, *words), log)
     assert vexport("quantize", source, tmp_path / "cpu", *options, "--device", "cpu").code == 0
     first = [f"model.layers.0.self_attn.{name}_proj.weight_packed" for name in "qkv"]
     made, expected = (load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("second", "cpu"))
@@ -52,14 +55,8 @@ def test_the_next_layer_is_read_by_a_thread(device: str, tmp_path: Path) -> None
     tensors = load_file(file)
     name = "model.layers.1.mlp.up_proj.weight"
     save_file({**tensors, name: tensors[name][:-1].clone()}, file, metadata={"format": "pt"})
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.quantize.read_ahead", device, whole, broken],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout)
+    log = tmp_path / "log"
+    told = json.loads(finish(start(log, read_ahead, device, whole, broken), log))
     assert told["equal"] == [True, True]
     # The CPU's walk reads both layers itself, the device's the first.
     assert told["readers"] == ["MainThread"] * 3 + ["read-ahead_0"]

@@ -2,10 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.command import ROOT
+from tests.forked import command, finish, start
 from tests.models import save_llama, write_calibration
 from vexport.files import digest_file
 
@@ -29,36 +31,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def start(
-    folder: Path,
-    out: Path,
-    scheme: str,
-    *options: str,
-    launch: Sequence[str] = TORCHRUN,
-    unverified: str = "1",
-) -> "subprocess.Popen[str]":
-    call = ["-m", "vexport", "quantize", folder / "model", out, "--scheme", scheme, "--device", "cpu"]
-    call += ["--calibration", folder / "text.jsonl", "--smoothing", "0", "--max-shard-size", "200KB"]
-    return subprocess.Popen(
-        [sys.executable, *launch, *map(str, call), *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "VEXPORT_NO_VERIFY": unverified},
-    )
+def call(folder: Path, out: Path, scheme: str, *options: str) -> list[object]:
+    words = ["quantize", folder / "model", out, "--scheme", scheme, "--device", "cpu", *options]
+    return [*words, "--calibration", folder / "text.jsonl", "--smoothing", "0", "--max-shard-size", "200KB"]
 
 
-def spoken(process: "subprocess.Popen[str]", out: Path) -> str:
-    """The stderr of a call that must come to a good end; one rank speaks."""
-    stdout, stderr = process.communicate(timeout=300)
-    assert process.returncode == 0, stderr
-    assert len([line for line in stdout.splitlines() if line.startswith(f"{out}: ")]) == 1
-    return stderr
+def two_ranks(words: list[object], folder: Path, environment: Mapping[str, str]) -> str:
+    """What two ranks say, which must come to a good end; one rank speaks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    logs = [folder / f"rank-{rank}.log" for rank in "01"]
+    ranks = [
+        start(log, command, *words, environment={**environment, **at, "RANK": rank, "LOCAL_RANK": rank})
+        for log, rank in zip(logs, "01", strict=True)
+    ]
+    first, second = map(finish, ranks, logs)
+    assert len([line for line in first.splitlines() if line.startswith(f"{words[2]}: ")]) == 1
+    assert second == ""
+    return first
 
 
-def finished(process: "subprocess.Popen[str]", out: Path) -> dict[str, torch.Tensor]:
-    spoken(process, out)
+def tensors(out: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
@@ -73,18 +67,27 @@ def digests(out: Path) -> dict[str, str]:
 
 def test_statistics_of_two_ranks_are_those_of_one(folder: Path, tmp_path: Path) -> None:
     """Byte for byte; each rank writes some of the files, and one proves them by a dry load."""
-    nearest = ("--rounding", "nearest", "--kv-cache", "fp8")
-    finished(start(folder, tmp_path / "one", "NVFP4", *nearest, launch=()), tmp_path / "one")
-    two = start(folder, tmp_path / "two", "NVFP4", *nearest, unverified="0")
-    assert "dry load" in spoken(two, tmp_path / "two")
-    assert digests(tmp_path / "one") == digests(tmp_path / "two")
-    assert len(list((tmp_path / "two").glob("*.safetensors"))) >= 2
+    one, two = tmp_path / "one", tmp_path / "two"
+    nearest = ("NVFP4", "--rounding", "nearest", "--kv-cache", "fp8")
+    finish(start(tmp_path / "log", command, *call(folder, one, *nearest)), tmp_path / "log")
+    said = two_ranks(call(folder, two, *nearest), tmp_path, {"VEXPORT_NO_VERIFY": "0"})
+    assert "dry load" in said
+    assert digests(one) == digests(two)
+    assert len(list(two.glob("*.safetensors"))) >= 2
 
 
 def test_a_rank_that_dies_ends_the_other_and_a_second_call_goes_on(folder: Path, tmp_path: Path) -> None:
     """What it writes differs from one rank's by the order of sums."""
-    gptq, out = ("--rounding", "gptq"), tmp_path / "two" / "out"
-    process = start(folder, out, "W4A16", *gptq)
+    out = tmp_path / "two" / "out"
+    words = call(folder, out, "W4A16", "--rounding", "gptq")
+    process = subprocess.Popen(
+        [sys.executable, *TORCHRUN, "-m", "vexport", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"},
+    )
     rounded = out.parent / ".out.partial" / "aside"
     deadline = time.monotonic() + 120
     while not list(rounded.glob("layer-0000.json")) and time.monotonic() < deadline:
@@ -95,9 +98,11 @@ def test_a_rank_that_dies_ends_the_other_and_a_second_call_goes_on(folder: Path,
     assert process.returncode == 1
     assert not out.exists()
     assert list(rounded.glob("layer-0000.*"))
-    two = finished(start(folder, out, "W4A16", *gptq), out)
+    two_ranks(words, tmp_path, {})
     assert [path.name for path in out.parent.iterdir()] == ["out"]
-    one = finished(start(folder, tmp_path / "one", "W4A16", *gptq, launch=()), tmp_path / "one")
+    log = tmp_path / "log"
+    finish(start(log, command, *call(folder, tmp_path / "one", "W4A16", "--rounding", "gptq")), log)
+    one, two = tensors(tmp_path / "one"), tensors(out)
     assert one.keys() == two.keys()
     packed = [name for name in one if name.endswith("weight_packed")]
     assert len(packed) == 14

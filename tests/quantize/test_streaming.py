@@ -3,15 +3,14 @@
 import contextlib
 import hashlib
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
+from shutil import rmtree
 
 import numpy as np
 import pytest
@@ -19,14 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.command import vexport
-from vexport.checkpoint.index import read_header, read_index
-from vexport.checkpoint.reader import Reader
-from vexport.checkpoint.tensors import read_weight
-from vexport.checkpoint.writer import ShardWriter, WriteUnit, header_bytes, split_shards
+from tests.forked import command, finish, start
+from vexport.checkpoint.index import read_index
+from vexport.checkpoint.writer import header_bytes
 from vexport.outputs.directory import resumable_directory
 from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
-from vexport.records import FusionGroup, PlanRequest, TensorInfo, TensorSpec, WeightPart
+from vexport.records import PlanRequest, TensorSpec
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096}
 
@@ -69,41 +67,34 @@ def digests(folder: Path) -> Mapping[str, str]:
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def started(command: Sequence[object]) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        [sys.executable, "-m", "vexport", *map(str, command)],
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
-
-
 @pytest.mark.slow
 def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
-    source = write_model(tmp_path / "source", hidden=2048, layers=6)
+    source, log = write_model(tmp_path / "source", hidden=1024, layers=6), tmp_path / "log"
     whole, out = tmp_path / "whole", tmp_path / "out"
-    options = ("--scheme", "NVFP4A16", "--max-shard-size", "40MB")
+    options = ("--scheme", "NVFP4A16", "--max-shard-size", "10MB")
     begin = time.monotonic()
-    assert started(("quantize", source, whole, *options)).wait() == 0
+    finish(start(log, command, "quantize", source, whole, *options), log)
     duration = time.monotonic() - begin
     expected, moments = digests(whole), random.Random(0)
     kills = continued = 0
     while kills < 4:
-        process = started(("quantize", source, out, *options))
+        process = start(log, command, "quantize", source, out, *options)
         time.sleep(duration * moments.uniform(0.2, 1.0))
         written = sum(file.stat().st_size for file in tmp_path.glob(".out.partial/new/*.safetensors"))
-        process.send_signal(signal.SIGKILL)
-        if process.wait() == -signal.SIGKILL:
+        process.kill()
+        process.join()
+        if process.exitcode == -signal.SIGKILL:
             kills += 1
         else:  # it had ended: the first one compiled
             duration *= 0.8
         continued += written > 0
         if out.exists():
             assert digests(out) == expected
-            subprocess.run(["rm", "-r", out], check=True)
-    assert started(("quantize", source, out, *options)).wait() == 0
+            rmtree(out)
+    finish(start(log, command, "quantize", source, out, *options), log)
     assert digests(out) == expected
     assert continued > 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "whole"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out", "source", "whole"]
 
 
 def test_what_is_written_is_not_written_again(tmp_path: Path) -> None:
@@ -180,68 +171,6 @@ def test_a_refusal_leaves_nothing(tmp_path: Path) -> None:
         assert ran.code == 2
         assert name in ran.errors[0]
         assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    "part",
-    [
-        None,
-        WeightPart(expert=2, transposed=False, start=0, stop=24),
-        WeightPart(expert=0, transposed=True, start=8, stop=16),
-        WeightPart(expert=2, transposed=True, start=1, stop=16),
-    ],
-)
-def test_parts_of_a_stored_tensor(part: WeightPart | None, dtype: torch.dtype, tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    stored = torch.randn(3, 24, 16).to(dtype)
-    save_file({"experts": stored}, file)
-    tensor = read_header(file)["experts"]
-    weight = stored
-    if part is not None:
-        expert = stored[part.expert].T if part.transposed else stored[part.expert]
-        weight = expert[part.start : part.stop]
-    with Reader() as reader:
-        view = reader.weight(tensor, part)
-        assert view.tobytes() == weight.contiguous().view(torch.uint8).numpy().tobytes()
-        assert torch.equal(read_weight(reader, tensor, part), weight)
-        reader.release_view(tensor, view)
-        assert view.tobytes() == weight.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def test_a_broken_shard_is_cut_to_its_last_whole_block(tmp_path: Path) -> None:
-    source = FusionGroup(name="x", scheme="W8A8", observer="", members=())
-    blocks = [
-        WriteUnit(source=source, tensors=(TensorSpec(name=f"x{i}", dtype="U8", shape=(100,)),))
-        for i in range(4)
-    ]
-    (shard,) = split_shards(blocks, shard_bytes=10**6)
-    data = [np.full(100, i, np.uint8) for i in range(4)]
-    path = tmp_path / "model.safetensors"
-    header = len(header_bytes(shard.tensors))
-    for length, done in ((0, 0), (header - 1, 0), (header + 99, 0), (header + 250, 2), (header + 400, 4)):
-        with ShardWriter(tmp_path, shard, ahead=1) as writer:
-            for array in data[writer.done :]:
-                writer.write(partial(np.asarray, array))
-        assert load_file(path)["x3"].tolist() == [3] * 100
-        os.truncate(path, length)
-        with ShardWriter(tmp_path, shard, ahead=1) as writer:
-            assert writer.done == done
-            for array in data[done:]:
-                writer.write(partial(np.asarray, array))
-        assert [tensor.unique().item() for tensor in load_file(path).values()] == [0, 1, 2, 3]
-
-
-def test_an_error_while_a_piece_is_made_is_raised(tmp_path: Path) -> None:
-    source = TensorInfo(name="x", dtype="U8", shape=(8,), file=tmp_path / "x", start=0, end=8)
-    block = WriteUnit(source=source, tensors=(TensorSpec(name="x", dtype="U8", shape=(8,)),))
-    (shard,) = split_shards([block], shard_bytes=100)
-
-    def broken() -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
-        raise OSError("no space left")
-
-    with pytest.raises(OSError, match="no space"), ShardWriter(tmp_path, shard, ahead=1) as writer:
-        writer.write(broken)
 
 
 SPARSE = """
