@@ -11,10 +11,8 @@ from compressed_tensors.quantization import QuantizationArgs
 from pydantic import BaseModel
 from safetensors.torch import load_file
 
-from tests.observers.reference import qparams_of_weight, range_of_weight
 from vexport.observers import IMatrixMSEObserver, Observer
 from vexport.observers.flatten import tiles_of
-from vexport.observers.ranges import STRATEGIES
 from vexport.observers.search import range_of
 
 FOLDER = Path(__file__).parent / "golden"
@@ -86,39 +84,12 @@ def quietly(observer: Observer, value: torch.Tensor) -> None:
 
 
 CASES = list(enumerate(cases()))
-KEYS = ("low", "high", "scale", "zero_point", "global_scale")
 # One rounding of the dtype that the peer computes in is 2**-(mantissa bits + 1); scales take four.
 ROUNDING = {"float32": 2e-6, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
 
 
 def golden(number: int, key: str) -> torch.Tensor | None:
     return values().get(f"{number}.{key}")
-
-
-WEIGHTS = [
-    (number, case) for number, case in CASES if case.base_name == "weight" and not case.fused_with_factor
-]
-
-
-@pytest.mark.parametrize(("number", "case"), WEIGHTS, ids=[str(case) for _, case in WEIGHTS])
-def test_the_reference_is_the_peer_to_the_bit(number: int, case: Case) -> None:
-    """What other tests compare searches with: the peer's arithmetic, in the weight's dtype."""
-    args, weight = case.quantization_args, values()[case.observed[-1]]
-    activations = values()["activations"].float().flatten(0, -2)
-    importance = activations.pow(2).sum(0) / float(len(activations))
-    low, high = range_of_weight(
-        case.observer,
-        weight,
-        args,
-        importance if case.observer == "imatrix_mse" and args.strategy in STRATEGIES else None,
-    )
-    results = {"low": low, "high": high, **qparams_of_weight(low, high, args)}
-    for key in KEYS:
-        expected, got = golden(number, key), results.get(key)
-        assert (expected is None) == (got is None)
-        if expected is not None and got is not None:
-            assert (got.dtype, got.shape) == (expected.dtype, expected.shape), key
-            assert torch.equal(got.float(), expected.float()), key
 
 
 MINMAX = [(number, case) for number, case in CASES if "minmax" in case.observer]

@@ -19,7 +19,7 @@ from vexport.observers import (
     get_observer_token_count,
     load_observer,
 )
-from vexport.observers.flatten import Tiles
+from vexport.observers.search import CANDIDATE_SLACK, search_nvfp4_scales
 
 CHANNEL = QuantArgs(num_bits=8, type="int", strategy="channel")
 GROUP = QuantArgs(num_bits=4, type="int", strategy="group", group_size=4)
@@ -123,6 +123,35 @@ def test_fusing_needs_all_to_have_observed_and_no_copy_of_a_weight_is_held() -> 
     observer(weight)
     weight.zero_()
     assert torch.equal(observer.get_qparams()["scale"], torch.full((64, 8), 0.125))
+
+
+def test_a_search_sees_the_global_scale_of_the_fused_layers() -> None:
+    small, large = normal(64, 256), normal(64, 256, seed=1) * 37
+    observers = [load_observer("memoryless_mse", "weight", NVFP4) for _ in range(2)]
+    Observer.fuse(observers)
+    for observer, weight in zip(observers, (small, large), strict=True):
+        observer(weight)
+    qparams, global_scale = observers[0].get_qparams(), 448 * 6 / large.abs().max().item()
+    assert qparams["global_scale"] is not None
+    assert qparams["global_scale"].item() == pytest.approx(global_scale, rel=1e-6)
+    scales = search_nvfp4_scales(
+        small.view(64, 16, 16),
+        qparams["global_scale"].item(),
+        largest=1 + CANDIDATE_SLACK,
+        smallest=0.81 * (1 - CANDIDATE_SLACK),
+        norm=2.4,
+    )
+    assert torch.equal(qparams["scale"], scales.float())
+
+
+def test_groups_of_zeros_have_the_least_scale() -> None:
+    weight = torch.zeros(2, 64)
+    for first, global_scale, scale in ((0.0, 1.0, 0.125), (3.0, 448 * 6 / 3, 448.0)):
+        weight[0, 0] = first
+        qparams = load_observer("memoryless_mse", "weight", NVFP4)(weight).get_qparams()
+        assert qparams["global_scale"] is not None
+        assert qparams["global_scale"].item() == global_scale
+        assert qparams["scale"].tolist() == [[scale, *[0.125] * 3], [0.125] * 4]
 
 
 @pytest.mark.parametrize("name", ["memoryless_minmax", "memoryless_mse", "imatrix_mse", "nvfp4_expanded_mse"])
@@ -317,18 +346,3 @@ def test_a_subclass_that_keeps_its_own_statistics_is_honoured(args: QuantArgs) -
     inputs(normal(3, 8) * 5)(normal(3, 8, seed=1))
     assert torch.equal(inputs.range()[1], (normal(3, 8) * 5).max().reshape(1))
     assert inputs.tokens == 6
-
-
-class Halved(MemorylessMinMaxObserver):
-    def find_range(self, tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
-        low, high = super().find_range(tiles)
-        return low / 2, high / 2
-
-
-@pytest.mark.parametrize("args", [TENSOR, CHANNEL, GROUP, BLOCK])
-def test_a_subclass_that_finds_another_range_is_honoured(args: QuantArgs) -> None:
-    weight = normal(4, 16)
-    halved, whole = (
-        kind("weight", args)(weight).get_qparams() for kind in (Halved, MemorylessMinMaxObserver)
-    )
-    torch.testing.assert_close(halved["scale"] * 2, whole["scale"])
