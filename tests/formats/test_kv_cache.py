@@ -66,22 +66,13 @@ def test_scales_are_of_the_models_cache(source: Path, written: dict[KvCache, Pat
     for name, heads in largest.items():
         expected = heads.reshape(-1, 1, 1) if kind == "fp8_per_head" else heads.max().reshape(1)
         torch.testing.assert_close(tensors[name], expected / 448, rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_config_and_checkpoint_are_accepted(written: dict[KvCache, Path], kind: KvCache) -> None:
     raw = json.loads((written[kind] / "config.json").read_text())["quantization_config"]
     scheme = QuantizationConfig.model_validate(raw).kv_cache_scheme
     assert scheme is not None
     assert str(scheme.strategy) == {"fp8": "tensor", "fp8_per_head": "attn_head"}[kind]
     assert problems(written[kind]) == []
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_plan_predicts_the_bytes(source: Path, written: dict[KvCache, Path], kind: KvCache) -> None:
     _, plan = plan_source(str(source), RULES, PlanSettings(kv_cache=kind))
-    tensors = load_file(written[kind] / "model.safetensors").values()
-    assert plan.output_bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert plan.output_bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     assert [layer.name for layer in plan.attention] == [f"model.layers.{i}.self_attn" for i in range(3)]
 
 

@@ -152,7 +152,10 @@ def test_weights_have_an_observer_and_candidates_sizes(narrow: Path, tmp_path: P
 
 def test_own_schemes_are_written_checked_and_read_back(narrow: Path, tmp_path: Path) -> None:
     for number, name in enumerate(
-        ("INT3_GROUP32_ASYM.A16", "FP8_CHANNEL.A16", "FP8_TENSOR.FP8_TOKEN_DYNAMIC", "W5A16_CHANNEL")
+        (
+            *("INT3_GROUP32_ASYM.A16", "FP8_CHANNEL.A16", "FP8_TENSOR.FP8_TOKEN_DYNAMIC", "W5A16_CHANNEL"),
+            *("W4A16_G64", "W4A16_ASYM_G32", "W3A16_G64"),
+        )
     ):
         out = tmp_path / str(number)
         ran = vexport("quantize", narrow, out, "--scheme", name.lower(), "--quiet")
