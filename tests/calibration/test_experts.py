@@ -1,19 +1,18 @@
 """Experts: what each of them sees equals a plain loop over a whole-model run, however they are stored."""
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
+from tests.architectures.families import save_family
 from tests.calibration.models import (
-    LLAMA_LIKE,
     batches_of,
     calibrated,
     expert_configs,
@@ -155,12 +154,12 @@ def require_equal(found: CalibrationRecord, folder: Path, plan: Plan, *, all_exp
     assert found.ranges == ranges
 
 
-@pytest.mark.parametrize("all_experts", [True, False])
-def test_experts_see_what_a_plain_loop_shows(family: Path, all_experts: bool) -> None:
+def test_experts_see_what_a_plain_loop_shows(family: Path) -> None:
     """Dense layers behind the first experts agree to the bit: the routed output is what it was."""
     index, plan = plan_with_experts(family)
-    found = calibrate(LayerWalk(index), plan, samples(LENGTHS), all_experts=all_experts)
-    require_equal(found, family, plan, all_experts=all_experts)
+    for all_experts in (True, False) if family.name in ("mixtral", "gpt_oss") else (True,):
+        found = calibrate(LayerWalk(index), plan, samples(LENGTHS), all_experts=all_experts)
+        require_equal(found, family, plan, all_experts=all_experts)
 
 
 def test_an_expert_that_is_sent_no_token_is_named(tmp_path: Path) -> None:
@@ -252,53 +251,20 @@ def test_experts_with_unknown_arithmetic_are_refused(tmp_path: Path, monkeypatch
         calibrate(LayerWalk(index), plan, samples(LENGTHS))
 
 
-TEXT: Mapping[str, object] = {**LLAMA_LIKE, "num_hidden_layers": 2, "head_dim": 16, "dtype": None}
-TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
-TOWER |= {"image_size": 28, "patch_size": 14}
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-TOKENS = {"image_token_id": 100, "video_token_id": 101}
-TOKENS |= {"vision_start_token_id": 102, "vision_end_token_id": 103}
+# Where the names of the text layers begin in the checkpoint and in the model.
+WRAPPED = {
+    "gemma3-vision": ("language_model.model.", "model.language_model."),
+    "qwen2.5-vl": ("model.", "model.language_model."),
+    "mistral3": ("language_model.model.", "model.language_model."),
+}
 
 
-def configs() -> Mapping[str, tuple[transformers.PreTrainedConfig, str, str]]:
-    """A configuration, and the start of the text layers' names in the checkpoint and in the model."""
-    siglip = {**TOWER, "num_hidden_layers": 2, "model_type": "siglip_vision_model"}
-    return {
-        "gemma3": (
-            transformers.Gemma3Config(
-                text_config={**TEXT, "sliding_window": 8}, vision_config=siglip, mm_tokens_per_image=4
-            ),
-            "language_model.model.",
-            "model.language_model.",
-        ),
-        "qwen2_5_vl": (
-            transformers.Qwen2_5_VLConfig(
-                text_config={**TEXT, "rope_parameters": ROPE, "bos_token_id": 1, "eos_token_id": 2},
-                vision_config={"depth": 2, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64},
-                **TOKENS,
-            ),
-            "model.",
-            "model.language_model.",
-        ),
-        "mistral3": (
-            transformers.Mistral3Config(
-                text_config={**TEXT, "model_type": "mistral"},
-                vision_config={**TOWER, "num_hidden_layers": 2, "model_type": "pixtral"},
-                image_token_index=100,
-            ),
-            "language_model.model.",
-            "model.language_model.",
-        ),
-    }
-
-
-@pytest.mark.parametrize("name", configs())
+@pytest.mark.parametrize("name", WRAPPED)
 def test_text_layers_see_what_a_whole_model_run_shows(name: str, tmp_path: Path) -> None:
-    config, stored, module = configs()[name]
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).eval()
-    model.save_pretrained(tmp_path)
-    index, plan = plan_for(tmp_path, kv_cache="fp8")
+    stored, module = WRAPPED[name]
+    folder = save_family(name, tmp_path / "model")
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16)
+    index, plan = plan_for(folder, kv_cache="fp8")
     layers = tuple(group for group in plan.groups if group.name.startswith(f"{stored}layers."))
     assert len(layers) == 14
     found = calibrate(LayerWalk(index), replace(plan, groups=layers), samples())
@@ -310,8 +276,5 @@ def test_text_layers_see_what_a_whole_model_run_shows(name: str, tmp_path: Path)
         for ids in batches_of(samples()):
             model(input_ids=ids)
     for layer, values in inputs.items():
-        every = torch.cat(values)
-        assert found.ranges[layer] == InputRange(
-            low=every.min().item(), high=every.max().item(), tokens=len(every)
-        )
+        assert found.ranges[layer] == range_of(torch.cat(values))
     assert list(found.kv_ranges) == [f"{stored}layers.{number}.self_attn" for number in range(2)]

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from tests.command import vexport
 from tests.models import Good, quantize, save_llama
+from vexport.checkpoint.index import read_index
 
 SCHEMES = ("NVFP4", "NVFP4A16", "FP8", "FP8_DYNAMIC", "W8A8", "W4A16")
 
@@ -19,31 +20,6 @@ def test_global_scale_is_the_divisor_of_the_largest_member(llama: Path, good: Go
     names = [f"model.layers.1.self_attn.{member}_proj" for member in "qkv"]
     largest = max(original[f"{name}.weight"].abs().max().item() for name in names)
     assert tensors[f"{names[0]}.weight_global_scale"].item() == pytest.approx(448 * 6 / largest, rel=1e-6)
-
-
-@pytest.mark.usefixtures("own_products")
-def test_input_scale_is_what_a_whole_model_run_sees(llama: Path, tmp_path: Path, calibration: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    out = quantize(llama, tmp_path / "out", "FP8", "--calibration", calibration)
-    tensors = load_file(out / "model.safetensors")
-    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
-    seen: dict[str, float] = {}
-
-    def watch(name: str) -> None:
-        def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            seen[name] = max(seen.get(name, 0.0), inputs[0].abs().max().item())
-
-        model.get_submodule(name).register_forward_pre_hook(hook)
-
-    names = [name for name, _ in model.named_modules() if name.endswith("_proj")]
-    for name in names:
-        watch(name)
-    with torch.inference_mode():
-        for line in calibration.read_text().splitlines():
-            model(input_ids=torch.tensor([json.loads(line)["input_ids"]]))
-    for name in names:
-        assert tensors[f"{name}.input_scale"].item() == pytest.approx(seen[name] / 448, rel=1e-6), name
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -72,7 +48,9 @@ def test_what_is_kept_is_copied_to_the_byte(llama: Path, tmp_path: Path) -> None
 
 def test_side_files_travel(tmp_path: Path) -> None:
     source = save_llama(tmp_path / "source")
-    (source / "tokenizer.json").write_text('{"a": 1}')
+    names = ("preprocessor_config.json", "processor_config.json", "tokenizer.model", "tokenizer.json")
+    for name in names:
+        (source / name).write_text('{"a": 1}')
     (source / "chat_template.jinja").write_text("{{ messages }}")
     (source / "pytorch_model.bin").write_bytes(b"pickle")
     (source / "additional_chat_templates").mkdir()
@@ -81,28 +59,16 @@ def test_side_files_travel(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert vexport("quantize", source, out, "--scheme", "W8A8", "--quiet").code == 0
     assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
-    assert (out / "tokenizer.json").read_text() == '{"a": 1}'
+    assert all((out / name).read_text() == '{"a": 1}' for name in names)
     assert not (out / "pytorch_model.bin").exists()
     assert [file.name for file in (out / "additional_chat_templates").iterdir()] == ["rag.jinja"]
 
 
-def test_shards_and_index(tmp_path: Path, llama: Path) -> None:
-    from vexport.checkpoint.index import read_index
-    from vexport.plan.source import plan_source, rules_for
-    from vexport.quantize.job import QuantizeJob, write_checkpoint
-    from vexport.records import PlanRequest
-
-    index, plan = plan_source(
-        str(llama), rules_for(PlanRequest(scheme="NVFP4A16", observer="memoryless_minmax"))
-    )
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder, size in ((whole, 10**9), (parts, 300_000)):
-        job = QuantizeJob(source=str(llama), out=folder, rules=(), shard_bytes=size)
-        write_checkpoint(job, index, plan)
+def test_shards_and_index(tmp_path: Path, llama: Path, good: Good) -> None:
+    parts = quantize(llama, tmp_path / "parts", "NVFP4A16", "--max-shard-size", "300KB")
     assert len(list(parts.glob("*.safetensors"))) > 3
-    read = read_index(parts)
-    assert read.num_bytes == plan.output_bytes == read_index(whole).num_bytes
-    one = load_file(whole / "model.safetensors")
+    assert read_index(parts).num_bytes == read_index(good("NVFP4A16")).num_bytes
+    one = load_file(good("NVFP4A16") / "model.safetensors")
     for file in parts.glob("*.safetensors"):
         for name, value in load_file(file).items():
             assert torch.equal(value.view(torch.uint8), one[name].view(torch.uint8)), name

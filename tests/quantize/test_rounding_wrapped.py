@@ -1,7 +1,6 @@
 """Models in other wrappings are rounded by text: multimodal ones, lists of experts, tensors fused on disk."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from shutil import copyfile, copytree
 
@@ -12,15 +11,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     MixtralConfig,
-    PreTrainedModel,
     Qwen3Config,
 )
 
-from tests.calibration.models import LLAMA_LIKE, configs, save
-from tests.calibration.test_experts import configs as multimodal_configs
+from tests.architectures.families import save_family
+from tests.calibration.models import LLAMA_LIKE, configs, expert_configs, save
 from tests.command import vexport
 from tests.models import write_calibration
-from tests.mutations.edits import copied
+from tests.mutations.edits import Tensors, copied, tensors
 from tests.quantize import plain_experts
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
@@ -34,20 +32,19 @@ from vexport.records import PlanRequest
 from vexport.scenario import Calibration, Rule
 
 SCHEME = "MXFP4A16"
-
-
-def _randomized(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data.normal_(0.0, 0.2)
-    return {name: value.contiguous() for name, value in model.state_dict().items()}
+WRAPPED = ("gemma3-vision", "qwen2.5-vl")
 
 
 def _wrapped(folder: Path, name: str) -> None:
-    model = AutoModelForImageTextToText.from_config(multimodal_configs()[name][0], dtype=torch.bfloat16)
-    _randomized(model)
-    model.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+
+    @tensors
+    def spread(values: Tensors) -> None:
+        for value in values.values():
+            if value.dim() > 1:
+                value.normal_(0.0, 0.05, generator=generator)
+
+    spread(save_family(name, folder))
 
 
 def _plain(folder: Path) -> None:
@@ -58,7 +55,12 @@ def _plain(folder: Path) -> None:
     config.auto_map = {"AutoModelForCausalLM": "plain_experts.PlainMixtral"}
     config.save_pretrained(folder)
     copyfile(plain_experts.__file__, folder / "plain_experts.py")
-    save_file(dict(_randomized(model)), folder / "model.safetensors", metadata={"format": "pt"})
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0.0, 0.2)
+    values = {name: value.contiguous() for name, value in model.state_dict().items()}
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _tied(folder: Path) -> None:
@@ -68,10 +70,10 @@ def _tied(folder: Path) -> None:
 
 
 def made(folder: Path, name: str) -> Path:
-    if name in multimodal_configs():
+    if name in WRAPPED:
         _wrapped(folder, name)
-    elif name == "phi3":
-        save(configs()["phi3"], folder)
+    elif name in ("phi3", "qwen3_moe"):
+        save({**configs(), **expert_configs()}[name], folder)
     else:
         folder.mkdir()
         (_plain if name == "plain" else _tied)(folder)
@@ -104,9 +106,9 @@ def dequantized(source: Path, checkpoint: Path, out: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl", "plain", "phi3", "tied"])
+@pytest.mark.parametrize("name", [*WRAPPED, "plain", "phi3", "tied", "qwen3_moe"])
 def test_it_is_closer_than_to_nearest_and_like_its_source(name: str, tmp_path: Path) -> None:
-    source, wrapped = made(tmp_path / "source", name), name in multimodal_configs()
+    source, wrapped = made(tmp_path / "source", name), name in WRAPPED
     text = write_calibration(tmp_path / "text.jsonl", rows=7, length=24, vocabulary=100)
     exact, found = logprobs(source, text, wrapped=wrapped), {}
     for rounding in ("nearest", "refit"):
