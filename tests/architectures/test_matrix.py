@@ -37,12 +37,11 @@ def advised(message: str, scheme: str) -> tuple[str, ...]:
 
 
 def written(folder: Path) -> Iterator[tuple[Path, bool | None]]:
-    """Each family in two schemes and in those that it refuses, then as advised; whether it fits two ranks."""
+    """Each family in one scheme and in those that it refuses, then as advised; whether it fits two ranks."""
     for number, family in enumerate(FAMILIES):
         source, refused = save_family(family, folder / family), REFUSED.get(family, ())
-        turn = (OF_RANKS[number % 2], OTHERS[number // 2 % 2])
-        for scheme in (*OF_RANKS, *OTHERS):
-            if scheme not in turn and scheme.removesuffix("_G64") not in refused:
+        for place, scheme in enumerate((*OF_RANKS, *OTHERS)):
+            if number % 4 != place and scheme.removesuffix("_G64") not in refused:
                 continue
             out = folder / f"{family}-{scheme}"
             message = quantized(source, out, "--scheme", scheme)
