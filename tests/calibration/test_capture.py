@@ -13,7 +13,6 @@ from tests.calibration.models import batches_of, configs, samples
 from vexport.calibration import capture
 from vexport.calibration.capture import LayerCall, capture_layer_calls, fast_products, watching_attention
 from vexport.calibration.model import HiddenStates
-from vexport.observers.flatten import channel_extremes
 
 
 def captured(family: str, lengths: list[int]) -> list[list[LayerCall]]:
@@ -54,24 +53,6 @@ def test_states_beyond_the_limit_are_on_disk_and_can_be_overwritten() -> None:
         assert torch.equal(hidden[number], value + 1)
 
 
-def test_extremes_by_channel_are_exact() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        value = torch.randn(2, 9, 12, generator=generator)
-        value[..., 0] = value[..., 0].abs() + 1
-        value[..., 1] = -value[..., 1].abs() - 1
-        value[..., 2] = 0.0
-        value[..., 3] = -0.0
-        value[0, 0, 4], value[0, 1, 4] = torch.inf, -torch.inf
-        value = value.to(dtype)
-        low, high = channel_extremes(value)
-        assert torch.equal(low, value.flatten(0, 1).amin(0))
-        assert torch.equal(high, value.flatten(0, 1).amax(0))
-        for sign in (1.0, -1.0):
-            value[1, 2, 5] = sign * torch.nan
-            assert channel_extremes(value)[:, 5].isnan().any()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_products_are_sums_rounded_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as numbers of the layer's dtype can tell; where its own are fast they stay."""
@@ -86,11 +67,6 @@ def test_products_are_sums_rounded_once(dtype: torch.dtype, monkeypatch: pytest.
             assert found.dtype == dtype
             torch.testing.assert_close(found, plain, rtol=2 * torch.finfo(dtype).eps, atol=0.01)
     assert "forward" not in model[0].__dict__
-
-
-def test_an_older_torch_that_knows_no_cpu_multiplies_as_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert not capture.widens("cpu")
 
 
 class Attention(nn.Module):

@@ -1,13 +1,11 @@
 """Ranges of keys and values are those of what a whole-model run leaves in transformers' own KV cache."""
 
 import base64
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -25,7 +23,6 @@ from vexport.calibration import calibrate
 from vexport.calibration.walk import LayerWalk
 from vexport.errors import InputError
 from vexport.files import from_json, to_json, write_text
-from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.records import CalibrationRecord, HeadRanges, InputRange
 
 pytestmark = pytest.mark.usefixtures("own_products")
@@ -103,25 +100,6 @@ def test_importance_is_the_mean_square_of_a_whole_model_run(llama: Path, tmp_pat
         assert torch.allclose(decode(found.importance[name]), seen[name].squares, rtol=1e-6), name
     write_text(tmp_path / "statistics.json", to_json(found))
     assert from_json(CalibrationRecord, tmp_path / "statistics.json") == found
-
-
-@pytest.mark.slow
-def test_quantize_searches_by_it(llama: Path, tmp_path: Path) -> None:
-    """Scales change with importance; without it there is a warning."""
-    index, plan = plan_for(llama, scheme="NVFP4A16", observer="imatrix_mse")
-    found = calibrate(LayerWalk(index), plan, samples())
-    scales = {}
-    for name, calibration in (("with", found), ("without", replace(found, importance={}))):
-        folder = tmp_path / name
-        job = QuantizeJob(source=str(llama), out=folder, rules=())
-        if name == "with":
-            write_checkpoint(job, index, plan, calibration)
-        else:
-            with pytest.warns(UserWarning, match="imatrix_mse"):
-                write_checkpoint(job, index, plan, calibration)
-        tensors = load_file(folder / "model.safetensors")
-        scales[name] = tensors[f"{plan.groups[0].name}.weight_scale"].float()
-    assert not torch.equal(scales["with"], scales["without"])
 
 
 @pytest.fixture(scope="module", params=configs())

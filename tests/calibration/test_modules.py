@@ -178,17 +178,6 @@ def test_inputs_that_are_not_finite_get_no_scale(scheme: str, bad: float) -> Non
         update_qparams(module, "input")
 
 
-def test_modules_come_once_and_in_order() -> None:
-    shared = linear(get_scheme("FP8").args)
-    model = torch.nn.ModuleDict(
-        {"b": shared, "a": linear(get_scheme("FP8").args), "c": shared, "d": torch.nn.ReLU()}
-    )
-    assert get_modules(model) == [model["b"], model["a"]]
-    initialize_observer(model["a"], "input")
-    assert get_modules(model, "input") == [model["a"]]
-    assert get_modules([model["a"], torch.nn.Linear(2, 2), model]) == [model["a"], model["b"]]
-
-
 def test_frozen_modules_have_no_observers() -> None:
     model = torch.nn.Sequential(linear(preset_name_to_scheme("FP8", ["Linear"])), torch.nn.ReLU())
     for base_name in ("weight", "input"):
@@ -277,19 +266,6 @@ def test_weights_are_fused_as_vllm_fuses_the_class(llama: Path) -> None:
         scale = shared_scale(attention.q_proj, attention.k_proj, attention.v_proj)
         assert not torch.equal(scale, shared_scale(attention.o_proj))
         shared_scale(mlp.gate_proj, mlp.up_proj)
-
-
-def test_latent_attention_is_fused_as_well() -> None:
-    """DeepSeek's q_a_proj and kv_a_proj_with_mqa are one parameter in vLLM."""
-    config = transformers.DeepseekV3Config(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=4, q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16,
-        v_head_dim=16, first_k_dense_replace=1, vocab_size=64,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    observed_model(model, "NVFP4A16")
-    attention = model.model.layers[0].self_attn
-    shared_scale(attention.q_a_proj, attention.kv_a_proj_with_mqa)
 
 
 def test_layers_that_share_a_scale_need_one_strategy(llama: Path) -> None:
