@@ -15,7 +15,7 @@ from vexport.errors import InputError
 from vexport.records import Json
 from vexport.records.patterns import MOST_SECONDS, matches
 
-BOMBS = (r"re:([a-z._0-9]+)+\$", r"re:(.*)*(.*)*(.*)*(.*)*(.*)*X", "re:(?=(.+)+Z)", r"re:(\w|\w\w|\.|_)+!")
+BOMBS = (r"re:([a-z._0-9]+)+\$", "re:(?=(.+)+Z)")
 NAME = "model.layers.0.self_attn.q_proj.weight_packed"
 # A sound check of the micro model takes a tenth of that.
 SOON = 10.0
@@ -58,8 +58,6 @@ def test_a_slow_expression_in_ignore_is_one_error(check: Callable[[Change], Ran]
         {"num_hidden_layers": 10**9},
         {"text_config": {"num_hidden_layers": 10**9, "num_attention_heads": 4}},
         {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 10**9},
-        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "x", "n_routed_experts": 10**9},
-        {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 10**9},
     ],
 )
 def test_too_large_numbers_are_one_error(check: Callable[[Change], Ran], changes: dict[str, Json]) -> None:

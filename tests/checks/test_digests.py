@@ -83,9 +83,7 @@ def test_a_list_of_sha256sum(option: str, llama: Path, tmp_path: Path) -> None:
     assert found == {"config.json", "README.md"}
 
 
-@pytest.mark.parametrize(
-    "line", ["../config.json", "/etc/passwd", "no digest", "", "sub/../../config.json", None]
-)
+@pytest.mark.parametrize("line", ["/etc/passwd", "no digest", "sub/../../config.json", None])
 def test_a_list_that_cannot_be_used_is_bad_input(line: str | None, llama: Path, tmp_path: Path) -> None:
     listed = tmp_path / "SHA256SUMS"
     if line is not None:

@@ -83,7 +83,6 @@ EXPERTS = "model.layers.0.mlp.experts"
 OF_LLAMA = Architecture(
     fused={"qkv_proj": ("q_proj", "k_proj", "v_proj")}, resolved=("qkv_proj",), row_parallel=("o_proj",)
 )
-UNRESOLVED = Architecture(fused=OF_LLAMA.fused)
 
 
 def group(name: str, *targets: str) -> ConfigGroup:
@@ -129,11 +128,3 @@ def test_experts_tables_and_heads_have_rules_of_their_own() -> None:
     assert chosen("model.embed_tokens", ("model.embed_tokens",), group("a", "Embedding")) == "a"
     assert chosen("lm_head", ("lm_head",), group("a", "Linear", "Embedding")) is None
     assert chosen("lm_head", ("lm_head",), group("a", "LMHead")) == "a"
-
-
-def test_a_fused_layer_is_ignored_by_its_own_name_or_by_its_parts_where_vllm_knows_them() -> None:
-    unit = f"{ATTENTION}.qkv_proj"
-    assert [*ignored(unit, QKV, ["re:.*qkv_proj"], OF_LLAMA)] == [*QKV]
-    assert [*ignored(unit, QKV, [QKV[0]], OF_LLAMA)] == [QKV[0]]
-    assert [*ignored(unit, QKV, QKV, UNRESOLVED)] == []
-    assert [*ignored(unit, QKV, ["re:.*qkv_proj"], UNRESOLVED)] == [*QKV]

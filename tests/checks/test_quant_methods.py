@@ -67,7 +67,7 @@ def test_a_spoiled_checkpoint_is_found(written: Good, tmp_path: Path, method: st
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "auto-round"])
-@pytest.mark.parametrize("bits", [9, 0, -4, "x"])
+@pytest.mark.parametrize("bits", [9, "x"])
 def test_no_code_has_such_bits(written: Good, tmp_path: Path, method: str, bits: Json) -> None:
     """Nothing else may be taken in their place."""
     findings = found(spoiled(written(method), tmp_path / "spoiled", quantization(bits=bits)))
@@ -259,48 +259,20 @@ def test_another_version_is_judged_by_the_rules_of_this_one(written: Good) -> No
     assert "rules of 0.32" in told.got
 
 
-# What of the spoiled ones a load without values sees, with what it says of each.
+# Of the spoiled ones of each method what a load without values sees.
 REFUSED = {
-    "auto-round": (
-        "zero points that vLLM refuses",
-        "another layout",
-        "another type of data",
-        "no scales",
-        "a part that its settings keep",
-        "blocks that are not quantized",
-    ),
-    "auto-round-mxfp4": ("other groups", "no scales", "one byte a code"),
-    "quark-fp8": (
-        "no export",
-        "a cache of which nothing is said",
-        "another kind of weights",
-        "inputs that are not quantized",
-        "a layer that is excluded",
-        "a part that is excluded",
-        "no scale",
-    ),
-    "quark-int4": ("one scale a row", "packed by another method", "no scales", "packed along the inputs"),
-    "quark-int8": ("no scales", "a weight that is cut"),
-    "quark-mxfp4": ("no scales",),
-    "gptq": (
-        "groups of 16",
-        "columns in order of activation",
-        "zero points that vLLM refuses",
-        "no scales",
-        "no number of bits",
-        "a part that is not quantized",
-    ),
-    "awq": ("other bits", "no zero points", "zero points the other way", "a list that keeps a part"),
-    "fp8-block": (
-        "static inputs",
-        "half a block",
-        "no scales",
-        "a layer that is not quantized",
-        "a list that keeps what is quantized",
-    ),
-    "fp8-static": ("no scale of inputs", "a weight in e5m2"),
-    "modelopt-fp8": ("another algorithm", "a head that is not kept", "a weight too short"),
-    "modelopt-nvfp4": ("no second scale", "scales as bytes", "no algorithm", "one byte a code"),
+    "auto-round": "blocks that are not quantized",
+    "auto-round-mxfp4": "one byte a code",
+    "quark-fp8": "a part that is excluded",
+    "quark-int4": "packed along the inputs",
+    "quark-int8": "a weight that is cut",
+    "quark-mxfp4": "no scales",
+    "gptq": "columns in order of activation",
+    "awq": "zero points the other way",
+    "fp8-block": "a list that keeps what is quantized",
+    "fp8-static": "a weight in e5m2",
+    "modelopt-fp8": "a head that is not kept",
+    "modelopt-nvfp4": "scales as bytes",
 }
 
 
@@ -318,9 +290,8 @@ def test_vllm_refuses_only_the_spoiled(written: Good, experts: Path, gpt_oss: Pa
         for number, name in enumerate(("no codes", "an expert gone", "scales of other groups"))
     ]
     broken += [
-        spoiled(written(method), tmp_path / f"{method}-{number}", SPOILED[method][name][0])
-        for method, names in REFUSED.items()
-        for number, name in enumerate(names)
+        spoiled(written(method), tmp_path / f"{method}-spoiled", SPOILED[method][name][0])
+        for method, name in REFUSED.items()
     ]
     missing = tmp_path / "missing"  # leaves the answers on the others
     ran = vexport("load", "--dry", *sound, missing, *broken, "--sm", "90", "--format", "json", "--quiet")

@@ -6,7 +6,7 @@ What the files alone do not tell vLLM's loaders are asked.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from shutil import copy, copytree
+from shutil import copy
 from typing import NamedTuple
 
 import pytest
@@ -14,7 +14,6 @@ import torch
 
 from tests.command import ROOT, vexport
 from tests.engine.sketches import QWEN3_MOE, sketch, write_tensors
-from tests.models import quantize
 from tests.mutations.edits import (
     QUANTIZATION,
     WHOLE,
@@ -244,12 +243,3 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
         assert ran.code == 2
         assert "a LoRA adapter of Qwen/Qwen3-0.6B" in ran.errors[0]
         assert "merge it into Qwen/Qwen3-0.6B first" in ran.errors[0]
-
-
-def test_files_of_a_processor_are_carried_over(llama: Path, tmp_path: Path) -> None:
-    source = copytree(llama, tmp_path / "source")
-    names = ("preprocessor_config.json", "processor_config.json", "chat_template.jinja", "tokenizer.model")
-    for name in names:
-        (source / name).write_text("{}")
-    out = quantize(source, tmp_path / "out", "FP8_DYNAMIC")
-    assert all((out / name).read_text() == "{}" for name in names)
