@@ -12,8 +12,8 @@ import torch
 from tests.command import vexport
 from tests.models import Good
 from tests.mutations.edits import all_of, put, spoiled
-from vexport.checkpoint.reader import DerivedReader, Reader
-from vexport.checkpoint.smoothed import SmoothedReader, encode, smoothing_of
+from vexport.checkpoint.reader import Reader
+from vexport.checkpoint.smoothed import encode, smoothing_of
 from vexport.checks import check_checkpoint
 from vexport.errors import InputError
 from vexport.records import TensorInfo
@@ -44,20 +44,6 @@ def read_bytes() -> int:
     return int(lines["rchar"])
 
 
-def test_a_hole_in_a_file_is_known_without_reading(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    with file.open("wb") as stream:
-        stream.truncate(1 << 22)
-        stream.seek(3 << 20)
-        stream.write(b"data")
-    with Reader() as reader:
-        holes = [
-            reader.is_hole(TensorInfo(name="one", dtype="U8", shape=(1,), file=file, start=start, end=end))
-            for start, end in ((0, 1 << 20), (1 << 21, 1 << 22), (7 << 19, 1 << 22), (7 << 19, 1 << 23))
-        ]
-    assert holes == [True, False, True, False]
-
-
 @pytest.mark.parametrize(("row", "broken"), [(slice(None), False), (slice(None), True), (slice(3, 4), True)])
 def test_zero_scales_need_zero_weights(good: Good, tmp_path: Path, row: slice, broken: bool) -> None:
     """Of a whole scale and of one row; where the weight is no zero, that is an error."""
@@ -72,13 +58,6 @@ def test_zero_scales_need_zero_weights(good: Good, tmp_path: Path, row: slice, b
     folder = spoiled(good("NVFP4A16"), tmp_path / "spoiled", all_of(*(put(name, zeros) for name in names)))
     errors = [one for one in check_checkpoint(str(folder)).findings if one.severity == "error"]
     assert any(one.where == f"{layer}.weight_scale" and "zero" in one.got for one in errors) == broken, errors
-
-
-@pytest.mark.parametrize("kind", [DerivedReader, SmoothedReader])
-def test_readers_that_change_bytes_give_the_rows_of_these(kind: type[Reader]) -> None:
-    """A reader's own rows come from the file."""
-    assert {"raw", "is_in_place"} <= vars(kind).keys()
-    assert set(Reader.__subclasses__()) == {DerivedReader, SmoothedReader}
 
 
 LAYER = "model.layers.0."

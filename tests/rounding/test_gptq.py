@@ -63,20 +63,6 @@ def test_codes_are_the_peers(scheme: str) -> None:
     assert equal_share(by_products[:, factor.order.argsort()], rounded, found) >= 0.999
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_outputs_are_closer_than_those_of_the_nearest_numbers(scheme: str) -> None:
-    found = grid(scheme, scheme)
-    factor = factorize(GOLDEN["hessian"], GPTQ.ridge)
-    assert factor is not None
-
-    def error(rounded: torch.Tensor) -> float:
-        change = rounded - GOLDEN["weight"]
-        return float((change @ GOLDEN["hessian"] * change).sum())
-
-    nearest, rounded = round_nearest(GOLDEN["weight"], found), round_columns(GOLDEN["weight"], factor, found)
-    assert error(rounded) < 0.75 * error(nearest)
-
-
 def test_a_dead_column_is_rounded_to_nearest() -> None:
     found = grid("W4A16", "W4A16")
     factor = factorize(GOLDEN["hessian"], GPTQ.ridge)
