@@ -133,18 +133,13 @@ def conditions(observed: Sequence[Observed], keys: Sequence[str]) -> Iterator[st
             f"{key} == '{word}'" for word in sorted({value for value in seen if isinstance(value, str)})
         )
         yield from (key, f"not {key}", f"{key} == None", f"{key} != None")
-        numbers = {value for value in seen if type(value) is int}
-        yield from (f"{key} == {number}" for number in sorted(numbers))
+        yield from (f"{key} == {number}" for number in sorted({each for each in seen if type(each) is int}))
         if layered and any(map(is_number, seen)):
             yield from (f"i >= {key}", f"i < {key}", f"i < layers - {key}", f"i >= layers - {key}")
+            yield from (f"{i} % {key} {sign} 0" for sign in ("==", "!=") for i in ("(i + 1)", "i"))
             yield from (
-                f"(i + 1) % {key} == 0",
-                f"i % {key} == 0",
-                f"(i + 1) % {key} != 0",
-                f"i % {key} != 0",
+                f"i % {other} {sign} {key}" for other in keys if other != key for sign in ("==", "!=")
             )
-            others = [other for other in keys if other != key]
-            yield from (f"i % {other} {sign} {key}" for other in others for sign in ("==", "!="))
     if layered:
         yield from ("i >= 1", "i < 1", "i < layers - 1", "i >= layers - 1")
 
@@ -214,13 +209,10 @@ class Fitter:
                 if prefix not in counts:
                     counts[prefix] = self.count(prefix, number)
             for condition, shape in self.row(pattern, counts[stars[0]] if stars else ""):
-                rows.setdefault(json.dumps([condition, shape]), []).append(pattern)
-        found = ((names, *json.loads(key)) for key, names in rows.items())
+                rows.setdefault(json.dumps({"condition": condition, "shape": shape}), []).append(pattern)
         return {
             "counts": counts,
-            "rows": [
-                {"names": names, "condition": condition, "shape": shape} for names, condition, shape in found
-            ],
+            "rows": [{"names": names, **json.loads(row)} for row, names in rows.items()],
         }
 
     def count(self, prefix: str, star: int) -> str:
@@ -237,13 +229,7 @@ class Fitter:
         observed = []
         for sample in self.model.samples:
             seen = self.seen(sample, pattern)
-            present = (
-                {numbers[:1] and numbers[0] for numbers in seen}
-                if "*" in pattern
-                else {-1}
-                if seen
-                else set()
-            )
+            present = {numbers[0] if numbers else -1 for numbers in seen}
             try:
                 layers = size(count, sample.values) if "*" in pattern else -1
             except Unknown:
