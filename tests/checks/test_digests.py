@@ -13,7 +13,7 @@ from tests.command import vexport
 from tests.models import Good, errors, problems, quantize
 from tests.mutations.edits import put, spoiled
 from vexport.checkpoint.index import read_index
-from vexport.checks import digests
+from vexport.checks import shards
 
 DOWN = "model.layers.0.mlp.down_proj"
 
@@ -54,7 +54,7 @@ def test_a_flipped_byte_is_found(good: Good, tmp_path: Path) -> None:
 
 
 def test_large_files_wait_to_be_asked(good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digests, "MOST_BYTES", 1000)
+    monkeypatch.setattr(shards, "MOST_BYTES", 1000)
     folder = copytree(good("W4A16"), tmp_path / "out")
     flip(folder)
     (note,) = problems(folder)

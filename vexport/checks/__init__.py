@@ -1,17 +1,29 @@
 """The static gate: findings on a checkpoint's files, without vLLM, a GPU or torch.
 
-Adding a check family is one new file and one line in `FAMILIES`. What families share is in `vllm`, the model
+Adding a check family is one new file and one line in `CHECKS`. What families share is in `vllm`, the model
 of vLLM, and in `numbers`, the looks at stored numbers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 from vexport.architectures.versions import nearest_version
 from vexport.checkpoint.index import read_index, require_config
 from vexport.checkpoint.reader import Reader, same_bytes
+from vexport.checks import (
+    completeness,
+    config,
+    devices,
+    fusion,
+    kv_cache,
+    model,
+    shapes,
+    shards,
+    targets,
+    tokenizer,
+    values,
+)
 from vexport.checks.completeness import unjudged_tensors
 from vexport.checks.config import has_quantized_outputs, other_method
 from vexport.checks.vllm.view import ANY, CheckFunction, CheckpointView, Target
@@ -53,31 +65,23 @@ class Check:
     run: CheckFunction
 
 
-# The families in the order of their findings: one line each, the name of its file.
-FAMILIES = (
-    "shards",
-    "digests",
-    "model",
-    "config",
-    "targets",
-    "completeness",
-    "shapes",
-    "values",
-    "fusion",
-    "kv_cache",
-    "transforms",
-    "tokenizer",
-    "devices",
-    "versions",
-)
-
-
-def _check(family: str) -> Check:
-    module = import_module(f"{__name__}.{family}")
-    return Check(description=module.DESCRIPTION, run=module.run)
-
-
-CHECKS: Mapping[str, Check] = {family: _check(family) for family in FAMILIES}
+# The families in the order of their findings.
+CHECKS: Mapping[str, Check] = {
+    "shards": Check(description=shards.DESCRIPTION, run=shards.run),
+    "digests": Check(description=shards.BYTES, run=shards.digests),
+    "model": Check(description=model.DESCRIPTION, run=model.run),
+    "config": Check(description=config.DESCRIPTION, run=config.run),
+    "targets": Check(description=targets.DESCRIPTION, run=targets.run),
+    "completeness": Check(description=completeness.DESCRIPTION, run=completeness.run),
+    "shapes": Check(description=shapes.DESCRIPTION, run=shapes.run),
+    "values": Check(description=values.DESCRIPTION, run=values.run),
+    "fusion": Check(description=fusion.DESCRIPTION, run=fusion.run),
+    "kv_cache": Check(description=kv_cache.DESCRIPTION, run=kv_cache.run),
+    "transforms": Check(description=config.TRANSFORMS, run=config.transforms),
+    "tokenizer": Check(description=tokenizer.DESCRIPTION, run=tokenizer.run),
+    "devices": Check(description=devices.DESCRIPTION, run=devices.run),
+    "versions": Check(description=devices.VERSIONS, run=devices.versions),
+}
 
 
 def check_checkpoint(

@@ -1,11 +1,18 @@
-"""Can vLLM read the quantization config at all?"""
+"""Can vLLM read the quantization config at all, and compute the rotations that it leaves to the model?"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vexport.architectures.fusion import moe_layer
-from vexport.checks.vllm.groups import of_attention, parse_group
+from vexport.checks.vllm.groups import (
+    INPUT,
+    OUTPUT,
+    FusedLinear,
+    OnlineTransform,
+    of_attention,
+    parse_group,
+)
 from vexport.checks.vllm.quant_methods import METHOD, METHODS, method_name
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats import FORMATS
@@ -19,6 +26,8 @@ if TYPE_CHECKING:
 
 NAME = "config"
 DESCRIPTION = "quantization_config is there and every config group is one that vLLM accepts"
+TRANSFORMS_NAME = "transforms"
+TRANSFORMS = "online rotations (transform_config) are ones that vLLM computes, and have their matrices"
 # vLLM's names of the storage formats (compressed_tensors.CompressionFormat).
 FORMAT_NAMES = frozenset({"dense", "mixed-precision", "naive-quantized", *(each.name for each in FORMATS)})
 # With both of them in static INT8 vLLM runs another scheme (_is_wNa8o8_int); other outputs it passes over.
@@ -177,3 +186,55 @@ def _of_other_method(view: CheckpointView, method: str) -> Iterator[Finding]:
     expected = f"{METHOD}, or another method that vexport judges: {', '.join(METHODS)}"
     got = f"{method!r}, which vLLM {vllm} has not"
     yield error(NAME, view.quantization_place, expected=expected, got=got, fix="quantize from the source")
+
+
+def transforms(view: CheckpointView) -> Iterator[Finding]:
+    """Findings on transforms of inputs and outputs; those in the weights are of no concern."""
+    where = f"{view.quantization_place}.transform_config"
+    for transform in view.transforms:
+        if transform.location not in (INPUT, OUTPUT):
+            expected = "transforms of inputs and outputs of linear layers, the only ones that vLLM computes"
+            got = f"{transform.scheme} of {transform.location}"
+            yield _unrunnable(f"{where}.{transform.scheme}", expected, got)
+            continue
+        yield from _matrix(view, transform)
+        for fused in view.fused_linears:
+            yield from _fused(transform, fused)
+    for ranks in (ranks for ranks in view.target.tp if ranks > 1 and view.transforms):
+        yield error(
+            TRANSFORMS_NAME,
+            f"{where} (tp {ranks})",
+            expected="no online transforms: vLLM computes them on one rank only",
+            got=", ".join(sorted({transform.submodule for transform in view.transforms})),
+            fix="serve it on one GPU, or rotate in the weights only",
+        )
+
+
+def _matrix(view: CheckpointView, transform: OnlineTransform) -> Iterator[Finding]:
+    """Every producer stores it; without, vLLM multiplies with uninitialized memory (SharedWeightParameter),
+    or rotates the inputs of weights that were not rotated the other way."""
+    if not any(name.endswith(f".{transform.submodule}.weight") for name in view.index.tensors):
+        expected = f"the matrix of the {transform.kind} transform, with one of its layers"
+        yield _unrunnable(f"{transform.submodule}.weight", expected, "none")
+
+
+def _fused(transform: OnlineTransform, fused: FusedLinear) -> Iterator[Finding]:
+    rotated = [member for member in fused.members if transform.applies(member)]
+    if not rotated:
+        return
+    if moe_layer(rotated[0]) is not None:
+        expected = "no online transform of routed experts, which vLLM does not compute"
+        yield _unrunnable(fused.name, expected, transform.submodule)
+    elif transform.location == INPUT and len(rotated) < len(fused.members):
+        expected = "the same transform of the inputs of all layers that run as one"
+        yield _unrunnable(fused.name, expected, f"{transform.submodule} for {', '.join(rotated)} only")
+    if any("bias" in fused.members[member] for member in rotated):
+        yield _unrunnable(
+            fused.name, "no bias with an online transform: vLLM asserts it", transform.submodule
+        )
+
+
+def _unrunnable(where: str, expected: str, got: str) -> Finding:
+    return error(
+        TRANSFORMS_NAME, where, expected=expected, got=got, fix="rotate in the weights only (R1, R2)"
+    )
