@@ -22,7 +22,7 @@ from vexport.records import (
 from vexport.run.evaluating import EvalJob, accept_answers, evaluate_checkpoints, explained
 from vexport.run.options import EXPLANATION_SECONDS, EngineOptions, Explaining
 from vexport.run.serving import load_checkpoints
-from vexport.run.stages import compare_schemes, run_scenario, with_scheme
+from vexport.run.stages import compare_schemes, run_scenario
 from vexport.scenario import Evaluate, Serve, base_scenario, read_scenario
 from vexport.scenario.serve import EngineArguments, with_options
 
@@ -175,10 +175,8 @@ def compare(
         raise ValueError("compare: got no scheme, need one or more")
     base = base_scenario(str(source), schemes[0], None if scenario is None else Path(scenario))
     options = (engine or Engine()).options(on_progress, base.serve)
-    folder = Path("runs") / f"compare-{base.name}" if run_dir is None else Path(run_dir)
-    scenarios = with_default_text([with_scheme(base, scheme) for scheme in schemes], _warn)
-    by_scheme = dict(zip(schemes, scenarios, strict=True))
-    rows, faults = compare_schemes(by_scheme, folder, options, overwrite=overwrite)
+    folder = None if run_dir is None else Path(run_dir)
+    rows, faults = compare_schemes(base, schemes, folder, options, overwrite=overwrite, note=_warn)
     if faults:
         raise faults[0]
     return rows

@@ -60,22 +60,6 @@ def plan(
     One of `scheme`, `recipe` and `rules` says how; `has_text` says whether there will be calibration text. Or
     `source` is the file of a scenario, which says all; `run_dir` has what its `scheme: auto` chooses by.
     """
-    if is_scenario(str(source)):
-        given = (
-            scheme,
-            recipe,
-            revision,
-            group_size,
-            observer,
-            input_observer,
-            rounding,
-            kv_cache,
-            smoothing,
-        )
-        if rules or ignore or any(each is not None for each in given):
-            raise ValueError(f"plan: got arguments next to {source}, need them in the scenario")
-        folder = None if run_dir is None else Path(run_dir)
-        return plan_scenario(read_scenario(Path(source)), folder, on_progress)[1]
     request = PlanRequest(
         scheme=scheme,
         recipe=None if recipe is None else Path(recipe),
@@ -89,6 +73,12 @@ def plan(
         on_unsupported_shape=on_unsupported_shape,
         tp=tuple(tp),
     )
+    if is_scenario(str(source)):
+        plain = PlanRequest(on_unsupported_shape=on_unsupported_shape, tp=request.tp)
+        if rules or revision is not None or request != plain:
+            raise ValueError(f"plan: got arguments next to {source}, need them in the scenario")
+        folder = None if run_dir is None else Path(run_dir)
+        return plan_scenario(read_scenario(Path(source)), folder, on_progress)[1]
     wanted, settings = requested(request, rules, _warn)
     settings = replace(settings, has_text=has_text)
     return plan_headers(with_revision(str(source), revision), wanted, settings, on_progress)[1]

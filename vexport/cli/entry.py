@@ -41,8 +41,8 @@ COMMANDS = {
     "report": "scenario:report",
     "verdict": "evaluate:verdict_command",
     "repair": "quantize:repair",
-    "list": "catalog:list_command",
-    "explain": "catalog:explain_command",
+    "list": "plan:list_command",
+    "explain": "plan:explain_command",
 }
 # Bounds of what goes to stderr: names and values come from files and may be of any size.
 MAX_CHARACTERS = 600

@@ -1,14 +1,16 @@
-"""A plan from headers: of one scheme, of a scenario, or what every scheme would give."""
+"""What can be had: a plan from headers, the tables of `list`, the sections of `explain`."""
 
+import json
 import shlex
-from dataclasses import replace
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from vexport.cli.base import command, note, print_text, require_plan
-from vexport.cli.options import PATH, Answer, format_option, option, revision_option
+from vexport.cli.options import PATH, Answer, answer_file, format_option, option, revision_option
 from vexport.cli.planning import (
     CALIBRATION_OPTIONS,
     PLAN_OPTIONS,
@@ -167,3 +169,52 @@ def _print(source: str, plan: Plan, then: str, answer: Answer, scenario: "Scenar
         needed = documents_for_power(evaluate.margin, TYPICAL_DISAGREEMENT, evaluate.alpha)
     print_text(render_plan(plan, answer.format_, then, evaluate, needed))
     require_plan(source, plan)
+
+
+@command("list", no_args_is_help=True)
+@click.argument("what", type=click.Choice(("schemes", "observers", "roundings", "checks", "architectures")))
+@format_option(("text", "json"))
+def list_command(what: str, answer: Answer) -> None:
+    """List schemes, observers, roundings, checks or architectures.
+
+    \b
+    Examples:
+      vexport list schemes
+      vexport list checks --format json
+    """
+    from vexport.reports.catalog import render_catalog
+
+    print_text(render_catalog(what, answer.format_))
+
+
+@command("explain")
+@click.argument("name", required=False, nargs=-1)
+@format_option(("text", "json"))
+def explain_command(name: tuple[str, ...], answer: Answer) -> None:
+    """Print the section of the reference that explains a scheme, observer, check, finding or topic.
+
+    NAME is what a report, message or list calls it, in any case. Without NAME: the pages and their sections.
+
+    \b
+    Examples:
+      vexport explain
+      vexport explain NVFP4
+      vexport explain completeness
+      vexport explain margin
+    """
+    from vexport.reports.catalog import all_sections, contents, find_section
+
+    if not name:
+        sections = [asdict(section) for section in all_sections()]
+        print_text(contents() if answer.format_ == "text" else json.dumps(sections, indent=2) + "\n")
+        return
+    section = find_section(" ".join(name))
+    if answer.format_ == "json":
+        print_text(json.dumps(asdict(section), indent=2) + "\n")
+    elif sys.stdout.isatty() and answer_file(click.get_current_context()) is None:
+        from rich.console import Console
+        from rich.markdown import Markdown
+
+        Console().print(Markdown(section.text))
+    else:
+        print_text(section.text + "\n")

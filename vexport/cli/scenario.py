@@ -169,15 +169,11 @@ def compare(
         raise click.UsageError("--schemes: name at least one scheme.")
     base = base_scenario(source, schemes[0], scenario_file)
     require_engine((interpreter.vllm_python,))
-    from vexport.plan.needs import with_default_text
-    from vexport.run.stages import compare_schemes, with_scheme
+    from vexport.run.stages import compare_schemes
 
-    scenarios = with_default_text([with_scheme(base, scheme) for scheme in schemes], note)
-    folder = run_dir or Path("runs") / f"compare-{base.name}"
     with progress_display(quiet=answer.quiet) as on_progress:
         options = interpreter.options(base.serve, on_progress)
-        by_scheme = dict(zip(schemes, scenarios, strict=True))
-        runs, faults = compare_schemes(by_scheme, folder, options, overwrite=overwrite)
+        runs, faults = compare_schemes(base, schemes, run_dir, options, overwrite=overwrite, note=note)
     print_text(render_comparison(runs, answer.format_))
     raise_problems(faults)
     passed = any(run.outcome == "PASS" for run in runs)

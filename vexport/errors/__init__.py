@@ -71,18 +71,24 @@ class InputError(VexportError):
     """Bad usage or bad input (exit 2)."""
 
 
-class InputErrors(InputError):
-    """Several problems of one input, reported together (exit 2)."""
+class _Several(VexportError):
+    """Several problems that are reported together, a line each."""
 
-    def __init__(self, problems: Sequence[InputError]) -> None:
+    def __init__(self, problems: Sequence[VexportError]) -> None:
         if not problems:
-            raise ValueError("InputErrors: got no problem, need at least one; raise only what was found")
+            raise ValueError(f"{type(self).__name__}: got no problem, need at least one")
         self.problems = tuple(problems)
         first = problems[0]
         super().__init__(first.where, got=first.got, need=first.need, fix=first.fix)
 
     def __str__(self) -> str:
         return "\n".join(str(problem) for problem in self.problems)
+
+
+class InputErrors(_Several, InputError):
+    """Several problems of one input (exit 2)."""
+
+    problems: tuple[InputError, ...]
 
 
 class CheckpointFailed(VexportError):
@@ -103,16 +109,8 @@ class EnvironmentFault(VexportError):
     exit_code = 4
 
 
-class EnvironmentFaults(EnvironmentFault):
-    """Several faults that are reported together (exit 4)."""
-
-    def __init__(self, problems: Sequence[VexportError]) -> None:
-        self.problems = tuple(problems)
-        first = problems[0]
-        super().__init__(first.where, got=first.got, need=first.need, fix=first.fix)
-
-    def __str__(self) -> str:
-        return "\n".join(str(problem) for problem in self.problems)
+class EnvironmentFaults(_Several, EnvironmentFault):
+    """Several faults (exit 4)."""
 
 
 class InternalError(VexportError):

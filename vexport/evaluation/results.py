@@ -7,7 +7,7 @@ batches: where they do, a difference between two models tells nothing of the mod
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,21 +115,16 @@ def _aggregated_groups(content: Mapping[str, Json], tasks: frozenset[str]) -> di
         for name, value in mapping_in(content, "group_subtasks").items()
     }
 
-    def leaves(group: str) -> tuple[str, ...]:
-        """The tasks in a group and below it, in order; a group that names itself is gone through once."""
-        found, visited, waiting = dict[str, None](), {group}, [group]
-        while waiting:
-            name = waiting.pop()
-            if name in tasks:
-                found[name] = None
-                continue
-            inner = [child for child in dict.fromkeys(children.get(name, ())) if child not in visited]
-            visited.update(inner)
-            waiting += reversed(inner)
-        return tuple(found)
+    def leaves(group: str, above: tuple[str, ...] = ()) -> Iterator[str]:
+        """The tasks in a group and below it, in order; a group in itself adds none."""
+        if group in tasks:
+            yield group
+        elif group not in above:
+            for child in children.get(group, ()):
+                yield from leaves(child, (*above, group))
 
     named = mapping_in(content, "groups")
-    groups = {name: members for name in named if (members := leaves(name))}
+    groups = {name: members for name in named if (members := tuple(dict.fromkeys(leaves(name))))}
     sets = [frozenset(members) for members in groups.values()]
     outermost = {members for members in sets if not any(members < outer for outer in sets)}
     return {name: members for name, members in groups.items() if frozenset(members) in outermost}

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from vexport.errors import EnvironmentFault, VexportError
 from vexport.files import from_json, write_text
 from vexport.formats.schemes import KEEP
 from vexport.outputs.replaceable import NamedPath, require_separate, written_alone
+from vexport.plan.needs import with_default_text
 from vexport.records import (
     Attribution,
     CheckReport,
@@ -246,20 +247,28 @@ def _keep_scenario(file: Path, folder: Path) -> None:
 
 
 def compare_schemes(
-    scenarios: Mapping[str, Scenario], folder: Path, options: EngineOptions, *, overwrite: bool
+    base: Scenario,
+    schemes: Sequence[str],
+    folder: Path | None,
+    options: EngineOptions,
+    *,
+    overwrite: bool,
+    note: Callable[[str], None],
 ) -> tuple[tuple[ComparedRun, ...], tuple[VexportError, ...]]:
-    """Run each scenario that is not done yet, in a folder named by its scheme.
+    """Run `base` in each scheme where that is not done yet, in a folder named by the scheme.
 
-    They differ in their rules alone, so that the baseline of the first that served it is that of all. Returns
-    a row for each, and the faults of engines, which a second call may do without. A scheme that cannot be
-    made is a row that says so; where none has a report, what stopped the first is raised.
+    `folder` is runs/compare-NAME unless given. The runs differ in their rules alone, so that the baseline of
+    the first that served it is that of all. `note` is told of default text. Returns a row for
+    each, and the faults of engines, which a second call may do without. A scheme that cannot be made is a row
+    that says so; where none has a report, what stopped the first is raised.
     """
     rows: list[ComparedRun] = []
     problems: list[VexportError] = []
     served: Path | None = None
-    for scheme, scenario in scenarios.items():
+    scenarios = with_default_text([with_scheme(base, scheme) for scheme in schemes], note)
+    for scheme, scenario in zip(schemes, scenarios, strict=True):
         options.on_progress(f"{scheme} (schemes)", len(rows), len(scenarios))
-        run_dir = folder / scheme
+        run_dir = (folder or Path("runs") / f"compare-{base.name}") / scheme
         try:
             made = run_scenario(scenario, run_dir, options, overwrite=overwrite, baseline_of=served)
         except VexportError as error:
