@@ -1,40 +1,54 @@
-"""Starts vLLM once and runs lm-eval for each request file: `in_vllm OUTCOMES.json REQUEST.json...`."""
+"""Starts vLLM once and runs lm-eval for several requests: `in_vllm REQUESTS.json OUTCOMES.json`."""
 
-import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
+import datasets
+
 from vexport.engine.messages import SessionRequest
+from vexport.engine.worker import CPU, answer_request, build_engine, model_arguments
 from vexport.errors import VexportError
+from vexport.evaluation.lm_eval_model import replaced
 from vexport.evaluation.lm_eval_runner import run_tasks
-from vexport.files import from_json
 
 
-def main(outcomes_file: str, *request_files: str) -> None:
-    from vllm import LLM
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    requests: tuple[SessionRequest, ...]
+    cache: Path
+    """The folder of `datasets`, which is to stay empty."""
 
-    requests = [from_json(SessionRequest, Path(file)) for file in request_files]
-    arguments: dict[str, str | int | float | bool] = {
-        "model": str(requests[0].checkpoint),
-        "max_model_len": 64,
-        "max_num_seqs": 64,
-        "enforce_eager": True,
-        "enable_prefix_caching": False,
-        "seed": 0,
-    }
-    llm = LLM(**arguments)
-    outcomes = []
-    for request in requests:
-        progress: list[tuple[str, int, int]] = []
-        error = None
-        try:
-            run_tasks(arguments, llm, request, lambda *step, seen=progress: seen.append(step))
-        except VexportError as problem:
-            error = f"{type(problem).__name__}: {problem}"
-        outcomes.append({"error": error, "progress": progress})
-    Path(outcomes_file).write_text(json.dumps(outcomes))
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcomes:
+    """For each request its error, or nothing, and its progress."""
+
+    errors: tuple[str, ...]
+    progress: tuple[tuple[tuple[str, int, int], ...], ...]
+
+
+def answer(asked: Asked) -> Outcomes:
+    arguments = model_arguments(asked.requests[0], CPU)
+    llm = build_engine(arguments, CPU)
+    errors, progress = [], []
+    with replaced(datasets.config, "HF_DATASETS_CACHE", asked.cache):
+        for request in asked.requests:
+            steps: list[tuple[str, int, int]] = []
+            error = ""
+            try:
+                run_tasks(arguments, llm, request, lambda *step, steps=steps: steps.append(step))
+            except VexportError as problem:
+                error = f"{type(problem).__name__}: {problem}"
+            errors.append(error)
+            progress.append(tuple(steps))
     llm.llm_engine.engine_core.shutdown()
+    return Outcomes(errors=tuple(errors), progress=tuple(progress))
+
+
+def main(arguments: list[str]) -> int:
+    return answer_request(arguments, Asked, answer)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

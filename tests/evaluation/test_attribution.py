@@ -206,10 +206,3 @@ def test_scales_the_loader_joins_in_vllm(chat_baseline: Scored, chat_export: Pat
     found = blamed_in_vllm(chat_baseline, with_own_global_scales(chat_export, tmp_path / "own"), tmp_path)
     assert found.cause == "loader"
     assert "global_scale" in found.reason
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_a_wrong_chat_template_in_vllm(chat_baseline: Scored, chat_export: Path, tmp_path: Path) -> None:
-    wrong = with_template(chat_export, tmp_path / "wrong", WRONG_TEMPLATE)
-    assert blamed_in_vllm(chat_baseline, wrong, tmp_path).cause == "harness"

@@ -38,7 +38,7 @@ def gains(documents: int, correlation: float, right: float, loss: float, rng: np
     return gain
 
 
-@pytest.mark.parametrize("correlation", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("correlation", [0.2, 0.9])
 @pytest.mark.parametrize(("documents", "right"), [(50, 0.9), (200, 0.6)])
 def test_false_alarms_stay_below_alpha(documents: int, right: float, correlation: float) -> None:
     rng, clusters = np.random.default_rng(3), np.repeat(np.arange(documents), SEEDS)
