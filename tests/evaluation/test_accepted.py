@@ -83,13 +83,6 @@ def test_fewer_documents_and_other_tasks_are_told_at_once(copies: Path, accepted
     assert "got 200 documents with exact_match,none, need the 400" in second
 
 
-def test_something_else_is_not_replaced(lm_eval_runs: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes.json").write_text("{}")
-    with pytest.raises(InputError, match="need a new file or an accepted baseline"):
-        accept_results(lm_eval_runs / "baseline", tmp_path / "notes.json", {})
-    assert (tmp_path / "notes.json").read_text() == "{}"
-
-
 def test_gates_are_kept_and_not_chosen_again(lm_eval_runs: Path, tmp_path: Path) -> None:
     file = tmp_path / "accepted.json"
     accept_results(lm_eval_runs / "baseline", file, {"choices": "acc_norm"})
