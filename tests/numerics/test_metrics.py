@@ -113,7 +113,8 @@ def test_compiling_is_announced_once(tmp_path: Path) -> None:
 def test_a_change_of_one_kernel_file_reaches_the_kernels_of_others(tmp_path: Path) -> None:
     package = copied(tmp_path)
     code = (
-        "import numpy as np; from vexport.numerics.codes import e4m3_codes; codes = np.zeros(1, np.uint8); "
+        "import numpy as np; from vexport.numerics.arithmetic import e4m3_codes; "
+        "codes = np.zeros(1, np.uint8); "
         "e4m3_codes(np.float32([1e6]), np.float32([1]), codes); print(codes[0])"
     )
 

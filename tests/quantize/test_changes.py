@@ -144,7 +144,7 @@ def test_a_damaged_kernel_cache_is_made_again(llama: Path, tmp_path: Path) -> No
     code = (
         "import sys, numpy as np\n"
         "from vexport.numerics.jit import compiled\n"
-        "from vexport.numerics.codes import largest_magnitude\n"
+        "from vexport.numerics.arithmetic import largest_magnitude\n"
         "print(largest_magnitude(np.arange(4, dtype=np.float32), 0))\n"
     )
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}

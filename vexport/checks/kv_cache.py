@@ -10,7 +10,7 @@ from vexport.checks.numbers import PLACEHOLDER, largest_output
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import FLOAT_SCALES
 from vexport.layers.linears import makes_keys
-from vexport.numerics.constants import E4M3_MAX
+from vexport.numerics import E4M3_MAX
 from vexport.records import Finding, Json, TensorInfo
 
 NAME = "kv_cache"

@@ -13,7 +13,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.layout import ATTENTION_NORM
 from vexport.checks.vllm.view import CheckpointView, error
-from vexport.numerics.constants import GLOBAL_SCALE_NUMERATOR
+from vexport.numerics import GLOBAL_SCALE_NUMERATOR
 from vexport.records import Finding, TensorInfo
 
 # The family of these findings.

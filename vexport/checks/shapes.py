@@ -13,7 +13,7 @@ from vexport.checks.vllm.layout import ModelLayout, Shape
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import EXPERT, Parameter, is_head, partition_of
 from vexport.layers.linears import Names
-from vexport.numerics.constants import INT32_BITS
+from vexport.numerics import INT32_BITS
 from vexport.records import Finding, TensorInfo
 
 NAME = "shapes"

@@ -10,7 +10,7 @@ from vexport.formats import PACKED
 from vexport.formats.arguments import described
 from vexport.formats.base import is_head
 from vexport.layers.linears import stacked_ending
-from vexport.numerics.constants import INT32_BITS
+from vexport.numerics import INT32_BITS
 from vexport.records import Finding
 from vexport.version import short_version
 

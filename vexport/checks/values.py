@@ -27,7 +27,7 @@ from vexport.checks.numbers import (
 from vexport.checks.vllm.groups import ConfigGroup, FusedLinear
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats import NVFP4
-from vexport.numerics.constants import E2M1_MAX, E4M3_MAX, E8M0_NAN, GLOBAL_SCALE_NUMERATOR
+from vexport.numerics import E2M1_MAX, E4M3_MAX, E8M0_NAN, GLOBAL_SCALE_NUMERATOR
 from vexport.records import Finding, TensorInfo
 
 NAME = "values"

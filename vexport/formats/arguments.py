@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from vexport.numerics.constants import E2M1_MAX, E4M3_MAX
+from vexport.numerics import E2M1_MAX, E4M3_MAX
 from vexport.records import Json
 
 Strategy = Literal["tensor", "channel", "group", "tensor_group", "block", "token", "attn_head"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from vexport.formats.arguments import Arguments, QuantArgs
-from vexport.numerics.constants import E4M3_MAX, INT32_BITS
+from vexport.numerics import E4M3_MAX, INT32_BITS
 from vexport.records import LinearPlan, TensorInfo
 
 if TYPE_CHECKING:

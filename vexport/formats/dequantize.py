@@ -13,7 +13,7 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize as ct_d
 from pydantic import TypeAdapter
 
 from vexport.formats.arguments import Arguments, QuantArgs, SchemeArgs, arguments_adapter
-from vexport.numerics.constants import INT32_BITS
+from vexport.numerics import INT32_BITS
 
 # Elements that are dequantized at once.
 CHUNK_ELEMENTS = 1 << 22

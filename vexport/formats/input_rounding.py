@@ -14,8 +14,8 @@ from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from torch.nn import Module
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from vexport.numerics import E2M1_MAX
 from vexport.numerics.arithmetic import E2M1, round_values
-from vexport.numerics.constants import E2M1_MAX
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -23,7 +23,7 @@ from vexport.formats.base import (
     words,
     zero_point,
 )
-from vexport.numerics.constants import INT32_BITS
+from vexport.numerics import INT32_BITS
 from vexport.records import LinearPlan, TensorInfo
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from vexport.formats.base import (
     partial_group,
     zero_point,
 )
-from vexport.numerics.constants import MX_GROUP
+from vexport.numerics import MX_GROUP
 from vexport.records import LinearPlan
 
 if TYPE_CHECKING:

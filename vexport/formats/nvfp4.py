@@ -20,7 +20,7 @@ from vexport.formats.base import (
     single,
     zero_point,
 )
-from vexport.numerics.constants import NVFP4_GROUP
+from vexport.numerics import NVFP4_GROUP
 from vexport.records import LinearPlan
 
 if TYPE_CHECKING:

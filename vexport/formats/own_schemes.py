@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from vexport.formats import WRITTEN, vllm_format, written_format
 from vexport.formats.arguments import GROUPED, QuantArgs, SchemeArgs, Strategy, contradictions, parse_args
 from vexport.formats.base import Format
-from vexport.numerics.constants import MX_GROUP
+from vexport.numerics import MX_GROUP
 from vexport.records import Json
 
 UNQUANTIZED = "A16"

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel
 
-from vexport.numerics import arithmetic
-from vexport.numerics.constants import (
+from vexport.numerics import (
     E2M1_EXPONENT,
     E2M1_MAX,
     E4M3_EPS,
@@ -23,6 +22,7 @@ from vexport.numerics.constants import (
     E8M0_BIAS,
     FLOAT32_EPS,
     MX_ROUND_UP,
+    arithmetic,
 )
 from vexport.records.observer_names import OptionValue
 

@@ -41,7 +41,7 @@ from vexport.formats.packing.base import (
 )
 from vexport.formats.schemes import get_scheme
 from vexport.layers.blocks import blocks, group_layout, output_blocks
-from vexport.numerics.codes import largest_magnitude
+from vexport.numerics.arithmetic import largest_magnitude
 from vexport.numerics.ranks import rank_and_size
 from vexport.plan.needs import calibration_need, needs_search
 from vexport.records import (

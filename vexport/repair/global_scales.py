@@ -17,7 +17,7 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import read_parameters, vllm_storage, weight_of
 from vexport.fidelity.source import ComparedSource
 from vexport.formats.dequantize import ct_scheme
-from vexport.numerics.constants import E4M3_MAX
+from vexport.numerics import E4M3_MAX
 from vexport.numerics.metrics import quantization_error
 from vexport.observers import MemorylessMinMaxObserver
 from vexport.observers.qparams import scale_and_zero_point

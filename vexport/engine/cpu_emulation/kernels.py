@@ -21,7 +21,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, 
 
 from vexport.engine.cpu_emulation.rounding import fake_fp8, fake_mxfp4, fake_nvfp4, fp8_token_scale, round_fp8
 from vexport.formats.dequantize import unpack_int32
-from vexport.numerics.constants import E8M0_BIAS, MX_GROUP
+from vexport.numerics import E8M0_BIAS, MX_GROUP
 
 # (whether a kernel can run a layer, why not)
 Answer = tuple[bool, str | None]

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from vexport.numerics.constants import E2M1_MAX, E4M3_MAX, MX_GROUP, NVFP4_GROUP
+from vexport.numerics import E2M1_MAX, E4M3_MAX, MX_GROUP, NVFP4_GROUP
 
 
 def round_fp4(values: torch.Tensor) -> torch.Tensor:

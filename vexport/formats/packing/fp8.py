@@ -5,9 +5,20 @@ import numpy as np
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.base import scale_shape
 from vexport.formats.packing.base import Array, PackingInputs, require_finite, storage_of
-from vexport.numerics.arithmetic import E4M3, F32, Bits, Floats, fp8_scale_of, widen
-from vexport.numerics.codes import SPAN, Bytes, e4m3_codes, largest_magnitude, spread
-from vexport.numerics.constants import FLOAT32_EPS
+from vexport.numerics import FLOAT32_EPS
+from vexport.numerics.arithmetic import (
+    E4M3,
+    F32,
+    SPAN,
+    Bits,
+    Bytes,
+    Floats,
+    e4m3_codes,
+    fp8_scale_of,
+    largest_magnitude,
+    spread,
+    widen,
+)
 from vexport.numerics.jit import compiled
 from vexport.records import LinearPlan
 

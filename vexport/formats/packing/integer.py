@@ -7,9 +7,21 @@ import numpy as np
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.base import words
 from vexport.formats.packing.base import STORAGES, Array, PackingInputs, require_finite, storage_of
-from vexport.numerics.arithmetic import F32, FLOAT32, I32, Bits, Floats, as_stored, value_range, widen
-from vexport.numerics.codes import Bytes, largest_magnitude, pack_bits, spread
-from vexport.numerics.constants import FLOAT32_EPS, INT32_BITS
+from vexport.numerics import FLOAT32_EPS, INT32_BITS
+from vexport.numerics.arithmetic import (
+    F32,
+    FLOAT32,
+    I32,
+    Bits,
+    Bytes,
+    Floats,
+    as_stored,
+    largest_magnitude,
+    pack_bits,
+    spread,
+    value_range,
+    widen,
+)
 from vexport.numerics.jit import compiled, wide_vectors
 from vexport.records import LinearPlan
 

@@ -4,9 +4,22 @@ import numpy as np
 
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.packing.base import Array, PackingInputs, not_finite, storage_of
-from vexport.numerics.arithmetic import F32, I32, Bits, Floats, as_float, widen
-from vexport.numerics.codes import FLOAT32_MANTISSA, MAGNITUDE, SPAN, Bytes, e2m1_codes, e4m3_codes, pack_bits
-from vexport.numerics.constants import E2M1_EXPONENT, E4M3_EXPONENT, E8M0_NAN, MX_GROUP, MX_ROUND_UP
+from vexport.numerics import E2M1_EXPONENT, E4M3_EXPONENT, E8M0_NAN, MX_GROUP, MX_ROUND_UP
+from vexport.numerics.arithmetic import (
+    F32,
+    FLOAT32_MANTISSA,
+    I32,
+    MAGNITUDE,
+    SPAN,
+    Bits,
+    Bytes,
+    Floats,
+    as_float,
+    e2m1_codes,
+    e4m3_codes,
+    pack_bits,
+    widen,
+)
 from vexport.numerics.jit import compiled
 from vexport.records import LinearPlan
 

@@ -4,18 +4,25 @@ import numpy as np
 
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.packing.base import Array, PackingInputs, storage_of
-from vexport.numerics.arithmetic import E2M1, F32, I32, Bits, Floats, as_float, global_scale_of, widen
-from vexport.numerics.codes import (
+from vexport.numerics import E4M3_EPS_CODE, NVFP4_GROUP
+from vexport.numerics.arithmetic import (
+    E2M1,
+    F32,
+    I32,
     MAGNITUDE,
     SPAN,
+    Bits,
     Bytes,
+    Floats,
+    as_float,
     e2m1_codes,
     e4m3_code,
     e4m3_codes,
     e4m3_value,
+    global_scale_of,
     pack_nibbles,
+    widen,
 )
-from vexport.numerics.constants import E4M3_EPS_CODE, NVFP4_GROUP
 from vexport.numerics.jit import compiled
 from vexport.records import LinearPlan
 

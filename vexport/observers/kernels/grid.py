@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
+from vexport.numerics import E8M0_BIAS, FLOAT32_EPS, MX_ROUND_UP
 from vexport.numerics.arithmetic import (
     E8M0,
     F32,
@@ -29,7 +30,6 @@ from vexport.numerics.arithmetic import (
     value_range,
     widen,
 )
-from vexport.numerics.constants import E8M0_BIAS, FLOAT32_EPS, MX_ROUND_UP
 from vexport.numerics.jit import LANES, MULTIPLY_ADD, compiled, wide_vectors
 
 Doubles = npt.NDArray[np.float64]

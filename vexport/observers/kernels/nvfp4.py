@@ -11,20 +11,22 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
+from vexport.numerics import E4M3_EPS_CODE
 from vexport.numerics.arithmetic import (
     E2M1,
     F32,
     I32,
     Bits,
+    Bytes,
     Floats,
+    e4m3_magnitude_code,
+    e4m3_value,
     power,
     power_6_5,
     power_of_two_below,
     round_to,
     widen,
 )
-from vexport.numerics.codes import Bytes, e4m3_magnitude_code, e4m3_value
-from vexport.numerics.constants import E4M3_EPS_CODE
 from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
 
 Integers = npt.NDArray[np.int32]

@@ -21,7 +21,7 @@ from vexport.formats.arguments import Arguments
 from vexport.formats.base import GpuSupport, is_head
 from vexport.formats.integer import HUMMING
 from vexport.formats.mxfp import Mxfp4, Mxfp8
-from vexport.numerics.constants import MX_GROUP
+from vexport.numerics import MX_GROUP
 from vexport.records import Json
 from vexport.records.patterns import REGEX, matches
 

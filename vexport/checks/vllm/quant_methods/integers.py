@@ -21,7 +21,7 @@ from vexport.formats import PACKED
 from vexport.formats.arguments import Arguments, QuantArgs
 from vexport.formats.base import FLOAT_SCALES, GpuSupport, Parameter, exact, words
 from vexport.formats.integer import PackedIntegers
-from vexport.numerics.constants import INT32_BITS
+from vexport.numerics import INT32_BITS
 from vexport.records import Json, TensorInfo
 
 Array = npt.NDArray[np.generic]

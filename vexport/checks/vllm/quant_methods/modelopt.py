@@ -27,7 +27,7 @@ from vexport.formats.base import Parameter
 from vexport.formats.fp8 import Fp8
 from vexport.formats.mxfp import Mxfp8
 from vexport.formats.nvfp4 import Nvfp4
-from vexport.numerics.constants import NVFP4_GROUP
+from vexport.numerics import NVFP4_GROUP
 from vexport.records import Json, TensorInfo
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from vexport.checks.vllm.quant_methods.base import (
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import GpuSupport, Parameter, Partition, exact
 from vexport.formats.mxfp import Mxfp4
-from vexport.numerics.constants import MX_GROUP
+from vexport.numerics import MX_GROUP
 from vexport.records import TensorInfo
 
 SOURCE = "mxfp4.py"

@@ -25,7 +25,7 @@ from vexport.formats.fp8 import Fp8
 from vexport.formats.integer import Int8
 from vexport.formats.mxfp import Mxfp4
 from vexport.formats.schemes import get_scheme
-from vexport.numerics.constants import MX_GROUP, NVFP4_GROUP
+from vexport.numerics import MX_GROUP, NVFP4_GROUP
 from vexport.records import Json
 from vexport.records.patterns import Patterns
 
