@@ -19,8 +19,7 @@ PACKAGE = Path(__file__).parent.parent / "vexport"
 # Files of a plug-in folder that are no plug-in but what plug-ins share.
 SHARED: dict[str, set[str]] = {
     "formats": {
-        *("arguments", "base", "config", "dequantize", "gpus"),
-        *("input_rounding", "kv_cache", "own_schemes", "schemes"),
+        *("arguments", "base", "config", "dequantize", "input_rounding", "schemes"),
     },
     "observers": {"base", "flatten", "qparams", "registry", "search"},
     "checks": {"numbers"},

@@ -14,10 +14,10 @@ LAYERS = (
     {"__init__", "records"},
     {"files", "architectures", "numerics"},
     {"checkpoint", "outputs", "formats", "observers"},
-    {"scenario", "calibration", "rounding", "layers"},
+    {"scenario", "calibration", "layers"},
     {"plan", "checks"},
     {"quantize", "fidelity", "engine", "reports"},
-    {"repair", "evaluation", "sensitivity"},
+    {"repair", "evaluation"},
     {"run"},
     {"cli", "api"},
 )

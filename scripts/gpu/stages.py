@@ -30,11 +30,11 @@ from vexport.numerics.metrics import divergence_of_logits
 from vexport.plan.build import PlanSettings
 from vexport.plan.rules import WEIGHING_ROWS
 from vexport.plan.source import rules_for
+from vexport.quantize.gptq import GPTQ, Moments, factorize, grid_of, round_blocks, round_compiled, stack
 from vexport.quantize.job import QuantizeJob, quantize_source
+from vexport.quantize.round_sites import waiting_bytes
 from vexport.records import Plan, PlanRequest
 from vexport.records.calibration import Rounding
-from vexport.rounding.gptq import Moments, factorize, grid_of, round_blocks, round_compiled, stack
-from vexport.rounding.settings import GPTQ, waiting_bytes
 from vexport.scenario import Calibration
 
 PACKAGES = ("torch", "triton", "transformers", "compressed_tensors", "vllm", "llmcompressor")

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.architectures.families import save_family
 from tests.models import problems, save_qwen3, write_calibration
-from vexport.formats.kv_cache import kv_layout
+from vexport.formats.config import kv_layout
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_source, rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source

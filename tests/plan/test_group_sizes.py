@@ -9,10 +9,9 @@ import pytest
 from tests.architectures.families import save_family
 from tests.command import vexport
 from tests.models import save_llama
-from vexport.formats.own_schemes import spelled, spelled_args
-from vexport.formats.schemes import all_schemes, named_scheme
+from vexport.formats.schemes import all_schemes, named_scheme, spelled, spelled_args
+from vexport.quantize.auto import plan_scenario
 from vexport.scenario import read_scenario
-from vexport.sensitivity.auto import plan_scenario
 
 SMALLER = ("--on-unsupported-shape", "smaller-group")
 RULE = "name: a\nsource: {source}\nrules: [{{match: Linear, {keys}}}]\n"

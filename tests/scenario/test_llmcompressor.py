@@ -6,7 +6,7 @@ import pytest
 
 from tests.command import vexport
 from vexport.errors import InputError
-from vexport.rounding.settings import GPTQ
+from vexport.quantize.gptq import GPTQ
 from vexport.scenario.llmcompressor import GPTQ_DAMPING, Recipe, read_recipe
 
 SIMPLE = """

@@ -9,11 +9,11 @@ from tests.command import vexport
 from tests.evaluation.make import exact_power
 from tests.models import save_llama
 from vexport.errors import InputError
+from vexport.quantize.auto import plan_scenario
 from vexport.reports.plan import TYPICAL_DISAGREEMENT
 from vexport.scenario import DEFAULT_ALPHA, read_scenario
 from vexport.scenario.evaluate import SUITES, Suite
 from vexport.scenario.serve import Serve, with_options
-from vexport.sensitivity.auto import plan_scenario
 
 FOLDER = Path(__file__).parents[2] / "scenarios"
 SCENARIOS = sorted([*FOLDER.glob("*.yaml"), *FOLDER.glob("ladder/*.yaml")])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.engine.session import require_engine
-from vexport.formats.gpus import cards
-from vexport.plan.needs import with_default_text
+from vexport.formats.base import cards
+from vexport.plan.source import with_default_text
 from vexport.records import (
     ComparedRun,
     DryLoadReport,

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING
 from vexport.checkpoint.source import with_revision
 from vexport.engine.gate import Prover
 from vexport.plan.build import PlanSettings
-from vexport.plan.needs import default_text_note, with_needed_text
-from vexport.plan.source import ignored_rules, plan_headers, requested, table_of_schemes
+from vexport.plan.source import (
+    default_text_note,
+    ignored_rules,
+    plan_headers,
+    requested,
+    table_of_schemes,
+    with_needed_text,
+)
+from vexport.quantize.auto import plan_scenario
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.records import (
     GroupSize,
@@ -27,7 +34,6 @@ from vexport.records import (
 from vexport.records.calibration import Rounding
 from vexport.reports.quantized import quantized_answer
 from vexport.scenario import Calibration, Rule, default_calibration, is_scenario, read_scenario
-from vexport.sensitivity.auto import plan_scenario
 
 if TYPE_CHECKING:
     from vexport.records import RepairReport

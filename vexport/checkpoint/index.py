@@ -1,4 +1,4 @@
-"""Reads what a checkpoint holds from its headers: tensors, config, side files. No tensor data, no torch."""
+"""Reads what a checkpoint holds from its headers: tensors, config, quantization, side files."""
 
 import json
 import math
@@ -23,6 +23,12 @@ METADATA = "__metadata__"
 CONTENT = frozenset({".safetensors", ".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+KEY = "quantization_config"
+# compressed-tensors' older name.
+OLDER_KEY = "compression_config"
+# ModelOpt 0.29 and before wrote it to a separate file, which newer versions still write as well.
+SEPARATE_FILE = "hf_quant_config.json"
+TEXT = "text_config"
 # What transformers also writes next to weights and is never carried along: other formats of the same weights.
 FOREIGN_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)(\.index\.json)?$")
 GGUF_FIX = "name the model that it was converted from; its weights are quantized already"
@@ -341,3 +347,35 @@ def not_a_checkpoint(root: Path) -> InputError | None:
         need = "a checkpoint of safetensors"
         return InputError(str(root), got=got.format_map(names), need=need, fix=fix.format_map(names))
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredQuantization:
+    """A quantization config, and the place that names it in messages."""
+
+    place: str
+    values: Mapping[str, Json]
+
+
+def find_quantization(root: Path, config: Mapping[str, Json]) -> StoredQuantization | None:
+    """The quantization config of a checkpoint folder whose config.json is `config`; None where it has none.
+
+    Sources: get_config in vllm/transformers_utils/config.py, get_quantization_config in
+    model_arch_config_convertor.py next to it.
+    """
+    for place, value in _places(root, config):
+        if value is not None:
+            return StoredQuantization(place=place, values=value) if isinstance(value, dict) else None
+    return None
+
+
+def _places(root: Path, config: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
+    file = root / "config.json"
+    yield f"{file}: {KEY}", config.get(KEY)
+    if (root / SEPARATE_FILE).is_file():
+        yield str(root / SEPARATE_FILE), dict(read_json_object(root / SEPARATE_FILE))
+    yield f"{file}: {OLDER_KEY}", config.get(OLDER_KEY)
+    text = config.get(TEXT)
+    if isinstance(text, dict):
+        yield f"{file}: {TEXT}.{KEY}", text.get(KEY)
+        yield f"{file}: {TEXT}.{OLDER_KEY}", text.get(OLDER_KEY)

@@ -14,7 +14,7 @@ from vexport.errors.extras import attempt, raise_problems
 from vexport.records import DryLoadReport, EngineMode, LoadReport
 
 if TYPE_CHECKING:
-    from vexport.formats.gpus import Card
+    from vexport.formats.base import Card
     from vexport.records import OnProgress
 
 Mode = Literal["eager", "default", "both"]

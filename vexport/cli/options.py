@@ -13,7 +13,7 @@ from vexport.records.values import MOST_COUNT
 from vexport.version import short_version
 
 if TYPE_CHECKING:
-    from vexport.formats.gpus import Card
+    from vexport.formats.base import Card
 
 Function = Callable[..., None]
 Decorator = Callable[[Function], Function]
@@ -136,7 +136,7 @@ def numbers(text: str, of: str = "GPUs") -> tuple[int, ...]:
 
 def capabilities(text: str) -> tuple[int, ...]:
     """Compute capabilities separated by commas, each once: `80,90`, `9.0` or `sm90`. A type for click."""
-    from vexport.formats.gpus import GENERATIONS, parse_capability
+    from vexport.formats.base import GENERATIONS, parse_capability
 
     listed = []
     for part in (part.strip() for part in text.split(",")):
@@ -152,7 +152,7 @@ def capabilities(text: str) -> tuple[int, ...]:
 
 def gpus(text: str) -> tuple["Card", ...]:
     """Names of GPUs separated by commas, each once: `H100,l40s`. A type for click."""
-    from vexport.formats.gpus import cards
+    from vexport.formats.base import cards
 
     try:
         return cards(text.split(","))

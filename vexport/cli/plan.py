@@ -78,8 +78,8 @@ def plan(
 def _plan_scenario(source: str, revision: str | None, run_dir: Path | None, answer: Answer) -> None:
     """The plan of a scenario, and how many documents its evaluation takes."""
     from vexport.cli.terminal import progress_display
+    from vexport.quantize.auto import plan_scenario
     from vexport.scenario import read_scenario
-    from vexport.sensitivity.auto import plan_scenario
 
     scenario = read_scenario(Path(source))
     require_scenario_alone()
@@ -128,7 +128,7 @@ def _plan_rules(
 
 def _note_time(index: "SourceIndex", plan: Plan, text: "Calibration", on_progress: OnProgress) -> None:
     """A note on what calibration will take, where the weights are here."""
-    from vexport.plan.needs import calibration_need
+    from vexport.plan.rules import calibration_need
     from vexport.quantize.text import PlanText, estimated_steps
 
     if calibration_need(plan) is None:

@@ -77,8 +77,7 @@ def quantize(
     from vexport.checkpoint.source import DEFAULT, with_revision
     from vexport.cli.terminal import progress_display
     from vexport.engine.gate import Prover
-    from vexport.plan.needs import default_text_note, with_needed_text
-    from vexport.plan.source import requested
+    from vexport.plan.source import default_text_note, requested, with_needed_text
     from vexport.quantize.job import QuantizeJob, quantize_source
     from vexport.quantize.text import Step
     from vexport.reports.quantized import quantized_answer, render_quantized

@@ -57,7 +57,7 @@ def run(
     """
     from vexport.cli.terminal import progress_display
     from vexport.engine.session import require_engine
-    from vexport.plan.needs import with_default_text
+    from vexport.plan.source import with_default_text
     from vexport.reports import render
     from vexport.scenario import read_scenario
     from vexport.scenario.serve import with_options

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from vexport.checkpoint.quantization import find_quantization
+from vexport.checkpoint.index import find_quantization
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Canary, Finding, LogprobAgreement, Severity
 

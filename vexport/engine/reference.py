@@ -29,15 +29,15 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
-from vexport.checkpoint.quantization import StoredQuantization, find_quantization
+from vexport.checkpoint.index import StoredQuantization, find_quantization
 from vexport.checks.vllm.groups import INPUT, OUTPUT
 from vexport.engine.agreement import KL_LIMITS
 from vexport.errors import InputError
 from vexport.files import atomic_path
 from vexport.formats import nearest_format
+from vexport.formats.config import KEY, VALUE
 from vexport.formats.dequantize import any_groups, arguments_of
 from vexport.formats.input_rounding import InputRounding
-from vexport.formats.kv_cache import KEY, VALUE
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Canary, OnProgress, silent
 

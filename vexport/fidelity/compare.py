@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from vexport.checkpoint.index import read_index
-from vexport.checkpoint.quantization import find_quantization
+from vexport.checkpoint.index import find_quantization, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of
 from vexport.checks import SOURCE, Against

@@ -5,7 +5,7 @@ from functools import cache
 
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
-from vexport.formats.kv_cache import kv_layout
+from vexport.formats.config import kv_layout
 from vexport.formats.schemes import get_scheme
 from vexport.records import AttentionLayer, FusionGroup, LinearPlan, TensorInfo, TensorSpec
 

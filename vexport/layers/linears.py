@@ -12,7 +12,7 @@ from vexport.architectures.modules import NUMBER as NUMBER
 from vexport.architectures.modules import STACK as STACK
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
-from vexport.formats.kv_cache import KV_CACHES
+from vexport.formats.config import KV_CACHES
 from vexport.records import AttentionLayer, Finding, Json, KvCache, LinearPlan, TensorInfo, WeightPart
 
 # decoder: quantized by a rule for all linear layers; outside: only by a rule that names it (lm_head, vision

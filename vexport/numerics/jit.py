@@ -77,14 +77,18 @@ wide_vectors = cast(Callable[[], None], intrinsic(_wide_vectors))
 
 
 PACKAGE = Path(__file__).resolve().parent.parent
-KERNEL_ROOMS = ("numerics", "formats/packing", "observers/kernels", "rounding")
-FOLDERS = tuple(PACKAGE / folder for folder in KERNEL_ROOMS)
+KERNELS = ("numerics/*.py", "formats/packing/*.py", "observers/kernels/*.py", "quantize/gptq.py")
+
+
+def kernel_files() -> list[Path]:
+    """The modules with kernels, and those whose constants they are compiled with."""
+    return sorted(file for pattern in KERNELS for file in PACKAGE.glob(pattern))
 
 
 def sources_digest() -> str:
     """SHA-256, shortened to 16 digits, of the sources of all kernels."""
     whole = hashlib.sha256()
-    for file in sorted(file for folder in FOLDERS for file in folder.glob("*.py")):
+    for file in kernel_files():
         whole.update(
             f"{file.relative_to(PACKAGE)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode()
         )

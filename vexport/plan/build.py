@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from vexport.architectures import resolve
 from vexport.architectures.config import text_config
 from vexport.architectures.fusion import fuse, moe_layer
-from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.quantization import find_quantization
+from vexport.checkpoint.index import SourceIndex, find_quantization
 from vexport.errors import InputError
 from vexport.formats.schemes import get_scheme, group_sizes, regrouped
 from vexport.layers.blocks import output_bytes

@@ -1,7 +1,8 @@
-"""The rules of a plan: which decides about a linear layer, and how much inputs are smoothed."""
+"""The rules of a plan: which decides about a linear layer, and what a plan by them needs of calibration."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vexport.errors import InputError, raise_all
@@ -9,7 +10,7 @@ from vexport.formats.schemes import KEEP, get_scheme
 from vexport.layers.linears import Place
 from vexport.records import Finding, FusionGroup, Plan, Smoothing
 from vexport.records.calibration import Rounding
-from vexport.records.observer_names import EXPANDED, IMPORTANCE, MIN_MAX
+from vexport.records.observer_names import BY_IMPORTANCE, EXPANDED, IMPORTANCE, MIN_MAX
 from vexport.records.patterns import matches as pattern_matches
 from vexport.scenario.rules import WITH_IMPORTANCE
 
@@ -189,3 +190,52 @@ def _gains(group: FusionGroup) -> bool:
     if inputs is None or inputs.num_bits > 8:
         return False
     return not inputs.is_float or (inputs.num_bits == 4 and group.rounding != "nearest")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationNeed:
+    """The first part of a plan that samples change, and what they are for."""
+
+    where: str
+    samples: str
+
+    def missing(self) -> InputError:
+        """The error where there are none."""
+        return InputError(
+            self.where,
+            got="no calibration data",
+            need=self.samples,
+            fix="add --calibration DATA (or `calibration:` to the scenario); `default` is vexport's own text",
+        )
+
+
+def calibration_need(plan: Plan) -> CalibrationNeed | None:
+    """The need of a plan for calibration: statistics, smoothing, or weights rounded by their inputs.
+
+    None where samples would change nothing.
+    """
+    static = [f"scheme {name}" for name in plan.schemes if get_scheme(name).args.calibrated]
+    if plan.attention:
+        static.append("KV cache")
+    if static:
+        return CalibrationNeed(where=static[0], samples="samples for its static scales")
+    for group in plan.groups:
+        if group.rounding == "nearest" and group.observer in BY_IMPORTANCE:
+            where = f"observer {group.observer}"
+            return CalibrationNeed(where=where, samples="samples that show importance")
+    if plan.smoothing:
+        return CalibrationNeed(where="smoothing", samples="samples that show which channels are large")
+    rounded = next((group.rounding for group in plan.groups if group.rounding != "nearest"), None)
+    if rounded is None:
+        return None
+    return CalibrationNeed(where=f"rounding {rounded}", samples="samples that show what enters each layer")
+
+
+def needs_rounding(plan: Plan) -> bool:
+    """Return whether weights of the plan are rounded by what calibration text shows."""
+    return any(group.rounding != "nearest" for group in plan.groups)
+
+
+def needs_search(plan: Plan) -> bool:
+    """Return whether an observer of the plan searches for scales instead of taking those of the range."""
+    return any(group.observer not in MIN_MAX for group in plan.groups)

@@ -14,7 +14,7 @@ from vexport.checkpoint.source import pinned_source, resolve_source, source_head
 from vexport.errors import InputError, InputErrors, raise_all
 from vexport.errors.extras import require_extra
 from vexport.formats.arguments import QuantArgs
-from vexport.formats.gpus import generation
+from vexport.formats.base import generation
 from vexport.formats.schemes import (
     KEEP,
     get_scheme,
@@ -30,6 +30,7 @@ from vexport.plan.build import PlanSettings, build_plan, fitting_sizes, hidden_r
 from vexport.records import (
     FusionGroup,
     GroupSize,
+    KvCache,
     OnProgress,
     Plan,
     PlanRequest,
@@ -37,8 +38,8 @@ from vexport.records import (
     SchemeTable,
     silent,
 )
-from vexport.records.observer_names import OBSERVERS, OptionValue
-from vexport.scenario import AUTO, Rule, Scenario, parse_group_size
+from vexport.records.observer_names import BY_IMPORTANCE, OBSERVERS, OptionValue
+from vexport.scenario import AUTO, Calibration, Rule, Scenario, default_calibration, parse_group_size
 from vexport.scenario.llmcompressor import read_recipe
 
 DEFAULTS = PlanSettings()
@@ -122,6 +123,73 @@ def settings_of(scenario: Scenario) -> PlanSettings:
         smoothing=scenario.smoothing,
         origin="scenario",
     )
+
+
+def default_text_note(rules: Sequence[Rule]) -> str:
+    """The note where no text was named that the rules need, with the schemes that need none."""
+    asked = {rule.scheme: _without_text(rule.scheme) for rule in rules if rule.scheme not in (KEEP, AUTO)}
+    others = [f"; {other} instead of {name} needs no text" for name, other in asked.items() if other]
+    return (
+        "no calibration data was named: vexport's own text is used (`default`); "
+        f"text like what the model will serve gives better scales{''.join(others)}"
+    )
+
+
+def _without_text(name: str) -> str | None:
+    """The first scheme that stores weights in the same format and needs no text, for one that does."""
+    scheme = get_scheme(name)
+    others = map(get_scheme, scheme_names()) if scheme.args.calibrated else ()
+    fitting = (other for other in others if other.format is scheme.format and not other.args.calibrated)
+    return next((other.name for other in fitting), None)
+
+
+def rules_need_calibration(
+    rules: Sequence[Rule], kv_cache: KvCache | None, smoothing: float | None = None
+) -> bool:
+    """Return whether a plan by these rules may need samples; it does unless they match no layer."""
+    return (
+        kv_cache is not None
+        or bool(smoothing)
+        or any(
+            rule.method not in (None, "nearest")
+            or rule.observer in BY_IMPORTANCE
+            or get_scheme(rule.scheme).args.calibrated
+            for rule in rules
+            if rule.scheme not in (KEEP, AUTO)
+        )
+    )
+
+
+def rounded_to_nearest(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """The rules where text is vexport's own: those that name no rounding do not round by it."""
+    return tuple(
+        rule.model_copy(update={"rounding": "nearest"}) if rule.rounding is None else rule for rule in rules
+    )
+
+
+def with_needed_text(
+    rules: Sequence[Rule], settings: PlanSettings, text: Calibration | None, default: Calibration
+) -> tuple[tuple[Rule, ...], PlanSettings, Calibration | None]:
+    """The same, with the `default` text where rules need one and none is named."""
+    if text is None and rules_need_calibration(rules, settings.kv_cache, settings.smoothing):
+        return rounded_to_nearest(rules), replace(settings, has_text=True), default
+    return tuple(rules), replace(settings, has_text=text is not None), text
+
+
+def with_default_text(scenarios: Sequence[Scenario], note: Callable[[str], None]) -> list[Scenario]:
+    """Scenarios of one kind; where one needs text and none is named, all with vexport's own, and a note."""
+    if not any(
+        scenario.calibration is None
+        and rules_need_calibration(scenario.rules, scenario.kv_cache, scenario.smoothing)
+        for scenario in scenarios
+    ):
+        return list(scenarios)
+    note(default_text_note([rule for scenario in scenarios for rule in scenario.rules]))
+    text = default_calibration()
+    return [
+        scenario.model_copy(update={"calibration": text, "rules": rounded_to_nearest(scenario.rules)})
+        for scenario in scenarios
+    ]
 
 
 def source_index(source: str, rules: Sequence[Rule], on_progress: OnProgress = silent) -> SourceIndex:

@@ -27,7 +27,7 @@ from vexport.outputs.digests import record_digests
 from vexport.outputs.directory import aside_folder, kept_as_failed, resumable_directory, working_folder
 from vexport.outputs.replaceable import NamedPath, refuse_existing, require_separate
 from vexport.plan.build import PlanSettings, require_accepted
-from vexport.plan.needs import calibration_need, needs_rounding
+from vexport.plan.rules import calibration_need, needs_rounding
 from vexport.plan.source import DEFAULTS, plan_source
 from vexport.quantize.stream import dealt, input_digest, planned_shards, write_shards
 from vexport.quantize.text import PlanText, Step, estimated_steps, numbered, require_calibration

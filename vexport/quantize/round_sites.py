@@ -1,7 +1,11 @@
-"""Rounding of a layer's weights by torch, in the order in which text comes to them."""
+"""Weights of a layer rounded by the moments of what enters them, and the memory that this takes."""
 
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -9,26 +13,29 @@ from vexport.calibration.gradients import weights_of
 from vexport.calibration.inputs import Entered, GroupInputs, Noted, Site
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_weight
+from vexport.errors import InputError
 from vexport.formats.packing.base import Array, RoundedWeight, Scales
 from vexport.formats.schemes import get_scheme
 from vexport.numerics.ranks import gather, rank_and_size
-from vexport.quantize.model import QuantizedModel
-from vexport.quantize.scales import fuse, observe_weight, scales_of, search_scales
-from vexport.quantize.stream import Stored, quantized_group
-from vexport.records import FusionGroup
-from vexport.records.calibration import GroupRounding
-from vexport.rounding.gptq import (
+from vexport.quantize.gptq import (
+    GPTQ,
     Factor,
     Grid,
     Moments,
+    Strength,
     factorize,
     grid_of,
     refit,
     round_columns,
     round_nearest,
     stack,
+    strength_of,
 )
-from vexport.rounding.settings import GPTQ, Strength, strength_of
+from vexport.quantize.model import QuantizedModel
+from vexport.quantize.scales import fuse, observe_weight, scales_of, search_scales
+from vexport.quantize.stream import Stored, quantized_group
+from vexport.records import FusionGroup
+from vexport.records.calibration import GroupRounding
 
 # Of the tokens of the text so many a column count as one that is routed to an expert, together.
 SHARED_TOKENS_PER_COLUMN = 1.0
@@ -36,6 +43,9 @@ SHARED_TOKENS_PER_COLUMN = 1.0
 GroupWeights = Mapping[str, RoundedWeight]
 # Rows of a group that its reported errors are measured on: those of all take as long as the rounding.
 MEASURED_ROWS = 64
+CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
+WAITING_BYTES = 2
+NUMBER = re.compile(r"\d+")
 
 
 def round_group(
@@ -253,3 +263,39 @@ class SiteSums:
             stored |= others
             how |= told
         return stored, how
+
+
+def most_waiting(device: str = "cpu") -> int:
+    """The most bytes for rows that wait in a layer: half of the GPU's, or else of this process's memory."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_properties(device).total_memory // 2
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # no such group, or one without a limit
+        memory = min(memory, int(CGROUP_MEMORY.read_text(encoding="ascii")))
+    return memory // 2
+
+
+def waiting_bytes(groups: Iterable[FusionGroup], tokens: int) -> int:
+    """The bytes of rows of so many tokens in all that wait in front of a layer's widest input, 16-bit.
+
+    A row has what enters the widest and that as it is rounded, of the others about as much as they take, and
+    as much again is lost between; a refit keeps what enters the widest in the source's stream, too.
+    """
+    rounded = [group for group in groups if group.rounding != "nearest"]
+    columns = {NUMBER.sub("*", group.name): group.members[0].in_features for group in rounded}
+    refits = any(strength_of(group).strength > 0 for group in rounded)
+    widest = max(columns.values(), default=0)
+    return tokens * (sum(columns.values()) + (3 if refits else 2) * widest) * WAITING_BYTES
+
+
+def require_room(groups: Iterable[FusionGroup], tokens: int, samples: int, device: str) -> None:
+    """InputError where so many samples of text that wait in a layer take more memory than there is."""
+    needed, most = waiting_bytes(groups, tokens), most_waiting(device)
+    if needed > most:
+        fitting = samples * most // needed
+        raise InputError(
+            "calibration",
+            got=f"{samples} samples of {tokens:,} tokens, which take {needed / 1e9:.1f} GB while rounding",
+            need=f"at most {most / 1e9:.1f} GB, half of the memory",
+            fix=f"use --samples {fitting}" if fitting else "use shorter samples (seq_len in a scenario)",
+        )

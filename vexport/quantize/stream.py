@@ -29,7 +29,7 @@ from vexport.checkpoint.writer import (
 from vexport.errors import InputError
 from vexport.errors.extras import require_extra
 from vexport.files import digest_bytes
-from vexport.formats.kv_cache import kv_scales
+from vexport.formats.config import kv_scales
 from vexport.formats.packing.base import (
     STORAGES,
     Packing,
@@ -43,7 +43,7 @@ from vexport.formats.schemes import get_scheme
 from vexport.layers.blocks import blocks, group_layout, output_blocks
 from vexport.numerics.arithmetic import largest_magnitude
 from vexport.numerics.ranks import rank_and_size
-from vexport.plan.needs import calibration_need, needs_search
+from vexport.plan.rules import calibration_need, needs_search
 from vexport.records import (
     AttentionLayer,
     CalibrationRecord,

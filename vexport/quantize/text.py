@@ -26,8 +26,13 @@ from vexport.errors.extras import require_extra
 from vexport.files import from_json, to_json, write_text
 from vexport.formats.packing.base import Array
 from vexport.numerics.ranks import on_first, rank_and_size
-from vexport.plan.needs import calibration_need, needs_rounding
-from vexport.plan.rules import SMOOTHING_ROWS, WEIGHING_ROWS, smoothed_groups
+from vexport.plan.rules import (
+    SMOOTHING_ROWS,
+    WEIGHING_ROWS,
+    calibration_need,
+    needs_rounding,
+    smoothed_groups,
+)
 from vexport.records import PROGRESS_DETAIL, CalibrationRecord, FusionGroup, OnProgress, Plan, Smoothing
 from vexport.records.calibration import LOOK_BACK, RoundingReport
 from vexport.scenario import Calibration
@@ -72,7 +77,7 @@ class PlanText:
         assert settings is not None
         require_extra("torch", "calibrating")
         from vexport.calibration import default_device
-        from vexport.rounding.settings import require_room
+        from vexport.quantize.round_sites import require_room
 
         self._index, self.plan, self._settings = index, plan, settings
         self.on_progress, self._trust = on_progress, trust_remote_code
@@ -140,7 +145,7 @@ class PlanText:
         self, candidates: Sequence[FusionGroup]
     ) -> tuple[Mapping[str, Smoothing], Mapping[str, tuple[float, ...]]]:
         from vexport.calibration.smoothing import look_back
-        from vexport.rounding.settings import weighs_tokens
+        from vexport.quantize.gptq import weighs_tokens
 
         smoothed = smoothed_groups(candidates or self.plan.groups) if self.plan.smoothing else ()
         weighs = weighs_tokens(self.plan.groups)

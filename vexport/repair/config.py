@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from vexport.architectures.fusion import moe_layer
-from vexport.checkpoint.quantization import KEY, OLDER_KEY, TEXT
+from vexport.checkpoint.index import KEY, OLDER_KEY, TEXT
 from vexport.checks.vllm.groups import ConfigGroup, FusedLinear, fits
 from vexport.checks.vllm.quant_methods import METHOD
 from vexport.checks.vllm.view import CheckpointView

@@ -10,7 +10,7 @@ from compressed_tensors.compressors.format import infer_module_format
 from torch.nn import Linear
 
 from vexport.architectures.config import text_config
-from vexport.checkpoint.quantization import KEY as QUANTIZATION
+from vexport.checkpoint.index import KEY as QUANTIZATION
 from vexport.checks import kv_cache as announced
 from vexport.checks.config import FORMAT_NAMES
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer, fits
@@ -18,8 +18,8 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import dequantized
 from vexport.fidelity.source import ComparedSource
 from vexport.formats.arguments import Strategy, parse_args
+from vexport.formats.config import KEY, KV_CACHES, VALUE, kv_layout
 from vexport.formats.dequantize import ct_scheme
-from vexport.formats.kv_cache import KEY, KV_CACHES, VALUE, kv_layout
 from vexport.layers.linears import attention_layers
 from vexport.numerics.metrics import quantization_error
 from vexport.records import Json, KvCache, Repair, WeightChange

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from vexport.files import to_json
-from vexport.formats.gpus import generation
+from vexport.formats.base import generation
 from vexport.formats.schemes import get_scheme
 from vexport.layers.linears import NUMBER
-from vexport.plan.needs import calibration_need
+from vexport.plan.rules import calibration_need
 from vexport.records import Finding, FusionGroup, Plan, SchemeTable
 from vexport.reports import document as doc
 from vexport.reports import text

@@ -22,11 +22,11 @@ from vexport.files import digest_bytes, digest_file, from_json, to_json, write_t
 from vexport.outputs.replaceable import FolderKind
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import settings_of, source_index
+from vexport.quantize.layer_groups import LayerGroup, find_layer_groups
 from vexport.records import Report
 from vexport.records.calibration import RoundingReport
 from vexport.run.options import EXPLAINING, EngineOptions, Explaining
 from vexport.scenario import Calibration, Scenario
-from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups
 from vexport.version import __version__
 
 LOG = logging.getLogger(__name__)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from vexport.checkpoint.index import read_index
-from vexport.checkpoint.quantization import find_quantization
+from vexport.checkpoint.index import find_quantization, read_index
 from vexport.checkpoint.source import hub_name, require_source, resolve_source
 from vexport.engine.arguments import require_arguments
 from vexport.errors import CheckpointFailed, InputError

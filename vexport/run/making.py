@@ -11,9 +11,11 @@ from vexport.checks import NAMES, check_checkpoint
 from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.files import to_json, write_text
 from vexport.plan.build import build_plan, require_accepted
-from vexport.plan.needs import calibration_need
-from vexport.plan.rules import smoothing_for, smoothing_strength
+from vexport.plan.rules import calibration_need, smoothing_for, smoothing_strength
+from vexport.quantize.auto import choose_schemes, require_in_reach
 from vexport.quantize.job import QuantizeJob, write_checkpoint
+from vexport.quantize.layer_groups import probe_plan, rules_with
+from vexport.quantize.measure import measure
 from vexport.quantize.text import PlanText, calibration_samples, require_calibration
 from vexport.records import (
     CalibrationRecord,
@@ -37,9 +39,6 @@ from vexport.run.directory import (
     value_digest,
 )
 from vexport.scenario import Rule, Sensitivity
-from vexport.sensitivity.auto import choose_schemes, require_in_reach
-from vexport.sensitivity.layer_groups import probe_plan, rules_with
-from vexport.sensitivity.measure import measure
 from vexport.version import __version__
 
 
@@ -130,7 +129,7 @@ def _sensitivity_inputs(run: Run) -> Digests:
     digest=_sensitivity_inputs,
 )
 def measure_sensitivity(run: Run) -> GroupSensitivities:
-    """Measure what quantizing each unit costs, on the first samples; see `vexport.sensitivity.measure`."""
+    """Measure what quantizing each unit costs, on the first samples; see `vexport.quantize.measure`."""
     settings, how = run.scenario.calibration, run.scenario.sensitivity or Sensitivity()
     assert settings is not None, "a scenario whose losses are asked for has a calibration"
     trust = run.options.trust_remote_code

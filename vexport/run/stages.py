@@ -21,7 +21,7 @@ from vexport.errors import EnvironmentFault, VexportError
 from vexport.files import from_json, write_text
 from vexport.formats.schemes import KEEP
 from vexport.outputs.replaceable import NamedPath, require_separate, written_alone
-from vexport.plan.needs import with_default_text
+from vexport.plan.source import with_default_text
 from vexport.records import (
     Attribution,
     CheckReport,

@@ -40,7 +40,7 @@ _WITHOUT_EFFECT = (
     *("start", "end", "group", "bypass_divisibility_checks"),
 )
 _OF_GPTQ = ("dampening_frac", "actorder")
-# llm-compressor's default and ours (vexport.rounding.settings; a test holds them equal).
+# llm-compressor's default and ours (vexport.quantize.gptq; a test holds them equal).
 GPTQ_DAMPING = 0.01
 _STATIC_ORDERS = (None, "static", "weight")
 # Observers of keys and values that vexport has.

@@ -9,12 +9,12 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
 
 from vexport.errors import InputError, nearest
-from vexport.formats.own_schemes import own_args
 from vexport.formats.schemes import (
     KEEP,
     get_scheme,
     is_scheme,
     named_scheme,
+    own_args,
     scheme_name,
     scheme_names,
     with_group_size,

@@ -17,7 +17,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from vexport.errors import InputError, InputErrors, raise_all
-from vexport.formats.gpus import GENERATIONS, parse_capability
+from vexport.formats.base import GENERATIONS, parse_capability
 from vexport.records.values import Positive
 from vexport.scenario.section import KeyProblem, ScenarioSection, located_errors
 

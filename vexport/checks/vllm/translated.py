@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from vexport.checkpoint.quantization import KEY
+from vexport.checkpoint.index import KEY
 from vexport.checkpoint.reader import Derived, DerivedReader
 from vexport.checks.vllm.groups import joined_name
 from vexport.checks.vllm.quant_methods.base import MethodGroup

@@ -10,8 +10,7 @@ from vexport.architectures.config import text_config
 from vexport.architectures.fusion import fuse, looked_up, moe_layer
 from vexport.architectures.versions import VersionFacts, facts_of, nearest_version, with_facts
 from vexport.checkpoint.dtypes import FLOATING
-from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.quantization import KEY, StoredQuantization, find_quantization
+from vexport.checkpoint.index import KEY, SourceIndex, StoredQuantization, find_quantization
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.groups import (
     ConfigGroup,

@@ -11,7 +11,7 @@ from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.engine.arguments import require_layers
 from vexport.engine.messages import Cell, CellResult, DryRequest, DryResult, Miscopy, MiscopyKind
 from vexport.engine.session import NO_EMULATION, Worker, log_folder, require_vllm
-from vexport.formats.gpus import Card
+from vexport.formats.base import Card
 from vexport.records import (
     CellStatus,
     DryLoadReport,

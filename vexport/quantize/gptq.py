@@ -8,7 +8,7 @@ Source: Frantar et al. (arXiv 2210.17323); order of columns and damping as in ll
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,21 +18,59 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vexport.formats.arguments import QuantArgs
+from vexport.formats.arguments import QuantArgs, input_bits
 from vexport.formats.packing.base import Scales
+from vexport.formats.schemes import get_scheme
 from vexport.numerics.arithmetic import F32, Floats, NumberFormat, round_to
 from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
 from vexport.numerics.ranks import all_reduce
 from vexport.observers.search import format_of
+from vexport.records import FusionGroup
 
-# Columns of H that are added up together, up to its diagonal: half the products of a whole matrix.
-BLOCK_COLUMNS = 256
 # Rows that one thread rounds at a time.
 TILE_ROWS = 64
-# Columns whose errors are passed on together, by one matrix product, to all that follow.
+# Columns of H that are added up together, up to its diagonal: half the products of a whole matrix. And those
+# whose errors are passed on together, by one matrix product, to all that follow.
 BLOCK_COLUMNS = 128
 # Damping is raised tenfold so many times before a layer is rounded to nearest instead.
 ATTEMPTS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strength:
+    """One way to round: `strength` 0 is GPTQ. `ridge` is added to H as a share of its diagonal's mean.
+
+    `weighs_tokens` says whether tokens count by the gradient behind them, or all the same.
+    """
+
+    strength: float
+    ridge: float
+    weighs_tokens: bool = False
+
+
+# llm-compressor's damping.
+GPTQ = Strength(strength=0.0, ridge=0.01)
+# The strength of a refit by the bits of inputs, what left least KL on SmolLM2-135M (docs/results.md).
+REFITS = {
+    16: Strength(strength=0.5, ridge=0.1, weighs_tokens=True),
+    8: Strength(strength=0.5, ridge=0.1, weighs_tokens=True),
+    4: Strength(strength=0.25, ridge=0.3),
+}
+
+
+def strength_of(group: FusionGroup) -> Strength:
+    """The strength of a group: by its rule, else by the table above."""
+    if group.rounding != "refit":
+        return GPTQ
+    settings = REFITS[input_bits(get_scheme(group.scheme).args)]
+    if group.strength is not None:
+        settings = replace(settings, strength=group.strength)
+    return settings if group.ridge is None else replace(settings, ridge=group.ridge)
+
+
+def weighs_tokens(groups: Iterable[FusionGroup]) -> bool:
+    """True where the weights of tokens have to be found for these groups."""
+    return any(strength_of(group).weighs_tokens for group in groups if group.rounding != "nearest")
 
 
 @dataclass(slots=True, kw_only=True)

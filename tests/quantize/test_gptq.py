@@ -8,8 +8,9 @@ from safetensors.torch import load_file
 
 from vexport.formats.packing.base import Scales
 from vexport.formats.schemes import get_scheme
-from vexport.rounding.gptq import (
+from vexport.quantize.gptq import (
     BLOCK_COLUMNS,
+    GPTQ,
     Grid,
     Moments,
     factorize,
@@ -18,7 +19,6 @@ from vexport.rounding.gptq import (
     round_columns,
     round_nearest,
 )
-from vexport.rounding.settings import GPTQ
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "values.safetensors")
 SCHEMES = ("W4A16", "W4A16_ASYM", "W8A8", "NVFP4A16", "MXFP4A16", "FP8_BLOCK")

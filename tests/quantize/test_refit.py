@@ -21,9 +21,19 @@ from vexport.numerics.arithmetic import integer_format
 from vexport.numerics.metrics import kl_divergence
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_headers
+from vexport.quantize.gptq import (
+    GPTQ,
+    REFITS,
+    Factor,
+    Grid,
+    Moments,
+    Strength,
+    factorize,
+    refit,
+    round_columns,
+    strength_of,
+)
 from vexport.records import silent
-from vexport.rounding.gptq import Factor, Grid, Moments, factorize, refit, round_columns
-from vexport.rounding.settings import GPTQ, REFITS, Strength, strength_of
 from vexport.scenario import Rule
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "qronos.safetensors")

@@ -16,10 +16,10 @@ from vexport.errors import InputError
 from vexport.files import to_json
 from vexport.formats.schemes import KEEP
 from vexport.plan.build import PlanSettings, build_plan
+from vexport.quantize.auto import best_mixtures, mixed_scheme
+from vexport.quantize.layer_groups import find_layer_groups, rest_bytes, rules_with, smallest
 from vexport.records import GroupSensitivities, GroupSensitivity, MixedScheme, SchemeChoice, SchemeLoss
 from vexport.scenario import Auto, Rule
-from vexport.sensitivity.auto import best_mixtures, mixed_scheme
-from vexport.sensitivity.layer_groups import find_layer_groups, rest_bytes, rules_with, smallest
 
 MOE = Path(__file__).parents[1] / "peer" / "moe"
 AUTO = (Rule(match="Linear", scheme="auto"),)

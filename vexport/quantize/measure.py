@@ -19,6 +19,7 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError
 from vexport.files import digest_bytes, from_json, to_json, write_text
 from vexport.numerics.metrics import divergence_of_logits
+from vexport.quantize.layer_groups import LayerGroup, Option
 from vexport.quantize.model import QuantizedModel
 from vexport.quantize.round_sites import SiteSums
 from vexport.quantize.scales import search_scales
@@ -31,7 +32,6 @@ from vexport.records import (
     OnProgress,
     SchemeLoss,
 )
-from vexport.sensitivity.layer_groups import LayerGroup, Option
 
 # Hidden states of trials that are under way together take at most so many bytes, and results are written at
 # least every so many trials.

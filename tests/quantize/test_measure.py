@@ -14,11 +14,11 @@ from vexport.engine.reference import reference_logprobs
 from vexport.formats.schemes import KEEP
 from vexport.plan.build import PlanSettings, build_plan
 from vexport.quantize.job import QuantizeJob, quantize_source
+from vexport.quantize.layer_groups import LayerGroup, find_layer_groups, probe_plan, rules_with
+from vexport.quantize.measure import measure
 from vexport.records import CalibrationData, GroupSensitivities, SchemeLoss
 from vexport.records.calibration import Rounding
 from vexport.scenario import Auto, Calibration, Rule
-from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, probe_plan, rules_with
-from vexport.sensitivity.measure import measure
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo"
 RULES = (Rule(match="Linear", scheme="auto"),)

@@ -18,6 +18,7 @@ from vexport.files import from_json
 from vexport.formats.schemes import KEEP
 from vexport.plan.build import build_plan
 from vexport.plan.source import plan_headers, settings_of, source_index
+from vexport.quantize.layer_groups import LayerGroup, find_layer_groups, rest_bytes, rules_with, smallest
 from vexport.records import (
     Finding,
     GroupSensitivities,
@@ -29,7 +30,6 @@ from vexport.records import (
     silent,
 )
 from vexport.scenario import Auto, Scenario
-from vexport.sensitivity.layer_groups import LayerGroup, find_layer_groups, rest_bytes, rules_with, smallest
 
 # Mixtures kept while groups are added. Below this the answer is exact; groups come in few sizes, so that even
 # large models have few different sums of bytes.

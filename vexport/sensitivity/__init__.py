@@ -1,1 +1,0 @@
-"""The loss of accuracy by group of layers, and the choice of schemes from it."""
