@@ -21,6 +21,7 @@ def cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder without anything of the hub, which is not reached."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk_data"))
     return tmp_path
 
 
@@ -31,7 +32,7 @@ def run(folder: Path, llama: Path, suite: str, *options: str) -> tuple[int, str]
     return ran.code, ran.stderr
 
 
-def test_code_needs_trust_then_its_metric(cut_off: Path, llama: Path) -> None:
+def test_code_needs_trust_then_its_metric_and_its_documents(cut_off: Path, llama: Path) -> None:
     code, errors = run(cut_off, llama, "code")
     assert code == 2
     for task in ("humaneval", "mbpp"):
@@ -41,9 +42,12 @@ def test_code_needs_trust_then_its_metric(cut_off: Path, llama: Path) -> None:
     for task in ("humaneval", "mbpp"):
         assert f"task {task}: the metric code_eval is not in the cache" in errors
     assert "evaluate.load('code_eval')" in errors
+    for name in ("openai/openai_humaneval", "google-research-datasets/mbpp"):
+        assert name in errors
+    assert "fetch it before with `hf download`" in errors
 
 
-def test_chat_needs_documents(cut_off: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_needs_nltk_and_documents(cut_off: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shadow = cut_off / "shadow"
     shadow.mkdir()
     for name, text in {"langdetect": "", "immutabledict": "immutabledict = dict"}.items():
@@ -51,6 +55,8 @@ def test_chat_needs_documents(cut_off: Path, llama: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PYTHONPATH", str(shadow), prepend=":")
     code, errors = run(cut_off, llama, "chat")
     assert code == 4
+    assert "task ifeval: NLTK's punkt_tab, which cuts sentences, is missing" in errors
+    assert "python -m nltk.downloader punkt_tab" in errors
     for name in ("google/IFEval", "openai/gsm8k", "truthfulqa/truthful_qa"):
         assert name in errors
     assert "fetch it before with `hf download`" in errors

@@ -1,4 +1,4 @@
-"""`python -m vexport.engine.worker REQUEST.json RESULT.json`: the only code that imports vLLM.
+"""`python -m vexport.engine.worker REQUEST.json RESULT.json`: one model in the real vLLM.
 
 One engine start: load, greedy canaries, full-vocabulary log-probabilities, and tasks where the worker that
 calls this one knows them. The result file is written whole or not at all; a worker that dies leaves none.

@@ -1,5 +1,5 @@
 """lm-eval's tasks: loaded as data, their documents fetched before any engine starts, and what to say of one
-that needs more than there is: documents, packages, metrics of the hub.
+that needs more than there is: documents, packages, metrics of the hub, data of NLTK.
 
 `python -m vexport.evaluation.task_data REQUEST.json RESULT.json` is the worker that fetches. It imports
 lm-eval and datasets, but no vLLM.
@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -276,13 +276,53 @@ def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError
     report(STAGE, 0, total)
     manager = task_manager(request)
     for number, task in enumerate(request.tasks):
+        before = set(sys.modules)
         sandbox = nullcontext() if request.trust_remote_code else tasks_as_data()
         try:
             with explained_downloads(report, number, total, folders), sandbox:
                 load_tasks(request, manager, [task])
         except VexportError as error:
             yield error
+            yield from _data_problem(_settings(task, manager), report, folders)
+        yield from _nltk_problem(task, before)
     report(STAGE, total, total)
+
+
+def _data_problem(
+    settings: Mapping[str, object], report: OnProgress, folders: Sequence[Path]
+) -> Iterator[VexportError]:
+    """The error of the documents of a task that cannot be loaded, so that all errors are reported at once."""
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.config.task import TaskConfig
+
+    if not isinstance(settings.get("dataset_path"), str):
+        return
+    task = ConfigurableTask.__new__(ConfigurableTask)
+    task._config = TaskConfig(task="documents")
+    task.DATASET_PATH, task.DATASET_NAME = settings["dataset_path"], settings.get("dataset_name")
+    kwargs = settings.get("dataset_kwargs")
+    try:
+        with explained_downloads(report, 0, 1, folders):
+            task.download(dict(kwargs) if isinstance(kwargs, Mapping) else None)
+    except VexportError as error:
+        yield error
+
+
+def _nltk_problem(task: str, before: Collection[str]) -> Iterator[EnvironmentFault]:
+    """The fault of a task that cuts text by NLTK's punkt_tab, where there is none; of modules not `before`.
+
+    Without a network NLTK's own download fails silently, and the task when all answers are there.
+    """
+    new = [module for name, module in [*sys.modules.items()] if name not in before]
+    if not any("download_nltk_resources" in vars(module) for module in new):  # hasattr imports lazy ones
+        return
+    try:
+        sys.modules["nltk"].data.find("tokenizers/punkt_tab")
+    except LookupError:
+        got = "NLTK's punkt_tab, which cuts sentences, is missing"
+        fix = "fetch it where there is a network, and copy the folder nltk_data from there: "
+        fix += "`python -m nltk.downloader punkt_tab`"
+        yield EnvironmentFault(f"task {task}", got=got, need="", fix=fix)
 
 
 if __name__ == "__main__":

@@ -60,10 +60,6 @@ def inside(config: dict[str, Json], *keys: str) -> dict[str, Json]:
     return config
 
 
-if TYPE_CHECKING:
-    import torch
-
-
 def apply(view: CheckpointView, changes: Changes) -> CheckpointView:
     """The checkpoint with the changes; the tensors of one edit are in memory at a time."""
     computed, stored = lru_cache(maxsize=1)(lambda make: make()), view.index.tensors
