@@ -22,11 +22,11 @@ from vexport.errors import InputError
 from vexport.observers.flatten import channel_extremes
 from vexport.records import HeadRanges, KeyValueRanges
 
-# Tensors that one is compared with before it counts as new.
+# The number of recent tensors that a new one is compared with.
 RECENT = 16
 
 Forward = Callable[..., object]
-# What a layer returns in a tuple after the hidden states; None where it returns them alone.
+# The rest of a layer's output tuple, after the hidden states; None where it returns them alone.
 Rest = tuple[object, ...] | None
 
 
@@ -222,7 +222,7 @@ def watching_attention(
         function: Attend = attend or sys.modules[type(attention).__module__].eager_attention_forward
         return function(attention, query, key, value, *args, **kwargs)
 
-    # "eager" is in no table: each file of transformers brings its own.
+    # "eager" is not in the table: each model file of transformers has its own.
     own: Mapping[str, Attend | None] = {**ALL_ATTENTION_FUNCTIONS, "eager": None}
     with replaced_attention({name: partial(observing, attend) for name, attend in own.items()}):
         yield

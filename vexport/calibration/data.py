@@ -15,13 +15,13 @@ from vexport.files import digest_bytes
 from vexport.records import CalibrationData
 from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
 
-# Characters that a token stands for at most: what is beyond them of a text would be cut again as tokens.
+# Characters read per token: the rest of a text would be cut after tokenizing.
 CHARACTERS = 64
 # Broken rows after which reading ends.
 MOST_BROKEN = 10
 CONVERSATIONS = ("messages", "conversations", "conversation")
 FORMS = "text, messages, conversations, prompt and completion, or input_ids"
-# ShareGPT's names of who speaks.
+# ShareGPT's names of the speakers.
 _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant"}
 Message = Mapping[str, object]
 
@@ -190,7 +190,7 @@ class _Reader:
         self.broken: list[InputError] = []
         rows = raw_rows(data)
         self._raw = chain(first := list(islice(rows, 1)), rows)
-        # Rows are joined as asked, else where they are paragraphs of a text.
+        # Rows are joined if asked, or if they are paragraphs of one text.
         is_text = Path(data.name).suffix.lower() in (".txt", ".md")
         paragraphs = is_text and bool(first) and isinstance(first[0].content, dict)
         self.packs = paragraphs if data.pack is None else data.pack

@@ -21,9 +21,9 @@ from vexport.calibration.walk import Layer, LayerWalk
 from vexport.records import OnProgress, silent
 from vexport.records.calibration import LOOK_BACK
 
-# What enters all layers is kept until the way back: so many bytes in memory, the rest on disk.
+# Layer inputs are kept for the backward pass: this many bytes in memory, the rest on disk.
 ENTERED_BYTES = 2**28
-# Probabilities that are held at once.
+# The most probabilities in memory at once.
 RUN_ELEMENTS = 1 << 22
 
 # Runs the first sample through a layer again.
@@ -127,7 +127,7 @@ def _gradient(
     return found if bool(torch.isfinite(found).all()) else None
 
 
-# A token counts at most so many octaves more or less than the mean.
+# A token's weight is within this many octaves of the mean.
 MOST_OCTAVES = 10
 
 # The mean square of the gradient behind each module, by octaves of the token's place in its row: the tokens

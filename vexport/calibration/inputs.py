@@ -19,7 +19,7 @@ from vexport.architectures.fusion import moe_layer
 from vexport.calibration.weights import Weights, last_part
 from vexport.records import FusionGroup, LinearPlan
 
-# What says how the parameters of a module of experts of transformers' interface are laid out.
+# The attributes that describe the layout of an experts module in transformers' interface.
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "down_proj")
 
 
@@ -140,9 +140,9 @@ def arithmetic_of(module: torch.nn.Module) -> Arithmetic | None:
     return next((kind for kind in KINDS if kind.serves(module)), None)
 
 
-# What enters a module: of experts what their forward is called with.
+# The input of a module; for experts, the arguments of their forward.
 Value = torch.Tensor | Entered
-# That by the module's name in the model.
+# Inputs by the module's name in the model.
 Noted = Mapping[str, Value]
 
 
@@ -224,10 +224,10 @@ class GroupInputs:
 
     def __init__(self, places: Places, groups: Sequence[FusionGroup]) -> None:
         self._places = places
-        # The modules that an input enters, all to be shown the same one, and the names of all of them.
+        # The modules that share one input, and their names.
         self._modules: dict[str, list[torch.nn.Module]] = {}
         self._names: dict[str, set[str]] = {}
-        # What takes the tokens of an expert, by module and expert.
+        # The group that takes an expert's tokens, by module and expert.
         self._firsts: dict[tuple[str, int], FusionGroup] = {}
         self.unreachable: dict[str, str] = {}
         sharing: dict[tuple[str, int | None, int], list[FusionGroup]] = {}

@@ -13,7 +13,7 @@ import torch
 from vexport.errors import CheckpointFailed
 from vexport.observers import Observer, ObserverArgs
 
-# What can be observed, and the part of a scheme that says how it is quantized.
+# What can be observed, and the scheme's arguments for it.
 ARGUMENTS: Mapping[str, str] = {
     "weight": "weights",
     "input": "input_activations",
@@ -25,7 +25,7 @@ ARGUMENTS: Mapping[str, str] = {
 ACTIVATIONS = tuple(name for name in ARGUMENTS if name != "weight")
 DEFAULT_WEIGHT_OBSERVER = "memoryless_minmax"
 DEFAULT_ACTIVATION_OBSERVER = "minmax"
-# A weight does not change while it is calibrated: what would keep a history becomes memoryless.
+# A weight does not change during calibration, so observers that keep a history become memoryless.
 MEMORYLESS: Mapping[str, str] = {
     "static_minmax": "memoryless_minmax",
     "minmax": "memoryless_minmax",
@@ -179,7 +179,7 @@ def _require_base_name(base_name: str) -> None:
 
 
 def _each(module: Modules) -> Iterator[torch.nn.Module]:
-    # A container of torch is iterable and a module: it counts as the module that it is.
+    # A torch container is both iterable and a module: treat it as a module.
     return iter([module]) if isinstance(module, torch.nn.Module) else iter(module)
 
 

@@ -27,7 +27,7 @@ from vexport.checkpoint.tensors import read_tensor
 from vexport.numerics.ranks import on_first
 from vexport.records import FusionGroup, OnProgress, Smoothing, silent
 
-# A channel that is never used counts as this share of the largest.
+# An unused channel counts as this share of the largest.
 LEAST = 1e-5
 
 
@@ -43,7 +43,7 @@ class Smoother:
     """Folds the inputs of some groups, layer by layer, when they and their gradients have been seen."""
 
     def __init__(self, groups: Sequence[FusionGroup], strength: float, weights: Weights) -> None:
-        # The exponents by stored tensor.
+        # Exponents by the name of the stored tensor.
         self.found: dict[str, Smoothing] = {}
         self._weights = weights
         self._strength = strength
@@ -278,7 +278,7 @@ def changed_by(index: SourceIndex, smoothing: Mapping[str, Smoothing], device: s
             for name, parameter in layer.module.named_parameters():
                 full = joined(layer.name, name)
                 stored = walk.weights.plain_tensor(full)
-                # Not every token reaches an expert.
+                # An expert does not see every token.
                 known = stored in smoothing and stored in index.tensors
                 if stored and known and moe_layer(full.rpartition(".")[0]) is None:
                     value = read_tensor(reader, index.tensors[stored])

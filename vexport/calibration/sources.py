@@ -18,7 +18,7 @@ from vexport.files import require_fetched
 from vexport.records import CalibrationData
 
 T = TypeVar("T")
-# Rows among which a seed chooses, as `datasets` does with a stream.
+# The size of the shuffle buffer, as in a stream of `datasets`.
 SHUFFLED = 10_000
 # Bytes of a line of JSON, and of a file that is one JSON list.
 LONGEST_LINE, LARGEST_LIST = 1 << 26, 1 << 30

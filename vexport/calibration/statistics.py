@@ -257,7 +257,7 @@ class _Watch:
         outside = [group for group in self._groups if group.name not in inside]
         if not outside:
             return
-        # An output head is behind the model's base, which alone need not run it.
+        # The output head is outside the base model, which does not always run it.
         model, base = self._walk.model, base_of(self._walk.model)
         name = next(name for name, module in model.named_modules() if module is base)
         in_base = self._places.below(f"{name}." if name else "", outside) == outside

@@ -98,7 +98,7 @@ class LayerWalk:
         self.index, self.device = index, device
         self.model = build_on_meta(index.root, trust_remote_code=trust_remote_code, device=device)
         self.name, self.layers = decoder_layers(self.model)
-        # Those that are visited: all, but for a measurement of how long it takes.
+        # The layers to visit: all, except when measuring time.
         self.numbers: Sequence[int] = range(len(self.layers))
         self.ids: list[torch.Tensor] = []
         with Reader() as reader:
@@ -126,7 +126,7 @@ class LayerWalk:
         self._report = partial(on_progress, stage)
         with (
             torch.no_grad(),
-            # compressed-tensors compiles its FP4 rounding, which would ask for a C++ compiler.
+            # compressed-tensors compiles its FP4 rounding, which needs a C++ compiler.
             torch.compiler.set_stance("force_eager"),
             fast_products(self.layers, self.device),
             reader_of(smoothing or {}) as self.weights.reader,

@@ -33,7 +33,7 @@ from vexport.records import TensorInfo
 FIX = "restore the checkpoint, or use a weight-only scheme"
 # The value of a stored tensor.
 Read = Callable[[TensorInfo], torch.Tensor]
-# Puts a value of some dtype onto a device; one that shares the file's memory map (True) as a copy.
+# Moves a value to a device in a dtype; copies it if it shares the file's memory map (True).
 Place = Callable[[torch.Tensor, torch.dtype, bool], torch.Tensor]
 # A module, one of its parameters or buffers by name, and the value that it gets.
 Filling = tuple[torch.nn.Module, str, torch.Tensor]
@@ -217,9 +217,9 @@ def put(values: Iterable[Filling]) -> None:
         setattr(owner, name, torch.nn.Parameter(value, requires_grad=False) if is_parameter else value)
 
 
-# A card keeps two layers while one is read ahead: each takes at most this share of its memory.
+# A GPU holds two layers while one is read ahead: each takes at most this share of its memory.
 MOST_AHEAD = 1 / 8
-# Host memory through which weights go to a card.
+# Pinned host memory through which weights go to a GPU.
 STAGED_BYTES = 1 << 26
 
 

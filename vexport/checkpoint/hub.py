@@ -27,7 +27,7 @@ RepoKind = Literal["model", "dataset"]
 # Classes of huggingface_hub and datasets, by name: a wrong name or revision, or no access to it.
 _INPUT = {"RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError", "RemoteEntryNotFoundError"}
 _INPUT |= {"HFValidationError", "DatasetNotFoundError"}
-# Of httpx, Python and huggingface_hub: no connection, or a wish to have none.
+# Exceptions of httpx, Python and huggingface_hub: no connection, or offline mode.
 _UNREACHABLE = {"TransportError", "ConnectionError", "OfflineModeIsEnabled", "LocalEntryNotFoundError"}
 CONFIG = "config.json"
 # Seconds before a download whose connection was reset is tried again.
@@ -36,7 +36,7 @@ _WAITS = (1.0, 4.0, 16.0)
 _SIDE_FILES = re.compile(
     r".*\.(json|txt|model|jinja|py|tiktoken|vocab|bpe)|README\.md|(LICENSE|NOTICE|USE_POLICY).*"
 )
-# Folders with the same weights in another format, and their configs.
+# Folders that hold the same weights in another format, and their configs.
 _OTHER_FORMATS = {"original", "onnx", "openvino", "gguf", "coreml", "metal", "mlx", "tflite", "flax"}
 _WEIGHTS = ".safetensors"
 _OTHER_INDEX = re.compile(r".*\.(safetensors|bin|msgpack|h5)\.index\.json")

@@ -19,7 +19,7 @@ from vexport.records import Json, TensorInfo
 # The longest header that safetensors itself accepts (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER_BYTES = 100_000_000
 METADATA = "__metadata__"
-# Endings of the files that a checkpoint is of: not its pictures.
+# Endings of the files that belong to a checkpoint; pictures do not.
 CONTENT = frozenset({".safetensors", ".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -29,14 +29,14 @@ OLDER_KEY = "compression_config"
 # ModelOpt 0.29 and before wrote it to a separate file, which newer versions still write as well.
 SEPARATE_FILE = "hf_quant_config.json"
 TEXT = "text_config"
-# What transformers also writes next to weights and is never carried along: other formats of the same weights.
+# Other formats of the same weights, which are not copied to the output.
 FOREIGN_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)(\.index\.json)?$")
 GGUF_FIX = "name the model that it was converted from; its weights are quantized already"
 CONVERT = (
     'convert it, where you trust its files: python -c "from transformers import AutoModelForCausalLM as M; '
     "M.from_pretrained('{root}').save_pretrained('{root}-safetensors')\""
 )
-# What else a folder may be, by files in it (the first that are there count): what it is, and what helps.
+# Other kinds of folders, by the files in them (first match wins): the kind, and the remedy.
 OTHER_FOLDERS: Mapping[tuple[str, ...], tuple[str, str]] = {
     ("adapter_config.json",): (
         "a LoRA adapter of {base}",

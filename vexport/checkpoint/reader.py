@@ -15,9 +15,9 @@ from vexport.checkpoint.dtypes import num_bytes, to_numpy
 from vexport.checkpoint.index import changed
 from vexport.records import TensorInfo, WeightPart
 
-# How the elements of a weight are seen: 16-bit floats as their bits, which numpy has no arithmetic for.
+# numpy's view of a weight's elements: BF16 as its bits, for which numpy has no dtype.
 WEIGHT_VIEWS = {"BF16": "<u2", "F16": "<u2", "F32": "<f4", "F64": "<f8"}
-# Bytes that are compared at once.
+# Bytes compared at once.
 RUN_BYTES = 1 << 26
 Array = npt.NDArray[np.generic]
 

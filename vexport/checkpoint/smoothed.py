@@ -26,11 +26,11 @@ MOST = 8
 # The name of a decoder layer, at the start of its tensors' names.
 LAYER = re.compile(r".*?\.\d+\.")
 FIX = "export the checkpoint again"
-# Tensors that are kept: a weight is asked for run by run, the next one before the last run is done.
+# Tensors kept in memory: a weight is read run by run, and the next begins before the last one ends.
 KEPT = 2
-# Rows that are scaled at once: of so many elements.
+# The most elements in the rows that are scaled at once.
 RUN_ELEMENTS = 1 << 24
-# The elements that can be scaled: BF16 as its bits.
+# dtypes whose elements can be scaled; BF16 as its bits.
 VIEWS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
 Array = npt.NDArray[np.generic]
 Exponents = npt.NDArray[np.int8]

@@ -34,7 +34,7 @@ DEFAULT = "default"
 DEFAULT_FILE = Path(__file__).resolve().parent.parent / "calibration" / "default.jsonl"
 SUFFIXES = (".jsonl", ".json", ".txt", ".md", ".parquet", ".gz")
 _HUB = re.compile(r"(?P<id>[^:]+)(?::(?P<split>[^:]*))?(?::(?P<column>[^:]+))?")
-# As huggingface_hub's own reader of headers: most are shorter, and one request is then enough.
+# As in huggingface_hub's header reader: most headers are shorter, so one request is enough.
 _FIRST_BYTES = 100_000
 _WORKERS = 8
 _PARTIAL_CONTENT = 206

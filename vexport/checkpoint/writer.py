@@ -22,17 +22,17 @@ from vexport.records import AttentionLayer, FusionGroup, Json, TensorInfo, Tenso
 # transformers' own default for the size of a shard (modeling_utils.save_pretrained).
 DEFAULT_SHARD_BYTES = 5_000_000_000
 METADATA = {"format": "pt"}
-# The ending of the record of a shard, which tells a later call how far it is written.
+# The ending of a shard's progress record, which lets a later call resume.
 PROGRESS = ".progress"
-# Bytes after which they are handed to the disk, so that the sync at the end waits for little.
+# Bytes after which write-back starts, so that the final sync is short.
 WRITE_BACK_BYTES = 1 << 26
-# Bytes of a tensor that is copied which are in memory at once.
+# Bytes of a copied tensor that are in memory at once.
 COPY_BYTES = 1 << 22
-# Bytes of a shard that are read at once, to go on with it.
+# Bytes of an unfinished shard that are read at once.
 READ_BYTES = 1 << 24
 
 Array = npt.NDArray[np.generic]
-# The next bytes of a shard: an array that is there when asked for, or a stored tensor to be copied.
+# The next bytes of a shard: an array computed on demand, or a stored tensor to copy.
 Chunk = Callable[[], Array] | TensorInfo
 
 

@@ -13,13 +13,13 @@ from vexport.records import Json
 
 Strategy = Literal["tensor", "channel", "group", "tensor_group", "block", "token", "attn_head"]
 GROUPED = ("group", "tensor_group")
-# Strategies of what is quantized when the model runs.
+# Strategies of tensors that are quantized at run time.
 DYNAMIC = ("token", "tensor", "tensor_group", "group")
 # torch's names of dtypes, as _TorchDtypeAnnotation finds them (compressed_tensors/utils/type.py).
 TORCH_DTYPE = re.compile(
     r"torch\.(u?int(8|16|32|64)|bfloat16|float(16|32|64)?|half|double|bool|float8_(e4m3fn|e5m2|e8m0fnu))$"
 )
-# Bits of inputs that are not quantized.
+# The number of bits of unquantized inputs.
 UNQUANTIZED_BITS = 16
 # Arguments that may be null; the others have a default that only leaving them out gives.
 NULLABLE = frozenset(

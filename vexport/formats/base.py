@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     Bytes = npt.NDArray[np.uint8]
     Codes = npt.NDArray[np.integer[Any]]
 
-# What tensor parallelism cuts: out_features (column-parallel in vLLM), in_features (row-parallel), nothing.
+# The dimension that tensor parallelism splits: out_features (column-parallel), in_features (row-parallel) or
+# none.
 Split = Literal["out", "in", "none"]
 # Output heads: their class in vLLM, ParallelLMHead, is no linear layer's and loads weights by itself.
 HEADS = ("lm_head", "embed_out")

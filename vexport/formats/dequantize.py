@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from vexport.formats.arguments import Arguments, QuantArgs, SchemeArgs, arguments_adapter
 from vexport.numerics import INT32_BITS
 
-# Elements that are dequantized at once.
+# Elements dequantized at once.
 CHUNK_ELEMENTS = 1 << 22
 # Rows of whole blocks of 128 and of whole words of packed zero points of any width.
 WHOLE_ROWS = 128

@@ -82,7 +82,7 @@ class Scheme:
         return reason and f"{reason} on each of {ranks} ranks"
 
 
-# What other tools and people call schemes, folded, and what to use here.
+# Other names of schemes, folded, and vexport's name.
 ELSEWHERE = {
     **dict.fromkeys(("int4", "w4", "q4", "nf4", "4bit"), "W4A16"),
     **dict.fromkeys(("fp4", "w4a4", "nvfp4a4", "nvfp4w4a4"), "NVFP4"),
@@ -326,7 +326,7 @@ def _parsed(where: str, raw: Json) -> QuantArgs:
 
 
 def _completed(weights: QuantArgs, inputs: QuantArgs | None) -> SchemeArgs:
-    """With the dtypes and observers that presets have; a scale a row has no group size."""
+    """Add the dtypes and observers of presets; a scale per row has no group size."""
     exponents = weights.is_float and weights.strategy == "group" and weights.group_size == MX_GROUP
     if inputs is not None:
         observer = None if inputs.dynamic is True else STATIC_OBSERVER

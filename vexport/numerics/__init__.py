@@ -20,9 +20,9 @@ NVFP4_GROUP = 16
 MX_GROUP = 32
 # The global scale maps the largest block scale of NVFP4 to the largest e4m3 number.
 GLOBAL_SCALE_NUMERATOR = E4M3_MAX * E2M1_MAX
-# What a zero scale becomes: the step at one of the dtype that it is stored in. The code is that of 0.125.
+# The value in place of a zero scale: the storage dtype's step at one. The code is that of 0.125.
 FLOAT32_EPS = 2.0**-23
 E4M3_EPS = 0.125
 E4M3_EPS_CODE = 0x20
-# Packed integers are stored in words of so many bits.
+# The word size of packed integers, in bits.
 INT32_BITS = 32

@@ -19,14 +19,14 @@ Bits = npt.NDArray[np.int32] | npt.NDArray[np.uint16]
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
-# How a weight is stored, which `widen` is told, and a scale; E8M0 are powers of two.
+# Storage codes of weights (for `widen`) and of scales; E8M0 are powers of two.
 FLOAT32, BFLOAT16, FLOAT16, E8M0 = 0, 1, 2, 3
 EXPONENT_MASK = 0x7F800000
 # ulp(1.5 * 2**23) == 1: adding and subtracting it rounds to an integer, ties to even.
 ROUNDER = (23 << 23) | 0x400000
-# Values that are widened to float32 at once: with their codes they stay in the first-level cache.
+# Values widened to float32 at once: with their codes they fit in the first-level cache.
 SPAN = 4096
-# What is left of a float32, or of a 16-bit float, without its sign: integers in the order of the magnitudes.
+# Masks that drop the sign of a float32 or 16-bit float: the rest is an integer ordered by magnitude.
 MAGNITUDE = 0x7FFFFFFF
 HALF_MAGNITUDE = 0x7FFF
 HALF_INFINITY = 0x7C00

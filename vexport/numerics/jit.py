@@ -28,7 +28,7 @@ from vexport.records import OnProgress
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
-# What a compiler may do to sums and products: a multiply-add as one instruction; a sum kept in lanes.
+# Allowed float optimizations: fused multiply-add; sums kept in vector lanes.
 MULTIPLY_ADD = frozenset({"contract"})
 LANES = frozenset({"contract", "reassoc"})
 STAGE = "compile kernels, once"

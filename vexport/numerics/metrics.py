@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 # A tensor that came back exactly has no error; a report needs a finite number.
 EXACT_DB = 200.0
-# Elements of two tensors that are compared at once.
+# Elements compared at once.
 COMPARED = 1 << 22
-# Positions that are in memory as float64 at a time: a vocabulary of 152 k has 19 MB of them.
+# Positions in memory as float64 at once: 19 MB for a vocabulary of 152 k.
 KL_ROWS = 16
 
 

@@ -37,7 +37,7 @@ class SharedRange:
 
     def __init__(self, members: int) -> None:
         self._extremes: dict[int, Range | None] = dict.fromkeys(range(members))
-        # How much smaller the global scale is than that of the largest value.
+        # The factor by which the global scale is reduced from that of the largest value.
         self.factor = 1.0
 
     def deposit(self, member: int, low: torch.Tensor, high: torch.Tensor) -> None:

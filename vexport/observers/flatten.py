@@ -113,7 +113,8 @@ def _activation_tensor(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
 
 
 def _activation_token(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
-    # As the peer: a range for each position, over the batch; tokens without a batch are a batch of one.
+    # As in llm-compressor: a range for each position, over the batch; tokens without a batch are a batch of
+    # one.
     return value
 
 

@@ -48,7 +48,7 @@ from vexport.observers.qparams import (
 )
 from vexport.records.observer_names import SearchOptions
 
-# Each thread that counts has its own half megabyte.
+# Each counting thread has its own half megabyte.
 COUNTING_TASKS = 16
 # Lanes of the widest vectors.
 VECTOR = 16
@@ -57,7 +57,7 @@ Range = tuple[torch.Tensor, torch.Tensor]
 # The peer computes candidates in bf16: its range may be off by three roundings of 2**-8 each. Candidates
 # reach so much further at both ends that whatever it could choose is among them.
 CANDIDATE_SLACK = 2.0**-6
-# Rows that global scales are compared by.
+# Rows used to compare global scales.
 SAMPLED_ROWS = 64
 
 

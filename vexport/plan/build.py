@@ -37,7 +37,7 @@ from vexport.records import Finding, FusionGroup, Json, KvCache, OnUnsupportedSh
 if TYPE_CHECKING:
     from vexport.scenario import Rule
 
-# Where a plan's rules come from, and where they are to be changed.
+# The origin of a plan's rules, and where to change them.
 Origin = Literal["options", "scenario"]
 
 

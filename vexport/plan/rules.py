@@ -21,11 +21,11 @@ ALL = "Linear"
 PATTERN = "re:"
 # Weights of fewer bits are rounded by calibration text.
 FEW_BITS = 8
-# The strength that is best for most models (SmoothQuant, arXiv 2211.10438, section 5.1), and on ours.
+# The best strength for most models (SmoothQuant, arXiv 2211.10438, section 5.1), and in our measurements.
 STRENGTH = 0.5
-# Rows of text, spread over all, whose gradients show how channels are smoothed, or how much tokens count.
+# Rows of text, evenly spread, whose gradients determine smoothing and token weights.
 SMOOTHING_ROWS, WEIGHING_ROWS = 16, 4
-# A rule that keeps what some models do not have matches nothing without being wrong.
+# An `ignore` pattern may match nothing: some models do not have the layers it names.
 MAY_BE_ABSENT = re.compile(
     r"(?:.*\.)?(?:lm_head|embed_out|embed_tokens|embed_positions|word_embeddings|wte|wpe|\w*router\w*|\w*gate|\w*norm\w*)$"
 )

@@ -31,8 +31,8 @@ from vexport.records import (
 )
 from vexport.scenario import Auto, Scenario
 
-# Mixtures kept while groups are added. Below this the answer is exact; groups come in few sizes, so that even
-# large models have few different sums of bytes.
+# The most mixtures kept while groups are added. Below it the answer is exact: groups come in few sizes, so
+# even large models have few different totals.
 MOST_MIXTURES = 1 << 15
 
 

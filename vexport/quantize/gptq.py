@@ -27,12 +27,12 @@ from vexport.numerics.ranks import all_reduce
 from vexport.observers.search import format_of
 from vexport.records import FusionGroup
 
-# Rows that one thread rounds at a time.
+# Rows rounded at once by one thread.
 TILE_ROWS = 64
 # Columns of H that are added up together, up to its diagonal: half the products of a whole matrix. And those
 # whose errors are passed on together, by one matrix product, to all that follow.
 BLOCK_COLUMNS = 128
-# Damping is raised tenfold so many times before a layer is rounded to nearest instead.
+# Damping is raised tenfold this many times before falling back to rounding to nearest.
 ATTEMPTS = 4
 
 
@@ -50,7 +50,7 @@ class Strength:
 
 # llm-compressor's damping.
 GPTQ = Strength(strength=0.0, ridge=0.01)
-# The strength of a refit by the bits of inputs, what left least KL on SmolLM2-135M (docs/results.md).
+# The strength of a refit by input bits: least KL on SmolLM2-135M (docs/results.md).
 REFITS = {
     16: Strength(strength=0.5, ridge=0.1, weighs_tokens=True),
     8: Strength(strength=0.5, ridge=0.1, weighs_tokens=True),

@@ -51,10 +51,10 @@ class QuantizeJob:
     overwrite: bool = False
     trust_remote_code: bool = False
     shard_bytes: int = DEFAULT_SHARD_BYTES
-    # Judges the finished folder before it becomes `out`; what it returns is raised.
+    # Checks the finished folder before it becomes `out`; the error that it returns is raised.
     prove: Callable[[Path, Plan], CheckpointFailed | None] = lambda folder, plan: None
     on_progress: OnProgress = silent
-    # Told what the text will take before it is run, where that is worth measuring.
+    # Called with the expected time of calibration before it starts, if measured.
     on_estimate: Callable[[tuple[Step, ...]], None] | None = None
 
 

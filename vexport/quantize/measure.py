@@ -33,8 +33,7 @@ from vexport.records import (
     SchemeLoss,
 )
 
-# Hidden states of trials that are under way together take at most so many bytes, and results are written at
-# least every so many trials.
+# The most bytes of hidden states in concurrent trials, and the number of trials between writes of results.
 MEMORY_BYTES = 2**31
 MOST_TRIALS = 64
 
@@ -138,7 +137,7 @@ class Trial:
                 fix="give it a rule with its own scheme and leave out `sensitivity`, or keep it",
             )
         inside = parameter.removeprefix(f"{walk.name}.")
-        # The number of the decoder layer that it changes, that of layers where it is the output head.
+        # The number of the decoder layer that it changes; the number of layers for the output head.
         self.depth = len(walk.layers) if inside == parameter else int(inside.partition(".")[0])
 
     def begin(self) -> None:

@@ -21,7 +21,7 @@ from vexport.quantize.stream import static_scales
 from vexport.records import CalibrationRecord, FusionGroup, LinearPlan
 from vexport.records.calibration import LayerRounding
 
-# What rounds the inputs of a module.
+# Rounds the inputs of a module.
 Hook = Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]
 
 
@@ -54,7 +54,7 @@ class QuantizedModel:
 
     def __init__(self, walk: LayerWalk, calibration: CalibrationRecord) -> None:
         self.index, self.device = walk.index, walk.device
-        # What static scales and searches need of inputs is filled in as text comes to each layer.
+        # Input statistics for static scales and searches, filled in as text reaches each layer.
         self._ranges, self._importance = dict(calibration.ranges), dict(calibration.importance)
         self.calibration = replace(calibration, ranges=self._ranges, importance=self._importance)
         self._model, self._weights = walk.model, walk.weights

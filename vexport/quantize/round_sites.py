@@ -37,11 +37,11 @@ from vexport.quantize.stream import Stored, quantized_group
 from vexport.records import FusionGroup
 from vexport.records.calibration import GroupRounding
 
-# Of the tokens of the text so many a column count as one that is routed to an expert, together.
+# All tokens of the text together weigh as much as this many routed tokens per column.
 SHARED_TOKENS_PER_COLUMN = 1.0
 # The rounded weights of a group by layer name.
 GroupWeights = Mapping[str, RoundedWeight]
-# Rows of a group that its reported errors are measured on: those of all take as long as the rounding.
+# Rows of a group used for its reported errors: measuring all would take as long as rounding.
 MEASURED_ROWS = 64
 CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 WAITING_BYTES = 2

@@ -43,9 +43,9 @@ from vexport.records import (
 from vexport.records.calibration import ROUND, GroupRounding, LayerRounding, RoundingReport
 
 REPORT = "rounding.json"
-# Rows of the source's stream that are followed where only the report asks for them.
+# Rows of the source's stream to run when only the report needs them.
 COMPARED_ROWS = 4
-# The name of the module that a row waits in front of, and what enters it.
+# The module that a row waits for, and its input.
 Stop = tuple[str, Value]
 
 
@@ -306,7 +306,7 @@ class RoundingWalk:
         self._source, self._quantized, self._tokens = source, HiddenStates(), tokens
         self._model = QuantizedModel(walk, calibration)
         self._refits = any(strength_of(group).strength > 0 for group in plan.groups)
-        # The source's rows that are followed, by their positions among this rank's.
+        # The source rows to run, by position among this rank's rows.
         (rank, size), rows = rank_and_size(), range(len(source))
         self._followed = [one for one in rows if self._refits or rank + one * size < COMPARED_ROWS]
         for position in rows:

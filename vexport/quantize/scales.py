@@ -28,7 +28,7 @@ def search_scales(
     Raises InputError where a weight is not finite.
     """
     observers = []
-    # What enters a layer that text should round, but that its streams do not reach, was not gathered.
+    # No input statistics exist for a layer that the text streams do not reach.
     if group.observer in BY_IMPORTANCE and group.rounding != "nearest":
         group = replace(group, observer=UNWEIGHTED, observer_kwargs={})
     for member in group.members:

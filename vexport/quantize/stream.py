@@ -62,9 +62,9 @@ Search = Callable[[FusionGroup, SourceIndex, CalibrationRecord, Reader], Sequenc
 
 # The bytes of tensors by name.
 Stored = Mapping[str, Array]
-# Elements that a thread reads, quantizes and hands to the writer at once (4 MiB of bf16).
+# Elements that a thread reads, quantizes and writes at once (4 MiB of bf16).
 RUN_ELEMENTS = 1 << 21
-# Runs that wait to be written, for each thread that makes them.
+# The most runs waiting to be written, per thread.
 RUNS_AHEAD = 2
 
 
@@ -195,7 +195,7 @@ class Stream:
             for rows in runs(member, packing.multiple):
                 self.expect(member, rows)
                 yield self.pool.submit(self.packed, member, packing, rows).result
-            # Asked for by the writer, when all runs before it are done.
+            # Called by the writer after all runs before it.
             for spec in others:
                 name = spec.name.removeprefix(f"{member.name}.")
                 yield partial(inputs.__getitem__ if name in inputs else packing.tensor, name)

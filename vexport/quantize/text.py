@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from vexport.calibration import Samples
     from vexport.calibration.walk import LayerWalk
 
-# Products of a weight and a token of the text below which measuring would take about as long as the work.
+# Weight-token products below which measuring the time would take about as long as the work.
 SMALL_WORK = 1e11
 # The tokens of the larger trial, at least, and its rows; a model with more kinds of layers is not measured.
 TRIAL_TOKENS, TRIAL_ROWS, MOST_KINDS = 1024, 3, 6

@@ -48,7 +48,7 @@ class PackingInputs:
 class Packing(Protocol):
     """The packing of one weight, a run of rows at a time, in any order and from several threads."""
 
-    # Runs begin at a multiple of so many rows.
+    # Runs begin at multiples of this many rows.
     multiple: int
 
     def pack(self, rows: Bits, first: int) -> Array:

@@ -37,9 +37,9 @@ Flags = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
 PATTERNS = 1 << 16
 
-# What the largest value of a group is brought to before it is searched: scales are then near one.
+# Groups are normalized so that their largest value is this: scales are then near one.
 UNIT = 64.0
-# Values that one thread takes at a time: of groups at least, of a whole tensor at most.
+# Values per thread and step: at least this many for groups, at most for a whole tensor.
 TASK_VALUES = 1 << 13
 TENSOR_CHUNK = 1 << 16
 

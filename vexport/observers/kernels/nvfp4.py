@@ -31,7 +31,7 @@ from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
 
 Integers = npt.NDArray[np.int32]
 
-# Groups that are searched together, at most; they end together when none of them can improve.
+# The most groups searched together; they stop when none of them can improve.
 LANES = 128
 
 
