@@ -38,7 +38,6 @@ def preset(name: str, bits: int | None = None) -> dict[str, object]:
 def main() -> None:
     """Write compressed-tensors' presets but the one that quantizes nothing, and those that it lacks."""
     presets = {name: preset(name) for name in PRESET_SCHEMES if name != "UNQUANTIZED"}
-    presets["W8A16_ASYM"] = preset("W4A16_ASYM", 8)
     presets = {f"W{bits}A16": preset(MODEL, bits) for bits in WEIGHT_ONLY_BITS} | presets
     for name, sources in NEWER.items():
         presets[name] = {side: presets[source][side] for side, source in zip(SIDES, sources, strict=True)}

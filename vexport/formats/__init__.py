@@ -8,19 +8,17 @@ from collections.abc import Sequence
 from vexport.formats.arguments import Arguments, contradictions, described
 from vexport.formats.base import WITH_INPUTS, Format
 from vexport.formats.fp8 import Fp8
-from vexport.formats.grouped_int8 import GroupedInt8
 from vexport.formats.integer import Int4, Int8, PackedIntegers
 from vexport.formats.mxfp import Mxfp4, Mxfp8
 from vexport.formats.nvfp4 import Nvfp4
 
 NVFP4, MXFP4, MXFP8 = Nvfp4(), Mxfp4(), Mxfp8()
 PACKED, FP8, INT8, INT4 = PackedIntegers(), Fp8(), Int8(), Int4()
-GROUPED_INT8 = GroupedInt8()
 # In the order in which vLLM tries their schemes: `_get_scheme_from_parts` in its compressed_tensors.py, on a
 # device on which every scheme may run.
-FORMATS: Sequence[Format] = (NVFP4, MXFP4, MXFP8, PACKED, FP8, INT8, INT4, GROUPED_INT8)
+FORMATS: Sequence[Format] = (NVFP4, MXFP4, MXFP8, PACKED, FP8, INT8, INT4)
 # In the order in which vexport prefers them for a scheme's weights: INT8 for what could be packed as well.
-WRITTEN: Sequence[Format] = (NVFP4, MXFP4, MXFP8, FP8, INT8, PACKED, GROUPED_INT8)
+WRITTEN: Sequence[Format] = (NVFP4, MXFP4, MXFP8, FP8, INT8, PACKED)
 
 
 def vllm_format(args: Arguments, stored_as: str) -> Format | str:

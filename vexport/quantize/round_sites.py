@@ -33,7 +33,6 @@ from vexport.quantize.gptq import (
 )
 from vexport.quantize.model import QuantizedModel
 from vexport.quantize.scales import fuse, observe_weight, scales_of, search_scales
-from vexport.quantize.stochastic import round_stochastic
 from vexport.quantize.stream import Stored, quantized_group
 from vexport.records import FusionGroup
 from vexport.records.calibration import GroupRounding
@@ -69,10 +68,7 @@ def round_group(
         wanted = refit(source, moments, strength=strength.strength, ridge=factor.damping)
     sizes = [len(weight) for weight in weights]
     scales, grid = _scales_and_grid(group, torch.split(wanted, sizes), moments, index)
-    if group.rounding == "stochastic":
-        rounded = round_stochastic(wanted, grid)
-    else:
-        rounded = round_columns(wanted, factor, grid) if factor else round_nearest(wanted, grid)
+    rounded = round_columns(wanted, factor, grid) if factor else round_nearest(wanted, grid)
     nearest_error, error = _errors(source, wanted, rounded, grid, moments.hessian)
     made = {
         member.name: RoundedWeight(values=part.cpu().numpy(), scales=found)

@@ -139,7 +139,6 @@ class CalibrationData:
 Rounding = str
 SUMMARIES: Mapping[Rounding, str] = {
     "nearest": "Each value becomes the nearest number; needs no text",
-    "stochastic": "Each value goes up or down, with the probability that keeps its mean",
     "gptq": "Column after column, each corrects the errors before it in the layer's output",
     "refit": "GPTQ of weights that are corrected for the inputs of the quantized model first",
 }

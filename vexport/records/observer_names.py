@@ -127,11 +127,6 @@ OBSERVERS: Mapping[str, ObserverName] = {
         summary="The range of the last tensor that has the least quantization error",
         options=SEARCH,
     ),
-    "percentile": ObserverName(
-        kind="PercentileObserver",
-        summary="The range within which 99.9 % of the min-max range lies",
-        file="percentile",
-    ),
     "mse": ObserverName(
         kind="MovingAverageMSEObserver",
         summary="A moving average of the ranges with the least quantization error",
