@@ -21,7 +21,7 @@ from vexport.formats.input_rounding import round_activations
 # vLLM's search for kernels in all modules trips over llvmlite.
 OFFERED = """
 import os, sys
-import vexport.engine.cpu_emulation.registration
+import vexport.engine.cpu_emulation.kernels
 numba = "numba" in sys.modules
 from vexport.engine.cpu_emulation import SWITCH, register
 from vllm.model_executor.kernels import linear

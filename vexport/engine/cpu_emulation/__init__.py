@@ -17,7 +17,7 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         return
-    from vexport.engine.cpu_emulation.registration import ready_amx, register_kernels
+    from vexport.engine.cpu_emulation.kernels import ready_amx, register_kernels
 
     ready_amx()
     register_kernels()
