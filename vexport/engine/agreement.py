@@ -105,11 +105,7 @@ def canary_findings(
 
 def not_finite(canaries: Sequence[Canary]) -> list[Finding]:
     """The findings that hold for any text, also of a model to which the prompts mean nothing."""
-    return [
-        _finding(number, canary, _NUMBERS, "error", _FIX)
-        for number, canary in enumerate(canaries)
-        if canary.non_finite
-    ]
+    return [finding for finding in canary_findings(canaries) if finding.severity == "error"]
 
 
 def symptom(canary: Canary, baseline: Canary | None = None) -> str | None:

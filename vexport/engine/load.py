@@ -86,7 +86,7 @@ def fixed_prompts(checkpoint: Path, *, texts: Sequence[str] = (), count: int = C
     tokenizer = _tokenizer(checkpoint)
     known = [text for text in (texts or TEXTS) if _knows(tokenizer, text)]
     if not known:
-        return _seeded(tokenizer, count, _SEEDED_TOKENS)
+        return _seeded(tokenizer, count)
     tokens = [tuple(tokenizer(text)["input_ids"][:_TOKENS]) for text in known[:count]]
     return Prompts(
         natural=True, texts=tuple(known[:CONTINUED]), tokens=tuple(ids for ids in tokens if len(ids) > 1)
@@ -118,14 +118,14 @@ def _knows(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
     return len(ids) > 0 and unknown <= _MOST_UNKNOWN * len(ids)
 
 
-def _seeded(tokenizer: PreTrainedTokenizerBase, count: int, length: int) -> Prompts:
+def _seeded(tokenizer: PreTrainedTokenizerBase, count: int) -> Prompts:
     """Sequences over the vocabulary without its special tokens."""
     special = set(tokenizer.all_special_ids)
     ordinary = sorted(id_ for id_ in tokenizer.get_vocab().values() if id_ not in special)
     source = random.Random(_SEED)
     start = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
     most = max(count, CONTINUED)
-    tokens = [start + tuple(source.choices(ordinary, k=length - len(start))) for _ in range(most)]
+    tokens = [start + tuple(source.choices(ordinary, k=_SEEDED_TOKENS - len(start))) for _ in range(most)]
     texts = tuple(tokenizer.decode(ids[1:9]) for ids in tokens[:CONTINUED])
     return Prompts(natural=False, texts=texts, tokens=tuple(tokens[:count]))
 

@@ -58,7 +58,6 @@ class SessionRequest:
 
     checkpoint: Path
     name: str
-    dtype: str = "auto"
     max_model_len: int | None = None
     enforce_eager: bool | None = None
     arguments: EngineArguments = field(default_factory=dict)

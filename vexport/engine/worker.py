@@ -197,7 +197,7 @@ def model_arguments(request: SessionRequest, platform: str) -> EngineArguments:
     arguments: dict[str, JsonValue] = {
         **(cpu_defaults() if platform == CPU else {}),
         "model": str(request.checkpoint),
-        "dtype": request.dtype,
+        "dtype": "auto",
         "trust_remote_code": request.trust_remote_code,
         "seed": request.seed,
         "disable_log_stats": not request.drafted,
