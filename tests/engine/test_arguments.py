@@ -64,6 +64,14 @@ def test_all_unknown_arguments_are_named_at_once() -> None:
 
 
 @pytest.mark.vllm
+def test_ray_that_is_not_installed_is_the_environment_s_fault() -> None:
+    pytest.importorskip("vllm")
+    ran = vexport("load", DEMO, "--quiet", "--tp", "2", "--engine-arg", "distributed_executor_backend=ray")
+    assert ran.code == 4
+    assert "got no module ray" in ran.stderr
+
+
+@pytest.mark.vllm
 def test_a_value_that_only_the_engine_s_start_refuses_is_bad_input() -> None:
     ran = vexport("load", DEMO, "--quiet", "--engine-arg", "max_num_batched_tokens=0")
     assert (ran.code, ran.stdout) == (2, "")
