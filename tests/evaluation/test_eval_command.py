@@ -17,7 +17,6 @@ from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT
     [
         ("--task t", "Give --baseline SOURCE or --against FILE"),
         ("--task t --baseline b --against a.json", "Give --baseline SOURCE or --against FILE"),
-        ("--task t --baseline b --stopping early", "'--stopping': evaluate a number of documents"),
         ("--task t --against a.json --kl-limit 0.2", "--kl-limit and --nll-limit need --baseline"),
         ("--task t --accept a.json --nll-limit 0.2", "--kl-limit and --nll-limit need --baseline"),
         ("--task t --baseline b --kl-limit 0", "Invalid value for '--kl-limit'"),
