@@ -23,9 +23,9 @@ METADATA = "__metadata__"
 CONTENT = frozenset({".safetensors", ".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-KEY = "quantization_config"
+QUANTIZATION_CONFIG = "quantization_config"
 # compressed-tensors' older name.
-OLDER_KEY = "compression_config"
+COMPRESSION_CONFIG = "compression_config"
 # ModelOpt 0.29 and before wrote it to a separate file, which newer versions still write as well.
 SEPARATE_FILE = "hf_quant_config.json"
 TEXT = "text_config"
@@ -371,11 +371,11 @@ def find_quantization(root: Path, config: Mapping[str, Json]) -> StoredQuantizat
 
 def _places(root: Path, config: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
     file = root / "config.json"
-    yield f"{file}: {KEY}", config.get(KEY)
+    yield f"{file}: {QUANTIZATION_CONFIG}", config.get(QUANTIZATION_CONFIG)
     if (root / SEPARATE_FILE).is_file():
         yield str(root / SEPARATE_FILE), dict(read_json_object(root / SEPARATE_FILE))
-    yield f"{file}: {OLDER_KEY}", config.get(OLDER_KEY)
+    yield f"{file}: {COMPRESSION_CONFIG}", config.get(COMPRESSION_CONFIG)
     text = config.get(TEXT)
     if isinstance(text, dict):
-        yield f"{file}: {TEXT}.{KEY}", text.get(KEY)
-        yield f"{file}: {TEXT}.{OLDER_KEY}", text.get(OLDER_KEY)
+        yield f"{file}: {TEXT}.{QUANTIZATION_CONFIG}", text.get(QUANTIZATION_CONFIG)
+        yield f"{file}: {TEXT}.{COMPRESSION_CONFIG}", text.get(COMPRESSION_CONFIG)

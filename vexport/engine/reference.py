@@ -35,7 +35,7 @@ from vexport.engine.agreement import KL_LIMITS
 from vexport.errors import InputError
 from vexport.files import atomic_path
 from vexport.formats import nearest_format
-from vexport.formats.config import KEY, VALUE
+from vexport.formats.config import K_SCALE, V_SCALE
 from vexport.formats.dequantize import any_groups, arguments_of
 from vexport.formats.input_rounding import InputRounding
 from vexport.numerics.metrics import kl_divergence
@@ -49,7 +49,7 @@ _MATRIX, _NOISE = "logprobs", "noise"
 # Half a unit in the last place of bfloat16, and how many times its effect vLLM may differ by.
 BFLOAT16_ROUNDING = 2**-9
 NOISE_FACTOR = 3.0
-KV_SCALES = (f".{KEY}", f".{VALUE}")
+KV_SCALES = (f".{K_SCALE}", f".{V_SCALE}")
 
 
 def reference_logprobs(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # The fp8 KV cache has a scale for keys and one for values, of each attention layer or of each of its KV heads
 # (CompressedTensorsKVCacheMethod in vLLM's compressed_tensors.py); per head needs FlashAttention 3.
-KEY, VALUE = "k_scale", "v_scale"
+K_SCALE, V_SCALE = "k_scale", "v_scale"
 # vLLM puts its own attention into this attribute of a model's attention module, and finds the scales of
 # `self_attn.k_scale` there by itself (get_cache_scale_mapper, quantization/base_config.py).
 INNER = "attn"
@@ -158,7 +158,9 @@ def kv_layout(layer: AttentionLayer) -> tuple[TensorSpec, TensorSpec]:
     """The scales of keys and values: (1,), or (heads, 1, 1) as compressed-tensors stores them by head."""
     shape = (1,) if layer.heads is None else (layer.heads, 1, 1)
     module = f"{layer.name}.{INNER}" if layer.name.rpartition(".")[2] == INNER else layer.name
-    key, value = (TensorSpec(name=f"{module}.{name}", dtype="F32", shape=shape) for name in (KEY, VALUE))
+    key, value = (
+        TensorSpec(name=f"{module}.{name}", dtype="F32", shape=shape) for name in (K_SCALE, V_SCALE)
+    )
     return key, value
 
 

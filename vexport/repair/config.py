@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from vexport.architectures.fusion import moe_layer
-from vexport.checkpoint.index import KEY, OLDER_KEY, TEXT
+from vexport.checkpoint.index import COMPRESSION_CONFIG, QUANTIZATION_CONFIG, TEXT
 from vexport.checks.vllm.groups import ConfigGroup, FusedLinear, fits
 from vexport.checks.vllm.quant_methods import METHOD
 from vexport.checks.vllm.view import CheckpointView
@@ -31,10 +31,10 @@ def keys(view: CheckpointView, source: "ComparedSource | None") -> Changes:
     """The config without keys that the pinned vLLM refuses and that nothing rests on."""
     config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
     moved = tuple(_moved(config, view))
-    quantization = config.get(KEY)
+    quantization = config.get(QUANTIZATION_CONFIG)
     if not isinstance(quantization, dict) or not isinstance(quantization.get("config_groups"), dict):
         return Changes()
-    place = f"{view.config_path}: {KEY}"
+    place = f"{view.config_path}: {QUANTIZATION_CONFIG}"
     repairs = (
         *moved,
         *_method(quantization, place),
@@ -47,14 +47,14 @@ def keys(view: CheckpointView, source: "ComparedSource | None") -> Changes:
 def _moved(config: dict[str, Json], view: CheckpointView) -> Iterator[Repair]:
     """vLLM finds the config in its older places too; other loaders look in one, and so do later repairs."""
     stored = view.stored_quantization
-    if stored is None or config.get(KEY) is not None:
+    if stored is None or config.get(QUANTIZATION_CONFIG) is not None:
         return
     for holder in (config, config.get(TEXT)):
         if isinstance(holder, dict):
-            holder.pop(OLDER_KEY, None)
-            holder.pop(KEY, None)
-    config[KEY] = dict(stored.values)
-    yield _key_repair(stored.place, "the quantization config", KEY)
+            holder.pop(COMPRESSION_CONFIG, None)
+            holder.pop(QUANTIZATION_CONFIG, None)
+    config[QUANTIZATION_CONFIG] = dict(stored.values)
+    yield _key_repair(stored.place, "the quantization config", QUANTIZATION_CONFIG)
 
 
 def _method(quantization: dict[str, Json], place: str) -> Iterator[Repair]:
@@ -165,9 +165,9 @@ def _with(
     """The checkpoint with another ignore list, or other targets of a config group."""
     config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
     if ignore is not None:
-        inside(config, KEY)["ignore"] = list(ignore)
+        inside(config, QUANTIZATION_CONFIG)["ignore"] = list(ignore)
     if targets is not None:
-        inside(config, KEY, "config_groups", targets[0])["targets"] = list(targets[1])
+        inside(config, QUANTIZATION_CONFIG, "config_groups", targets[0])["targets"] = list(targets[1])
     return CheckpointView(replace(view.index, config=config), view.reader)
 
 

@@ -10,7 +10,7 @@ from compressed_tensors.compressors.format import infer_module_format
 from torch.nn import Linear
 
 from vexport.architectures.config import text_config
-from vexport.checkpoint.index import KEY as QUANTIZATION
+from vexport.checkpoint.index import QUANTIZATION_CONFIG
 from vexport.checks import kv_cache as announced
 from vexport.checks.config import FORMAT_NAMES
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer, fits
@@ -18,7 +18,7 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import dequantized
 from vexport.fidelity.source import ComparedSource
 from vexport.formats.arguments import Strategy, parse_args
-from vexport.formats.config import KEY, KV_CACHES, VALUE, kv_layout
+from vexport.formats.config import K_SCALE, KV_CACHES, V_SCALE, kv_layout
 from vexport.formats.dequantize import ct_scheme
 from vexport.layers.linears import attention_layers
 from vexport.numerics.metrics import quantization_error
@@ -97,7 +97,7 @@ def _implied_format(group: ConfigGroup) -> str | None:
 
 
 def _corrected(config: dict[str, Json], group: ConfigGroup, right: ConfigGroup) -> Iterator[Repair]:
-    raw = inside(config, QUANTIZATION, "config_groups", group.name)
+    raw = inside(config, QUANTIZATION_CONFIG, "config_groups", group.name)
     weights, where = inside(raw, "weights"), f"config_groups.{group.name}"
     if right.format != group.format:
         raw["format"] = right.format
@@ -125,13 +125,15 @@ def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
     linears = [member for fused in view.fused_linears for member in fused.by_name.members]
     layers = attention_layers(linears, view.names, text_config(view.index.config), kind)
     missing = {finding.where for finding in announced.run(view)} - view.index.tensors.keys()
-    if not all(f"{layer.name}.{parameter}" in missing for layer in layers for parameter in (KEY, VALUE)):
+    if not all(
+        f"{layer.name}.{parameter}" in missing for layer in layers for parameter in (K_SCALE, V_SCALE)
+    ):
         return Changes()
     edits = []
     for layer in layers:
         near = [name for name in view.index.tensors if name.startswith(f"{layer.name}.")][-1]
         for spec in kv_layout(layer):
-            edits.append(Edit(tensors={KEY: spec}, near=near, make=partial(_ones, spec.shape)))
+            edits.append(Edit(tensors={K_SCALE: spec}, near=near, make=partial(_ones, spec.shape)))
     cost = (
         "unknown without a calibration: keys and values beyond 448 saturate, small ones lose bits; "
         "it is what vLLM would take silently"
@@ -142,7 +144,7 @@ def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
 
 
 def _ones(shape: tuple[int, ...]) -> Mapping[str, torch.Tensor]:
-    return {KEY: torch.ones(shape, dtype=torch.float32)}
+    return {K_SCALE: torch.ones(shape, dtype=torch.float32)}
 
 
 def weight_change(

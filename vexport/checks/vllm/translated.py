@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from vexport.checkpoint.index import KEY
+from vexport.checkpoint.index import QUANTIZATION_CONFIG
 from vexport.checkpoint.reader import Derived, DerivedReader
 from vexport.checks.vllm.groups import joined_name
 from vexport.checks.vllm.quant_methods.base import MethodGroup
@@ -62,7 +62,7 @@ def translate(view: CheckpointView) -> TranslatedView:
     for name, renamed in _cache_scales(view, tensors).items():
         tensors[renamed] = replace(tensors.pop(name), name=renamed)
         stored_names[renamed] = name
-    config = {**view.index.config, KEY: _config(view, tensors)}
+    config = {**view.index.config, QUANTIZATION_CONFIG: _config(view, tensors)}
     index = replace(view.index, config=config, tensors=tensors)
     translated = TranslatedView(index, DerivedReader(view.reader, derived), view.target)
     translated.reciprocals, translated.stored_names = reciprocals, stored_names

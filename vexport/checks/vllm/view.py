@@ -10,7 +10,7 @@ from vexport.architectures.config import text_config
 from vexport.architectures.fusion import fuse, looked_up, moe_layer
 from vexport.architectures.versions import VersionFacts, facts_of, nearest_version, with_facts
 from vexport.checkpoint.dtypes import FLOATING
-from vexport.checkpoint.index import KEY, SourceIndex, StoredQuantization, find_quantization
+from vexport.checkpoint.index import QUANTIZATION_CONFIG, SourceIndex, StoredQuantization, find_quantization
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.groups import (
     ConfigGroup,
@@ -99,7 +99,7 @@ class CheckpointView:
     def quantization_place(self) -> str:
         """Return what names the quantization config in messages."""
         stored = self.stored_quantization
-        return stored.place if stored else f"{self.config_path}: {KEY}"
+        return stored.place if stored else f"{self.config_path}: {QUANTIZATION_CONFIG}"
 
     @cached_property
     def method(self) -> "QuantMethod | None":
