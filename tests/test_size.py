@@ -6,7 +6,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 # Most lines and modules: what was reached, and 2 % for repairs.
-MOST = {"vexport": (45_633, 235), "tests": (23_043, 183), "scripts": (5_298, 29)}
+MOST = {"vexport": (45_637, 235), "tests": (23_043, 183), "scripts": (5_298, 29)}
 
 
 @pytest.mark.parametrize("folder", MOST)
