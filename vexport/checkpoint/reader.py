@@ -15,7 +15,7 @@ from vexport.checkpoint.dtypes import num_bytes, to_numpy
 from vexport.checkpoint.index import changed
 from vexport.records import TensorInfo, WeightPart
 
-# numpy's view of a weight's elements: BF16 as its bits, for which numpy has no dtype.
+# numpy's view of a weight's elements: 16-bit floats as their bits.
 WEIGHT_VIEWS = {"BF16": "<u2", "F16": "<u2", "F32": "<f4", "F64": "<f8"}
 # Bytes compared at once.
 RUN_BYTES = 1 << 26

@@ -33,7 +33,7 @@ from vexport.records import CheckReport, Finding, NotJudged
 from vexport.version import PINNED, short_version
 
 FILES = "files"
-# A VexportError raised in a family becomes a finding of it.
+# The check of a finding that stands for an unexpected exception in a family.
 INTERNAL = "internal"
 # The family that compares with the source; it needs torch and lives in `vexport.fidelity`.
 SOURCE = "source"

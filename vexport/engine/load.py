@@ -44,7 +44,7 @@ TEXTS = (
 )
 # More unknown tokens than this and the tokenizer was not made for English text.
 _MOST_UNKNOWN = 0.2
-# Each canary generates 200 tokens, which costs more than log-probabilities.
+# Prompts that are continued: each generates 200 tokens, which costs more than log-probabilities.
 CONTINUED = 6
 _SEED = 20240229
 _TOKENS = 64

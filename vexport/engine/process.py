@@ -50,7 +50,7 @@ _WRAPPER = re.compile(r"Engine core initialization failed|WorkerProc initializat
 _KILLED_CORE = re.compile(r"Failed core proc\(s\): .*: -9\b")
 # Whatever its exit code, if vLLM has learned one: a core that refuses a checkpoint says why in the log.
 _SILENT_CORE = re.compile(r"Failed core proc\(s\): ")
-# Bytes read from the end of a log.
+# The least free bytes on the disk for the last messages of a log.
 _LOG_ROOM = 1 << 16
 _PREFIX = re.compile(r"^\([^)]*pid=\d+\)\s*|^(?:ERROR|WARNING|INFO|CRITICAL) \S+ \S+ \[[^\]]*\]\s*")
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)(?: \S+)?: \S")

@@ -40,7 +40,7 @@ INHERITED = ("license", "license_name", "license_link", "language", "pipeline_ta
 # How license texts begin, and the hub's identifiers.
 LICENSES = {"Apache License Version 2.0": "apache-2.0", "MIT License": "mit"}
 _TEXT = "tag:yaml.org,2002:str"
-# The most characters of a file that are read, and of a word.
+# The most bytes read of a file, and the most characters of a word.
 _MOST_BYTES, _LONGEST_WORD = 1 << 16, 500
 
 

@@ -257,18 +257,18 @@ def compare_schemes(
 ) -> tuple[tuple[ComparedRun, ...], tuple[VexportError, ...]]:
     """Run `base` in each scheme where that is not done yet, in a folder named by the scheme.
 
-    `folder` is runs/compare-NAME unless given. The runs differ in their rules alone, so that the baseline of
-    the first that served it is that of all. `note` is told of default text. Returns a row for
-    each, and the faults of engines, which a second call may do without. A scheme that cannot be made is a row
-    that says so; where none has a report, what stopped the first is raised.
+    `folder` is runs/compare-NAME unless given. The runs differ in their rules alone, so the first baseline
+    that is served is that of all; `note` announces default text. Returns a row for each, also for a scheme
+    that cannot be made, and the faults of engines. Where none has a report, the first problem is raised.
     """
     rows: list[ComparedRun] = []
     problems: list[VexportError] = []
     served: Path | None = None
+    folder = folder or Path("runs") / f"compare-{base.name}"
     scenarios = with_default_text([with_scheme(base, scheme) for scheme in schemes], note)
     for scheme, scenario in zip(schemes, scenarios, strict=True):
         options.on_progress(f"{scheme} (schemes)", len(rows), len(scenarios))
-        run_dir = (folder or Path("runs") / f"compare-{base.name}") / scheme
+        run_dir = folder / scheme
         try:
             made = run_scenario(scenario, run_dir, options, overwrite=overwrite, baseline_of=served)
         except VexportError as error:

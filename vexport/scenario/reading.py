@@ -20,7 +20,7 @@ from vexport.scenario.model import Calibration, Scenario, Sensitivity
 from vexport.scenario.rules import Auto, Rule
 from vexport.scenario.serve import Serve
 
-# The most characters of a file, and of a value in a message.
+# The most problems shown of a file, and the most characters of a value in one.
 MOST_PROBLEMS, MOST_CHARACTERS = 50, 300
 # Other names of settings, in lm-eval's other front ends or in vLLM.
 _OTHER_NAMES = {
