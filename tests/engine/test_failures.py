@@ -65,7 +65,7 @@ def test_an_assertion_is_told_by_its_code_and_a_signal_by_its_name(tmp_path: Pat
 
 def test_interpreter_without_vllm(tmp_path: Path) -> None:
     venv.create(tmp_path / "bare", symlinks=True, with_pip=False)
-    request = SessionRequest(checkpoint=tmp_path, name="any")
+    request = SessionRequest(checkpoint=tmp_path)
     for python in (tmp_path / "bare" / "bin" / "python", tmp_path / "absent"):
         with pytest.raises(EngineFault) as caught:
             run_session(request, log=tmp_path / "log", timeout=60, vllm_python=python, on_progress=silent)

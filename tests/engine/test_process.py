@@ -46,7 +46,7 @@ def tear_down():
     ctypes.PyDLL(None).sleep(60)
 def run(request, report, tasks, engine):
     engine.callback(tear_down)
-    return SessionResult(name="", checkpoint=request.checkpoint, platform="cpu", vllm="")
+    return SessionResult(checkpoint=request.checkpoint, platform="cpu", vllm="")
 worker.run, worker._TEARDOWN_SECONDS = run, 2
 worker.main(sys.argv[1:3])
 """
@@ -117,7 +117,7 @@ def test_a_flood_ends_at_the_timeout(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_engine_that_is_never_torn_down_ends_after_its_result(tmp_path: Path) -> None:
     request, result, note = (tmp_path / name for name in ("request.json", "result.json", "pid"))
-    request.write_text(to_json(SessionRequest(name="", checkpoint=tmp_path)))
+    request.write_text(to_json(SessionRequest(checkpoint=tmp_path)))
     begin = time.monotonic()
     code = run(tmp_path / "log", 50, LINGERING, str(request), str(result), str(note))
     assert code == -signal.SIGALRM

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ from tests.engine.fixtures import quantize_model
 from vexport.engine.load import fixed_prompts, load_report, load_request
 from vexport.engine.messages import SessionResult
 from vexport.engine.session import EngineFault, run_session
-from vexport.errors import InputError
-from vexport.records import Json, silent
+from vexport.records import silent
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -42,15 +40,6 @@ def test_refused_checkpoint_is_a_result(tiny_llama: Path, tmp_path: Path) -> Non
     assert "weight_scale" in result.failure.message
     report = load_report(result, fixed_prompts(checkpoint))
     assert (report.ok, [finding.check for finding in report.findings]) == (False, ["load"])
-
-
-def test_quantizing_what_is_quantized_is_an_error_of_the_argument(tiny_llama: Path, tmp_path: Path) -> None:
-    checkpoint = quantize_model(tiny_llama, tmp_path / "quantized", "FP8_DYNAMIC")
-    request = load_request(checkpoint, fixed_prompts(checkpoint), logprobs_file=tmp_path / "logprobs")
-    override: Json = {"linear": {"weight": "fp8_per_channel_static"}}
-    request = replace(request, arguments={"quantization_config": override})
-    with pytest.raises(InputError, match="--engine-arg quantization_config: .*quantized already"):
-        run_session(request, log=tmp_path / "vllm.log", timeout=300, on_progress=silent)
 
 
 def test_timeout_leaves_no_process(tiny_llama: Path, tmp_path: Path) -> None:

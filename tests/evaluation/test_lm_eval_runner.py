@@ -69,7 +69,6 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
     requests = [
         SessionRequest(
             checkpoint=model,
-            name=name,
             tasks=tuple(task.spec for task in resolve_tasks(given, folder=folder / "resolved" / name)),
             output=folder / name,
             max_model_len=64,

@@ -93,7 +93,7 @@ def test_documents_that_are_missing_and_a_metric_that_nobody_has_are_named(cut_o
         )
     (cut_off / "other.jsonl").write_text('{"text": "a", "answer": " b"}\n')
     request = SessionRequest(
-        checkpoint=cut_off, name="a", tasks=("own", str(cut_off / "other.yaml")), include_paths=(cut_off,)
+        checkpoint=cut_off, tasks=("own", str(cut_off / "other.yaml")), include_paths=(cut_off,)
     )
     with pytest.raises(InputErrors) as caught:
         fetch_task_data(request, log=cut_off / "log", timeout=300, vllm_python=None, on_progress=silent)

@@ -151,7 +151,7 @@ def test_nor_does_one_of_a_folder_of_tasks(mark: Path) -> None:
     more = mark.parent / "more"
     more.mkdir()
     (more / "t.yaml").write_text(with_metric("own").replace("task: sums", "task: other"))
-    asked = SessionRequest(checkpoint=mark.parent, name="x", tasks=("other",), include_paths=(more,))
+    asked = SessionRequest(checkpoint=mark.parent, tasks=("other",), include_paths=(more,))
     manager = TaskManager(include_path=[str(more)], include_defaults=False)
     with tasks_as_data(), pytest.raises(InputError, match="metric own: Python"):
         load_tasks(asked, manager, asked.tasks)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from vexport.checkpoint.index import find_quantization
 from vexport.numerics.metrics import kl_divergence
-from vexport.records import Canary, Finding, LogprobAgreement, Severity
+from vexport.records import Canary, Finding, LogprobAgreement
 
 # Limits on the mean KL(reference || vLLM) in nats, by the bits of the quantized activations (16: none are).
 # Both sides round to bfloat16 in their own order, and a low-bit rounding turns some of those differences into
@@ -93,19 +93,18 @@ def canary_findings(
         if (fault := symptom(canary, others.get(canary.prompt))) is not None
     ]
     broken = baseline is not None and not agrees and 2 * len(degenerate) >= len(canaries)
-    severity: Severity = "error" if broken else "warning"
-    fix = _FIX_QUANTIZED if agrees and baseline is not None else _FIX
+    quantized = agrees and baseline is not None
     return [
-        _finding(number, canary, fault, "error", _FIX)
-        if fault == _NUMBERS
-        else _finding(number, canary, fault, severity, fix)
+        Finding(
+            check="canary",
+            severity="error" if broken or fault == _NUMBERS else "warning",
+            where=f"greedy continuation {number} of {canary.prompt[:40]!r}",
+            expected="finite numbers and text in the prompt's language that does not repeat itself",
+            got=f"{fault} in {canary.tokens} tokens ({canary.finish_reason}): {canary.text[-80:]!r}",
+            fix=_FIX_QUANTIZED if quantized and fault != _NUMBERS else _FIX,
+        )
         for number, canary, fault in degenerate
     ]
-
-
-def not_finite(canaries: Sequence[Canary]) -> list[Finding]:
-    """The findings that hold for any text, also of a model to which the prompts mean nothing."""
-    return [finding for finding in canary_findings(canaries) if finding.severity == "error"]
 
 
 def symptom(canary: Canary, baseline: Canary | None = None) -> str | None:
@@ -127,16 +126,8 @@ def _alone(canary: Canary) -> str | None:
     words = canary.text.split()
     if len(words) < _ROUNDS:
         words = list(canary.text.strip())
-    return "repetition" if _cycles(words) else None
-
-
-def _cycles(words: Sequence[str]) -> bool:
-    """Return whether the end of `words` is the same one to six words, four times or more."""
-    for length in range(1, _LONGEST_CYCLE + 1):
-        end = words[-length * _ROUNDS :]
-        if len(end) == length * _ROUNDS and all(end[i] == end[i % length] for i in range(len(end))):
-            return True
-    return False
+    cycles = range(1, _LONGEST_CYCLE + 1)
+    return "repetition" if any(words[-n * _ROUNDS :] == words[-n:] * _ROUNDS for n in cycles) else None
 
 
 def _early(canary: Canary, baseline: Canary) -> bool:
@@ -160,14 +151,3 @@ def _script(text: str) -> str:
     scripts = Counter(unicodedata.name(letter, "").partition(" ")[0] for letter in text if letter.isalpha())
     script, letters = scripts.most_common(1)[0] if scripts else ("", 0)
     return script if scripts.total() >= _LEAST_LETTERS and 2 * letters > scripts.total() else ""
-
-
-def _finding(number: int, canary: Canary, fault: str, severity: Severity, fix: str) -> Finding:
-    return Finding(
-        check="canary",
-        severity=severity,
-        where=f"greedy continuation {number} of {canary.prompt[:40]!r}",
-        expected="finite numbers and text in the prompt's language that does not repeat itself",
-        got=f"{fault} in {canary.tokens} tokens ({canary.finish_reason}): {canary.text[-80:]!r}",
-        fix=fix,
-    )

@@ -3,21 +3,21 @@
 import dataclasses
 import importlib.util
 import json
+import re
 import sys
-import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Union, cast, get_args, get_origin
+from typing import cast, get_args
 
 from pydantic import JsonValue, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
 from vexport.architectures.config import text_config
 from vexport.checkpoint.index import read_index
 from vexport.checks.vllm.layout import impossible_size
-from vexport.engine.messages import ArgumentsRequest, FoundProblems, InputProblem
+from vexport.engine.messages import ArgumentsRequest, FoundProblems
 from vexport.engine.session import Worker, log_folder, raise_found
-from vexport.engine.worker import CPU, answer_request
-from vexport.errors import EnvironmentFault, InputError, nearest
+from vexport.engine.worker import CPU, answer_request, input_problem
+from vexport.errors import EnvironmentFault, InputError, VexportError, nearest
 from vexport.files import read_json_object
 from vexport.layers.shapes import Heads
 from vexport.records import silent
@@ -89,56 +89,48 @@ def require_heads(checkpoint: Path, ranks: int) -> None:
 def main(arguments: list[str]) -> int:
     """Read the request, ask vLLM, write the answer."""
     return answer_request(
-        arguments, ArgumentsRequest, lambda request: FoundProblems(problems=tuple(problems_of(request)))
+        arguments,
+        ArgumentsRequest,
+        lambda request: FoundProblems(problems=tuple(map(input_problem, problems_of(request)))),
     )
 
 
-def problems_of(request: ArgumentsRequest) -> Iterator[InputProblem]:
+def problems_of(request: ArgumentsRequest) -> Iterator[VexportError]:
     """Problems of the arguments: unknown to vLLM, unfit, or more than this machine has."""
     from vllm import __version__ as version
     from vllm.engine.arg_utils import EngineArgs
 
     known = {field.name: field.type for field in dataclasses.fields(EngineArgs) if field.name[0] != "_"}
     for name, value in request.arguments.items():
+        where = f"vLLM's argument {name}"
         if name not in known:
-            fix = f"remove it{nearest(name, list(known))}"
-            need = f"an argument of the engine of vLLM {version}"
-            yield _problem(InputError.exit_code, name, "an unknown argument", need, fix)
+            need, fix = f"an argument of the engine of vLLM {version}", f"remove it{nearest(name, [*known])}"
+            yield InputError(where, got="an unknown argument", need=need, fix=fix)
         elif value is not None and (need := unfit(known[name], value)):
-            yield _problem(InputError.exit_code, name, json.dumps(value), need, "correct the value")
+            yield InputError(where, got=json.dumps(value), need=need, fix="correct the value")
     yield from _devices(request)
 
 
-def _devices(request: ArgumentsRequest) -> Iterator[InputProblem]:
+def _devices(request: ArgumentsRequest) -> Iterator[VexportError]:
     from vllm.platforms import current_platform
 
     if request.arguments.get("distributed_executor_backend") == "ray":
         if importlib.util.find_spec("ray") is None:
-            name, need = "distributed_executor_backend", "Ray's package"
+            where, need = "vLLM's argument distributed_executor_backend", "Ray's package"
             fix = "install ray next to vLLM, or use mp"
-            yield _problem(EnvironmentFault.exit_code, name, "no module ray", need, fix)
-        return
-    if current_platform.device_type == CPU:
-        return
-    devices = int(current_platform.device_count())
-    if devices < request.devices:
+            yield EnvironmentFault(where, got="no module ray", need=need, fix=fix)
+    elif (
+        current_platform.device_type != CPU
+        and (devices := int(current_platform.device_count())) < request.devices
+    ):
         sizes = ("tensor_parallel_size", "pipeline_parallel_size")
         named = [f"{name} {request.arguments[name]}" for name in sizes if name in request.arguments]
-        yield _problem(
-            EnvironmentFault.exit_code,
-            " and ".join(named) or "the engine",
-            _gpus(devices),
-            _gpus(request.devices),
-            "use a machine with more GPUs, a smaller --tp, or Ray over several hosts",
+        yield EnvironmentFault(
+            f"vLLM's argument {' and '.join(named) or 'the engine'}",
+            got=f"{devices} GPU{'s' * (devices != 1)}",
+            need=f"{request.devices} GPUs",
+            fix="use a machine with more GPUs, a smaller --tp, or Ray over several hosts",
         )
-
-
-def _gpus(number: int) -> str:
-    return f"{number} GPU" + ("" if number == 1 else "s")
-
-
-def _problem(exit_code: int, where: str, got: str, need: str, fix: str) -> InputProblem:
-    return InputProblem(exit_code=exit_code, where=f"vLLM's argument {where}", got=got, need=need, fix=fix)
 
 
 def unfit(kind: object, value: JsonValue) -> str:
@@ -146,7 +138,8 @@ def unfit(kind: object, value: JsonValue) -> str:
 
     Of a section (`compilation_config`) its keys are looked at; its values are vLLM's to judge.
     """
-    sections = [part for part in _parts(kind) if dataclasses.is_dataclass(part) and isinstance(part, type)]
+    parts = (kind, *get_args(kind))
+    sections = [part for part in parts if dataclasses.is_dataclass(part) and isinstance(part, type)]
     if sections and isinstance(value, dict):
         known = [field.name for field in dataclasses.fields(sections[0])]
         unknown = [key for key in value if key not in known]
@@ -158,26 +151,9 @@ def unfit(kind: object, value: JsonValue) -> str:
         return ""
     except ValidationError as error:
         # One line for each member of a union: the first is the most helpful.
-        return str(error.errors()[0]["msg"]).removeprefix("Input should be ") + _choice(kind, value)
+        need = str(error.errors()[0]["msg"]).removeprefix("Input should be ")
+        return need + (nearest(value, re.findall(r"'([^']*)'", need)) if isinstance(value, str) else "")
     return ""
-
-
-def _choice(kind: object, value: JsonValue) -> str:
-    """` (did you mean X?)` for a word that is nearly one of a type's."""
-    words = [word for part in _parts(kind) if get_origin(part) is Literal for word in get_args(part)]
-    return nearest(value, [word for word in words if isinstance(word, str)]) if isinstance(value, str) else ""
-
-
-def _parts(kind: object) -> Iterator[object]:
-    """The members of a union, else the type itself."""
-    origin = get_origin(kind)
-    if origin is Annotated:
-        yield from _parts(get_args(kind)[0])
-    elif origin in (Union, types.UnionType):
-        for part in get_args(kind):
-            yield from _parts(part)
-    else:
-        yield kind
 
 
 if __name__ == "__main__":

@@ -11,14 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vexport.architectures.config import text_config
 from vexport.checks.vllm.view import error
-from vexport.engine.agreement import (
-    canary_findings,
-    compare_logprobs,
-    kl_limit,
-    not_finite,
-    read_logprobs,
-    symptom,
-)
+from vexport.engine.agreement import canary_findings, compare_logprobs, kl_limit, read_logprobs, symptom
 from vexport.engine.messages import CANARY_TOKENS, SessionRequest, SessionResult
 from vexport.engine.reference import REFERENCE_FILE, agreement_limit, reference_canaries, remembered_reference
 from vexport.errors import InputError, first_line
@@ -96,26 +89,21 @@ def fixed_prompts(checkpoint: Path, *, texts: Sequence[str] = (), count: int = C
 def _tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint)
+        if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes where no file is found
+            raise ValueError("no vocabulary")
     except Exception as error:  # transformers raises any class for a file that it does not understand
-        raise _no_tokenizer(checkpoint, first_line(error)) from error
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes where no file is found
-        raise _no_tokenizer(checkpoint, "no vocabulary")
+        raise InputError(
+            str(checkpoint),
+            got=f"no tokenizer that transformers reads ({first_line(error)})",
+            need="tokenizer.json, or the files of the model's own tokenizer",
+            fix="copy the tokenizer's files from the source next to the weights",
+        ) from error
     return tokenizer
-
-
-def _no_tokenizer(checkpoint: Path, got: str) -> InputError:
-    return InputError(
-        str(checkpoint),
-        got=f"no tokenizer that transformers reads ({got})",
-        need="tokenizer.json, or the files of the model's own tokenizer",
-        fix="copy the tokenizer's files from the source next to the weights",
-    )
 
 
 def _knows(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    unknown = sum(id_ == tokenizer.unk_token_id for id_ in ids)
-    return len(ids) > 0 and unknown <= _MOST_UNKNOWN * len(ids)
+    return len(ids) > 0 and ids.count(tokenizer.unk_token_id) <= _MOST_UNKNOWN * len(ids)
 
 
 def _seeded(tokenizer: PreTrainedTokenizerBase, count: int) -> Prompts:
@@ -134,7 +122,6 @@ def load_request(checkpoint: Path, prompts: Prompts, *, logprobs_file: Path) -> 
     """The smallest session that shows whether a checkpoint works."""
     return SessionRequest(
         checkpoint=checkpoint,
-        name=checkpoint.name,
         max_model_len=shortest_length(checkpoint),
         canaries=prompts.texts,
         logprob_prompts=prompts.tokens,
@@ -160,9 +147,11 @@ def load_report(
     Builds the reference model in this process when the session has log-probabilities. `baseline` is the
     session of the unquantized model with the same prompts.
     """
-    agreement, findings = None, list[Finding]()
+    agreement = None
     if result.failure is not None:
-        findings = [refused(result)]
+        fix = "find the fault with `vexport check`, repair it with `vexport repair`, or export it again"
+        expected, got = "a checkpoint that vLLM loads", result.failure.message
+        findings = [error("load", str(result.checkpoint), expected=expected, got=got, fix=fix)]
     else:
         agreement, disagreements = _agreement(result, prompts, on_progress)
         agrees = agreement is not None and not disagreements
@@ -184,17 +173,16 @@ def _canaries(
     """Findings on the continuations, against the baseline's or, for bad ones, the reference's."""
     if baseline is not None:
         return canary_findings(result.canaries, baseline.canaries, agrees=agrees)
-    if not prompts.natural:
-        return not_finite(result.canaries)
     findings = canary_findings(result.canaries)
-    bad = [canary for canary in result.canaries if symptom(canary) is not None]
-    if not bad:
-        return findings
+    if not prompts.natural:  # only numbers that are not finite are a fault in any text
+        return [finding for finding in findings if finding.severity == "error"]
+    if not findings:
+        return []
     try:
-        reference = reference_canaries(result.checkpoint, bad)
+        bad = [canary for canary in result.canaries if symptom(canary) is not None]
+        worse = canary_findings(result.canaries, reference_canaries(result.checkpoint, bad))
     except InputError:  # `_agreement` says so
         return findings
-    worse = canary_findings(result.canaries, reference)
     return worse if any(finding.severity == "error" for finding in worse) else findings
 
 
@@ -243,11 +231,3 @@ def _agreement(
     got = f"{agreement.mean_kl:.4g} over {agreement.positions} positions"
     fix = "vLLM does not read this checkpoint as it was written: see `vexport check`"
     return replace(agreement, limit=limit), [error("logprobs", where, expected=expected, got=got, fix=fix)]
-
-
-def refused(result: SessionResult) -> Finding:
-    """The finding on a checkpoint that vLLM does not load."""
-    assert result.failure is not None
-    fix = "find the fault with `vexport check`, repair it with `vexport repair`, or export it again"
-    expected, got = "a checkpoint that vLLM loads", result.failure.message
-    return error("load", str(result.checkpoint), expected=expected, got=got, fix=fix)

@@ -1,6 +1,5 @@
 """Requests to the processes that import vLLM, and their results: JSON in, JSON out."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,7 +18,6 @@ DRAFT_TOKENS = 128
 KL_TOKENS = 64
 ANSWERS = "answers-"
 """The beginning of the names of lm-eval's caches, next to its results."""
-_METHOD = re.compile(r"(?P<method>[a-z][\w-]*)(?:=(?P<model>.+))?")
 FailureKind = Literal[
     "refused",
     "unsupported",
@@ -57,7 +55,6 @@ class SessionRequest:
     """
 
     checkpoint: Path
-    name: str
     max_model_len: int | None = None
     enforce_eager: bool | None = None
     arguments: EngineArguments = field(default_factory=dict)
@@ -121,7 +118,6 @@ class FoundProblems:
 class SessionResult:
     """The answers of a session; with `failure` set, those before that."""
 
-    name: str
     checkpoint: Path
     platform: str
     vllm: str = ""
@@ -131,7 +127,6 @@ class SessionResult:
     text_file: Path | None = None
     drafts: tuple[DraftCounts, ...] = ()
     tasks: tuple[str, ...] = ()
-    seconds: dict[str, float] = field(default_factory=dict)
     failure: EngineFailure | None = None
     problem: InputProblem | None = None
 
@@ -232,17 +227,14 @@ class DryResult:
 
 def draft_counts(metrics: Mapping[str, float], ending: str = "") -> DraftCounts:
     """vLLM's totals of drafts among its metrics, 0 where it drafts none; `ending` is of a server's names."""
-    totals = {
-        field.name: int(metrics.get(f"vllm:spec_decode_num_{field.name}{ending}", 0))
-        for field in fields(DraftCounts)
-    }
-    return DraftCounts(**totals)
+    names = (counter.name for counter in fields(DraftCounts))
+    return DraftCounts(
+        **{name: int(metrics.get(f"vllm:spec_decode_num_{name}{ending}", 0)) for name in names}
+    )
 
 
 def speculative_config(speculative: str, tokens: int = 1) -> dict[str, JsonValue] | None:
     """The `speculative_config` of vLLM for `METHOD` or `METHOD=FOLDER`, with drafts of so many tokens."""
-    parts = _METHOD.fullmatch(speculative)
-    if parts is None:
-        return None
-    model: dict[str, JsonValue] = {"model": parts["model"]} if parts["model"] else {}
-    return {"method": parts["method"], "num_speculative_tokens": tokens, **model}
+    method, _, model = speculative.partition("=")
+    draft: dict[str, JsonValue] = {"model": model} if model else {}
+    return {"method": method, "num_speculative_tokens": tokens, **draft} if method else None

@@ -6,7 +6,6 @@ Of a worker that failed the log and the exit code tell the cause, in vLLM's own 
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -26,8 +25,6 @@ _POLL_SECONDS, _GRACE_SECONDS = 0.1, 1.0
 # Seconds for a killed process to end: it may wait for a driver or a disk.
 _KILLED_SECONDS = 30.0
 _PIPE_BYTES = 1 << 16
-
-
 # Waits for the end of a started command and returns its exit code, negative for a signal.
 Follow = Callable[[OnProgress], int]
 TAIL_LINES = 40
@@ -50,9 +47,7 @@ _WRAPPER = re.compile(r"Engine core initialization failed|WorkerProc initializat
 _KILLED_CORE = re.compile(r"Failed core proc\(s\): .*: -9\b")
 # Whatever its exit code, if vLLM has learned one: a core that refuses a checkpoint says why in the log.
 _SILENT_CORE = re.compile(r"Failed core proc\(s\): ")
-# The least free bytes on the disk for the last messages of a log.
-_LOG_ROOM = 1 << 16
-_PREFIX = re.compile(r"^\([^)]*pid=\d+\)\s*|^(?:ERROR|WARNING|INFO|CRITICAL) \S+ \S+ \[[^\]]*\]\s*")
+_PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\)\s*|(?:ERROR|WARNING|INFO|CRITICAL) \S+ \S+ \[[^\]]*\]\s*)+")
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)(?: \S+)?: \S")
 # An exception without a message: the source line above it in the traceback explains it.
 _BARE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)$")
@@ -63,6 +58,12 @@ _LAST_WORDS = re.compile(
 # Signals whose cause is seldom a mistake in the code.
 _MEANT: Mapping[int, str] = {signal.SIGBUS: ": /dev/shm is full, or a file was cut while it was read"}
 _MARKS = re.compile(r"^\s*[~^]+$")
+_ENVIRONMENT: tuple[tuple[Callable[[str], object], FailureKind], ...] = (
+    (is_memory, "out of memory"),
+    (is_disk, "no space"),
+    (is_mismatch, "mismatched build"),
+    (_NO_COMPILER.search, "no compiler"),
+)
 
 
 @contextmanager
@@ -108,7 +109,7 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _signal_until_gone(process: subprocess.Popen[bytes], number: int, seconds: float) -> None:
-    """Send a signal to a group, and wait some seconds for the end of all of it."""
+    """Send a signal to a group, and wait some seconds for its end."""
     deadline = time.monotonic() + seconds
     with suppress(ProcessLookupError, PermissionError):  # there is none of ours left
         os.killpg(process.pid, number)
@@ -176,49 +177,30 @@ def explain(failure: EngineFailure, log: Path, *, platform: str) -> EngineFailur
 
     What looks like a refusal but is the platform's fault becomes "out of memory" or "unsupported".
     """
-    message = failure.message
-    cause = last_exception(log) if _WRAPPER.search(message) else None
-    message = cause or message
+    cause = last_exception(log) if _WRAPPER.search(failure.message) else None
+    message = cause or failure.message
     kind: FailureKind = "crashed" if cause is None and _SILENT_CORE.search(message) else failure.kind
-    if is_memory(message) or _KILLED_CORE.search(failure.message):
-        kind = "out of memory"
-    elif is_disk(message):
-        kind = "no space"
-    elif is_mismatch(message):
-        kind = "mismatched build"
-    elif _NO_COMPILER.search(message):
-        kind = "no compiler"
-    elif kind in ("refused", "crashed") and platform == "cpu" and _NO_CPU_KERNEL.search(message):
+    if kind in ("refused", "crashed") and platform == "cpu" and _NO_CPU_KERNEL.search(message):
         kind = "unsupported"
+    kind = "out of memory" if _KILLED_CORE.search(failure.message) else _kind(message, kind)
     return replace(failure, kind=kind, message=message, log_tail=log_tail(log))
 
 
 def failure_from_exit(log: Path, code: int) -> EngineFailure:
     """The worker ended with `code` (negative: a signal) and left no result."""
     cause = last_exception(log)
-    message = f"the worker ended with {_ending(code)}" + (f" after {cause}" if cause else "")
-    kind: FailureKind = "mismatched build" if is_mismatch(message) else "crashed"
-    if code == -signal.SIGKILL or is_memory(message) or _KILLED_CORE.search(message):
-        kind = "out of memory"
-    elif is_disk(message) or code > 0 and _is_full(log):
-        kind = "no space"
+    ending = f"exit code {code}"
+    if code < 0:
+        ending = f"signal {-code} ({signal.Signals(-code).name}{_MEANT.get(-code, '')})"
+    message = f"the worker ended with {ending}" + (f" after {cause}" if cause else "")
+    killed = code == -signal.SIGKILL or _KILLED_CORE.search(message)
+    kind: FailureKind = "out of memory" if killed else _kind(message, "crashed")
     return EngineFailure(kind=kind, message=message, log_tail=log_tail(log))
 
 
-def _is_full(log: Path) -> bool:
-    """Return whether the disk of the log has no room, so that it may lack what was said."""
-    free = shutil.disk_usage(log.parent).free if log.parent.is_dir() else _LOG_ROOM
-    return free < _LOG_ROOM
-
-
-def _ending(code: int) -> str:
-    """`signal 11 (SIGSEGV)` or `exit code 1`."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"signal {-code} ({signal.Signals(-code).name}{_MEANT.get(-code, '')})"
-    except ValueError:  # one of those for real time
-        return f"signal {-code}"
+def _kind(message: str, other: FailureKind) -> FailureKind:
+    """The kind of failure of the environment that a message names; `other` where it names none."""
+    return next((kind for names, kind in _ENVIRONMENT if names(message)), other)
 
 
 def _lines(log: Path) -> list[str]:
@@ -228,10 +210,4 @@ def _lines(log: Path) -> list[str]:
     with log.open("rb") as stream:
         stream.seek(-min(log.stat().st_size, _READ_BYTES), os.SEEK_END)
         text = stream.read(_READ_BYTES).decode(errors="replace")
-    return [_strip(line[:_LONGEST_LINE]) for line in text.splitlines()]
-
-
-def _strip(line: str) -> str:
-    while (stripped := _PREFIX.sub("", line)) != line:
-        line = stripped
-    return line.rstrip()
+    return [_PREFIX.sub("", line[:_LONGEST_LINE]).rstrip() for line in text.splitlines()]

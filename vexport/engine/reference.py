@@ -6,8 +6,8 @@ runs all experts of a layer in one module.
 """
 
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +15,6 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from compressed_tensors.transform import TransformArgs, TransformConfig
 from compressed_tensors.transform.utils.matrix import apply_transform_weight
 from compressed_tensors.utils.match import is_match
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.nn import Linear, Module
 from transformers import (
@@ -35,6 +34,7 @@ from vexport.engine.agreement import KL_LIMITS
 from vexport.errors import InputError
 from vexport.files import atomic_path
 from vexport.formats import nearest_format
+from vexport.formats.base import EXPERT
 from vexport.formats.config import K_SCALE, V_SCALE
 from vexport.formats.dequantize import any_groups, arguments_of
 from vexport.formats.input_rounding import InputRounding
@@ -42,7 +42,6 @@ from vexport.numerics.metrics import kl_divergence
 from vexport.records import Canary, OnProgress, silent
 
 Tensors = dict[str, torch.Tensor]
-EXPERT = re.compile(r"\.experts\.\d+\.")
 REFERENCE_FILE = "reference.safetensors"
 """Next to the log-probabilities that vLLM gave."""
 _MATRIX, _NOISE = "logprobs", "noise"
@@ -190,7 +189,7 @@ def load_dequantized(checkpoint: Path, on_layer: Callable[[], None] = lambda: No
     # The projections of single experts, which transformers joins to one tensor when it has them all.
     experts = {key.rpartition(".")[0]: linear for key in tensors if EXPERT.search(key)}
     quantization = find_quantization(checkpoint, raw)
-    transforms = OnlineTransforms(quantization, tensors)
+    transforms = _take_transforms(quantization, tensors)
     schemes = _schemes({**linears, **experts}, quantization, tensors)
     inputs = {}
     for name, scheme in schemes.items():
@@ -206,11 +205,12 @@ def load_dequantized(checkpoint: Path, on_layer: Callable[[], None] = lambda: No
     if missing := sorted(loading["missing_keys"]):  # they would be random
         need, fix = "a checkpoint whose names transformers loads", "compare without a reference"
         raise InputError(f"{checkpoint}: {missing[0]}", got="no weight", need=need, fix=fix)
-    transforms.attach(model)
+    for transform in transforms:  # before any other hook on inputs
+        transform.attach(model)
     for name, scales in inputs.items():
-        args = schemes[name].input_activations
-        if args is not None and name not in experts:
-            model.get_submodule(name).register_forward_pre_hook(InputRounding(args, scales).hook)
+        rounding = schemes[name].input_activations
+        if rounding is not None and name not in experts:
+            model.get_submodule(name).register_forward_pre_hook(InputRounding(rounding, scales).hook)
     return model.eval()
 
 
@@ -218,10 +218,8 @@ def _read(checkpoint: Path) -> Tensors:
     """All tensors but the scales of the KV cache, which the reference keeps in its own dtype."""
     tensors: Tensors = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            names = [name for name in opened.keys() if not name.endswith(KV_SCALES)]  # noqa: SIM118
-            tensors |= {name: opened.get_tensor(name) for name in names}
-    return tensors
+        tensors |= load_file(file)
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(KV_SCALES)}
 
 
 def _schemes(
@@ -240,20 +238,12 @@ def _schemes(
         raise InputError(stored.place, got=got, need=need, fix=fix)
     with any_groups():
         config = QuantizationConfig.model_validate(stored.values)
-    schemes = {}
+    groups, ignore, schemes = config.config_groups.values(), config.ignore or (), {}
     for name, module in linears.items():
-        scheme = _first_match(name, module, config)
+        scheme = next((group for group in groups if is_match(name, module, group.targets, ignore)), None)
         if scheme is not None and (scheme.weights is None or f"{name}.weight_scale" in tensors):
-            schemes[name] = scheme
+            schemes[name] = scheme.model_copy(update={"format": scheme.format or config.format})
     return schemes
-
-
-def _first_match(name: str, module: Module, config: QuantizationConfig) -> QuantizationScheme | None:
-    for scheme in config.config_groups.values():
-        if is_match(name, module, scheme.targets, config.ignore or ()):
-            format_ = scheme.format or config.format
-            return scheme.model_copy(update={"format": format_})
-    return None
 
 
 def _dequantize(name: str, scheme: QuantizationScheme, tensors: Tensors, dtype: torch.dtype) -> Tensors:
@@ -261,9 +251,8 @@ def _dequantize(name: str, scheme: QuantizationScheme, tensors: Tensors, dtype: 
     prefix = f"{name}."
     names = [name for name in tensors if name.startswith(prefix)]
     state = {name.removeprefix(prefix): tensors.pop(name) for name in names}
-    bias = state.pop("bias", None)
-    if bias is not None:
-        tensors[f"{prefix}bias"] = bias
+    if "bias" in state:
+        tensors[f"{prefix}bias"] = state.pop("bias")
     inputs = {key: value for key, value in state.items() if key.startswith("input_")}
     if scheme.weights is None:
         tensors[f"{prefix}weight"] = state["weight"]
@@ -274,40 +263,23 @@ def _dequantize(name: str, scheme: QuantizationScheme, tensors: Tensors, dtype: 
     return inputs
 
 
-class OnlineTransforms:
-    """The transforms of linear layers' inputs and outputs; takes their matrices out of `tensors`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnlineTransform:
+    """A transform of linear layers' inputs or outputs, with its stored matrices by their size."""
 
-    InputError where a transform is one of attention, which vLLM does not run.
-    """
-
-    def __init__(self, stored: StoredQuantization | None, tensors: dict[str, torch.Tensor]) -> None:
-        raw = stored.values.get("transform_config") if stored else None
-        self._config = TransformConfig.model_validate(raw) if raw else TransformConfig(config_groups={})
-        self._matrices: dict[tuple[str, int], torch.Tensor] = {}
-        for scheme, args in self._online():
-            if stored is not None and args.location not in (INPUT, OUTPUT):
-                got, need = f"a transform of {args.location}", "transforms of linear layers only"
-                raise InputError(stored.place, got=got, need=need, fix="compare without a reference")
-            for name in [key for key in tensors if key.endswith(f".{scheme}_{args.location}.weight")]:
-                matrix = tensors.pop(name)
-                self._matrices[scheme, matrix.shape[0]] = matrix
+    args: TransformArgs
+    head_dim: int | None
+    matrices: Mapping[int, torch.Tensor]
 
     def attach(self, model: Module) -> None:
-        """Let the model's linear layers compute them, before any other hook on their inputs."""
+        """Let the layers of a model that it targets compute it."""
         for name, module in model.named_modules():
-            for scheme, args in self._online():
-                if isinstance(module, Linear) and is_match(name, module, args.targets, args.ignore):
-                    self._hook(scheme, args, module)
+            if isinstance(module, Linear) and is_match(name, module, self.args.targets, self.args.ignore):
+                self._hook(module)
 
-    def _online(self) -> Iterator[tuple[str, TransformArgs]]:
-        for name, scheme in self._config.config_groups.items():
-            yield from ((name, args) for args in scheme.apply if args.is_online())
-
-    def _hook(self, scheme: str, args: TransformArgs, module: Linear) -> None:
-        head_dim = self._config.config_groups[scheme].head_dim
-        matrix = self._matrices[
-            scheme, head_dim or (module.in_features if args.location == INPUT else module.out_features)
-        ]
+    def _hook(self, module: Linear) -> None:
+        args, is_input = self.args, self.args.location == INPUT
+        matrix = self.matrices[self.head_dim or (module.in_features if is_input else module.out_features)]
         matrix = (matrix.T if args.inverse else matrix) / matrix.shape[0] ** 0.5
 
         def rotated(value: torch.Tensor) -> torch.Tensor:
@@ -316,7 +288,26 @@ class OnlineTransforms:
             )
             return exact.to(value.dtype)
 
-        if args.location == INPUT:
+        if is_input:
             module.register_forward_pre_hook(lambda _, inputs: (rotated(inputs[0]), *inputs[1:]))
         else:
             module.register_forward_hook(lambda _, inputs, output: rotated(output))
+
+
+def _take_transforms(stored: StoredQuantization | None, tensors: Tensors) -> list[OnlineTransform]:
+    """The transforms that layers compute; their matrices are taken out of `tensors`.
+
+    InputError where a transform is one of attention, which vLLM does not run.
+    """
+    if stored is None or not (raw := stored.values.get("transform_config")):
+        return []
+    transforms = []
+    for name, scheme in TransformConfig.model_validate(raw).config_groups.items():
+        for args in filter(TransformArgs.is_online, scheme.apply):
+            if args.location not in (INPUT, OUTPUT):
+                got, need = f"a transform of {args.location}", "transforms of linear layers only"
+                raise InputError(stored.place, got=got, need=need, fix="compare without a reference")
+            keys = [key for key in tensors if key.endswith(f".{name}_{args.location}.weight")]
+            matrices = {len(matrix): matrix for matrix in map(tensors.pop, keys)}
+            transforms.append(OnlineTransform(args=args, head_dim=scheme.head_dim, matrices=matrices))
+    return transforms

@@ -4,7 +4,6 @@ import getpass
 import json
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -44,7 +43,6 @@ T = TypeVar("T")
 WORKER = "vexport.engine.worker"
 # Turns torch.compile off; read when decorated functions are imported.
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
-
 # Set by vexport, whatever the caller's environment says.
 _FIXED_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
@@ -69,10 +67,6 @@ _DEFAULT_ENVIRONMENT = {
 _LONGEST_TEMPORARY = 40
 # Seconds to ask an interpreter whether it has vLLM.
 _PROBE_SECONDS = 60.0
-# vLLM's words where --engine-arg quantizes what is quantized, which few methods can: resolve_quant_method in
-# vllm/model_executor/layers/quantization/base_config.py.
-_REQUANTIZES = re.compile(r"dequantize_weight|dequantization is only supported|re-?quantiz", re.IGNORECASE)
-_REQUANTIZED_BY = ("quantization", "quantization_config")
 _PLUGIN = "[vllm.general_plugins]\nvexport_cpu_emulation = vexport.engine.cpu_emulation:register\n"
 LOG = logging.getLogger(__name__)
 # What happened and what to do, for each kind of failure.
@@ -199,10 +193,11 @@ class Worker(Generic[T]):
             scratch = Path(folder)
             request_file, result_file = scratch / "request.json", scratch / "result.json"
             write_text(request_file, to_json(self.request))
-            environment = _foreign_environment(scratch) if self.vllm_python else worker_environment()
+            path = {"PYTHONPATH": _packages(scratch)} if self.vllm_python else {}
+            ours = {**_DEFAULT_ENVIRONMENT, **os.environ, **_FIXED_ENVIRONMENT, **_temporary_files(scratch)}
             with started_group(
                 [str(python), "-m", self.module, str(request_file), str(result_file)],
-                environment={**environment, **_temporary_files(scratch), **self.environment},
+                environment={**ours, **path, **self.environment},
                 log=self.log,
                 timeout=self.timeout,
             ) as follow:
@@ -255,23 +250,11 @@ def _accept(result: SessionResult, request: SessionRequest, where: str, log: Pat
     failure = explain(result.failure, log, platform=result.platform)
     if failure.kind != "refused":
         raise EngineFault(where, failure, log)
-    given = [f"--engine-arg {name}" for name in _REQUANTIZED_BY if name in request.arguments]
-    if given and _REQUANTIZES.search(failure.message):
-        raise InputError(
-            ", ".join(given),
-            got=f"layers that are quantized already: {failure.message}",
-            need="layers whose stored weights this vLLM can quantize again",
-            fix="remove it, or name only unquantized layers in its targets",
-        )
-    return replace(result, failure=replace(failure, message=failure.message + _served_with(request)))
-
-
-def _served_with(request: SessionRequest) -> str:
-    """` (served with block_size 33)`: what was given for the engine, which may be the cause."""
     given = [
         f"{name} {json.dumps(value)}" for name, value in request.arguments.items() if name != "enforce_eager"
     ]
-    return f" (served with {', '.join(given)})" if given else ""
+    cause = f" (served with {', '.join(given)})" if given else ""  # it may be the arguments
+    return replace(result, failure=replace(failure, message=failure.message + cause))
 
 
 def session_error(problem: InputProblem) -> VexportError:
@@ -293,8 +276,19 @@ def require_vllm(vllm_python: Path | None = None) -> None:
     """MissingPackage unless this interpreter has vLLM; EngineFault unless the other one starts and has it."""
     if vllm_python is None:
         require_extra("vllm", "vexport: loading a checkpoint")
-    elif (missing := _missing(vllm_python)) is not None:
-        raise EngineFault(str(vllm_python), missing)
+        return
+    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    command, log = [str(vllm_python), "-c", probe], ""
+    try:
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=_PROBE_SECONDS)
+        return
+    except subprocess.CalledProcessError as error:
+        message, log = f"{vllm_python} has no module vllm", error.stderr
+    except OSError as error:
+        message = f"{vllm_python}: {error.strerror}"
+    except subprocess.TimeoutExpired:
+        message = f"{vllm_python} did not say within {_PROBE_SECONDS:g} s whether it has vLLM"
+    raise EngineFault(str(vllm_python), EngineFailure(kind="missing", message=message, log_tail=log))
 
 
 def require_engine(vllm_pythons: Sequence[Path | None]) -> None:
@@ -308,36 +302,12 @@ def require_engine(vllm_pythons: Sequence[Path | None]) -> None:
         require_extra(module, "vexport: comparing with transformers")
 
 
-def _missing(python: Path) -> EngineFailure | None:
-    """The reason why `python` cannot run vLLM: it does not start, or has no such module."""
-    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    message, log = f"{python} has no module vllm", ""
-    try:
-        done = subprocess.run(
-            [str(python), "-c", probe], capture_output=True, text=True, check=False, timeout=_PROBE_SECONDS
-        )
-        if done.returncode == 0:
-            return None
-        log = done.stderr
-    except OSError as error:
-        message = f"{python}: {error.strerror}"
-    except subprocess.TimeoutExpired:
-        message = f"{python} did not say within {_PROBE_SECONDS:g} s whether it has vLLM"
-    return EngineFailure(kind="missing", message=message, log_tail=log)
-
-
-def worker_environment() -> dict[str, str]:
-    """The environment of every worker of this interpreter."""
-    return {**_DEFAULT_ENVIRONMENT, **os.environ, **_FIXED_ENVIRONMENT}
-
-
-def _foreign_environment(scratch: Path) -> dict[str, str]:
-    """Another interpreter finds this very vexport, and its plugin, but none of the other packages."""
+def _packages(scratch: Path) -> str:
+    """Where another interpreter finds this very vexport and its plugin, but none of the other packages."""
     shim = scratch / "packages"
     metadata = shim / f"vexport-{__version__}.dist-info"
     metadata.mkdir(parents=True)
     (shim / "vexport").symlink_to(Path(__file__).resolve().parent.parent, target_is_directory=True)
     write_text(metadata / "METADATA", f"Metadata-Version: 2.1\nName: vexport\nVersion: {__version__}\n")
     write_text(metadata / "entry_points.txt", _PLUGIN)
-    path = os.pathsep.join(filter(None, (str(shim), os.environ.get("PYTHONPATH"))))
-    return {**worker_environment(), "PYTHONPATH": path}
+    return os.pathsep.join(filter(None, (str(shim), os.environ.get("PYTHONPATH"))))

@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -90,18 +90,16 @@ def end_with_core(llm: "LLM") -> threading.Event:
     """
     done = threading.Event()
     core = llm.llm_engine.engine_core
-    if not hasattr(core, "resources"):  # it runs in this process
-        return done
-    resources = core.resources
 
     def watch() -> None:
         while not done.wait(1):
-            if resources.engine_dead and not done.wait(_CORE_GRACE_SECONDS):
-                codes = resources.engine_manager.finished_procs()
+            if core.resources.engine_dead and not done.wait(_CORE_GRACE_SECONDS):
+                codes = core.resources.engine_manager.finished_procs()
                 print(f"RuntimeError: the engine ended. Failed core proc(s): {codes}", file=sys.stderr)
                 os._exit(1)
 
-    threading.Thread(target=watch, daemon=True).start()
+    if hasattr(core, "resources"):  # else it runs in this process
+        threading.Thread(target=watch, daemon=True).start()
     return done
 
 
@@ -116,7 +114,7 @@ def run(
     from vllm.platforms import current_platform
 
     platform = str(current_platform.device_type)
-    result = SessionResult(name=request.name, checkpoint=request.checkpoint, platform=platform, vllm=version)
+    result = SessionResult(checkpoint=request.checkpoint, platform=platform, vllm=version)
     report("load", 0, 1)
     end_at_crashes()
     arguments = model_arguments(request, platform)
@@ -124,8 +122,8 @@ def run(
         start = time.monotonic()
         llm = build_engine(arguments, platform)
     except Exception as error:
-        if (problem := _refused_argument(error, request.arguments)) is not None:
-            return replace(result, problem=problem)
+        if (refusal := _refused_argument(error, request.arguments)) is not None:
+            return replace(result, problem=input_problem(refusal))
         return replace(result, failure=_failure("refused", error))
     seconds = time.monotonic() - start
     end_at_crashes()
@@ -133,54 +131,37 @@ def run(
     engine.callback(end_with_core(llm).set)
     report("load", 1, 1)
     try:
-        result = _use(llm, request, replace(result, seconds={"load": seconds}), report)
-        if not request.tasks:
-            return result
-        assert answer_tasks is not None, "tasks need the worker that knows lm-eval"
-        start = time.monotonic()
-        answer_tasks(arguments, llm, request, report)
-        seconds = time.monotonic() - start
-        return replace(result, tasks=request.tasks, seconds={**result.seconds, "evaluate": seconds})
+        result = _use(llm, request, result, report, seconds)
+        if request.tasks:
+            assert answer_tasks is not None, "tasks need the worker that knows lm-eval"
+            answer_tasks(arguments, llm, request, report)
+            result = replace(result, tasks=request.tasks)
+        return result
     except VexportError as error:
         return replace(result, problem=input_problem(error))
     except Exception as error:
         return replace(result, failure=_failure("crashed", error))
 
 
-def _use(llm: "LLM", request: SessionRequest, result: SessionResult, report: OnProgress) -> SessionResult:
+def _use(
+    llm: "LLM", request: SessionRequest, result: SessionResult, report: OnProgress, start_seconds: float
+) -> SessionResult:
     """Everything but the tasks."""
-    from vexport.engine.generate import (
-        count_drafts,
-        describe,
-        run_canaries,
-        write_logprobs,
-        write_text_scores,
-    )
+    from vexport.engine import generate
 
-    seconds = dict(result.seconds)
-    result = replace(result, engine=describe(llm, request.arguments, start_seconds=seconds["load"]))
-
-    @contextmanager
-    def timed(step: str) -> Iterator[None]:
-        start = time.monotonic()
-        yield
-        seconds[step] = time.monotonic() - start
-
+    engine = generate.describe(llm, request.arguments, start_seconds=start_seconds)
+    result = replace(result, engine=engine)
     if request.canaries:
-        with timed("canaries"):
-            result = replace(result, canaries=run_canaries(llm, request, report))
+        result = replace(result, canaries=generate.run_canaries(llm, request, report))
     if request.logprob_prompts and request.logprobs_file is not None:
-        with timed("logprobs"):
-            write_logprobs(llm, request.logprob_prompts, request.logprobs_file, report)
-            result = replace(result, logprobs_file=request.logprobs_file)
+        generate.write_logprobs(llm, request.logprob_prompts, request.logprobs_file, report)
+        result = replace(result, logprobs_file=request.logprobs_file)
     if request.text and request.text_file is not None:
-        with timed("text"):
-            write_text_scores(llm, request.text, request.text_file, report)
-            result = replace(result, text_file=request.text_file)
+        generate.write_text_scores(llm, request.text, request.text_file, report)
+        result = replace(result, text_file=request.text_file)
     if request.drafted:
-        with timed("drafts"):
-            result = replace(result, drafts=count_drafts(llm, request.drafted, report))
-    return replace(result, seconds=seconds)
+        result = replace(result, drafts=generate.count_drafts(llm, request.drafted, report))
+    return result
 
 
 def build_engine(arguments: EngineArguments, platform: str) -> "LLM":
@@ -218,20 +199,16 @@ def model_arguments(request: SessionRequest, platform: str) -> EngineArguments:
     return {**arguments, **request.arguments}
 
 
-def _refused_argument(error: Exception, given: EngineArguments) -> InputProblem | None:
+def _refused_argument(error: Exception, given: EngineArguments) -> InputError | None:
     """The first argument that vLLM's own config classes refuse; None where it refuses something else."""
-    details = error.errors() if isinstance(error, ValidationError) else []
-    named = ((str(detail["loc"][0]), detail["msg"]) for detail in details if detail["loc"])
-    for name, message in named:
+    for detail in error.errors() if isinstance(error, ValidationError) else []:
+        name = str(detail["loc"][0]) if detail["loc"] else ""
         if name in given:
-            traceback.print_exception(error)
-            return InputProblem(
-                exit_code=InputError.exit_code,
-                where=f"vLLM's argument {name}",
-                got=json.dumps(given[name]),
-                need=message.removeprefix("Value error, "),
-                fix="correct the value",
-            )
+            need = detail["msg"].removeprefix("Value error, ")
+            got, fix = json.dumps(given[name]), "correct the value"
+            refusal = InputError(f"vLLM's argument {name}", got=got, need=need, fix=fix)
+            refusal.__cause__ = error
+            return refusal
     return None
 
 

@@ -108,7 +108,7 @@ class EndpointModel(AskedModel):
 
 
 def _session(request: SessionRequest) -> SessionResult:
-    result = SessionResult(name=request.name, checkpoint=request.checkpoint, platform="server")
+    result = SessionResult(checkpoint=request.checkpoint, platform="server")
     progress = reporter()
     try:
         ask_server(request, progress)

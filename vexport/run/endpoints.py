@@ -78,7 +78,6 @@ def ask_endpoint(
     rows = read_rows(settings, tokenizer, longest, MOST_COUNT, trust_remote_code=trust)
     request = SessionRequest(
         checkpoint=tokenizer,
-        name=role,
         endpoint=endpoint,
         lm_eval=questions.lm_eval,
         max_model_len=longest,

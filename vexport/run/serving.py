@@ -217,7 +217,6 @@ def _request(
         longest = longest or shortest_length(checkpoint, EVALUATION_LENGTH)
     request = replace(
         request,
-        name=role,
         enforce_eager=options.serve.enforce_eager,
         trust_remote_code=options.trust_remote_code,
         max_model_len=longest or request.max_model_len,
@@ -226,7 +225,7 @@ def _request(
     )
     if settings is None:
         return request
-    started = replace(request, name="", canaries=(), logprob_prompts=(), logprobs_file=None)
+    started = replace(request, canaries=(), logprob_prompts=(), logprobs_file=None)
     parts = [to_json(started), folder_digest(checkpoint)]
     if (chosen := answer_environment()) != NONE:
         parts.append(chosen)
@@ -292,7 +291,7 @@ def _tasks_alone(settings: Evaluate, options: EngineOptions) -> Iterator[Session
     """A request with nothing but the tasks, whose files are removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as name:
         folder, trust = Path(name), options.trust_remote_code
-        request = SessionRequest(checkpoint=folder, name="tasks", trust_remote_code=trust)
+        request = SessionRequest(checkpoint=folder, trust_remote_code=trust)
         yield with_tasks(request, settings, options, folder)
 
 
