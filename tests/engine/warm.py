@@ -5,6 +5,7 @@ its environment is that of the process it is forked from, but for what is read a
 """
 
 import fcntl
+import gc
 import json
 import os
 import select
@@ -23,6 +24,13 @@ from vexport.engine.process import PROGRESS_FD, Follow, started_group
 
 DRY = "vexport.engine.dry.worker"
 KINDS = ("dry", "engine")
+# Modules that every engine imports while it starts.
+_ENGINE = (
+    *("transformers", "lm_eval.evaluator", "vexport.evaluation.lm_eval_runner", "vexport.engine.generate"),
+    *("vexport.engine.cpu_emulation.kernels", "vllm.v1.worker.cpu_worker", "vllm.v1.core.sched.scheduler"),
+    *("vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.layers.quantization.online.nvfp4"),
+    *("vllm.entrypoints.launchers.cli_args", "vllm.distributed.elastic_ep.elastic_execute"),
+)
 # Read by a worker after its imports, or set by vLLM when it is imported.
 LATE = frozenset(
     {
@@ -104,9 +112,11 @@ def server(kind: str, address: str) -> int:
     if kind == "dry":
         import_module(DRY).preload()
     else:
-        for module in ("vllm", "transformers", "lm_eval.evaluator", "vexport.evaluation.lm_eval_runner"):
-            import_module(module)
         import_module("vllm").LLM  # noqa: B018
+        for module in _ENGINE:
+            import_module(module)
+    # An engine collects garbage seven times as it starts, which would copy every page of this process.
+    gc.freeze()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
