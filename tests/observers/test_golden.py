@@ -140,7 +140,7 @@ def test_range_of_an_nvfp4_weight_is_not_shrunk_before_the_search() -> None:
         == ("memoryless_mse", "tensor_group", "weight")
     )
     weight = values()[case.observed[0]]
-    low, high = range_of(tiles_of(weight, "weight", case.quantization_args, None))
+    low, high = range_of(tiles_of(weight, "weight", case.quantization_args))
     got = observe(case).range()
     assert torch.equal(got[0], low)
     assert torch.equal(got[1], high)

@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from compressed_tensors.quantization.utils import calculate_qparams
 
 from vexport.formats.arguments import QuantArgs
 from vexport.observers import (
@@ -19,7 +19,7 @@ from vexport.observers import (
     get_observer_token_count,
     load_observer,
 )
-from vexport.observers.search import CANDIDATE_SLACK, search_nvfp4_scales
+from vexport.observers.search import Search, block_scales
 
 CHANNEL = QuantArgs(num_bits=8, type="int", strategy="channel")
 GROUP = QuantArgs(num_bits=4, type="int", strategy="group", group_size=4)
@@ -134,14 +134,9 @@ def test_a_search_sees_the_global_scale_of_the_fused_layers() -> None:
     qparams, global_scale = observers[0].get_qparams(), 448 * 6 / large.abs().max().item()
     assert qparams["global_scale"] is not None
     assert qparams["global_scale"].item() == pytest.approx(global_scale, rel=1e-6)
-    scales = search_nvfp4_scales(
-        small.view(64, 16, 16),
-        qparams["global_scale"].item(),
-        largest=1 + CANDIDATE_SLACK,
-        smallest=0.81 * (1 - CANDIDATE_SLACK),
-        norm=2.4,
-    )
-    assert torch.equal(qparams["scale"], scales.float())
+    search = Search(factors=(1.0, 0.81), expand=1.0, norm=2.4, patience=0)
+    scales = block_scales(small.view(64, 16, 16), qparams["global_scale"], search)
+    assert torch.equal(qparams["scale"], scales)
 
 
 def test_groups_of_zeros_have_the_least_scale() -> None:
@@ -152,35 +147,6 @@ def test_groups_of_zeros_have_the_least_scale() -> None:
         assert qparams["global_scale"] is not None
         assert qparams["global_scale"].item() == global_scale
         assert qparams["scale"].tolist() == [[scale, *[0.125] * 3], [0.125] * 4]
-
-
-@pytest.mark.parametrize("name", ["memoryless_minmax", "memoryless_mse", "imatrix_mse", "nvfp4_expanded_mse"])
-@pytest.mark.parametrize("args", [replace(GROUP, group_size=16), NVFP4])
-def test_columns_are_grouped_by_their_map(name: str, args: QuantArgs) -> None:
-    weight, order = normal(4, 64), torch.randperm(64, generator=torch.Generator().manual_seed(3))
-    g_idx = torch.empty(64, dtype=torch.int32)
-    g_idx[order] = (torch.arange(64) // 16).int()
-    within = torch.argsort(g_idx, stable=True)
-    importance = torch.rand(64, generator=torch.Generator().manual_seed(4)).double() + 0.1
-    results = []
-    for columns, groups in ((torch.arange(64), g_idx), (within, None), (within, torch.full((64,), -1))):
-        observer = Observer.load_from_registry(name, base_name="weight", args=args)
-        if isinstance(observer, IMatrixMSEObserver):
-            observer.gathered = Importance(importance[columns], 1)
-        results.append(observer(weight[:, columns], groups).get_qparams()["scale"])
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[1], results[2])
-    with pytest.raises(ValueError, match="need 64 in groups of 16"):
-        load_observer(name, "weight", args)(weight, torch.zeros(64, dtype=torch.int32))
-
-
-@pytest.mark.parametrize(
-    "args", [TENSOR, CHANNEL, replace(CHANNEL, strategy="block", block_structure=(2, 8))]
-)
-def test_a_map_of_columns_is_for_groups_alone(args: QuantArgs) -> None:
-    weight, g_idx = normal(4, 16), torch.arange(16, dtype=torch.int32).flip(0) // 4
-    plain, mapped = (Observer.load_from_registry("minmax", base_name="weight", args=args) for _ in range(2))
-    assert torch.equal(plain(weight).get_qparams()["scale"], mapped(weight, g_idx).get_qparams()["scale"])
 
 
 def test_importance_is_gathered_in_a_pass_of_its_own_and_handed_over() -> None:
@@ -301,24 +267,6 @@ def test_names_are_looked_up_as_the_peer_does() -> None:
         assert type(load_observer(name, "weight", CHANNEL)) is kind
     with pytest.raises(ValueError, match="a second class of that name"):
         Observer.register("minmax")(Wide)
-
-
-def test_methods_of_older_documents_mean_what_exists() -> None:
-    weight = normal(8, 32)
-    tensor, channel, nvfp4 = (load_observer("minmax", "weight", args) for args in (TENSOR, CHANNEL, NVFP4))
-    one = calculate_qparams(weight.min(), weight.max(), QuantizationArgs(num_bits=8, type="float"))
-    assert torch.equal(tensor.calculate_qparams(weight)[0], one[0])
-    rows = weight.aminmax(dim=-1)
-    each = calculate_qparams(*rows, QuantizationArgs(num_bits=8, strategy="channel"))
-    torch.testing.assert_close(channel.get_qparams_along_dim(weight, 0)[0].flatten(), each[0])
-    shared = generate_gparam(weight.min(), weight.max())
-    for found in (nvfp4.calculate_gparam(weight), nvfp4.get_gparam(weight), nvfp4.get_global_scale(weight)):
-        assert found is not None
-        assert torch.equal(found, shared)
-    with pytest.raises(ValueError, match="need tensor; use `scale, zero_point = observer"):
-        channel.calculate_qparams(weight)
-    with pytest.raises(ValueError, match="got dim 1, need 0"):
-        channel.get_qparams_along_dim(weight, 1)
 
 
 class Quantile(Observer):

@@ -5,7 +5,6 @@ compared: never above the least error by more than TOLERANCE.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +24,12 @@ from vexport.numerics.arithmetic import (
 )
 from vexport.observers.qparams import mx_scale
 from vexport.observers.search import (
+    CANDIDATE_SLACK,
+    Search,
+    block_scales,
     range_of_values,
     ranges_of_groups,
     search_grid_groups,
-    search_nvfp4_scales,
 )
 
 Doubles = npt.NDArray[np.float64]
@@ -171,8 +172,8 @@ def test_the_first_of_equal_candidates_is_taken(dtype: torch.dtype) -> None:
     assert not found.step.any()
     assert found.improved == [True] + [False] * 19
     zeros = torch.zeros(2, 2, 16, dtype=dtype)
-    scales = search_nvfp4_scales(zeros, 1.0, largest=1.8, smallest=0.8, norm=2.4)
-    assert (scales.float() == 0.125).all()
+    scales = block_scales(zeros, torch.ones(1), Search(factors=(1.0,), expand=1.8, norm=2.4, patience=0))
+    assert (scales == 0.125).all()
 
 
 def test_a_step_improved_when_it_was_the_best_so_far_for_a_group() -> None:
@@ -202,23 +203,23 @@ def test_the_nvfp4_error_is_the_least_of_all_candidates(
 ) -> None:
     weight = heavy_tailed(7, 256, dtype)
     # With a unit, another layer of the fusion group has the largest value: scales become subnormal.
-    global_scale = float(torch.tensor(2688.0 * unit) / weight.abs().max().float())
+    global_scale = torch.tensor(2688.0 * unit) / weight.abs().max().float()
     importance = (
         torch.rand(256, generator=torch.Generator().manual_seed(2)) if norm == 3.0 else torch.ones(256)
     )
-    search = partial(search_nvfp4_scales, largest=largest, smallest=smallest, norm=norm)
-    scales = search(weight.view(7, 16, 16), global_scale, importance=importance)
-    assert scales.dtype == torch.float8_e4m3fn
+    search = Search(factors=(1.0, smallest / largest), expand=largest, norm=norm, patience=0)
+    scales = block_scales(weight.view(7, 16, 16), global_scale, search, importance)
     assert scales.shape == (7, 16)
+    bounds = torch.tensor([smallest * (1 - CANDIDATE_SLACK), largest * (1 + CANDIDATE_SLACK)])
     numbers = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn)
     groups = weight.double().numpy().reshape(-1, 16)
     for group, values in enumerate(groups):
         weights = importance.reshape(-1, 16)[group % 16].double().numpy()
-        ends = torch.tensor([smallest, largest]) * float(np.abs(values).max()) / 6 * global_scale
+        ends = bounds * float(np.abs(values).max()) / 6 * global_scale
         least, most = ends.clamp(2.0**-9, 448).to(torch.float8_e4m3fn).float().tolist()
 
         def error(number: float, values: Doubles, weights: Doubles) -> float:
-            step = number / global_scale
+            step = number / float(global_scale)
             return float(
                 (weights * np.abs(rounded_float(values / step, 6.0, 0, 1) * step - values) ** norm).sum()
             )

@@ -27,7 +27,7 @@ from vexport.observers.ranges import (
     StaticMinMaxObserver,
 )
 from vexport.records import observer_names
-from vexport.records.observer_names import ObserverName, OptionValue
+from vexport.records.observer_names import OptionValue
 
 __all__ = [
     "OBSERVERS",
@@ -53,13 +53,9 @@ __all__ = [
 SHARING = ("tensor_group", "tensor")
 
 
-def _class(observer: ObserverName) -> type[Observer]:
-    kind: type[Observer] = getattr(import_module(f"{__name__}.{observer.file}"), observer.kind)
-    return kind
-
-
 OBSERVERS: Mapping[str, type[Observer]] = {
-    name: _class(each) for name, each in observer_names.OBSERVERS.items()
+    name: getattr(import_module(f"{__name__}.{each.file}"), each.kind)
+    for name, each in observer_names.OBSERVERS.items()
 }
 
 

@@ -12,7 +12,7 @@ from vexport.observers.flatten import (
     WEIGHT,
     Tiles,
     flatten_for_calibration,
-    require_layout,
+    layout_of,
     tiles_of,
     tiles_of_observations,
     tokens_in,
@@ -25,7 +25,7 @@ from vexport.observers.qparams import (
     strategy_of,
     with_keywords,
 )
-from vexport.observers.registry import Named, OlderNames
+from vexport.observers.registry import Named
 from vexport.observers.search import Range, extremes_of, range_of, ranges_of_rows, scales_of_rows
 from vexport.records.observer_names import Options, OptionsT, OptionValue, read_options
 
@@ -69,7 +69,7 @@ class QParamsDict(TypedDict):
     global_scale: torch.Tensor | None
 
 
-class Observer(Named, OlderNames):
+class Observer(Named, torch.nn.Module):
     """Base of all observers.
 
     `base_name` says what is observed ("weight", "input", "output", "q", "k", "v"); `args` are the
@@ -87,17 +87,18 @@ class Observer(Named, OlderNames):
     shares. Until then the observer refers to the weight.
     """
 
+    # Shape qparam_shape, absent until something is observed; subclasses may set them, as llm-compressor's do.
+    min_vals: torch.Tensor
+    max_vals: torch.Tensor
     defaults: ClassVar[Options] = Options()
     # How statistics of activations are reduced over ranks; None where each observation stands for itself.
     reduction: ClassVar[Reduction | None] = None
 
     def __init__(self, base_name: str, args: ObserverArgs, **observer_kwargs: OptionValue) -> None:
         super().__init__(base_name, args)
-        require_layout(base_name, args)
+        layout_of(base_name, args)  # refuses a pair without meaning
         self.base_name = base_name
         self.args = with_keywords(args, observer_kwargs)
-        self.low: torch.Tensor | None = None
-        self.high: torch.Tensor | None = None
         self.tokens = 0
         self._shared: SharedRange | None = None
         self._seat = 0
@@ -116,7 +117,11 @@ class Observer(Named, OlderNames):
     @property
     def has_statistics(self) -> bool:
         """True when something was observed."""
-        return self.low is not None or self._weight is not None
+        return self._weight is not None or self._has_range
+
+    @property
+    def _has_range(self) -> bool:
+        return hasattr(self, "min_vals") and hasattr(self, "max_vals")
 
     @property
     def strategy(self) -> str:
@@ -138,40 +143,17 @@ class Observer(Named, OlderNames):
         )
         return find < scale
 
-    @property
-    def min_vals(self) -> torch.Tensor:
-        """The minima, shape qparam_shape, by the name that llm-compressor's subclasses set."""
-        return self._end(self.low)
-
-    @min_vals.setter
-    def min_vals(self, value: torch.Tensor) -> None:
-        self.low = value
-        self._deposit()
-
-    @property
-    def max_vals(self) -> torch.Tensor:
-        """Like `min_vals`, for the largest values."""
-        return self._end(self.high)
-
-    @max_vals.setter
-    def max_vals(self, value: torch.Tensor) -> None:
-        self.high = value
-        self._deposit()
-
     @torch.no_grad()
-    def forward(self, observed: torch.Tensor, g_idx: torch.Tensor | None = None) -> "Observer":
-        """Observe a tensor; an empty one changes nothing.
-
-        `g_idx` (columns,) is the group of each column of a weight quantized in groups (activation ordering);
-        None or entries of -1 mean columns in order.
-        """
+    def forward(self, observed: torch.Tensor) -> "Observer":
+        """Observe a tensor; an empty one changes nothing."""
         if observed.numel():
             self.record_observed_tokens(observed)
             if self._keeps_statistics:
-                flat = flatten_for_calibration(observed, self.base_name, self.args, g_idx)
+                flat = flatten_for_calibration(observed, self.base_name, self.args)
                 self.update_statistics_from_observed(flat)
+                self._deposit()
             else:
-                self._update(tiles_of(observed, self.base_name, self.args, g_idx))
+                self._update(tiles_of(observed, self.base_name, self.args))
         return self
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -213,7 +195,7 @@ class Observer(Named, OlderNames):
 
         Of what is averaged or searched at once, those of the ranges. Raises ValueError when nothing was seen.
         """
-        if self._weight is not None and self.low is None:
+        if self._weight is not None and not self._has_range:
             return extremes_of(self._weight)
         low, high = self._statistics()
         return low.amin(), high.amax()
@@ -244,7 +226,9 @@ class Observer(Named, OlderNames):
 
     def reset(self) -> None:
         """Forget everything seen, the token count and with whom a scale is shared."""
-        self.low = self.high = self._weight = None
+        if self._has_range:
+            del self.min_vals, self.max_vals
+        self._weight = None
         self.tokens = 0
         if self._shared is not None:
             self._shared.leave(self._seat)
@@ -271,14 +255,13 @@ class Observer(Named, OlderNames):
         self.tokens = sum(gather(self.tokens))
         if self.reduction is None or self.base_name == WEIGHT:
             return
-        local = None if self.low is None or self.high is None else torch.stack((self.low, self.high)).cpu()
+        local = torch.stack((self.min_vals, self.max_vals)).cpu() if self._has_range else None
         of_ranks = [ends for ends in gather(local) if ends is not None]
         if of_ranks:
             ends = torch.stack(of_ranks)
             mean = ends.to(torch.float32).mean(0).to(ends.dtype)
             extremes = ends[:, 0].amin(0), ends[:, 1].amax(0)
-            self.low, self.high = mean if self.reduction == "average" else extremes
-            self._deposit()
+            self._keep(*(mean if self.reduction == "average" else extremes))
 
     @staticmethod
     def fuse(observers: "Iterable[Observer]") -> None:
@@ -297,16 +280,11 @@ class Observer(Named, OlderNames):
                 observer._deposit()
 
     def _statistics(self) -> Range:
-        if self.low is None or self.high is None:
+        if not self._has_range:
             raise ValueError(
                 f"{self.base_name} observer: got no observation, need one before its range is asked"
             )
-        return self.low, self.high
-
-    def _end(self, end: torch.Tensor | None) -> torch.Tensor:
-        if end is None:
-            raise AttributeError(f"{self.base_name} observer: got no observation, so there are no min_vals")
-        return end
+        return self.min_vals, self.max_vals
 
     def _scales(self, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if self._weight is not None and self._finds_ranges_last:
@@ -322,18 +300,18 @@ class Observer(Named, OlderNames):
         self.prepare(tiles)
         many = self.strategy in ("channel", "group", "block") or is_nvfp4(self.args)
         if self.base_name != WEIGHT or not many:
-            self._combine(*self.find_range(tiles))
+            new = self.find_range(tiles)
+            combines = self._has_range and self.base_name != WEIGHT
+            self._keep(*(self.combine(self._statistics(), new) if combines else new))
             return
         self._weight = tiles
         if is_nvfp4(self.args):
-            self._combine(*extremes_of(tiles))
+            self._keep(*extremes_of(tiles))
 
-    def _combine(self, low: torch.Tensor, high: torch.Tensor) -> None:
-        if self.low is not None and self.high is not None and self.base_name != WEIGHT:
-            low, high = self.combine((self.low, self.high), (low, high))
-        self.low, self.high = low, high
+    def _keep(self, low: torch.Tensor, high: torch.Tensor) -> None:
+        self.min_vals, self.max_vals = low, high
         self._deposit()
 
     def _deposit(self) -> None:
-        if self._shared is not None and self.low is not None and self.high is not None:
-            self._shared.deposit(self._seat, self.low, self.high)
+        if self._shared is not None and self._has_range:
+            self._shared.deposit(self._seat, self.min_vals, self.max_vals)

@@ -23,53 +23,18 @@ KINDS: Mapping[str, str] = {
 }
 
 
-def flatten_for_calibration(
-    value: torch.Tensor, base_name: str, args: ObserverArgs, g_idx: torch.Tensor | None = None
-) -> torch.Tensor:
+def flatten_for_calibration(value: torch.Tensor, base_name: str, args: ObserverArgs) -> torch.Tensor:
     """Reshape `value` to (num_observations, *qparam_shape, group_size).
 
     `base_name` is "weight", "input", "output", "q", "k" or "v"; the elements of the last dimension share
-    one scale. `g_idx` (columns,) is the group of each column of a weight (activation ordering). A view
-    where that is possible. Raises ValueError for a pair of base name and strategy that has no meaning.
+    one scale. A view where that is possible. Raises ValueError for a pair of base name and strategy that has
+    no meaning.
     """
-    order = permutation(g_idx, value, base_name, args)
-    if order is not None:
-        value = value.index_select(1, order)
-    return _layout(base_name, args)(value, args)
+    return layout_of(base_name, args)(value, args)
 
 
-def require_layout(base_name: str, args: ObserverArgs) -> None:
-    """ValueError where base name or strategy is unknown, or their pair has no meaning."""
-    _layout(base_name, args)
-
-
-def permutes(g_idx: torch.Tensor | None) -> bool:
-    """True for a column-to-group map that is set: not None, not on meta, without -1 (not initialized)."""
-    return g_idx is not None and g_idx.device.type != "meta" and not bool((g_idx == -1).any())
-
-
-def permutation(
-    g_idx: torch.Tensor | None, value: torch.Tensor, base_name: str, args: ObserverArgs
-) -> torch.Tensor | None:
-    """The permutation of a value's columns before they are grouped; None where they stay in order."""
-    grouped = base_name == WEIGHT and strategy_of(args) in ("group", "tensor_group")
-    if g_idx is None or not grouped or not permutes(g_idx):
-        return None
-    return column_order(g_idx, value.shape[1], args)
-
-
-def column_order(g_idx: torch.Tensor, columns: int, args: ObserverArgs) -> torch.Tensor:
-    """The columns of group 0, of group 1, ...; ValueError where a group is not `group_size` columns."""
-    size = _group_size(args, columns)
-    if g_idx.numel() != columns or bool((torch.bincount(g_idx.long()) != size).any()):
-        raise ValueError(
-            f"g_idx: got {g_idx.numel()} entries in groups of "
-            f"{sorted(set(torch.bincount(g_idx.long()).tolist()))}, need {columns} in groups of {size}"
-        )
-    return torch.argsort(g_idx, stable=True)
-
-
-def _layout(base_name: str, args: ObserverArgs) -> Layout:
+def layout_of(base_name: str, args: ObserverArgs) -> Layout:
+    """The layout of what is observed; ValueError where a name is unknown, or their pair has no meaning."""
     layout = _LAYOUTS.get((KINDS.get(base_name, base_name), strategy_of(args)))
     if layout is None:
         known = ", ".join(f"{kind}/{strategy}" for kind, strategy in _LAYOUTS)
@@ -80,23 +45,12 @@ def _layout(base_name: str, args: ObserverArgs) -> Layout:
     return layout
 
 
-def _weight_tensor(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
-    return value.reshape(1, 1, -1)
-
-
-def _weight_channel(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
-    return value.reshape(1, value.shape[0], 1, -1)
-
-
-def _weight_group(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
-    rows, columns = value.shape
-    size = _group_size(args, columns)
-    return value.reshape(1, rows, columns // size, size)
-
-
-def _weight_block(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
-    blocks = blocks_of(value, args)
-    return blocks.reshape(1, *blocks.shape[:2], -1)
+def _groups(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
+    """A weight's or an activation's groups of columns: (rows or tokens, groups, group_size)."""
+    columns, size = value.shape[-1], args.group_size
+    if size is None or size <= 0 or columns % size:
+        raise ValueError(f"{columns} columns: got group size {size}, need a divisor of the columns")
+    return value.reshape(-1, columns // size, size)
 
 
 def blocks_of(weight: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
@@ -108,51 +62,19 @@ def blocks_of(weight: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
     return padded.reshape(padded.shape[0] // height, height, padded.shape[1] // width, width).transpose(1, 2)
 
 
-def _activation_tensor(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
-    return value.reshape(-1, 1, value.shape[-1])
-
-
-def _activation_token(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
-    # As in llm-compressor: a range for each position, over the batch; tokens without a batch are a batch of
-    # one.
-    return value
-
-
-def _activation_group(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
-    columns = value.shape[-1]
-    size = _group_size(args, columns)
-    return value.reshape(-1, columns // size, size)
-
-
-def _state_tensor(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
-    return value.transpose(1, 2).reshape(-1, 1, value.shape[1] * value.shape[3])
-
-
-def _state_heads(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
-    heads, size = value.shape[1], value.shape[3]
-    return value.transpose(1, 2).reshape(-1, heads, 1, 1, size)
-
-
-def _group_size(args: ObserverArgs, columns: int) -> int:
-    if args.group_size is None or args.group_size <= 0 or columns % args.group_size:
-        raise ValueError(
-            f"{columns} columns: got group size {args.group_size}, need a divisor of the columns"
-        )
-    return args.group_size
-
-
 _LAYOUTS: Mapping[tuple[str, str], Layout] = {
-    ("weight", "tensor"): _weight_tensor,
-    ("weight", "channel"): _weight_channel,
-    ("weight", "group"): _weight_group,
-    ("weight", "tensor_group"): _weight_group,
-    ("weight", "block"): _weight_block,
-    ("activation", "tensor"): _activation_tensor,
-    ("activation", "token"): _activation_token,
-    ("activation", "group"): _activation_group,
-    ("activation", "tensor_group"): _activation_group,
-    ("state", "tensor"): _state_tensor,
-    ("state", "attn_head"): _state_heads,
+    ("weight", "tensor"): lambda weight, _: weight.reshape(1, 1, -1),
+    ("weight", "channel"): lambda weight, _: weight.reshape(1, weight.shape[0], 1, -1),
+    ("weight", "group"): lambda weight, args: _groups(weight, args).unsqueeze(0),
+    ("weight", "tensor_group"): lambda weight, args: _groups(weight, args).unsqueeze(0),
+    ("weight", "block"): lambda weight, args: blocks_of(weight, args).flatten(2).unsqueeze(0),
+    ("activation", "tensor"): lambda value, _: value.reshape(-1, 1, value.shape[-1]),
+    # As in llm-compressor: a range for each position, over the batch; tokens without one are a batch of one.
+    ("activation", "token"): lambda value, _: value,
+    ("activation", "group"): _groups,
+    ("activation", "tensor_group"): _groups,
+    ("state", "tensor"): lambda states, _: states.transpose(1, 2).flatten(2).flatten(0, 1).unsqueeze(1),
+    ("state", "attn_head"): lambda states, _: states.transpose(1, 2).flatten(0, 1)[:, :, None, None],
 }
 
 
@@ -165,14 +87,12 @@ ROWS = 1
 class Tiles:
     """Observations of `shape` (num_observations, *qparam_shape, group_size) cut into pieces.
 
-    A tile has all observations of some rows, the first dimension of qparam_shape. `order` is how the columns
-    of a weight were permuted.
+    A tile has all observations of some rows, the first dimension of qparam_shape.
     """
 
     cut: Callable[[], Iterable[torch.Tensor]]
     shape: tuple[int, ...]
     device: torch.device
-    order: torch.Tensor | None = None
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -196,7 +116,7 @@ def tiles_of_observations(observations: torch.Tensor) -> Tiles:
     return Tiles(lambda: torch.split(observations, size, dim=ROWS), observations.shape, observations.device)
 
 
-def tiles_of(value: torch.Tensor, base_name: str, args: ObserverArgs, g_idx: torch.Tensor | None) -> Tiles:
+def tiles_of(value: torch.Tensor, base_name: str, args: ObserverArgs) -> Tiles:
     """Tiles of a weight, activation or attention state; where flattening copies, it copies one tile."""
     strategy = strategy_of(args)
     if base_name != WEIGHT or strategy == "tensor":
@@ -204,15 +124,10 @@ def tiles_of(value: torch.Tensor, base_name: str, args: ObserverArgs, g_idx: tor
     shape = flatten_for_calibration(value.to("meta"), base_name, args).shape
     if strategy == "block":
         return Tiles(lambda: _block_tiles(value, args), shape, value.device)
-    order = permutation(g_idx, value, base_name, args)
-
-    def cut() -> Iterator[torch.Tensor]:
-        for rows in torch.split(value, _tile_length(value, 0)):
-            yield flatten_for_calibration(
-                rows if order is None else rows.index_select(1, order), base_name, args
-            )
-
-    return Tiles(cut, shape, value.device, order)
+    parts = torch.split(value, _tile_length(value, 0))
+    return Tiles(
+        lambda: (flatten_for_calibration(rows, base_name, args) for rows in parts), shape, value.device
+    )
 
 
 def _block_tiles(weight: torch.Tensor, args: ObserverArgs) -> Iterator[torch.Tensor]:

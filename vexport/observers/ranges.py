@@ -1,5 +1,6 @@
 """The observers: min-max, searches for the least quantization error, and errors weighted by importance."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,13 +104,13 @@ class MemorylessMSEObserver(Observer):
         """The candidates."""
         return search_of(self.options, int(self.options.maxshrink * self.options.grid))
 
-    def importance(self, channels: int, order: torch.Tensor | None) -> torch.Tensor | None:
+    def importance(self, channels: int) -> torch.Tensor | None:
         """The weight of each error, broadcasting to observations; None weights all alike."""
         return None
 
     def prepare(self, tiles: Tiles) -> None:
         """Take in the importance of what is searched."""
-        self._importance = self.importance(tiles.shape[-1] * tiles.shape[-2], tiles.order)
+        self._importance = self.importance(tiles.shape[-1] * tiles.shape[-2])
 
     def find_range(self, tiles: Tiles) -> Range:
         """Search."""
@@ -215,18 +216,6 @@ class Importance:
         """Mean of x squared, float32, shape (in_features,)."""
         return (self.total / float(self.tokens)).to(torch.float32)
 
-    def problem(self, channels: int) -> str | None:
-        """The reason why it cannot weight that many input channels, or None where it can."""
-        if not self.tokens:
-            return "no importance data available"
-        if self.total.numel() != channels:
-            return f"size mismatch: expected {channels}, got {self.total.numel()}"
-        if not bool(torch.isfinite(self.total).all()):
-            return "contains non-finite values"
-        if bool((self.total < 0).any()):
-            return "contains negative values"
-        return "all zeros" if bool((self.total == 0).all()) else None
-
 
 class IMatrixMSEObserver(MemorylessMSEObserver):
     """Least quantization error weighted by the mean square of each input channel [imatrix_mse].
@@ -274,18 +263,17 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
             self._hook.remove()
         self._hook = None
 
-    def importance(self, channels: int, order: torch.Tensor | None) -> torch.Tensor | None:
+    def importance(self, channels: int) -> torch.Tensor | None:
         """The gathered importance divided by its mean, broadcasting to a weight's observations."""
         problem = self._problem(channels)
-        if problem is not None or self.gathered is None:
+        if problem or self.gathered is None:
             if self.strict:
                 raise ValueError(f"imatrix_mse: {problem}; gather importance first, or do without strict")
             warnings.warn(f"imatrix_mse: {problem}; errors are weighted alike", stacklevel=2)
             return None
         mean = self.gathered.mean()
         mean = mean / (mean.mean() + torch.finfo(torch.float32).tiny)
-        row = mean if order is None else mean.index_select(0, order)
-        return flatten_for_calibration(row.unsqueeze(0), self.base_name, self.args)
+        return flatten_for_calibration(mean.unsqueeze(0), self.base_name, self.args)
 
     def reset(self) -> None:
         """Forget everything seen and gathered."""
@@ -303,7 +291,12 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
             return f"only weights have importance, got {self.base_name}"
         if self.strategy not in STRATEGIES:
             return f"strategy {self.strategy} has no importance, need one of {', '.join(STRATEGIES)}"
-        return self.gathered.problem(channels) if self.gathered else "no importance data available"
+        if self.gathered is None or not self.gathered.tokens:
+            return "no importance data available"
+        total = self.gathered.total
+        if total.numel() != channels:
+            return f"size mismatch: expected {channels}, got {total.numel()}"
+        return None if math.isfinite(total.sum()) and total.any() else "all zeros, or not finite"
 
 
 class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):

@@ -135,32 +135,6 @@ def range_of_values(values: torch.Tensor) -> tuple[float, float]:
     return float(lows.min()), float(highs.max())
 
 
-def search_nvfp4_scales(
-    groups: torch.Tensor,
-    global_scale: float,
-    *,
-    largest: float,
-    smallest: float,
-    norm: float,
-    importance: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The e4m3 block scales, relative to the global scale, with the smallest error: (rows, groups).
-
-    `groups` are (rows, groups, size). The error is `sum(importance * |q - x|**norm)` with the scale that is
-    stored. Candidates are all e4m3 numbers between those of `largest` and `smallest` times a group's range;
-    the larger of equals is taken. A scale that would round to zero is the smallest e4m3 number, that of a
-    group of zeros is 0.125.
-    """
-    bits, storage = stored_bits(groups.reshape(len(groups), -1))
-    codes = np.empty(groups.shape[:2], dtype=np.uint8)
-    weights = importance_rows(importance, bits.shape[1])[0]
-    limits = NVFP4Search(
-        np.float32(global_scale), np.float32(largest), np.float32(smallest), np.float32(norm)
-    )
-    search_block_scales(bits, storage, weights, limits, codes)
-    return torch.from_numpy(codes).view(torch.float8_e4m3fn)
-
-
 def readable(values: torch.Tensor) -> torch.Tensor:
     """Values as kernels read them: in main memory, float32 where they are not of 16 bits."""
     values = values.detach().to("cpu")
@@ -309,36 +283,39 @@ def scales_of_rows(
 
 
 def search_nvfp4(
-    tiles: Tiles,
-    global_scale: torch.Tensor,
-    search: Search,
-    importance: torch.Tensor | None = None,
+    tiles: Tiles, global_scale: torch.Tensor, search: Search, importance: torch.Tensor | None
 ) -> torch.Tensor:
     """The best stored block scale of each group: float32 holding e4m3 values, shape qparam_shape.
 
     A tile is (1, rows, groups, group_size) in any float dtype; `global_scale` is the shared one, float32
-    (1,). What a block scale can be is an e4m3 number, so the few of them that lie between the last and the
-    first candidate of `search` are all tried: no grid and no patience is needed. `importance` broadcasts to
-    a tile.
+    (1,). `importance` broadcasts to a tile.
     """
     best = torch.empty(tiles.groups, device=tiles.device)
     for rows, tile in tiles.by_rows():
-        best[rows] = _block_scales(tile, global_scale, search, importance)
+        best[rows] = block_scales(tile[0], global_scale, search, importance)
     return best
 
 
-def _block_scales(
-    tile: torch.Tensor, global_scale: torch.Tensor, search: Search, importance: torch.Tensor | None
+def block_scales(
+    groups: torch.Tensor, global_scale: torch.Tensor, search: Search, importance: torch.Tensor | None = None
 ) -> torch.Tensor:
-    scales = search_nvfp4_scales(
-        tile[0],
-        float(global_scale),
-        smallest=min(search.factors) * search.expand * (1 - CANDIDATE_SLACK),
-        largest=max(search.factors) * search.expand * (1 + CANDIDATE_SLACK),
-        norm=search.norm,
-        importance=importance,
+    """The block scales, relative to the global scale, with the smallest error: float32 e4m3 numbers.
+
+    `groups` are (rows, groups, size), the scales (rows, groups). The error is that of the stored scale,
+    `sum(importance * |q - x|**norm)`. All e4m3 numbers between the last and the first candidate of `search`
+    are tried, without grid or patience; the larger of equals is taken. A scale that would round to zero is
+    the smallest e4m3 number, that of a group of zeros is 0.125.
+    """
+    bits, storage = stored_bits(groups.reshape(len(groups), -1))
+    codes = np.empty(groups.shape[:2], dtype=np.uint8)
+    limits = NVFP4Search(
+        global_scale=np.float32(float(global_scale)),
+        largest=np.float32(max(search.factors) * search.expand * (1 + CANDIDATE_SLACK)),
+        smallest=np.float32(min(search.factors) * search.expand * (1 - CANDIDATE_SLACK)),
+        norm=np.float32(search.norm),
     )
-    return scales.to(tile.device, torch.float32)
+    search_block_scales(bits, storage, importance_rows(importance, bits.shape[1])[0], limits, codes)
+    return torch.from_numpy(codes).view(torch.float8_e4m3fn).to(groups.device, torch.float32)
 
 
 def nvfp4_error(
@@ -348,9 +325,9 @@ def nvfp4_error(
     step = -(-tiles.groups[0] // SAMPLED_ROWS)
     weight, total = None if importance is None else importance[0], 0.0
     for _, tile in tiles.by_rows():
-        rows = tile[:, ::step].contiguous()
-        scales = _block_scales(rows, global_scale, search, importance)
-        total += float(block_errors(rows[0].float(), scales / global_scale, search.norm, weight).sum())
+        rows = tile[0, ::step].contiguous()
+        scales = block_scales(rows, global_scale, search, importance)
+        total += float(block_errors(rows.float(), scales / global_scale, search.norm, weight).sum())
     return total
 
 
