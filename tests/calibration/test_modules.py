@@ -188,9 +188,8 @@ def test_frozen_modules_have_no_observers() -> None:
     assert model[0].quantization_status == "frozen"
 
 
-@pytest.mark.parametrize("only_onload", [False, True])
 @pytest.mark.parametrize("offloaded", [False, True])
-def test_offloaded_modules(offloaded: bool, only_onload: bool) -> None:
+def test_offloaded_modules(offloaded: bool) -> None:
     """What exists is updated in its own dtype, on offloaded modules as on others."""
     scheme = preset_name_to_scheme("FP8", ["Linear"])
     module = linear(scheme)
@@ -199,7 +198,7 @@ def test_offloaded_modules(offloaded: bool, only_onload: bool) -> None:
         offload_module(module, "cpu", "cpu")
     initialize_observer(module, "weight")
     observe(module, "weight")
-    update_qparams(module, "weight", only_update_onload=only_onload)
+    update_qparams(module, "weight")
     assert torch.equal(module.get_parameter("weight_scale"), module.weight.abs().max().reshape(1) / 448)
     assert module.get_parameter("weight_zero_point").dtype == torch.float8_e4m3fn
 

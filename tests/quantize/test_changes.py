@@ -139,7 +139,7 @@ def test_a_shard_of_the_right_length_and_wrong_bytes_is_written_again(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_damaged_kernel_cache_is_made_again(llama: Path, tmp_path: Path) -> None:
+def test_a_damaged_kernel_cache_is_made_again(tmp_path: Path) -> None:
     """Empty, garbage, cut: numba's own errors, or none, in the place of an answer."""
     code = (
         "import sys, numpy as np\n"
@@ -162,11 +162,7 @@ def test_a_damaged_kernel_cache_is_made_again(llama: Path, tmp_path: Path) -> No
         assert files
         for file in files:
             file.write_bytes(damage)
-        code_, out, err = run()
-        assert (code_, out) == first[:2]
-        assert str(tmp_path / "cache") in err
-        assert err.count("\n") == 1
-    assert run()[2] == ""
+        assert run() == first
 
 
 def test_nothing_is_written_into_the_folder_that_another_call_began(tmp_path: Path) -> None:

@@ -38,15 +38,11 @@ class LayerCall:
     kwargs: Mapping[str, object]
 
     def run(self, layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        """The layer's new hidden states."""
-        return first_tensor(layer(hidden, *self.args, **self.kwargs))
-
-
-def first_tensor(output: object) -> torch.Tensor:
-    """The hidden states of a layer that returns them alone or in front of a tuple."""
-    states = output[0] if isinstance(output, tuple) else output
-    assert isinstance(states, torch.Tensor)
-    return states
+        """The layer's new hidden states, which it returns alone or in front of a tuple."""
+        output = layer(hidden, *self.args, **self.kwargs)
+        states = output[0] if isinstance(output, tuple) else output
+        assert isinstance(states, torch.Tensor)
+        return states
 
 
 def as_output(states: torch.Tensor, rest: Rest) -> object:
@@ -101,19 +97,14 @@ class Recorder:
         if number and states is not self._passed:
             raise self.unusual(number, "another input than the output of the layer before")
         if number == 0:
-            self._first(states, forward, args, kwargs)
+            if not len(self._hidden):
+                output = forward(states, *args, **kwargs)
+                self.rest = output[1:] if isinstance(output, tuple) else None
+            self._hidden.append(states)
         kept = {name: self._interner.of(value) for name, value in kwargs.items()}
         self.calls[number].append(LayerCall(tuple(map(self._interner.of, args)), kept))
         self._passed = states
         return as_output(states, self.rest)
-
-    def _first(
-        self, states: torch.Tensor, forward: Forward, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> None:
-        if not len(self._hidden):
-            output = forward(states, *args, **kwargs)
-            self.rest = output[1:] if isinstance(output, tuple) else None
-        self._hidden.append(states)
 
     def unusual(self, number: int, got: str) -> InputError:
         """The error for a model that calls a layer in a way that calibration cannot repeat."""

@@ -53,37 +53,31 @@ def read_row(raw: object, column: str | None) -> Row:
     if raw.get("prompt") is not None and (answer := raw.get("completion", raw.get("response"))) is not None:
         return _of_pair(raw["prompt"], answer)
     if raw.get("text") is not None:
-        return Row(text=_string(raw["text"], "text"))
+        return _of_value(raw["text"], "text")
     raise ValueError(f"a row without {FORMS}")
 
 
 def _of_value(value: object, key: str) -> Row:
     """A column by what is in it: a string, ids or turns."""
     if isinstance(value, str):
-        return Row(text=_string(value, key))
+        return Row(text=value)
     if not isinstance(value, Sequence):
         raise ValueError(f"{key} that is no string and no list")
-    numbers = bool(value) and all(type(item) is int for item in value)
-    if key == "input_ids" or (numbers and key not in CONVERSATIONS):
-        if not all(type(item) is int for item in value):
-            raise ValueError("input_ids that are no list of integers")
+    if all(type(item) is int for item in value):
         return Row(ids=tuple(value))
-    return Row(messages=_messages(value, key))
+    if key == "input_ids":
+        raise ValueError("input_ids that are no list of integers")
+    return Row(messages=tuple(_message(item, key) for item in value))
 
 
 def _of_pair(prompt: object, answer: object) -> Row:
     if isinstance(prompt, str) and isinstance(answer, str):
         turns = ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer})
-        return Row(messages=turns, flat=_string(f"{prompt}{answer}", "prompt"))
+        return Row(messages=turns, flat=f"{prompt}{answer}")
     if isinstance(prompt, Sequence) and isinstance(answer, Sequence):
-        return Row(messages=(*_messages(prompt, "prompt"), *_messages(answer, "completion")))
+        parts = (("prompt", prompt), ("completion", answer))
+        return Row(messages=tuple(_message(item, key) for key, part in parts for item in part))
     raise ValueError("a prompt and a completion that are not two strings or two lists of messages")
-
-
-def _messages(value: Sequence[object], key: str) -> tuple[Message, ...]:
-    if isinstance(value, str) or not value:
-        raise ValueError(f"{key} that are no list of messages")
-    return tuple(_message(item, key) for item in value)
 
 
 def _message(item: object, key: str) -> Message:
@@ -93,20 +87,8 @@ def _message(item: object, key: str) -> Message:
     role, content = item.get("role", item.get("from")), item.get("content", item.get("value"))
     if not isinstance(role, str) or not isinstance(content, str | list):
         raise ValueError(f"{key} with a turn that has no role and content (or from and value)")
-    if isinstance(content, str):
-        _string(content, key)
     more = {name: each for name, each in item.items() if name not in ("role", "from", "content", "value")}
     return {"role": _SPEAKERS.get(role, role), "content": content, **more}
-
-
-def _string(value: object, key: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"a {key} that is no string")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ValueError(f"a {key} with a lone surrogate, which is no character") from None
-    return value
 
 
 class Tokenizer(Protocol):
@@ -157,7 +139,7 @@ def read_samples(
     A row has the forms of `read_row`; turns go through the tokenizer's chat template. Broken rows are
     reported together. Raises InputError, and EnvironmentFault where the hub cannot be asked.
     """
-    reader = _Reader(data, _Tokens(checkpoint, trust_remote_code), vocab_size)
+    reader = _Reader(data, checkpoint, vocab_size, trust_remote_code)
     rows = _packed(reader.rows(), data) if reader.packs else reader.rows()
     samples = list(islice(rows, data.samples))
     raise_all(reader.broken)
@@ -172,21 +154,19 @@ def read_samples(
 
 def first_texts(data: CalibrationData, most: int) -> list[str]:
     """The texts of the first rows that are text, at most `most`, without a tokenizer."""
-    found: list[str] = []
-    for raw in raw_rows(data):
-        if len(found) == most:
-            break
-        row = read_row(_content(raw), data.column)
-        if row.text is not None:
-            found.append(row.text[: CHARACTERS * data.seq_len])
-    return found
+    rows = (read_row(_content(raw), data.column) for raw in raw_rows(data))
+    texts = (row.text[: CHARACTERS * data.seq_len] for row in rows if row.text is not None)
+    return list(islice(texts, most))
 
 
 class _Reader:
     """Rows of a set of data as token ids, each with its number; what is broken is kept until the end."""
 
-    def __init__(self, data: CalibrationData, tokens: "_Tokens", vocab_size: int) -> None:
-        self._data, self._tokens, self._vocab_size = data, tokens, vocab_size
+    def __init__(
+        self, data: CalibrationData, checkpoint: Path, vocab_size: int, trust_remote_code: bool
+    ) -> None:
+        self._data, self._vocab_size = data, vocab_size
+        self._checkpoint, self._trust = checkpoint, trust_remote_code
         self.broken: list[InputError] = []
         rows = raw_rows(data)
         self._raw = chain(first := list(islice(rows, 1)), rows)
@@ -194,6 +174,11 @@ class _Reader:
         is_text = Path(data.name).suffix.lower() in (".txt", ".md")
         paragraphs = is_text and bool(first) and isinstance(first[0].content, dict)
         self.packs = paragraphs if data.pack is None else data.pack
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The checkpoint's, loaded when the first row needs it."""
+        return load_tokenizer(self._checkpoint, trust_remote_code=self._trust)
 
     def rows(self) -> Iterator[tuple[int, Sequence[int]]]:
         """Each row that can be used, until there are too many that cannot."""
@@ -214,49 +199,15 @@ class _Reader:
         if self._data.name == DEFAULT and row.messages is not None:
             row = replace(row, flat="\n\n".join(str(turn["content"]) for turn in row.messages))
         most = self._data.seq_len * (self._data.samples if self.packs else 1)
-        ids = self._tokens.of(row, most, begins=not (self.packs and raw.joins))
+        ids = self._ids(row, most, begins=not (self.packs and raw.joins))
         if not ids:
             raise ValueError("a row without tokens")
         if min(ids) < 0 or max(ids) >= self._vocab_size:
             raise ValueError(f"token id {max(ids)} outside the vocabulary of {self._vocab_size}")
-        end = self._tokens.tokenizer.eos_token_id if self.packs and row.ids is None else None
+        end = self.tokenizer.eos_token_id if self.packs and row.ids is None else None
         return ids if end is None or raw.joins or ids[-1] == end else (*ids, end)
 
-
-def _packed(
-    rows: Iterable[tuple[int, Sequence[int]]], data: CalibrationData
-) -> Iterator[tuple[int, Sequence[int]]]:
-    """Rows one after the other, cut into samples of one length; what is left of them is one more."""
-    held, start = list[int](), 0
-    for number, ids in rows:
-        start = start if held else number
-        held.extend(ids)
-        while len(held) >= data.seq_len:
-            yield start, held[: data.seq_len]
-            held, start = held[data.seq_len :], number
-    if held:
-        yield start, held
-
-
-def _content(raw: RawRow) -> object:
-    """The JSON of a line, or the record as it is. Raises ValueError, RecursionError."""
-    if not isinstance(raw.content, bytes):
-        return raw.content
-    return json.loads(raw.content.decode("utf-8"))
-
-
-class _Tokens:
-    """The checkpoint's tokenizer, loaded when the first row needs it."""
-
-    def __init__(self, checkpoint: Path, trust_remote_code: bool) -> None:
-        self._checkpoint = checkpoint
-        self._trust = trust_remote_code
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        return load_tokenizer(self._checkpoint, trust_remote_code=self._trust)
-
-    def of(self, row: Row, most: int, *, begins: bool) -> Sequence[int]:
+    def _ids(self, row: Row, most: int, *, begins: bool) -> Sequence[int]:
         """The ids of a row, of its text no more than `most` tokens can need; `begins` a text of its own.
 
         Raises ValueError where it fails.
@@ -293,6 +244,26 @@ class _Tokens:
             ) from None
         except Exception as error:
             raise ValueError(f"turns that the chat template refuses ({first_line(error)})") from None
+
+
+def _packed(
+    rows: Iterable[tuple[int, Sequence[int]]], data: CalibrationData
+) -> Iterator[tuple[int, Sequence[int]]]:
+    """Rows one after the other, cut into samples of one length; what is left of them is one more."""
+    held, start = list[int](), 0
+    for number, ids in rows:
+        start = start if held else number
+        held.extend(ids)
+        while len(held) >= data.seq_len:
+            yield start, held[: data.seq_len]
+            held, start = held[data.seq_len :], number
+    if held:
+        yield start, held
+
+
+def _content(raw: RawRow) -> object:
+    """The JSON of a line, or the record as it is. Raises ValueError, RecursionError."""
+    return json.loads(raw.content) if isinstance(raw.content, bytes) else raw.content
 
 
 def _cut(turns: Sequence[Message], characters: int) -> list[Message]:

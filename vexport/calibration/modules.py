@@ -5,7 +5,7 @@ and meaning are llm-compressor's (modifiers/quantization/calibration.py), formul
 `vexport.observers`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol, cast
 
 import torch
@@ -23,8 +23,7 @@ ARGUMENTS: Mapping[str, str] = {
     "v": "input_activations",
 }
 ACTIVATIONS = tuple(name for name in ARGUMENTS if name != "weight")
-DEFAULT_WEIGHT_OBSERVER = "memoryless_minmax"
-DEFAULT_ACTIVATION_OBSERVER = "minmax"
+DEFAULT_OBSERVER = "minmax"
 # A weight does not change during calibration, so observers that keep a history become memoryless.
 MEMORYLESS: Mapping[str, str] = {
     "static_minmax": "memoryless_minmax",
@@ -52,11 +51,9 @@ def initialize_observer(module: torch.nn.Module, base_name: str) -> None:
     args = arguments_of(module, base_name)
     if args is None or args.dynamic is True:
         return
+    name = args.observer or DEFAULT_OBSERVER
     if base_name == "weight":
-        name = args.observer or DEFAULT_WEIGHT_OBSERVER
         name = MEMORYLESS.get(name, name)
-    else:
-        name = args.observer or DEFAULT_ACTIVATION_OBSERVER
     observer = Observer.load_from_registry(name, base_name=base_name, args=args)
     module.register_module(f"{base_name}_observer", observer)
     observer.attach(module)
@@ -68,25 +65,23 @@ def observe(module: Modules, base_name: str, value: torch.Tensor | None = None) 
     Without `value` each module shows its own tensor of that name (its weight).
     """
     for one in _each(module):
-        observer = observer_of(one, base_name)
-        if observer is not None:
+        if (observer := observer_of(one, base_name)) is not None:
             observer(getattr(one, base_name) if value is None else value)
 
 
-def update_qparams(module: Modules, base_name: str | Iterable[str], only_update_onload: bool = False) -> None:
+def update_qparams(module: Modules, base_name: str | Iterable[str]) -> None:
     """Write what the observers found to the modules: `{base_name}_scale`, `_zero_point`, `_global_scale`.
 
     Parameters that exist keep their dtype and shape, others are registered: scales float32, zero point int32.
-    Dynamic "local" writes the global scale alone; `only_update_onload` leaves offloaded copies as they are.
-    CheckpointFailed names modules whose observer saw nothing, or values that are not finite.
+    Dynamic "local" writes the global scale alone. CheckpointFailed names modules whose observer saw nothing,
+    or values that are not finite.
     """
     base_names = [base_name] if isinstance(base_name, str) else list(base_name)
     for one in _each(module):
         for name in base_names:
-            observer = observer_of(one, name)
-            if observer is not None:
+            if (observer := observer_of(one, name)) is not None:
                 _require_statistics(one, name, observer)
-                _write_qparams(one, name, observer, only_update_onload)
+                _write_qparams(one, name, observer)
 
 
 def calibrate_input_hook(module: torch.nn.Module, args: object) -> None:
@@ -128,8 +123,7 @@ def freeze_module_quantization(module: torch.nn.Module) -> None:
     if getattr(module, "quantization_scheme", None) is None or frozen:
         return
     for base_name in ARGUMENTS:
-        observer = observer_of(module, base_name)
-        if observer is not None:
+        if (observer := observer_of(module, base_name)) is not None:
             observer.detach(module)
             delattr(module, f"{base_name}_observer")
     module.quantization_status = QuantizationStatus.FROZEN
@@ -147,15 +141,14 @@ def get_modules(parents: Modules, base_name: str | None = None) -> list[torch.nn
     return [one for one in modules if observer_of(one, base_name) is not None]
 
 
-def sync_activation_stats(model: Modules, base_names: Sequence[str] = ACTIVATIONS) -> None:
+def sync_activation_stats(model: Modules) -> None:
     """Reduce the statistics of all activation observers over the ranks of the process group.
 
     Every rank calls it once, after the last observation, with the same model; alone it does nothing.
     """
-    for base_name in base_names:
+    for base_name in ACTIVATIONS:
         for module in get_modules(model, base_name):
-            observer = observer_of(module, base_name)
-            if observer is not None:
+            if (observer := observer_of(module, base_name)) is not None:
                 observer.sync_activation_stats()
 
 
@@ -197,10 +190,8 @@ def _show(module: torch.nn.Module, base_name: str, value: object) -> None:
 def _require_statistics(module: torch.nn.Module, base_name: str, observer: Observer) -> None:
     """CheckpointFailed where an observer saw nothing, or values that are not finite."""
     if not observer.has_statistics:
-        got, need = (
-            f"{observer.tokens} tokens in calibration",
-            "at least one observation for its static scale",
-        )
+        got = f"{observer.tokens} tokens in calibration"
+        need = "at least one observation for its static scale"
         fix = "add samples that reach this module, or do not quantize it"
     elif not all(bool(torch.isfinite(end)) for end in observer.extremes()):
         got, need = "values that are not finite", "finite ones for its scale"
@@ -210,7 +201,7 @@ def _require_statistics(module: torch.nn.Module, base_name: str, observer: Obser
     raise CheckpointFailed(f"{_describe(module)}: {base_name}", got=got, need=need, fix=fix)
 
 
-def _write_qparams(module: torch.nn.Module, base_name: str, observer: Observer, onload: bool) -> None:
+def _write_qparams(module: torch.nn.Module, base_name: str, observer: Observer) -> None:
     from compressed_tensors.offload import update_offload_parameter
 
     for name, value in observer.get_qparams().items():
@@ -221,12 +212,8 @@ def _write_qparams(module: torch.nn.Module, base_name: str, observer: Observer, 
         present = getattr(module, full, None)
         if not isinstance(present, torch.Tensor):
             module.register_parameter(full, torch.nn.Parameter(value, requires_grad=False))
-            continue
-        value = value.to(present.dtype).reshape(present.shape)
-        if onload:
-            present.data = value.to(present.device)
         else:
-            update_offload_parameter(module, full, value)
+            update_offload_parameter(module, full, value.to(present.dtype).reshape(present.shape))
 
 
 def _describe(module: torch.nn.Module) -> str:

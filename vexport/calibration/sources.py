@@ -3,9 +3,9 @@
 import gzip
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -20,8 +20,6 @@ from vexport.records import CalibrationData
 T = TypeVar("T")
 # The size of the shuffle buffer, as in a stream of `datasets`.
 SHUFFLED = 10_000
-# Bytes of a line of JSON, and of a file that is one JSON list.
-LONGEST_LINE, LARGEST_LIST = 1 << 26, 1 << 30
 TEXT, PARQUET = (".txt", ".md"), ".parquet"
 
 
@@ -41,32 +39,25 @@ class RawRow:
 def raw_rows(data: CalibrationData) -> Iterator[RawRow]:
     """The rows of a set of data in order, or in that of its seed. Raises InputError, EnvironmentFault."""
     name = parse_data(data.name)
-    readers: dict[str, Callable[[], Iterator[RawRow]]] = {
-        "default": _default,
-        "path": lambda: _of_path(name.path),
-        "hub": lambda: _of_hub(data, name),
-    }
-    rows = readers[name.kind]()
+    if name.kind == "hub":
+        rows = _of_hub(data, name)
+    else:
+        rows = _of_path(DEFAULT_FILE if name.kind == "default" else name.path)
     return rows if data.seed is None else shuffled(rows, data.seed)
 
 
-def shuffled(items: Iterable[T], seed: int, buffer: int = SHUFFLED) -> Iterator[T]:
-    """Items in a random order that depends on the seed alone, of a stream: `buffer` are held."""
+def shuffled(items: Iterable[T], seed: int) -> Iterator[T]:
+    """Items in a random order that depends on the seed alone, of a stream: SHUFFLED are held."""
     chooser, held = random.Random(seed), list[T]()
     for item in items:
-        if len(held) < buffer:
+        if len(held) < SHUFFLED:
             held.append(item)
             continue
-        place = chooser.randrange(buffer)
+        place = chooser.randrange(SHUFFLED)
         yield held[place]
         held[place] = item
     chooser.shuffle(held)
     yield from held
-
-
-def _default() -> Iterator[RawRow]:
-    for number, line in enumerate(DEFAULT_FILE.read_bytes().splitlines(), start=1):
-        yield RawRow(place=f"default:{number}", number=number, content=line)
 
 
 def _of_path(path: Path) -> Iterator[RawRow]:
@@ -75,7 +66,7 @@ def _of_path(path: Path) -> Iterator[RawRow]:
         return
     rows = chain.from_iterable(map(_of_file, data_files(path)))
     for number, row in enumerate(rows, start=1):
-        yield RawRow(place=row.place, number=number, content=row.content, joins=row.joins)
+        yield replace(row, number=number)
 
 
 def _of_file(path: Path) -> Iterator[RawRow]:
@@ -106,30 +97,14 @@ def _of_json(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
     if start[:1] == b"[":
         yield from _of_list(path, stream)
         return
-    number = 0
-    while line := stream.readline(LONGEST_LINE):
-        number += 1
-        if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
-        _require_end(line, f"{path}:{number}")
+    for number, line in enumerate(stream, start=1):
         if line.strip():
             yield RawRow(place=f"{path}:{number}", number=number, content=line)
 
 
-def _require_end(line: bytes, where: str) -> None:
-    """InputError for a line that was cut where it is too long: a device has no end."""
-    if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
-        need = f"rows of at most {LONGEST_LINE >> 20} MB"
-        raise InputError(where, got="a longer one", need=need, fix="split the row")
-
-
 def _of_list(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
-    text = stream.read(LARGEST_LIST + 1)
-    if len(text) > LARGEST_LIST:
-        need = f"a JSON list of at most {LARGEST_LIST >> 20} MB"
-        raise InputError(str(path), got="a larger one", need=need, fix="write JSON lines")
     try:
-        items = json.loads(text.decode("utf-8-sig"))
+        items = json.load(stream)
     except (ValueError, RecursionError) as error:
         need = "a JSON list of objects, or JSON lines"
         raise InputError(str(path), got=first_line(error), need=need, fix="correct the file") from None
@@ -138,22 +113,16 @@ def _of_list(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
 
 
 def _paragraphs(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
-    """The paragraphs of a text, each with the blank line that ends it; a very long one in parts."""
-    lines: list[bytes] = []
-    number = count = size = 0
-    has_text = False
-    while line := stream.readline(LONGEST_LINE):
-        number += 1
-        _require_end(line, f"{path}:{number}")
+    """The paragraphs of a text, each with the blank line that ends it."""
+    lines, number, has_text, first = list[bytes](), 0, False, True
+    for number, line in enumerate(stream, start=1):
         lines.append(line)
-        size, is_blank = size + len(line), not line.strip()
-        has_text = has_text or not is_blank
-        if has_text and (is_blank or size >= LONGEST_LINE):
-            count += 1
-            yield _paragraph(path, number, lines, first=count == 1)
-            lines, size, has_text = [], 0, False
+        has_text = has_text or bool(line.strip())
+        if has_text and not line.strip():
+            yield _paragraph(path, number, lines, first=first)
+            lines, has_text, first = [], False, False
     if has_text:
-        yield _paragraph(path, number, lines, first=count == 0)
+        yield _paragraph(path, number, lines, first=first)
 
 
 def _paragraph(path: Path, number: int, lines: list[bytes], *, first: bool) -> RawRow:

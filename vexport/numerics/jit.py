@@ -7,12 +7,9 @@ place and time: what was compiled in a checkout would be compiled again in an in
 
 import hashlib
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TypeVar, cast
 
 import numba
@@ -89,9 +86,7 @@ def sources_digest() -> str:
     """SHA-256, shortened to 16 digits, of the sources of all kernels."""
     whole = hashlib.sha256()
     for file in kernel_files():
-        whole.update(
-            f"{file.relative_to(PACKAGE)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode()
-        )
+        whole.update(f"{file.relative_to(PACKAGE)}\0".encode() + file.read_bytes())
     return whole.hexdigest()[:16]
 
 
@@ -138,50 +133,25 @@ class KernelCacheImpl(CompileResultCacheImpl):  # type: ignore[misc]
 
 
 class KernelCache(FunctionCache):  # type: ignore[misc]
-    """Numba's cache of one kernel; damaged files, as a full disk or a power cut leaves them, are replaced."""
+    """Numba's cache of one kernel; damaged files are replaced, a full disk is passed over."""
 
     _impl_class = KernelCacheImpl
 
     def _load_overload(self, signature: object, context: object) -> object:
-        if not all(file.is_file() for file in Path(self.cache_path).glob("*.nb*")):
-            _tell(str(self.cache_path))
-            self.disable()  # a FIFO never answers, a folder cannot be replaced
-            return None
         try:
             return super()._load_overload(signature, context)
         except Exception:  # pickle raises anything on damaged bytes
-            self._renew()
+            with suppress(OSError):
+                self.flush()
             return None
 
     def _save_overload(self, signature: object, data: object) -> None:
-        try:
+        with suppress(OSError):  # the kernel runs all the same
             super()._save_overload(signature, data)
-        except (OSError, EOFError, UnpicklingError):  # the kernel runs all the same
-            self._renew()
-
-    def _renew(self) -> None:
-        _tell(str(self.cache_path))
-        try:
-            self.flush()
-        except OSError:
-            self.disable()
 
 
-@cache
-def _tell(folder: str) -> None:
-    """A note on stderr, once a folder."""
-    note = "compiling again; remove it if this is said every time"
-    print(f"note: damaged files in the kernel cache {folder}; {note}", file=sys.stderr)
-
-
-def use_cache() -> None:
-    """Make numba keep what it compiles from here on in `cache_folder`; its own choice where that is None."""
-    folder = cache_folder()
-    if folder is not None:
-        numba.config.CACHE_DIR = str(folder)
-
-
-use_cache()
+if folder := cache_folder():  # else numba chooses
+    numba.config.CACHE_DIR = str(folder)
 
 
 class Compilation(event.Listener):  # type: ignore[misc]
