@@ -34,7 +34,7 @@ from vllm.model_executor.models import registry
 from vllm.transformers_utils.config import _CONFIG_REGISTRY, _register_config_class
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from vexport.architectures.modules import STACK, ModuleKind, with_numbers, with_stars
+from vexport.architectures import STACK, ModuleKind, with_numbers, with_stars
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.writer import header_bytes
 from vexport.engine.dry.audit import Audit, HeaderFile

@@ -12,9 +12,9 @@ from typing import Any
 
 from samples import PLAIN, Model, Numbers, Sample, Values, changed, is_number, leaves, part_of, with_traces
 
+from vexport.architectures import with_stars
 from vexport.architectures.config import Unknown, evaluate, size
 from vexport.architectures.layouts import ConfigValues
-from vexport.architectures.modules import with_stars
 
 # Layers, and words of their kinds, in configs that lack a list.
 MANY, PATTERNS = 8, ("M-*EM*E-", "*EM-")

@@ -20,7 +20,7 @@ from typing import Any
 from generate_modules import Entry, in_child, until_built
 from tables import arguments, known_classes, write_table
 
-from vexport.architectures.modules import with_stars
+from vexport.architectures import with_stars
 from vexport.engine.dry.worker import preload
 
 # A name that no class knows, to see whether it is passed over.

@@ -20,8 +20,8 @@ from generate_modules import default_of
 from transformers import AutoConfig, PretrainedConfig
 from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
 
+from vexport.architectures import with_stars
 from vexport.architectures.layouts import ClassLayout, ConfigValues
-from vexport.architectures.modules import with_stars
 from vexport.engine.dry.fake_platform import AbsentValues
 from vexport.records import Json
 

@@ -8,8 +8,7 @@ import pytest
 from tests.architectures.families import save_family
 from tests.command import vexport
 from tests.mutations.edits import QUANTIZATION, config
-from vexport.architectures import resolve
-from vexport.architectures.modules import module_table
+from vexport.architectures import module_table, resolve
 from vexport.checkpoint.index import read_index
 from vexport.records import Json
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import vexport
-from vexport.architectures import architecture_table, get_architecture
-from vexport.architectures.modules import module_table
+from vexport.architectures import architecture_table, get_architecture, module_table
 from vexport.errors import InputError
 from vexport.version import PINNED, short_version
 

@@ -1,21 +1,362 @@
-"""The layers of each model class in vLLM: fused, renamed, cut; tables generated for each vLLM version."""
+"""The layers of each model class in vLLM: fused, renamed, cut; tables generated for each vLLM version
+(scripts/generate_architectures.py, generate_modules.py)."""
 
-from vexport.architectures.table import (
-    Architecture,
-    FusedModules,
-    Reordering,
-    TableLookup,
-    architecture_table,
-    get_architecture,
-    resolve,
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from typing import Literal, TypeVar
+
+from pydantic import TypeAdapter
+
+from vexport.errors import InputError
+from vexport.records import Finding, Json
+
+T = TypeVar("T")
+# linear: asks the quantization config how it is stored, by its name. plain: a matrix that is built without
+# one. table: embeddings that ask, lookup: embeddings that do not. head: the output head.
+ModuleKind = Literal["linear", "plain", "table", "lookup", "head"]
+# Numbers of layers and experts in a name.
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
+# A numbered layer of a model.
+STACK = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleNames:
+    """The modules of one class by kind, named as `Architecture.vllm_name` says, `*` for each number.
+
+    `asked` are other names under which vLLM asks its quantization config for modules, decoder layers' too.
+    """
+
+    linear: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
+    table: tuple[str, ...] = ()
+    lookup: tuple[str, ...] = ()
+    head: tuple[str, ...] = ()
+    asked: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> dict[str, ModuleKind]:
+        """The kind of each module."""
+        named: dict[ModuleKind, tuple[str, ...]] = {
+            "linear": self.linear,
+            "plain": self.plain,
+            "table": self.table,
+            "lookup": self.lookup,
+            "head": self.head,
+        }
+        return {name: kind for kind, names in named.items() for name in names}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTable:
+    """The modules by class for one version of vLLM; `unknown` are classes that could not be built."""
+
+    vllm: str
+    unknown: frozenset[str]
+    classes: Mapping[str, ModuleNames]
+
+
+@cache
+def module_table() -> ModuleTable:
+    """The generated table."""
+    return _generated(ModuleTable, "modules.json")
+
+
+def with_stars(name: str) -> str:
+    """A module's name without its numbers."""
+    return NUMBER.sub("*", name)
+
+
+def with_numbers(pattern: str, name: str) -> str:
+    """A pattern with the numbers of a name for its stars, in their order."""
+    numbers = iter(NUMBER.findall(name))
+    return re.sub(r"(?<![^.])\*(?![^.])", lambda _: next(numbers, "*"), pattern)
+
+
+# fused module name -> names of the layers that it is made of, in vLLM's order
+FusedModules = Mapping[str, tuple[str, ...]]
+
+# Fused layers of nearly all vLLM classes, used for a language model that is not in the table.
+USUAL: FusedModules = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+}
+USUAL_PARTS = {"qkv_proj": ("queries", "keys", "values"), "gate_up_proj": ("1", "1")}
+USUAL_EXPERTS = ("gate_proj", "down_proj", "up_proj")
+USUAL_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
+# Tables of embeddings of a module that is not in the table of modules, by the last part of its name.
+TABLE_NAMES = re.compile(
+    r"wte|wpe|(?!.*patch)\w*embed(?:ding)?s?|embed_(?:tokens(?:_per_layer)?|positions|in)"
 )
 
-__all__ = [
-    "Architecture",
-    "FusedModules",
-    "Reordering",
-    "TableLookup",
-    "architecture_table",
-    "get_architecture",
-    "resolve",
-]
+
+# How vLLM finds a class's token embedding for quantization: by name or class, or by class alone.
+TableLookup = Literal["name", "class"]
+# Which tensors of a layer follow when vLLM's loader orders its rows again. scales by row: the weight and a
+# scale of each row or of all. every tensor: each is taken for a row of values for each row of the weight.
+# whole heads: each that has an output dimension, cut by heads. plain weight: `weight` alone, packed ones and
+# scales do not. transposed: `weight` alone is stored (in, out) and turned around.
+Reordering = Literal["scales by row", "every tensor", "whole heads", "plain weight", "transposed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renames:
+    """The way from a checkpoint's names to vLLM's: `WeightsMapper` in models/utils.py, in this order."""
+
+    regex: Mapping[str, str] = field(default_factory=dict)
+    substr: Mapping[str, str] = field(default_factory=dict)
+    prefix: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, name: str) -> str:
+        """vLLM's name of a tensor, or of an entry of its quantization config."""
+        for pattern, new in self.regex.items():
+            name = re.sub(pattern, new, name)
+        for old, new in self.substr.items():
+            name = name.replace(old, new, 1)
+        for old, new in self.prefix.items():
+            name = new + name[len(old) :] if name.startswith(old) else name
+        return name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """One model class of vLLM, in the names of a checkpoint's modules.
+
+    `resolved` are the fused modules whose members vLLM's quantization config knows (for the others it looks
+    for the fused name itself). `experts` are the names of an expert's gate, down and up projections, up None
+    where it has no gate; `stacked_experts` other endings of the tensors that hold all experts, to vLLM's own;
+    `transposed_experts` whether these are (experts, in, out). `reordered` layers get their rows in another
+    order when vLLM loads them. `unquantized` layers are built without a quantization config, `routers` with
+    one: vLLM quantizes them unless `ignore` names them. `parts` are the sizes of what layers are merged of,
+    also where a checkpoint stores them as one (`parts.py`), `groups` the number of groups of which each rank
+    needs whole ones. `row_parallel` layers are cut along in_features by tensor parallelism, `replicated` ones
+    not at all, the rest along out_features. `embedding` says how vLLM looks for the config group of the
+    table of tokens, None where it never quantizes it. `language_model` are the attributes of a multimodal
+    class that hold one, empty for a text model; `inner_unknown` where the checkpoint's config chooses its
+    class. `kinds` are modules outside the decoder layers, and `asked` names under which vLLM asks for
+    modules, both in vLLM's names with `*` for numbers (`modules.py`). `backend` is "transformers" for a
+    class that vLLM runs with transformers' code, in which it replaces and fuses the layers that it
+    recognizes.
+    """
+
+    backend: Literal["transformers"] | None = None
+    fused: FusedModules = field(default_factory=dict)
+    resolved: tuple[str, ...] = ()
+    experts: tuple[str, str, str | None] | None = None
+    stacked_experts: Mapping[str, str] = field(default_factory=dict)
+    transposed_experts: bool = False
+    reordered: Mapping[str, Reordering] = field(default_factory=dict)
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)
+    unquantized: tuple[str, ...] = ()
+    routers: tuple[str, ...] = ()
+    row_parallel: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
+    embedding: TableLookup | None = None
+    renames: Renames = Renames()
+    language_model: tuple[str, ...] = ()
+    inner_unknown: bool = False
+    kinds: dict[str, ModuleKind] = field(default_factory=dict)
+    asked: dict[str, str] = field(default_factory=dict)
+
+    def vllm_name(self, module: str) -> str:
+        """vLLM's name of a checkpoint's module (`WeightsMapper.map_name` in models/utils.py)."""
+        return self.renames(f"{module}.weight").removesuffix(".weight")
+
+    def asked_name(self, module: str) -> str:
+        """The name under which vLLM asks its quantization config for a checkpoint's module."""
+        name = self.vllm_name(module)
+        pattern = self.asked.get(with_stars(name))
+        return name if pattern is None else with_numbers(pattern, name)
+
+    def matched(self, entry: str) -> str:
+        """Return what vLLM makes of an entry of `ignore` or of targets: it renames what names a layer
+        (apply_vllm_mapper in compressed_tensors.py)."""
+        return self.renames(entry) if "." in entry and not entry.startswith("re:") else entry
+
+    def kind(self, module: str) -> ModuleKind | None:
+        """The kind of module that vLLM builds for a checkpoint's outside decoder layers; None where that is
+        unknown."""
+        return self.kinds.get(with_stars(self.vllm_name(module)))
+
+    def is_table(self, module: str) -> bool:
+        """Return whether a module with a two-dimensional weight holds embeddings: as it is built, else by
+        name."""
+        kind = self.kind(module)
+        if kind is not None:
+            return kind in ("table", "lookup")
+        return TABLE_NAMES.fullmatch(module.rpartition(".")[2]) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchitectureTable:
+    """One vLLM version's classes with a language model, and the text ones by transformers' model type.
+
+    `transformers` is the version whose code the Transformers backend was asked about, `left_out` why a class
+    that vLLM or transformers has is not among the architectures.
+    """
+
+    vllm: str
+    transformers: str
+    text_models: Mapping[str, str]
+    left_out: Mapping[str, str]
+    architectures: Mapping[str, Architecture]
+
+
+@cache
+def architecture_table() -> ArchitectureTable:
+    """The generated table."""
+    return _generated(ArchitectureTable, "vllm.json")
+
+
+def get_architecture(name: str) -> Architecture:
+    """A model class; InputError where this vLLM does not know it."""
+    table = architecture_table()
+    if name in table.architectures:
+        return _with_modules(name, table.architectures[name])
+    unknown = (
+        f"neither a class of vLLM nor one with a tensor parallel plan of transformers {table.transformers}"
+    )
+    raise InputError(
+        f"architecture {name}",
+        got=table.left_out.get(name, unknown),
+        need=f"a class that vLLM {table.vllm} generates text with",
+        fix="see `vexport list architectures`",
+    )
+
+
+def resolve(name: str, config: Mapping[str, Json]) -> tuple[Architecture, tuple[Finding, ...]]:
+    """A model class with the language model that the config puts into it, and what had to be assumed.
+
+    Raises InputError where this vLLM does not know the class.
+    """
+    outer, notes = get_architecture(name), _unknown_modules(name)
+    if not outer.inner_unknown:
+        return outer, (*notes, *_backed(name, outer))
+    inner_name = next(_text_models(config), None)
+    if inner_name is not None:
+        inner = get_architecture(inner_name)
+        return _joined(outer, inner), (*notes, *_backed(inner_name, inner))
+    usual = Architecture(
+        fused=USUAL, parts=USUAL_PARTS, experts=USUAL_EXPERTS, row_parallel=USUAL_ROW_PARALLEL
+    )
+    return _joined(outer, usual), (*notes, _assumed(name))
+
+
+def _with_modules(name: str, architecture: Architecture) -> Architecture:
+    """A class with the kinds of its modules and the names under which they are asked for."""
+    modules = module_table().classes.get(name, ModuleNames())
+    return replace(architecture, kinds=modules.kinds, asked={**modules.asked})
+
+
+def _text_models(config: Mapping[str, Json]) -> Iterator[str]:
+    """The text models that the nested configs name, by architecture or by transformers' model type."""
+    table = architecture_table()
+    for nested in config.values():
+        if not isinstance(nested, dict):
+            continue
+        named = nested.get("architectures")
+        candidates = [*(named if isinstance(named, list) else ())]
+        candidates.append(table.text_models.get(str(nested.get("model_type"))))
+        yield from (
+            str(candidate)
+            for candidate in candidates
+            if candidate in table.architectures and not table.architectures[str(candidate)].language_model
+        )
+        yield from _text_models(nested)
+
+
+def _joined(outer: Architecture, inner: Architecture) -> Architecture:
+    """A multimodal class around a language model: the inner one's layers, the outer one's names."""
+    holders = outer.language_model
+    return replace(
+        inner,
+        fused={**outer.fused, **inner.fused},
+        resolved=outer.resolved,
+        unquantized=(*outer.unquantized, *inner.unquantized),
+        routers=(*outer.routers, *inner.routers),
+        renames=outer.renames,
+        language_model=outer.language_model,
+        kinds={f"{holder}.{name}": kind for holder in holders for name, kind in inner.kinds.items()}
+        | outer.kinds,
+        asked={f"{holder}.{old}": f"{holder}.{new}" for holder in holders for old, new in inner.asked.items()}
+        | outer.asked,
+    )
+
+
+def _unknown_modules(name: str) -> tuple[Finding, ...]:
+    """Return what is said of a multimodal class that could not be built to look at its towers."""
+    if name not in module_table().unknown or not get_architecture(name).language_model:
+        return ()
+    return (
+        Finding(
+            check="architecture",
+            severity="warning",
+            where=name,
+            expected="a class whose modules outside the language model are known",
+            got="one that is known by its source alone: embeddings and layers there are told by name",
+            fix="load the output (`vexport load --dry`) before it is used",
+        ),
+    )
+
+
+def _assumed(name: str) -> Finding:
+    usual = ", ".join(USUAL)
+    return Finding(
+        check="architecture",
+        severity="warning",
+        where=name,
+        expected="a nested config that names a text model of the table",
+        got=f"none: the usual fused layers are assumed ({usual})",
+        fix="check the groups of the plan, and load the result in vLLM before it is used",
+    )
+
+
+def _backed(name: str, architecture: Architecture) -> tuple[Finding, ...]:
+    """Return what is not known of a class that vLLM runs with transformers' code."""
+    if architecture.backend is None:
+        return ()
+    table = architecture_table()
+    return (
+        Finding(
+            check="architecture",
+            severity="info",
+            where=name,
+            expected="a class of vLLM's own code",
+            got=f"vLLM {table.vllm}'s Transformers backend: it fuses what it recognizes in the model's code, "
+            f"here of transformers {table.transformers}",
+            fix="another transformers may be fused otherwise: ask it with `vexport load --dry`",
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersTable:
+    """One version of transformers: model classes by folder of the package."""
+
+    transformers: str
+    models: Mapping[str, tuple[str, ...]]
+
+
+@cache
+def transformers_table() -> TransformersTable:
+    """The generated table."""
+    return _generated(TransformersTable, "transformers.json")
+
+
+def transformers_models(kind: str) -> tuple[str, ...] | None:
+    """The classes of a model type, None where transformers does not have it.
+
+    The text model of a multimodal type has no separate folder.
+    """
+    models = transformers_table().models
+    return models.get(kind, models.get(kind.removesuffix("_text")))
+
+
+def _generated(table: type[T], file: str) -> T:
+    return TypeAdapter(table).validate_json(files(__name__).joinpath(file).read_text(encoding="utf-8"))

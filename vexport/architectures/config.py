@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from types import CodeType
 
-from vexport.architectures.table import Architecture
+from vexport.architectures import Architecture
 from vexport.records import Json
 
 # Keys of nested configs: of most models; of InternVL, Nemotron VL and NVLM, which vLLM reads as text_config

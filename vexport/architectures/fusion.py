@@ -3,8 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from vexport.architectures import Architecture
-from vexport.architectures.modules import STACK
+from vexport.architectures import STACK, Architecture
 from vexport.records.patterns import matches
 
 EXPERT = re.compile(r"(?P<layer>.*\bexperts)\.\d+$")

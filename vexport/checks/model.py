@@ -3,10 +3,9 @@
 import re
 from collections.abc import Iterator, Mapping
 
-from vexport.architectures import architecture_table
+from vexport.architectures import architecture_table, transformers_models
 from vexport.architectures.config import text_config
 from vexport.architectures.layouts import ClassLayout, get_layout
-from vexport.architectures.table import transformers_models
 from vexport.checks.vllm.layout import impossible_size, layout_of, missing_sizes
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.records import Finding, Json

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from vexport.architectures.table import transformers_models
+from vexport.architectures import transformers_models
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.errors import InputError
 from vexport.files import read_json_object

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from vexport.architectures import STACK
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.smoothed import SMOOTHING, fits, smoothing_of
@@ -21,7 +22,6 @@ from vexport.errors import CheckpointFailed, InputError, raise_all
 from vexport.fidelity.dequantize import dequantized
 from vexport.fidelity.source import ComparedSource, Pieces, SourceTensors
 from vexport.fidelity.weights import compare_weight
-from vexport.layers.linears import STACK
 from vexport.records import Finding, Smoothing
 
 EXPECTED = "exponents that leave what each layer computes"

@@ -3,9 +3,10 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
+from vexport.architectures import STACK
 from vexport.architectures.fusion import all_names, also_asked, below, looked_up, matches_any, moe_layer
 from vexport.formats.base import HEADS, is_head
-from vexport.layers.linears import STACK, Names
+from vexport.layers.linears import Names
 
 
 def ignored(

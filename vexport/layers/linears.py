@@ -5,11 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vexport.architectures import Architecture
+from vexport.architectures import STACK, Architecture
 from vexport.architectures.config import text_config
 from vexport.architectures.fusion import moe_layer
-from vexport.architectures.modules import NUMBER as NUMBER
-from vexport.architectures.modules import STACK as STACK
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats.config import KV_CACHES

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from vexport.architectures import Architecture, architecture_table, resolve
+from vexport.architectures import USUAL, USUAL_EXPERTS, Architecture, architecture_table, resolve
 from vexport.architectures.fusion import fuse
-from vexport.architectures.table import USUAL, USUAL_EXPERTS
 from vexport.observers.base import Observer, QParamsDict
 from vexport.observers.flatten import flatten_for_calibration, get_observer_token_count
 from vexport.observers.qparams import ObserverArgs

@@ -5,10 +5,10 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from vexport.architectures import NUMBER
 from vexport.files import to_json
 from vexport.formats.base import generation
 from vexport.formats.schemes import get_scheme
-from vexport.layers.linears import NUMBER
 from vexport.plan.rules import calibration_need
 from vexport.records import Finding, FusionGroup, Plan, SchemeTable
 from vexport.reports import document as doc

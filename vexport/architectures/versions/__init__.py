@@ -7,7 +7,7 @@ from importlib.resources import files
 
 from pydantic import TypeAdapter
 
-from vexport.architectures.table import Architecture, TableLookup
+from vexport.architectures import Architecture, TableLookup
 from vexport.version import Version, short_version
 
 

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from vexport.architectures import Architecture
+from vexport.architectures import Architecture, with_stars
 from vexport.architectures.config import text_config
 from vexport.architectures.fusion import moe_layer
 from vexport.architectures.layouts import ClassLayout, Expected, expected_tensors, get_layout
-from vexport.architectures.modules import with_stars
 from vexport.checks.vllm.groups import joined_name, split_name
 from vexport.records import Json
 
