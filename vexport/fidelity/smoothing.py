@@ -13,15 +13,14 @@ import torch
 
 from vexport.architectures import STACK
 from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.reader import Reader, same_bytes
+from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import SMOOTHING, fits, smoothing_of
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
 from vexport.checks import SOURCE
 from vexport.checks.vllm.view import CheckpointView, error, warning
-from vexport.errors import CheckpointFailed, InputError, raise_all
+from vexport.errors import CheckpointFailed, InputError
 from vexport.fidelity.dequantize import dequantized
-from vexport.fidelity.source import ComparedSource, Pieces, SourceTensors
-from vexport.fidelity.weights import compare_weight
+from vexport.fidelity.source import Pieces, SourceTensors
 from vexport.records import Finding, Smoothing
 
 EXPECTED = "exponents that leave what each layer computes"
@@ -58,35 +57,6 @@ def judged_smoothing(
         got = f"exponents for another tensor than the source's, which is {size}"
         return {}, (error(SOURCE, f"{file}: {misfits[0]}{others}", expected=EXPECTED, got=got, fix=FIX),)
     return smoothing, tuple(_objections(file, source, smoothing)) if smoothing else ()
-
-
-def proven_smoothing(checkpoint: Path, source: SourceIndex) -> Mapping[str, Smoothing]:
-    """The smoothing of a checkpoint's source; InputError where that cannot be shown."""
-    smoothing, findings = judged_smoothing(checkpoint, source)
-    raise_all([InputError(each.where, got=each.got, need=each.expected, fix=FIX) for each in findings])
-    return smoothing
-
-
-def disagreements(
-    view: CheckpointView, source: ComparedSource, reader: Reader, smoothing: Mapping[str, Smoothing]
-) -> Iterator[Finding]:
-    """An error for each tensor of a checkpoint that is not its source's as smoothed: `reader` smooths it.
-
-    Exponents may leave what the source computes, and yet not be those of these weights.
-    """
-    origins, layers = SourceTensors(view, source, reader), view.layers
-    for name in smoothing:
-        layer, tensor = layers.get(name.removesuffix(".weight")), view.index.tensors.get(name)
-        got = ""
-        if layer is not None and layer.is_quantized:
-            comparison = compare_weight(view, layer, origins.weight(layer)) if layer.group else None
-            got = "; ".join(comparison.faults) if comparison else ""
-            origins.release()
-        elif tensor is not None and not same_bytes(reader, source.index.tensors[name], view.reader, tensor):
-            got = "other values"
-        if got:
-            where = f"{view.index.root / SMOOTHING}: {name}"
-            yield error(SOURCE, where, expected="the exponents of these weights", got=got, fix=FIX)
 
 
 def _objections(file: Path, source: SourceIndex, smoothing: Mapping[str, Smoothing]) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 Adding a family of repairs is a function and a line in `families.FAMILIES`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 from vexport.checkpoint.index import read_index, require_checkpoint, unchanged
 from vexport.checkpoint.reader import Reader
-from vexport.checkpoint.smoothed import reader_of, smoothing_of
+from vexport.checkpoint.smoothed import SMOOTHING, smoothing_of
 from vexport.checks import findings_of, findings_on
-from vexport.checks.config import NAME, other_method
-from vexport.checks.vllm.quant_methods import METHODS
+from vexport.checks.config import NAME
+from vexport.checks.vllm.quant_methods import METHOD, method_name
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.errors import InputError
 from vexport.errors.extras import MissingPackage, is_installed, require_extra
 from vexport.outputs.directory import new_directory, working_folder
 from vexport.outputs.replaceable import NamedPath, refuse_existing, require_separate
-from vexport.records import Finding, Repair, RepairReport, Smoothing
+from vexport.records import Finding, Repair, RepairReport
 from vexport.repair import config
 from vexport.repair.write import Changes, apply, write_repaired
 
@@ -39,8 +39,9 @@ def repair_checkpoint(
     """Repair what can be repaired and write the result to the folder `out`, whole or not at all.
 
     Nothing is written where an error remains that no repair removes, a file that cannot be read among them.
-    Raises InputError for folders that are no checkpoints, and where `out` may not be written. Without torch
-    only config.json is repaired: MissingPackage where that is not enough.
+    Raises InputError for folders that are no checkpoints, where `out` may not be written, and for the source
+    of a smoothed checkpoint. Without torch only config.json is repaired: MissingPackage where that is not
+    enough.
     """
     require_checkpoint(checkpoint)
     inputs = {"CHECKPOINT": checkpoint} | ({"--source": source} if source else {})
@@ -49,14 +50,13 @@ def repair_checkpoint(
         [NamedPath(label=label, path=path) for label, path in inputs.items()],
     )
     refuse_existing(out, overwrite=overwrite)
-    smoothing = _smoothing(checkpoint, source)
-    with Reader() as reader, reader_of(smoothing) as original:
-        origin = _source(source, original) if source else None
+    with Reader() as reader, Reader() as original:
+        origin = _source(checkpoint, source, original) if source else None
         read_from = unchanged(origin.index) if origin else nullcontext()
         repairs: tuple[Repair, ...] = ()
         try:
             view = CheckpointView(read_index(checkpoint), reader)
-            if (method := other_method(view)) is not None:
+            if (method := method_name(view.quantization or {})) is not None:
                 return _report(checkpoint, out, repairs, [_unknown(view, method)])
             families = CONFIG_ONLY
             if is_installed("torch"):
@@ -71,40 +71,30 @@ def repair_checkpoint(
                     repairs += tuple(_priced(repair, before, view, origin) for repair in changes.repairs)
             on_progress("repair (families)", len(families), len(families))
             findings = list(findings_on(view))
-            if origin is not None and smoothing and repairs:
-                from vexport.fidelity.smoothing import disagreements
-
-                findings += disagreements(view, origin, original, smoothing)
         except InputError as problem:
             return _report(checkpoint, out, repairs, findings_of(problem))
         report = _report(checkpoint, out, repairs, findings)
         if not report.ok and not is_installed("torch"):
             raise MissingPackage("torch", f"{checkpoint}: repairing {report.refusals[0].where}")
         if report.ok:
-            with new_directory(out, overwrite=overwrite) as folder, read_from:
+            with new_directory(out, overwrite=overwrite) as folder, read_from, unchanged(view.index):
                 write_repaired(view, folder, on_progress=on_progress)
     return report
 
 
 def _unknown(view: CheckpointView, method: str) -> Finding:
-    expected, fix = f"compressed-tensors, or one of {', '.join(METHODS)}", "quantize from the source"
-    return error(NAME, view.quantization_place, expected=expected, got=repr(method), fix=fix)
+    fix = "quantize from the source"
+    return error(NAME, view.quantization_place, expected=METHOD, got=repr(method), fix=fix)
 
 
-def _smoothing(checkpoint: Path, source: Path | None) -> Mapping[str, Smoothing]:
-    """The source's smoothing; InputError where the file that has it is not to be believed."""
-    if source is None:
-        return smoothing_of(checkpoint)
+def _source(checkpoint: Path, source: Path, reader: Reader) -> "ComparedSource":
     require_extra("torch", "--source")
-    from vexport.fidelity.smoothing import proven_smoothing
-
-    return proven_smoothing(checkpoint, read_index(source))
-
-
-def _source(root: Path, reader: Reader) -> "ComparedSource":
     from vexport.fidelity.source import ComparedSource
 
-    return ComparedSource(root, reader)
+    if smoothing_of(checkpoint):
+        got = "a smoothed checkpoint, whose weights are not the source's"
+        raise InputError(str(checkpoint / SMOOTHING), got=got, need="", fix="leave out --source")
+    return ComparedSource(source, reader)
 
 
 def _report(

@@ -65,13 +65,14 @@ def _method(quantization: dict[str, Json], place: str) -> Iterator[Repair]:
 
 def _unknown_arguments(quantization: dict[str, Json], place: str) -> Iterator[Repair]:
     for name, group in inside(quantization, "config_groups").items():
-        for side in ARGUMENTS if isinstance(group, dict) else ():
-            arguments = group.get(side) if isinstance(group, dict) else None
-            unknown = sorted(arguments.keys() - KNOWN) if isinstance(arguments, dict) else []
-            for key in unknown:
-                assert isinstance(arguments, dict)
-                value = arguments.pop(key)
-                yield _key_repair(f"{place}.config_groups.{name}.{side}.{key}", repr(value), "removed")
+        if not isinstance(group, dict):
+            continue
+        for side in ARGUMENTS:
+            arguments = group.get(side)
+            if isinstance(arguments, dict):
+                for key in sorted(arguments.keys() - KNOWN):
+                    where = f"{place}.config_groups.{name}.{side}.{key}"
+                    yield _key_repair(where, repr(arguments.pop(key)), "removed")
 
 
 def _sparsity(quantization: dict[str, Json], place: str, view: CheckpointView) -> Iterator[Repair]:
@@ -92,10 +93,10 @@ def targets(view: CheckpointView, source: "ComparedSource | None") -> Changes:
     """The config with an ignore list and targets that agree with the tensors."""
     if not view.config_groups:
         return Changes()
-    repaired = _with(view, ignore=_without_quantized(view))
+    repaired = _with(view, "ignore", _without_quantized(view))
     for group in view.config_groups:
-        repaired = _with(repaired, targets=(group.name, _targets(repaired, group)))
-    repaired = _with(repaired, ignore=(*repaired.ignore, *_unquantized(repaired)))
+        repaired = _with(repaired, "targets", _targets(repaired, group), "config_groups", group.name)
+    repaired = _with(repaired, "ignore", (*repaired.ignore, *_unquantized(repaired)))
     repairs = tuple(_list_repairs(view, repaired))
     return Changes(config=repaired.index.config, repairs=repairs) if repairs else Changes()
 
@@ -156,18 +157,10 @@ def _unquantized(view: CheckpointView) -> Iterator[str]:
     yield from (name for name in ignored(modules, missing, (), view.names) if name not in view.ignore)
 
 
-def _with(
-    view: CheckpointView,
-    *,
-    ignore: Sequence[str] | None = None,
-    targets: tuple[str, Sequence[str]] | None = None,
-) -> CheckpointView:
-    """The checkpoint with another ignore list, or other targets of a config group."""
+def _with(view: CheckpointView, key: str, names: Sequence[str], *place: str) -> CheckpointView:
+    """The checkpoint with another list in its quantization config: `ignore`, or the targets of a group."""
     config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
-    if ignore is not None:
-        inside(config, QUANTIZATION_CONFIG)["ignore"] = list(ignore)
-    if targets is not None:
-        inside(config, QUANTIZATION_CONFIG, "config_groups", targets[0])["targets"] = list(targets[1])
+    inside(config, QUANTIZATION_CONFIG, *place)[key] = list(names)
     return CheckpointView(replace(view.index, config=config), view.reader)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vexport.checkpoint.chat_template import copy_named_templates
-from vexport.checkpoint.index import INDEX_NAME, SourceIndex, read_header, unchanged
+from vexport.checkpoint.index import INDEX_NAME, read_header
 from vexport.checkpoint.reader import Derived, DerivedReader, Reader
 from vexport.checkpoint.writer import header_bytes
 from vexport.checks.vllm.view import CheckpointView
@@ -64,17 +64,11 @@ def apply(view: CheckpointView, changes: Changes) -> CheckpointView:
     """The checkpoint with the changes; the tensors of one edit are in memory at a time."""
     computed, stored = lru_cache(maxsize=1)(lambda make: make()), view.index.tensors
     derived: dict[str, Derived] = {}
-    fresh: dict[str, list[str]] = {}
     for edit in changes.edits:
         for key, spec in edit.tensors.items():
-            source = stored.get(spec.name) or stored[edit.near]
+            source = stored.get(spec.name, stored[edit.near])
             derived[spec.name] = _derived(key, spec, source, partial(computed, edit.make))
-            if spec.name not in stored:
-                fresh.setdefault(edit.near, []).append(spec.name)
-    tensors: dict[str, TensorInfo] = {}  # new ones come after the one that they are near
-    for name, tensor in stored.items():
-        tensors[name] = derived[name].info(name) if name in derived else tensor
-        tensors |= {new: derived[new].info(new) for new in fresh.get(name, ())}
+    tensors = {**stored, **{name: each.info(name) for name, each in derived.items()}}
     config = view.index.config if changes.config is None else changes.config
     reader = DerivedReader(view.reader, derived) if derived else view.reader
     return CheckpointView(replace(view.index, config=config, tensors=tensors), reader)
@@ -97,11 +91,6 @@ def write_repaired(view: CheckpointView, folder: Path, *, on_progress: OnProgres
 
     `on_progress` counts the bytes of the weights. Memory holds one edit or one part of a file.
     """
-    with unchanged(view.index):
-        _write_files(view, folder, on_progress)
-
-
-def _write_files(view: CheckpointView, folder: Path, on_progress: OnProgress) -> None:
     index = view.index
     files: dict[Path, list[TensorInfo]] = {}
     for tensor in index.tensors.values():
@@ -118,21 +107,20 @@ def _write_files(view: CheckpointView, folder: Path, on_progress: OnProgress) ->
         done += sum(tensor.num_bytes for tensor in tensors)
         on_progress("write", done, index.num_bytes)
     if (index.root / INDEX_NAME).is_file():
-        write_text(folder / INDEX_NAME, _index_text(index))
+        metadata = read_json_object(index.root / INDEX_NAME).get("metadata")
+        kept = metadata if isinstance(metadata, dict) else {}
+        weight_map = {name: tensor.file.name for name, tensor in sorted(index.tensors.items())}
+        content = {"metadata": {**kept, "total_size": index.num_bytes}, "weight_map": weight_map}
+        write_text(folder / INDEX_NAME, json.dumps(content, indent=2) + "\n")
     for path in index.side_files:
         shutil.copyfile(path, folder / path.name)
     record_digests(folder, digests)
     copy_named_templates(index.root, folder)
-    _write_config(index, folder)
-
-
-def _index_text(index: SourceIndex) -> str:
-    """The index of what is written; other metadata of the old one stays."""
-    metadata = read_json_object(index.root / INDEX_NAME).get("metadata")
-    kept = metadata if isinstance(metadata, dict) else {}
-    weight_map = {name: tensor.file.name for name, tensor in sorted(index.tensors.items())}
-    content = {"metadata": {**kept, "total_size": index.num_bytes}, "weight_map": weight_map}
-    return json.dumps(content, indent=2) + "\n"
+    config = index.root / "config.json"
+    if index.config == read_json_object(config):
+        shutil.copyfile(config, folder / config.name)
+    else:
+        write_text(folder / config.name, json.dumps(index.config, indent=2) + "\n")
 
 
 def _is_untouched(view: CheckpointView, file: Path, tensors: list[TensorInfo]) -> bool:
@@ -149,11 +137,3 @@ def _write(view: CheckpointView, tensors: list[TensorInfo], target: Path) -> Non
             assert len(data) == tensor.num_bytes, f"{tensor.name}: {len(data)} bytes, not {tensor.num_bytes}"
             file.write(data)
             view.reader.release([tensor])
-
-
-def _write_config(index: SourceIndex, folder: Path) -> None:
-    old = index.root / "config.json"
-    if index.config == read_json_object(old):
-        shutil.copyfile(old, folder / old.name)
-    else:
-        write_text(folder / old.name, json.dumps(index.config, indent=2) + "\n")
