@@ -39,6 +39,7 @@ LATE = frozenset(
         *(PROGRESS_FD, SWITCH, "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TORCHDYNAMO_DISABLE"),
         *("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "VEXPORT_NO_VERIFY", "COLUMNS", "NO_COLOR", "PWD"),
         "HF_HUB_DISABLE_PROGRESS_BARS",
+        "VEXPORT_API_KEY",
     }
 )
 # Of what a worker leaves open.

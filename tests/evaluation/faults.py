@@ -1,4 +1,4 @@
-"""Checkpoints of the demo model that are broken on purpose, and a kernel that is."""
+"""Checkpoints of the demo model that are broken on purpose."""
 
 import shutil
 from pathlib import Path
@@ -13,24 +13,6 @@ ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "scenarios" / "demo"
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} . {% endfor %}"
 WRONG_TEMPLATE = TEMPLATE.replace("m['role']", "'user'")
-BAD_KERNEL = '''
-"""Forgets the last sixteen input features, as a kernel with a wrong tail would."""
-
-import torch
-
-
-def register() -> None:
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
-        CompressedTensorsLinearMethod,
-    )
-
-    right = CompressedTensorsLinearMethod.apply
-
-    def wrong(self, layer, x, bias=None):
-        return right(self, layer, torch.cat([x[..., :-16], torch.zeros_like(x[..., -16:])], dim=-1), bias)
-
-    CompressedTensorsLinearMethod.apply = wrong
-'''
 
 
 def quantized(folder: Path, scheme: str = "NVFP4A16") -> Path:
@@ -67,14 +49,4 @@ def with_own_global_scales(source: Path, folder: Path) -> Path:
         tensors[f"{name}.weight_scale"] = (scale.float() / 4).to(scale.dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     forget_digests(folder)
-    return folder
-
-
-def bad_kernel(folder: Path) -> Path:
-    """A folder for PYTHONPATH that brings every vLLM process the bad kernel."""
-    metadata = folder / "bad_kernel-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (folder / "bad_kernel.py").write_text(BAD_KERNEL)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: bad-kernel\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nbad_kernel = bad_kernel:register\n")
     return folder

@@ -1,4 +1,4 @@
-"""Where a loss comes from: transformers for real, stubs for vLLM, which the last tests run."""
+"""Where a loss comes from: transformers for real, stubs for vLLM (for real in tests/run)."""
 
 from dataclasses import replace
 from functools import cache
@@ -12,7 +12,6 @@ from tests.evaluation.faults import (
     DEMO,
     TEMPLATE,
     WRONG_TEMPLATE,
-    bad_kernel,
     quantized,
     with_own_global_scales,
     with_swapped_scales,
@@ -23,9 +22,6 @@ from vexport.engine.reference import reference_logprobs
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import Scored
 from vexport.records import Attribution, Outcome
-from vexport.run.options import EngineOptions
-from vexport.run.serving import Questions, serve_model
-from vexport.scenario.serve import Serve
 
 TEXTS = (
     "4 7 + 3 8 = 5 8 0 . the tool of taruna is lever .",
@@ -159,50 +155,3 @@ def test_a_failure_without_any_distance_is_the_harness(tmp_path: Path, prompts: 
     assert broken is not None
     assert broken.engine
     assert (broken.cause, broken.engine.mean_kl) == ("kernel", 100)
-
-
-OPTIONS = EngineOptions(
-    serve=Serve(), vllm_python=None, trust_remote_code=False, on_progress=lambda *step: None
-)
-
-
-def served(checkpoint: Path, folder: Path) -> Scored:
-    found = serve_model(checkpoint.name, checkpoint, folder, OPTIONS, Questions(texts=TEXTS)).scored
-    assert found is not None
-    return found
-
-
-@pytest.fixture(scope="module")
-def chat_baseline(tmp_path_factory: pytest.TempPathFactory) -> Scored:
-    folder = tmp_path_factory.mktemp("baseline")
-    return served(with_template(DEMO / "model", folder / "model", TEMPLATE), folder / "session")
-
-
-@pytest.fixture(scope="module")
-def chat_export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("export")
-    return with_template(quantized(folder / "plain"), folder / "nvfp4a16", TEMPLATE)
-
-
-def blamed_in_vllm(baseline: Scored, candidate: Path, folder: Path) -> Attribution:
-    found = attribute(baseline, served(candidate, folder / "session"), limit=0.1, outcome="FAIL")
-    assert found is not None
-    return found
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_a_bad_kernel_in_vllm(
-    chat_baseline: Scored, chat_export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(bad_kernel(tmp_path / "plugin")), prepend=":")
-    found = blamed_in_vllm(chat_baseline, chat_export, tmp_path)
-    assert found.cause == "kernel"
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_scales_the_loader_joins_in_vllm(chat_baseline: Scored, chat_export: Path, tmp_path: Path) -> None:
-    found = blamed_in_vllm(chat_baseline, with_own_global_scales(chat_export, tmp_path / "own"), tmp_path)
-    assert found.cause == "loader"
-    assert "global_scale" in found.reason

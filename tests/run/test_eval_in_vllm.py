@@ -1,41 +1,55 @@
-"""Held-out text and tasks decide in the real vLLM; the scores come before what explains them."""
+"""Held-out text, tasks and a real `vllm serve` decide; the scores come before what explains them."""
 
 import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.command import vexport
-from tests.evaluation.faults import DEMO, quantized, with_swapped_scales
+from tests.evaluation.faults import DEMO, quantized, with_own_global_scales
+from vexport.evaluation.endpoint import API_KEY
 
 TEXT = DEMO / "calibration.jsonl"
+KEY = "sk-of-nobody-else"
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def scenario(folder: Path, **limits: float) -> Path:
+    text = {"text": str(TEXT), "text_rows": 12, "text_tokens": 64, "speculative": "ngram"}
     content = {
         "name": "text",
         "source": str(DEMO / "model"),
         "rules": [{"match": "Linear", "scheme": "FP8_DYNAMIC"}],
-        "evaluate": {"text": str(TEXT), "text_rows": 12, "text_tokens": 64, **limits},
+        "evaluate": {**text, **limits},
     }
     path = folder / "text.yaml"
     path.write_text(yaml.safe_dump(content))
     return path
 
 
-def test_text_decides_in_the_place_of_tasks(tmp_path: Path) -> None:
+def test_text_and_accepted_drafts_decide_in_the_place_of_tasks(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     ran = vexport("run", scenario(tmp_path), "--run-dir", folder, "--quiet")
     assert ran.code == 0, ran.stderr
     report = json.loads((folder / "report.json").read_text())
     text = report["verdict"]["text"]
     assert (text["rows"], text["tokens"], text["positions"]) == (12, 12 * 63, 12 * 63)
-    assert [limit["outcome"] for limit in text["limits"]] == ["PASS", "PASS"]
+    assert [limit["outcome"] for limit in text["limits"]] == ["PASS"] * 3
     assert 0 < text["limits"][0]["value"] == pytest.approx(report["drift"]["mean_kl"], rel=1e-6)
     assert text["baseline_nll"] == pytest.approx(report["drift"]["baseline_nll"], abs=1e-3)
     assert 0.5 < text["top1_agreement"] <= 1
+    acceptance = text["acceptance"]
+    assert 1 < acceptance["candidate"] == pytest.approx(acceptance["baseline"], rel=0.05)
+    assert 1 <= acceptance["draft_tokens"][0] <= 3
     assert not list(folder.rglob("results_*.json"))
     for name in ("report.html", "report.md", "model-card.md", "junit.xml"):
         assert "KL to the baseline" in (folder / name).read_text()
@@ -45,31 +59,57 @@ def test_text_decides_in_the_place_of_tasks(tmp_path: Path) -> None:
     assert "KL to the baseline" in again.stdout
 
 
-def test_drafts_of_the_same_model_are_accepted_alike(tmp_path: Path) -> None:
-    model = DEMO / "model"
-    command = ("eval", model, "--baseline", model, "--text", TEXT, "--text-rows", "10", "--text-tokens", "64")
-    drafting = ("--speculative", "ngram", "--format", "json", "--output-dir", tmp_path / "out")
-    done = vexport(*command, *drafting)
-    assert done.code == 0, done.stderr
-    text = json.loads(done.stdout)["text"]
-    acceptance, fall = text["acceptance"], text["limits"][2]
-    assert acceptance["baseline"] == acceptance["candidate"] > 1
-    assert 1 <= acceptance["draft_tokens"][0] <= 3
-    assert (fall["outcome"], fall["value"]) == ("PASS", 0)
+@contextmanager
+def serving(log: Path) -> Iterator[str]:
+    """The address of vLLM's server of the demo model, which asks for the key."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO / "model")]
+    command += ["--host", "127.0.0.1", "--port", port, "--enforce-eager", "--max-num-seqs", "16"]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **environment, "TORCHDYNAMO_DISABLE": "1"}
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
+    try:
+        while b"startup complete" not in log.read_bytes():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def test_scores_come_first_and_the_cause_of_a_loss_after_them(tmp_path: Path) -> None:
+def answers(folder: Path) -> list[tuple[object, object, object]]:
+    rows = [json.loads(line) for file in folder.glob("samples_*") for line in file.read_text().splitlines()]
+    return sorted((row["prompt_hash"], row["doc_id"], row["resps"]) for row in rows)
+
+
+def test_a_server_answers_as_an_engine_and_the_cause_of_a_loss_comes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(API_KEY, KEY)
     tasks = f"{DEMO}/tasks/addition.yaml,{DEMO}/tasks/facts.yaml"
-    out, broken = tmp_path / "out", with_swapped_scales(quantized(tmp_path / "whole"), tmp_path / "broken")
-    ran = vexport(
-        *("eval", DEMO / "model", broken, "--baseline", DEMO / "model"),
-        *("--tasks", tasks, "--limit", "100", "--margin", "0.05", "--output-dir", out, "--quiet"),
-    )
+    out, broken = tmp_path / "out", with_own_global_scales(quantized(tmp_path / "whole"), tmp_path / "broken")
+    with serving(tmp_path / "server.log") as url:
+        ran = vexport(
+            *("eval", url, broken, "--baseline", DEMO / "model", "--output-dir", out, "--quiet"),
+            *("--tasks", tasks, "--limit", "100", "--margin", "0.05"),
+        )
     assert ran.code == 1, ran.stderr
     table, _, cause = ran.stdout.partition(f"\n{broken}\n")
-    assert f"{DEMO}/model *" in table
+    assert f"{url} *" in table
     assert "addition loses" in table
-    assert cause.startswith("cause         the quantization: the exported weights are")
+    assert cause.startswith("cause         the loader: ")
+    assert "global_scale" in cause
+    served, engine = out / "candidate" / "1-v1", out / "candidate" / "2-broken"
+    assert answers(out / "baseline") == answers(served)
+    assert answers(engine) != answers(served)
     # Nothing explains a pass.
-    assert not (out / "candidate" / "1-model" / "reference.safetensors").exists()
-    assert (out / "candidate" / "2-broken" / "reference.safetensors").exists()
+    assert not (served / "reference.safetensors").exists()
+    assert (engine / "reference.safetensors").exists()
+    files = [file.read_bytes() for file in out.rglob("*") if file.is_file()]
+    assert not any(KEY.encode() in content for content in (*files, ran.stdout.encode(), ran.stderr.encode()))
