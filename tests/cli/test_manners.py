@@ -16,7 +16,7 @@ from tests.engine.fixtures import write_tokenizer
 from tests.models import Good
 from tests.mutations.edits import drop, spoiled
 from vexport.cli.entry import MAX_CHARACTERS
-from vexport.cli.help import SECTIONS
+from vexport.cli.options import SECTIONS
 from vexport.reports.catalog import all_sections, checks, find_section, observers, schemes
 
 DOWN = "model.layers.2.mlp.down_proj.weight_scale"

@@ -11,8 +11,6 @@ from threading import Timer
 from types import FrameType
 from typing import NoReturn
 
-# The logger of progress: written to logs; terminals show bars instead.
-PROGRESS = "vexport.progress"
 INTERRUPTED = "Interrupted. Run the same command again to resume"
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 # Seconds that a command has to end its engines before the process exits.

@@ -1,19 +1,34 @@
-"""The exit codes, the answer in colour, and how findings become a code: shared by all commands."""
+"""What all commands share: the answer in colour, progress on stderr, and how findings become an exit code."""
 
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import click
 from click.core import ParameterSource
 
-from vexport.cli.help import SectionedCommand
-from vexport.cli.options import answer_file
+from vexport.cli.options import SectionedCommand, answer_file
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError
-from vexport.records import ENGINE_CHECK, CheckReport, DryLoadReport, Finding, LoadReport, Plan
+from vexport.records import (
+    ENGINE_CHECK,
+    PROGRESS_DETAIL,
+    CheckReport,
+    DryLoadReport,
+    Finding,
+    LoadReport,
+    OnProgress,
+    Plan,
+    silent,
+)
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 # Words that are coloured at the start of a line, or in a column, of a text report.
 _SHADES = {
@@ -93,16 +108,10 @@ def print_text(text: str) -> None:
     from vexport.files import write_text
     from vexport.outputs.replaceable import require_new_answer
 
-    require_new_answer(file, list(_given_paths(context)))
+    values = (value if isinstance(value, tuple) else (value,) for value in context.params.values())
+    given_paths = [Path(each).expanduser() for each in chain(*values) if isinstance(each, str | Path)]
+    require_new_answer(file, given_paths)
     write_text(file, text if text.endswith("\n") else f"{text}\n")
-
-
-def _given_paths(context: click.Context) -> Iterator[Path]:
-    """Yield the values that a command was given that may be paths."""
-    for value in context.params.values():
-        for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, str | Path):
-                yield Path(item).expanduser()
 
 
 def add_step_summary(markdown: str) -> None:
@@ -194,3 +203,98 @@ def conclude(outcome: str, name: str, reason: str) -> None:
     if outcome == "INCONCLUSIVE":
         fix = "the report says what would settle it" if why else "see what would settle it above"
         raise Inconclusive(name, got=f"INCONCLUSIVE{why}", need="", fix=fix)
+
+
+LINE_EVERY_SECONDS = 15.0
+# Time left is by the mean speed since the start: a layer can take longer than what rich looks back at.
+ALL_OF_IT_SECONDS = 1e6
+
+
+@contextmanager
+def progress_display(*, quiet: bool) -> Iterator[OnProgress]:
+    """Yield the function that stages report to: it shows bars on a terminal, else a line now and then."""
+    if quiet:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+        yield silent
+        return
+    if not sys.stderr.isatty():
+        # Not rich's own answer: FORCE_COLOR, which CI sets, asks for colour and not for bars that move.
+        yield PlainDisplay()
+        return
+    display = BarDisplay()
+    try:
+        yield display
+    finally:
+        if display.bars.tasks:
+            display.bars.stop()
+
+
+class BarDisplay:
+    """One bar for each stage."""
+
+    def __init__(self) -> None:
+        from rich import progress
+        from rich.console import Console
+
+        self.bars: Progress = progress.Progress(
+            progress.SpinnerColumn(finished_text="✓"),
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(bar_width=24),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
+            console=Console(stderr=True),
+            speed_estimate_period=ALL_OF_IT_SECONDS,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Move the stage's bar, and say what is true of it now."""
+        name, total = stage.partition(PROGRESS_DETAIL)[0], max(total, 1)
+        self.bars.start()
+        if name not in self._tasks:
+            self._tasks[name] = self.bars.add_task("", total=total)
+        self.bars.update(
+            self._tasks[name], description=_whole(stage), completed=min(done, total), total=total
+        )
+
+
+class PlainDisplay:
+    """A line when a stage starts, at most every fifteen seconds with the time left, and when it ends.
+
+    What is true of a stage at a moment (PROGRESS_DETAIL) is a line when it changes.
+    """
+
+    def __init__(self) -> None:
+        self._started: dict[str, float] = {}
+        self._printed: dict[str, float] = {}
+        self._shown: set[str] = set()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Print where the stage is, if it is time to."""
+        now, name = time.monotonic(), stage.partition(PROGRESS_DETAIL)[0]
+        is_first, is_end = name not in self._started, done >= total
+        seconds = now - self._started.setdefault(name, now)
+        if name in self._shown:  # it has ended
+            return
+        if is_first and is_end:  # an event without a duration
+            line = _whole(stage)
+        elif stage != name and stage not in self._shown:
+            line, is_end = f"{_whole(stage)}, {done} of {total}", False
+        elif is_end:
+            line = f"{name}: done in {seconds:.1f} s"
+        elif is_first:
+            line = f"{name} ..."
+        elif now - self._printed[name] >= LINE_EVERY_SECONDS:
+            left = f", {seconds / done * (total - done):.0f} s left" if done else ""
+            line = f"{name}: {done} of {total}{left}"
+        else:
+            return
+        self._printed[name] = now
+        self._shown |= {name, stage} if is_end else {stage} - {name}
+        print(line, file=sys.stderr, flush=True)
+
+
+def _whole(stage: str) -> str:
+    """A stage's name with what is true of it now."""
+    return stage.replace(PROGRESS_DETAIL, " ")

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vexport.cli.base import add_step_summary, command, print_text, require_judged, require_no, require_ok
+from vexport.cli.base import (
+    add_step_summary,
+    command,
+    print_text,
+    progress_display,
+    require_judged,
+    require_no,
+    require_ok,
+)
 from vexport.cli.engine import Interpreter, interpreter_option
 from vexport.cli.options import Answer, device_options, format_option, option, speculative_option, vllm_option
 from vexport.errors import VexportError, file_problem
@@ -76,7 +84,6 @@ def check(
     """
     from vexport.checks import CHECKS, FILES, INTERNAL
     from vexport.checks.vllm.view import Target
-    from vexport.cli.terminal import progress_display
     from vexport.reports import render_checks, summarize_checks
 
     with progress_display(quiet=answer.quiet) as on_progress:

@@ -7,14 +7,14 @@ import os
 import sys
 import tomllib
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import click
 
-from vexport.cli import INTERRUPTED, PROGRESS
+from vexport.cli import INTERRUPTED
 from vexport.cli.base import wants_colour
-from vexport.cli.help import WIDEST, OrderedGroup
+from vexport.cli.options import WIDEST, OrderedGroup
 from vexport.errors import (
     EnvironmentFaults,
     InputError,
@@ -90,7 +90,6 @@ def _show_log() -> None:
     is_verbose, is_quiet = given & {"--debug", "-v", "--verbose"}, given & {"-q", "--quiet"}
     logger = logging.getLogger("vexport")
     lines = _Lines(logging.DEBUG if is_verbose else logging.WARNING if is_quiet else logging.INFO)
-    lines.addFilter(lambda record: record.name != PROGRESS)  # which is shown as it is
     logger.addHandler(lines)
     logger.setLevel(logging.DEBUG)
 
@@ -157,32 +156,34 @@ def default_map(group: click.Group) -> dict[str, dict[str, object]]:
     if not table:
         return {}
     context = click.Context(group)
-    commands = ((name, group.get_command(context, name)) for name in group.list_commands(context))
-    options = {name: _options(command) for name, command in commands if command}
-    shared = {key: value for key, value in table.items() if not isinstance(value, dict)}
-    for name in table.keys() - shared.keys() - options.keys():
+    commands = {name: group.get_command(context, name) for name in group.list_commands(context)}
+    options = {name: _options(command) for name, command in commands.items() if command}
+    tables = {key: value for key, value in table.items() if isinstance(value, dict)}
+    shared = {key: value for key, value in table.items() if key not in tables}
+    for name in tables.keys() - options.keys():
         fix = f"name a command{nearest(name, [*options])}"
         raise InputError(f"{where}: [{name}]", got="no command of vexport", need="one", fix=fix)
-    for key in shared:
-        known = [name for each in options.values() for name in each]
+    every = {name: option for each in options.values() for name, option in each.items()}
+    _require_known(f"{where}: ", shared, every)
+    defaults: dict[str, dict[str, object]] = {}
+    for name, known in options.items():
+        own = tables.get(name, {})
+        _require_known(f"{where}: {name}.", own, known)
+        settings = {known[key]: value for key, value in (shared | own).items() if key in known}
+        defaults[name] = {str(option.name): _value(option, value) for option, value in settings.items()}
+    return defaults
+
+
+def _require_known(where: str, settings: Iterable[str], known: Mapping[str, click.Option]) -> None:
+    """InputError for a setting that is no option, or one that a file may not set."""
+    for key in settings:
+        place = f"{where}{key}"
+        if key.replace("-", "_") in NEVER:
+            got = "it may run code or destroy: only a call itself says so"
+            raise InputError(place, got=got, need="", fix="remove it")
         if key not in known:
-            raise _unknown(f"{where}: {key}", key, known)
-    return {
-        name: dict(_values(where, name, shared, table.get(name, {}), each)) for name, each in options.items()
-    }
-
-
-def _values(
-    where: str, name: str, shared: Mapping[str, object], own: object, options: Mapping[str, click.Option]
-) -> Iterator[tuple[str, object]]:
-    """The defaults of a command's options, those of its own table last."""
-    table = own if isinstance(own, dict) else {}
-    for key in table:
-        if key not in options:
-            raise _unknown(f"{where}: {name}.{key}", key, [*options])
-    for key, value in (*shared.items(), *table.items()):
-        if key in options:
-            yield str(options[key].name), _value(options[key], value)
+            fix = f"correct it{nearest(key, [*known])}"
+            raise InputError(place, got="no option that a file may set", need="one", fix=fix)
 
 
 def _table() -> tuple[str, Mapping[str, object]]:
@@ -212,14 +213,6 @@ def _options(command: click.Command) -> dict[str, click.Option]:
     """The options that a file may set, by their names on the command line without dashes."""
     options = [each for each in command.params if isinstance(each, click.Option) and each.name not in NEVER]
     return {name.lstrip("-"): option for option in options for name in option.opts if name.startswith("--")}
-
-
-def _unknown(where: str, key: str, known: list[str]) -> InputError:
-    if key.replace("-", "_") in NEVER:
-        got = "it may run code or destroy: only a call itself says so"
-        return InputError(where, got=got, need="", fix="remove it")
-    fix = f"correct it{nearest(key, known)}"
-    return InputError(where, got="no option that a file may set", need="one", fix=fix)
 
 
 def _value(option: click.Option, value: object) -> object:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vexport.cli.base import add_text_summary, command, conclude, print_text
+from vexport.cli.base import add_text_summary, command, conclude, print_text, progress_display
 from vexport.cli.engine import (
     Interpreter,
     Session,
@@ -149,7 +149,6 @@ def evaluate(
       vexport eval OUT --baseline MODEL --text held-out.jsonl
       vexport eval http://new:8000/v1 --baseline http://old:8000/v1 --task gsm8k
     """
-    from vexport.cli.terminal import progress_display
     from vexport.engine.session import require_engine
 
     options = click.get_current_context().params

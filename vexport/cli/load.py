@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import click
 
-from vexport.cli.base import command, given, print_text, require_loaded
+from vexport.cli.base import command, given, print_text, progress_display, require_loaded
 from vexport.cli.engine import Interpreters, Session, engine_arg_option, interpreters_option, session_options
 from vexport.cli.options import Answer, device_options, format_option, gpu_option, option, speculative_option
 from vexport.errors import VexportError
@@ -68,7 +68,6 @@ def load(
       vexport load OUT SOURCE --dry --gpu H100,L40S
       vexport load OUT --mode both --vllm-python old/bin/python --vllm-python new/bin/python
     """
-    from vexport.cli.terminal import progress_display
     from vexport.reports import render_loads
 
     _require_consistent(dry, mode, session)

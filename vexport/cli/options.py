@@ -1,8 +1,11 @@
-"""Options that several commands share, as decorators."""
+"""The layout of help, and the options that several commands share, as decorators."""
 
+import inspect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,93 @@ from vexport.version import short_version
 
 if TYPE_CHECKING:
     from vexport.formats.base import Card
+
+WIDEST = 100
+OTHERS = "Options"
+# The sections in their order; an option that none of them names stands under "Options".
+SECTIONS = {
+    "Scheme": "scheme recipe observer input_observer rounding group_size ignore kv_cache "
+    "on_unsupported_shape smoothing revision",
+    "Comparison": "baseline against accept source",
+    "Calibration": "calibration samples seq_len seed pack all_experts device",
+    "Tasks": "tasks text text_rows text_tokens include_path limit batch_size",
+    "Prompts": "apply_chat_template chat_template system_instruction num_fewshot "
+    "fewshot_as_multiturn gen_kwargs seeds max_gen_toks think_end_token enable_thinking",
+    "Verdict": "margin alpha gate kl_limit nll_limit attribution attribution_seconds",
+    "vLLM": "tp sm cards vllm dry static strict speculative mode vllm_python max_model_len "
+    "max_num_seqs gpu_memory_utilization dtype engine_args timeout trust_remote_code",
+    "Servers": "tokenizer model baseline_model concurrency request_timeout retry_seconds",
+    OTHERS: "",
+    "Output": "format_ answer_file every output_dir run_dir max_shard_size overwrite quiet verbose debug "
+    "help",
+}
+
+
+class SectionedCommand(click.Command):
+    """A command whose options stand in the sections of `SECTIONS`."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Call the command; a parameter whose type is a dataclass takes the options named as its fields."""
+        assert self.callback is not None
+        return ctx.invoke(self.callback, **grouped(self.callback, ctx.params))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Every section that has options, in the order of `SECTIONS`."""
+        every = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
+        options = {"help" if "--help" in each.opts else each.name: each for each in every}
+        sections = {title: names.split() for title, names in SECTIONS.items()}
+        sections[OTHERS] = [name for name in options if name not in " ".join(SECTIONS.values()).split()]
+        for title, names in sections.items():
+            chosen = [options[name] for name in names if name in options]
+            rows = [_short(option, record) for option in chosen if (record := option.get_help_record(ctx))]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+def grouped(function: Callable[..., object], values: Mapping[str, object]) -> dict[str, object]:
+    """The arguments of a command's function from the values of its options and arguments."""
+    kinds = {name: each.annotation for name, each in inspect.signature(function).parameters.items()}
+    return {
+        name: kind(**{field.name: values[field.name] for field in fields(kind)})
+        if isinstance(kind, type) and is_dataclass(kind)
+        else values[name]
+        for name, kind in kinds.items()
+    }
+
+
+class OrderedGroup(click.Group):
+    """Commands in the order of work, each imported when it is asked for: `module:function` of vexport.cli."""
+
+    def __init__(self, *, commands_in: Mapping[str, str], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.places = commands_in
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of a name."""
+        module, _, function = self.places.get(cmd_name, "").partition(":")
+        return getattr(import_module(f"vexport.cli.{module}"), function) if module else None
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names in the order of work."""
+        return list(self.places)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Name and first sentence of each command, then the options of all."""
+        commands = ((name, self.get_command(ctx, name)) for name in self.places)
+        rows = [(name, command.get_short_help_str(limit=1000)) for name, command in commands if command]
+        records = (parameter.get_help_record(ctx) for parameter in self.get_params(ctx))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+        with formatter.section(OTHERS):
+            formatter.write_dl([record for record in records if record is not None])
+
+
+def _short(option: click.Option, record: tuple[str, str]) -> tuple[str, str]:
+    """The line of an option in help; of a switch `--[no-]verify`."""
+    on, off = option.opts[-1], next(iter(option.secondary_opts), "")
+    return (f"--[no-]{on[2:]}", record[1]) if off == f"--no-{on[2:]}" else record
+
 
 Function = Callable[..., None]
 Decorator = Callable[[Function], Function]
@@ -111,43 +201,38 @@ class Real(click.FloatRange):
 
 PATH = click.Path(path_type=Path)
 POSITIVE = Count(1)
-# The most digits of a number of bytes: beyond any disk.
-MOST_DIGITS = 18
 BYTE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
 
 
 def byte_size(text: str) -> int:
     """A number of bytes, written as transformers does: 5GB, 200MB. A type for click."""
-    digits = text.upper().rstrip("GMKB")
-    unit = BYTE_UNITS.get(text.upper().removeprefix(digits))
-    if not digits.isdecimal() or len(digits) > MOST_DIGITS or not int(digits) or unit is None:
+    match = re.fullmatch("0*([1-9][0-9]{0,17})([KMG]B|)", text.upper())
+    if match is None:
         raise click.BadParameter(f"{text!r} is no size; write 5GB, 200MB or a number of bytes.")
-    return int(digits) * unit
+    return int(match[1]) * BYTE_UNITS[match[2]]
 
 
-def numbers(text: str, of: str = "GPUs") -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
     """Tensor parallel sizes separated by commas, each once: `1,2,4`. A type for click."""
     parts = [part.strip() for part in text.split(",")]
-    wrong = [part for part in parts if not (part.isascii() and part.isdecimal() and int(part))]
-    if wrong:
-        raise click.BadParameter(f"{wrong[0]!r} is not a number of {of}; write whole numbers like 1,2,4.")
-    return tuple(dict.fromkeys(int(part) for part in parts))
+    for part in parts:
+        if not re.fullmatch("0*[1-9][0-9]*", part):
+            raise click.BadParameter(f"{part!r} is not a number of GPUs; write whole numbers like 1,2,4.")
+    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def capabilities(text: str) -> tuple[int, ...]:
     """Compute capabilities separated by commas, each once: `80,90`, `9.0` or `sm90`. A type for click."""
     from vexport.formats.base import GENERATIONS, parse_capability
 
-    listed = []
-    for part in (part.strip() for part in text.split(",")):
-        number = parse_capability(part)
+    parsed = {part: parse_capability(part) for part in map(str.strip, text.split(","))}
+    for part, number in parsed.items():
         if number is None:
             known = ", ".join(map(str, GENERATIONS))
             raise click.BadParameter(
                 f"{part!r} is not a known compute capability; write 90 or 9.0. Known: {known}."
             )
-        listed.append(number)
-    return tuple(dict.fromkeys(listed))
+    return tuple(dict.fromkeys(filter(None, parsed.values())))
 
 
 def gpus(text: str) -> tuple["Card", ...]:
@@ -203,11 +288,10 @@ def format_option(formats: tuple[str, ...] = FORMATS, names: str = "-o --output"
 
 def _version(text: str) -> tuple[int, int]:
     """Major and minor number of a version. A type for click."""
-    major, _, rest = text.removeprefix("v").partition(".")
-    minor = rest.partition(".")[0]
-    if not (major.isdecimal() and minor.isdecimal()):
+    match = re.match(r"v?([0-9]+)\.([0-9]+)(?:\.|$)", text)
+    if match is None:
         raise click.BadParameter(f"{text!r} is not a version like 0.30.")
-    return int(major), int(minor)
+    return int(match[1]), int(match[2])
 
 
 revision_option = option("--revision", "Branch, tag or commit of a SOURCE on the hub.", metavar="REV")

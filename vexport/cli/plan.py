@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vexport.cli.base import command, note, print_text, require_plan
+from vexport.cli.base import command, note, print_text, progress_display, require_plan
 from vexport.cli.options import PATH, Answer, answer_file, format_option, option, revision_option
 from vexport.cli.planning import (
     CALIBRATION_OPTIONS,
@@ -77,7 +77,6 @@ def plan(
 
 def _plan_scenario(source: str, revision: str | None, run_dir: Path | None, answer: Answer) -> None:
     """The plan of a scenario, and how many documents its evaluation takes."""
-    from vexport.cli.terminal import progress_display
     from vexport.quantize.auto import plan_scenario
     from vexport.scenario import read_scenario
 
@@ -110,7 +109,6 @@ def _plan_rules(
     source: str, name: str, request: PlanRequest, calibration: CalibrationOptions, answer: Answer
 ) -> None:
     """The plan of a scheme or recipe for a model; `name` is the source with its revision."""
-    from vexport.cli.terminal import progress_display
     from vexport.plan.source import plan_headers, requested
 
     require_consistent(request)
@@ -145,7 +143,6 @@ def _note_time(index: "SourceIndex", plan: Plan, text: "Calibration", on_progres
 
 def _compare_schemes(name: str, request: PlanRequest, answer: Answer) -> None:
     """Print the table of all schemes."""
-    from vexport.cli.terminal import progress_display
     from vexport.plan.build import PlanSettings
     from vexport.plan.source import ignored_rules, table_of_schemes
     from vexport.reports.plan import render_table

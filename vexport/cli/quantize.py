@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from vexport.cli.base import command, note, print_text, require_ok
+from vexport.cli.base import command, note, print_text, progress_display, require_ok
 from vexport.cli.options import (
     PATH,
     Answer,
@@ -75,7 +75,6 @@ def quantize(
     """
     require_extra("numba", "quantizing")
     from vexport.checkpoint.source import DEFAULT, with_revision
-    from vexport.cli.terminal import progress_display
     from vexport.engine.gate import Prover
     from vexport.plan.source import default_text_note, requested, with_needed_text
     from vexport.quantize.job import QuantizeJob, quantize_source
@@ -151,7 +150,6 @@ def repair(checkpoint: Path, out: Path, source: Path | None, overwrite: bool, an
       vexport repair OUT REPAIRED
       vexport repair OUT REPAIRED --source MODEL
     """
-    from vexport.cli.terminal import progress_display
     from vexport.repair import repair_checkpoint
     from vexport.reports.quantized import render_repair
 

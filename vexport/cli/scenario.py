@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vexport.cli.base import add_step_summary, command, conclude, note, print_text
+from vexport.cli.base import add_step_summary, command, conclude, note, print_text, progress_display
 from vexport.cli.engine import Interpreter, attribution_options, interpreter_option, serve_options
 from vexport.cli.options import (
     FORMATS,
@@ -55,7 +55,6 @@ def run(
       vexport run SCENARIO.yaml
       vexport run SCENARIO.yaml --run-dir runs/nightly --format github
     """
-    from vexport.cli.terminal import progress_display
     from vexport.engine.session import require_engine
     from vexport.plan.source import with_default_text
     from vexport.reports import render
@@ -160,7 +159,6 @@ def compare(
       vexport compare MODEL --schemes FP8_DYNAMIC,W4A16,NVFP4A16
       vexport compare MODEL --schemes FP8_DYNAMIC,W8A8 --scenario qwen3.yaml
     """
-    from vexport.cli.terminal import progress_display
     from vexport.engine.session import require_engine
     from vexport.reports import render_comparison
     from vexport.scenario import base_scenario
