@@ -12,7 +12,7 @@ import vexport.api
 from tests.command import ALL_COMMANDS
 from tests.command import vexport as call
 from vexport.api import Calibration, Engine, Evaluate, Rule, Serve, check, evaluate, quantize, verdict
-from vexport.cli.planning import CALIBRATION_OPTIONS
+from vexport.cli.quantize import CALIBRATION_OPTIONS
 from vexport.errors import InputError
 
 TYPES = {each.__name__: each for each in (Calibration, Engine, Evaluate, Rule, Serve)}

@@ -13,8 +13,9 @@ from tests.mutations.edits import drop, put, spoiled
 from vexport.checkpoint.index import read_index
 from vexport.engine.gate import Prover
 from vexport.errors import CheckpointFailed
-from vexport.plan.build import build_plan
+from vexport.plan.build import PlanSettings, build_plan
 from vexport.plan.source import rules_for
+from vexport.quantize.job import QuantizeJob
 from vexport.records import PlanRequest
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
@@ -53,7 +54,8 @@ def failure_of(
     source: Path, folder: Path, *, tp: Sequence[int] = (1,), dry: bool = True
 ) -> CheckpointFailed | None:
     plan = build_plan(read_index(source), rules_for(PlanRequest(scheme="NVFP4A16")))
-    return Prover(out=folder, tp=tp, dry=dry, note=print, keeping=" ".join).failure(folder, plan)
+    job = QuantizeJob(source=str(source), out=folder, rules=(), planning=PlanSettings(ranks=tp))
+    return Prover(note=print, keeping=" ".join, dry=dry).failure(job, folder, plan)
 
 
 @pytest.mark.parametrize(

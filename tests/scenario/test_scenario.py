@@ -82,7 +82,7 @@ def test_unknown_keys_and_schemes_name_the_nearest_and_a_syntax_error_its_line(t
         ("evaluate: {tasks: [a], temperature: 0}", "move it to evaluate.gen_kwargs: {temperature: ...}"),
         ("evaluate: {tasks: [a], max_model_len: 9}", "move it to serve"),
         ("num_fewshot: 2", "move it to evaluate"),
-        ("evaluate: {text: a, endpoint: 'http://a/v1'}", "with tasks alone: text is read here"),
+        ("evaluate: {text: a, endpoint: 'http://a/v1'}", "need tasks alone: text is read here"),
         ("serve: {system_prompt: x}", "write evaluate.system_instruction"),
         ("evaluate: {tasks: [a], gen_kwargs: {temprature: 0}}", "not temprature (did you mean temperature?)"),
     ],

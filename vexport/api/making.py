@@ -11,7 +11,6 @@ from vexport.checkpoint.source import with_revision
 from vexport.engine.gate import Prover
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import (
-    default_text_note,
     ignored_rules,
     plan_headers,
     requested,
@@ -153,9 +152,7 @@ def quantize(
         tp=tuple(tp),
     )
     wanted, settings = requested(request, rules, _warn)
-    wanted, settings, text = with_needed_text(wanted, settings, data, default_calibration())
-    if text is not data:
-        warnings.warn(default_text_note(wanted), stacklevel=2)
+    wanted, settings, text = with_needed_text(wanted, settings, data, default_calibration(), _warn)
     job = QuantizeJob(
         source=with_revision(str(source), revision),
         out=Path(out),
@@ -166,13 +163,9 @@ def quantize(
         trust_remote_code=trust_remote_code,
         shard_bytes=max_shard_size,
         prove=Prover(
-            out=Path(out),
-            tp=tuple(tp),
-            dry=verify and not os.environ.get("VEXPORT_NO_VERIFY"),
-            trust_remote_code=trust_remote_code,
             note=warnings.warn,
             keeping=lambda patterns: f"ignore={[*ignore, *patterns]}",
-            on_progress=on_progress,
+            dry=verify and not os.environ.get("VEXPORT_NO_VERIFY"),
         ).failure,
         on_progress=on_progress,
     )

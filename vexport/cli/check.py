@@ -18,14 +18,13 @@ from vexport.cli.base import (
 )
 from vexport.cli.engine import Interpreter, interpreter_option
 from vexport.cli.options import Answer, device_options, format_option, option, speculative_option, vllm_option
-from vexport.errors import VexportError, file_problem
+from vexport.errors import VexportError
 from vexport.errors.extras import attempt, raise_problems
-from vexport.records import CheckReport
+from vexport.records import CheckReport, OnProgress
 
 if TYPE_CHECKING:
     from vexport.checks import Against
     from vexport.checks.vllm.view import Target
-    from vexport.records import OnProgress
 
 
 @command()
@@ -87,10 +86,15 @@ def check(
     from vexport.reports import render_checks, summarize_checks
 
     with progress_display(quiet=answer.quiet) as on_progress:
-        drafter = _drafter(speculative, on_progress)
-        target = Target(tp=tp or (), sm=sm or (), vllm=vllm, speculative=drafter)
+        if speculative:
+            from vexport.checkpoint.source import resolve_drafter
+
+            speculative = resolve_drafter(speculative, on_progress)
+        target = Target(tp=tp or (), sm=sm or (), vllm=vllm, speculative=speculative)
         against = _against(source, on_progress)
-        roots, problems = _resolved(checkpoints, on_progress)
+        folders = {name: attempt(partial(_folder, name, on_progress), name) for name in checkpoints}
+        problems = {name: error for name, error in folders.items() if isinstance(error, VexportError)}
+        roots = {name: root for name, root in folders.items() if isinstance(root, Path)}
         read = partial(_checked, checkpoints, roots, problems, target, against, digests)
         if static:
             reports = read()
@@ -105,7 +109,7 @@ def check(
                 trust_remote_code=interpreter.trust_remote_code,
                 on_progress=on_progress,
             )
-    if answer.format_ != "text" or len(problems) < len(roots | problems):
+    if answer.format_ != "text" or len(problems) < len(folders):
         print_text(render_checks(reports, answer.format_, (FILES, *CHECKS), every=every))
     if answer.format_ == "github":
         add_step_summary(summarize_checks(reports))
@@ -117,30 +121,13 @@ def check(
         require_judged(reports)
 
 
-def _resolved(
-    names: Sequence[str], on_progress: "OnProgress"
-) -> tuple[dict[str, Path], dict[str, VexportError]]:
-    """The folders of those names that have one, and the errors of the others."""
-    outcomes = {name: attempt(partial(_folder, name, on_progress), name) for name in names}
-    roots = {name: root for name, root in outcomes.items() if isinstance(root, Path)}
-    return roots, {name: problem for name, problem in outcomes.items() if isinstance(problem, VexportError)}
-
-
-def _folder(name: str, on_progress: "OnProgress") -> Path:
+def _folder(name: str, on_progress: OnProgress) -> Path:
     """The folder of a checkpoint; what is none may be a model of the hub."""
     if (folder := Path(name).expanduser()).exists():
         return folder
     from vexport.checkpoint.source import resolve_source
 
     return resolve_source(name, on_progress)
-
-
-def _drafter(speculative: str, on_progress: "OnProgress") -> str:
-    if not speculative:
-        return speculative
-    from vexport.checkpoint.source import resolve_drafter
-
-    return resolve_drafter(speculative, on_progress)
 
 
 def _checked(
@@ -152,27 +139,22 @@ def _checked(
     digests: str | None,
 ) -> list[CheckReport]:
     """A report for each name; `problems` gets the errors of those that could not be read."""
-    from vexport.checks import check_checkpoint, findings_of, internal_error
+    from vexport.checks import check_checkpoint, findings_of
     from vexport.outputs.digests import named_digests
 
-    reports = list[CheckReport]()
-    for name in names:
-        try:
-            if name in problems:
-                raise problems[name]
-            root = roots[name]
-            known = named_digests(digests, root)
-            reports.append(check_checkpoint(name, target, against, root=root, digests=known))
-        except (VexportError, OSError) as error:
-            problems[name] = file_problem(error) if isinstance(error, OSError) else error
-            reports.append(CheckReport(checkpoint=name, ok=False, findings=findings_of(problems[name])))
-        except Exception as error:
-            findings = (internal_error(f"the check of {name}", error),)
-            reports.append(CheckReport(checkpoint=name, ok=False, findings=findings))
-    return reports
+    def check(name: str) -> CheckReport:
+        digests_of_files = named_digests(digests, roots[name])
+        return check_checkpoint(name, target, against, root=roots[name], digests=digests_of_files)
+
+    outcomes = {name: attempt(partial(check, name), name) for name in roots}
+    problems |= {name: error for name, error in outcomes.items() if isinstance(error, VexportError)}
+    reports = [report for report in outcomes.values() if isinstance(report, CheckReport)]
+    for name, error in problems.items():
+        reports.append(CheckReport(checkpoint=name, ok=False, findings=findings_of(error)))
+    return sorted(reports, key=lambda report: names.index(report.checkpoint))
 
 
-def _against(source: str | None, on_progress: "OnProgress") -> "Against | None":
+def _against(source: str | None, on_progress: OnProgress) -> "Against | None":
     """The comparison with a source, which alone needs torch."""
     if source is None:
         return None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vexport.cli.options import PATH, POSITIVE, Real, option, stacked, trust_option
+from vexport.cli.options import PATH, POSITIVE, Real, option, stacked, switch, trust_option
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -43,19 +43,6 @@ class Interpreter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interpreters:
-    """The same for several versions of vLLM; none is vexport's own."""
-
-    vllm_python: tuple[Path, ...]
-    trust_remote_code: bool
-
-    @property
-    def pythons(self) -> tuple[Path | None, ...]:
-        """Each interpreter; None is our own."""
-        return self.vllm_python or (None,)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     """The start of an engine where no scenario says it."""
 
@@ -81,18 +68,13 @@ def _engine_args(
         key = name.strip().removeprefix("--").replace("-", "_")
         if not key or not sign:
             raise click.BadParameter(f"{value!r} is not NAME=VALUE.")
-        parsed = _json_or_text(text)
+        parsed: JsonValue = text
+        with suppress(ValueError):
+            parsed = json.loads(text)
         if arguments.get(key, parsed) != parsed:
             raise click.BadParameter(f"{key} is given as {arguments[key]!r} and as {parsed!r}.")
         arguments[key] = parsed
     return arguments
-
-
-def _json_or_text(text: str) -> "JsonValue":
-    value: JsonValue = text
-    with suppress(ValueError):
-        value = json.loads(text)
-    return value
 
 
 def _keep(context: click.Context, parameter: click.Parameter, value: object) -> None:
@@ -103,11 +85,7 @@ def _keep(context: click.Context, parameter: click.Parameter, value: object) -> 
 
 _own_flag = partial(option, callback=_keep, kept=False, hidden=True)
 attribution_options = stacked(
-    option(
-        "--attribution/--no-attribution",
-        "Look for a loss's cause after the verdict [default: unless PASS].",
-        default=None,
-    ),
+    switch("--attribution", "Look for a loss's cause after the verdict [default: unless PASS]."),
     option("--attribution-seconds", "Longest time for that.", POSITIVE, default=300, shown=True),
 )
 engine_arg_option = stacked(

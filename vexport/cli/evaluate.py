@@ -20,7 +20,6 @@ from vexport.cli.options import PATH, POSITIVE, Answer, answer_file, format_opti
 from vexport.cli.prompting import (
     drift_options,
     prompting_options,
-    require_consistent,
     served_options,
     verdict_options,
 )
@@ -39,31 +38,33 @@ class Comparison:
     against: Path | None
     accept: Path | None
 
-    def with_accepted(self) -> "Comparison":
-        """Move an accepted baseline that is given as --baseline to its own option."""
+    def consistent(self, options: Mapping[str, Any]) -> "Comparison":
+        """The same, with an accepted baseline that is given as --baseline in its own option.
+
+        UsageError where options of `eval` do not go together.
+        """
         from vexport.evaluation.accepted import is_accepted
 
-        path = Path(self.baseline or "")
-        if self.against or path.suffix != ".json" or not is_accepted(path):
-            return self
-        return replace(self, baseline=None, against=path)
-
-    def require_consistent(self, options: Mapping[str, Any]) -> None:
-        """UsageError where options of `eval` do not go together."""
-        compared = bool(self.baseline or self.against)
-        if self.baseline and self.against or not (compared or self.accept):
+        path, baseline, against = Path(self.baseline or ""), self.baseline, self.against
+        if not against and path.suffix == ".json" and is_accepted(path):
+            baseline, against = None, path
+        if baseline and against or not (baseline or against or self.accept):
             raise click.UsageError("Give --baseline SOURCE or --against FILE, or --accept FILE alone.")
-        if (options["kl_limit"] or options["nll_limit"]) and not self.baseline:
+        if (options["kl_limit"] or options["nll_limit"]) and not baseline:
             raise click.UsageError(
                 "--kl-limit and --nll-limit need --baseline, whose log-probabilities they bound."
             )
         if bool(options["tasks"]) == bool(options["text"]):
             raise click.UsageError("Give --task NAME_OR_YAML, or --text DATA in the place of tasks.")
-        if options["text"] is None:
-            if options["text_rows"] or options["text_tokens"] or options["speculative"]:
-                raise click.UsageError("--text-rows, --text-tokens and --speculative need --text.")
-        elif self.baseline is None or self.accept:
+        if options["text"] is None and any(map(options.get, ("text_rows", "text_tokens", "speculative"))):
+            raise click.UsageError("--text-rows, --text-tokens and --speculative need --text.")
+        if options["text"] and (baseline is None or self.accept):
             raise click.UsageError("--text needs --baseline SOURCE alone: both models read it.")
+        if options["chat_template"] and options["apply_chat_template"] is False:
+            raise click.UsageError("--chat-template names a template, --no-apply-chat-template applies none.")
+        if len(options["checkpoints"]) > 1 and self.accept:
+            raise click.UsageError("--accept takes the answers of one CHECKPOINT.")
+        return replace(self, baseline=baseline, against=against)
 
 
 def _tasks(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
@@ -152,35 +153,41 @@ def evaluate(
     from vexport.engine.session import require_engine
 
     options = click.get_current_context().params
-    require_consistent(options)
-    comparison = comparison.with_accepted()
-    comparison.require_consistent(options)
-    serve = session.serve(tp)
+    comparison = comparison.consistent(options)
+    settings, serve = _settings({**options, "baseline": comparison.baseline}), session.serve(tp)
     require_engine((interpreter.vllm_python,))
-    from vexport.run.evaluating import EvalJob, evaluate_checkpoints, explained
+    from vexport.run.evaluating import EvalJob, evaluate_checkpoints, explained, first_line
     from vexport.run.options import Explaining
 
-    if len(checkpoints) > 1 and comparison.accept:
-        raise click.UsageError("--accept takes the answers of one CHECKPOINT.")
-    last = f"and-{len(checkpoints) - 1}-more" if len(checkpoints) > 1 else ""
-    first = checkpoints[0].partition("://")[2].replace(":", "-").split("/")[0] or Path(checkpoints[0]).name
-    name = "-".join(filter(None, (first, last)))
     with progress_display(quiet=answer.quiet) as on_progress:
         job = EvalJob(
             checkpoints=checkpoints,
-            settings=_settings({**options, "baseline": comparison.baseline}),
-            folder=output_dir or Path("runs") / f"eval-{name}",
+            settings=settings,
+            folder=output_dir or Path("runs") / f"eval-{_name(checkpoints)}",
             options=interpreter.options(serve, on_progress),
             overwrite=overwrite,
             against=comparison.against,
             accept=comparison.accept,
         )
         judged = evaluate_checkpoints(job)
-    is_shown = _show_first(judged, answer)
+    # The verdict comes before its cause is looked for; what is for a file or a program is whole.
+    is_shown = answer.format_ == "text" and answer_file(click.get_current_context()) is None
+    if is_shown and _verdicts(judged):
+        print_text(_text(judged))
+    elif not answer.quiet:
+        for verdict in _verdicts(judged):
+            click.echo(f"{verdict.checkpoint}: {first_line(verdict)}", err=True)
     explaining = Explaining(wanted=attribution, seconds=attribution_seconds)
     with progress_display(quiet=answer.quiet) as on_progress:
-        judged = [explained(job, one, explaining, on_progress) for one in judged]
-    _answer(job, judged, answer, is_shown=is_shown)
+        judged = [explained(job, each, explaining, on_progress) for each in judged]
+    _answer(job, judged, answer.format_, is_shown=is_shown)
+
+
+def _name(checkpoints: Sequence[str]) -> str:
+    """The first checkpoint's name or host, and how many more there are."""
+    host = checkpoints[0].partition("://")[2].replace(":", "-").split("/")[0]
+    more = f"-and-{len(checkpoints) - 1}-more" if len(checkpoints) > 1 else ""
+    return (host or Path(checkpoints[0]).name) + more
 
 
 def _settings(options: Mapping[str, Any]) -> "Evaluate":
@@ -195,58 +202,40 @@ def _settings(options: Mapping[str, Any]) -> "Evaluate":
         return Evaluate(**keys)
 
 
-def _show_first(judged: "Sequence[Judged]", answer: Answer) -> bool:
-    """Show the answer before its cause is looked for; False for another form, or a file, which is whole.
-
-    Then a line on stderr tells it.
-    """
-    from vexport.run.evaluating import first_line
-
-    verdicts = [one.verdict for one in judged if one.verdict]
-    is_shown = answer.format_ == "text" and answer_file(click.get_current_context()) is None
-    if is_shown and verdicts:
-        print_text(_text(judged))
-    elif not answer.quiet:
-        for verdict in verdicts:
-            click.echo(f"{verdict.checkpoint}: {first_line(verdict)}", err=True)
-    return is_shown
+def _verdicts(judged: "Sequence[Judged]") -> "list[Verdict]":
+    return [each.verdict for each in judged if each.verdict]
 
 
 def _text(judged: "Sequence[Judged]") -> str:
-    """The verdict, or the table of several checkpoints."""
+    """The verdict, or the table of several checkpoints; nothing where there is no baseline."""
     from vexport.reports import render_comparison, render_verdicts
     from vexport.run.evaluating import compared
 
     if len(judged) > 1:
         return render_comparison(compared(judged), "text")
-    return render_verdicts([one.verdict for one in judged if one.verdict], "text")
+    return render_verdicts(verdicts, "text") if (verdicts := _verdicts(judged)) else ""
 
 
-def _whole(judged: "Sequence[Judged]", verdicts: "Sequence[Verdict]", format_: str, *, is_shown: bool) -> str:
-    """The answer, or of one whose verdict is shown the causes."""
-    from vexport.reports import render_cause, render_verdicts
-
-    if format_ != "text":
-        return render_verdicts(verdicts, format_)
-    is_table = len(verdicts) > 1
-    named = ((f"{verdict.checkpoint}\n" if is_table else "", render_cause(verdict)) for verdict in verdicts)
-    causes = "".join(f"\n{name}{cause}" for name, cause in named if cause)
-    if is_shown:
-        return causes
-    return _text(judged) + (causes if is_table else "")
-
-
-def _answer(job: "EvalJob", judged: "Sequence[Judged]", answer: Answer, *, is_shown: bool) -> None:
+def _answer(job: "EvalJob", judged: "Sequence[Judged]", format_: str, *, is_shown: bool) -> None:
     """Print what has not been shown, write the accepted baseline, and exit by the outcome."""
+    from vexport.reports import render_cause, render_verdicts
     from vexport.run.evaluating import accept_answers
 
-    verdicts = [one.verdict for one in judged if one.verdict]
-    if verdicts and (text := _whole(judged, verdicts, answer.format_, is_shown=is_shown)):
+    verdicts = _verdicts(judged)
+    text = "" if is_shown else _text(judged)
+    if len(verdicts) > 1:
+        named = ((verdict.checkpoint, render_cause(verdict)) for verdict in verdicts)
+        text += "".join(f"\n{name}\n{cause}" for name, cause in named if cause)
+    elif is_shown and verdicts and (cause := render_cause(verdicts[0])):
+        text = f"\n{cause}"
+    if format_ != "text" and verdicts:
+        text = render_verdicts(verdicts, format_)
+    if text:
         print_text(text)
-    if verdicts and answer.format_ == "github":
+    if format_ == "github" and verdicts:
         add_text_summary(_text(judged))
-    if text := accept_answers(job, verdicts[0] if verdicts else None):
-        click.echo(text, err=bool(verdicts))
+    if accepted := accept_answers(job, verdicts[0] if verdicts else None):
+        click.echo(accepted, err=bool(verdicts))
     for outcome in ("FAIL", "INCONCLUSIVE"):
         for verdict in verdicts:
             if verdict.outcome == outcome:

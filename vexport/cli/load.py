@@ -1,24 +1,24 @@
 """`load`: a checkpoint in a real engine, or from headers alone."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from vexport.cli.base import command, given, print_text, progress_display, require_loaded
-from vexport.cli.engine import Interpreters, Session, engine_arg_option, interpreters_option, session_options
+from vexport.cli.engine import Session, engine_arg_option, interpreters_option, session_options
 from vexport.cli.options import Answer, device_options, format_option, gpu_option, option, speculative_option
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, raise_problems
-from vexport.records import DryLoadReport, EngineMode, LoadReport
+from vexport.records import DryLoadReport, EngineMode, LoadReport, OnProgress
 
 if TYPE_CHECKING:
     from vexport.formats.base import Card
-    from vexport.records import OnProgress
+    from vexport.scenario import Serve
 
 Mode = Literal["eager", "default", "both"]
-R = TypeVar("R", LoadReport, DryLoadReport)
 _NO_DRY_LOAD = partial(DryLoadReport, vllm="", cells=(), rows=(), blind_spots=())
 
 
@@ -46,7 +46,8 @@ def load(
     sm: tuple[int, ...] | None,
     cards: tuple["Card", ...] | None,
     speculative: str,
-    interpreters: Interpreters,
+    vllm_python: tuple[Path, ...],
+    trust_remote_code: bool,
     mode: Mode,
     session: Session,
     answer: Answer,
@@ -68,38 +69,43 @@ def load(
       vexport load OUT SOURCE --dry --gpu H100,L40S
       vexport load OUT --mode both --vllm-python old/bin/python --vllm-python new/bin/python
     """
+    from vexport.checks import findings_of
     from vexport.reports import render_loads
 
     _require_consistent(dry, mode, session)
     reports: Sequence[LoadReport | DryLoadReport]
+    pythons: tuple[Path | None, ...] = vllm_python or (None,)
     with progress_display(quiet=answer.quiet) as on_progress:
         problems = _unreadable(checkpoints, on_progress)
         names = tuple(name for name in checkpoints if name not in problems)
         if dry:
             from vexport.engine.dry.load import dry_load_checkpoints
 
-            found = dry_load_checkpoints(
+            reports = dry_load_checkpoints(
                 names,
-                interpreters.pythons,
+                pythons,
                 tp=tp or (1,),
                 sm=sm,
                 gpus=cards or (),
-                trust_remote_code=interpreters.trust_remote_code,
+                trust_remote_code=trust_remote_code,
                 speculative=speculative,
                 timeout=session.timeout,
                 on_progress=on_progress,
             )
-            reports = _in_order(checkpoints, found, problems, _NO_DRY_LOAD)
         else:
-            sizes = tp if tp and given("tp") else (None,)
-            loaded = _loads(names, interpreters, sizes, mode, session, on_progress)
-            reports = _in_order(checkpoints, loaded, problems, LoadReport)
+            serves = [session.serve(size) for size in (tp if tp and given("tp") else (None,))]
+            reports = _loads(names, pythons, serves, mode, trust_remote_code, on_progress)
+    failed = _NO_DRY_LOAD if dry else LoadReport
+    unread = [
+        failed(checkpoint=name, ok=False, findings=findings_of(error)) for name, error in problems.items()
+    ]
+    reports = sorted([*reports, *unread], key=lambda report: checkpoints.index(report.checkpoint))
     print_text(render_loads(reports, answer.format_))
     raise_problems([*problems.values()])
     require_loaded(reports)
 
 
-def _unreadable(names: Sequence[str], on_progress: "OnProgress") -> dict[str, VexportError]:
+def _unreadable(names: Sequence[str], on_progress: OnProgress) -> dict[str, VexportError]:
     """The errors of those of several checkpoints that cannot be read; raised where none can."""
     from vexport.checkpoint.index import require_checkpoint
     from vexport.checkpoint.source import resolve_source
@@ -117,20 +123,6 @@ def _unreadable(names: Sequence[str], on_progress: "OnProgress") -> dict[str, Ve
     return problems
 
 
-def _in_order(
-    names: Sequence[str], reports: Sequence[R], problems: Mapping[str, VexportError], failed: Callable[..., R]
-) -> list[R]:
-    """The reports on each checkpoint, and in its place one that `failed` makes of one that cannot be read."""
-    from vexport.checks import findings_of
-
-    answered: list[R] = []
-    for name in dict.fromkeys(names):
-        answered += [report for report in reports if report.checkpoint == name]
-        if name in problems:
-            answered.append(failed(checkpoint=name, ok=False, findings=findings_of(problems[name])))
-    return answered
-
-
 def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
     """UsageError where options do not go together."""
     for parameter, name in (("sm", "--sm"), ("cards", "--gpu"), ("speculative", "--speculative")):
@@ -145,25 +137,21 @@ def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
 
 
 def _loads(
-    checkpoints: tuple[str, ...],
-    interpreters: Interpreters,
-    sizes: Sequence[int | None],
+    names: Sequence[str],
+    pythons: Sequence[Path | None],
+    serves: "Sequence[Serve]",
     mode: Mode,
-    session: Session,
-    on_progress: "OnProgress",
+    trust_remote_code: bool,
+    on_progress: OnProgress,
 ) -> list[LoadReport]:
     from vexport.engine.session import require_engine
 
-    serves = [session.serve(size) for size in sizes]
-    require_engine(interpreters.pythons)
+    require_engine(pythons)
     from vexport.run.options import EngineOptions
     from vexport.run.serving import load_checkpoints
 
-    options = EngineOptions(
-        serve=serves[0],
-        vllm_python=None,
-        trust_remote_code=interpreters.trust_remote_code,
-        on_progress=on_progress,
-    )
     modes: Sequence[EngineMode] = ("eager", "default") if mode == "both" else (mode,)
-    return load_checkpoints(checkpoints, interpreters.pythons, serves, modes, options)
+    options = EngineOptions(
+        serve=serves[0], vllm_python=None, trust_remote_code=trust_remote_code, on_progress=on_progress
+    )
+    return load_checkpoints(names, pythons, serves, modes, options)

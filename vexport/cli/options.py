@@ -171,6 +171,13 @@ def option(
     )
 
 
+def switch(names: str, text: str, *, default: bool | None = None) -> Decorator:
+    """An option that turns something on, and with --no- in front off."""
+    name, *parameter = names.split()
+    both = " ".join((f"{name}/--no-{name[2:]}", *parameter))
+    return option(both, text, default=default, shown=default is not None)
+
+
 class Count(click.IntRange):
     """A whole number that a clock and a loop can take, which help calls N."""
 

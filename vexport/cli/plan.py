@@ -11,14 +11,14 @@ import click
 
 from vexport.cli.base import command, note, print_text, progress_display, require_plan
 from vexport.cli.options import PATH, Answer, answer_file, format_option, option, revision_option
-from vexport.cli.planning import (
+from vexport.cli.quantize import (
     CALIBRATION_OPTIONS,
     PLAN_OPTIONS,
     CalibrationOptions,
     calibration_options,
+    estimate,
     given_options,
     given_values,
-    note_estimate,
     plan_options,
     require_consistent,
     require_scenario_alone,
@@ -136,7 +136,7 @@ def _note_time(index: "SourceIndex", plan: Plan, text: "Calibration", on_progres
     else:
         samples = PlanText(index, plan, text, on_progress=on_progress, trust_remote_code=False)
         if steps := estimated_steps(samples):
-            note_estimate("this", steps)
+            note(estimate("this", steps))
         else:
             note("with this text: seconds, or more than can be measured here")
 

@@ -6,13 +6,12 @@ All are named like the keys of a scenario's `evaluate`.
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 
-from vexport.cli.options import POSITIVE, Count, Real, option, stacked
+from vexport.cli.options import POSITIVE, Count, Real, option, stacked, switch
 from vexport.records import BatchSize, Scalar
 from vexport.records.accuracy import DEFAULT_CONCURRENCY, REQUEST_SECONDS
 
@@ -25,21 +24,6 @@ _PAIR = re.compile(r"""([A-Za-z_]\w*)=("[^"]*"|'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^,]
 
 # Larger than any task; beyond this a float cannot tell neighbours apart.
 MOST_DOCUMENTS = 2**53
-
-
-def require_consistent(options: Mapping[str, Any]) -> None:
-    """UsageError where the options of a command that ask the models do not go together."""
-    if options["apply_chat_template"] is False:
-        if options["chat_template"]:
-            raise click.UsageError("--chat-template names a template, --no-apply-chat-template applies none.")
-        if options["fewshot_as_multiturn"]:
-            raise click.UsageError(
-                "--fewshot-as-multiturn needs a chat template: drop --no-apply-chat-template."
-            )
-    if options["seeds"] > 1 and not options["gen_kwargs"].get("temperature"):
-        raise click.UsageError("--seeds needs answers that differ: --gen-kwargs temperature=0.6.")
-    if options["enable_thinking"] and not options["think_end_token"]:
-        raise click.UsageError("--enable-thinking needs --think-end-token, to cut the thinking off answers.")
 
 
 def _generation(
@@ -112,17 +96,9 @@ def _gates(context: click.Context, parameter: click.Parameter, values: tuple[str
 
 prompting_options = stacked(
     option("--num-fewshot", "Examples in each prompt.", Count(0), "N"),
-    option(
-        "--apply-chat-template/--no-apply-chat-template",
-        "Apply the chat template [default: where there is one].",
-        default=None,
-    ),
+    switch("--apply-chat-template", "Apply the chat template [default: where there is one]."),
     option("--chat-template", "Which of several chat templates to apply.", metavar="NAME"),
-    option(
-        "--fewshot-as-multiturn/--no-fewshot-as-multiturn",
-        "Examples as turns [default: with a chat template].",
-        default=None,
-    ),
+    switch("--fewshot-as-multiturn", "Examples as turns [default: with a chat template]."),
     option("--system-instruction", "System prompt.", metavar="TEXT"),
     option(
         "--gen-kwargs",
@@ -134,11 +110,7 @@ prompting_options = stacked(
     option("--seeds", "Sampled answers to each document [default: 1].", POSITIVE, "N", default=1),
     option("--max-gen-toks", "Most new tokens where a task sets none [default: 256].", POSITIVE, "N"),
     option("--think-end-token", "Score only what follows it, such as </think>.", metavar="TEXT"),
-    option(
-        "--enable-thinking/--no-enable-thinking",
-        "Handed to the chat template [default: left to it].",
-        default=None,
-    ),
+    switch("--enable-thinking", "Handed to the chat template [default: left to it]."),
     option("--include-path", "Folder with more lm-eval tasks; repeatable.", FOLDER, "DIR", multiple=True),
     option(
         "--batch-size",

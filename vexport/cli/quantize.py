@@ -1,34 +1,189 @@
-"""Commands that write a checkpoint: `quantize` and `repair`."""
+"""Commands that write a checkpoint, `quantize` and `repair`, and the options that `plan` takes too."""
 
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from vexport.cli.base import command, note, print_text, progress_display, require_ok
+from vexport.cli.base import command, given, note, print_text, progress_display, require_ok
 from vexport.cli.options import (
     PATH,
+    POSITIVE,
     Answer,
+    Count,
+    Real,
     byte_size,
     format_option,
     option,
     overwrite_out_option,
     revision_option,
+    stacked,
+    switch,
+    tp_option,
     trust_option,
 )
-from vexport.cli.planning import (
-    CalibrationOptions,
-    calibration_options,
-    note_estimate,
-    plan_options,
-    require_consistent,
-    scheme_option,
-)
+from vexport.errors import clip
 from vexport.errors.extras import require_extra
-from vexport.records import Plan, PlanRequest
+from vexport.records import GroupSize, PlanRequest
+from vexport.records.calibration import ROUNDINGS
+
+if TYPE_CHECKING:
+    from vexport.quantize.text import Step
+    from vexport.scenario import Calibration
+
+PLAN_OPTIONS = tuple(field.name for field in fields(PlanRequest))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationOptions:
+    """Text that shows the inputs of the layers, and where they run."""
+
+    calibration: str | None
+    samples: int
+    seq_len: int
+    seed: int | None
+    pack: bool | None
+    all_experts: bool
+    device: str | None
+
+    @property
+    def settings(self) -> "Calibration | None":
+        """The calibration; None where no data were named."""
+        return self.with_data(self.calibration) if self.calibration is not None else None
+
+    def with_data(self, data: str) -> "Calibration":
+        """The calibration on these data."""
+        from vexport.scenario import Calibration
+
+        keys = {name: getattr(self, name) for name in CALIBRATION_OPTIONS[1:]}
+        return Calibration(data=data, **keys)
+
+
+CALIBRATION_OPTIONS = tuple(field.name for field in fields(CalibrationOptions))
+
+
+def estimate(which: str, steps: "Sequence[Step]") -> str:
+    """The line on what calibration will take with `which` text."""
+    from vexport.reports.formatting import duration, plural
+
+    each = ", ".join(f"{step.name.partition(' (')[0]} {duration(step.seconds)}" for step in steps)
+    parts = f", in {plural(len(steps), 'step')}: {each}" if len(steps) > 1 else ""
+    return f"with {which} text: about {duration(sum(step.seconds for step in steps))}{parts}"
+
+
+def given_options(*names: str) -> list[str]:
+    """The options on the command line of the running command among these parameters: `--seq-len`."""
+    parameters = click.get_current_context().command.params
+    return [each.opts[0] for each in parameters if each.name in names and given(each.name)]
+
+
+def given_values(*names: str) -> list[str]:
+    """The given ones of these options with their values, as words of another command line."""
+    words: list[str] = []
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        if parameter.name in names and given_options(parameter.name):
+            value = context.params[parameter.name]
+            if isinstance(value, bool):
+                words.append(parameter.opts[0] if value else parameter.secondary_opts[0])
+            elif parameter.multiple:
+                words += [word for item in value for word in (parameter.opts[0], str(item))]
+            else:
+                text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                words += [parameter.opts[0], text]
+    return words
+
+
+def require_scenario_alone() -> None:
+    """UsageError where options stand next to a scenario that decides the same."""
+    extra = given_options(*PLAN_OPTIONS, *CALIBRATION_OPTIONS)
+    if extra:
+        raise click.UsageError(f"{', '.join(extra)} cannot be used with a scenario; set it in the scenario.")
+
+
+def require_consistent(request: PlanRequest) -> None:
+    """UsageError where both or none of scheme and recipe are given, or options say what a recipe says."""
+    if (request.scheme is None) == (request.recipe is None):
+        raise click.UsageError("Name what to quantize to: --scheme S, or --recipe FILE.yaml.")
+    extra = given_options("observer", "input_observer", "rounding", "group_size")
+    if request.recipe is not None and extra:
+        raise click.UsageError(f"{', '.join(extra)} cannot be used with --recipe, which says the same.")
+
+
+def _group_size(text: str) -> GroupSize:
+    """The number of columns that share a scale, or channel. A type for click."""
+    from vexport.scenario import parse_group_size
+
+    try:
+        return parse_group_size(int(text) if text.lstrip("-").isdecimal() else text) or "channel"
+    except ValueError as error:
+        raise click.BadParameter(f"{clip(repr(text), 100)} is no group size; need {error}.") from None
+
+
+scheme_option = stacked(
+    option("--scheme", "Scheme for all linear layers; see `vexport list schemes`.", metavar="S"),
+    option("--recipe", "Recipe of llm-compressor in the place of a scheme.", PATH, "FILE.yaml"),
+)
+plan_options = stacked(
+    option("--group-size", "Columns that share a scale, or channel: a whole row.", _group_size, "N|channel"),
+    option("--observer", "How weight ranges are found [default: what suits the rounding].", metavar="O"),
+    option(
+        "--input-observer", "How static ranges of inputs are found [default: static_minmax].", metavar="O"
+    ),
+    option("--rounding", "How weights are rounded [default: by bits and text].", click.Choice(ROUNDINGS)),
+    option(
+        "--ignore",
+        "Keep these layers: a name, its end, or re:REGEX; repeatable.",
+        metavar="PATTERN",
+        multiple=True,
+    ),
+    option("--kv-cache", "Calibrate scales of an fp8 KV cache.", click.Choice(("fp8", "fp8_per_head"))),
+    option(
+        "--smoothing",
+        "How far large channels of inputs are scaled down [default: 0.5 for INT8 and 4-bit inputs where text "
+        "is given, else 0].",
+        Real(0, 1),
+        "S",
+    ),
+    option(
+        "--on-unsupported-shape",
+        "Layers whose shape vLLM could not run.",
+        click.Choice(("refuse", "keep", "smaller-group")),
+        default="refuse",
+        shown=True,
+    ),
+    tp_option,
+)
+calibration_options = stacked(
+    option(
+        "--calibration",
+        "Text for rounding and static scales: a file, a folder, a data set of the hub "
+        "(ORG/NAME:SPLIT:COLUMN), or default, which ships with vexport.",
+        metavar="DATA",
+    ),
+    option("--samples", "Samples to use.", POSITIVE, default=128, shown=True),
+    option("--seq-len", "Tokens of a sample to use.", POSITIVE, default=512, shown=True),
+    option("--seed", "Choose rows at random, by this seed. [default: the first]", Count(0)),
+    switch(
+        "--pack",
+        "Join rows into samples of --seq-len tokens, or take each row alone. [default: join text files]",
+    ),
+    switch(
+        "--calibrate-all-experts all_experts",
+        "Show every expert all tokens, or those routed to it.",
+        default=True,
+    ),
+    option(
+        "--device",
+        "Where calibration runs: cpu, cuda, cuda:1 ... [default: cuda if there is one].",
+        metavar="D",
+    ),
+)
 
 
 @command()
@@ -76,27 +231,17 @@ def quantize(
     require_extra("numba", "quantizing")
     from vexport.checkpoint.source import DEFAULT, with_revision
     from vexport.engine.gate import Prover
-    from vexport.plan.source import default_text_note, requested, with_needed_text
+    from vexport.plan.source import requested, with_needed_text
     from vexport.quantize.job import QuantizeJob, quantize_source
-    from vexport.quantize.text import Step
     from vexport.reports.quantized import quantized_answer, render_quantized
 
     is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks, or alone: the one that speaks
+    tell: Callable[[str], None] = note if is_first else lambda text: None
     require_consistent(request)
-    rules, settings = requested(request, (), note)
-    rules, settings, text = with_needed_text(
-        rules, settings, calibration.settings, calibration.with_data(DEFAULT)
-    )
-    is_default = text is not None and calibration.calibration is None
-
-    def notes(plan: Plan) -> None:
-        if is_default and is_first:
-            note(default_text_note(rules))
-
-    def estimated(steps: tuple[Step, ...]) -> None:
-        if is_first:
-            note_estimate("default" if is_default else "this", steps)
-
+    rules, settings = requested(request, (), tell)
+    text, default = calibration.settings, calibration.with_data(DEFAULT)
+    rules, settings, text = with_needed_text(rules, settings, text, default, tell)
+    which = "this" if calibration.calibration else "default"
     with progress_display(quiet=answer.quiet or not is_first) as on_progress:
         job = QuantizeJob(
             source=with_revision(source, revision),
@@ -107,19 +252,11 @@ def quantize(
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
             shard_bytes=max_shard_size,
-            prove=Prover(
-                out=out,
-                tp=tuple(settings.ranks),
-                dry=not no_verify,
-                trust_remote_code=trust_remote_code,
-                note=note,
-                keeping=_keeping,
-                on_progress=on_progress,
-            ).failure,
+            prove=Prover(note=note, keeping=_keeping, dry=not no_verify).failure,
             on_progress=on_progress,
-            on_estimate=estimated,
+            on_estimate=lambda steps: tell(estimate(which, steps)),
         )
-        quantized = quantized_answer(str(out), *quantize_source(job, notes))
+        quantized = quantized_answer(str(out), *quantize_source(job))
     if is_first:
         for warning in quantized.warnings:
             click.echo(f"warning: {warning}", err=True)

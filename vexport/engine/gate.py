@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.index import require_checkpoint
@@ -25,9 +26,11 @@ from vexport.records import (
     NotJudged,
     OnProgress,
     Plan,
-    silent,
 )
 from vexport.version import short_version
+
+if TYPE_CHECKING:
+    from vexport.quantize.job import QuantizeJob
 
 DRY_LOAD = "vLLM's own loaders"
 NO_VLLM = "vLLM is not installed: install it, name its interpreter (--vllm-python), or check with --static"
@@ -116,67 +119,62 @@ def _not_loaded(report: CheckReport, reason: str) -> CheckReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prover:
-    """Proves what was written by a plan before it becomes `out`: in this process its config, names, headers.
+    """Proves what a job wrote before it becomes its `out`: in this process its config, names, headers.
 
     With `dry` also by a dry load in vLLM, where it is installed: one GPU of those that run the schemes must
-    load it for each `tp`, as attention and a quantized KV cache need more than schemes do. `note` is told
-    what was not judged; `keeping` says how patterns of layers are kept instead.
+    load it for each rank of the plan, as attention and a quantized KV cache need more than schemes do. `note`
+    is told what was not judged; `keeping` says how patterns of layers are kept instead.
     """
 
-    out: Path
     note: Callable[[str], None]
     keeping: Callable[[Sequence[str]], str]
-    tp: Sequence[int] = (1,)
     dry: bool = True
-    trust_remote_code: bool = False
-    on_progress: OnProgress = silent
 
-    def failure(self, folder: Path, plan: Plan) -> CheckpointFailed | None:
-        """The error of what is in `folder`, for which it must not become `out`; a doubt is none."""
-        errors, not_judged = self.prove(folder, plan)
+    def failure(self, job: "QuantizeJob", folder: Path, plan: Plan) -> CheckpointFailed | None:
+        """The error of what is in `folder`, for which it must not become `job.out`; a doubt is none."""
+        errors, not_judged = self.prove(job, folder, plan)
         for text in not_judged:
-            self.note(text.replace(str(folder), str(self.out)))
+            self.note(text.replace(str(folder), str(job.out)))
         if not errors:
             return None
         first, keep = errors[0], list(_patterns(list(_groups(plan, errors))))
-        where = first.where if str(folder) in first.where else f"{self.out}: {first.where}"
+        where = first.where if str(folder) in first.where else f"{job.out}: {first.where}"
         return CheckpointFailed(
-            where.replace(str(folder), str(self.out)),
+            where.replace(str(folder), str(job.out)),
             got=first.got + (f" ({len(errors) - 1:,} more)" if len(errors) > 1 else ""),
             need=first.expected,
             fix=f"keep it: {self.keeping(keep)}" if keep else "complete SOURCE, or report it",
         )
 
-    def prove(self, folder: Path, plan: Plan) -> tuple[list[Finding], list[str]]:
+    def prove(self, job: "QuantizeJob", folder: Path, plan: Plan) -> tuple[list[Finding], list[str]]:
         """The errors of what is in `folder`, and what was not judged."""
-        self.on_progress("prove (config and names)", 0, 1)
+        job.on_progress("prove (config and names)", 0, 1)
         found = [each for each in findings_of_headers(folder) if each.severity == "error"]
         errors = [each for each in found if each.check != INTERNAL]
         not_judged = [f"{each.where}: {each.got}" for each in found if each.check == INTERNAL]
-        self.on_progress("prove (config and names)", 1, 1)
-        judged = self._dry_loaded(folder, plan) if self.dry and not errors else []
+        job.on_progress("prove (config and names)", 1, 1)
+        judged = _dry_loaded(job, folder, plan) if self.dry and not errors else []
         if isinstance(judged, str):
             return errors, [*not_judged, judged]
         return [*errors, *judged], not_judged
 
-    def _dry_loaded(self, folder: Path, plan: Plan) -> list[Finding] | str:
-        """The errors that vLLM's loaders find, or why they cannot tell."""
-        if not is_installed("vllm"):
-            return "vLLM is not installed, and has not loaded it; run `vexport load --dry` where it is"
-        schemes = [get_scheme(name) for name in plan.schemes]
-        supports = [scheme.format.gpu_support(scheme.args) for scheme in schemes]
-        sm = tuple(
-            sm for sm in CAPABILITIES if not any(each.package or each.refuses(sm) for each in supports)
-        )
-        if not sm:
-            return "a dry load has no kernel for these schemes"
-        trust = self.trust_remote_code
-        load = DryLoad(checkpoints=[folder], tp=self.tp, sm=sm, require="any", trust_remote_code=trust)
-        try:
-            (report,) = load.reports(self.on_progress)
-        except EngineFault as fault:
-            return f"the dry load ended early: {fault.got}"
-        return errors_or_doubt(report)
+
+def _dry_loaded(job: "QuantizeJob", folder: Path, plan: Plan) -> list[Finding] | str:
+    """The errors that vLLM's loaders find, or why they cannot tell."""
+    if not is_installed("vllm"):
+        return "vLLM is not installed, and has not loaded it; run `vexport load --dry` where it is"
+    schemes = [get_scheme(name) for name in plan.schemes]
+    supports = [scheme.format.gpu_support(scheme.args) for scheme in schemes]
+    sm = tuple(sm for sm in CAPABILITIES if not any(each.package or each.refuses(sm) for each in supports))
+    if not sm:
+        return "a dry load has no kernel for these schemes"
+    trust = job.trust_remote_code
+    load = DryLoad(checkpoints=[folder], tp=job.planning.ranks, sm=sm, require="any", trust_remote_code=trust)
+    try:
+        (report,) = load.reports(job.on_progress)
+    except EngineFault as fault:
+        return f"the dry load ended early: {fault.got}"
+    return errors_or_doubt(report)
 
 
 def _groups(plan: Plan, errors: Sequence[Finding]) -> Iterator[FusionGroup]:

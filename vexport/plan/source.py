@@ -168,10 +168,15 @@ def rounded_to_nearest(rules: Sequence[Rule]) -> tuple[Rule, ...]:
 
 
 def with_needed_text(
-    rules: Sequence[Rule], settings: PlanSettings, text: Calibration | None, default: Calibration
+    rules: Sequence[Rule],
+    settings: PlanSettings,
+    text: Calibration | None,
+    default: Calibration,
+    note: Callable[[str], None],
 ) -> tuple[tuple[Rule, ...], PlanSettings, Calibration | None]:
-    """The same, with the `default` text where rules need one and none is named."""
+    """The same, with the `default` text, and a note, where rules need one and none is named."""
     if text is None and rules_need_calibration(rules, settings.kv_cache, settings.smoothing):
+        note(default_text_note(rules))
         return rounded_to_nearest(rules), replace(settings, has_text=True), default
     return tuple(rules), replace(settings, has_text=text is not None), text
 

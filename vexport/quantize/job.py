@@ -52,16 +52,14 @@ class QuantizeJob:
     trust_remote_code: bool = False
     shard_bytes: int = DEFAULT_SHARD_BYTES
     # Checks the finished folder before it becomes `out`; the error that it returns is raised.
-    prove: Callable[[Path, Plan], CheckpointFailed | None] = lambda folder, plan: None
+    prove: Callable[["QuantizeJob", Path, Plan], CheckpointFailed | None] = lambda job, folder, plan: None
     on_progress: OnProgress = silent
     # Called with the expected time of calibration before it starts, if measured.
     on_estimate: Callable[[tuple[Step, ...]], None] | None = None
 
 
-def quantize_source(
-    job: QuantizeJob, on_plan: Callable[[Plan], None] = lambda plan: None
-) -> tuple[Plan, CalibrationRecord | None, RoundingReport | None]:
-    """Quantize a checkpoint; `on_plan` sees the plan before anything else is done.
+def quantize_source(job: QuantizeJob) -> tuple[Plan, CalibrationRecord | None, RoundingReport | None]:
+    """Quantize a checkpoint.
 
     The answer is what was done, what the samples showed where they were run, and how the weights were rounded
     by them. Torchrun's ranks calibrate, round and write together, in a folder that all of them see.
@@ -74,7 +72,6 @@ def quantize_source(
         _require_separate(job, index.root)
         require_accepted(plan)
         require_calibration(plan, job.calibration)
-        on_plan(plan)
         _require_same_on_all_ranks(plan)
         calibration, rounding = write_checkpoint(job, index, plan)
     return plan, calibration, rounding
@@ -158,7 +155,7 @@ def finish(
     write_smoothing(calibration.smoothing if calibration else {}, folder)
     record_digests(folder, {shard.name: written_digest(folder / shard.name) for shard in shards})
     write_config(index, plan, folder)
-    failure = job.prove(folder, plan)
+    failure = job.prove(job, folder, plan)
     for shard in shards:
         progress_file(folder / shard.name).unlink(missing_ok=True)
     if failure is not None:

@@ -191,22 +191,22 @@ class Evaluate(ScenarioSection):
         return value
 
     @model_validator(mode="after")
-    def _tasks_or_text(self) -> Self:
-        if bool(self.tasks) == bool(self.text):
-            need = "either tasks (or a suite) or text"
-            raise located_error("tasks", list(self.tasks), need, "give one of the two")
-        return self
-
-    @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        if self.fewshot_as_multiturn and self.apply_chat_template is False:
-            raise ValueError("`fewshot_as_multiturn: true` only where a chat template is applied")
-        if self.text and (self.endpoint or self.baseline_endpoint):
-            raise ValueError("`endpoint` and `baseline_endpoint` with tasks alone: text is read here")
-        if self.speculative and not self.text:
-            raise ValueError("`speculative` with `text`, whose rows the drafts continue")
-        if self.seeds > 1 and not self.gen_kwargs.get("temperature"):
-            raise ValueError("`seeds` with a `temperature` above 0 in `gen_kwargs`: greedy answers are alike")
-        if self.enable_thinking and self.think_end_token is None:
-            raise ValueError("`think_end_token` with `enable_thinking: true`, to cut the thinking off")
+        no_template = self.apply_chat_template is False
+        unlike = bool(self.gen_kwargs.get("temperature"))
+        for key, is_wrong, need in (
+            ("tasks", bool(self.tasks) == bool(self.text), "either tasks (or a suite) or text"),
+            ("fewshot_as_multiturn", self.fewshot_as_multiturn and no_template, "a chat template"),
+            ("endpoint", self.text and self.endpoint, "tasks alone: text is read here"),
+            ("baseline_endpoint", self.text and self.baseline_endpoint, "tasks alone: text is read here"),
+            ("speculative", self.speculative and not self.text, "text, whose rows the drafts continue"),
+            (
+                "seeds",
+                self.seeds > 1 and not unlike,
+                "a temperature in gen_kwargs: greedy answers are alike",
+            ),
+            ("enable_thinking", self.enable_thinking and not self.think_end_token, "a think_end_token"),
+        ):
+            if is_wrong:
+                raise located_error(key, getattr(self, key), need, "correct one of the two")
         return self
