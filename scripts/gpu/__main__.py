@@ -2,11 +2,10 @@
 
     .venv/bin/python scripts/gpu [--out gpu] [--stage NAME]... [--device cuda]
 
-Stages of ten minutes at most, every one a process of its own: `device` (card, versions, peaks),
-`kernels` (sums and codes of one weight), `pipeline` (calibration, smoothing, gptq and refit of the demo, and
-of 1.1 B random weights: codes, KL, time, memory), `decode` (packed weights by torch on the device), `vllm`
-(load and eval by real kernels), `peer` (llm-compressor's GPTQ on the same rows). A row says why something is
-skipped. The table is in OUT/gpu.json and OUT/gpu.md. `--device cpu` rehearses all of it with a small model.
+Stages of ten minutes at most, every one a process of its own: `device` (card, versions), `kernels` (sums and
+codes of one weight), `pipeline` (calibration, smoothing, gptq and refit of the demo, and of 1.1 B random
+weights: codes, KL, time, memory), `vllm` (load and eval by real kernels). A row says why one is skipped.
+The table is in OUT/gpu.json and OUT/gpu.md. `--device cpu` rehearses all of it with a small model.
 """
 
 import argparse
@@ -24,7 +23,7 @@ sys.path[:0] = map(str, PATHS)
 
 from rows import FAILED, Row, markdown, run_here  # noqa: E402
 
-STAGES = ("device", "kernels", "pipeline", "decode", "vllm", "peer")
+STAGES = ("device", "kernels", "pipeline", "vllm")
 LIMIT_SECONDS = 600
 
 
