@@ -132,7 +132,16 @@ class Prover:
 
     def failure(self, job: "QuantizeJob", folder: Path, plan: Plan) -> CheckpointFailed | None:
         """The error of what is in `folder`, for which it must not become `job.out`; a doubt is none."""
-        errors, not_judged = self.prove(job, folder, plan)
+        job.on_progress("prove (config and names)", 0, 1)
+        found = [each for each in findings_of_headers(folder) if each.severity == "error"]
+        errors = [each for each in found if each.check != INTERNAL]
+        not_judged = [f"{each.where}: {each.got}" for each in found if each.check == INTERNAL]
+        job.on_progress("prove (config and names)", 1, 1)
+        judged = _dry_loaded(job, folder, plan) if self.dry and not errors else []
+        if isinstance(judged, str):
+            not_judged.append(judged)
+        else:
+            errors += judged
         for text in not_judged:
             self.note(text.replace(str(folder), str(job.out)))
         if not errors:
@@ -145,18 +154,6 @@ class Prover:
             need=first.expected,
             fix=f"keep it: {self.keeping(keep)}" if keep else "complete SOURCE, or report it",
         )
-
-    def prove(self, job: "QuantizeJob", folder: Path, plan: Plan) -> tuple[list[Finding], list[str]]:
-        """The errors of what is in `folder`, and what was not judged."""
-        job.on_progress("prove (config and names)", 0, 1)
-        found = [each for each in findings_of_headers(folder) if each.severity == "error"]
-        errors = [each for each in found if each.check != INTERNAL]
-        not_judged = [f"{each.where}: {each.got}" for each in found if each.check == INTERNAL]
-        job.on_progress("prove (config and names)", 1, 1)
-        judged = _dry_loaded(job, folder, plan) if self.dry and not errors else []
-        if isinstance(judged, str):
-            return errors, [*not_judged, judged]
-        return [*errors, *judged], not_judged
 
 
 def _dry_loaded(job: "QuantizeJob", folder: Path, plan: Plan) -> list[Finding] | str:

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from vexport.engine.messages import CANARY_TOKENS, DRAFT_TOKENS, SessionRequest, draft_counts
 from vexport.files import atomic_path
-from vexport.records import Canary, DraftCounts, EngineInfo
+from vexport.records import Canary, DraftCounts, EngineInfo, OnProgress
 from vexport.scenario.serve import TYPED, EngineArguments
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
     from vllm.tokenizers import TokenizerLike
 
-Report = Callable[[str, int, int], None]
 _ROWS_AT_ONCE = 16
 _KERNEL_PACKAGES = ("vllm.model_executor.kernels", "vexport.engine.cpu_emulation")
 # What the CPU build's kernels leave out, measured or read in vLLM's model_executor/kernels/linear.
@@ -49,7 +48,7 @@ _CHOOSES = re.compile(
 _UNRELATED = re.compile(r"_(CACHE|DIR|SIZE|THREADS)(_|$)|^VLLM_CPU_INT4_W4A8$")
 
 
-def run_canaries(llm: "LLM", request: SessionRequest, report: Report) -> tuple[Canary, ...]:
+def run_canaries(llm: "LLM", request: SessionRequest, report: OnProgress) -> tuple[Canary, ...]:
     """Continue each prompt greedily by CANARY_TOKENS tokens, or as many as the longest sequence leaves.
 
     The engine does not stop where the model ends the sequence: that place is noted, and what comes after it
@@ -73,7 +72,9 @@ def run_canaries(llm: "LLM", request: SessionRequest, report: Report) -> tuple[C
     ]
     outputs = _answers(llm, prompts, samplings)
     report("canaries", len(outputs), len(outputs))
-    ends = _end_tokens(llm)
+    # The tokens at which vLLM would stop: the tokenizer's own and those of generation_config.json.
+    stops = llm.llm_engine.model_config.try_get_generation_config().get("eos_token_id")
+    ends = {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])}
     return tuple(
         _canary(text, output.outputs[0], ends, tokenizer)
         for text, output in zip(request.canaries, outputs, strict=True)
@@ -84,15 +85,13 @@ def _answers(
     llm: "LLM", prompts: Sequence[Sequence[int]], sampling: "SamplingParams | list[SamplingParams]"
 ) -> "list[RequestOutput]":
     """The answers to prompts of token ids."""
-    from vllm import TokensPrompt
-
-    tokens = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
+    tokens = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     outputs: list[RequestOutput] = llm.generate(tokens, sampling, use_tqdm=False)
     return outputs
 
 
 def _canary(
-    prompt: str, output: "CompletionOutput", ends: frozenset[int], tokenizer: "TokenizerLike"
+    prompt: str, output: "CompletionOutput", ends: Set[int | None], tokenizer: "TokenizerLike"
 ) -> Canary:
     """The continuation up to the first end of the sequence, and how far the engine went."""
     tokens = list(output.token_ids)
@@ -108,17 +107,7 @@ def _canary(
     )
 
 
-def _end_tokens(llm: "LLM") -> frozenset[int]:
-    """The tokens at which vLLM would stop: the tokenizer's own and those of generation_config.json."""
-    named = [
-        llm.get_tokenizer().eos_token_id,
-        llm.llm_engine.model_config.try_get_generation_config().get("eos_token_id"),
-    ]
-    flat = [token for value in named for token in (value if isinstance(value, list) else [value])]
-    return frozenset(token for token in flat if token is not None)
-
-
-def write_logprobs(llm: "LLM", prompts: Sequence[Sequence[int]], path: Path, report: Report) -> None:
+def write_logprobs(llm: "LLM", prompts: Sequence[Sequence[int]], path: Path, report: OnProgress) -> None:
     """Write log-probabilities of the next token at every position but the last of each prompt.
 
     `path` becomes a safetensors file with one float32 tensor (len(prompt) - 1, vocabulary) a prompt, named
@@ -140,7 +129,7 @@ def write_logprobs(llm: "LLM", prompts: Sequence[Sequence[int]], path: Path, rep
     report("logprobs", len(prompts), len(prompts))
 
 
-def write_text_scores(llm: "LLM", rows: Sequence[Sequence[int]], path: Path, report: Report) -> None:
+def write_text_scores(llm: "LLM", rows: Sequence[Sequence[int]], path: Path, report: OnProgress) -> None:
     """Write what each token of the rows but the first costs, and the token that was likeliest in its place.
 
     `path` becomes a safetensors file with `nll.0` (float32, nats) and `likeliest.0` (int64), both of shape
@@ -164,29 +153,28 @@ def write_text_scores(llm: "LLM", rows: Sequence[Sequence[int]], path: Path, rep
     report("text", len(rows), len(rows))
 
 
-def count_drafts(llm: "LLM", prompts: Sequence[Sequence[int]], report: Report) -> tuple[DraftCounts, ...]:
+def count_drafts(llm: "LLM", prompts: Sequence[Sequence[int]], report: OnProgress) -> tuple[DraftCounts, ...]:
     """Continue the prompts greedily, one at a time, and count what was drafted and accepted after each.
 
     The engine does not stop where the model ends the sequence: each prompt has the same number of tokens.
     """
     from vllm import SamplingParams
 
+    def counters() -> DraftCounts:
+        return draft_counts({metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()})
+
     longest = llm.llm_engine.model_config.max_model_len
-    counts, before = list[DraftCounts](), _draft_counters(llm)
+    counts, before = list[DraftCounts](), counters()
     for number, prompt in enumerate(prompts):
         report("drafts", number, len(prompts))
         most = max(1, min(DRAFT_TOKENS, longest - len(prompt)))
         sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, detokenize=False)
         _answers(llm, [prompt], sampling)
-        after = _draft_counters(llm)
+        after = counters()
         counts.append(after - before)
         before = after
     report("drafts", len(prompts), len(prompts))
     return tuple(counts)
-
-
-def _draft_counters(llm: "LLM") -> DraftCounts:
-    return draft_counts({metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()})
 
 
 def dense(flat: "FlatLogprobs") -> torch.Tensor:
@@ -224,9 +212,9 @@ def _describe_layer(layer: torch.nn.Module) -> tuple[str, str, str]:
     scheme = getattr(layer, "scheme", None) or layer.quant_method
     parts = map(type, vars(scheme).values())
     kernels = [part.__name__ for part in parts if part.__module__.startswith(_KERNEL_PACKAGES)]
-    kernel = kernels[0] if kernels else type(layer.quant_method).__name__
     if not kernels and getattr(scheme, "use_batch_invariant", False):
-        kernel = "dequantized, batch-invariant"  # VLLM_BATCH_INVARIANT from vLLM 0.33 on: no kernel of INT4
+        kernels = ["dequantized, batch-invariant"]  # VLLM_BATCH_INVARIANT from 0.33 on: no kernel of INT4
+    kernel = kernels[0] if kernels else type(layer.quant_method).__name__
     return type(scheme).__name__, kernel, _blind_spot(layer, scheme, kernel)
 
 
@@ -235,10 +223,8 @@ def _blind_spot(layer: torch.nn.Module, scheme: object, kernel: str) -> str:
         return "static INT8 input scales are ignored (scaled_mm/cpu.py)"
     if getattr(layer, "use_w4a8", False):
         return "weight-only INT4 ran with INT8 activations (mixed_precision/cpu.py)"
-    if "Emulation" in kernel:
-        emulated = f"{kernel} stands in for the GPU kernel"
-        return "; ".join(filter(None, (emulated, _KERNEL_BLIND_SPOTS.get(kernel))))
-    return _KERNEL_BLIND_SPOTS.get(kernel, "")
+    emulated = f"{kernel} stands in for the GPU kernel" if "Emulation" in kernel else ""
+    return "; ".join(filter(None, (emulated, _KERNEL_BLIND_SPOTS.get(kernel))))
 
 
 def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> EngineInfo:

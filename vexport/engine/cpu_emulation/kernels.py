@@ -6,6 +6,7 @@ Imported only inside vLLM's processes.
 import torch
 import torch.nn.functional as F
 from compressed_tensors.quantization import QuantizationArgs
+from torch import Tensor
 from torch.nn import Module, Parameter
 from vllm import _custom_ops
 from vllm.model_executor.kernels import linear
@@ -47,7 +48,7 @@ from vexport.engine.cpu_emulation.rounding import fake_fp8, fake_mxfp4, fake_nvf
 from vexport.formats.dequantize import unpack_int32
 from vexport.numerics import E8M0_BIAS, MX_GROUP
 
-# (whether a kernel can run a layer, why not)
+# (whether a kernel can run a layer, what it requires)
 Answer = tuple[bool, str | None]
 # Entries of one size and either sign, which vLLM's kernel computes without the matrix, so exactly.
 _COMPUTED = "hadamard"
@@ -58,13 +59,13 @@ _ORIGINAL_SCHEME = CompressedTensorsConfig._get_scheme_from_parts
 class QuantizedLayer(Module):
     """A linear layer of vLLM: the tensors that the kernels here read and replace."""
 
-    weight: torch.Tensor
-    weight_scale: torch.Tensor
-    weight_scale_inv: torch.Tensor
+    weight: Tensor
+    weight_scale: Tensor
+    weight_scale_inv: Tensor
     weight_block_size: tuple[int, int] | None
-    weight_global_scale: torch.Tensor
-    input_scale: torch.Tensor | None
-    input_global_scale_inv: torch.Tensor
+    weight_global_scale: Tensor
+    input_scale: Tensor | None
+    input_global_scale_inv: Tensor
 
 
 class Dequantized:
@@ -75,13 +76,16 @@ class Dequantized:
         """Yes."""
         return True, None
 
-    def apply_weights(
-        self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    @classmethod
+    def can_implement(cls, config: object) -> Answer:
+        """Yes, unless a kernel says otherwise."""
+        return True, None
+
+    def apply_weights(self, layer: QuantizedLayer, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x` (..., in) times the weight (out, in)."""
         return F.linear(x, layer.weight, bias)
 
-    def apply_scaled_mm(self, **tensors: torch.Tensor) -> torch.Tensor:
+    def apply_scaled_mm(self, **tensors: Tensor) -> Tensor:
         """Required by vLLM but never called: `apply_weights` does all of it."""
         raise NotImplementedError
 
@@ -97,8 +101,7 @@ class EmulationWNA16Linear(Dequantized, MPLinearKernel):  # type: ignore[misc]
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> Answer:
-        known = c.act_type in (torch.bfloat16, torch.float16)
-        return known, None if known else "requires 16-bit activations"
+        return c.act_type in (torch.bfloat16, torch.float16), "requires 16-bit activations"
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
         """Dequantize: outputs come first, as compressed-tensors stores them, or last, as GPTQ and AWQ do."""
@@ -116,7 +119,7 @@ class EmulationWNA16Linear(Dequantized, MPLinearKernel):  # type: ignore[misc]
         setattr(layer, self.w_q_name, None)  # which Quark calls `weight`
         layer.weight = Parameter(weight.reshape(rows, columns).to(scale.dtype), requires_grad=False)
 
-    def stored_scale(self, scale: torch.Tensor) -> torch.Tensor:
+    def stored_scale(self, scale: Tensor) -> Tensor:
         """The scales (rows, groups), float32, as the kernel uses them."""
         return scale
 
@@ -126,10 +129,9 @@ class EmulationW4A8Fp8Linear(EmulationWNA16Linear):
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> Answer:
-        known = c.act_type == torch.float8_e4m3fn
-        return known, None if known else "requires FP8 activations"
+        return c.act_type == torch.float8_e4m3fn, "requires FP8 activations"
 
-    def stored_scale(self, scale: torch.Tensor) -> torch.Tensor:
+    def stored_scale(self, scale: Tensor) -> Tensor:
         """Group scales in e4m3 relative to one of the row, an eighth of what would fill their range.
 
         `convert_bf16_scales_to_fp8` (layers/quantization/utils/quant_utils.py).
@@ -138,9 +140,7 @@ class EmulationW4A8Fp8Linear(EmulationWNA16Linear):
         eighth = (round_fp8(scale, row) / 8).to(torch.float8_e4m3fn).to(torch.float32)
         return eighth * 8 * row
 
-    def apply_weights(
-        self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply_weights(self, layer: QuantizedLayer, x: Tensor, bias: Tensor | None = None) -> Tensor:
         scale = fp8_token_scale(x)
         product = F.linear(round_fp8(x, scale), layer.weight).to(torch.float32) * scale
         return (product if bias is None else product + bias).to(x.dtype)
@@ -156,14 +156,11 @@ class EmulationFp8Linear(Dequantized, FP8ScaledMMLinearKernel):  # type: ignore[
     @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> Answer:
         activation, weight = c.activation_quant_key.scale, c.weight_quant_key.scale.group_shape
-        static = activation.static and activation.group_shape.is_per_tensor()
-        dynamic = not activation.static and activation.group_shape.is_per_token()
-        if not (static or dynamic):
+        shape = activation.group_shape
+        if not (shape.is_per_tensor() if activation.static else shape.is_per_token()):
             return False, "requires activation scales static per tensor or dynamic per token"
-        return (
-            weight.is_per_tensor() or weight.is_per_channel(),
-            "requires weight scales per tensor or channel",
-        )
+        known = weight.is_per_tensor() or weight.is_per_channel()
+        return known, "requires weight scales per tensor or channel"
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
         """The weight's e4m3 values in the model's dtype, which holds them exactly, as (out, in)."""
@@ -171,9 +168,7 @@ class EmulationFp8Linear(Dequantized, FP8ScaledMMLinearKernel):  # type: ignore[
         layer.weight = Parameter(weight.contiguous(), requires_grad=False)
         layer.weight_scale = Parameter(layer.weight_scale.data.reshape(-1), requires_grad=False)
 
-    def apply_weights(
-        self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply_weights(self, layer: QuantizedLayer, x: Tensor, bias: Tensor | None = None) -> Tensor:
         scale = fp8_token_scale(x) if layer.input_scale is None else layer.input_scale
         product = F.linear(round_fp8(x, scale), layer.weight).to(torch.float32)
         output = product * (scale * layer.weight_scale)
@@ -182,10 +177,6 @@ class EmulationFp8Linear(Dequantized, FP8ScaledMMLinearKernel):  # type: ignore[
 
 class EmulationW8A16Fp8Linear(Dequantized, FP8ScaledMMLinearKernel):  # type: ignore[misc]
     """FP8 weights, activations as they are. vLLM makes scales per channel of those per tensor."""
-
-    @classmethod
-    def can_implement(cls, config: object) -> Answer:
-        return True, None
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
         """Dequantize the weight: it is (in, out) with scales per channel, as stored with block scales."""
@@ -199,16 +190,15 @@ class EmulationW8A16Fp8Linear(Dequantized, FP8ScaledMMLinearKernel):  # type: ig
 class EmulationFp8BlockLinear(Dequantized, Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
     """FP8 weights with scales by block, activations dynamic in groups: for CPUs without AMX."""
 
+    can_implement = Fp8BlockScaledMMLinearKernel.can_implement
+
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
         """Dequantize the weight, which is stored as (out, in)."""
-        weight = layer.weight.data.to(torch.float32) * blocks_of(
-            layer, self._get_layer_params(layer).block_scale.data
-        )
+        scales = blocks_of(layer, self._get_layer_params(layer).block_scale.data)
+        weight = layer.weight.data.to(torch.float32) * scales
         layer.weight = Parameter(weight.to(self.config.out_dtype).contiguous(), requires_grad=False)
 
-    def apply_weights(
-        self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply_weights(self, layer: QuantizedLayer, x: Tensor, bias: Tensor | None = None) -> Tensor:
         group = self.config.activation_quant_key.scale.group_shape.col
         rounded = fake_fp8(x.reshape(-1, x.shape[-1]), group)
         return F.linear(rounded.reshape(x.shape), layer.weight, bias)
@@ -216,10 +206,6 @@ class EmulationFp8BlockLinear(Dequantized, Fp8BlockScaledMMLinearKernel):  # typ
 
 class EmulationNvFp4A16Linear(Dequantized, NvFp4LinearKernel):  # type: ignore[misc]
     """NVFP4 weights, activations as they are."""
-
-    @classmethod
-    def can_implement(cls, config: object) -> Answer:
-        return True, None
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
         """Dequantize; `weight_global_scale` is a factor by now, vLLM has inverted the stored global scale."""
@@ -236,9 +222,7 @@ class EmulationNvFp4A16Linear(Dequantized, NvFp4LinearKernel):  # type: ignore[m
 class EmulationNvFp4Linear(EmulationNvFp4A16Linear):
     """NVFP4 weights and activations: vLLM's EmulationNvFp4LinearKernel, without its dequantization a call."""
 
-    def apply_weights(
-        self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply_weights(self, layer: QuantizedLayer, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(fake_nvfp4(x, layer.input_global_scale_inv), layer.weight, bias)
 
 
@@ -248,7 +232,7 @@ class EmulationMxFp4Linear(Dequantized, MxFp4LinearKernel):  # type: ignore[misc
     @classmethod
     def can_implement(cls, config: MxFp4LinearLayerConfig) -> Answer:
         known = cls._supports_quant_scheme(None, config.activation_quant_key)
-        return known, None if known else "requires MXFP4, dynamic FP8 or unquantized activations"
+        return known, "requires MXFP4, dynamic FP8 or unquantized activations"
 
     @classmethod
     def _supports_quant_scheme(cls, weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
@@ -264,16 +248,14 @@ class EmulationMxFp4Linear(Dequantized, MxFp4LinearKernel):  # type: ignore[misc
         weight = (values * scale.repeat_interleave(MX_GROUP, dim=-1)).to(torch.get_default_dtype())
         layer.weight = Parameter(weight, requires_grad=False)
 
-    def apply_weights(
-        self, layer: QuantizedLayer, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply_weights(self, layer: QuantizedLayer, x: Tensor, bias: Tensor | None = None) -> Tensor:
         key = self.config.activation_quant_key
         if key is not None:
             x = fake_mxfp4(x) if key == kMxfp4Dynamic else fake_fp8(x, key.scale.group_shape.col)
         return F.linear(x, layer.weight, bias)
 
 
-def blocks_of(layer: QuantizedLayer, stored: torch.Tensor) -> torch.Tensor:
+def blocks_of(layer: QuantizedLayer, stored: Tensor) -> Tensor:
     """The scales by block of a weight (out, in), each as often as its block has elements."""
     assert layer.weight_block_size is not None
     (block_rows, block_cols), (rows, columns) = layer.weight_block_size, layer.weight.shape
@@ -328,12 +310,10 @@ def scheme_from_parts(
     return _ORIGINAL_SCHEME(config, weight_quant, input_quant, output_quant, format, layer_name)
 
 
-def scaled_fp8_quant(
-    tensor: torch.Tensor, scale: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def scaled_fp8_quant(tensor: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """vLLM's `ops.scaled_fp8_quant`: e4m3 values and their scale; here in torch for a static one a tensor."""
     if scale is None:
-        quantized: tuple[torch.Tensor, torch.Tensor] = _ORIGINAL_QUANT(tensor)
+        quantized: tuple[Tensor, Tensor] = _ORIGINAL_QUANT(tensor)
         return quantized
     return round_fp8(tensor, scale).to(torch.float8_e4m3fn), scale
 
@@ -354,7 +334,7 @@ def nvfp4_kernel(use_a16: bool = False) -> NvFp4LinearKernel:
     return kernel(NvFp4LinearLayerConfig())
 
 
-def rotate(transform: HadamardTransform, value: torch.Tensor, part_id: int = 0) -> torch.Tensor:
+def rotate(transform: HadamardTransform, value: Tensor, part_id: int = 0) -> Tensor:
     """Replace `HadamardTransform.forward`: `value` (..., features) times the matrix or its inverse.
 
     vLLM has kernels for it on GPUs only.
@@ -367,5 +347,5 @@ def rotate(transform: HadamardTransform, value: torch.Tensor, part_id: int = 0) 
     if chosen.scheme.type == _COMPUTED:
         matrix = matrix.sign() / size**0.5
     blocks = value.to(torch.float32).reshape(-1, size)
-    turned: torch.Tensor = blocks @ (matrix.T if chosen.args.inverse else matrix)
+    turned: Tensor = blocks @ (matrix.T if chosen.args.inverse else matrix)
     return turned.reshape(value.shape).to(value.dtype)

@@ -6,7 +6,8 @@ offset, shape and strides; the regions of one storage are equal or apart, as vLL
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import partial
+from typing import Self, TypeAlias
 
 import safetensors
 import torch
@@ -23,8 +24,8 @@ _COPIES = (_ATEN.copy_, _ATEN.index_put_, _ATEN.index_copy_)
 _FILLS = (_ATEN.fill_, _ATEN.zero_)
 # Comparisons that loaders make between values that must agree (input scales of an expert's w1 and w3).
 _DIFFERENCES = (_ATEN.ne, _ATEN.gt, _ATEN.lt)
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_INTEGERS = (torch.int16, torch.int32, torch.int64)
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_INTEGERS = frozenset({torch.int16, torch.int32, torch.int64})
 # Never read (weight_shape), or unused placeholders of the KV cache.
 _ANY_DTYPE = ("weight_shape", "k_zero_point", "v_zero_point", "q_zero_point")
 # What vLLM drops before it loads: get_checkpoint_weight_mapper in quantization/base_config.py, EAGLE-3's map
@@ -85,8 +86,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch would wrap the method below, of which each call then takes a third longer; nothing is
-        compiled here."""
+        """No: torch would wrap `__torch_dispatch__`, and each call of it take a third longer."""
         return False
 
     def handed_out(self, name: str, tensor: torch.Tensor) -> None:
@@ -175,13 +175,8 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             covered = sum(written.regions.values())
             if covered < parameter.numel():
                 got = f"{covered} of {parameter.numel()} elements{_where_from(written, parameter)}"
-                yield Miscopy(
-                    kind="missing",
-                    where=name,
-                    layer=_layer(name),
-                    got=got,
-                    expected=f"shape {list(parameter.shape)}",
-                )
+                expected = f"shape {list(parameter.shape)}"
+                yield Miscopy(kind="missing", where=name, layer=_layer(name), got=got, expected=expected)
 
 
 def _region(tensor: torch.Tensor) -> Region:
@@ -191,21 +186,18 @@ def _region(tensor: torch.Tensor) -> Region:
 
 def _source_faults(name: str, source: _Source, layer: str, ranks: int) -> Iterator[Miscopy]:
     """The faults of one stored tensor."""
-    tensor = source.tensor
+    fault, tensor = partial(Miscopy, where=name, layer=layer), source.tensor
     shape = list(tensor.shape)
     read = ranks * sum(source.read.values()) // tensor.element_size()
     if name.endswith(_DROPPED):
         return
     if tensor.numel() and not source.read:
-        got = f"{_short(tensor.dtype)} {shape}"
-        yield Miscopy(kind="unused", where=name, layer=layer, got=got, expected="")
+        yield fault(kind="unused", got=f"{_short(tensor.dtype)} {shape}", expected="")
     elif read < tensor.numel():
-        yield Miscopy(
-            kind="narrowed", where=name, layer=layer, got=f"shape {shape}", expected=f"{read} elements"
-        )
+        yield fault(kind="narrowed", got=f"shape {shape}", expected=f"{read} elements")
     for before, after in source.casts:
         if _changes_values(before, after) and not name.endswith(_ANY_DTYPE):
-            yield Miscopy(kind="cast", where=name, layer=layer, got=_short(before), expected=_short(after))
+            yield fault(kind="cast", got=_short(before), expected=_short(after))
 
 
 def _layer(parameter: str) -> str:
@@ -228,9 +220,7 @@ def _where_from(written: _Written, parameter: torch.Tensor) -> str:
 
 def _changes_values(before: torch.dtype, after: torch.dtype) -> bool:
     """Return whether a cast is more than a change of width among ordinary floats or among integers."""
-    if before == after:
-        return False
-    return not any(before in kind and after in kind for kind in (_FLOATS, _INTEGERS))
+    return before != after and not any({before, after} <= kind for kind in (_FLOATS, _INTEGERS))
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -256,7 +246,7 @@ class HeaderFile:
     def __init__(self, audit: Audit, filename: str, framework: str = "pt", device: str = "cpu") -> None:
         self._file, self._audit = safetensors.safe_open(filename, framework="np"), audit
 
-    def __enter__(self) -> "HeaderFile":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -264,14 +254,9 @@ class HeaderFile:
             self._audit.last_handed_out = ""
         self._file.__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def keys(self) -> list[str]:
-        """The names in the file, in its order."""
-        return list(self._file.keys())  # type: ignore[no-untyped-call]
-
-    def metadata(self) -> dict[str, str] | None:
-        """The file's own metadata."""
-        metadata: dict[str, str] | None = self._file.metadata()  # type: ignore[no-untyped-call]
-        return metadata
+    def __getattr__(self, name: str) -> object:
+        """Its names and metadata are those of the file."""
+        return getattr(self._file, name)
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """A tensor of the stored shape and dtype without data."""

@@ -32,6 +32,7 @@ _NOT_FOLLOWED_WORDS = ("meta tensor", "meta device", "NVIDIA driver", "CUDA enab
 _PYDANTIC = re.compile(r"^\d+ validation errors? for \w+\s+Value error,|\[type=.*\Z", re.DOTALL)
 # Parameters that vLLM registers and never reads; its own weight tracking leaves out the second.
 _NEVER_READ = ("weight_shape", "input_scale_ub")
+_UNREAD_GPTQ = ("qzeros", "_bias")
 # The prefix of its layers' names in a report.
 DRAFTER = "drafter."
 # Parameters that MTP layers take from the target, whatever the checkpoint has: `_maybe_share_embeddings` and
@@ -47,8 +48,12 @@ def try_cell(attempt: DryTry) -> CellResult:
         result = _load(attempt, audit)
     except Exception as error:
         traceback.print_exception(error)
-        place, reason = audit.last_handed_out, _one_line(error)
-        result = CellResult(cell=attempt.cell, outcome=_outcome(error), reason=reason, where=place)
+        text = " ".join(_PYDANTIC.sub(" ", str(error)).split())
+        reason = (f"{type(error).__name__}: {text}" if text else one_line(error))[:_MOST_MESSAGE]
+        unfollowed = isinstance(error, _NOT_FOLLOWED) or any(word in text for word in _NOT_FOLLOWED_WORDS)
+        outcome: Outcome = "unknown" if unfollowed else "refused"
+        place = audit.last_handed_out
+        result = CellResult(cell=attempt.cell, outcome=outcome, reason=reason, where=place)
     return replace(result, seconds=round(time.monotonic() - start, 3))
 
 
@@ -132,15 +137,11 @@ def _with_drafter(
     """The faults of a target and its drafter; where both read one folder, what neither reads is unused."""
     draft, shared = config.speculative_config.draft_model_config, frozenset(shared_parameters(drafter))
     audit.begin()
-    own = [
-        replace(
-            fault,
-            where=DRAFTER + fault.where if fault.kind == "missing" else fault.where,
-            layer=DRAFTER + fault.layer,
-        )
-        for fault in _load_weights(drafter, config, draft, audit)
-        if fault.kind != "missing" or fault.where not in shared
-    ]
+    own = []
+    for fault in _load_weights(drafter, config, draft, audit):
+        if fault.kind != "missing" or fault.where not in shared:
+            where = DRAFTER + fault.where if fault.kind == "missing" else fault.where
+            own.append(replace(fault, where=where, layer=DRAFTER + fault.layer))
     if draft.model != config.model_config.model:
         return (*faults, *own)
     unread = {fault.where for fault in own if fault.kind == "unused"}
@@ -170,25 +171,13 @@ def _optional(model: torch.nn.Module) -> Iterator[str]:
         scales = isinstance(method, BaseKVCacheMethod)
         # A weight-only NVFP4 MoE registers scales for inputs that it does not quantize.
         weight_only = getattr(method, "use_a16", False)
+        # Symmetric GPTQ does not use zero points, and drops the biases of experts that have none.
+        is_gptq = type(method).__name__.startswith("AutoGPTQ")
+        unread = (*_NEVER_READ, *_UNREAD_GPTQ) if is_gptq else _NEVER_READ
         for parameter, _ in module.named_parameters(recurse=False):
-            unread = parameter.endswith(_NEVER_READ) or (weight_only and "input_global_scale" in parameter)
-            if scales or unread or _is_unread_gptq(method, parameter):
+            unread_scale = weight_only and "input_global_scale" in parameter
+            if scales or unread_scale or parameter.endswith(unread):
                 yield f"{name}.{parameter}"
-
-
-def _is_unread_gptq(method: object, parameter: str) -> bool:
-    """Zero points, which symmetric GPTQ does not use, and biases of experts, which it drops where none is."""
-    return type(method).__name__.startswith("AutoGPTQ") and parameter.endswith(("qzeros", "_bias"))
-
-
-def _outcome(error: Exception) -> Outcome:
-    unfollowed = isinstance(error, _NOT_FOLLOWED) or any(word in str(error) for word in _NOT_FOLLOWED_WORDS)
-    return "unknown" if unfollowed else "refused"
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(_PYDANTIC.sub(" ", str(error)).split())
-    return (f"{type(error).__name__}: {text}" if text else one_line(error))[:_MOST_MESSAGE]
 
 
 def build_drafter(config: "VllmConfig") -> torch.nn.Module | None:

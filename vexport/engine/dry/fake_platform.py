@@ -84,7 +84,7 @@ def set_capability(sm: int) -> None:
     type(current_platform).capability = DeviceCapability(sm // 10, sm % 10)
     # The one place where vLLM caches an answer at import.
     if hasattr(cutlass, "CUTLASS_BLOCK_FP8_SUPPORTED"):
-        cutlass.CUTLASS_BLOCK_FP8_SUPPORTED = supports_block_fp8(sm)
+        cutlass.CUTLASS_BLOCK_FP8_SUPPORTED = _from_hopper(sm)
 
 
 def join_group(tp: int, rank: int) -> None:
@@ -177,33 +177,29 @@ def stub_operators() -> None:
 
     answers = {
         "cutlass_scaled_mm_supports_fp8": lambda sm: sm >= 89,
-        "cutlass_scaled_mm_supports_block_fp8": supports_block_fp8,
-        "cutlass_group_gemm_supported": lambda sm: sm >= 90,
+        "cutlass_scaled_mm_supports_block_fp8": _from_hopper,
+        "cutlass_group_gemm_supported": _from_hopper,
         "cutlass_scaled_mm_supports_fp4": lambda sm: 100 <= sm < 130,
         "mxfp4_experts_quant_supported": lambda sm: 100 <= sm < 120,
         "moe_permute_unpermute_supported": _yes,
     }
     for namespace in (torch.ops._C, torch.ops._moe_C):
         vars(namespace).update(answers)
-        namespace.__class__ = _operators_of_any_name(type(namespace))
+        namespace.__class__ = type("AnyName", (_AnyOperator, type(namespace)), {})
 
 
-def supports_block_fp8(sm: int) -> bool:
-    """Return whether CUTLASS multiplies FP8 by blocks."""
+def _from_hopper(sm: int) -> bool:
     return sm >= 90
 
 
-def _operators_of_any_name(kind: type) -> type:
+class _AnyOperator(ModuleType):
     """A namespace of operators in which every name exists and raises when called."""
 
-    class AnyName(kind):  # type: ignore[misc]
-        def __getattr__(self, name: str) -> object:
-            try:
-                return super().__getattr__(name)
-            except AttributeError:
-                return _Uncallable(name)
-
-    return AnyName
+    def __getattr__(self, name: str) -> object:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return _Uncallable(name)
 
 
 class _OnDevice:

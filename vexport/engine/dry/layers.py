@@ -40,11 +40,9 @@ def raising_layer(model: torch.nn.Module, sm: int) -> tuple[str, str] | None:
     """The first layer whose kernel raises when it runs on this capability, and its words; None is none."""
     for name, layer in model.named_modules():
         scheme = getattr(layer, "scheme", None)
-        kernel = type(_kernel(scheme)).__name__ if scheme is not None else ""
+        _, kernel = _kernel(scheme) if scheme is not None else (None, "")
         least, words = _RAISING_KERNELS.get(kernel, (sm + 1, ""))
-        if sm >= least and all(
-            side % _CUTLASS_ALIGNMENT == 0 for side in layer.get_parameter("weight").shape
-        ):
+        if sm >= least and not any(side % _CUTLASS_ALIGNMENT for side in layer.get_parameter("weight").shape):
             return INDEX.sub("*", name), f"{kernel}: {words.format(sm)}, when it runs"
     return None
 
@@ -56,31 +54,31 @@ def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
         if method is None or not weights or "Embedding" in type(method).__name__:
             continue
         scheme = getattr(layer, "scheme", None) or method
-        kernel = _kernel(scheme)
+        kernel, kernel_name = _kernel(scheme)
         # vLLM's name of the layer; in a drafter it differs from its place in the module tree.
         given = getattr(layer, "prefix", None) or getattr(layer, "layer_name", None)
         stored = _stored(method, layer, given if isinstance(given, str) else name)
+        bits = _activation_bits(scheme, kernel, kernel_name)
         yield LayerKind(
             name=INDEX.sub("*", name),
             count=1,
             scheme=_SCHEME.sub("", type(scheme).__name__),
             stored=stored,
-            runs=_runs(stored, scheme, kernel),
-            kernel=kernel if isinstance(kernel, str) else type(kernel).__name__,
+            runs=re.sub(r"A\d+$", f"A{bits}", stored) if bits else stored,
+            kernel=kernel_name,
         )
 
 
-def _kernel(scheme: object) -> object:
-    """The kernel that a scheme holds; or the name of a MoE method's experts or backend; else nothing."""
-    values = list(vars(scheme).items())
-    for _, value in values:
+def _kernel(scheme: object) -> tuple[object, str]:
+    """The kernel that a scheme holds and its name; of a MoE method the name of its experts or backend."""
+    for value in vars(scheme).values():
         if type(value).__module__.startswith(_KERNELS):
-            return value
-    for name, value in values:
-        if name == "experts_cls" and isinstance(value, type):
-            return value.__name__
-    backends = [value.name for name, value in values if isinstance(value, Enum) and "backend" in name]
-    return backends[0] if backends else ""
+            return value, type(value).__name__
+    experts = vars(scheme).get("experts_cls")
+    if isinstance(experts, type):
+        return None, experts.__name__
+    backends = (value for name, value in vars(scheme).items() if "backend" in name)
+    return None, next((value.name for value in backends if isinstance(value, Enum)), "")
 
 
 def _stored(method: object, layer: torch.nn.Module, name: str) -> str:
@@ -99,21 +97,15 @@ def _stored(method: object, layer: torch.nn.Module, name: str) -> str:
     return f"W{weights.num_bits}A{inputs.num_bits if inputs is not None else 16}"
 
 
-def _runs(stored: str, scheme: object, kernel: object) -> str:
-    """The precision of the multiplication, as `stored` with what scheme and kernel make of activations."""
-    bits = _activation_bits(scheme, kernel)
-    return re.sub(r"A\d+$", f"A{bits}", stored) if bits else stored
-
-
-def _activation_bits(scheme: object, kernel: object) -> int | None:
+def _activation_bits(scheme: object, kernel: object, name: str) -> int | None:
     """Bits of the activations that a kernel multiplies; None where nothing tells."""
-    name = kernel if isinstance(kernel, str) else type(kernel).__name__
-    dtype = getattr(getattr(kernel, "config", None), "act_type", None)
+    config = getattr(kernel, "config", None)
+    dtype = getattr(config, "act_type", None)
     if isinstance(dtype, torch.dtype):
         return dtype.itemsize * 8
     if _WEIGHT_ONLY_KERNEL.search(name) or getattr(scheme, "use_a16", False):
         return 16
-    key = getattr(getattr(kernel, "config", None), "activation_quant_key", None)
+    key = getattr(config, "activation_quant_key", None)
     chosen = getattr(key, "dtype", None)  # not what the scheme asked for, where no kernel had that
     if isinstance(chosen, torch.dtype):
         return 4 if chosen == torch.uint8 else chosen.itemsize * 8
@@ -146,11 +138,19 @@ def _sequences(config: "VllmConfig", longest: int) -> tuple[SequenceMemory, ...]
 
     Whole blocks; the window of a sliding attention and the tokens scheduled with it; states of linear layers.
     """
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
     from vllm.v1.core.kv_cache_utils import _max_memory_usage_bytes_from_groups, get_kv_cache_groups
     from vllm.v1.worker.worker_base import get_current_attn_backends, get_supported_kv_cache_layouts
 
-    specs = _specs(config)
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase)
+    all_specs = {  # as `get_kv_cache_spec` of vLLM's model runner
+        name: layer.get_kv_cache_spec(config)
+        for name, layer in layers.items()
+        if getattr(layer, "kv_sharing_target_layer_name", None) is None
+    }
+    specs = {name: spec for name, spec in all_specs.items() if spec is not None}
     if not specs:
         return ()
     layouts = get_supported_kv_cache_layouts(get_current_attn_backends(config))
@@ -162,17 +162,3 @@ def _sequences(config: "VllmConfig", longest: int) -> tuple[SequenceMemory, ...]
         kv_bytes = _max_memory_usage_bytes_from_groups(config, groups)
         sequences.append(SequenceMemory(tokens=tokens, kv_bytes=kv_bytes))
     return tuple(sequences)
-
-
-def _specs(config: "VllmConfig") -> dict[str, object]:
-    """The KV cache of each layer that has its own; as `get_kv_cache_spec` of vLLM's model runner."""
-    from vllm.config import get_layers_from_vllm_config
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-
-    layers = get_layers_from_vllm_config(config, AttentionLayerBase)
-    specs = {
-        name: layer.get_kv_cache_spec(config)
-        for name, layer in layers.items()
-        if getattr(layer, "kv_sharing_target_layer_name", None) is None
-    }
-    return {name: spec for name, spec in specs.items() if spec is not None}

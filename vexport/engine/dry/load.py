@@ -1,15 +1,17 @@
 """Loads checkpoints dry: starts the worker, gives it cells, and makes a report of what it saw in them."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.engine.arguments import require_layers
-from vexport.engine.messages import Cell, CellResult, DryRequest, DryResult, Miscopy, MiscopyKind
+from vexport.engine.messages import Cell, CellResult, DryRequest, DryResult, LayerKind, Miscopy, MiscopyKind
 from vexport.engine.session import NO_EMULATION, Worker, log_folder, require_vllm
 from vexport.formats.base import Card
 from vexport.records import (
@@ -98,8 +100,11 @@ def unused(report: DryLoadReport) -> list[Finding]:
 
 
 def _cell(result: CellResult, *, needed: bool = True) -> MatrixCell:
+    status: CellStatus = "refused" if result.outcome == "refused" else "not shown"
+    if result.outcome == "loaded":
+        status = _status(result.layers, result.faults)
     return MatrixCell(
-        tp=result.cell.tp, sm=result.cell.sm, status=_status(result), reason=result.reason, needed=needed
+        tp=result.cell.tp, sm=result.cell.sm, status=status, reason=result.reason, needed=needed
     )
 
 
@@ -109,43 +114,36 @@ def _needed(cell: Cell, results: Sequence[CellResult], require: Require) -> bool
     return require == "all" or cell.tp not in loaded
 
 
-def _status(result: CellResult) -> CellStatus:
-    if result.outcome != "loaded":
-        return "refused" if result.outcome == "refused" else "not shown"
-    if any(_SAYS[fault.kind][0] == "error" for fault in result.faults):
+def _status(layers: Sequence[LayerKind], faults: Sequence[Miscopy]) -> CellStatus:
+    if any(_SAYS[fault.kind][0] == "error" for fault in faults):
         return "faulty"
-    return "other precision" if any(kind.runs != kind.stored for kind in result.layers) else "loads"
+    return "other precision" if any(layer.runs != layer.stored for layer in layers) else "loads"
 
 
 def _rows(results: Sequence[CellResult]) -> Iterator[MatrixRow]:
     """A row for each kind of layer; where a cell has no such layer, what became of the checkpoint there."""
-    kinds = {(kind.name, kind.stored): kind for result in reversed(results) for kind in result.layers}
-    order = dict.fromkeys((kind.name, kind.stored) for result in results for kind in result.layers)
-    for key in order:
-        kind = kinds[key]
-        cells = tuple(_layer_cell(result, key) for result in results)
+    kinds: dict[tuple[str, str], LayerKind] = {}
+    for kind in (kind for result in results for kind in result.layers):
+        kinds.setdefault((kind.name, kind.stored), kind)
+    for kind in kinds.values():
+        cells = tuple(_layer_cell(result, kind) for result in results)
         yield MatrixRow(name=kind.name, count=kind.count, scheme=kind.scheme, stored=kind.stored, cells=cells)
 
 
-def _layer_cell(result: CellResult, key: tuple[str, str]) -> MatrixCell:
-    layer = next((kind for kind in result.layers if (kind.name, kind.stored) == key), None)
-    if layer is None:
-        return _cell(result)
-    status: CellStatus = "loads" if layer.runs == layer.stored else "other precision"
-    if any(_SAYS[fault.kind][0] == "error" and fault.layer == layer.name for fault in result.faults):
-        status = "faulty"
-    return MatrixCell(
-        tp=result.cell.tp, sm=result.cell.sm, status=status, precision=layer.runs, kernel=layer.kernel
-    )
+def _layer_cell(result: CellResult, like: LayerKind) -> MatrixCell:
+    for layer in result.layers:
+        if (layer.name, layer.stored) == (like.name, like.stored):
+            status = _status([layer], [fault for fault in result.faults if fault.layer == layer.name])
+            return replace(_cell(result), status=status, precision=layer.runs, kernel=layer.kernel)
+    return _cell(result)
 
 
 def _not_loaded(results: Sequence[CellResult], require: Require) -> Iterator[Finding]:
     """One finding for each reason, with the cells that it holds in."""
-    reasons: dict[tuple[str, str, str], list[Cell]] = {}
+    reasons = defaultdict[tuple[str, str, str], list[Cell]](list)
     for result in results:
         if result.outcome != "loaded":
-            key = (result.outcome, result.where or "checkpoint", result.reason)
-            reasons.setdefault(key, []).append(result.cell)
+            reasons[result.outcome, result.where or "checkpoint", result.reason].append(result.cell)
     for (outcome, where, reason), cells in reasons.items():
         needed = any(_needed(cell, results, require) for cell in cells)
         yield Finding(
@@ -178,20 +176,17 @@ def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
 
 def _precisions(results: Sequence[CellResult]) -> Iterator[Finding]:
     """One finding for each kernel with another precision than the stored one; a warning if it is coarser."""
-    kernels: dict[tuple[str, str, str], tuple[dict[str, None], dict[Cell, None]]] = {}
+    kernels = defaultdict[tuple[str, str, str], list[tuple[str, Cell]]](list)
     for result in results:
         for kind in result.layers:
             if kind.runs != kind.stored:
-                key = (kind.stored, kind.runs, kind.kernel or kind.scheme)
-                names, cells = kernels.setdefault(key, ({}, {}))
-                names[kind.name] = None
-                cells[result.cell] = None
-    for (stored, runs, kernel), (names, cells) in kernels.items():
-        coarser = _activation_bits(runs) < _activation_bits(stored)
+                kernels[kind.stored, kind.runs, kind.kernel or kind.scheme].append((kind.name, result.cell))
+    for (stored, runs, kernel), places in kernels.items():
+        names, cells = (list(dict.fromkeys(parts)) for parts in zip(*places, strict=True))
         yield Finding(
             check=CHECK,
-            severity="warning" if coarser else "info",
-            where=_in_cells(", ".join(names), list(cells), results),
+            severity="warning" if _activation_bits(runs) < _activation_bits(stored) else "info",
+            where=_in_cells(", ".join(names), cells, results),
             expected=f"{stored} as stored",
             got=f"{runs} by {kernel}",
             fix="measure accuracy at that precision, or serve it elsewhere",
@@ -206,15 +201,11 @@ def _in_cells(place: str, cells: Sequence[Cell], results: Sequence[CellResult]) 
     """`place` and the cells meant, unless that is all of them."""
     if len(cells) == len(results):
         return place
-    sizes = dict.fromkeys(cell.tp for cell in cells)
-    capabilities = dict.fromkeys(cell.sm for cell in cells)
+    sizes = dict.fromkeys(str(cell.tp) for cell in cells)
+    capabilities = dict.fromkeys(str(cell.sm) for cell in cells)
     if len(sizes) * len(capabilities) == len(cells):
-        return f"{place} (tp {_list(sizes)}, sm {_list(capabilities)})"
+        return f"{place} (tp {'/'.join(sizes)}, sm {'/'.join(capabilities)})"
     return f"{place} ({'; '.join(f'tp {cell.tp}, sm {cell.sm}' for cell in cells)})"
-
-
-def _list(numbers: dict[int, None]) -> str:
-    return "/".join(str(number) for number in numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +243,7 @@ class DryLoad:
                 module="vexport.engine.dry.worker",
                 request=DryRequest(
                     checkpoints=tuple(checkpoint.absolute() for checkpoint in self.checkpoints),
-                    cells=tuple(Cell(tp=size, sm=capability) for size in self.tp for capability in self.sm),
+                    cells=tuple(Cell(tp=tp, sm=sm) for tp, sm in product(self.tp, self.sm)),
                     folder=folder,
                     trust_remote_code=self.trust_remote_code,
                     speculative=self.speculative,
@@ -332,15 +323,9 @@ def _rooms(memory: Sequence[RankMemory], cards: Sequence[Card]) -> Iterator[GpuR
     An upper bound: what a step computes with and CUDA graphs take their part, which vLLM measures at its
     start (1 to 3 GB, more with long prompts).
     """
-    for card in cards:
-        for rank in memory:
-            free = card.usable_bytes - rank.weight_bytes
-            for sequence in rank.sequences:
-                fitting = max(free, 0) // sequence.kv_bytes if sequence.kv_bytes else 0
-                yield GpuRoom(
-                    gpu=card.name,
-                    tp=rank.tp,
-                    kv_bytes=free,
-                    tokens=sequence.tokens,
-                    sequences=fitting,
-                )
+    for card, rank in product(cards, memory):
+        free = card.usable_bytes - rank.weight_bytes
+        for sequence in rank.sequences:
+            fitting = max(free, 0) // sequence.kv_bytes if sequence.kv_bytes else 0
+            tokens = sequence.tokens
+            yield GpuRoom(gpu=card.name, tp=rank.tp, kv_bytes=free, tokens=tokens, sequences=fitting)

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from vexport.engine.messages import CellResult, DryRequest, DryResult, DryTry, Outcome
 from vexport.engine.worker import answer_request, reporter
 from vexport.files import from_json, to_json, write_text
+from vexport.records import OnProgress
 
 _STAGE = "dry load"
 # Modules that vLLM imports for every model: the plainest class, and the attention backends.
@@ -55,11 +56,10 @@ def main(arguments: list[str]) -> int:
 def _results_of(request: DryRequest) -> DryResult:
     report = reporter()
     tries = [_tries(number, request) for number in range(len(request.checkpoints))]
-    total = sum(len(ranks) for cells in tries for ranks in cells)
-    report(_STAGE, 0, total)
-    version = _import_vllm(request)
     everything = [rank for cells in tries for ranks in cells for rank in ranks]
-    _run(everything, lambda done: report(_STAGE, done, total))
+    report(_STAGE, 0, len(everything))
+    version = _import_vllm(request)
+    _run(everything, report)
     results = tuple(
         tuple(merge_ranks([from_json(CellResult, rank.file) for rank in ranks]) for ranks in cells)
         for cells in tries
@@ -120,7 +120,7 @@ def _import_vllm(request: DryRequest) -> str:
     return str(version)
 
 
-def _run(tries: Sequence[DryTry], on_done: Callable[[int], None]) -> None:
+def _run(tries: Sequence[DryTry], report: OnProgress) -> None:
     """Fork a child for each try, as many at a time as there are cores; every one leaves a file.
 
     Those of one capability come first, so that what they share is there for the others.
@@ -136,7 +136,7 @@ def _run(tries: Sequence[DryTry], on_done: Callable[[int], None]) -> None:
         connection.wait([child.sentinel for child in running])
         for ended in [child for child in running if not child.is_alive()]:
             _require_file(running.pop(ended), ended.exitcode or 0)
-        on_done(len(tries) - len(waiting) - len(running))
+        report(_STAGE, len(tries) - len(waiting) - len(running), len(tries))
 
 
 def _try(attempt: DryTry) -> None:
