@@ -9,18 +9,20 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from tests.architectures.families import FAMILIES, Family
 from vexport.calibration import Samples, calibrate
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.records import CalibrationRecord, FusionGroup, KvCache, LinearPlan, Plan
 
 VOCABULARY = 128
-COMMON: Mapping[str, object] = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "dtype": "bfloat16"}
 # Modules whose name in the checkpoint is another.
 RENAMED = {"embed_out": "lm_head"}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 LLAMA_LIKE: Mapping[str, object] = {
-    **COMMON,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "dtype": "bfloat16",
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 3,
@@ -30,82 +32,40 @@ LLAMA_LIKE: Mapping[str, object] = {
 }
 
 
-def _config(name: str, **sizes: object) -> transformers.PreTrainedConfig:
-    config: transformers.PreTrainedConfig = getattr(transformers, name)(**sizes)
-    return config
+def _config(family: Family, **changes: object) -> transformers.PreTrainedConfig:
+    return family.config(**{**LLAMA_LIKE, "head_dim": 16, **changes})
 
 
 def configs() -> Mapping[str, transformers.PreTrainedConfig]:
     """A small configuration of each family, chosen for how differently they call their layers."""
     gemma_layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    neox, mistral = (Family(model_type=name, text={}) for name in ("gpt_neox", "mistral"))
     return {
-        "llama": _config("LlamaConfig", **LLAMA_LIKE),
-        "qwen3": _config("Qwen3Config", **LLAMA_LIKE, head_dim=16),
-        "gemma3": _config(
-            "Gemma3TextConfig", **LLAMA_LIKE, head_dim=16, sliding_window=8, layer_types=gemma_layers
-        ),
-        "phi3": _config("Phi3Config", **LLAMA_LIKE),
-        "gpt_neox": _config("GPTNeoXConfig", **{**LLAMA_LIKE, "num_key_value_heads": None}, rotary_pct=0.5),
-        "gpt2": _config("GPT2Config", **COMMON, n_embd=64, n_layer=3, n_head=4, n_positions=64),
-        "opt": _config(
-            "OPTConfig",
-            **COMMON,
-            hidden_size=64,
-            ffn_dim=128,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            word_embed_proj_dim=32,
-        ),
-        "bloom": _config(
-            "BloomConfig", vocab_size=VOCABULARY, dtype="bfloat16", hidden_size=64, n_layer=3, n_head=4
-        ),
-        "mistral": _config("MistralConfig", **LLAMA_LIKE, sliding_window=8),
+        "llama": _config(FAMILIES["llama"]),
+        "qwen3": _config(FAMILIES["qwen3-tied"], tie_word_embeddings=False),
+        "gemma3": _config(FAMILIES["gemma3"], sliding_window=8, layer_types=gemma_layers),
+        "phi3": _config(FAMILIES["phi3"]),
+        "gpt_neox": _config(neox, num_key_value_heads=None, rotary_pct=0.5),
+        "gpt2": _config(FAMILIES["gpt2"], n_embd=64, n_layer=3, n_positions=64),
+        "opt": _config(FAMILIES["opt"], ffn_dim=128, word_embed_proj_dim=32),
+        "bloom": _config(FAMILIES["bloom"], n_layer=3),
+        "mistral": _config(mistral, sliding_window=8),
     }
 
 
 def expert_configs() -> Mapping[str, transformers.PreTrainedConfig]:
     """Mixtures of experts: plain, with shared experts and latent or linear attention, stacked."""
-    base = {**LLAMA_LIKE, "num_hidden_layers": 2, "num_experts_per_tok": 2}
-    qwen = {**base, "head_dim": 16, "num_experts": 8, "moe_intermediate_size": 32}
+    mixture = {"num_hidden_layers": 2, "num_local_experts": 8}
+    qwen = {"num_hidden_layers": 2, "num_experts": 8}
+    latent = {"num_hidden_layers": 2, "n_routed_experts": 8, "head_dim": 64, "num_key_value_heads": 4}
+    layer_types = ["linear_attention", "full_attention"]
     return {
-        "mixtral": _config("MixtralConfig", **base, num_local_experts=8),
-        "qwen3_moe": _config("Qwen3MoeConfig", **qwen),
-        "deepseek_v3": _config(
-            "DeepseekV3Config",
-            **{**base, "num_key_value_heads": 4},
-            n_routed_experts=8,
-            n_shared_experts=1,
-            moe_intermediate_size=32,
-            first_k_dense_replace=1,
-            n_group=2,
-            topk_group=2,
-            q_lora_rank=32,
-            kv_lora_rank=16,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=16,
-            v_head_dim=16,
-        ),
-        "qwen3_next": _config(
-            "Qwen3NextConfig",
-            **qwen,
-            shared_expert_intermediate_size=32,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-            layer_types=["linear_attention", "full_attention"],
-        ),
-        "gpt_oss": _config(
-            "GptOssConfig", **base, head_dim=16, num_local_experts=8, rope_parameters=PLAIN_ROPE
-        ),
-        "llama4": _config(
-            "Llama4TextConfig",
-            **{**base, "num_experts_per_tok": 1},
-            head_dim=16,
-            num_local_experts=8,
-            intermediate_size_mlp=128,
-            interleave_moe_layer_step=1,
-        ),
+        "mixtral": _config(FAMILIES["mixtral"], **mixture),
+        "qwen3_moe": _config(FAMILIES["qwen3-moe"], **qwen),
+        "deepseek_v3": _config(FAMILIES["deepseek-v3"], **latent, topk_group=2),
+        "qwen3_next": _config(FAMILIES["qwen3-next"], **qwen, layer_types=layer_types),
+        "gpt_oss": _config(FAMILIES["gpt-oss"], **mixture, rope_parameters=PLAIN_ROPE),
+        "llama4": _config(FAMILIES["llama4"], **mixture, num_experts_per_tok=1),
     }
 
 

@@ -33,11 +33,6 @@ class Case(BaseModel):
     def quantization_args(self) -> QuantizationArgs:
         return QuantizationArgs(**self.args)
 
-    def __str__(self) -> str:
-        given = "-".join(str(value) for value in self.args.values())
-        fused = "-fused" if self.fused_with_factor else ""
-        return f"{self.observer}-{self.base_name}-{given}{fused}-{self.dtype}"
-
 
 @cache
 def values() -> dict[str, torch.Tensor]:
@@ -92,44 +87,36 @@ def golden(number: int, key: str) -> torch.Tensor | None:
     return values().get(f"{number}.{key}")
 
 
-MINMAX = [(number, case) for number, case in CASES if "minmax" in case.observer]
-
-
-@pytest.mark.parametrize(("number", "case"), MINMAX, ids=[str(case) for _, case in MINMAX])
-def test_min_max_in_float32_is_the_peers_within_its_rounding(number: int, case: Case) -> None:
-    observer = observe(case)
-    qparams = observer.get_qparams()
-    # Stored scales are rounded to three bits of mantissa or to a power of two: a rounding apart is a step.
-    stored = {"torch.float8_e4m3fn": 0.13, "torch.uint8": 1.0}.get(str(case.args.get("scale_dtype")), 0.0)
-    tolerance = ROUNDING[case.dtype]
-    for key, value in (("low", observer.range()[0]), ("high", observer.range()[1]), *qparams.items()):
-        expected = golden(number, key)
-        assert (value is None) == (expected is None)
-        if expected is None or key == "zero_point":
+@pytest.mark.parametrize("name", ["memoryless_minmax", "static_minmax", "minmax"])
+def test_min_max_in_float32_is_the_peers_within_its_rounding(name: str) -> None:
+    for number, case in CASES:
+        if case.observer != name:
             continue
-        assert isinstance(value, torch.Tensor)
-        loose = stored if key == "scale" and case.dtype != "float32" else 0.0
-        torch.testing.assert_close(
-            value, expected.float(), rtol=tolerance + loose, atol=0.0, check_dtype=False
-        )
+        observer = observe(case)
+        # Stored scales have three bits of mantissa or are powers of two: a rounding apart is a step.
+        stored = {"torch.float8_e4m3fn": 0.13, "torch.uint8": 1.0}.get(str(case.args.get("scale_dtype")), 0.0)
+        low, high = observer.range()
+        for key, value in {"low": low, "high": high, **observer.get_qparams()}.items():
+            expected = golden(number, key)
+            assert (value is None) == (expected is None), case
+            if expected is not None and key != "zero_point":
+                loose = stored if key == "scale" and case.dtype != "float32" else 0.0
+                require_close(case, value, expected.float(), ROUNDING[case.dtype] + loose)
 
 
-SEARCHES = [
-    (number, case)
-    for number, case in CASES
-    if case.dtype == "float32"
-    and "minmax" not in case.observer
-    and not (case.base_name == "weight" and case.args["strategy"] == "tensor_group")
-]
+def require_close(case: Case, value: object, expected: object, tolerance: float) -> None:
+    torch.testing.assert_close(
+        value, expected, rtol=tolerance, atol=0.0, check_dtype=False, msg=lambda text: f"{case}: {text}"
+    )
 
 
-@pytest.mark.parametrize(("number", "case"), SEARCHES, ids=[str(case) for _, case in SEARCHES])
-def test_searches_of_float32_values_choose_what_the_peer_chooses(number: int, case: Case) -> None:
-    low, high = observe(case).range()
-    for key, value in (("low", low), ("high", high)):
-        expected = golden(number, key)
-        assert expected is not None
-        torch.testing.assert_close(value, expected, rtol=2e-6, atol=0.0)
+@pytest.mark.parametrize("name", ["memoryless_mse", "mse", "imatrix_mse"])
+def test_searches_of_float32_values_choose_what_the_peer_chooses(name: str) -> None:
+    for number, case in CASES:
+        is_nvfp4_weight = case.base_name == "weight" and case.args["strategy"] == "tensor_group"
+        if case.observer == name and case.dtype == "float32" and not is_nvfp4_weight:
+            for key, value in zip(("low", "high"), observe(case).range(), strict=True):
+                require_close(case, value, golden(number, key), 2e-6)
 
 
 def test_range_of_an_nvfp4_weight_is_not_shrunk_before_the_search() -> None:
@@ -140,7 +127,5 @@ def test_range_of_an_nvfp4_weight_is_not_shrunk_before_the_search() -> None:
         == ("memoryless_mse", "tensor_group", "weight")
     )
     weight = values()[case.observed[0]]
-    low, high = range_of(tiles_of(weight, "weight", case.quantization_args))
-    got = observe(case).range()
-    assert torch.equal(got[0], low)
-    assert torch.equal(got[1], high)
+    expected = range_of(tiles_of(weight, "weight", case.quantization_args))
+    assert all(map(torch.equal, observe(case).range(), expected))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from vexport.calibration.model import HiddenStates, joined
@@ -132,7 +133,7 @@ def replaced_forwards(layers: Sequence[torch.nn.Module], forward: Forward) -> It
 
 
 def capture_layer_calls(
-    model: torch.nn.Module,
+    model: transformers.PreTrainedModel,
     name: str,
     layers: torch.nn.ModuleList,
     batches: Sequence[torch.Tensor],
@@ -144,11 +145,10 @@ def capture_layer_calls(
     InputError for a model that does not run its layers one after the other.
     """
     recorder = Recorder(name, layers, hidden)
-    base = base_of(model)
     with replaced_forwards(list(layers), recorder.record):
         for ids in batches:
             recorder.begin()
-            base(input_ids=ids, use_cache=False)
+            model.base_model(input_ids=ids, use_cache=False)
             for number, calls in enumerate(recorder.calls):
                 if len(calls) != len(hidden):
                     raise recorder.unusual(number, "a layer that the forward does not call")
@@ -166,13 +166,6 @@ def replayed_layers(layers: torch.nn.ModuleList, final: torch.Tensor, rest: Rest
 
     with replaced_forwards(list(layers), replay):
         yield
-
-
-def base_of(model: torch.nn.Module) -> torch.nn.Module:
-    """The model without its head."""
-    base = getattr(model, "base_model", model)
-    assert isinstance(base, torch.nn.Module)
-    return base
 
 
 # An attention function of transformers: its outputs, and its probabilities or None.

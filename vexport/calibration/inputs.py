@@ -224,9 +224,8 @@ class GroupInputs:
 
     def __init__(self, places: Places, groups: Sequence[FusionGroup]) -> None:
         self._places = places
-        # The modules that share one input, and their names.
+        # The modules that share one input.
         self._modules: dict[str, list[torch.nn.Module]] = {}
-        self._names: dict[str, set[str]] = {}
         # The group that takes an expert's tokens, by module and expert.
         self._firsts: dict[tuple[str, int], FusionGroup] = {}
         self.unreachable: dict[str, str] = {}
@@ -237,8 +236,6 @@ class GroupInputs:
                 self.unreachable[group.name] = place
             else:
                 sharing.setdefault((*place, group.members[0].in_features), []).append(group)
-                names = {self._module_of(member) for member in group.members}
-                self._names.setdefault(place[0], set()).update(names)
         self.sites = tuple(
             Site(
                 name=shared[0].name,
@@ -281,7 +278,7 @@ class GroupInputs:
 
     def names_of(self, site: Site) -> list[str]:
         """The names of all modules that a site's input enters."""
-        return sorted(self._names[site.module])
+        return sorted({self._module_of(member) for group in site.groups for member in group.members})
 
     def first_of(self, site: Site) -> FusionGroup | None:
         """The group that makes the input of an expert's down projection."""

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from vexport.architectures.fusion import moe_layer
-from vexport.calibration.capture import base_of, watching_attention
+from vexport.calibration.capture import watching_attention
 from vexport.calibration.data import Samples
 from vexport.calibration.gradients import TokenWeights
 from vexport.calibration.inputs import Entered, GroupInputs, Places, Value
@@ -258,7 +258,7 @@ class _Watch:
         if not outside:
             return
         # The output head is outside the base model, which does not always run it.
-        model, base = self._walk.model, base_of(self._walk.model)
+        model, base = self._walk.model, self._walk.model.base_model
         name = next(name for name, module in model.named_modules() if module is base)
         in_base = self._places.below(f"{name}." if name else "", outside) == outside
         inputs = self._inputs(outside)

@@ -4,20 +4,13 @@ Where a forward makes a value that is not finite, it is said where first.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from vexport.calibration.capture import (
-    LayerCall,
-    base_of,
-    capture_layer_calls,
-    fast_products,
-    replayed_layers,
-)
+from vexport.calibration.capture import LayerCall, capture_layer_calls, fast_products, replayed_layers
 from vexport.calibration.data import Samples
 from vexport.calibration.model import (
     HiddenStates,
@@ -28,7 +21,7 @@ from vexport.calibration.model import (
     tie_head,
     unload,
 )
-from vexport.calibration.weights import Filling, ReadAhead, Weights
+from vexport.calibration.weights import ReadAhead, Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of
@@ -137,7 +130,7 @@ class LayerWalk:
             self._captured = capture_layer_calls(self.model, self.name, self.layers, self.ids, hidden)
             for position in range(len(self.ids)):
                 if not is_finite(hidden[position]):
-                    run = partial(self.run_behind, base_of(self.model), position, hidden[position])
+                    run = partial(self.run_behind, self.model.base_model, position, hidden[position])
                     raise self.not_finite(self.model, "", position, run)
             yield hidden
 
@@ -202,25 +195,25 @@ class LayerWalk:
     def _each(self, numbers: Sequence[int], part: int, parts: int) -> Iterator[Layer]:
         reading = None
         for done, number in enumerate(numbers, start=1):
-            module, name = self.layers[number], f"{self.name}.{number}"
             if reading is None:
                 self._load(number)
             else:
                 self._ahead.put(reading)
-            reading = self._read_ahead(numbers[done]) if done < len(numbers) else None
-            yield Layer(number=number, name=name, module=module, calls=self._captured.calls[number])
+            reading = None
+            if done < len(numbers) and self._lacks_weights(following := numbers[done]):
+                reading = self._ahead.begin(self.layers[following], self._name_of(following))
+            module, calls = self.layers[number], self._captured.calls[number]
+            yield Layer(number=number, name=self._name_of(number), module=module, calls=calls)
             unload(module)
             self._report(part * len(numbers) + done, parts * len(numbers))
 
     def _load(self, number: int) -> None:
         """Fill a layer that has no weights yet."""
         if self._lacks_weights(number):
-            self.weights.load(self.layers[number], f"{self.name}.{number}")
+            self.weights.load(self.layers[number], self._name_of(number))
 
-    def _read_ahead(self, number: int) -> Future[list[Filling]] | None:
-        if not self._lacks_weights(number):
-            return None
-        return self._ahead.begin(self.layers[number], f"{self.name}.{number}")
+    def _name_of(self, number: int) -> str:
+        return f"{self.name}.{number}"
 
     def _lacks_weights(self, number: int) -> bool:
         return any(parameter.is_meta for parameter in self.layers[number].parameters())

@@ -284,14 +284,8 @@ def _owners(module: torch.nn.Module, prefix: str) -> dict[str, torch.nn.Module]:
     return {
         joined(prefix, owner_name, name): owner
         for owner_name, owner in module.named_modules()
-        for name in own_tensors(owner)
+        for name, _ in (*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False))
     }
-
-
-def own_tensors(module: torch.nn.Module) -> list[str]:
-    """The names of a module's own parameters and buffers."""
-    parameters, buffers = module.named_parameters(recurse=False), module.named_buffers(recurse=False)
-    return [name for name, _ in (*parameters, *buffers)]
 
 
 def last_part(name: str) -> str:
