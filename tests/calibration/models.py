@@ -56,8 +56,8 @@ def configs() -> Mapping[str, transformers.PreTrainedConfig]:
 def expert_configs() -> Mapping[str, transformers.PreTrainedConfig]:
     """Mixtures of experts: plain, with shared experts and latent or linear attention, stacked."""
     mixture = {"num_hidden_layers": 2, "num_local_experts": 8}
-    qwen = {"num_hidden_layers": 2, "num_experts": 8}
-    latent = {"num_hidden_layers": 2, "n_routed_experts": 8, "head_dim": 64, "num_key_value_heads": 4}
+    qwen = {"num_hidden_layers": 2, "num_experts": 8, "moe_intermediate_size": 32}
+    latent = {**qwen, "n_routed_experts": 8, "head_dim": 64, "num_key_value_heads": 4}
     layer_types = ["linear_attention", "full_attention"]
     return {
         "mixtral": _config(FAMILIES["mixtral"], **mixture),
