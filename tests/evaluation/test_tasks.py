@@ -89,22 +89,6 @@ def test_names_are_lm_evals_own_or_of_a_folder(tmp_path: Path) -> None:
     assert task.spec == "sums"
 
 
-@pytest.mark.parametrize("through", ["near", "subject", "all", "tagged"])
-def test_python_in_an_included_folder_needs_trust(through: str, tmp_path: Path) -> None:
-    more = tmp_path / "more"
-    make_tasks(more, 3)
-    (more / "subject.yaml").write_text("include: near.yaml\ntask: subject\n")
-    (more / "all.yaml").write_text("group: all\ntask:\n  - sums\n  - near\n")
-    (more / "tagged.yaml").write_text("include: subject.yaml\ntask: other\ntag: tagged\n")
-    with pytest.raises(InputError, match=r"near\.yaml: got !function.*--trust-remote-code"):
-        resolve_tasks([through], folder=tmp_path / "resolved", include_paths=(more,))
-    for name, trust in ((through, True), ("sums", False)):
-        (task,) = resolve_tasks(
-            [name], folder=tmp_path / "resolved", include_paths=(more,), trust_remote_code=trust
-        )
-        assert task.spec == name
-
-
 TOUCH = "open({mark!r}, 'w').close()\nimport evaluate\nclass Own(evaluate.Metric): pass\n"
 METRIC = "metric_list: [{{metric: {name}, aggregation: mean, higher_is_better: true}}]\n"
 
@@ -144,15 +128,30 @@ def test_pickled_documents_are_refused(mark: Path) -> None:
             resolve_tasks(["t.yaml"], folder=mark.parent / "run", trust_remote_code=trust)
 
 
-def test_nor_does_one_of_a_folder_of_tasks(mark: Path) -> None:
-    """lm-eval reads such a folder itself."""
+def load(folder: Path, name: str) -> None:
+    """As a worker does without trust: lm-eval reads a folder of tasks itself."""
     from lm_eval.tasks import TaskManager
 
+    asked = SessionRequest(checkpoint=folder, tasks=(name,), include_paths=(folder,))
+    with tasks_as_data():
+        load_tasks(asked, TaskManager(include_path=[str(folder)], include_defaults=False), asked.tasks)
+
+
+def test_no_metric_of_a_folder_of_tasks_runs(mark: Path) -> None:
     more = mark.parent / "more"
     more.mkdir()
     (more / "t.yaml").write_text(with_metric("own").replace("task: sums", "task: other"))
-    asked = SessionRequest(checkpoint=mark.parent, tasks=("other",), include_paths=(more,))
-    manager = TaskManager(include_path=[str(more)], include_defaults=False)
-    with tasks_as_data(), pytest.raises(InputError, match="metric own: Python"):
-        load_tasks(asked, manager, asked.tasks)
+    with pytest.raises(InputError, match="metric own: Python"):
+        load(more, "other")
     assert not mark.exists()
+
+
+@pytest.mark.parametrize("through", ["near", "subject", "all", "tagged"])
+def test_python_of_a_folder_of_tasks_needs_trust(through: str, tmp_path: Path) -> None:
+    make_tasks(tmp_path, 3)
+    (tmp_path / "subject.yaml").write_text("include: near.yaml\ntask: subject\n")
+    (tmp_path / "all.yaml").write_text("group: all\ntask:\n  - near\n")
+    (tmp_path / "tagged.yaml").write_text("include: subject.yaml\ntask: other\ntag: tagged\n")
+    (task,) = resolve_tasks([through], folder=tmp_path / "run", include_paths=(tmp_path,))
+    with pytest.raises(InputError, match=r"got !function score\.near.*--trust-remote-code"):
+        load(tmp_path, task.spec)

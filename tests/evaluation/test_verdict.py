@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from tests.reports import sample
 from vexport.evaluation.compare import MAX_FLIPS, compare_task
 from vexport.evaluation.pairs import GatedTask, TaskPair
-from vexport.evaluation.samples import Sample
+from vexport.evaluation.results import Sample
 from vexport.evaluation.verdict import holm_levels, overall_outcome, reason_for
 from vexport.evaluation.verdict import judge as judge_tasks
 from vexport.files import to_json

@@ -26,8 +26,7 @@ from vexport.evaluation.pairs import (
     join_group,
     require_same_direction,
 )
-from vexport.evaluation.results import Results, read_results
-from vexport.evaluation.samples import Sample
+from vexport.evaluation.results import Results, Sample, read_results
 from vexport.files import from_json, read_json_object, to_json, write_text
 
 LINE = 100

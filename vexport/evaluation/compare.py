@@ -62,7 +62,7 @@ def compare_task(
         outcome = "INCONCLUSIVE"
     wins, losses = pair.wins, pair.losses
     flips = wilson_interval(wins + losses, len(pair.gain), alpha)
-    recovery, recovery_bounds = _recovery(pair, alpha)
+    recovery, recovery_low, recovery_high = _recovery(pair, alpha)
     is_open = outcome == "INCONCLUSIVE" and not uninformative
     needed = _needed(pair, margin, alpha, fail_alpha) if is_open else None
     return TaskVerdict(
@@ -84,8 +84,8 @@ def compare_task(
         flip_high=flips.high,
         mcnemar_p=mcnemar_p(wins, losses) if pair.binary and pair.seeds == 1 else permutation_p(_means(pair)),
         recovery=recovery,
-        recovery_low=recovery_bounds.low if recovery_bounds else None,
-        recovery_high=recovery_bounds.high if recovery_bounds else None,
+        recovery_low=recovery_low,
+        recovery_high=recovery_high,
         uninformative=uninformative,
         documents_needed=needed,
         seeds=pair.seeds,
@@ -161,18 +161,18 @@ def _score(pair: TaskPair, scores: Scores, alpha: float) -> Score:
     )
 
 
-def _recovery(pair: TaskPair, alpha: float) -> tuple[float | None, Interval | None]:
-    """Candidate / baseline with its interval: Bonett and Price for 0/1 metrics, else the difference's bounds
+def _recovery(pair: TaskPair, alpha: float) -> tuple[float, float, float] | tuple[None, None, None]:
+    """Candidate / baseline and its bounds: Bonett and Price's for 0/1 metrics, else those of the difference
     divided by the baseline's mean. None where that mean is not positive or lower is better.
     """
     baseline, candidate = float(pair.baseline.mean()), float(pair.candidate.mean())
     if baseline <= 0 or pair.sign < 0:
-        return None, None
+        return None, None, None
     if pair.binary and pair.clusters is None:
         both = int((pair.baseline * pair.candidate).sum())
-        return candidate / baseline, recovery_interval(both, pair.wins, pair.losses, alpha)
+        return candidate / baseline, *recovery_interval(both, pair.wins, pair.losses, alpha)
     low, high = difference_interval(pair, alpha)
-    return candidate / baseline, Interval(1 + low / baseline, 1 + high / baseline)
+    return candidate / baseline, 1 + low / baseline, 1 + high / baseline
 
 
 def _needed(pair: TaskPair, margin: float, alpha: float, fail_alpha: float) -> int | None:

@@ -7,8 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic import TypeAdapter
-
 from vexport.checkpoint.chat_template import DEFAULT, chat_templates, template_digest
 from vexport.checkpoint.chat_template import FILE as TEMPLATE_FILE
 from vexport.checkpoint.hub import pinned_name
@@ -134,7 +132,7 @@ def template_of(root: Path) -> str:
 
 def write_fingerprint(folder: Path, fingerprint: Fingerprint) -> None:
     """Put it next to lm-eval's results."""
-    write_text(folder / FILE, TypeAdapter(Fingerprint).dump_json(fingerprint, indent=2).decode() + "\n")
+    write_text(folder / FILE, json.dumps(fingerprint, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_fingerprint(folder: Path) -> Fingerprint:

@@ -27,8 +27,7 @@ from vexport.evaluation.lm_eval_model import (
     replaced,
     wrap_engine,
 )
-from vexport.evaluation.results import compare_rows, documents_to_repeat, write_repeated
-from vexport.evaluation.samples import SEED
+from vexport.evaluation.results import SEED, compare_rows, documents_to_repeat, write_repeated
 from vexport.evaluation.task_data import explained_downloads, load_tasks, task_manager, tasks_as_data
 from vexport.evaluation.tasks import reads_hub
 from vexport.files import atomic_path, write_text

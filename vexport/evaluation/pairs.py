@@ -11,8 +11,7 @@ import numpy as np
 from vexport.errors import InputError, raise_all
 from vexport.errors.extras import attempt_all
 from vexport.evaluation.fingerprint import causes
-from vexport.evaluation.results import Results
-from vexport.evaluation.samples import HASHES, Sample, TaskSamples
+from vexport.evaluation.results import HASHES, Results, Sample, TaskSamples
 from vexport.evaluation.statistics import MIN_CLUSTERS, Clusters, Scores
 
 PREFERRED_METRICS = ("exact_match", "acc", "pass@1", "pass_at_1")

@@ -33,12 +33,6 @@ class Interval(NamedTuple):
     high: float
 
 
-def normal_quantile(alpha: float) -> float:
-    """The point a standard normal variable exceeds with probability `alpha`, which lies in (0, 0.5)."""
-    assert 0 < alpha < 0.5
-    return float(stats.norm.isf(alpha))
-
-
 def tango_statistic(wins: float, losses: float, documents: float, difference: float) -> float:
     """Tango's score statistic of H0: the true difference is `difference` (Statistics in Medicine 17, 1998).
 
@@ -68,7 +62,7 @@ def tango_interval(wins: float, losses: float, documents: float, alpha: float) -
 
     With wins = losses = 0 it is +-z^2 / (documents + z^2), where Wald's interval has no width.
     """
-    z = normal_quantile(alpha)
+    z = float(stats.norm.isf(alpha))
     estimate = (wins - losses) / documents
 
     def excess(difference: float, sign: int) -> float:
@@ -81,7 +75,7 @@ def tango_interval(wins: float, losses: float, documents: float, alpha: float) -
 
 def wilson_interval(successes: float, trials: float, alpha: float) -> Interval:
     """Wilson's score interval of a proportion (JASA 22, 1927)."""
-    z = normal_quantile(alpha)
+    z = float(stats.norm.isf(alpha))
     centre = successes + z * z / 2
     spread = z * math.sqrt(successes * (trials - successes) / trials + z * z / 4)
     low, high = ((centre + side) / (trials + z * z) for side in (-spread, spread))
@@ -114,18 +108,16 @@ def permutation_p(gain: Scores) -> float:
     return float(result.pvalue)
 
 
-def recovery_interval(both: int, wins: int, losses: int, alpha: float) -> Interval | None:
-    """Interval of candidate / baseline accuracy; None where the baseline has no right answer.
+def recovery_interval(both: int, wins: int, losses: int, alpha: float) -> Interval:
+    """Interval of candidate / baseline accuracy; the baseline has a right answer.
 
     Bonett and Price's hybrid of two Wilson intervals for a ratio of paired proportions (Statistics in
     Medicine 25, 2006). `both` counts the documents that both models answer right.
     """
     candidate, baseline, total = both + wins, both + losses, both + wins + losses
-    if baseline == 0:
-        return None
     spread = math.sqrt((wins + losses + 2) / ((candidate + 1) * (baseline + 1)))
     parts = sum(math.sqrt((1 - (x + 1) / (total + 2)) / (x + 1)) for x in (candidate, baseline))
-    z = normal_quantile(alpha) * spread / parts
+    z = float(stats.norm.isf(alpha)) * spread / parts
     tail = float(stats.norm.sf(z))
     numerator, denominator = (wilson_interval(x, total, tail) for x in (candidate, baseline))
     return Interval(numerator.low / denominator.high, numerator.high / denominator.low)
@@ -225,7 +217,7 @@ def spread_over_null(wins: float, losses: float, documents: float, margin: float
 
 
 def _power_sum(alpha: float, spread: float) -> float:
-    return normal_quantile(alpha) + float(stats.norm.ppf(POWER)) * spread
+    return float(stats.norm.isf(alpha)) + float(stats.norm.ppf(POWER)) * spread
 
 
 def seeds_to_settle(documents: int, seeds: int, design: float, needed: float) -> int | None:

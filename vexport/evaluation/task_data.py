@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
 from vexport.checkpoint.hub import HubName, downloaded, explain, is_network_error, is_of_the_hub
@@ -29,13 +28,13 @@ from vexport.evaluation.tasks import (
     GROUP_SUFFIX,
     METRIC_CODE,
     METRIC_FIX,
+    TRUST,
     has_other_metrics,
     is_foreign_code,
     is_local_dataset,
     reads_hub,
 )
 from vexport.records import PROGRESS_DETAIL, OnProgress
-from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
 
 if TYPE_CHECKING:
     from lm_eval.api.group import Group
@@ -70,33 +69,28 @@ def fetch_task_data(
         raise_found(worker.run(on_progress))
 
 
-class _Bounded(jinja2.Template):
-    """A template that ends."""
-
-    def render(self, *args: object, **kwargs: object) -> str:
-        """Render as jinja2 does; TemplateRuntimeError where it takes too long."""
-        try:
-            with time_limit(TEMPLATE_SECONDS):
-                return super().render(*args, **kwargs)
-        except TimeoutError as error:
-            raise jinja2.TemplateRuntimeError(f"a template that is {error}") from None
-
-
-class _Sandbox(SandboxedEnvironment):
-    template_class = _Bounded
-
-
 @contextmanager
 def tasks_as_data() -> Iterator[None]:
-    """Run nothing of a task's YAML but its templates, in a sandbox.
+    """Run nothing of a task's YAML but its templates, in a sandbox: they could reach all of Python.
 
-    A Jinja template can reach all of Python; a task's templates need no more than its documents.
+    InputError for a `!function` of a file that is not lm-eval's own.
     """
-    from lm_eval import utils
+    from lm_eval import tasks, utils
+    from lm_eval.tasks import _yaml_loader
 
-    sandbox = _Sandbox(loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=True)
+    own, imported = Path(tasks.__file__).resolve().parent, _yaml_loader._import_func_in_yml
+
+    def import_own(name: str, folder: Path) -> object:
+        if not folder.is_relative_to(own):
+            got, need = f"!function {name}, {METRIC_CODE}", "a task without Python"
+            raise InputError(str(folder), got=got, need=need, fix=TRUST)
+        return imported(name, folder)
+
+    sandbox = SandboxedEnvironment(
+        loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=True
+    )
     sandbox.filters |= utils.env.filters
-    with replaced(utils, "env", sandbox):
+    with replaced(utils, "env", sandbox), replaced(_yaml_loader, "_import_func_in_yml", import_own):
         yield
 
 
@@ -250,10 +244,8 @@ def _found(value: object, task: str, folders: Sequence[Path]) -> object:
     if not Path(value).is_absolute() and ".." not in Path(value).parts:
         for file in (file for folder in folders for file in sorted(folder.rglob(value))):
             return str(file)
-    need, fix = (
-        "the task's documents, in this folder or next to its YAML file",
-        "put them there, or correct the path",
-    )
+    need = "the task's documents, in this folder or next to its YAML file"
+    fix = "put them there, or correct the path"
     raise InputError(f"task {task}: data_files", got=f"no file {value}", need=need, fix=fix)
 
 

@@ -25,8 +25,8 @@ Config = dict[str, object]
 _INDEXED = re.compile(
     rb"^[ \t-]*(?:task|group|tag)[ \t]*:[ \t]*[\"']?([\w.+-]+)|^[ \t]*-[ \t]*[\"']?([\w.+-]+)", re.M
 )
+"""Tasks, groups and tags that a YAML file defines or lists."""
 TRUST = "add --trust-remote-code if you trust the file"
-_INCLUDED = re.compile(rb"([\w./-]+[.]ya?ml)\b")
 REQUIRED_KEYS = ("task", "dataset_path")
 GROUP_KEYS = ("group", "group_alias", "task", "aggregate_metric_list", "metadata", "tag")
 GROUP_SUFFIX = ".group.yaml"
@@ -87,8 +87,6 @@ def _resolve(task: str, folder: Path, include_paths: Sequence[Path], trust: bool
     path = Path(task)
     if path.suffix not in (".yaml", ".yml") and not path.is_file():
         require_known(task, include_paths)
-        if not trust:
-            require_no_python(task, include_paths)
         return TaskFile(name=task, path=None)
     config = read_task(path, trust)
     if isinstance(config.get("task"), list):
@@ -255,24 +253,20 @@ _Loader.add_constructor("!function", _function)
 TaskDumper.add_representer(_Function, lambda dumper, tag: dumper.represent_scalar("!function", tag.name))
 
 
-def read_task(
-    path: Path, trust: bool, above: tuple[Path, ...] = (), read: dict[Path, Config] | None = None
-) -> Config:
+def read_task(path: Path, trust: bool, above: tuple[Path, ...] = ()) -> Config:
     """The file's keys over those of the files it includes, with paths made absolute.
 
-    Files `above` include this one. Each file is `read` once, however many files include it.
+    Files `above` include this one.
     """
-    file, read = resolved(path), {} if read is None else read
+    file = resolved(path)
     if file in above:
         raise InputError(str(path), got="an include of itself", need="no cycle", fix="remove the include")
-    if file not in read:
-        config = parse_task(path, trust)
-        includes = config.pop("include", [])
-        merged: Config = {}
-        for include in includes if isinstance(includes, list) else [includes]:
-            merged |= read_task(path.parent / str(include), trust, (*above, file), read)
-        read[file] = merged | with_absolute_paths(config, file.parent)
-    return read[file]
+    config = parse_task(path, trust)
+    includes = config.pop("include", [])
+    merged: Config = {}
+    for include in includes if isinstance(includes, list) else [includes]:
+        merged |= read_task(path.parent / str(include), trust, (*above, file))
+    return merged | with_absolute_paths(config, file.parent)
 
 
 def parse_task(path: Path, trust: bool) -> Config:
@@ -351,35 +345,9 @@ def require_known(name: str, include_paths: Sequence[Path]) -> None:
     roots = [*include_paths, *(Path(location) / "tasks" for location in package.submodule_search_locations)]
     names: set[str] = set()
     for file in (file for root in roots for file in root.rglob("*.yaml") if file.is_file()):
-        names |= _indexed(file.read_bytes())
+        names |= {(key or other).decode() for key, other in _INDEXED.findall(file.read_bytes())}
         if name in names:
             return
     close = difflib.get_close_matches(name, names, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else "list them with `lm-eval ls tasks`"
     raise InputError(f"task {name}", got="an unknown name", need="a task of lm-eval or a YAML file", fix=hint)
-
-
-def require_no_python(name: str, folders: Sequence[Path]) -> None:
-    """InputError where a task of these folders, or a file that it names, would run its own Python."""
-    texts = {
-        file: file.read_bytes() for folder in folders for file in folder.rglob("*.yaml") if file.is_file()
-    }
-    defined = {file: {key.decode() for key, _ in _INDEXED.findall(text)} for file, text in texts.items()}
-    listed = {file: _indexed(text) for file, text in texts.items()}
-    pending = {file for file in texts if name in defined[file]}
-    pending = pending or {file for file in texts if name in listed[file]}  # a tag in a list
-    reached = set[Path]()
-    while pending:
-        reached |= pending
-        included = {Path(path.decode()).name for file in pending for path in _INCLUDED.findall(texts[file])}
-        words = included.union(*(listed[file] for file in pending))
-        pending = {file for file in texts if words & {*defined[file], file.name}} - reached
-    for file in sorted(reached):
-        if b"!function" in texts[file]:
-            got, need = "!function, Python that would be run", "a task without Python"
-            raise InputError(str(file), got=got, need=need, fix=TRUST)
-
-
-def _indexed(text: bytes) -> set[str]:
-    """Tasks, groups and tags that a YAML file defines or lists."""
-    return {(key or other).decode() for key, other in _INDEXED.findall(text)}
