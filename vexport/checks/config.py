@@ -16,7 +16,7 @@ from vexport.checks.vllm.groups import (
 from vexport.checks.vllm.quant_methods import METHOD, METHODS, method_name
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats import FORMATS
-from vexport.formats.arguments import contradictions, described, parse_args
+from vexport.formats.arguments import QuantArgs, contradictions, described, parse_args
 from vexport.records import Finding, Json
 from vexport.records.patterns import REGEX, expression
 from vexport.version import short_version
@@ -57,10 +57,6 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         fix = f"set quant_method to {METHOD}"
         yield _finding(view, "quant_method", f"{METHOD}, as the other keys say", repr(method), fix)
         return
-    if method != METHOD:
-        where = f"{view.quantization_place}.quant_method"
-        fix = "set quant_method: other loaders than vLLM's compare it"
-        yield warning(NAME, where, expected=METHOD, got=repr(method), fix=fix)
     groups = config.get("config_groups")
     quantized = any(fused.is_quantized for fused in view.fused_linears)
     if not isinstance(groups, dict) or (not groups and quantized):
@@ -68,7 +64,9 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         return
     yield from _unreadable(view, groups)
     yield from _sparsity(view, config)
-    yield from _ignore(view, config)
+    ignore = config.get("ignore", [])
+    if not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
+        yield _finding(view, "ignore", "a list of names", repr(ignore), "set it, to [] for none")
     problems = tuple(_patterns(view))
     yield from problems or _groups(view)
 
@@ -96,27 +94,15 @@ def _unreadable(view: CheckpointView, groups: Mapping[str, Json]) -> Iterator[Fi
 def has_quantized_outputs(view: CheckpointView) -> bool:
     """Return whether vLLM runs a group in a scheme of its own, whose rules are not among the checks."""
     groups = (view.quantization or {}).get("config_groups")
-    each_group = groups.values() if isinstance(groups, dict) else ()
     return any(
-        isinstance(raw, dict) and all(_is_static_int8(raw.get(side)) for side in SIDES) for raw in each_group
+        isinstance(raw, dict) and all(_is_static_int8(parse_args(raw.get(side))) for side in SIDES)
+        for raw in (groups.values() if isinstance(groups, dict) else ())
     )
 
 
-def _is_static_int8(raw: Json) -> bool:
-    args = parse_args(raw)
-    if isinstance(args, str):
-        return False
-    return (args.type, args.num_bits, args.strategy, args.dynamic) == ("int", 8, "tensor", False)
-
-
-def _ignore(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Finding]:
-    ignore = config.get("ignore", [])
-    if isinstance(ignore, str):
-        where, expected = f"{view.quantization_place}.ignore", "a list of names"
-        got = f"{ignore!r}, of which vLLM takes each letter for a name"
-        yield warning(NAME, where, expected=expected, got=got, fix="put it into a list")
-    elif not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
-        yield _finding(view, "ignore", "a list of names", repr(ignore), "set it, to [] for none")
+def _is_static_int8(args: QuantArgs | str) -> bool:
+    kind = None if isinstance(args, str) else (args.type, args.num_bits, args.strategy, args.dynamic)
+    return kind == ("int", 8, "tensor", False)
 
 
 def _groups(view: CheckpointView) -> Iterator[Finding]:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 # Modules by the method's name in configs; only the one that is needed is imported.
 METHODS: Mapping[str, str] = {
     "auto-round": "auto_round",
-    "auto_awq": "awq",
+    "auto_awq": "integers",
     "auto_gptq": "gptq",
-    "awq": "awq",
+    "awq": "integers",
     "fp8": "fp8",
     "gptq": "gptq",
     "inc": "auto_round",

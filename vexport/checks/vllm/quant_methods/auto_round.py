@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from vexport.checks.vllm.quant_methods import fp8
-from vexport.checks.vllm.quant_methods.awq import Awq
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
     MethodFormat,
@@ -16,7 +15,7 @@ from vexport.checks.vllm.quant_methods.base import (
     preset_group,
 )
 from vexport.checks.vllm.quant_methods.gptq import Gptq
-from vexport.checks.vllm.quant_methods.integers import integer_group
+from vexport.checks.vllm.quant_methods.integers import Awq, integer_group
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import GpuSupport, is_head
 from vexport.formats.integer import HUMMING

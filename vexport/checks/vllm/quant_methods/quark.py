@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
 
-from vexport.checks.vllm.quant_methods.awq import PLACES, Awq
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
     MethodFormat,
@@ -16,7 +15,7 @@ from vexport.checks.vllm.quant_methods.base import (
     linear_group,
     preset_group,
 )
-from vexport.checks.vllm.quant_methods.integers import CODES, integer_group
+from vexport.checks.vllm.quant_methods.integers import CODES, PLACES, Awq, integer_group
 from vexport.checks.vllm.quant_methods.modelopt import ModelOptFp8, ModelOptNvfp4
 from vexport.formats import FP8, INT8
 from vexport.formats.arguments import Arguments
