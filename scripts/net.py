@@ -30,8 +30,8 @@ from tests.architectures.families import FAMILIES, save_family  # noqa: E402
 from tests.command import vexport  # noqa: E402
 from tests.models import write_calibration  # noqa: E402
 from tests.mutations.good import GOOD, write_good  # noqa: E402
+from tests.mutations.kinds import mutations  # noqa: E402
 from tests.mutations.recorded import read_records  # noqa: E402
-from tests.mutations.table import mutations  # noqa: E402
 from vexport.formats.schemes import scheme_names  # noqa: E402
 
 Lines = Iterator[tuple[str, str]]

@@ -34,6 +34,7 @@ import torch
 from tests.checks.quant_methods import CHECKPOINTS
 from tests.mutations.edits import Change
 from tests.mutations.good import GOOD, source_of, write_good
+from tests.mutations.kinds import mutations, worth_recording
 from tests.mutations.methods import (
     HARMLESS,
     METHOD_RECORDS,
@@ -44,7 +45,6 @@ from tests.mutations.methods import (
     write_methods,
 )
 from tests.mutations.recorded import PINNED_RECORDS, Record, read_records, write_record
-from tests.mutations.table import mutations, worth_recording
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.translated import translate

@@ -112,14 +112,9 @@ def source_of(root: Path, name: str) -> Path:
     return root / (f"source of {name}" if sound.peer else f"source-{sound.source}")
 
 
-def calibration_of(root: Path, name: str) -> Path:
-    """The text that a sound checkpoint of ours was calibrated with."""
-    return root / f"{name}.jsonl"
-
-
 def _quantize(source: Path, out: Path, sound: Sound) -> None:
     vocabulary = 64 if sound.experts else VOCABULARY
-    calibration = write_calibration(calibration_of(out.parent, out.name), vocabulary=vocabulary)
+    calibration = write_calibration(out.with_name(f"{out.name}.jsonl"), vocabulary=vocabulary)
     cache = ("--kv-cache", "fp8") if sound.kv_cache else ()
     quantize(source, out, sound.scheme, "--calibration", calibration, *cache)
 
