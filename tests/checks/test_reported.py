@@ -38,14 +38,12 @@ from vexport.checks.vllm.view import Target
 from vexport.records import Json
 
 PEER, PRODUCERS = (Path(__file__).parent.parent / name for name in ("peer", "producers"))
-LLAMA, MOE, FP8 = PEER / "llama-W4A16", PEER / "moe-NVFP4A16", PEER / "llama-FP8_DYNAMIC"
+LLAMA, MOE = PEER / "llama-W4A16", PEER / "moe-NVFP4A16"
 MODELOPT = PRODUCERS / "methods" / "modelopt-llama-NVFP4-KV"
-COMPRESSOR = PRODUCERS / "checkpoints" / "llmcompressor-llama-KV"
-ASYMMETRIC = COMPRESSOR.with_name("llmcompressor-llama-GPTQ-ASYM")
+ASYMMETRIC = PRODUCERS / "checkpoints" / "llmcompressor-llama-GPTQ-ASYM"
 LAYER = "model.layers.0"
 Q, DOWN, GATE = f"{LAYER}.self_attn.q_proj", f"{LAYER}.mlp.down_proj", f"{LAYER}.mlp.gate"
 MERGING, PROJECTOR = (f"multi_modal_projector.{name}" for name in ("patch_merger.merging_layer", "linear_1"))
-SPARSE: dict[str, Json] = {"format": "sparse-bitmask", "global_sparsity": 0.46, "sparsity_structure": "2:4"}
 DRAFTS = "num_nextn_predict_layers"
 
 
@@ -113,10 +111,6 @@ IN_16_BITS = all_of(
     add(f"{DOWN}.weight", torch.ones(128, 256, dtype=torch.bfloat16)),
     config(QUANTIZATION, ignore=["lm_head", DOWN.replace("model.", "model.language_model.")]),
 )
-MASKED = all_of(
-    config(QUANTIZATION, sparsity_config={**SPARSE, "targets": ["Linear"]}),
-    add("model.embed_tokens.weight.bitmask", torch.zeros(8, dtype=torch.uint8)),
-)
 LLAVA = all_of(
     projector_in_int4(PROJECTOR),
     of_class("LlavaNextForConditionalGeneration"),
@@ -126,8 +120,6 @@ MISTRAL = all_of(projector_in_int4(MERGING), of_class("Mistral3ForConditionalGen
 GEMMA = all_of(with_tokenizer, of_class("Gemma3ForConditionalGeneration", model_type="gemma3"))
 UNLISTED = config(QUANTIZATION, ignore=["lm_head"])
 HALF_SCALES = put(f"{Q}.weight_scale", lambda value: value[:, ::2].contiguous())
-INFINITE = put(f"{Q}.weight_scale", lambda value: value.fill_(torch.inf))
-FOUR_BITS = config((*QUANTIZATION, "kv_cache_scheme"), num_bits=4)
 SYMMETRIC = config((*QUANTIZATION, "config_groups", "group_0", "weights"), symmetric=True)
 DRAFTING = config(WHOLE, **{DRAFTS: 1})
 LISTED = "add the layer to ignore"
@@ -137,17 +129,9 @@ REPORTED: Mapping[str, Reported] = {
     "vllm-project/llm-compressor/issues/2714": Reported(
         MOE, ROUTER_OF_GEMMA, "targets", "router", "do not quantize it"
     ),
-    "vllm-project/llm-compressor/issues/1241": Reported(FP8, MASKED, "config", "sparsity_config"),
-    "vllm-project/vllm/issues/45320": Reported(
-        MODELOPT, put(f"{DOWN}.input_scale", torch.zeros_like), "values", f"{DOWN}.input_scale"
-    ),
-    "vllm-project/llm-compressor/issues/959": Reported(
-        FP8, config(WHOLE, quantization_config=None), "config", "quantization_config"
-    ),
     "vllm-project/llm-compressor/issues/2568": Reported(
         LLAMA, moved("model.", "model.language_model.model."), "completeness", "model.language_model.model"
     ),
-    "vllm-project/vllm/issues/45312": Reported(COMPRESSOR, FOUR_BITS, "kv_cache", "kv_cache_scheme"),
     "vllm-project/llm-compressor/issues/2255": Reported(
         ASYMMETRIC, SYMMETRIC, "completeness", "weight_zero_point"
     ),
@@ -160,7 +144,6 @@ REPORTED: Mapping[str, Reported] = {
         MOE, renamed(under_their_projection), "completeness", f"{LAYER}.mlp.experts"
     ),
     "unslothai/unsloth/issues/6224": Reported(MOE, experts_packed_together, "dry-load", "experts"),
-    "vllm-project/compressed-tensors/issues/832": Reported(LLAMA, INFINITE, "values", f"{Q}.weight_scale"),
     "NVIDIA/Model-Optimizer/pull/2038": Reported(MODELOPT, HALF_SCALES, "shapes", f"{Q}.weight_scale"),
     "vllm-project/llm-compressor/issues/2641": Reported(LLAMA, IN_16_BITS, "targets", DOWN, LISTED),
     "kekzl/imp/pull/1433": Reported(

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from pydantic import TypeAdapter
 
 from vexport.errors import InputError
-from vexport.records import Finding, Json
+from vexport.records import Finding, Json, Severity
 
 T = TypeVar("T")
 # linear: asks the quantization config how it is stored, by its name. plain: a matrix that is built without
@@ -40,14 +40,8 @@ class ModuleNames:
     @property
     def kinds(self) -> dict[str, ModuleKind]:
         """The kind of each module."""
-        named: dict[ModuleKind, tuple[str, ...]] = {
-            "linear": self.linear,
-            "plain": self.plain,
-            "table": self.table,
-            "lookup": self.lookup,
-            "head": self.head,
-        }
-        return {name: kind for kind, names in named.items() for name in names}
+        kinds: tuple[ModuleKind, ...] = get_args(ModuleKind)
+        return {name: kind for kind in kinds for name in getattr(self, kind)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,28 +287,18 @@ def _unknown_modules(name: str) -> tuple[Finding, ...]:
     """Return what is said of a multimodal class that could not be built to look at its towers."""
     if name not in module_table().unknown or not get_architecture(name).language_model:
         return ()
+    expected = "a class whose modules outside the language model are known"
+    got = "one that is known by its source alone: embeddings and layers there are told by name"
     return (
-        Finding(
-            check="architecture",
-            severity="warning",
-            where=name,
-            expected="a class whose modules outside the language model are known",
-            got="one that is known by its source alone: embeddings and layers there are told by name",
-            fix="load the output (`vexport load --dry`) before it is used",
-        ),
+        _note("warning", name, expected, got, "load the output (`vexport load --dry`) before it is used"),
     )
 
 
 def _assumed(name: str) -> Finding:
-    usual = ", ".join(USUAL)
-    return Finding(
-        check="architecture",
-        severity="warning",
-        where=name,
-        expected="a nested config that names a text model of the table",
-        got=f"none: the usual fused layers are assumed ({usual})",
-        fix="check the groups of the plan, and load the result in vLLM before it is used",
-    )
+    expected = "a nested config that names a text model of the table"
+    got = f"none: the usual fused layers are assumed ({', '.join(USUAL)})"
+    fix = "check the groups of the plan, and load the result in vLLM before it is used"
+    return _note("warning", name, expected, got, fix)
 
 
 def _backed(name: str, architecture: Architecture) -> tuple[Finding, ...]:
@@ -322,17 +306,16 @@ def _backed(name: str, architecture: Architecture) -> tuple[Finding, ...]:
     if architecture.backend is None:
         return ()
     table = architecture_table()
-    return (
-        Finding(
-            check="architecture",
-            severity="info",
-            where=name,
-            expected="a class of vLLM's own code",
-            got=f"vLLM {table.vllm}'s Transformers backend: it fuses what it recognizes in the model's code, "
-            f"here of transformers {table.transformers}",
-            fix="another transformers may be fused otherwise: ask it with `vexport load --dry`",
-        ),
+    got = (
+        f"vLLM {table.vllm}'s Transformers backend: it fuses what it recognizes in the model's code, "
+        f"here of transformers {table.transformers}"
     )
+    fix = "another transformers may be fused otherwise: ask it with `vexport load --dry`"
+    return (_note("info", name, "a class of vLLM's own code", got, fix),)
+
+
+def _note(severity: Severity, name: str, expected: str, got: str, fix: str) -> Finding:
+    return Finding(check="architecture", severity=severity, where=name, expected=expected, got=got, fix=fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,20 +118,17 @@ class ConfigValues(Mapping[str, object]):
     def _listed(self, path: str) -> Json:
         rules = self._layout.lists[path]
         layers = size(rules[""], self._outer)
-        found = [
-            next(
-                (
-                    word
-                    for word, rule in rules.items()
-                    if word and evaluate(rule, self._outer, i=i, layers=layers)
-                ),
-                None,
+        words: list[str | None] = []
+        for i in range(min(layers, 1 << 16)):
+            holds = (
+                word
+                for word, rule in rules.items()
+                if word and evaluate(rule, self._outer, i=i, layers=layers)
             )
-            for i in range(min(layers, 1 << 16))
-        ]
-        if None in found:
+            words.append(next(holds, None))
+        if None in words:
             raise Unknown(path)
-        return [*found]
+        return [*words]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ of vLLM, and in `numbers`, the looks at stored numbers.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from vexport.architectures.versions import nearest_version
@@ -142,25 +143,21 @@ def findings_on(view: CheckpointView, against: Against | None = None) -> Iterato
     judged = other_method(view) is None
     for name, check in CHECKS.items():
         if name in OF_NUMBERS and judged:
-            found = _or_internal_error(name, in_our_terms(check.run), view)
+            found = _or_internal_error(name, partial(_in_our_terms, check.run), view)
             yield from found if against is None else _not_of_source(found, view, against.root)
         elif judged or name in OF_ANY_METHOD:
             yield from _or_internal_error(name, check.run, view)
     if judged and against is not None:
-        yield from _or_internal_error(SOURCE, in_our_terms(against.run), view)
+        yield from _or_internal_error(SOURCE, partial(_in_our_terms, against.run), view)
 
 
-def in_our_terms(run: CheckFunction) -> CheckFunction:
+def _in_our_terms(run: CheckFunction, view: CheckpointView) -> Iterator[Finding]:
     """A check that looks at numbers, on a checkpoint of any method; its findings name what is stored."""
+    if view.method is None:
+        return run(view)
+    from vexport.checks.vllm.translated import translated_findings
 
-    def findings(view: CheckpointView) -> Iterator[Finding]:
-        if view.method is None:
-            return run(view)
-        from vexport.checks.vllm.translated import translated_findings
-
-        return translated_findings(run, view)
-
-    return findings
+    return translated_findings(run, view)
 
 
 def _not_of_source(found: Iterable[Finding], view: CheckpointView, source: Path) -> Iterator[Finding]:

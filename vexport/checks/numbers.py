@@ -35,18 +35,6 @@ NOT_FINITE = {"F8_E4M3": E4M3_NAN, "F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800
 BOUNDS = re.compile(r"(^|_)(min|max|mask|bounds?)$")
 # Elements examined at once, as fit a processor's cache; elements after which pages are released.
 RUN, RELEASED = 1 << 18, 1 << 24
-WIDER_THAN_BYTES = ("I16", "I32", "I64", "F16", "BF16", "F32", "F64")
-# Parameter dtype -> dtypes that hold all its values. A tensor of another dtype has been rounded already.
-CONTAINED_IN = {
-    "F8_E4M3": WIDER_THAN_BYTES,
-    "U8": WIDER_THAN_BYTES,
-    "I8": WIDER_THAN_BYTES,
-    "I32": ("I64", "F64"),
-    "I64": ("I16", "I32", "F16", "BF16", "F32", "F64"),
-    "F16": ("F32", "F64"),
-    "BF16": ("F32", "F64"),
-    "F32": ("F64",),
-}
 INTEGERS = {"U8": (0, 255), "I8": (-128, 127), "I32": (-(2**31), 2**31 - 1), "I64": (-(2**63), 2**63 - 1)}
 # From here on a whole number is within .2 % of what it was rounded from; bfloat16 is within .4 %.
 WHOLE = 256.0
@@ -190,14 +178,16 @@ def is_lossless_cast(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
     """Return whether a tensor's values are all kept when vLLM's `copy_` casts them to a parameter's dtype."""
     if {tensor.dtype, dtype} in SAME_BITS:
         return True
-    if tensor.dtype not in CONTAINED_IN.get(dtype, ()):
-        return False
+    is_integer = tensor.dtype.startswith(("I", "U"))
+    is_wider = dtype == "I64" or BITS[tensor.dtype] > BITS[dtype]
+    if not is_wider or is_integer and dtype in ("F16", "BF16", "F32"):
+        return False  # of another dtype: its values have been rounded already
     values = reader.floats(tensor)
     if dtype in INTEGERS:
         low, high = INTEGERS[dtype]
         return bool(np.all((values == np.floor(values)) & (values >= low) & (values <= high)))
     if dtype == "F8_E4M3":
-        whole = tensor.dtype not in WIDER_THAN_BYTES[:3] or bool(values.min(initial=WHOLE_E4M3) >= WHOLE_E4M3)
+        whole = not is_integer or bool(values.min(initial=WHOLE_E4M3) >= WHOLE_E4M3)
         return whole and bool(np.isin(values, to_numpy(E4M3_CODES, dtype)).all())
     return bool(np.array_equal(values, rounded(values, dtype)))
 

@@ -240,9 +240,7 @@ def _typical(
 def _is_empty(view: CheckpointView, parameters: Mapping[str, TensorInfo]) -> bool:
     """Return whether a weight is all zero, so that its scales mean nothing."""
     weight = parameters.get("weight_packed", parameters.get("weight"))
-    if weight is None or not weight.num_bytes:
-        return False
-    return is_zero(view, weight)
+    return weight is not None and weight.num_bytes > 0 and is_zero(view, weight)
 
 
 def _wrong_size(tensor: TensorInfo, got: str) -> Finding:
@@ -266,7 +264,11 @@ def ranges(view: CheckpointView) -> Iterator[Finding]:
             full[module] = share
         empty = _lost_share(view, group, parameters, stored)
         if empty is not None and empty > MOST_LOST:
-            findings.append(_lost(module, empty))
+            # Where a weight is zero itself, producers store the least scale, or one that stands for none.
+            expected = "codes other than zero where a scale of usual size is"
+            fix = "download or export it again: a part of the weight is lost"
+            got = f"{empty:.0%} of the ranges empty"
+            findings.append(error(NAME, module, expected=expected, got=got, fix=fix))
     few = [module for module, share in full.items() if share < LEAST_FULL]
     if len(few) == 1 and full[few[0]] < MOST_FULL and len(full) > FEWEST_OTHERS:
         expected = "codes that reach the end of their range for every scale, as in all other layers"
@@ -274,16 +276,6 @@ def ranges(view: CheckpointView) -> Iterator[Finding]:
         fix = "export it again: the weight is transposed, or these are another weight's codes"
         yield error(NAME, few[0], expected=expected, got=got, fix=fix)
     yield from findings
-
-
-def _lost(module: str, share: float) -> Finding:
-    """Rows and groups whose codes are all zero, next to a scale that is made for other numbers.
-
-    Where a weight is zero itself, producers store the least scale, or a number that stands for none.
-    """
-    expected = "codes other than zero where a scale of usual size is"
-    fix = "download or export it again: a part of the weight is lost"
-    return error(NAME, module, expected=expected, got=f"{share:.0%} of the ranges empty", fix=fix)
 
 
 def _quantized(view: CheckpointView) -> Iterator[tuple[str, ConfigGroup, Mapping[str, TensorInfo]]]:

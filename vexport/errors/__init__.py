@@ -134,15 +134,6 @@ _WRONG_PATH = frozenset(
     (errno.EACCES, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT)
 ) | {errno.ENOTDIR, errno.EPERM, errno.EROFS}
 
-# Errors of exhausted resources, which are not the disk's fault.
-_EXHAUSTED = {
-    errno.ENOMEM: "the memory is used up",
-    errno.EAGAIN: "no more processes and threads may start",
-    errno.EMFILE: "no more files may be open",
-    errno.ENFILE: "no more files may be open",
-}
-_LARGER = "free some, raise the limit (`ulimit -a`) or use a larger machine"
-
 
 def file_problem(error: OSError) -> VexportError:
     """The error of the operating system as ours: bad input (exit 2), or a fault of the machine (exit 4)."""
@@ -150,9 +141,8 @@ def file_problem(error: OSError) -> VexportError:
     got = error.strerror or str(error)
     if error.errno in _WRONG_PATH:
         return InputError(where, got=got, need="a usable path", fix="check the path and its permissions")
-    if error.errno in _EXHAUSTED:
-        return EnvironmentFault(where, got=f"{got}: {_EXHAUSTED[error.errno]}", need="", fix=_LARGER)
-    return EnvironmentFault(where, got=got, need="", fix="check the free space and the disk")
+    fix = "check the disk, its free space, the memory and the limits (`ulimit -a`)"
+    return EnvironmentFault(where, got=got, need="", fix=fix)
 
 
 # Errors of an unreadable disk or server, not of the file.

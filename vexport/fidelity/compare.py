@@ -60,7 +60,7 @@ def _compared(
             yield comparison
         else:
             ratios[layer.name] = comparison.snr_db
-            yield from _judged(layer, comparison)
+            yield from [_unlike(layer, comparison)] if comparison.faults else []
         origins.release()
         on_layer(number + 1, len(quantized))
     yield from _factors(smoothing)
@@ -105,16 +105,11 @@ def _factors(smoothing: Factors) -> Iterator[Finding]:
         )
 
 
-def _judged(layer: StoredLayer, comparison: WeightComparison) -> Iterator[Finding]:
-    if comparison.faults:
-        yield error(
-            SOURCE,
-            layer.name,
-            expected="the source's weight, about as rounding to "
-            f"{_stored_as(layer)} leaves it ({comparison.rounding_db:.1f} dB)",
-            got="; ".join(comparison.faults),
-            fix="export it again; for weights that were smoothed or rotated, name the source after that",
-        )
+def _unlike(layer: StoredLayer, comparison: WeightComparison) -> Finding:
+    rounded = f"rounding to {_stored_as(layer)} leaves it ({comparison.rounding_db:.1f} dB)"
+    expected, got = f"the source's weight, about as {rounded}", "; ".join(comparison.faults)
+    fix = "export it again; for weights that were smoothed or rotated, name the source after that"
+    return error(SOURCE, layer.name, expected=expected, got=got, fix=fix)
 
 
 def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.smoothed import source_reader
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor, read_weight
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
-from vexport.checks.vllm.view import CheckpointView
+from vexport.checks.vllm.view import CheckpointView, error
 from vexport.formats.base import Format, Parameter
 from vexport.formats.dequantize import row_chunks, rows_of
 from vexport.formats.schemes import get_scheme
@@ -22,23 +22,16 @@ CHECK = "roundtrip"
 def dequantized(view: CheckpointView, layer: str) -> torch.Tensor | None:
     """A layer's weight; None where its tensors are not those of its config group, or not finite."""
     stored = view.layers.get(layer)
-    if stored is None or stored.group is None or not is_readable(stored.group, stored.parameters):
+    values = as_loaded(view, stored) if stored is not None else None
+    if stored is None or stored.group is None or values is None:
         return None
     try:
-        weight = weight_of(stored.group, read_parameters(view, stored.parameters))
+        weight = weight_of(stored.group, values)
     except ValueError:
         return None
     finally:
         view.reader.release(stored.parameters.values())
     return weight if bool(torch.isfinite(weight).all()) else None
-
-
-def is_readable(group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> bool:
-    """Return whether a layer has all tensors of its config group, in dtypes that hold what they should."""
-    expected = group.expected(parameters)
-    if expected is None or not expected.keys() <= parameters.keys():
-        return False
-    return all(parameters[parameter].dtype in expected[parameter].dtypes for parameter in expected)
 
 
 def read_parameters(view: CheckpointView, tensors: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
@@ -142,11 +135,5 @@ def changed_tensors(source: SourceIndex, written: SourceIndex, plan: Plan) -> It
         for name in plan.kept:
             tensor, copy = source.tensors[name], written.tensors.get(name)
             if copy is None or not same_bytes(old, tensor, new, copy):
-                yield Finding(
-                    check=CHECK,
-                    severity="error",
-                    where=name,
-                    expected="the bytes of the source",
-                    got="no such tensor" if copy is None else "other bytes",
-                    fix="export the checkpoint again",
-                )
+                got, fix = "no such tensor" if copy is None else "other bytes", "export the checkpoint again"
+                yield error(CHECK, name, expected="the bytes of the source", got=got, fix=fix)

@@ -17,7 +17,7 @@ from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
 from vexport.checks import SOURCE
 from vexport.checks.tokenizer import TOKENIZER, open_tokenizer
-from vexport.checks.vllm.view import CheckpointView, error
+from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.fidelity.source import SourceTensors
 from vexport.files import read_json
@@ -28,6 +28,7 @@ from vexport.records import Finding, Json, Severity, TensorInfo
 COMPUTED = re.compile(r".*\b(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|attn\.bias)$")
 # Scales that a checkpoint has and its source does not: of the KV cache and of the queries.
 ADDED = re.compile(r".*\b[qkv]_scale$|.*\bkv_scale$")
+AGAIN = "export the checkpoint again"
 NORM = re.compile(r".*norm\.weight$")
 TABLE = "model.embed_tokens.weight"
 TIED = ("lm_head.weight", "embed_out.weight")
@@ -106,14 +107,10 @@ def _kept(
         return
     if NORM.match(tensor.name) and _went_through_one(reader, origin, view.reader, tensor):
         return
+    expected = f"the bytes of the source ({origin.dtype} {list(origin.shape)})"
     got = "other values" if origin.shape == tensor.shape else f"shape {list(tensor.shape)}"
-    yield error(
-        SOURCE,
-        tensor.name,
-        expected=f"the bytes of the source ({origin.dtype} {list(origin.shape)})",
-        got=got,
-        fix="export it again; for weights that were smoothed or rotated, name the source after that",
-    )
+    fix = "export it again; for weights that were smoothed or rotated, name the source after that"
+    yield _finding("error", tensor.name, expected, got, fix)
 
 
 def _is_tied(view: CheckpointView) -> bool:
@@ -152,13 +149,7 @@ def _regrouped(view: CheckpointView, origins: SourceTensors, tensor: TensorInfo)
         same = same and torch.equal(values[start : start + len(piece)], piece.to(values.dtype))
         start += len(piece)
     if not same:
-        yield error(
-            SOURCE,
-            tensor.name,
-            expected="the weight of the source",
-            got="other values",
-            fix="export the checkpoint again",
-        )
+        yield _finding("error", tensor.name, "the weight of the source", "other values", AGAIN)
 
 
 def _lost(view: CheckpointView, tensor: TensorInfo) -> Iterator[Finding]:
@@ -167,13 +158,8 @@ def _lost(view: CheckpointView, tensor: TensorInfo) -> Iterator[Finding]:
     if PREDICTION.search(tensor.name):
         yield _meant(tensor.name, "the source's tensor", "none: vLLM could not draft with it")
         return
-    yield error(
-        SOURCE,
-        tensor.name,
-        expected="the source's tensor, as it is or quantized",
-        got="no such tensor: vLLM would read uninitialized memory",
-        fix="export the checkpoint again",
-    )
+    got = "no such tensor: vLLM would read uninitialized memory"
+    yield _finding("error", tensor.name, "the source's tensor, as it is or quantized", got, AGAIN)
 
 
 def file_findings(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:

@@ -117,19 +117,6 @@ class WeightComparison:
         return tuple(faults)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """Powers by part of some rows, each (rows, parts of a row): source, error, error of rounding, of the
-    error what shifts the part; product of source and stored, of source and rounded."""
-
-    signal: torch.Tensor
-    noise: torch.Tensor
-    rounding: torch.Tensor
-    shift: torch.Tensor
-    product: torch.Tensor
-    plain_product: torch.Tensor
-
-
 def compare_weight(view: CheckpointView, layer: StoredLayer, pieces: Pieces) -> WeightComparison | None:
     """Compare a quantized layer with its source's weight, some rows at a time; None where shapes differ."""
     group, stored = layer.group, as_loaded(view, layer)
@@ -197,20 +184,17 @@ def _rows(pieces: Pieces, rows: slice) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _compare(source: torch.Tensor, stored: torch.Tensor, nearest: _Nearest, rows: slice) -> _Part:
+def _compare(source: torch.Tensor, stored: torch.Tensor, nearest: _Nearest, rows: slice) -> torch.Tensor:
+    """Powers by part of some rows, (6, rows, parts of a row): source, error, error of rounding, of the error
+    what shifts the part; product of source and stored, of source and rounded."""
     parts = (len(source), -1, _part_width(nearest.args, source.shape[1]))
     exact = source.reshape(parts)
     off = (stored.to(torch.float32) - source).reshape(parts)
     plain = (nearest.of(source, rows) - source).reshape(parts)
-    noise = off.square().sum(dim=2)
-    return _Part(
-        signal=exact.square().sum(dim=2),
-        noise=noise,
-        rounding=plain.square().sum(dim=2),
-        shift=off.mean(dim=2).square() * off.shape[2] / noise.clamp_min(TINY),
-        product=(exact * (exact + off)).sum(dim=2),
-        plain_product=(exact * (exact + plain)).sum(dim=2),
-    )
+    signal, noise, rounding = (values.square().sum(dim=2) for values in (exact, off, plain))
+    shift = off.mean(dim=2).square() * off.shape[2] / noise.clamp_min(TINY)
+    products = ((exact * (exact + values)).sum(dim=2) for values in (off, plain))
+    return torch.stack((signal, noise, rounding, shift, *products))
 
 
 def _part_width(args: QuantArgs, columns: int) -> int:
@@ -219,13 +203,9 @@ def _part_width(args: QuantArgs, columns: int) -> int:
     return next((width for width in (block_cols, PART_COLUMNS) if width and columns % width == 0), columns)
 
 
-def _judged(parts: Sequence[_Part], errors_of: ErrorsOf, columns: int) -> WeightComparison:
+def _judged(parts: Sequence[torch.Tensor], errors_of: ErrorsOf, columns: int) -> WeightComparison:
     """The comparison from its parts; rows in which GPTQ explains the parts are not wrong."""
-    signal = torch.cat([part.signal for part in parts])
-    noise = torch.cat([part.noise for part in parts])
-    rounding = torch.cat([part.rounding for part in parts])
-    product = torch.cat([part.product for part in parts])
-    shift = torch.cat([part.shift for part in parts])
+    signal, noise, rounding, shift, product, plain_product = torch.cat([*parts], dim=1)
     power, error, plain, along = (
         float(values.sum(dtype=torch.float64)) for values in (signal, noise, rounding, product)
     )
@@ -239,7 +219,7 @@ def _judged(parts: Sequence[_Part], errors_of: ErrorsOf, columns: int) -> Weight
         rounding_db=sqnr_db(power, plain),
         gain=along / power if power else 1.0,
         spread=_spread(product, signal),
-        plain_spread=_spread(torch.cat([part.plain_product for part in parts]), signal),
+        plain_spread=_spread(plain_product, signal),
         shift=float((shift * noise).sum() / noise.sum().clamp_min(TINY)),
         parts=wrong.numel(),
         wrong_parts=int(wrong.sum()),

@@ -149,13 +149,9 @@ def _unsupported(
 
 def refusal(group: FusionGroup, reason: str, fix: str) -> Finding:
     """A refusal that names layers, sizes and rule."""
-    return Finding(
-        check=SHAPE,
-        severity="error",
-        where=group.name if len(group.members) > 1 else group.members[0].name,
-        expected=f"a shape that {group.scheme} can store and vLLM can run",
-        got=reason,
-        fix=fix,
+    where = group.name if len(group.members) > 1 else group.members[0].name
+    return _refusal(
+        where, f"a shape that {group.scheme} can store and vLLM can run", reason, fix, check=SHAPE
     )
 
 
@@ -319,5 +315,5 @@ def is_uneven(group: FusionGroup, names: Names, ranks: Sequence[int], text: Mapp
     return any(unsupported_on(group, None, names, count, text) for count in ranks if count > 1)
 
 
-def _refusal(where: str, expected: str, got: str, fix: str) -> Finding:
-    return Finding(check="ranks", severity="error", where=where, expected=expected, got=got, fix=fix)
+def _refusal(where: str, expected: str, got: str, fix: str, *, check: str = "ranks") -> Finding:
+    return Finding(check=check, severity="error", where=where, expected=expected, got=got, fix=fix)

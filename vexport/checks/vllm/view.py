@@ -311,10 +311,8 @@ class CheckpointView:
     @cached_property
     def table_lookup(self) -> TableLookup | None:
         """The way vLLM finds the config group of the table of tokens; by name where the class is unknown."""
-        if self.class_name not in architecture_table().architectures:
-            return "name"
-        changed = self.facts.classes.get(self.class_name)
-        return changed.embedding if changed else resolve(self.class_name, self.index.config)[0].embedding
+        known = self.class_name in architecture_table().architectures
+        return self.architecture.embedding if known else "name"
 
     def lookup_names(self, fused: FusedLinear) -> tuple[str, ...]:
         """The names by which vLLM looks for the group: all parts', also where it is stored as one or lacks
