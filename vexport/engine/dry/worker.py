@@ -110,10 +110,11 @@ def _import_vllm(request: DryRequest) -> str:
     registry._run_in_subprocess = lambda function: function()
     largest = max(cell.tp for cell in request.cells)
     for checkpoint in request.checkpoints:
-        for tp in dict.fromkeys((1, largest)):  # vLLM imports more where it has to communicate
+        for tp in dict.fromkeys((largest, 1)):  # vLLM imports more where it has to communicate
             try:
                 model = configure(checkpoint, tp=tp, trust_remote_code=request.trust_remote_code).model_config
                 registry.ModelRegistry.resolve_model_cls(model.architectures, model)
+                break
             except Exception as error:  # each cell will say so
                 traceback.print_exception(error)
     gc.freeze()
