@@ -3,7 +3,6 @@
 What the files alone do not tell vLLM's loaders are asked.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from shutil import copy
@@ -11,9 +10,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.command import ROOT, vexport
-from tests.engine.sketches import QWEN3_MOE, sketch, write_tensors
+from tests.engine.sketches import QWEN3_MOE, sketch
 from tests.mutations.edits import (
     QUANTIZATION,
     WHOLE,
@@ -199,12 +199,9 @@ def test_blocks_of_experts_that_ranks_cut(width: int, refused: set[int], tmp_pat
 def _as_native_fp8(folder: Path) -> None:
     """The headers of a sketch under the names that DeepSeek and Qwen use."""
     file = folder / "model.safetensors"
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    stored = {name: (each["dtype"], tuple(each["shape"])) for name, each in header.items()}
-    write_tensors(
-        file, {name.replace("weight_scale", "weight_scale_inv"): each for name, each in stored.items()}
-    )
+    stored = load_file(file)
+    file.unlink()
+    save_file({name.replace("weight_scale", "weight_scale_inv"): each for name, each in stored.items()}, file)
     kept: list[Json] = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(2))]
     method: Json = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     assert isinstance(method, dict)

@@ -4,13 +4,13 @@ Independent of vexport's quantizer: presets, ranges, scales and packing all come
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
-from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -67,16 +67,20 @@ def quantize_model(source: Path, folder: Path, preset: str, *, share_scales: boo
                 tensors[f"{name}.{key}"] = tensor.contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": scheme.format.value,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": scheme.model_dump(mode="json", exclude={"format"})},
-        "ignore": ["lm_head"],
-    }
+    config["quantization_config"] = quantization_config(scheme, ["lm_head"])
     (folder / "config.json").write_text(json.dumps(config))
     write_tokenizer(folder)
     return folder
+
+
+def quantization_config(scheme: QuantizationScheme, ignore: Sequence[str]) -> dict[str, object]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": infer_module_format(torch.nn.Linear, scheme).value,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme.model_dump(mode="json", exclude={"format"})},
+        "ignore": ignore,
+    }
 
 
 def _fused_names() -> Iterable[list[str]]:

@@ -1,21 +1,17 @@
-"""Checkpoints that are headers alone: real configs and safetensors files whose data is a hole in the file."""
+"""Checkpoints of zeros: what counts is in their headers and configs."""
 
 import json
-import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import torch
 from compressed_tensors.quantization import preset_name_to_scheme
+from safetensors.torch import save_file
+
+from tests.engine.fixtures import quantization_config
+from vexport.checkpoint.tensors import TORCH_DTYPES
 
 Tensor = tuple[str, tuple[int, ...]]
-_BITS = {"F8_E4M3": 8, "U8": 8, "BF16": 16, "F32": 32, "I32": 32, "I64": 64}
-FORMATS = {
-    "FP8_DYNAMIC": "float-quantized",
-    "FP8_BLOCK": "float-quantized",
-    "NVFP4": "nvfp4-pack-quantized",
-    "NVFP4A16": "nvfp4-pack-quantized",
-    "W4A16": "pack-quantized",
-}
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -44,41 +40,21 @@ QWEN3_MOE = {
 }
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """A safetensors file with a header and a hole; it takes no space on the disk."""
-    header, position = {}, 0
-    for name, (dtype, shape) in tensors.items():
-        size = _BITS[dtype] // 8
-        for side in shape:
-            size *= side
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + size]}
-        position += size
-    text = json.dumps(header).encode()
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + position)
-
-
 def sketch(
     folder: Path, config: Mapping[str, object], preset: str, change: Mapping[str, Tensor | None]
 ) -> Path:
     """A checkpoint of `config`, quantized but for lm_head and routers; `change` replaces or (None) drops."""
-    tensors = {name: tensor for name, tensor in model_tensors(config, preset).items()}
-    for name, tensor in change.items():
-        assert name in tensors or tensor is not None, name
-        tensors.pop(name, None)
-        if tensor is not None:
-            tensors[name] = tensor
-    folder.mkdir(parents=True)
-    write_tensors(folder / "model.safetensors", tensors)
-    scheme = preset_name_to_scheme(preset, ["Linear"])
-    quantization = {
-        "quant_method": "compressed-tensors",
-        "format": FORMATS[preset],
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": scheme.model_dump(mode="json", exclude={"format"})},
-        "ignore": ["lm_head", r"re:.*mlp\.gate$"],
+    tensors = model_tensors(config, preset)
+    assert {name for name, tensor in change.items() if tensor is None} <= set(tensors)
+    stored = {
+        name: torch.zeros(tensor[1], dtype=TORCH_DTYPES[tensor[0]])
+        for name, tensor in {**tensors, **change}.items()
+        if tensor is not None
     }
+    folder.mkdir(parents=True)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    quantization = quantization_config(scheme, ["lm_head", r"re:.*mlp\.gate$"])
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     return folder
 

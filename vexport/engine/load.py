@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from vexport.architectures.config import text_config
 from vexport.checks.vllm.view import error
 from vexport.engine.agreement import canary_findings, compare_logprobs, kl_limit, read_logprobs, symptom
-from vexport.engine.messages import CANARY_TOKENS, SessionRequest, SessionResult
+from vexport.engine.messages import SessionRequest, SessionResult
 from vexport.engine.reference import REFERENCE_FILE, agreement_limit, reference_canaries, remembered_reference
 from vexport.errors import InputError, first_line
 from vexport.records import Finding, LoadReport, LogprobAgreement, OnProgress, silent
@@ -155,7 +155,7 @@ def load_report(
     else:
         agreement, disagreements = _agreement(result, prompts, on_progress)
         agrees = agreement is not None and not disagreements
-        findings = [*_canaries(result, prompts, baseline, agrees=agrees), *_short(result), *disagreements]
+        findings = [*_canaries(result, prompts, baseline, agrees=agrees), *disagreements]
     return LoadReport(
         checkpoint=str(result.checkpoint),
         ok=all(finding.severity != "error" for finding in findings),
@@ -186,23 +186,6 @@ def _canaries(
     return worse if any(finding.severity == "error" for finding in worse) else findings
 
 
-def _short(result: SessionResult) -> list[Finding]:
-    """A note where the longest sequence left no room for all tokens."""
-    fewest = min((canary.tokens for canary in result.canaries), default=CANARY_TOKENS)
-    if fewest >= CANARY_TOKENS:
-        return []
-    return [
-        Finding(
-            check="canary",
-            severity="info",
-            where=str(result.checkpoint),
-            expected=f"{CANARY_TOKENS} tokens after each prompt",
-            got=f"{fewest} tokens, as long as a sequence may be",
-            fix="nothing; a longer one says more where the model allows it (--max-model-len)",
-        )
-    ]
-
-
 def _agreement(
     result: SessionResult, prompts: Prompts, on_progress: OnProgress
 ) -> tuple[LogprobAgreement | None, list[Finding]]:
@@ -222,12 +205,12 @@ def _agreement(
     cache = result.engine.settings.get("kv_cache_dtype", "auto") if result.engine else "auto"
     limit = kl_limit(checkpoint, cache)
     agreement = compare_logprobs(reference, measured, name=REFERENCE, prompts=len(tokens), limit=limit)
-    limit = agreement_limit(
-        checkpoint, tokens, kept, mean_kl=agreement.mean_kl, limit=limit, on_progress=on_progress
-    )
-    if agreement.mean_kl <= limit:
-        return replace(agreement, limit=limit), []
+    mean_kl = agreement.mean_kl
+    limit = agreement_limit(checkpoint, tokens, kept, mean_kl=mean_kl, limit=limit, on_progress=on_progress)
+    agreement = replace(agreement, limit=limit)
+    if mean_kl <= limit:
+        return agreement, []
     expected = f"mean KL to {REFERENCE} at most {limit:g}"
-    got = f"{agreement.mean_kl:.4g} over {agreement.positions} positions"
+    got = f"{mean_kl:.4g} over {agreement.positions} positions"
     fix = "vLLM does not read this checkpoint as it was written: see `vexport check`"
-    return replace(agreement, limit=limit), [error("logprobs", where, expected=expected, got=got, fix=fix)]
+    return agreement, [error("logprobs", where, expected=expected, got=got, fix=fix)]

@@ -6,7 +6,7 @@ runs all experts of a layer in one module.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,11 +67,8 @@ def reference_logprobs(
     """
     rows: list[torch.Tensor] = []
     stage = "reference, its noise" if jitter else "reference"
-
-    def tell() -> None:
-        on_progress(stage, len(rows), len(prompts))
-
-    model = load_dequantized(checkpoint, tell)
+    on_progress(stage, 0, len(prompts))
+    model = load_dequantized(checkpoint)
     if jitter:
         _jitter_embeddings(model, jitter)
     # compressed-tensors compiles its FP4 rounding, which needs a C++ compiler.
@@ -79,7 +76,7 @@ def reference_logprobs(
         for prompt in prompts:
             logits: torch.Tensor = model(torch.tensor([list(prompt)])).logits[0, :-1]
             rows.append(torch.log_softmax(logits.to(torch.float32), dim=-1))
-            tell()
+            on_progress(stage, len(rows), len(prompts))
     return torch.cat(rows)
 
 
@@ -164,12 +161,8 @@ def _continuation(model: Module, tokenizer: PreTrainedTokenizerBase, canary: Can
     )
 
 
-def load_dequantized(checkpoint: Path, on_layer: Callable[[], None] = lambda: None) -> Module:
-    """The checkpoint as a plain transformers model that rounds activations where the scheme says so.
-
-    `on_layer` is called before each layer is dequantized.
-    """
-    on_layer()
+def load_dequantized(checkpoint: Path) -> Module:
+    """The checkpoint as a plain transformers model that rounds activations where the scheme says so."""
     raw = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     config = AutoConfig.from_pretrained(checkpoint)
     if hasattr(config, "quantization_config"):
@@ -191,10 +184,7 @@ def load_dequantized(checkpoint: Path, on_layer: Callable[[], None] = lambda: No
     quantization = find_quantization(checkpoint, raw)
     transforms = _take_transforms(quantization, tensors)
     schemes = _schemes({**linears, **experts}, quantization, tensors)
-    inputs = {}
-    for name, scheme in schemes.items():
-        on_layer()
-        inputs[name] = _dequantize(name, scheme, tensors, dtype)
+    inputs = {name: _dequantize(name, scheme, tensors, dtype) for name, scheme in schemes.items()}
     for name in schemes:
         if name not in experts and isinstance(skeleton.get_submodule(name), Conv1D):
             tensors[f"{name}.weight"] = tensors[f"{name}.weight"].T.contiguous()

@@ -207,18 +207,12 @@ class Worker(Generic[T]):
         try:
             code = follow(on_progress)
         except TimeoutError:
-            raise self._fault("timed out", f"not finished after {self.timeout:g} s") from None
+            message, tail = f"not finished after {self.timeout:g} s", log_tail(self.log)
+            failure = EngineFailure(kind="timed out", message=message, log_tail=tail)
+            raise EngineFault(self.where, failure, self.log) from None
         if not result_file.is_file():
             raise EngineFault(self.where, failure_from_exit(self.log, code), self.log)
-        try:
-            return from_json(self.kind, result_file)
-        except InputError as error:
-            message = f"the worker wrote a result that cannot be read ({error.got})"
-            raise self._fault("crashed", message) from None
-
-    def _fault(self, kind: FailureKind, message: str) -> EngineFault:
-        failure = EngineFailure(kind=kind, message=message, log_tail=log_tail(self.log))
-        return EngineFault(self.where, failure, self.log)
+        return from_json(self.kind, result_file)
 
 
 def _temporary_files(scratch: Path) -> Mapping[str, str]:
