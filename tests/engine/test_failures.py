@@ -1,7 +1,5 @@
 """Whose fault a failure is, read from logs as vLLM writes them."""
 
-import subprocess
-import sys
 import venv
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,11 +73,6 @@ def test_interpreter_without_vllm(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_parent_side_imports_no_engine() -> None:
-    code = "import sys, vexport.engine.session; sys.exit(bool({'torch', 'vllm'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class How:
     how: str
@@ -93,7 +86,7 @@ class How:
         ("killed", "out of memory", "signal 9"),
         ("memory", "out of memory", "MemoryError"),
         ("exit", "crashed", "exit code 3"),
-        ("sleep", "timed out", "not finished after 5 s"),
+        ("sleep", "timed out", "not finished after 1 s"),
     ],
 )
 def test_however_a_worker_dies_it_is_said(tmp_path: Path, how: str, kind: FailureKind, words: str) -> None:
@@ -104,7 +97,7 @@ def test_however_a_worker_dies_it_is_said(tmp_path: Path, how: str, kind: Failur
             kind=How,
             where="here",
             log=tmp_path / "log",
-            timeout=5 if how == "sleep" else 120,
+            timeout=1 if how == "sleep" else 120,
             environment={"PYTHONPATH": str(Path(__file__).parents[2])},
         ).run(silent)
     assert caught.value.exit_code == 4
