@@ -6,16 +6,16 @@ answer to several checkpoints keeps their order, and its JSON is a list.
 """
 
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
+from pydantic_core import to_jsonable_python
 
 from vexport.errors import InputError
 from vexport.records import CheckReport, DryLoadReport, Json, LoadReport
-from vexport.reports import checkpoints, text
+from vexport.reports import checkpoints, markdown, text
 from vexport.reports.document import Document
 from vexport.reports.findings import Gate, check_gates, report_gates, verdict_gates
 
@@ -43,8 +43,6 @@ def _rendered(
         case "text":
             return text.render(documents())
         case "markdown":
-            from vexport.reports import markdown
-
             return "".join(map(markdown.render, documents()))
         case "html":
             from vexport.reports import html
@@ -59,18 +57,12 @@ def _json(value: object) -> str:
 
 
 def _plain(value: object) -> Json:
+    """Null for infinities and NaN, which JSON cannot write (as vexport.files.to_json)."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    return _finite(TypeAdapter(type(value)).dump_python(value, mode="json", by_alias=True))
-
-
-def _finite(value: Json) -> Json:
-    """`value` with null for infinities and NaN, which JSON cannot write (as vexport.files.to_json)."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    plain = TypeAdapter(type(value)).dump_python(value, mode="json", by_alias=True)
+    finite: Json = to_jsonable_python(plain, inf_nan_mode="null")
+    return finite
 
 
 def render(
@@ -127,8 +119,6 @@ def _annotations(command: str, reports: Sequence[CheckReport | LoadReport | DryL
 
 def summarize_checks(reports: Sequence[CheckReport]) -> str:
     """Check reports as a step summary in Markdown."""
-    from vexport.reports import markdown
-
     return markdown.render_all(checkpoints.check_documents(reports))
 
 

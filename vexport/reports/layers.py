@@ -79,13 +79,8 @@ def noise_section(layers: Sequence[LayerError]) -> doc.Section | None:
         (mono(kind), scheme, count(len(noise)), decibels(min(noise)), decibels(median(noise)))
         for (kind, scheme), noise in kinds.items()
     )
-    worst = sorted(layers, key=_noise)[:MAX_LAYERS]
-    rows = ((mono(layer.name), layer.scheme, decibels(layer.snr_db)) for layer in worst)
-    more = f"{count(len(layers) - len(worst))} more in report.json"
-    details = parts(
-        table(("Layer", "Scheme", ">dB"), rows, stack=False),
-        muted(more) if len(layers) > len(worst) else None,
-    )
+    rows = [(mono(layer.name), layer.scheme, decibels(layer.snr_db)) for layer in sorted(layers, key=_noise)]
+    details = _first_rows(("Layer", "Scheme", ">dB"), rows, "report.json")
     return page_section(
         "Signal-to-noise by layer",
         "signal-to-noise",
@@ -93,6 +88,15 @@ def noise_section(layers: Sequence[LayerError]) -> doc.Section | None:
         table(("Layers", "Scheme", ">Number", ">Lowest", ">Median"), by_kind),
         doc.Details(TableCell("Layers from the lowest signal-to-noise up"), details),
     )
+
+
+def _first_rows(
+    titles: Sequence[str], rows: Sequence[Sequence[TableCell | str]], file: str
+) -> tuple[doc.Part, ...]:
+    """A table of at most MAX_LAYERS rows, and the file that has the others."""
+    more = len(rows) - MAX_LAYERS
+    note = muted(f"{count(more)} more in {file}") if more > 0 else None
+    return parts(table(titles, rows[:MAX_LAYERS], stack=False), note)
 
 
 def layer_kind(name: str) -> str:
@@ -106,21 +110,20 @@ def _noise(layer: LayerError) -> float:
     return -math.inf if math.isnan(layer.snr_db) else layer.snr_db
 
 
-def sensitivity_sections(report: Report) -> tuple[doc.Part, ...]:
+def sensitivity_sections(report: Report) -> Iterator[doc.Section]:
     """The losses of each group of layers, and the mixture that was chosen from them."""
-    mixed = report.mixed
-    lead = mixed and (
-        f"Chosen from {', '.join(mixed.candidates)} within {_budget(mixed)}: {size(mixed.output_bytes)}, a "
-        f"predicted loss of {small(mixed.loss)} nats per token."
-    )
-    return parts(
-        _sensitivity(report.sensitivity, mixed) if report.sensitivity else None,
-        page_section("Mixed scheme", "", lead) if lead else None,
-    )
+    if report.sensitivity:
+        yield _sensitivity(report.sensitivity, report.mixed)
+    if mixed := report.mixed:
+        lead = (
+            f"Chosen from {', '.join(mixed.candidates)} within {_budget(mixed)}: "
+            f"{size(mixed.output_bytes)}, a predicted loss of {small(mixed.loss)} nats per token."
+        )
+        yield page_section("Mixed scheme", "", lead)
 
 
 def _sensitivity(sensitivity: GroupSensitivities, mixed: MixedScheme | None) -> doc.Section:
-    """Every group under every scheme, the most sensitive first, at most MAX_LAYERS."""
+    """Every group under every scheme, the most sensitive first."""
     lead = (
         "What each group of layers costs when it alone is quantized: KL against the source in nats per "
         f"token, on {count(sensitivity.tokens)} tokens of {count(sensitivity.samples)} samples."
@@ -139,7 +142,7 @@ def _sensitivity(sensitivity: GroupSensitivities, mixed: MixedScheme | None) -> 
         for group in groups
         for loss in group.schemes
     ]
-    losses = table(("Group", "Scheme", ">Size", ">KL"), rows[:MAX_LAYERS], stack=False)
+    losses = _first_rows(("Group", "Scheme", ">Size", ">KL"), rows, "report.json")
     return page_section("Sensitivity", "sensitivity", lead, losses)
 
 
@@ -240,12 +243,11 @@ def _heat(kl: float, limit: float) -> int:
 
 def _budget(mixed: MixedScheme) -> str:
     """The budget of the mixed scheme in words."""
-    limits = {
-        "bits": f"{mixed.limit:g} bits per weight",
-        "bytes": size(round(mixed.limit)),
-        "share": f"{percent(mixed.limit, 0)} of the source's bytes",
-    }
-    return limits[mixed.budget]
+    if mixed.budget == "bits":
+        return f"{mixed.limit:g} bits per weight"
+    if mixed.budget == "bytes":
+        return size(round(mixed.limit))
+    return f"{percent(mixed.limit, 0)} of the source's bytes"
 
 
 def mixed_line(mixed: MixedScheme) -> str:
@@ -308,18 +310,14 @@ def rounding_section(rounding: RoundingReport | None) -> doc.Section | None:
         return None
     worst = sorted(rounding.groups, key=lambda group: -group.error)
     titles = ("Group", "Rounding", ">Nearest", ">Written", ">Strength", ">Ridge", ">Tokens/column")
-    groups = table(titles, map(_group_row, worst[:MAX_LAYERS]), stack=False)
-    more = f"{count(len(worst) - MAX_LAYERS)} more in rounding.json"
+    groups = _first_rows(titles, [*map(_group_row, worst)], "rounding.json")
     states = ((str(number), percent(layer.state_error)) for number, layer in enumerate(rounding.layers))
     layers = table((">Layer", ">Error of hidden states"), states, stack=False)
     return page_section(
         "Rounding",
         "rounding",
         ". ".join((*rounding_lines(rounding), *fallback_lines(rounding))) + ".",
-        doc.Details(
-            TableCell("Groups from the largest output error down"),
-            parts(groups, muted(more) if len(worst) > MAX_LAYERS else None),
-        ),
+        doc.Details(TableCell("Groups from the largest output error down"), groups),
         doc.Details(TableCell("Decoder layers: squared error of the hidden states"), (layers,)),
     )
 

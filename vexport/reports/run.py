@@ -11,7 +11,6 @@ from vexport.records import (
     ComparedRun,
     EngineInfo,
     LoadReport,
-    LogprobAgreement,
     Report,
     TaskVerdict,
     Verdict,
@@ -19,7 +18,7 @@ from vexport.records import (
 from vexport.reports import document as doc
 from vexport.reports.accuracy import accuracy_section, accuracy_tiles, answers_section
 from vexport.reports.checkpoints import device_parts, load_facts
-from vexport.reports.document import TableCell, facts, mono, muted, page_section, parts, row, table
+from vexport.reports.document import TableCell, facts, mono, muted, page_section, parts, table
 from vexport.reports.findings import finding_counts, report_gates, staged_findings
 from vexport.reports.formatting import (
     NOT_AVAILABLE,
@@ -29,14 +28,12 @@ from vexport.reports.formatting import (
     coverage_lines,
     duration,
     next_step,
-    percent,
     plural,
     ratio,
     report_device,
     report_sentence,
     scale_of,
     schemes_in_use,
-    served_with,
     size,
     size_change,
     small,
@@ -152,30 +149,20 @@ def _load_section(report: Report) -> doc.Section:
     return page_section("Load in vLLM", "load", lead, engine, _canaries(report.baseline_load, load))
 
 
-def _engine(report: Report, engine: EngineInfo) -> tuple[doc.Part, ...]:
+def _engine(report: Report, engine: EngineInfo) -> doc.Facts:
+    """What every form has of a load, and what only a page has."""
     processes = "several processes" if engine.multiprocess else "one process"
     emulated = "emulated: the numbers are the format's, the speed is not" if engine.emulated else ""
     baseline_ok = report.baseline_load.ok
-    baseline = "loads as well" if baseline_ok else "did not load: the cause is the source or this engine"
-    rows = facts(
-        ("Engine", f"vLLM {engine.vllm}, torch {engine.torch}, transformers {engine.transformers}"),
-        ("Platform", f"{engine.platform}, {engine.processor}, {engine.dtype}, {processes}"),
-        ("Served with", served_with(engine)) if engine.settings else None,
-        ("Kernels", TableCell("\n".join(engine.kernels), emulated, mono=True)),
-        ("Start", duration(engine.start_seconds)),
-        ("Baseline", baseline),
-        ("Log-probabilities", _agreement(report.load.logprobs)) if report.load.logprobs else None,
-    )
-    spots = doc.Listing(row(*engine.blind_spots), "What this platform cannot show")
-    return parts(rows, spots if engine.blind_spots else None)
-
-
-def _agreement(agreement: LogprobAgreement) -> TableCell:
-    return TableCell(
-        f"mean KL {small(agreement.mean_kl)} nats per token against {agreement.reference}, limit "
-        f"{small(agreement.limit)}; at most {small(agreement.max_kl)}",
-        f"first choice agrees at {percent(agreement.top1_agreement)} of {count(agreement.positions)} "
-        f"positions in {count(agreement.prompts)} prompts",
+    return facts(
+        *load_facts(report.load).rows,
+        ("kernels", TableCell("\n".join(engine.kernels), emulated, mono=True)),
+        ("process", f"{engine.dtype}, {processes}, torch {engine.torch}, transformers {engine.transformers}"),
+        ("start", duration(engine.start_seconds)),
+        (
+            "baseline",
+            "loads as well" if baseline_ok else "did not load: the cause is the source or this engine",
+        ),
     )
 
 

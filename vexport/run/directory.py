@@ -25,8 +25,8 @@ from vexport.plan.source import settings_of, source_index
 from vexport.quantize.layer_groups import LayerGroup, find_layer_groups
 from vexport.records import Report
 from vexport.records.calibration import RoundingReport
-from vexport.run.options import EXPLAINING, EngineOptions, Explaining
-from vexport.scenario import Calibration, Scenario
+from vexport.run.options import EXPLAINING, NO_EVALUATION, EngineOptions, Explaining
+from vexport.scenario import Calibration, Evaluate, Scenario
 from vexport.version import __version__
 
 LOG = logging.getLogger(__name__)
@@ -196,6 +196,11 @@ class Run:
         """The settings of the plan besides the rules."""
         return settings_of(self.scenario)
 
+    @property
+    def evaluation(self) -> Evaluate:
+        """The scenario's evaluation, without tasks and text where it has none."""
+        return self.scenario.evaluate or NO_EVALUATION
+
     @cached_property
     def index(self) -> SourceIndex:
         """The source's headers."""
@@ -209,9 +214,7 @@ class Run:
     @cached_property
     def baseline(self) -> Path:
         """The checkpoint to compare with."""
-        settings = self.scenario.evaluate
-        name = settings.baseline if settings and settings.baseline else self.scenario.source
-        return resolve_source(name, self.options.on_progress)
+        return resolve_source(self.evaluation.baseline or self.scenario.source, self.options.on_progress)
 
     def get(self, stage: Stage[T]) -> T | None:
         """The result of an earlier stage; None where it was skipped or found nothing."""
@@ -251,23 +254,14 @@ class Run:
             self.directory.finish(stage.name, inputs, seconds, self.checkpoint if is_checkpoint else None)
 
 
-def path_digest(path: Path) -> str:
-    """SHA-256 of a file's bytes; InputError where it cannot be read."""
-    try:
-        return digest_file(path)
-    except OSError as error:
-        got = str(error.strerror)
-        raise InputError(str(path), got=got, need="a readable file", fix="check the path") from None
-
-
 def data_digest(settings: Calibration) -> str:
     """SHA-256 of calibration data's files; of a data set of the hub, its name."""
     path = DEFAULT_FILE if settings.data == DEFAULT else settings.path
     if path is None:
         return value_digest(settings.data)
     if not path.is_dir():
-        return path_digest(path)
-    return value_digest([path_digest(file) for file in data_files(path)])
+        return digest_file(path)
+    return value_digest([digest_file(file) for file in data_files(path)])
 
 
 def value_digest(value: object) -> str:

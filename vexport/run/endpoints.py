@@ -71,7 +71,6 @@ def ask_endpoint(
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings, trust = questions.evaluate, options.trust_remote_code
-    assert settings is not None
     endpoint = settings.asking(url, is_baseline=role == BASELINE)
     served = Server(endpoint).model.max_model_len or EVALUATION_LENGTH
     longest = min(served, options.serve.max_model_len or EVALUATION_LENGTH)

@@ -37,7 +37,7 @@ from vexport.reports.formatting import outcome_line
 from vexport.reports.run import marked, worst_task
 from vexport.run.directory import LOG_FILE, logged_to, portable
 from vexport.run.endpoints import ask_endpoint, is_results, tokenizer_of
-from vexport.run.options import EXPLANATION_SECONDS, EngineOptions, Explaining
+from vexport.run.options import EngineOptions, Explaining
 from vexport.run.serving import (
     BASELINE,
     CANDIDATE,
@@ -280,7 +280,7 @@ class _OutOfTime(Exception):
     """The time for an explanation is over."""
 
 
-def drift_between(baseline: Served, candidate: Served, settings: Evaluate | None) -> Drift | None:
+def drift_between(baseline: Served, candidate: Served, settings: Evaluate) -> Drift | None:
     """The drift between both models' log-probabilities on the same prompts; None where vLLM refused one."""
     if not baseline.scored or not candidate.scored:
         return None
@@ -313,10 +313,10 @@ def verdict_of(
 def cause_of(
     baseline: Served,
     candidate: Served,
-    settings: Evaluate | None,
+    settings: Evaluate,
     outcome: Outcome,
     options: EngineOptions,
-    seconds: float = EXPLANATION_SECONDS,
+    seconds: float,
 ) -> Attribution | None:
     """Find the cause of a loss, given the outcome; None where vLLM refused a model, or time ran out."""
     if not baseline.scored or not candidate.scored:
@@ -342,9 +342,7 @@ def cause_of(
         return None
 
 
-def _limits(settings: Evaluate | None) -> Limits:
-    if settings is None:
-        return Limits()
+def _limits(settings: Evaluate) -> Limits:
     return Limits(kl=settings.kl_limit, nll=settings.nll_limit, alpha=settings.alpha)
 
 

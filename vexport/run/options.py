@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vexport.records import OnProgress, Outcome
-from vexport.scenario import Serve
+from vexport.scenario import Evaluate, Serve
 
 EXPLANATION_SECONDS = 300
+# The evaluation of a scenario that asks for none: the defaults, and nothing to decide by.
+NO_EVALUATION = Evaluate.model_construct(kl_prompts=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,9 @@ from vexport.errors import VexportError
 from vexport.evaluation.drift import drift_warnings
 from vexport.evaluation.endpoint import require_address
 from vexport.evaluation.prompting import lm_eval_settings
+from vexport.files import digest_file
 from vexport.records import Drift, DryLoadReport, LmEvalSettings, LoadReport, Verdict, named
-from vexport.run.directory import Digests, Run, Stage, data_digest, path_digest, stage, value_digest
+from vexport.run.directory import Digests, Run, Stage, data_digest, stage, value_digest
 from vexport.run.endpoints import ask_endpoint, tokenizer_of
 from vexport.run.evaluating import drift_between, first_line, verdict_of
 from vexport.run.making import check, checkpoint_inputs
@@ -55,8 +56,8 @@ def settle_questions(run: Run) -> LmEvalSettings:
     Brings the tasks' documents into the cache first, unless both models have had them. Raises InputError
     where the models cannot be asked alike.
     """
-    settings = run.scenario.evaluate
-    if settings is None or not settings.tasks:
+    settings = run.evaluation
+    if not settings.tasks:
         return PLAIN
     for url in filter(None, (settings.endpoint, settings.baseline_endpoint)):
         require_address(url)
@@ -100,8 +101,7 @@ def _is_loadable(run: Run) -> bool:
 
 def _texts(run: Run) -> tuple[str, ...]:
     """The first halves of calibration texts as prompts: the model knows their kind and can go on."""
-    settings, evaluate = run.scenario.calibration, run.scenario.evaluate
-    most = max(CONTINUED, evaluate.kl_prompts if evaluate else 0)
+    settings, most = run.scenario.calibration, max(CONTINUED, run.evaluation.kl_prompts)
     local = settings is not None and (settings.path or settings.data == DEFAULT)
     texts = first_texts(settings.source(), most) if settings and local else []
     return tuple(text[: text.rfind(" ", 0, len(text) // 2 + 1)] for text in texts if " " in text)
@@ -115,15 +115,13 @@ def serve_digest(arguments: EngineArguments) -> str:
 
 def _session_inputs(run: Run, *, is_baseline: bool) -> Digests:
     """Digests of the inputs of a session, its model among them."""
-    settings, evaluation = run.scenario.evaluate, None
-    digests: list[str] = []
-    if settings is not None:
-        evaluation = settings.model_dump(mode="json", exclude=_UNREAD)
-        files = [Path(task) for task in settings.tasks]
-        files += [file for folder in settings.include_path for file in sorted(folder.rglob("*"))]
-        digests = [path_digest(path) for path in files if path.is_file()]
-        if settings.text is not None:
-            digests.append(data_digest(Calibration(data=settings.text)))
+    settings = run.evaluation
+    files = [Path(task) for task in settings.tasks]
+    files += [file for folder in settings.include_path for file in sorted(folder.rglob("*"))]
+    digests = [digest_file(path) for path in files if path.is_file()]
+    if settings.text is not None:
+        digests.append(data_digest(Calibration(data=settings.text)))
+    evaluation = settings.model_dump(mode="json", exclude=_UNREAD)
     templates = chat_templates(run.baseline) if run.result(settle_questions).apply_chat_template else None
     return {
         **({"baseline": folder_digest(run.baseline)} if is_baseline else checkpoint_inputs(run)),
@@ -135,7 +133,7 @@ def _session_inputs(run: Run, *, is_baseline: bool) -> Digests:
 
 def _serve(run: Run, role: str, model: Path) -> Served:
     """One of the models in vLLM; where the baseline's answers change, nothing is compared."""
-    folder, settings = run.folder / "eval" / role, run.scenario.evaluate
+    folder, settings = run.folder / "eval" / role, run.evaluation
     clear_session(folder)
     questions = Questions(
         texts=_texts(run),
@@ -143,8 +141,8 @@ def _serve(run: Run, role: str, model: Path) -> Served:
         lm_eval=run.result(settle_questions),
         repeat=role == BASELINE,
     )
-    url = (settings.endpoint if role == CANDIDATE else settings.baseline_endpoint) if settings else None
-    if settings is None or url is None:
+    url = settings.endpoint if role == CANDIDATE else settings.baseline_endpoint
+    if url is None:
         served = serve_model(role, model, folder, run.options, questions)
     else:
         without_tasks = replace(questions, evaluate=settings.model_copy(update={"tasks": ()}))
@@ -214,7 +212,7 @@ load_candidate = _load_stage(CANDIDATE, serve_candidate, "load", "load.json")
 @stage("drift", Drift, when=is_served)
 def measure_drift(run: Run) -> Drift | None:
     """The distance of both models' log-probabilities on the same prompts."""
-    return drift_between(run.result(serve_baseline), run.result(serve_candidate), run.scenario.evaluate)
+    return drift_between(run.result(serve_baseline), run.result(serve_candidate), run.evaluation)
 
 
 def _is_evaluated(run: Run) -> bool:
@@ -229,8 +227,6 @@ def judge(run: Run) -> Verdict | None:
 
     Where the load gate has failed it decides nothing, and is None for answers that cannot be compared.
     """
-    settings = run.scenario.evaluate
-    assert settings is not None
     is_loaded = run.result(load_candidate).ok
     try:
         verdict = _verdict(run, run.result(serve_baseline), run.result(serve_candidate))
@@ -238,16 +234,15 @@ def judge(run: Run) -> Verdict | None:
         if is_loaded:
             raise
         return None
-    if settings.text is None:
+    if run.evaluation.text is None:
         drift = run.get(measure_drift)
         warnings = drift_warnings(drift) if drift else ()
     else:
         calibration = run.scenario.calibration
-        warnings = (SEEN_TEXT,) if calibration and calibration.data == settings.text else ()
+        warnings = (SEEN_TEXT,) if calibration and calibration.data == run.evaluation.text else ()
     return replace(verdict, warnings=(*verdict.warnings, *warnings, *(() if is_loaded else (LOAD_DECIDES,))))
 
 
 def _verdict(run: Run, baseline: Served, candidate: Served) -> Verdict:
-    assert run.scenario.evaluate is not None
     answers = run.folder / "eval" / BASELINE, run.folder / "eval" / CANDIDATE
-    return verdict_of(run.scenario.evaluate, answers, baseline, candidate)
+    return verdict_of(run.evaluation, answers, baseline, candidate)

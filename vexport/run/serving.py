@@ -51,7 +51,7 @@ from vexport.records import (
     named,
     silent,
 )
-from vexport.run.options import EngineOptions
+from vexport.run.options import NO_EVALUATION, EngineOptions
 from vexport.scenario import Evaluate, Serve
 
 # The default context length of an evaluation; longer prompts are an error and never truncated.
@@ -107,7 +107,7 @@ class Questions:
     """
 
     texts: Sequence[str] = ()
-    evaluate: Evaluate | None = None
+    evaluate: Evaluate = NO_EVALUATION
     lm_eval: LmEvalSettings = PLAIN
     repeat: bool = False
 
@@ -126,14 +126,14 @@ def serve_model(
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = questions.evaluate
-    count = settings.kl_prompts if settings else CONTINUED
-    prompts = fixed_prompts(checkpoint, texts=questions.texts, count=count)
+    prompts = fixed_prompts(checkpoint, texts=questions.texts, count=settings.kl_prompts or CONTINUED)
     trust, longest = options.trust_remote_code, options.serve.max_model_len
-    size = vocab_size(read_index(checkpoint))
-    rows = read_rows(settings, checkpoint, longest, size, trust_remote_code=trust) if settings else ()
+    rows = read_rows(
+        settings, checkpoint, longest, vocab_size(read_index(checkpoint)), trust_remote_code=trust
+    )
     if rows:
         prompts = replace(prompts, tokens=tuple(row[:KL_TOKENS] for row in rows))
-    speculative = resolve_drafter(settings.speculative or "", options.on_progress) if settings else ""
+    speculative = resolve_drafter(settings.speculative or "", options.on_progress)
     request = _request(role, checkpoint, folder, options, questions, prompts)
     request = with_text(request, rows, folder, speculative)
     result = run_session(
@@ -144,7 +144,7 @@ def serve_model(
         vllm_python=options.vllm_python,
         on_progress=named(role, options.on_progress),
     )
-    if settings is not None and request.tasks and result.engine is not None:
+    if request.tasks and result.engine is not None:
         write_fingerprint(folder, engine_fingerprint(checkpoint, result.engine))
         if (repeated := read_repeated(folder)) is not None:
             require_deterministic(folder, repeated, settings.alpha)
@@ -212,8 +212,7 @@ def _request(
     """
     request = load_request(checkpoint, prompts, logprobs_file=folder / LOGPROBS)
     settings, longest = questions.evaluate, options.serve.max_model_len
-    has_tasks = settings is not None and bool(settings.tasks)
-    if has_tasks:
+    if settings.tasks:
         longest = longest or shortest_length(checkpoint, EVALUATION_LENGTH)
     request = replace(
         request,
@@ -221,20 +220,17 @@ def _request(
         trust_remote_code=options.trust_remote_code,
         max_model_len=longest or request.max_model_len,
         arguments=options.serve.arguments(is_baseline=role == BASELINE),
-        seed=settings.seed if settings and has_tasks else 0,
     )
-    if settings is None:
+    if not settings.tasks:
         return request
+    request = replace(request, seed=settings.seed)
     started = replace(request, canaries=(), logprob_prompts=(), logprobs_file=None)
     parts = [to_json(started), folder_digest(checkpoint)]
     if (chosen := answer_environment()) != NONE:
         parts.append(chosen)
-    request = replace(request, identity=digest_bytes("\n".join(parts).encode()))
-    if not has_tasks:
-        return request
-    return with_tasks(
-        replace(request, lm_eval=questions.lm_eval, repeat=questions.repeat), settings, options, folder
-    )
+    identity = digest_bytes("\n".join(parts).encode())
+    request = replace(request, identity=identity, lm_eval=questions.lm_eval, repeat=questions.repeat)
+    return with_tasks(request, settings, options, folder)
 
 
 def with_tasks(

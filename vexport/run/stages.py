@@ -108,7 +108,7 @@ def attribute(run: Run) -> Attribution | None:
     """Find the cause of a loss."""
     sessions = run.result(proving.serve_baseline), run.result(proving.serve_candidate)
     outcome = run.result(conclude).outcome
-    return cause_of(*sessions, run.scenario.evaluate, outcome, run.options, run.explaining.seconds)
+    return cause_of(*sessions, run.evaluation, outcome, run.options, run.explaining.seconds)
 
 
 @stage("report", Report)
