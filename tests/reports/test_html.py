@@ -105,10 +105,12 @@ def test_what_was_not_run_blind_spots_and_provenance_are_said() -> None:
 
 def test_the_forest_places_every_interval_and_layers_are_grouped() -> None:
     (chart,) = forests(sample.verdict("FAIL"))
-    facts, addition = chart.rows
-    assert 0 < addition.low < addition.at < addition.high < chart.margin < facts.low < chart.zero < facts.high
-    assert all(0 <= at <= 100 for at, _ in chart.ticks)
-    assert "0" in [label for _, label in chart.ticks]
+    facts, addition = chart.tasks
+    places = [addition.low, addition.difference, addition.high, -chart.margin, facts.low, 0.0, facts.high]
+    assert [*map(chart.at, places)] == sorted(map(chart.at, places))
+    labels = {label: at for at, label in chart.ticks}
+    assert all(0 <= at <= 100 for at in labels.values())
+    assert labels["0"] == chart.at(0)
     assert layer_kind("model.layers.3.mlp.experts.17.up_proj") == "mlp.experts.up_proj"
     assert layer_kind("lm_head") == "lm_head"
 

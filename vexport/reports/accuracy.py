@@ -1,10 +1,6 @@
-"""The sections on a verdict: tasks, what decides nothing, how to read the numbers, flipped answers.
+"""The sections on a verdict: tasks, what decides nothing, how to read the numbers, flipped answers."""
 
-Positions in a chart are in per cent of the width: an SVG stretches and its text keeps its size.
-"""
-
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from vexport.records import Comparison, Flip, TaskVerdict, TextLimit, TextVerdict, Verdict
@@ -135,58 +131,20 @@ def _comparison_row(comparison: Comparison) -> doc.Row:
 
 
 def forests(verdict: Verdict) -> Iterator[doc.Forest]:
-    """One chart for the tasks scored in shares and one for those in their metric's own units."""
+    """One chart for the tasks scored in shares and one for those in their metric's own units.
+
+    The axis has a little room on both sides of all values.
+    """
     by_scale: dict[Scale, list[TaskVerdict]] = {}
     for task in verdict.tasks:
         by_scale.setdefault(scale_of(task), []).append(task)
     for scale, tasks in by_scale.items():
-        yield _forest(scale, tasks, verdict.margin)
-
-
-def _forest(scale: Scale, tasks: Sequence[TaskVerdict], margin: float) -> doc.Forest:
-    """The tasks on an axis with a little room on both sides of all values."""
-    ends = [*(end for task in tasks for end in (task.low, task.high)), -margin, 0.0]
-    low, high = min(ends), max(ends)
-    room = 0.06 * (high - low) or 1.0
-    low, high = low - room, high + room
-
-    def at(value: float) -> float:
-        return round(100 * min(1.0, max(0.0, (value - low) / (high - low))), 2)
-
-    def label(value: float) -> str:
-        value *= 100 if scale.shares else 1
-        return f"{value:+.3g}" if abs(value) > 1e-9 else "0"
-
-    rows = (
-        doc.ForestRow(
-            title=task_title(task),
-            outcome=task.outcome,
-            at=at(task.difference),
-            low=at(task.low),
-            high=at(task.high),
-            difference=scale.change(task.difference),
-            interval=scale.changes(task.low, task.high),
+        ends = [*(end for task in tasks for end in (task.low, task.high)), -verdict.margin, 0.0]
+        low, high = min(ends), max(ends)
+        room = 0.06 * (high - low) or 1.0
+        yield doc.Forest(
+            scale=scale, tasks=tuple(tasks), margin=verdict.margin, low=low - room, high=high + room
         )
-        for task in tasks
-    )
-    return doc.Forest(
-        unit="points" if scale.shares else "units of the metric",
-        accepted=f"{scale.limit(margin)} {scale.unit}",
-        rows=tuple(rows),
-        ticks=tuple((at(value), label(value)) for value in _round_values(low, high)),
-        zero=at(0.0),
-        margin=at(-margin),
-    )
-
-
-def _round_values(low: float, high: float) -> list[float]:
-    """Round values from `low` to `high`, at most seven."""
-    least = (high - low) / 6
-    power = 10.0 ** math.floor(math.log10(least))
-    step = next(
-        (power * times for times in (1.0, 2.0, 5.0) if power * times >= least * (1 - 1e-9)), 10 * power
-    )
-    return [index * step for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def _reading(verdict: Verdict) -> doc.Details:
@@ -295,15 +253,14 @@ def _flips(task: TaskVerdict) -> doc.Details:
 
 
 def _flip(flip: Flip) -> doc.Exchange:
-    before, after = right, wrong = ("right", "pass"), ("wrong", "fail")
-    if flip.direction != "right to wrong":
-        before, after = wrong, right
+    before, _, after = flip.direction.split()
+    tones = {"right": "pass", "wrong": "fail"}
     answers = (
         ("target", flip.target, ""),
-        (f"baseline, {before[0]}", flip.baseline, before[1]),
-        (f"quantized, {after[0]}", flip.candidate, after[1]),
+        (f"baseline, {before}", flip.baseline, tones[before]),
+        (f"quantized, {after}", flip.candidate, tones[after]),
     )
-    group = "lost" if before == right else "gained"
+    group = "lost" if before == "right" else "gained"
     return doc.Exchange(f"document {flip.doc_id}, {flip.direction}", flip.prompt, answers, group)
 
 

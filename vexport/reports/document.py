@@ -4,13 +4,17 @@ Every text here may come from a checkpoint, a model or a data set: the renderers
 draws charts.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from vexport.records import Finding, Outcome
+from vexport.records import Finding
 from vexport.reports.findings import MAX_FOLLOWING, SEVERITIES, Folded, Gate, Status, fold
-from vexport.reports.formatting import plural
+from vexport.reports.formatting import Scale, plural
+
+if TYPE_CHECKING:
+    from vexport.records import TaskVerdict
 
 Form = Literal["text", "markdown", "html"]
 FORMS: tuple[Form, ...] = ("text", "markdown", "html")
@@ -126,31 +130,31 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForestRow:
-    """One task's difference and its interval, placed in per cent of the width."""
-
-    title: str
-    outcome: Outcome
-    at: float
-    low: float
-    high: float
-    difference: str
-    interval: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Forest:
-    """The tasks of one scale against zero and the accepted loss, which `accepted` has in words.
+    """The tasks of one scale against zero and the accepted loss, on an axis from `low` to `high`.
 
-    `ticks` are positions with their labels.
+    Positions are in per cent of the width: an SVG stretches and its text keeps its size.
     """
 
-    unit: str
-    accepted: str
-    rows: tuple[ForestRow, ...]
-    ticks: tuple[tuple[float, str], ...]
-    zero: float
+    scale: Scale
+    tasks: tuple["TaskVerdict", ...]
     margin: float
+    low: float
+    high: float
+
+    def at(self, value: float) -> float:
+        """The position of a value."""
+        return round(100 * min(1.0, max(0.0, (value - self.low) / (self.high - self.low))), 2)
+
+    @property
+    def ticks(self) -> Iterator[tuple[float, str]]:
+        """The positions of at most seven round values, and their labels."""
+        least = (self.high - self.low) / 6
+        power = 10.0 ** math.floor(math.log10(least))
+        step = next((power * times for times in (1, 2, 5) if power * times >= least * (1 - 1e-9)), 10 * power)
+        for index in range(math.ceil(self.low / step), math.floor(self.high / step) + 1):
+            shown = index * step * (100 if self.scale.shares else 1)
+            yield self.at(index * step), f"{shown:+.3g}" if index else "0"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from markupsafe import Markup
 
 from vexport.errors import clip, visible
 from vexport.reports.document import Document, FindingList, Part, Section, Table, finding_parts
-from vexport.reports.formatting import opening
+from vexport.reports.formatting import opening, task_title
 
 MAX_FINDINGS = 200
 MAX_TEXT = 2000
@@ -44,7 +44,9 @@ def _environment() -> Environment:
         macros = environment.get_template("parts.html").module
         return Markup(getattr(macros, type(part).__name__.lower())(part))
 
-    environment.globals.update(draw=draw, clip=lambda text, limit=MAX_TEXT: clip(text, limit))
+    environment.globals.update(
+        draw=draw, clip=lambda text, limit=MAX_TEXT: clip(text, limit), task_title=task_title
+    )
     return environment
 
 
