@@ -148,8 +148,8 @@ def _patterns(view: CheckpointView) -> Iterator[Finding]:
     lists |= {f"config_groups.{group.name}.targets": group.targets for group in view.config_groups}
     for key, entries in lists.items():
         for entry in entries:
-            problem = expression(entry.removeprefix(REGEX)).problem if entry.startswith(REGEX) else None
-            if problem is not None:
+            problem = expression(entry.removeprefix(REGEX)) if entry.startswith(REGEX) else None
+            if isinstance(problem, str):
                 yield _finding(view, key, "regular expressions", f"{entry}: {problem}", "correct it")
 
 

@@ -45,40 +45,27 @@ MOST_SECONDS, SECONDS_EACH = 2.0, 0.001
 REFUSED = (re.error, OverflowError, RecursionError)
 
 
-class Expression:
-    """A regular expression, or why it is none."""
-
-    __slots__ = ("compiled", "problem", "text")
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.compiled: re.Pattern[str] | None = None
-        self.problem: str | None = None
-        try:
-            self.compiled = re.compile(text)
-        except REFUSED as error:
-            self.problem = str(error)
-
-
 @lru_cache(maxsize=1 << 16)
-def expression(text: str) -> Expression:
-    """The expression of a text, made once."""
-    return Expression(text)
+def expression(text: str) -> re.Pattern[str] | str:
+    """A regular expression, compiled once, or why it is none."""
+    try:
+        return re.compile(text)
+    except REFUSED as error:
+        return str(error)
 
 
 class Patterns(tuple[str, ...]):
     """Names and `re:` patterns in their order; a plain name is found without a look at the others."""
 
     names: frozenset[str]
-    expressions: tuple[Expression, ...]
+    expressions: tuple[re.Pattern[str], ...]
     seconds: float
 
     def __new__(cls, entries: Iterable[str] = ()) -> "Patterns":
         patterns = super().__new__(cls, entries)
         patterns.names = frozenset(entry for entry in patterns if not entry.startswith(REGEX))
-        patterns.expressions = tuple(
-            expression(entry[len(REGEX) :]) for entry in patterns if entry.startswith(REGEX)
-        )
+        made = (expression(entry[len(REGEX) :]) for entry in patterns if entry.startswith(REGEX))
+        patterns.expressions = tuple(each for each in made if not isinstance(each, str))
         patterns.seconds = MOST_SECONDS + SECONDS_EACH * len(patterns.expressions)
         return patterns
 
@@ -99,11 +86,11 @@ class Patterns(tuple[str, ...]):
                 raise TimeoutError
             with time_limit(self.seconds):
                 for each in self.expressions:
-                    if each.compiled is not None and each.compiled.match(name) is not None:
+                    if each.match(name) is not None:
                         return True
         except TimeoutError:
             raise InputError(
-                f"the pattern {clip(REGEX + each.text, 120)}",
+                f"the pattern {clip(REGEX + each.pattern, 120)}",
                 got=f"too much time ({MOST_SECONDS:g} s or more) for names like {clip(name, 80)}",
                 need="a regular expression that matches quickly: vLLM would hang on it too",
                 fix="write it without repeats inside repeats",

@@ -24,7 +24,7 @@ from vexport.checks.vllm.quant_methods.integers import (
 )
 from vexport.formats.arguments import Arguments
 from vexport.records import Finding, Json, TensorInfo
-from vexport.records.patterns import REGEX, Patterns
+from vexport.records.patterns import REGEX, Patterns, expression
 
 SOURCE = "auto_gptq.py"
 BITS, MARLIN_GROUPS = (4, 8), (-1, 32, 64, 128)
@@ -135,13 +135,16 @@ def _rules(config: MethodConfig, base: Mapping[str, Json]) -> Iterator[tuple[Pat
     their own arguments."""
     dynamic = config.values.get("dynamic")
     for number, (pattern, changes) in enumerate(dynamic.items() if isinstance(dynamic, dict) else ()):
-        patterns = Patterns([REGEX + (pattern[2:] if pattern[:2] in ("-:", "+:") else pattern)])
-        if refused := patterns.expressions[0].problem:
+        text = pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
+        if isinstance(refused := expression(text), str):
             config.wrong(f"dynamic.{pattern}", "a regular expression", refused)
             continue
         kept = pattern.startswith("-:") or not isinstance(changes, dict)
         settings = None if kept or not isinstance(changes, dict) else {**base, **changes}
-        yield patterns, None if settings is None else _group(config, settings, f"gptq dynamic {number}")
+        yield (
+            Patterns([REGEX + text]),
+            None if settings is None else _group(config, settings, f"gptq dynamic {number}"),
+        )
 
 
 def _flat(listed: Json) -> Iterator[str]:
