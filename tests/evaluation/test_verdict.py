@@ -153,10 +153,10 @@ def test_a_task_that_the_baseline_cannot_do_is_named() -> None:
 def task(name: str, difference: float, low: float, high: float, *, needed: int | None = None) -> TaskVerdict:
     """A task of 1,382 documents, judged against a margin of 2 points."""
     outcome: Outcome = "PASS" if low > -0.02 else "FAIL" if high < -0.02 else "INCONCLUSIVE"
-    made = sample.task(
-        name, outcome, difference=difference, low=low, high=high, lost=6, gained=1, documents=1382
-    )
-    return replace(made, documents_needed=needed)
+    made = sample.verdict().tasks[1]
+    candidate = replace(made.candidate, value=made.baseline.value + difference)
+    made = replace(made, task=name, outcome=outcome, documents=1382, candidate=candidate)
+    return replace(made, difference=difference, low=low, high=high, documents_needed=needed)
 
 
 def own_units(name: str, difference: float, low: float, high: float) -> TaskVerdict:

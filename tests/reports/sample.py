@@ -8,10 +8,8 @@ from pathlib import Path
 
 from vexport.files import from_json
 from vexport.records import (
-    Attribution,
     Canary,
     CheckReport,
-    Drift,
     DryLoadReport,
     EngineInfo,
     Finding,
@@ -20,7 +18,6 @@ from vexport.records import (
     LoadReport,
     Outcome,
     Report,
-    TaskVerdict,
     TokenDrift,
     Verdict,
 )
@@ -42,6 +39,13 @@ _REASONS = {
     "INCONCLUSIVE": "addition is not settled after 640 documents: -1.41 points, between -2.52 and -0.47, "
     "2 points were accepted; about 2,900 would settle it; the other task passes",
 }
+
+
+assert WHOLE.verdict is not None
+assert WHOLE.drift is not None
+assert WHOLE.dry_load is not None
+assert WHOLE.attribution is not None
+_VERDICT, _DRIFT, _DRY_LOAD, _CAUSE = WHOLE.verdict, WHOLE.drift, WHOLE.dry_load, WHOLE.attribution
 
 
 def finding(severity: str = "warning", *, where: str = "model.layers.2.mlp.down_proj") -> Finding:
@@ -68,53 +72,31 @@ def load(checkpoint: str = "runs/demo-nvfp4/checkpoint") -> LoadReport:
     return replace(WHOLE.load, checkpoint=checkpoint)
 
 
-def task(
-    name: str,
-    outcome: Outcome,
-    *,
-    difference: float,
-    low: float,
-    high: float,
-    lost: int,
-    gained: int,
-    documents: int = 640,
-) -> TaskVerdict:
-    """One task's comparison with two example flips."""
-    base = verdict_of_whole().tasks[0]
-    old, value = base.baseline, base.baseline.value + difference
-    return replace(
-        base,
-        task=name,
+def verdict(outcome: Outcome = "PASS") -> Verdict:
+    """Two tasks; the second one has the outcome asked for, and two flips to show."""
+    difference, low, high, lost, gained = _ADDITION[outcome]
+    facts, addition = _VERDICT.tasks
+    old = replace(facts.baseline, task="addition", documents=640)
+    value = old.value + difference
+    made = replace(
+        facts,
+        task="addition",
         outcome=outcome,
-        documents=documents,
-        baseline=replace(old, task=name, documents=documents),
-        candidate=replace(
-            old, task=name, documents=documents, value=value, low=value - 0.0091, high=value + 0.0043
-        ),
+        documents=640,
+        baseline=old,
+        candidate=replace(old, value=value, low=value - 0.0091, high=value + 0.0043),
         difference=difference,
         low=low,
         high=high,
         right_to_wrong=lost,
         wrong_to_right=gained,
-        flip_rate=(lost + gained) / documents,
+        flip_rate=(lost + gained) / 640,
         mcnemar_p=0.289 if outcome != "FAIL" else 0.0000012,
         recovery=1 + difference / old.value,
         documents_needed=2810 if outcome == "INCONCLUSIVE" else None,
+        also=addition.also,
     )
-
-
-def verdict_of_whole() -> Verdict:
-    assert WHOLE.verdict is not None
-    return WHOLE.verdict
-
-
-def verdict(outcome: Outcome = "PASS") -> Verdict:
-    """Two tasks; the second one has the outcome asked for."""
-    base, (difference, low, high, lost, gained) = verdict_of_whole(), _ADDITION[outcome]
-    facts, addition = base.tasks
-    made = task("addition", outcome, difference=difference, low=low, high=high, lost=lost, gained=gained)
-    made = replace(made, also=addition.also)
-    return replace(base, outcome=outcome, reason=_REASONS[outcome], tasks=(facts, made))
+    return replace(_VERDICT, outcome=outcome, reason=_REASONS[outcome], tasks=(facts, made))
 
 
 def report(outcome: Outcome = "PASS") -> Report:
@@ -128,26 +110,9 @@ def full(outcome: Outcome = "PASS") -> Report:
     return replace(WHOLE, outcome=outcome, reason=_REASONS[outcome], verdict=verdict(outcome))
 
 
-def drift(prompt: str) -> Drift:
-    assert WHOLE.drift is not None
-    (worst,) = WHOLE.drift.worst
-    tokens = tuple(
-        TokenDrift(token=word, kl=kl, baseline_nll=0.01, candidate_nll=0.2)
-        for word, kl in zip(prompt.split(" "), (0.0, 0.02, 0.4, 3.0, 40.0), strict=False)
-    )
-    return replace(WHOLE.drift, worst=(replace(worst, prompt=prompt, tokens=tokens),))
-
-
-def attribution(words: str) -> Attribution:
-    assert WHOLE.attribution is not None
-    return replace(WHOLE.attribution, harness=(words,))
-
-
-def dry_load(name: str = "model.layers.*.mlp.down_proj") -> DryLoadReport:
+def dry_load() -> DryLoadReport:
     """Loads on two capabilities, at another precision on one."""
-    assert WHOLE.dry_load is not None
-    (row,) = WHOLE.dry_load.rows
-    return replace(WHOLE.dry_load, rows=(replace(row, name=name),))
+    return _DRY_LOAD
 
 
 def unloaded() -> Report:
@@ -172,6 +137,8 @@ def hostile() -> Report:
     flip = Flip(doc_id=1, direction="right to wrong", **said)
     canary = Canary(prompt=HOSTILE, text=HOSTILE, tokens=3, finish_reason=HOSTILE)
     judged = verdict("FAIL")
+    words = zip(HOSTILE.split(" "), (0.0, 0.02, 0.4, 3.0, 40.0), strict=False)
+    tokens = tuple(TokenDrift(token=word, kl=kl, baseline_nll=0.01, candidate_nll=0.2) for word, kl in words)
     tasks = tuple(
         replace(
             task,
@@ -205,7 +172,7 @@ def hostile() -> Report:
         load=spoiled,
         verdict=replace(judged, reason=HOSTILE, method=HOSTILE, tasks=tasks, warnings=(HOSTILE,)),
         source_card={"license": HOSTILE, "language": (HOSTILE,)},
-        drift=drift(HOSTILE),
-        attribution=attribution(HOSTILE),
-        dry_load=dry_load(HOSTILE),
+        drift=replace(_DRIFT, worst=(replace(_DRIFT.worst[0], prompt=HOSTILE, tokens=tokens),)),
+        attribution=replace(_CAUSE, harness=(HOSTILE,)),
+        dry_load=replace(_DRY_LOAD, rows=(replace(_DRY_LOAD.rows[0], name=HOSTILE),)),
     )

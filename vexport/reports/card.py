@@ -6,7 +6,7 @@ The keys are those of https://huggingface.co/docs/hub/model-cards, written by hu
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import yaml
 
@@ -116,11 +116,7 @@ def _model_name(report: Report) -> str:
 def _source_name(report: Report) -> str:
     """The name of the source; of a local path its last part, since a card is for others."""
     is_on_hub = _HUB_ID.fullmatch(report.source)
-    return report.source_name or (report.source if is_on_hub else _last(report.source))
-
-
-def _last(path: str) -> str:
-    return path.rstrip("/").rpartition("/")[2]
+    return report.source_name or (report.source if is_on_hub else PurePosixPath(report.source).name)
 
 
 def _accuracy(verdict: Verdict) -> Section:
@@ -133,7 +129,7 @@ def _accuracy(verdict: Verdict) -> Section:
 
 def _made(report: Report) -> Iterator[str]:
     """The command, without the folders of the machine that it ran on, and what the load did not show."""
-    command = _ABSOLUTE.sub(lambda match: f"{match[1]}{_last(match[2])}", report.command)
+    command = _ABSOLUTE.sub(lambda match: f"{match[1]}{PurePosixPath(match[2]).name}", report.command)
     rows = report.calibration_rows
     yield f"vexport {report.vexport}, {report.created}: {command}"
     yield f"calibrated on {plural(rows, 'row')}" if rows else "no calibration"

@@ -10,7 +10,6 @@ from vexport.reports.formatting import opening, outcome_line, plural
 
 # GitHub refuses a step's summary above 1 MiB; other writers of the same step need room too.
 SUMMARY_BYTES = 1 << 19
-MAX_DOCUMENTS = 100
 MAX_FINDINGS = 20
 _MAX_CELL = 600
 _MAX_TEXT = 4000
@@ -34,11 +33,10 @@ def render(document: doc.Document) -> str:
 
 def render_all(documents: Sequence[doc.Document]) -> str:
     """A table of all, then the parts of each as far as the limit of a summary goes."""
-    shown = documents[:MAX_DOCUMENTS]
-    rows = ((document.title, document.status or "", document.sentence) for document in shown)
+    rows = ((document.title, document.status or "", document.sentence) for document in documents)
     blocks = [_table(table(("Checkpoint", "Result", "Findings"), rows))]
-    size, left_out = len(blocks[0].encode()), len(documents) - len(shown)
-    for document in shown:
+    size, left_out = len(blocks[0].encode()), 0
+    for document in documents:
         content = render_parts(document.parts)
         block = f"### {safe(document.title)}\n\n{content}" if content else ""
         size += len(block.encode())

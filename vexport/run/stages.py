@@ -62,9 +62,6 @@ from vexport.version import __version__
 NOT_RUN = LoadReport(checkpoint="", ok=False, findings=())
 # The page comes last: it links to what is there.
 RENDERED = {"report.md": "markdown", "junit.xml": "junit", "model-card.md": "card", "report.html": "html"}
-# Kinds below this share of both checkpoints are grouped as others.
-_LEAST_SHARE = 0.005
-OTHERS = "others"
 # The hub's cache: models--ORG--NAME/snapshots/REVISION (huggingface_hub.constants, REPO_ID_SEPARATOR).
 _CACHED = re.compile(r"(?:^|/)models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
 # Folder names that only state a role; the parent folder's name is used instead.
@@ -321,16 +318,8 @@ def size_by_kind(source: SourceIndex, written: SourceIndex) -> tuple[KindSize, .
     for index, sizes_by_kind in ((source, before), (written, after)):
         for name, tensor in index.tensors.items():
             sizes_by_kind[tensor_kind(name)] += tensor.num_bytes
-    sizes: dict[str, tuple[int, int]] = {}
-    for kind in before | after:
-        pair = (before[kind], after[kind])
-        wholes = source.num_bytes, written.num_bytes
-        shown = any(part >= _LEAST_SHARE * max(1, whole) for part, whole in zip(pair, wholes, strict=True))
-        name = kind if shown else OTHERS
-        old = sizes.get(name, (0, 0))
-        sizes[name] = (old[0] + pair[0], old[1] + pair[1])
-    ordered = sorted(sizes.items(), key=lambda item: (item[0] == OTHERS, -item[1][0], item[0]))
-    return tuple(KindSize(kind=kind, source_bytes=old, output_bytes=new) for kind, (old, new) in ordered)
+    kinds = sorted(before | after, key=lambda kind: (-before[kind], kind))
+    return tuple(KindSize(kind=kind, source_bytes=before[kind], output_bytes=after[kind]) for kind in kinds)
 
 
 def tensor_kind(name: str) -> str:
