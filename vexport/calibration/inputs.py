@@ -308,7 +308,7 @@ class GroupInputs:
         with ExitStack() as block:
             for name, modules in self._modules.items():
                 for module in modules[:1] if once else modules:
-                    hook = partial(_show, show, name, arithmetic_of(module))
+                    hook = partial(_show, show, name)
                     handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
                     block.callback(handle.remove)
             yield
@@ -348,10 +348,10 @@ class GroupInputs:
 def _show(
     show: Callable[[str, Value], None],
     name: str,
-    arithmetic: Arithmetic | None,
     module: torch.nn.Module,
     args: tuple[torch.Tensor, ...],
     kwargs: Mapping[str, object],
 ) -> None:
     """A hook of a module of this name: `show` gets what enters."""
+    arithmetic = arithmetic_of(module)
     show(name, args[0] if arithmetic is None else arithmetic.enter(module, args, kwargs))

@@ -34,10 +34,7 @@ class ErrorPower:
 
     def __add__(self, other: "ErrorPower") -> "ErrorPower":
         """The error of both parts together."""
-        return ErrorPower(
-            signal=self.signal + other.signal,
-            error=self.error + other.error,
-        )
+        return ErrorPower(signal=self.signal + other.signal, error=self.error + other.error)
 
     @property
     def sqnr_db(self) -> float:
@@ -52,16 +49,14 @@ class ErrorPower:
 
 def quantization_error(exact: "torch.Tensor", other: "torch.Tensor") -> ErrorPower:
     """The error of a tensor against another of its shape."""
-    total = ErrorPower()
+    signal = error = 0.0
     left, right = exact.reshape(-1), other.reshape(-1)
     for start in range(0, left.numel(), COMPARED):
         part = slice(start, start + COMPARED)
         old, new = left[part].double(), right[part].double()
-        total += ErrorPower(
-            signal=float(old.square().sum()),
-            error=float((new - old).square().sum()),
-        )
-    return total
+        signal += float(old.square().sum())
+        error += float((new - old).square().sum())
+    return ErrorPower(signal=signal, error=error)
 
 
 def kl_divergence(reference: "torch.Tensor", measured: "torch.Tensor") -> "torch.Tensor":

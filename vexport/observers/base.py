@@ -32,35 +32,6 @@ from vexport.records.observer_names import Options, OptionsT, OptionValue, read_
 Reduction = Literal["extremes", "average"]
 
 
-class SharedRange:
-    """The extremes of each member; it holds no observer, so that a member's weight can be freed."""
-
-    def __init__(self, members: int) -> None:
-        self._extremes: dict[int, Range | None] = dict.fromkeys(range(members))
-        # The factor by which the global scale is reduced from that of the largest value.
-        self.factor = 1.0
-
-    def deposit(self, member: int, low: torch.Tensor, high: torch.Tensor) -> None:
-        """Record the range of a member (any shape); it replaces what the member saw before."""
-        self._extremes[member] = low.amin(), high.amax()
-
-    def leave(self, member: int) -> None:
-        """The others no longer share with this member."""
-        self._extremes.pop(member, None)
-
-    def union(self) -> Range:
-        """(low, high) over all members, each of no dimension; ValueError where one saw nothing yet."""
-        observed = [extremes for extremes in self._extremes.values() if extremes is not None]
-        if len(observed) < len(self._extremes):
-            raise ValueError(
-                f"fused observers: got observations of {len(observed)} of {len(self._extremes)}, "
-                "need all before a shared scale is asked"
-            )
-        return reduce(torch.minimum, (low for low, _ in observed)), reduce(
-            torch.maximum, (high for _, high in observed)
-        )
-
-
 class QParamsDict(TypedDict):
     """Scale (float32, per group), zero point (int32, same shape), global scale (float32 (1,) or None)."""
 
@@ -100,8 +71,11 @@ class Observer(Named, torch.nn.Module):
         self.base_name = base_name
         self.args = with_keywords(args, observer_kwargs)
         self.tokens = 0
-        self._shared: SharedRange | None = None
+        # The extremes of each fused observer by its seat: no observer, so that its weight can be freed.
+        self._shared: dict[int, Range | None] | None = None
         self._seat = 0
+        # The factor by which the global scale is reduced from that of the largest value.
+        self.factor = 1.0
         self._weight: Tiles | None = None
         self.configure(dict(self.args.observer_kwargs or {}))
 
@@ -206,7 +180,7 @@ class Observer(Named, torch.nn.Module):
             return None
         if self._shared is None:
             return global_scale_of(*self._statistics())
-        return global_scale_of(*self._shared.union()) * self._shared.factor
+        return global_scale_of(*self._union(self._shared)) * self.factor
 
     @torch.no_grad()
     def get_qparams(self) -> QParamsDict:
@@ -231,7 +205,7 @@ class Observer(Named, torch.nn.Module):
         self._weight = None
         self.tokens = 0
         if self._shared is not None:
-            self._shared.leave(self._seat)
+            self._shared.pop(self._seat, None)
         self._shared = None
 
     def attach(self, module: torch.nn.Module) -> None:  # noqa: B027
@@ -274,9 +248,9 @@ class Observer(Named, torch.nn.Module):
         members = list(observers)
         for strategy in ("tensor_group", "tensor"):
             sharing = [observer for observer in members if observer.strategy == strategy]
-            shared = SharedRange(len(sharing))
+            shared: dict[int, Range | None] = dict.fromkeys(range(len(sharing)))
             for seat, observer in enumerate(sharing):
-                observer._shared, observer._seat = shared, seat
+                observer._shared, observer._seat, observer.factor = shared, seat, 1.0
                 observer._deposit()
 
     def _statistics(self) -> Range:
@@ -293,7 +267,7 @@ class Observer(Named, torch.nn.Module):
             return self.weight_scales(self._weight, global_scale)
         low, high = self._statistics()
         if self.strategy == "tensor" and self._shared is not None:
-            low, high = (end.expand(low.shape) for end in self._shared.union())
+            low, high = (end.expand(low.shape) for end in self._union(self._shared))
         return scale_and_zero_point(low, high, self.args, global_scale)
 
     def _update(self, tiles: Tiles) -> None:
@@ -314,4 +288,15 @@ class Observer(Named, torch.nn.Module):
 
     def _deposit(self) -> None:
         if self._shared is not None and self._has_range:
-            self._shared.deposit(self._seat, self.min_vals, self.max_vals)
+            self._shared[self._seat] = self.min_vals.amin(), self.max_vals.amax()
+
+    def _union(self, shared: dict[int, Range | None]) -> Range:
+        """The extremes of all fused observers, of no dimension; ValueError where one saw nothing yet."""
+        observed = [extremes for extremes in shared.values() if extremes is not None]
+        if len(observed) < len(shared):
+            raise ValueError(
+                f"fused observers: got observations of {len(observed)} of {len(shared)}, "
+                "need all before a shared scale is asked"
+            )
+        lows, highs = zip(*observed, strict=True)
+        return reduce(torch.minimum, lows), reduce(torch.maximum, highs)

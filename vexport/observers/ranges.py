@@ -54,7 +54,6 @@ class StaticMinMaxObserver(Observer):
     reduction: ClassVar[Reduction | None] = "extremes"
 
     def combine(self, old: Range, new: Range) -> Range:
-        """The union of both ranges."""
         return torch.minimum(old[0], new[0]), torch.maximum(old[1], new[1])
 
 
@@ -69,11 +68,9 @@ class MinMaxObserver(Observer):
     reduction: ClassVar[Reduction | None] = "average"
 
     def configure(self, keywords: dict[str, OptionValue]) -> None:
-        """Read `averaging_constant`."""
         self.averaging_constant = self.read(self.defaults, keywords).averaging_constant
 
     def combine(self, old: Range, new: Range) -> Range:
-        """The moving average of both ranges."""
         return moving_average(old, new, self.averaging_constant)
 
 
@@ -95,7 +92,6 @@ class MemorylessMSEObserver(Observer):
     defaults: ClassVar[SearchOptions] = SEARCH
 
     def configure(self, keywords: dict[str, OptionValue]) -> None:
-        """Read the keywords of the search."""
         self.options = self.read(self.defaults, keywords)
         self._importance: torch.Tensor | None = None
 
@@ -109,11 +105,9 @@ class MemorylessMSEObserver(Observer):
         return None
 
     def prepare(self, tiles: Tiles) -> None:
-        """Take in the importance of what is searched."""
         self._importance = self.importance(tiles.shape[-1] * tiles.shape[-2])
 
     def find_range(self, tiles: Tiles) -> Range:
-        """Search."""
         return search_grid(tiles, self.args, self.search, self._importance)
 
     def weight_scales(
@@ -138,22 +132,19 @@ def fit_global_scale(observers: Sequence[Observer]) -> None:
     room = max((member.options.expand for member in members), default=1.0)
     if len(members) < len(observers) or room <= 1:
         return
-    shared = [(member._shared, member._weight) for member in members]
-    errors = dict[float, float]()
-    for factor in (1.0, 1 / min(room, MOST_ROOM)):
-        for range_, _ in shared:
-            if range_ is not None:
-                range_.factor = factor
-        scales = [member.global_scale() for member in members]
-        errors[factor] = sum(
-            nvfp4_error(tiles, scale, member.search, member._importance)
-            for member, (_, tiles), scale in zip(members, shared, scales, strict=True)
-            if tiles is not None and scale is not None
+
+    def error(factor: float) -> float:
+        for member in members:
+            member.factor = factor
+        return sum(
+            nvfp4_error(member._weight, scale, member.search, member._importance)
+            for member in members
+            if member._weight is not None and (scale := member.global_scale()) is not None
         )
-    best = min(errors, key=lambda factor: errors[factor])
-    for range_, _ in shared:
-        if range_ is not None:
-            range_.factor = best
+
+    best = min((1.0, 1 / min(room, MOST_ROOM)), key=error)
+    for member in members:
+        member.factor = best
 
 
 class MovingAverageMSEObserver(MemorylessMSEObserver):
@@ -167,12 +158,10 @@ class MovingAverageMSEObserver(MemorylessMSEObserver):
     reduction: ClassVar[Reduction | None] = "average"
 
     def configure(self, keywords: dict[str, OptionValue]) -> None:
-        """Read the keywords of the search and `averaging_constant`."""
         super().configure(keywords)
         self.averaging_constant = self.read(self.defaults, keywords).averaging_constant
 
     def combine(self, old: Range, new: Range) -> Range:
-        """The moving average of both ranges."""
         return moving_average(old, new, self.averaging_constant)
 
 
@@ -229,7 +218,6 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
     defaults: ClassVar[ImportanceOptions] = IMPORTANCE_SEARCH
 
     def configure(self, keywords: dict[str, OptionValue]) -> None:
-        """Read the keywords of the search and `strict`."""
         options = self.read(self.defaults, keywords)
         super().configure(keywords)
         self.strict = options.strict
