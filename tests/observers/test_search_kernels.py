@@ -38,7 +38,7 @@ TOLERANCE = 1e-6
 SHRINKS = [1 - step / 100 for step in range(20)]
 IMATRIX_SHRINKS = [1 - step / 20 for step in range(20)]
 INT4, INT8 = integer_format(4), integer_format(8)
-INT4_ASYMMETRIC = integer_format(4, symmetric=False)
+INT4_ASYMMETRIC = INT4._replace(zero_points=True)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 

@@ -57,7 +57,7 @@ def rounded(strength: float) -> torch.Tensor:
     moments = Moments(hessian=HESSIAN, drift=CROSS - HESSIAN, tokens=1)
     wanted = refit(WEIGHT, moments, strength=strength, ridge=RIDGE)
     scale = GOLDEN["scale"]
-    form = integer_format(4, symmetric=True)
+    form = integer_format(4)
     return round_columns(wanted, factor(), Grid(form=form, scale=scale, zero=0 * scale, width=16))
 
 

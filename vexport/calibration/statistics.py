@@ -257,14 +257,9 @@ class _Watch:
         outside = [group for group in self._groups if group.name not in inside]
         if not outside:
             return
-        # The output head is outside the base model, which does not always run it.
-        model, base = self._walk.model, self._walk.model.base_model
-        name = next(name for name, module in model.named_modules() if module is base)
-        in_base = self._places.below(f"{name}." if name else "", outside) == outside
-        inputs = self._inputs(outside)
+        inputs, model = self._inputs(outside), self._walk.model
         for position in range(len(self._hidden)):
-            part = base if in_base else model
-            run = partial(self._walk.run_behind, part, position, self._hidden[position])
+            run = partial(self._walk.run_behind, model, position, self._hidden[position])
             self._take(inputs, model, "", position, run)
 
     def _inputs(self, groups: Sequence[FusionGroup]) -> GroupInputs:

@@ -52,12 +52,10 @@ class NumberFormat(NamedTuple):
     scale_storage: int
 
 
-def integer_format(bits: int, *, symmetric: bool = True) -> NumberFormat:
-    """Signed integers of that many bits."""
+def integer_format(bits: int) -> NumberFormat:
+    """Signed integers of that many bits, without zero points."""
     high = 2 ** (bits - 1) - 1
-    return NumberFormat(
-        F32(-high - 1), F32(high), I32(0), I32(127 << 23), I32(ROUNDER), not symmetric, FLOAT32
-    )
+    return NumberFormat(F32(-high - 1), F32(high), I32(0), I32(127 << 23), I32(ROUNDER), False, FLOAT32)
 
 
 def float_format(largest: float, smallest_exponent: int, mantissa_bits: int) -> NumberFormat:

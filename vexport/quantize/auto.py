@@ -46,15 +46,15 @@ class Mixtures:
     picks: npt.NDArray[np.int16]
 
 
-def best_mixtures(groups: Sequence[Sequence[SchemeChoice]], most: int = MOST_MIXTURES) -> Mixtures:
-    """All mixtures that no other beats in both bytes and loss; beyond `most`, one for each step of bytes."""
+def best_mixtures(groups: Sequence[Sequence[SchemeChoice]]) -> Mixtures:
+    """All mixtures that no other beats in both bytes and loss; those beyond MOST_MIXTURES are thinned."""
     num_bytes, loss = np.zeros(1, np.int64), np.zeros(1, np.float64)
     steps: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]] = []
     for options in groups:
         sizes = np.array([option.num_bytes for option in options], np.int64)
         losses = np.array([option.loss for option in options], np.float64)
         all_bytes, all_losses = (num_bytes[:, None] + sizes).ravel(), (loss[:, None] + losses).ravel()
-        kept = _thinned(_unbeaten(all_bytes, all_losses), all_bytes, most)
+        kept = _thinned(_unbeaten(all_bytes, all_losses), all_bytes)
         num_bytes, loss = all_bytes[kept], all_losses[kept]
         before, option = np.divmod(kept, len(options))
         steps.append((before.astype(np.int32), option.astype(np.int16)))
@@ -76,14 +76,12 @@ def _unbeaten(num_bytes: npt.NDArray[np.int64], loss: npt.NDArray[np.float64]) -
     return kept
 
 
-def _thinned(
-    kept: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64], most: int
-) -> npt.NDArray[np.int64]:
-    """At most `most` of them: the smallest, and the last (of least loss) in each of equal steps of bytes."""
-    if len(kept) <= most:
+def _thinned(kept: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """At most MOST_MIXTURES: the smallest, and the last (of least loss) in each of equal steps of bytes."""
+    if len(kept) <= MOST_MIXTURES:
         return kept
     sizes = num_bytes[kept]
-    step = np.linspace(sizes[0], sizes[-1], most)
+    step = np.linspace(sizes[0], sizes[-1], MOST_MIXTURES)
     last = np.searchsorted(sizes, step, side="right") - 1
     return kept[np.unique(last)]
 
