@@ -1,9 +1,7 @@
 """Ranges of keys and values are those of what a whole-model run leaves in transformers' own KV cache."""
 
-import base64
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -23,6 +21,7 @@ from vexport.calibration import calibrate
 from vexport.calibration.walk import LayerWalk
 from vexport.errors import InputError
 from vexport.files import from_json, to_json, write_text
+from vexport.quantize.scales import decoded
 from vexport.records import CalibrationRecord, HeadRanges, InputRange
 
 pytestmark = pytest.mark.usefixtures("own_products")
@@ -80,16 +79,8 @@ def test_attention_without_the_interface_is_refused_and_transformers_left_as_it_
     assert dict(ALL_ATTENTION_FUNCTIONS) == before
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(configs()["llama"], tmp_path_factory.mktemp("llama") / "model")
-
-
-def decode(text: str) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype="<f4").copy())
-
-
-def test_importance_is_the_mean_square_of_a_whole_model_run(llama: Path, tmp_path: Path) -> None:
+def test_importance_is_the_mean_square_of_a_whole_model_run(tmp_path: Path) -> None:
+    llama = save(FAMILIES["llama"], tmp_path / "llama")
     index, plan = plan_for(llama, scheme="NVFP4A16", observer="imatrix_mse")
     found = calibrate(LayerWalk(index), plan, samples())
     assert found.ranges == {}
@@ -97,17 +88,14 @@ def test_importance_is_the_mean_square_of_a_whole_model_run(llama: Path, tmp_pat
     seen = whole_model_run(llama, names, batches_of(samples()))
     assert list(found.importance) == names
     for name in names:
-        assert torch.allclose(decode(found.importance[name]), seen[name].squares, rtol=1e-6), name
+        torch.testing.assert_close(decoded(found.importance[name]), seen[name].squares, rtol=1e-6, atol=1e-8)
     write_text(tmp_path / "statistics.json", to_json(found))
     assert from_json(CalibrationRecord, tmp_path / "statistics.json") == found
 
 
-@pytest.fixture(scope="module", params=configs())
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(configs()[request.param], tmp_path_factory.mktemp("family") / request.param)
-
-
-def test_ranges_are_those_of_a_whole_model_run(family: Path) -> None:
+@pytest.mark.parametrize("name", configs())
+def test_ranges_are_those_of_a_whole_model_run(name: str, tmp_path: Path) -> None:
+    family = save(FAMILIES[name], tmp_path / name)
     index, plan = plan_for(family, head=True)
     assert len(plan.groups) >= 12
     chosen = samples()

@@ -16,10 +16,10 @@ from vexport.observers.qparams import is_nvfp4
 from vexport.observers.search import (
     Range,
     Search,
+    block_scales,
     nvfp4_error,
     scales_of_rows,
     search_grid,
-    search_nvfp4,
     search_of,
     search_rows,
 )
@@ -115,7 +115,9 @@ class MemorylessMSEObserver(Observer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Search, now that the global scale is known."""
         if is_nvfp4(self.args) and global_scale is not None:
-            scale = search_nvfp4(tiles, global_scale, self.search, self._importance)
+            scale = torch.empty(tiles.groups, device=tiles.device)
+            for rows, tile in tiles.by_rows():
+                scale[rows] = block_scales(tile[0], global_scale, self.search, self._importance)
             return scale, torch.zeros(scale.shape, dtype=torch.int32, device=scale.device)
         ranges = search_rows(tiles, self.args, self.search, self._importance)
         return scales_of_rows(ranges, tiles, self.args, global_scale)

@@ -282,29 +282,15 @@ def scales_of_rows(
     return scale, zero_point
 
 
-def search_nvfp4(
-    tiles: Tiles, global_scale: torch.Tensor, search: Search, importance: torch.Tensor | None
-) -> torch.Tensor:
-    """The best stored block scale of each group: float32 holding e4m3 values, shape qparam_shape.
-
-    A tile is (1, rows, groups, group_size) in any float dtype; `global_scale` is the shared one, float32
-    (1,). `importance` broadcasts to a tile.
-    """
-    best = torch.empty(tiles.groups, device=tiles.device)
-    for rows, tile in tiles.by_rows():
-        best[rows] = block_scales(tile[0], global_scale, search, importance)
-    return best
-
-
 def block_scales(
     groups: torch.Tensor, global_scale: torch.Tensor, search: Search, importance: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The block scales, relative to the global scale, with the smallest error: float32 e4m3 numbers.
+    """Block scales, relative to the global scale (1,), with the smallest error: float32 e4m3 numbers.
 
-    `groups` are (rows, groups, size), the scales (rows, groups). The error is that of the stored scale,
-    `sum(importance * |q - x|**norm)`. All e4m3 numbers between the last and the first candidate of `search`
-    are tried, without grid or patience; the larger of equals is taken. A scale that would round to zero is
-    the smallest e4m3 number, that of a group of zeros is 0.125.
+    `groups` are (rows, groups, size), scales (rows, groups), `importance` broadcasts. The error is that of
+    the stored scale, `sum(importance * |q - x|**norm)`. All e4m3 numbers between the last and the first
+    candidate of `search` are tried, without grid or patience; the larger of equals is taken. A scale that
+    would round to zero is the smallest e4m3 number, that of a group of zeros is 0.125.
     """
     bits, storage = stored_bits(groups.reshape(len(groups), -1))
     codes = np.empty(groups.shape[:2], dtype=np.uint8)
