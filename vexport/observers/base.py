@@ -1,8 +1,9 @@
 """The observer: it sees tensors, keeps a range and answers with quantization parameters."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
-from typing import ClassVar, Literal, TypedDict
+from importlib import import_module
+from typing import ClassVar, Literal, Self, TypedDict, TypeVar
 
 import torch
 from torch import distributed
@@ -25,11 +26,18 @@ from vexport.observers.qparams import (
     strategy_of,
     with_keywords,
 )
-from vexport.observers.registry import Named
 from vexport.observers.search import Range, extremes_of, range_of, ranges_of_rows, scales_of_rows
-from vexport.records.observer_names import Options, OptionsT, OptionValue, read_options
+from vexport.records.observer_names import (
+    CLASS_SEPARATOR,
+    Options,
+    OptionsT,
+    OptionValue,
+    folded,
+    read_options,
+)
 
 Reduction = Literal["extremes", "average"]
+ObserverT = TypeVar("ObserverT", bound="Observer")
 
 
 class QParamsDict(TypedDict):
@@ -40,7 +48,7 @@ class QParamsDict(TypedDict):
     global_scale: torch.Tensor | None
 
 
-class Observer(Named, torch.nn.Module):
+class Observer(torch.nn.Module):
     """Base of all observers.
 
     `base_name` says what is observed ("weight", "input", "output", "q", "k", "v"); `args` are the
@@ -61,12 +69,14 @@ class Observer(Named, torch.nn.Module):
     # Shape qparam_shape, absent until something is observed; subclasses may set them, as llm-compressor's do.
     min_vals: torch.Tensor
     max_vals: torch.Tensor
+    registry_name: ClassVar[str] = ""
+    aliases: ClassVar[tuple[str, ...]] = ()
     defaults: ClassVar[Options] = Options()
     # How statistics of activations are reduced over ranks; None where each observation stands for itself.
     reduction: ClassVar[Reduction | None] = None
 
     def __init__(self, base_name: str, args: ObserverArgs, **observer_kwargs: OptionValue) -> None:
-        super().__init__(base_name, args)
+        super().__init__()
         layout_of(base_name, args)  # refuses a pair without meaning
         self.base_name = base_name
         self.args = with_keywords(args, observer_kwargs)
@@ -78,6 +88,87 @@ class Observer(Named, torch.nn.Module):
         self.factor = 1.0
         self._weight: Tiles | None = None
         self.configure(dict(self.args.observer_kwargs or {}))
+
+    @classmethod
+    def load_from_registry(
+        cls,
+        name: str,
+        *,
+        base_name: str = WEIGHT,
+        args: ObserverArgs | None = None,
+        quantization_args: ObserverArgs | None = None,
+        **observer_kwargs: OptionValue,
+    ) -> Self:
+        """A new observer by its name; `quantization_args` is what `args` were called before.
+
+        ValueError lists the names.
+        """
+        arguments = args or quantization_args
+        if arguments is None:
+            raise ValueError(f"observer {name!r}: got no args, need the quantization arguments")
+        return cls.of_name(name)(base_name, arguments, **observer_kwargs)
+
+    @classmethod
+    def register(
+        cls, name: str | None = None, alias: str | Sequence[str] = ()
+    ) -> Callable[[type[ObserverT]], type[ObserverT]]:
+        """A decorator that gives a class a name, its own if none is given, and aliases.
+
+        ValueError where another class has one of them.
+        """
+
+        def decorate(kind: type[ObserverT]) -> type[ObserverT]:
+            names = (name or kind.__name__, *([alias] if isinstance(alias, str) else alias))
+            known = cls.by_name()
+            for spelling in names:
+                if known.get(folded(spelling), kind) is not kind:
+                    raise ValueError(
+                        f"observer {spelling!r}: got a second class of that name, need one; rename it"
+                    )
+            kind.registry_name, kind.aliases = names[0], tuple(names[1:])
+            return kind
+
+        return decorate
+
+    @classmethod
+    def of_name(cls, name: str) -> type[Self]:
+        """The class of a registry name, an alias or package.module:Class; ValueError for none."""
+        if CLASS_SEPARATOR in name:
+            return cls._imported(name)
+        known = cls.by_name()
+        if folded(name) not in known:
+            names = ", ".join(sorted({kind.registry_name for kind in known.values()}))
+            raise ValueError(
+                f"observer {name!r}: got an unknown name, need one of {names}, or package.module:Class"
+            )
+        return known[folded(name)]
+
+    @classmethod
+    def by_name(cls) -> "dict[str, type[Self]]":
+        """Every class by its folded registry name and aliases."""
+        return {folded(name): kind for kind in cls.named() for name in (kind.registry_name, *kind.aliases)}
+
+    @classmethod
+    def named(cls) -> "Iterator[type[Self]]":
+        """Every subclass that has its own registry name."""
+        for kind in cls.__subclasses__():
+            if "registry_name" in vars(kind):
+                yield kind
+            yield from kind.named()
+
+    @classmethod
+    def _imported(cls, name: str) -> "type[Self]":
+        module, _, attribute = name.partition(CLASS_SEPARATOR)
+        try:
+            kind = getattr(import_module(module), attribute)
+        except Exception as error:
+            raise ValueError(
+                f"observer {name!r}: got {type(error).__name__}: {error}, need a class that can be imported; "
+                "install its package, or name its folder in PYTHONPATH"
+            ) from error
+        if not isinstance(kind, type) or not issubclass(kind, cls):
+            raise ValueError(f"observer {name!r}: got {kind!r}, need a subclass of vexport's Observer")
+        return kind
 
     def configure(self, keywords: dict[str, OptionValue]) -> None:
         """Read the keywords; a subclass with more of them overrides this."""
