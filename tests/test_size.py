@@ -6,7 +6,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 # The most lines and modules of each folder: what was reached.
-MOST = {"vexport": (44_311, 227), "tests": (22_234, 181), "scripts": (5_111, 29)}
+MOST = {"vexport": (44_247, 226), "tests": (22_222, 181), "scripts": (5_111, 29)}
 
 
 @pytest.mark.parametrize("folder", MOST)
