@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from vexport.checkpoint.index import find_quantization
-from vexport.numerics.metrics import kl_divergence
-from vexport.records import Canary, Finding, LogprobAgreement
+from vexport.records import Canary, Finding
 
 # Limits on the mean KL(reference || vLLM) in nats, by the bits of the quantized activations (16: none are).
 # Both sides round to bfloat16 in their own order, and a low-bit rounding turns some of those differences into
@@ -56,23 +55,6 @@ def read_logprobs(path: Path) -> torch.Tensor:
     """The worker's file as one float32 matrix (positions, vocabulary), the prompts one after another."""
     tensors = load_file(path)
     return torch.cat([tensors[f"prompt.{number}"] for number in range(len(tensors))])
-
-
-def compare_logprobs(
-    reference: torch.Tensor, measured: torch.Tensor, *, name: str, prompts: int, limit: float
-) -> LogprobAgreement:
-    """Agreement of two matrices (positions, vocabulary) of log-probabilities; `name` is the reference's."""
-    kl = kl_divergence(reference, measured)
-    same = reference.argmax(dim=-1) == measured.argmax(dim=-1)
-    return LogprobAgreement(
-        reference=name,
-        prompts=prompts,
-        positions=kl.numel(),
-        mean_kl=float(kl.mean()),
-        max_kl=float(kl.max()),
-        top1_agreement=float(same.to(torch.float64).mean()),
-        limit=limit,
-    )
 
 
 def canary_findings(

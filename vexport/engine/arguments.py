@@ -11,7 +11,7 @@ from typing import cast, get_args
 
 from pydantic import JsonValue, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
-from vexport.architectures.config import text_config
+from vexport.architectures.config import known_size, text_config
 from vexport.checkpoint.index import read_index
 from vexport.checks.vllm.layout import impossible_size
 from vexport.engine.messages import ArgumentsRequest, FoundProblems
@@ -71,12 +71,9 @@ def require_layers(checkpoint: Path) -> None:
 def require_heads(checkpoint: Path, ranks: int) -> None:
     """InputError where vLLM could not cut the attention heads of a checkpoint for so many ranks."""
     text = text_config(read_json_object(checkpoint / "config.json"))
-    queries, keys = text.get("num_attention_heads"), text.get("num_key_value_heads")
-    heads = Heads(
-        queries=queries if isinstance(queries, int) and queries > 0 else 0,
-        # Latent attention (MLA) has no KV heads to split.
-        keys=keys if isinstance(keys, int) and keys > 0 and not text.get("kv_lora_rank") else 0,
-    )
+    # Latent attention (MLA) has no KV heads to split.
+    keys = 0 if text.get("kv_lora_rank") else known_size("num_key_value_heads", text)
+    heads = Heads(queries=known_size("num_attention_heads", text), keys=keys)
     if (got := heads.uneven(ranks)) is not None:
         raise InputError(
             f"{checkpoint} (tensor_parallel_size {ranks})",

@@ -60,15 +60,10 @@ def run_canaries(llm: "LLM", request: SessionRequest, report: OnProgress) -> tup
     tokenizer = llm.get_tokenizer()
     prompts = [tokenizer(text)["input_ids"] for text in request.canaries]
     longest = llm.llm_engine.model_config.max_model_len
+    lengths = [max(1, min(CANARY_TOKENS, longest - len(prompt))) for prompt in prompts]
     samplings = [
-        SamplingParams(
-            temperature=0.0,
-            max_tokens=max(1, min(CANARY_TOKENS, longest - len(prompt))),
-            ignore_eos=True,
-            logprobs=0,
-            seed=request.seed,
-        )
-        for prompt in prompts
+        SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, logprobs=0, seed=request.seed)
+        for length in lengths
     ]
     outputs = _answers(llm, prompts, samplings)
     report("canaries", len(outputs), len(outputs))

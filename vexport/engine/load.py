@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,10 +11,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vexport.architectures.config import text_config
 from vexport.checks.vllm.view import error
-from vexport.engine.agreement import canary_findings, compare_logprobs, kl_limit, read_logprobs, symptom
+from vexport.engine.agreement import canary_findings, kl_limit, read_logprobs, symptom
 from vexport.engine.messages import SessionRequest, SessionResult
 from vexport.engine.reference import REFERENCE_FILE, agreement_limit, reference_canaries, remembered_reference
 from vexport.errors import InputError, first_line
+from vexport.numerics.metrics import kl_divergence
 from vexport.records import Finding, LoadReport, LogprobAgreement, OnProgress, silent
 
 TEXTS = (
@@ -203,14 +204,21 @@ def _agreement(
     except InputError as problem:
         return None, [Finding.of(problem, check="logprobs", severity="info")]
     cache = result.engine.settings.get("kv_cache_dtype", "auto") if result.engine else "auto"
-    limit = kl_limit(checkpoint, cache)
-    agreement = compare_logprobs(reference, measured, name=REFERENCE, prompts=len(tokens), limit=limit)
-    mean_kl = agreement.mean_kl
+    limit, kl = kl_limit(checkpoint, cache), kl_divergence(reference, measured)
+    mean_kl, same = float(kl.mean()), reference.argmax(dim=-1) == measured.argmax(dim=-1)
     limit = agreement_limit(checkpoint, tokens, kept, mean_kl=mean_kl, limit=limit, on_progress=on_progress)
-    agreement = replace(agreement, limit=limit)
+    agreement = LogprobAgreement(
+        reference=REFERENCE,
+        prompts=len(tokens),
+        positions=len(kl),
+        mean_kl=mean_kl,
+        max_kl=float(kl.max()),
+        top1_agreement=float(same.double().mean()),
+        limit=limit,
+    )
     if mean_kl <= limit:
         return agreement, []
     expected = f"mean KL to {REFERENCE} at most {limit:g}"
-    got = f"{mean_kl:.4g} over {agreement.positions} positions"
+    got = f"{mean_kl:.4g} over {len(kl)} positions"
     fix = "vLLM does not read this checkpoint as it was written: see `vexport check`"
     return agreement, [error("logprobs", where, expected=expected, got=got, fix=fix)]

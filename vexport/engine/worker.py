@@ -41,9 +41,9 @@ _CORE_GRACE_SECONDS = 3
 _TEARDOWN_SECONDS = 20
 # (engine arguments, engine, request, progress): runs the tasks, which this module does not know.
 AnswerTasks = Callable[[EngineArguments, "LLM", SessionRequest, OnProgress], None]
-# The engine reserves room for this many prompts at once; more only costs memory on the CPU.
-_MAX_SEQUENCES = 64
-_MEMORY_UTILIZATION = 0.85
+# Arguments of vLLM that have other defaults here than on a GPU. Eager, as compiling takes longer than the few
+# prompts and needs a C++ compiler; the engine reserves room for so many prompts at once.
+_CPU_DEFAULTS: EngineArguments = {"enforce_eager": True, "max_num_seqs": 64, "gpu_memory_utilization": 0.85}
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 _NODES = Path("/sys/devices/system/node")
 
@@ -83,14 +83,13 @@ def end_at_crashes() -> None:
     faulthandler.enable()
 
 
-def end_with_core(llm: "LLM") -> threading.Event:
-    """End this process soon after the engine's core, until the event that is returned is set.
+def end_with_core(llm: "LLM", engine: ExitStack) -> None:
+    """Let `engine` tear down an engine of several processes, and end this one soon after the engine's core.
 
     On a GPU the core is a process of its own. vLLM notes where it ended (v1/engine/core_client.py,
     start_engine_core_monitor), but who waits for its answers waits for ever.
     """
-    done = threading.Event()
-    core = llm.llm_engine.engine_core
+    core, done = llm.llm_engine.engine_core, threading.Event()
 
     def watch() -> None:
         while not done.wait(1):
@@ -99,15 +98,12 @@ def end_with_core(llm: "LLM") -> threading.Event:
                 print(f"RuntimeError: the engine ended. Failed core proc(s): {codes}", file=sys.stderr)
                 os._exit(1)
 
-    if hasattr(core, "resources"):  # else it runs in this process
+    is_process = hasattr(core, "resources")
+    if is_process or llm.llm_engine.vllm_config.parallel_config.world_size > 1:
+        engine.callback(core.shutdown)
+    if is_process:
+        engine.callback(done.set)
         threading.Thread(target=watch, daemon=True).start()
-    return done
-
-
-def spans_processes(llm: "LLM") -> bool:
-    """Return whether the engine must be torn down; one that runs in this process alone ends with it."""
-    ranks = llm.llm_engine.vllm_config.parallel_config.world_size
-    return ranks > 1 or hasattr(llm.llm_engine.engine_core, "resources")
 
 
 def run(
@@ -134,9 +130,7 @@ def run(
         return replace(result, failure=_failure("refused", error))
     seconds = time.monotonic() - start
     end_at_crashes()
-    if spans_processes(llm):
-        engine.callback(llm.llm_engine.engine_core.shutdown)
-    engine.callback(end_with_core(llm).set)
+    end_with_core(llm, engine)
     report("load", 1, 1)
     try:
         result = _use(llm, request, result, report, seconds)
@@ -186,7 +180,7 @@ def build_engine(arguments: EngineArguments, platform: str) -> "LLM":
 def model_arguments(request: SessionRequest, platform: str) -> EngineArguments:
     """The arguments of `vllm.LLM` for a request; what the request does not say has the platform's default."""
     arguments: dict[str, JsonValue] = {
-        **(cpu_defaults() if platform == CPU else {}),
+        **(_CPU_DEFAULTS if platform == CPU else {}),
         "model": str(request.checkpoint),
         "dtype": "auto",
         "trust_remote_code": request.trust_remote_code,
@@ -258,18 +252,6 @@ def end_with_parent() -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def cpu_defaults() -> EngineArguments:
-    """Arguments of vLLM that have other defaults here than on a GPU.
-
-    Eager, as compiling takes longer than the few prompts and needs a C++ compiler.
-    """
-    return {
-        "enforce_eager": True,
-        "max_num_seqs": _MAX_SEQUENCES,
-        "gpu_memory_utilization": _MEMORY_UTILIZATION,
-    }
 
 
 def prepare_cpu(arguments: EngineArguments) -> None:

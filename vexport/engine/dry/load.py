@@ -12,7 +12,7 @@ from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.engine.arguments import require_layers
 from vexport.engine.messages import Cell, CellResult, DryRequest, DryResult, LayerKind, Miscopy, MiscopyKind
-from vexport.engine.session import NO_EMULATION, Worker, log_folder, require_vllm
+from vexport.engine.session import NO_EMULATION, Worker, log_folder
 from vexport.formats.base import Card
 from vexport.records import (
     CellStatus,
@@ -288,9 +288,6 @@ def dry_load_checkpoints(
         require_checkpoint(root)
         require_layers(root)
     drafter = resolve_drafter(speculative, on_progress)
-    for python in pythons:
-        require_vllm(python)
-
     wanted = sm or tuple(dict.fromkeys(card.sm for card in gpus))
     per_python = [
         DryLoad(
