@@ -8,7 +8,15 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tests.command import vexport
 from vexport.checks import check_checkpoint
@@ -54,6 +62,18 @@ def _save(folder: Path, model: PreTrainedModel) -> Path:
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     return folder
+
+
+def write_tokenizer(folder: Path, vocabulary: int = VOCABULARY) -> None:
+    """Whole words `w4` to the last of the vocabulary, so that no English text can be encoded."""
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
+    words |= {f"w{number}": number for number in range(4, vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )
+    fast.save_pretrained(folder)
 
 
 def write_calibration(path: Path, rows: int = 8, length: int = 32, vocabulary: int = VOCABULARY) -> Path:

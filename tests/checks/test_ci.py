@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from tests.command import vexport
-from tests.engine.fixtures import write_tokenizer
-from tests.models import Good
+from tests.models import Good, write_tokenizer
 from tests.mutations.edits import all_of, element, put, spoiled
 from vexport.checks import CHECKS, Check
 from vexport.checks.vllm.view import CheckpointView

@@ -8,8 +8,7 @@ from shutil import copytree
 import pytest
 
 from tests.command import vexport
-from tests.engine.fixtures import write_tokenizer
-from tests.models import Good
+from tests.models import Good, write_tokenizer
 from tests.mutations.edits import Change, file_bytes, spoiled
 from vexport.checks import check_checkpoint
 from vexport.records import Json

@@ -12,8 +12,7 @@ import click
 import pytest
 
 from tests.command import ALL_COMMANDS, vexport
-from tests.engine.fixtures import write_tokenizer
-from tests.models import Good
+from tests.models import Good, write_tokenizer
 from tests.mutations.edits import drop, spoiled
 from vexport.cli.entry import MAX_CHARACTERS
 from vexport.cli.options import SECTIONS

@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.fixtures import write_model
+from tests.models import save_llama, write_tokenizer
 
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of two layers in bfloat16; read it, never write to it."""
-    return write_model(tmp_path_factory.mktemp("engine") / "bf16")
+    sizes = {"num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 2}
+    folder = save_llama(tmp_path_factory.mktemp("engine") / "bf16", **sizes)
+    write_tokenizer(folder)
+    return folder

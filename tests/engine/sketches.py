@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.quantization import preset_name_to_scheme
 from safetensors.torch import save_file
 
-from tests.engine.fixtures import quantization_config
 from vexport.checkpoint.tensors import TORCH_DTYPES
 
 Tensor = tuple[str, tuple[int, ...]]
@@ -54,7 +54,13 @@ def sketch(
     folder.mkdir(parents=True)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     scheme = preset_name_to_scheme(preset, ["Linear"])
-    quantization = quantization_config(scheme, ["lm_head", r"re:.*mlp\.gate$"])
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": infer_module_format(torch.nn.Linear, scheme).value,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme.model_dump(mode="json", exclude={"format"})},
+        "ignore": ["lm_head", r"re:.*mlp\.gate$"],
+    }
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     return folder
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tests.engine.fixtures import quantize_model
+from tests.models import Good, quantize
 from vexport.engine.agreement import KL_LIMITS, canary_findings, kl_limit, symptom
 from vexport.engine.load import CONTINUED, fixed_prompts, shortest_length
 from vexport.engine.reference import (
@@ -123,8 +123,8 @@ def test_nan_is_no_agreement() -> None:
 
 
 @pytest.mark.parametrize(("preset", "bits"), [("W4A16", 16), ("W8A8", 8), ("NVFP4", 4)])
-def test_limit_follows_activations(tiny_llama: Path, tmp_path: Path, preset: str, bits: int) -> None:
-    assert kl_limit(quantize_model(tiny_llama, tmp_path, preset)) == KL_LIMITS[bits]
+def test_limit_follows_activations(tiny_llama: Path, good: Good, preset: str, bits: int) -> None:
+    assert kl_limit(good(preset)) == KL_LIMITS[bits]
     assert kl_limit(tiny_llama) == KL_LIMITS[16]
     assert kl_limit(tiny_llama, "fp8") == KL_LIMITS[8], "keys and values that the engine rounds"
 
@@ -148,7 +148,7 @@ def test_prompts_fit_the_tokenizer(tiny_llama: Path) -> None:
 
 def test_a_checkpoint_that_amplifies_rounding_has_its_own_limit(tiny_llama: Path, tmp_path: Path) -> None:
     """Three times what half a unit in the last place of its embeddings does to its answers."""
-    checkpoint, prompts = quantize_model(tiny_llama, tmp_path, "FP8_DYNAMIC"), [[5, 7, 11, 13, 17, 19]]
+    checkpoint, prompts = quantize(tiny_llama, tmp_path / "fp8", "FP8_DYNAMIC"), [[5, 7, 11, 13, 17, 19]]
     kept = tmp_path / REFERENCE_FILE
     reference = remembered_reference(checkpoint, prompts, kept)
     moved = reference_logprobs(checkpoint, prompts, jitter=BFLOAT16_ROUNDING)

@@ -8,19 +8,20 @@ from pathlib import Path
 import pytest
 
 from tests.command import vexport
-from tests.engine.fixtures import quantize_model
-from tests.mutations.edits import GROUP, config
+from tests.models import quantize
+from tests.mutations.edits import GROUP, config, each, spoiled
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def test_scales_that_are_not_shared_and_a_refusal_fail(tiny_llama: Path, tmp_path: Path) -> None:
-    misread = quantize_model(tiny_llama, tmp_path / "misread", "NVFP4A16", share_scales=False)
-    refused = quantize_model(tiny_llama, tmp_path / "refused", "FP8_DYNAMIC")
+    sound = quantize(tiny_llama, tmp_path / "sound", "NVFP4A16")
+    misread = spoiled(sound, tmp_path / "misread", each("k_proj.weight_global_scale", lambda old: 1.5 * old))
+    refused = quantize(tiny_llama, tmp_path / "refused", "FP8_DYNAMIC")
     config(GROUP, targets=["Convolution"])(refused)
     ran = vexport("load", misread, refused, "--format", "json", "--quiet")
     findings = [report["findings"] for report in json.loads(ran.stdout)]
-    errors = [[each["check"] for each in found if each["severity"] == "error"] for found in findings]
+    errors = [[one["check"] for one in found if one["severity"] == "error"] for found in findings]
     assert (ran.code, errors) == (1, [["logprobs"], ["load"]])
     assert "weight_scale" in findings[1][0]["got"]
 
@@ -32,7 +33,7 @@ OTHER = os.environ.get("VEXPORT_OTHER_VLLM_PYTHON", "")
     not OTHER, reason="VEXPORT_OTHER_VLLM_PYTHON names no interpreter (scripts/setup-vllm makes one)"
 )
 def test_loads_in_two_versions(tiny_llama: Path, tmp_path: Path) -> None:
-    checkpoint = quantize_model(tiny_llama, tmp_path / "nvfp4", "NVFP4A16")
+    checkpoint = quantize(tiny_llama, tmp_path / "nvfp4", "NVFP4A16")
     pythons = ("--vllm-python", sys.executable, "--vllm-python", OTHER)
     ran = vexport("load", checkpoint, *pythons, "--format", "json", "--quiet")
     assert ran.code == 0, ran.stderr

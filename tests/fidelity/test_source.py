@@ -12,8 +12,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file
 
 from tests.command import vexport
-from tests.engine.fixtures import write_tokenizer
-from tests.models import Good, save_llama
+from tests.models import Good, save_llama, write_tokenizer
 from tests.mutations.edits import (
     GROUP,
     Change,

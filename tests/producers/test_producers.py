@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from tests.command import vexport
-from tests.engine.fixtures import write_tokenizer
-from tests.models import problems
+from tests.models import problems, write_tokenizer
 from tests.mutations.edits import Change, add, all_of, config, drop, json_config, node, put, spoiled
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.view import Target

@@ -7,8 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.engine.fixtures import write_tokenizer
-from tests.models import save_llama, write_calibration
+from tests.models import save_llama, write_calibration, write_tokenizer
 from vexport.api import load
 from vexport.formats.schemes import scheme_names
 from vexport.quantize.job import QuantizeJob, quantize_source

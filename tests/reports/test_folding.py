@@ -10,8 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.command import vexport
-from tests.engine.fixtures import write_tokenizer
-from tests.models import Good
+from tests.models import Good, write_tokenizer
 from tests.mutations.edits import ARGUMENTS, GROUP, Change, config, element, lost, put, spoiled
 from vexport.records import CheckReport, Finding
 from vexport.reports import render_checks
