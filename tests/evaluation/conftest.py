@@ -20,7 +20,7 @@ def lm_eval_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_tasks(folder / "tasks", DOCUMENTS), folder=folder / "resolved", trust_remote_code=True
     )
     wrong = {"baseline": range(5), "doubtful": range(1, 12), "worse": range(3, 60)}
-    run_lm_eval([task.spec for task in tasks], {folder / name: list(ids) for name, ids in wrong.items()})
+    run_lm_eval(tasks, {folder / name: list(ids) for name, ids in wrong.items()})
     shutil.copytree(folder / "baseline", folder / "twin")
     return folder
 

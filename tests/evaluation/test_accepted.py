@@ -23,7 +23,7 @@ def accepted(lm_eval_runs: Path, tmp_path: Path) -> Path:
     return tmp_path / "accepted.json"
 
 
-@pytest.mark.parametrize("name", ["twin", "doubtful", "worse"])
+@pytest.mark.parametrize("name", ["doubtful", "worse"])
 def test_the_verdict_is_that_of_the_two_folders(lm_eval_runs: Path, accepted: Path, name: str) -> None:
     full = decide(lm_eval_runs / "baseline", lm_eval_runs / name, margin=0.02, alpha=0.05)
     kept = decide(accepted, lm_eval_runs / name, margin=0.02, alpha=0.05)

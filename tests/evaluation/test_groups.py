@@ -36,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("group")
     (group,) = resolve_tasks([make_group(folder / "tasks", SUBJECTS, DOCUMENTS)], folder=folder / "resolved")
-    run_lm_eval([group.spec], {folder / "baseline": [0], folder / "worse": range(5)})
+    run_lm_eval([group], {folder / "baseline": [0], folder / "worse": range(5)})
     return folder
 
 

@@ -95,15 +95,6 @@ def test_text_decides(tmp_path: Path, rows: int, noise: float, outcome: str) -> 
     assert "text (rise of the NLL)" in junit
 
 
-def test_the_kl_is_torchs(tmp_path: Path) -> None:
-    old, new = models(tmp_path, 9, 0.3)
-    text = decide_on_text("held-out.txt", old, new, LIMITS).text
-    assert text is not None
-    tables = [torch.cat([*_tables(side).values()]).double() for side in (old, new)]
-    kl = functional.kl_div(tables[1], tables[0], log_target=True, reduction="batchmean")
-    assert text.limits[0].value == pytest.approx(float(kl), rel=1e-5)
-
-
 def _tables(side: ReadText) -> dict[str, torch.Tensor]:
     tables: dict[str, torch.Tensor] = load_file(side.scored.logprobs_file)
     return tables

@@ -69,7 +69,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
     requests = [
         SessionRequest(
             checkpoint=model,
-            tasks=tuple(task.spec for task in resolve_tasks(given, folder=folder / "resolved" / name)),
+            tasks=resolve_tasks(given, folder=folder / "resolved" / name),
             output=folder / name,
             max_model_len=64,
             limit=30 if name.startswith("sampled") else DOCUMENTS - 10,

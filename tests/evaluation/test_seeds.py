@@ -38,8 +38,7 @@ def gains(documents: int, correlation: float, right: float, loss: float, rng: np
     return gain
 
 
-@pytest.mark.parametrize("correlation", [0.2, 0.9])
-@pytest.mark.parametrize(("documents", "right"), [(50, 0.9), (200, 0.6)])
+@pytest.mark.parametrize(("documents", "right", "correlation"), [(50, 0.9, 0.9), (200, 0.6, 0.2)])
 def test_false_alarms_stay_below_alpha(documents: int, right: float, correlation: float) -> None:
     rng, clusters = np.random.default_rng(3), np.repeat(np.arange(documents), SEEDS)
     passed, failed, failed_without_loss = 0, 0, 0
@@ -103,4 +102,4 @@ def test_a_verdict_over_sampled_answers(lm_eval_runs: Path, tmp_path: Path) -> N
 
 def test_greedy_answers_are_not_sampled_several_times(tmp_path: Path) -> None:
     ran = vexport("eval", tmp_path, "--baseline", tmp_path, "--task", "gsm8k", "--seeds", "4")
-    assert (ran.code, "--gen-kwargs temperature=0.6" in ran.stderr) == (2, True)
+    assert (ran.code, "need a temperature in gen_kwargs" in ran.stderr) == (2, True)

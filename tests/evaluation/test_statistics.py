@@ -58,7 +58,7 @@ def numeric_statistic(wins: int, losses: int, documents: int, difference: float)
     return float((wins - losses - documents * difference) / math.sqrt(variance))
 
 
-@pytest.mark.parametrize(("wins", "losses", "documents"), [(2, 12, 50), (0, 3, 40), (5, 4, 30), (0, 0, 25)])
+@pytest.mark.parametrize(("wins", "losses", "documents"), [(2, 12, 50), (0, 0, 25)])
 def test_tango_ends_where_a_grid_of_score_tests_turns(wins: int, losses: int, documents: int) -> None:
     grid = np.arange(-0.995, 0.995, 0.001)
     kept = [d for d in grid if abs(numeric_statistic(wins, losses, documents, float(d))) <= Z]
@@ -112,7 +112,7 @@ def test_the_permutation_test_counts_all_signs(gain: list[float]) -> None:
     assert permutation_p(np.array(gain)) == pytest.approx(extreme / len(sums))
 
 
-@pytest.mark.parametrize(("loss", "win"), [(0.03, 0.01), (0.10, 0.02), (0.02, 0.02)])
+@pytest.mark.parametrize(("loss", "win"), [(0.10, 0.02), (0.02, 0.02)])
 def test_one_sided_bounds_miss_as_often_as_promised(loss: float, win: float) -> None:
     """4000 draws of 500 documents: 5 % misses, within 4 standard errors of the simulation (1.4 points)."""
     bounds = cache(lambda wins, losses: tango_interval(wins, losses, 500, 0.05))

@@ -9,7 +9,7 @@ from tests.evaluation.make import SUMS, make_tasks
 from vexport.engine.messages import SessionRequest
 from vexport.errors import InputError
 from vexport.evaluation.task_data import load_tasks, tasks_as_data
-from vexport.evaluation.tasks import TaskFile, resolve_tasks
+from vexport.evaluation.tasks import resolve_tasks
 
 
 def write(path: Path, text: str) -> str:
@@ -20,8 +20,8 @@ def write(path: Path, text: str) -> str:
 def test_relative_data_files_become_absolute(tmp_path: Path) -> None:
     sums, *_ = make_tasks(tmp_path / "tasks", 3)
     (task,) = resolve_tasks([sums], folder=tmp_path / "run")
-    assert task == TaskFile(name="sums", path=tmp_path / "run/sums/sums.yaml")
-    config = yaml.safe_load((tmp_path / "run/sums/sums.yaml").read_text())
+    assert task == str(tmp_path / "run/sums/sums.yaml")
+    config = yaml.safe_load(Path(task).read_text())
     assert config["dataset_kwargs"]["data_files"] == {"test": str(tmp_path / "tasks/additions.jsonl")}
     assert config["doc_to_text"] == "{{a}} + {{b}} ="
 
@@ -30,8 +30,7 @@ def test_an_include_is_merged_and_its_paths_are_its_own(tmp_path: Path) -> None:
     make_tasks(tmp_path / "base", 3)
     task = write(tmp_path / "other.yaml", "include: base/sums.yaml\ntask: other\ndoc_to_text: '{{a}}'\n")
     (found,) = resolve_tasks([task], folder=tmp_path / "run")
-    assert found.path is not None
-    config = yaml.safe_load(found.path.read_text())
+    config = yaml.safe_load(Path(found).read_text())
     assert (config["task"], config["doc_to_text"]) == ("other", "{{a}}")
     assert config["dataset_kwargs"]["data_files"]["test"] == str(tmp_path / "base/additions.jsonl")
 
@@ -81,12 +80,12 @@ def test_a_broken_file_is_refused_by_place(tmp_path: Path, text: str, message: s
 def test_names_are_lm_evals_own_or_of_a_folder(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     names = ["arc_easy", "mmlu"]
-    assert [task.spec for task in resolve_tasks(names, folder=tmp_path)] == names
+    assert resolve_tasks(names, folder=tmp_path) == tuple(names)
     with pytest.raises(InputError, match="task arc_eazy: got an unknown name.*arc_easy"):
         resolve_tasks(["arc_eazy"], folder=tmp_path)
     make_tasks(tmp_path / "tasks", 3)
-    (task,) = resolve_tasks(["sums"], folder=tmp_path / "run", include_paths=[tmp_path / "tasks"])
-    assert task.spec == "sums"
+    found = resolve_tasks(["sums"], folder=tmp_path / "run", include_paths=[tmp_path / "tasks"])
+    assert found == ("sums",)
 
 
 TOUCH = "open({mark!r}, 'w').close()\nimport evaluate\nclass Own(evaluate.Metric): pass\n"
@@ -154,4 +153,4 @@ def test_python_of_a_folder_of_tasks_needs_trust(through: str, tmp_path: Path) -
     (tmp_path / "tagged.yaml").write_text("include: subject.yaml\ntask: other\ntag: tagged\n")
     (task,) = resolve_tasks([through], folder=tmp_path / "run", include_paths=(tmp_path,))
     with pytest.raises(InputError, match=r"got !function score\.near.*--trust-remote-code"):
-        load(tmp_path, task.spec)
+        load(tmp_path, task)

@@ -68,19 +68,11 @@ def rates(loss: float, win: float, tasks: int, draws: int) -> dict[Outcome, floa
 
 
 @pytest.mark.slow
-def test_a_loss_on_the_margin_passes_and_fails_at_alpha() -> None:
-    """800 draws: 5 %, within 3 standard errors of the simulation (2.3 points)."""
-    found = rates(loss=0.045, win=0.025, tasks=1, draws=800)
-    assert found["PASS"] < ALPHA + 0.023
-    assert found["FAIL"] < ALPHA + 0.023
-    assert found["PASS"] + found["FAIL"] > 0.05  # a test that never decides would be no test
-
-
-@pytest.mark.slow
 def test_over_three_tasks_on_the_margin_the_errors_do_not_add_up() -> None:
+    """400 draws: 5 %, within 3 standard errors of the simulation (3.3 points)."""
     found = rates(loss=0.045, win=0.025, tasks=3, draws=400)
-    assert found["PASS"] < ALPHA + 0.03
-    assert found["FAIL"] < ALPHA + 0.03
+    assert max(found["PASS"], found["FAIL"]) < ALPHA + 0.033
+    assert found["PASS"] + found["FAIL"] > 0.01  # a test that never decides would be no test
 
 
 def test_a_broken_model_fails_and_a_good_one_passes_by_the_bounds_shown() -> None:

@@ -210,20 +210,20 @@ def _pair(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results)
             got = f"another question in document {sample.doc_id} (changed since it was accepted: {since})"
             fix = "evaluate as before, or accept it again"
             raise InputError(where, got=got, need="the questions that were accepted", fix=fix)
+
+    def answer(sample: Sample) -> str:
+        return f"(scored {old[sample.doc_id][0]:g}; the answer was not kept)"
+
     return TaskPair(
         task=name,
         metric=task.metric,
         filter=task.filter,
         sign=1 if task.higher_is_better else -1,
-        documents=tuple((_scored(sample, old[sample.doc_id][0]), sample) for sample in samples),
+        documents=tuple((replace(sample, answer=answer(sample)), sample) for sample in samples),
         baseline=np.array([old[sample.doc_id][0] for sample in samples]),
         candidate=np.array([sample.scores[task.metric] for sample in samples]),
         answers_known=False,
     )
-
-
-def _scored(sample: Sample, score: float) -> Sample:
-    return replace(sample, answer=f"(scored {score:g}; the answer was not kept)")
 
 
 def choice_of(accepted: Accepted) -> Choice:

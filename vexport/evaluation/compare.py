@@ -49,22 +49,20 @@ def compare_task(
     is_templated: bool | None = None,
 ) -> TaskVerdict:
     """Judge one task: PASS if the lower bound at `alpha` is above -margin, FAIL if the upper bound at
-    `fail_alpha` is below it, else INCONCLUSIVE.
+    `fail_alpha`, which is no larger, is below it, else INCONCLUSIVE.
 
-    `fail_alpha` is at most `alpha`, so that both cannot hold. Where the baseline does not do better than
-    chance there is no PASS, whatever the candidate answers. `also` is shown next to it; `is_templated` says
-    whether a chat template was applied, where that is known.
+    Where the baseline does not do better than chance there is no PASS, whatever the candidate answers. `also`
+    is shown next to it; `is_templated` says whether a chat template was applied, where that is known.
     """
     low, high = difference_interval(pair, alpha).low, difference_interval(pair, fail_alpha).high
     outcome, baseline = _outcome(low, high, margin), _score(pair, pair.baseline, alpha)
     uninformative = _uninformative(pair, baseline, margin, is_templated) if outcome != "FAIL" else ""
-    if uninformative:
-        outcome = "INCONCLUSIVE"
+    outcome = "INCONCLUSIVE" if uninformative else outcome
     wins, losses = pair.wins, pair.losses
     flips = wilson_interval(wins + losses, len(pair.gain), alpha)
     recovery, recovery_low, recovery_high = _recovery(pair, alpha)
     is_open = outcome == "INCONCLUSIVE" and not uninformative
-    needed = _needed(pair, margin, alpha, fail_alpha) if is_open else None
+    needed, seeds_needed = _needed(pair, margin, alpha, fail_alpha) if is_open else (None, None)
     return TaskVerdict(
         task=pair.task,
         metric=pair.metric,
@@ -89,7 +87,7 @@ def compare_task(
         uninformative=uninformative,
         documents_needed=needed,
         seeds=pair.seeds,
-        seeds_needed=_seeds_needed(pair, alpha, needed),
+        seeds_needed=seeds_needed,
         flips=tuple(islice(_flips(pair), MAX_FLIPS)),
         clusters=None if pair.clusters is None or pair.answers > 1 else len(np.unique(pair.clusters)),
         also=tuple(comparison(other, margin=margin, alpha=alpha) for other in also),
@@ -175,7 +173,8 @@ def _recovery(pair: TaskPair, alpha: float) -> tuple[float, float, float] | tupl
     return candidate / baseline, 1 + low / baseline, 1 + high / baseline
 
 
-def _needed(pair: TaskPair, margin: float, alpha: float, fail_alpha: float) -> int | None:
+def _needed(pair: TaskPair, margin: float, alpha: float, fail_alpha: float) -> tuple[int | None, int | None]:
+    """The documents that would settle it, and the answers to each of these that would do in their place."""
     documents, spread = len(pair.gain), 1.0
     if pair.binary:
         statistic = tango_statistic(pair.wins, pair.losses, documents, -margin)
@@ -184,15 +183,12 @@ def _needed(pair: TaskPair, margin: float, alpha: float, fail_alpha: float) -> i
         statistic = mean_statistic(pair.gain, -margin, pair.span)
     worth = effective(pair.gain, pair.clusters, alpha if statistic > 0 else fail_alpha, pair.answers)
     needed = documents_to_settle(documents, statistic / worth.design**0.5, worth.alpha, spread=spread)
-    return None if needed is None else math.ceil(needed / pair.seeds)
-
-
-def _seeds_needed(pair: TaskPair, alpha: float, needed: int | None) -> int | None:
-    """The answers to each of these documents that would do in the place of more documents."""
-    if needed is None or pair.answers == 1:
-        return None
-    design = effective(pair.gain, pair.clusters, alpha, pair.answers).design
-    return seeds_to_settle(len(pair.gain) // pair.answers, pair.answers, design, needed)
+    if needed is None:
+        return None, None
+    needed = math.ceil(needed / pair.seeds)
+    if pair.answers == 1:
+        return needed, None
+    return needed, seeds_to_settle(documents // pair.answers, pair.answers, worth.design, needed)
 
 
 def _changed_wrong(pair: TaskPair) -> int:

@@ -53,6 +53,11 @@ class ReadText:
     file: Path
     drafts: tuple[DraftCounts, ...] = ()
 
+    def each_row(self, name: str) -> list[Scores]:
+        """The `nll`, or the `likeliest` tokens, in the places of each row's tokens but the first."""
+        tensors = load_file(self.file)
+        return [tensors[f"{name}.{number}"].double().numpy() for number in range(len(self.rows))]
+
 
 def decide_on_text(
     data: str,
@@ -71,14 +76,26 @@ def decide_on_text(
     for row, (first, other) in enumerate(zip(baseline.rows, candidate.rows, strict=False), 1):
         if first != other:
             raise _failed(candidate, f"other tokens in row {row} of the text", "the baseline's tokenizer")
-    kls = mean_kls(baseline.scored, candidate.scored)
-    old, new = load_file(baseline.file), load_file(candidate.file)
-    numbers = range(len(baseline.rows))
-    before, after = ([side[f"nll.{n}"].double().numpy() for n in numbers] for side in (old, new))
-    rises = np.array([float((after[n] - before[n]).mean()) for n in numbers])
-    agreement = np.array(
-        [(old[f"likeliest.{n}"] == new[f"likeliest.{n}"]).double().mean().item() for n in numbers]
+    text = _measured(data, baseline, candidate, limits, speculative)
+    outcome = overall_outcome(text.limits)
+    return Verdict(
+        outcome=outcome,
+        reason=text_reason(outcome, text),
+        margin=limits.nll,
+        alpha=limits.alpha,
+        method=METHOD,
+        tasks=(),
+        device=device,
+        text=text,
     )
+
+
+def _measured(
+    data: str, baseline: ReadText, candidate: ReadText, limits: Limits, speculative: str
+) -> TextVerdict:
+    kls = mean_kls(baseline.scored, candidate.scored)
+    old, new = baseline.each_row("nll"), candidate.each_row("nll")
+    rises = np.array([(after - before).mean() for before, after in zip(old, new, strict=True)])
     if kls is None or not np.isfinite(rises).all():
         raise _failed(candidate, "log-probabilities that are not finite", "numbers")
     is_partial = baseline.scored.is_partial or candidate.scored.is_partial
@@ -90,15 +107,17 @@ def decide_on_text(
     if speculative:
         fall = acceptance_fall(baseline.drafts, candidate.drafts)
         measured.append(("fall of the acceptance length", fall, ACCEPTANCE_LIMIT))
+    pairs = zip(baseline.each_row("likeliest"), candidate.each_row("likeliest"), strict=True)
+    agreement = np.array([(first == other).mean() for first, other in pairs])
     certain = mean_bounds(agreement, limits.alpha)
-    text = TextVerdict(
+    return TextVerdict(
         data=data,
         digest=digest_bytes(repr(baseline.rows).encode())[:_DIGITS],
-        rows=len(before),
-        tokens=sum(map(len, before)),
+        rows=len(old),
+        tokens=sum(map(len, old)),
         positions=sum(len(row) - 1 for row in baseline.scored.prompts.tokens),
-        baseline_nll=float(np.concatenate(before).mean()),
-        candidate_nll=float(np.concatenate(after).mean()),
+        baseline_nll=float(np.concatenate(old).mean()),
+        candidate_nll=float(np.concatenate(new).mean()),
         top1_agreement=float(agreement.mean()),
         top1_low=max(0.0, certain.low) if certain else None,
         top1_high=min(1.0, certain.high) if certain else None,
@@ -106,17 +125,6 @@ def decide_on_text(
             judge_limit(name, values, limit, limits.alpha, len(measured)) for name, values, limit in measured
         ),
         acceptance=_acceptance(speculative, baseline.drafts, candidate.drafts) if speculative else None,
-    )
-    outcome = overall_outcome(text.limits)
-    return Verdict(
-        outcome=outcome,
-        reason=text_reason(outcome, text),
-        margin=limits.nll,
-        alpha=limits.alpha,
-        method=METHOD,
-        tasks=(),
-        device=device,
-        text=text,
     )
 
 

@@ -61,7 +61,6 @@ class TaskSamples:
 
     task: str
     file: Path
-    output_type: str
     higher_is_better: Mapping[str, bool]
     samples: Mapping[tuple[str, int, int], Sample]
 
@@ -80,9 +79,7 @@ def read_samples(
     if not samples:
         fix = "evaluate again with a higher --limit"
         raise InputError(str(path), got="no documents", need="at least one", fix=fix)
-    return TaskSamples(
-        task=task, file=path, output_type=output_type, higher_is_better=higher_is_better, samples=samples
-    )
+    return TaskSamples(task=task, file=path, higher_is_better=higher_is_better, samples=samples)
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Json]]]:

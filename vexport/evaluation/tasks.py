@@ -47,23 +47,10 @@ METRIC_CODE = "Python that would be run"
 METRIC_FIX = "add --trust-remote-code if you trust it, or name a metric of lm-eval"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskFile:
-    """A task of lm-eval; `path` is its resolved YAML file, None for a task from lm-eval's own folders."""
-
-    name: str
-    path: Path | None
-
-    @property
-    def spec(self) -> str:
-        """The name or file that lm-eval's TaskManager is given."""
-        return str(self.path or self.name)
-
-
 def resolve_tasks(
     tasks: Sequence[str], *, folder: Path, include_paths: Sequence[Path] = (), trust_remote_code: bool = False
-) -> tuple[TaskFile, ...]:
-    """Resolve every task; write the YAML ones to `folder`/<task>/<task>.yaml. Runs no Python of a task.
+) -> tuple[str, ...]:
+    """The names and YAML files that lm-eval is given; files are written to `folder`/<task>/<task>.yaml.
 
     InputError, for all tasks at once: a file that is missing or broken, a missing key or data file, a
     `!function` tag without `trust_remote_code`, a name that lm-eval does not know; then a name given twice.
@@ -72,7 +59,7 @@ def resolve_tasks(
         (task, partial(_resolve, task, folder, include_paths, trust_remote_code)) for task in tasks
     )
     fix = "give it once, or rename one (key `task`)"
-    names = [file.name for file in resolved]
+    names = [name for name, _ in resolved]
     raise_all(
         [
             InputError(f"task {task}", got=f"a second task {name}", need="one", fix=fix)
@@ -80,14 +67,15 @@ def resolve_tasks(
             if name in names[:number]
         ]
     )
-    return tuple(resolved)
+    return tuple(spec for _, spec in resolved)
 
 
-def _resolve(task: str, folder: Path, include_paths: Sequence[Path], trust: bool) -> TaskFile:
+def _resolve(task: str, folder: Path, include_paths: Sequence[Path], trust: bool) -> tuple[str, str]:
+    """A task's own name, and its name or file for lm-eval."""
     path = Path(task)
     if path.suffix not in (".yaml", ".yml") and not path.is_file():
         require_known(task, include_paths)
-        return TaskFile(name=task, path=None)
+        return task, task
     config = read_task(path, trust)
     if isinstance(config.get("task"), list):
         config, suffix = _inlined(path, config, trust), GROUP_SUFFIX
@@ -100,7 +88,7 @@ def _resolve(task: str, folder: Path, include_paths: Sequence[Path], trust: bool
     for module in named_modules(config):
         shutil.copy2(module, target.parent / module.name)
     write_text(target, yaml.dump(config, Dumper=TaskDumper, allow_unicode=True, sort_keys=False))
-    return TaskFile(name=name, path=target)
+    return name, str(target)
 
 
 def _inlined(path: Path, config: Config, trust: bool) -> Config:
@@ -183,7 +171,7 @@ def _unknown_metrics(path: Path, config: Config) -> Iterator[InputError]:
 
 
 def reads_hub(spec: str) -> bool:
-    """True where documents of a resolved task (`TaskFile.spec`), or of a group's, are no local files."""
+    """True where documents of a resolved task, or of a group's, are no local files."""
     return not Path(spec).is_file() or not all(
         is_local_dataset(str(config.get("dataset_path")), config.get("dataset_kwargs"))
         for config in _resolved(Path(spec))

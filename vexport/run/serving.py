@@ -245,7 +245,7 @@ def with_tasks(
     )
     return replace(
         request,
-        tasks=tuple(task.spec for task in tasks),
+        tasks=tasks,
         include_paths=settings.include_path,
         limit=settings.limit,
         output=folder,
