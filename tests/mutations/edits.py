@@ -207,6 +207,13 @@ def every(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: torch.full(tensor.shape, value).to(tensor.dtype)
 
 
+def byteswapped(value: torch.Tensor) -> torch.Tensor:
+    """The bytes of each element in the other order."""
+    size = value.element_size()
+    flipped = value.contiguous().view(torch.uint8).reshape(-1, size).flip(1).contiguous()
+    return flipped.view(value.dtype).reshape(value.shape)
+
+
 def inverse(scale: torch.Tensor) -> torch.Tensor:
     """One over each element."""
     return (1 / scale.float()).to(scale.dtype)

@@ -79,6 +79,7 @@ def _inputs(scheme: str) -> Iterator[tuple[str, Change]]:
         # Without inputs these are legal checkpoints of another scheme.
         yield "no inputs", config(GROUP, input_activations=None)
     if scheme == "FP8_BLOCK":
+        yield "blocks of 64", config(ARGUMENTS, block_structure=[64, 64])
         yield "no blocks", config(ARGUMENTS, block_structure=None)
     if scheme not in WITH_INPUTS:
         return
@@ -106,6 +107,7 @@ def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
 def _methods() -> Iterator[tuple[str, Change]]:
     yield "no quantization_config", without(WHOLE, "quantization_config")
     yield "compression_config instead", json_config(_under_its_older_name)
+    yield "quant_method missing", without(QUANTIZATION, "quant_method")
     yield "quant_method fp8", config(QUANTIZATION, quant_method="fp8")
     yield "quant_method gptq", config(QUANTIZATION, quant_method="gptq")
     yield "quant_method unknown", config(QUANTIZATION, quant_method="no-such-method")
@@ -115,6 +117,7 @@ def _methods() -> Iterator[tuple[str, Change]]:
 def _groups() -> Iterator[tuple[str, Change]]:
     yield "no config groups", config(QUANTIZATION, config_groups={})
     yield "config groups missing", without(QUANTIZATION, "config_groups")
+    yield "config groups a list", config(QUANTIZATION, config_groups=[])
     yield "no weights in the group", without(GROUP, "weights")
     yield "weights null in the group", config(GROUP, weights=None)
     yield "unknown key at the top", config(QUANTIZATION, no_such_key=1)
@@ -143,6 +146,8 @@ def _ignored(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "ignore null", config(QUANTIZATION, ignore=None)
     yield "q_proj alone ignored", config(QUANTIZATION, ignore=[*LISTED, q])
     yield "a quantized layer ignored", config(QUANTIZATION, ignore=[*LISTED, down])
+    attention = [sound.attention(leaf) for leaf in "qkvo"]
+    yield "a whole attention ignored", config(QUANTIZATION, ignore=[*LISTED, *attention])
     yield "all ignored", config(QUANTIZATION, ignore=["re:.*"])
     yield "all linear layers ignored", config(QUANTIZATION, ignore=["Linear"])
     yield "unknown layer ignored", config(QUANTIZATION, ignore=[*LISTED, "model.layers.9.no_such"])
@@ -153,13 +158,16 @@ def _targets() -> Iterator[tuple[str, Change]]:
     yield "targets in small letters", config(GROUP, targets=["linear"])
     yield "targets MLPs only", config(GROUP, targets=["re:.*mlp.*"])
     yield "targets by pattern", config(GROUP, targets=["re:.*proj"])
+    yield "targets by a pattern that must begin elsewhere", config(GROUP, targets=["re:proj"])
     yield "targets nothing", config(GROUP, targets=["re:nothing"])
     yield "targets empty", config(GROUP, targets=[])
     yield "targets missing", without(GROUP, "targets")
     yield "targets a string", config(GROUP, targets="Linear")
     yield "targets fused names", config(GROUP, targets=FUSED)
+    yield "targets vLLM's class", config(GROUP, targets=["QKVParallelLinear"])
     yield "targets lm_head too", config(GROUP, targets=["Linear", "re:.*lm_head"])
     yield "a second group of the same", copied_group()
+    yield "a second group of other bits, after", copied_group(num_bits=7)
     yield "a second group of other bits, before", copied_group(num_bits=7, first=True)
 
 
@@ -178,8 +186,17 @@ def _under_its_older_name(whole: dict[str, Json]) -> None:
 
 def model_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     """Sizes, names, switches."""
+    yield "a layer more than there is", config(WHOLE, num_hidden_layers=sound.layers + 1)
+    if sound.layers > 1:
+        yield "a layer less than there is", config(WHOLE, num_hidden_layers=sound.layers - 1)
+    yield "another hidden size", config(WHOLE, hidden_size=256)
+    yield "another intermediate size", config(WHOLE, intermediate_size=512)
     yield "a smaller intermediate size", config(WHOLE, intermediate_size=64)
+    yield "another vocabulary", config(WHOLE, vocab_size=320)
+    yield "a vocabulary larger by one", config(WHOLE, vocab_size=385)
+    yield "twice the heads", config(WHOLE, num_attention_heads=8)
     yield "half the heads", config(WHOLE, num_attention_heads=2)
+    yield "other heads of keys", config(WHOLE, num_key_value_heads=2)
     yield "another head size", config(WHOLE, head_dim=64)
     yield "no head size", without(WHOLE, "head_dim")
     yield "no heads of keys", without(WHOLE, "num_key_value_heads")
@@ -195,6 +212,9 @@ def model_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "unknown model type", config(WHOLE, model_type="no_such_model")
     yield "tied in the config", config(WHOLE, tie_word_embeddings=True)
     yield "untied in the config", config(WHOLE, tie_word_embeddings=False)
+    yield "biases of attention in the config", config(WHOLE, attention_bias=True)
+    yield "biases of MLPs in the config", config(WHOLE, mlp_bias=True)
+    yield "unknown activation", config(WHOLE, hidden_act="no_such_act")
     yield "unknown dtype", config(WHOLE, dtype="float12")
     yield "older name of dtype", config(WHOLE, torch_dtype="bfloat16")
     yield "unknown key in the config", config(WHOLE, no_such_key=1)

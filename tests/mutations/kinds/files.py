@@ -48,7 +48,9 @@ def _headers(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "metadata of tensorflow", header(lambda entries: entries.update({"__metadata__": {"format": "tf"}}))
     yield "unknown dtype in the header", header(_set(NORM, "dtype", "F8_E3M4"))
     yield "norm declared F16", header(_set(NORM, "dtype", "F16"))
+    yield "norm declared I16", header(_set(NORM, "dtype", "I16"))
     yield "norm of a negative side", header(_set(NORM, "shape", [-1]))
+    yield "norm of a side too many", header(_set(NORM, "shape", [1, 128]))
     yield "norm of another size", header(_set(NORM, "shape", [64]))
     yield "offsets overlap", header(_same_offsets)
     yield "offsets reversed", header(lambda entries: _entry(entries, NORM)["data_offsets"].reverse())
@@ -71,6 +73,7 @@ def _indices(sound: Sound) -> Iterator[tuple[str, Change]]:
     more = "model.no_such"
     yield "index names a tensor too many", index(lambda values: dict.fromkeys([*values, more], WEIGHTS))
     yield "two shards", _split
+    yield "two shards, the second unnamed", partial(_split, named=False)
     yield "two shards without an index", partial(_split, indexed=False)
     yield "two shards, a tensor in both", partial(_split, twice=NORM)
     yield "two shards, another value in the second", partial(_split, twice=NORM, factor=2)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tests.mutations.edits import Change, each, put
+from tests.mutations.edits import Change, Tensors, each, put, tensors
 from tests.mutations.good import Sound
 from tests.mutations.kinds.values import SINGLE
 
@@ -28,6 +28,7 @@ def _scale_dtypes(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
         yield f"{leaf} as {_name(dtype)}", put(name, _as(dtype))
     for dtype in (torch.bfloat16, torch.float16):
         yield f"{leaf} of o_proj as {_name(dtype)}", put(f"{sound.attention('o')}.{leaf}", _as(dtype))
+    yield f"{leaf} as float8_e5m2", put(name, lambda scale: scale.float().to(torch.float8_e5m2))
     yield f"{leaf} as int32", put(name, lambda scale: scale.float().to(torch.int32))
     if sound.scheme.startswith(("NVFP4", "MX")) and leaf == "weight_scale":
         yield f"{leaf}'s bits as int8", put(name, lambda scale: scale.view(torch.int8))
@@ -39,18 +40,27 @@ def _scale_dtypes(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
 
 
 def _single(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
-    name = f"{sound.mlp('down')}.{leaf}"
+    name, fused = f"{sound.mlp('down')}.{leaf}", f"{sound.attention('q')}.{leaf}"
     yield f"{leaf} without a dimension", put(name, lambda scale: scale.reshape(()))
+    yield f"{leaf} of two dimensions", put(name, lambda scale: scale.reshape(1, 1))
+    yield f"{leaf} twice", put(name, lambda scale: scale.reshape(-1).repeat(2))
     yield f"{leaf} empty", put(name, lambda scale: scale.reshape(-1)[:0])
+    yield f"{leaf} of q_proj of two dimensions", put(fused, lambda scale: scale.reshape(1, 1))
+    yield f"{leaf} of q_proj twice", put(fused, lambda scale: scale.reshape(-1).repeat(2))
 
 
 def _many(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
     name, fused = f"{sound.mlp('down')}.{leaf}", f"{sound.attention('q')}.{leaf}"
     yield f"{leaf} flat", put(name, lambda scale: scale.reshape(-1))
     yield f"{leaf} of q_proj flat", put(fused, lambda scale: scale.reshape(-1))
+    yield f"{leaf} of a dimension more", put(name, lambda scale: scale.unsqueeze(-1))
     yield f"{leaf} a single one", put(name, lambda scale: scale.reshape(-1)[:1])
     yield f"{leaf} of q_proj a single one", put(fused, lambda scale: scale.reshape(-1)[:1])
     if sound.scheme != "FP8":
+        yield f"{leaf} transposed", put(name, lambda scale: scale.T)
+        yield f"{leaf} lacks a row", put(name, lambda scale: scale[:-1])
+        yield f"{leaf} of q_proj lacks a row", put(fused, lambda scale: scale[:-1])
+        yield f"{leaf} has a row too many", put(name, lambda scale: torch.cat([scale, scale[-1:]]))
         yield f"{leaf} of q_proj has a row too many", put(fused, lambda scale: torch.cat([scale, scale[-1:]]))
         yield f"{leaf} has a column too many", put(name, lambda scale: torch.cat([scale, scale[:, -1:]], 1))
         yield f"{leaf} for every other column", put(name, lambda scale: scale[:, HALF])
@@ -64,22 +74,36 @@ def _weight(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield f"{weight} as float8_e5m2", put(name, lambda value: value.float().to(torch.float8_e5m2))
     yield f"{weight}'s bits as uint8", put(name, lambda value: value.view(torch.uint8))
     yield f"{weight}'s bits as int8", put(name, lambda value: value.view(torch.int8))
+    yield f"{weight} transposed", put(name, lambda value: value.T)
     yield f"{weight} of q_proj transposed", put(fused, lambda value: value.T)
+    yield f"{weight} flat", put(name, lambda value: value.reshape(-1))
+    yield f"{weight} lacks a row", put(name, lambda value: value[:-1])
+    yield f"{weight} of q_proj lacks a row", put(fused, lambda value: value[:-1])
+    yield f"{weight} has a row too many", put(name, lambda value: torch.cat([value, value[-1:]]))
     yield f"{weight} of q_proj has a row too many", put(fused, lambda value: torch.cat([value, value[-1:]]))
+    yield f"{weight} lacks half its columns", put(name, lambda value: value.chunk(2, 1)[0])
     yield f"{weight} has its columns twice", put(name, lambda value: torch.cat([value, value], 1))
     yield f"{weight} of q_proj lacks half its columns", put(fused, lambda value: value.chunk(2, 1)[0])
+    yield f"{weight} of q_proj lacks half its rows", put(fused, lambda value: value.chunk(2)[0])
+    whole = [leaf for leaf in sound.leaves if leaf not in SINGLE and leaf != "weight_shape"]
+    if sound.scheme != "FP8":
+        yield "half of q_proj's rows", _halved(sound.attention("q"), whole)
+        yield "half of down_proj's rows", _halved(sound.mlp("down"), whole)
 
 
 def _zero_points(sound: Sound) -> Iterator[tuple[str, Change]]:
     if "weight_zero_point" in sound.leaves:
         name = f"{sound.mlp('down')}.weight_zero_point"
+        yield "zero points transposed", put(name, lambda value: value.T)
         yield "zero points unpacked", put(name, lambda value: value.repeat(8, 1).to(torch.int8))
+        yield "zero points lack a row", put(name, lambda value: value[:-1])
         yield "zero points as int64", put(name, _as(torch.int64))
     if "weight_shape" in sound.leaves:
         name = f"{sound.mlp('down')}.weight_shape"
         yield "weight_shape wrong", put(name, lambda value: value * 2)
         yield "weight_shape turned", put(name, lambda value: value.flip(0))
         yield "weight_shape as int32", put(name, lambda value: value.to(torch.int32))
+        yield "weight_shape of three", put(name, lambda value: torch.cat([value, value[:1]]))
 
 
 def _unquantized() -> Iterator[tuple[str, Change]]:
@@ -87,8 +111,20 @@ def _unquantized() -> Iterator[tuple[str, Change]]:
     yield "final norm as float32", put(norm, _as(torch.float32))
     yield "final norm as float16", put(norm, _as(torch.float16))
     yield "final norm as int8", put(norm, _as(torch.int8))
+    yield "final norm lacks an element", put(norm, lambda value: value[:-1])
     yield "final norm of two dimensions", put(norm, lambda value: value.reshape(1, -1))
     yield "embeddings as float16", put(table, _as(torch.float16))
+    yield "embeddings lack a row", put(table, lambda value: value[:-1])
+    yield "embeddings lack a column", put(table, lambda value: value[:, :-1])
+    yield "embeddings transposed", put(table, lambda value: value.T)
+
+
+def _halved(module: str, leaves: list[str]) -> Change:
+    def apply(values: Tensors) -> None:
+        for name in (f"{module}.{leaf}" for leaf in leaves):
+            values[name] = values[name][: max(values[name].shape[0] // 2, 1)].clone()
+
+    return tensors(apply)
 
 
 def _as(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:

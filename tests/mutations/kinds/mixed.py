@@ -1,6 +1,6 @@
 """Names of other producers, layers stored as one, numbers that are off in one place, sizes of the model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -8,6 +8,7 @@ from tests.mutations.edits import (
     WHOLE,
     Change,
     Tensors,
+    byteswapped,
     config,
     copied,
     drop,
@@ -16,9 +17,12 @@ from tests.mutations.edits import (
     every,
     exchanged,
     inverse,
+    lost,
     moved,
     put,
+    rename,
     renamed,
+    swap,
     tensors,
     times,
     without,
@@ -38,11 +42,14 @@ def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
 def _names(sound: Sound) -> Iterator[tuple[str, Change]]:
     q, down = sound.attention("q"), sound.mlp("down")
     yield "q_proj in capitals", moved(f"{q}.", f"{q.replace('q_proj', 'Q_proj')}.")
+    yield "weight_scale in capitals", rename(f"{down}.weight_scale", f"{down}.WEIGHT_SCALE")
+    yield "down_proj by another name", moved(f"{down}.", f"{down.replace('down', 'dn')}.")
     yield "down_proj twice, under another name", copied(f"{down}.", f"{down}_copy.")
     yield "GPTQ's names", _leaves({"weight_packed": "qweight", "weight_scale": "scales"})
     yield "ModelOpt's names", _leaves({"weight_global_scale": "weight_scale_2"})
     yield "a wrapper's names", moved("", "base_model.model.")
     yield "a compiled model's names", moved("", "_orig_mod.")
+    yield "names with model twice", moved("", "model.")
     yield "layers counted with two digits", moved("model.layers.0.", "model.layers.00.")
 
 
@@ -74,49 +81,98 @@ def _joined(parts: list[str], whole: str) -> Change:
 
 
 def _scales(sound: Sound) -> Iterator[tuple[str, Change]]:
-    down = sound.mlp("down")
+    down, q = sound.mlp("down"), sound.attention("q")
     if {"weight_global_scale", "input_global_scale"} <= {*sound.leaves}:
+        yield "global scales exchanged", swap(f"{down}.weight_global_scale", f"{down}.input_global_scale")
         yield "all global scales exchanged", exchanged("weight_global", "input_global")
     for leaf in sorted(SINGLE & {*sound.leaves}):
         yield f"no {leaf} in v_proj", drop(f"{sound.attention('v')}.{leaf}")
         yield f"{leaf} of down_proj tenfold", put(f"{down}.{leaf}", lambda scale: scale * 10)
         yield f"{leaf} of down_proj thousandfold", put(f"{down}.{leaf}", lambda scale: scale * 1000)
         yield f"all {leaf} upside down", each(f".{leaf}", inverse)
+        yield f"all {leaf} one", each(f".{leaf}", every(1.0))
+    yield "no scales at all", lost(lambda name: name.endswith(".weight_scale"))
     if not sound.scheme.startswith("MX"):
+        yield "all weight_scale upside down", each(".weight_scale", inverse)
         yield "all weight_scale NaN", each(".weight_scale", every(float("nan")))
         yield "weight_scale of down_proj a tenth", put(f"{down}.weight_scale", times(0.1))
+        yield "weight_scale of q_proj tenfold", put(f"{q}.weight_scale", times(10))
+        yield "a scale of down_proj tenfold", put(f"{down}.weight_scale", _first(10))
+        yield "a scale of down_proj infinite", put(f"{down}.weight_scale", element(float("inf")))
+    if sound.scheme.startswith("NVFP4"):
+        yield "a scale of down_proj NaN of the other sign", put(f"{down}.weight_scale", _bits(0xFF))
+        yield "a scale of down_proj denormal", put(f"{down}.weight_scale", _bits(0x01))
+
+
+def _first(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda scale: element(float(scale.float().view(-1)[0]) * factor)(scale)
+
+
+def _bits(code: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def apply(tensor: torch.Tensor) -> torch.Tensor:
+        changed = tensor.view(torch.uint8).clone()
+        changed.view(-1)[0] = code
+        return changed.view(tensor.dtype)
+
+    return apply
 
 
 def _codes(sound: Sound) -> Iterator[tuple[str, Change]]:
     weight = sound.leaves[0]
-    name = f"{sound.mlp('down')}.{weight}"
+    name, zero_point = f"{sound.mlp('down')}.{weight}", f"{sound.mlp('down')}.weight_zero_point"
+    if weight == "weight" and sound.scheme != "W8A8":
+        yield "a weight of down_proj NaN of the other sign", put(name, _bits(0xFF))
     if sound.scheme == "W8A8":
         yield "a code of -128", put(name, element(-128))
     if weight == "weight_packed" and "weight_shape" in sound.leaves:
         yield "words as uint32", put(name, lambda value: value.view(torch.uint32))
+        yield "words byteswapped", put(name, byteswapped)
+        yield "words of all ones", put(name, lambda value: torch.full_like(value, -1))
+    yield f"{weight} of down_proj with rows turned", put(name, lambda value: value.roll(1, 0))
+    yield f"{weight} of down_proj with columns turned", put(name, lambda value: value.roll(1, 1))
+    if "weight_zero_point" in sound.leaves:
+        yield "zero points zero", put(zero_point, torch.zeros_like)
+        yield "zero points at the end", put(zero_point, lambda value: torch.full_like(value, -1))
 
 
 def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     """Those that do not: tables, norms, the model's config."""
+    yield "embeddings zero", put("model.embed_tokens.weight", every(0.0))
+    yield "embeddings doubled", put("model.embed_tokens.weight", lambda value: value * 2)
+    yield "layer norm zero", put("model.layers.0.input_layernorm.weight", every(0.0))
+    yield "final norm negative", put("model.norm.weight", lambda value: -value)
+    yield "embeddings infinite", put("model.embed_tokens.weight", every(float("inf")))
     if not sound.tied:
+        yield "lm_head zero", put("lm_head.weight", every(0.0))
+        yield "lm_head transposed", put("lm_head.weight", lambda value: value.T)
         yield "lm_head as float32", put("lm_head.weight", lambda value: value.float())
         yield "lm_head as float16", put("lm_head.weight", lambda value: value.half())
+        yield "embeddings and lm_head exchanged", swap("lm_head.weight", "model.embed_tokens.weight")
     yield from _sizes()
 
 
 def _sizes() -> Iterator[tuple[str, Change]]:
+    yield "another rope theta", config(WHOLE, rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
     yield "older rope theta", config(WHOLE, rope_theta=1e6)
+    yield "unknown rope", config(WHOLE, rope_parameters={"rope_theta": 1e4, "rope_type": "no-such-rope"})
     yield "older rope scaling", config(WHOLE, rope_scaling={"type": "linear", "factor": 4.0})
+    yield "yarn without a factor", config(WHOLE, rope_parameters={"rope_theta": 1e4, "rope_type": "yarn"})
+    yield "another epsilon of norms", config(WHOLE, rms_norm_eps=0.5)
     yield "no epsilon of norms", without(WHOLE, "rms_norm_eps")
+    yield "epsilon of norms a string", config(WHOLE, rms_norm_eps="1e-6")
+    yield "epsilon of norms negative", config(WHOLE, rms_norm_eps=-1.0)
     yield "fewer positions", config(WHOLE, max_position_embeddings=64)
+    yield "too few positions", config(WHOLE, max_position_embeddings=8)
     yield "no positions", without(WHOLE, "max_position_embeddings")
     yield "dtype float16", config(WHOLE, dtype="float16")
     yield "dtype float32", config(WHOLE, dtype="float32")
     yield "no dtype", without(WHOLE, "dtype")
     yield "dtype auto", config(WHOLE, dtype="auto")
     yield "dtype float8", config(WHOLE, dtype="float8_e4m3fn")
+    yield "no layers", config(WHOLE, num_hidden_layers=0)
     yield "heads zero", config(WHOLE, num_attention_heads=0)
     yield "heads of keys null", config(WHOLE, num_key_value_heads=None)
+    yield "heads of keys zero", config(WHOLE, num_key_value_heads=0)
     yield "vocabulary a string", config(WHOLE, vocab_size="384")
     yield "vocabulary null", config(WHOLE, vocab_size=None)
     yield "layers a float", config(WHOLE, num_hidden_layers=2.0)
@@ -124,9 +180,11 @@ def _sizes() -> Iterator[tuple[str, Change]]:
     yield "head size zero", config(WHOLE, head_dim=0)
     yield "odd heads", config(WHOLE, num_attention_heads=3)
     yield "activation null", config(WHOLE, hidden_act=None)
+    yield "activation gelu", config(WHOLE, hidden_act="gelu")
     llama = "LlamaForCausalLM"
     yield "two architectures", config(WHOLE, architectures=[llama, "OPTForCausalLM"])
     yield "two architectures, the first unknown", config(WHOLE, architectures=["NoSuchForCausalLM", llama])
+    yield "architectures a string", config(WHOLE, architectures=llama)
     yield "architecture in small letters", config(WHOLE, architectures=["llamaforcausallm"])
     yield "architecture of the base model", config(WHOLE, architectures=["LlamaModel"])
     yield "model type in capitals", config(WHOLE, model_type="LLAMA")

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 
-from tests.mutations.edits import Change, all_of, element, every, inverse, put, times
+import torch
+
+from tests.mutations.edits import Change, all_of, byteswapped, element, every, inverse, put, times
 from tests.mutations.good import Sound
 
 SINGLE = frozenset({"weight_global_scale", "input_global_scale", "input_scale"})
@@ -15,6 +17,8 @@ def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
             yield from _exponents(sound) if sound.scheme.startswith("MX") else _scale(sound, leaf)
     yield from _shared(sound)
     yield from _payload(sound)
+    yield "final norm NaN", put("model.norm.weight", element(float("nan")))
+    yield "layer norm infinite", put("model.layers.0.input_layernorm.weight", element(float("inf")))
     yield "embeddings NaN", put("model.embed_tokens.weight", every(float("nan")))
     yield "final norm zero", put("model.norm.weight", every(0.0))
 
@@ -26,8 +30,11 @@ def _scale(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
     yield f"{leaf} of q_proj NaN", put(q, element(float("nan")))
     if not one_byte:
         yield f"{leaf} of down_proj infinite", put(down, element(float("inf")))
+        yield f"{leaf} of down_proj denormal", put(down, every(1e-39))
+        yield f"{leaf} of down_proj byteswapped", put(down, _byteswapped)
     if leaf != "input_global_scale":  # its sign cancels in the emulation, which tells nothing of FP4 kernels
         yield f"{leaf} of down_proj negative", put(down, times(-1))
+    yield f"{leaf} of down_proj all zero", put(down, every(0.0))
     yield f"{leaf} of down_proj once zero", put(down, element(0.0))
     yield f"{leaf} of down_proj all one", put(down, every(1.0))
     if leaf in SINGLE:
@@ -43,6 +50,10 @@ def _exponents(sound: Sound) -> Iterator[tuple[str, Change]]:
     """Scales that are exponents in a byte, with 127 for one."""
     down = f"{sound.mlp('down')}.weight_scale"
     yield "weight_scale of down_proj NaN", put(down, element(255))
+    yield "weight_scale of down_proj all zero", put(down, every(0))
+    yield "weight_scale of down_proj all one", put(down, every(127))
+    yield "weight_scale of down_proj upside down", put(down, lambda scale: 254 - scale)
+    yield "weight_scale of down_proj huge", put(down, every(254))
     yield "weight_scale of down_proj without a bias", put(down, lambda scale: scale - 100)
 
 
@@ -62,4 +73,14 @@ def _shared(sound: Sound) -> Iterator[tuple[str, Change]]:
 
 def _payload(sound: Sound) -> Iterator[tuple[str, Change]]:
     weight, down = sound.leaves[0], sound.mlp("down")
+    if weight == "weight" and sound.scheme != "W8A8":
+        yield "weight of down_proj NaN", put(f"{down}.weight", element(float("nan")))
+        yield "weight of q_proj all NaN", put(f"{sound.attention('q')}.weight", every(float("nan")))
     yield f"{weight} of down_proj all zero", put(f"{down}.{weight}", every(0))
+    if sound.scheme in ("NVFP4", "NVFP4A16", "MXFP4"):
+        yield "nibbles exchanged", put(f"{down}.{weight}", lambda codes: (codes << 4) | (codes >> 4))
+
+
+def _byteswapped(scale: torch.Tensor) -> torch.Tensor:
+    """A scale in the other byte order; rounded before, so that it is the same one on every processor."""
+    return byteswapped(scale.bfloat16().to(scale.dtype))
