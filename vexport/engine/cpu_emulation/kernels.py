@@ -10,37 +10,17 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from vllm import _custom_ops
 from vllm.model_executor.kernels import linear
-from vllm.model_executor.kernels.linear import (
-    EmulationMxfp8LinearKernel,
-    Fp8BlockScaledMMLinearKernel,
-    FP8ScaledMMLinearKernel,
-    FP8ScaledMMLinearLayerConfig,
-    MPLinearKernel,
-    MPLinearLayerConfig,
-    MxFp4LinearKernel,
-    MxFp4LinearLayerConfig,
-    NvFp4LinearKernel,
-    NvFp4LinearLayerConfig,
-    register_linear_kernel,
-)
 from vllm.model_executor.layers.quantization import modelopt
+from vllm.model_executor.layers.quantization.compressed_tensors import schemes
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
-)
-from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
-    CompressedTensorsScheme,
-    CompressedTensorsW4A4Mxfp4,
-    CompressedTensorsW4A8Fp8,
 )
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     compressed_tensors_w4a4_nvfp4 as nvfp4_scheme,
 )
 from vllm.model_executor.layers.quantization.compressed_tensors.transform.module import HadamardTransform
 from vllm.model_executor.layers.quantization.quark.schemes import quark_nvfp4
-from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import (
-    break_fp4_bytes,
-    dequantize_to_dtype,
-)
+from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils
 from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kMxfp4Dynamic
 from vllm.platforms import PlatformEnum
 
@@ -92,7 +72,7 @@ class Dequantized:
     apply_block_scaled_mm = apply_scaled_mm
 
 
-class EmulationWNA16Linear(Dequantized, MPLinearKernel):  # type: ignore[misc]
+class EmulationWNA16Linear(Dequantized, linear.MPLinearKernel):  # type: ignore[misc]
     """Weights of 2 to 8 bits in groups or channels, with or without zero points; activations as they are."""
 
     @classmethod
@@ -100,7 +80,7 @@ class EmulationWNA16Linear(Dequantized, MPLinearKernel):  # type: ignore[misc]
         return -1
 
     @classmethod
-    def can_implement(cls, c: MPLinearLayerConfig) -> Answer:
+    def can_implement(cls, c: linear.MPLinearLayerConfig) -> Answer:
         return c.act_type in (torch.bfloat16, torch.float16), "requires 16-bit activations"
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
@@ -128,7 +108,7 @@ class EmulationW4A8Fp8Linear(EmulationWNA16Linear):
     """INT4 weights in groups, FP8 activations with a scale per token: vLLM's CutlassW4A8LinearKernel."""
 
     @classmethod
-    def can_implement(cls, c: MPLinearLayerConfig) -> Answer:
+    def can_implement(cls, c: linear.MPLinearLayerConfig) -> Answer:
         return c.act_type == torch.float8_e4m3fn, "requires FP8 activations"
 
     def stored_scale(self, scale: Tensor) -> Tensor:
@@ -146,7 +126,7 @@ class EmulationW4A8Fp8Linear(EmulationWNA16Linear):
         return (product if bias is None else product + bias).to(x.dtype)
 
 
-class EmulationFp8Linear(Dequantized, FP8ScaledMMLinearKernel):  # type: ignore[misc]
+class EmulationFp8Linear(Dequantized, linear.FP8ScaledMMLinearKernel):  # type: ignore[misc]
     """FP8 weights (a scale per tensor or channel) and activations (static per tensor, dynamic per token).
 
     The CPU build ignores static activation scales where it has AMX, and takes 0.2 s a layer for dynamic ones
@@ -154,7 +134,7 @@ class EmulationFp8Linear(Dequantized, FP8ScaledMMLinearKernel):  # type: ignore[
     """
 
     @classmethod
-    def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> Answer:
+    def can_implement(cls, c: linear.FP8ScaledMMLinearLayerConfig) -> Answer:
         activation, weight = c.activation_quant_key.scale, c.weight_quant_key.scale.group_shape
         shape = activation.group_shape
         if not (shape.is_per_tensor() if activation.static else shape.is_per_token()):
@@ -175,7 +155,7 @@ class EmulationFp8Linear(Dequantized, FP8ScaledMMLinearKernel):  # type: ignore[
         return (output if bias is None else output + bias).to(x.dtype)
 
 
-class EmulationW8A16Fp8Linear(Dequantized, FP8ScaledMMLinearKernel):  # type: ignore[misc]
+class EmulationW8A16Fp8Linear(Dequantized, linear.FP8ScaledMMLinearKernel):  # type: ignore[misc]
     """FP8 weights, activations as they are. vLLM makes scales per channel of those per tensor."""
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
@@ -187,10 +167,10 @@ class EmulationW8A16Fp8Linear(Dequantized, FP8ScaledMMLinearKernel):  # type: ig
         layer.weight = Parameter(weight.to(self.config.out_dtype).contiguous(), requires_grad=False)
 
 
-class EmulationFp8BlockLinear(Dequantized, Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
+class EmulationFp8BlockLinear(Dequantized, linear.Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
     """FP8 weights with scales by block, activations dynamic in groups: for CPUs without AMX."""
 
-    can_implement = Fp8BlockScaledMMLinearKernel.can_implement
+    can_implement = linear.Fp8BlockScaledMMLinearKernel.can_implement
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
         """Dequantize the weight, which is stored as (out, in)."""
@@ -204,12 +184,12 @@ class EmulationFp8BlockLinear(Dequantized, Fp8BlockScaledMMLinearKernel):  # typ
         return F.linear(rounded.reshape(x.shape), layer.weight, bias)
 
 
-class EmulationNvFp4A16Linear(Dequantized, NvFp4LinearKernel):  # type: ignore[misc]
+class EmulationNvFp4A16Linear(Dequantized, linear.NvFp4LinearKernel):  # type: ignore[misc]
     """NVFP4 weights, activations as they are."""
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
         """Dequantize; `weight_global_scale` is a factor by now, vLLM has inverted the stored global scale."""
-        weight = dequantize_to_dtype(
+        weight = nvfp4_emulation_utils.dequantize_to_dtype(
             layer.weight.data,
             layer.weight_scale.data,
             layer.weight_global_scale,
@@ -226,11 +206,11 @@ class EmulationNvFp4Linear(EmulationNvFp4A16Linear):
         return F.linear(fake_nvfp4(x, layer.input_global_scale_inv), layer.weight, bias)
 
 
-class EmulationMxFp4Linear(Dequantized, MxFp4LinearKernel):  # type: ignore[misc]
+class EmulationMxFp4Linear(Dequantized, linear.MxFp4LinearKernel):  # type: ignore[misc]
     """MXFP4 weights; activations in MXFP4, as on SM 100, as they are, as in Marlin below, or in FP8."""
 
     @classmethod
-    def can_implement(cls, config: MxFp4LinearLayerConfig) -> Answer:
+    def can_implement(cls, config: linear.MxFp4LinearLayerConfig) -> Answer:
         known = cls._supports_quant_scheme(None, config.activation_quant_key)
         return known, "requires MXFP4, dynamic FP8 or unquantized activations"
 
@@ -243,7 +223,7 @@ class EmulationMxFp4Linear(Dequantized, MxFp4LinearKernel):  # type: ignore[misc
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
         """Dequantize; the scales are e8m0 exponents with a bias of 127, one for 32 values."""
-        values = break_fp4_bytes(layer.weight.data, torch.float32)
+        values = nvfp4_emulation_utils.break_fp4_bytes(layer.weight.data, torch.float32)
         scale = torch.exp2(layer.weight_scale.data.to(torch.float32) - E8M0_BIAS)
         weight = (values * scale.repeat_interleave(MX_GROUP, dim=-1)).to(torch.get_default_dtype())
         layer.weight = Parameter(weight, requires_grad=False)
@@ -270,8 +250,8 @@ def register_kernels() -> None:
     # vLLM forces Marlin for NVFP4A16 before it looks at its table: replace each user's own name.
     for module in (nvfp4_scheme, modelopt, quark_nvfp4):
         module.init_nvfp4_linear_kernel = nvfp4_kernel
-    register_linear_kernel(EmulationMxFp4Linear, PlatformEnum.CPU, "mxfp4")
-    register_linear_kernel(EmulationMxfp8LinearKernel, PlatformEnum.CPU, "mxfp8")
+    linear.register_linear_kernel(EmulationMxFp4Linear, PlatformEnum.CPU, "mxfp4")
+    linear.register_linear_kernel(linear.EmulationMxfp8LinearKernel, PlatformEnum.CPU, "mxfp8")
     # First, because a later entry, chosen on AMX machines, ignores static input scales, and another is slow.
     linear._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU].insert(0, EmulationFp8Linear)
     # The CPU build lacks the operator behind this name, which fused layers need to share one weight scale.
@@ -296,17 +276,17 @@ def scheme_from_parts(
     output_quant: QuantizationArgs | None = None,
     format: str | None = None,
     layer_name: str | None = None,
-) -> CompressedTensorsScheme:
+) -> schemes.CompressedTensorsScheme:
     """vLLM's choice of a scheme, with two that only a GPU gets: W4AFP8, and MXFP4 without MXFP4 inputs."""
     if config._is_fp8_w4a8(weight_quant, input_quant):
-        return CompressedTensorsW4A8Fp8(
+        return schemes.CompressedTensorsW4A8Fp8(
             num_bits=weight_quant.num_bits,
             strategy=weight_quant.strategy,
             symmetric=weight_quant.symmetric,
             group_size=weight_quant.group_size,
         )
     if config._is_mxfp4(weight_quant) and input_quant is None:
-        return CompressedTensorsW4A4Mxfp4(activation_quant_key=None)
+        return schemes.CompressedTensorsW4A4Mxfp4(activation_quant_key=None)
     return _ORIGINAL_SCHEME(config, weight_quant, input_quant, output_quant, format, layer_name)
 
 
@@ -328,10 +308,10 @@ def ready_amx() -> None:
         torch.cpu._init_amx()
 
 
-def nvfp4_kernel(use_a16: bool = False) -> NvFp4LinearKernel:
+def nvfp4_kernel(use_a16: bool = False) -> linear.NvFp4LinearKernel:
     """Replace vLLM's `init_nvfp4_linear_kernel`: return the CPU kernel."""
     kernel = EmulationNvFp4A16Linear if use_a16 else EmulationNvFp4Linear
-    return kernel(NvFp4LinearLayerConfig())
+    return kernel(linear.NvFp4LinearLayerConfig())
 
 
 def rotate(transform: HadamardTransform, value: Tensor, part_id: int = 0) -> Tensor:
