@@ -1,7 +1,6 @@
 """Whose fault a failure is, read from logs as vLLM writes them."""
 
 import venv
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,6 @@ LOG = """\
 (EngineCore pid=9507) ERROR 11-20 22:18:48 [core.py:1512] {cause}
 RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {{}}
 """
-
-
 NO_KERNEL = "ValueError: Failed to find a kernel that can implement the WNA16 layer"
 
 
@@ -73,11 +70,6 @@ def test_interpreter_without_vllm(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class How:
-    how: str
-
-
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     ("how", "kind", "words"),
@@ -93,8 +85,8 @@ def test_however_a_worker_dies_it_is_said(tmp_path: Path, how: str, kind: Failur
     with pytest.raises(EngineFault) as caught:
         Worker(
             module="tests.engine.dying",
-            request=How(how=how),
-            kind=How,
+            request={"how": how},
+            kind=dict,
             where="here",
             log=tmp_path / "log",
             timeout=1 if how == "sleep" else 120,

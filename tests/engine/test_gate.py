@@ -16,7 +16,7 @@ from vexport.checks import NAMES, NUMBERS
 from vexport.checks.vllm.view import Target
 from vexport.engine.gate import DRY_LOAD, with_load
 from vexport.files import write_text
-from vexport.records import CellStatus, CheckReport, DryLoadReport, Finding, MatrixCell, NotJudged, Severity
+from vexport.records import CellStatus, CheckReport, DryLoadReport, Finding, MatrixCell, NotJudged
 
 UNKNOWN = NotJudged(what=NAMES, why="the layout of a class is not known")
 
@@ -77,13 +77,12 @@ def test_neither_reading_nor_asking_imports_torch(good: Good) -> None:
     assert ran.stdout.strip() == "[]"
 
 
-def finding(check: str, severity: Severity = "error", expected: str = "") -> Finding:
-    return Finding(check=check, severity=severity, where="a.b", expected=expected, got="", fix="")
+def finding(check: str) -> Finding:
+    return Finding(check=check, severity="error", where="a.b", expected="", got="", fix="")
 
 
 def loaded(*findings: Finding, vllm: str = "0.32.1", status: CellStatus = "loads") -> DryLoadReport:
-    reason = "" if status == "loads" else "why"
-    (cell,) = (MatrixCell(tp=1, sm=90, status=status, reason=reason),)
+    cell = MatrixCell(tp=1, sm=90, status=status, reason="" if status == "loads" else "why")
     return DryLoadReport(
         checkpoint="a", ok=not findings, findings=findings, vllm=vllm, cells=(cell,), rows=(), blind_spots=()
     )

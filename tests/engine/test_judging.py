@@ -1,7 +1,6 @@
 """Continuations, log-probabilities and prompts are judged as they should be."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,11 +29,9 @@ SILENT = replace(GOOD, text="", tokens=1, finish_reason="stop")
 ENDLESS = replace(GOOD, text=" one of the many things that a long text may be about", tokens=200)
 
 
-def test_a_checkpoint_without_a_tokenizer_is_bad_input(tiny_llama: Path, tmp_path: Path) -> None:
-    for name in ("config.json", "model.safetensors"):
-        shutil.copyfile(tiny_llama / name, tmp_path / name)
+def test_a_checkpoint_without_a_tokenizer_is_bad_input(llama: Path) -> None:
     with pytest.raises(InputError, match="no tokenizer .* copy the tokenizer's files"):
-        fixed_prompts(tmp_path)
+        fixed_prompts(llama)
 
 
 @pytest.mark.parametrize(
