@@ -109,13 +109,6 @@ def test_a_metric_in_its_own_units_is_not_shown_in_per_cent(format: str) -> None
     assert "n/a" in text or format in ("junit", "github", "card")
 
 
-def test_json_is_the_report_and_reads_back(tmp_path: Path) -> None:
-    report = sample.report("INCONCLUSIVE")
-    (tmp_path / "report.json").write_text(render(report, "json"), encoding="utf-8")
-    assert from_json(Report, tmp_path / "report.json") == report
-    assert render(sample.hostile(), "json").isascii()
-
-
 def test_check_json_is_a_list_in_order_with_the_promised_keys() -> None:
     reports = [sample.unloaded().check, CheckReport(checkpoint="other", ok=True, findings=())]
     answer = json.loads(render_checks(reports, "json"))
@@ -225,9 +218,16 @@ SCHEMAS: dict[str, str] = MADE["SCHEMAS"]
 
 
 @pytest.mark.parametrize("report", [sample.report("INCONCLUSIVE"), sample.unloaded(), sample.hostile()])
-def test_reports_are_valid(report: Report) -> None:
-    schema = json.loads((FOLDER / "report.schema.json").read_text(encoding="utf-8"))
-    jsonschema.validate(json.loads(render(report, "json")), schema)
+def test_json_is_valid_and_reads_back(report: Report, tmp_path: Path) -> None:
+    schema, text = (
+        json.loads((FOLDER / "report.schema.json").read_text(encoding="utf-8")),
+        render(report, "json"),
+    )
+    jsonschema.validate(json.loads(text), schema)
+    assert text.isascii()
+    if report != sample.hostile():  # pydantic refuses a lone surrogate
+        (tmp_path / "report.json").write_text(text, encoding="utf-8")
+        assert from_json(Report, tmp_path / "report.json") == report
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
