@@ -147,6 +147,8 @@ class RunDirectory:
 class Stage(Generic[T_co]):
     """One stage of a run, whose result `make` returns; it sees the results of the stages before it.
 
+    `@partial(Stage, name, type)` makes the function below it one.
+
     `file` of the run directory holds the result as JSON, or is a checkpoint. `digest` has a digest of each
     input: a stage that was finished from the same ones is not done again, from others it is an InputError. A
     stage without `digest` takes no time and is done at every call. All of them are skipped unless `when`.
@@ -159,18 +161,6 @@ class Stage(Generic[T_co]):
     _: KW_ONLY
     digest: Callable[["Run"], Digests] | None = None
     when: Callable[["Run"], bool] = lambda run: True
-
-
-def stage(
-    name: str,
-    kind: type[T],
-    file: str | None = None,
-    *,
-    digest: Callable[["Run"], Digests] | None = None,
-    when: Callable[["Run"], bool] = lambda run: True,
-) -> Callable[[Callable[["Run"], T | None]], Stage[T]]:
-    """Make the decorated function a stage."""
-    return lambda make: Stage(name, kind, make, file, digest=digest, when=when)
 
 
 class Run:

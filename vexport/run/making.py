@@ -33,9 +33,9 @@ from vexport.run.directory import (
     ROUNDING,
     Digests,
     Run,
+    Stage,
     data_digest,
     rounding_of,
-    stage,
     value_digest,
 )
 from vexport.scenario import Rule, Sensitivity
@@ -64,7 +64,7 @@ def _candidate_groups(run: Run) -> tuple[FusionGroup, ...]:
     return tuple(group for unit in run.units for option in unit.options for group in option.groups)
 
 
-@stage("plan candidates", Plan)
+@partial(Stage, "plan candidates", Plan)
 def plan_candidates(run: Run) -> Plan:
     """Plan what calibration has to serve: the rules, or with `auto` every candidate.
 
@@ -96,10 +96,11 @@ def _needs_samples(run: Run) -> bool:
     return calibration_need(plan) is not None
 
 
-@stage(
+@partial(
+    Stage,
     "calibrate",
     CalibrationRecord,
-    "calibration/statistics.json",
+    file="calibration/statistics.json",
     when=_needs_samples,
     digest=lambda run: _rule_inputs(run, run.scenario.rules),
 )
@@ -121,10 +122,11 @@ def _sensitivity_inputs(run: Run) -> Digests:
     return {**_rule_inputs(run, run.scenario.rules), "sensitivity": digest}
 
 
-@stage(
+@partial(
+    Stage,
     "sensitivity",
     GroupSensitivities,
-    "sensitivity.json",
+    file="sensitivity.json",
     when=lambda run: run.scenario.is_mixed or run.scenario.sensitivity is not None,
     digest=_sensitivity_inputs,
 )
@@ -145,7 +147,7 @@ def measure_sensitivity(run: Run) -> GroupSensitivities:
     )
 
 
-@stage("choose", MixedScheme, "mixed.json", when=lambda run: run.scenario.is_mixed)
+@partial(Stage, "choose", MixedScheme, file="mixed.json", when=lambda run: run.scenario.is_mixed)
 def choose(run: Run) -> MixedScheme:
     """Choose the schemes of `auto` within its budget."""
     assert run.scenario.auto is not None
@@ -163,13 +165,13 @@ def _chosen_rules(run: Run) -> tuple[Rule, ...]:
     return rules_with(run.units, schemes | chosen, run.scenario.rules)
 
 
-@stage("plan", Plan, "plan.json")
+@partial(Stage, "plan", Plan, file="plan.json")
 def make_plan(run: Run) -> Plan:
     """The plan by the rules that were chosen."""
     return _accepted_plan(run, _chosen_rules(run))
 
 
-@stage("quantize", SourceIndex, CHECKPOINT, digest=checkpoint_inputs)
+@partial(Stage, "quantize", SourceIndex, file=CHECKPOINT, digest=checkpoint_inputs)
 def quantize(run: Run) -> SourceIndex:
     """The quantized checkpoint."""
     job = QuantizeJob(
@@ -193,7 +195,7 @@ def quantize(run: Run) -> SourceIndex:
     return read_index(run.checkpoint)
 
 
-@stage("check", CheckReport, "check.json", digest=checkpoint_inputs)
+@partial(Stage, "check", CheckReport, file="check.json", digest=checkpoint_inputs)
 def check(run: Run) -> CheckReport:
     """Static findings, and whether what should have been copied was; each layer's error in its own file."""
     plan, written = run.result(make_plan), run.result(quantize)

@@ -19,7 +19,7 @@ from vexport.evaluation.endpoint import require_address
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.files import digest_file
 from vexport.records import Drift, DryLoadReport, LmEvalSettings, LoadReport, Verdict, named
-from vexport.run.directory import Digests, Run, Stage, data_digest, stage, value_digest
+from vexport.run.directory import Digests, Run, Stage, data_digest, value_digest
 from vexport.run.endpoints import ask_endpoint, tokenizer_of
 from vexport.run.evaluating import drift_between, first_line, verdict_of
 from vexport.run.making import check, checkpoint_inputs
@@ -49,7 +49,7 @@ SEEN_TEXT = "the text that decides is the calibration data: give text that the c
 LOAD_DECIDES = "the checkpoint failed at load, which decides: what it answered is for information"
 
 
-@stage("questions", LmEvalSettings)
+@partial(Stage, "questions", LmEvalSettings)
 def settle_questions(run: Run) -> LmEvalSettings:
     """Decide how lm-eval asks both models; the candidate has the source's tokenizer and chat template.
 
@@ -71,10 +71,11 @@ def _device_inputs(run: Run) -> Digests:
     return {**checkpoint_inputs(run), "serve devices": value_digest([serve.dry_ranks, serve.compute])}
 
 
-@stage(
+@partial(
+    Stage,
     "dry load",
     DryLoadReport,
-    "dry-load.json",
+    file="dry-load.json",
     when=lambda run: run.result(check).ok and bool(run.scenario.serve.capabilities),
     digest=_device_inputs,
 )
@@ -154,10 +155,11 @@ def _serve(run: Run, role: str, model: Path) -> Served:
     return served
 
 
-@stage(
+@partial(
+    Stage,
     "serve baseline",
     Served,
-    SESSION.format(BASELINE),
+    file=SESSION.format(BASELINE),
     when=_is_loadable,
     digest=partial(_session_inputs, is_baseline=True),
 )
@@ -166,10 +168,11 @@ def serve_baseline(run: Run) -> Served:
     return _serve(run, BASELINE, run.baseline)
 
 
-@stage(
+@partial(
+    Stage,
     "serve candidate",
     Served,
-    SESSION.format(CANDIDATE),
+    file=SESSION.format(CANDIDATE),
     when=_is_loadable,
     digest=partial(_session_inputs, is_baseline=False),
 )
@@ -197,7 +200,7 @@ def _load_stage(role: str, session: Stage[Served], name: str, file: str) -> Stag
         result = run.result(session).result
         return {"session": value_digest(result), "baseline session": value_digest(canaries)}
 
-    @stage(name, LoadReport, file, when=is_served, digest=inputs)
+    @partial(Stage, name, LoadReport, file=file, when=is_served, digest=inputs)
     def load(run: Run) -> LoadReport:
         progress = named(role, run.options.on_progress)
         return run.result(session).report(run.result(serve_baseline), progress)
@@ -209,7 +212,7 @@ load_baseline = _load_stage(BASELINE, serve_baseline, "load baseline", "eval/bas
 load_candidate = _load_stage(CANDIDATE, serve_candidate, "load", "load.json")
 
 
-@stage("drift", Drift, when=is_served)
+@partial(Stage, "drift", Drift, when=is_served)
 def measure_drift(run: Run) -> Drift | None:
     """The distance of both models' log-probabilities on the same prompts."""
     return drift_between(run.result(serve_baseline), run.result(serve_candidate), run.evaluation)
@@ -221,7 +224,7 @@ def _is_evaluated(run: Run) -> bool:
     return served is not None and served.result.failure is None and run.scenario.evaluate is not None
 
 
-@stage("judge", Verdict, when=_is_evaluated)
+@partial(Stage, "judge", Verdict, when=_is_evaluated)
 def judge(run: Run) -> Verdict | None:
     """The paired comparison of both models' answers, or of what they make of the text.
 

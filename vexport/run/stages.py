@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,7 +52,6 @@ from vexport.run.directory import (
     logged_to,
     portable,
     rounding_of,
-    stage,
 )
 from vexport.run.evaluating import cause_of
 from vexport.run.options import EXPLAINING, EngineOptions, Explaining
@@ -75,7 +75,7 @@ class Conclusion(NamedTuple):
     reason: str
 
 
-@stage("conclude", Conclusion)
+@partial(Stage, "conclude", Conclusion)
 def conclude(run: Run) -> Conclusion:
     """The outcome of all that was found."""
     checked, dry, verdict = run.result(making.check), run.get(proving.dry_load), run.get(proving.judge)
@@ -96,7 +96,8 @@ def concluded(
 
 
 # After a pass too: the report shows the noise floor.
-@stage(
+@partial(
+    Stage,
     "attribute",
     Attribution,
     when=lambda run: proving.is_served(run) and run.explaining.wanted is not False,
@@ -108,7 +109,7 @@ def attribute(run: Run) -> Attribution | None:
     return cause_of(*sessions, run.evaluation, outcome, run.options, run.explaining.seconds)
 
 
-@stage("report", Report)
+@partial(Stage, "report", Report)
 def report(run: Run) -> Report:
     """Everything the run found, in its files too."""
     found = _all_of(run)
