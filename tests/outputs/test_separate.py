@@ -56,7 +56,7 @@ def home(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-QUANTIZE = ("quantize", "--scheme", "FP8", "--overwrite")
+QUANTIZE = ("quantize", "--scheme", "FP8_DYNAMIC", "--overwrite")
 CALIBRATION = ("--calibration", "data/rows.jsonl")
 REPAIR = ("repair", "--overwrite")
 EVAL = ("eval", "--task", "tasks/sums.yaml", "--overwrite")
