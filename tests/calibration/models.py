@@ -1,19 +1,18 @@
 """Micro models of several families with random weights, plans, samples, and what a whole-model run sees."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.architectures.families import FAMILIES, Family
 from vexport.calibration import Samples, calibrate
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex, read_index
-from vexport.records import CalibrationRecord, FusionGroup, KvCache, LinearPlan, Plan
+from vexport.records import CalibrationRecord, FusionGroup, InputRange, KvCache, LinearPlan, Plan
 
 VOCABULARY = 128
 # Modules whose name in the checkpoint is another.
@@ -86,38 +85,33 @@ def save(config: transformers.PreTrainedConfig, folder: Path, *, stacked: bool =
     return folder
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What plain hooks of a whole-model run saw at the input of one layer."""
-
-    low: float
-    high: float
-    tokens: int
-    squares: torch.Tensor
-
-
-def whole_model_run(folder: Path, names: Sequence[str], batches: Sequence[torch.Tensor]) -> dict[str, Seen]:
+def whole_model_run(
+    folder: Path,
+    names: Iterable[str],
+    batches: Sequence[torch.Tensor],
+    *,
+    auto: type[AutoModelForCausalLM] | type[AutoModelForImageTextToText] = AutoModelForCausalLM,
+    module_of: Callable[[str], str] = lambda name: RENAMED.get(name, name),
+) -> dict[str, torch.Tensor]:
     """Load everything, run every batch, watch the inputs of the named layers: the reference."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = auto.from_pretrained(folder, dtype=torch.bfloat16)
     inputs: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-
-    def watch(name: str) -> None:
-        def hook(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            inputs[name].append(args[0].flatten(0, -2).clone())
-
-        model.get_submodule(RENAMED.get(name, name)).register_forward_pre_hook(hook)
-
-    for name in names:
-        watch(name)
+    for name, seen in inputs.items():
+        model.get_submodule(module_of(name)).register_forward_pre_hook(
+            lambda _, args, seen=seen: seen.append(args[0].flatten(0, -2).clone())
+        )
     with torch.no_grad():
         for batch in batches:
             model(input_ids=batch)
-    return {name: _seen(torch.cat(values)) for name, values in inputs.items() if values}
+    return {name: torch.cat(values) for name, values in inputs.items() if values}
 
 
-def _seen(values: torch.Tensor) -> Seen:
-    squares = values.double().square().mean(0).float()
-    return Seen(low=values.min().item(), high=values.max().item(), tokens=len(values), squares=squares)
+def range_of(values: torch.Tensor) -> InputRange:
+    return InputRange(low=values.min().item(), high=values.max().item(), tokens=len(values))
+
+
+def mean_squares(values: torch.Tensor) -> torch.Tensor:
+    return values.double().square().mean(0).float()
 
 
 def samples(lengths: Sequence[int] = (12, 20, 12, 7, 20, 12), seed: int = 3) -> Samples:

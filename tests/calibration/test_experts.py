@@ -15,7 +15,9 @@ from tests.calibration.models import (
     batches_of,
     calibrated,
     expert_configs,
+    mean_squares,
     plan_for,
+    range_of,
     samples,
     save,
     whole_model_run,
@@ -27,7 +29,7 @@ from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
 from vexport.quantize.scales import decoded
-from vexport.records import CalibrationRecord, InputRange, LinearPlan, Plan, WeightPart
+from vexport.records import CalibrationRecord, LinearPlan, Plan, WeightPart
 
 pytestmark = pytest.mark.usefixtures("own_products")
 
@@ -132,18 +134,14 @@ def reference(
     return inputs, counts
 
 
-def range_of(values: torch.Tensor) -> InputRange:
-    return InputRange(low=values.min().item(), high=values.max().item(), tokens=len(values))
-
-
 def require_equal(found: CalibrationRecord, folder: Path, plan: Plan, *, all_experts: bool) -> None:
     inputs, counts = reference(folder, all_experts=all_experts)
     assert found.routed == counts
     assert min(min(row) for row in counts.values()) > 0
     ranges = {name: range_of(values) for name, values in inputs.items()}
     dense = [group.name for group in plan.groups if group.name not in ranges]
-    for name, seen in whole_model_run(folder, dense, batches_of(samples(LENGTHS))).items():
-        ranges[name] = InputRange(low=seen.low, high=seen.high, tokens=seen.tokens)
+    for name, values in whole_model_run(folder, dense, batches_of(samples(LENGTHS))).items():
+        ranges[name] = range_of(values)
     assert found.ranges == ranges
 
 
@@ -179,8 +177,7 @@ def test_importance_of_experts(name: str, tmp_path: Path) -> None:
     found = calibrate(LayerWalk(index), plan, samples(LENGTHS)).importance
     assert set(found) == {group.name for group in plan.groups}
     for layer, values in reference(folder, all_experts=True)[0].items():
-        means = values.double().square().mean(0).float()
-        torch.testing.assert_close(decoded(found[layer]), means, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(decoded(found[layer]), mean_squares(values), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("routed", [True, False])
@@ -261,18 +258,16 @@ WRAPPED = {
 def test_text_layers_see_what_a_whole_model_run_shows(name: str, tmp_path: Path) -> None:
     stored, module = WRAPPED[name]
     folder = save_family(name, tmp_path / "model")
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.bfloat16)
     index, plan = plan_for(folder, kv_cache="fp8")
     layers = tuple(group for group in plan.groups if group.name.startswith(f"{stored}layers."))
     assert len(layers) == 14
     found = calibrate(LayerWalk(index), replace(plan, groups=layers), samples())
-    inputs: dict[str, list[torch.Tensor]] = {group.name: [] for group in layers}
-    for layer, values in inputs.items():
-        watched = model.get_submodule(layer.replace(stored, module, 1))
-        watched.register_forward_pre_hook(lambda _, args, into=values: into.append(args[0].flatten(0, -2)))
-    with torch.no_grad():
-        for ids in batches_of(samples()):
-            model(input_ids=ids)
-    for layer, values in inputs.items():
-        assert found.ranges[layer] == range_of(torch.cat(values))
+    seen = whole_model_run(
+        folder,
+        [group.name for group in layers],
+        batches_of(samples()),
+        auto=AutoModelForImageTextToText,
+        module_of=lambda layer: layer.replace(stored, module, 1),
+    )
+    assert found.ranges == {layer: range_of(values) for layer, values in seen.items()}
     assert list(found.kv_ranges) == [f"{stored}layers.{number}.self_attn" for number in range(2)]

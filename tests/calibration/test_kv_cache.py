@@ -12,7 +12,9 @@ from tests.calibration.models import (
     calibrated,
     configs,
     expert_configs,
+    mean_squares,
     plan_for,
+    range_of,
     samples,
     save,
     whole_model_run,
@@ -22,7 +24,7 @@ from vexport.calibration.walk import LayerWalk
 from vexport.errors import InputError
 from vexport.files import from_json, to_json, write_text
 from vexport.quantize.scales import decoded
-from vexport.records import CalibrationRecord, HeadRanges, InputRange
+from vexport.records import CalibrationRecord, HeadRanges
 
 pytestmark = pytest.mark.usefixtures("own_products")
 
@@ -87,8 +89,8 @@ def test_importance_is_the_mean_square_of_a_whole_model_run(tmp_path: Path) -> N
     names = [group.name for group in plan.groups]
     seen = whole_model_run(llama, names, batches_of(samples()))
     assert list(found.importance) == names
-    for name in names:
-        torch.testing.assert_close(decoded(found.importance[name]), seen[name].squares, rtol=1e-6, atol=1e-8)
+    for name, importance in found.importance.items():
+        torch.testing.assert_close(decoded(importance), mean_squares(seen[name]), rtol=1e-6, atol=1e-8)
     write_text(tmp_path / "statistics.json", to_json(found))
     assert from_json(CalibrationRecord, tmp_path / "statistics.json") == found
 
@@ -100,5 +102,5 @@ def test_ranges_are_those_of_a_whole_model_run(name: str, tmp_path: Path) -> Non
     assert len(plan.groups) >= 12
     chosen = samples()
     seen = whole_model_run(family, [group.name for group in plan.groups], batches_of(chosen))
-    expected = {name: InputRange(low=one.low, high=one.high, tokens=one.tokens) for name, one in seen.items()}
+    expected = {name: range_of(values) for name, values in seen.items()}
     assert calibrate(LayerWalk(index), plan, chosen).ranges == expected

@@ -111,11 +111,3 @@ def test_two_ranks(tmp_path: Path) -> None:
     ranks = [start(log, run_rank, rank, str(tmp_path / "store")) for rank, log in enumerate(logs)]
     for rank, log in zip(ranks, logs, strict=True):
         finish(rank, log)
-
-
-def test_one_process_without_a_group_syncs_nothing() -> None:
-    observer = observed("static_minmax", TENSOR, samples())
-    before = observer.range()[0].clone()
-    assert observer.sync_activation_stats() == []
-    assert torch.equal(observer.range()[0], before)
-    assert observer.tokens == 42
