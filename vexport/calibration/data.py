@@ -13,7 +13,6 @@ from vexport.checkpoint.source import DEFAULT
 from vexport.errors import InputError, first_line, raise_all
 from vexport.files import digest_bytes
 from vexport.records import CalibrationData
-from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
 
 # Characters read per token: the rest of a text would be cut after tokenizing.
 CHARACTERS = 64
@@ -208,16 +207,21 @@ class _Reader:
         return ids if end is None or raw.joins or ids[-1] == end else (*ids, end)
 
     def _ids(self, row: Row, most: int, *, begins: bool) -> Sequence[int]:
-        """The ids of a row, of its text no more than `most` tokens can need; `begins` a text of its own.
+        """The ids of a row, of its text no more than `most` tokens can need; ValueError where it fails.
 
-        Raises ValueError where it fails.
+        `begins` a text of its own. A chat template is a program of the checkpoint that may raise anything.
         """
         if row.ids is not None:
             return row.ids
         text = row.text
         if row.messages is not None:
             if self.tokenizer.chat_template:
-                return self._of_turns(_cut(row.messages, CHARACTERS * most))
+                turns = _cut(row.messages, CHARACTERS * most)
+                try:
+                    return self.tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
+                except Exception as error:
+                    reason = first_line(error)
+                    raise ValueError(f"turns that the chat template refuses ({reason})") from None
             if row.flat is None:
                 raise ValueError("turns of a conversation, and the model has no chat template")
             text = row.flat
@@ -226,24 +230,6 @@ class _Reader:
             return self.tokenizer.encode(text[: CHARACTERS * most], add_special_tokens=begins)
         except Exception as error:
             raise ValueError(f"a text that the tokenizer refuses ({first_line(error)})") from None
-
-    def _of_turns(self, turns: Sequence[Message]) -> Sequence[int]:
-        """Through the chat template, a program of the checkpoint: what it raises is an error of the row.
-
-        InputError where it does not end: every row would take as long.
-        """
-        try:
-            with time_limit(TEMPLATE_SECONDS):
-                return self.tokenizer.apply_chat_template(list(turns), tokenize=True, return_dict=False)
-        except TimeoutError as error:
-            raise InputError(
-                f"{self._checkpoint}: chat template",
-                got=str(error),
-                need="a template that ends",
-                fix="correct it, or give calibration rows as text",
-            ) from None
-        except Exception as error:
-            raise ValueError(f"turns that the chat template refuses ({first_line(error)})") from None
 
 
 def _packed(

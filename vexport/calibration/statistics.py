@@ -247,9 +247,7 @@ class _Watch:
         with watching if self._watches_cache else nullcontext():
             for position in range(len(self._hidden)):
                 run = partial(layer.run, position, self._walk.on_device(self._hidden[position]))
-                made = self._take(inputs, layer.module, layer.name, position, run)
-                assert made is not None
-                self._hidden[position] = made
+                self._hidden[position] = self._take(inputs, layer.module, layer.name, position, run)
 
     def behind(self) -> None:
         """Run what is outside the layers, where something there is watched."""
@@ -259,7 +257,7 @@ class _Watch:
             return
         inputs, model = self._inputs(outside), self._walk.model
         for position in range(len(self._hidden)):
-            run = partial(self._walk.run_behind, model, position, self._hidden[position])
+            run = partial(self._walk.logits, position, self._hidden[position])
             self._take(inputs, model, "", position, run)
 
     def _inputs(self, groups: Sequence[FusionGroup]) -> GroupInputs:
@@ -276,14 +274,14 @@ class _Watch:
         module: torch.nn.Module,
         name: str,
         position: int,
-        run: Callable[[], torch.Tensor | None],
-    ) -> torch.Tensor | None:
-        """Run a sample through a module and take in what enters the groups; what comes out must be finite."""
+        run: Callable[[], torch.Tensor],
+    ) -> torch.Tensor:
+        """Run a sample through a module and take in what enters the groups; what leaves a layer is finite."""
         finite = list[tuple[str, torch.Tensor]]()
         with inputs.shown(lambda at, value: finite.extend(self._seen.take(inputs, at, value)), once=True):
             output = run()
         broken = next((layer for layer, flag in finite if not flag), None)
-        if broken or (output is not None and not is_finite(output)):
+        if broken or (name and not is_finite(output)):
             raise self._walk.not_finite(module, name, position, run, broken)
         return output
 

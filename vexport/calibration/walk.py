@@ -4,7 +4,7 @@ Where a forward makes a value that is not finite, it is said where first.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -111,8 +111,7 @@ class LayerWalk:
         """Within the block samples are on their way through the model as smoothed: what enters its layers.
 
         Each layer that they go through is a step of the `stage` that `on_progress` is told. Raises InputError
-        for a model that cannot run layer by layer, CheckpointFailed where what enters the first layer is not
-        finite.
+        for a model that cannot run layer by layer.
         """
         self.ids = [torch.tensor([ids], device=self.device) for ids in samples.token_ids]
         self._rows = samples.rows
@@ -128,10 +127,6 @@ class LayerWalk:
             self._load(0)
             hidden = HiddenStates()
             self._captured = capture_layer_calls(self.model, self.name, self.layers, self.ids, hidden)
-            for position in range(len(self.ids)):
-                if not is_finite(hidden[position]):
-                    run = partial(self.run_behind, self.model.base_model, position, hidden[position])
-                    raise self.not_finite(self.model, "", position, run)
             yield hidden
 
     def forward(self, part: int = 0, parts: int = 1) -> Iterator[Layer]:
@@ -156,14 +151,9 @@ class LayerWalk:
 
     def logits(self, position: int, states: torch.Tensor) -> torch.Tensor:
         """(1, tokens, vocabulary) of a sample, from the hidden states behind the last layer."""
-        with self._behind(states):
+        with replayed_layers(self.layers, self.on_device(states), self._captured.rest):
             logits: torch.Tensor = self.model(input_ids=self.ids[position], use_cache=False).logits
         return logits
-
-    def run_behind(self, part: torch.nn.Module, position: int, states: torch.Tensor) -> None:
-        """Run the model or its base; only what is outside of the layers computes anything."""
-        with self._behind(states):
-            part(input_ids=self.ids[position], use_cache=False)
 
     def not_finite(
         self,
@@ -188,9 +178,6 @@ class LayerWalk:
             need="",
             fix="remove the row, or keep this layer unquantized and look at its weights",
         )
-
-    def _behind(self, states: torch.Tensor) -> AbstractContextManager[None]:
-        return replayed_layers(self.layers, self.on_device(states), self._captured.rest)
 
     def _each(self, numbers: Sequence[int], part: int, parts: int) -> Iterator[Layer]:
         reading = None
