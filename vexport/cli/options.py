@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from click.core import ParameterSource
@@ -105,6 +105,8 @@ def _short(option: click.Option, record: tuple[str, str]) -> tuple[str, str]:
     return (f"--[no-]{on[2:]}", record[1]) if off == f"--no-{on[2:]}" else record
 
 
+Parameter = click.Parameter | None
+Context = click.Context | None
 Function = Callable[..., None]
 Decorator = Callable[[Function], Function]
 Callback = Callable[[click.Context, click.Parameter, Any], object]
@@ -186,6 +188,10 @@ class Count(click.IntRange):
     def __init__(self, least: int) -> None:
         super().__init__(least, MOST_COUNT)
 
+    def fail(self, message: str, param: Parameter = None, ctx: Context = None) -> NoReturn:
+        """Raise the error of click, with the range that is not in help."""
+        super().fail(message.replace("range .", f"range {super()._describe_range()}."), param, ctx)
+
     def _describe_range(self) -> str:
         """Nothing for help: that a number of things is a whole number goes without saying."""
         return ""
@@ -194,12 +200,16 @@ class Count(click.IntRange):
 class Real(click.FloatRange):
     """A finite number within a range; every comparison with NaN is false, so that it is within any."""
 
-    def convert(self, value: float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+    def convert(self, value: float, param: Parameter, ctx: Context) -> float:
         """The number that the text is."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number.", param, ctx)
         return number
+
+    def fail(self, message: str, param: Parameter = None, ctx: Context = None) -> NoReturn:
+        """Raise the error of click, with the range that is not in help."""
+        super().fail(message.replace("range .", f"range {super()._describe_range()}."), param, ctx)
 
     def _describe_range(self) -> str:
         """The bounds for help, where there are two."""

@@ -22,9 +22,6 @@ _WORDS: dict[str, Scalar] = {"true": True, "false": False, "none": None}
 # A key's value: quoted text, a list or an object, or whatever comes before the next comma.
 _PAIR = re.compile(r"""([A-Za-z_]\w*)=("[^"]*"|'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^,]*)(?:,|$)""")
 
-# Larger than any task; beyond this a float cannot tell neighbours apart.
-MOST_DOCUMENTS = 2**53
-
 
 def _generation(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
@@ -61,17 +58,6 @@ def _generation_value(text: str) -> GenerationValue:
     except (ValueError, SyntaxError):
         return text
     return value if isinstance(value, str | int | float | list | dict) else text
-
-
-def _documents(text: str) -> int | float:
-    """A number of documents, or a share of them below 1. A type for click."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number <= MOST_DOCUMENTS or number >= 1 and number != int(number):
-        raise click.BadParameter(f"{text!r} is neither a number of documents nor a share below 1.")
-    return number if number < 1 else int(number)
 
 
 def _batch_size(text: str) -> BatchSize:
@@ -119,7 +105,7 @@ prompting_options = stacked(
         "N|auto",
         default="auto",
     ),
-    option("--limit", "Use the first N documents of each task, below 1 a share of them.", _documents, "N"),
+    option("--limit", "Use the first N documents of each task, below 1 a share of them.", ABOVE_ZERO, "N"),
 )
 verdict_options = stacked(
     option(

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from vexport.checkpoint.source import DEFAULT, parse_data, with_revision
-from vexport.errors import InputError, InputErrors, clip, nearest, require_working_disk
+from vexport.errors import InputError, InputErrors, clip, file_problem, nearest
 from vexport.files import require_no_device
 from vexport.outputs import RECIPE
 from vexport.records import GENERATION_KEYS
@@ -32,8 +32,6 @@ _OTHER_NAMES = {
     "generation_kwargs": "evaluate.gen_kwargs",
     "max_batch_size": "evaluate.batch_size, how many requests vLLM is given at once",
 }
-
-
 _SECTIONS: Mapping[str, type[BaseModel]] = {
     "rules": Rule,
     "calibration": Calibration,
@@ -130,18 +128,13 @@ def load_yaml(path: Path, need: str = "a scenario") -> object:
         content: object = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
         raise InputError(str(path), got="no such file", need=need, fix="check the path") from None
-    except (OSError, UnicodeDecodeError) as error:
-        require_working_disk(error, path)
-        need = "a readable YAML file"
-        raise InputError(str(path), got=str(error), need=need, fix="check the file") from None
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        problem = error.problem or "a syntax error"
-        raise InputError(f"{path}:{line}", got=problem, need="valid YAML", fix="correct that line") from None
+    except OSError as error:
+        raise file_problem(error) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        got = "values too deep in each other" if isinstance(error, RecursionError) else str(error)
-        got = clip(" ".join(got.split()), 200)
-        raise InputError(str(path), got=got, need="valid YAML", fix="correct the file") from None
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        got = clip(" ".join((problem or str(error)).split()), 200)
+        raise InputError(where, got=got, need="valid YAML", fix="correct the file") from None
     return content
 
 

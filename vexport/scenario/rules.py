@@ -282,8 +282,8 @@ class Auto(ScenarioSection):
     @property
     def budget(self) -> tuple[BudgetKind, float]:
         """The budget's kind and limit."""
-        kinds: dict[BudgetKind, float | None] = {"bits": self.bits, "bytes": self.bytes, "share": self.share}
-        return next((kind, limit) for kind, limit in kinds.items() if limit is not None)
+        kinds: tuple[BudgetKind, ...] = get_args(BudgetKind)
+        return next((kind, limit) for kind in kinds if (limit := getattr(self, kind)) is not None)
 
 
 class IgnoredLayers(Rule):

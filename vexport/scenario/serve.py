@@ -1,7 +1,6 @@
 """The start of vLLM's engine: what a scenario or command line may say, and what vexport decides itself."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, Self
 
 from annotated_types import Ge, Gt, Le
@@ -16,7 +15,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from vexport.errors import InputError, InputErrors, raise_all
+from vexport.errors import InputError, InputErrors
 from vexport.formats.base import GENERATIONS, parse_capability
 from vexport.records.values import Positive
 from vexport.scenario.section import KeyProblem, ScenarioSection, located_errors
@@ -36,59 +35,30 @@ CANDIDATE_ONLY = (
 )
 # Options of the command line for arguments of vLLM.
 _OPTIONS = {"tensor_parallel_size": "--tp", "max_model_len": "--max-model-len"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Owned:
-    """An argument that vexport decides: the values that change nothing, what is needed, what to do."""
-
-    allowed: Callable[[JsonValue], bool]
-    need: str
-    fix: str = "remove it"
-
-
-def _one_of(*values: JsonValue) -> Callable[[JsonValue], bool]:
-    return lambda value: value in values
-
-
-_NEVER = _one_of()
 _CHECKPOINT = "what the checkpoint itself holds, which is what is judged"
-_SAMPLING = "the sampling that each task of lm-eval asks for"
-_OWNED: Mapping[str, _Owned] = {
-    **dict.fromkeys(
-        ("model_weights", "hf_config_path", "tokenizer_revision", "revision", "code_revision"),
-        _Owned(_NEVER, _CHECKPOINT),
-    ),
-    "model": _Owned(_NEVER, "no model: the checkpoint and its baseline are served"),
-    "tokenizer": _Owned(_NEVER, _CHECKPOINT, "copy the tokenizer into the checkpoint"),
-    "skip_tokenizer_init": _Owned(_one_of(False), "false: prompts are text"),
-    "runner": _Owned(_one_of("auto", "generate"), "generate: the answers are generated text"),
-    "convert": _Owned(_one_of("auto", "none"), "none: the answers are generated text"),
-    "load_format": _Owned(lambda value: value != "dummy", "the checkpoint's weights, not random ones"),
-    "trust_remote_code": _Owned(
-        _one_of(False), "the option --trust-remote-code", "use --trust-remote-code instead"
-    ),
-    "hf_token": _Owned(
-        _NEVER, "the environment variable HF_TOKEN: reports name every argument", "set HF_TOKEN instead"
-    ),
-    "seed": _Owned(_NEVER, "evaluate.seed, which seeds vLLM and lm-eval alike", "use evaluate.seed"),
-    "enable_prefix_caching": _Owned(
-        _one_of(False),
+_SAMPLING = "the sampling that each task of lm-eval asks for, or set it in the task"
+# Arguments that vexport decides: the values that change nothing, and what is needed in the place of others.
+_OWNED: Mapping[str, tuple[Sequence[JsonValue], str]] = {
+    **dict.fromkeys(("model_weights", "hf_config_path", "tokenizer_revision"), ((), _CHECKPOINT)),
+    **dict.fromkeys(("tokenizer", "revision", "code_revision"), ((), _CHECKPOINT)),
+    "model": ((), "no model: the checkpoint and its baseline are served"),
+    "skip_tokenizer_init": ((False,), "false: prompts are text"),
+    "runner": (("auto", "generate"), "generate: the answers are generated text"),
+    "convert": (("auto", "none"), "none: the answers are generated text"),
+    "trust_remote_code": ((False,), "the option --trust-remote-code"),
+    "hf_token": ((), "the environment variable HF_TOKEN: reports name every argument"),
+    "seed": ((), "evaluate.seed, which seeds vLLM and lm-eval alike"),
+    "enable_prefix_caching": (
+        (False,),
         "false: a cached prompt has no log-probabilities, and answers must not depend on their order",
     ),
-    "max_logprobs": _Owned(_one_of(-1), "-1: log-probabilities of the whole vocabulary are compared"),
-    "logprobs_mode": _Owned(_one_of("raw_logprobs"), "raw_logprobs, which lm-eval scores"),
-    "generation_config": _Owned(_one_of("auto", "vllm"), _SAMPLING, "set it in the task"),
-    "override_generation_config": _Owned(_one_of({}), _SAMPLING, "set it in the task"),
-    "data_parallel_size": _Owned(
-        _one_of(1), "1: one engine answers", "evaluate the model where it is served, by its address"
-    ),
-    "worker_extension_cls": _Owned(_NEVER, "vexport's own, which names the kernels that ran"),
-    "nnodes": _Owned(
-        _one_of(1),
-        "1: a model over several hosts needs vLLM's Ray executor",
-        "start a Ray cluster and set distributed_executor_backend to ray",
-    ),
+    "max_logprobs": ((-1,), "-1: log-probabilities of the whole vocabulary are compared"),
+    "logprobs_mode": (("raw_logprobs",), "raw_logprobs, which lm-eval scores"),
+    "generation_config": (("auto", "vllm"), _SAMPLING),
+    "override_generation_config": (({},), _SAMPLING),
+    "data_parallel_size": ((1,), "1: one engine answers; evaluate a served model by its address"),
+    "worker_extension_cls": ((), "vexport's own, which names the kernels that ran"),
+    "nnodes": ((1,), "1: over several hosts start a Ray cluster, and distributed_executor_backend ray"),
 }
 
 
@@ -145,11 +115,13 @@ class Serve(ScenarioSection):
     def _not_owned(cls, values: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
         problems: list[KeyProblem] = []
         for name, value in values.items():
-            typed = info.data.get(name)
+            typed, (allowed, need) = info.data.get(name), _OWNED.get(name, ((value,), ""))
             if typed is not None:
                 problems.append(((name,), value, f"{typed!r}, as {name} has it", f"give {name} once"))
-            elif name in _OWNED and not _OWNED[name].allowed(value):
-                problems.append(((name,), value, _OWNED[name].need, _OWNED[name].fix))
+            elif value not in allowed:
+                problems.append(((name,), value, need, "remove it"))
+            elif (name, value) == ("load_format", "dummy"):
+                problems.append(((name,), value, "the checkpoint's weights, not random ones", "remove it"))
         if problems:
             raise located_errors(problems)
         return values
@@ -202,37 +174,24 @@ def with_options(serve: Serve, options: Mapping[str, JsonValue], engine_args: En
     """The settings with what the command line says, which replaces what a scenario says.
 
     `options` has their values by vLLM's name, None for one that is not given; `engine_args` is what
-    --engine-arg gave. Raises InputError for all that cannot be, and where the two contradict each other.
+    --engine-arg gave. Raises InputErrors for all that cannot be, and where the two contradict each other.
     """
     options = {name: value for name, value in options.items() if value is not None}
-    raise_all(
-        [
-            InputError(
-                f"--engine-arg {name}",
-                got=repr(engine_args[name]),
-                need=f"{value!r}, as {_OPTIONS[name]} has it",
-                fix="give one of the two",
-            )
-            for name, value in options.items()
-            if engine_args.get(name, value) != value
-        ]
-    )
-    given = {**engine_args, **options}
-    others = {name: value for name, value in given.items() if name not in TYPED}
-    typed = {name: value for name, value in given.items() if name in TYPED}
-    engine = {**serve.engine_args, **others}
+    typed = {name: value for name, value in engine_args.items() if name in TYPED} | options
+    others = {name: value for name, value in engine_args.items() if name not in TYPED or name in options}
+    keys = {**serve.model_dump(mode="json"), **typed, "engine_args": {**serve.engine_args, **others}}
     try:
-        return Serve.model_validate({**serve.model_dump(mode="json"), **typed, "engine_args": engine})
+        return Serve.model_validate(keys)
     except ValidationError as error:
         problems = [_option_error(detail, options) for detail in error.errors()]
     raise InputErrors(problems)
 
 
 def _option_error(detail: ErrorDetails, options: EngineArguments) -> InputError:
-    where = [str(part) for part in detail["loc"]]
-    name = next(iter(where[1:] or where), "")
+    section, *rest = map(str, detail["loc"] or ("",))
+    name = rest[0] if rest else section
     return InputError(
-        _OPTIONS[name] if name in options else f"--engine-arg {name}".strip(),
+        _OPTIONS[name] if section in options else f"--engine-arg {name}".strip(),
         got=repr(detail["input"]),
         need=detail["msg"].removeprefix("Value error, "),
         fix=str(detail.get("ctx", {}).get("fix", "correct the value")),
