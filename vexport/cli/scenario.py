@@ -1,6 +1,8 @@
 """Scenarios from start to end: `demo` writes some, `run` and `compare` run them, `report` shows runs."""
 
 import shlex
+import shutil
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -193,10 +195,44 @@ def demo(folder: Path, overwrite: bool, quiet: bool) -> None:
       vexport demo
       vexport demo /tmp/demo --overwrite
     """
-    from vexport.scenario.demo import write_demo
-
-    first = shlex.quote(str(write_demo(folder, overwrite=overwrite)))
+    _write_demo(folder, overwrite)
+    first = shlex.quote(str(folder / "demo-nvfp4.yaml"))
     step = f"next: vexport run {first}"
     if not is_installed("vllm"):
         step = f"next: vexport plan {first}\nthen: vexport run {first}, which needs vLLM; {fix('vllm')}"
     print_text(f"{folder}: the demo's scenarios, model, calibration data and tasks\n{step}")
+
+
+def _write_demo(folder: Path, overwrite: bool) -> None:
+    """Copy the demo's files. A new folder appears whole or not at all.
+
+    InputError where the folder is not empty, unless `overwrite` and nothing but a demo is in it.
+    """
+    from vexport.outputs.replaceable import FolderKind, refuse_others
+    from vexport.scenario.shipped import demo_files, scenarios
+
+    kind = FolderKind(
+        name="a demo that vexport wrote",
+        mark=".vexport-demo",
+        text="Written by `vexport demo`, which replaces the demo's files here with --overwrite.\n",
+        entries=frozenset({"demo", "demo-*.yaml"}),
+    )
+    root = scenarios()
+    files = list(demo_files(root))
+    kind.require_replaceable(folder, overwrite=overwrite)
+    inside = [path.relative_to(folder) for path in sorted((folder / "demo").rglob("*")) if path.is_file()]
+    refuse_others(folder, [str(path) for path in inside if path not in files])
+    parent = folder.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=f".{folder.name}.") as temporary:
+        new = Path(temporary) / folder.name
+        kind.begin(new)
+        for file in files:
+            (new / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(root / file, new / file)
+        if not folder.exists():
+            new.rename(folder)
+            return
+        kind.begin(folder)
+        for entry in new.iterdir():
+            entry.replace(folder / entry.name)
