@@ -69,7 +69,7 @@ def test_commands_of_the_wheel_work_without_extras_or_name_the_one_they_need(tmp
             errors
         )
     assert sorted(demo_files(tmp_path / "vexport-demo")) == sorted(demo_files(ROOT / "scenarios"))
-    calibrated = ("--scheme", "NVFP4", "--calibration", DEMO / "calibration.jsonl", "--samples", "4")
+    calibrated = ("--scheme", "FP8", "--calibration", DEMO / "calibration.jsonl", "--samples", "4")
     of_vllm = {module for module, extra in EXTRAS.items() if extra == "vllm"}
     for call in (("quantize", DEMO / "model", "out", *calibrated), ("check", QUANTIZED, "--source", PLAIN)):
         ran = run(*call, folder=tmp_path, without=of_vllm)

@@ -224,7 +224,7 @@ def test_all_contradictions_and_refusals_at_once(tmp_path: Path) -> None:
     ]
     assert "got 4, need 2, as tensor_parallel_size has it" in found["engine_args.tensor_parallel_size"]
     assert "log-probabilities" in found["engine_args.enable_prefix_caching"]
-    assert "use evaluate.seed" in found["engine_args.seed"]
+    assert "need evaluate.seed" in found["engine_args.seed"]
 
 
 def test_the_command_line_replaces_what_a_scenario_says() -> None:
