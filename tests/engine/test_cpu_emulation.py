@@ -9,13 +9,7 @@ import torch
 from compressed_tensors.quantization import preset_name_to_scheme
 
 from vexport.engine.cpu_emulation import SWITCH
-from vexport.engine.cpu_emulation.rounding import (
-    fake_fp8,
-    fake_mxfp4,
-    fake_nvfp4,
-    round_fp4,
-    round_fp8,
-)
+from vexport.engine.cpu_emulation.rounding import fake_fp8, fake_mxfp4, fake_nvfp4, round_fp4, round_fp8
 from vexport.formats.input_rounding import round_activations
 
 # vLLM's search for kernels in all modules trips over llvmlite.

@@ -14,7 +14,7 @@ from pydantic import JsonValue, PydanticSchemaGenerationError, TypeAdapter, Vali
 from vexport.architectures.config import known_size, text_config
 from vexport.checkpoint.index import read_index
 from vexport.checks.vllm.layout import impossible_size
-from vexport.engine.messages import ArgumentsRequest, FoundProblems
+from vexport.engine.messages import ArgumentsRequest, InputProblem
 from vexport.engine.session import Worker, log_folder, raise_found
 from vexport.engine.worker import CPU, answer_request, input_problem
 from vexport.errors import EnvironmentFault, InputError, VexportError, nearest
@@ -40,7 +40,7 @@ def require_arguments(serves: Sequence[Serve], vllm_python: Path | None) -> None
         found = Worker(
             module="vexport.engine.arguments",
             request=ArgumentsRequest(arguments=largest.given, devices=largest.devices),
-            kind=FoundProblems,
+            kind=list[InputProblem],
             where="vLLM's arguments",
             log=folder / "vllm.log",
             timeout=largest.timeout,
@@ -86,9 +86,7 @@ def require_heads(checkpoint: Path, ranks: int) -> None:
 def main(arguments: list[str]) -> int:
     """Read the request, ask vLLM, write the answer."""
     return answer_request(
-        arguments,
-        ArgumentsRequest,
-        lambda request: FoundProblems(problems=tuple(map(input_problem, problems_of(request)))),
+        arguments, ArgumentsRequest, lambda request: [*map(input_problem, problems_of(request))]
     )
 
 

@@ -18,15 +18,7 @@ from vexport.engine.session import EngineFault
 from vexport.errors import CheckpointFailed, VexportError
 from vexport.errors.extras import attempt, is_installed
 from vexport.formats.schemes import get_scheme
-from vexport.records import (
-    CheckReport,
-    DryLoadReport,
-    Finding,
-    FusionGroup,
-    NotJudged,
-    OnProgress,
-    Plan,
-)
+from vexport.records import CheckReport, DryLoadReport, Finding, FusionGroup, NotJudged, OnProgress, Plan
 from vexport.version import short_version
 
 if TYPE_CHECKING:

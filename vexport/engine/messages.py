@@ -108,13 +108,6 @@ class ArgumentsRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundProblems:
-    """Problems that a worker found in arguments of vLLM, or in the data of tasks."""
-
-    problems: tuple[InputProblem, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionResult:
     """The answers of a session; with `failure` set, those before that."""
 

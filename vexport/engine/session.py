@@ -16,14 +16,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from vexport.engine.cpu_emulation import SWITCH
-from vexport.engine.messages import (
-    EngineFailure,
-    FailureKind,
-    FoundProblems,
-    InputProblem,
-    SessionRequest,
-    SessionResult,
-)
+from vexport.engine.messages import EngineFailure, FailureKind, InputProblem, SessionRequest, SessionResult
 from vexport.engine.process import Follow, explain, failure_from_exit, log_tail, started_group
 from vexport.errors import (
     CheckpointFailed,
@@ -258,9 +251,9 @@ def session_error(problem: InputProblem) -> VexportError:
     return kind(problem.where, got=problem.got, need=problem.need, fix=problem.fix)
 
 
-def raise_found(found: FoundProblems) -> None:
+def raise_found(problems: Sequence[InputProblem]) -> None:
     """Raise what a worker found wrong: the inputs together, or else the faults of the environment."""
-    errors = [session_error(problem) for problem in found.problems]
+    errors = [session_error(problem) for problem in problems]
     raise_all([error for error in errors if isinstance(error, InputError)])
     if errors:
         raise EnvironmentFaults(errors)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from jinja2.sandbox import SandboxedEnvironment
 
 from vexport.checkpoint.hub import HubName, downloaded, explain, is_network_error, is_of_the_hub
-from vexport.engine.messages import FoundProblems, InputProblem, SessionRequest
+from vexport.engine.messages import InputProblem, SessionRequest
 from vexport.engine.session import Worker, raise_found
 from vexport.engine.worker import answer_request, input_problem, reporter
 from vexport.errors import EnvironmentFault, InputError, VexportError
@@ -60,7 +60,7 @@ def fetch_task_data(
         worker = Worker(
             module="vexport.evaluation.task_data",
             request=request,
-            kind=FoundProblems,
+            kind=list[InputProblem],
             where=STAGE,
             log=log,
             timeout=timeout,
@@ -249,14 +249,14 @@ def _found(value: object, task: str, folders: Sequence[Path]) -> object:
     raise InputError(f"task {task}: data_files", got=f"no file {value}", need=need, fix=fix)
 
 
-def _problems(request: SessionRequest) -> FoundProblems:
+def _problems(request: SessionRequest) -> list[InputProblem]:
     """The reasons that task data are unavailable, each data set once."""
     problems: dict[InputProblem, None] = {}
     try:
         problems.update((input_problem(error), None) for error in _fetch(request, reporter()))
     except VexportError as error:
         problems[input_problem(error)] = None
-    return FoundProblems(problems=tuple(problems))
+    return list(problems)
 
 
 def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError]:

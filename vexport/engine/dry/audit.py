@@ -44,7 +44,7 @@ class _Written:
 
 @dataclass(slots=True, kw_only=True)
 class _Source:
-    """A stored tensor, kept alive so that its storage keeps its id, and what became of it.
+    """A stored tensor, and what became of it.
 
     `read` has the bytes of each region that was read, `casts` the pairs of dtypes that its values went
     through, `targets` the storages that they were copied to.
@@ -54,14 +54,6 @@ class _Source:
     read: dict[Region, int] = field(default_factory=dict)
     casts: dict[tuple[torch.dtype, torch.dtype], None] = field(default_factory=dict)
     targets: dict[int, None] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Origin:
-    """The stored tensors that a storage is, or was computed from; `tensor` keeps it alive."""
-
-    names: tuple[str, ...]
-    tensor: torch.Tensor
 
 
 class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -81,7 +73,8 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Begin with a model: nothing is read or written yet."""
         self._written: dict[int, _Written] = {}
         self._sources: dict[str, _Source] = {}
-        self._origins: dict[int, _Origin] = {}
+        # The stored tensors that a storage is, or was computed from, and a tensor that keeps it alive.
+        self._origins: dict[int, tuple[tuple[str, ...], torch.Tensor]] = {}
         self._differences = set[int]()  # storages, each of an origin
 
     @classmethod
@@ -93,7 +86,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A stored tensor goes to the loaders."""
         self.last_handed_out = name
         self._sources[name] = _Source(tensor=tensor)
-        self._origins[_storage(tensor)] = _Origin(names=(name,), tensor=tensor)
+        self._origins[_storage(tensor)] = (name,), tensor
 
     def __torch_dispatch__(
         self,
@@ -132,7 +125,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(_storage(tensor) == _storage(result) for tensor in inputs):
             return
         names = tuple(dict.fromkeys(name for tensor in inputs for name in self._read(tensor)))
-        self._origins[_storage(result)] = _Origin(names=names, tensor=result)
+        self._origins[_storage(result)] = names, result
         if func.overloadpacket in _DIFFERENCES:
             self._differences.add(_storage(result))
         if len(inputs) == 1 and result.dtype is not torch.bool:  # a comparison is no cast
@@ -141,14 +134,12 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _read(self, tensor: torch.Tensor) -> tuple[str, ...]:
         """The stored tensors behind `tensor`; what a view of one shows of it is noted as read."""
-        origin = self._origins.get(_storage(tensor))
-        if origin is None:
-            return ()
-        for name in origin.names:
+        names, _ = self._origins.get(_storage(tensor), ((), tensor))
+        for name in names:
             source = self._sources[name]
             if _storage(source.tensor) == _storage(tensor):
                 source.read[_region(tensor)] = tensor.numel() * tensor.element_size()
-        return origin.names
+        return names
 
     def _scalar(self, tensor: object) -> float | bool:
         assert isinstance(tensor, torch.Tensor)
