@@ -13,6 +13,7 @@ from vexport.checkpoint.source import DEFAULT
 from vexport.errors import InputError, first_line, raise_all
 from vexport.files import digest_bytes
 from vexport.records import CalibrationData
+from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
 
 # Characters read per token: the rest of a text would be cut after tokenizing.
 CHARACTERS = 64
@@ -209,7 +210,7 @@ class _Reader:
     def _ids(self, row: Row, most: int, *, begins: bool) -> Sequence[int]:
         """The ids of a row, of its text no more than `most` tokens can need; ValueError where it fails.
 
-        `begins` a text of its own. A chat template is a program of the checkpoint that may raise anything.
+        `begins` a text of its own. A chat template is a program of the checkpoint that may do anything.
         """
         if row.ids is not None:
             return row.ids
@@ -218,7 +219,8 @@ class _Reader:
             if self.tokenizer.chat_template:
                 turns = _cut(row.messages, CHARACTERS * most)
                 try:
-                    return self.tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
+                    with time_limit(TEMPLATE_SECONDS):
+                        return self.tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
                 except Exception as error:
                     reason = first_line(error)
                     raise ValueError(f"turns that the chat template refuses ({reason})") from None

@@ -20,6 +20,8 @@ from vexport.records import CalibrationData
 T = TypeVar("T")
 # The size of the shuffle buffer, as in a stream of `datasets`.
 SHUFFLED = 10_000
+# Bytes of a line or a paragraph, and of a file that is one JSON list: a device has no end.
+LONGEST_LINE, LARGEST_LIST = 1 << 26, 1 << 30
 TEXT, PARQUET = (".txt", ".md"), ".parquet"
 
 
@@ -97,14 +99,28 @@ def _of_json(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
     if start[:1] == b"[":
         yield from _of_list(path, stream)
         return
-    for number, line in enumerate(stream, start=1):
+    for number, line in _lines(path, stream):
         if line.strip():
             yield RawRow(place=f"{path}:{number}", number=number, content=line)
 
 
+def _lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    while line := stream.readline(LONGEST_LINE):
+        number += 1
+        if len(line) == LONGEST_LINE:
+            need = f"rows of at most {LONGEST_LINE >> 20} MB"
+            raise InputError(f"{path}:{number}", got="a longer one", need=need, fix="split the row")
+        yield number, line
+
+
 def _of_list(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
+    text = stream.read(LARGEST_LIST + 1)
+    if len(text) > LARGEST_LIST:
+        need = f"a JSON list of at most {LARGEST_LIST >> 20} MB"
+        raise InputError(str(path), got="a larger one", need=need, fix="write JSON lines")
     try:
-        items = json.load(stream)
+        items = json.loads(text)
     except (ValueError, RecursionError) as error:
         need = "a JSON list of objects, or JSON lines"
         raise InputError(str(path), got=first_line(error), need=need, fix="correct the file") from None
@@ -113,14 +129,14 @@ def _of_list(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
 
 
 def _paragraphs(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
-    """The paragraphs of a text, each with the blank line that ends it."""
-    lines, number, has_text, first = list[bytes](), 0, False, True
-    for number, line in enumerate(stream, start=1):
+    """The paragraphs of a text, each with the blank line that ends it; a very long one in parts."""
+    lines, number, size, has_text, first = list[bytes](), 0, 0, False, True
+    for number, line in _lines(path, stream):
         lines.append(line)
-        has_text = has_text or bool(line.strip())
-        if has_text and not line.strip():
+        size, has_text = size + len(line), has_text or bool(line.strip())
+        if has_text and (not line.strip() or size >= LONGEST_LINE):
             yield _paragraph(path, number, lines, first=first)
-            lines, has_text, first = [], False, False
+            lines, size, has_text, first = [], 0, False, False
     if has_text:
         yield _paragraph(path, number, lines, first=first)
 
