@@ -5,7 +5,7 @@ from pathlib import Path
 from vexport.checkpoint.hub import fetch, list_files, side_files
 from vexport.checkpoint.source import hub_name
 from vexport.engine.load import Prompts
-from vexport.engine.messages import KL_TOKENS, SessionRequest, SessionResult
+from vexport.engine.messages import SessionRequest, SessionResult
 from vexport.engine.session import Worker, session_error
 from vexport.errors import InputError
 from vexport.evaluation.endpoint import Server
@@ -20,7 +20,7 @@ from vexport.run.serving import (
     TEXT_FILE,
     Questions,
     Served,
-    drafted,
+    beginnings,
     read_rows,
     with_tasks,
 )
@@ -86,7 +86,7 @@ def ask_endpoint(
         text=rows,
         text_file=folder / TEXT_FILE if rows else None,
         logprobs_file=folder / LOGPROBS if rows else None,
-        drafted=drafted(rows) if settings.speculative else (),
+        drafted=beginnings(rows) if settings.speculative else (),
     )
     result = Worker(
         module=WORKER,
@@ -101,5 +101,5 @@ def ask_endpoint(
         raise session_error(result.problem)
     if (repeated := read_repeated(folder)) is not None:
         require_deterministic(folder, repeated, settings.alpha)
-    tokens = tuple(row[:KL_TOKENS] for row in rows)
-    return Served(result=result, prompts=Prompts(natural=True, texts=(), tokens=tokens), rows=rows)
+    prompts = Prompts(natural=True, texts=(), tokens=beginnings(rows))
+    return Served(result=result, prompts=prompts, rows=rows)

@@ -147,11 +147,9 @@ def evaluate_checkpoints(job: EvalJob) -> list[Judged]:
     _require_usable(job)
     fetch_tasks(job.settings, job.options)
     models = {role: _resolved(job, role, name) for role, name in job.asked.items()}
-    attempt_all(
-        (str(model), partial(require_servable, model, [job.options.serve]))
-        for role, model in models.items()
-        if not is_url(job.asked[role])
-    )
+    for role, model in models.items():
+        if not is_url(job.asked[role]):
+            require_servable(model, [job.options.serve])
     require_separate(job.outputs, _named(models))
     with written_alone(job.folder, "--output-dir"):
         judged = list(_evaluated(job, models))
@@ -364,10 +362,11 @@ def _require_usable(job: EvalJob) -> None:
     RESULTS.require_replaceable(job.folder, overwrite=job.overwrite or job.is_unfinished)
     if job.against is not None:
         read_accepted(job.against)
+    names = [name for name in dict.fromkeys(job.asked.values()) if not is_url(name)]
     attempt_all(
         [
             ("tasks", partial(require_tasks, job.settings, job.options)),
-            *((name, partial(_require_had, name, job.options)) for name in dict.fromkeys(job.asked.values())),
+            *((name, partial(_require_had, name, job.options)) for name in names),
         ]
     )
     require_arguments([job.options.serve], job.options.vllm_python)
@@ -375,8 +374,6 @@ def _require_usable(job: EvalJob) -> None:
 
 def _require_had(name: str, options: EngineOptions) -> None:
     """Raise for a model that cannot be had, or whose folder vLLM cannot serve."""
-    if is_url(name):
-        return
     if hub_name(name) is None:
         require_servable(Path(name).expanduser(), [options.serve])
     else:

@@ -132,7 +132,7 @@ def serve_model(
         settings, checkpoint, longest, vocab_size(read_index(checkpoint)), trust_remote_code=trust
     )
     if rows:
-        prompts = replace(prompts, tokens=tuple(row[:KL_TOKENS] for row in rows))
+        prompts = replace(prompts, tokens=beginnings(rows))
     speculative = resolve_drafter(settings.speculative or "", options.on_progress)
     request = _request(role, checkpoint, folder, options, questions, prompts)
     request = with_text(request, rows, folder, speculative)
@@ -180,11 +180,11 @@ def with_text(request: SessionRequest, rows: Rows, folder: Path, speculative: st
         return request
     drafting = {"speculative_config": speculative_config(speculative, DRAFT_LENGTH), **request.arguments}
     length = max(length, shortest_length(request.checkpoint, KL_TOKENS + DRAFT_TOKENS))
-    return replace(request, drafted=drafted(rows), arguments=drafting, max_model_len=length)
+    return replace(request, drafted=beginnings(rows), arguments=drafting, max_model_len=length)
 
 
-def drafted(rows: Rows) -> Rows:
-    """The beginnings of rows that drafts continue."""
+def beginnings(rows: Rows) -> Rows:
+    """The tokens of rows whose whole vocabulary is compared, and which drafts continue."""
     return tuple(row[:KL_TOKENS] for row in rows)
 
 
