@@ -90,17 +90,12 @@ def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[F
     """An index that is wrong in what vLLM does not read: only names of files count for it."""
     weight_map = read_json_object(view.index.root / INDEX_NAME).get("weight_map")
     listed = weight_map if isinstance(weight_map, dict) else {}
-    whole = {name for name, file in listed.items() if Path(str(file)).is_absolute()}
+    stored = {name: tensor.file.name for name, tensor in places.items()}
     for names, got in (
-        (listed.keys() - places.keys(), "no such tensor"),
-        (whole, "a whole path, which only this machine has"),
-        (places.keys() - listed.keys(), "no entry"),
+        (listed.keys() - stored.keys(), "no such tensor"),
+        (stored.keys() - listed.keys(), "no entry"),
         (
-            {
-                name
-                for name in listed.keys() & places.keys() - whole
-                if listed[name] != places[name].file.name
-            },
+            {name for name in listed.keys() & stored.keys() if listed[name] != stored[name]},
             "it in another file",
         ),
     ):
