@@ -146,8 +146,6 @@ def test_groups_are_vllms_modules_and_written_layers_come_back(
         family in (*KEEPS_EXPERTS, *BACKED, *ASSUMED)
     )
     out = quantize(source, tmp_path / "out", scheme)
-    checked = vexport("check", tmp_path / "out")
-    assert checked.code == 0, checked.stdout
     original, written = load_file(source / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
     for name in plan.kept:
         before, after = (tensors[name].reshape(-1).view(torch.uint8) for tensors in (original, written))

@@ -1,9 +1,7 @@
-"""Which classes are planned, and why the others are not; vLLM's version is named once."""
+"""Which classes are planned, and why the others are not."""
 
-import ast
 import json
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,29 +39,6 @@ def test_every_class_that_vllm_generates_text_with_is_planned_or_has_a_reason() 
     generating |= {*registry._TRANSFORMERS_SUPPORTED_MODELS}
     assert generating <= table.architectures.keys() | table.left_out.keys()
     assert not table.architectures.keys() & table.left_out.keys()
-
-
-def spoken(tree: ast.AST) -> Iterator[str]:
-    """The text that code can print: constants, without docstrings."""
-    documented = ast.Module | ast.ClassDef | ast.FunctionDef
-    quiet = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in quiet:
-            yield node.value
-
-
-def test_no_code_spells_the_pinned_version() -> None:
-    found = [
-        (path.name, text)
-        for path in PACKAGE.rglob("*.py")
-        for text in spoken(ast.parse(path.read_text(encoding="utf-8")))
-        if short_version() in text
-    ]
-    assert found == []
 
 
 def test_tables_and_requirements_are_of_the_pinned_version() -> None:

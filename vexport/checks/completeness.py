@@ -77,14 +77,11 @@ def _drafts(view: CheckpointView) -> Iterator[Finding]:
     announced = next((key for key in DRAFTS if isinstance(text.get(key), int) and text[key]), None)
     if announced is None or any(map(view.drafts, view.index.tensors)):
         return
-    asked = "mtp" in view.target.speculative
-    yield (error if asked else warning)(
-        NAME,
-        f"{view.config_path}: {announced}",
-        expected=f"the {text[announced]} layers that predict further tokens (MTP)",
-        got="no tensor of them: vLLM answers without them, and refuses to draft with method mtp",
-        fix="copy them from the source, or do not draft with them",
-    )
+    finding = error if "mtp" in view.target.speculative else warning
+    expected = f"the {text[announced]} layers that predict further tokens (MTP)"
+    got = "no tensor of them: vLLM answers without them, and refuses to draft with method mtp"
+    fix = "copy them from the source, or do not draft with them"
+    yield finding(NAME, f"{view.config_path}: {announced}", expected=expected, got=got, fix=fix)
 
 
 def _of_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
@@ -208,13 +205,9 @@ def _parameters(
             yield _missing(where, f"the tensor ({group.format})")
     announced = names | {"bias"} | group.storage.unread
     for parameter in sorted(parameters.keys() - announced) if shape is not None else ():
-        yield error(
-            NAME,
-            joined_name(module, parameter),
-            expected=f"only {', '.join(sorted(names))}",
-            got="a tensor that the layer's scheme does not have",
-            fix="remove it or correct the config group",
-        )
+        where, expected = joined_name(module, parameter), f"only {', '.join(sorted(names))}"
+        got, fix = "a tensor that the layer's scheme does not have", "remove it or correct the config group"
+        yield error(NAME, where, expected=expected, got=got, fix=fix)
 
 
 def _fused_parts(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:

@@ -171,13 +171,10 @@ def transforms(view: CheckpointView) -> Iterator[Finding]:
         for fused in view.fused_linears:
             yield from _fused(transform, fused)
     for ranks in (ranks for ranks in view.target.tp if ranks > 1 and view.transforms):
-        yield error(
-            TRANSFORMS_NAME,
-            f"{where} (tp {ranks})",
-            expected="no online transforms: vLLM computes them on one rank only",
-            got=", ".join(sorted({transform.submodule for transform in view.transforms})),
-            fix="serve it on one GPU, or rotate in the weights only",
-        )
+        expected = "no online transforms: vLLM computes them on one rank only"
+        got = ", ".join(sorted({transform.submodule for transform in view.transforms}))
+        fix = "serve it on one GPU, or rotate in the weights only"
+        yield error(TRANSFORMS_NAME, f"{where} (tp {ranks})", expected=expected, got=got, fix=fix)
 
 
 def _matrix(view: CheckpointView, transform: OnlineTransform) -> Iterator[Finding]:

@@ -49,13 +49,10 @@ def _narrowed(view: CheckpointView) -> Iterator[Finding]:
     stored = {tensor.dtype for name, tensor in view.index.tensors.items() if name.endswith("norm.weight")}
     if dtype in HALF and stored == {"BF16"}:
         meant = any(tensor.dtype == "F16" for tensor in view.index.tensors.values())
-        yield (warning if meant else error)(
-            NAME,
-            f"{view.config_path}: dtype",
-            expected="bfloat16, as the norms are stored",
-            got=f"{dtype}, in which vLLM would run the model",
-            fix="set it to bfloat16",
-        )
+        where, expected = f"{view.config_path}: dtype", "bfloat16, as the norms are stored"
+        got = f"{dtype}, in which vLLM would run the model"
+        finding = warning if meant else error
+        yield finding(NAME, where, expected=expected, got=got, fix="set it to bfloat16")
 
 
 def _class(view: CheckpointView) -> Iterator[Finding]:
@@ -117,17 +114,13 @@ def _unnamed(view: CheckpointView) -> Iterator[Finding]:
     base = name.replace("ForCausalLM", "Model")
     if view.index.config.get("architectures"):
         return
+    where, expected = f"{view.config_path}: architectures", "the name of the model class"
     if base not in GENERATING_BASES:
         got = f"none: vLLM takes {base} for model_type {kind}, which gives embeddings and no text"
-        yield _wrong(view, "architectures", "the name of the model class", got)
+        yield _wrong(view, "architectures", expected, got)
         return
-    yield warning(
-        NAME,
-        f"{view.config_path}: architectures",
-        expected="the name of the model class",
-        got=f"none: vLLM takes {name} for model_type {kind}",
-        fix=f'add "architectures": ["{name}"]',
-    )
+    got, fix = f"none: vLLM takes {name} for model_type {kind}", f'add "architectures": ["{name}"]'
+    yield warning(NAME, where, expected=expected, got=got, fix=fix)
 
 
 def _kind(view: CheckpointView) -> str:

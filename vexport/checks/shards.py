@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vexport.checkpoint.index import INDEX_NAME, read_header
 from vexport.checkpoint.reader import same_bytes
-from vexport.checks.vllm.view import CheckpointView, error, warning
+from vexport.checks.vllm.view import CheckpointView, error, info, warning
 from vexport.files import read_json_object
 from vexport.outputs import RECIPE
 from vexport.outputs.digests import DIGESTS, digest_of, recorded_digests
@@ -64,13 +64,10 @@ def _strays(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[
         module, _, parameter = name.rpartition(".")
         packed = parameter == "weight" and f"{module}.weight_packed" in view.index.tensors
         refused = packed or (bool(modules) and module not in modules)
-        yield (error if refused else warning)(
-            NAME,
-            name,
-            expected="one safetensors file, or an index of several",
-            got=f"a tensor in {places[name].file.name}, which vLLM loads too",
-            fix="remove the file that does not belong here, or write an index",
-        )
+        expected = "one safetensors file, or an index of several"
+        got = f"a tensor in {places[name].file.name}, which vLLM loads too"
+        fix = "remove the file that does not belong here, or write an index"
+        yield (error if refused else warning)(NAME, name, expected=expected, got=got, fix=fix)
 
 
 def _twice(view: CheckpointView, first: TensorInfo, second: TensorInfo, *, unread: bool = False) -> Finding:
@@ -112,14 +109,9 @@ def digests(view: CheckpointView) -> Iterator[Finding]:
     recorded = {name: digest for name, digest in recorded_digests(root).items() if (root / name).is_file()}
     num_bytes = sum((root / name).stat().st_size for name in recorded)
     if num_bytes > MOST_BYTES and view.digests is None:
-        yield Finding(
-            check=BYTES_NAME,
-            severity="info",
-            where=f"{root / RECIPE}: {DIGESTS}",
-            expected="each file of weights compared with its digest",
-            got=f"none: {num_bytes / 1e9:,.0f} GB, above {MOST_BYTES / 1e9:.0f} GB they are read when asked",
-            fix=f"add --digests {RECIPE}",
-        )
+        where, expected = f"{root / RECIPE}: {DIGESTS}", "each file of weights compared with its digest"
+        got = f"none: {num_bytes / 1e9:,.0f} GB, above {MOST_BYTES / 1e9:.0f} GB they are read when asked"
+        yield info(BYTES_NAME, where, expected=expected, got=got, fix=f"add --digests {RECIPE}")
         recorded = {}
     yield from _compared(view, recorded, f"remove {DIGESTS!r} from {RECIPE} if it was changed on purpose")
     yield from _compared(view, view.digests or {}, "compare the list with the one of who made the checkpoint")

@@ -11,7 +11,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from vexport.architectures import transformers_models
-from vexport.checks.vllm.view import CheckpointView, error, warning
+from vexport.checks.vllm.view import CheckpointView, error, info, warning
 from vexport.errors import InputError
 from vexport.files import read_json_object
 from vexport.records import Finding, Severity
@@ -63,13 +63,9 @@ def _processor(
     if not view.architecture.language_model or transformers_models(kind) is None or MISTRAL in names:
         return
     if not any(name in names for name in PROCESSORS):
-        yield finding(
-            NAME,
-            str(view.index.root / PROCESSORS[0]),
-            expected=f"{' or '.join(PROCESSORS)}, by which {view.class_name} reads images, sound or video",
-            got="neither: vLLM refuses to start, but with --language-model-only",
-            fix="copy the source's files",
-        )
+        expected = f"{' or '.join(PROCESSORS)}, by which {view.class_name} reads images, sound or video"
+        got, fix = "neither: vLLM refuses to start, but with --language-model-only", "copy the source's files"
+        yield finding(NAME, str(view.index.root / PROCESSORS[0]), expected=expected, got=got, fix=fix)
 
 
 def _template(root: Path, names: Sequence[str]) -> Iterator[Finding]:
@@ -80,14 +76,9 @@ def _template(root: Path, names: Sequence[str]) -> Iterator[Finding]:
     except InputError:
         return
     if not inside and MISTRAL not in names and not any(name in names for name in TEMPLATES):
-        yield Finding(
-            check=NAME,
-            severity="info",
-            where=str(root / TEMPLATES[0]),
-            expected="a chat template, if it is to chat",
-            got="none: vLLM completes texts, and refuses chats",
-            fix="copy the source's, or serve it with --chat-template",
-        )
+        expected, got = "a chat template, if it is to chat", "none: vLLM completes texts, and refuses chats"
+        fix = "copy the source's, or serve it with --chat-template"
+        yield info(NAME, str(root / TEMPLATES[0]), expected=expected, got=got, fix=fix)
 
 
 def _file(path: Path, severity: Severity) -> Iterator[Finding]:

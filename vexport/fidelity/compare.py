@@ -9,7 +9,7 @@ from vexport.checkpoint.smoothed import reader_of
 from vexport.checks import SOURCE, Against
 from vexport.checks.devices import INDEX
 from vexport.checks.vllm.groups import StoredLayer
-from vexport.checks.vllm.view import CheckpointView, error, warning
+from vexport.checks.vllm.view import CheckpointView, error, info, warning
 from vexport.errors import InputError
 from vexport.fidelity.kept import file_findings, tensor_findings
 from vexport.fidelity.smoothing import Factors, judged_smoothing
@@ -95,14 +95,10 @@ def _smoothed(
 
 def _factors(smoothing: Factors) -> Iterator[Finding]:
     if smoothing.layers:
-        yield Finding(
-            check=SOURCE,
-            severity="info",
-            where=f"{smoothing.layers[0]} and {len(smoothing.layers) - 1} more layers",
-            expected="the source's weight",
-            got="it with factors on its inputs or outputs, which the norm or layer next to it undoes",
-            fix="nothing: AWQ and SmoothQuant do so; the weights were compared without these factors",
-        )
+        where = f"{smoothing.layers[0]} and {len(smoothing.layers) - 1} more layers"
+        got = "it with factors on its inputs or outputs, which the norm or layer next to it undoes"
+        fix = "nothing: AWQ and SmoothQuant do so; the weights were compared without these factors"
+        yield info(SOURCE, where, expected="the source's weight", got=got, fix=fix)
 
 
 def _unlike(layer: StoredLayer, comparison: WeightComparison) -> Finding:
@@ -120,14 +116,8 @@ def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Find
     for (kind, stored), names in kinds.items():
         names.sort(key=ratios.__getitem__)
         least, median, most = (ratios[names[position]] for position in (0, len(names) // 2, -1))
-        yield Finding(
-            check=SOURCE,
-            severity="info",
-            where=f"{kind} ({len(names)} in {stored})",
-            expected="",
-            got=f"signal-to-noise {least:.1f} to {most:.1f} dB, median {median:.1f}, least in {names[0]}",
-            fix="",
-        )
+        got = f"signal-to-noise {least:.1f} to {most:.1f} dB, median {median:.1f}, least in {names[0]}"
+        yield info(SOURCE, f"{kind} ({len(names)} in {stored})", expected="", got=got, fix="")
 
 
 def _incomparable(view: CheckpointView, layer: StoredLayer, got: str, fix: str) -> Finding:

@@ -143,12 +143,8 @@ def _regrouped(view: CheckpointView, origins: SourceTensors, tensor: TensorInfo)
     if not pieces:
         yield _meant(tensor.name, "a tensor of the source's", "none there of this name")
         return
-    values, start = read_tensor(view.reader, tensor), 0
-    same = values.shape[0] == sum(len(piece) for piece in pieces)
-    for piece in pieces if same else ():
-        same = same and torch.equal(values[start : start + len(piece)], piece.to(values.dtype))
-        start += len(piece)
-    if not same:
+    values = read_tensor(view.reader, tensor)
+    if not torch.equal(values, torch.cat([*pieces]).to(values.dtype)):
         yield _finding("error", tensor.name, "the weight of the source", "other values", AGAIN)
 
 
