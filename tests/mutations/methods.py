@@ -1,17 +1,16 @@
 """Checkpoints of other quantization methods than compressed-tensors, and ways to spoil them or not to."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
+from tests.architectures.families import split
 from tests.checks.quant_methods import CHECKPOINTS, write
 from tests.checks.spoiled_methods import LAYER, SPOILED, quantization
 from tests.models import save_llama
-from tests.mutations.edits import INDEX, WEIGHTS, Change, Tensors, all_of, drop, put, tensors
+from tests.mutations.edits import WEIGHTS, Change, Tensors, drop, file_bytes, header, put, tensors
 from tests.mutations.good import vary_norms
 from tests.mutations.recorded import FOLDER
 
@@ -75,28 +74,6 @@ def _worst(value: torch.Tensor) -> torch.Tensor:
     return flat.reshape(value.shape).to(value.dtype)
 
 
-def _cut(folder: Path) -> None:
-    file = folder / WEIGHTS
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def _sharded(folder: Path) -> None:
-    """Two files and an index."""
-    values = load_file(folder / WEIGHTS)
-    (folder / WEIGHTS).unlink()
-    weight_map = {}
-    for number in range(2):
-        file = f"model-{number + 1:05}-of-00002.safetensors"
-        part = dict(list(values.items())[number::2])
-        save_file(part, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(part, file))
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
-def _without_metadata(folder: Path) -> None:
-    save_file(load_file(folder / WEIGHTS), folder / WEIGHTS)
-
-
 def any_method(layer: str) -> Mapping[str, Change]:
     """Ways to spoil a decoder layer, whatever the names of its tensors."""
     key, up, gate = f"{layer}.self_attn.k_proj", f"{layer}.mlp.up_proj", f"{layer}.mlp.gate_proj"
@@ -114,14 +91,17 @@ def any_method(layer: str) -> Mapping[str, Change]:
         "another layer's codes": tensors(exchange),
         "a scale that is NaN": edited(key, SCALES, _worst),
         "a layer's norm gone": drop(f"{layer}.input_layernorm.weight"),
-        "a file that is cut": _cut,
+        "a file that is cut": file_bytes(WEIGHTS, lambda data: data[:-100]),
     }
+
+
+def _sharded(folder: Path) -> None:
+    split(folder, 2)
 
 
 HARMLESS: Mapping[str, Change] = {
     "a key that nobody reads": quantization(comment="made on a Monday"),
     "two files and an index": _sharded,
-    "no metadata": _without_metadata,
+    "no metadata": header(lambda entries: entries.pop("__metadata__", None)),
     "a norm as float32": put(NORM, torch.Tensor.float),
-    "two harmless changes": all_of(_sharded, quantization(comment="made on a Monday")),
 }

@@ -106,8 +106,12 @@ def part_sizes(
 
 def query_rows(text: Mapping[str, Json]) -> int:
     """Heads times their width; 0 where the config does not tell."""
-    width = known_size("head_dim", text) or known_size("hidden_size // num_attention_heads", text)
-    return width * known_size("num_attention_heads", text)
+    return head_width(text) * known_size("num_attention_heads", text)
+
+
+def head_width(text: Mapping[str, Json]) -> int:
+    """Columns of an attention head; 0 where the config does not tell."""
+    return known_size("head_dim", text) or known_size("hidden_size // num_attention_heads", text)
 
 
 def known_size(expression: str, values: Mapping[str, Json]) -> int:

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from vexport.architectures.config import text_config
+from vexport.architectures.config import head_width, text_config
 from vexport.architectures.versions import facts_of, known_versions, nearest_version
 from vexport.checks.kv_cache import cache_scales
 from vexport.checks.vllm.groups import ConfigGroup, FusedLinear
@@ -51,9 +51,7 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
     text, only_if_asked = text_config(view.index.config), view.method and view.method.cache_scales
     if "kv_lora_rank" in text or only_if_asked or next(cache_scales(view), None) is None:
         return
-    width, heads, hidden = (text.get(key) for key in ("head_dim", "num_attention_heads", "hidden_size"))
-    if not isinstance(width, int) and isinstance(heads, int) and isinstance(hidden, int) and heads:
-        width = hidden // heads
+    width = head_width(text)
     sinks = any(name.endswith(SINKS) for name in view.index.tensors)
     runs = width in FLASHINFER_HEADS and not sinks
     refusing = [sm for sm in view.target.sm if sm < (FLASHINFER_FROM if runs else TRITON_FP8_FROM)]

@@ -66,11 +66,11 @@ def positive_ends(reader: Reader, tensor: TensorInfo) -> tuple[float, float] | N
 
 def ends_of(reader: Reader, scale: TensorInfo) -> tuple[float, float]:
     """The least and the largest of a scale's values, which have been found sound."""
-    if scale.dtype in ("U8", "F8_E4M3"):
-        codes = np.frombuffer(reader.raw(scale), np.uint8) & np.uint8(0xFF if scale.dtype == "U8" else 0x7F)
-        values = _decoded(bytes((codes.min(), codes.max())), scale.dtype)
-    else:
-        values = numbers(reader, scale)
+    if positive := positive_ends(reader, scale):
+        return positive
+    codes = np.frombuffer(reader.raw(scale), np.uint8)
+    is_exponent = scale.dtype == "U8"
+    values = _decoded(bytes((codes.min(), codes.max())), "U8") if is_exponent else numbers(reader, scale)
     return float(values.min()), float(values.max())
 
 
@@ -78,9 +78,7 @@ def middling(reader: Reader, scale: TensorInfo) -> float:
     """The median of a scale's magnitudes, of many values that of some from all over it."""
     stored = np.frombuffer(reader.raw(scale), f"V{BITS[scale.dtype] // 8}")
     some = stored[:: max(stored.size // SAMPLE, 1)].tobytes()
-    magnitudes = np.abs(_decoded(some, scale.dtype))
-    middle = [(magnitudes.size - 1) // 2, magnitudes.size // 2]
-    return float(np.partition(magnitudes, middle)[middle].mean())
+    return float(np.median(np.abs(_decoded(some, scale.dtype))))
 
 
 def numbers(reader: Reader, tensor: TensorInfo) -> npt.NDArray[np.float64]:

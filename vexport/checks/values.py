@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -69,14 +68,14 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     known = [fused for fused in view.fused_linears if any(map(view.is_read, fused.members))]
     for fused in read_ahead(known, lambda later: view.reader.expect(each[-1] for each in _scales_of(later))):
         group = view.group_of(fused)
-        broken, ends = False, dict[str, tuple[float, float]]()
+        broken = False
         for parameter, parameters, tensor in _scales_of(fused):
             if tensor.dtype in BITS and tensor.num_bytes:
-                findings = list(_scale(view, parameter, parameters, group, ends))
+                findings = list(_scale(view, parameter, parameters, group))
                 broken = broken or any(finding.severity == "error" for finding in findings)
                 yield from findings
         if group is not None and not broken:
-            yield from _implausible(view, fused, group, ends)
+            yield from _implausible(view, fused, group)
             yield from impossible(view, group, fused.members)
             for parameters in fused.members.values():
                 yield from beyond(view, group, parameters)
@@ -98,9 +97,8 @@ def _scale(
     parameter: str,
     parameters: Mapping[str, TensorInfo],
     group: ConfigGroup | None,
-    ends: dict[str, tuple[float, float]],
 ) -> Iterator[Finding]:
-    """Findings on a scale; of a sound weight scale the least and the largest number go to `ends`."""
+    """Findings on the numbers of a scale."""
     tensor = parameters[parameter]
     if tensor.dtype in ("U8", "F8_E8M0"):
         codes = np.frombuffer(view.reader.raw(tensor), dtype=np.uint8)
@@ -108,8 +106,7 @@ def _scale(
         if bad:
             yield _bad(tensor, f"{bad} of {codes.size} values NaN (e8m0 255)")
         return
-    if parameter == "weight_scale" and (positive := positive_ends(view.reader, tensor)):
-        ends[tensor.name] = positive
+    if parameter == "weight_scale" and positive_ends(view.reader, tensor):
         return
     values = numbers(view.reader, tensor)
     kinds = np.isnan(values), np.isinf(values), values == 0, values < 0
@@ -167,10 +164,8 @@ def _bad(tensor: TensorInfo, got: str) -> Finding:
     return error(NAME, tensor.name, expected="finite scales above zero", got=got, fix=fix)
 
 
-def _implausible(
-    view: CheckpointView, fused: FusedLinear, group: ConfigGroup, ends: Mapping[str, tuple[float, float]]
-) -> Iterator[Finding]:
-    """Scales that make weights of a size that no model has; `ends` has the least and the largest of some."""
+def _implausible(view: CheckpointView, fused: FusedLinear, group: ConfigGroup) -> Iterator[Finding]:
+    """Scales that make weights of a size that no model has."""
     largest: dict[str, float] = {}
     for module, parameters in fused.members.items():
         scale = parameters.get("weight_scale")
@@ -179,7 +174,7 @@ def _implausible(
         if scale.dtype != "U8" and group.storage.exponent_scales:
             continue
         size = math.prod(scale.shape)
-        least, largest[module] = ends.get(scale.name) or ends_of(view.reader, scale)
+        least, largest[module] = ends_of(view.reader, scale)
         if size >= MANY and least == largest[module] and not group.storage.exponent_scales:
             yield _wrong_size(scale, f"{size} times {least:g}")
             continue
@@ -309,9 +304,8 @@ def _lost_share(
         return None
     if weight.dtype in ("U8", "F8_E4M3"):
         codes = codes & np.uint8(0x77 if weight.dtype == "U8" else 0x7F)
-    parts = _words(codes.reshape(codes.shape[0], scale.shape[1], -1))
-    zeros = {0, int.from_bytes(bytes([_zero_codes(group, weight)]) * parts.itemsize, "little")}
-    empty = np.any([(parts == zero).all(axis=2) for zero in zeros], axis=0)
+    parts = codes.reshape(codes.shape[0], scale.shape[1], -1)
+    empty = np.any([(parts == zero).all(axis=2) for zero in {0, _zero_codes(group, weight)}], axis=0)
     if not empty.any():
         return 0.0
     with np.errstate(invalid="ignore"):
@@ -319,11 +313,6 @@ def _lost_share(
         scales = np.asarray(values, np.float64).reshape(-1, scale.shape[1])
     usual = (scales > np.median(scales) * LEAST_USUAL) & ~np.isin(scales, PLACEHOLDERS)
     return float((empty & usual).mean())
-
-
-def _words(parts: npt.NDArray[np.uint8]) -> npt.NDArray[np.unsignedinteger[Any]]:
-    """Bytes as words of eight where they are whole ones."""
-    return np.ascontiguousarray(parts).view(np.uint64) if parts.shape[2] % 8 == 0 else parts
 
 
 def _zero_codes(group: ConfigGroup, weight: TensorInfo) -> int:

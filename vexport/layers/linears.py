@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vexport.architectures import STACK, Architecture
-from vexport.architectures.config import text_config
+from vexport.architectures.config import head_width, known_size, text_config
 from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
@@ -31,6 +31,7 @@ STACKED_EXPERTS: Mapping[str, str] = {name: name for name in ("experts.gate_up_p
 OWN_EXPERTS = frozenset({"GptOssForCausalLM"})
 UNNUMBERED = re.compile(r"\bexperts\.(?!\d+\.)")
 KEYS = "k_proj"
+HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
 # Queries, keys and values in one weight on disk.
 FUSED = frozenset({"qkv_proj", "query_key_value", "Wqkv", "W_pack", "c_attn", "wqkv", "qkv"})
 # vLLM makes no scales for multi-head latent attention: CompressedTensorsConfig.get_quant_method knows only
@@ -209,24 +210,10 @@ def kv_heads(linear: LinearPlan, text: Mapping[str, Json]) -> int:
     """Return the number of KV heads of an attention layer: by the rows of its keys, or else as the config
     says.
     """
-    heads = _heads_of_keys(linear, text) if linear.name.endswith(KEYS) else None
-    return heads or _heads(text)
-
-
-def _heads_of_keys(keys: LinearPlan, text: Mapping[str, Json]) -> int | None:
-    size = text.get("head_dim")
-    if not isinstance(size, int):
-        hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
-        size = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) else 0
-    return keys.out_features // size if size and keys.out_features % size == 0 else None
-
-
-def _heads(text: Mapping[str, Json]) -> int:
-    for key in ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head"):
-        heads = text.get(key)
-        if isinstance(heads, int):
-            return heads
-    return 1
+    width = head_width(text) if linear.name.endswith(KEYS) else 0
+    if width and linear.out_features % width == 0:
+        return linear.out_features // width
+    return next((heads for key in HEADS if (heads := known_size(key, text))), 1)
 
 
 def refused_caches(layers: Sequence[AttentionLayer], linears: Iterable[LinearPlan]) -> Iterator[Finding]:

@@ -31,20 +31,14 @@ def unsupported_reordering(
     group: FusionGroup, architecture: Architecture, text: Mapping[str, Json]
 ) -> str | None:
     """Return why a group's tensors cannot follow the rows of its weights, or None where they do."""
-    return next(_reasons(group, architecture, _head_size(text)), None)
-
-
-def _reasons(group: FusionGroup, architecture: Architecture, head_size: int) -> Iterator[str]:
-    scheme = get_scheme(group.scheme)
+    scheme, width = get_scheme(group.scheme), known_size("hidden_size // num_attention_heads", text)
     for member in group.members:
         last_part = member.name.rpartition(".")[2]
-        if last_part not in architecture.reordered:
-            continue
-        reason_of = REASONS[architecture.reordered[last_part]]
-        for spec in scheme.layout(member, "BF16"):
-            reason = reason_of(member, spec, head_size)
-            if reason:
-                yield f"{spec.name.rpartition('.')[2]} {list(spec.shape)} of {last_part}, {reason}"
+        reordering = architecture.reordered.get(last_part)
+        for spec in scheme.layout(member, "BF16") if reordering else ():
+            if reordering and (reason := REASONS[reordering](member, spec, width)):
+                return f"{spec.name.rpartition('.')[2]} {list(spec.shape)} of {last_part}, {reason}"
+    return None
 
 
 def _scales_by_row(member: LinearPlan, spec: TensorSpec, head_size: int) -> str | None:
@@ -101,12 +95,6 @@ REASONS: Mapping[Reordering, Reason] = {
 }
 
 
-def _head_size(text: Mapping[str, Json]) -> int:
-    """Columns of a head, 0 where the config does not tell."""
-    hidden, heads = text.get("hidden_size"), text.get("num_attention_heads")
-    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else 0
-
-
 def unsupported(
     groups: Iterable[FusionGroup], names: Names, ranks: Sequence[int], text: Mapping[str, Json]
 ) -> dict[str, str]:
@@ -161,18 +149,15 @@ def unsupported_on(
     """Return why vLLM could not run a group on so many ranks, None where it can; a scheme of None is
     unquantized.
     """
-    split, members = split_of(group, names), _members_on(group, names, ranks, text)
+    split = split_of(group, names)
+    # Keys and values as often as ranks need them.
+    members = [repeated(part, ranks, text) for part in parts_of(group, names, text)]
     ungrouped = _ungrouped(group, scheme, names, ranks, text)
     if ungrouped:
         return ungrouped
     if scheme is None:
         return uneven(members, ranks, split)
     return scheme.unsupported_shape(members, ranks=ranks, split=split)
-
-
-def _members_on(group: FusionGroup, names: Names, ranks: int, text: Mapping[str, Json]) -> list[LinearPlan]:
-    """The layers that vLLM makes of a group, with keys and values as often as ranks need them."""
-    return [repeated(part, ranks, text) for part in parts_of(group, names, text)]
 
 
 def parts_of(group: FusionGroup, names: Names, text: Mapping[str, Json]) -> list[LinearPlan]:
