@@ -30,14 +30,6 @@ Spoiled = tuple[Change, str, str]
 Edit = Callable[[torch.Tensor], torch.Tensor]
 
 
-def scaled(name: str, factor: float) -> Change:
-    return put(name, times(factor))
-
-
-def filled(name: str, number: float) -> Change:
-    return put(name, element(number))
-
-
 def powers(exponents: torch.Tensor) -> torch.Tensor:
     return torch.exp2(exponents.float() - 127)
 
@@ -67,7 +59,7 @@ def all_zero(leaf: str) -> Spoiled:
 
 
 def input_of(layer: str) -> Spoiled:
-    return scaled(f"{layer}.input_scale", 3), "fusion", "input_scale"
+    return put(f"{layer}.input_scale", times(3)), "fusion", "input_scale"
 
 
 def in_bfloat16(module: str, shape: tuple[int, int], where: str) -> Spoiled:
@@ -191,7 +183,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "no scale of inputs": lacks("input_scale"),
         "a scale upside down": of_value("weight_scale", inverse),
         "inputs of one layer scaled otherwise": input_of(K),
-        "a scale of keys that is zero": (filled(f"{K}.output_scale", 0.0), "kv_cache", "output_scale"),
+        "a scale of keys that is zero": (put(f"{K}.output_scale", element(0.0)), "kv_cache", "output_scale"),
         "a weight in e5m2": of_form("weight", e5m2),
     },
     "quark-int4": {
@@ -279,7 +271,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "no algorithm": says("config", "quant_algo", quant_algo=None),
         "a head that is not kept": says("targets", "lm_head", ignore=["other"]),
         "one byte a code": of_form("weight", doubled, GATE),
-        "a scale of keys that is zero": (filled(f"{K}.k_scale", 0.0), "kv_cache", "k_scale"),
+        "a scale of keys that is zero": (put(f"{K}.k_scale", element(0.0)), "kv_cache", "k_scale"),
         "weights only, without a list": says("config", "quant_algo", quant_algo="W4A8_NVFP4_FP8"),
     },
 }

@@ -10,17 +10,17 @@ from safetensors.torch import load_file
 
 from tests.architectures.families import save_family
 from tests.checks.quant_methods import CHECKPOINTS, write, write_gpt_oss
-from tests.checks.spoiled_methods import DOWN, LAYER, SPOILED, filled, quantization
+from tests.checks.spoiled_methods import DOWN, LAYER, SPOILED, quantization
 from tests.command import vexport
-from tests.models import Good, problems
-from tests.mutations.edits import Change, all_of, config, drop, put, spoiled, swap
+from tests.models import Good, errors, problems
+from tests.mutations.edits import Change, all_of, config, drop, element, put, spoiled, swap
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.translated import translate
 from vexport.checks.vllm.view import CheckpointView, Target
 from vexport.fidelity.dequantize import dequantized
-from vexport.records import Finding, Json
+from vexport.records import Json
 
 
 @pytest.fixture(scope="session")
@@ -49,14 +49,10 @@ def test_the_values_that_are_read_are_the_producers(written: Good, llama: Path, 
 CASES = [(method, name) for method, changes in SPOILED.items() for name in changes]
 
 
-def found(root: Path, *, severity: str = "error") -> list[Finding]:
-    return [each for each in problems(root) if each.severity == severity]
-
-
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_a_spoiled_checkpoint_is_found(written: Good, tmp_path: Path, method: str, name: str) -> None:
     change, family, where = SPOILED[method][name]
-    findings = found(spoiled(written(method), tmp_path / "spoiled", change))
+    findings = errors(spoiled(written(method), tmp_path / "spoiled", change))
     assert any(each.check == family and where in each.where for each in findings), findings
     translated = "weight_packed" if method != "auto-round-mxfp4" else "qweight"
     assert not any(translated in each.where or each.check == "internal" for each in findings), findings
@@ -66,7 +62,7 @@ def test_a_spoiled_checkpoint_is_found(written: Good, tmp_path: Path, method: st
 @pytest.mark.parametrize("bits", [9, "x"])
 def test_no_code_has_such_bits(written: Good, tmp_path: Path, method: str, bits: Json) -> None:
     """Nothing else may be taken in their place."""
-    findings = found(spoiled(written(method), tmp_path / "spoiled", quantization(bits=bits)))
+    findings = errors(spoiled(written(method), tmp_path / "spoiled", quantization(bits=bits)))
     assert [each.where.rpartition(".")[2] for each in findings if each.check == "config"] == ["bits"]
 
 
@@ -88,7 +84,7 @@ SPOILED_EXPERTS: Mapping[str, tuple[Change, str, str]] = {
     "no bias": (drop(f"{EXPERTS}.down_proj_bias"), "completeness", f"{EXPERTS}.down_proj_bias"),
     "an expert gone": (put(BLOCKS, lambda value: value[:3]), "shapes", BLOCKS),
     "other sizes in the config": (config((), intermediate_size=128), "shapes", BLOCKS),
-    "a scale that is NaN": (filled(SCALES, 255), "values", SCALES),
+    "a scale that is NaN": (put(SCALES, element(255)), "values", SCALES),
     "another type of model": (config((), model_type="llama"), "config", "quant_method"),
     "scales of other groups": (put(SCALES, lambda value: value[..., ::2]), "shapes", SCALES),
 }
@@ -104,7 +100,7 @@ def test_gpt_oss_is_judged(gpt_oss: Path) -> None:
 @pytest.mark.parametrize("name", SPOILED_EXPERTS)
 def test_spoiled_experts_of_gpt_oss_are_found(gpt_oss: Path, tmp_path: Path, name: str) -> None:
     change, family, where = SPOILED_EXPERTS[name]
-    findings = found(spoiled(gpt_oss, tmp_path / "spoiled", change))
+    findings = errors(spoiled(gpt_oss, tmp_path / "spoiled", change))
     assert any(each.check == family and where in each.where for each in findings), findings
     assert not any("weight_packed" in each.where or each.check == "internal" for each in findings), findings
 
@@ -166,14 +162,14 @@ def test_experts_are_judged_as_vllm_fuses_them(experts: Path, tmp_path: Path, na
     assert problems(sound) == []
     expert = f"{LAYER}.mlp.experts.1.gate_proj"
     scale = {"gptq": "scales", "awq": "scales", "fp8-block": "weight_scale_inv"}.get(name, "weight_scale_2")
-    (finding,) = found(spoiled(sound, tmp_path / "spoiled", drop(f"{expert}.{scale}")))
+    (finding,) = errors(spoiled(sound, tmp_path / "spoiled", drop(f"{expert}.{scale}")))
     assert (finding.check, finding.where) == ("completeness", f"{expert}.{scale}")
 
 
 def test_experts_in_fp4_are_not_judged(written: Good, experts: Path, tmp_path: Path) -> None:
     """Of a model without experts the key says nothing."""
     as_mxfp4 = quantization(store_dtype="mxfp4")
-    (finding,) = found(spoiled(routed("fp8-block", experts, tmp_path / "sound"), tmp_path / "fp4", as_mxfp4))
+    (finding,) = errors(spoiled(routed("fp8-block", experts, tmp_path / "sound"), tmp_path / "fp4", as_mxfp4))
     assert finding.check == "config"
     assert "store_dtype" in finding.where
     assert problems(spoiled(written("fp8-block"), tmp_path / "dense", as_mxfp4)) == []
@@ -221,7 +217,7 @@ def test_the_older_file_of_modelopt_is_judged(written: Good, tmp_path: Path) -> 
     content = json.loads(file.read_text())
     del content["quantization"]["group_size"]
     file.write_text(json.dumps(content))
-    (finding,) = found(older)
+    (finding,) = errors(older)
     assert (finding.check, "no group_size" in finding.got) == ("config", True)
 
 

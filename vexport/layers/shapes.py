@@ -109,8 +109,7 @@ def unsupported(
         kind = kind_of_group(group)
         if kind not in judged:
             judged[kind] = _unsupported(group, names, ranks, text)
-        reason = judged[kind]
-        if reason:
+        if reason := judged[kind]:
             reasons[group.name] = reason
     return reasons
 
@@ -127,8 +126,7 @@ def kind_of_group(group: FusionGroup) -> tuple[object, ...]:
 def _unsupported(
     group: FusionGroup, names: Names, ranks: Sequence[int], text: Mapping[str, Json]
 ) -> str | None:
-    reordered = unsupported_reordering(group, names.architecture, text)
-    if reordered:
+    if reordered := unsupported_reordering(group, names.architecture, text):
         return reordered
     scheme = get_scheme(group.scheme)
     reasons = (unsupported_on(group, scheme, names, count, text) for count in ranks)
@@ -152,8 +150,7 @@ def unsupported_on(
     split = split_of(group, names)
     # Keys and values as often as ranks need them.
     members = [repeated(part, ranks, text) for part in parts_of(group, names, text)]
-    ungrouped = _ungrouped(group, scheme, names, ranks, text)
-    if ungrouped:
+    if ungrouped := _ungrouped(group, scheme, names, ranks, text):
         return ungrouped
     if scheme is None:
         return uneven(members, ranks, split)
@@ -258,12 +255,9 @@ class Heads:
 
 def heads_of(linears: Iterable[str], names: Names, text: Mapping[str, Json]) -> Heads:
     """The heads of a model, from the names of its linear layers and the language model's config."""
-    queries, keys = text.get("num_attention_heads"), text.get("num_key_value_heads")
-    if not isinstance(queries, int) or queries < 1:
-        return Heads(queries=0, keys=0)
-    if not isinstance(keys, int) or keys < 1 or not any(makes_keys(name, names) for name in linears):
-        return Heads(queries=queries, keys=0)
-    return Heads(queries=queries, keys=keys)
+    queries = known_size("num_attention_heads", text)
+    has_keys = queries > 0 and any(makes_keys(name, names) for name in linears)
+    return Heads(queries=queries, keys=known_size("num_key_value_heads", text) if has_keys else 0)
 
 
 def refused_ranks(
@@ -280,8 +274,7 @@ def refused_ranks(
         return
     heads = heads_of(linears, names, text)
     for count in several:
-        uneven = heads.uneven(count)
-        if uneven:
+        if uneven := heads.uneven(count):
             fix = f"serve it on {heads.possible_ranks} GPUs (--tp)"
             yield _refusal(f"config.json (tp {count})", f"heads that {count} ranks can share", uneven, fix)
             continue
@@ -290,8 +283,7 @@ def refused_ranks(
                 group = FusionGroup(
                     name=name, scheme="", observer="", members=tuple(linears[member] for member in members)
                 )
-                reason = unsupported_on(group, None, names, count, text)
-                if reason:
+                if reason := unsupported_on(group, None, names, count, text):
                     yield _refusal(name, "parts that each rank can hold", reason, OTHER_RANKS)
 
 
