@@ -143,7 +143,15 @@ def main() -> None:
 
 def facts(wheel: Wheel) -> Entry:
     """Return what does not depend on a model class."""
-    return {"schemes": schemes(wheel), "methods": methods(wheel)}
+    metadata = next(name for name in wheel.names if name.endswith(".dist-info/METADATA"))
+    required = re.search(r"compressed-tensors==([\w.]+)", wheel.text(metadata))
+    assert required is not None
+    return {
+        "compressed_tensors": required[1],
+        "schemes": schemes(wheel),
+        "asymmetric_widths": asymmetric_widths(wheel),
+        "methods": methods(wheel),
+    }
 
 
 def schemes(wheel: Wheel) -> dict[str, int]:
@@ -166,6 +174,14 @@ def returned(wheel: Wheel, file: str, name: str) -> int | None:
         if place[1] in wheel.classes(place[0]) and place != (file, name):
             return returned(wheel, *place)
     return None
+
+
+def asymmetric_widths(wheel: Wheel) -> list[int]:
+    """Bits of packed integers with zero points."""
+    body = wheel.tree(f"{CT}/schemes/compressed_tensors_wNa16.py").body
+    widths = assigned(body, "WNA16_ZP_SUPPORTED_TYPES_MAP")
+    assert isinstance(widths, ast.Dict)
+    return [ast.literal_eval(key) for key in widths.keys if key is not None]
 
 
 def methods(wheel: Wheel) -> list[str]:

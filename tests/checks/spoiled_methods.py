@@ -261,7 +261,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
     "modelopt-nvfp4": {
         "no second scale": lacks("weight_scale_2"),
         "a second scale upside down": of_value("weight_scale_2", inverse),
-        "a second scale of another layer": (scaled(f"{K}.weight_scale_2", 2), "fusion", "weight_scale_2"),
+        "a second scale of another layer": (put(f"{K}.weight_scale_2", times(2)), "fusion", "weight_scale_2"),
         "a second scale that is zero": of_value("weight_scale_2", element(0.0)),
         "inputs of one layer scaled otherwise": input_of(Q),
         "no scale of inputs": lacks("input_scale"),

@@ -27,6 +27,7 @@ def test_every_version_has_a_file() -> None:
     for version in known_versions():
         facts = facts_of(version)
         assert facts.vllm.startswith(f"{short_version(version)}.")
+        assert {4, 8} <= {*facts.asymmetric_widths}
         assert facts.schemes["CompressedTensorsW8A8Fp8"] == 89
     facts = facts_of(PINNED)
     assert facts.vllm == architecture_table().vllm

@@ -10,7 +10,7 @@ from tests.architectures.families import split
 from tests.checks.quant_methods import CHECKPOINTS, write
 from tests.checks.spoiled_methods import LAYER, SPOILED, quantization
 from tests.models import save_llama
-from tests.mutations.edits import WEIGHTS, Change, Tensors, drop, file_bytes, header, put, tensors
+from tests.mutations.edits import WEIGHTS, Change, Tensors, all_of, drop, file_bytes, header, put, tensors
 from tests.mutations.good import vary_norms
 from tests.mutations.recorded import FOLDER
 
@@ -104,4 +104,5 @@ HARMLESS: Mapping[str, Change] = {
     "two files and an index": _sharded,
     "no metadata": header(lambda entries: entries.pop("__metadata__", None)),
     "a norm as float32": put(NORM, torch.Tensor.float),
+    "two harmless changes": all_of(_sharded, quantization(comment="made on a Monday")),
 }

@@ -26,7 +26,7 @@ from vexport.checks import (
     values,
 )
 from vexport.checks.completeness import unjudged_tensors
-from vexport.checks.config import other_method
+from vexport.checks.config import has_quantized_outputs, other_method
 from vexport.checks.vllm.view import ANY, CheckFunction, CheckpointView, Target
 from vexport.errors import InputError, InputErrors, VexportError, file_problem
 from vexport.errors.extras import unforeseen
@@ -208,4 +208,6 @@ def unjudged(view: CheckpointView) -> Iterator[NotJudged]:
         yield NotJudged(what=NAMES, why=why)
         yield NotJudged(what=NUMBERS, why=why)
         return
+    if has_quantized_outputs(view):
+        yield NotJudged(what=NUMBERS, why="vLLM runs static INT8 outputs in a scheme of its own (WNA8O8Int)")
     yield from unjudged_tensors(view)

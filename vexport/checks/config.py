@@ -16,7 +16,7 @@ from vexport.checks.vllm.groups import (
 from vexport.checks.vllm.quant_methods import METHOD, METHODS, method_name
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats import FORMATS
-from vexport.formats.arguments import contradictions, described
+from vexport.formats.arguments import QuantArgs, contradictions, described, parse_args
 from vexport.records import Finding, Json
 from vexport.records.patterns import REGEX, expression
 from vexport.version import short_version
@@ -30,6 +30,8 @@ TRANSFORMS_NAME = "transforms"
 TRANSFORMS = "online rotations (transform_config) are ones that vLLM computes, and have their matrices"
 # vLLM's names of the storage formats (compressed_tensors.CompressionFormat).
 FORMAT_NAMES = frozenset({"dense", "mixed-precision", "naive-quantized", *(each.name for each in FORMATS)})
+# With both of them in static INT8 vLLM runs another scheme (_is_wNa8o8_int); other outputs it passes over.
+SIDES = ("input_activations", "output_activations")
 # Activation ordering that vLLM no longer runs (compressed_tensors.py, _quantization_scheme_map_from_config).
 REFUSED_ORDERING = ("group", "dynamic")
 
@@ -63,7 +65,11 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     yield from _unreadable(view, groups)
     yield from _sparsity(view, config)
     ignore = config.get("ignore", [])
-    if not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
+    if isinstance(ignore, str):
+        where, expected = f"{view.quantization_place}.ignore", "a list of names"
+        got = f"{ignore!r}, of which vLLM takes each letter for a name"
+        yield warning(NAME, where, expected=expected, got=got, fix="put it into a list")
+    elif not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
         yield _finding(view, "ignore", "a list of names", repr(ignore), "set it, to [] for none")
     problems = tuple(_patterns(view))
     yield from problems or _groups(view)
@@ -87,6 +93,20 @@ def _unreadable(view: CheckpointView, groups: Mapping[str, Json]) -> Iterator[Fi
         if isinstance(parsed, str):
             expected = "arguments that compressed-tensors accepts"
             yield _finding(view, f"config_groups.{name}", expected, parsed, "correct the group")
+
+
+def has_quantized_outputs(view: CheckpointView) -> bool:
+    """Return whether vLLM runs a group in a scheme of its own, whose rules are not among the checks."""
+    groups = (view.quantization or {}).get("config_groups")
+    return any(
+        isinstance(raw, dict) and all(_is_static_int8(parse_args(raw.get(side))) for side in SIDES)
+        for raw in (groups.values() if isinstance(groups, dict) else ())
+    )
+
+
+def _is_static_int8(args: QuantArgs | str) -> bool:
+    kind = None if isinstance(args, str) else (args.type, args.num_bits, args.strategy, args.dynamic)
+    return kind == ("int", 8, "tensor", False)
 
 
 def _groups(view: CheckpointView) -> Iterator[Finding]:

@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from vexport.architectures.config import head_width, text_config
-from vexport.architectures.versions import facts_of, known_versions, nearest_version
+from vexport.architectures.versions import VersionFacts, facts_of, known_versions, nearest_version
 from vexport.checks.kv_cache import cache_scales
 from vexport.checks.vllm.groups import ConfigGroup, FusedLinear
 from vexport.checks.vllm.view import CheckpointView, error, warning
-from vexport.formats import MXFP4
+from vexport.formats import MXFP4, PACKED
 from vexport.formats.arguments import SchemeArgs, input_bits, precision
 from vexport.records import Finding
 from vexport.version import PINNED, short_version
@@ -169,7 +169,22 @@ def versions(view: CheckpointView) -> Iterator[Finding]:
     used = {group.name for fused in view.fused_linears if (group := view.group_of(fused)) is not None}
     for group in (group for group in view.config_groups if group.name in used):
         where = f"{view.quantization_place}.config_groups.{group.name}"
-        if group.storage is MXFP4 and MXFP4.vllm_scheme(group) not in facts_of(version).schemes:
+        if refused := _refused(group, facts_of(version)):
+            expected = f"a vLLM that has {refused}"
+            yield error(VERSIONS_NAME, where, expected=expected, got=f"{name}, which refuses them", fix=SERVE)
+        elif group.storage is MXFP4 and MXFP4.vllm_scheme(group) not in facts_of(version).schemes:
             expected = "a vLLM that has MXFP4 weights with FP8 inputs"
             got = f"{name}, which takes the inputs for MXFP4's, where it has FP4 kernels"
             yield warning(VERSIONS_NAME, where, expected=expected, got=got, fix=SERVE)
+
+
+def _refused(group: ConfigGroup, facts: VersionFacts) -> str | None:
+    """The zero points of a group that a version lacks (schemes/compressed_tensors_wNa16.py, wNa8.py)."""
+    bits, inputs = group.weights.num_bits, group.input_activations
+    if group.storage is not PACKED or group.weights.symmetric:
+        return None
+    if inputs is not None and not inputs.is_float:
+        # The wider table came with the parameter for zero points in schemes with integer inputs.
+        known = len(facts.asymmetric_widths) > 2
+        return None if known else "zero points of packed integers with integer inputs"
+    return None if bits in facts.asymmetric_widths else f"zero points of {bits} bits"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from vexport.architectures.config import text_config
-from vexport.checks.numbers import PLACEHOLDER
+from vexport.checks.numbers import PLACEHOLDER, largest_output
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import FLOAT_SCALES
 from vexport.layers.linears import makes_keys
@@ -54,7 +54,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             yield finding(NAME, where, expected=expected, got=got, fix=fix)
         else:
             yield from _count(view, tensor, per_head=scheme["strategy"] == "attn_head")
-            yield from _values(view, tensor)
+            yield from _values(view, module, parameter, tensor)
 
 
 def _unannounced(view: CheckpointView) -> Iterator[Finding]:
@@ -110,7 +110,7 @@ def _count(view: CheckpointView, tensor: TensorInfo, *, per_head: bool) -> Itera
         yield _wrong(tensor, expected, str(tensor.num_elements))
 
 
-def _values(view: CheckpointView, tensor: TensorInfo) -> Iterator[Finding]:
+def _values(view: CheckpointView, module: str, parameter: str, tensor: TensorInfo) -> Iterator[Finding]:
     """Return whether scales are numbers, of a size that those of keys and values can have."""
     values = view.reader.floats(tensor)
     bad = int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))
@@ -121,12 +121,14 @@ def _values(view: CheckpointView, tensor: TensorInfo) -> Iterator[Finding]:
         yield _wrong(tensor, "finite scales above zero", got)
     if bad or not values.size:
         return
+    reach = largest_output(view, f"{module}.{parameter[0]}_proj")
+    most = MOST_SCALE if reach is None else min(MOST_SCALE, reach / E4M3_MAX)
     if (values == PLACEHOLDER).all():
         got = "1, which vLLM takes where there is none"
         yield warning(NAME, tensor.name, expected="a calibrated scale", got=got, fix=FIX)
-    elif values.max() > MOST_SCALE:
+    elif values.max() > most:
         got = f"{values.max():g}, which looks like a reciprocal"
-        yield _wrong(tensor, f"scales of at most {MOST_SCALE:.3g}", got)
+        yield _wrong(tensor, f"scales of at most {most:.3g}", got)
     elif values.max() < LEAST_SCALE:
         yield _wrong(tensor, f"scales of at least {LEAST_SCALE:g}", f"{values.max():g}")
 

@@ -49,6 +49,8 @@ MARGIN = 1.5
 IN_LAYER = re.compile(
     r"(?P<layer>model\.layers\.\d+\.)(?P<part>\w+)\.(?:experts\.\d+\.)?(?P<projection>\w+)$"
 )
+# Scales that are exponents.
+BYTES = ("U8", "F8_E8M0")
 
 
 def positive_ends(reader: Reader, tensor: TensorInfo) -> tuple[float, float] | None:
@@ -267,3 +269,40 @@ def reach(view: CheckpointView, tensor: TensorInfo) -> tuple[float, float]:
     with np.errstate(divide="ignore"):
         least = float(np.mean(weights**-2.0) ** -0.5)
     return least, math.sqrt(weights.size) * float(weights.max())
+
+
+def largest_output(view: CheckpointView, module: str) -> float | None:
+    """No output of a quantized layer behind a norm is larger, with some room; None where that is not known.
+
+    That is the length of the input times that of a row of the weight (Cauchy and Schwarz), and the bias;
+    where keys have their own norm, what that lets through.
+    """
+    norm = view.index.tensors.get(f"{module.removesuffix('proj')}norm.weight")
+    if norm is not None and norm.num_bytes and view.layout is not None and view.layout.norm_before_mlp:
+        return MARGIN * reach(view, norm)[1]
+    layer, bounds = view.layers.get(module), norm_bounds(view, module)
+    if layer is None or layer.group is None or bounds is None:
+        return None
+    shape = view.linear_shape(layer.group, module, layer.parameters)
+    largest = _largest_weight(view, layer.group, layer.parameters)
+    if shape is None or largest is None:
+        return None
+    bias = layer.parameters.get("bias")
+    offset = float(np.abs(view.reader.floats(bias)).max()) if bias is not None and bias.num_bytes else 0.0
+    return MARGIN * (bounds[1] * math.sqrt(shape[1]) * largest + offset)
+
+
+def _largest_weight(
+    view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo]
+) -> float | None:
+    """The largest weight that a layer's scales can make."""
+    scale = parameters.get("weight_scale")
+    global_scale = parameters.get("weight_global_scale")
+    if scale is None or scale.dtype in BYTES or not scale.num_bytes:
+        return None
+    if global_scale is not None and not global_scale.num_bytes:
+        return None
+    stored = float(view.reader.floats(global_scale).min()) if global_scale is not None else 1.0
+    code = group.weights.largest_code
+    largest = float(np.abs(view.reader.floats(scale)).max())
+    return None if code is None or not math.isfinite(largest) else largest * code / stored

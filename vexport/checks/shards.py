@@ -88,11 +88,13 @@ def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[F
     weight_map = read_json_object(view.index.root / INDEX_NAME).get("weight_map")
     listed = weight_map if isinstance(weight_map, dict) else {}
     stored = {name: tensor.file.name for name, tensor in places.items()}
+    whole = {name for name, file in listed.items() if Path(str(file)).is_absolute()}
     for names, got in (
         (listed.keys() - stored.keys(), "no such tensor"),
+        (whole, "a whole path, which only this machine has"),
         (stored.keys() - listed.keys(), "no entry"),
         (
-            {name for name in listed.keys() & stored.keys() if listed[name] != stored[name]},
+            {name for name in listed.keys() & stored.keys() - whole if listed[name] != stored[name]},
             "it in another file",
         ),
     ):

@@ -23,12 +23,15 @@ class ClassFacts:
 class VersionFacts:
     """One vLLM, read from its wheel.
 
-    `schemes` are the classes of linear layers with the least compute capability of each; `absent`, `added`
-    and `classes` the model classes, in comparison with those of `PINNED`.
+    `schemes` are the classes of linear layers with the least compute capability of each, `asymmetric_widths`
+    the bits of packed integers with zero points. `absent`, `added` and `classes` are the model classes, in
+    comparison with those of `PINNED`.
     """
 
     vllm: str
+    compressed_tensors: str
     schemes: Mapping[str, int]
+    asymmetric_widths: tuple[int, ...]
     methods: tuple[str, ...]
     absent: frozenset[str]
     added: Mapping[str, ClassFacts]

@@ -59,7 +59,13 @@ class Gptq(TransposedIntegers):
         values = unpacked(bits_of(reader, zeros), bits)
         middle = 1 << (bits - 1)
         least, most = int(values.min()), int(values.max())
-        if not args.weights.symmetric or least == most == middle - self.zero_offset:
+        if not args.weights.symmetric:
+            # Zero points of 0 and of a power of two, which the first format cannot tell apart.
+            if most + self.zero_offset >= 1 << bits:
+                got, fix = f"{most} + {self.zero_offset}", "store it as gptq_v2, with GPTQModel"
+                yield problem("qzeros", f"zero points of {bits} bits", got, fix)
+            return
+        if least == most == middle - self.zero_offset:
             return
         if least == most and least in (middle - 1, middle):
             other = V2 if self.zero_offset else V1
