@@ -65,7 +65,6 @@ def test_all_unknown_arguments_are_named_at_once() -> None:
 
 @pytest.mark.vllm
 def test_ray_that_is_not_installed_is_the_environment_s_fault() -> None:
-    pytest.importorskip("vllm")
     ran = vexport("load", DEMO, "--quiet", "--tp", "2", "--engine-arg", "distributed_executor_backend=ray")
     assert ran.code == 4
     assert "got no module ray" in ran.stderr

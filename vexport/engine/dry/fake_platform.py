@@ -232,13 +232,8 @@ class _Absent(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         if self.__name__.startswith("flashinfer") and name.islower():
-            return _one
+            return lambda *_, **__: 1
         return _AnyAttribute(name, (), {})
-
-
-def _one(*_: object, **__: object) -> int:
-    """A size."""
-    return 1
 
 
 class _AbsentPackages(MetaPathFinder, Loader):
