@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vexport.checkpoint.source import with_revision
 from vexport.engine.gate import Prover
@@ -27,15 +26,13 @@ from vexport.records import (
     Plan,
     PlanRequest,
     Quantized,
+    RepairReport,
     SchemeTable,
     silent,
 )
 from vexport.records.calibration import Rounding
 from vexport.reports.quantized import quantized_answer
 from vexport.scenario import Calibration, Rule, default_calibration, is_scenario, read_scenario
-
-if TYPE_CHECKING:
-    from vexport.records import RepairReport
 
 Name = str | Path
 
@@ -179,7 +176,7 @@ def repair(
     source: Name | None = None,
     overwrite: bool = False,
     on_progress: OnProgress = silent,
-) -> "RepairReport":
+) -> RepairReport:
     """Repair what can be repaired into the folder `out`, as `vexport repair` does."""
     from vexport.repair import repair_checkpoint
 
