@@ -26,6 +26,14 @@ def test_scales_that_are_not_shared_and_a_refusal_fail(tiny_llama: Path, tmp_pat
     assert "weight_scale" in findings[1][0]["got"]
 
 
+def test_quantizing_what_is_quantized_is_an_error_of_the_argument(tiny_llama: Path, tmp_path: Path) -> None:
+    checkpoint = quantize(tiny_llama, tmp_path / "quantized", "FP8_DYNAMIC")
+    given = 'quantization_config={"linear": {"weight": "fp8_per_channel_static"}}'
+    ran = vexport("load", checkpoint, "--engine-arg", given, "--quiet")
+    assert ran.code == 2
+    assert "--engine-arg quantization_config: got layers that are quantized already" in ran.stderr
+
+
 OTHER = os.environ.get("VEXPORT_OTHER_VLLM_PYTHON", "")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import cast, get_args
 
-from pydantic import JsonValue, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+from pydantic import JsonValue, PydanticUserError, TypeAdapter, ValidationError
 
 from vexport.architectures.config import known_size, text_config
 from vexport.checkpoint.index import read_index
@@ -142,7 +142,7 @@ def unfit(kind: object, value: JsonValue) -> str:
         return f"a key of {name} instead of {unknown[0]!r}{nearest(unknown[0], known)}" if unknown else ""
     try:
         TypeAdapter(cast(type[object], kind)).validate_json(json.dumps(value), strict=True)
-    except PydanticSchemaGenerationError:  # a type that JSON alone does not tell
+    except PydanticUserError:  # a type that JSON alone does not tell
         return ""
     except ValidationError as error:
         # One line for each member of a union: the first is the most helpful.

@@ -4,6 +4,7 @@ import getpass
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -60,6 +61,10 @@ _DEFAULT_ENVIRONMENT = {
 _LONGEST_TEMPORARY = 40
 # Seconds to ask an interpreter whether it has vLLM.
 _PROBE_SECONDS = 60.0
+# vLLM's words where an argument quantizes what is quantized, which few methods can: resolve_quant_method in
+# vllm/model_executor/layers/quantization/base_config.py.
+_QUANTIZING = ("quantization", "quantization_config")
+_REQUANTIZES = re.compile(r"dequantize_weight|dequantization is only supported|re-?quantiz", re.IGNORECASE)
 _PLUGIN = "[vllm.general_plugins]\nvexport_cpu_emulation = vexport.engine.cpu_emulation:register\n"
 LOG = logging.getLogger(__name__)
 # What happened and what to do, for each kind of failure.
@@ -237,6 +242,14 @@ def _accept(result: SessionResult, request: SessionRequest, where: str, log: Pat
     failure = explain(result.failure, log, platform=result.platform)
     if failure.kind != "refused":
         raise EngineFault(where, failure, log)
+    quantizing = [f"--engine-arg {name}" for name in _QUANTIZING if name in request.arguments]
+    if quantizing and _REQUANTIZES.search(failure.message):
+        raise InputError(
+            ", ".join(quantizing),
+            got=f"layers that are quantized already: {failure.message}",
+            need="layers whose stored weights this vLLM can quantize again",
+            fix="remove it, or name only unquantized layers in its targets",
+        )
     given = [
         f"{name} {json.dumps(value)}" for name, value in request.arguments.items() if name != "enforce_eager"
     ]

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Never, TypeVar
 
 from pydantic import JsonValue, ValidationError
 
@@ -48,8 +48,8 @@ _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 _NODES = Path("/sys/devices/system/node")
 
 
-def main(arguments: list[str], answer_tasks: AnswerTasks | None = None) -> int:
-    """Read the request, do it, write the result; 0 whenever there is a result to read.
+def main(arguments: list[str], answer_tasks: AnswerTasks | None = None) -> Never:
+    """Read the request, do it, write the result, and end; with 0 whenever there is a result to read.
 
     `answer_tasks` has to be given for requests with tasks: `vexport.evaluation.lm_eval_runner` gives lm-eval.
     """
@@ -61,7 +61,10 @@ def main(arguments: list[str], answer_tasks: AnswerTasks | None = None) -> int:
         # Teardown may crash, or wait for threads and devices forever: the alarm ends this process then.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_TEARDOWN_SECONDS)
-    return 0
+    # Python's own end takes apart all of vLLM, which is seconds.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def answer_request(arguments: list[str], kind: type[T], answer: Callable[[T], object]) -> int:
@@ -285,4 +288,4 @@ def _nodes() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -273,4 +273,4 @@ def computed_once() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(worker.main(sys.argv[1:], run_tasks))
+    worker.main(sys.argv[1:], run_tasks)
