@@ -240,8 +240,14 @@ def quantize(
     require_consistent(request)
     rules, settings = requested(request, (), tell)
     text, default = calibration.settings, calibration.with_data(DEFAULT)
-    rules, settings, text = with_needed_text(rules, settings, text, default, tell)
+    notes: list[str] = []
+    rules, settings, text = with_needed_text(rules, settings, text, default, notes.append)
     which = "this" if calibration.calibration else "default"
+
+    def accepted() -> None:
+        for line in notes:
+            tell(line)
+
     with progress_display(quiet=answer.quiet or not is_first) as on_progress:
         job = QuantizeJob(
             source=with_revision(source, revision),
@@ -256,7 +262,7 @@ def quantize(
             on_progress=on_progress,
             on_estimate=lambda steps: tell(estimate(which, steps)),
         )
-        quantized = quantized_answer(str(out), *quantize_source(job))
+        quantized = quantized_answer(str(out), *quantize_source(job, accepted))
     if is_first:
         for warning in quantized.warnings:
             click.echo(f"warning: {warning}", err=True)

@@ -58,8 +58,10 @@ class QuantizeJob:
     on_estimate: Callable[[tuple[Step, ...]], None] | None = None
 
 
-def quantize_source(job: QuantizeJob) -> tuple[Plan, CalibrationRecord | None, RoundingReport | None]:
-    """Quantize a checkpoint.
+def quantize_source(
+    job: QuantizeJob, accepted: Callable[[], None] = lambda: None
+) -> tuple[Plan, CalibrationRecord | None, RoundingReport | None]:
+    """Quantize a checkpoint; `accepted` is called once nothing that was asked for is refused any more.
 
     The answer is what was done, what the samples showed where they were run, and how the weights were rounded
     by them. Torchrun's ranks calibrate, round and write together, in a folder that all of them see.
@@ -73,6 +75,7 @@ def quantize_source(job: QuantizeJob) -> tuple[Plan, CalibrationRecord | None, R
         require_accepted(plan)
         require_calibration(plan, job.calibration)
         _require_same_on_all_ranks(plan)
+        accepted()
         calibration, rounding = write_checkpoint(job, index, plan)
     return plan, calibration, rounding
 
