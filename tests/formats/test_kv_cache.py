@@ -22,10 +22,6 @@ RULES = rules_for(PlanRequest(scheme="FP8_DYNAMIC", observer="memoryless_minmax"
 KINDS: tuple[KvCache, ...] = ("fp8", "fp8_per_head")
 
 
-def quiet(stage: str, done: int, total: int) -> None:
-    """Nothing is shown."""
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3, whose keys are normed before they are rotated."""

@@ -1,108 +1,81 @@
-"""What a task reads is fetched before an engine starts."""
+"""What a task and a calibration read of the hub is fetched before an engine starts."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from huggingface_hub import snapshot_download
 
 from tests.hub.conftest import DATA, Machine
 from tests.hub.server import Hub, Repository
 
-
-@pytest.mark.vllm  # it is not started, but looked for
-@pytest.mark.slow
-def test_no_engine_starts_without_the_data(machine: Machine, hub: Hub, llama: Path) -> None:
-    hub.repositories[DATA].gated = True
-    ran = machine.run("eval", llama, "--baseline", llama, "--task", "task.yaml")
-    assert ran.code == 2, ran.stderr
-    assert f"dataset {DATA}: " in ran.stderr
-    assert "gated" in ran.stderr
-    assert "baseline: load" not in ran.stderr
-    assert not (machine.folder / "runs").exists()
-
-
-DOWNLOAD = "from huggingface_hub import snapshot_download as get; get('acme/sums', repo_type='dataset')"
-
-
-@pytest.mark.vllm  # it is not started, but looked for
-@pytest.mark.slow
-def test_offline_missing_data_sets_are_named_and_downloaded_ones_read(machine: Machine, llama: Path) -> None:
-    task = (machine.folder / "task.yaml").read_text()
-    for name in ("tools", "cities"):
-        other = task.replace("acme/sums", f"acme/{name}").replace("hub_sums", name)
-        (machine.folder / f"{name}.yaml").write_text(other)
-    tasks = ("--task", "task.yaml", "--task", "tools.yaml", "--task", "cities.yaml")
-    evaluate = ("eval", llama, "--baseline", llama, *tasks)
-    assert machine.python("-c", DOWNLOAD).code == 0
-    ran = machine.run(*evaluate, HF_HUB_OFFLINE="1")
-    assert ran.code == 4, ran.stderr
-    for name in ("tools", "cities"):
-        assert f"error: dataset acme/{name}: " in ran.stderr
-    assert "dataset acme/sums" not in ran.stderr
+CITIES, CHATS = "acme/cities", "acme/chats"
+MODEL = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_data_of_the_hub_are_evaluated_and_a_local_model_asks_for_nothing(machine: Machine, hub: Hub) -> None:
-    model = Path(__file__).parents[2] / "scenarios/demo/model"
-    ran = machine.run("eval", model, "--accept", "accepted.json", "--task", "task.yaml", "--limit", "5")
-    assert ran.code == 0, ran.stderr
+def test_no_engine_starts_without_the_data_and_offline_the_cache_has_them(machine: Machine, hub: Hub) -> None:
+    hub.repositories[CITIES] = Repository(folder=hub.repositories[DATA].folder, kind="datasets", gated=True)
+    task = (machine.folder / "task.yaml").read_text()
+    for name in ("cities", "tools"):
+        other = task.replace(DATA, f"acme/{name}").replace("hub_sums", name)
+        (machine.folder / f"{name}.yaml").write_text(other)
+    evaluate = ("eval", MODEL, "--accept", "accepted.json", "--limit", "5", "--task", "task.yaml")
+    ran = machine.run(*evaluate, "--task", "cities.yaml", "--task", "tools.yaml")
+    assert ran.code == 2, ran.stderr
     assert f"task data {DATA}" in ran.stderr
+    assert [name for name in (DATA, CITIES, "acme/tools") if f"dataset {name}: " in ran.stderr] == [
+        CITIES,
+        "acme/tools",
+    ]
+    assert "gated" in ran.stderr
+    assert not (machine.folder / "runs").exists()
+    assert len([path for path in hub.paths("GET") if DATA in path and path.endswith("/test.jsonl")]) == 1
+    assert not [path for path in hub.paths() if "/demo/model" in path]
+
+    hub.repositories[CITIES].gated = False
+    cache = machine.folder / "cache" / "hub"
+    snapshot_download(CITIES, repo_type="dataset", cache_dir=cache, endpoint=hub.url)  # as `hf download` does
+    hub.requests.clear()
+    ran = machine.run(*evaluate, "--task", "cities.yaml", HF_HUB_OFFLINE="1")
+    assert ran.code == 0, ran.stderr
     (results,) = (machine.folder / "runs/eval-model/candidate").glob("results_*.json")
-    assert json.loads(results.read_text())["n-samples"]["hub_sums"]["effective"] == 5
-    assert len([path for path in hub.paths("GET") if path.endswith("/test.jsonl")]) == 1
-    asked = [path for path in hub.paths() if DATA not in path and path != "/api/agent-harnesses"]
-    assert asked == []
+    samples = json.loads(results.read_text())["n-samples"]
+    assert {name: sample["effective"] for name, sample in samples.items()} == {"hub_sums": 5, "cities": 5}
+    assert not hub.requests
 
 
-CHATS = "acme/chats"
+# The exit codes of `quantize` with one data set after another, in one process: it imports transformers.
+QUANTIZE = """
+import sys
+from vexport.cli.entry import run_command
+_, *words, names = sys.argv
+for name in names.split(","):
+    sys.argv = ["vexport", "quantize", *words, "--calibration", name]
+    print("exit", run_command(), file=sys.stderr)
+"""
 
 
-@pytest.fixture
-def chats(hub: Hub, tmp_path: Path) -> Hub:
-    """A data set with a split of training and one of test rows."""
-    folder = tmp_path / "chats"
+@pytest.mark.slow
+def test_a_data_set_is_read_by_split_and_column(
+    machine: Machine, hub: Hub, llama: Path, tmp_path: Path
+) -> None:
+    folder, out = tmp_path / "chats", machine.folder / "out"
     folder.mkdir()
     for split, first in (("train", 3), ("test", 50)):
         rows = [{"ids": [first + number] * 4, "id": number} for number in range(20)]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     hub.repositories[CHATS] = Repository(folder=folder, kind="datasets")
-    return hub
-
-
-def quantize(
-    machine: Machine, llama: Path, data: str, **variables: str
-) -> tuple[int, str, dict[str, object]]:
-    """Exit code, stderr and what the recipe says of the calibration."""
-    out = machine.folder / "out"
-    call = ("quantize", llama, out, "--scheme", "FP8", "--calibration", data, "--samples", "5", "--quiet")
-    ran = machine.run(*call, **variables)
-    recipe = json.loads((out / "vexport.json").read_text()) if ran.code == 0 else {}
-    return ran.code, ran.stderr, recipe
-
-
-@pytest.mark.slow
-def test_a_data_set_is_read_by_split_and_column(machine: Machine, chats: Hub, llama: Path) -> None:
-    code, stderr, recipe = quantize(machine, llama, f"{CHATS}:test:ids")
-    assert code == 0, stderr
-    assert isinstance(recipe["scenario"], dict)
-    assert recipe["scenario"]["calibration"]["data"] == f"{CHATS}:test:ids"
-    assert recipe["calibration"] == {**recipe["calibration"], "rows": "1-5", "tokens": 20}  # type: ignore[dict-item]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("data", "variables", "words"),
-    [
-        (f"{CHATS}:train:text", {}, "no column text, but ids, id"),
-        (f"{CHATS}:valid", {}, "name them: ORG/NAME:SPLIT:COLUMN"),
-    ],
-)
-def test_what_cannot_be_had_is_one_error_with_a_remedy(
-    machine: Machine, chats: Hub, llama: Path, data: str, variables: dict[str, str], words: str
-) -> None:
-    code, stderr, _ = quantize(machine, llama, data, **variables)
-    assert code in (2, 4)
-    assert words in stderr
-    assert "Traceback" not in stderr
-    assert not (machine.folder / "out").exists()
+    names = [f"{CHATS}:train:text", f"{CHATS}:valid", f"{CHATS}:test:ids"]
+    options = ("--scheme", "FP8", "--samples", "5", "--quiet")
+    ran = machine.python("-c", QUANTIZE, llama, out, *options, ",".join(names))
+    text, valid, _ = re.split(r"exit (?=\d\n)", ran.stderr)[:3]
+    assert "no column text, but ids, id" in text
+    assert "name them: ORG/NAME:SPLIT:COLUMN" in valid
+    assert re.findall(r"exit (\d)", ran.stderr) == ["2", "2", "0"]
+    assert "Traceback" not in ran.stderr
+    recipe = json.loads((out / "vexport.json").read_text())
+    assert recipe["scenario"]["calibration"]["data"] == names[-1]
+    assert (recipe["calibration"]["rows"], recipe["calibration"]["tokens"]) == ("1-5", 20)

@@ -215,7 +215,6 @@ def test_layers_that_are_fused_on_disk_are_judged_by_their_parts(tmp_path: Path)
             "pickled weights alone (pytorch_model.bin)",
             "save_pretrained",
         ),
-        (["config.json", "onnx/model.onnx"], "", "an ONNX model (onnx/model.onnx)", "exported from"),
         (["checkpoint-10/config.json", "trainer_state.json"], "", "a training run", "checkpoint-10"),
         (["snapshots/abc/config.json", "refs/main"], "", "the hub's cache", "snapshots/abc"),
         (["models--A--B/snapshots/abc/config.json"], "", "the hub's cache", "snapshots/abc"),

@@ -16,7 +16,7 @@ from vexport.plan.build import PlanSettings, build_plan
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.quantize.layer_groups import LayerGroup, find_layer_groups, probe_plan, rules_with
 from vexport.quantize.measure import measure
-from vexport.records import CalibrationData, GroupSensitivities, SchemeLoss
+from vexport.records import CalibrationData, GroupSensitivities, OnProgress, SchemeLoss, silent
 from vexport.records.calibration import Rounding
 from vexport.scenario import Auto, Calibration, Rule
 
@@ -27,8 +27,8 @@ SAMPLES = 2
 TOLERANCE = 0.02
 
 
-def samples(model: Path, number: int = SAMPLES) -> Samples:
-    data = CalibrationData(name=str(DEMO / "calibration.jsonl"), samples=number, seq_len=64)
+def samples(model: Path) -> Samples:
+    data = CalibrationData(name=str(DEMO / "calibration.jsonl"), samples=SAMPLES, seq_len=64)
     return read_samples(data, model, vocab_size=384)
 
 
@@ -37,20 +37,37 @@ def units_of(index: SourceIndex, *candidates: str, rules: tuple[Rule, ...] = RUL
     return find_layer_groups(index, rules, auto, PlanSettings())
 
 
-def run(model: Path, file: Path, *candidates: str, steps: list[str] | None = None) -> GroupSensitivities:
-    index = read_index(model)
-    units = units_of(index, *candidates)
-    plan = build_plan(index, rules_with((), {}, RULES))
+def run(
+    model: Path,
+    file: Path,
+    *candidates: str,
+    rules: tuple[Rule, ...] = RULES,
+    on_progress: OnProgress = silent,
+) -> GroupSensitivities:
+    index, rows = read_index(model), samples(model)
+    units = units_of(index, *candidates, rules=rules)
+    plan = probe_plan(build_plan(index, rules_with((), {}, rules)), units)
     return measure(
         index,
         units,
-        calibrate(LayerWalk(index), probe_plan(plan, units), samples(model)),
-        samples(model),
+        calibrate(LayerWalk(index), plan, rows),
+        rows,
         file=file,
-        on_progress=lambda stage, done, total: (steps if steps is not None else []).append(stage),
+        on_progress=on_progress,
         trust_remote_code=False,
         device="cpu",
     )
+
+
+def loss_of(model: Path, rules: tuple[Rule, ...], out: Path) -> float:
+    """The KL of a checkpoint that is quantized by these rules."""
+    settings = Calibration(data=DEMO / "calibration.jsonl", samples=SAMPLES, seq_len=64)
+    quantize_source(QuantizeJob(source=str(model), out=out, rules=rules, calibration=settings))
+    # The reference leaves out what follows the last token of a prompt.
+    prompts = [(*ids, 0) for ids in samples(model).token_ids]
+    plain, quantized = reference_logprobs(model, prompts), reference_logprobs(out, prompts)
+    assert torch.isfinite(quantized).all()
+    return float((plain.exp() * (plain - quantized)).sum(-1).mean())
 
 
 @pytest.fixture(scope="module")
@@ -66,18 +83,11 @@ def losses(found: GroupSensitivities) -> dict[tuple[str, str], SchemeLoss]:
 
 def test_the_outliers_are_found(measured: GroupSensitivities) -> None:
     """The variant scales columns of q, k, v, gate and up only: INT4 in groups of 128 loses those."""
-    found = losses(measured)
-    hard = [
-        one.loss
-        for (name, scheme), one in found.items()
-        if scheme == "W4A16" and "_proj" in name and ("qkv" in name or "gate_up" in name)
-    ]
-    easy = [
-        one.loss
-        for (name, scheme), one in found.items()
-        if scheme == "W4A16" and ("o_proj" in name or "down" in name)
-    ]
-    assert len(hard) == len(easy) == 6
+    easy, hard = list[float](), list[float]()
+    for (name, scheme), loss in losses(measured).items():
+        if scheme == "W4A16":
+            (easy if name.endswith(("o_proj", "down_proj")) else hard).append(loss.loss)
+    assert len(easy) == 6
     assert min(hard) > max(easy)
 
 
@@ -90,62 +100,40 @@ def test_a_loss_is_that_of_a_checkpoint_with_only_this_group(
 ) -> None:
     model = DEMO / "model-x16"
     (unit,) = (one for one in units_of(read_index(model), "NVFP4", "W4A16") if one.name == name)
-    rules = (*unit.rules(scheme), Rule(match="Linear", scheme=KEEP))
-    settings = Calibration(data=DEMO / "calibration.jsonl", samples=SAMPLES, seq_len=64)
-    quantize_source(QuantizeJob(source=str(model), out=tmp_path / "one", rules=rules, calibration=settings))
-    # The reference leaves out what follows the last token of a prompt.
-    prompts = [(*ids, 0) for ids in samples(model).token_ids]
-    plain, quantized = reference_logprobs(model, prompts), reference_logprobs(tmp_path / "one", prompts)
-    loss = float((plain.exp() * (plain - quantized)).sum(-1).mean())
-    assert torch.isfinite(quantized).all()
+    loss = loss_of(model, (*unit.rules(scheme), Rule(match="Linear", scheme=KEEP)), tmp_path / "one")
     assert losses(measured)[name, scheme].loss == pytest.approx(loss, rel=TOLERANCE)
 
 
 def test_a_second_call_runs_nothing_again(tmp_path: Path) -> None:
     steps: list[str] = []
-    file = tmp_path / "trials.json"
-    first = run(DEMO / "model", file, "W4A16", steps=steps)
-    ran = len(steps)
+
+    def again(*candidates: str) -> GroupSensitivities:
+        on_progress: OnProgress = lambda stage, done, total: steps.append(stage)  # noqa: E731
+        return run(DEMO / "model", tmp_path / "trials.json", *candidates, on_progress=on_progress)
+
+    first, ran = again("W4A16"), len(steps)
     assert ran == 3
-    assert run(DEMO / "model", file, "W4A16", steps=steps) == first
+    assert again("W4A16") == first
     assert len(steps) == ran
-    assert run(DEMO / "model", file, "W4A16", "FP8_DYNAMIC", steps=steps) != first
+    assert again("W4A16", "FP8_DYNAMIC") != first
     assert len(steps) > ran
 
 
 @pytest.mark.usefixtures("own_products")
-@pytest.mark.parametrize("rounding", ["gptq", "refit"])
-def test_a_loss_is_that_of_the_rounding_that_is_written(rounding: Rounding, tmp_path: Path) -> None:
+def test_a_loss_is_that_of_the_rounding_that_is_written(tmp_path: Path) -> None:
     """With nothing quantized in front of it a refit of weights alone is GPTQ. Losses that another rounding
     has left in the file are not taken."""
     model, projection = DEMO / "model-x16", r"re:model\.layers\.0\.mlp\.down_proj"
-    index, kept = read_index(model), Rule(match="Linear", scheme=KEEP)
-    auto = (Rule(match=projection, scheme="auto", rounding=rounding), kept)
-    (unit,) = units_of(index, "W4A16", rules=auto)
-    settings = Calibration(data=DEMO / "calibration.jsonl", samples=SAMPLES, seq_len=64)
-    rows, found = samples(model), {}
-    for asked in (auto, (Rule(match=projection, scheme="auto", rounding="nearest"), kept)):
-        units = units_of(index, "W4A16", rules=asked)
-        sensitivity = measure(
-            index,
-            units,
-            calibrate(
-                LayerWalk(index), probe_plan(build_plan(index, rules_with((), {}, asked)), units), rows
-            ),
-            rows,
-            file=tmp_path / "trials.json",
-            on_progress=lambda stage, done, total: None,
-            trust_remote_code=False,
-            device="cpu",
-        )
-        found[asked[0].rounding] = losses(sensitivity)[unit.name, "W4A16"].loss
-    rules = (*(rule.model_copy(update={"rounding": "gptq"}) for rule in unit.rules("W4A16")), kept)
-    quantize_source(QuantizeJob(source=str(model), out=tmp_path / "one", rules=rules, calibration=settings))
-    prompts = [(*ids, 0) for ids in rows.token_ids]
-    plain, quantized = reference_logprobs(model, prompts), reference_logprobs(tmp_path / "one", prompts)
-    loss = float((plain.exp() * (plain - quantized)).sum(-1).mean())
-    assert found[rounding] == pytest.approx(loss, rel=TOLERANCE)
-    assert found["nearest"] != pytest.approx(loss, rel=TOLERANCE)
+    kept, found = Rule(match="Linear", scheme=KEEP), dict[str, float]()
+    roundings: tuple[Rounding, Rounding] = ("refit", "nearest")
+    for rounding in roundings:
+        auto = Rule(match=projection, scheme="auto", rounding=rounding)
+        (loss,) = losses(run(model, tmp_path / "trials.json", "W4A16", rules=(auto, kept))).values()
+        found[rounding] = loss.loss
+    gptq = Rule(match=projection, scheme="W4A16", observer="imatrix_mse", rounding="gptq")
+    loss_of_gptq = loss_of(model, (gptq, kept), tmp_path / "one")
+    assert found["refit"] == pytest.approx(loss_of_gptq, rel=TOLERANCE)
+    assert found["nearest"] != pytest.approx(loss_of_gptq, rel=TOLERANCE)
 
 
 def test_torch_computes_with_the_threads_of_numba() -> None:

@@ -31,9 +31,7 @@ from vexport.scenario import Rule
 SCHEMES = {
     "W4A16": ("gptq", "refit"),
     "NVFP4": ("refit",),
-    "MXFP4": ("gptq",),
     "FP8_BLOCK": ("gptq",),
-    "W8A8": ("gptq",),
 }
 
 

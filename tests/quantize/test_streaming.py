@@ -3,14 +3,12 @@
 import contextlib
 import hashlib
 import json
-import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from shutil import rmtree
 
 import numpy as np
 import pytest
@@ -68,32 +66,22 @@ def digests(folder: Path) -> Mapping[str, str]:
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
-    source, log = write_model(tmp_path / "source", hidden=1024, layers=6), tmp_path / "log"
+def test_killed_twice_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    source, log = write_model(tmp_path / "source", hidden=1024, layers=4), tmp_path / "log"
     whole, out = tmp_path / "whole", tmp_path / "out"
     options = ("--scheme", "NVFP4A16", "--max-shard-size", "10MB")
-    begin = time.monotonic()
     finish(start(log, command, "quantize", source, whole, *options), log)
-    duration = time.monotonic() - begin
-    expected, moments = digests(whole), random.Random(0)
-    kills = continued = 0
-    while kills < 4:
-        process = start(log, command, "quantize", source, out, *options)
-        time.sleep(duration * moments.uniform(0.2, 1.0))
-        written = sum(file.stat().st_size for file in tmp_path.glob(".out.partial/new/*.safetensors"))
+    for least in (1, 20_000_000):
+        process, written = start(log, command, "quantize", source, out, *options), 0
+        while written < least and process.is_alive():
+            time.sleep(0.002)
+            written = sum(file.stat().st_size for file in tmp_path.glob(".out.partial/new/*.safetensors"))
         process.kill()
         process.join()
-        if process.exitcode == -signal.SIGKILL:
-            kills += 1
-        else:  # it had ended: the first one compiled
-            duration *= 0.8
-        continued += written > 0
-        if out.exists():
-            assert digests(out) == expected
-            rmtree(out)
+        assert process.exitcode == -signal.SIGKILL
+        assert not out.exists()
     finish(start(log, command, "quantize", source, out, *options), log)
-    assert digests(out) == expected
-    assert continued > 1
+    assert digests(out) == digests(whole)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out", "source", "whole"]
 
 

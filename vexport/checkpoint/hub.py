@@ -1,10 +1,9 @@
 """Models of the Hugging Face hub: names, errors, and downloads of what is needed into the hub's cache."""
 
 import glob
-import itertools
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal, Self, TypeVar
@@ -38,7 +37,6 @@ _SIDE_FILES = re.compile(
 )
 # Folders that hold the same weights in another format, and their configs.
 _OTHER_FORMATS = {"original", "onnx", "openvino", "gguf", "coreml", "metal", "mlx", "tflite", "flax"}
-_WEIGHTS = ".safetensors"
 _OTHER_INDEX = re.compile(r".*\.(safetensors|bin|msgpack|h5)\.index\.json")
 T = TypeVar("T")
 
@@ -100,16 +98,12 @@ def downloaded(name: HubName) -> str | None:
         return None
 
 
-def _is_any(error: BaseException, names: set[str]) -> bool:
+def _is_any(error: BaseException | None, names: set[str]) -> bool:
     """Return whether an error, or what it came from, is of a class with one of these names."""
-    classes = (type(cause).__mro__ for cause in _chain(error))
-    return any(cls.__name__ in names for cls in itertools.chain.from_iterable(classes))
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+    if error is None:
+        return False
+    is_one = any(cls.__name__ in names for cls in type(error).__mro__)
+    return is_one or _is_any(error.__cause__ or error.__context__, names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,9 +162,17 @@ def _fetch_config(name: HubName) -> Path:
 
 
 def needed_weights(listing: RepoListing, folder: Path) -> list[str]:
-    """The weight files of a listing whose index, if any, lies in `folder`. InputError where it has none."""
-    indexed = index_file_names(folder) if INDEX_NAME in listing.sizes else []
-    names = weight_names(listing.sizes, indexed)
+    """The weight files that are read: those of the index in `folder`, the single one, or all at the top.
+
+    A file that the index names and the repository lacks is among them. InputError where there is none.
+    """
+    paths = listing.sizes
+    if INDEX_NAME in paths:
+        names = index_file_names(folder)
+    elif SINGLE_NAME in paths:
+        names = [SINGLE_NAME]
+    else:
+        names = sorted(path for path in paths if path.endswith(".safetensors") and "/" not in path)
     if not names:
         fix = "choose a repository with safetensors (pickled weights are never loaded)"
         raise InputError(f"model {listing.name}", got="no safetensors file", need="weights", fix=fix)
@@ -179,7 +181,7 @@ def needed_weights(listing: RepoListing, folder: Path) -> list[str]:
 
 def side_files(paths: Iterable[str]) -> list[str]:
     """The files that are not weights, the index of the weights included."""
-    return sorted(path for path in paths if _is_side_file(path))
+    return sorted(filter(_is_side_file, paths))
 
 
 def _is_side_file(path: str) -> bool:
@@ -191,19 +193,6 @@ def _is_side_file(path: str) -> bool:
     if _OTHER_INDEX.fullmatch(relative.name):
         return path == INDEX_NAME
     return _SIDE_FILES.fullmatch(relative.name) is not None
-
-
-def weight_names(paths: Collection[str], indexed: Collection[str]) -> list[str]:
-    """The safetensors files that are read: those of the index, else the single one, else all at the top.
-
-    `indexed` is empty where there is no index. A file that the index names and the repository lacks is in the
-    answer.
-    """
-    if indexed:
-        return sorted(indexed)
-    if SINGLE_NAME in paths:
-        return [SINGLE_NAME]
-    return sorted(path for path in paths if path.endswith(_WEIGHTS) and "/" not in path)
 
 
 def fetch(listing: RepoListing, files: list[str]) -> Path:

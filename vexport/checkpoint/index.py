@@ -53,8 +53,6 @@ OTHER_FOLDERS: Mapping[tuple[str, ...], tuple[str, str]] = {
     ),
     ("checkpoint-*/config.json",): ("a folder of a training run", "name one of its checkpoints: {parent}"),
     ("pytorch_model*.bin", "*.pth", "*.pt", "*.ckpt"): ("pickled weights alone ({file})", CONVERT),
-    ("*.onnx", "onnx/*.onnx"): ("an ONNX model ({file})", "name the checkpoint that it was exported from"),
-    ("*.h5", "*.msgpack"): ("weights of TensorFlow or Flax ({file})", CONVERT),
 }
 
 
@@ -190,18 +188,13 @@ def read_index(root: Path) -> SourceIndex:
         root=root,
         config=config,
         tensors=tensors,
-        side_files=side_files_of(root),
+        side_files=tuple(
+            path
+            for path in sorted(root.iterdir())
+            if path.is_file() and path.name != "config.json" and not FOREIGN_WEIGHTS.match(path.name)
+        ),
         repeated=tuple(repeated),
         statuses=statuses,
-    )
-
-
-def side_files_of(root: Path) -> tuple[Path, ...]:
-    """The files of a checkpoint's folder besides its config and weights."""
-    return tuple(
-        path
-        for path in sorted(root.iterdir())
-        if path.is_file() and path.name != "config.json" and not FOREIGN_WEIGHTS.match(path.name)
     )
 
 
@@ -282,7 +275,7 @@ def weight_files(root: Path) -> list[Path]:
         return _single_or_all(root)
     names = index_file_names(root)
     raise_all([problem for name in names for problem in _shard_problems(root, name)])
-    return [file for name in names if (file := file_inside(root, name)) is not None]
+    return [root / name for name in names]
 
 
 def _shard_problems(root: Path, name: str) -> Iterator[InputError]:

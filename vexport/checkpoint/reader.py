@@ -174,8 +174,7 @@ class Reader:
 
 
 def same_bytes(old: Reader, one: TensorInfo, new: Reader, other: TensorInfo) -> bool:
-    """Return whether two tensors are equal in dtype, shape and bytes; a part at a time, pages are given
-    back."""
+    """Return whether two tensors are equal in dtype, shape and bytes, which are read a part at a time."""
     same = (one.dtype, one.shape) == (other.dtype, other.shape)
     left, right = (
         np.frombuffer(reader.raw(tensor), np.uint8) for reader, tensor in ((old, one), (new, other))

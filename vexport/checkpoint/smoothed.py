@@ -137,8 +137,7 @@ def decode(text: str) -> Exponents:
 
 
 def fits(tensor: TensorInfo, smoothing: Smoothing) -> bool:
-    """Return whether a tensor can be scaled: its dtype, and as many rows and columns as there are
-    exponents."""
+    """Return whether a tensor has a dtype that can be scaled, and as many rows and columns as exponents."""
     if tensor.dtype not in VIEWS or len(tensor.shape) not in (1, 2):
         return False
     sizes = (*tensor.shape, 1)[:2]

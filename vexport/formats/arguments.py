@@ -74,8 +74,7 @@ class QuantArgs:
 
     @property
     def shares_scale(self) -> bool:
-        """Return whether a scale depends on all layers that vLLM runs as one, so that their range comes
-        first."""
+        """Return whether a scale depends on the range of all layers that vLLM runs as one."""
         return self.strategy in ("tensor", "tensor_group")
 
     @property

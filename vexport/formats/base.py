@@ -177,8 +177,7 @@ class Format(Protocol):
 
     @abstractmethod
     def matches(self, args: Arguments, stored_as: str) -> bool:
-        """Return whether vLLM picks this format's scheme for a config group whose format is called
-        `stored_as`."""
+        """Return whether vLLM picks this format for a config group whose format is called `stored_as`."""
 
     def refusal(self, args: Arguments) -> str | None:
         """The reason why vLLM refuses a group that it picks this format for, or None."""

@@ -158,8 +158,7 @@ def _leaves_inputs(args: Arguments) -> bool:
 
 
 def _quantizes(inputs: QuantArgs) -> bool:
-    """Return whether vLLM quantizes inputs as the config says (`_is_fp8_w8a8`); it runs W8A16 where it does
-    not."""
+    """Return whether vLLM quantizes inputs as the config says (`_is_fp8_w8a8`); else it runs W8A16."""
     return inputs.is_float and (
         inputs.dynamic is not False or (inputs.symmetric and inputs.strategy == "tensor")
     )

@@ -5,7 +5,7 @@ are added up, as if each did its harm alone (measured one at a time, they are sm
 the last word. scipy.optimize.milp took up to 17 percent more loss than the best, by its tolerances.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -86,67 +86,83 @@ def _thinned(kept: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]) -> n
     return kept[np.unique(last)]
 
 
-def mixed_scheme(
-    groups: Sequence[GroupSensitivity],
-    allowed: Mapping[str, Sequence[str]],
-    auto: Auto,
-    *,
-    rest_bytes: int,
-    source_bytes: int,
-    parameters: int,
-) -> MixedScheme:
-    """The choice for every group within the budget of `auto`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """The budget of `auto` for the bytes of a whole output, of which no choice changes `rest_bytes`."""
 
-    `allowed` has the schemes to choose from by group, `rest_bytes` is what no choice changes of the output.
-    Raises InputError where none fits.
-    """
-    options = [tuple(_options(group, allowed[group.name])) for group in groups]
+    auto: Auto
+    rest_bytes: int
+    source_bytes: int
+    parameters: int
+
+    @property
+    def unit(self) -> float:
+        """The bytes that one of the limit stands for."""
+        return {"bits": self.parameters / 8, "bytes": 1.0, "share": self.source_bytes}[self.auto.budget[0]]
+
+    @property
+    def limit_bytes(self) -> float:
+        """The most bytes of output."""
+        return self.auto.budget[1] * self.unit
+
+    def require_in_reach(self, least_bytes: int) -> None:
+        """InputError where an output of the smallest candidates, `least_bytes`, is beyond the budget."""
+        kind, limit = self.auto.budget
+        words = {"bits": "{:.3f} bits per weight of the whole model", "bytes": "{:.0f} bytes"}
+        if least_bytes > self.limit_bytes:
+            reached = words.get(kind, "{:.3f} of the source").format(least_bytes / self.unit)
+            raise InputError(
+                f"auto.{kind}",
+                got=f"{limit:g}",
+                need=f"at least {reached}, what the candidates can reach",
+                fix="widen the budget, or add a smaller candidate",
+            )
+
+
+def budget_of(index: SourceIndex, layer_groups: Sequence[LayerGroup], plan: Plan, auto: Auto) -> Budget:
+    """The budget for a source; `plan` has what no choice changes."""
+    return Budget(
+        auto=auto,
+        rest_bytes=rest_bytes(index, layer_groups, plan),
+        source_bytes=index.num_bytes,
+        parameters=index.num_parameters,
+    )
+
+
+def require_in_reach(layer_groups: Sequence[LayerGroup], budget: Budget) -> None:
+    """Raise InputError where the smallest candidates are beyond the budget."""
+    least = sum(min(map(group.bytes_in, group.allowed)) for group in layer_groups)
+    budget.require_in_reach(least + budget.rest_bytes)
+
+
+def choose_schemes(
+    groups: Sequence[GroupSensitivity], layer_groups: Sequence[LayerGroup], budget: Budget
+) -> MixedScheme:
+    """The schemes of least loss within the budget, by measured losses; InputError where none fits."""
+    allowed = {layer_group.name: layer_group.allowed for layer_group in layer_groups}
+    options = [_options(group, allowed[group.name]) for group in groups]
     mixtures = best_mixtures(options)
-    sizes = mixtures.num_bytes + rest_bytes
-    require_size_in_reach(auto, int(sizes[0]), source_bytes=source_bytes, parameters=parameters)
-    kind, limit = auto.budget
-    chosen = int(np.flatnonzero(sizes <= _most_bytes(auto, source_bytes, parameters))[-1])
-    choices = tuple(one[pick] for one, pick in zip(options, mixtures.picks[chosen], strict=True))
+    sizes = mixtures.num_bytes + budget.rest_bytes
+    budget.require_in_reach(int(sizes[0]))
+    chosen = int(np.flatnonzero(sizes <= budget.limit_bytes)[-1])
+    kind, limit = budget.auto.budget
     return MixedScheme(
         budget=kind,
         limit=limit,
-        candidates=auto.candidates,
-        output_bytes=rest_bytes + sum(one.num_bytes for one in choices),
+        candidates=budget.auto.candidates,
+        output_bytes=int(sizes[chosen]),
         loss=float(mixtures.loss[chosen]),
-        choices=choices,
+        choices=tuple(each[pick] for each, pick in zip(options, mixtures.picks[chosen], strict=True)),
     )
 
 
-def require_size_in_reach(auto: Auto, least_bytes: int, *, source_bytes: int, parameters: int) -> None:
-    """InputError where the smallest candidates, `least_bytes` of output, are beyond the budget."""
-    if least_bytes <= _most_bytes(auto, source_bytes, parameters):
-        return
-    kind, limit = auto.budget
-    reached = {
-        "bits": f"{8 * least_bytes / max(1, parameters):.3f} bits per weight of the whole model",
-        "bytes": f"{least_bytes} bytes",
-        "share": f"{least_bytes / max(1, source_bytes):.3f} of the source",
-    }[kind]
-    raise InputError(
-        f"auto.{kind}",
-        got=f"{limit:g}",
-        need=f"at least {reached}, what the candidates can reach",
-        fix="widen the budget, or add a smaller candidate",
-    )
-
-
-def _most_bytes(auto: Auto, source_bytes: int, parameters: int) -> float:
-    kind, limit = auto.budget
-    return {"bits": limit * parameters / 8, "bytes": limit, "share": limit * source_bytes}[kind]
-
-
-def _options(group: GroupSensitivity, allowed: Sequence[str]) -> Iterator[SchemeChoice]:
-    costs = {one.scheme: (one.num_bytes, max(0.0, one.loss)) for one in group.schemes}
+def _options(group: GroupSensitivity, allowed: Sequence[str]) -> list[SchemeChoice]:
+    costs = {each.scheme: (each.num_bytes, max(0.0, each.loss)) for each in group.schemes}
     costs[KEEP] = (group.source_bytes, 0.0)
-    for scheme in allowed:
-        if scheme in costs:
-            num_bytes, loss = costs[scheme]
-            yield SchemeChoice(name=group.name, scheme=scheme, num_bytes=num_bytes, loss=loss)
+    return [
+        SchemeChoice(name=group.name, scheme=scheme, num_bytes=costs[scheme][0], loss=costs[scheme][1])
+        for scheme in allowed
+    ]
 
 
 FILE = "sensitivity.json"
@@ -173,40 +189,16 @@ def plan_scenario(
         for layer_group in layer_groups
         for finding in layer_group.refused
     ]
+    budget = budget_of(index, layer_groups, plain, auto)
     if (measured := _measured(run_dir, layer_groups)) is not None:
-        mixed = choose_schemes(index, layer_groups, measured, plain, auto)
-        chosen = {choice.name: choice.scheme for choice in mixed.choices}
+        choices = choose_schemes(measured.groups, layer_groups, budget).choices
+        chosen = {choice.name: choice.scheme for choice in choices}
     else:
         chosen = smallest(layer_groups)
-        require_in_reach(index, layer_groups, plain, auto)
+        require_in_reach(layer_groups, budget)
         notes.append(_not_measured(auto, run_dir))
     plan = build_plan(index, rules_with(layer_groups, chosen, rules), settings)
     return index, replace(plan, notes=(*plan.notes, *notes))
-
-
-def choose_schemes(
-    index: SourceIndex,
-    layer_groups: Sequence[LayerGroup],
-    measured: GroupSensitivities,
-    plan: Plan,
-    auto: Auto,
-) -> MixedScheme:
-    """The schemes by measured losses; `plan` has what no choice changes."""
-    return mixed_scheme(
-        measured.groups,
-        {layer_group.name: layer_group.allowed for layer_group in layer_groups},
-        auto,
-        rest_bytes=rest_bytes(index, layer_groups, plan),
-        source_bytes=index.num_bytes,
-        parameters=index.num_parameters,
-    )
-
-
-def require_in_reach(index: SourceIndex, layer_groups: Sequence[LayerGroup], plan: Plan, auto: Auto) -> None:
-    """Raise InputError where the smallest candidates are beyond a budget of size; `plan` has the rest."""
-    least = sum(min(map(group.bytes_in, group.allowed)) for group in layer_groups)
-    size = least + rest_bytes(index, layer_groups, plan)
-    require_size_in_reach(auto, size, source_bytes=index.num_bytes, parameters=index.num_parameters)
 
 
 def _measured(run_dir: Path, layer_groups: Sequence[LayerGroup]) -> GroupSensitivities | None:

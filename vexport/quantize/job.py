@@ -215,10 +215,7 @@ def recipe(job: "QuantizeJob", index: SourceIndex, plan: Plan, calibration: Cali
 
 
 def _source(index: SourceIndex) -> Iterator[tuple[str, Json]]:
-    """The revision of a model of the hub, and a digest of config.json and of all tensors' names and shapes.
-
-    The weights' bytes are not read for it: of a folder they may have changed since.
-    """
+    """The revision of a model of the hub, and a digest of config.json and of all tensors' headers."""
     if index.root.parent.name == SNAPSHOTS:
         yield "revision", index.root.name
     tensors = [(tensor.name, tensor.dtype, list(tensor.shape)) for tensor in index.tensors.values()]

@@ -76,15 +76,13 @@ def find_layer_groups(
     Raises InputError for rules that vLLM would refuse, and where no candidate fits a layer group that may not
     stay as it is.
     """
-    fixed = build_plan(index, _with(rules, KEEP), settings)
-    require_accepted(fixed)
-    candidates = auto.candidates if auto else ()
+    fixed, candidates = build_plan(index, _with(rules, KEEP), settings), auto.candidates if auto else ()
     plans = {
         scheme: build_plan(index, _with(rules, scheme), settings.lenient)
         for scheme in candidates
         if scheme != KEEP
     }
-    for plan in plans.values():
+    for plan in (fixed, *plans.values()):
         require_accepted(plan)
     named, mixed = _by_layer_group(fixed), {scheme: _by_layer_group(plan) for scheme, plan in plans.items()}
     options: dict[str, dict[str, Groups]] = {}

@@ -22,7 +22,6 @@ from vexport.numerics.metrics import divergence_of_logits
 from vexport.quantize.layer_groups import LayerGroup, Option
 from vexport.quantize.model import QuantizedModel
 from vexport.quantize.round_sites import SiteSums
-from vexport.quantize.scales import search_scales
 from vexport.quantize.stream import quantized_group
 from vexport.records import (
     CalibrationRecord,
@@ -159,14 +158,8 @@ class Trial:
         model, weights = self.model, dict[LinearPlan, torch.Tensor]()
         rounded, _ = self._sums.rounded(self.inputs.sites)
         for group in self.option.groups:
-            stored = quantized_group(
-                group,
-                model.index,
-                model.calibration,
-                model.reader,
-                search=search_scales,
-                rounded=rounded.get(group.name, {}),
-            )
+            own = rounded.get(group.name, {})
+            stored = quantized_group(group, model.index, model.calibration, model.reader, own)
             weights |= model.weights_of(group, stored)
         del self._sums, self.inputs
         return weights

@@ -121,8 +121,7 @@ class QuantizedModel:
 
     @contextmanager
     def rounding_inputs(self, groups: Sequence[FusionGroup]) -> Iterator[None]:
-        """Within the block the layers of these groups round their inputs; those of experts whose arithmetic
-        is unknown do not."""
+        """Within the block these groups round their inputs, but for experts whose arithmetic is unknown."""
         experts: dict[torch.nn.Module, dict[ExpertLayer, Hook]] = {}
         with ExitStack() as block:
             for group in groups:

@@ -32,7 +32,7 @@ from vexport.quantize.gptq import (
     strength_of,
 )
 from vexport.quantize.model import QuantizedModel
-from vexport.quantize.scales import fuse, observe_weight, scales_of, search_scales
+from vexport.quantize.scales import fused_scales, observe_weight
 from vexport.quantize.stream import Stored, quantized_group
 from vexport.records import FusionGroup
 from vexport.records.calibration import GroupRounding
@@ -104,8 +104,7 @@ def _scales_and_grid(
         observe_weight(member, weight.cpu(), group, importance, stored=dtype)  # searches run there
         for member, weight, dtype in zip(group.members, weights, dtypes, strict=True)
     ]
-    fuse(observers)
-    scales, grids = [scales_of(observer) for observer in observers], []
+    scales, grids = fused_scales(observers), []
     for member, found, dtype in zip(group.members, scales, dtypes, strict=True):
         shape = (member.out_features, member.in_features)
         in_model_dtype = scheme.format.parameters(scheme.args, shape)["weight_scale"].in_model_dtype
@@ -256,9 +255,7 @@ class SiteSums:
         for number, group in enumerate(groups):
             if owners.get(group.name, number % size) == rank:
                 rounded = made.pop(group.name, {})
-                stored |= quantized_group(
-                    group, model.index, model.calibration, model.reader, search=search_scales, rounded=rounded
-                )
+                stored |= quantized_group(group, model.index, model.calibration, model.reader, rounded)
         for others, told in gather((stored, how)):
             stored |= others
             how |= told

@@ -14,7 +14,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_weight
 from vexport.formats.packing.base import Scales, not_finite
 from vexport.formats.schemes import get_scheme
-from vexport.observers import IMatrixMSEObserver, Importance, Observer, load_observer
+from vexport.observers import IMatrixMSEObserver, Importance, Observer, QParamsDict, load_observer
 from vexport.observers.ranges import fit_global_scale
 from vexport.records import CalibrationRecord, FusionGroup, LinearPlan
 from vexport.records.observer_names import BY_IMPORTANCE, MIN_MAX, UNWEIGHTED
@@ -33,21 +33,13 @@ def search_scales(
         group = replace(group, observer=UNWEIGHTED, observer_kwargs={})
     for member in group.members:
         weight = read_weight(reader, index.tensors[member.weight], member.part)
-        importance = decoded(calibration.importance.get(member.name))
+        importance = _decoded(calibration.importance.get(member.name))
         observers.append(observe_weight(member, weight, group, importance, stored=weight.dtype))
-    fuse(observers)
-    scales = [scales_of(observer) for observer in observers]
     reader.release(index.tensors[member.weight] for member in group.members)
-    return scales
+    return fused_scales(observers)
 
 
-def fuse(observers: Sequence[Observer]) -> None:
-    """Let the weights of a fusion group, all observed, share what vLLM has once for them."""
-    Observer.fuse(observers)
-    fit_global_scale(observers)
-
-
-def decoded(importance: str | None) -> torch.Tensor | None:
+def _decoded(importance: str | None) -> torch.Tensor | None:
     """The mean square of each input channel, float32 (in,), as calibration wrote it down."""
     if importance is None:
         return None
@@ -82,9 +74,15 @@ def observe_weight(
     return observer
 
 
-def scales_of(observer: Observer) -> Scales:
+def fused_scales(observers: Sequence[Observer]) -> list[Scales]:
+    """The scales of a fusion group's weights, all observed, sharing what vLLM has once for them."""
+    Observer.fuse(observers)
+    fit_global_scale(observers)
+    return [scales_of(observer.get_qparams()) for observer in observers]
+
+
+def scales_of(qparams: QParamsDict) -> Scales:
     """The scales of an observer, as the packings take them."""
-    qparams = observer.get_qparams()
     global_scale = qparams["global_scale"]
     return Scales(
         scale=qparams["scale"].to(torch.float32).numpy(),

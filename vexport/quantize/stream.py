@@ -18,14 +18,7 @@ from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of
-from vexport.checkpoint.writer import (
-    Array,
-    Chunk,
-    Shard,
-    ShardWriter,
-    WriteUnit,
-    split_shards,
-)
+from vexport.checkpoint.writer import Array, Chunk, Shard, ShardWriter, WriteUnit, split_shards
 from vexport.errors import InputError
 from vexport.errors.extras import require_extra
 from vexport.files import digest_bytes
@@ -35,7 +28,6 @@ from vexport.formats.packing.base import (
     Packing,
     PackingInputs,
     RoundedWeight,
-    Scales,
     kernel_input,
     not_finite,
 )
@@ -56,9 +48,6 @@ from vexport.records import (
     silent,
 )
 from vexport.version import __version__
-
-# (group, source, calibration, reader) -> the scales of each member, for observers that search.
-Search = Callable[[FusionGroup, SourceIndex, CalibrationRecord, Reader], Sequence[Scales]]
 
 # The bytes of tensors by name.
 Stored = Mapping[str, Array]
@@ -86,6 +75,8 @@ def write_shards(
     """
     if calibration is None and (need := calibration_need(plan)):
         raise need.missing()
+    if needs_search(plan):
+        require_extra("torch", "an observer that searches for scales")
     total = sum(shard.num_bytes for shard in shards)
     threads, done = len(os.sched_getaffinity(0)), 0
     record = calibration or CalibrationRecord(rows=(), digest="", tokens=0, ranges={})
@@ -95,21 +86,12 @@ def write_shards(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("once")  # not once a weight
-        stream = Stream(
-            index=index,
-            calibration=record,
-            search=_search_of(plan),
-            reader=reader,
-            pool=pool,
-            finished=finished or {},
-        )
+        stream = Stream(index=index, calibration=record, reader=reader, pool=pool, finished=finished or {})
         identity = folder.stat()
         for shard in shards:
             if not os.path.samestat(identity, folder.stat()):
-                got, fix = (
-                    "another folder than the one that was begun",
-                    "run again when no other call writes it",
-                )
+                got = "another folder than the one that was begun"
+                fix = "run again when no other call writes it"
                 raise InputError(str(folder), got=got, need="the folder of this call alone", fix=fix)
             with ShardWriter(folder, shard, ahead=RUNS_AHEAD * threads) as writer:
                 done += sum(unit.num_bytes for unit in shard.units[: writer.done])
@@ -118,16 +100,6 @@ def write_shards(
                         writer.write(chunk)
                     done += unit.num_bytes
                     on_progress("quantize (bytes)", done, total)
-
-
-def _search_of(plan: Plan) -> Search | None:
-    """The search for scales that observers of the plan ask for: it loads torch."""
-    if not needs_search(plan):
-        return None
-    require_extra("torch", "an observer that searches for scales")
-    from vexport.quantize.scales import search_scales
-
-    return search_scales
 
 
 def planned_shards(index: SourceIndex, plan: Plan, shard_bytes: int) -> tuple[Shard, ...]:
@@ -156,7 +128,6 @@ class Stream:
 
     index: SourceIndex
     calibration: CalibrationRecord
-    search: Search | None
     reader: Reader
     pool: ThreadPoolExecutor
     rounded: Mapping[str, RoundedWeight] = field(default_factory=dict)
@@ -214,8 +185,9 @@ class Stream:
         if group.members[0].name in self.rounded:
             return [PackingInputs(scales=self.rounded[member.name].scales) for member in group.members]
         if group.observer not in observer_names.MIN_MAX:
-            assert self.search is not None
-            searched = self.search(group, self.index, self.calibration, self.reader)
+            from vexport.quantize.scales import search_scales
+
+            searched = search_scales(group, self.index, self.calibration, self.reader)
             return [PackingInputs(scales=scales) for scales in searched]
         if not get_scheme(group.scheme).args.weights.shares_scale:
             return [PackingInputs()] * len(group.members)
@@ -250,9 +222,7 @@ def quantized_group(
     index: SourceIndex,
     calibration: CalibrationRecord,
     reader: Reader,
-    *,
-    search: Search | None,
-    rounded: Mapping[str, RoundedWeight] | None = None,
+    rounded: Mapping[str, RoundedWeight],
 ) -> dict[str, Array]:
     """The bytes of all tensors that replace a group's weights, by name, in memory.
 
@@ -261,14 +231,7 @@ def quantized_group(
     """
     stored: dict[str, Array] = {}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        stream = Stream(
-            index=index,
-            calibration=calibration,
-            search=search,
-            reader=reader,
-            pool=pool,
-            rounded=rounded or {},
-        )
+        stream = Stream(index=index, calibration=calibration, reader=reader, pool=pool, rounded=rounded)
         chunks = stream.packed_group(group)
         for spec in group_layout(group, index.tensors):
             parts, missing = list[Array](), num_bytes(spec.dtype, spec.shape)

@@ -38,6 +38,8 @@ from vexport.records.calibration import LOOK_BACK, RoundingReport
 from vexport.scenario import Calibration
 
 if TYPE_CHECKING:
+    import torch
+
     from vexport.calibration import Samples
     from vexport.calibration.walk import LayerWalk
 
@@ -111,9 +113,9 @@ class PlanText:
         """The same, from `folder` where an earlier call left it there."""
         file = folder / "statistics.json"
         if not on_first(file.is_file):
-            found = self.calibrate()
+            record = self.calibrate()
             if rank_and_size()[0] == 0:
-                write_text(file, to_json(found))
+                write_text(file, to_json(record))
         return on_first(lambda: from_json(CalibrationRecord, file))
 
     def calibrate(self, candidates: Sequence[FusionGroup] = ()) -> CalibrationRecord:
@@ -197,10 +199,8 @@ def vocab_size(index: SourceIndex) -> int:
     size = text_config(index.config).get("vocab_size")
     if isinstance(size, int):
         return size
-    path = str(index.root / "config.json")
-    raise InputError(
-        path, got="no vocab_size", need="the number of tokens", fix="restore the model's config.json"
-    )
+    path, fix = str(index.root / "config.json"), "restore the model's config.json"
+    raise InputError(path, got="no vocab_size", need="the number of tokens", fix=fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,21 +263,13 @@ class _Clock:
         self.last = now
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """The seconds that a step of a trial took: of all layers, if all were run, and of what is around them."""
-
-    layers: float
-    around: float
-
-
 class _Trials:
     """Runs the steps of a plan's text for some rows and layers."""
 
     def __init__(self, text: PlanText) -> None:
         self._text, self._walk = text, text.walk
         self._groups = _groups_of_layers(self._walk, text.plan)
-        kinds = [_kind(self._walk, number, self._groups) for number in range(len(self._walk.layers))]
+        kinds = [_kind(layer, groups) for layer, groups in zip(text.walk.layers, self._groups, strict=True)]
         self._kinds, self._counts = kinds, Counter(kinds)
         order = [kind for kind, _ in self._counts.most_common()]
         firsts = [kinds.index(kind) for kind in order]
@@ -292,20 +284,20 @@ class _Trials:
         mean = _tokens(text.samples) / len(text.samples.rows)
         few = text.samples.spread(size)
         more = text.samples.spread(size * max(TRIAL_ROWS, round(TRIAL_TOKENS / mean)))
-        short, long = self._trial(few), self._trial(more)
-        steps = list[Step]()
-        for name in short:
+        short, long, steps = self._trial(few), self._trial(more), list[Step]()
+        for name, (least, _) in short.items():
             here, there, all_of_it = (
                 _tokens(one.spread(text.look_back_rows) if name == LOOK_BACK else one)
                 for one in (few, more, text.samples)
             )
-            each = max(0.0, long[name].layers - short[name].layers) / max(1, there - here)
-            around = long[name].around * all_of_it / there
-            seconds = short[name].layers + each * (all_of_it - here) + around
+            layers, around = long[name]
+            each = max(0.0, layers - least) / max(1, there - here)
+            seconds = least + each * (all_of_it - here) + around * all_of_it / there
             steps.append(Step(name=name, seconds=seconds))
         return tuple(steps)
 
-    def _trial(self, samples: "Samples") -> dict[str, _Taken]:
+    def _trial(self, samples: "Samples") -> dict[str, tuple[float, float]]:
+        """The seconds of each step: of all layers, if all were run, and of what is around them."""
         plan, clock = self._text.plan, _Clock()
         groups = tuple(group for number in self._numbers for group in self._groups[number])
         trial = self._text.trial(replace(plan, groups=groups), samples, clock)
@@ -319,8 +311,8 @@ class _Trials:
             self._walk.numbers = range(len(self._walk.layers))
         return {name: self._taken(marks) for name, marks in clock.marks.items()}
 
-    def _taken(self, marks: Sequence[float]) -> _Taken:
-        """The time of a step that went through the layers once, or up and back."""
+    def _taken(self, marks: Sequence[float]) -> tuple[float, float]:
+        """The times of a step that went through the layers once, or up and back."""
         seconds = [end - start for start, end in pairwise(marks)]
         layers = around = 0.0
         for number, start in enumerate(range(0, len(seconds), len(self._numbers))):
@@ -330,7 +322,7 @@ class _Trials:
             of_kind = {self._kinds[layer]: taken for layer, taken in zip(way[1:], rest, strict=True)}
             layers += sum(count * of_kind.get(kind, mean) for kind, count in self._counts.items())
             around += max(0.0, first - of_kind.get(self._kinds[way[0]], mean))
-        return _Taken(layers, around)
+        return layers, around
 
 
 def _tokens(samples: "Samples") -> int:
@@ -350,7 +342,7 @@ def _groups_of_layers(walk: "LayerWalk", plan: Plan) -> list[list[FusionGroup]]:
     return found
 
 
-def _kind(walk: "LayerWalk", number: int, groups: Sequence[Sequence[FusionGroup]]) -> Hashable:
+def _kind(layer: "torch.nn.Module", groups: Sequence[FusionGroup]) -> Hashable:
     """The causes of a layer's time: the shapes of its parameters, and their quantization."""
-    shapes = tuple((name, *one.shape) for name, one in walk.layers[number].named_parameters())
-    return shapes, tuple((one.scheme, one.rounding, one.observer) for one in groups[number])
+    shapes = tuple((name, *one.shape) for name, one in layer.named_parameters())
+    return shapes, tuple((one.scheme, one.rounding, one.observer) for one in groups)

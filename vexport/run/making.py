@@ -12,7 +12,7 @@ from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.files import to_json, write_text
 from vexport.plan.build import build_plan, require_accepted
 from vexport.plan.rules import calibration_need, smoothing_for, smoothing_strength
-from vexport.quantize.auto import choose_schemes, require_in_reach
+from vexport.quantize.auto import budget_of, choose_schemes, require_in_reach
 from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.quantize.layer_groups import probe_plan, rules_with
 from vexport.quantize.measure import measure
@@ -73,7 +73,7 @@ def plan_candidates(run: Run) -> Plan:
     if run.scenario.is_mixed:
         plain = build_plan(run.index, rules_with((), {}, run.scenario.rules), run.planning)
         if run.scenario.auto is not None:
-            require_in_reach(run.index, run.units, plain, run.scenario.auto)
+            require_in_reach(run.units, budget_of(run.index, run.units, plain, run.scenario.auto))
         asked = run.planning
         smoothing = smoothing_strength(_candidate_groups(run), asked.smoothing, has_text=asked.has_text)
         return replace(probe_plan(plain, run.units), smoothing=smoothing)
@@ -151,8 +151,8 @@ def measure_sensitivity(run: Run) -> GroupSensitivities:
 def choose(run: Run) -> MixedScheme:
     """Choose the schemes of `auto` within its budget."""
     assert run.scenario.auto is not None
-    plan, measured = run.result(plan_candidates), run.result(measure_sensitivity)
-    return choose_schemes(run.index, run.units, measured, plan, run.scenario.auto)
+    budget = budget_of(run.index, run.units, run.result(plan_candidates), run.scenario.auto)
+    return choose_schemes(run.result(measure_sensitivity).groups, run.units, budget)
 
 
 def _chosen_rules(run: Run) -> tuple[Rule, ...]:
