@@ -70,34 +70,27 @@ def to_numpy(data: memoryview | bytes, dtype: str) -> npt.NDArray[np.generic]:
     )
 
 
-def _float8_table(exponent_bits: int, bias: int, *, finite: bool) -> npt.NDArray[np.float32]:
-    """All 256 values of an 8-bit float (OCP 8-bit Floating Point Specification, revision 1.0, section 5)."""
-    mantissa_bits = 7 - exponent_bits
-    codes = np.arange(256, dtype=np.int64)
-    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
-    mantissa = codes & ((1 << mantissa_bits) - 1)
-    fraction = mantissa / (1 << mantissa_bits)
-    normal = np.ldexp(1.0 + fraction, exponent - bias)
-    values = np.where(exponent == 0, np.ldexp(fraction, 1 - bias), normal)
-    values = np.where(codes & 0x80, -values, values)
-    top = exponent == (1 << exponent_bits) - 1
-    if finite:  # e4m3fn: only the all-ones mantissa is NaN, there is no infinity
-        values[top & (mantissa == (1 << mantissa_bits) - 1)] = np.nan
-    else:
-        values[top & (mantissa != 0)] = np.nan
-        values[top & (mantissa == 0)] = np.where(codes[top & (mantissa == 0)] & 0x80, -np.inf, np.inf)
-    return np.array(values, dtype=np.float32)
+_CODES = np.arange(256, dtype=np.uint16)
 
 
-def _float8_e8m0_table() -> npt.NDArray[np.float32]:
+def _e4m3_table() -> npt.NDArray[np.float32]:
+    """Seven bits of magnitude and a sign, no infinity; NaN is all ones (OCP 8-bit Floating Point, 5)."""
+    exponent, fraction = (_CODES >> 3 & 15).astype(np.int32), (_CODES & 7) / 8
+    values = np.where(exponent, np.ldexp(1 + fraction, exponent - 7), np.ldexp(fraction, -6))
+    values[_CODES & 127 == 127] = np.nan
+    table: npt.NDArray[np.float32] = np.where(_CODES & 128, -values, values).astype(np.float32)
+    return table
+
+
+def _e8m0_table() -> npt.NDArray[np.float32]:
     """Powers of two from 2^-127 to 2^127; 255 is NaN (OCP Microscaling Formats, revision 1.0)."""
     values = np.ldexp(1.0, np.arange(256) - 127)
     values[255] = np.nan
-    return np.array(values, dtype=np.float32)
+    return values.astype(np.float32)
 
 
 _DECODERS = {
-    "F8_E4M3": _float8_table(4, 7, finite=True),
-    "F8_E5M2": _float8_table(5, 15, finite=False),
-    "F8_E8M0": _float8_e8m0_table(),
+    "F8_E4M3": _e4m3_table(),
+    "F8_E5M2": (_CODES << 8).view(np.float16).astype(np.float32),  # a float16 without its last byte
+    "F8_E8M0": _e8m0_table(),
 }

@@ -7,6 +7,7 @@ plans, recipes and reports need no more than the name.
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -121,14 +122,12 @@ def scheme_name(text: str) -> str:
     if fold_name(text) in names:
         return names[fold_name(text)]
     other = OTHER_GROUPS.fullmatch(text)
-    preset = names.get(fold_name(other["preset"])) if other else None
-    try:
-        if other is not None and preset is not None:
+    with suppress(InputError):
+        if other is not None and (preset := names.get(fold_name(other["preset"]))):
             return regrouped(get_scheme(preset), _size(other)).name
-        args = spelled_args(text)
-        return text if args is None else named_scheme(args).name
-    except InputError:
-        return text
+        if (args := spelled_args(text)) is not None:
+            return named_scheme(args).name
+    return text
 
 
 def meant(name: str, known: Sequence[str]) -> str:
@@ -139,10 +138,9 @@ def meant(name: str, known: Sequence[str]) -> str:
 
 def is_scheme(name: str) -> bool:
     """Return whether there is a scheme of exactly that name."""
-    try:
+    with suppress(InputError):
         return get_scheme(name).name == name
-    except InputError:
-        return False
+    return False
 
 
 @cache
@@ -223,13 +221,11 @@ def regrouped(scheme: Scheme, group_size: int | None) -> Scheme:
 
 def grouped_schemes(group_size: int | None) -> tuple[str, ...]:
     """The presets that have, or may have, this group size, by the names that they then have."""
-    names = []
+    names: dict[str, None] = {}
     for name in scheme_names():
-        try:
-            names.append(with_group_size(name, group_size))
-        except InputError:
-            continue
-    return tuple(dict.fromkeys(names))
+        with suppress(InputError):
+            names[with_group_size(name, group_size)] = None
+    return tuple(names)
 
 
 def group_sizes(name: str) -> tuple[int, ...]:
