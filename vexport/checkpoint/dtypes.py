@@ -78,15 +78,14 @@ def _e4m3_table() -> npt.NDArray[np.float32]:
     exponent, fraction = (_CODES >> 3 & 15).astype(np.int32), (_CODES & 7) / 8
     values = np.where(exponent, np.ldexp(1 + fraction, exponent - 7), np.ldexp(fraction, -6))
     values[_CODES & 127 == 127] = np.nan
-    table: npt.NDArray[np.float32] = np.where(_CODES & 128, -values, values).astype(np.float32)
-    return table
+    return np.array(np.where(_CODES & 128, -values, values), dtype=np.float32)
 
 
 def _e8m0_table() -> npt.NDArray[np.float32]:
     """Powers of two from 2^-127 to 2^127; 255 is NaN (OCP Microscaling Formats, revision 1.0)."""
     values = np.ldexp(1.0, np.arange(256) - 127)
     values[255] = np.nan
-    return values.astype(np.float32)
+    return np.array(values, dtype=np.float32)
 
 
 _DECODERS = {
