@@ -3,10 +3,11 @@
 import glob
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self
 
 from vexport.checkpoint.index import (
     INDEX_NAME,
@@ -38,7 +39,6 @@ _SIDE_FILES = re.compile(
 # Folders that hold the same weights in another format, and their configs.
 _OTHER_FORMATS = {"original", "onnx", "openvino", "gguf", "coreml", "metal", "mlx", "tflite", "flax"}
 _OTHER_INDEX = re.compile(r".*\.(safetensors|bin|msgpack|h5)\.index\.json")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +76,15 @@ def explain(error: BaseException, name: HubName, kind: RepoKind = "model") -> Ve
         return InputError(f"{kind} {name}", got=got, need="", fix=fix)
     fix = "check the network, HF_TOKEN and HF_HOME, or fetch it before with `hf download`"
     return EnvironmentFault(f"{kind} {name}", got=got, need="", fix=fix)
+
+
+@contextmanager
+def explained(name: HubName) -> Iterator[None]:
+    """Within the block errors of the hub become ours."""
+    try:
+        yield
+    except Exception as error:
+        raise explain(error, name) from error
 
 
 def is_network_error(error: BaseException) -> bool:
@@ -148,7 +157,8 @@ def list_files(name: HubName) -> RepoListing:
     """Resolve the revision to a commit and list its files; fetches the config. Raises as `explain`."""
     from huggingface_hub import HfApi
 
-    info = _asked(name, lambda: HfApi().model_info(name.id, revision=name.revision, files_metadata=True))
+    with explained(name):
+        info = HfApi().model_info(name.id, revision=name.revision, files_metadata=True)
     commit = _fetch_config(name).parent.name
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     return RepoListing(name=name, commit=info.sha or commit, sizes=sizes)
@@ -158,7 +168,8 @@ def _fetch_config(name: HubName) -> Path:
     """The config in the cache, in the folder of its commit; notes which commit a branch or tag is."""
     from huggingface_hub import hf_hub_download
 
-    return Path(_asked(name, lambda: hf_hub_download(name.id, CONFIG, revision=name.revision)))
+    with explained(name):
+        return Path(hf_hub_download(name.id, CONFIG, revision=name.revision))
 
 
 def needed_weights(listing: RepoListing, folder: Path) -> list[str]:
@@ -228,11 +239,3 @@ def _cached(name: HubName, fault: BaseException) -> Path:
     except (LocalEntryNotFoundError, InputError):
         raise fault from None
     return folder
-
-
-def _asked(name: HubName, ask: Callable[[], T]) -> T:
-    """The hub's answer; its errors become ours."""
-    try:
-        return ask()
-    except Exception as error:
-        raise explain(error, name) from error

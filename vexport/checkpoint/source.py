@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +18,7 @@ from vexport.checkpoint.hub import (
     HubName,
     RepoListing,
     download,
-    explain,
+    explained,
     fetch,
     list_files,
     needed_weights,
@@ -218,13 +219,12 @@ def _write_headers(listing: RepoListing, weights: list[str], root: Path, on_prog
     stage = f"headers of {listing.name.id}"
     on_progress(stage, 0, len(weights))
     with ThreadPoolExecutor(_WORKERS) as pool:
-        for done, (file, header) in enumerate(
-            zip(weights, pool.map(lambda file: read_remote_header(listing, file), weights), strict=True)
-        ):
+        headers = pool.map(partial(read_remote_header, listing), weights)
+        for done, (file, header) in enumerate(zip(weights, headers, strict=True), start=1):
             with (root / file).open("wb") as stream:
                 stream.write(header)
                 stream.truncate(max(listing.sizes.get(file, 0), len(header)))
-            on_progress(stage, done + 1, len(weights))
+            on_progress(stage, done, len(weights))
 
 
 def read_remote_header(listing: RepoListing, file: str) -> bytes:
@@ -250,17 +250,13 @@ def _range(listing: RepoListing, file: str, start: int, stop: int) -> bytes:
         "Range": f"bytes={start}-{stop - 1}",
         "Accept-Encoding": "identity",
     }
-    try:
-        session = utils.get_session()  # type: ignore[attr-defined]
-        with session.stream("GET", url, headers=headers, follow_redirects=True) as response:
-            utils.hf_raise_for_status(response)  # type: ignore[attr-defined]
-            if response.status_code != _PARTIAL_CONTENT:
-                raise _NoRangesError
-            return bytes(response.read())
-    except _NoRangesError:
-        raise
-    except Exception as error:
-        raise explain(error, listing.name) from error
+    session = utils.get_session()  # type: ignore[attr-defined]
+    with explained(listing.name), session.stream("GET", url, headers=headers, follow_redirects=True) as got:
+        utils.hf_raise_for_status(got)  # type: ignore[attr-defined]
+        data = bytes(got.read()) if got.status_code == _PARTIAL_CONTENT else None
+    if data is None:
+        raise _NoRangesError
+    return data
 
 
 def resolve_drafter(speculative: str, on_progress: OnProgress) -> str:

@@ -2,12 +2,12 @@
 
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from queue import Queue
-from threading import Thread
 
 import numpy as np
 import numpy.typing as npt
@@ -155,7 +155,7 @@ class ShardWriter:
 
     `done` units of an earlier, broken-off writer are there and stay: those whose bytes are as its record says
     (`Progress`). The record has the digest of the whole shard at its end. An error in the thread, or in a
-    chunk, is raised by the next `write` or at the end.
+    chunk, is raised by one of the next `write` or at the end.
     """
 
     def __init__(self, folder: Path, shard: Shard, *, ahead: int) -> None:
@@ -172,48 +172,36 @@ class ShardWriter:
         if self._file.seek(0, os.SEEK_END) > self._ends[self.done]:
             self._file.truncate(self._ends[self.done])
         self._handed_over = self._file.seek(self._ends[self.done])
-        self._error: BaseException | None = None
-        self._chunks: Queue[Chunk | None] = Queue(maxsize=ahead)
-        self._thread = Thread(target=self._append_all)
-        self._thread.start()
+        self._ahead, self._is_broken = ahead, False
+        self._thread, self._appending = ThreadPoolExecutor(1), deque[Future[None]]()
 
     def __enter__(self) -> "ShardWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._chunks.put(None)
-        self._thread.join()
+        self._thread.shutdown()
         length = self._file.tell()
         self._file.close()
         self._progress.close()
-        if kind is None and self._error is not None:
-            raise self._error
-        assert kind is not None or length == self._ends[-1], f"{length} bytes, not {self._ends[-1]}"
+        if kind is None:
+            for appended in self._appending:
+                appended.result()
+            assert length == self._ends[-1], f"{length} bytes, not {self._ends[-1]}"
 
     def write(self, chunk: Chunk) -> None:
         """Hand over the next chunk; waits while the thread is `ahead` chunks behind."""
-        if self._error is not None:
-            raise self._error
-        self._chunks.put(chunk)
-
-    def _append_all(self) -> None:
-        while (chunk := self._chunks.get()) is not None:
-            if self._error is None:
-                try:
-                    self._append(chunk)
-                except OSError as error:
-                    if error.errno is not None:  # what a write reports has no name
-                        error.filename = error.filename or self._file.name
-                    self._error = error
-                except BaseException as error:
-                    self._error = error
+        if len(self._appending) > self._ahead:
+            self._appending.popleft().result()
+        self._appending.append(self._thread.submit(self._append, chunk))
 
     def _append(self, chunk: Chunk) -> None:
+        """Append a chunk, unless one before it could not be."""
+        if self._is_broken:
+            return
+        self._is_broken = True
         for data in stored_parts(chunk) if isinstance(chunk, TensorInfo) else (as_bytes(chunk()),):
             self._digest.update(data)
-            left = data
-            while left:
-                left = left[self._file.write(left) :]
+            self._write(data)
         position = self._file.tell()
         if (size := position - self._handed_over) >= WRITE_BACK_BYTES:
             # Linux starts the write-back of these bytes and does not wait for it (mm/fadvise.c).
@@ -222,6 +210,15 @@ class ShardWriter:
         while self._next < len(self._ends) - 1 and position >= self._ends[self._next + 1]:
             self._progress.add(self._digest.hexdigest())
             self._next += 1
+        self._is_broken = False
+
+    def _write(self, data: memoryview) -> None:
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            error.filename = error.filename or self._file.name  # what a write reports has none
+            raise
 
 
 def as_bytes(array: Array) -> memoryview:

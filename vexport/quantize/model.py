@@ -16,7 +16,6 @@ from vexport.formats.dequantize import ct_scheme
 from vexport.formats.input_rounding import InputRounding
 from vexport.formats.packing.base import Array
 from vexport.formats.schemes import get_scheme
-from vexport.layers.blocks import group_layout
 from vexport.quantize.stream import static_scales
 from vexport.records import CalibrationRecord, FusionGroup, LinearPlan
 from vexport.records.calibration import LayerRounding
@@ -73,16 +72,14 @@ class QuantizedModel:
 
     def weights_of(self, group: FusionGroup, stored: Mapping[str, Array]) -> dict[LinearPlan, torch.Tensor]:
         """The weights (out, in) of a group's layers as compressed-tensors dequantizes its `stored` bytes."""
-        layout, scheme = group_layout(group, self.index.tensors), get_scheme(group.scheme)
-        tensors = {spec.name: as_tensor(stored[spec.name], spec).to(self.device) for spec in layout}
-        found = {}
+        scheme, weights = get_scheme(group.scheme), {}
         for member in group.members:
-            prefix = f"{member.name}."
-            own = {
-                key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)
+            tensors = {
+                spec.name.removeprefix(f"{member.name}."): as_tensor(stored[spec.name], spec).to(self.device)
+                for spec in scheme.layout(member, self.index.tensors[member.weight].dtype)
             }
-            found[member] = scheme.format.dequantize(scheme.args, own)
-        return found
+            weights[member] = scheme.format.dequantize(scheme.args, tensors)
+        return weights
 
     def _input_rounding(self, group: FusionGroup) -> InputRounding | None:
         """The rounding of a group's inputs; None where they are not rounded."""

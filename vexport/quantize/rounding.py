@@ -359,15 +359,12 @@ class RoundingWalk:
 
     def _follow(self, inputs: GroupInputs, run: Callable[[int], None]) -> list[dict[str, Value]]:
         """Run rows of the source's stream: what entered of each, where a refit asks for it."""
-        if not self._refits:
-            for position in self._followed:
-                run(position)
-            return [{} for _ in range(len(self._source))]
-        exact = list[dict[str, Value]]()
+        exact = [dict[str, Value]() for _ in range(len(self._source))]
         for position in self._followed:
             with inputs.noted() as noted:
                 run(position)
-            exact.append(noted)
+            if self._refits:
+                exact[position] = noted
         return exact
 
     def _run(self, stream: HiddenStates, layer: Layer, position: int) -> None:
