@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -39,16 +40,18 @@ SIZES: Mapping[str, int] = {
 
 def save_llama(folder: Path, **changes: object) -> Path:
     """A Llama with weights from a fixed seed; `changes` go to its config."""
-    return _save(folder, LlamaForCausalLM(LlamaConfig(**{**SIZES, "dtype": "bfloat16", **changes})))
+    return _save(folder, LlamaForCausalLM, LlamaConfig(**{**SIZES, "dtype": "bfloat16", **changes}))
 
 
 def save_qwen3(folder: Path, **changes: object) -> Path:
     """A Qwen3 with tied embeddings and normed queries and keys."""
     config = Qwen3Config(**{**SIZES, "dtype": "bfloat16", "tie_word_embeddings": True, **changes})
-    return _save(folder, Qwen3ForCausalLM(config))
+    return _save(folder, Qwen3ForCausalLM, config)
 
 
-def _save(folder: Path, model: PreTrainedModel) -> Path:
+def _save(folder: Path, kind: type[PreTrainedModel], config: PreTrainedConfig) -> Path:
+    with torch.device("meta"):
+        model = kind(config)
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, parameter in model.named_parameters():
@@ -59,8 +62,8 @@ def _save(folder: Path, model: PreTrainedModel) -> Path:
         tensors[name] = value.to(torch.bfloat16)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
+    config.architectures = [kind.__name__]
+    config.save_pretrained(folder)
     return folder
 
 

@@ -82,14 +82,10 @@ FORGED: dict[str, str | bytes] = {
     "both sides alike": pair(exponents(1, -2), exponents(1, -2)),
     "another layer": pair(exponents(1), exponents(-1), "model.layers.1.mlp.down_proj.weight"),
     "to infinity": pair(exponents(127), exponents(-127)),
-    "to zero": pair(exponents(-128), exponents(-128)),
     "no base64": pair("!!!", ""),
     "no text": pair(exponents(1), "").replace('""', "5"),
     "cut": SOUND[:40],
-    "no object": "[1]",
-    "deep": "[" * 100_000,
     "not UTF-8": b"\xff\xfe\0",
-    "empty": "",
 }
 
 

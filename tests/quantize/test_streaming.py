@@ -10,13 +10,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
+from tests.architectures.families import split
 from tests.command import vexport
 from tests.forked import command, finish, start
+from tests.models import save_llama
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.writer import header_bytes
 from vexport.outputs.directory import resumable_directory
@@ -24,40 +24,13 @@ from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.records import PlanRequest, TensorSpec
 
-CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096}
-
 
 def write_model(folder: Path, *, hidden: int, layers: int) -> Path:
-    """A Llama of random bf16 weights in two shards, large enough to be killed in the middle."""
-    folder.mkdir()
-    generator = np.random.default_rng(0)
-    names: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (4096, hidden)}
-    for layer in range(layers):
-        for name, rows in (("q", hidden), ("k", hidden // 4), ("v", hidden // 4), ("o", hidden)):
-            names[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = (rows, hidden)
-        for name in ("gate", "up"):
-            names[f"model.layers.{layer}.mlp.{name}_proj.weight"] = (3 * hidden, hidden)
-        names[f"model.layers.{layer}.mlp.down_proj.weight"] = (hidden, 3 * hidden)
-        for name in ("input", "post_attention"):
-            names[f"model.layers.{layer}.{name}_layernorm.weight"] = (hidden,)
-    names["model.norm.weight"] = (hidden,)
-    names["lm_head.weight"] = (4096, hidden)
-    weight_map = {}
-    for shard, part in enumerate(np.array_split(np.array(list(names)), 2)):
-        tensors = {}
-        for name in part.tolist():
-            bits = generator.integers(0x3C00, 0x3D80, names[name], np.uint16)
-            signs = generator.integers(0, 2, names[name], np.uint16) << np.uint16(15)
-            tensors[name] = torch.from_numpy(bits | signs).view(torch.bfloat16)
-            weight_map[name] = f"model-{shard}.safetensors"
-        save_file(tensors, folder / f"model-{shard}.safetensors", metadata={"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    """A Llama in two shards, large enough to be killed in the middle."""
     sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "head_dim": hidden // 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 4096}
-    config = {**CONFIG, **sizes, **heads, "num_hidden_layers": layers}
-    (folder / "config.json").write_text(json.dumps(config))
+    save_llama(folder, **sizes, num_hidden_layers=layers, num_key_value_heads=1, vocab_size=4096)
     (folder / "tokenizer.json").write_text("{}")
-    return folder
+    return split(folder, 2)
 
 
 def digests(folder: Path) -> Mapping[str, str]:
@@ -149,9 +122,9 @@ def test_two_writers_of_one_output_are_refused(tmp_path: Path) -> None:
 
 def test_a_refusal_leaves_nothing(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", hidden=128, layers=1)
-    file = source / "model-1.safetensors"
-    tensors = load_file(file)
     name = "model.layers.0.mlp.down_proj.weight"
+    file = read_index(source).tensors[name].file
+    tensors = load_file(file)
     tensors[name][100, 100] = float("nan")
     save_file(tensors, file, metadata={"format": "pt"})
     for scheme in ("NVFP4A16", "W4A16", "FP8_DYNAMIC"):
@@ -188,7 +161,8 @@ def sparse_model(folder: Path, rows: int, columns: int) -> Path:
     with (folder / "model.safetensors").open("wb") as file:
         file.write(header)
         file.truncate(len(header) + 6 * rows * columns)
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 1}))
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": rows}))
     return folder
 
 

@@ -166,7 +166,9 @@ def edit_tokenizer(model: Path) -> None:
     (model / "tokenizer.json").write_text('{"version": "1.0"}')
 
 
-@pytest.mark.parametrize("change", [lambda model: flip(model / "model-1.safetensors"), edit_tokenizer])
+@pytest.mark.parametrize(
+    "change", [lambda model: flip(model / "model-00001-of-00002.safetensors"), edit_tokenizer]
+)
 def test_a_stage_knows_checkpoints_by_their_files(change: Callable[[Path], object], tmp_path: Path) -> None:
     """What it was made from, and what it has made."""
     source = write_model(tmp_path / "source", hidden=64, layers=1)
