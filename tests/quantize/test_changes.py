@@ -13,12 +13,11 @@ from tests.models import Good
 from tests.quantize.test_streaming import digests, write_model
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.records import PlanRequest
-from vexport.repair.write import write_repaired
+from vexport.repair import repair_checkpoint
 
 
 def job(
@@ -92,11 +91,13 @@ def test_what_was_written_of_another_source_is_not_continued(tmp_path: Path) -> 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_repaired(good: Good, tmp_path: Path) -> None:
     source = copytree(good("W4A16"), tmp_path / "source")
-    (tmp_path / "out").mkdir()
-    with Reader() as reader:
-        view = CheckpointView(read_index(source), reader)
-        with pytest.raises(InputError, match="stays the same"):
-            write_repaired(view, tmp_path / "out", on_progress=lambda stage, done, total: rewrite(source))
+
+    def on_progress(stage: str, done: int, total: int) -> None:
+        if stage == "write":
+            rewrite(source)
+
+    with pytest.raises(InputError, match="stays the same"):
+        repair_checkpoint(source, tmp_path / "out", None, overwrite=False, on_progress=on_progress)
 
 
 def test_a_file_cut_before_it_is_mapped_is_named(tmp_path: Path) -> None:

@@ -33,13 +33,13 @@ def search_scales(
         group = replace(group, observer=UNWEIGHTED, observer_kwargs={})
     for member in group.members:
         weight = read_weight(reader, index.tensors[member.weight], member.part)
-        importance = _decoded(calibration.importance.get(member.name))
+        importance = decoded(calibration.importance.get(member.name))
         observers.append(observe_weight(member, weight, group, importance, stored=weight.dtype))
     reader.release(index.tensors[member.weight] for member in group.members)
     return fused_scales(observers)
 
 
-def _decoded(importance: str | None) -> torch.Tensor | None:
+def decoded(importance: str | None) -> torch.Tensor | None:
     """The mean square of each input channel, float32 (in,), as calibration wrote it down."""
     if importance is None:
         return None
