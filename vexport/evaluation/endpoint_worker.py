@@ -108,26 +108,26 @@ class EndpointModel(AskedModel):
 
 
 def _session(request: SessionRequest) -> SessionResult:
-    result = SessionResult(checkpoint=request.checkpoint, platform="server")
-    progress = reporter()
+    assert request.endpoint is not None
+    result, progress = SessionResult(checkpoint=request.checkpoint, platform="server"), reporter()
     try:
-        ask_server(request, progress)
-        if request.drafted:
-            assert request.endpoint is not None
-            drafts = count_drafts(Server(request.endpoint), request.drafted, progress)
-            result = replace(result, drafts=drafts)
+        server = Server(request.endpoint)
+        ask_server(server, request, progress)
+        drafts = count_drafts(server, request.drafted, progress) if request.drafted else ()
     except VexportError as error:
         return replace(result, problem=input_problem(error))
     return replace(
-        result, tasks=request.tasks, text_file=request.text_file, logprobs_file=request.logprobs_file
+        result,
+        tasks=request.tasks,
+        text_file=request.text_file,
+        logprobs_file=request.logprobs_file,
+        drafts=drafts,
     )
 
 
-def ask_server(request: SessionRequest, progress: OnProgress) -> None:
-    """Ask the server everything; lm-eval's files, the fingerprint and the answers go to `request.output`."""
-    assert request.endpoint is not None
+def ask_server(server: Server, request: SessionRequest, progress: OnProgress) -> None:
+    """Ask the server's model; lm-eval's files, the fingerprint and the answers go to `request.output`."""
     assert request.output is not None
-    server = Server(request.endpoint)
     fingerprint: Fingerprint = {
         MODEL: f"{server.model.name} ({server.model.root})",
         ENDPOINT: server.endpoint.url,
@@ -138,7 +138,7 @@ def ask_server(request: SessionRequest, progress: OnProgress) -> None:
     model = EndpointModel(server, kept_answers(request.output, to_json(fingerprint)), progress)
     arguments: dict[str, JsonValue] = {
         "pretrained": str(request.checkpoint),
-        "base_url": request.endpoint.url,
+        "base_url": server.endpoint.url,
         "max_model_len": request.max_model_len,
         "seed": request.seed,
         "trust_remote_code": request.trust_remote_code,
