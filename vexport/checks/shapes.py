@@ -22,6 +22,8 @@ DESCRIPTION = "dtypes and shapes are those that the config announces, and fused 
 
 # Rounded to 16 bits they move all weights or inputs of a layer alike, by .4 %: far less than FP4 does.
 GLOBAL_SCALES = (".weight_global_scale", ".input_global_scale", ".weight_scale_2")
+LAYER_SCALES = frozenset({"weight_scale", "input_scale", "weight_scale_inv", "scales"})
+CACHE_SCALES = (".k_scale", ".v_scale")
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -34,6 +36,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             yield from _whole_blocks(view, names, group, fused)
             yield from _quantized(view, group, fused, right)
             yield from _unusable(view, group, fused)
+    yield from _rounded_scales(view)
     if view.layout is not None:
         yield from _unquantized(view, view.layout)
 
@@ -130,6 +133,33 @@ def _is_narrowed(stored: tuple[int, ...], expected: Shape, cut: int | None) -> b
         size == full for axis, (size, full) in enumerate(zip(stored, expected, strict=True)) if axis != cut
     )
     return same and stored[cut] > (expected[cut] or stored[cut])
+
+
+def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
+    """Scales of fewer bits than the same scales of other layers: somebody has rounded them."""
+    stored: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for kind, tensor in _scales(view):
+        if tensor.dtype in FLOATING:
+            stored.setdefault(kind, {}).setdefault(tensor.dtype, []).append(tensor.name)
+    for (_, parameter), dtypes in stored.items():
+        whole = dtypes.get("F32", [])
+        for dtype in ("BF16", "F16"):
+            few = dtypes.get(dtype, [])
+            for name in few if len(few) < len(whole) else ():
+                expected = f"dtype F32, as {parameter} of {whole[0].rpartition('.')[0]} has"
+                got = f"{dtype}, which has fewer digits: answers move, no further than by rounding weights"
+                yield warning(NAME, name, expected=expected, got=got, fix=EXPORT)
+
+
+def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]]:
+    """All scales, by what should be stored alike: config group and parameter, or the KV cache."""
+    for layer in view.layers.values():
+        if layer.group is not None:
+            for parameter in LAYER_SCALES & layer.parameters.keys():
+                yield (layer.group.name, parameter), layer.parameters[parameter]
+    for name, tensor in view.index.tensors.items():
+        if name.endswith(CACHE_SCALES):
+            yield ("", "the KV cache's scale"), tensor
 
 
 def _unquantized(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
