@@ -12,7 +12,9 @@ from tests.command import vexport
 from vexport.checkpoint.chat_template import chat_templates
 from vexport.cli.prompting import prompting_options
 from vexport.errors import InputError
+from vexport.evaluation.lm_eval_model import ServedChat
 from vexport.evaluation.prompting import lm_eval_settings
+from vexport.records import LmEvalSettings
 from vexport.scenario import Evaluate
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
@@ -140,3 +142,14 @@ def test_generation_arguments_are_lm_evals(given: tuple[str, ...], expected: dic
     command = click.command()(read)
     arguments = [part for value in given for part in ("--gen-kwargs", value)]
     command.main(arguments, standalone_mode=False)
+
+
+def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vexport.evaluation.lm_eval_model.TEMPLATE_SECONDS", 0.3)
+    chat = ServedChat()
+    chat.tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    chat.hf_chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    chat.enable_thinking = None
+    chat.settings = LmEvalSettings()
+    with pytest.raises(InputError, match=r"chat template: got not finished after 0.3 s"):
+        chat.apply_chat_template([{"role": "user", "content": "hello"}])

@@ -21,6 +21,7 @@ from pydantic import JsonValue
 
 from vexport.errors import InputError
 from vexport.records import Json, LmEvalSettings, OnProgress
+from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -237,14 +238,19 @@ class ServedChat:
 
     def _rendered(self, messages: list[Message], add_generation_prompt: bool) -> str:
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
-        text: str = self.tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-            chat_template=self.hf_chat_template,
-            **thinking,
-        )
+        try:
+            with time_limit(TEMPLATE_SECONDS):
+                text: str = self.tokenizer.apply_chat_template(
+                    messages,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=not add_generation_prompt,
+                    chat_template=self.hf_chat_template,
+                    **thinking,
+                )
+        except TimeoutError as error:
+            fix = "correct it, or do not apply it (--no-apply-chat-template)"
+            raise InputError("chat template", got=str(error), need="a template that ends", fix=fix) from error
         return text
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
 from vexport.checkpoint.hub import HubName, downloaded, explain, is_network_error, is_of_the_hub
@@ -35,6 +36,7 @@ from vexport.evaluation.tasks import (
     reads_hub,
 )
 from vexport.records import PROGRESS_DETAIL, OnProgress
+from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
 
 if TYPE_CHECKING:
     from lm_eval.api.group import Group
@@ -69,6 +71,22 @@ def fetch_task_data(
         raise_found(worker.run(on_progress))
 
 
+class _Bounded(jinja2.Template):
+    """A template that ends."""
+
+    def render(self, *args: object, **kwargs: object) -> str:
+        """Render as jinja2 does; TemplateRuntimeError where it takes too long."""
+        try:
+            with time_limit(TEMPLATE_SECONDS):
+                return super().render(*args, **kwargs)
+        except TimeoutError as error:
+            raise jinja2.TemplateRuntimeError(f"a template that is {error}") from None
+
+
+class _Sandbox(SandboxedEnvironment):
+    template_class = _Bounded
+
+
 @contextmanager
 def tasks_as_data() -> Iterator[None]:
     """Run nothing of a task's YAML but its templates, in a sandbox: they could reach all of Python.
@@ -86,9 +104,7 @@ def tasks_as_data() -> Iterator[None]:
             raise InputError(str(folder), got=got, need=need, fix=TRUST)
         return imported(name, folder)
 
-    sandbox = SandboxedEnvironment(
-        loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=True
-    )
+    sandbox = _Sandbox(loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=True)
     sandbox.filters |= utils.env.filters
     with replaced(utils, "env", sandbox), replaced(_yaml_loader, "_import_func_in_yml", import_own):
         yield

@@ -22,10 +22,10 @@ from vexport.files import write_text
 from vexport.outputs.replaceable import resolved
 
 Config = dict[str, object]
+# Tasks, groups and tags that a YAML file defines or lists.
 _INDEXED = re.compile(
     rb"^[ \t-]*(?:task|group|tag)[ \t]*:[ \t]*[\"']?([\w.+-]+)|^[ \t]*-[ \t]*[\"']?([\w.+-]+)", re.M
 )
-"""Tasks, groups and tags that a YAML file defines or lists."""
 TRUST = "add --trust-remote-code if you trust the file"
 REQUIRED_KEYS = ("task", "dataset_path")
 GROUP_KEYS = ("group", "group_alias", "task", "aggregate_metric_list", "metadata", "tag")
@@ -241,20 +241,24 @@ _Loader.add_constructor("!function", _function)
 TaskDumper.add_representer(_Function, lambda dumper, tag: dumper.represent_scalar("!function", tag.name))
 
 
-def read_task(path: Path, trust: bool, above: tuple[Path, ...] = ()) -> Config:
+def read_task(
+    path: Path, trust: bool, above: tuple[Path, ...] = (), read: dict[Path, Config] | None = None
+) -> Config:
     """The file's keys over those of the files it includes, with paths made absolute.
 
-    Files `above` include this one.
+    Files `above` include this one. Each file is `read` once, however many files include it.
     """
-    file = resolved(path)
+    file, read = resolved(path), {} if read is None else read
     if file in above:
         raise InputError(str(path), got="an include of itself", need="no cycle", fix="remove the include")
-    config = parse_task(path, trust)
-    includes = config.pop("include", [])
-    merged: Config = {}
-    for include in includes if isinstance(includes, list) else [includes]:
-        merged |= read_task(path.parent / str(include), trust, (*above, file))
-    return merged | with_absolute_paths(config, file.parent)
+    if file not in read:
+        config = parse_task(path, trust)
+        includes = config.pop("include", [])
+        merged: Config = {}
+        for include in includes if isinstance(includes, list) else [includes]:
+            merged |= read_task(path.parent / str(include), trust, (*above, file), read)
+        read[file] = merged | with_absolute_paths(config, file.parent)
+    return read[file]
 
 
 def parse_task(path: Path, trust: bool) -> Config:
