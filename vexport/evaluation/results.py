@@ -115,7 +115,7 @@ def _read_sample(where: str, line: dict[str, Json], output_type: str) -> Sample:
         raise InputError(where, got=got, need="integers and a list", fix="evaluate again")
     arguments = [_values(request) for request in _values(line["arguments"])]
     answer, compared = _answers(arguments, line["resps"], line["filtered_resps"], output_type)
-    scores = {_text(name): line.get(str(name)) for name in metrics}
+    scores = ((_text(name), line.get(str(name))) for name in metrics)
     doc_hash, prompt_hash, target_hash = (str(line[key]) for key in HASHES)
     return Sample(
         doc_id=doc_id,
@@ -125,7 +125,7 @@ def _read_sample(where: str, line: dict[str, Json], output_type: str) -> Sample:
         target=_target(arguments, line["target"], output_type),
         answer=answer,
         compared=compared,
-        scores={name: float(value) for name, value in scores.items() if isinstance(value, (int, float))},
+        scores={name: _score(value) for name, value in scores if isinstance(value, (int, float))},
         options=len(_values(line["filtered_resps"])) if output_type == "multiple_choice" else 0,
         seed=seed,
     )
@@ -134,8 +134,9 @@ def _read_sample(where: str, line: dict[str, Json], output_type: str) -> Sample:
 def _target(arguments: list[list[Json]], target: Json, output_type: str) -> str:
     """The right answer; a multiple-choice target is the number of an option, shown as its text."""
     text = _text(target)
-    is_number = output_type == "multiple_choice" and text.isdecimal()
-    return _option(arguments, int(text)) if is_number and int(text) < len(arguments) else text
+    if output_type == "multiple_choice" and text.isdecimal() and len(text) <= len(str(len(arguments))):
+        return _option(arguments, int(text)) if int(text) < len(arguments) else text
+    return text
 
 
 def _option(arguments: list[list[Json]], index: int) -> str:
@@ -160,7 +161,18 @@ def _answers(arguments: list[list[Json]], resps: Json, filtered: Json, output_ty
 
 def _number(response: list[Json]) -> float:
     value = _first(response)
-    return float(value) if isinstance(value, (str, int, float)) else -math.inf
+    try:
+        return float(value) if isinstance(value, (str, int, float)) else -math.inf
+    except (ValueError, OverflowError):
+        return -math.inf
+
+
+def _score(value: int | float) -> float:
+    """The number; JSON can spell integers beyond a float's range, which become infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _first(value: Json) -> Json:
