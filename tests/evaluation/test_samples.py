@@ -1,6 +1,7 @@
 """Folders made by the real lm-eval: what is read from them, and what is refused."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,18 @@ def test_scores_agree_with_lm_evals_own_means(lm_eval_runs: Path) -> None:
     assert names == {"sums exact_match", "choices acc", "choices acc_norm", "near nearness"}
     for p in pairs:
         assert p.candidate.mean() == pytest.approx(content[p.task][f"{p.metric},{p.filter}"])
+
+
+def test_numbers_that_no_float_or_integer_holds_are_read(copies: Path) -> None:
+    edit_sample(copies / "twin", 0, exact_match=10**400)
+    file = samples_file(copies / "twin", "choices")
+    first, *others = file.read_text().splitlines()
+    values = {"target": "9" * 5000, "filtered_resps": [["no number"], [10**400]]}
+    file.write_text("\n".join([json.dumps(json.loads(first) | values), *others]) + "\n")
+    tasks = read_results(copies / "twin").tasks
+    assert tasks["sums"].samples["none", 0, 0].scores["exact_match"] == math.inf
+    chosen = tasks["choices"].samples["none", 0, 0]
+    assert (chosen.target, chosen.compared) == ("9" * 5000, "0")
 
 
 def test_the_newest_run_of_a_folder_counts(copies: Path) -> None:
