@@ -201,6 +201,8 @@ LEAST = 20
 TOLERATED = 0.005
 """Share of answers that may change: half a point is far below what a verdict of 1 or 2 points rests on."""
 Row = Mapping[str, object]
+# The longest task name: with lm-eval's prefix and date a file name has at most 255 bytes.
+LONGEST_NAME = 200
 STAMP = re.compile(r"(\d{4}-\d{2}-\d{2}T[\d.-]+)\.json$")
 
 
@@ -257,8 +259,8 @@ def _newest_results(folder: Path) -> Path:
 
 def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSamples:
     # Its name is part of a file's name, which must not lead elsewhere.
-    if not task or Path(task).name != task:
-        got, need = f"a task named {clip(repr(task), 100)}", "a name without folders"
+    if not task or Path(task).name != task or not task.isprintable() or len(task.encode()) > LONGEST_NAME:
+        got, need = f"a task named {clip(repr(task), 100)}", "a name without folders that is not too long"
         raise InputError(str(file), got=got, need=need, fix="evaluate again with lm-eval")
     stamp = STAMP.search(file.name)
     if stamp is None:
