@@ -18,9 +18,10 @@ from tests.evaluation.faults import (
     with_template,
 )
 from vexport.engine.load import Prompts, fixed_prompts
+from vexport.engine.messages import SessionResult
 from vexport.engine.reference import reference_logprobs
 from vexport.evaluation.attribution import attribute
-from vexport.evaluation.drift import Scored
+from vexport.evaluation.served import Served
 from vexport.records import Attribution, Outcome
 
 TEXTS = (
@@ -47,7 +48,7 @@ def computed(checkpoint: Path, tokens: tuple[tuple[int, ...], ...]) -> torch.Ten
     return reference_logprobs(checkpoint, tokens)
 
 
-def answered(checkpoint: Path, prompts: Prompts, folder: Path, *, by: Path, noise: float = 0.0) -> Scored:
+def answered(checkpoint: Path, prompts: Prompts, folder: Path, *, by: Path, noise: float = 0.0) -> Served:
     """A session on `checkpoint` whose engine computes what `by` says, to within `noise` of a logit."""
     folder.mkdir(parents=True)
     matrix = computed(by, prompts.tokens)
@@ -55,7 +56,9 @@ def answered(checkpoint: Path, prompts: Prompts, folder: Path, *, by: Path, nois
     rows = torch.split(torch.log_softmax(matrix, dim=-1), [len(ids) - 1 for ids in prompts.tokens])
     tensors = {f"prompt.{number}": row.clone() for number, row in enumerate(rows)}
     save_file(tensors, folder / "logprobs.safetensors")
-    return Scored(checkpoint=checkpoint, prompts=prompts, logprobs_file=folder / "logprobs.safetensors")
+    file = folder / "logprobs.safetensors"
+    result = SessionResult(checkpoint=checkpoint, platform="cpu", logprobs_file=file)
+    return Served(result=result, prompts=prompts)
 
 
 def blamed(

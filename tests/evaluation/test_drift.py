@@ -9,12 +9,16 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from vexport.engine.load import Prompts, fixed_prompts
-from vexport.evaluation.drift import Limits, Scored, drift_warnings, least_kl, measure_drift
+from vexport.engine.messages import SessionResult
+from vexport.evaluation.drift import drift_warnings, least_kl, measure_drift
+from vexport.evaluation.served import Served
 from vexport.numerics.metrics import kl_divergence
+from vexport.scenario import Evaluate
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 TEXTS = ("4 7 + 3 8 = 5 8 0 .", "the tool of taruna is lever .", "the city of ruvek is osaka .")
 VOCABULARY = 384
+SETTINGS = Evaluate(tasks=("any",))
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +26,12 @@ def prompts() -> Prompts:
     return fixed_prompts(DEMO, texts=TEXTS)
 
 
-def scored(folder: Path, prompts: Prompts, logits: list[torch.Tensor]) -> Scored:
+def scored(folder: Path, prompts: Prompts, logits: list[torch.Tensor]) -> Served:
     folder.mkdir()
     tensors = {f"prompt.{number}": functional.log_softmax(one, -1) for number, one in enumerate(logits)}
     save_file(tensors, folder / "logprobs.safetensors")
-    return Scored(checkpoint=DEMO, prompts=prompts, logprobs_file=folder / "logprobs.safetensors")
+    result = SessionResult(checkpoint=DEMO, platform="cpu", logprobs_file=folder / "logprobs.safetensors")
+    return Served(result=result, prompts=prompts)
 
 
 def logits(prompts: Prompts, seed: int = 0) -> list[torch.Tensor]:
@@ -38,7 +43,7 @@ def test_kl_and_nll_are_torchs_by_token_prompt_and_over_all(tmp_path: Path, prom
     old = logits(prompts)
     new = [one + scale * torch.randn_like(one) for one, scale in zip(old, (0.1, 0.8, 0.3), strict=True)]
     drift = measure_drift(
-        scored(tmp_path / "a", prompts, old), scored(tmp_path / "b", prompts, new), limits=Limits()
+        scored(tmp_path / "a", prompts, old), scored(tmp_path / "b", prompts, new), SETTINGS
     )
     assert drift is not None
     assert (drift.prompts, drift.positions) == (3, sum(map(len, old)))
@@ -65,25 +70,25 @@ def test_kl_and_nll_are_torchs_by_token_prompt_and_over_all(tmp_path: Path, prom
 
 def test_the_same_model_does_not_drift_and_others_are_not_compared(tmp_path: Path, prompts: Prompts) -> None:
     one = scored(tmp_path / "a", prompts, logits(prompts))
-    drift = measure_drift(one, one, limits=Limits())
+    drift = measure_drift(one, one, SETTINGS)
     assert drift is not None
     assert (drift.mean_kl, drift.max_kl, drift.top1_agreement) == (0, 0, 1)
     assert drift_warnings(drift) == ()
     fewer = replace(prompts, tokens=prompts.tokens[:2])
     short = scored(tmp_path / "b", fewer, logits(fewer))
-    part = measure_drift(short, short, limits=Limits())
+    part = measure_drift(short, short, SETTINGS)
     assert part is not None
     assert part.digest != drift.digest
-    assert measure_drift(one, short, limits=Limits()) is None
+    assert measure_drift(one, short, SETTINGS) is None
     broken = [torch.full_like(part, float("nan")) for part in logits(prompts)]
     nan = scored(tmp_path / "c", prompts, broken)
-    assert measure_drift(one, nan, limits=Limits()) is None
-    assert measure_drift(nan, one, limits=Limits()) is None
+    assert measure_drift(one, nan, SETTINGS) is None
+    assert measure_drift(nan, one, SETTINGS) is None
 
 
 def test_each_limit_warns_by_its_name(tmp_path: Path, prompts: Prompts) -> None:
-    sides = [scored(tmp_path / name, prompts, logits(prompts, seed)) for seed, name in enumerate("ab")]
-    drift = measure_drift(*sides, limits=Limits(kl=0.1, nll=100))
+    old, new = (scored(tmp_path / name, prompts, logits(prompts, seed)) for seed, name in enumerate("ab"))
+    drift = measure_drift(old, new, SETTINGS.model_copy(update={"kl_limit": 0.1, "nll_limit": 100}))
     assert drift is not None
     (warning,) = drift_warnings(drift)
     assert "mean KL to the baseline" in warning

@@ -12,24 +12,25 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from vexport.engine.load import Prompts
+from vexport.engine.messages import SessionResult
 from vexport.errors import CheckpointFailed, Inconclusive
-from vexport.evaluation.drift import Limits, Scored
 from vexport.evaluation.held_out import (
-    ReadText,
-    Rows,
     acceptance_fall,
     decide_on_text,
     judge_limit,
     mean_bounds,
 )
+from vexport.evaluation.served import Rows, Served
 from vexport.records import DraftCounts
 from vexport.reports import render_verdicts
+from vexport.scenario import Evaluate
 
-LIMITS = Limits(kl=0.1, nll=0.05, alpha=0.05)
+SETTINGS = Evaluate(text="held-out.txt", kl_limit=0.1, nll_limit=0.05, alpha=0.05)
+DRAFTING = SETTINGS.model_copy(update={"speculative": "mtp"})
 VOCABULARY, TOKENS, KL_TOKENS = 50, 40, 10
 
 
-def read(folder: Path, rows: Rows, logits: torch.Tensor) -> ReadText:
+def read(folder: Path, rows: Rows, logits: torch.Tensor) -> Served:
     """Files as a session leaves them; `logits` are (rows, TOKENS - 1, VOCABULARY)."""
     folder.mkdir()
     tables = functional.log_softmax(logits, -1)
@@ -41,11 +42,16 @@ def read(folder: Path, rows: Rows, logits: torch.Tensor) -> ReadText:
     save_file(costs | best, folder / "text.safetensors")
     save_file(first, folder / "logprobs.safetensors")
     prompts = Prompts(natural=True, texts=(), tokens=tuple(row[:KL_TOKENS] for row in rows))
-    scored = Scored(checkpoint=folder, prompts=prompts, logprobs_file=folder / "logprobs.safetensors")
-    return ReadText(scored=scored, rows=rows, file=folder / "text.safetensors")
+    result = SessionResult(
+        checkpoint=folder,
+        platform="cpu",
+        logprobs_file=folder / "logprobs.safetensors",
+        text_file=folder / "text.safetensors",
+    )
+    return Served(result=result, prompts=prompts, rows=rows)
 
 
-def models(folder: Path, count: int, noise: float) -> tuple[ReadText, ReadText]:
+def models(folder: Path, count: int, noise: float) -> tuple[Served, Served]:
     """A baseline that knows its text well, and a candidate whose logits have this much noise."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (count, TOKENS), generator=generator)
@@ -68,7 +74,7 @@ def models(folder: Path, count: int, noise: float) -> tuple[ReadText, ReadText]:
 )
 def test_text_decides(tmp_path: Path, rows: int, noise: float, outcome: str) -> None:
     old, new = models(tmp_path, rows, noise)
-    verdict = decide_on_text("held-out.txt", old, new, LIMITS, device="CPU")
+    verdict = decide_on_text("held-out.txt", old, new, SETTINGS)
     assert (verdict.outcome, verdict.tasks) == (outcome, ())
     text = verdict.text
     assert text is not None
@@ -95,21 +101,21 @@ def test_text_decides(tmp_path: Path, rows: int, noise: float, outcome: str) -> 
     assert "text (rise of the NLL)" in junit
 
 
-def _tables(side: ReadText) -> dict[str, torch.Tensor]:
-    tables: dict[str, torch.Tensor] = load_file(side.scored.logprobs_file)
+def _tables(side: Served) -> dict[str, torch.Tensor]:
+    tables: dict[str, torch.Tensor] = load_file(side.logprobs_file)
     return tables
 
 
 def test_other_tokens_and_numbers_that_are_not_finite_are_a_fault_of_the_checkpoint(tmp_path: Path) -> None:
     old, new = models(tmp_path, 9, 0.1)
-    moved = ReadText(scored=new.scored, rows=(*new.rows[:4], new.rows[0], *new.rows[5:]), file=new.file)
+    moved = replace(new, rows=(*new.rows[:4], new.rows[0], *new.rows[5:]))
     with pytest.raises(CheckpointFailed, match="row 5 of the text"):
-        decide_on_text("held-out.txt", old, moved, LIMITS)
+        decide_on_text("held-out.txt", old, moved, SETTINGS)
     tables = _tables(new)
     tables["prompt.3"][2, 1] = float("nan")
-    save_file(tables, new.scored.logprobs_file)
+    save_file(tables, new.logprobs_file)
     with pytest.raises(CheckpointFailed, match="not finite"):
-        decide_on_text("held-out.txt", old, new, LIMITS)
+        decide_on_text("held-out.txt", old, new, SETTINGS)
 
 
 def test_a_wrong_pass_of_skewed_rows_is_about_as_rare_as_asked() -> None:
@@ -127,6 +133,10 @@ def test_a_wrong_pass_of_skewed_rows_is_about_as_rare_as_asked() -> None:
 def drafts(accepted: ArrayLike, steps: ArrayLike) -> tuple[DraftCounts, ...]:
     pairs = zip(np.asarray(steps).tolist(), np.asarray(accepted).tolist(), strict=True)
     return tuple(DraftCounts(drafts=n, draft_tokens=3 * n, accepted_tokens=k) for n, k in pairs)
+
+
+def drafting(side: Served, counts: tuple[DraftCounts, ...]) -> Served:
+    return replace(side, result=replace(side.result, drafts=counts))
 
 
 def test_the_fall_of_the_acceptance_length_is_that_of_resampled_prompts() -> None:
@@ -148,9 +158,9 @@ def test_the_fall_of_the_acceptance_length_is_that_of_resampled_prompts() -> Non
 def test_drafts_decide_next_to_the_text(tmp_path: Path, rate: float, outcome: str) -> None:
     old, new = models(tmp_path, 32, 0.05)
     rng, steps = np.random.default_rng(1), [60] * 32
-    old = replace(old, drafts=drafts(rng.binomial(180, 0.6, 32), steps))
-    new = replace(new, drafts=drafts(rng.binomial(180, rate, 32), steps))
-    verdict = decide_on_text("held-out.txt", old, new, LIMITS, speculative="mtp")
+    old = drafting(old, drafts(rng.binomial(180, 0.6, 32), steps))
+    new = drafting(new, drafts(rng.binomial(180, rate, 32), steps))
+    verdict = decide_on_text("held-out.txt", old, new, DRAFTING)
     assert verdict.outcome == outcome, verdict.reason
     assert verdict.text is not None
     assert verdict.text.acceptance is not None
@@ -159,4 +169,4 @@ def test_drafts_decide_next_to_the_text(tmp_path: Path, rate: float, outcome: st
     for form in ("text", "markdown", "html", "junit"):
         assert "fall of the acceptance length" in render_verdicts([verdict], form)
     with pytest.raises(Inconclusive, match="no draft in 32 prompts"):
-        decide_on_text("t", old, replace(new, drafts=drafts([0] * 32, [0] * 32)), LIMITS, speculative="mtp")
+        decide_on_text("t", old, drafting(new, drafts([0] * 32, [0] * 32)), DRAFTING)

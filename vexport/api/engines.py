@@ -20,8 +20,8 @@ from vexport.records import (
     silent,
 )
 from vexport.run.evaluating import EvalJob, accept_answers, evaluate_checkpoints, explained
+from vexport.run.loading import load_checkpoints
 from vexport.run.options import EXPLANATION_SECONDS, EngineOptions, Explaining
-from vexport.run.serving import load_checkpoints
 from vexport.run.stages import compare_schemes, run_scenario
 from vexport.scenario import Evaluate, Serve, base_scenario, read_scenario
 from vexport.scenario.serve import EngineArguments, with_options

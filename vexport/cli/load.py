@@ -147,8 +147,8 @@ def _loads(
     from vexport.engine.session import require_engine
 
     require_engine(pythons)
+    from vexport.run.loading import load_checkpoints
     from vexport.run.options import EngineOptions
-    from vexport.run.serving import load_checkpoints
 
     modes: Sequence[EngineMode] = ("eager", "default") if mode == "both" else (mode,)
     options = EngineOptions(

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from vexport.architectures.config import text_config
 from vexport.checks.vllm.view import error
 from vexport.engine.agreement import canary_findings, kl_limit, read_logprobs, symptom
-from vexport.engine.messages import SessionRequest, SessionResult
+from vexport.engine.messages import SessionResult
 from vexport.engine.reference import REFERENCE_FILE, agreement_limit, reference_canaries, remembered_reference
 from vexport.errors import InputError, first_line
 from vexport.numerics.metrics import kl_divergence
@@ -117,17 +117,6 @@ def _seeded(tokenizer: PreTrainedTokenizerBase, count: int) -> Prompts:
     tokens = [start + tuple(source.choices(ordinary, k=_SEEDED_TOKENS - len(start))) for _ in range(most)]
     texts = tuple(tokenizer.decode(ids[1:9]) for ids in tokens[:CONTINUED])
     return Prompts(natural=False, texts=texts, tokens=tuple(tokens[:count]))
-
-
-def load_request(checkpoint: Path, prompts: Prompts, *, logprobs_file: Path) -> SessionRequest:
-    """The smallest session that shows whether a checkpoint works."""
-    return SessionRequest(
-        checkpoint=checkpoint,
-        max_model_len=shortest_length(checkpoint),
-        canaries=prompts.texts,
-        logprob_prompts=prompts.tokens,
-        logprobs_file=logprobs_file,
-    )
 
 
 def shortest_length(checkpoint: Path, length: int = _MAX_LENGTH) -> int:

@@ -18,6 +18,8 @@ DRAFT_TOKENS = 128
 KL_TOKENS = 64
 ANSWERS = "answers-"
 """The beginning of the names of lm-eval's caches, next to its results."""
+SERVER = "server"
+"""The platform of a session with a model behind an address."""
 FailureKind = Literal[
     "refused",
     "unsupported",

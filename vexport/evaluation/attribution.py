@@ -18,8 +18,8 @@ from vexport.engine.agreement import KL_LIMITS, kl_limit, read_logprobs
 from vexport.engine.dry.load import CAPABILITIES, DryLoad
 from vexport.engine.reference import REFERENCE_FILE, agreement_limit, remembered_reference
 from vexport.errors import EnvironmentFault, InputError
-from vexport.evaluation.drift import Scored
 from vexport.evaluation.prompting import differences
+from vexport.evaluation.served import Served
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Attribution, Cause, Distance, OnProgress, Outcome, named, silent
 
@@ -39,8 +39,8 @@ NAMES = {
 
 
 def attribute(
-    baseline: Scored,
-    candidate: Scored,
+    baseline: Served,
+    candidate: Served,
     *,
     limit: float,
     outcome: Outcome | None,
@@ -118,7 +118,7 @@ def _judge(
     )
 
 
-def _reference(side: Scored, on_progress: OnProgress) -> torch.Tensor:
+def _reference(side: Served, on_progress: OnProgress) -> torch.Tensor:
     file = side.logprobs_file.with_name(REFERENCE_FILE)
     return remembered_reference(side.checkpoint, side.prompts.tokens, file, on_progress)
 
@@ -142,7 +142,7 @@ def _against(distance: Distance) -> str:
     return f"{distance.mean_kl:.3g} nats a token (limit {distance.limit:g})"
 
 
-def _loader_evidence(candidate: Scored, vllm_python: Path | None, on_progress: OnProgress) -> tuple[str, ...]:
+def _loader_evidence(candidate: Served, vllm_python: Path | None, on_progress: OnProgress) -> tuple[str, ...]:
     """Stored and loaded values that differ: errors of the rules of vLLM's loaders, and of the loaders.
 
     These run on the headers; where they cannot be run, the rules stand alone.

@@ -6,21 +6,18 @@ decides, since a model may drift far and still answer right.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean as mean
-from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from vexport.engine.load import Prompts
+from vexport.evaluation.served import Served
 from vexport.files import digest_bytes
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Drift, PromptDrift, TokenDrift
-from vexport.scenario import DEFAULT_ALPHA, DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT
+from vexport.scenario import Evaluate
 
 WORST = 3
 """Prompts shown: each takes a screen in the report."""
@@ -29,34 +26,14 @@ _ROUNDING = 1e-6
 """Of a sum of probabilities that are told as logarithms in float32."""
 
 
-class Limits(NamedTuple):
-    """Nats a token: of the mean KL, and of the rise of the mean NLL. A drift beyond them is a warning; where
-    text decides, `alpha` is the risk of a wrong PASS and of a wrong FAIL.
-    """
-
-    kl: float = DEFAULT_KL_LIMIT
-    nll: float = DEFAULT_NLL_LIMIT
-    alpha: float = DEFAULT_ALPHA
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """A model, the prompts it was given and the worker's file with its log-probabilities.
-
-    Of a served model they are those of the likeliest tokens (`is_partial`), NaN for others.
-    """
-
-    checkpoint: Path
-    prompts: Prompts
-    logprobs_file: Path
-    is_partial: bool = False
-
-
-def measure_drift(baseline: Scored, candidate: Scored, *, limits: Limits) -> Drift | None:
+def measure_drift(baseline: Served, candidate: Served, settings: Evaluate) -> Drift | None:
     """KL and NLL over all positions, and the prompts that drift most.
 
-    None where the models were not given the same tokens, or answered with numbers that are not finite.
+    None where vLLM refused one of the models, where they were not given the same tokens, or answered with
+    numbers that are not finite.
     """
+    if not baseline.is_scored or not candidate.is_scored:
+        return None
     if baseline.prompts.tokens != candidate.prompts.tokens:
         return None
     tokenizer = AutoTokenizer.from_pretrained(baseline.checkpoint)
@@ -75,8 +52,8 @@ def measure_drift(baseline: Scored, candidate: Scored, *, limits: Limits) -> Dri
         top1_agreement=float(torch.cat(same).mean()),
         baseline_nll=mean([token.baseline_nll for token in tokens]),
         candidate_nll=mean([token.candidate_nll for token in tokens]),
-        kl_limit=limits.kl,
-        nll_limit=limits.nll,
+        kl_limit=settings.kl_limit,
+        nll_limit=settings.nll_limit,
         digest=digest_bytes(repr(baseline.prompts.tokens).encode())[:_DIGITS],
         worst=tuple(sorted(prompts, key=lambda prompt: prompt.kl, reverse=True)[:WORST]),
     )
@@ -100,7 +77,7 @@ def _prompt(
     )
 
 
-def mean_kls(baseline: Scored, candidate: Scored) -> list[float] | None:
+def mean_kls(baseline: Served, candidate: Served) -> list[float] | None:
     """The mean KL of each prompt; None where one is not finite. Both were given the same tokens."""
     measure = least_kl if baseline.is_partial or candidate.is_partial else kl_divergence
     kls = [float(measure(old, new).mean()) for _, old, new in _rows(baseline, candidate)]
@@ -138,7 +115,7 @@ def drift_warnings(drift: Drift) -> tuple[str, ...]:
     )
 
 
-def _rows(baseline: Scored, candidate: Scored) -> Iterator[tuple[Sequence[int], torch.Tensor, torch.Tensor]]:
+def _rows(baseline: Served, candidate: Served) -> Iterator[tuple[Sequence[int], torch.Tensor, torch.Tensor]]:
     """Each prompt's tokens and both models' matrices (positions, vocabulary)."""
     with (
         safe_open(baseline.logprobs_file, framework="pt") as old,

@@ -20,7 +20,14 @@ import transformers
 from pydantic import JsonValue
 from safetensors.torch import save_file
 
-from vexport.engine.messages import DRAFT_TOKENS, KL_TOKENS, SessionRequest, SessionResult, draft_counts
+from vexport.engine.messages import (
+    DRAFT_TOKENS,
+    KL_TOKENS,
+    SERVER,
+    SessionRequest,
+    SessionResult,
+    draft_counts,
+)
 from vexport.engine.worker import answer_request, input_problem, reporter
 from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.evaluation.endpoint import Server, UnreachableError
@@ -109,7 +116,7 @@ class EndpointModel(AskedModel):
 
 def _session(request: SessionRequest) -> SessionResult:
     assert request.endpoint is not None
-    result, progress = SessionResult(checkpoint=request.checkpoint, platform="server"), reporter()
+    result, progress = SessionResult(checkpoint=request.checkpoint, platform=SERVER), reporter()
     try:
         server = Server(request.endpoint)
         ask_server(server, request, progress)

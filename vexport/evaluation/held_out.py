@@ -7,15 +7,13 @@ tasks); FAIL one of them above, with a lower bound at 1 - alpha / 2 (Bonferroni)
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from safetensors.torch import load_file
 from scipy import stats
 
 from vexport.errors import CheckpointFailed, Inconclusive
-from vexport.evaluation.drift import Limits, Scored, mean_kls
+from vexport.evaluation.drift import mean_kls
+from vexport.evaluation.served import Served
 from vexport.evaluation.statistics import Interval, Scores, bca_interval, documents_to_settle
 from vexport.evaluation.verdict import overall_outcome
 from vexport.files import digest_bytes
@@ -28,6 +26,7 @@ from vexport.records import (
     TextVerdict,
     Verdict,
 )
+from vexport.scenario import Evaluate
 
 LEAST_ROWS = 8
 """Of fewer, an interval of the mean says little of rows that were not seen."""
@@ -39,36 +38,9 @@ ACCEPTANCE_LIMIT = 0.05
 speed of decoding and no accuracy."""
 _DIGITS = 16
 
-Rows = tuple[tuple[int, ...], ...]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadText:
-    """A model that read the text: its log-probabilities of the rows' first tokens, and `file`, what each
-    token cost (vexport.engine.generate.write_text_scores).
-    """
-
-    scored: Scored
-    rows: Rows
-    file: Path
-    drafts: tuple[DraftCounts, ...] = ()
-
-    def each_row(self, name: str) -> list[Scores]:
-        """The `nll`, or the `likeliest` tokens, in the places of each row's tokens but the first."""
-        tensors = load_file(self.file)
-        return [tensors[f"{name}.{number}"].double().numpy() for number in range(len(self.rows))]
-
-
-def decide_on_text(
-    data: str,
-    baseline: ReadText,
-    candidate: ReadText,
-    limits: Limits,
-    *,
-    device: str = "",
-    speculative: str = "",
-) -> Verdict:
-    """Compare two models on the rows of `data`, and how they accept drafts of the method `speculative`.
+def decide_on_text(data: str, baseline: Served, candidate: Served, settings: Evaluate) -> Verdict:
+    """Compare two models on the rows of `data`, and how they accept the drafts of `settings`.
 
     Inconclusive where one drafts nothing. CheckpointFailed where the candidate reads the text as other
     tokens, or its numbers are not finite.
@@ -76,55 +48,55 @@ def decide_on_text(
     for row, (first, other) in enumerate(zip(baseline.rows, candidate.rows, strict=False), 1):
         if first != other:
             raise _failed(candidate, f"other tokens in row {row} of the text", "the baseline's tokenizer")
-    text = _measured(data, baseline, candidate, limits, speculative)
-    outcome = overall_outcome(text.limits)
+    text = _measured(data, baseline, candidate, settings)
+    outcome, engine = overall_outcome(text.limits), candidate.result.engine
     return Verdict(
         outcome=outcome,
         reason=text_reason(outcome, text),
-        margin=limits.nll,
-        alpha=limits.alpha,
+        margin=settings.nll_limit,
+        alpha=settings.alpha,
         method=METHOD,
         tasks=(),
-        device=device,
+        device=engine.device if engine else "",
         text=text,
     )
 
 
-def _measured(
-    data: str, baseline: ReadText, candidate: ReadText, limits: Limits, speculative: str
-) -> TextVerdict:
-    kls = mean_kls(baseline.scored, candidate.scored)
+def _measured(data: str, baseline: Served, candidate: Served, settings: Evaluate) -> TextVerdict:
+    method, old_drafts, new_drafts = settings.speculative, baseline.result.drafts, candidate.result.drafts
+    kls = mean_kls(baseline, candidate)
     old, new = baseline.each_row("nll"), candidate.each_row("nll")
     rises = np.array([(after - before).mean() for before, after in zip(old, new, strict=True)])
     if kls is None or not np.isfinite(rises).all():
         raise _failed(candidate, "log-probabilities that are not finite", "numbers")
-    is_partial = baseline.scored.is_partial or candidate.scored.is_partial
+    is_partial = baseline.is_partial or candidate.is_partial
     measure: TextMeasure = "lower bound of the KL to the baseline" if is_partial else "KL to the baseline"
     measured: list[tuple[TextMeasure, Scores, float]] = [
-        (measure, np.array(kls), limits.kl),
-        ("rise of the NLL", rises, limits.nll),
+        (measure, np.array(kls), settings.kl_limit),
+        ("rise of the NLL", rises, settings.nll_limit),
     ]
-    if speculative:
-        fall = acceptance_fall(baseline.drafts, candidate.drafts)
+    if method:
+        fall = acceptance_fall(old_drafts, new_drafts)
         measured.append(("fall of the acceptance length", fall, ACCEPTANCE_LIMIT))
     pairs = zip(baseline.each_row("likeliest"), candidate.each_row("likeliest"), strict=True)
     agreement = np.array([(first == other).mean() for first, other in pairs])
-    certain = mean_bounds(agreement, limits.alpha)
+    certain = mean_bounds(agreement, settings.alpha)
     return TextVerdict(
         data=data,
         digest=digest_bytes(repr(baseline.rows).encode())[:_DIGITS],
         rows=len(old),
         tokens=sum(map(len, old)),
-        positions=sum(len(row) - 1 for row in baseline.scored.prompts.tokens),
+        positions=sum(len(row) - 1 for row in baseline.prompts.tokens),
         baseline_nll=float(np.concatenate(old).mean()),
         candidate_nll=float(np.concatenate(new).mean()),
         top1_agreement=float(agreement.mean()),
         top1_low=max(0.0, certain.low) if certain else None,
         top1_high=min(1.0, certain.high) if certain else None,
         limits=tuple(
-            judge_limit(name, values, limit, limits.alpha, len(measured)) for name, values, limit in measured
+            judge_limit(name, values, limit, settings.alpha, len(measured))
+            for name, values, limit in measured
         ),
-        acceptance=_acceptance(speculative, baseline.drafts, candidate.drafts) if speculative else None,
+        acceptance=_acceptance(method, old_drafts, new_drafts) if method else None,
     )
 
 
@@ -234,6 +206,6 @@ def _shown(limit: TextLimit) -> str:
     return f"{limit.measure} {value} ({bound}), limit {most}{unit}"
 
 
-def _failed(candidate: ReadText, got: str, need: str) -> CheckpointFailed:
-    where = f"candidate {candidate.scored.checkpoint}"
+def _failed(candidate: Served, got: str, need: str) -> CheckpointFailed:
+    where = f"candidate {candidate.checkpoint}"
     return CheckpointFailed(where, got=got, need=need, fix="look at `vexport check`, or export it again")

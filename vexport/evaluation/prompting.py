@@ -3,13 +3,14 @@ what differs between them before either computes: tokens, chat template, when to
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vexport.checkpoint.chat_template import DEFAULT, chat_templates
 from vexport.errors import InputError, raise_all
-from vexport.evaluation.drift import Scored
+from vexport.evaluation.served import Served
 from vexport.files import read_json_object
 from vexport.records import Json, LmEvalSettings
 from vexport.scenario import Evaluate
@@ -46,19 +47,13 @@ def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSe
         fix = "leave fewshot_as_multiturn out, or add a chat template"
         raise InputError(f"{role} {root}", got=got, need=need, fix=fix)
     multiturn = settings.fewshot_as_multiturn
-    return LmEvalSettings(
-        num_fewshot=settings.num_fewshot,
-        apply_chat_template=template,
-        plain_as_is=bool(template) and settings.apply_chat_template is None,
-        fewshot_as_multiturn=bool(template) if multiturn is None else multiturn,
-        system_instruction=settings.system_instruction,
-        gen_kwargs=settings.gen_kwargs,
-        seeds=settings.seeds,
-        max_gen_toks=settings.max_gen_toks,
-        think_end_token=settings.think_end_token,
-        enable_thinking=settings.enable_thinking,
-        batch_size=settings.batch_size,
-    )
+    given = settings.model_dump(include={field.name for field in fields(LmEvalSettings)})
+    decided = {
+        "apply_chat_template": template,
+        "plain_as_is": bool(template) and settings.apply_chat_template is None,
+        "fewshot_as_multiturn": bool(template) if multiturn is None else multiturn,
+    }
+    return LmEvalSettings(**{**given, **decided})
 
 
 def _template(settings: Evaluate, templates: Mapping[str, Mapping[str, str]]) -> bool | str:
@@ -83,7 +78,7 @@ def _lacking(role: str, name: str, templates: Mapping[str, str]) -> InputError:
     return InputError(where, got=f"no template named {name}", need=f"one of {named}", fix="name one of these")
 
 
-def differences(baseline: Scored, candidate: Scored) -> Iterator[str]:
+def differences(baseline: Served, candidate: Served) -> Iterator[str]:
     """Yield a sentence for each thing that makes the candidate read, or end, unlike the baseline."""
     roots = baseline.checkpoint, candidate.checkpoint
     old, new = baseline.prompts.tokens, candidate.prompts.tokens

@@ -17,16 +17,16 @@ from vexport.errors import CheckpointFailed, InputError
 from vexport.errors.extras import attempt_all
 from vexport.evaluation.accepted import accept_results, choice_of, gates_of, read_accepted, require_writable
 from vexport.evaluation.attribution import attribute
-from vexport.evaluation.drift import Limits, drift_warnings, measure_drift
+from vexport.evaluation.drift import drift_warnings, measure_drift
 from vexport.evaluation.endpoint import is_url, require_address
 from vexport.evaluation.held_out import decide_on_text
 from vexport.evaluation.prompting import lm_eval_settings
+from vexport.evaluation.served import Served
 from vexport.evaluation.verdict import decide
 from vexport.outputs.replaceable import FolderKind, NamedPath, require_separate, written_alone
 from vexport.records import (
     Attribution,
     ComparedRun,
-    Drift,
     LmEvalSettings,
     OnProgress,
     Outcome,
@@ -36,23 +36,22 @@ from vexport.records import (
 from vexport.reports.formatting import outcome_line
 from vexport.reports.run import marked, worst_task
 from vexport.run.directory import LOG_FILE, logged_to, portable
-from vexport.run.endpoints import ask_endpoint, is_results, tokenizer_of
+from vexport.run.loading import require_servable
 from vexport.run.options import EngineOptions, Explaining
 from vexport.run.serving import (
     BASELINE,
     CANDIDATE,
     PLAIN,
     TEXT_FILE,
-    Questions,
-    Served,
+    ModelUnderTest,
     clear_session,
     fetch_tasks,
     remove_answers,
-    require_servable,
     require_served,
     require_tasks,
     serve_model,
     task_files,
+    tokenizer_of,
 )
 from vexport.scenario import Evaluate
 
@@ -136,6 +135,14 @@ class Judged:
     verdict: Verdict | None
     baseline: Served | None = None
     candidate: Served | None = None
+
+
+def is_results(name: str) -> bool:
+    """Return whether the name of a model is lm-eval's results: a file, or a folder with one."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return not (path / "config.json").exists() and any(path.rglob("results_*.json"))
+    return path.is_file() and path.name.startswith("results_")
 
 
 def evaluate_checkpoints(job: EvalJob) -> list[Judged]:
@@ -233,10 +240,17 @@ def _answered(job: EvalJob, role: str, models: Mapping[str, Path], lm_eval: LmEv
     if name is None:
         return None
     repeat = role == BASELINE or job.against is not None
-    questions = Questions(evaluate=job.settings, lm_eval=lm_eval, repeat=repeat)
-    if is_url(name):
-        return ask_endpoint(role, name, models[role], job.folder / role, job.options, questions)
-    return serve_model(role, models[role], job.folder / role, job.options, questions)
+    model = ModelUnderTest(
+        role=role,
+        checkpoint=models[role],
+        folder=job.folder / role,
+        options=job.options,
+        url=name if is_url(name) else None,
+        evaluate=job.settings,
+        lm_eval=lm_eval,
+        repeat=repeat,
+    )
+    return serve_model(model)
 
 
 def _judged(job: EvalJob, role: str, baseline: Served | None, candidate: Served | None) -> Judged:
@@ -264,7 +278,7 @@ def _judged(job: EvalJob, role: str, baseline: Served | None, candidate: Served 
     # The cause of a loss cannot be found for models served elsewhere.
     baseline, candidate = (each if each and each.result.engine else None for each in (baseline, candidate))
     if baseline is not None and candidate is not None:
-        drift = drift_between(baseline, candidate, job.settings)
+        drift = measure_drift(baseline, candidate, job.settings)
         # What decided the verdict is not a warning.
         warnings = drift_warnings(drift) if drift and not verdict.text else ()
         verdict = replace(verdict, warnings=(*verdict.warnings, *warnings), drift=drift)
@@ -276,13 +290,6 @@ def _judged(job: EvalJob, role: str, baseline: Served | None, candidate: Served 
 
 class _OutOfTime(Exception):
     """The time for an explanation is over."""
-
-
-def drift_between(baseline: Served, candidate: Served, settings: Evaluate) -> Drift | None:
-    """The drift between both models' log-probabilities on the same prompts; None where vLLM refused one."""
-    if not baseline.scored or not candidate.scored:
-        return None
-    return measure_drift(baseline.scored, candidate.scored, limits=_limits(settings))
 
 
 def first_line(verdict: Verdict) -> str:
@@ -300,12 +307,9 @@ def verdict_of(
     """
     if settings.text is None:
         return decide(*answers, margin=settings.margin, alpha=settings.alpha, gate=settings.gate)
-    old, new = baseline.read_text if baseline else None, candidate.read_text if candidate else None
-    assert old is not None
-    assert new is not None
-    device = candidate.result.engine.device if candidate and candidate.result.engine else ""
-    data, method = portable(settings.text), settings.speculative or ""
-    return decide_on_text(data, old, new, _limits(settings), device=device, speculative=method)
+    assert baseline is not None
+    assert candidate is not None
+    return decide_on_text(portable(settings.text), baseline, candidate, settings)
 
 
 def cause_of(
@@ -317,7 +321,7 @@ def cause_of(
     seconds: float,
 ) -> Attribution | None:
     """Find the cause of a loss, given the outcome; None where vLLM refused a model, or time ran out."""
-    if not baseline.scored or not candidate.scored:
+    if not baseline.is_scored or not candidate.is_scored:
         return None
     deadline, on_progress = time.monotonic() + seconds, named("attribution", options.on_progress)
 
@@ -328,9 +332,9 @@ def cause_of(
 
     try:
         return attribute(
-            baseline.scored,
-            candidate.scored,
-            limit=_limits(settings).kl,
+            baseline,
+            candidate,
+            limit=settings.kl_limit,
             outcome=outcome,
             vllm_python=options.vllm_python,
             on_progress=tell,
@@ -338,10 +342,6 @@ def cause_of(
     except _OutOfTime:
         LOG.info("attribution: stopped after %g s (--attribution-seconds); the verdict stands", seconds)
         return None
-
-
-def _limits(settings: Evaluate) -> Limits:
-    return Limits(kl=settings.kl_limit, nll=settings.nll_limit, alpha=settings.alpha)
 
 
 def _require_usable(job: EvalJob) -> None:

@@ -15,25 +15,26 @@ from vexport.engine.generate import NONE, answer_environment
 from vexport.engine.load import CONTINUED
 from vexport.errors import VexportError
 from vexport.evaluation.drift import drift_warnings
+from vexport.evaluation.drift import measure_drift as drift_between
 from vexport.evaluation.endpoint import require_address
 from vexport.evaluation.prompting import lm_eval_settings
+from vexport.evaluation.served import Served
 from vexport.files import digest_file
 from vexport.records import Drift, DryLoadReport, LmEvalSettings, LoadReport, Verdict, named
 from vexport.run.directory import Digests, Run, Stage, data_digest, value_digest
-from vexport.run.endpoints import ask_endpoint, tokenizer_of
-from vexport.run.evaluating import drift_between, first_line, verdict_of
+from vexport.run.evaluating import first_line, verdict_of
 from vexport.run.making import check, checkpoint_inputs
 from vexport.run.serving import (
     BASELINE,
     CANDIDATE,
     PLAIN,
-    Questions,
-    Served,
+    ModelUnderTest,
     clear_session,
     fetch_tasks,
     remove_answers,
     require_served,
     serve_model,
+    tokenizer_of,
 )
 from vexport.scenario import Calibration
 from vexport.scenario.serve import EngineArguments
@@ -136,7 +137,11 @@ def _serve(run: Run, role: str, model: Path) -> Served:
     """One of the models in vLLM; where the baseline's answers change, nothing is compared."""
     folder, settings = run.folder / "eval" / role, run.evaluation
     clear_session(folder)
-    questions = Questions(
+    asked = ModelUnderTest(
+        role=role,
+        checkpoint=model,
+        folder=folder,
+        options=run.options,
         texts=_texts(run),
         evaluate=settings,
         lm_eval=run.result(settle_questions),
@@ -144,13 +149,11 @@ def _serve(run: Run, role: str, model: Path) -> Served:
     )
     url = settings.endpoint if role == CANDIDATE else settings.baseline_endpoint
     if url is None:
-        served = serve_model(role, model, folder, run.options, questions)
+        served = serve_model(asked)
     else:
-        without_tasks = replace(questions, evaluate=settings.model_copy(update={"tasks": ()}))
-        served = serve_model(role, model, folder, run.options, without_tasks)
+        served = serve_model(replace(asked, evaluate=settings.model_copy(update={"tasks": ()})))
         if served.result.failure is None:
-            tokenizer = tokenizer_of(role, url, settings, model)
-            ask_endpoint(role, url, tokenizer, folder, run.options, questions)
+            serve_model(replace(asked, url=url, checkpoint=tokenizer_of(role, url, settings, model)))
     remove_answers(folder)
     return served
 

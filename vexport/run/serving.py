@@ -1,4 +1,4 @@
-"""One engine start for a model and everything that is asked of it there; for `load` one after the other."""
+"""A model under test: what is asked of it in one start of vLLM, or over the address of a server."""
 
 import shutil
 import tempfile
@@ -8,18 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vexport.calibration.data import read_samples
-from vexport.checkpoint.index import folder_digest, read_index, require_checkpoint
-from vexport.checkpoint.source import require_data, resolve_drafter, resolve_source
-from vexport.engine.arguments import require_arguments, require_heads, require_layers
+from vexport.checkpoint.hub import fetch, list_files, side_files
+from vexport.checkpoint.index import folder_digest, read_index
+from vexport.checkpoint.source import hub_name, require_data, resolve_drafter
 from vexport.engine.generate import NONE, answer_environment
-from vexport.engine.load import (
-    CONTINUED,
-    Prompts,
-    fixed_prompts,
-    load_report,
-    load_request,
-    shortest_length,
-)
+from vexport.engine.load import CONTINUED, Prompts, fixed_prompts, shortest_length
 from vexport.engine.messages import (
     ANSWERS,
     DRAFT_TOKENS,
@@ -28,35 +21,26 @@ from vexport.engine.messages import (
     SessionResult,
     speculative_config,
 )
-from vexport.engine.session import WORKER, EngineFault, log_folder, require_vllm, run_session
-from vexport.errors import CheckpointFailed, InputError, VexportError
-from vexport.errors.extras import unforeseen
-from vexport.evaluation.drift import Scored
+from vexport.engine.session import WORKER, Worker, run_session, session_error
+from vexport.errors import CheckpointFailed, InputError
+from vexport.evaluation.endpoint import Server
 from vexport.evaluation.fingerprint import engine_fingerprint, write_fingerprint
-from vexport.evaluation.held_out import ReadText, Rows
 from vexport.evaluation.results import read_repeated, require_deterministic
+from vexport.evaluation.served import Rows, Served
 from vexport.evaluation.task_data import fetch_task_data
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.files import digest_bytes, to_json
 from vexport.outputs.replaceable import NamedPath
 from vexport.quantize.text import vocab_size
-from vexport.records import (
-    ENGINE_CHECK,
-    CalibrationData,
-    EngineMode,
-    Finding,
-    LmEvalSettings,
-    LoadReport,
-    OnProgress,
-    named,
-    silent,
-)
+from vexport.records import CalibrationData, LmEvalSettings, named
+from vexport.records.values import MOST_COUNT
 from vexport.run.options import NO_EVALUATION, EngineOptions
-from vexport.scenario import Evaluate, Serve
+from vexport.scenario import Evaluate
 
 # The default context length of an evaluation; longer prompts are an error and never truncated.
 EVALUATION_LENGTH = 4096
 TASKS_WORKER = "vexport.evaluation.lm_eval_runner"
+SERVER_WORKER = "vexport.evaluation.endpoint_worker"
 LOGPROBS = "logprobs.safetensors"
 BASELINE = "baseline"
 CANDIDATE = "candidate"
@@ -68,109 +52,117 @@ DRAFT_LENGTH = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """A finished session with the prompts that it answered, and the rows of text that it read."""
+class ModelUnderTest:
+    """A model and everything that is asked of it besides the fixed prompts.
 
-    result: SessionResult
-    prompts: Prompts
-    rows: Rows = ()
-
-    @property
-    def scored(self) -> Scored | None:
-        """The session's log-probabilities, where it has them."""
-        file = self.result.logprobs_file
-        if file is None:
-            return None
-        checkpoint, is_partial = self.result.checkpoint, self.result.engine is None
-        return Scored(checkpoint=checkpoint, prompts=self.prompts, logprobs_file=file, is_partial=is_partial)
-
-    @property
-    def read_text(self) -> ReadText | None:
-        """The costs of the text's tokens for the session's model, where it read one."""
-        scored, file = self.scored, self.result.text_file
-        if not scored or not file:
-            return None
-        return ReadText(scored=scored, rows=self.rows, file=file, drafts=self.result.drafts)
-
-    def report(self, baseline: "Served | None" = None, on_progress: OnProgress = silent) -> LoadReport:
-        """Judge the session; builds the reference model in this process."""
-        against = baseline.result if baseline else None
-        return load_report(self.result, self.prompts, baseline=against, on_progress=on_progress)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Questions:
-    """The questions to a model besides the fixed prompts.
-
-    `texts` are prompts to continue; `evaluate` has the tasks of lm-eval, `lm_eval` how they are asked. With
-    `repeat` a part of them is asked again, and an engine that is not deterministic is an error.
+    `checkpoint` is its folder, or that of the tokenizer of the model behind the address `url`. lm-eval's
+    files, the log and the log-probabilities go to `folder`. `texts` are prompts to continue; `evaluate` has
+    the tasks of lm-eval or the text, `lm_eval` how tasks are asked. With `repeat` a part of them is asked
+    again, of a server always: what is behind an address may change.
     """
 
+    role: str
+    checkpoint: Path
+    folder: Path
+    options: EngineOptions
+    url: str | None = None
     texts: Sequence[str] = ()
     evaluate: Evaluate = NO_EVALUATION
     lm_eval: LmEvalSettings = PLAIN
     repeat: bool = False
 
+    @property
+    def is_baseline(self) -> bool:
+        """Return whether the other models are compared with this one."""
+        return self.role == BASELINE
 
-PROMPTS_ALONE = Questions()
 
+def serve_model(model: ModelUnderTest) -> Served:
+    """Ask a model its prompts, and the tasks of lm-eval or the text, in one start of vLLM or over an address.
 
-def serve_model(
-    role: str, checkpoint: Path, folder: Path, options: EngineOptions, questions: Questions = PROMPTS_ALONE
-) -> Served:
-    """Start vLLM once: prompts, log-probabilities, and the tasks of lm-eval or the text, if there are any.
-
-    lm-eval's files, the log and the log-probabilities go to `folder`. Raises EnvironmentFault as
-    `run_session` and for an engine that is not deterministic, InputError for unusable tasks; a checkpoint
-    that vLLM refuses is a result.
+    Raises EnvironmentFault as `run_session`, for a server that fails for good and a model whose answers
+    change, InputError for unusable tasks; a checkpoint that vLLM refuses is a result.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = questions.evaluate
-    prompts = fixed_prompts(checkpoint, texts=questions.texts, count=settings.kl_prompts or CONTINUED)
-    trust, longest = options.trust_remote_code, options.serve.max_model_len
-    rows = read_rows(
-        settings, checkpoint, longest, vocab_size(read_index(checkpoint)), trust_remote_code=trust
-    )
+    model.folder.mkdir(parents=True, exist_ok=True)
+    served = _in_engine(model) if model.url is None else _behind_address(model, model.url)
+    if (repeated := read_repeated(model.folder)) is not None:
+        require_deterministic(model.folder, repeated, model.evaluate.alpha)
+    return served
+
+
+def _in_engine(model: ModelUnderTest) -> Served:
+    checkpoint, settings, options = model.checkpoint, model.evaluate, model.options
+    prompts = fixed_prompts(checkpoint, texts=model.texts, count=settings.kl_prompts or CONTINUED)
+    rows = _read_rows(model, options.serve.max_model_len, vocab_size(read_index(checkpoint)))
     if rows:
-        prompts = replace(prompts, tokens=beginnings(rows))
+        prompts = replace(prompts, tokens=_beginnings(rows))
     speculative = resolve_drafter(settings.speculative or "", options.on_progress)
-    request = _request(role, checkpoint, folder, options, questions, prompts)
-    request = with_text(request, rows, folder, speculative)
+    request = _with_text(_engine_request(model, prompts), rows, model.folder, speculative)
     result = run_session(
         request,
         worker=TASKS_WORKER if request.tasks else WORKER,
-        log=folder / "vllm.log",
+        log=model.folder / "vllm.log",
         timeout=options.serve.timeout,
         vllm_python=options.vllm_python,
-        on_progress=named(role, options.on_progress),
+        on_progress=named(model.role, options.on_progress),
     )
     if request.tasks and result.engine is not None:
-        write_fingerprint(folder, engine_fingerprint(checkpoint, result.engine))
-        if (repeated := read_repeated(folder)) is not None:
-            require_deterministic(folder, repeated, settings.alpha)
+        write_fingerprint(model.folder, engine_fingerprint(checkpoint, result.engine))
     return Served(result=result, prompts=prompts, rows=rows)
 
 
-def read_rows(
-    settings: Evaluate, checkpoint: Path, longest: int | None, vocabulary: int, *, trust_remote_code: bool
-) -> Rows:
-    """The rows of the text as the checkpoint's tokens; none where tasks decide.
+def _behind_address(model: ModelUnderTest, url: str) -> Served:
+    settings, options, folder = model.evaluate, model.options, model.folder
+    endpoint = settings.asking(url, is_baseline=model.is_baseline)
+    served = Server(endpoint).model.max_model_len or EVALUATION_LENGTH
+    longest = min(served, options.serve.max_model_len or EVALUATION_LENGTH)
+    rows = _read_rows(model, longest, MOST_COUNT)
+    request = SessionRequest(
+        checkpoint=model.checkpoint,
+        endpoint=endpoint,
+        lm_eval=model.lm_eval,
+        max_model_len=longest,
+        repeat=True,
+        trust_remote_code=options.trust_remote_code,
+        output=folder,
+        text=rows,
+        text_file=folder / TEXT_FILE if rows else None,
+        logprobs_file=folder / LOGPROBS if rows else None,
+        drafted=_beginnings(rows) if settings.speculative else (),
+    )
+    result = Worker(
+        module=SERVER_WORKER,
+        request=_with_tasks(request, settings, options, folder),
+        kind=SessionResult,
+        where=f"{model.role} {url}",
+        log=folder / "lm-eval.log",
+        timeout=options.serve.timeout,
+        vllm_python=options.vllm_python,
+    ).run(named(model.role, options.on_progress))
+    if result.problem is not None:
+        raise session_error(result.problem)
+    prompts = Prompts(natural=True, texts=(), tokens=_beginnings(rows))
+    return Served(result=result, prompts=prompts, rows=rows)
+
+
+def _read_rows(model: ModelUnderTest, longest: int | None, vocabulary: int) -> Rows:
+    """The rows of the text as the model's tokens; none where tasks decide.
 
     They are as long as asked, or as the sequences that the engine (`longest`) or the model allows; what is
     left of the text after the last whole row is not read, unless it is all there is.
     """
+    settings, checkpoint = model.evaluate, model.checkpoint
     if settings.text is None:
         return ()
     needed = settings.text_tokens + 1  # vLLM generates a token after each
     tokens = min(needed, longest or shortest_length(checkpoint, needed)) - 1
     data = CalibrationData(name=settings.text, samples=settings.text_rows, seq_len=tokens, pack=True)
-    read = read_samples(
-        data, checkpoint, vocab_size=vocabulary, trust_remote_code=trust_remote_code
-    ).token_ids
+    trust = model.options.trust_remote_code
+    read = read_samples(data, checkpoint, vocab_size=vocabulary, trust_remote_code=trust).token_ids
     return tuple(row for row in read if len(row) == tokens) or tuple(row for row in read if len(row) > 1)
 
 
-def with_text(request: SessionRequest, rows: Rows, folder: Path, speculative: str = "") -> SessionRequest:
+def _with_text(request: SessionRequest, rows: Rows, folder: Path, speculative: str = "") -> SessionRequest:
     """The request that reads the rows too, whose scores go to `folder`, and with a method drafts on."""
     if not rows:
         return request
@@ -180,10 +172,10 @@ def with_text(request: SessionRequest, rows: Rows, folder: Path, speculative: st
         return request
     drafting = {"speculative_config": speculative_config(speculative, DRAFT_LENGTH), **request.arguments}
     length = max(length, shortest_length(request.checkpoint, KL_TOKENS + DRAFT_TOKENS))
-    return replace(request, drafted=beginnings(rows), arguments=drafting, max_model_len=length)
+    return replace(request, drafted=_beginnings(rows), arguments=drafting, max_model_len=length)
 
 
-def beginnings(rows: Rows) -> Rows:
+def _beginnings(rows: Rows) -> Rows:
     """The tokens of rows whose whole vocabulary is compared, and which drafts continue."""
     return tuple(row[:KL_TOKENS] for row in rows)
 
@@ -203,40 +195,47 @@ def remove_answers(folder: Path) -> None:
         file.unlink()
 
 
-def _request(
-    role: str, checkpoint: Path, folder: Path, options: EngineOptions, questions: Questions, prompts: Prompts
-) -> SessionRequest:
-    """The session that asks a model everything; its identity is that of the model and its engine's start.
+def _engine_request(model: ModelUnderTest, prompts: Prompts) -> SessionRequest:
+    """The session that asks a model everything but the text."""
+    settings, options = model.evaluate, model.options
+    lengths = (EVALUATION_LENGTH,) if settings.tasks else ()
+    request = SessionRequest(
+        checkpoint=model.checkpoint,
+        max_model_len=options.serve.max_model_len or shortest_length(model.checkpoint, *lengths),
+        enforce_eager=options.serve.enforce_eager,
+        arguments=options.serve.arguments(is_baseline=model.is_baseline),
+        trust_remote_code=options.trust_remote_code,
+        seed=settings.seed,
+    )
+    request = replace(
+        request,
+        canaries=prompts.texts,
+        logprob_prompts=prompts.tokens,
+        logprobs_file=model.folder / LOGPROBS,
+        lm_eval=model.lm_eval,
+        repeat=model.repeat,
+        identity=_identity(request) if settings.tasks else None,
+    )
+    return _with_tasks(request, settings, options, model.folder)
+
+
+def _identity(started: SessionRequest) -> str:
+    """A digest of the model and its engine's start, on which lm-eval's answers depend.
 
     Nothing of the tasks is in it: an answer is found by its prompt and its sampling parameters.
     """
-    request = load_request(checkpoint, prompts, logprobs_file=folder / LOGPROBS)
-    settings, longest = questions.evaluate, options.serve.max_model_len
-    if settings.tasks:
-        longest = longest or shortest_length(checkpoint, EVALUATION_LENGTH)
-    request = replace(
-        request,
-        enforce_eager=options.serve.enforce_eager,
-        trust_remote_code=options.trust_remote_code,
-        max_model_len=longest or request.max_model_len,
-        arguments=options.serve.arguments(is_baseline=role == BASELINE),
-    )
-    if not settings.tasks:
-        return request
-    request = replace(request, seed=settings.seed)
-    started = replace(request, canaries=(), logprob_prompts=(), logprobs_file=None)
-    parts = [to_json(started), folder_digest(checkpoint)]
+    parts = [to_json(started), folder_digest(started.checkpoint)]
     if (chosen := answer_environment()) != NONE:
         parts.append(chosen)
-    identity = digest_bytes("\n".join(parts).encode())
-    request = replace(request, identity=identity, lm_eval=questions.lm_eval, repeat=questions.repeat)
-    return with_tasks(request, settings, options, folder)
+    return digest_bytes("\n".join(parts).encode())
 
 
-def with_tasks(
+def _with_tasks(
     request: SessionRequest, settings: Evaluate, options: EngineOptions, folder: Path
 ) -> SessionRequest:
-    """The request with lm-eval's tasks, whose files go to `folder`."""
+    """The request with lm-eval's tasks, if there are any, whose files go to `folder`."""
+    if not settings.tasks:
+        return request
     tasks = resolve_tasks(
         settings.tasks,
         folder=folder / "tasks",
@@ -251,6 +250,30 @@ def with_tasks(
         output=folder,
         seed=settings.seed,
     )
+
+
+def tokenizer_of(role: str, url: str, settings: Evaluate, here: Path | None = None) -> Path:
+    """The folder of the tokenizer for a server's prompts: as given, else `here`, else the server's own.
+
+    InputError where there is none to be had; raises as `Server` where the server does not answer.
+    """
+    if here is not None and settings.tokenizer is None:
+        return here
+    server = Server(settings.asking(url, is_baseline=role == BASELINE))
+    name = settings.tokenizer or server.model.root or server.model.name
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        model = None if folder.is_absolute() else hub_name(name)
+    except InputError:
+        model = None
+    if model is None:
+        got = f"no folder {name} here, which the model was started with" if not settings.tokenizer else name
+        fix = "give --tokenizer, a folder or ORG/NAME (evaluate: {tokenizer: ...} in a scenario)"
+        raise InputError(f"{role} {url}: tokenizer", got=got, need="one, to make prompts with", fix=fix)
+    listing = list_files(model)
+    return fetch(listing, side_files(listing.sizes))
 
 
 def task_files(settings: Evaluate, label: str) -> list[NamedPath]:
@@ -288,7 +311,7 @@ def _tasks_alone(settings: Evaluate, options: EngineOptions) -> Iterator[Session
     with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as name:
         folder, trust = Path(name), options.trust_remote_code
         request = SessionRequest(checkpoint=folder, trust_remote_code=trust)
-        yield with_tasks(request, settings, options, folder)
+        yield _with_tasks(request, settings, options, folder)
 
 
 def require_served(role: str, result: SessionResult) -> None:
@@ -302,64 +325,3 @@ def require_served(role: str, result: SessionResult) -> None:
         need="",
         fix="find the fault with `vexport check`, or export it again",
     )
-
-
-def load_checkpoints(
-    names: Sequence[str],
-    pythons: Sequence[Path | None],
-    serves: Sequence[Serve],
-    modes: Sequence[EngineMode],
-    options: EngineOptions,
-) -> list[LoadReport]:
-    """A report for each checkpoint, interpreter, engine setting and mode, in that order.
-
-    None is our own interpreter; the settings differ in their tensor parallel size. Before the first engine
-    starts, raises InputError where a checkpoint cannot be read, its heads cannot be cut or a vLLM does not
-    know an argument, EnvironmentFault where an interpreter has no vLLM or there are too few GPUs. What stops
-    an engine later is in its report.
-    """
-    for name in names:
-        if Path(name).is_dir():  # before vLLM is asked, which takes longer
-            require_servable(Path(name), serves)
-    for python in pythons:
-        require_vllm(python)
-        require_arguments(serves, python)
-    roots = {name: resolve_source(name, options.on_progress) for name in names}
-    for root in roots.values():
-        require_servable(root, serves)
-    return [
-        _load(name, roots[name], mode, replace(options, vllm_python=python, serve=serve))
-        for name in names
-        for python in pythons
-        for serve in serves
-        for mode in modes
-    ]
-
-
-def require_servable(root: Path, serves: Sequence[Serve]) -> None:
-    """InputError where a folder is no checkpoint that vLLM could serve with these settings."""
-    require_checkpoint(root)
-    require_layers(root)
-    for serve in serves:
-        require_heads(root, serve.ranks)
-
-
-def _load(name: str, root: Path, mode: EngineMode, options: EngineOptions) -> LoadReport:
-    """Load and judge one checkpoint. The log of a session that died is kept, and named."""
-    serve = options.serve.model_copy(update={"enforce_eager": mode == "eager"})
-    try:
-        with log_folder("vexport-load-") as folder:
-            report = serve_model(f"load {root.name}", root, folder, replace(options, serve=serve)).report()
-    except EngineFault as fault:
-        report = _died(fault, fault.failure.log_tail)
-    except (VexportError, OSError):
-        raise
-    except Exception as error:
-        report = _died(unforeseen(error, f"the load of {name}"), "")
-    python = str(options.vllm_python or "")
-    return replace(report, checkpoint=name, mode=mode, tp=serve.ranks, vllm_python=python)
-
-
-def _died(fault: VexportError, log_tail: str) -> LoadReport:
-    finding = Finding.of(fault, check=ENGINE_CHECK, severity="error")
-    return LoadReport(checkpoint="", ok=False, findings=(finding,), log_tail=log_tail)
