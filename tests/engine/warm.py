@@ -31,15 +31,15 @@ _ENGINE = (
     *("vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.layers.quantization.online.nvfp4"),
     *("vllm.entrypoints.launchers.cli_args", "vllm.distributed.elastic_ep.elastic_execute"),
 )
-# Read by a worker after its imports, or set by vLLM when it is imported.
+# Read by a worker after its imports, or set by what tests or vLLM import: the order of tests would decide.
 LATE = frozenset(
     {
         *("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_COMPILE_THREADS"),
         *("TILELANG_CLEANUP_TEMP_FILES", "TRITON_CACHE_AUTOTUNING"),
         *(PROGRESS_FD, SWITCH, "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TORCHDYNAMO_DISABLE"),
         *("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "VEXPORT_NO_VERIFY", "COLUMNS", "NO_COLOR", "PWD"),
-        "HF_HUB_DISABLE_PROGRESS_BARS",
-        "VEXPORT_API_KEY",
+        *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "AITER_SITUV2_A4W4", "HF_XET_HIGH_PERFORMANCE"),
+        *("LD_LIBRARY_PATH", "HF_HUB_DISABLE_PROGRESS_BARS", "VEXPORT_API_KEY"),
     }
 )
 # Of what a worker leaves open.
