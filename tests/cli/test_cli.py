@@ -3,27 +3,9 @@
 import json
 from pathlib import Path
 
-import click
 import pytest
 
 from tests.command import ALL_COMMANDS, vexport
-
-COMMANDS = {
-    *("demo", "run", "plan", "compare", "quantize", "check", "repair"),
-    *("load", "eval", "verdict", "report", "list", "explain"),
-}
-
-
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_help_teaches_and_tells_exit_codes(command: str) -> None:
-    assert set(ALL_COMMANDS) == COMMANDS
-    ran = vexport(command, "--help")
-    assert ran.code == 0
-    assert ran.stdout.startswith(f"Usage: vexport {command} ")
-    options = [parameter for parameter in ALL_COMMANDS[command].params if isinstance(parameter, click.Option)]
-    assert options
-    assert all(option.help for option in options)
-    assert "Exit codes" in ran.stdout
 
 
 @pytest.mark.parametrize(
@@ -115,34 +97,6 @@ def test_an_internal_error_is_one_line_without_debug(llama: Path, monkeypatch: p
     assert "Traceback" not in ran.stderr
     assert "--debug" in ran.errors[0]
     assert "Traceback" in vexport("check", llama, "--debug").stderr
-
-
-def test_interrupts_are_130_and_go_on(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = ("quantize", llama, tmp_path / "out", "--scheme", "W8A8", "--quiet")
-
-    def interrupted(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patches:
-        patches.setattr("vexport.quantize.job.write_config", interrupted)
-        ran = vexport(*command)
-    assert ran.code == 130
-    assert not (tmp_path / "out").exists()
-    assert vexport(*command).code == 0
-    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
-
-
-def test_overwrite_replaces_a_checkpoint_and_nothing_else(llama: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    for scheme in ("W8A8", "W4A16"):
-        assert vexport("quantize", llama, out, "--scheme", scheme, "--overwrite", "--quiet").code == 0
-    config = json.loads((out / "config.json").read_text())
-    assert config["quantization_config"]["format"] == "pack-quantized"
-    (tmp_path / "papers").mkdir()
-    (tmp_path / "papers" / "thesis.txt").write_text("years of work")
-    ran = vexport("quantize", llama, tmp_path / "papers", "--scheme", "W8A8", "--overwrite", "--quiet")
-    assert ran.code == 2
-    assert (tmp_path / "papers" / "thesis.txt").read_text() == "years of work"
 
 
 def test_progress_goes_to_stderr_and_json_alone_to_stdout(llama: Path, tmp_path: Path) -> None:

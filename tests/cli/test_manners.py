@@ -1,10 +1,11 @@
 """Manners of the command line: help, errors, colour, the answer's file and the environment's options."""
 
 import json
+import os
+import pty
 import re
-import subprocess
-import sys
 from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,7 +15,7 @@ import pytest
 from tests.command import ALL_COMMANDS, vexport
 from tests.models import Good, write_tokenizer
 from tests.mutations.edits import drop, spoiled
-from vexport.cli.entry import MAX_CHARACTERS
+from vexport.cli.entry import MAX_CHARACTERS, run_command
 from vexport.cli.options import SECTIONS
 from vexport.reports.catalog import all_sections, checks, find_section, observers, schemes
 
@@ -63,6 +64,8 @@ def test_commands_stand_in_the_order_of_work_with_whole_sentences(monkeypatch: p
 def test_help_has_right_parts_and_examples(command: click.Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     text = vexport(command.name, "--help").stdout.replace("--[no-]", "--")
+    assert text.startswith(f"Usage: vexport {command.name} ")
+    assert "Exit codes" in text
     assert len(text.splitlines()) <= LONGEST.get(str(command.name), 45)
     titles = re.findall(r"^(\w+):$", text, flags=re.MULTILINE)
     listed = text.partition(f"\n{titles[0]}:\n")[2]
@@ -72,6 +75,7 @@ def test_help_has_right_parts_and_examples(command: click.Command, monkeypatch: 
     names = [first or second for first, second in shown]
     assert len(names) == len(set(names))
     visible = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
+    assert all(one.help for one in visible)
     assert all({*one.opts, *one.secondary_opts} & {*re.findall(r"--[\w-]+", listed)} for one in visible)
     examples = re.findall(r"^    vexport (\w+) (.*)$", text, flags=re.MULTILINE)
     assert examples
@@ -118,23 +122,17 @@ def test_every_command_with_an_answer_takes_a_file(llama: Path, tmp_path: Path) 
         assert {"-q", "--quiet"} <= options
 
 
-@pytest.mark.slow
-def test_a_terminal_has_colour(broken: Path) -> None:
-    code = (
-        "import pty, sys; sys.exit(pty.spawn([sys.executable, '-m', 'vexport', 'check', sys.argv[1]]) >> 8)"
-    )
-    environment = {"PATH": "/usr/bin:/bin", "TERM": "xterm", "PYTHONPATH": ":".join(sys.path)}
-    environment |= {"VEXPORT_NO_VERIFY": "1"}
-    for more, expected in (({}, True), ({"NO_COLOR": "1"}, False)):
-        ran = subprocess.run(
-            [sys.executable, "-c", code, str(broken)],
-            capture_output=True,
-            text=True,
-            env={**environment, **more},
-            stdin=subprocess.DEVNULL,
-        )
-        assert ran.returncode == 1, ran
-        assert (f"{ESCAPE}31m" in ran.stdout) == expected
+@pytest.mark.parametrize("no_colour", [False, True])
+def test_a_terminal_has_colour(no_colour: bool, broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    if no_colour:
+        monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr("sys.argv", ["vexport", "check", str(broken)])
+    reader, writer = pty.openpty()
+    with os.fdopen(writer, "w") as terminal, redirect_stdout(terminal), redirect_stderr(terminal):
+        assert run_command() == 1
+    assert (f"{ESCAPE}31m" in os.read(reader, 65536).decode()) == (not no_colour)
+    os.close(reader)
 
 
 def test_error_lines_are_escaped_and_bounded() -> None:

@@ -8,7 +8,6 @@ import click
 import pytest
 from transformers import AutoTokenizer
 
-from tests.command import vexport
 from vexport.checkpoint.chat_template import chat_templates
 from vexport.cli.prompting import prompting_options
 from vexport.errors import InputError
@@ -59,14 +58,6 @@ def test_templates_are_those_that_transformers_finds(files: dict[str, str], tmp_
     found = AutoTokenizer.from_pretrained(root).chat_template
     named = found if isinstance(found, dict) else {"default": found} if found else {}
     assert chat_templates(root) == named
-
-
-def test_named_templates_are_exported_too(tmp_path: Path) -> None:
-    files = {"chat_template.jinja": TEMPLATE, "additional_chat_templates/rag.jinja": SPACED}
-    source = model(tmp_path / "source", files)
-    done = vexport("quantize", source, tmp_path / "out", "--scheme", "FP8_DYNAMIC")
-    assert done.code == 0, done.stderr
-    assert chat_templates(tmp_path / "out") == {"default": TEMPLATE, "rag": SPACED}
 
 
 def test_a_template_is_applied_where_the_models_have_one(tmp_path: Path) -> None:

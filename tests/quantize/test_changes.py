@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from shutil import copyfile, copytree, rmtree
 
@@ -20,24 +21,40 @@ from vexport.records import PlanRequest
 from vexport.repair import repair_checkpoint
 
 
-def job(
-    source: Path, out: Path, interrupt_after: int = 0, change: Callable[[Path], object] | None = None
-) -> QuantizeJob:
-    """W8A8 in several shards; broken off, or with a changed source, in the middle."""
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "source", hidden=256, layers=2)
 
+
+def quantize(source: Path, out: Path, change: Callable[[Path], object] | None = None) -> None:
+    """Write W8A8 in several shards; in the middle `change` is called once with the source."""
     changes = [change] if change is not None else []
 
     def on_progress(stage: str, done: int, total: int) -> None:
-        if stage == "quantize (bytes)" and done >= total // 2:
-            if changes:
-                changes.pop()(source)
-            if interrupt_after:
-                raise KeyboardInterrupt
+        if changes and stage == "quantize (bytes)" and done >= total // 2:
+            changes.pop()(source)
 
     rules = rules_for(PlanRequest(scheme="W8A8", observer="memoryless_minmax"))
-    return QuantizeJob(
-        source=str(source), out=out, rules=rules, on_progress=on_progress, shard_bytes=1_000_000
-    )
+    job = QuantizeJob(source=str(source), out=out, rules=rules, on_progress=on_progress)
+    quantize_source(replace(job, shard_bytes=1_000_000))
+
+
+def break_off(source: Path, out: Path) -> Path:
+    """Interrupt it in the middle; the folder with what is written so far."""
+
+    def interrupt(source: Path) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(source, out, interrupt)
+    return out.parent / f".{out.name}.partial" / "new"
+
+
+def test_what_is_written_is_not_written_again(source: Path, tmp_path: Path) -> None:
+    (first,) = break_off(source, tmp_path / "out").glob("model-00001-of-*.safetensors")
+    before = first.stat().st_mtime_ns
+    quantize(source, tmp_path / "out")
+    assert (tmp_path / "out" / first.name).stat().st_mtime_ns == before
 
 
 def rewrite(source: Path) -> None:
@@ -66,26 +83,25 @@ def remove(source: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [rewrite, edit_config, turn_link, remove])
-def test_sources_replaced_meanwhile_are_unpublished(change: Callable[[Path], object], tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", hidden=256, layers=2)
-    source = tmp_path / "source"
-    source.symlink_to(model)
+def test_sources_replaced_meanwhile_are_unpublished(
+    change: Callable[[Path], object], source: Path, tmp_path: Path
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(source)
     with pytest.raises((InputError, FileNotFoundError)) as caught:
-        quantize_source(job(source, tmp_path / "out", change=change))
-    assert str(source) in str(caught.value)
-    assert {path.name for path in tmp_path.iterdir()} - {"other", ".out.partial"} == {"model", "source"}
+        quantize(link, tmp_path / "out", change)
+    assert str(link) in str(caught.value)
+    assert {path.name for path in tmp_path.iterdir()} - {"other", ".out.partial"} == {"link", "source"}
 
 
-def test_what_was_written_of_another_source_is_not_continued(tmp_path: Path) -> None:
-    source = write_model(tmp_path / "source", hidden=256, layers=2)
-    with pytest.raises(KeyboardInterrupt):
-        quantize_source(job(source, tmp_path / "out", interrupt_after=1))
+def test_what_was_written_of_another_source_is_not_continued(source: Path, tmp_path: Path) -> None:
+    break_off(source, tmp_path / "out")
     file = min(source.glob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 0x40
     file.write_bytes(data)
-    quantize_source(job(source, tmp_path / "out"))
-    quantize_source(job(source, tmp_path / "whole"))
+    quantize(source, tmp_path / "out")
+    quantize(source, tmp_path / "whole")
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
@@ -111,20 +127,16 @@ def test_a_file_cut_before_it_is_mapped_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["the last unit", "the record"])
-def test_a_shard_of_the_right_length_and_wrong_bytes_is_written_again(tmp_path: Path, place: str) -> None:
-    source = write_model(tmp_path / "source", hidden=256, layers=2)
-    quantize_source(job(source, tmp_path / "whole"))
-    with pytest.raises(KeyboardInterrupt):
-        quantize_source(job(source, tmp_path / "out", interrupt_after=1))
-    new = tmp_path / ".out.partial" / "new"
-    shard = min(new.glob("model-*.safetensors"))
+def test_a_shard_of_wrong_bytes_is_written_again(source: Path, tmp_path: Path, place: str) -> None:
+    quantize(source, tmp_path / "whole")
+    shard = min(break_off(source, tmp_path / "out").glob("model-*.safetensors"))
     if place == "the record":
         shard.with_name(f"{shard.name}.progress").write_bytes(b"00000000\n" * 3)
     else:
         data = bytearray(shard.read_bytes())
         data[-9] ^= 0x55
         shard.write_bytes(data)
-    quantize_source(job(source, tmp_path / "out"))
+    quantize(source, tmp_path / "out")
     assert digests(tmp_path / "whole") == digests(tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.progress"))
 
@@ -140,14 +152,12 @@ def test_a_damaged_kernel_cache_is_made_again(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
 
-    def run() -> tuple[int, str, str]:
-        ran = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
-        )
-        return ran.returncode, ran.stdout, ran.stderr
+    def run() -> tuple[str, str]:
+        command = [sys.executable, "-c", code]
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+        return ran.stdout, ran.stderr
 
     first = run()
-    assert first[0] == 0
     for ending, damage in (("nbi", b""), ("nbc", b"\0" * 300)):
         files = list((tmp_path / "cache").rglob(f"*.{ending}"))
         assert files
@@ -156,17 +166,13 @@ def test_a_damaged_kernel_cache_is_made_again(tmp_path: Path) -> None:
         assert run() == first
 
 
-def test_nothing_is_written_into_the_folder_that_another_call_began(tmp_path: Path) -> None:
-    source = write_model(tmp_path / "source", hidden=256, layers=2)
-    work = tmp_path / ".out.partial"
+def test_nothing_is_written_into_the_folder_that_another_call_began(source: Path, tmp_path: Path) -> None:
+    work, begun = tmp_path / ".out.partial", list[object]()
 
     def begin_again(source: Path) -> None:
         rmtree(work)
-        with pytest.raises(KeyboardInterrupt):
-            quantize_source(job(source, tmp_path / "out", interrupt_after=1))
-        begun.append(digests(work / "new"))
+        begun.append(digests(break_off(source, tmp_path / "out")))
 
-    begun: list[object] = []
     with pytest.raises(InputError, match="another folder than the one that was begun"):
-        quantize_source(job(source, tmp_path / "out", change=begin_again))
+        quantize(source, tmp_path / "out", begin_again)
     assert begun == [digests(work / "new")]

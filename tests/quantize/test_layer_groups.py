@@ -22,6 +22,7 @@ from vexport.records import GroupSensitivities, GroupSensitivity, MixedScheme, S
 from vexport.scenario import Auto, Rule
 
 MOE = Path(__file__).parents[1] / "peer" / "moe"
+CANDIDATES = ("NVFP4", "FP8_DYNAMIC", KEEP)
 AUTO = (Rule(match="Linear", scheme="auto"),)
 SCENARIO = """
 name: mixed
@@ -32,34 +33,36 @@ calibration: {{data: rows.jsonl}}
 """
 
 
+def layer_groups(
+    source: Path, *candidates: str, rules: tuple[Rule, ...] = AUTO, has_text: bool = False
+) -> tuple[LayerGroup, ...]:
+    auto = Auto(candidates=candidates, bits=5)
+    return find_layer_groups(read_index(source), rules, auto, PlanSettings(has_text=has_text))
+
+
 def test_a_unit_is_what_needs_one_scheme(llama: Path) -> None:
-    index = read_index(llama)
-    units = find_layer_groups(index, AUTO, Auto(candidates=("NVFP4", KEEP), bits=5), PlanSettings())
+    units = layer_groups(llama, "NVFP4", KEEP)
     kinds = Counter(unit.name.rpartition(".")[2] for unit in units)
     assert kinds == {"qkv_proj": 3, "o_proj": 3, "gate_up_proj": 3, "down_proj": 3}
     assert all([one.scheme for one in unit.options] == ["NVFP4"] for unit in units)
 
 
 def test_experts_of_a_layer_are_one_unit() -> None:
-    index = read_index(MOE)
-    units = find_layer_groups(index, AUTO, Auto(candidates=("FP8_DYNAMIC", KEEP), bits=9), PlanSettings())
+    units = layer_groups(MOE, "FP8_DYNAMIC", KEEP)
     experts = [unit for unit in units if unit.name.endswith(".experts")]
     assert experts
     assert all(len(unit.layers) % 3 == 0 and len(unit.layers) > 3 for unit in experts)
     chosen = {unit.name: KEEP if unit in experts[:1] else "FP8_DYNAMIC" for unit in units}
-    plan = build_plan(index, rules_with(units, chosen, AUTO))
+    plan = build_plan(read_index(MOE), rules_with(units, chosen, AUTO))
     assert plan.refusals == ()
     quantized = {member.name for group in plan.groups for member in group.members}
     assert not quantized & set(experts[0].layers)
     assert {layer for unit in units if unit not in experts[:1] for layer in unit.layers} == quantized
 
 
-@pytest.mark.parametrize("scheme", ["NVFP4", "FP8_DYNAMIC", KEEP])
+@pytest.mark.parametrize("scheme", CANDIDATES)
 def test_a_choice_gives_the_plan_of_the_same_rule(scheme: str, llama: Path) -> None:
-    index = read_index(llama)
-    units = find_layer_groups(
-        index, AUTO, Auto(candidates=("NVFP4", "FP8_DYNAMIC", KEEP), bits=5), PlanSettings()
-    )
+    index, units = read_index(llama), layer_groups(llama, *CANDIDATES)
     made = build_plan(index, rules_with(units, {unit.name: scheme for unit in units}, AUTO))
     usual = build_plan(index, [Rule(match="Linear", scheme=scheme)])
     assert to_json(made) == to_json(usual)
@@ -69,26 +72,24 @@ def test_a_choice_gives_the_plan_of_the_same_rule(scheme: str, llama: Path) -> N
 
 def test_a_rule_of_its_own_leaves_no_choice_and_splits_no_fused_layer(llama: Path) -> None:
     rules = (Rule(match="re:.*o_proj", scheme="FP8_DYNAMIC"), *AUTO)
-    units = find_layer_groups(
-        read_index(llama), rules, Auto(candidates=("NVFP4", KEEP), bits=5), PlanSettings()
-    )
+    units = layer_groups(llama, "NVFP4", KEEP, rules=rules)
     assert {unit.allowed for unit in units if unit.name.endswith("o_proj")} == {("FP8_DYNAMIC",)}
     assert {unit.allowed for unit in units if "o_proj" not in unit.name} == {("NVFP4", KEEP)}
     rules = (Rule(match="q_proj", scheme="FP8_DYNAMIC"), *AUTO)
     with pytest.raises(InputError, match=r"qkv_proj.*one scheme for q_proj, k_proj, v_proj"):
-        find_layer_groups(read_index(llama), rules, Auto(candidates=("NVFP4", KEEP), bits=5), PlanSettings())
+        layer_groups(llama, "NVFP4", KEEP, rules=rules)
 
 
 def test_what_does_not_fit_is_no_choice_and_is_named(tmp_path: Path) -> None:
     """520 columns are no whole groups of 16: NVFP4 is refused for down_proj, FP8 is not."""
-    index = read_index(save_llama(tmp_path / "model", num_hidden_layers=1, intermediate_size=520))
-    units = find_layer_groups(index, AUTO, Auto(candidates=("NVFP4", "FP8_DYNAMIC"), bits=9), PlanSettings())
+    source = save_llama(tmp_path / "model", num_hidden_layers=1, intermediate_size=520)
+    units = layer_groups(source, "NVFP4", "FP8_DYNAMIC")
     (down,) = (unit for unit in units if unit.name.endswith("down_proj"))
     assert down.allowed == ("FP8_DYNAMIC",)
     assert "520 is not a multiple of group size 16" in down.refused[0].got
     assert smallest(units)[down.name] == "FP8_DYNAMIC"
     with pytest.raises(InputError, match="candidates of which none fits"):
-        find_layer_groups(index, AUTO, Auto(candidates=("NVFP4", "NVFP4A16"), bits=9), PlanSettings())
+        layer_groups(source, "NVFP4", "NVFP4A16")
 
 
 def scenario(folder: Path, source: Path, budget: str) -> Path:
@@ -109,10 +110,7 @@ def test_a_plan_without_losses_shows_the_smallest(llama: Path, tmp_path: Path) -
 
 def test_a_plan_takes_what_a_run_has_measured(llama: Path, tmp_path: Path) -> None:
     """One layer loses much more than all others: it alone is kept in 8 bits."""
-    index = read_index(llama)
-    units = find_layer_groups(
-        index, AUTO, Auto(candidates=("NVFP4", "FP8_DYNAMIC", KEEP), bits=5), PlanSettings(has_text=True)
-    )
+    index, units = read_index(llama), layer_groups(llama, *CANDIDATES, has_text=True)
     worst = units[5].name
     groups = tuple(
         GroupSensitivity(
@@ -152,7 +150,6 @@ def test_a_plan_takes_what_a_run_has_measured(llama: Path, tmp_path: Path) -> No
     assert [note["check"] for note in json.loads(ran.stdout)["notes"]] == ["auto"], "losses of a refit"
 
 
-CANDIDATES = ("NVFP4", "FP8_DYNAMIC", KEEP)
 REST = 1000
 
 

@@ -12,13 +12,12 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from tests.command import vexport
 from tests.models import save_llama
-from vexport.engine.reference import reference_logprobs
+from tests.quantize.test_rounding import divergence
 from vexport.numerics.arithmetic import integer_format
-from vexport.numerics.metrics import kl_divergence
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_headers
 from vexport.quantize.gptq import (
@@ -112,13 +111,9 @@ def test_refit_leaves_a_quarter_of_the_divergence(tmp_path: Path) -> None:
     source, data = SCENARIOS / scenario["source"], SCENARIOS / scenario["calibration"]["data"]
     tokenizer = AutoTokenizer.from_pretrained(source)
     rows = [tokenizer(json.loads(line)["text"])["input_ids"] for line in data.read_text().splitlines()[-8:]]
-    model = AutoModelForCausalLM.from_pretrained(source)
-    with torch.inference_mode():
-        exact = torch.cat([model(torch.tensor([row])).logits[0, :-1].float() for row in rows])
     left, options = [], ("--scheme", layers["scheme"], "--calibration", data, "--samples", 64)
     for rounding in ("nearest", layers["rounding"]):
         ran = vexport("quantize", source, tmp_path / rounding, *options, "--rounding", rounding)
         assert ran.code == 0, ran.stderr
-        logprobs = reference_logprobs(tmp_path / rounding, rows)
-        left.append(float(kl_divergence(torch.log_softmax(exact, dim=-1), logprobs).mean()))
+        left.append(divergence(source, tmp_path / rounding, rows))
     assert 0 < left[1] < left[0] / 4

@@ -45,9 +45,12 @@ def text(source: Path) -> Path:
     return write_calibration(source.parent / "text.jsonl", rows=8)
 
 
-def divergence(source: Path, checkpoint: Path, text: Path) -> float:
-    """KL(source || quantized) over the text, by transformers with dequantized weights and rounded inputs."""
-    rows = [json.loads(line)["input_ids"] for line in text.read_text().splitlines()]
+def rows_of(text: Path) -> list[list[int]]:
+    return [json.loads(line)["input_ids"] for line in text.read_text().splitlines()]
+
+
+def divergence(source: Path, checkpoint: Path, rows: list[list[int]]) -> float:
+    """KL(source || quantized) over rows, by transformers with dequantized weights and rounded inputs."""
     model = AutoModelForCausalLM.from_pretrained(source)
     with torch.inference_mode():
         exact = torch.cat([model(torch.tensor([row])).logits[0, :-1].float() for row in rows])
@@ -66,7 +69,7 @@ def test_answers_are_closer_than_to_nearest(scheme: str, source: Path, text: Pat
         assert ran.code == 0, ran.stderr
         assert vexport("check", out).code == 0
         assert not list(out.glob(".*"))
-        found[rounding] = divergence(source, out, text)
+        found[rounding] = divergence(source, out, rows_of(text))
     assert all(found[rounding] < found["nearest"] for rounding in SCHEMES[scheme])
 
 
@@ -81,7 +84,7 @@ def test_scales_are_searched_by_what_enters_the_layer(source: Path, text: Path, 
         assert vexport(*call, out, *option).code == 0
         groups = json.loads((out / "config.json").read_text())["quantization_config"]["config_groups"]
         assert [group["weights"]["observer"] for group in groups.values()] == [observer]
-        found[observer] = divergence(source, out, text)
+        found[observer] = divergence(source, out, rows_of(text))
     assert found["imatrix_mse"] < found["memoryless_minmax"]
 
 

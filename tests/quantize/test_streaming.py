@@ -20,9 +20,7 @@ from tests.models import save_llama
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.writer import header_bytes
 from vexport.outputs.directory import resumable_directory
-from vexport.plan.source import rules_for
-from vexport.quantize.job import QuantizeJob, quantize_source
-from vexport.records import PlanRequest, TensorSpec
+from vexport.records import TensorSpec
 
 
 def write_model(folder: Path, *, hidden: int, layers: int) -> Path:
@@ -56,34 +54,6 @@ def test_killed_twice_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     finish(start(log, command, "quantize", source, out, *options), log)
     assert digests(out) == digests(whole)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out", "source", "whole"]
-
-
-def test_what_is_written_is_not_written_again(tmp_path: Path) -> None:
-    source = write_model(tmp_path / "source", hidden=256, layers=2)
-    out, stop_at = tmp_path / "out", 2_000_000
-
-    def quantize(*, interrupt: bool) -> list[int]:
-        seen = []
-
-        def on_progress(stage: str, done: int, total: int) -> None:
-            if stage == "quantize (bytes)":
-                seen.append(done)
-            if interrupt and done >= stop_at:
-                raise KeyboardInterrupt
-
-        rules = rules_for(PlanRequest(scheme="W8A8", observer="memoryless_minmax"))
-        job = QuantizeJob(
-            source=str(source), out=out, rules=rules, on_progress=on_progress, shard_bytes=1_000_000
-        )
-        quantize_source(job)
-        return seen
-
-    with pytest.raises(KeyboardInterrupt):
-        quantize(interrupt=True)
-    (first,) = (tmp_path / ".out.partial" / "new").glob("model-00001-of-*.safetensors")
-    before = first.stat().st_mtime_ns
-    assert quantize(interrupt=False)[0] > stop_at
-    assert (out / first.name).stat().st_mtime_ns == before
 
 
 def break_off(out: Path, input_digest: str) -> list[str]:
