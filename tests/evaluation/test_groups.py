@@ -67,7 +67,7 @@ def test_few_subjects_are_not_a_sample_of_subjects(runs: Path, tmp_path: Path) -
 def test_another_metric_may_decide(runs: Path, choice: dict[str, str]) -> None:
     results = read_results(runs / "baseline")
     (gated,) = gated_tasks(results, results, choice)
-    assert gated.gate.label == "acc_norm,none"
+    assert gated.label == "acc_norm,none"
     assert gated.also[0].label == "acc,none"
 
 

@@ -17,8 +17,7 @@ from vexport.evaluation.verdict import decide
 
 
 def gates(baseline: Results, candidate: Results) -> list[TaskPair]:
-    found = [task.gate for task in gated_tasks(baseline, candidate, {})]
-    return [one for one in found if isinstance(one, TaskPair)]
+    return list(gated_tasks(baseline, candidate, {}))
 
 
 def test_answers_are_read_as_people_see_them(lm_eval_runs: Path) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from tests.reports import sample
 from vexport.evaluation.compare import MAX_FLIPS, compare_task
-from vexport.evaluation.pairs import GatedTask, TaskPair
+from vexport.evaluation.pairs import TaskPair
 from vexport.evaluation.results import Sample
 from vexport.evaluation.verdict import holm_levels, overall_outcome, reason_for
 from vexport.evaluation.verdict import judge as judge_tasks
@@ -133,13 +133,11 @@ def test_flips_are_limited_and_losses_come_first() -> None:
 def test_a_task_that_the_baseline_cannot_do_is_named() -> None:
     """It has nothing to lose: PASS says nothing there."""
     hopeless, fair = paired([1] + [0] * 399, [0] * 400), paired([1] * 200 + [0] * 200, [1] * 200 + [0] * 200)
-    verdict = judge_tasks(
-        [GatedTask(gate=hopeless, also=()), GatedTask(gate=fair, also=())], margin=MARGIN, alpha=ALPHA
-    )
+    verdict = judge_tasks([hopeless, fair], margin=MARGIN, alpha=ALPHA)
     assert verdict.outcome == "INCONCLUSIVE"
     assert "shows nothing: the baseline scores 0.25%" in verdict.reason
     assert verdict.tasks[0].documents_needed is None
-    assert judge_tasks([GatedTask(gate=fair, also=())], margin=MARGIN, alpha=ALPHA).outcome == "PASS"
+    assert judge_tasks([fair], margin=MARGIN, alpha=ALPHA).outcome == "PASS"
 
 
 def task(name: str, difference: float, low: float, high: float, *, needed: int | None = None) -> TaskVerdict:

@@ -14,19 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from vexport.errors import InputError, raise_all
 from vexport.evaluation.fingerprint import Fingerprint, causes
-from vexport.evaluation.pairs import (
-    Choice,
-    GatedTask,
-    TaskPair,
-    gated_tasks,
-    join_group,
-    require_same_direction,
-)
-from vexport.evaluation.results import Results, Sample, read_results
+from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks
+from vexport.evaluation.results import Results, Sample, TaskSamples, read_results
 from vexport.files import from_json, read_json_object, to_json, write_text
 
 LINE = 100
@@ -99,8 +90,7 @@ def accept_results(folder: Path, path: Path, choice: Choice) -> Accepted:
     results = read_results(folder)
     tasks: dict[str, AcceptedTask] = {}
     groups: dict[str, tuple[str, ...]] = {}
-    for gated in gated_tasks(results, results, choice):
-        gate = gated.gate
+    for gate in gated_tasks(results, results, choice):
         members = (gate.task,) if gate.task in results.tasks else results.groups[gate.task]
         if gate.task not in results.tasks:
             groups[gate.task] = members
@@ -110,31 +100,28 @@ def accept_results(folder: Path, path: Path, choice: Choice) -> Accepted:
     return accepted
 
 
-def pair_with(accepted: Accepted, candidate: Results) -> tuple[GatedTask, ...]:
+def pair_with(accepted: Accepted, candidate: Results) -> tuple[TaskPair, ...]:
     """Pair a run with an accepted baseline, on the metrics and filters that were accepted.
 
     InputError, for all tasks at once: a task or document that one side lacks, questions that differ.
     """
-    need, problems = "the accepted tasks", list[InputError]()
-    pairs: dict[str, TaskPair] = {}
+    need, where, problems = "the accepted tasks", str(candidate.file), list[InputError]()
+    old: dict[str, TaskSamples] = {}
+    new: dict[str, TaskSamples] = {}
     for name, task in accepted.tasks.items():
         try:
             if name not in candidate.tasks:
-                raise InputError(str(candidate.file), got=f"no task {name}", need=need, fix="evaluate it")
-            pairs[name] = _pair(name, task, accepted, candidate)
+                raise InputError(where, got=f"no task {name}", need=need, fix="evaluate it")
+            new[name] = _answers_now(name, task, accepted, candidate)
+            old[name] = _accepted_answers(task, new[name])
         except InputError as problem:
             problems.append(problem)
     fix = "leave it out, or accept again"
     others = [name for name in candidate.tasks if name not in accepted.tasks]
-    where = str(candidate.file)
     problems += [InputError(where, got=f"also task {name}", need=need, fix=fix) for name in others]
     raise_all(problems)
-    joined = {group: tuple(pairs[member] for member in members) for group, members in accepted.groups.items()}
-    grouped = {pair.task for also in joined.values() for pair in also}
-    return (
-        *(GatedTask(gate=join_group(group, also), also=also) for group, also in joined.items()),
-        *(GatedTask(gate=pair, also=()) for name, pair in pairs.items() if name not in grouped),
-    )
+    baseline = replace(candidate, tasks=old, groups=accepted.groups)
+    return gated_tasks(baseline, replace(candidate, tasks=new), {})
 
 
 def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
@@ -194,11 +181,10 @@ def stored_scores(task: AcceptedTask) -> dict[int, tuple[float, str]]:
     return stored
 
 
-def _pair(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results) -> TaskPair:
+def _answers_now(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results) -> TaskSamples:
+    """A task's samples after the accepted filter; InputError where other questions were accepted."""
     samples = _ordered(candidate, name, task.filter)
     where, old = f"{candidate.file}: task {name}", stored_scores(task)
-    direction = candidate.tasks[name].higher_is_better.get(task.metric)
-    require_same_direction(where, task.metric, task.higher_is_better, direction)
     complete = all(task.metric in sample.scores and sample.doc_id in old for sample in samples)
     if not complete or not samples or len(samples) != task.documents:
         got = f"{len(samples)} documents with {task.metric},{task.filter}"
@@ -210,20 +196,18 @@ def _pair(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results)
             got = f"another question in document {sample.doc_id} (changed since it was accepted: {since})"
             fix = "evaluate as before, or accept it again"
             raise InputError(where, got=got, need="the questions that were accepted", fix=fix)
+    return replace(candidate.tasks[name], samples={sample.key: sample for sample in samples})
 
-    def answer(sample: Sample) -> str:
-        return f"(scored {old[sample.doc_id][0]:g}; the answer was not kept)"
 
-    return TaskPair(
-        task=name,
-        metric=task.metric,
-        filter=task.filter,
-        sign=1 if task.higher_is_better else -1,
-        documents=tuple((replace(sample, answer=answer(sample)), sample) for sample in samples),
-        baseline=np.array([old[sample.doc_id][0] for sample in samples]),
-        candidate=np.array([sample.scores[task.metric] for sample in samples]),
-        answers_known=False,
-    )
+def _accepted_answers(task: AcceptedTask, now: TaskSamples) -> TaskSamples:
+    """The same documents with the scores that were accepted, whose answers were not kept."""
+    samples: dict[tuple[str, int, int], Sample] = {}
+    stored = stored_scores(task)
+    for key, sample in now.samples.items():
+        score, _ = stored[sample.doc_id]
+        answer, scores = f"(scored {score:g}; the answer was not kept)", {task.metric: score}
+        samples[key] = replace(sample, answer=answer, compared=None, scores=scores)
+    return replace(now, higher_is_better={task.metric: task.higher_is_better}, samples=samples)
 
 
 def choice_of(accepted: Accepted) -> Choice:

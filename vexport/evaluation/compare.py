@@ -1,7 +1,7 @@
 """The comparison of two models on one task: from scores to a TaskVerdict."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
@@ -45,14 +45,13 @@ def compare_task(
     margin: float,
     alpha: float,
     fail_alpha: float,
-    also: Sequence[TaskPair] = (),
     is_templated: bool | None = None,
 ) -> TaskVerdict:
     """Judge one task: PASS if the lower bound at `alpha` is above -margin, FAIL if the upper bound at
     `fail_alpha`, which is no larger, is below it, else INCONCLUSIVE.
 
-    Where the baseline does not do better than chance there is no PASS, whatever the candidate answers. `also`
-    is shown next to it; `is_templated` says whether a chat template was applied, where that is known.
+    Where the baseline does not do better than chance there is no PASS, whatever the candidate answers.
+    `is_templated` says whether a chat template was applied, where that is known.
     """
     low, high = difference_interval(pair, alpha).low, difference_interval(pair, fail_alpha).high
     outcome, baseline = _outcome(low, high, margin), _score(pair, pair.baseline, alpha)
@@ -76,7 +75,7 @@ def compare_task(
         high=high,
         right_to_wrong=losses,
         wrong_to_right=wins,
-        changed_wrong=_changed_wrong(pair) if pair.answers_known else None,
+        changed_wrong=_changed_wrong(pair),
         flip_rate=(wins + losses) / len(pair.gain),
         flip_low=flips.low,
         flip_high=flips.high,
@@ -90,7 +89,7 @@ def compare_task(
         seeds_needed=seeds_needed,
         flips=tuple(islice(_flips(pair), MAX_FLIPS)),
         clusters=None if pair.clusters is None or pair.answers > 1 else len(np.unique(pair.clusters)),
-        also=tuple(comparison(other, margin=margin, alpha=alpha) for other in also),
+        also=tuple(comparison(other, margin=margin, alpha=alpha) for other in pair.also),
     )
 
 
@@ -191,11 +190,14 @@ def _needed(pair: TaskPair, margin: float, alpha: float, fail_alpha: float) -> t
     return needed, seeds_to_settle(documents // pair.answers, pair.answers, worth.design, needed)
 
 
-def _changed_wrong(pair: TaskPair) -> int:
-    """Documents that both models answer wrong, and differently."""
+def _changed_wrong(pair: TaskPair) -> int | None:
+    """Documents that both models answer wrong, and differently; None where answers were not kept."""
+    if any(old.compared is None for old, _ in pair.documents):
+        return None
     right = 1.0 if pair.sign > 0 else 0.0
     wrong = (pair.gain == 0) & (pair.baseline != right)
-    return sum(pair.documents[i][0].compared != pair.documents[i][1].compared for i in np.flatnonzero(wrong))
+    both_wrong = (pair.documents[index] for index in np.flatnonzero(wrong))
+    return sum(1 for old, new in both_wrong if old.compared != new.compared)
 
 
 def _flips(pair: TaskPair) -> Iterator[Flip]:

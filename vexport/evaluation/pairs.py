@@ -35,8 +35,8 @@ class TaskPair:
 
     `baseline` and `candidate` have the shape (documents,); `sign` is -1 where lower is better. `clusters`,
     of the same shape, numbers the tasks of a group whose documents are clustered, or the documents where
-    `seeds` answers were sampled for each. `answers_known` is off where the baseline's answers were not kept,
-    only whether they were right.
+    `seeds` answers were sampled for each. `also` are shown next to a pair that decides for a task or a group:
+    its other metrics and filters, and a group's tasks.
     """
 
     task: str
@@ -48,7 +48,7 @@ class TaskPair:
     candidate: Scores
     clusters: Clusters | None = None
     seeds: int = 1
-    answers_known: bool = True
+    also: tuple["TaskPair", ...] = ()
 
     @property
     def label(self) -> str:
@@ -98,16 +98,8 @@ class TaskPair:
         return self.metric, self.filter, self.sign
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatedTask:
-    """The metric that decides for a task or a group, and those that are shown next to it."""
-
-    gate: TaskPair
-    also: tuple[TaskPair, ...]
-
-
-def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[GatedTask, ...]:
-    """One gate for each task; a group with an aggregate in lm-eval counts as one task.
+def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[TaskPair, ...]:
+    """The pair that decides for each task; a group with an aggregate in lm-eval counts as one task.
 
     `choice` names gates other than those of PREFERRED_METRICS. InputError, for all tasks at once: tasks
     that one run lacks, documents that differ, tasks without a number a document, a choice that no task has.
@@ -163,7 +155,7 @@ def _compared(name: str, members: Sequence[str], baseline: Results, candidate: R
     raise InputError(f"{baseline.file}: task {name}", got=got, need="one number a document", fix=fix)
 
 
-def _gated(name: str, metrics: Sequence[TaskPair], wanted: str | None, everywhere: str | None) -> GatedTask:
+def _gated(name: str, metrics: Sequence[TaskPair], wanted: str | None, everywhere: str | None) -> TaskPair:
     options = [pair for pair in metrics if pair.task == name]
     chosen = [pair for pair in options if (wanted or everywhere) in (pair.metric, pair.label)]
     if wanted and not chosen:
@@ -171,7 +163,7 @@ def _gated(name: str, metrics: Sequence[TaskPair], wanted: str | None, everywher
         raise InputError(f"gate of task {name}", got=wanted, need=need, fix="name one of these")
     gate = chosen[0] if chosen else min(options, key=_preference)
     rest = (pair for pair in metrics if pair is not gate and (pair.task == name or pair.key == gate.key))
-    return GatedTask(gate=gate, also=tuple(rest))
+    return replace(gate, also=tuple(rest))
 
 
 def _preference(pair: TaskPair) -> tuple[int, bool, bool]:
@@ -222,7 +214,7 @@ def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> Ta
         candidate=np.concatenate([pair.candidate for pair in pairs]),
         clusters=clusters,
         seeds=max(pair.seeds for pair in pairs),
-        answers_known=all(pair.answers_known for pair in pairs),
+        also=(),
     )
 
 

@@ -36,8 +36,8 @@ class Sample:
     """One document's answer after one filter; `hashes` are of the document, the prompt and the target.
 
     `answer` is shown to people (the raw response, or the chosen option); `compared` tells whether two
-    answers differ (the filtered response, or the chosen option). `scores` holds the metrics with one
-    number a document. `options` counts those of a multiple choice, 0 of other documents.
+    answers differ (the filtered response, or the chosen option), None where it was not kept. `scores` holds
+    the metrics with one number a document. `options` counts those of a multiple choice, 0 of other documents.
     """
 
     doc_id: int
@@ -46,10 +46,15 @@ class Sample:
     prompt: str
     target: str
     answer: str
-    compared: str
+    compared: str | None
     scores: Mapping[str, float]
     options: int = 0
     seed: int = 0
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """The filter, the document and the seed of its answer."""
+        return self.filter, self.doc_id, self.seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +77,10 @@ def read_samples(
     samples: dict[tuple[str, int, int], Sample] = {}
     for where, line in _json_lines(path):
         sample = _read_sample(where, line, output_type)
-        if (key := (sample.filter, sample.doc_id, sample.seed)) in samples:
+        if sample.key in samples:
             got = f"document {sample.doc_id} twice (filter {sample.filter})"
             raise InputError(where, got=got, need="each document once", fix="evaluate into an empty folder")
-        samples[key] = sample
+        samples[sample.key] = sample
     if not samples:
         fix = "evaluate again with a higher --limit"
         raise InputError(str(path), got="no documents", need="at least one", fix=fix)

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import yaml
 
-from vexport.errors import InputError, nearest, raise_all, require_working_disk
+from vexport.errors import InputError, nearest, raise_all
 from vexport.errors.extras import attempt_all
 from vexport.files import write_text
 from vexport.outputs.replaceable import resolved
+from vexport.scenario.reading import load_yaml
 
 Config = dict[str, object]
 # Tasks, groups and tags that a YAML file defines or lists.
@@ -263,27 +264,19 @@ def read_task(
 
 def parse_task(path: Path, trust: bool) -> Config:
     """The file's own keys; InputError where it is no YAML mapping, or has `!function` without trust."""
-    where, need, fix = str(path), "a task's YAML", "fix the file"
-    if not path.is_file():
-        raise InputError(where, got="no such file", need=need, fix="check the path")
+    need = "a task's YAML"
+    config = load_yaml(path, need, _Loader)
     try:
-        loader = _Loader(path.read_bytes())
-        loader.name = str(path)
-        config = loader.get_single_data()
         functions = () if trust else tuple(_functions(config))
-    except OSError as error:
-        require_working_disk(error, path)
-        raise InputError(where, got=str(error), need=need, fix="check the path") from None
-    except yaml.MarkedYAMLError as error:
-        where = f"{path}:{error.problem_mark.line + 1 if error.problem_mark else 1}"
-        raise InputError(where, got=error.problem or "broken YAML", need=need, fix=fix) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(where, got=f"broken YAML ({error})", need=need, fix=fix) from None
+    except RecursionError:
+        got = "broken YAML (a value that contains itself)"
+        raise InputError(str(path), got=got, need=need, fix="fix the file") from None
     for function in functions:
         got = f"!function {function.name}, Python that would be run"
         raise InputError(f"{path}:{function.line}", got=got, need=need, fix=TRUST)
     if not isinstance(config, dict):
-        raise InputError(where, got=f"a {type(config).__name__}", need="a mapping of a task's keys", fix=fix)
+        got, need = f"a {type(config).__name__}", "a mapping of a task's keys"
+        raise InputError(str(path), got=got, need=need, fix="fix the file")
     return {str(key): value for key, value in config.items()}
 
 

@@ -22,7 +22,7 @@ from vexport.errors.extras import attempt_all
 from vexport.evaluation.accepted import is_accepted, pair_with, read_accepted
 from vexport.evaluation.compare import compare_task, comparison, difference_interval
 from vexport.evaluation.fingerprint import EMULATED, ENDPOINT, MODEL, REVISION, changes, device_of
-from vexport.evaluation.pairs import Choice, GatedTask, TaskPair, gated_tasks, pool
+from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks, pool
 from vexport.evaluation.results import Results, read_repeated, read_results, require_deterministic
 from vexport.records import Comparison, Outcome, Prompting, TaskVerdict, TextLimit, Verdict
 from vexport.records.values import about
@@ -56,16 +56,16 @@ def decide(
             raise InputError("gate", got=got, need=need, fix="leave it out, or accept it again")
         accepted = read_accepted(baseline)
         where, circumstances = ("when the baseline was accepted", "now"), accepted.fingerprint
-        gated = pair_with(accepted, right)
+        gates = pair_with(accepted, right)
     else:
         left, right = attempt_all((str(run), partial(read_results, run)) for run in (baseline, candidate))
         repeated = "".join(_asked_again(run, alpha) for run in (left, right))
         models = (MODEL, ENDPOINT, REVISION, EMULATED)
         where = ("in the baseline", "in the results")
         circumstances = {name: value for name, value in left.fingerprint.items() if name not in models}
-        gated = gated_tasks(left, right, gate)
+        gates = gated_tasks(left, right, gate)
     warnings = changes(circumstances, right.fingerprint, where=where)
-    verdict = judge(gated, margin=margin, alpha=alpha, prompting=right.prompting)
+    verdict = judge(gates, margin=margin, alpha=alpha, prompting=right.prompting)
     return replace(
         verdict,
         method=verdict.method + repeated,
@@ -86,25 +86,23 @@ def _asked_again(run: Results, alpha: float) -> str:
 
 
 def judge(
-    gated: Sequence[GatedTask],
+    gates: Sequence[TaskPair],
     *,
     margin: float,
     alpha: float,
     prompting: Prompting | None = None,
 ) -> Verdict:
     """The answer over all tasks; `prompting` tells how they were asked."""
-    gates = [task.gate for task in gated]
     levels = holm_levels(gates, margin=margin, alpha=alpha)
     tasks = tuple(
         compare_task(
-            task.gate,
+            gate,
             margin=margin,
             alpha=alpha,
             fail_alpha=level,
-            also=task.also,
-            is_templated=_is_templated(task.gate.task, prompting),
+            is_templated=_is_templated(gate.task, prompting),
         )
-        for task, level in zip(gated, levels, strict=True)
+        for gate, level in zip(gates, levels, strict=True)
     )
     outcome = overall_outcome(tasks)
     return Verdict(

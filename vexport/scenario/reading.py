@@ -121,11 +121,12 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load_yaml(path: Path, need: str = "a scenario") -> object:
+def load_yaml(path: Path, need: str = "a scenario", loader: type[yaml.SafeLoader] = _Loader) -> object:
     """Read a YAML file, within bounds; InputError where it cannot be read."""
     try:
         require_no_device(path)
-        content: object = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        with path.open(encoding="utf-8") as file:
+            content: object = yaml.load(file, loader)
     except FileNotFoundError:
         raise InputError(str(path), got="no such file", need=need, fix="check the path") from None
     except OSError as error:
