@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from vexport.checkpoint.source import resolve_source
+from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.view import Target
 from vexport.outputs.digests import named_digests
@@ -41,7 +41,8 @@ def check(
 
         origin = resolve_source(str(source), on_progress)
         against = compared(origin, on_layer=partial(on_progress, "compare (layers)"))
-    target = Target(tp=tuple(tp), sm=tuple(sm), vllm=vllm, speculative=speculative)
+    drafter = resolve_drafter(speculative, on_progress)
+    target = Target(tp=tuple(tp), sm=tuple(sm), vllm=vllm, speculative=drafter)
     root = resolve_source(str(checkpoint), on_progress)
     known = named_digests(None if digests is None else str(digests), root)
     read = partial(check_checkpoint, str(checkpoint), target, against, root=root, digests=known)
