@@ -74,7 +74,13 @@ wide_vectors = cast(Callable[[], None], intrinsic(_wide_vectors))
 
 
 PACKAGE = Path(__file__).resolve().parent.parent
-KERNELS = ("numerics/*.py", "formats/packing/*.py", "observers/kernels/*.py", "quantize/gptq.py")
+KERNELS = (
+    "numerics/arithmetic.py",
+    "numerics/jit.py",
+    "formats/packing/*.py",
+    "observers/kernels/*.py",
+    "quantize/gptq.py",
+)
 
 
 def kernel_files() -> list[Path]:
