@@ -44,7 +44,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def require_fetched(files: Iterable[Path]) -> None:
-    """InputError where Git LFS has left a pointer in the place of a file's content."""
+    """Raise InputError where a file is a Git LFS pointer instead of its content."""
     pointers = [file for file in files if _is_lfs_pointer(file)]
     if pointers:
         others = f" (and {len(pointers) - 1:,} more files)" if len(pointers) > 1 else ""
@@ -68,7 +68,7 @@ def _is_lfs_pointer(file: Path) -> bool:
 
 
 def require_no_device(path: Path) -> None:
-    """InputError for a pipe or a device, of which reading may not end; what is missing is passed over."""
+    """Raise InputError for a pipe or a device, which may never end; a missing file is accepted."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise InputError(str(path), got="a pipe or a device", need="a file", fix="give a file")
 

@@ -47,18 +47,18 @@ class LayerCall:
 
 
 def as_output(states: torch.Tensor, rest: Rest) -> object:
-    """Hidden states as a layer returns them."""
+    """The output of a layer with these hidden states, alone or in front of a tuple."""
     return states if rest is None else (states, *rest)
 
 
 class Interner:
-    """Keeps equal tensors of calls once: masks and positions are the same for all layers and most samples."""
+    """Stores equal tensors once: masks and positions are the same for all layers and most samples."""
 
     def __init__(self) -> None:
         self._recent = deque[torch.Tensor](maxlen=RECENT)
 
     def of(self, value: object) -> object:
-        """The value with tensors that were seen lately, and are equal, in the place of its own."""
+        """Return the value with recent equal tensors in place of its own."""
         if type(value) is tuple:
             return tuple(map(self.of, value))
         if not isinstance(value, torch.Tensor):
@@ -89,7 +89,7 @@ class Recorder:
         self._passed = None
 
     def record(self, number: int, forward: Forward, *args: object, **kwargs: object) -> object:
-        """The forward of a layer, in the place of its own."""
+        """Replace a layer's forward."""
         states, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), args)
         if not isinstance(states, torch.Tensor):
             raise self.unusual(number, "a call without hidden states in front")
@@ -157,7 +157,7 @@ def capture_layer_calls(
 
 @contextmanager
 def replayed_layers(layers: torch.nn.ModuleList, final: torch.Tensor, rest: Rest) -> Iterator[None]:
-    """Within the block the layers need no weights: the last one returns the hidden states `final`."""
+    """Run the model without its layers' weights: the last layer returns the hidden states `final`."""
 
     def replay(number: int, forward: Forward, *args: object, **kwargs: object) -> object:
         given = args[0] if args else kwargs["hidden_states"]
@@ -187,7 +187,7 @@ def watching_attention(
     stored_name: Callable[[str], str],
     seen: dict[str, KeyValueRanges],
 ) -> Iterator[None]:
-    """Within the block the attention layers below `module` add to `seen`, by name in the checkpoint."""
+    """Collect the head ranges of the attention layers below `module` in `seen`, by name in the checkpoint."""
     names = {id(child): joined(prefix, name) for name, child in module.named_modules()}
 
     def observing(
@@ -214,7 +214,7 @@ def watching_attention(
 
 @contextmanager
 def replaced_attention(functions: Mapping[str, Attend]) -> Iterator[None]:
-    """Within the block transformers calls these attention functions under these names."""
+    """Register these attention functions in transformers under these names inside the block."""
     before = dict(ALL_ATTENTION_FUNCTIONS)
     for name, attend in functions.items():
         ALL_ATTENTION_FUNCTIONS[name] = attend
@@ -246,7 +246,7 @@ def widens(device: str) -> bool:
 
 @contextmanager
 def fast_products(model: torch.nn.Module, device: str) -> Iterator[None]:
-    """Within the block linear layers and attention of 16 bits multiply in float32 where that is faster.
+    """Multiply 16-bit linear layers and attention in float32 inside the block, where that is faster.
 
     Linear layers add up in float32 either way and round the sum once to their dtype: only the order of the
     sum differs. Attention no longer rounds its probabilities.

@@ -81,7 +81,7 @@ def _of_pair(prompt: object, answer: object) -> Row:
 
 
 def _message(item: object, key: str) -> Message:
-    """A turn with role and content, also where they are called from and value."""
+    """A turn with the keys role and content, which ShareGPT calls from and value."""
     if not isinstance(item, Mapping):
         raise ValueError(f"{key} with a turn that is no object with role and content")
     role, content = item.get("role", item.get("from")), item.get("content", item.get("value"))
@@ -118,7 +118,7 @@ class Samples:
         return digest_bytes(json.dumps(self.token_ids).encode())
 
     def taken(self, positions: Iterable[int]) -> "Samples":
-        """The samples at these positions, in their order."""
+        """Select the samples at these positions, in their order."""
         positions = tuple(positions)
         return replace(
             self,
@@ -127,7 +127,7 @@ class Samples:
         )
 
     def spread(self, number: int) -> "Samples":
-        """So many samples at most, evenly spread over all."""
+        """Select at most `number` samples, evenly spaced."""
         return self.taken(list(dict.fromkeys(one * len(self.rows) // number for one in range(number))))
 
 
@@ -160,7 +160,7 @@ def first_texts(data: CalibrationData, most: int) -> list[str]:
 
 
 class _Reader:
-    """Rows of a set of data as token ids, each with its number; what is broken is kept until the end."""
+    """Tokenizes the rows of a data set, and collects the errors of broken ones."""
 
     def __init__(
         self, data: CalibrationData, checkpoint: Path, vocab_size: int, trust_remote_code: bool
@@ -177,11 +177,11 @@ class _Reader:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's, loaded when the first row needs it."""
+        """The tokenizer of the checkpoint, loaded when the first row needs it."""
         return load_tokenizer(self._checkpoint, trust_remote_code=self._trust)
 
     def rows(self) -> Iterator[tuple[int, Sequence[int]]]:
-        """Each row that can be used, until there are too many that cannot."""
+        """Yield each valid row, until there are too many broken ones."""
         for raw in self._raw:
             try:
                 yield raw.number, self._tokenized(raw)
@@ -237,7 +237,7 @@ class _Reader:
 def _packed(
     rows: Iterable[tuple[int, Sequence[int]]], data: CalibrationData
 ) -> Iterator[tuple[int, Sequence[int]]]:
-    """Rows one after the other, cut into samples of one length; what is left of them is one more."""
+    """Concatenate the rows and cut them into samples of `seq_len` tokens; the rest is the last sample."""
     held, start = list[int](), 0
     for number, ids in rows:
         start = start if held else number
@@ -255,7 +255,7 @@ def _content(raw: RawRow) -> object:
 
 
 def _cut(turns: Sequence[Message], characters: int) -> list[Message]:
-    """Turns whose texts have no more characters together; later turns are left out."""
+    """The first turns, cut to at most `characters` characters of text together."""
     kept: list[Message] = []
     for turn in turns:
         content = turn["content"]

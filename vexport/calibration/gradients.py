@@ -31,13 +31,13 @@ Again = Callable[[], torch.Tensor]
 
 
 class GradientWatcher(Protocol):
-    """Sees the layers on the way back."""
+    """Watches the layers during the backward pass."""
 
     def watching(self, layer: Layer) -> AbstractContextManager[None]:
-        """Within the block text runs through the layer, and its gradients back."""
+        """Watch a layer while the text runs through it forward and backward."""
 
     def leave(self, layer: Layer, again: Again) -> None:
-        """Take leave of a layer that all of the text has gone through; it still has its weights."""
+        """Finish a layer that all text has gone through; it still has its weights."""
 
 
 class Gradients:
@@ -75,12 +75,12 @@ class Gradients:
             watcher.leave(layer, lambda: layer.run(0, self._before(layer, 0)))
 
     def _before(self, layer: Layer, position: int) -> torch.Tensor:
-        """A copy of what enters a layer, on the device."""
+        """A copy of a layer's inputs on the device."""
         states = self._entered[self._walk.numbers.index(layer.number) * len(self._walk.ids) + position]
         return states.to(self._walk.device, copy=True)
 
     def _through(self, layer: Layer, position: int, behind: torch.Tensor | None) -> torch.Tensor | None:
-        """The gradient in front of a layer; without one the sample runs through it all the same."""
+        """The gradient by the inputs of a layer; without one the sample still runs through it."""
         found = None
         if behind is not None:
             states = self._before(layer, position)
@@ -90,7 +90,7 @@ class Gradients:
         return found
 
     def _of_logits(self, position: int, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The gradient by the states that leave the last layer."""
+        """The gradient by the outputs of the last layer."""
         states = hidden.to(self._walk.device).clone()
         return _gradient(states, lambda states: self._walk.logits(position, states), self._errors)
 
@@ -171,7 +171,7 @@ class TokenWeigher:
 
     @contextmanager
     def watching(self, layer: Layer) -> Iterator[None]:
-        """Within the block a layer's gradients are added up."""
+        """Add up the gradients of a layer inside the block."""
         with ExitStack() as block:
             for name, module in layer.module.named_modules():
                 if isinstance(module, torch.nn.Linear) or arithmetic_of(module) is not None:
@@ -183,10 +183,10 @@ class TokenWeigher:
         self._seen.clear()
 
     def leave(self, layer: Layer, again: Again) -> None:
-        """Nothing more is to be seen of a layer."""
+        """Finish a layer."""
 
     def found(self) -> TokenWeights:
-        """The means of what was seen."""
+        """The mean squares of all gradients."""
         return {
             name: tuple((squares / counts.clamp_min(1)).tolist())
             for name, (squares, counts) in self._sums.items()

@@ -194,7 +194,7 @@ class Places:
 
 
 class _AllNoted(Exception):
-    """Ends a forward of which all inputs are seen."""
+    """Ends a forward once all its inputs are recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +215,7 @@ class Site:
 
     @property
     def rounded(self) -> tuple[FusionGroup, ...]:
-        """The groups that are rounded by what enters."""
+        """The groups that are rounded by their inputs."""
         return tuple(group for group in self.groups if group.rounding != "nearest")
 
 
@@ -277,7 +277,7 @@ class GroupInputs:
         return [name for name in self._places.modules if name in self._modules]
 
     def names_of(self, site: Site) -> list[str]:
-        """The names of all modules that a site's input enters."""
+        """The names of all modules that take a site's input."""
         return sorted({self._module_of(member) for group in site.groups for member in group.members})
 
     def first_of(self, site: Site) -> FusionGroup | None:
@@ -301,7 +301,7 @@ class GroupInputs:
 
     @contextmanager
     def shown(self, show: Callable[[str, Value], None], *, once: bool = False) -> Iterator[None]:
-        """Within the block `show` gets the names of modules and what enters them, before that is rounded.
+        """Call `show` with the name of each module and its unrounded input inside the block.
 
         Several modules may read one input: it is shown for each, or `once` for the first of them.
         """
@@ -315,7 +315,7 @@ class GroupInputs:
 
     @contextmanager
     def noted(self, *, only: bool = False) -> Iterator[dict[str, Value]]:
-        """Within the block the inputs of a forward are noted, before anything rounds them.
+        """Record the unrounded inputs of a forward inside the block.
 
         With `only` the block ends where all are, its forward's answer being of no use.
         """
@@ -352,6 +352,6 @@ def _show(
     args: tuple[torch.Tensor, ...],
     kwargs: Mapping[str, object],
 ) -> None:
-    """A hook of a module of this name: `show` gets what enters."""
+    """A forward hook that calls `show` with the module's name and its input."""
     arithmetic = arithmetic_of(module)
     show(name, args[0] if arithmetic is None else arithmetic.enter(module, args, kwargs))

@@ -61,7 +61,7 @@ def _build(root: Path, trust_remote_code: bool) -> transformers.PreTrainedModel:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Within the block every parameter that a module registers goes to the meta device at once.
+    """Create the parameters of all modules on the meta device inside the block.
 
     Buffers stay real: rotary frequencies are computed by the constructor and stored in no checkpoint.
     """
@@ -110,7 +110,7 @@ def tie_head(model: transformers.PreTrainedModel) -> None:
 
 
 def joined(*parts: str) -> str:
-    """A name of its parts, of which some may be empty."""
+    """Join the parts of a name; some may be empty."""
     return ".".join(part for part in parts if part)
 
 

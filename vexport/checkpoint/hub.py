@@ -80,7 +80,7 @@ def explain(error: BaseException, name: HubName, kind: RepoKind = "model") -> Ve
 
 @contextmanager
 def explained(name: HubName) -> Iterator[None]:
-    """Within the block errors of the hub become ours."""
+    """Translate the errors of huggingface_hub inside the block, see `explain`."""
     try:
         yield
     except Exception as error:
@@ -88,12 +88,12 @@ def explained(name: HubName) -> Iterator[None]:
 
 
 def is_network_error(error: BaseException) -> bool:
-    """Return whether a connection could not be made, or broke, or is not wanted."""
+    """Return whether a connection failed, or offline mode forbids one."""
     return _is_any(error, _UNREACHABLE)
 
 
 def is_of_the_hub(error: BaseException) -> bool:
-    """Return whether the hub or the way to it raised an error, not what was read from there."""
+    """Return whether an error comes from the hub or the network, not from the content of a file."""
     return _is_any(error, _INPUT | _UNREACHABLE | {"HfHubHTTPError"})
 
 

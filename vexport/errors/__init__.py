@@ -150,7 +150,7 @@ _UNREADABLE = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTE
 
 
 def require_working_disk(error: Exception, path: Path) -> None:
-    """EnvironmentFault where reading `path` failed for a disk or a server that is gone."""
+    """Raise EnvironmentFault where reading `path` failed because a disk or a server is gone."""
     if isinstance(error, OSError) and error.errno in _UNREADABLE:
         error.filename = error.filename or str(path)
         raise file_problem(error) from None

@@ -1,4 +1,4 @@
-"""Optional packages: which extra of vexport brings each, and the error that says how to install it."""
+"""Optional packages: the extra of vexport that installs each, and the error for a missing one."""
 
 import json
 import re
@@ -151,7 +151,7 @@ def attempt_all(actions: Iterable[tuple[str, Callable[[], T]]]) -> list[T]:
 
 
 def raise_problems(problems: Sequence[VexportError]) -> None:
-    """Raise what some inputs came to, when the others are answered: faults first, wrong inputs together."""
+    """Raise the errors of some inputs after the others are answered: faults first, wrong inputs together."""
     for problem in problems:
         if not isinstance(problem, InputError):
             raise problem
@@ -176,7 +176,7 @@ def _arguments(extra: str) -> str:
 
 
 def _direct_url() -> Mapping[str, object]:
-    """The place vexport was installed from, if not from an index: its direct_url.json."""
+    """The URL or path that vexport was installed from, by its direct_url.json; empty for an index."""
     try:
         text = distribution("vexport").read_text("direct_url.json")
     except PackageNotFoundError:

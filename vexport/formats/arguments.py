@@ -1,4 +1,4 @@
-"""Arguments of a quantization in compressed-tensors' terms: read from JSON, checked, put into words."""
+"""Quantization arguments in compressed-tensors' terms: read from JSON, checked, described in words."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -133,7 +133,7 @@ def _described(args: QuantArgs) -> str:
 
 
 def contradictions(args: Arguments) -> Iterator[str]:
-    """Contradictions of arguments, for which compressed-tensors refuses them (`validate_model_after`)."""
+    """Contradictory arguments, which compressed-tensors refuses (`validate_model_after`)."""
     for each in (args.weights, args.input_activations):
         if each is not None:
             yield from _contradictions(each)

@@ -70,7 +70,7 @@ def _ct_scheme(weights: str, inputs: str | None) -> QuantizationScheme:
 
 @contextmanager
 def any_groups() -> Iterator[None]:
-    """Within the block compressed-tensors does not warn of inputs with other groups than the weights'.
+    """Silence compressed-tensors' warning about inputs with other groups than the weights'.
 
     From 0.20 on it does not where the two differ in bits, as it has such presets itself.
     """

@@ -177,7 +177,7 @@ class Compilation(event.Listener):  # type: ignore[misc]
         """Others may follow."""
 
     def on_progress(self, stage: str, done: int, total: int) -> None:
-        """Progress of another stage: what was to be compiled is there."""
+        """Pass on the progress of another stage, which ends the compilation."""
         if self._begun and not self._ended:
             self._ended = True
             self._on_progress(STAGE, 1, 1)
@@ -186,6 +186,6 @@ class Compilation(event.Listener):  # type: ignore[misc]
 
 @contextmanager
 def telling_compilation(on_progress: OnProgress) -> Iterator[OnProgress]:
-    """Within the block progress, to be told by what is yielded, also says if a kernel has to be compiled."""
+    """Report compilation of kernels as progress inside the block; other progress goes to what is yielded."""
     with event.install_listener("numba:compile", Compilation(on_progress)) as compilation:
         yield compilation.on_progress

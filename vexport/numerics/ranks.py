@@ -31,7 +31,7 @@ A = TypeVar("A", bound=Addable)
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Within the block torchrun's ranks form a process group; one that exists already is used as it is.
+    """Form a process group of torchrun's ranks inside the block; an existing one is used as it is.
 
     With GPUs the device "cuda" is each rank's own. EnvironmentFault where the ranks lose each other.
     """
@@ -57,7 +57,7 @@ def process_group() -> Iterator[None]:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's rank and how many there are: (0, 1) without a process group."""
+    """This process's rank and the number of ranks: (0, 1) without a process group."""
     if "torch.distributed" in sys.modules:
         from torch import distributed
 

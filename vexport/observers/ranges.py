@@ -192,7 +192,7 @@ class Importance:
         return cls(torch.zeros(channels, dtype=torch.float64))
 
     def add(self, inputs: torch.Tensor) -> None:
-        """Take in inputs of shape (..., channels)."""
+        """Add inputs of shape (..., channels)."""
         squares = inputs.detach().to(torch.float32).pow(2)
         dims = tuple(range(inputs.ndim - 1))
         self.total = self.total.to(inputs.device) + squares.sum(dims, dtype=self.total.dtype)
@@ -232,7 +232,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         return search_of(self.options, max(1, int(self.options.maxshrink * self.options.grid)) + 1)
 
     def attach(self, module: torch.nn.Module) -> None:
-        """Gather from now on from the inputs of a module with `in_features`; other modules are left alone."""
+        """Gather from the inputs of a module that has `in_features`; other modules are ignored."""
         self.detach(module)
         channels = getattr(module, "in_features", None)
         if not isinstance(channels, int):
@@ -248,7 +248,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         self._hook = module.register_forward_pre_hook(gather)
 
     def detach(self, module: torch.nn.Module) -> None:
-        """Stop to gather; the importance stays with the observer."""
+        """Stop gathering; the observer keeps the importance."""
         if self._hook is not None:
             self._hook.remove()
         self._hook = None
@@ -266,12 +266,12 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         return flatten_for_calibration(mean.unsqueeze(0), self.base_name, self.args)
 
     def reset(self) -> None:
-        """Forget everything seen and gathered."""
+        """Drop all observations and the gathered importance."""
         super().reset()
         self.gathered = None
 
     def reduce_over_ranks(self) -> None:
-        """Sum what was gathered over all ranks."""
+        """Sum the gathered importance over all ranks."""
         super().reduce_over_ranks()
         if self.gathered is not None:
             self.gathered.all_reduce()

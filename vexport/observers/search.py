@@ -117,7 +117,7 @@ def ranges_of_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def distinct_values(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The different numbers in values of 16 bits, and how often each occurs: both float32, (numbers,)."""
+    """The distinct values of a 16-bit tensor and the count of each: both float32, (numbers,)."""
     counts = np.zeros((min(numba.get_num_threads(), COUNTING_TASKS), PATTERNS), dtype=np.int64)
     add_counts(stored_bits(values)[0].reshape(-1), counts)
     total = counts.sum(0)
@@ -136,13 +136,13 @@ def range_of_values(values: torch.Tensor) -> tuple[float, float]:
 
 
 def readable(values: torch.Tensor) -> torch.Tensor:
-    """Values as kernels read them: in main memory, float32 where they are not of 16 bits."""
+    """Values as kernels read them: in main memory, and float32 unless they have 16 bits."""
     values = values.detach().to("cpu")
     return values if values.dtype in STORAGES else values.to(torch.float32)
 
 
 def stored_bits(values: torch.Tensor) -> tuple[Bits, int]:
-    """The bits of values as integers, without a copy where that is possible, and how they are to be read."""
+    """The bits of values as integers, without a copy where possible, and the dtype to read them as."""
     values = readable(values)
     as_integers = torch.int32 if values.dtype == torch.float32 else torch.uint16
     return values.contiguous().view(as_integers).numpy(), STORAGES[values.dtype]

@@ -149,7 +149,7 @@ def _locked(work: Path, path: Path) -> Iterator[TextIO]:
 
 
 def _require_ours(work: Path, path: Path) -> None:
-    """InputError where a working folder has links, or what vexport does not leave there."""
+    """Raise InputError where a working folder has links, or files that vexport does not write there."""
     entries = [entry for part in (NEW, ASIDE) for entry in (work / part).rglob("*")]
     known = [work / name for name in (RECORD, NEW, OLD, ASIDE)]
     for entry in (work, *(work.iterdir() if work.is_dir() else ()), *entries):
@@ -193,7 +193,7 @@ def _foreign(entry: Path, path: Path) -> InputError:
 
 
 def _sync(folder: Path) -> None:
-    """Have the disk hold all files of a folder, so that a power cut after the rename finds them whole."""
+    """Flush all files of a folder to disk, so that they survive a power cut after the rename."""
     for entry in (*folder.rglob("*"), folder):
         _sync_entry(entry)
 
@@ -212,7 +212,7 @@ def _sync_entry(path: Path) -> None:
 
 
 def _settle(path: Path, work: Path) -> None:
-    """Put right what a call that died between its last steps left: `old` goes back, or is done with."""
+    """Recover from a call that died between its last steps: put `old` back, or remove it."""
     if not (work / OLD).exists():
         return
     if not path.exists():
@@ -247,7 +247,7 @@ def _empty(folder: Path, keep: str = "") -> None:
 
 
 def _rewrite(record: TextIO, text: str) -> None:
-    """Put `text` in the record, which is never empty on the way."""
+    """Replace the text of the record, which is never empty meanwhile."""
     record.seek(0)
     record.write(text)
     record.truncate()
@@ -255,7 +255,7 @@ def _rewrite(record: TextIO, text: str) -> None:
 
 
 def _sign(folder: Path) -> None:
-    """Name the files of a checkpoint in its recipe, by which vexport knows them as its own."""
+    """List the files of a checkpoint in its recipe, by which vexport recognizes its own output."""
     recipe: dict[str, Json] = {"vexport": __version__}
     with suppress(InputError):
         recipe = read_json_object(folder / RECIPE)

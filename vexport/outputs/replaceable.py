@@ -34,7 +34,7 @@ class NamedPath:
 
 
 def require_separate(outputs: Sequence[NamedPath], inputs: Sequence[NamedPath]) -> None:
-    """InputError where an output is an input or another output, contains one, or lies inside one.
+    """Raise InputError where an output is an input or another output, contains one, or lies inside one.
 
     Call it before anything is created or removed, also with `--overwrite`. Paths are compared without links
     and `..`, and by device and inode. An input that does not exist is passed over. What the links in an input
@@ -50,7 +50,7 @@ def require_separate(outputs: Sequence[NamedPath], inputs: Sequence[NamedPath]) 
 
 
 def require_new_answer(file: Path, given: Sequence[Path]) -> None:
-    """InputError where the file of an answer is one of the paths given, or a file of a checkpoint given."""
+    """Raise InputError where the answer's file is one of the given paths, or a file of a given checkpoint."""
     for path in given:
         is_file_of = (path / "config.json").is_file() and file.exists() and _is_within(file, path)
         if os.path.lexists(path) and (is_file_of or _relation(file, path) == "the same path as"):
@@ -69,7 +69,7 @@ def _overlap(output: NamedPath, relation: str, other: NamedPath) -> InputError:
 
 
 def _relation(output: Path, other: Path) -> str:
-    """Return how an output and another path overlap, in words; empty where they do not."""
+    """Describe how an output and another path overlap; empty where they do not."""
     inside, contains = _is_within(output, other), _is_within(other, output)
     if inside and contains:
         return "the same path as"
@@ -115,7 +115,7 @@ def _linked_files(folder: NamedPath) -> Iterator[NamedPath]:
 
 
 def refuse_existing(path: Path, *, overwrite: bool) -> None:
-    """InputError where writing a checkpoint to `path` would replace what may not be replaced.
+    """Raise InputError where writing a checkpoint to `path` would replace something that must stay.
 
     Free are a path where nothing is and an empty folder; with `overwrite` also a checkpoint that vexport
     wrote, unless something else is in its folder.
@@ -131,7 +131,7 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
 
 
 def refuse_others(folder: Path, names: Sequence[str]) -> None:
-    """InputError that names what is in a folder to be replaced though vexport did not write it."""
+    """Raise InputError with the files in a folder that vexport did not write."""
     if not names:
         return
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
@@ -199,12 +199,12 @@ class FolderKind:
     checkpoints: frozenset[str] = frozenset()
 
     def require_own(self, folder: Path) -> None:
-        """InputError where a folder with something in it does not have the mark."""
+        """Raise InputError for a folder that is not empty and lacks the mark."""
         if is_filled_folder(folder) and not (folder / self.mark).is_file():
             raise not_ours(folder, self.name)
 
     def require_replaceable(self, folder: Path, *, overwrite: bool) -> None:
-        """InputError unless nothing is there, or with `overwrite` only what vexport wrote."""
+        """Raise InputError unless the folder is empty, or with `overwrite` has only vexport's files."""
         self.require_own(folder)
         if not is_filled_folder(folder):
             return
@@ -233,7 +233,7 @@ class FolderKind:
 
 @contextmanager
 def written_alone(folder: Path, option: str) -> Iterator[None]:
-    """Within the block no other call writes into the folder, which is made; the lock goes with a process.
+    """Create the folder and lock it against other calls inside the block; the lock ends with the process.
 
     InputError where another call does; `option` is what names the folder. Where the file system has no locks
     nothing is refused.

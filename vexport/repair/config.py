@@ -158,7 +158,7 @@ def _unquantized(view: CheckpointView) -> Iterator[str]:
 
 
 def _with(view: CheckpointView, key: str, names: Sequence[str], *place: str) -> CheckpointView:
-    """The checkpoint with another list in its quantization config: `ignore`, or the targets of a group."""
+    """Replace a list of the quantization config: `ignore`, or the targets of a group."""
     config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
     inside(config, QUANTIZATION_CONFIG, *place)[key] = list(names)
     return CheckpointView(replace(view.index, config=config), view.reader)

@@ -147,7 +147,7 @@ def _ones(shape: tuple[int, ...]) -> Mapping[str, torch.Tensor]:
 
 
 def reciprocals(view: CheckpointView, source: ComparedSource | None) -> Changes:
-    """Turn over the global scales that are absmax/(448*6): the values vLLM was meant to see."""
+    """Invert global scales stored as absmax/(448*6): vLLM expects the reciprocal."""
     changes = Changes()
     for layer in view.layers.values():
         for parameter in (WEIGHT, INPUT):
@@ -192,7 +192,7 @@ def _differing(
 
 
 def _scalar(tensor: TensorInfo, value: float, got: str, now: str, cost: str) -> Changes:
-    """Another value of a tensor of one number."""
+    """Replace the value of a scalar tensor."""
     spec = TensorSpec(name=tensor.name, dtype="F32", shape=tensor.shape)
     edit = Edit(
         tensors={GLOBAL_SCALES: spec},

@@ -1,4 +1,4 @@
-"""Changes of a checkpoint: those that a repair makes, the view of them for the checks, and the files."""
+"""The changes that a repair makes to a checkpoint, the repaired view for the checks, and the files."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ LOSSLESS = "nothing"
 
 
 def inside(config: dict[str, Json], *keys: str) -> dict[str, Json]:
-    """The object of a config below keys that it is known to have, to be changed in place."""
+    """The object below these keys of a config, to be changed in place."""
     for key in keys:
         value = config[key]
         assert isinstance(value, dict), key

@@ -31,7 +31,7 @@ _MAX_BESIDE = 8
 
 
 def verdict_document(verdict: Verdict) -> doc.Document:
-    """A verdict that stands alone."""
+    """The document of a verdict outside a run."""
     return doc.Document(
         title="accuracy",
         status=verdict.outcome,

@@ -40,7 +40,7 @@ _STATUS: dict[CellStatus, tuple[str, str]] = {
 
 
 def check_documents(reports: Sequence[CheckReport], *, every: bool = False) -> list[doc.Document]:
-    """One for each checkpoint; its findings, those of a kind as one unless `every`."""
+    """A document for each checkpoint; its findings are folded by kind unless `every`."""
     return [
         _document(
             "check",

@@ -177,7 +177,7 @@ Part = Section | Table | Paragraph | Listing | Facts | Details | FindingList | E
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A number to see first."""
+    """A key number at the top of a page."""
 
     label: str
     figure: str
@@ -237,12 +237,12 @@ def table(
 
 
 def facts(*rows: tuple[str, TableCell | str] | None) -> Facts:
-    """Facts that there are."""
+    """Facts, without those that are None."""
     return Facts(tuple((pair[0], row(pair[1])[0]) for pair in rows if pair))
 
 
 def parts(*items: Part | Iterable[Part] | None) -> tuple[Part, ...]:
-    """Parts one after the other, without those that there are not."""
+    """Parts in order, without those that are None."""
     flat: list[Part] = []
     for item in items:
         flat += item if isinstance(item, Iterable) else [item] if item else []
@@ -250,7 +250,7 @@ def parts(*items: Part | Iterable[Part] | None) -> tuple[Part, ...]:
 
 
 def page_section(title: str, anchor: str, lead: str, *items: Part | Iterable[Part] | None) -> Section:
-    """A section that only a page has."""
+    """A section of the HTML page alone."""
     return Section(title, parts(*items), anchor, lead, PAGE)
 
 
