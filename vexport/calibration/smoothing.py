@@ -56,7 +56,7 @@ class Smoother:
 
     @contextmanager
     def watching(self, layer: Layer) -> Iterator[None]:
-        """Within the block the squares of a layer's inputs and their gradients are added up by channel.
+        """Add up the squares of a layer's inputs and their gradients by channel inside the block.
 
         An input that several modules read counts for each; its gradient goes by the first of them.
         """
@@ -78,7 +78,7 @@ class Smoother:
         _add(self._squares, name, self._last[1])
 
     def leave(self, layer: Layer, again: Again) -> None:
-        """Fold what can be folded, one pair after another."""
+        """Fold every pair that can be folded, one after another."""
         expected = again()
         for fold in self._folds(layer, again):
             if any(name.removesuffix(".weight") in self._squares for name in fold.columns):
@@ -121,7 +121,7 @@ class Smoother:
                     yield _Fold(rows=_own(parameters, other), columns=(f"{name}.weight",))
 
     def _try(self, layer: Layer, fold: _Fold, is_same: Callable[[], bool]) -> None:
-        """Scale the parameters, and keep it where the layer computes the same."""
+        """Scale the parameters, and undo it where the layer's output changes."""
         parameters = {name: layer.module.get_parameter(name) for name in (*fold.rows, *fold.columns)}
         tensors = {name: self._weights.plain_tensor(joined(layer.name, name)) for name in parameters}
         if not all(tensors.values()) or any(
@@ -224,7 +224,7 @@ def _times(values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _is_exact(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """True where no digit was lost: of small numbers in float16, say."""
+    """Return whether scaling lost no digit, as it may of small numbers in float16."""
     mantissas = torch.frexp(before.float()).mantissa, torch.frexp(after.float()).mantissa
     return torch.equal(*mantissas)
 

@@ -1,4 +1,4 @@
-"""Rows of calibration data from where people have them, read no further than they are asked for."""
+"""Rows of calibration data from files and the hub, read lazily."""
 
 import gzip
 import json
@@ -27,7 +27,7 @@ TEXT, PARQUET = (".txt", ".md"), ".parquet"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawRow:
-    """A row before it is looked into: where it stands, and its JSON, record or text.
+    """An unparsed row: its place, and its JSON, record or text.
 
     `joins` says that it goes on where the row before it ends, as paragraphs of a file do.
     """

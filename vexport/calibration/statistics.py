@@ -80,7 +80,7 @@ class Statistics:
         )
 
     def wants(self, group: FusionGroup) -> bool:
-        """True where something of a group's input is needed."""
+        """Return whether statistics of a group's input are needed."""
         return any(one.name in self.inputs or one.name in self.importance for one in group.members)
 
     def only(self, groups: Sequence[FusionGroup]) -> "Statistics":
@@ -93,7 +93,7 @@ class Statistics:
         )
 
     def take(self, inputs: GroupInputs, module: str, value: Value) -> list[tuple[str, torch.Tensor]]:
-        """Take in what enters a module in one forward; for each input a layer and whether it is finite.
+        """Add the inputs of a module in one forward; yields a layer and whether its input is finite.
 
         A GPU is not waited for.
         """
@@ -116,7 +116,7 @@ class Statistics:
         return finite
 
     def sync(self) -> None:
-        """Give every rank, also one that saw nothing, the statistics of all."""
+        """Reduce the statistics over all ranks, also those that saw nothing."""
         for observer in self.inputs.values():
             observer.sync_activation_stats()
         for gathered in self.importance.values():
@@ -124,7 +124,7 @@ class Statistics:
         add_up(self.routed)
 
     def ranges(self) -> dict[str, InputRange]:
-        """The ranges that the observers of inputs saw, by layer; CheckpointFailed where one saw nothing."""
+        """The ranges of the input observers, by layer; CheckpointFailed where one observed nothing."""
         ranges = dict[str, InputRange]()
         for name, observer in self.inputs.items():
             _require_tokens(name, observer.tokens, "its static input scale")
@@ -156,7 +156,7 @@ def input_observers(plan: Plan) -> dict[str, Observer]:
 
 
 def show(observer: Observer, value: torch.Tensor, rows: torch.Tensor) -> None:
-    """Let an observer see an activation; one of ranges sees its extremes, which give the same range."""
+    """Show an activation to an observer; a range observer gets its extremes, which give the same range."""
     if type(observer) in OF_RANGES and observer.strategy in OF_CHANNELS:
         observer(rows)
         observer.tokens += value.numel() // value.shape[-1] - len(rows)
@@ -250,7 +250,7 @@ class _Watch:
                 self._hidden[position] = self._take(inputs, layer.module, layer.name, position, run)
 
     def behind(self) -> None:
-        """Run what is outside the layers, where something there is watched."""
+        """Run the modules outside the decoder layers, if any of them is watched."""
         inside = {one.name for one in self._places.below(f"{self._walk.name}.", self._groups)}
         outside = [group for group in self._groups if group.name not in inside]
         if not outside:
@@ -287,7 +287,7 @@ class _Watch:
 
 
 def require_cache(index: SourceIndex, seen: Mapping[str, object]) -> None:
-    """InputError where no keys and values were seen."""
+    """Raise InputError where no keys and values were observed."""
     if not seen:
         raise InputError(
             f"{index.root}: KV cache",

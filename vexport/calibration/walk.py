@@ -38,7 +38,7 @@ def is_finite(value: torch.Tensor) -> bool:
 
 
 def first_not_finite(module: torch.nn.Module, name: str, run: Callable[[], object]) -> tuple[str, str] | None:
-    """Run a forward of `module`: where a value first is not finite, the module and which side of it.
+    """Run a forward of `module`; return the module whose input or output first is not finite, and which.
 
     First means in the order of execution: an input is seen before the output that comes of it, a child's
     output before its parent's.
@@ -64,7 +64,7 @@ def first_not_finite(module: torch.nn.Module, name: str, run: Callable[[], objec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A decoder layer that has its weights, its name in the model, and how it is called for each sample."""
+    """A decoder layer with its weights, its name in the model, and its call for each sample."""
 
     number: int
     name: str
@@ -72,7 +72,7 @@ class Layer:
     calls: Sequence[LayerCall]
 
     def run(self, position: int, states: torch.Tensor) -> torch.Tensor:
-        """The hidden states behind the layer of the sample at `position`, from those in front of it."""
+        """Run the layer on the hidden states of the sample at `position`."""
         return self.calls[position].run(self.module, states)
 
 
@@ -108,7 +108,7 @@ class LayerWalk:
         stage: str = "layers",
         on_progress: OnProgress = silent,
     ) -> Iterator[HiddenStates]:
-        """Within the block samples are on their way through the model as smoothed: what enters its layers.
+        """Run samples through the smoothed model up to its layers, whose calls are valid inside the block.
 
         Each layer that they go through is a step of the `stage` that `on_progress` is told. Raises InputError
         for a model that cannot run layer by layer.
@@ -130,11 +130,11 @@ class LayerWalk:
             yield hidden
 
     def forward(self, part: int = 0, parts: int = 1) -> Iterator[Layer]:
-        """Every layer with its weights, from the first on: this is one of several parts of the stage."""
+        """Yield every layer with its weights, first to last, as one of several parts of the stage."""
         return self._each(self.numbers, part, parts)
 
     def backward(self, part: int = 0, parts: int = 1) -> Iterator[Layer]:
-        """Every layer with its weights, from the last on."""
+        """Yield every layer with its weights, last to first."""
         return self._each(list(reversed(self.numbers)), part, parts)
 
     def on_device(self, states: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ class LayerWalk:
         return states.to(self.device, non_blocking=True)
 
     def through(self, layer: Layer, position: int, states: torch.Tensor) -> torch.Tensor:
-        """The hidden states of a sample behind a layer; CheckpointFailed where they are not finite."""
+        """The outputs of a layer for a sample; CheckpointFailed where they are not finite."""
         run = partial(layer.run, position, self.on_device(states))
         output = run()
         if not is_finite(output):

@@ -199,7 +199,7 @@ def read_index(root: Path) -> SourceIndex:
 
 
 def status_of(file: Path) -> FileStatus | None:
-    """The status of a file, of a link that of what it points to; None where there is none to be had."""
+    """The status of a file, or of a link's target; None where it cannot be read."""
     with suppress(OSError):
         status = file.stat()
         return FileStatus(status.st_size, status.st_mtime_ns)
@@ -207,13 +207,13 @@ def status_of(file: Path) -> FileStatus | None:
 
 
 def statuses_of(files: Iterable[Path]) -> dict[Path, FileStatus]:
-    """The status of each file that there is."""
+    """The status of each file that exists."""
     return {file: status for file in files if (status := status_of(file)) is not None}
 
 
 @contextmanager
 def unchanged(index: SourceIndex) -> Iterator[None]:
-    """Within the block a checkpoint is read; InputError at its end where a file has another size or time."""
+    """Raise InputError at the end of the block where a file has changed its size or time."""
     yield
     for file, before in index.statuses.items():
         if status_of(file) != before:
@@ -221,7 +221,7 @@ def unchanged(index: SourceIndex) -> Iterator[None]:
 
 
 def changed(file: Path, got: str) -> InputError:
-    """The error for a file that is not what it was when its header was read."""
+    """The error for a file that has changed since its header was read."""
     need, fix = "a file that stays the same while it is read", "run again when nothing else writes to it"
     return InputError(str(file), got=got, need=need, fix=f"{fix}; nothing was published")
 
@@ -243,13 +243,13 @@ def content_files(root: Path) -> list[Path]:
 
 
 def require_checkpoint(root: Path) -> None:
-    """InputError unless `root` is a folder with a config.json, whose files Git LFS has fetched."""
+    """Raise InputError unless `root` is a folder with a config.json, whose files Git LFS has fetched."""
     require_config(root)
     require_fetched(sorted(file for file in root.iterdir() if file.suffix.lower() in CONTENT))
 
 
 def require_config(root: Path) -> None:
-    """InputError unless `root` is a folder with a config.json."""
+    """Raise InputError unless `root` is a folder with a config.json."""
     if not root.exists():
         raise InputError(str(root), got="no such folder", need="a checkpoint folder", fix="check the path")
     if not root.is_dir():
@@ -328,7 +328,7 @@ def file_inside(root: Path, name: str) -> Path | None:
 
 
 def not_a_checkpoint(root: Path) -> InputError | None:
-    """The error that says what a folder is; None where nothing in it tells."""
+    """The error that names the kind of a folder; None where its files do not tell."""
     for patterns, (got, fix) in OTHER_FOLDERS.items():
         file = next((file for pattern in patterns for file in sorted(root.glob(pattern))), None)
         if file is None:

@@ -81,7 +81,7 @@ class Reader:
         return stored
 
     def is_hole(self, tensor: TensorInfo) -> bool:
-        """Return whether a file holds nothing where a tensor is: its bytes are zero and need not be read."""
+        """Return whether a tensor lies in a hole of its file: its bytes are zero and need not be read."""
         if not self.is_in_place(tensor):
             return False
         with tensor.file.open("rb", buffering=0) as stream:

@@ -132,7 +132,7 @@ def encode(exponents: Exponents) -> str:
 
 
 def decode(text: str) -> Exponents:
-    """The other way round."""
+    """Decode what `encode` writes."""
     return np.frombuffer(base64.b64decode(text, validate=True), np.int8)
 
 

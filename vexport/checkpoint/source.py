@@ -1,4 +1,4 @@
-"""Finds a checkpoint or calibration data by name: a folder or file, or a repository of the hub.
+"""Finds checkpoints and calibration data by name: a folder or file, or a repository of the hub.
 
 Of a model of the hub a plan needs the headers of its weights alone: HTTP ranges, seconds.
 """
@@ -43,7 +43,7 @@ _PARTIAL_CONTENT = 206
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataName:
-    """A name with what it says: `path` of a file or folder, `hub` with a split and a column."""
+    """A parsed name: `path` of a file or folder, `hub` with a split and a column."""
 
     kind: Literal["path", "hub", "default"]
     name: str
@@ -71,7 +71,7 @@ def parse_data(name: str) -> DataName:
 
 
 def require_data(name: str) -> None:
-    """InputError where there are no such data, whether or not they would be read. The hub is not asked."""
+    """Raise InputError where there are no such data, even if they are not read. The hub is not asked."""
     parsed = parse_data(name)
     if parsed.kind != "path":
         return
@@ -208,7 +208,7 @@ def header_files(name: HubName, on_progress: OnProgress) -> Iterator[Path]:
 
 
 def _named(error: InputError, root: Path, name: str) -> InputError:
-    """The error with the model's name in the place of a folder that nobody knows."""
+    """The error with the model's name in place of the temporary folder."""
     where, got, need, fix = (
         text.replace(str(root), name) for text in (error.where, error.got, error.need, error.fix)
     )

@@ -126,7 +126,7 @@ class Progress:
         return done, digest
 
     def add(self, digest: str) -> None:
-        """One more unit is in the shard, whose digest to its end is `digest`."""
+        """Record one more unit of the shard; `digest` is that of the shard up to its end."""
         self._file.write(digest.encode() + b"\n")
 
     def close(self) -> None:
@@ -189,13 +189,13 @@ class ShardWriter:
             assert length == self._ends[-1], f"{length} bytes, not {self._ends[-1]}"
 
     def write(self, chunk: Chunk) -> None:
-        """Hand over the next chunk; waits while the thread is `ahead` chunks behind."""
+        """Pass the next chunk to the thread; waits while it is `ahead` chunks behind."""
         if len(self._appending) > self._ahead:
             self._appending.popleft().result()
         self._appending.append(self._thread.submit(self._append, chunk))
 
     def _append(self, chunk: Chunk) -> None:
-        """Append a chunk, unless one before it could not be."""
+        """Append a chunk, unless an earlier one failed."""
         if self._is_broken:
             return
         self._is_broken = True

@@ -1,4 +1,4 @@
-"""What all commands share: the answer in colour, progress on stderr, and how findings become an exit code."""
+"""Shared by all commands: the answer in colour, progress on stderr, and exit codes from findings."""
 
 import os
 import re
@@ -128,7 +128,7 @@ def add_text_summary(text: str) -> None:
 
 
 def is_read() -> bool:
-    """Return whether a person has the answer before their eyes, so that stderr need not repeat it."""
+    """Return whether the answer is shown on a terminal, so that stderr need not repeat it."""
     context = click.get_current_context(silent=True)
     return context is not None and context.params.get("format_") in _READ and answer_file(context) is None
 
@@ -249,7 +249,7 @@ class BarDisplay:
         self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Move the stage's bar, and say what is true of it now."""
+        """Update the stage's bar and its detail."""
         name, total = stage.partition(PROGRESS_DETAIL)[0], max(total, 1)
         self.bars.start()
         if name not in self._tasks:
@@ -271,7 +271,7 @@ class PlainDisplay:
         self._shown: set[str] = set()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Print where the stage is, if it is time to."""
+        """Print the progress of the stage, if it is due."""
         now, name = time.monotonic(), stage.partition(PROGRESS_DETAIL)[0]
         is_first, is_end = name not in self._started, done >= total
         seconds = now - self._started.setdefault(name, now)
@@ -296,5 +296,5 @@ class PlainDisplay:
 
 
 def _whole(stage: str) -> str:
-    """A stage's name with what is true of it now."""
+    """A stage's name with its detail."""
     return stage.replace(PROGRESS_DETAIL, " ")

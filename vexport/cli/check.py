@@ -122,7 +122,7 @@ def check(
 
 
 def _folder(name: str, on_progress: OnProgress) -> Path:
-    """The folder of a checkpoint; what is none may be a model of the hub."""
+    """The folder of a checkpoint, or of a model of the hub where there is no such folder."""
     if (folder := Path(name).expanduser()).exists():
         return folder
     from vexport.checkpoint.source import resolve_source

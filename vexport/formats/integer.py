@@ -74,7 +74,7 @@ class PackedIntegers(Format):
         return None if bits in PACKED_BITS else f"{bits} packed bits"
 
     def unwritten(self, args: Arguments) -> str | None:
-        """vLLM takes no look at the type of weights alone, and runs them as integers."""
+        """vLLM ignores the type of weights without inputs, and runs them as integers."""
         return "floats in groups, which vLLM reads as integers" if args.weights.is_float else None
 
     def group_sizes(self, args: Arguments) -> Sequence[int | None]:

@@ -39,7 +39,7 @@ class _Mx(Format):
         return _is_mx(args.weights, self.bits)
 
     def unwritten(self, args: Arguments) -> str | None:
-        """vLLM takes no look at the inputs: only those are written that it runs as they are stored."""
+        """vLLM ignores the arguments of inputs: only those are written that it runs as they are stored."""
         inputs = args.input_activations
         if inputs is None or (self.bits == 4 and _is_dynamic_fp8(args)):
             return None

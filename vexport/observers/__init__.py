@@ -66,7 +66,7 @@ def load_observer(
 
 
 def fuse_weight_observers(model: torch.nn.Module) -> None:
-    """Let the `weight_observer`s of layers that vLLM runs as one share what `Observer.fuse` shares.
+    """Fuse the `weight_observer`s of layers that vLLM runs as one, see `Observer.fuse`.
 
     What vLLM fuses is known by the model's class; of a part of a model, or a class that vLLM does not have,
     what nearly all of its classes fuse is assumed. Raises ValueError where only some of the layers that share

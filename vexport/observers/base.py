@@ -195,7 +195,7 @@ class Observer(torch.nn.Module):
 
     @property
     def _keeps_statistics(self) -> bool:
-        """True where a subclass takes in observations itself."""
+        """Return whether a subclass updates its statistics itself."""
         return type(self).update_statistics_from_observed is not Observer.update_statistics_from_observed
 
     @property
@@ -232,11 +232,11 @@ class Observer(torch.nn.Module):
 
     @torch.no_grad()
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
-        """Take in observations of shape (num_observations, *qparam_shape, group_size)."""
+        """Update the statistics with observations of shape (num_observations, *qparam_shape, group_size)."""
         self._update(tiles_of_observations(observed))
 
     def prepare(self, tiles: Tiles) -> None:  # noqa: B027
-        """Take in what else is needed to find the ranges of these observations, now or later."""
+        """Prepare what else is needed to find the ranges of these observations, now or later."""
 
     def find_range(self, tiles: Tiles) -> Range:
         """The range to keep of one observation: float32, shape qparam_shape."""
@@ -290,7 +290,7 @@ class Observer(torch.nn.Module):
         return scales_of_rows(ranges_of_rows(tiles), tiles, self.args, global_scale)
 
     def reset(self) -> None:
-        """Forget everything seen, the token count and with whom a scale is shared."""
+        """Drop all observations, the token count and the fused observers."""
         if self._has_range:
             del self.min_vals, self.max_vals
         self._weight = None
@@ -300,10 +300,10 @@ class Observer(torch.nn.Module):
         self._shared = None
 
     def attach(self, module: torch.nn.Module) -> None:  # noqa: B027
-        """Start to gather from the module what this observer needs besides the observed tensors."""
+        """Start gathering from the module what this observer needs besides the observed tensors."""
 
     def detach(self, module: torch.nn.Module) -> None:  # noqa: B027
-        """Stop to gather; what was gathered stays with the observer."""
+        """Stop gathering; the observer keeps the statistics."""
 
     def sync_activation_stats(self) -> list[distributed.Work]:
         """Reduce statistics and token counts over ranks, once, after the last observation.
@@ -330,7 +330,7 @@ class Observer(torch.nn.Module):
 
     @staticmethod
     def fuse(observers: "Iterable[Observer]") -> None:
-        """Let layers that run as one parameter share what that parameter has once.
+        """Share the scales that a fused parameter has only once.
 
         Strategy tensor_group shares the global scale of the largest value seen, strategy tensor the
         union of the ranges; other strategies share nothing. Observers may be fused before or after they

@@ -1,4 +1,4 @@
-"""Brings a weight, an activation or an attention state into observations of quantization groups.
+"""Reshapes a weight, an activation or an attention state into observations of quantization groups.
 
 A weight comes a tile at a time: nothing of a large one is in memory twice.
 """

@@ -131,7 +131,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def require_matching_rules(rules: Sequence["Rule"], names: Mapping[str, Place]) -> None:
-    """InputErrors for the rules that match no layer at all."""
+    """Raise InputErrors for the rules that match no layer."""
     bound = [
         rule
         for rule in rules

@@ -101,7 +101,7 @@ class Moments:
         weights: torch.Tensor | None = None,
         share: float | None = None,
     ) -> None:
-        """Take in the same tokens of both streams, (..., in) each.
+        """Add the same tokens of both streams, (..., in) each.
 
         `weights` (tokens,) float32 are powers of two, by which each counts; with a `share` for all of them
         they are not counted as tokens.
@@ -137,7 +137,7 @@ class Moments:
         self.drift.add_(weighed.T @ change, alpha=alpha)
 
     def all_reduce(self) -> None:
-        """Add up what all ranks have taken in; all call."""
+        """Sum the moments over all ranks; all call."""
         all_reduce(self.hessian)
         if self.drift is not None:
             all_reduce(self.drift)

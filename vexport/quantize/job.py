@@ -81,7 +81,7 @@ def quantize_source(
 
 
 def _require_same_on_all_ranks(plan: Plan) -> None:
-    """InputError where this rank has another plan than the first: they would wait without end."""
+    """Raise InputError where this rank's plan differs from the first's: they would deadlock."""
     rank, size = rank_and_size()
     digest = digest_bytes(repr((plan.groups, plan.attention)).encode()) if size > 1 else ""
     if on_first(lambda: digest) != digest:
@@ -131,7 +131,7 @@ def write_checkpoint(
 
 
 def _require_separate(job: QuantizeJob, source: Path) -> None:
-    """InputError where `out`, or its working folder, overlaps what is read."""
+    """Raise InputError where `out`, or its working folder, overlaps an input."""
     inputs = [NamedPath(label="SOURCE", path=source)]
     if job.calibration and job.calibration.path:
         inputs.append(NamedPath(label="--calibration", path=job.calibration.path))
@@ -174,7 +174,7 @@ def write_config(index: SourceIndex, plan: Plan, folder: Path) -> None:
 
 
 def _copy_side_files(index: SourceIndex, folder: Path) -> None:
-    """Tokenizer, templates and the like; not what vexport left in a source that is its own."""
+    """Copy tokenizer, templates and the like; not vexport's own files of a source that it made."""
     for file in index.side_files:
         if file.name not in (RECIPE, SMOOTHING):
             shutil.copyfile(file, folder / file.name)

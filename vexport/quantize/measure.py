@@ -147,7 +147,7 @@ class Trial:
         self._sums = SiteSums(self.model, self.inputs, text=tokens, plain=True)
 
     def add(self, noted: Noted) -> None:
-        """Take in what entered the layers that are rounded by text, of a batch."""
+        """Add the inputs of one batch for the layers that are rounded by text."""
         self._sums.add(noted, noted)
 
     def weights(self) -> dict[LinearPlan, torch.Tensor]:
@@ -187,7 +187,7 @@ class TrialWalk:
         return self._walk.through(layer, position, states[position]).to("cpu")
 
     def _noted(self, trials: Sequence[Trial], run: Callable[[int], torch.Tensor]) -> States:
-        """Run all batches; trials take in what enters the layers that they round by text."""
+        """Run all batches; trials add the inputs of the layers that they round by text."""
         made = []
         for trial in trials:
             trial.begin()

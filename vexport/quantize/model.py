@@ -26,7 +26,7 @@ Hook = Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor,
 
 @contextmanager
 def rounded_experts(module: torch.nn.Module, hooks: Mapping[ExpertLayer, Hook]) -> Iterator[None]:
-    """Within the block experts round what these hooks round; those of unknown arithmetic nothing."""
+    """Round the inputs of experts by these hooks inside the block, but for experts of unknown arithmetic."""
     arithmetic = arithmetic_of(module)
     if arithmetic is None:
         yield
@@ -66,7 +66,7 @@ class QuantizedModel:
         return self._weights.reader
 
     def learn(self, layer: LayerRounding) -> None:
-        """Make known what the inputs of a layer showed, before its scales or importance are asked for."""
+        """Record the input statistics of a layer, before its scales or importance are needed."""
         self._ranges.update(layer.ranges)
         self._importance.update(layer.importance)
 
@@ -103,13 +103,13 @@ class QuantizedModel:
     def applied(
         self, groups: Sequence[FusionGroup], weights: Mapping[LinearPlan, torch.Tensor]
     ) -> Iterator[None]:
-        """Within the block the model has these weights, and rounds the inputs of these groups."""
+        """Use these weights in the model, and round the inputs of these groups, inside the block."""
         with self.with_weights(weights), self.rounding_inputs(groups):
             yield
 
     @contextmanager
     def with_weights(self, weights: Mapping[LinearPlan, torch.Tensor]) -> Iterator[None]:
-        """Within the block the model has these weights."""
+        """Use these weights in the model inside the block."""
         changed = self._weights.parameters_from(self._stored(weights))
         with ExitStack() as block:
             for name, value in changed.items():
@@ -118,7 +118,7 @@ class QuantizedModel:
 
     @contextmanager
     def rounding_inputs(self, groups: Sequence[FusionGroup]) -> Iterator[None]:
-        """Within the block these groups round their inputs, but for experts whose arithmetic is unknown."""
+        """Round the inputs of these groups inside the block, except for experts of unknown arithmetic."""
         experts: dict[torch.nn.Module, dict[ExpertLayer, Hook]] = {}
         with ExitStack() as block:
             for group in groups:
@@ -139,7 +139,7 @@ class QuantizedModel:
     def _round_input(
         self, group: FusionGroup, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """A hook: its static scales need be known when text comes to it, not before."""
+        """A forward hook; static scales must be known when text reaches it, not before."""
         rounding = self._input_rounding(group)
         return inputs if rounding is None else rounding.hook(module, inputs)
 
@@ -161,7 +161,7 @@ class QuantizedModel:
 
 @contextmanager
 def _replaced(model: torch.nn.Module, name: str, value: torch.Tensor) -> Iterator[None]:
-    """Within the block a parameter has another value."""
+    """Replace the value of a parameter inside the block."""
     owner_name, _, parameter = name.rpartition(".")
     owner = model.get_submodule(owner_name)
     before = getattr(owner, parameter)

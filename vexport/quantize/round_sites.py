@@ -156,7 +156,7 @@ class SiteSums:
         return strength_of(group) if site.is_aligned and not self._plain else GPTQ
 
     def add(self, quantized: Noted, source: Noted) -> None:
-        """Take in what entered of one row in the quantized stream and in the source's.
+        """Add the inputs of one row in the quantized stream and in the source's.
 
         The model's weights must be the source's. What does not reach a site's module changes nothing.
         """
@@ -263,7 +263,7 @@ class SiteSums:
 
 
 def most_waiting(device: str = "cpu") -> int:
-    """The most bytes for rows that wait in a layer: half of the GPU's, or else of this process's memory."""
+    """The most bytes for rows that wait in a layer: half of the GPU's memory, or of this process's."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_properties(device).total_memory // 2
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -286,7 +286,7 @@ def waiting_bytes(groups: Iterable[FusionGroup], tokens: int) -> int:
 
 
 def require_room(groups: Iterable[FusionGroup], tokens: int, samples: int, device: str) -> None:
-    """InputError where so many samples of text that wait in a layer take more memory than there is."""
+    """Raise InputError where the waiting rows of so many samples exceed the memory."""
     needed, most = waiting_bytes(groups, tokens), most_waiting(device)
     if needed > most:
         fitting = samples * most // needed

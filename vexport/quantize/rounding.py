@@ -59,7 +59,7 @@ class WaitingRows:
 
     @contextmanager
     def stopping(self, inputs: GroupInputs) -> Iterator[None]:
-        """Within the block rows stop in front of the modules of these inputs; they run to the first one."""
+        """Stop rows in front of the modules of these inputs inside the block; they run to the first one."""
         with inputs.shown(self._stop):
             for position in range(len(self._rows)):
                 self._go_on(position)
@@ -86,7 +86,7 @@ class WaitingRows:
         return {name: stop[1]} if stop is not None and stop[0] == name else {}
 
     def let_through(self, name: str) -> None:
-        """Let the rows that wait in front of a module go on, and all that come to it later."""
+        """Release the rows that wait in front of a module, and all that reach it later."""
         self._passed.add(name)
         for position, stop in enumerate(self._stops):
             if stop is not None and stop[0] == name:
@@ -102,7 +102,7 @@ class NotedRows:
 
     @contextmanager
     def stopping(self, inputs: GroupInputs) -> Iterator[None]:
-        """Note what enters the modules of these inputs."""
+        """Record the inputs of these modules."""
         for run in self._runs:
             with inputs.noted(only=True) as seen:
                 run()
@@ -120,7 +120,7 @@ class NotedRows:
         return {name: seen[name]} if name in seen else {}
 
     def let_through(self, name: str) -> None:
-        """Forget what entered a module."""
+        """Drop the recorded inputs of a module."""
         for seen in self._seen:
             seen.pop(name, None)
 
@@ -129,7 +129,7 @@ Rows = WaitingRows | NotedRows
 
 
 class InOrder:
-    """Groups of one layer, and the inputs of those that text decides about.
+    """The groups of one layer, and the inputs of those that text decides.
 
     Rows that wait in front of a module decide static scales and importance, then its weights, and go on
     through it as rounded. `text` is the number of tokens of all rows.
@@ -185,7 +185,7 @@ class InOrder:
         return SiteSums(self._model, inputs, text=self._text)
 
     def _observe(self, here: GroupInputs, name: str, rows: Rows, number: int) -> None:
-        """Take in what static scales and importance need of an input; the ranks', too."""
+        """Update static scales and importance from an input, and reduce them over the ranks."""
         groups = [group for site in here.sites for group in site.groups]
         seen = self._statistics.only(groups)
         for position in range(number):
@@ -243,7 +243,7 @@ class RoundedLayers(Stored):
         return from_json(LayerRounding, told) if told.is_file() else None
 
     def put(self, number: int, stored: Stored, how: LayerRounding) -> None:
-        """Keep a finished layer, for those who look into the folder from now on."""
+        """Store a finished layer, visible to everyone who reads the folder."""
         told = self._folder / f"layer-{number:04d}.json"
         with atomic_path(told.with_suffix(".safetensors")) as temporary:
             save_file({name: np.ascontiguousarray(value) for name, value in stored.items()}, temporary)
@@ -313,7 +313,7 @@ class RoundingWalk:
             self._quantized.append(source[position])
 
     def layer(self, layer: Layer) -> None:
-        """Round the groups of a decoder layer, and bring both streams behind it."""
+        """Round the groups of a decoder layer, and run both streams through it."""
         groups = self._model.places.below(f"{layer.name}.", self._plan.groups)
         inputs = self._inputs(groups)
         exact = self._follow(inputs, partial(self._run, self._source, layer))
@@ -337,7 +337,7 @@ class RoundingWalk:
         self._put(layer.number, stored, learnt)
 
     def behind(self) -> None:
-        """Round what is not in a decoder layer, an output head say."""
+        """Round the groups outside the decoder layers, such as an output head."""
         number, inside = len(self._walk.layers), f"{self._walk.name}."
         within = {group.name for group in self._model.places.below(inside, self._plan.groups)}
         groups = [group for group in self._plan.groups if group.name not in within]
@@ -353,12 +353,12 @@ class RoundingWalk:
         return InOrder(self._model, groups, inputs, self._statistics, self._tokens)
 
     def _inputs(self, groups: Sequence[FusionGroup]) -> GroupInputs:
-        """The inputs of the groups that text decides about."""
+        """The inputs of the groups that text decides."""
         wanted = [one for one in groups if one.rounding != "nearest" or self._statistics.wants(one)]
         return GroupInputs(self._model.places, wanted)
 
     def _follow(self, inputs: GroupInputs, run: Callable[[int], None]) -> list[dict[str, Value]]:
-        """Run rows of the source's stream: what entered of each, where a refit asks for it."""
+        """Run rows of the source's stream, and return the inputs that a refit needs."""
         exact = [dict[str, Value]() for _ in range(len(self._source))]
         for position in self._followed:
             with inputs.noted() as noted:
@@ -388,6 +388,6 @@ class RoundingWalk:
         return sum(noises) / sum(signals) if sum(signals) else 0.0
 
     def _put(self, number: int, stored: Stored, how: LayerRounding) -> None:
-        """Keep a finished layer: on the first rank."""
+        """Store a finished layer, on the first rank."""
         if rank_and_size()[0] == 0:
             self._done.put(number, stored, how)

@@ -209,7 +209,7 @@ class Stream:
         return largest
 
     def expect(self, member: LinearPlan, rows: slice) -> None:
-        """Let the kernel read some rows ahead of the thread that will ask for them."""
+        """Ask the kernel to read some rows ahead of the thread that needs them."""
         self.reader.expect_view(self.index.tensors[member.weight], self.view(member, rows))
 
     def view(self, member: LinearPlan, rows: slice) -> Array:

@@ -51,7 +51,7 @@ MEASURE = "measure how long a layer takes"
 
 
 def require_calibration(plan: Plan, settings: Calibration | None) -> None:
-    """InputError where a plan needs samples and none are given, and where the file given is missing."""
+    """Raise InputError where a plan needs samples and has none, or its file is missing."""
     need = calibration_need(plan)
     if need and settings is None:
         raise need.missing()
@@ -230,7 +230,7 @@ def estimated_steps(text: PlanText) -> tuple[Step, ...]:
 
 
 def numbered(steps: Sequence[Step], on_progress: OnProgress) -> OnProgress:
-    """Progress in which several steps are one stage, in estimated seconds: the time left is that of all."""
+    """Report several steps as one stage, in estimated seconds, so that the time left covers all of them."""
     if len(steps) < 2:
         return on_progress
     total = max(2, round(sum(step.seconds for step in steps)))
@@ -252,7 +252,7 @@ def numbered(steps: Sequence[Step], on_progress: OnProgress) -> OnProgress:
 
 @dataclass(slots=True)
 class _Clock:
-    """The times at which each layer of each step was done."""
+    """Records when each layer of each step is done."""
 
     marks: dict[str, list[float]] = field(default_factory=dict)
     last: float = field(default_factory=time.perf_counter)
@@ -343,6 +343,6 @@ def _groups_of_layers(walk: "LayerWalk", plan: Plan) -> list[list[FusionGroup]]:
 
 
 def _kind(layer: "torch.nn.Module", groups: Sequence[FusionGroup]) -> Hashable:
-    """The causes of a layer's time: the shapes of its parameters, and their quantization."""
+    """The kind of a layer for timing: the shapes of its parameters, and their quantization."""
     shapes = tuple((name, *one.shape) for name, one in layer.named_parameters())
     return shapes, tuple((one.scheme, one.rounding, one.observer) for one in groups)

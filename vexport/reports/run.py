@@ -150,7 +150,7 @@ def _load_section(report: Report) -> doc.Section:
 
 
 def _engine(report: Report, engine: EngineInfo) -> doc.Facts:
-    """What every form has of a load, and what only a page has."""
+    """The facts of a load in every form, then those of a page alone."""
     processes = "several processes" if engine.multiprocess else "one process"
     emulated = "emulated: the numbers are the format's, the speed is not" if engine.emulated else ""
     baseline_ok = report.baseline_load.ok
@@ -265,7 +265,7 @@ def worst_task(verdict: Verdict) -> TaskVerdict | None:
 
 
 def marked(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, ...]:
-    """The runs with the smallest that passes marked, of equal ones the nearest to the baseline."""
+    """Mark the smallest run that passes; among equal ones the nearest to the baseline."""
     passed = [run for run in runs if run.outcome == "PASS"]
     best = min(passed, key=lambda run: (run.num_bytes, run.mean_kl or 0.0), default=None)
     return tuple(replace(run, smallest=run is best) for run in runs)

@@ -53,7 +53,7 @@ def _document(document: doc.Document) -> Iterator[RenderableType]:
 
 
 def _part(part: doc.Part) -> Iterator[RenderableType]:
-    """Blocks with an empty line below each; what only a page can show is left out."""
+    """Blocks with an empty line below each, without the parts of a page alone."""
     match part:
         case doc.Section() if "text" in part.forms:
             yield from _section(part)
