@@ -1,7 +1,7 @@
 """Micro models with random weights, saved as real checkpoints; what tests do with them again and again."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -67,11 +67,13 @@ def _save(folder: Path, kind: type[PreTrainedModel], config: PreTrainedConfig) -
     return folder
 
 
-def write_tokenizer(folder: Path, vocabulary: int = VOCABULARY) -> None:
-    """Whole words `w4` to the last of the vocabulary, so that no English text can be encoded."""
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3}
-    words |= {f"w{number}": number for number in range(4, vocabulary)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+WORDS = tuple(f"w{number}" for number in range(4, VOCABULARY))
+
+
+def write_tokenizer(folder: Path, words: Iterable[str] = WORDS) -> None:
+    """Whole words behind the special ones; by themselves such that no English text can be encoded."""
+    vocabulary = {word: number for number, word in enumerate(("<pad>", "<s>", "</s>", "<unk>", *words))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"

@@ -212,17 +212,6 @@ def test_the_text_that_ships_is_used_with_a_note_where_none_was_named(llama: Pat
     assert recipe["scenario"]["calibration"]["data"] == "default"
 
 
-def test_a_hub_that_cannot_be_asked_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    ran = vexport(
-        "quantize", DEMO, tmp_path / "out", "--scheme", "FP8", "--calibration", "org/chats:train", "--quiet"
-    )
-    assert ran.code != 0
-    assert len(ran.errors) == 1
-    assert "dataset org/chats" in ran.errors[0]
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
 def test_a_data_set_is_read_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "1")

@@ -216,14 +216,6 @@ def test_repair_takes_no_source_of_a_smoothed_checkpoint(
     assert vexport("repair", smoothed, tmp_path / "out").code == 0
 
 
-@pytest.mark.slow
-def test_a_refit_is_smoothed(source: Path, text: Path, tmp_path: Path) -> None:
-    how = ("--rounding", "refit", "--smoothing", 0.5)
-    out = quantize(source, tmp_path / "out", "NVFP4", "--calibration", text, *how)
-    assert (out / SMOOTHING).is_file()
-    assert vexport("check", out, "--source", source).code == 0
-
-
 def test_a_recipe_with_smoothquant(source: Path, text: Path, smoothed: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(

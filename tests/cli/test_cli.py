@@ -34,6 +34,7 @@ from tests.command import ALL_COMMANDS, vexport
         ("eval LLAMA --baseline MISSING --task TASK --output-dir OUT", ["MISSING", "folder"]),
         ("report EMPTY", ["EMPTY", "vexport run"]),
         ("verdict EMPTY EMPTY", ["EMPTY"]),
+        ("compare LLAMA --schemes W4A17", ["W4A17"]),
     ],
 )
 def test_bad_input_is_one_line_code_2(arguments: str, words: list[str], llama: Path, tmp_path: Path) -> None:

@@ -4,19 +4,13 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from tests.models import quantize
-from tests.mutations.edits import forget_digests
+from tests.mutations.edits import all_of, each, put, spoiled, times
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "scenarios" / "demo"
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} . {% endfor %}"
 WRONG_TEMPLATE = TEMPLATE.replace("m['role']", "'user'")
-
-
-def quantized(folder: Path, scheme: str = "NVFP4A16") -> Path:
-    return quantize(DEMO / "model", folder, scheme)
 
 
 def with_template(source: Path, folder: Path, template: str) -> Path:
@@ -27,26 +21,14 @@ def with_template(source: Path, folder: Path, template: str) -> Path:
 
 def with_swapped_scales(source: Path, folder: Path) -> Path:
     """A copy in which the first row of each layer's scales is swapped with the last, and so on inwards."""
-    shutil.copytree(source, folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name in (name for name in tensors if name.endswith(".weight_scale")):
-        tensors[name] = tensors[name].view(torch.uint8).flip(0).view(tensors[name].dtype)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    forget_digests(folder)
-    return folder
+    swapped = each(".weight_scale", lambda scale: scale.view(torch.uint8).flip(0).view(scale.dtype))
+    return spoiled(source, folder, swapped)
 
 
 def with_own_global_scales(source: Path, folder: Path) -> Path:
     """A copy whose q_proj has a global scale of its own, of the same product: right for every reader but
     vLLM, which loads q, k and v with the largest of the three.
     """
-    shutil.copytree(source, folder)
-    tensors = load_file(folder / "model.safetensors")
-    for layer in range(3):
-        name = f"model.layers.{layer}.self_attn.q_proj"
-        tensors[f"{name}.weight_global_scale"] = tensors[f"{name}.weight_global_scale"] / 4
-        scale = tensors[f"{name}.weight_scale"]
-        tensors[f"{name}.weight_scale"] = (scale.float() / 4).to(scale.dtype)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    forget_digests(folder)
-    return folder
+    names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(3)]
+    scales = [f"{name}_{scale}" for name in names for scale in ("global_scale", "scale")]
+    return spoiled(source, folder, all_of(*(put(scale, times(0.25)) for scale in scales)))

@@ -9,6 +9,7 @@ from typing import Any
 
 from scipy import stats
 
+from tests.models import save_llama, write_tokenizer
 from vexport.engine.session import Worker
 from vexport.evaluation.statistics import tango_statistic
 from vexport.records import silent
@@ -126,30 +127,9 @@ def run_lm_eval(tasks: Sequence[str], runs: Mapping[Path, Sequence[int]]) -> Non
 
 
 def make_model(folder: Path) -> Path:
-    """Write an untrained one-layer Llama of 0.2 M parameters that knows numbers, + and =."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    words = ["<unk>", "<eos>", "+", "=", ".", "none", "of", "them", *map(str, range(200))]
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="<eos>")
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        eos_token_id=1,
-        bos_token_id=None,
-        dtype="bfloat16",
-    )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    """Write an untrained one-layer Llama that knows numbers, + and =."""
+    save_llama(folder, num_hidden_layers=1, max_position_embeddings=128, bos_token_id=None, eos_token_id=2)
+    write_tokenizer(folder, ["+", "=", ".", "none", "of", "them", *map(str, range(200))])
     return folder
 
 

@@ -12,11 +12,11 @@ from tests.evaluation.faults import (
     DEMO,
     TEMPLATE,
     WRONG_TEMPLATE,
-    quantized,
     with_own_global_scales,
     with_swapped_scales,
     with_template,
 )
+from tests.models import quantize
 from vexport.engine.load import Prompts, fixed_prompts
 from vexport.engine.messages import SessionResult
 from vexport.engine.reference import reference_logprobs
@@ -39,7 +39,7 @@ def prompts() -> Prompts:
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return quantized(tmp_path_factory.mktemp("export") / "nvfp4a16")
+    return quantize(DEMO / "model", tmp_path_factory.mktemp("export") / "model", "NVFP4A16")
 
 
 @cache

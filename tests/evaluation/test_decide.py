@@ -1,7 +1,6 @@
 """Verdicts from folders that the real lm-eval made."""
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -94,10 +93,9 @@ def test_changed_answers_are_counted_by_document() -> None:
     [(3, 200, False), (0, 0, False), (40, 200, True)],
 )
 def test_what_is_about_zero_or_sampled_is_told_in_the_method(
-    lm_eval_runs: Path, tmp_path: Path, changed: int, documents: int, sampled: bool
+    copies: Path, changed: int, documents: int, sampled: bool
 ) -> None:
-    shutil.copytree(lm_eval_runs / "baseline", tmp_path / "baseline")
-    folder = read_results(tmp_path / "baseline").file.parent
+    folder = read_results(copies / "baseline").file.parent
     write_repeated(folder, Repeated(documents=documents, changed=changed, sampled=sampled))
-    verdict = decide(tmp_path / "baseline", lm_eval_runs / "twin", margin=0.02, alpha=0.05)
+    verdict = compare(copies, "twin")
     assert verdict.method.endswith(f"; asked again, {changed} of {documents} answers changed")

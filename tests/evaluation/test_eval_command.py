@@ -1,7 +1,6 @@
 """`vexport eval` and `vexport verdict` at the command line: what is refused before an engine starts."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -54,23 +53,21 @@ def test_something_else_is_not_replaced_by_an_accepted_baseline(tmp_path: Path) 
 
 
 def test_a_gate_or_an_accepted_baseline_goes_with_given_folders(lm_eval_runs: Path, tmp_path: Path) -> None:
-    folders = (str(lm_eval_runs / "baseline"), str(lm_eval_runs / "twin"))
+    folders = (lm_eval_runs / "baseline", lm_eval_runs / "twin")
     done = vexport("verdict", *folders, "--gate", "choices=acc_norm,none", "--format", "json")
     assert done.code == 0
     tasks = {task["task"]: task for task in json.loads(done.stdout)["tasks"]}
     assert tasks["choices"]["metric"] == "acc_norm"
     assert [one["metric"] for one in tasks["choices"]["also"]] == ["acc"]
     accept_results(lm_eval_runs / "baseline", tmp_path / "accepted.json", {})
-    done = vexport("verdict", str(tmp_path / "accepted.json"), str(lm_eval_runs / "worse"))
+    done = vexport("verdict", tmp_path / "accepted.json", lm_eval_runs / "worse")
     assert done.code == 1
     assert "FAIL" in done.stdout
 
 
-def test_a_non_deterministic_engine_exits_with_4(lm_eval_runs: Path, tmp_path: Path) -> None:
-    shutil.copytree(lm_eval_runs / "baseline", tmp_path / "baseline")
-    results_file(tmp_path / "baseline").with_name("repeat.json").write_text(
-        '{"documents": 200, "changed": 9}'
-    )
-    done = vexport("verdict", str(tmp_path / "baseline"), str(lm_eval_runs / "twin"))
+def test_a_non_deterministic_engine_exits_with_4(copies: Path) -> None:
+    repeated = results_file(copies / "baseline").with_name("repeat.json")
+    repeated.write_text('{"documents": 200, "changed": 9}')
+    done = vexport("verdict", copies / "baseline", copies / "twin")
     assert done.code == 4
     assert "9 of 200 answers changed" in done.stderr

@@ -18,7 +18,7 @@ from vexport.evaluation.verdict import decide
 from vexport.records import Verdict
 from vexport.reports.accuracy import accuracy_tiles
 
-MARGIN, ALPHA, SEEDS, TRIALS = 0.05, 0.05, 4, 1500
+MARGIN, ALPHA, SEEDS, TRIALS = 0.05, 0.05, 4, 1000
 GRID = np.linspace(0, 1, 10001)
 
 

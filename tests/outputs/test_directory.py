@@ -153,41 +153,26 @@ def test_what_came_to_be_at_out_meanwhile_is_not_replaced(tmp_path: Path) -> Non
     assert (tmp_path / ".out.partial" / "new" / "model.safetensors").read_text() == "hours of work"
 
 
-WORDS = ("--scheme", "W8A8", "--quiet", "--max-shard-size", "1MB")
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "source", hidden=512, layers=2)
-
-
-def quantize(source: Path, out: Path, *, largest: int | None = None) -> tuple[int, str]:
-    """In a process of its own, whose files the system cuts at `largest` bytes (EFBIG, as a quota does)."""
-
-    def limit() -> None:
-        if largest is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
-
-    ran = subprocess.run(
-        [sys.executable, "-B", "-m", "vexport", "quantize", source, out, *WORDS],
-        preexec_fn=limit,
+@pytest.mark.slow
+@pytest.mark.parametrize("largest", [0, 300_000])
+def test_a_quota_is_one_line_and_the_next_call_completes(largest: int, tmp_path: Path) -> None:
+    """At the first byte, in the middle of a shard: the system cuts files at `largest` bytes (EFBIG)."""
+    source = write_model(tmp_path / "source", hidden=512, layers=2)
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    options = ("--scheme", "W8A8", "--quiet", "--max-shard-size", "1MB")
+    limited = subprocess.run(
+        [sys.executable, "-B", "-m", "vexport", "quantize", source, out, *options],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest)),
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
-    return ran.returncode, ran.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("largest", [0, 300_000])
-def test_a_quota_is_one_line_and_the_next_call_completes(largest: int, source: Path, tmp_path: Path) -> None:
-    """At the first byte, in the middle of a shard."""
-    code, errors = quantize(source, tmp_path / "out", largest=largest)
-    (line,) = errors.splitlines()
-    assert code == 4, line
+    (line,) = limited.stderr.splitlines()
+    assert limited.returncode == 4, line
     assert str(tmp_path) in line
-    assert not (tmp_path / "out").exists()
-    assert quantize(source, tmp_path / "out") == (0, "")
-    assert quantize(source, tmp_path / "whole") == (0, "")
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+    assert not out.exists()
+    for folder in (out, whole):
+        ran = vexport("quantize", source, folder, *options)
+        assert (ran.code, ran.stderr) == (0, "")
+    assert digests(out) == digests(whole)

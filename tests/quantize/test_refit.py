@@ -111,7 +111,7 @@ def test_refit_leaves_a_quarter_of_the_divergence(tmp_path: Path) -> None:
     source, data = SCENARIOS / scenario["source"], SCENARIOS / scenario["calibration"]["data"]
     tokenizer = AutoTokenizer.from_pretrained(source)
     rows = [tokenizer(json.loads(line)["text"])["input_ids"] for line in data.read_text().splitlines()[-8:]]
-    left, options = [], ("--scheme", layers["scheme"], "--calibration", data, "--samples", 64)
+    left, options = [], ("--scheme", layers["scheme"], "--calibration", data, "--samples", 24)
     for rounding in ("nearest", layers["rounding"]):
         ran = vexport("quantize", source, tmp_path / rounding, *options, "--rounding", rounding)
         assert ran.code == 0, ran.stderr

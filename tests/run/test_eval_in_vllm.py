@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from tests.command import vexport
-from tests.evaluation.faults import DEMO, quantized, with_own_global_scales
+from tests.evaluation.faults import DEMO, with_own_global_scales
+from tests.models import quantize
 from vexport.evaluation.endpoint import API_KEY
 
 TEXT = DEMO / "calibration.jsonl"
@@ -94,7 +95,8 @@ def test_a_server_answers_as_an_engine_and_the_cause_of_a_loss_comes_last(
 ) -> None:
     monkeypatch.setenv(API_KEY, KEY)
     tasks = f"{DEMO}/tasks/addition.yaml,{DEMO}/tasks/facts.yaml"
-    out, broken = tmp_path / "out", with_own_global_scales(quantized(tmp_path / "whole"), tmp_path / "broken")
+    whole = quantize(DEMO / "model", tmp_path / "whole", "NVFP4A16")
+    out, broken = tmp_path / "out", with_own_global_scales(whole, tmp_path / "broken")
     with serving(tmp_path / "server.log") as url:
         ran = vexport(
             *("eval", url, broken, "--baseline", DEMO / "model", "--output-dir", out, "--quiet"),
