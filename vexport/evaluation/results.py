@@ -321,30 +321,23 @@ def documents_to_repeat(tasks: int, limit: float | None) -> int:
 
 def compare_rows(first: Mapping[str, Sequence[Row]], again: Mapping[str, Sequence[Row]]) -> Repeated:
     """Count the documents whose scores of 0 and 1 changed, among those that were asked the same question."""
-    before = {(task, *_key(row)): _marks(row) for task, rows in first.items() for row in rows}
-    changes: dict[tuple[str, object], bool] = {}
-    for task, row in ((task, row) for task, rows in again.items() for row in rows):
-        if (marks := before.get((task, *_key(row)))) is not None:
-            now, document = _marks(row), (task, row["doc_id"])
-            differs = any(now.get(name) != mark for name, mark in marks.items())
-            changes[document] = changes.get(document, False) or differs
-    return Repeated(documents=len(changes), changed=sum(changes.values()))
+    before, now = _marks(first), _marks(again)
+    asked = before.keys() & now.keys()
+    changed = [key for key in asked if any(now[key].get(name) != mark for name, mark in before[key].items())]
+    return Repeated(documents=len({key[:2] for key in asked}), changed=len({key[:2] for key in changed}))
 
 
-def _key(row: Row) -> tuple[object, object, object]:
-    return row["doc_id"], row["filter"], row["prompt_hash"]
-
-
-def _marks(row: Row) -> dict[str, float]:
-    """The scores that say right or wrong."""
-    metrics = row["metrics"]
-    assert isinstance(metrics, list)
-    scores = {str(name): row.get(name) for name in metrics}
-    return {
-        name: float(value)
-        for name, value in scores.items()
-        if isinstance(value, int | float) and value in (0, 1)
-    }
+def _marks(rows: Mapping[str, Sequence[Row]]) -> dict[tuple[object, ...], dict[str, float]]:
+    """The scores that say right or wrong, by task, document, filter and prompt."""
+    marks: dict[tuple[object, ...], dict[str, float]] = {}
+    for task, row in ((task, row) for task, task_rows in rows.items() for row in task_rows):
+        metrics = row["metrics"]
+        assert isinstance(metrics, list)
+        scores = {str(name): row.get(name) for name in metrics}
+        key = (task, row["doc_id"], row["filter"], row["prompt_hash"])
+        numbers = {name: value for name, value in scores.items() if isinstance(value, int | float)}
+        marks[key] = {name: value for name, value in numbers.items() if value in (0, 1)}
+    return marks
 
 
 def write_repeated(folder: Path, repeated: Repeated) -> None:

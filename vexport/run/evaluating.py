@@ -27,7 +27,6 @@ from vexport.outputs.replaceable import FolderKind, NamedPath, require_separate,
 from vexport.records import (
     Attribution,
     ComparedRun,
-    LmEvalSettings,
     OnProgress,
     Outcome,
     Verdict,
@@ -41,7 +40,6 @@ from vexport.run.options import EngineOptions, Explaining
 from vexport.run.serving import (
     BASELINE,
     CANDIDATE,
-    PLAIN,
     TEXT_FILE,
     ModelUnderTest,
     clear_session,
@@ -153,22 +151,32 @@ def evaluate_checkpoints(job: EvalJob) -> list[Judged]:
     """
     _require_usable(job)
     fetch_tasks(job.settings, job.options)
-    models = {role: _resolved(job, role, name) for role, name in job.asked.items()}
-    for role, model in models.items():
-        if not is_url(job.asked[role]):
-            require_servable(model, [job.options.serve])
-    require_separate(job.outputs, _named(models))
+    models = {role: _model(job, role, name) for role, name in job.asked.items()}
+    require_separate(job.outputs, _named({role: model.checkpoint for role, model in models.items()}))
     with written_alone(job.folder, "--output-dir"):
         judged = list(_evaluated(job, models))
-    for role in models:
-        remove_answers(job.folder / role)
+    for model in models.values():
+        remove_answers(model.folder)
     return judged
 
 
-def _resolved(job: EvalJob, role: str, name: str) -> Path:
-    if is_url(name):
-        return tokenizer_of(role, name, job.settings)
-    return resolve_source(name, job.options.on_progress)
+def _model(job: EvalJob, role: str, name: str) -> ModelUnderTest:
+    """The model behind a name, which is brought here; InputError where vLLM could not serve it."""
+    url = name if is_url(name) else None
+    if url is None:
+        checkpoint = resolve_source(name, job.options.on_progress)
+        require_servable(checkpoint, [job.options.serve])
+    else:
+        checkpoint = tokenizer_of(role, url, job.settings)
+    return ModelUnderTest(
+        role=role,
+        checkpoint=checkpoint,
+        folder=job.folder / role,
+        options=job.options,
+        url=url,
+        evaluate=job.settings,
+        repeat=role == BASELINE or job.against is not None,
+    )
 
 
 def explained(job: EvalJob, judged: Judged, explaining: Explaining, on_progress: OnProgress) -> Judged:
@@ -217,40 +225,24 @@ def accept_answers(job: EvalJob, verdict: Verdict | None) -> str:
     return f"accepted: {job.accept}: {gates_of(accepted)}"
 
 
-def _evaluated(job: EvalJob, models: Mapping[str, Path]) -> Iterator[Judged]:
+def _evaluated(job: EvalJob, models: Mapping[str, ModelUnderTest]) -> Iterator[Judged]:
     """The verdict on each model that can be had, the baseline asked first; nobody else writes the folder."""
-    lm_eval = lm_eval_settings(job.settings, models) if job.settings.tasks else PLAIN
+    if job.settings.tasks:
+        lm_eval = lm_eval_settings(job.settings, {role: each.checkpoint for role, each in models.items()})
+        models = {role: replace(model, lm_eval=lm_eval) for role, model in models.items()}
     if job.is_unfinished:
-        for role in models:
-            clear_session(job.folder / role)
+        for model in models.values():
+            clear_session(model.folder)
     else:
         RESULTS.require_replaceable(job.folder, overwrite=job.overwrite)
         RESULTS.begin(job.folder)
     with logged_to(job.folder):
-        baseline = _answered(job, BASELINE, models, lm_eval) if BASELINE in job.names else None
+        baseline = serve_model(models[BASELINE]) if BASELINE in models else None
         if baseline is not None:
             require_served(BASELINE, baseline.result)
         for role in job.candidates:
-            yield _judged(job, role, baseline, _answered(job, role, models, lm_eval))
-
-
-def _answered(job: EvalJob, role: str, models: Mapping[str, Path], lm_eval: LmEvalSettings) -> Served | None:
-    """The session that asked a model; None where its answers are given."""
-    name = job.asked.get(role)
-    if name is None:
-        return None
-    repeat = role == BASELINE or job.against is not None
-    model = ModelUnderTest(
-        role=role,
-        checkpoint=models[role],
-        folder=job.folder / role,
-        options=job.options,
-        url=name if is_url(name) else None,
-        evaluate=job.settings,
-        lm_eval=lm_eval,
-        repeat=repeat,
-    )
-    return serve_model(model)
+            candidate = serve_model(models[role]) if role in models else None
+            yield _judged(job, role, baseline, candidate)
 
 
 def _judged(job: EvalJob, role: str, baseline: Served | None, candidate: Served | None) -> Judged:
