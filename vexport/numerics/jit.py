@@ -75,6 +75,7 @@ wide_vectors = cast(Callable[[], None], intrinsic(_wide_vectors))
 
 PACKAGE = Path(__file__).resolve().parent.parent
 KERNELS = (
+    "numerics/__init__.py",
     "numerics/arithmetic.py",
     "numerics/jit.py",
     "formats/packing/*.py",
