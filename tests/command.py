@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,3 +38,13 @@ def vexport(*arguments: object) -> Ran:
     ):
         code = run_command()
     return Ran(code=code, stdout=out.getvalue(), stderr=err.getvalue())
+
+
+def findings(checkpoint: Path, *options: object) -> list[dict[str, str]]:
+    """Everything that `vexport check` finds in a checkpoint."""
+    ran = vexport("check", checkpoint, *options, "--format", "json", "--quiet")
+    assert ran.stdout, ran.stderr
+    (report,) = json.loads(ran.stdout)
+    assert ran.code == (0 if report["ok"] else 1)
+    found: list[dict[str, str]] = report["findings"]
+    return found

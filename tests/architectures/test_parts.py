@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.architectures.families import save_family
-from tests.command import vexport
+from tests.command import findings, vexport
 from tests.models import quantize
 from tests.mutations.edits import QUANTIZATION, config, lost, spoiled
 from vexport.architectures import get_architecture
@@ -22,9 +22,8 @@ IN_PROJ = "backbone.layers.0.mixer.in_proj"
 
 
 def errors(checkpoint: Path, *options: object) -> list[str]:
-    ran = vexport("check", checkpoint, *options, "--format", "json")
-    found = json.loads(ran.stdout)[0]["findings"]
-    return [f"{one['where']}: {one['got']}" for one in found if one["severity"] == "error"]
+    found = [one for one in findings(checkpoint, *options) if one["severity"] == "error"]
+    return [f"{one['where']}: {one['got']}" for one in found]
 
 
 def without_experts(folder: Path) -> Path:

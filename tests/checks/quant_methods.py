@@ -1,6 +1,5 @@
 """Micro checkpoints of other quantization methods, packed as their producers pack (read in their sources)."""
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -8,13 +7,13 @@ from pathlib import Path
 from shutil import copytree
 
 import torch
-from safetensors.torch import load_file, save_file
 
+from tests.mutations.edits import WHOLE, Tensors, config, tensors
 from vexport.records import Json
 
-Tensors = dict[str, torch.Tensor]
 # What is stored of a layer, and the weight (out, in) that it means by its producer's own formula.
 Packed = tuple[Tensors, torch.Tensor]
+Pack = Callable[[torch.Tensor, torch.Tensor], Packed]
 GROUP = 64
 BLOCK = 128
 # AutoAWQ: WQLinear_GEMM.from_linear in awq/modules/linear/gemm.py.
@@ -34,20 +33,27 @@ def awq_packed(values: torch.Tensor) -> torch.Tensor:
     return (words << torch.arange(0, 32, 4)).sum(dim=2).to(torch.uint32).view(torch.int32)
 
 
-def gptq(weight: torch.Tensor, bits: int = 4, *, stored_zero: int = -1) -> Packed:
-    """Symmetric codes; `stored_zero` is added to the zero points: -1 in checkpoint_format gptq, 0 in v2."""
+def symmetric(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scales (out, groups), signed codes (out, in), and what they mean."""
     half = 1 << (bits - 1)
     grouped = weight.float().reshape(weight.shape[0], -1, GROUP)
     scales = (grouped.abs().amax(dim=2) / (half - 1)).half()
     signed = (grouped / scales[:, :, None].float()).round().clamp(-half, half - 1)
-    zeros = torch.full((scales.shape[1], weight.shape[0]), half + stored_zero)
+    meant = scales[:, :, None] * signed.half()
+    return scales, signed.reshape(weight.shape), meant.reshape(weight.shape)
+
+
+def gptq(weight: torch.Tensor, bits: int = 4, *, stored_zero: int = -1) -> Packed:
+    """Symmetric codes; `stored_zero` is added to the zero points: -1 in checkpoint_format gptq, 0 in v2."""
+    half = 1 << (bits - 1)
+    scales, signed, meant = symmetric(weight, bits)
     stored = {
-        "qweight": packed_along_rows((signed + half).reshape(weight.shape).T, bits),
-        "qzeros": packed_along_rows(zeros.T, bits).T,
+        "qweight": packed_along_rows((signed + half).T, bits),
+        "qzeros": packed_along_rows(torch.full(scales.shape, half + stored_zero), bits).T,
         "scales": scales.T,
         "g_idx": (torch.arange(weight.shape[1]) // GROUP).to(torch.int32),
     }
-    return stored, (scales[:, :, None] * signed.half()).reshape(weight.shape)
+    return stored, meant
 
 
 def awq(weight: torch.Tensor) -> Packed:
@@ -111,18 +117,18 @@ def stored_mxfp4(weight: torch.Tensor, name: str) -> Packed:
     return {name: packed.flatten(1), "weight_scale": scales}, meant
 
 
-def quark_int4(weight: torch.Tensor, *, symmetric: bool) -> Packed:
-    """AWQ's layout under other names; symmetric codes have a sign."""
-    if not symmetric:
-        stored, meant = awq(weight)
-        names = {"qweight": "weight", "qzeros": "weight_zero_point", "scales": "weight_scale"}
-        return {name: stored[old] for old, name in names.items()}, meant
-    grouped = weight.float().reshape(weight.shape[0], -1, GROUP)
-    scales = (grouped.abs().amax(dim=2) / 7).half()
-    signed = (grouped / scales[:, :, None].float()).round().clamp(-8, 7)
-    packed = awq_packed((signed.to(torch.int64) & 15).reshape(weight.shape).T)
+def quark_uint4(weight: torch.Tensor) -> Packed:
+    """AWQ's layout under other names."""
+    stored, meant = awq(weight)
+    names = {"qweight": "weight", "qzeros": "weight_zero_point", "scales": "weight_scale"}
+    return {name: stored[old] for old, name in names.items()}, meant
+
+
+def quark_int4(weight: torch.Tensor) -> Packed:
+    """The same layout with signed codes."""
+    scales, signed, meant = symmetric(weight, 4)
+    packed = awq_packed((signed.to(torch.int64) & 15).T)
     zeros = torch.zeros(scales.shape[1], packed.shape[1], dtype=torch.int32)
-    meant = (scales[:, :, None] * signed.half()).reshape(weight.shape)
     return {"weight": packed, "weight_scale": scales.T, "weight_zero_point": zeros}, meant
 
 
@@ -179,25 +185,24 @@ FP8_CONFIG: Mapping[str, Json] = {"quant_method": "fp8", "activation_scheme": "d
 FP8_KV: Json = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 
+def alone(pack: Callable[..., Packed], **options: str | int) -> Pack:
+    """Pack a layer by its own weight, whatever the largest one is."""
+    return lambda weight, largest: pack(weight, **options)
+
+
 # The config of each, and its layers from a weight and the largest weight of those that vLLM runs as one.
-CHECKPOINTS: Mapping[str, tuple[Mapping[str, Json], Callable[[torch.Tensor, torch.Tensor], Packed]]] = {
-    "gptq": ({**GPTQ_CONFIG, "lm_head": False}, lambda weight, _: gptq(weight)),
-    "gptq_v2": (
-        {**GPTQ_CONFIG, "checkpoint_format": "gptq_v2"},
-        lambda weight, _: gptq(weight, stored_zero=0),
-    ),
-    "gptq-8bit": ({**GPTQ_CONFIG, "bits": 8}, lambda weight, _: gptq(weight, 8)),
-    "awq": (_integers("awq", zero_point=True, version="gemm"), lambda weight, _: awq(weight)),
-    "auto-round": (_auto_round("auto_gptq"), lambda weight, _: gptq(weight)),
-    "auto-round-awq": (_auto_round("auto_awq"), lambda weight, _: awq(weight)),
+CHECKPOINTS: Mapping[str, tuple[Mapping[str, Json], Pack]] = {
+    "gptq": ({**GPTQ_CONFIG, "lm_head": False}, alone(gptq)),
+    "gptq_v2": ({**GPTQ_CONFIG, "checkpoint_format": "gptq_v2"}, alone(gptq, stored_zero=0)),
+    "gptq-8bit": ({**GPTQ_CONFIG, "bits": 8}, alone(gptq, bits=8)),
+    "awq": (_integers("awq", zero_point=True, version="gemm"), alone(awq)),
+    "auto-round": (_auto_round("auto_gptq"), alone(gptq)),
+    "auto-round-awq": (_auto_round("auto_awq"), alone(awq)),
     "auto-round-mxfp4": (
         _auto_round("llm_compressor", data_type="mx_fp", group_size=32, act_bits=4),
-        lambda weight, _: stored_mxfp4(weight, "weight_packed"),
+        alone(stored_mxfp4, name="weight_packed"),
     ),
-    "fp8-block": (
-        {**FP8_CONFIG, "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]},
-        lambda weight, _: fp8_block(weight),
-    ),
+    "fp8-block": ({**FP8_CONFIG, "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}, alone(fp8_block)),
     "fp8-static": ({**FP8_CONFIG, "activation_scheme": "static", "ignored_layers": ["lm_head"]}, fp8_tensor),
     "fp8-dynamic": (FP8_CONFIG, partial(fp8_tensor, static=False)),
     "quark-fp8": (
@@ -206,19 +211,16 @@ CHECKPOINTS: Mapping[str, tuple[Mapping[str, Json], Callable[[torch.Tensor, torc
     ),
     "quark-int8": (
         quark_config(_side("int8", "per_channel"), _side("int8", "per_channel", is_dynamic=True)),
-        lambda weight, _: quark_int8(weight),
+        alone(quark_int8),
     ),
-    "quark-int4": (
-        quark_config(_side("int4", "per_group", group_size=GROUP), None),
-        lambda weight, _: quark_int4(weight, symmetric=True),
-    ),
+    "quark-int4": (quark_config(_side("int4", "per_group", group_size=GROUP), None), alone(quark_int4)),
     "quark-uint4": (
         quark_config({"dtype": "uint4", "group_size": GROUP, "symmetric": False}, None),
-        lambda weight, _: quark_int4(weight, symmetric=False),
+        alone(quark_uint4),
     ),
     "quark-mxfp4": (
         quark_config(_side("fp4", "per_group", **QUARK_FP4), _side("fp4", "per_group", is_dynamic=True)),
-        lambda weight, _: stored_mxfp4(weight, "weight"),
+        alone(stored_mxfp4, name="weight"),
     ),
     "modelopt-fp8": (_modelopt("FP8"), fp8_tensor),
     "modelopt-nvfp4": (_modelopt("NVFP4", group_size=16, kv_cache_scheme=FP8_KV), nvfp4),
@@ -229,50 +231,56 @@ FUSED = (
     *(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
     *(("q_a_proj", "kv_a_proj_with_mqa"), ("w1", "w3")),
 )
-QUANTIZED = re.compile(r"_proj(_with_mqa)?$|\.w[123]$")
+QUANTIZED = re.compile(r"(_proj(_with_mqa)?|\.w[123])\.weight$")
 
 
 def write(name: str, source: Path, folder: Path, **changes: Json) -> Path:
     """The checkpoint `source` quantized by a method, in a new folder; `changes` go to its config."""
-    config, quantized = CHECKPOINTS[name]
-    config = {**config, **changes}
+    settings, pack = CHECKPOINTS[name]
+
+    @tensors
+    def quantize(values: Tensors) -> None:
+        exact = dict(values)
+        for weight in filter(QUANTIZED.search, exact):
+            module = weight.removesuffix(".weight")
+            prefix, _, projection = module.rpartition(".")
+            parts = next((each for each in FUSED if projection in each), (projection,))
+            fused = [exact[each] for part in parts if (each := f"{prefix}.{part}.weight") in exact]
+            largest = torch.stack([each.float().abs().max() for each in fused]).max()
+            stored, _ = pack(values.pop(weight), largest)
+            values |= {f"{module}.{part}": value.contiguous() for part, value in stored.items()}
+            if name in CACHE_SCALES and projection in ("k_proj", "v_proj"):
+                values[f"{module}.{CACHE_SCALES[name].format(projection[0])}"] = torch.tensor(0.02)
+
     copytree(source, folder)
-    tensors = load_file(source / "model.safetensors")
-    written: Tensors = {}
-    for key, value in tensors.items():
-        module, _, parameter = key.rpartition(".")
-        if not QUANTIZED.search(module) or parameter != "weight":
-            written[key] = value
-            continue
-        prefix, _, projection = module.rpartition(".")
-        parts = next((each for each in FUSED if projection in each), (projection,))
-        fused = [tensors[each] for part in parts if (each := f"{prefix}.{part}.weight") in tensors]
-        largest = torch.stack([weight.float().abs().max() for weight in fused]).max()
-        for part, tensor in quantized(value, largest)[0].items():
-            written[f"{module}.{part}"] = tensor.contiguous()
-        if name in CACHE_SCALES and projection in ("k_proj", "v_proj"):
-            written[f"{module}.{CACHE_SCALES[name].format(projection[0])}"] = torch.tensor(0.02)
-    save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
-    whole = json.loads((folder / "config.json").read_text())
-    whole["quantization_config"] = dict(config)
-    (folder / "config.json").write_text(json.dumps(whole, indent=2))
+    quantize(folder)
+    config(WHOLE, quantization_config={**settings, **changes})(folder)
     return folder
 
 
-def write_gpt_oss(source: Path, folder: Path, **changes: Json) -> Path:
+def write_experts(name: str, source: Path, folder: Path) -> Path:
+    """A mixture of experts quantized by a method, whose list names the routers, as its producers do."""
+    gates: list[Json] = [f"model.layers.{number}.mlp.gate" for number in range(2)]
+    lists: Mapping[str, dict[str, Json]] = {
+        "fp8-block": {"modules_to_not_convert": ["lm_head", *gates]},
+        "modelopt-nvfp4": {"ignore": ["lm_head", *gates]},
+    }
+    return write(name, source, folder, **lists.get(name, {}))
+
+
+@tensors
+def _experts_in_mxfp4(values: Tensors) -> None:
+    for name in [name for name in values if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+        blocks, scales, _ = mxfp4(values.pop(name).transpose(1, 2).contiguous())
+        values |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+
+def write_gpt_oss(source: Path, folder: Path) -> Path:
     """A micro gpt-oss as OpenAI publishes it: experts in MXFP4, outputs before inputs."""
-    copytree(source, folder)
-    written: Tensors = {}
-    for key, value in load_file(source / "model.safetensors").items():
-        if key.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-            blocks, scales, _ = mxfp4(value.transpose(1, 2).contiguous())
-            written |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
-        else:
-            written[key] = value
-    save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
-    whole = json.loads((folder / "config.json").read_text())
     layers = [f"model.layers.*.{name}" for name in ("self_attn", "mlp.router")]
     kept: list[Json] = [*layers, "model.embed_tokens", "lm_head"]
-    whole["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
-    (folder / "config.json").write_text(json.dumps({**whole, **changes}, indent=2))
+    method: Json = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    copytree(source, folder)
+    _experts_in_mxfp4(folder)
+    config(WHOLE, quantization_config=method)(folder)
     return folder

@@ -7,9 +7,9 @@ from shutil import copytree
 import pytest
 import torch
 
+from tests.architectures.families import save_family
 from tests.command import vexport
-from tests.engine.sketches import QWEN3_MOE, sketch
-from tests.models import Good, errors, problems, save_qwen3
+from tests.models import Good, errors, problems, quantize, save_qwen3
 from tests.mutations.edits import INPUTS, Change, config, drop, put, spoiled
 from vexport.records import Json
 
@@ -104,12 +104,10 @@ def test_inputs_that_vllm_leaves_in_16_bits_are_a_warning(
 
 def test_routed_experts_need_inputs_that_vllm_quantizes(tmp_path: Path) -> None:
     """get_moe_method has none with inputs in 16 bits."""
-    checkpoint = sketch(tmp_path / "sketch", QWEN3_MOE, "FP8_DYNAMIC", {})
-    changed = spoiled(checkpoint, tmp_path / "changed", config(INPUTS, type="int"))
-    before, (finding,) = (
-        [each for each in errors(folder) if each.check == "config"] for folder in (checkpoint, changed)
-    )
-    assert before == []
+    checkpoint = quantize(save_family("qwen3-moe", tmp_path / "model"), tmp_path / "out", "FP8_DYNAMIC")
+    assert errors(checkpoint) == []
+    config(INPUTS, type="int")(checkpoint)
+    (finding,) = [each for each in errors(checkpoint) if each.check == "config"]
     assert "does not run for routed experts" in finding.got
 
 

@@ -1,30 +1,24 @@
 """`vexport check --tp --sm --vllm`: what runs where, and what other versions of vLLM do otherwise."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.command import vexport
-from tests.engine.sketches import LLAMA, QWEN3_MOE, sketch
-from tests.models import Good
+from tests.architectures.families import save_family
+from tests.command import findings, vexport
+from tests.models import Good, quantize, save_llama
 from tests.mutations.edits import config, spoiled
 
-Finding = Mapping[str, str]
 SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 192}
 
 
-def findings(checkpoint: Path, *options: object) -> list[Finding]:
+def judged(checkpoint: Path, *options: object) -> list[dict[str, str]]:
     """What is said for the devices and the version."""
-    ran = vexport("check", checkpoint, "--format", "json", *options)
-    assert ran.stdout, ran.stderr
-    (report,) = json.loads(ran.stdout)
-    assert ran.code == (0 if report["ok"] else 1)
-    return [finding for finding in report["findings"] if finding["check"] in ("devices", "versions")]
+    return [one for one in findings(checkpoint, *options) if one["check"] in ("devices", "versions")]
 
 
-def errors(found: list[Finding]) -> list[str]:
+def errors(found: list[dict[str, str]]) -> list[str]:
     return [finding["where"] for finding in found if finding["severity"] == "error"]
 
 
@@ -41,19 +35,19 @@ def errors(found: list[Finding]) -> list[str]:
 def test_what_ranks_cut_is_found(
     tmp_path: Path, changes: Mapping[str, object], preset: str, tp: int, words: str
 ) -> None:
-    checkpoint = sketch(tmp_path / "sketch", {**LLAMA, **changes}, preset, {})
-    found = findings(checkpoint, "--tp", f"1,{tp}")
+    checkpoint = quantize(save_llama(tmp_path / "model", **changes), tmp_path / "out", preset)
+    found = judged(checkpoint, "--tp", f"1,{tp}")
     assert all(f"tp {tp})" in where for where in errors(found))
     assert words in {finding["got"][: len(words)] for finding in found}
-    assert errors(findings(checkpoint, "--tp", 1)) == []
+    assert errors(judged(checkpoint, "--tp", 1)) == []
 
 
-def test_few_key_heads_are_repeated_and_experts_are_cut_by_their_own_size(tmp_path: Path) -> None:
-    checkpoint = sketch(tmp_path / "sketch", {**LLAMA, "num_key_value_heads": 2}, "FP8_DYNAMIC", {})
-    assert findings(checkpoint, "--tp", "1,2,4,8") == []
-    checkpoint = sketch(tmp_path / "experts", QWEN3_MOE, "W4A16", {})
-    assert errors(findings(checkpoint, "--tp", 2)) == []
-    assert any("experts.*.down_proj" in where for where in errors(findings(checkpoint, "--tp", 4)))
+def test_few_key_heads_are_repeated_and_experts_are_cut_by_their_own_size(good: Good, tmp_path: Path) -> None:
+    assert judged(good("FP8_DYNAMIC"), "--tp", "1,2,4") == []
+    source = save_family("qwen3-moe", tmp_path / "model", moe_intermediate_size=256)
+    checkpoint = quantize(source, tmp_path / "out", "W4A16")
+    assert errors(judged(checkpoint, "--tp", 2)) == []
+    assert any("experts.*.down_proj" in where for where in errors(judged(checkpoint, "--tp", 4)))
 
 
 # scheme: capabilities that refuse it, and those that run it in another precision with that precision.
@@ -78,7 +72,7 @@ GRID: Mapping[str, tuple[str, Mapping[str, str]]] = {
 def test_capabilities_refuse_or_run_otherwise(good: Good, scheme: str) -> None:
     """What vLLM 0.32's dry load said of the same schemes; tests/engine/test_dry_load.py asks it again."""
     refused, other = GRID[scheme]
-    found = findings(good(scheme), "--sm", "70,75,80,89,90,100")
+    found = judged(good(scheme), "--sm", "70,75,80,89,90,100")
     assert [where.partition("sm ")[2] for where in errors(found)] == [f"{refused})"]
     warnings = {one["where"].partition("sm ")[2]: one["got"] for one in found if one["severity"] == "warning"}
     assert warnings.keys() == {f"{capabilities})" for capabilities in other}
@@ -98,15 +92,15 @@ def test_versions_differ_where_they_are_known_to(
     good: Good, tmp_path: Path, scheme: str, version: str, severities: list[str]
 ) -> None:
     checkpoint = spoiled(good(scheme), tmp_path / "checkpoint", config((), max_position_embeddings=256))
-    found = [one["severity"] for one in findings(checkpoint, "--vllm", version)]
+    found = [one["severity"] for one in judged(checkpoint, "--vllm", version)]
     assert [severity for severity in found if severity != "info"] == severities
 
 
 def test_what_is_not_known_of_a_version_is_said(good: Good) -> None:
-    (newer,) = findings(good("W8A8"), "--vllm", "0.40")
+    (newer,) = judged(good("W8A8"), "--vllm", "0.40")
     assert (newer["severity"], newer["got"]) == ("warning", "unknown: checked by the rules of 0.33")
-    assert findings(good("W8A8"), "--vllm", "0.31") == []
-    (older,) = findings(good("W8A8"), "--vllm", "0.19")
+    assert judged(good("W8A8"), "--vllm", "0.31") == []
+    (older,) = judged(good("W8A8"), "--vllm", "0.19")
     assert older["got"] == "unknown: checked by the rules of 0.30"
     ran = vexport("check", good("W8A8"), "--vllm", "newest")
     assert (ran.code, "is not a version like 0.30" in ran.errors[0]) == (2, True)

@@ -1,80 +1,76 @@
 """Which layers get which config group, tables of tokens among them, and which are ignored."""
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.engine.sketches import LLAMA, Tensor, sketch
+from tests.models import Good, problems
+from tests.mutations.edits import (
+    ARGUMENTS,
+    GROUP,
+    QUANTIZATION,
+    Tensors,
+    drop,
+    json_config,
+    node,
+    spoiled,
+    tensors,
+)
 from vexport.architectures import Architecture
-from vexport.checks import check_checkpoint
 from vexport.checks.vllm.groups import ConfigGroup, group_for, ignored, parse_group, targets_of
 from vexport.records import Json
 
-ROWS, COLUMNS, GROUP = 384, 256, 32
 NAMED, OF_CLASS = "re:.*embed_tokens$", "Embedding"
-TABLE: Mapping[str, Tensor | None] = {
-    "model.embed_tokens.weight": None,
-    "model.embed_tokens.weight_packed": ("I32", (ROWS, COLUMNS // 8)),
-    "model.embed_tokens.weight_scale": ("BF16", (ROWS, COLUMNS // GROUP)),
-    "model.embed_tokens.weight_shape": ("I64", (2,)),
-}
+TABLE = "model.embed_tokens"
 
 
-def checkpoint(folder: Path, model: str, target: str, *, tied: bool, packed: bool, **weights: Json) -> Path:
-    change = {**(TABLE if packed else {}), **({"lm_head.weight": None} if tied else {})}
-    kind = model.removesuffix("ForCausalLM").lower()
-    config = {**LLAMA, "architectures": [model], "model_type": kind, "tie_word_embeddings": tied}
-    sketch(folder, config, "W4A16", change)
-    content = json.loads((folder / "config.json").read_text())
-    groups = content["quantization_config"]["config_groups"]
-    args = {**groups["group_0"]["weights"], "group_size": GROUP, **weights}
-    groups["table"] = {**groups["group_0"], "targets": [target], "weights": args}
-    (folder / "config.json").write_text(json.dumps(content))
-    return folder
-
-
-def said(folder: Path) -> str:
-    found = check_checkpoint(str(folder)).findings
-    return " ".join(one.got for one in found if (one.check, one.where) == ("targets", "model.embed_tokens"))
+@tensors
+def packed(values: Tensors) -> None:
+    """The table of tokens in codes of 4 bits with groups of 32."""
+    rows, columns = values.pop(f"{TABLE}.weight").shape
+    values[f"{TABLE}.weight_packed"] = torch.zeros(rows, columns // 8, dtype=torch.int32)
+    values[f"{TABLE}.weight_scale"] = torch.zeros(rows, columns // 32, dtype=torch.bfloat16)
+    values[f"{TABLE}.weight_shape"] = torch.tensor([rows, columns])
 
 
 @pytest.mark.parametrize(
-    ("model", "target", "tied", "words"),
+    ("model", "target", "state", "words"),
     [
-        ("LlamaForCausalLM", NAMED, False, "gives its table no name"),
-        ("LlamaForCausalLM", OF_CLASS, False, ""),
-        ("LlamaForCausalLM", OF_CLASS, True, "tied"),
-        ("Qwen3ForCausalLM", NAMED, False, ""),
-        ("Qwen3ForCausalLM", NAMED, True, "tied"),
-        ("Gemma2ForCausalLM", OF_CLASS, True, "without a quantization config"),
-        ("MixtralForCausalLM", NAMED, False, "without a quantization config"),
+        ("LlamaForCausalLM", NAMED, "packed", "gives its table no name"),
+        ("LlamaForCausalLM", OF_CLASS, "packed", ""),
+        ("LlamaForCausalLM", OF_CLASS, "tied", "tied"),
+        ("Qwen3ForCausalLM", NAMED, "packed", ""),
+        ("Qwen3ForCausalLM", NAMED, "tied", "tied"),
+        ("Qwen3ForCausalLM", NAMED, "asymmetric", "symmetric integers"),
+        ("Gemma2ForCausalLM", OF_CLASS, "tied", "without a quantization config"),
+        ("MixtralForCausalLM", NAMED, "packed", "without a quantization config"),
+        ("LlamaForCausalLM", NAMED, "16 bits", ""),
+        ("LlamaForCausalLM", OF_CLASS, "16 bits", "an unquantized weight"),
+        ("Qwen3ForCausalLM", NAMED, "16 bits", "an unquantized weight"),
+        ("Gemma2ForCausalLM", OF_CLASS, "16 bits", ""),
     ],
 )
-def test_quantized_tables(tmp_path: Path, model: str, target: str, tied: bool, words: str) -> None:
-    got = said(checkpoint(tmp_path / "table", model, target, tied=tied, packed=True))
-    assert words in got
-    assert bool(got) is bool(words)
+def test_tables_of_tokens(
+    good: Good, tmp_path: Path, model: str, target: str, state: str, words: str
+) -> None:
+    """A config group with this target, by the model's class; `state` is how the table is stored."""
 
+    @json_config
+    def targeted(whole: dict[str, Json]) -> None:
+        args = {**node(whole, ARGUMENTS), "group_size": 32, "symmetric": state != "asymmetric"}
+        groups = node(whole, (*QUANTIZATION, "config_groups"))
+        groups["table"] = {**node(whole, GROUP), "targets": [target], "weights": args}
+        whole["architectures"], whole["tie_word_embeddings"] = [model], state == "tied"
 
-@pytest.mark.parametrize(
-    ("model", "target", "refused"),
-    [
-        ("LlamaForCausalLM", NAMED, False),
-        ("LlamaForCausalLM", OF_CLASS, True),
-        ("Qwen3ForCausalLM", NAMED, True),
-        ("Gemma2ForCausalLM", OF_CLASS, False),
-    ],
-)
-def test_targeted_tables_in_16_bits(tmp_path: Path, model: str, target: str, refused: bool) -> None:
-    got = said(checkpoint(tmp_path / "table", model, target, tied=False, packed=False))
-    assert got == ("an unquantized weight" if refused else "")
-
-
-def test_other_numbers(tmp_path: Path) -> None:
-    odd = checkpoint(tmp_path / "odd", "Qwen3ForCausalLM", NAMED, tied=False, packed=True, symmetric=False)
-    assert "symmetric integers" in said(odd)
+    folder = spoiled(good("W4A16"), tmp_path / "table", targeted)
+    if state != "16 bits":
+        packed(folder)
+    if state == "tied":
+        drop("lm_head.weight")(folder)
+    found = [each.got for each in problems(folder) if (each.check, each.where) == ("targets", TABLE)]
+    assert bool(found) is bool(words)
+    assert words in " ".join(found)
 
 
 ATTENTION = "model.layers.0.self_attn"

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.architectures.families import save_family
-from tests.checks.quant_methods import CHECKPOINTS, write, write_gpt_oss
-from tests.checks.spoiled_methods import DOWN, LAYER, SPOILED, quantization
+from tests.checks.quant_methods import CHECKPOINTS, write, write_experts, write_gpt_oss
+from tests.checks.spoiled_methods import DOWN, LAYER, SPOILED, Spoiled, quantization
 from tests.command import vexport
 from tests.models import Good, errors, problems
 from tests.mutations.edits import Change, all_of, config, drop, element, put, spoiled, swap
@@ -22,14 +22,24 @@ from vexport.checks.vllm.view import CheckpointView, Target
 from vexport.fidelity.dequantize import dequantized
 from vexport.records import Json
 
+GPT_OSS = "gpt-oss"
+# Methods that differ in how they store a weight, also those of experts.
+METHODS = ("gptq", "awq", "fp8-block", "modelopt-nvfp4")
+
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Good:
-    """The micro Llama quantized by a method; read it, never write to it."""
+    """The micro Llama quantized by a method, or a micro gpt-oss; read it, never write to it."""
     root = tmp_path_factory.mktemp("methods")
 
     def make(name: str) -> Path:
-        return root / name if (root / name).exists() else write(name, llama, root / name)
+        if (root / name).exists():
+            return root / name
+        if name != GPT_OSS:
+            return write(name, llama, root / name)
+        model = root / "gpt-oss-source"
+        save_family(name, model, num_key_value_heads=4, intermediate_size=256, num_hidden_layers=3)
+        return write_gpt_oss(model, root / name)
 
     return make
 
@@ -46,12 +56,25 @@ def test_the_values_that_are_read_are_the_producers(written: Good, llama: Path, 
     assert torch.equal(found, expected.to(found.dtype))
 
 
-CASES = [(method, name) for method, changes in SPOILED.items() for name in changes]
+EXPERTS = f"{LAYER}.mlp.experts"
+BLOCKS, SCALES = f"{EXPERTS}.gate_up_proj_blocks", f"{EXPERTS}.down_proj_scales"
+# Of gpt-oss: what is done, the family that finds it, and where.
+SPOILED_EXPERTS: Mapping[str, Spoiled] = {
+    "no codes": (drop(BLOCKS), "completeness", BLOCKS),
+    "no bias": (drop(f"{EXPERTS}.down_proj_bias"), "completeness", f"{EXPERTS}.down_proj_bias"),
+    "an expert gone": (put(BLOCKS, lambda value: value[:3]), "shapes", BLOCKS),
+    "other sizes in the config": (config((), intermediate_size=128), "shapes", BLOCKS),
+    "a scale that is NaN": (put(SCALES, element(255)), "values", SCALES),
+    "another type of model": (config((), model_type="llama"), "config", "quant_method"),
+    "scales of other groups": (put(SCALES, lambda value: value[..., ::2]), "shapes", SCALES),
+}
+ALL_SPOILED = {**SPOILED, GPT_OSS: SPOILED_EXPERTS}
+CASES = [(method, name) for method, changes in ALL_SPOILED.items() for name in changes]
 
 
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_a_spoiled_checkpoint_is_found(written: Good, tmp_path: Path, method: str, name: str) -> None:
-    change, family, where = SPOILED[method][name]
+    change, family, where = ALL_SPOILED[method][name]
     findings = errors(spoiled(written(method), tmp_path / "spoiled", change))
     assert any(each.check == family and where in each.where for each in findings), findings
     translated = "weight_packed" if method != "auto-round-mxfp4" else "qweight"
@@ -66,43 +89,11 @@ def test_no_code_has_such_bits(written: Good, tmp_path: Path, method: str, bits:
     assert [each.where.rpartition(".")[2] for each in findings if each.check == "config"] == ["bits"]
 
 
-@pytest.fixture(scope="session")
-def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A micro gpt-oss with its experts in MXFP4; read it, never write to it."""
-    root = tmp_path_factory.mktemp("gpt-oss")
-    source = save_family(
-        "gpt-oss", root / "model", num_key_value_heads=4, intermediate_size=256, num_hidden_layers=3
-    )
-    return write_gpt_oss(source, root / "mxfp4")
-
-
-EXPERTS = f"{LAYER}.mlp.experts"
-BLOCKS, SCALES = f"{EXPERTS}.gate_up_proj_blocks", f"{EXPERTS}.down_proj_scales"
-# Of gpt-oss: what is done, the family that finds it, and where.
-SPOILED_EXPERTS: Mapping[str, tuple[Change, str, str]] = {
-    "no codes": (drop(BLOCKS), "completeness", BLOCKS),
-    "no bias": (drop(f"{EXPERTS}.down_proj_bias"), "completeness", f"{EXPERTS}.down_proj_bias"),
-    "an expert gone": (put(BLOCKS, lambda value: value[:3]), "shapes", BLOCKS),
-    "other sizes in the config": (config((), intermediate_size=128), "shapes", BLOCKS),
-    "a scale that is NaN": (put(SCALES, element(255)), "values", SCALES),
-    "another type of model": (config((), model_type="llama"), "config", "quant_method"),
-    "scales of other groups": (put(SCALES, lambda value: value[..., ::2]), "shapes", SCALES),
-}
-
-
-def test_gpt_oss_is_judged(gpt_oss: Path) -> None:
-    report = check_checkpoint(str(gpt_oss), Target(tp=(1, 2), sm=(75, 80, 90)))
+def test_gpt_oss_is_judged(written: Good) -> None:
+    report = check_checkpoint(str(written(GPT_OSS)), Target(tp=(1, 2), sm=(75, 80, 90)))
     found = {(each.check, each.severity) for each in report.findings}
     assert found == {("tokenizer", "warning"), ("devices", "error")}
     assert all("sm 75" in each.where for each in report.findings if each.check == "devices")
-
-
-@pytest.mark.parametrize("name", SPOILED_EXPERTS)
-def test_spoiled_experts_of_gpt_oss_are_found(gpt_oss: Path, tmp_path: Path, name: str) -> None:
-    change, family, where = SPOILED_EXPERTS[name]
-    findings = errors(spoiled(gpt_oss, tmp_path / "spoiled", change))
-    assert any(each.check == family and where in each.where for each in findings), findings
-    assert not any("weight_packed" in each.where or each.check == "internal" for each in findings), findings
 
 
 def first_expert(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -132,10 +123,11 @@ def compared(source: Path, *checkpoints: Path) -> list[set[str]]:
     return [{one["where"] for one in each["findings"] if one["severity"] == "error"} for each in reports]
 
 
-def test_experts_of_gpt_oss_are_compared_with_the_source(gpt_oss: Path, tmp_path: Path) -> None:
+def test_experts_of_gpt_oss_are_compared_with_the_source(written: Good, tmp_path: Path) -> None:
     """Stored by (experts, out, in) blocks, in the source by (experts, in, out), some of them square."""
+    gpt_oss = written(GPT_OSS)
     wrong = [spoiled(gpt_oss, tmp_path / name, change) for name, (change, _) in UNLIKE_THE_SOURCE.items()]
-    errors = compared(gpt_oss.parent / "model", gpt_oss, *wrong)
+    errors = compared(gpt_oss.with_name("gpt-oss-source"), gpt_oss, *wrong)
     assert errors == [set(), *({where} for _, where in UNLIKE_THE_SOURCE.values())]
 
 
@@ -146,19 +138,9 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_family("qwen3-moe", folder, num_key_value_heads=4, tie_word_embeddings=False)
 
 
-def routed(name: str, source: Path, folder: Path) -> Path:
-    """The model with experts by a method, whose list names what its producers keep."""
-    gates: list[Json] = [f"model.layers.{number}.mlp.gate" for number in range(2)]
-    lists: Mapping[str, dict[str, Json]] = {
-        "fp8-block": {"modules_to_not_convert": gates},
-        "modelopt-nvfp4": {"ignore": ["lm_head", *gates]},
-    }
-    return write(name, source, folder, **lists.get(name, {}))
-
-
-@pytest.mark.parametrize("name", ["gptq", "awq", "fp8-block", "modelopt-nvfp4"])
+@pytest.mark.parametrize("name", METHODS)
 def test_experts_are_judged_as_vllm_fuses_them(experts: Path, tmp_path: Path, name: str) -> None:
-    sound = routed(name, experts, tmp_path / "sound")
+    sound = write_experts(name, experts, tmp_path / "sound")
     assert problems(sound) == []
     expert = f"{LAYER}.mlp.experts.1.gate_proj"
     scale = {"gptq": "scales", "awq": "scales", "fp8-block": "weight_scale_inv"}.get(name, "weight_scale_2")
@@ -168,8 +150,11 @@ def test_experts_are_judged_as_vllm_fuses_them(experts: Path, tmp_path: Path, na
 
 def test_experts_in_fp4_are_not_judged(written: Good, experts: Path, tmp_path: Path) -> None:
     """Of a model without experts the key says nothing."""
-    as_mxfp4 = quantization(store_dtype="mxfp4")
-    (finding,) = errors(spoiled(routed("fp8-block", experts, tmp_path / "sound"), tmp_path / "fp4", as_mxfp4))
+    as_mxfp4, routed = (
+        quantization(store_dtype="mxfp4"),
+        write_experts("fp8-block", experts, tmp_path / "fp8"),
+    )
+    (finding,) = errors(spoiled(routed, tmp_path / "fp4", as_mxfp4))
     assert finding.check == "config"
     assert "store_dtype" in finding.where
     assert problems(spoiled(written("fp8-block"), tmp_path / "dense", as_mxfp4)) == []
@@ -177,13 +162,12 @@ def test_experts_in_fp4_are_not_judged(written: Good, experts: Path, tmp_path: P
 
 def test_weights_are_compared_with_the_source(written: Good, llama: Path, tmp_path: Path) -> None:
     up, gate = f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp.gate_proj"
-    names = ("gptq", "awq", "fp8-block", "modelopt-nvfp4")
     wrong = []
-    for name in names:
+    for name in METHODS:
         codes = "qweight" if name in ("gptq", "awq") else "weight"
         change = swap(f"{up}.{codes}", f"{gate}.{codes}")
         wrong.append(spoiled(written(name), tmp_path / name, change))
-    errors = compared(llama, *map(written, names), *wrong)
+    errors = compared(llama, *map(written, METHODS), *wrong)
     assert errors == [*[set[str]()] * 4, *[{up, gate}] * 4]
 
 
@@ -243,38 +227,34 @@ def test_another_version_is_judged_by_the_rules_of_this_one(written: Good) -> No
 
 
 # Of the spoiled ones of each method what a load without values sees.
-REFUSED = {
-    "auto-round": "blocks that are not quantized",
-    "auto-round-mxfp4": "one byte a code",
-    "quark-fp8": "a part that is excluded",
-    "quark-int4": "packed along the inputs",
-    "quark-int8": "a weight that is cut",
-    "quark-mxfp4": "no scales",
-    "gptq": "columns in order of activation",
-    "awq": "zero points the other way",
-    "fp8-block": "a list that keeps what is quantized",
-    "fp8-static": "a weight in e5m2",
-    "modelopt-fp8": "a head that is not kept",
-    "modelopt-nvfp4": "scales as bytes",
-}
+REFUSED = [
+    (GPT_OSS, "no codes"),
+    (GPT_OSS, "an expert gone"),
+    (GPT_OSS, "scales of other groups"),
+    ("auto-round", "blocks that are not quantized"),
+    ("auto-round-mxfp4", "one byte a code"),
+    ("quark-fp8", "a part that is excluded"),
+    ("quark-int4", "packed along the inputs"),
+    ("quark-int8", "a weight that is cut"),
+    ("quark-mxfp4", "no scales"),
+    ("gptq", "columns in order of activation"),
+    ("awq", "zero points the other way"),
+    ("fp8-block", "a list that keeps what is quantized"),
+    ("fp8-static", "a weight in e5m2"),
+    ("modelopt-fp8", "a head that is not kept"),
+    ("modelopt-nvfp4", "scales as bytes"),
+]
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_vllm_refuses_only_the_spoiled(written: Good, experts: Path, gpt_oss: Path, tmp_path: Path) -> None:
+def test_vllm_refuses_only_the_spoiled(written: Good, experts: Path, tmp_path: Path) -> None:
     """On an SM 90, by vLLM's own classes and loaders."""
-    sound = [*map(written, CHECKPOINTS)]
-    sound += [
-        routed(name, experts, tmp_path / name) for name in ("gptq", "awq", "fp8-block", "modelopt-nvfp4")
-    ]
-    sound.append(gpt_oss)
+    sound = [*map(written, (*CHECKPOINTS, GPT_OSS))]
+    sound += [write_experts(name, experts, tmp_path / name) for name in METHODS]
     broken = [
-        spoiled(gpt_oss, tmp_path / f"gpt-oss-{number}", SPOILED_EXPERTS[name][0])
-        for number, name in enumerate(("no codes", "an expert gone", "scales of other groups"))
-    ]
-    broken += [
-        spoiled(written(method), tmp_path / f"{method}-spoiled", SPOILED[method][name][0])
-        for method, name in REFUSED.items()
+        spoiled(written(method), tmp_path / f"{method}, {name}", ALL_SPOILED[method][name][0])
+        for method, name in REFUSED
     ]
     missing = tmp_path / "missing"  # leaves the answers on the others
     ran = vexport("load", "--dry", *sound, missing, *broken, "--sm", "90", "--format", "json", "--quiet")

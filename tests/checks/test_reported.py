@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
+from tests.architectures.families import save_family
+from tests.checks.quant_methods import write_experts
 from tests.command import ROOT, vexport
-from tests.engine.sketches import QWEN3_MOE, sketch
+from tests.models import quantize
 from tests.mutations.edits import (
     QUANTIZATION,
     WHOLE,
@@ -23,6 +24,7 @@ from tests.mutations.edits import (
     all_of,
     config,
     copied,
+    drop,
     each,
     inverse,
     lost,
@@ -186,32 +188,20 @@ def test_what_was_reported_is_found(thread: str, tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(("width", "refused"), [(384, {8}), (320, {1, 2, 4, 8})])
 def test_blocks_of_experts_that_ranks_cut(width: int, refused: set[int], tmp_path: Path) -> None:
     """vllm-project/vllm#54178 and #52997: vLLM 0.32 takes blocks of experts apart, down to 32 x 32."""
-    sizes = {"moe_intermediate_size": width, "hidden_size": 1024, "num_experts": 8}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 32}
-    folder = sketch(tmp_path / "sketch", {**QWEN3_MOE, **sizes, **heads}, "FP8_BLOCK", {})
-    _as_native_fp8(folder)
+    source = save_family("qwen3-moe", tmp_path / "model", moe_intermediate_size=width)
+    folder = write_experts("fp8-block", source, tmp_path / "fp8")
     for ranks in (1, 2, 4, 8):
         findings = check_checkpoint(str(folder), Target(tp=(ranks,))).findings
         found = [one for one in findings if one.check in ("devices", "shapes") and "experts" in one.where]
         assert bool(found) is (ranks in refused), (ranks, found)
 
 
-def _as_native_fp8(folder: Path) -> None:
-    """The headers of a sketch under the names that DeepSeek and Qwen use."""
-    file = folder / "model.safetensors"
-    stored = load_file(file)
-    file.unlink()
-    save_file({name.replace("weight_scale", "weight_scale_inv"): each for name, each in stored.items()}, file)
-    kept: list[Json] = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(2))]
-    method: Json = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    assert isinstance(method, dict)
-    config(WHOLE, quantization_config={**method, "modules_to_not_convert": kept})(folder)
-
-
-def test_an_expert_without_its_input_scale(tmp_path: Path) -> None:
+def test_an_expert_without_its_input_scale(calibration: Path, tmp_path: Path) -> None:
     """https://github.com/vllm-project/vllm/issues/45212: zero in vLLM's memory, NaN where it is routed to."""
+    source = save_family("qwen3-moe", tmp_path / "model")
+    folder = quantize(source, tmp_path / "out", "NVFP4", "--calibration", calibration)
     name = f"{LAYER}.mlp.experts.1.down_proj.input_global_scale"
-    folder = sketch(tmp_path / "sketch", QWEN3_MOE, "NVFP4", {name: None})
+    drop(name)(folder)
     assert name in [each.where for each in check(folder, static=True).findings if each.severity == "error"]
 
 

@@ -1,7 +1,6 @@
 """Tokenizers and generation settings with which vLLM 0.32 was seen to start, or to refuse to."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
 
@@ -9,7 +8,7 @@ import pytest
 
 from tests.command import vexport
 from tests.models import Good, write_tokenizer
-from tests.mutations.edits import Change, file_bytes, spoiled
+from tests.mutations.edits import Change, all_of, file_bytes, json_file, spoiled, without_files
 from vexport.checks import check_checkpoint
 from vexport.records import Json
 
@@ -17,38 +16,17 @@ TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "ge
 
 
 def written(name: str, content: Json) -> Change:
-    return raw(name, json.dumps(content).encode())
-
-
-def raw(name: str, content: bytes) -> Change:
     def apply(folder: Path) -> None:
-        (folder / name).write_bytes(content)
-
-    return apply
-
-
-def changed(change: Callable[[dict[str, Json]], object]) -> Change:
-    def apply(folder: Path) -> None:
-        content = json.loads((folder / TOKENIZER).read_text())
-        change(content)
-        (folder / TOKENIZER).write_text(json.dumps(content))
-
-    return apply
-
-
-def without(*names: str) -> Change:
-    def apply(folder: Path) -> None:
-        for name in names:
-            (folder / name).unlink()
+        (folder / name).write_text(json.dumps(content))
 
     return apply
 
 
 REFUSED: list[tuple[str, Change]] = [
-    (TOKENIZER, without(TOKENIZER)),
+    (TOKENIZER, without_files(TOKENIZER)),
     (f"{TOKENIZER}:1", file_bytes(TOKENIZER, lambda data: b"")),
-    (TOKENIZER, changed(lambda content: content.pop("model"))),
-    (f"{TOKENIZER}: added_tokens", changed(lambda content: content.pop("added_tokens"))),
+    (TOKENIZER, json_file(TOKENIZER, lambda content: content.pop("model"))),
+    (f"{TOKENIZER}: added_tokens", json_file(TOKENIZER, lambda content: content.pop("added_tokens"))),
     (SETTINGS, written(SETTINGS, [])),
 ]
 # What transformers judges, and `load --dry` with it.
@@ -58,11 +36,11 @@ JUDGED_BY_TRANSFORMERS: list[Change] = [
     written(SETTINGS, {"added_tokens_decoder": {"one": {}}}),
 ]
 STARTED: list[Change] = [
-    without(SETTINGS),
-    without(TOKENIZER, SETTINGS),
+    without_files(SETTINGS),
+    without_files(TOKENIZER, SETTINGS),
     written(SETTINGS, {"tokenizer_class": "NoSuchTokenizer"}),
     written(GENERATION, {"eos_token_id": [2, 3], "temperature": 0.6, "top_k": 20, "do_sample": True}),
-    raw(GENERATION, b"{,"),
+    all_of(written(GENERATION, {}), file_bytes(GENERATION, lambda data: b"{,")),
     written("special_tokens_map.json", {"eos_token": {"content": "</s>", "lstrip": False}}),
 ]
 

@@ -3,103 +3,64 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+import torch
 
+from tests.architectures.families import save_family
 from tests.command import vexport
-from tests.engine.sketches import LLAMA, QWEN3_MOE, Tensor, sketch
-from tests.models import Good
-from tests.mutations.edits import QUANTIZATION, config
+from tests.models import Good, quantize, save_llama
+from tests.mutations.edits import Change, add, all_of, drop, put, rename, spoiled
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checks import devices
 from vexport.checks.vllm.view import CheckpointView, Target
 from vexport.engine.dry.load import CAPABILITIES, DryLoad
-from vexport.records import DryLoadReport, Finding, Json, MatrixCell
+from vexport.records import DryLoadReport, Finding, MatrixCell
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SCHEMES = ("NVFP4", "FP8_DYNAMIC", "W4A16")
 # Schemes that not every device takes as they are.
 PARTICULAR = ("MXFP4A16", "W4AFP8")
-LAYER = "model.layers.1"
-EXPERTS = f"{LAYER}.mlp.experts"
-SOUND: Mapping[str, tuple[Mapping[str, object], str]] = {
-    f"{family} {preset}": (config, preset)
-    for family, config in (("llama", LLAMA), ("moe", QWEN3_MOE))
-    for preset in ("NVFP4A16", "FP8_DYNAMIC")
+OF_EXPERTS = ("NVFP4A16", "FP8_DYNAMIC", "W4A16")
+ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"
+DOWN, GATE, V = f"{MLP}.down_proj.weight", f"{MLP}.gate_proj.weight", f"{ATTENTION}.v_proj.weight"
+EXPERT, ROUTED = f"{MLP}.experts.2.down_proj", f"{MLP}.experts.routed_experts.w2_weight_packed"
+# Of checkpoints that ranks cut: the scheme and the sizes.
+CUT: Mapping[str, tuple[str, Mapping[str, int]]] = {
+    "NVFP4 groups": ("NVFP4A16", {"intermediate_size": 336}),
+    "heads": ("FP8_DYNAMIC", {"num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 320}),
 }
-FAULTY, CUT = ("faulty", "faulty"), ("loads", "refused")
-
-
-class Broken(NamedTuple):
-    """What is done to a sketch; whether vLLM takes it at tp 1 and tp 2; where the finding is, words of it."""
-
-    where: str
-    words: str
-    stored: Tensor | None = None
-    preset: str = "FP8_DYNAMIC"
-    statuses: tuple[str, str] = FAULTY
-    model: Mapping[str, object] = LLAMA
-    tensor: str | None = ""
-
-    @property
-    def change(self) -> Mapping[str, Tensor | None]:
-        """The tensor is that of the finding where no other is named; None changes none."""
-        return {} if self.tensor is None else {self.tensor or self.where: self.stored}
-
-
-FP8_ROWS: Tensor = ("F8_E4M3", (256, 512))
-BROKEN: Mapping[str, Broken] = {
-    "a member's scale missing": Broken(
-        f"{LAYER}.self_attn.qkv_proj.weight_scale",
-        "512 of 768 elements",
-        tensor=f"{LAYER}.self_attn.v_proj.weight_scale",
-    ),
-    "bf16 in an fp8 weight": Broken(f"{LAYER}.mlp.down_proj.weight", "bfloat16", ("BF16", (256, 512))),
-    "a weight with too many rows": Broken(
-        f"{LAYER}.mlp.gate_proj.weight", "[640, 256]", ("F8_E4M3", (640, 256))
-    ),
-    "a weight with too few rows": Broken(
-        f"{LAYER}.self_attn.v_proj.weight",
-        "exceeds dimension size",
-        ("F8_E4M3", (128, 256)),
-        statuses=("refused", "refused"),
-    ),
-    "a wrong name": Broken(
-        f"{LAYER}.mlp.down_projection.weight", "down_projection", FP8_ROWS, statuses=("refused", "refused")
-    ),
-    "NVFP4 groups that tp 2 cuts, of which vLLM says nothing": Broken(
-        "model.layers.",
-        "shape [256, 21]",
-        preset="NVFP4A16",
-        statuses=("loads", "faulty"),
-        model={**LLAMA, "intermediate_size": 336},
-        tensor=None,
-    ),
-    "heads that tp 2 cuts": Broken(
-        "checkpoint (tp 2, sm 90)",
-        "must be divisible by tensor parallel size",
-        statuses=CUT,
-        model={**LLAMA, "num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 160},
-        tensor=None,
-    ),
-    "an expert's weight missing": Broken(
-        f"{EXPERTS}.routed_experts.w2_weight_packed",
-        "short: expert 2",
-        preset="W4A16",
-        model=QWEN3_MOE,
-        tensor=f"{EXPERTS}.2.down_proj.weight_packed",
-    ),
+FAULTY, REFUSED = ["faulty", "faulty"], ["refused", "refused"]
+# Checkpoint -> whether vLLM takes it at tp 1 and tp 2; where the finding is, words of it.
+FAULTS: Mapping[str, tuple[list[str], str, str]] = {
+    "a member's scale missing": (FAULTY, f"{ATTENTION}.qkv_proj.weight_scale", "384 of 512 elements"),
+    "bf16 in an fp8 weight": (FAULTY, DOWN, "bfloat16"),
+    "too many rows": (FAULTY, GATE, "[640, 256]"),
+    "too few rows": (REFUSED, V, "exceeds dimension size"),
+    "a wrong name": (REFUSED, f"{MLP}.down_projection.weight", "down_projection"),
+    "an expert's weight missing": (FAULTY, ROUTED, "short: expert 2"),
+    "NVFP4 groups": (["loads", "faulty"], "model.layers.", "shape [256, 21]"),
+    "heads": (["loads", "refused"], "checkpoint (tp 2, sm 90)", "divisible by tensor parallel size"),
 }
-# Legal oddities, of which vLLM says nothing and which change nothing.
-HARMLESS: Mapping[str, tuple[str, Mapping[str, Tensor | None]]] = {
-    "scales in float32": ("FP8_DYNAMIC", {f"{LAYER}.mlp.down_proj.weight_scale": ("F32", (256, 1))}),
-    "no weight_shape": ("W4A16", {f"{LAYER}.mlp.down_proj.weight_shape": None}),
-    "scales of the KV cache": (
-        "FP8_DYNAMIC",
-        {f"{LAYER}.self_attn.k_scale": ("BF16", (1,)), f"{LAYER}.self_attn.v_scale": ("BF16", (1,))},
+
+
+def of_rows(count: int, name: str) -> Change:
+    """Another number of rows in a weight."""
+    return put(name, lambda value: value[:1].repeat(count, 1))
+
+
+CHANGES: Mapping[str, Change] = {
+    "a member's scale missing": drop(f"{ATTENTION}.v_proj.weight_scale"),
+    "bf16 in an fp8 weight": put(DOWN, torch.Tensor.bfloat16),
+    "too many rows": of_rows(640, GATE),
+    "too few rows": of_rows(64, V),
+    "a wrong name": rename(DOWN, f"{MLP}.down_projection.weight"),
+    # Legal oddities, of which vLLM says nothing and which change nothing.
+    "scales in float32": put(f"{DOWN}_scale", torch.Tensor.float),
+    "scales of the KV cache": all_of(
+        *(add(f"{ATTENTION}.{kind}_scale", torch.ones(1, dtype=torch.bfloat16)) for kind in "kv")
     ),
 }
 
@@ -113,15 +74,20 @@ def demo(good: Good) -> Mapping[str, DryLoadReport]:
 
 
 @pytest.fixture(scope="module")
-def sketched(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, DryLoadReport]:
-    folder = tmp_path_factory.mktemp("sketches")
-    made: dict[str, Path] = {}
-    for name, (model, preset) in SOUND.items():
-        made[name] = sketch(folder / name, model, preset, {})
-    for name, broken in BROKEN.items():
-        made[name] = sketch(folder / name, broken.model, broken.preset, broken.change)
-    for name, (preset, change) in HARMLESS.items():
-        made[name] = sketch(folder / name, LLAMA, preset, change)
+def reports(good: Good, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, DryLoadReport]:
+    """Sound, spoiled and cut checkpoints on one rank and on two."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    experts = save_family("qwen3-moe", root / "experts", moe_intermediate_size=256)
+    made = {f"experts {scheme}": quantize(experts, root / scheme, scheme) for scheme in OF_EXPERTS}
+    made |= {f"llama {scheme}": good(scheme) for scheme in ("NVFP4A16", "FP8_DYNAMIC")}
+    made |= {name: spoiled(good("FP8_DYNAMIC"), root / name, change) for name, change in CHANGES.items()}
+    for name, other, change in (
+        ("no weight_shape", good("W4A16"), drop(f"{DOWN}_shape")),
+        ("an expert's weight missing", root / "W4A16", drop(f"{EXPERT}.weight_packed")),
+    ):
+        made[name] = spoiled(other, root / name, change)
+    for name, (scheme, sizes) in CUT.items():
+        made[name] = quantize(save_llama(root / f"{name} source", **sizes), root / name, scheme)
     return dict(zip(made, DryLoad(checkpoints=list(made.values()), tp=(1, 2)).reports(), strict=True))
 
 
@@ -165,50 +131,50 @@ def test_kernels_are_those_that_vllm_documents(demo: Mapping[str, DryLoadReport]
     assert "sm 100" in report.findings[0].where
 
 
-def test_sound_sketches_load(sketched: Mapping[str, DryLoadReport]) -> None:
-    for name in SOUND:
-        report = sketched[name]
-        assert report.ok, report.findings
-        assert not [finding for finding in report.findings if finding.severity == "warning"]
-        assert ("routed_experts" in str(report.rows)) == name.startswith("moe")
-    for name in HARMLESS:
-        assert sketched[name].ok, sketched[name].findings
-        assert {cell.status for cell in sketched[name].cells} == {"loads"}
+def test_sound_checkpoints_load(reports: Mapping[str, DryLoadReport]) -> None:
+    for name in reports.keys() - FAULTS.keys():
+        report = reports[name]
+        assert {cell.status for cell in report.cells} == {"loads"}, report.findings
+        assert ("routed_experts" in str(report.rows)) == name.startswith("experts")
+        if name.startswith(("experts", "llama")):
+            assert {finding.severity for finding in report.findings} <= {"info"}
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_faults_are_found_in_their_cell(sketched: Mapping[str, DryLoadReport], name: str) -> None:
-    broken, report = BROKEN[name], sketched[name]
-    where = broken.where
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found_in_their_cell(reports: Mapping[str, DryLoadReport], name: str) -> None:
+    report, (statuses, where, words) = reports[name], FAULTS[name]
     assert not report.ok
-    if broken.statuses[0] == "loads":  # ranks cut it: the check says so too
+    assert [cell.status for cell in report.cells] == statuses
+    if name in CUT:  # the check says so too
         assert [static(Path(report.checkpoint), tp, 90) for tp in (1, 2)] == ["loads", "refused"]
-    assert tuple(cell.status for cell in report.cells) == broken.statuses
     there = [finding for finding in errors(report) if finding.where.startswith(where)]
-    assert any(broken.words in finding.got for finding in there)
+    assert any(words in finding.got for finding in there)
     assert where.startswith("checkpoint") or there == errors(report)
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(good: Good, tmp_path: Path) -> None:
     """A refused cell fails the command where it was asked for, and only there."""
-    cut = sketch(tmp_path / "cut", {**LLAMA, "intermediate_size": 384}, "W4A16", {})
-    whole = sketch(tmp_path / "whole", LLAMA, "NVFP4", {})
+    cut = quantize(save_llama(tmp_path / "model", intermediate_size=384), tmp_path / "cut", "W4A16")
+    whole = good("NVFP4")
     devices = ("--tp", "1,2", "--sm", "80,90", "--gpu", "h100")
     ran = vexport("load", "--dry", cut, whole, *devices, "--format", "json", "--quiet")
     assert ran.code == 1
     assert len(ran.errors) == 1
     assert "tp 2" in ran.errors[0]
     reports = json.loads(ran.stdout)
-    assert {report["checkpoint"]: report["ok"] for report in reports} == {str(cut): False, str(whole): True}
+    assert [(report["checkpoint"], report["ok"]) for report in reports] == [
+        (str(cut), False),
+        (str(whole), True),
+    ]
     assert [(cell["tp"], cell["sm"], cell["status"]) for cell in reports[0]["cells"]] == [
         *((1, sm, "loads") for sm in (80, 90)),
         *((2, sm, "refused") for sm in (80, 90)),
     ]
     assert [rank["tp"] for rank in reports[0]["memory"]] == [1]
     one, two = reports[1]["memory"]
-    # 2 layers, keys and values of 8 heads of 32, 2 bytes each, 256 tokens.
-    assert one["sequences"] == [{"tokens": 256, "kv_bytes": 2 * 2 * 8 * 32 * 2 * 256}]
-    assert two["sequences"] == [{"tokens": 256, "kv_bytes": 2 * 8 * 32 * 2 * 256}]
+    # 3 layers, keys and values of 2 heads of 64, 2 bytes each, 256 tokens.
+    assert one["sequences"] == [{"tokens": 256, "kv_bytes": 3 * 2 * 2 * 64 * 2 * 256}]
+    assert two["sequences"] == [{"tokens": 256, "kv_bytes": 3 * 2 * 64 * 2 * 256}]
     stored = sum(file.stat().st_size for file in whole.glob("*.safetensors"))
     assert stored < one["weight_bytes"] < 1.05 * stored  # the table of rotary angles is not stored
     rooms = reports[1]["rooms"]
@@ -219,15 +185,11 @@ def test_the_command(tmp_path: Path) -> None:
 
 SM = (75, 80, 89, 90, 100)
 COMPARED = ("NVFP4", "MXFP4XFP8", "MXFP8", "FP8_BLOCK", "W4AFP8", "W4A16_ASYM")
-# test_dry_load.py has groups and heads that ranks cut.
-AGREEING: Mapping[str, tuple[Mapping[str, object], str]] = {
-    "few key heads": ({**LLAMA, "num_key_value_heads": 2}, "FP8_DYNAMIC"),
-    "experts": (QWEN3_MOE, "W4A16"),
-}
 # An FP8 cache runs in FlashInfer from SM 80 on, with heads of 64, 128, 256 or 512 numbers; else from SM 89.
-CACHES = {"cache, heads of 32": LLAMA, "cache, heads of 64": {**LLAMA, "head_dim": 64}}
-FLOAT8: dict[str, Json] = {"type": "float", "num_bits": 8, "symmetric": True}
-CACHE_SCHEME: Json = {**FLOAT8, "strategy": "tensor", "dynamic": False}
+CACHES: Mapping[str, Mapping[str, int]] = {
+    "heads of 32": {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32},
+    "heads of 64": {},
+}
 
 
 def static(checkpoint: Path, tp: int, sm: int) -> str:
@@ -238,17 +200,16 @@ def static(checkpoint: Path, tp: int, sm: int) -> str:
     return "refused" if "error" in severities else "other precision" if "warning" in severities else "loads"
 
 
-def with_cache(folder: Path, model: Mapping[str, object]) -> Path:
-    names = [f"model.layers.{layer}.self_attn.{kind}_scale" for layer in range(2) for kind in "kv"]
-    made = sketch(folder, model, "FP8_DYNAMIC", dict.fromkeys(names, ("F32", (1,))))
-    config(QUANTIZATION, kv_cache_scheme=CACHE_SCHEME)(made)
-    return made
-
-
-def test_check_and_dry_load_agree(good: Good, tmp_path: Path) -> None:
-    caches = [with_cache(tmp_path / name, model) for name, model in CACHES.items()]
-    cut = [sketch(tmp_path / name, model, preset, {}) for name, (model, preset) in AGREEING.items()]
-    compared = {1: [*map(good, COMPARED), *caches], 4: [*cut, good("MXFP8")]}
+def test_check_and_dry_load_agree(good: Good, calibration: Path, tmp_path: Path) -> None:
+    """Also of few key heads and of experts, whose own size ranks cut."""
+    cache = ("--kv-cache", "fp8", "--calibration", calibration)
+    caches = [
+        quantize(save_llama(tmp_path / f"{name} source", **sizes), tmp_path / name, "FP8_DYNAMIC", *cache)
+        for name, sizes in CACHES.items()
+    ]
+    model = save_family("qwen3-moe", tmp_path / "model", moe_intermediate_size=256)
+    cut = [good("FP8_DYNAMIC"), good("MXFP8"), quantize(model, tmp_path / "experts", "W4A16")]
+    compared = {1: [*map(good, COMPARED), *caches], 4: cut}
     differ: list[tuple[object, ...]] = []
     for tp, checkpoints in compared.items():
         for report in DryLoad(checkpoints=checkpoints, tp=(tp,), sm=SM).reports():

@@ -7,77 +7,58 @@ from shutil import copytree
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file
 
-from tests.command import vexport
-from tests.models import Good, save_llama, write_tokenizer
+from tests.command import findings, vexport
+from tests.models import Good, dequantized, save_llama, write_tokenizer
 from tests.mutations.edits import (
     GROUP,
     Change,
     Tensors,
     add,
+    all_of,
     config,
     drop,
     element,
     file_bytes,
+    json_file,
     put,
     spoiled,
     swap,
     tensors,
     times,
+    without_files,
 )
-from vexport.records import Json
 
 SCHEMES = ("NVFP4A16", "MXFP4", "FP8_BLOCK", "FP8", "W8A8", "W4A16_ASYM", "W3A16")
 DOWN = "model.layers.2.mlp.down_proj"
+SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 PEER = Path(__file__).parent.parent / "peer"
-Finding = dict[str, str]
-Report = dict[str, list[Finding]]
 
 
-def check(checkpoint: Path, source: Path) -> tuple[int, Report]:
-    ran = vexport("check", checkpoint, "--source", source, "--format", "json", "--quiet")
-    assert ran.stdout, ran.stderr
-    (report,) = json.loads(ran.stdout)
-    return ran.code, report
-
-
-def errors(report: Report) -> list[Finding]:
-    """Errors and warnings but the one that micro models have no tokenizer."""
-    found = [finding for finding in report["findings"] if finding["severity"] != "info"]
-    return [finding for finding in found if not finding["got"].startswith("no tokenizer")]
-
-
-def notes(report: Report) -> list[Finding]:
-    return [finding for finding in report["findings"] if finding["severity"] == "info"]
+def compared(checkpoint: Path, source: Path, *, notes: bool = False) -> list[dict[str, str]]:
+    """The notes on a checkpoint next to its source, or all else but that micro models have no tokenizer."""
+    found = findings(checkpoint, "--source", source)
+    chosen = [each for each in found if (each["severity"] == "info") is notes]
+    return [each for each in chosen if not each["got"].startswith("no tokenizer")]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_sound_checkpoint_is_like_its_source(good: Good, llama: Path, scheme: str) -> None:
-    code, report = check(good(scheme), llama)
-    assert (code, errors(report)) == (0, [])
-    kinds = [finding["where"] for finding in notes(report)]
+    assert compared(good(scheme), llama) == []
+    kinds = [note["where"] for note in compared(good(scheme), llama, notes=True)]
     assert len(kinds) == len(set(kinds)) == 7
     assert all(f" (3 in {scheme})" in kind for kind in kinds)
 
 
 def test_the_ratio_is_that_of_compressed_tensors(good: Good, llama: Path) -> None:
-    _, report = check(good("W4A16"), llama)
-    raw = json.loads((good("W4A16") / "config.json").read_text())["quantization_config"]["config_groups"]
-    scheme = QuantizationScheme.model_validate(raw["group_0"])
-    written, exact = (load_file(folder / "model.safetensors") for folder in (good("W4A16"), llama))
-    ratios = []
+    exact, ratios = load_file(llama / "model.safetensors"), []
     for layer in range(3):
         name = f"model.layers.{layer}.mlp.down_proj"
-        stored = {
-            key.removeprefix(f"{name}."): value for key, value in written.items() if key.startswith(name)
-        }
-        back = BaseCompressor.get_value_from_registry("pack-quantized").decompress(stored, scheme)["weight"]
         weight = exact[f"{name}.weight"].double()
-        ratios.append(float(10 * torch.log10(weight.square().sum() / (back - weight).square().sum())))
-    (note,) = [finding for finding in notes(report) if "down_proj" in finding["where"]]
+        error = dequantized(good("W4A16"), name) - weight
+        ratios.append(float(10 * torch.log10(weight.square().sum() / error.square().sum())))
+    (note,) = [note for note in compared(good("W4A16"), llama, notes=True) if "down_proj" in note["where"]]
     least, median, most = sorted(ratios)
     assert note["got"].startswith(f"signal-to-noise {least:.1f} to {most:.1f} dB, median {median:.1f}, ")
 
@@ -107,10 +88,8 @@ WRONG: list[tuple[str, str, Change, str]] = [
 def test_a_weight_that_is_not_the_sources_is_found(
     good: Good, llama: Path, tmp_path: Path, scheme: str, change: Change, words: str
 ) -> None:
-    code, report = check(spoiled(good(scheme), tmp_path / "wrong", change), llama)
-    (finding,) = errors(report)
-    assert code == 1
-    assert (finding["check"], finding["where"]) == ("source", DOWN)
+    (finding,) = compared(spoiled(good(scheme), tmp_path / "wrong", change), llama)
+    assert (finding["check"], finding["where"], finding["severity"]) == ("source", DOWN, "error")
     assert words in finding["got"]
 
 
@@ -119,28 +98,25 @@ def test_kept_tensors_are_those_of_the_source(good: Good, llama: Path, tmp_path:
         values["model.norm.weight"][3] += 0.5
         values["model.embed_tokens.weight"] = values["model.embed_tokens.weight"].to(torch.float32)
 
-    code, report = check(spoiled(good("W8A8"), tmp_path / "wrong", tensors(change)), llama)
-    found = {finding["where"]: finding["severity"] for finding in errors(report)}
-    assert code == 1
-    assert found == {"model.norm.weight": "error", "model.embed_tokens.weight": "warning"}
+    found = compared(spoiled(good("W8A8"), tmp_path / "wrong", tensors(change)), llama)
+    severities = {finding["where"]: finding["severity"] for finding in found}
+    assert severities == {"model.norm.weight": "error", "model.embed_tokens.weight": "warning"}
 
 
 def test_exchanged_layers_and_values_not_finite_are_found(good: Good, llama: Path, tmp_path: Path) -> None:
     one, other = (f"model.layers.{number}.mlp.down_proj.weight" for number in (0, 1))
-    _, report = check(spoiled(good("W8A8"), tmp_path / "wrong", swap(one, other)), llama)
-    assert {f"{finding['where']}.weight" for finding in errors(report)} == {one, other}
+    found = compared(spoiled(good("W8A8"), tmp_path / "wrong", swap(one, other)), llama)
+    assert {f"{finding['where']}.weight" for finding in found} == {one, other}
     checkpoint = spoiled(good("W8A8"), tmp_path / "nan", put(f"{DOWN}.weight_scale", element(float("nan"))))
-    _, report = check(checkpoint, llama)
-    assert ("source", DOWN) in {(one["check"], one["where"]) for one in errors(report)}
+    assert ("source", DOWN) in {(one["check"], one["where"]) for one in compared(checkpoint, llama)}
 
 
 def test_a_tensor_of_the_source_that_is_nowhere_is_named(good: Good, llama: Path, tmp_path: Path) -> None:
     source = spoiled(llama, tmp_path / "source", add("model.extra.weight", torch.ones(3)))
-    _, report = check(good("W8A8"), source)
-    assert [finding["where"] for finding in errors(report)] == ["model.extra.weight"]
+    assert [finding["where"] for finding in compared(good("W8A8"), source)] == ["model.extra.weight"]
     broken = spoiled(good("W8A8"), tmp_path / "broken", drop("model.norm.weight"))
-    _, report = check(broken, llama)
-    assert ("source", "model.norm.weight") in {(one["check"], one["where"]) for one in errors(report)}
+    places = {(one["check"], one["where"]) for one in compared(broken, llama)}
+    assert ("source", "model.norm.weight") in places
 
 
 def test_a_source_that_stores_layers_fused(good: Good, llama: Path, tmp_path: Path) -> None:
@@ -148,28 +124,23 @@ def test_a_source_that_stores_layers_fused(good: Good, llama: Path, tmp_path: Pa
 
     def fuse(values: Tensors) -> None:
         for layer in range(3):
-            for block, fused, parts in (
-                ("self_attn", "qkv_proj", "qkv"),
-                ("mlp", "gate_up_proj", ("gate", "up")),
-            ):
-                names = [f"model.layers.{layer}.{block}.{part}_proj.weight" for part in parts]
-                joined = torch.cat([values.pop(name) for name in names])
-                values[f"model.layers.{layer}.{block}.{fused}.weight"] = joined
+            for fused, parts in (("self_attn.qkv", "qkv"), ("mlp.gate_up", ("gate", "up"))):
+                place = f"model.layers.{layer}.{fused}"
+                names = [f"{place.rpartition('.')[0]}.{part}_proj.weight" for part in parts]
+                values[f"{place}_proj.weight"] = torch.cat([values.pop(name) for name in names])
 
     source = spoiled(llama, tmp_path / "source", tensors(fuse))
-    code, report = check(good("NVFP4A16"), source)
-    assert (code, errors(report)) == (0, [])
+    assert compared(good("NVFP4A16"), source) == []
 
 
 def test_norms_may_be_rounded_as_one_plus_weight(good: Good, llama: Path, tmp_path: Path) -> None:
     """What llm-compressor leaves of norms that multiply by 1 + weight (Gemma's)."""
-
     name = "model.norm.weight"
     source = spoiled(llama, tmp_path / "source", put(name, lambda norm: norm * 0.1318))
     rounded = spoiled(good("W8A8"), tmp_path / "rounded", put(name, lambda norm: (norm * 0.1318 + 1) - 1))
     other = spoiled(good("W8A8"), tmp_path / "other", put(name, lambda norm: norm * 0.14))
-    assert errors(check(rounded, source)[1]) == []
-    assert [finding["where"] for finding in errors(check(other, source)[1])] == [name]
+    assert compared(rounded, source) == []
+    assert [finding["where"] for finding in compared(other, source)] == [name]
 
 
 @pytest.mark.parametrize(
@@ -182,15 +153,14 @@ def test_norms_may_be_rounded_as_one_plus_weight(good: Good, llama: Path, tmp_pa
 )
 def test_what_vllm_reads_alike_is_the_source(good: Good, llama: Path, tmp_path: Path, change: Change) -> None:
     """Another format, a cast without a loss, a weight of which vLLM drops the end: no other weight."""
-    _, report = check(spoiled(good("FP8_DYNAMIC"), tmp_path / "changed", change), llama)
-    assert [finding for finding in errors(report) if finding["check"] == "source"] == []
+    found = compared(spoiled(good("FP8_DYNAMIC"), tmp_path / "changed", change), llama)
+    assert [finding for finding in found if finding["check"] == "source"] == []
 
 
-def test_experts_that_are_not_quantized_alike_are_compared(tmp_path: Path) -> None:
+def test_experts_that_are_not_quantized_alike_are_compared() -> None:
     """llm-compressor's own output: reported for what it is, and like its source in all else."""
-    code, report = check(PEER / "moe-NVFP4A16", PEER / "moe")
-    assert code == 1
-    assert {finding["check"] for finding in errors(report)} == {"fusion"}
+    found = compared(PEER / "moe-NVFP4A16", PEER / "moe")
+    assert {(finding["check"], finding["severity"]) for finding in found} == {("fusion", "error")}
 
 
 @pytest.fixture
@@ -208,38 +178,23 @@ def pair(good: Good, llama: Path, tmp_path: Path) -> tuple[Path, Path]:
 
 def test_files_that_say_the_same_are_no_finding(pair: tuple[Path, Path]) -> None:
     checkpoint, source = pair
-    (checkpoint / "chat_template.jinja").unlink()
-    settings = json.loads((checkpoint / "tokenizer_config.json").read_text())
-    (checkpoint / "tokenizer_config.json").write_text(
-        json.dumps({**settings, "chat_template": "{{ messages }}"})
-    )
-    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
-    (checkpoint / "tokenizer.json").write_text(json.dumps({**tokenizer, "truncation": None}, indent=1))
-    (checkpoint / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [2], "temperature": 0.6, "transformers_version": "5"})
-    )
-    code, report = check(checkpoint, source)
-    assert (code, errors(report)) == (0, [])
+    all_of(
+        without_files("chat_template.jinja"),
+        json_file(SETTINGS, lambda settings: settings.update(chat_template="{{ messages }}")),
+        json_file("tokenizer.json", lambda tokenizer: tokenizer.update(truncation=None)),
+        json_file(GENERATION, lambda values: values.update(eos_token_id=[2], transformers_version="5")),
+    )(checkpoint)
+    assert compared(checkpoint, source) == []
 
 
-def rewrite(name: str, change: Callable[[dict[str, Json]], object]) -> Change:
-    def apply(folder: Path) -> None:
-        value = json.loads((folder / name).read_text())
-        change(value)
-        (folder / name).write_text(json.dumps(value))
-
-    return apply
-
-
-SETTINGS, GENERATION = "tokenizer_config.json", "generation_config.json"
 FILES: list[tuple[Change, str]] = [
-    (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
-    (rewrite("tokenizer.json", lambda t: t.update(pre_tokenizer=None)), "tokenizer.json: pre_tokenizer"),
-    (rewrite(SETTINGS, lambda t: t.update(eos_token="<s>")), f"{SETTINGS}: eos_token"),
-    (lambda folder: (folder / "chat_template.jinja").unlink(), "chat_template.jinja"),
+    (without_files("tokenizer.json"), "tokenizer.json"),
+    (json_file("tokenizer.json", lambda t: t.update(pre_tokenizer=None)), "tokenizer.json: pre_tokenizer"),
+    (json_file(SETTINGS, lambda t: t.update(eos_token="<s>")), f"{SETTINGS}: eos_token"),
+    (without_files("chat_template.jinja"), "chat_template.jinja"),
     (file_bytes("chat_template.jinja", lambda old: b"x" + old), "chat_template.jinja"),
-    (rewrite(GENERATION, lambda t: t.pop("eos_token_id")), f"{GENERATION}: eos_token_id"),
-    (lambda folder: (folder / GENERATION).unlink(), f"{GENERATION}: temperature"),
+    (json_file(GENERATION, lambda t: t.pop("eos_token_id")), f"{GENERATION}: eos_token_id"),
+    (without_files(GENERATION), f"{GENERATION}: temperature"),
     (config((), rms_norm_eps=0.1), "config.json: rms_norm_eps"),
 ]
 
@@ -250,15 +205,14 @@ FILES: list[tuple[Change, str]] = [
 def test_a_file_that_says_otherwise_is_an_error(pair: tuple[Path, Path], change: Change, where: str) -> None:
     checkpoint, source = pair
     change(checkpoint)
-    code, report = check(checkpoint, source)
-    assert code == 1
-    assert any(finding["where"].endswith(where) for finding in errors(report)), errors(report)
+    places = [one["where"] for one in findings(checkpoint, "--source", source) if one["severity"] == "error"]
+    assert any(place.endswith(where) for place in places), places
 
 
 def test_a_quantized_source_is_refused_and_another_shape_no_traceback(good: Good, tmp_path: Path) -> None:
     ran = vexport("check", good("W8A8"), "--source", good("W8A8"))
     assert ran.code == 2
     assert "need the unquantized one" in ran.errors[0]
-    _, report = check(good("W8A8"), save_llama(tmp_path / "small", intermediate_size=256))
-    found = [finding for finding in errors(report) if finding["where"] == DOWN]
-    assert "do not fit a source of [256, 256]" in found[0]["got"]
+    found = compared(good("W8A8"), save_llama(tmp_path / "small", intermediate_size=256))
+    (misfit,) = [finding for finding in found if finding["where"] == DOWN]
+    assert "do not fit a source of [256, 256]" in misfit["got"]

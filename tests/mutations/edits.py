@@ -136,9 +136,13 @@ def without(place: tuple[str, ...], *keys: str) -> Change:
     return json_config(change)
 
 
-def json_config(change: Callable[[dict[str, Json]], None]) -> Change:
+def json_config(change: Callable[[dict[str, Json]], object]) -> Change:
+    return json_file("config.json", change)
+
+
+def json_file(name: str, change: Callable[[dict[str, Json]], object]) -> Change:
     def apply(folder: Path) -> None:
-        path = folder / "config.json"
+        path = folder / name
         whole = json.loads(path.read_text())
         change(whole)
         path.write_text(json.dumps(whole))
@@ -174,6 +178,14 @@ def all_of(*changes: Change) -> Change:
     def apply(folder: Path) -> None:
         for change in changes:
             change(folder)
+
+    return apply
+
+
+def without_files(*names: str) -> Change:
+    def apply(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
 
     return apply
 
