@@ -70,6 +70,7 @@ def test_config_groups_observers_cache_and_gptq(tmp_path: Path, llama: Path) -> 
     read = recipe(tmp_path, GROUPS)
     down = ("re:.*down_proj", "W4A16_ASYM_G64", "mse", "gptq")
     assert rules(read)[2:] == [down, ("Linear", "FP8_DYNAMIC", None, "gptq")]
+    assert recipe(tmp_path, GROUPS.replace('["re:.*down_proj"]', "re:.*down_proj")).rules == read.rules
     assert read.kv_cache == "fp8"
     assert "dampening_frac 0.05 is not taken over" in read.notes[0]
     ran = vexport("plan", llama, "--recipe", tmp_path / "recipe.yaml")

@@ -216,8 +216,8 @@ def _groups(modifier: _Modifier) -> Iterator[tuple[str, list[str], dict[str, Jso
                 need = "none: vLLM quantizes no outputs"
                 modifier.refuse(f"{where}.output_activations", "quantized outputs", need)
             else:
-                listed = group.get("targets")
-                names = [str(target) for target in listed] if isinstance(listed, list) else targets
+                named = targets if group.get("targets") is None else group["targets"]
+                names = [str(target) for target in (named if isinstance(named, list) else [named])]
                 inputs = _inputs(group.get("input_activations"))
                 yield where, names, {"weights": group["weights"], "input_activations": inputs}
     elif isinstance(scheme, dict):
