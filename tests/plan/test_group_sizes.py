@@ -17,13 +17,6 @@ SMALLER = ("--on-unsupported-shape", "smaller-group")
 RULE = "name: a\nsource: {source}\nrules: [{{match: Linear, {keys}}}]\n"
 
 
-@pytest.fixture(scope="module")
-def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Hidden size 192: groups of 64 and 32 fit, 128 does not; the MLP's 256 columns fit all."""
-    sizes = {"hidden_size": 192, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return save_llama(tmp_path_factory.mktemp("narrow") / "model", **sizes)
-
-
 def schemes_of(folder: Path, source: Path, keys: str, more: str = "") -> tuple[str, ...]:
     path = folder / "scenario.yaml"
     path.write_text(RULE.format(source=source, keys=keys) + more)

@@ -8,7 +8,6 @@ import jsonschema
 import pytest
 
 from tests.command import vexport
-from tests.models import save_llama
 from vexport.checkpoint.index import read_index
 from vexport.formats.schemes import scheme_names
 from vexport.scenario import read_scenario
@@ -21,13 +20,6 @@ def valid(name: str, text: str) -> dict[str, object]:
     answer: dict[str, object] = json.loads(text)
     jsonschema.validate(answer, schema)
     return answer
-
-
-@pytest.fixture(scope="module")
-def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama of 192 columns, which are no whole groups of 128; o_proj and down_proj have 256."""
-    sizes = {"hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2}
-    return save_llama(tmp_path_factory.mktemp("narrow") / "model", **sizes)
 
 
 def test_a_plan_without_a_scheme_compares_all(narrow: Path) -> None:
