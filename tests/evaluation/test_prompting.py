@@ -18,6 +18,8 @@ from vexport.scenario import Evaluate
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+CHAT = {"chat_template.jinja": TEMPLATE}
+RAG = {"additional_chat_templates/rag.jinja": TEMPLATE}
 SPACED = TEMPLATE.replace("}}{% endfor", "}} {% endfor")
 
 
@@ -35,21 +37,20 @@ def in_settings(template: object) -> str:
     return json.dumps(settings | {"chat_template": template})
 
 
+NAMED = [{"name": "default", "template": TEMPLATE}, {"name": "rag", "template": SPACED}]
+
+
 @pytest.mark.parametrize(
     "files",
     [
         {},
-        {"chat_template.jinja": TEMPLATE},
-        {"chat_template.jinja": TEMPLATE, "tokenizer_config.json": in_settings("old")},
+        CHAT,
+        {**CHAT, "tokenizer_config.json": in_settings("old")},
         {"tokenizer_config.json": in_settings(TEMPLATE)},
-        {"tokenizer_config.json": in_settings([{"name": "default", "template": TEMPLATE}])},
-        {
-            "tokenizer_config.json": in_settings(
-                [{"name": "default", "template": TEMPLATE}, {"name": "rag", "template": SPACED}]
-            )
-        },
-        {"chat_template.jinja": TEMPLATE, "additional_chat_templates/rag.jinja": SPACED},
-        {"additional_chat_templates/rag.jinja": SPACED},
+        {"tokenizer_config.json": in_settings(NAMED[:1])},
+        {"tokenizer_config.json": in_settings(NAMED)},
+        {**CHAT, **RAG},
+        RAG,
     ],
     ids=["none", "file", "file first", "settings", "list of one", "list", "folder", "no default"],
 )
@@ -62,7 +63,7 @@ def test_templates_are_those_that_transformers_finds(files: dict[str, str], tmp_
 
 def test_a_template_is_applied_where_the_models_have_one(tmp_path: Path) -> None:
     plain = model(tmp_path / "plain")
-    chat = {name: model(tmp_path / name, {"chat_template.jinja": TEMPLATE}) for name in ("old", "new")}
+    chat = {name: model(tmp_path / name, CHAT) for name in ("old", "new")}
     settings = Evaluate(tasks=("a",))
     base = lm_eval_settings(settings, {"baseline": plain, "candidate": plain})
     assert (base.apply_chat_template, base.fewshot_as_multiturn) == (False, False)
@@ -79,26 +80,18 @@ def test_a_template_is_applied_where_the_models_have_one(tmp_path: Path) -> None
     [
         ({}, {}, {"apply_chat_template": True}, "baseline: chat template: got none, need one, to be applied"),
         ({}, {}, {"fewshot_as_multiturn": True}, "got no chat template, need one, for fewshot_as_multiturn"),
-        ({"chat_template.jinja": TEMPLATE}, {}, {}, "candidate: chat template: got none"),
-        ({}, {"chat_template.jinja": TEMPLATE}, {}, "baseline: chat template: got none"),
+        (CHAT, {}, {}, "candidate: chat template: got none"),
+        ({}, CHAT, {}, "baseline: chat template: got none"),
         (
-            {"chat_template.jinja": TEMPLATE},
+            CHAT,
             {"chat_template.jinja": SPACED},
             {},
-            "new: got chat template: a conversation becomes ' <assistant>",
+            "new: got chat template: a conversation becomes ' <ass",
         ),
+        (CHAT, CHAT, {"apply_chat_template": "rag"}, "got no template named rag, need one of default"),
         (
-            {"chat_template.jinja": TEMPLATE},
-            {"chat_template.jinja": TEMPLATE},
-            {"apply_chat_template": "rag"},
-            "got no template named rag, need one of default",
-        ),
-        (
-            {
-                "additional_chat_templates/rag.jinja": TEMPLATE,
-                "additional_chat_templates/tool.jinja": TEMPLATE,
-            },
-            {"additional_chat_templates/rag.jinja": TEMPLATE},
+            {**RAG, "additional_chat_templates/tool.jinja": TEMPLATE},
+            RAG,
             {},
             "got several without a default: rag, tool, need one; name one (--chat-template NAME",
         ),

@@ -178,10 +178,6 @@ HOPELESS = task("facts", -0.02, -0.03, -0.01)
             "all 4 tasks lose less than 2 points (worst: addition -0.43, at worst -0.84)",
         ),
         ([SAME, BETTER], "both tasks lose less than 2 points (worst: facts 0.00, at worst -0.42)"),
-        (
-            [BETTER, CLEARLY_BETTER],
-            "both tasks lose less than 2 points (worst: choice +0.51, at worst -0.12)",
-        ),
         ([GOOD], "addition loses 0.43 points (at most 0.84), 2 points were accepted"),
         ([SAME], "facts loses nothing (at most 0.42 points), 2 points were accepted"),
         ([BETTER], "choice gains 0.51 points (at worst it loses 0.12), 2 points were accepted"),

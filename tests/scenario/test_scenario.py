@@ -11,13 +11,25 @@ from tests.models import save_llama
 from vexport.errors import InputError
 from vexport.quantize.auto import plan_scenario
 from vexport.reports.plan import TYPICAL_DISAGREEMENT
-from vexport.scenario import DEFAULT_ALPHA, read_scenario
+from vexport.scenario import DEFAULT_ALPHA, Evaluate, Scenario, read_scenario
 from vexport.scenario.evaluate import SUITES, Suite
 from vexport.scenario.serve import Serve, with_options
 
 FOLDER = Path(__file__).parents[2] / "scenarios"
 SCENARIOS = sorted([*FOLDER.glob("*.yaml"), *FOLDER.glob("ladder/*.yaml")])
 MINIMAL = "name: a\nsource: b\nrules: [{match: Linear, scheme: NVFP4}]\n"
+
+
+def read(folder: Path, text: str) -> Scenario:
+    path = folder / "scenario.yaml"
+    path.write_text(text)
+    return read_scenario(path)
+
+
+def evaluated(folder: Path, text: str) -> Evaluate:
+    evaluate = read(folder, f"{MINIMAL}evaluate: {{{text}}}\n").evaluate
+    assert evaluate is not None
+    return evaluate
 
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
@@ -31,11 +43,9 @@ def test_a_scenario_decides_about_cache_and_shapes(tmp_path: Path) -> None:
     text = (
         f"name: a\nsource: {source}\nrules: [{{match: Linear, scheme: FP8_BLOCK}}]\nkv_cache: fp8_per_head\n"
     )
-    path = tmp_path / "scenario.yaml"
-    path.write_text(text)
-    _, refused = plan_scenario(read_scenario(path))
-    path.write_text(text + "on_unsupported_shape: keep\nserve: {tensor_parallel: [1, 2]}\n")
-    _, kept = plan_scenario(read_scenario(path))
+    _, refused = plan_scenario(read(tmp_path, text))
+    more = "on_unsupported_shape: keep\nserve: {tensor_parallel: [1, 2]}\n"
+    _, kept = plan_scenario(read(tmp_path, text + more))
     assert [refusal.where for refusal in refused.refusals] == ["model.layers.0.mlp.gate_up_proj"]
     assert kept.refusals == ()
     assert {group.name for group in kept.groups} == {"model.layers.0.self_attn.o_proj"}
@@ -43,21 +53,16 @@ def test_a_scenario_decides_about_cache_and_shapes(tmp_path: Path) -> None:
 
 
 def problems(tmp_path: Path, text: str) -> list[str]:
-    path = tmp_path / "scenario.yaml"
-    path.write_text(text)
     with pytest.raises(InputError) as caught:
-        read_scenario(path)
+        read(tmp_path, text)
     return str(caught.value).splitlines()
 
 
 def test_paths_are_relative_to_the_scenario(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    path = tmp_path / "scenario.yaml"
-    path.write_text(MINIMAL.replace("source: b", "source: model") + "evaluate: {tasks: [t/a.yaml, gsm8k]}\n")
-    scenario = read_scenario(path)
-    assert scenario.source == str(tmp_path / "model")
-    assert scenario.evaluate is not None
-    assert scenario.evaluate.tasks == (str(tmp_path / "t" / "a.yaml"), "gsm8k")
+    assert read(tmp_path, MINIMAL.replace("source: b", "source: model")).source == str(tmp_path / "model")
+    tasks = evaluated(tmp_path, "tasks: [t/a.yaml, gsm8k]").tasks
+    assert tasks == (str(tmp_path / "t" / "a.yaml"), "gsm8k")
 
 
 def test_unknown_keys_and_schemes_name_the_nearest_and_a_syntax_error_its_line(tmp_path: Path) -> None:
@@ -84,6 +89,9 @@ def test_unknown_keys_and_schemes_name_the_nearest_and_a_syntax_error_its_line(t
         ("num_fewshot: 2", "move it to evaluate"),
         ("evaluate: {text: a, endpoint: 'http://a/v1'}", "need tasks alone: text is read here"),
         ("serve: {system_prompt: x}", "write evaluate.system_instruction"),
+        ("evaluate: {suite: quik}", "evaluate.suite"),
+        ("evaluate: {suite: quick, tasks: [gsm8k]}", "evaluate.tasks"),
+        ("evaluate: {margin: 0.02}", "evaluate.tasks"),
         ("evaluate: {tasks: [a], gen_kwargs: {temprature: 0}}", "not temprature (did you mean temperature?)"),
     ],
 )
@@ -93,16 +101,13 @@ def test_an_unknown_key_says_where_it_goes(text: str, fix: str, tmp_path: Path) 
 
 
 def test_how_models_are_asked_has_the_names_of_lm_eval(tmp_path: Path) -> None:
-    path = tmp_path / "scenario.yaml"
-    path.write_text(
-        MINIMAL
-        + "evaluate: {tasks: [a], num_fewshot: 2, apply_chat_template: rag, fewshot_as_multiturn: false, "
+    evaluate = evaluated(
+        tmp_path,
+        "tasks: [a], num_fewshot: 2, apply_chat_template: rag, fewshot_as_multiturn: false, "
         "system_instruction: Be brief., gen_kwargs: {temperature: 0, until: [x], do_sample: false}, "
         "max_gen_toks: 9, think_end_token: </think>, enable_thinking: true, include_path: more, "
-        "batch_size: 8, limit: 0.5}\n"
+        "batch_size: 8, limit: 0.5",
     )
-    evaluate = read_scenario(path).evaluate
-    assert evaluate is not None
     assert evaluate.include_path == (tmp_path / "more",)
     assert evaluate.gen_kwargs == {"temperature": 0, "until": ["x"], "do_sample": False}
     asked = (evaluate.num_fewshot, evaluate.apply_chat_template, evaluate.fewshot_as_multiturn)
@@ -123,7 +128,6 @@ def test_a_template_that_a_model_lacks_ends_a_run_before_any_work(tmp_path: Path
 
 
 TASKS = Path(lm_eval.__path__[0]) / "tasks"
-SCENARIO = "name: a\nsource: {source}\nrules: [{{match: Linear, scheme: W8A8}}]\nevaluate: {{{evaluate}}}\n"
 
 
 @pytest.mark.parametrize(("name", "suite"), SUITES.items())
@@ -136,46 +140,37 @@ def test_every_task_exists_and_has_documents_enough(name: str, suite: Suite) -> 
         assert power >= 0.8, (name, task, power)
 
 
-def test_a_suite_stands_for_tasks_margin_and_limit(llama: Path, tmp_path: Path) -> None:
-    path = tmp_path / "scenario.yaml"
-    path.write_text(SCENARIO.format(source=llama, evaluate="suite: quick"))
-    evaluate = read_scenario(path).evaluate
-    assert evaluate is not None
-    assert evaluate.tasks == ("arc_easy", "piqa", "winogrande")
-    assert (evaluate.margin, evaluate.limit) == (0.02, 1000)
-    shown = vexport("plan", path)
-    assert shown.code == 0, shown.stderr
-    assert "3,000 documents for each model" in shown.stdout
-    assert "arc_easy 1,000, piqa 1,000, winogrande 1,000" in shown.stdout
-    path.write_text(SCENARIO.format(source=llama, evaluate="suite: quick, margin: 0.05, limit: 200"))
-    evaluate = read_scenario(path).evaluate
-    assert evaluate is not None
-    assert (evaluate.margin, evaluate.limit) == (0.05, 200)
-    shown = vexport("plan", path)
-    assert "600 documents" in shown.stdout
-    condition = "for power 0.8 at margin 5.0%, alpha 0.05, if 5% of answers change"
-    assert f"about 167 a task {condition}\n" in shown.stdout
-    path.write_text(SCENARIO.format(source=llama, evaluate="suite: quick, margin: 0.05, limit: 24"))
-    assert f"{condition}; limit 24 asks fewer" in vexport("plan", path).stdout
-    path.write_text(SCENARIO.format(source=llama, evaluate="suite: code, limit: 0.1"))
-    shown = vexport("plan", path)
-    assert "humaneval 17, mbpp 50" in shown.stdout
-    assert f"vexport run {path} --trust-remote-code" in shown.stdout
-    evaluate = read_scenario(path).evaluate
-    assert evaluate is not None
-    assert evaluate.apply_chat_template is False
+def test_a_suite_stands_for_tasks_margin_and_limit(tmp_path: Path) -> None:
+    quick = evaluated(tmp_path, "suite: quick")
+    assert quick.tasks == ("arc_easy", "piqa", "winogrande")
+    assert (quick.margin, quick.limit) == (0.02, 1000)
+    less = evaluated(tmp_path, "suite: quick, margin: 0.05, limit: 200")
+    assert (less.margin, less.limit) == (0.05, 200)
+    assert evaluated(tmp_path, "suite: code, limit: 0.1").apply_chat_template is False
+
+
+CONDITION = "for power 0.8 at margin 5.0%, alpha 0.05, if 5% of answers change"
 
 
 @pytest.mark.parametrize(
     ("evaluate", "words"),
     [
-        ("suite: quik", "evaluate.suite"),
-        ("suite: quick, tasks: [gsm8k]", "evaluate.tasks"),
-        ("margin: 0.02", "evaluate.tasks"),
+        ("suite: quick", "3,000 documents for each model"),
+        ("suite: quick", "arc_easy 1,000, piqa 1,000, winogrande 1,000"),
+        ("suite: quick, margin: 0.05, limit: 200", "600 documents"),
+        ("suite: quick, margin: 0.05, limit: 200", f"about 167 a task {CONDITION}\n"),
+        ("suite: quick, margin: 0.05, limit: 24", f"{CONDITION}; limit 24 asks fewer"),
+        ("suite: code, limit: 0.1", "humaneval 17, mbpp 50"),
+        ("suite: code, limit: 0.1", "vexport run SCENARIO --trust-remote-code"),
     ],
 )
-def test_what_is_no_suite_is_refused(llama: Path, tmp_path: Path, evaluate: str, words: str) -> None:
-    assert words in "".join(problems(tmp_path, SCENARIO.format(source=llama, evaluate=evaluate)))
+def test_a_plan_counts_documents(llama: Path, tmp_path: Path, evaluate: str, words: str) -> None:
+    text = MINIMAL.replace("source: b", f"source: {llama}")
+    path = tmp_path / "scenario.yaml"
+    path.write_text(f"{text}evaluate: {{{evaluate}}}\n")
+    shown = vexport("plan", path)
+    assert shown.code == 0, shown.stderr
+    assert words in shown.stdout.replace(str(path), "SCENARIO")
 
 
 SERVED = "name: n\nsource: {source}\nrules: [{{match: Linear, scheme: NVFP4A16}}]\nserve: {serve}\n"
@@ -183,9 +178,7 @@ DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 
 
 def served(folder: Path, serve: str) -> Serve:
-    path = folder / "scenario.yaml"
-    path.write_text(SERVED.format(source=DEMO, serve=serve))
-    return read_scenario(path).serve
+    return read(folder, SERVED.format(source=DEMO, serve=serve)).serve
 
 
 def test_every_argument_of_vllm_can_be_given_and_the_baseline_gets_its_own(tmp_path: Path) -> None:
