@@ -160,9 +160,9 @@ def replayed_layers(layers: torch.nn.ModuleList, final: torch.Tensor, rest: Rest
     """Run the model without its layers' weights: the last layer returns the hidden states `final`."""
 
     def replay(number: int, forward: Forward, *args: object, **kwargs: object) -> object:
-        given = args[0] if args else kwargs["hidden_states"]
-        assert isinstance(given, torch.Tensor)
-        return as_output(final if number == len(layers) - 1 else given, rest)
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        assert isinstance(hidden_states, torch.Tensor)
+        return as_output(final if number == len(layers) - 1 else hidden_states, rest)
 
     with replaced_forwards(list(layers), replay):
         yield
@@ -261,18 +261,18 @@ def fast_products(model: torch.nn.Module, device: str) -> Iterator[None]:
 
 
 def _wide_product(
-    linears: Sequence[torch.nn.Linear], number: int, own: Forward, value: torch.Tensor
+    linears: Sequence[torch.nn.Linear], number: int, forward: Forward, value: torch.Tensor
 ) -> object:
     module = linears[number]
     if value.dtype not in WIDENED or module.weight.dtype != value.dtype:
-        return own(value)
+        return forward(value)
     bias = None if module.bias is None else module.bias.to(torch.float32)
     output = torch.nn.functional.linear(value.to(torch.float32), module.weight.to(torch.float32), bias)
     return output.to(value.dtype)
 
 
 def _wide_attention(
-    own: Attend,
+    attend: Attend,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -282,9 +282,9 @@ def _wide_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     dtype = query.dtype
     if dtype not in WIDENED or not dtype == key.dtype == value.dtype:
-        return own(module, query, key, value, attention_mask, **kwargs)
+        return attend(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is not None and attention_mask.dtype == dtype:
         attention_mask = attention_mask.to(torch.float32)
     states = (tensor.to(torch.float32) for tensor in (query, key, value))
-    found, weights = own(module, *states, attention_mask, **kwargs)
-    return found.to(dtype), weights
+    output, weights = attend(module, *states, attention_mask, **kwargs)
+    return output.to(dtype), weights

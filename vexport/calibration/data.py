@@ -128,7 +128,9 @@ class Samples:
 
     def spread(self, number: int) -> "Samples":
         """Select at most `number` samples, evenly spaced."""
-        return self.taken(list(dict.fromkeys(one * len(self.rows) // number for one in range(number))))
+        return self.taken(
+            list(dict.fromkeys(position * len(self.rows) // number for position in range(number)))
+        )
 
 
 def read_samples(

@@ -81,13 +81,13 @@ class Gradients:
 
     def _through(self, layer: Layer, position: int, behind: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient by the inputs of a layer; without one the sample still runs through it."""
-        found = None
+        gradient = None
         if behind is not None:
             states = self._before(layer, position)
-            found = _gradient(states, lambda states: layer.run(position, states), lambda _: behind)
-        if found is None:
+            gradient = _gradient(states, lambda states: layer.run(position, states), lambda _: behind)
+        if gradient is None:
             layer.run(position, self._before(layer, position))
-        return found
+        return gradient
 
     def _of_logits(self, position: int, hidden: torch.Tensor) -> torch.Tensor | None:
         """The gradient by the outputs of the last layer."""
@@ -98,12 +98,12 @@ class Gradients:
         """The gradient by logits (1, tokens, vocabulary): probabilities, less 1 at a token that is drawn."""
         errors = torch.empty_like(logits)
         rows = max(1, RUN_ELEMENTS // logits.shape[-1])
-        for part, own in zip(torch.split(logits[0], rows), torch.split(errors[0], rows), strict=True):
-            found = torch.softmax(part.to(torch.float32), -1)
-            ends = found.cumsum(-1)
-            share = torch.rand(len(found), 1, generator=self._generator).to(logits.device)
-            drawn = torch.searchsorted(ends, share * ends[:, -1:]).clamp_max(found.shape[-1] - 1)
-            own.copy_(found.scatter_add_(1, drawn, torch.full_like(share, -1.0)))
+        for part, error in zip(torch.split(logits[0], rows), torch.split(errors[0], rows), strict=True):
+            probabilities = torch.softmax(part.to(torch.float32), -1)
+            ends = probabilities.cumsum(-1)
+            share = torch.rand(len(probabilities), 1, generator=self._generator).to(logits.device)
+            drawn = torch.searchsorted(ends, share * ends[:, -1:]).clamp_max(probabilities.shape[-1] - 1)
+            error.copy_(probabilities.scatter_add_(1, drawn, torch.full_like(share, -1.0)))
         return errors
 
 
@@ -120,11 +120,11 @@ def _gradient(
     try:
         with torch.enable_grad():
             output = forward(states * 1)  # the model may change its input
-        (found,) = torch.autograd.grad(output, states, behind(output.detach()))
+        (gradient,) = torch.autograd.grad(output, states, behind(output.detach()))
     except RuntimeError as reason:
         logging.getLogger(__name__).debug("no gradient: %s", reason)
         return None
-    return found if bool(torch.isfinite(found).all()) else None
+    return gradient if bool(torch.isfinite(gradient).all()) else None
 
 
 # A token's weight is within this many octaves of the mean.
@@ -135,17 +135,17 @@ MOST_OCTAVES = 10
 TokenWeights = Mapping[str, tuple[float, ...]]
 
 
-def weights_of(found: TokenWeights, modules: Sequence[str], tokens: int) -> torch.Tensor | None:
+def weights_of(mean_squares: TokenWeights, modules: Sequence[str], tokens: int) -> torch.Tensor | None:
     """The weights of a row's tokens for these modules together, (tokens,) float32.
 
     They go by the root mean square of the gradient, and their mean is about 1; powers of two, so that a
     16-bit input times its weight loses no digit. None where nothing is known of any.
     """
-    known = [torch.tensor(found[name]) for name in modules if name in found]
+    known = [torch.tensor(mean_squares[name]) for name in modules if name in mean_squares]
     if not known:
         return None
     length = min(map(len, known))
-    gradients = torch.stack([one[:length] for one in known]).sum(0).sqrt()
+    gradients = torch.stack([squares[:length] for squares in known]).sum(0).sqrt()
     weights = gradients[octaves(tokens).clamp_max(length - 1)]
     mean = weights.mean()
     return (

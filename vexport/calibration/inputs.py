@@ -45,8 +45,8 @@ class Arithmetic:
 
     def enter(self, module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Entered:
         """The tokens and routes in a call of the module's forward."""
-        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments.values()
-        _, hidden, chosen, weights = given
+        arguments = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments.values()
+        _, hidden, chosen, weights = arguments
         assert isinstance(hidden, torch.Tensor)
         assert isinstance(chosen, torch.Tensor)
         assert isinstance(weights, torch.Tensor)
@@ -119,8 +119,8 @@ class Llama4(Arithmetic):
 
     def between(self, module: torch.nn.Module, expert: int, tokens: torch.Tensor) -> torch.Tensor:
         gate, up = (tokens @ module.get_parameter("gate_up_proj")[expert]).chunk(2, dim=-1)
-        made: torch.Tensor = up * module.get_submodule("act_fn")(gate)
-        return made
+        hidden: torch.Tensor = up * module.get_submodule("act_fn")(gate)
+        return hidden
 
     def down(self, module: torch.nn.Module, expert: int, between: torch.Tensor) -> torch.Tensor:
         return between @ module.get_parameter("down_proj")[expert]
@@ -319,15 +319,15 @@ class GroupInputs:
 
         With `only` the block ends where all are, its forward's answer being of no use.
         """
-        seen: dict[str, Value] = {}
+        noted: dict[str, Value] = {}
 
         def note(name: str, value: Value) -> None:
-            seen[name] = value
-            if only and len(seen) == len(self._modules):
+            noted[name] = value
+            if only and len(noted) == len(self._modules):
                 raise _AllNoted
 
         with suppress(_AllNoted), self.shown(note):
-            yield seen
+            yield noted
 
     def values(self, site: Site, value: Value, *, all_experts: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """The inputs of a site's layers by name: for experts all tokens, or those that each gets."""

@@ -64,9 +64,9 @@ def observe(module: Modules, base_name: str, value: torch.Tensor | None = None) 
 
     Without `value` each module shows its own tensor of that name (its weight).
     """
-    for one in _each(module):
-        if (observer := observer_of(one, base_name)) is not None:
-            observer(getattr(one, base_name) if value is None else value)
+    for part in _each(module):
+        if (observer := observer_of(part, base_name)) is not None:
+            observer(getattr(part, base_name) if value is None else value)
 
 
 def update_qparams(module: Modules, base_name: str | Iterable[str]) -> None:
@@ -77,11 +77,11 @@ def update_qparams(module: Modules, base_name: str | Iterable[str]) -> None:
     or values that are not finite.
     """
     base_names = [base_name] if isinstance(base_name, str) else list(base_name)
-    for one in _each(module):
+    for part in _each(module):
         for name in base_names:
-            if (observer := observer_of(one, name)) is not None:
-                _require_statistics(one, name, observer)
-                _write_qparams(one, name, observer)
+            if (observer := observer_of(part, name)) is not None:
+                _require_statistics(part, name, observer)
+                _write_qparams(part, name, observer)
 
 
 def calibrate_input_hook(module: torch.nn.Module, args: object) -> None:

@@ -99,16 +99,16 @@ class Smoother:
         wanted, (inputs, outputs) = self._wanted(layer), _traced(layer.module, again)
         parameters = dict(layer.module.named_parameters())
         behind_norms = set[str]()
-        for name, made in outputs.items():
+        for name, output in outputs.items():
             own = _own(parameters, name)
             readers = [
                 reader
-                for reader, seen in inputs.items()
-                if seen.data_ptr() == made.data_ptr() and seen.shape[-1] == made.shape[-1]
+                for reader, value in inputs.items()
+                if value.data_ptr() == output.data_ptr() and value.shape[-1] == output.shape[-1]
             ]
             read = [parameters[f"{reader}.weight"] for reader in readers]
-            is_norm = all(parameters[one].dim() == 1 for one in own)
-            fits = all(weight.dim() == 2 and weight.shape[1] == made.shape[-1] for weight in read)
+            is_norm = all(parameters[parameter].dim() == 1 for parameter in own)
+            fits = all(weight.dim() == 2 and weight.shape[1] == output.shape[-1] for weight in read)
             if is_norm and fits and not wanted.keys().isdisjoint(readers):
                 behind_norms.update(readers)
                 yield _Fold(rows=own, columns=tuple(f"{reader}.weight" for reader in readers))
@@ -125,8 +125,9 @@ class Smoother:
         parameters = {name: layer.module.get_parameter(name) for name in (*fold.rows, *fold.columns)}
         tensors = {name: self._weights.plain_tensor(joined(layer.name, name)) for name in parameters}
         if not all(tensors.values()) or any(
-            name in self.found and (self.found[name].rows if own in fold.rows else self.found[name].columns)
-            for own, name in tensors.items()
+            name in self.found
+            and (self.found[name].rows if name_in_layer in fold.rows else self.found[name].columns)
+            for name_in_layer, name in tensors.items()
             if name
         ):
             return
@@ -146,12 +147,14 @@ class Smoother:
                 parameter.data = before[name]
             return
         up, down = (encode((sign * exponents).to(torch.int8).cpu().numpy()) for sign in (1, -1))
-        readers = tuple(stored for own in fold.columns if (stored := tensors[own]))
-        for own, stored in tensors.items():
+        readers = tuple(stored for name_in_layer in fold.columns if (stored := tensors[name_in_layer]))
+        for name_in_layer, stored in tensors.items():
             assert stored is not None
             known = self.found.get(stored, Smoothing())
             self.found[stored] = (
-                replace(known, rows=down, readers=readers) if own in fold.rows else replace(known, columns=up)
+                replace(known, rows=down, readers=readers)
+                if name_in_layer in fold.rows
+                else replace(known, columns=up)
             )
 
     def _exponents(self, parameters: Mapping[str, torch.Tensor], fold: _Fold) -> torch.Tensor:
@@ -184,18 +187,18 @@ def _traced(
     layer: torch.nn.Module, run: Callable[[], torch.Tensor]
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
     """Run a layer: what its modules with weights of their own read, and what they made, by name."""
-    read, made = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    inputs_of, outputs = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
 
     def see(name: str, module: torch.nn.Module, inputs: tuple[object, ...], output: object) -> None:
         if inputs and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
-            read[name], made[name] = inputs[0], output
+            inputs_of[name], outputs[name] = inputs[0], output
 
     with ExitStack() as block:
         for name, module in layer.named_modules():
             if isinstance(module._parameters.get("weight"), torch.Tensor):
                 block.callback(module.register_forward_hook(partial(see, name)).remove)
         run()
-    return read, made
+    return inputs_of, outputs
 
 
 def _own(parameters: Mapping[str, torch.Tensor], module: str) -> tuple[str, ...]:

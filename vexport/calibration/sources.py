@@ -209,7 +209,7 @@ def _first_split(path: str, subset: str | None, revision: str | None) -> str:
     import datasets
 
     names: list[str] = datasets.get_dataset_split_names(path, subset, revision=revision)
-    return min(names, key=lambda one: (one != "train", not one.startswith("train")))
+    return min(names, key=lambda name: (name != "train", not name.startswith("train")))
 
 
 def _unreadable(error: Exception, name: DataName) -> InputError:

@@ -81,7 +81,7 @@ class Statistics:
 
     def wants(self, group: FusionGroup) -> bool:
         """Return whether statistics of a group's input are needed."""
-        return any(one.name in self.inputs or one.name in self.importance for one in group.members)
+        return any(member.name in self.inputs or member.name in self.importance for member in group.members)
 
     def only(self, groups: Sequence[FusionGroup]) -> "Statistics":
         """The statistics of these groups' inputs, and none of routing."""
@@ -103,16 +103,16 @@ class Statistics:
             self.routed[name] = self.routed[name] + counts if name in self.routed else counts
         finite, last = list[tuple[str, torch.Tensor]](), None
         for site in sites if self.inputs or self.importance else ():
-            for layer, seen in inputs.values(site, value, all_experts=self.all_experts):
-                if not seen.numel():
+            for layer, activation in inputs.values(site, value, all_experts=self.all_experts):
+                if not activation.numel():
                     continue
-                if seen is not last:  # q, k and v share theirs
-                    last, rows = seen, channel_extremes(seen)
+                if activation is not last:  # q, k and v share theirs
+                    last, rows = activation, channel_extremes(activation)
                     finite.append((layer, torch.isfinite(rows).all()))
                 if layer in self.inputs:
-                    show(self.inputs[layer], seen, rows)
+                    show(self.inputs[layer], activation, rows)
                 if layer in self.importance:
-                    self.importance[layer].add(seen)
+                    self.importance[layer].add(activation)
         return finite
 
     def sync(self) -> None:
@@ -195,18 +195,18 @@ def calibrate(
     samples and end with the statistics of all. Raises CheckpointFailed where an activation is not finite or a
     layer saw no token, InputError for a model that cannot run layer by layer.
     """
-    seen, cached = Statistics.needed_by(plan, all_experts=all_experts), dict[str, KeyValueRanges]()
-    if seen.inputs or seen.importance or plan.kv_cache:
+    statistics, cached = Statistics.needed_by(plan, all_experts=all_experts), dict[str, KeyValueRanges]()
+    if statistics.inputs or statistics.importance or plan.kv_cache:
         with process_group():
             rank, size = rank_and_size()
-            own = samples.taken(range(rank, len(samples.rows), size))
-            text = walk.text(own, smoothing, stage=CALIBRATE, on_progress=on_progress)
+            rows_of_rank = samples.taken(range(rank, len(samples.rows), size))
+            text = walk.text(rows_of_rank, smoothing, stage=CALIBRATE, on_progress=on_progress)
             with text as hidden:
-                watch = _Watch(walk, plan, seen, cached, hidden)
+                watch = _Watch(walk, plan, statistics, cached, hidden)
                 for layer in walk.forward():
                     watch.layer(layer)
                 watch.behind()
-            seen.sync()
+            statistics.sync()
             add_up(cached)
             if plan.kv_cache:
                 require_cache(walk.index, cached)
@@ -214,13 +214,13 @@ def calibrate(
         rows=samples.rows,
         digest=samples.digest,
         tokens=sum(len(ids) for ids in samples.token_ids),
-        ranges=seen.ranges(),
-        importance=seen.importances(),
+        ranges=statistics.ranges(),
+        importance=statistics.importances(),
         kv_ranges=cached,
         data=samples.data,
         smoothing=smoothing or {},
         token_weights=token_weights or {},
-        routed=seen.routing(),
+        routed=statistics.routing(),
     )
 
 
@@ -286,9 +286,9 @@ class _Watch:
         return output
 
 
-def require_cache(index: SourceIndex, seen: Mapping[str, object]) -> None:
+def require_cache(index: SourceIndex, ranges: Mapping[str, object]) -> None:
     """Raise InputError where no keys and values were observed."""
-    if not seen:
+    if not ranges:
         raise InputError(
             f"{index.root}: KV cache",
             got="no attention layer that calls transformers' attention interface",

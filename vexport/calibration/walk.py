@@ -43,15 +43,15 @@ def first_not_finite(module: torch.nn.Module, name: str, run: Callable[[], objec
     First means in the order of execution: an input is seen before the output that comes of it, a child's
     output before its parent's.
     """
-    found: list[tuple[str, str]] = []
+    places: list[tuple[str, str]] = []
 
     def look(name: str, side: str, module: torch.nn.Module, *values: object) -> None:
-        seen = values[-1]
-        value = next(iter(seen), None) if isinstance(seen, tuple | list) else seen
-        if found or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        states = values[-1]
+        value = next(iter(states), None) if isinstance(states, tuple | list) else states
+        if places or not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return
         if not is_finite(value):
-            found.append((name, side))
+            places.append((name, side))
 
     with ExitStack() as block:
         for child_name, child in module.named_modules():
@@ -59,7 +59,7 @@ def first_not_finite(module: torch.nn.Module, name: str, run: Callable[[], objec
             block.callback(child.register_forward_pre_hook(before).remove)
             block.callback(child.register_forward_hook(behind).remove)
         run()
-    return found[0] if found else None
+    return places[0] if places else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -160,7 +160,7 @@ class Weights:
         Parameters that the checkpoint does not have (a tied output head) stay on the meta device.
         """
         owners = _owners(self._model, "")
-        around = {name: one for name, one in owners.items() if not name.startswith(f"{layers_name}.")}
+        around = {name: owner for name, owner in owners.items() if not name.startswith(f"{layers_name}.")}
         put(self._values(around, self._plain))
 
     def read(self, module: torch.nn.Module, prefix: str, place: Place | None = None) -> list[Filling]:
@@ -188,8 +188,8 @@ class Weights:
         needed = {recipe.target: recipe for name in owners if (recipe := self._recipes.get(name))}
         for recipe in needed.values():
             try:
-                made = recipe.values(partial(read_tensor, self.reader), self._model)
-                values = {name: value for name, value in made.items() if name in owners}
+                parameters = recipe.values(partial(read_tensor, self.reader), self._model)
+                values = {name: value for name, value in parameters.items() if name in owners}
                 for name, value in values.items():
                     shape = getattr(owners[name], last_part(name)).shape
                     if value.shape != shape:
@@ -270,7 +270,7 @@ class ReadAhead:
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             placed = torch.empty(value.shape, dtype=dtype, device=self._device)
             run = STAGED_BYTES // dtype.itemsize
-            parts = (torch.split(one.reshape(-1), run) for one in (value, placed))
+            parts = (torch.split(tensor.reshape(-1), run) for tensor in (value, placed))
             for source, target in zip(*parts, strict=True):
                 staged = self._staged[: target.nbytes].view(dtype)
                 target.copy_(staged.copy_(source), non_blocking=True)

@@ -29,8 +29,10 @@ def chat_templates(root: Path) -> Mapping[str, str]:
     if files := dict(_files(root)):
         return files
     for name in _SETTINGS:
-        if (file := root / name).is_file() and (found := _named(read_json_object(file).get("chat_template"))):
-            return found
+        if (file := root / name).is_file() and (
+            templates := _named(read_json_object(file).get("chat_template"))
+        ):
+            return templates
     return {}
 
 

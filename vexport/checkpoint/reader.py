@@ -173,16 +173,16 @@ class Reader:
             self._maps[file].madvise(advice, first, end - first)
 
 
-def same_bytes(old: Reader, one: TensorInfo, new: Reader, other: TensorInfo) -> bool:
+def same_bytes(old: Reader, tensor_old: TensorInfo, new: Reader, other: TensorInfo) -> bool:
     """Return whether two tensors are equal in dtype, shape and bytes, which are read a part at a time."""
-    same = (one.dtype, one.shape) == (other.dtype, other.shape)
+    same = (tensor_old.dtype, tensor_old.shape) == (other.dtype, other.shape)
     left, right = (
-        np.frombuffer(reader.raw(tensor), np.uint8) for reader, tensor in ((old, one), (new, other))
+        np.frombuffer(reader.raw(tensor), np.uint8) for reader, tensor in ((old, tensor_old), (new, other))
     )
     for start in range(0, left.size if same else 0, RUN_BYTES):
         part = slice(start, start + RUN_BYTES)
         same = same and np.array_equal(left[part], right[part])
-        old.release_view(one, left[part])
+        old.release_view(tensor_old, left[part])
         new.release_view(other, right[part])
     return same
 

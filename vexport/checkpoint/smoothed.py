@@ -54,14 +54,14 @@ class SmoothedReader(Reader):
 
     def raw(self, tensor: TensorInfo) -> memoryview:
         """The bytes of a tensor, of a smoothed one a copy, which is kept while others are few."""
-        own = self._smoothing.get(tensor.name)
-        if own is None:
+        exponents = self._smoothing.get(tensor.name)
+        if exponents is None:
             return super().raw(tensor)
         with self._scaling:
             if tensor.name not in self._last:
                 while len(self._last) >= KEPT:
                     del self._last[next(iter(self._last))]
-                self._last[tensor.name] = _scaled(super().raw(tensor), tensor, own)
+                self._last[tensor.name] = _scaled(super().raw(tensor), tensor, exponents)
             return self._last[tensor.name].data.cast("B")
 
     def is_in_place(self, tensor: TensorInfo) -> bool:
@@ -91,13 +91,13 @@ def smoothing_of(checkpoint: Path) -> Mapping[str, Smoothing]:
         return {}
     smoothing = from_json(_File, path).tensors
     rows, columns = set[tuple[str, bytes]](), set[tuple[str, bytes]]()
-    for name, one in smoothing.items():
+    for name, scaling in smoothing.items():
         layer = LAYER.match(name)
-        for text, found in ((one.rows, rows), (one.columns, columns)):
+        for text, known in ((scaling.rows, rows), (scaling.columns, columns)):
             exponents = _exponents(text, f"{path}: {name}")
             if exponents.any():
-                exponents = exponents if found is rows else -exponents
-                found.add((layer[0] if layer else "", exponents.tobytes()))
+                exponents = exponents if known is rows else -exponents
+                known.add((layer[0] if layer else "", exponents.tobytes()))
     for place, _ in sorted(rows ^ columns):
         got = "exponents that no other tensor of the layer takes back"
         raise InputError(f"{path}: {place}", got=got, need="both sides of each", fix=FIX)

@@ -208,14 +208,20 @@ def _measured(run_dir: Path, layer_groups: Sequence[LayerGroup]) -> GroupSensiti
         return None
     measured = from_json(GroupSensitivities, file)
     sizes = {
-        (group.name, one.scheme, one.observer, one.rounding, one.num_bytes)
+        (group.name, option.scheme, option.observer, option.rounding, option.num_bytes)
         for group in measured.groups
-        for one in group.schemes
+        for option in group.schemes
     }
     needed = {
-        (layer_group.name, one.scheme, one.groups[0].observers, one.groups[0].rounding, one.num_bytes)
+        (
+            layer_group.name,
+            option.scheme,
+            option.groups[0].observers,
+            option.groups[0].rounding,
+            option.num_bytes,
+        )
         for layer_group in layer_groups
-        for one in layer_group.options
+        for option in layer_group.options
     }
     return measured if needed == sizes else None
 

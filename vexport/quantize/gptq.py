@@ -121,17 +121,17 @@ class Moments:
             self.tokens += len(rows)
 
     def _add_drift(
-        self, found: torch.Tensor, exact: torch.Tensor, weights: torch.Tensor | None, alpha: float
+        self, inputs: torch.Tensor, exact: torch.Tensor, weights: torch.Tensor | None, alpha: float
     ) -> None:
         """Products of bf16 are added up in float32 and rounded once a row: a small error of what is small
         next to H, in half of the time. Those of others, and on other devices than the CPU, are float32."""
         assert self.drift is not None
-        if found.dtype != torch.bfloat16:
-            found, exact = found.to(torch.float32), exact.to(torch.float32)
-        change = exact.to(found.dtype) - found
-        weighed = found if weights is None else found * weights[:, None].to(found.dtype)
-        if found.device.type != "cpu":  # where parts of a sum may be added up in bf16
-            with exact_products(found.dtype):
+        if inputs.dtype != torch.bfloat16:
+            inputs, exact = inputs.to(torch.float32), exact.to(torch.float32)
+        change = exact.to(inputs.dtype) - inputs
+        weighed = inputs if weights is None else inputs * weights[:, None].to(inputs.dtype)
+        if inputs.device.type != "cpu":  # where parts of a sum may be added up in bf16
+            with exact_products(inputs.dtype):
                 self.drift.addmm_(weighed.to(torch.float32).T, change.to(torch.float32), alpha=alpha)
             return
         self.drift.add_(weighed.T @ change, alpha=alpha)
@@ -213,7 +213,7 @@ def grid_of(args: QuantArgs, scales: Scales, shape: tuple[int, int], stored: tor
 
 def stack(grids: "list[Grid]", device: torch.device) -> Grid:
     """The grid of several weights of one scheme and one input, one below the other."""
-    scale, zero = torch.cat([one.scale for one in grids]), torch.cat([one.zero for one in grids])
+    scale, zero = torch.cat([grid.scale for grid in grids]), torch.cat([grid.zero for grid in grids])
     return replace(grids[0], scale=scale.to(device), zero=zero.to(device))
 
 
@@ -352,13 +352,13 @@ def round_blocks(values: torch.Tensor, factor: Factor, grid: Grid) -> None:
     groups = factor.order // grid.width
     for first in range(0, values.shape[1], BLOCK_COLUMNS):
         block, upper = values[:, first : first + BLOCK_COLUMNS], factor.upper[first : first + BLOCK_COLUMNS]
-        own, steps = upper[:, first : first + BLOCK_COLUMNS], groups[first : first + BLOCK_COLUMNS]
+        factor_rows, steps = upper[:, first : first + BLOCK_COLUMNS], groups[first : first + BLOCK_COLUMNS]
         scale, zero, errors = grid.scale[:, steps], grid.zero[:, steps], torch.empty_like(block)
         for column in range(block.shape[1]):
             part = slice(column, column + 1)
             rounded = _nearest(block[:, part], scale[:, part], zero[:, part], grid.form)
-            torch.div(block[:, part] - rounded, own[part, part], out=errors[:, part])
-            block[:, column + 1 :].addmm_(errors[:, part], own[part, column + 1 :], alpha=-1)
+            torch.div(block[:, part] - rounded, factor_rows[part, part], out=errors[:, part])
+            block[:, column + 1 :].addmm_(errors[:, part], factor_rows[part, column + 1 :], alpha=-1)
             block[:, part] = rounded
         values[:, first + BLOCK_COLUMNS :].addmm_(errors, upper[:, first + BLOCK_COLUMNS :], alpha=-1)
 

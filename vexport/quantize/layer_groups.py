@@ -60,8 +60,8 @@ class LayerGroup:
 
     def rules(self, scheme: str) -> Iterator[Rule]:
         """Rules that give this layer group a scheme and touch no other."""
-        own = next((option.groups[0] for option in self.options if option.scheme == scheme), None)
-        how = _how(own) if own else {}
+        group = next((option.groups[0] for option in self.options if option.scheme == scheme), None)
+        how = _how(group) if group else {}
         is_experts = moe_layer(self.layers[0]) is not None
         matches = (rf"re:{re.escape(self.name)}\.\d+\.",) if is_experts else self.layers
         for match in matches:
@@ -156,9 +156,9 @@ def _allowed(
     if name in named:
         return (named[name][0].scheme,)
     fitting = (
-        KEEP if one == KEEP else mixed[one][name][0].scheme
-        for one in candidates
-        if one == KEEP or name in mixed[one]
+        KEEP if candidate == KEEP else mixed[candidate][name][0].scheme
+        for candidate in candidates
+        if candidate == KEEP or name in mixed[candidate]
     )
     return tuple(dict.fromkeys(fitting)) or (KEEP,)
 
@@ -167,10 +167,10 @@ def _layer_group(
     index: SourceIndex,
     name: str,
     allowed: tuple[str, ...],
-    found: Mapping[str, Groups],
+    groups_in: Mapping[str, Groups],
     plans: Iterable[Plan],
 ) -> LayerGroup:
-    members = [member for group in next(iter(found.values())) for member in group.members]
+    members = [member for group in next(iter(groups_in.values())) for member in group.members]
     shapes = [(index.tensors[one.weight].dtype, (one.out_features, one.in_features)) for one in members]
     return LayerGroup(
         name=name,
@@ -179,7 +179,7 @@ def _layer_group(
         allowed=allowed,
         options=tuple(
             Option(scheme=scheme, groups=groups, num_bytes=quantized_bytes(index, groups))
-            for scheme, groups in found.items()
+            for scheme, groups in groups_in.items()
         ),
         refused=tuple(
             note for plan in plans for note in plan.notes if note.where == name and note.fix == KEPT

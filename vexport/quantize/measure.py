@@ -158,8 +158,8 @@ class Trial:
         model, weights = self.model, dict[LinearPlan, torch.Tensor]()
         rounded, _ = self._sums.rounded(self.inputs.sites)
         for group in self.option.groups:
-            own = rounded.get(group.name, {})
-            stored = quantized_group(group, model.index, model.calibration, model.reader, own)
+            weights_of_group = rounded.get(group.name, {})
+            stored = quantized_group(group, model.index, model.calibration, model.reader, weights_of_group)
             weights |= model.weights_of(group, stored)
         del self._sums, self.inputs
         return weights
@@ -188,16 +188,16 @@ class TrialWalk:
 
     def _noted(self, trials: Sequence[Trial], run: Callable[[int], torch.Tensor]) -> States:
         """Run all batches; trials add the inputs of the layers that they round by text."""
-        made = []
+        outputs = []
         for trial in trials:
             trial.begin()
         for position in range(len(self._walk.ids)):
             with ExitStack() as block:
                 noted = [block.enter_context(trial.inputs.noted()) for trial in trials]
-                made.append(run(position))
-            for trial, seen in zip(trials, noted, strict=True):
-                trial.add(seen)
-        return made
+                outputs.append(run(position))
+            for trial, inputs_of_trial in zip(trials, noted, strict=True):
+                trial.add(inputs_of_trial)
+        return outputs
 
     def losses(self) -> dict[Trial, float]:
         """The mean KL of each trial over all positions, behind the layers."""

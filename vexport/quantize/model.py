@@ -89,8 +89,8 @@ class QuantizedModel:
         key = (group.name, group.scheme)
         if key not in self._roundings:
             scales = static_scales(group, self.calibration)
-            own = {name: torch.from_numpy(value).to(self.device) for name, value in scales.items()}
-            self._roundings[key] = InputRounding(args, own)
+            tensors = {name: torch.from_numpy(value).to(self.device) for name, value in scales.items()}
+            self._roundings[key] = InputRounding(args, tensors)
         return self._roundings[key]
 
     def rounded_input(self, group: FusionGroup, value: torch.Tensor) -> torch.Tensor:
@@ -126,14 +126,14 @@ class QuantizedModel:
                     continue
                 hook = partial(self._round_input, group)
                 for member in group.members:
-                    module, found = self.places.linear(member), self.places.expert(member)
+                    module, place = self.places.linear(member), self.places.expert(member)
                     if module is not None:
                         block.callback(module.register_forward_pre_hook(hook).remove)
-                    elif found is not None:
-                        owner, layer = found
+                    elif place is not None:
+                        owner, layer = place
                         experts.setdefault(owner, {})[layer] = hook
-            for owner, own in experts.items():
-                block.enter_context(rounded_experts(owner, own))
+            for owner, layers in experts.items():
+                block.enter_context(rounded_experts(owner, layers))
             yield
 
     def _round_input(

@@ -70,11 +70,13 @@ def round_group(
     scales, grid = _scales_and_grid(group, torch.split(wanted, sizes), moments, index)
     rounded = round_columns(wanted, factor, grid) if factor else round_nearest(wanted, grid)
     nearest_error, error = _errors(source, wanted, rounded, grid, moments.hessian)
-    made = {
-        member.name: RoundedWeight(values=part.cpu().numpy(), scales=found)
-        for member, part, found in zip(group.members, torch.split(rounded, sizes), scales, strict=True)
+    weights_of_layer = {
+        member.name: RoundedWeight(values=part.cpu().numpy(), scales=scales_of_member)
+        for member, part, scales_of_member in zip(
+            group.members, torch.split(rounded, sizes), scales, strict=True
+        )
     }
-    return made, GroupRounding(
+    return weights_of_layer, GroupRounding(
         name=group.name,
         rounding="nearest" if factor is None else _name(group, strength),
         strength=strength.strength if factor else 0.0,
@@ -105,11 +107,11 @@ def _scales_and_grid(
         for member, weight, dtype in zip(group.members, weights, dtypes, strict=True)
     ]
     scales, grids = fused_scales(observers), []
-    for member, found, dtype in zip(group.members, scales, dtypes, strict=True):
+    for member, scales_of_member, dtype in zip(group.members, scales, dtypes, strict=True):
         shape = (member.out_features, member.in_features)
         in_model_dtype = scheme.format.parameters(scheme.args, shape)["weight_scale"].in_model_dtype
         stored = dtype if in_model_dtype else torch.float32
-        grids.append(grid_of(scheme.args.weights, found, shape, stored))
+        grids.append(grid_of(scheme.args.weights, scales_of_member, shape, stored))
     return scales, stack(grids, moments.hessian.device)
 
 
@@ -211,7 +213,7 @@ class SiteSums:
         Groups whose input was not seen have no weights: they are rounded to nearest, and it is said why.
         Raises InputError where a weight is not finite.
         """
-        model, made, how = self._model, dict[str, GroupWeights](), dict[str, GroupRounding]()
+        model, weights_of_group, how = self._model, dict[str, GroupWeights](), dict[str, GroupRounding]()
         for site in owned:
             moments, factors = self._moments[site.name].complete(), dict[float, Factor | None]()
             for group in site.rounded:
@@ -227,11 +229,11 @@ class SiteSums:
                     read_weight(model.reader, tensor, member.part)
                     for tensor, member in zip(tensors, group.members, strict=True)
                 ]
-                made[group.name], how[group.name] = round_group(
+                weights_of_group[group.name], how[group.name] = round_group(
                     group, weights, moments, strength, model.index, factor=factors[strength.ridge]
                 )
                 model.reader.release(tensors)
-        return made, how
+        return weights_of_group, how
 
     def _with_ridge(self, group: FusionGroup, site: Site, tokens: int) -> Strength:
         """A refit's ridge grows where fewer tokens than columns show its inputs."""
@@ -256,9 +258,9 @@ class SiteSums:
             if owners.get(group.name, number % size) == rank:
                 rounded = made.pop(group.name, {})
                 stored |= quantized_group(group, model.index, model.calibration, model.reader, rounded)
-        for others, told in gather((stored, how)):
+        for others, more in gather((stored, how)):
             stored |= others
-            how |= told
+            how |= more
         return stored, how
 
 

@@ -104,9 +104,9 @@ class NotedRows:
     def stopping(self, inputs: GroupInputs) -> Iterator[None]:
         """Record the inputs of these modules."""
         for run in self._runs:
-            with inputs.noted(only=True) as seen:
+            with inputs.noted(only=True) as inputs_of_row:
                 run()
-            self._seen.append(seen)
+            self._seen.append(inputs_of_row)
         yield
 
     @property
@@ -116,13 +116,13 @@ class NotedRows:
 
     def noted(self, position: int, name: str) -> Noted:
         """The input of this module, of a row."""
-        seen = self._seen[position]
-        return {name: seen[name]} if name in seen else {}
+        inputs_of_row = self._seen[position]
+        return {name: inputs_of_row[name]} if name in inputs_of_row else {}
 
     def let_through(self, name: str) -> None:
         """Drop the recorded inputs of a module."""
-        for seen in self._seen:
-            seen.pop(name, None)
+        for inputs_of_row in self._seen:
+            inputs_of_row.pop(name, None)
 
 
 Rows = WaitingRows | NotedRows
@@ -187,17 +187,17 @@ class InOrder:
     def _observe(self, here: GroupInputs, name: str, rows: Rows, number: int) -> None:
         """Update static scales and importance from an input, and reduce them over the ranks."""
         groups = [group for site in here.sites for group in site.groups]
-        seen = self._statistics.only(groups)
+        statistics = self._statistics.only(groups)
         for position in range(number):
             for at, value in rows.noted(position, name).items():
-                seen.take(here, at, value)
-        seen.sync()
+                statistics.take(here, at, value)
+        statistics.sync()
         learnt = self._learnt
         self._learnt = replace(
             learnt,
-            ranges={**learnt.ranges, **seen.ranges()},
-            importance={**learnt.importance, **seen.importances()},
-            routed={**learnt.routed, **seen.routing()},
+            ranges={**learnt.ranges, **statistics.ranges()},
+            importance={**learnt.importance, **statistics.importances()},
+            routed={**learnt.routed, **statistics.routing()},
         )
         self._model.learn(self._learnt)
 
@@ -211,7 +211,7 @@ class InOrder:
         # One parameter can hold weights of several groups, not all rounded at once.
         parameter_of = self._model.places.parameter_of
         changed = {parameter_of(member) for group in groups for member in group.members}
-        whole = {one: weight for one, weight in self._weights.items() if parameter_of(one) in changed}
+        whole = {name: weight for name, weight in self._weights.items() if parameter_of(name) in changed}
         block.enter_context(self._model.with_weights(whole))
 
 
@@ -221,8 +221,8 @@ class RoundedLayers(Stored):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files = dict[str, Path]()
-        for told in folder.glob("layer-*.json"):
-            file = told.with_suffix(".safetensors")
+        for report in folder.glob("layer-*.json"):
+            file = report.with_suffix(".safetensors")
             with safe_open(file, framework="np") as opened:
                 self._files |= dict.fromkeys(opened.keys(), file)
 
@@ -239,15 +239,15 @@ class RoundedLayers(Stored):
 
     def how(self, number: int) -> LayerRounding | None:
         """The report of a rounded layer; None where it is not finished."""
-        told = self._folder / f"layer-{number:04d}.json"
-        return from_json(LayerRounding, told) if told.is_file() else None
+        report = self._folder / f"layer-{number:04d}.json"
+        return from_json(LayerRounding, report) if report.is_file() else None
 
     def put(self, number: int, stored: Stored, how: LayerRounding) -> None:
         """Store a finished layer, visible to everyone who reads the folder."""
-        told = self._folder / f"layer-{number:04d}.json"
-        with atomic_path(told.with_suffix(".safetensors")) as temporary:
+        report = self._folder / f"layer-{number:04d}.json"
+        with atomic_path(report.with_suffix(".safetensors")) as temporary:
             save_file({name: np.ascontiguousarray(value) for name, value in stored.items()}, temporary)
-        write_text(told, to_json(how))
+        write_text(report, to_json(how))
 
 
 def round_weights(
@@ -267,12 +267,12 @@ def round_weights(
     CheckpointFailed where a hidden state is not finite or a static scale's input saw no token, InputError for
     a model that cannot run layer by layer and a weight that is not finite.
     """
-    told = folder / REPORT
-    if not on_first(told.is_file):
+    report_file = folder / REPORT
+    if not on_first(report_file.is_file):
         (rank, size), done = rank_and_size(), RoundedLayers(folder)
         statistics = Statistics.needed_by(plan, all_experts=all_experts)
-        own = samples.taken(range(rank, len(samples.rows), size))
-        text = walk.text(own, calibration.smoothing, stage=ROUND, on_progress=on_progress)
+        rows_of_rank = samples.taken(range(rank, len(samples.rows), size))
+        text = walk.text(rows_of_rank, calibration.smoothing, stage=ROUND, on_progress=on_progress)
         with text as source:
             tokens = sum(map(len, samples.token_ids))
             rounding = RoundingWalk(walk, plan, calibration, statistics, done, source, tokens)
@@ -284,8 +284,8 @@ def round_weights(
             report = RoundingReport(layers=tuple(layer for layer in layers if layer is not None))
             if plan.attention:
                 require_cache(walk.index, report.cached)
-            write_text(told, to_json(report))
-    report = on_first(lambda: from_json(RoundingReport, told))
+            write_text(report_file, to_json(report))
+    report = on_first(lambda: from_json(RoundingReport, report_file))
     return RoundedLayers(folder), report
 
 
@@ -308,7 +308,7 @@ class RoundingWalk:
         self._refits = any(strength_of(group).strength > 0 for group in plan.groups)
         # The source rows to run, by position among this rank's rows.
         (rank, size), rows = rank_and_size(), range(len(source))
-        self._followed = [one for one in rows if self._refits or rank + one * size < COMPARED_ROWS]
+        self._followed = [row for row in rows if self._refits or rank + row * size < COMPARED_ROWS]
         for position in rows:
             self._quantized.append(source[position])
 
@@ -317,7 +317,7 @@ class RoundingWalk:
         groups = self._model.places.below(f"{layer.name}.", self._plan.groups)
         inputs = self._inputs(groups)
         exact = self._follow(inputs, partial(self._run, self._source, layer))
-        runs = [partial(self._run, self._quantized, layer, one) for one in range(len(self._quantized))]
+        runs = [partial(self._run, self._quantized, layer, row) for row in range(len(self._quantized))]
         learnt = on_first(lambda: self._done.how(layer.number))
         if learnt is not None:
             self._model.learn(learnt)
@@ -345,7 +345,7 @@ class RoundingWalk:
             return
         inputs = self._inputs(groups)
         exact = self._follow(inputs, partial(self._run_head, self._source)) if inputs.sites else []
-        runs = [partial(self._run_head, self._quantized, one) for one in range(len(self._quantized))]
+        runs = [partial(self._run_head, self._quantized, row) for row in range(len(self._quantized))]
         rows = NotedRows(runs if inputs.sites else [])
         self._put(number, *self._in_order(groups, inputs).round(rows, exact))
 
@@ -354,7 +354,7 @@ class RoundingWalk:
 
     def _inputs(self, groups: Sequence[FusionGroup]) -> GroupInputs:
         """The inputs of the groups that text decides."""
-        wanted = [one for one in groups if one.rounding != "nearest" or self._statistics.wants(one)]
+        wanted = [group for group in groups if group.rounding != "nearest" or self._statistics.wants(group)]
         return GroupInputs(self._model.places, wanted)
 
     def _follow(self, inputs: GroupInputs, run: Callable[[int], None]) -> list[dict[str, Value]]:

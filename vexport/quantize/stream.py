@@ -113,13 +113,13 @@ def planned_shards(index: SourceIndex, plan: Plan, shard_bytes: int) -> tuple[Sh
 def dealt(shards: Sequence[Shard]) -> Sequence[Shard]:
     """The files that this rank writes: the largest first, each to the rank with least to write."""
     rank, size = rank_and_size()
-    loads, own = [0] * size, list[Shard]()
+    loads, shards_of_rank = [0] * size, list[Shard]()
     for shard in sorted(shards, key=lambda shard: -shard.num_bytes):
         owner = loads.index(min(loads))
         loads[owner] += shard.num_bytes
         if owner == rank:
-            own.append(shard)
-    return own if size > 1 else shards
+            shards_of_rank.append(shard)
+    return shards_of_rank if size > 1 else shards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +248,7 @@ def static_scales(group: FusionGroup, calibration: CalibrationRecord) -> dict[st
     if not scheme.args.calibrated:
         return {}
     ranges = [calibration.ranges[member.name] for member in group.members]
-    largest = np.float32(max(max(-seen.low, seen.high) for seen in ranges))
+    largest = np.float32(max(max(-input_range.low, input_range.high) for input_range in ranges))
     return dict(scheme.format.static_inputs(scheme.args, largest))
 
 

@@ -287,8 +287,8 @@ class _Trials:
         short, long, steps = self._trial(few), self._trial(more), list[Step]()
         for name, (least, _) in short.items():
             here, there, all_of_it = (
-                _tokens(one.spread(text.look_back_rows) if name == LOOK_BACK else one)
-                for one in (few, more, text.samples)
+                _tokens(samples.spread(text.look_back_rows) if name == LOOK_BACK else samples)
+                for samples in (few, more, text.samples)
             )
             layers, around = long[name]
             each = max(0.0, layers - least) / max(1, there - here)
@@ -303,10 +303,10 @@ class _Trials:
         trial = self._text.trial(replace(plan, groups=groups), samples, clock)
         self._walk.numbers = self._numbers
         try:
-            seen = trial.calibrate()
+            calibration = trial.calibrate()
             if needs_rounding(plan):
                 with TemporaryDirectory() as folder:
-                    trial.round(seen, Path(folder))
+                    trial.round(calibration, Path(folder))
         finally:
             self._walk.numbers = range(len(self._walk.layers))
         return {name: self._taken(marks) for name, marks in clock.marks.items()}
@@ -333,16 +333,16 @@ def _groups_of_layers(walk: "LayerWalk", plan: Plan) -> list[list[FusionGroup]]:
     """The groups of each decoder layer."""
     from vexport.calibration.inputs import Places
 
-    places, found = Places(walk.model, walk.weights), [list[FusionGroup]() for _ in walk.layers]
+    places, groups = Places(walk.model, walk.weights), [list[FusionGroup]() for _ in walk.layers]
     for group in plan.groups:
         inside = places.parameter_of(group.members[0]).removeprefix(f"{walk.name}.")
         number = inside.partition(".")[0]
         if number.isdecimal():
-            found[int(number)].append(group)
-    return found
+            groups[int(number)].append(group)
+    return groups
 
 
 def _kind(layer: "torch.nn.Module", groups: Sequence[FusionGroup]) -> Hashable:
     """The kind of a layer for timing: the shapes of its parameters, and their quantization."""
-    shapes = tuple((name, *one.shape) for name, one in layer.named_parameters())
-    return shapes, tuple((one.scheme, one.rounding, one.observer) for one in groups)
+    shapes = tuple((name, *parameter.shape) for name, parameter in layer.named_parameters())
+    return shapes, tuple((parameter.scheme, parameter.rounding, parameter.observer) for parameter in groups)
