@@ -181,7 +181,7 @@ def switch(names: str, text: str, *, default: bool | None = None) -> Decorator:
 
 
 class Count(click.IntRange):
-    """A whole number that a clock and a loop can take, which help calls N."""
+    """A bounded whole number, which help calls N."""
 
     name = "n"
 
@@ -189,26 +189,26 @@ class Count(click.IntRange):
         super().__init__(least, MOST_COUNT)
 
     def fail(self, message: str, param: Parameter = None, ctx: Context = None) -> NoReturn:
-        """Raise the error of click, with the range that is not in help."""
+        """Raise click's error with the range, which help leaves out."""
         super().fail(message.replace("range .", f"range {super()._describe_range()}."), param, ctx)
 
     def _describe_range(self) -> str:
-        """Nothing for help: that a number of things is a whole number goes without saying."""
+        """No range in help: a count is a whole number."""
         return ""
 
 
 class Real(click.FloatRange):
-    """A finite number within a range; every comparison with NaN is false, so that it is within any."""
+    """A finite number within a range; click accepts NaN, as every comparison with it is false."""
 
     def convert(self, value: float, param: Parameter, ctx: Context) -> float:
-        """The number that the text is."""
+        """Parse a finite number."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number.", param, ctx)
         return number
 
     def fail(self, message: str, param: Parameter = None, ctx: Context = None) -> NoReturn:
-        """Raise the error of click, with the range that is not in help."""
+        """Raise click's error with the range, which help leaves out."""
         super().fail(message.replace("range .", f"range {super()._describe_range()}."), param, ctx)
 
     def _describe_range(self) -> str:

@@ -1,4 +1,4 @@
-"""What can be had: a plan from headers, the tables of `list`, the sections of `explain`."""
+"""Commands that only show: a plan from headers, the tables of `list`, the sections of `explain`."""
 
 import json
 import shlex

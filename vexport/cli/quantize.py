@@ -77,13 +77,13 @@ def estimate(which: str, steps: "Sequence[Step]") -> str:
 
 
 def given_options(*names: str) -> list[str]:
-    """The options on the command line of the running command among these parameters: `--seq-len`."""
+    """The given options of the running command among these parameters: `--seq-len`."""
     parameters = click.get_current_context().command.params
     return [each.opts[0] for each in parameters if each.name in names and given(each.name)]
 
 
 def given_values(*names: str) -> list[str]:
-    """The given ones of these options with their values, as words of another command line."""
+    """The given options among these with their values, as words of another command line."""
     words: list[str] = []
     context = click.get_current_context()
     for parameter in context.command.params:
@@ -100,14 +100,14 @@ def given_values(*names: str) -> list[str]:
 
 
 def require_scenario_alone() -> None:
-    """UsageError where options stand next to a scenario that decides the same."""
+    """Raise UsageError where options stand next to a scenario that decides the same."""
     extra = given_options(*PLAN_OPTIONS, *CALIBRATION_OPTIONS)
     if extra:
         raise click.UsageError(f"{', '.join(extra)} cannot be used with a scenario; set it in the scenario.")
 
 
 def require_consistent(request: PlanRequest) -> None:
-    """UsageError where both or none of scheme and recipe are given, or options say what a recipe says."""
+    """Raise UsageError unless one of scheme and recipe is given, and where options repeat a recipe."""
     if (request.scheme is None) == (request.recipe is None):
         raise click.UsageError("Name what to quantize to: --scheme S, or --recipe FILE.yaml.")
     extra = given_options("observer", "input_observer", "rounding", "group_size")

@@ -78,7 +78,7 @@ def read_accepted(path: Path) -> Accepted:
 
 
 def require_writable(path: Path) -> None:
-    """InputError where `path` is something that an accepted baseline must not replace."""
+    """Raise InputError where `path` is something that an accepted baseline must not replace."""
     if path.exists() and (path.is_dir() or not is_accepted(path)):
         fix = "name another file, or remove it first"
         raise InputError(str(path), got="something else", need="a new file or an accepted baseline", fix=fix)

@@ -94,7 +94,7 @@ def compare_task(
 
 
 def comparison(pair: TaskPair, *, margin: float, alpha: float) -> Comparison:
-    """A difference with its bounds, for show."""
+    """A difference with its bounds, which decides nothing."""
     low, high = difference_interval(pair, alpha)
     return Comparison(
         task=pair.task,
@@ -173,7 +173,7 @@ def _recovery(pair: TaskPair, alpha: float) -> tuple[float, float, float] | tupl
 
 
 def _needed(pair: TaskPair, margin: float, alpha: float, fail_alpha: float) -> tuple[int | None, int | None]:
-    """The documents that would settle it, and the answers to each of these that would do in their place."""
+    """The number of documents that would settle it, or of answers to each of these documents."""
     documents, spread = len(pair.gain), 1.0
     if pair.binary:
         statistic = tango_statistic(pair.wins, pair.losses, documents, -margin)

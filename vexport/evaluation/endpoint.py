@@ -88,7 +88,7 @@ def is_url(name: str) -> bool:
 
 
 def require_address(url: str) -> None:
-    """InputError for an address with a password or a query, which reports would show."""
+    """Raise InputError for an address with a password or a query, which reports would show."""
     try:
         parts = urlsplit(url)
         has_host = bool(parts.hostname) and parts.port != 0
@@ -120,11 +120,11 @@ class Server:
         self.model = self._described(min(_FIRST_CONTACT, endpoint.retry_seconds))
 
     def stop(self) -> None:
-        """Let no thread try again."""
+        """Stop the retries of all threads."""
         self._stopped.set()
 
     def require_same(self) -> None:
-        """EnvironmentFault where the server has another model than at first."""
+        """Raise EnvironmentFault where the server has another model than at first."""
         try:
             now = self._described(self.endpoint.retry_seconds)
             words = "" if now == self.model else _words(now)
@@ -207,7 +207,7 @@ class Server:
             raise self._refused(error) from None
 
     def _described(self, seconds: float) -> ServedModel:
-        """The server's answer about the model that is meant; InputError where that is not clear."""
+        """The server's description of the chosen model; InputError where that is ambiguous."""
         try:
             cards = self._tried(seconds, lambda: _cards(self._request(f"{self._url}/models")))
         except _RefusedError as error:
@@ -244,7 +244,7 @@ class Server:
                 wait *= 2
 
     def _request(self, url: str, body: Mapping[str, Json] | None = None) -> dict[str, Json]:
-        """One answer of the server, an object."""
+        """The server's answer to one request, a JSON object."""
         try:
             answer: Json = json.loads(self._read(url, body))
         except ValueError:
@@ -284,7 +284,7 @@ class Server:
         return refused
 
     def _shown(self, words: str) -> str:
-        """A server's words on one line, without the key."""
+        """A server's message on one line, without the API key."""
         words = words.replace(self._key, "***") if self._key else words
         return clip(visible(" ".join(words.split())), _SHOWN)
 

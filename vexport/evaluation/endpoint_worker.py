@@ -68,7 +68,7 @@ class EndpointModel(AskedModel):
         self.llm_engine = SimpleNamespace(model_config=config)
 
     def require_scores(self) -> None:
-        """InputError unless the server gives log-probabilities of prompts."""
+        """Raise InputError unless the server gives log-probabilities of prompts."""
         self.server.score([1, 2], 1)
 
     def ask(self, questions: Mapping[str, Question]) -> None:

@@ -1,4 +1,4 @@
-"""The circumstances that could change a score: named, so that a change of it can be named; and what a
+"""The named circumstances that could change a score, so that a change can be named, and what a
 results file of lm-eval (evaluator.py, loggers/evaluation_tracker.py, 0.4.13) records of it.
 """
 
@@ -131,7 +131,7 @@ def template_of(root: Path) -> str:
 
 
 def write_fingerprint(folder: Path, fingerprint: Fingerprint) -> None:
-    """Put it next to lm-eval's results."""
+    """Write a fingerprint next to lm-eval's results."""
     write_text(folder / FILE, json.dumps(fingerprint, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -89,18 +89,18 @@ class AskedModel(ABC):
         self._stage, self._done, self._total = "", 0, 0
 
     def expect(self, stage: str, prompts: int) -> None:
-        """So many prompts will come."""
+        """Announce the number of prompts."""
         self._stage, self._done, self._total = stage, 0, prompts
         self._progress(stage, 0, prompts)
 
     def count(self, finished: int) -> None:
-        """So many more are answered."""
+        """Count answered prompts."""
         before, self._done = self._done, min(self._total, self._done + finished)
         if before * _PROGRESS_STEPS // self._total < self._done * _PROGRESS_STEPS // self._total:
             self._progress(self._stage, self._done, self._total)
 
     def ask_again(self) -> None:
-        """Ask again what was already answered, from now on."""
+        """Ignore the kept answers from now on."""
         self._round += 1
 
     def generate(
@@ -144,7 +144,7 @@ class AskedModel(ABC):
         """Ask all of these and keep the answers by their keys: a text, or what `score` gives."""
 
     def require_scores(self) -> None:  # noqa: B027 - an engine has them
-        """InputError unless log-probabilities of prompts can be had."""
+        """Raise InputError unless the model gives log-probabilities of prompts."""
 
 
 class EngineModel(AskedModel):

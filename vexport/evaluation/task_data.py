@@ -250,7 +250,7 @@ def explained_downloads(
 
 
 def _found(value: object, task: str, folders: Sequence[Path]) -> object:
-    """Names of local files of documents as they are found: from here, else at or below the tasks' folders."""
+    """Paths of local document files: relative to the current folder, else at or below the tasks' folders."""
     if isinstance(value, dict):
         return {name: _found(each, task, folders) for name, each in value.items()}
     if isinstance(value, list):

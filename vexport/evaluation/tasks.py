@@ -231,7 +231,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class TaskDumper(yaml.SafeDumper):
-    """Writes `!function` back."""
+    """Writes `!function` tags."""
 
 
 def _function(loader: yaml.SafeLoader, node: yaml.Node) -> _Function:

@@ -164,7 +164,7 @@ def smoothed_groups(groups: Sequence[FusionGroup]) -> tuple[FusionGroup, ...]:
 
 
 def smoothing_for(plan: Plan, found: Mapping[str, Smoothing]) -> Mapping[str, Smoothing]:
-    """Return the part that a plan asks for of what was found for all candidates, by stored tensor.
+    """Select a plan's part of the smoothing found for all candidates, by stored tensor.
 
     It is what looking for these groups alone would find.
     """
@@ -200,7 +200,7 @@ class CalibrationNeed:
     samples: str
 
     def missing(self) -> InputError:
-        """The error where there are none."""
+        """The error where there are no samples."""
         return InputError(
             self.where,
             got="no calibration data",

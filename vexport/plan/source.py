@@ -222,7 +222,7 @@ def plan_headers(
 
 
 def _observer_problems(rule: Rule) -> Iterator[InputError]:
-    """The problems of a rule's observers that are not vexport's own, whose classes say them."""
+    """The problems of a rule's observers of other packages, by their own classes."""
     if rule.scheme in (KEEP, AUTO):
         return
     args = get_scheme(rule.scheme).args
@@ -237,7 +237,7 @@ def _observer_problems(rule: Rule) -> Iterator[InputError]:
 def _class_problems(
     rule: Rule, key: str, name: str, args: QuantArgs, keywords: Mapping[str, OptionValue]
 ) -> Iterator[InputError]:
-    """The reasons why an observer of another package cannot be used for what a rule names it for."""
+    """The reasons why a rule cannot use an observer of another package."""
     require_extra("torch", f"the observer {name}")
     from vexport.observers import IMatrixMSEObserver, Observer
 
@@ -257,7 +257,7 @@ def _class_problems(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """Fused layers alike in names and sizes: one of them, how many there are, their bytes unquantized."""
+    """Fused layers of one kind: one of them, their number, their unquantized bytes."""
 
     group: FusionGroup
     number: int

@@ -289,7 +289,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 
 @contextmanager
 def logged_to(folder: Path) -> Iterator[None]:
-    """Within the block all that vexport logs goes to FOLDER/vexport.log, too; and what ends it."""
+    """Log to FOLDER/vexport.log too inside the block, and the error that ends it."""
     logger, handler = logging.getLogger("vexport"), logging.FileHandler(folder / LOG_FILE, encoding="utf-8")
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     logger.addHandler(handler)

@@ -161,7 +161,7 @@ def evaluate_checkpoints(job: EvalJob) -> list[Judged]:
 
 
 def _model(job: EvalJob, role: str, name: str) -> ModelUnderTest:
-    """The model behind a name, which is brought here; InputError where vLLM could not serve it."""
+    """Resolve a name to a model, downloading it; InputError where vLLM could not serve it."""
     url = name if is_url(name) else None
     if url is None:
         checkpoint = resolve_source(name, job.options.on_progress)
@@ -226,7 +226,7 @@ def accept_answers(job: EvalJob, verdict: Verdict | None) -> str:
 
 
 def _evaluated(job: EvalJob, models: Mapping[str, ModelUnderTest]) -> Iterator[Judged]:
-    """The verdict on each model that can be had, the baseline asked first; nobody else writes the folder."""
+    """Yield the verdict on each available model, the baseline asked first."""
     if job.settings.tasks:
         lm_eval = lm_eval_settings(job.settings, {role: each.checkpoint for role, each in models.items()})
         models = {role: replace(model, lm_eval=lm_eval) for role, model in models.items()}
@@ -337,7 +337,7 @@ def cause_of(
 
 
 def _require_usable(job: EvalJob) -> None:
-    """Raise for what needs no download and no engine to be found out."""
+    """Raise for problems that show without a download or an engine."""
     if job.accept is not None:
         require_writable(job.accept)
     files = [*_named({"--against": job.against}), *task_files(job.settings, "--task")]
@@ -365,7 +365,7 @@ def _require_usable(job: EvalJob) -> None:
 
 
 def _require_had(name: str, options: EngineOptions) -> None:
-    """Raise for a model that cannot be had, or whose folder vLLM cannot serve."""
+    """Raise for a model that is not available, or whose folder vLLM cannot serve."""
     if hub_name(name) is None:
         require_servable(Path(name).expanduser(), [options.serve])
     else:

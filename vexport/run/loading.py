@@ -49,7 +49,7 @@ def load_checkpoints(
 
 
 def require_servable(root: Path, serves: Sequence[Serve]) -> None:
-    """InputError where a folder is no checkpoint that vLLM could serve with these settings."""
+    """Raise InputError where a folder is no checkpoint that vLLM could serve with these settings."""
     require_checkpoint(root)
     require_layers(root)
     for serve in serves:

@@ -284,7 +284,7 @@ def task_files(settings: Evaluate, label: str) -> list[NamedPath]:
 
 
 def require_tasks(settings: Evaluate, options: EngineOptions) -> None:
-    """InputError, for all tasks at once, where one cannot be used, or the text; nothing is kept."""
+    """Raise InputError, for all tasks at once, where one or the text cannot be used; nothing is kept."""
     if settings.text is not None:
         require_data(settings.text)
     with _tasks_alone(settings, options):

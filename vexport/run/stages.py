@@ -77,7 +77,7 @@ class Conclusion(NamedTuple):
 
 @partial(Stage, "conclude", Conclusion)
 def conclude(run: Run) -> Conclusion:
-    """The outcome of all that was found."""
+    """The outcome of all stages."""
     checked, dry, verdict = run.result(making.check), run.get(proving.dry_load), run.get(proving.judge)
     return concluded(checked, dry, run.get(proving.load_candidate) or NOT_RUN, verdict)
 
@@ -111,7 +111,7 @@ def attribute(run: Run) -> Attribution | None:
 
 @partial(Stage, "report", Report)
 def report(run: Run) -> Report:
-    """Everything the run found, in its files too."""
+    """The report of the run, in its files too."""
     found = _all_of(run)
     write_text(run.folder / REPORT_FILE, render(found, "json"))
     for name, format_ in RENDERED.items():
@@ -216,7 +216,7 @@ def run_scenario(
 
 
 def _require_usable(scenario: Scenario, options: EngineOptions) -> None:
-    """Raise for what would stop the run after hours: before anything is written."""
+    """Raise for what would stop the run hours later, before anything is written."""
     if scenario.calibration:
         require_data(scenario.calibration.data)
     require_vllm(options.vllm_python)
