@@ -4,18 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.architectures.families import save_family
-from tests.models import problems, save_llama
+from tests.models import Good, problems, quantize, save_llama
+from tests.mutations.edits import Tensors, spoiled, tensors
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.formats import dequantize
 from vexport.formats.schemes import scheme_names
-from vexport.plan.build import PlanSettings, require_accepted
-from vexport.plan.source import plan_source, rules_for
-from vexport.quantize.job import QuantizeJob, write_checkpoint
-from vexport.records import CalibrationRecord, InputRange, OnUnsupportedShape, Plan, PlanRequest
+from vexport.plan.build import PlanSettings
+from vexport.plan.source import plan_source
+from vexport.quantize.job import QuantizeJob, quantize_source
+from vexport.records import Plan
 from vexport.scenario import Rule
 
 # Least signal-to-noise in dB of a normal weight, rounded to nearest with scales from the range.
@@ -30,35 +30,24 @@ LEAST = {
 }
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("llama"), num_hidden_layers=2)
-
-
-def written(
-    source: Path, out: Path, rules: tuple[Rule, ...], *, on_unsupported_shape: OnUnsupportedShape = "refuse"
+def read_back(
+    source: Path, out: Path, rules: tuple[Rule, ...], settings: PlanSettings | None = None
 ) -> tuple[SourceIndex, SourceIndex, Plan]:
-    """(source, what was written, plan); static input scales get a range that does not matter here."""
-    index, plan = plan_source(str(source), rules, PlanSettings(on_unsupported_shape=on_unsupported_shape))
-    require_accepted(plan)
-    names = [member.name for group in plan.groups for member in group.members]
-    ranges = {name: InputRange(low=-1.0, high=1.0, tokens=1) for name in names}
-    seen = CalibrationRecord(rows=(), digest="", tokens=1, ranges=ranges)
-    write_checkpoint(QuantizeJob(source=str(source), out=out, rules=rules), index, plan, seen)
-    # A micro model has neither tokenizer nor preprocessor.
+    """(source, what was written, plan)."""
+    index, plan = plan_source(str(source), rules, settings or PlanSettings())
     assert [one for one in problems(out) if one.severity == "error"] == []
     return index, read_index(out), plan
 
 
 def all_linears(scheme: str) -> tuple[Rule, ...]:
-    return rules_for(PlanRequest(scheme=scheme, observer="memoryless_minmax"))
+    return (Rule(match="Linear", scheme=scheme),)
 
 
 @pytest.mark.parametrize("scheme", scheme_names())
-def test_layers_come_back(llama: Path, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    index, back, plan = written(llama, tmp_path / "out", all_linears(scheme))
+def test_layers_come_back(llama: Path, good: Good, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    index, back, plan = read_back(llama, good(scheme), all_linears(scheme))
     errors = layer_errors(index, back, plan)
-    assert len(errors) == 14
+    assert len(errors) == 21
     assert {error.name: error.snr_db for error in errors if error.snr_db < LEAST[scheme]} == {}
     assert list(changed_tensors(index, back, plan)) == []
     monkeypatch.setattr(dequantize, "CHUNK_ELEMENTS", 1)
@@ -68,8 +57,9 @@ def test_layers_come_back(llama: Path, tmp_path: Path, scheme: str, monkeypatch:
 def test_ragged_blocks_come_back(tmp_path: Path) -> None:
     """500 columns: gate and up are merged and cannot be cut into blocks, down is alone and can."""
     source = save_llama(tmp_path / "source", intermediate_size=500, num_hidden_layers=1)
-    rules = all_linears("FP8_BLOCK")
-    index, back, plan = written(source, tmp_path / "out", rules, on_unsupported_shape="keep")
+    out = quantize(source, tmp_path / "out", "FP8_BLOCK", "--on-unsupported-shape", "keep")
+    keeping = PlanSettings(on_unsupported_shape="keep")
+    index, back, plan = read_back(source, out, all_linears("FP8_BLOCK"), keeping)
     errors = {error.name.rpartition(".")[2]: error.snr_db for error in layer_errors(index, back, plan)}
     assert errors.keys() == {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"}
     assert min(errors.values()) > LEAST["FP8_BLOCK"]
@@ -86,9 +76,9 @@ def test_mixed_schemes_come_back(llama: Path, tmp_path: Path) -> None:
         Rule(match="down_proj", scheme="W3A16", observer="memoryless_mse"),
         Rule(match="Linear", scheme="NVFP4A16"),
     )
-    index, back, plan = written(llama, tmp_path / "out", rules)
-    errors = layer_errors(index, back, plan)
-    assert len(errors) == 15
+    quantize_source(QuantizeJob(source=str(llama), out=tmp_path / "out", rules=rules))
+    errors = layer_errors(*read_back(llama, tmp_path / "out", rules))
+    assert len(errors) == 22
     assert [error for error in errors if error.snr_db < LEAST[error.scheme]] == []
     assert {error.scheme for error in errors} == {"FP8_DYNAMIC", "NVFP4A16", "W3A16"}
 
@@ -98,22 +88,23 @@ def test_mixed_schemes_come_back(llama: Path, tmp_path: Path) -> None:
 def test_experts_come_back(tmp_path: Path, family: str, scheme: str) -> None:
     """One by one, and stored together and turned around."""
     source = save_family(family, tmp_path / "source")
-    index, back, plan = written(source, tmp_path / "out", all_linears(scheme))
+    out = quantize(source, tmp_path / "out", scheme)
+    index, back, plan = read_back(source, out, all_linears(scheme))
     errors = layer_errors(index, back, plan)
     assert sum(".experts." in error.name for error in errors) > 10
     assert [error for error in errors if error.snr_db < LEAST[scheme]] == []
     assert list(changed_tensors(index, back, plan)) == []
 
 
-def test_a_byte_that_changed_is_found(llama: Path, tmp_path: Path) -> None:
-    index, _, plan = written(llama, tmp_path / "out", all_linears("MXFP4"))
-    file = tmp_path / "out" / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.norm.weight"].view(torch.uint8)[5] ^= 1
+def test_a_byte_that_changed_is_found(llama: Path, good: Good, tmp_path: Path) -> None:
     layer = "model.layers.1.mlp.up_proj"
-    tensors[f"{layer}.weight_scale"][7] += 2
-    save_file(tensors, file)
-    back = read_index(tmp_path / "out")
+
+    def change(values: Tensors) -> None:
+        values["model.norm.weight"].view(torch.uint8)[5] ^= 1
+        values[f"{layer}.weight_scale"][7] += 2
+
+    index, plan = plan_source(str(llama), all_linears("MXFP4"), PlanSettings())
+    back = read_index(spoiled(good("MXFP4"), tmp_path / "out", tensors(change)))
     (finding,) = changed_tensors(index, back, plan)
     assert (finding.where, finding.got) == ("model.norm.weight", "other bytes")
     lowest = min(layer_errors(index, back, plan), key=lambda error: error.snr_db)
