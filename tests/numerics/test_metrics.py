@@ -86,6 +86,14 @@ def copied(folder: Path) -> Path:
     return copytree(package, folder / "vexport", ignore=ignore_patterns("__pycache__"))
 
 
+def python(package: Path, folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run an interpreter with a copy of the package and a cache of compiled kernels in `folder`."""
+    changes = {"PYTHONPATH": str(package.parent), "NUMBA_CACHE_DIR": str(folder / "cache")}
+    command = [sys.executable, *map(str, arguments)]
+    environment = {**os.environ, **changes}
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder, env=environment)
+
+
 @pytest.mark.slow
 def test_compiling_is_announced_once(tmp_path: Path) -> None:
     """Also where the package is installed a second time, with other times of its files."""
@@ -93,20 +101,12 @@ def test_compiling_is_announced_once(tmp_path: Path) -> None:
     again = copied(tmp_path / "copy")
     for file in again.rglob("*.py"):
         os.utime(file, (0, 0))
-    said = []
-    for out, package in (("first", Path(vexport.__file__).parent), ("second", again)):
-        ran = subprocess.run(
-            [sys.executable, "-m", "vexport", "quantize", source, tmp_path / out, "--scheme", "FP8_DYNAMIC"],
-            check=True,
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(package.parent), "NUMBA_CACHE_DIR": str(tmp_path / "cache")},
-        )
-        said.append([line for line in ran.stderr.splitlines() if line.startswith(LINE)])
-    assert said[0][0] == f"{LINE} ..."
-    assert said[0][1].startswith(f"{LINE}: done in ")
-    assert said[1] == []
+    command = ("-m", "vexport", "quantize", source, "--scheme", "FP8_DYNAMIC")
+    first = python(Path(vexport.__file__).parent, tmp_path, *command, tmp_path / "first").stderr
+    begun, done = (line for line in first.splitlines() if line.startswith(LINE))
+    assert begun == f"{LINE} ..."
+    assert done.startswith(f"{LINE}: done in ")
+    assert LINE not in python(again, tmp_path, *command, tmp_path / "second").stderr
 
 
 @pytest.mark.slow
@@ -117,22 +117,10 @@ def test_a_change_of_one_kernel_file_reaches_the_kernels_of_others(tmp_path: Pat
         "codes = np.zeros(1, np.uint8); "
         "e4m3_codes(np.float32([1e6]), np.float32([1]), codes); print(codes[0])"
     )
-
-    def largest_code() -> int:
-        ran = subprocess.run(
-            [sys.executable, "-c", code],
-            check=True,
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")},
-        )
-        return int(ran.stdout)
-
-    assert largest_code() == 0x7E
+    assert int(python(package, tmp_path, "-c", code).stdout) == 0x7E
     constants = package / "numerics" / "__init__.py"
     constants.write_text(constants.read_text().replace("E4M3_MAX = 448.0", "E4M3_MAX = 240.0"))
-    assert largest_code() == 0x77
+    assert int(python(package, tmp_path, "-c", code).stdout) == 0x77
 
 
 def test_the_digest_covers_every_module_that_compiles() -> None:

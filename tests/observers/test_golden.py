@@ -1,8 +1,6 @@
 """Observers against golden values of llm-compressor, within its rounding."""
 
 import json
-import warnings
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,8 @@ from vexport.observers.flatten import tiles_of
 from vexport.observers.search import range_of
 
 FOLDER = Path(__file__).parent / "golden"
-ArgValue = bool | int | str | list[int]
+VALUES = load_file(FOLDER / "values.safetensors")
+pytestmark = pytest.mark.filterwarnings("ignore:imatrix_mse:UserWarning")
 
 
 class Case(BaseModel):
@@ -25,45 +24,29 @@ class Case(BaseModel):
     dtype: str
     observer: str
     base_name: str
-    args: dict[str, ArgValue]
+    args: dict[str, bool | int | str | list[int]]
     observed: list[str]
     fused_with_factor: int | None = None
-
-    @property
-    def quantization_args(self) -> QuantizationArgs:
-        return QuantizationArgs(**self.args)
-
-
-@cache
-def values() -> dict[str, torch.Tensor]:
-    loaded: dict[str, torch.Tensor] = load_file(FOLDER / "values.safetensors")
-    return loaded
-
-
-def cases() -> list[Case]:
-    """All cases; the results of case n are named `n.low`, `n.scale`, ..."""
-    return [Case.model_validate(case) for case in json.loads((FOLDER / "cases.json").read_text())]
 
 
 def observe(case: Case) -> Observer:
     """vexport's observer after what the peer's observed."""
-    seen = [values()[name] for name in case.observed]
     observer = new_observer(case)
-    for value in seen:
-        quietly(observer, value)
+    for name in case.observed:
+        observer(VALUES[name])
     if case.fused_with_factor:
         other = new_observer(case)
         Observer.fuse([observer, other])
-        quietly(other, seen[0] * case.fused_with_factor)
+        other(VALUES[case.observed[0]] * case.fused_with_factor)
     return observer
 
 
 def new_observer(case: Case) -> Observer:
     """vexport's observer, with importance gathered where the peer gathers it."""
-    args = case.quantization_args
+    args = QuantizationArgs(**case.args)
     observer = Observer.load_from_registry(case.observer, base_name=case.base_name, args=args)
     if isinstance(observer, IMatrixMSEObserver) and case.base_name == "weight":
-        activations = values()["activations"]
+        activations = VALUES["activations"]
         layer = torch.nn.Linear(activations.shape[-1], 1)
         observer.attach(layer)
         layer(activations)
@@ -71,20 +54,13 @@ def new_observer(case: Case) -> Observer:
     return observer
 
 
-def quietly(observer: Observer, value: torch.Tensor) -> None:
-    """Observe without the warning that there is no importance."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        observer(value)
-
-
-CASES = list(enumerate(cases()))
+# The results of case n are named `n.low`, `n.scale`, ...
+CASES = [
+    (number, Case.model_validate(case))
+    for number, case in enumerate(json.loads((FOLDER / "cases.json").read_text()))
+]
 # One rounding of the dtype that the peer computes in is 2**-(mantissa bits + 1); scales take four.
 ROUNDING = {"float32": 2e-6, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
-
-
-def golden(number: int, key: str) -> torch.Tensor | None:
-    return values().get(f"{number}.{key}")
 
 
 @pytest.mark.parametrize("name", ["memoryless_minmax", "static_minmax", "minmax"])
@@ -97,7 +73,7 @@ def test_min_max_in_float32_is_the_peers_within_its_rounding(name: str) -> None:
         stored = {"torch.float8_e4m3fn": 0.13, "torch.uint8": 1.0}.get(str(case.args.get("scale_dtype")), 0.0)
         low, high = observer.range()
         for key, value in {"low": low, "high": high, **observer.get_qparams()}.items():
-            expected = golden(number, key)
+            expected = VALUES.get(f"{number}.{key}")
             assert (value is None) == (expected is None), case
             if expected is not None and key != "zero_point":
                 loose = stored if key == "scale" and case.dtype != "float32" else 0.0
@@ -116,7 +92,7 @@ def test_searches_of_float32_values_choose_what_the_peer_chooses(name: str) -> N
         is_nvfp4_weight = case.base_name == "weight" and case.args["strategy"] == "tensor_group"
         if case.observer == name and case.dtype == "float32" and not is_nvfp4_weight:
             for key, value in zip(("low", "high"), observe(case).range(), strict=True):
-                require_close(case, value, golden(number, key), 2e-6)
+                require_close(case, value, VALUES.get(f"{number}.{key}"), 2e-6)
 
 
 def test_range_of_an_nvfp4_weight_is_not_shrunk_before_the_search() -> None:
@@ -126,6 +102,6 @@ def test_range_of_an_nvfp4_weight_is_not_shrunk_before_the_search() -> None:
         if (case.observer, case.args["strategy"], case.base_name)
         == ("memoryless_mse", "tensor_group", "weight")
     )
-    weight = values()[case.observed[0]]
-    expected = range_of(tiles_of(weight, "weight", case.quantization_args))
+    weight = VALUES[case.observed[0]]
+    expected = range_of(tiles_of(weight, "weight", QuantizationArgs(**case.args)))
     assert all(map(torch.equal, observe(case).range(), expected))
