@@ -6,11 +6,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.command import Ran
+from tests.command import Ran, vexport
 from tests.hub.server import Hub, Repository, running_hub
 
 MODEL, DATA = "acme/llama", "acme/sums"
@@ -57,11 +58,33 @@ class Machine:
         self.folder, self.url = folder, hub.url
         (folder / "task.yaml").write_text(TASK)
 
+    @contextmanager
+    def connected(self, **variables: str) -> Iterator[None]:
+        """This process in `folder` with these variables, of which huggingface_hub reads some at its import."""
+        endpoint = variables.get("HF_ENDPOINT", self.url)
+        constants = {
+            "ENDPOINT": endpoint,
+            "HUGGINGFACE_CO_URL_TEMPLATE": f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+            "HF_HUB_CACHE": str(self.folder / "cache" / "hub"),
+            "HF_HUB_OFFLINE": "HF_HUB_OFFLINE" in variables,
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.folder)
+            for name in HUB_VARIABLES:
+                patch.delenv(name, raising=False)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            for name, constant in constants.items():
+                patch.setattr(f"huggingface_hub.constants.{name}", constant)
+            yield
+
     def run(self, *arguments: object, **variables: str) -> Ran:
-        """Run `vexport ARGUMENTS...` in `folder` with these environment variables."""
-        return self.python("-m", "vexport", *arguments, **variables)
+        """Run `vexport ARGUMENTS...` in this process, connected with these variables."""
+        with self.connected(**variables):
+            return vexport(*arguments)
 
     def python(self, *arguments: object, **variables: str) -> Ran:
+        """Run another interpreter with these environment variables."""
         command = [sys.executable, *map(str, arguments)]
         own = {name: value for name, value in os.environ.items() if name not in HUB_VARIABLES}
         cache = str(self.folder / "cache")

@@ -8,6 +8,7 @@ import pytest
 from tests.hub.conftest import MODEL, Machine
 from tests.hub.server import TOKEN, Hub, Repository
 from vexport.checkpoint.hub import side_files
+from vexport.checkpoint.source import resolve_source
 from vexport.errors import InputError
 from vexport.scenario import read_scenario
 
@@ -28,7 +29,7 @@ def test_only_what_is_needed_is_fetched_and_once(machine: Machine, hub: Hub) -> 
     unwanted = ("pytorch_model.bin", "consolidated.safetensors", "model.gguf", "original/a.safetensors")
     assert not [path for path in hub.paths("GET") if path.endswith(unwanted)]
     hub.requests.clear()
-    again = machine.run("quantize", MODEL, "again", *FP8, "--quiet")
+    again = machine.python("-m", "vexport", "quantize", MODEL, "again", *FP8, "--quiet")
     assert (again.code, again.stderr) == (0, "")
     assert not [path for path in hub.paths("GET") if "/resolve/" in path]
 
@@ -47,11 +48,8 @@ def test_a_download_that_is_cut_off_goes_on_where_it_was(machine: Machine, hub: 
     (repository / "model.safetensors").write_bytes(bytes(size))
     hub.repositories["acme/large"] = Repository(folder=repository)
     hub.cut["model.safetensors"] = 15_000_000
-    ran = machine.python(
-        "-c", "from vexport.checkpoint.source import resolve_source as r; print(r('acme/large'))"
-    )
-    assert ran.code == 0, ran.stderr
-    assert (Path(ran.stdout.strip()) / "model.safetensors").stat().st_size == size
+    with machine.connected():
+        assert (resolve_source("acme/large") / "model.safetensors").stat().st_size == size
     parts = [one for one in hub.requests if one.path.endswith("/model.safetensors") and one.sent]
     assert [(one.range, one.sent) for one in parts] == [(None, 15_000_000), (f"bytes={chunk}-", size - chunk)]
 
