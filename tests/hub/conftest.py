@@ -60,7 +60,7 @@ class Machine:
 
     @contextmanager
     def connected(self, **variables: str) -> Iterator[None]:
-        """This process in `folder` with these variables, of which huggingface_hub reads some at its import."""
+        """This process in `folder` with these variables, some of which huggingface_hub reads once."""
         endpoint = variables.get("HF_ENDPOINT", self.url)
         constants = {
             "ENDPOINT": endpoint,

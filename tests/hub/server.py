@@ -1,7 +1,7 @@
 """A small hub on localhost that speaks the Hugging Face hub's own protocol, and counts what it is asked.
 
 Model and dataset repositories of one commit each: repository info, file trees, `resolve` with ETag,
-commit and ranges, auth checks, and the hub's errors. Used through HF_ENDPOINT.
+commit and ranges, and the hub's errors. Used through HF_ENDPOINT.
 """
 
 import hashlib
@@ -14,15 +14,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Thread
 from typing import Literal
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_good"
+_LARGE = (".safetensors", ".parquet", ".bin")
 _RESOLVE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
-_API = re.compile(
-    r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|auth-check|paths-info)(?:/([^/]+))?)?(?:/.*)?"
-)
+_API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree)(?:/([^/]+))?)?(?:/.*)?")
 
 
 @dataclass(kw_only=True)
@@ -65,17 +64,12 @@ class Hub:
     ranges: bool = True
     cut: dict[str, int] = field(default_factory=dict)
     """Path in a repository -> bytes after which the connection ends, once."""
-    lock: Lock = field(default_factory=Lock)
 
     def paths(self, method: str | None = None) -> list[str]:
         return [one.path for one in self.requests if method in (None, one.method)]
 
     def content(self, suffix: str) -> int:
         return sum(one.sent for one in self.requests if "/resolve/" in one.path and one.path.endswith(suffix))
-
-    def answer(self, request: Request) -> None:
-        with self.lock:
-            self.requests.append(request)
 
 
 @contextmanager
@@ -108,14 +102,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self._handle()
 
-    def do_POST(self) -> None:
-        self._handle()
-
     def log_message(self, format: str, *args: object) -> None:
         """Nothing on stderr."""
 
     def _handle(self) -> None:
-        self._body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         path = unquote(urlsplit(self.path).path)
         if found := _RESOLVE.fullmatch(path):
             self._resolve("datasets" if found[1] else "models", *found.groups()[1:])
@@ -149,45 +139,32 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(404, "EntryNotFound", "Entry not found", {"X-Repo-Commit": repository.commit})
             return
         headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": repository.commit}
-        if path.endswith((".safetensors", ".parquet", ".bin")):
+        if path.endswith(_LARGE):
             headers |= {"X-Linked-Size": str(len(data)), "X-Linked-ETag": headers["ETag"]}
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if wanted is None or not self.state.ranges:
-            self._send(200, data, headers | {"Accept-Ranges": "bytes"}, cut=self._cut(path))
+            cut = self.state.cut.pop(path, None) if self.command == "GET" else None
+            self._send(200, data, headers | {"Accept-Ranges": "bytes"}, cut=cut)
             return
         start, last = int(wanted[1]), min(int(wanted[2] or len(data)), len(data) - 1)
         headers["Content-Range"] = f"bytes {start}-{last}/{len(data)}"
         self._send(206, data[start : last + 1], headers)
 
-    def _cut(self, path: str) -> int | None:
-        return self.state.cut.pop(path, None) if self.command == "GET" else None
-
     def _api(self, kind: str, name: str, what: str, revision: str | None) -> None:
-        repository = self._repository(kind, name, revision, content=what == "auth-check")
+        repository = self._repository(kind, name, revision, content=False)
         if repository is None:
             return
         files = repository.files()
         if what == "tree":
             below = unquote(urlsplit(self.path).path).partition(f"/tree/{revision}")[2].strip("/")
-            self._json(
-                [one for one in _tree(files) if str(one["path"]).startswith(f"{below}/" if below else "")]
-            )
-        elif what == "paths-info":
-            wanted = (
-                json.loads(self._body)["paths"] if self._is_json() else parse_qs(self._body.decode())["paths"]
-            )
-            self._json([one for one in _tree(files) if one["path"] in wanted])
-        elif what == "auth-check":
-            self._json({})
+            start = f"{below}/" if below else ""
+            self._json([_entry(path, data) for path, data in files.items() if path.startswith(start)])
         else:
             siblings = [{"rfilename": path, "size": len(data)} for path, data in files.items()]
             gated = "auto" if repository.gated else False
             self._json(
                 {"id": name, "sha": repository.commit, "siblings": siblings, "gated": gated, "tags": []}
             )
-
-    def _is_json(self) -> bool:
-        return "json" in self.headers.get("Content-Type", "")
 
     def _json(self, value: object) -> None:
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
@@ -202,14 +179,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.end_headers()
         sent = b"" if self.command == "HEAD" else data[:cut]
-        self.state.answer(
-            Request(
-                method=self.command,
-                path=unquote(urlsplit(self.path).path),
-                range=self.headers.get("Range"),
-                sent=len(sent),
-            )
-        )
+        path = unquote(urlsplit(self.path).path)
+        part = self.headers.get("Range")
+        self.state.requests.append(Request(method=self.command, path=path, range=part, sent=len(sent)))
         try:
             self.wfile.write(sent)
         except (BrokenPipeError, ConnectionResetError):
@@ -221,20 +193,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_WR)
 
 
-def _tree(files: dict[str, bytes]) -> list[dict[str, str | int | dict[str, str | int]]]:
-    return [
-        {
-            "type": "file",
-            "path": path,
-            "size": len(data),
-            "oid": hashlib.sha1(data, usedforsecurity=False).hexdigest(),
-            **_lfs(path, data),
-        }
-        for path, data in files.items()
-    ]
-
-
-def _lfs(path: str, data: bytes) -> dict[str, dict[str, str | int]]:
-    if not path.endswith((".safetensors", ".parquet", ".bin")):
-        return {}
-    return {"lfs": {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}}
+def _entry(path: str, data: bytes) -> dict[str, object]:
+    """A file of the tree, as the hub lists it."""
+    oid = hashlib.sha1(data, usedforsecurity=False).hexdigest()
+    entry: dict[str, object] = {"type": "file", "path": path, "size": len(data), "oid": oid}
+    if path.endswith(_LARGE):
+        sha256 = hashlib.sha256(data).hexdigest()
+        entry["lfs"] = {"oid": sha256, "size": len(data), "pointerSize": 134}
+    return entry
