@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -41,14 +41,14 @@ LINEAR_ATTENTION: Values = {
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
-    "shared_expert_intermediate_size": 128,
 }
 VISION: Values = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_heads": 4}
 PATCHES: Values = {"image_size": 56, "patch_size": 14}
 QWEN_VISION: Values = {**VISION, "depth": 1, "out_hidden_size": 256}
+ONE_LAYER: Values = {**VISION, "num_hidden_layers": 1}
 MIXTURE: Values = {"intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2}
 MAMBA: Values = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 32}
-
+SHARED: Values = {"shared_expert_intermediate_size": 128}
 
 STACKED = frozenset({"mlp.experts.gate_up_proj", "mlp.experts.down_proj"})
 SINGLE_GATE = re.compile(r"mlp\.experts\.\d+\.gate_proj\.weight")
@@ -63,18 +63,18 @@ RENAMED = {"gemma3": ("vision_tower.", "vision_tower.vision_model.")}
 Draft = Literal["single", "stacked", "dense", "next", "ernie", "nemotron"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Family:
     """A model type of transformers with micro sizes; `towers` are the nested configs of a multimodal one.
 
     `without` are the usual values that this type does not take. `draft` adds a draft layer of Qwen's names
     (`mtp.layers.0.`), whose experts are each in their own tensors ("single") or all in one ("stacked"), or
-    which is the first decoder layer ("dense"); one
-    of DeepSeek's (`model.layers.N.`, "next"); or of Ernie's (`model.mtp_block.0.`) and Nemotron's names.
+    which is the first decoder layer ("dense"); one of DeepSeek's (`model.layers.N.`, "next"); or of Ernie's
+    (`model.mtp_block.0.`) and Nemotron's names.
     """
 
     model_type: str
-    text: Values
+    text: Values = field(default_factory=dict)
     towers: Mapping[str, Values] | None = None
     values: Values | None = None
     without: tuple[str, ...] = ()
@@ -83,6 +83,8 @@ class Family:
     def config(self, **changes: object) -> PretrainedConfig:
         """The micro configuration; `changes` go to the language model."""
         usual = {key: value for key, value in TEXT.items() if key not in self.without}
+        if self.draft in ("dense", "next", "ernie", "nemotron"):
+            usual["num_nextn_predict_layers"] = 1
         text = {**usual, **self.text, **changes}
         if self.towers is None:
             return AutoConfig.for_model(self.model_type, **{"dtype": "bfloat16", **text})
@@ -96,156 +98,110 @@ GEMMA4: Values = {
     **{"num_global_key_value_heads": 2, "global_head_dim": 64},
     **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
 }
-NEXT: Values = {**EXPERTS, **LINEAR_ATTENTION, "num_experts": 4}
+GEMMA4_VISION: Values = {
+    **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64},
+    "use_clipped_linears": True,
+}
+OF_FOUR: Values = {**EXPERTS, "num_experts": 4}
+NEXT: Values = {**OF_FOUR, **LINEAR_ATTENTION, **SHARED}
 GROUPED: Values = {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "topk_group": 1}
 GLM: Values = {**GROUPED, "n_shared_experts": 1, "n_group": 1}
 GLM_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-QWEN_NEXT = Family(model_type="qwen3_next", text=NEXT)
-QWEN35_MOE = Family(model_type="qwen3_5_moe", text=NEXT, towers={"vision_config": QWEN_VISION})
-DEEPSEEK = Family(model_type="deepseek_v3", text={**GROUPED, **MLA, "topk_method": "noaux_tc", "n_group": 2})
-ONE_LAYER: Values = {**VISION, "num_hidden_layers": 1}
-NEMOTRON_H = Family(
-    model_type="nemotron_h",
-    text={
-        **EXPERTS,
-        "hybrid_override_pattern": "M-*E",
-        "num_hidden_layers": 4,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 32,
-        "ssm_state_size": 32,
-        "n_groups": 2,
-        "n_routed_experts": 4,
-        "moe_shared_expert_intermediate_size": 128,
-    },
-)
+ERNIE: Values = {
+    **EXPERTS,
+    **{"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+}
+NEMOTRON: Values = {
+    **EXPERTS,
+    "hybrid_override_pattern": "M-*E",
+    "mtp_hybrid_override_pattern": "*E",
+    "num_hidden_layers": 4,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 32,
+    "n_groups": 2,
+    "n_routed_experts": 4,
+    "moe_shared_expert_intermediate_size": 128,
+}
+QWEN_NEXT = Family("qwen3_next", NEXT)
+QWEN35_MOE = Family("qwen3_5_moe", NEXT, towers={"vision_config": QWEN_VISION})
+DEEPSEEK = Family("deepseek_v3", {**GROUPED, **MLA, "topk_method": "noaux_tc", "n_group": 2})
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(model_type="llama", text={}),
-    "qwen2": Family(model_type="qwen2", text={}),
-    "qwen3-tied": Family(model_type="qwen3", text={"tie_word_embeddings": True}),
-    "gemma2": Family(model_type="gemma2", text={}),
-    "gemma3": Family(model_type="gemma3_text", text={}),
-    "phi3": Family(model_type="phi3", text={}),
-    "gpt2": Family(model_type="gpt2", text={"n_embd": 256, "n_layer": 2, "n_head": 4}),
-    "gptj": Family(
-        model_type="gptj", text={"n_embd": 256, "n_layer": 2, "n_head": 4, "n_inner": 512, "rotary_dim": 32}
-    ),
-    "opt": Family(model_type="opt", text={"ffn_dim": 512, "word_embed_proj_dim": 256}),
-    "falcon": Family(
-        model_type="falcon", text={"new_decoder_architecture": True, "num_kv_heads": 2}, without=("head_dim",)
-    ),
-    "bloom": Family(model_type="bloom", text={"n_layer": 2, "n_head": 4}),
-    "mixtral": Family(model_type="mixtral", text=MIXTURE),
-    "qwen3-moe": Family(model_type="qwen3_moe", text={**EXPERTS, "num_experts": 4}),
-    "qwen2-moe": Family(
-        model_type="qwen2_moe", text={**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 128}
-    ),
-    "olmoe": Family(
-        model_type="olmoe", text={"intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
-    ),
+    "llama": Family("llama"),
+    "qwen2": Family("qwen2"),
+    "qwen3-tied": Family("qwen3", {"tie_word_embeddings": True}),
+    "gemma2": Family("gemma2"),
+    "gemma3": Family("gemma3_text"),
+    "phi3": Family("phi3"),
+    "gpt2": Family("gpt2", {"n_embd": 256, "n_layer": 2, "n_head": 4}),
+    "gptj": Family("gptj", {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_inner": 512, "rotary_dim": 32}),
+    "opt": Family("opt", {"ffn_dim": 512, "word_embed_proj_dim": 256}),
+    "falcon": Family("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, without=("head_dim",)),
+    "bloom": Family("bloom", {"n_layer": 2, "n_head": 4}),
+    "mixtral": Family("mixtral", MIXTURE),
+    "qwen3-moe": Family("qwen3_moe", OF_FOUR),
+    "qwen2-moe": Family("qwen2_moe", {**OF_FOUR, **SHARED}),
+    "olmoe": Family("olmoe", {"intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}),
     "deepseek-v3": DEEPSEEK,
-    "deepseek-v3-mtp": replace(DEEPSEEK, text={**DEEPSEEK.text, "num_nextn_predict_layers": 1}, draft="next"),
-    "glm4-moe-mtp": Family(model_type="glm4_moe", text={**GLM, "num_nextn_predict_layers": 1}, draft="next"),
-    "granite-moe": Family(model_type="granitemoe", text=MIXTURE),
+    "deepseek-v3-mtp": replace(DEEPSEEK, draft="next"),
+    "glm4-moe-mtp": Family("glm4_moe", GLM, draft="next"),
+    "granite-moe": Family("granitemoe", MIXTURE),
     "llama4": Family(
-        model_type="llama4_text",
-        text={
-            **{"intermediate_size": 128, "intermediate_size_mlp": 256},
-            **{"num_local_experts": 4, "interleave_moe_layer_step": 1},
-        },
+        "llama4_text",
+        {**MIXTURE, "num_experts_per_tok": 1, "intermediate_size_mlp": 256, "interleave_moe_layer_step": 1},
     ),
-    "gpt-oss": Family(model_type="gpt_oss", text=MIXTURE),
+    "gpt-oss": Family("gpt_oss", MIXTURE),
     "qwen3-next": QWEN_NEXT,
     "qwen3-next-mtp": replace(QWEN_NEXT, draft="single"),
     "qwen3-next-mtp-stacked": replace(QWEN_NEXT, draft="stacked"),
     "qwen3.5-moe": QWEN35_MOE,
     "qwen3.5-moe-mtp": replace(QWEN35_MOE, draft="stacked"),
     "qwen3.5-moe-mtp-single": replace(QWEN35_MOE, draft="single"),
-    "nemotron-h": NEMOTRON_H,
-    "nemotron-h-mtp": replace(
-        NEMOTRON_H,
-        text={**NEMOTRON_H.text, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"},
-        draft="nemotron",
-    ),
-    "ernie4.5-moe-mtp": Family(
-        model_type="ernie4_5_moe",
-        text={
-            **EXPERTS,
-            "moe_num_experts": 4,
-            "moe_k": 2,
-            "moe_num_shared_experts": 1,
-            "moe_layer_start_index": 1,
-            "num_nextn_predict_layers": 1,
-        },
-        draft="ernie",
-    ),
+    "nemotron-h": Family("nemotron_h", NEMOTRON),
+    "nemotron-h-mtp": Family("nemotron_h", NEMOTRON, draft="nemotron"),
+    "ernie4.5-moe-mtp": Family("ernie4_5_moe", ERNIE, draft="ernie"),
     "exaone-moe-mtp": Family(
-        model_type="exaone_moe",
-        text={
-            **EXPERTS,
-            "num_experts": 4,
-            "num_shared_experts": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "num_nextn_predict_layers": 1,
-        },
-        draft="dense",
+        "exaone_moe", {**OF_FOUR, "num_shared_experts": 1, "n_group": 1, "topk_group": 1}, draft="dense"
     ),
-    "glm4-moe-lite-mtp": Family(
-        model_type="glm4_moe_lite",
-        text={**GLM, **MLA, "num_nextn_predict_layers": 1},
-        draft="next",
-    ),
+    "glm4-moe-lite-mtp": Family("glm4_moe_lite", {**GLM, **MLA}, draft="next"),
     "granite-hybrid": Family(
-        model_type="granitemoehybrid",
-        text={
-            **{**MAMBA, **MIXTURE},
-            **{"layer_types": ["mamba", "attention"], "shared_intermediate_size": 256},
-        },
+        "granitemoehybrid",
+        {**MAMBA, **MIXTURE, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 256},
     ),
-    "smollm3": Family(model_type="smollm3", text={"tie_word_embeddings": True}),
-    "olmo2": Family(model_type="olmo2", text={}),
+    "smollm3": Family("smollm3", {"tie_word_embeddings": True}),
+    "olmo2": Family("olmo2"),
     "qwen3-vl-moe": Family(
-        model_type="qwen3_vl_moe",
-        text={**EXPERTS, "num_experts": 4, "norm_topk_prob": True, "tie_word_embeddings": False},
-        values={"tie_word_embeddings": False},
+        "qwen3_vl_moe",
+        {**OF_FOUR, "norm_topk_prob": True, "tie_word_embeddings": False},
         towers={"vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]}},
+        values={"tie_word_embeddings": False},
     ),
     "qwen2.5-vl": Family(
-        model_type="qwen2_5_vl",
-        text={"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}},
+        "qwen2_5_vl",
+        {"rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}},
         towers={"vision_config": QWEN_VISION},
     ),
     "gemma3-vision": Family(
-        model_type="gemma3",
-        text={},
-        towers={"vision_config": {**VISION, **PATCHES, "num_hidden_layers": 1, "vision_use_head": False}},
+        "gemma3",
+        towers={"vision_config": {**ONE_LAYER, **PATCHES, "vision_use_head": False}},
         values={"mm_tokens_per_image": 4},
     ),
     "mistral3": Family(
-        model_type="mistral3",
-        text={"model_type": "mistral"},
+        "mistral3",
+        {"model_type": "mistral"},
         towers={"vision_config": {**ONE_LAYER, **PATCHES, "model_type": "pixtral", "head_dim": 32}},
     ),
-    "gemma4": Family(model_type="gemma4_text", text=GEMMA4),
-    "gemma4-vision": Family(
-        model_type="gemma4",
-        text=GEMMA4,
-        towers={
-            "vision_config": {
-                **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1},
-                **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64},
-                "use_clipped_linears": True,
-            }
-        },
-    ),
+    "gemma4": Family("gemma4_text", GEMMA4),
+    "gemma4-vision": Family("gemma4", GEMMA4, towers={"vision_config": GEMMA4_VISION}),
     "glm4.5v": Family(
-        model_type="glm4v_moe",
-        text={**GLM, "use_qk_norm": False, "rope_parameters": {**GLM_ROPE, "mrope_section": [4, 6, 6]}},
+        "glm4v_moe",
+        {**GLM, "use_qk_norm": False, "rope_parameters": {**GLM_ROPE, "mrope_section": [4, 6, 6]}},
         towers={"vision_config": {**QWEN_VISION, **PATCHES}},
     ),
     "idefics3": Family(
-        model_type="idefics3",
-        text={"model_type": "llama"},
+        "idefics3",
+        {"model_type": "llama"},
         towers={"vision_config": {**ONE_LAYER, **PATCHES}},
         values={"scale_factor": 2, "image_token_id": 300, "pad_token_id": 0},
     ),

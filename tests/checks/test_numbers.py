@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models import Good
-from tests.mutations.edits import Change, Tensors, add, all_of, every, put, spoiled, tensors
+from tests.models import Good, errors
+from tests.mutations.edits import Change, Tensors, add, all_of, every, inverse, put, spoiled, tensors
 from vexport.checks import Against, check_checkpoint
 from vexport.formats.arguments import parse_args
 from vexport.records import Json
@@ -17,9 +17,8 @@ Q = f"{LAYER}.self_attn.q_proj"
 
 
 def found(good: Path, folder: Path, change: Change) -> list[str]:
-    """The places of the errors, relative to the checkpoint."""
-    findings = check_checkpoint(str(spoiled(good, folder, change))).findings
-    return [one.where.replace(f"{folder}/", "") for one in findings if one.severity == "error"]
+    """The places of the errors."""
+    return [one.where for one in errors(spoiled(good, folder, change))]
 
 
 @pytest.mark.parametrize(
@@ -97,13 +96,9 @@ def test_rows_that_are_all_zero_fill_no_range(good: Good, tmp_path: Path) -> Non
 
 
 def test_an_input_is_no_larger_than_its_norm_lets_through(good: Good, tmp_path: Path) -> None:
-    def upside_down(values: Tensors) -> None:
-        for leaf in "qkv":
-            name = f"{LAYER}.self_attn.{leaf}_proj.input_scale"
-            values[name] = 1 / values[name]
-
     names = [f"{LAYER}.self_attn.{leaf}_proj.input_scale" for leaf in "qkv"]
-    assert found(good("FP8"), tmp_path / "inverse", tensors(upside_down)) == names
+    upside_down = all_of(*(put(name, inverse) for name in names))
+    assert found(good("FP8"), tmp_path / "inverse", upside_down) == names
 
 
 def test_layers_may_be_stored_as_vllm_fuses_them(good: Good, tmp_path: Path) -> None:

@@ -14,12 +14,8 @@ from vexport.architectures.versions import facts_of, known_versions
 from vexport.checks import NAMES, NUMBERS, check_checkpoint
 from vexport.checks.vllm.quant_methods import METHODS, OTHERS
 from vexport.checks.vllm.view import Target
-from vexport.records import Finding, Json
+from vexport.records import Json
 from vexport.version import PINNED, Version, short_version
-
-
-def found(folder: Path, vllm: Version, *sm: int, tp: int = 1) -> list[Finding]:
-    return [*check_checkpoint(str(folder), Target(vllm=vllm, sm=sm, tp=(tp,))).findings]
 
 
 def test_every_version_has_a_file() -> None:
@@ -48,16 +44,12 @@ def test_the_pinned_versions_file_is_what_is_installed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "vllm", "known"),
-    [
-        ("DoryForCausalLM", (0, 33), True),
-        ("ExaoneMoEForCausalLM", (0, 30), False),
-    ],
+    ("name", "vllm", "known"), [("DoryForCausalLM", (0, 33), True), ("ExaoneMoEForCausalLM", (0, 30), False)]
 )
 def test_classes_come_and_go(good: Good, tmp_path: Path, name: str, vllm: Version, known: bool) -> None:
     changed = spoiled(good("W8A8"), tmp_path / "changed", config(WHOLE, architectures=[name]))
-    where = [one.where for one in found(changed, vllm) if one.severity == "error"]
-    assert any("architectures" in each for each in where) is not known
+    found = check_checkpoint(str(changed), Target(vllm=vllm)).findings
+    assert any("architectures" in one.where for one in found if one.severity == "error") is not known
 
 
 # As the producers write them, shortened.
@@ -71,11 +63,6 @@ SEPARATE: Json = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo
 
 def described(quantization: Json) -> Change:
     return config(WHOLE, quantization_config=quantization)
-
-
-def only(root: Path) -> Finding:
-    (finding,) = problems(root)
-    return finding
 
 
 @pytest.mark.parametrize("producer", CONFIGS)
@@ -105,7 +92,7 @@ def test_the_file_of_modelopt_is_read(good: Good, tmp_path: Path) -> None:
 
 def test_a_name_that_its_keys_belie_is_set(good: Good, tmp_path: Path) -> None:
     renamed = config(QUANTIZATION, quant_method="gptq")
-    finding = only(spoiled(good("W8A8"), tmp_path / "renamed", renamed))
+    (finding,) = problems(spoiled(good("W8A8"), tmp_path / "renamed", renamed))
     assert finding.fix == "set quant_method to compressed-tensors"
     ran = vexport("repair", tmp_path / "renamed", tmp_path / "out", "--quiet")
     assert ran.code == 0

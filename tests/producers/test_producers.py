@@ -1,8 +1,7 @@
-"""Checkpoints of AutoRound and of llm-compressor's calibrated path, as they were written.
+"""Checkpoints as AutoRound and llm-compressor's calibrated path wrote them, with what vexport never writes.
 
-Each has what vexport itself never writes: AutoRound scales of either
-sign and an output head that its targets mean, llm-compressor rotations of the running model, groups for
-attention, no group at all.
+AutoRound: scales of either sign, an output head that its targets mean. llm-compressor: rotations of the
+running model, groups for attention, no group at all.
 """
 
 import json
@@ -14,7 +13,18 @@ import torch
 
 from tests.command import vexport
 from tests.models import WORDS, problems, write_tokenizer
-from tests.mutations.edits import Change, add, all_of, config, drop, json_config, node, put, spoiled
+from tests.mutations.edits import (
+    QUANTIZATION,
+    Change,
+    add,
+    all_of,
+    config,
+    drop,
+    json_config,
+    node,
+    put,
+    spoiled,
+)
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.view import Target
 from vexport.engine.dry.load import DryLoad
@@ -33,21 +43,15 @@ SOURCE = Path(__file__).parent.parent / "peer" / "llama"
 QUANTIZATION_KL = 0.1
 VOCABULARY = 64
 Q = "model.layers.0.self_attn.q_proj"
-TRANSFORM = ("quantization_config", "transform_config", "config_groups", "v")
-EXPERTS = ("quantization_config", "config_groups", "group_0")
-MATRICES = (f"{Q}.v_input.weight",)
-WEIGHTS: dict[str, Json] = {"dynamic": False, "symmetric": True}
-FP8: dict[str, Json] = {**WEIGHTS, "type": "float", "num_bits": 8}
-INT8: dict[str, Json] = {**WEIGHTS, "type": "int", "num_bits": 8}
+TRANSFORM = (*QUANTIZATION, "transform_config", "config_groups", "v")
+EXPERTS = (*QUANTIZATION, "config_groups", "group_0")
+FP8: dict[str, Json] = {"type": "float", "num_bits": 8, "symmetric": True, "dynamic": False}
+INT8: dict[str, Json] = {**FP8, "type": "int"}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_check_is_clean(name: str) -> None:
+def test_nothing_is_found_or_repaired(name: str, tmp_path: Path) -> None:
     assert problems(CHECKPOINTS / name) == []
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_repaired(name: str, tmp_path: Path) -> None:
     ran = vexport("repair", CHECKPOINTS / name, tmp_path / "out", "--format", "json", "--quiet")
     assert (ran.code, json.loads(ran.stdout)["repairs"]) == (0, [])
 
@@ -100,7 +104,7 @@ def rotation(**changes: Json) -> Change:
 @pytest.mark.parametrize(
     ("change", "where"),
     [
-        (drop(*MATRICES), "v_input.weight"),
+        (drop(f"{Q}.v_input.weight"), "v_input.weight"),
         (rotation(location="k_cache"), "transform_config.v"),
         (rotation(targets=[Q]), "self_attn.qkv_proj"),
         (add(f"{Q}.bias", torch.zeros(128, dtype=torch.bfloat16)), "self_attn.qkv_proj"),
@@ -119,23 +123,19 @@ def test_rotations_run_on_one_rank_only() -> None:
     assert refused == ["tp 2)"]
 
 
-def group(weights: Json, inputs: Json, format_: str) -> Change:
+def scheme(numbers: dict[str, Json], weights: str, inputs: str | None, *, dynamic: bool = False) -> Change:
     """Another scheme for the routed experts; vLLM refuses it before it looks at a tensor."""
-    return all_of(
-        config(EXPERTS, weights=weights, input_activations=inputs, format=format_),
-        config(("quantization_config",), format=format_),
-    )
+    format_ = f"{numbers['type']}-quantized"
+    activations: Json = {**numbers, "strategy": inputs, "dynamic": dynamic} if inputs else None
+    group = {"weights": {**numbers, "strategy": weights}, "input_activations": activations, "format": format_}
+    return all_of(config(EXPERTS, **group), config(QUANTIZATION, format=format_))
 
 
 REFUSED = {
-    "static inputs": group({**FP8, "strategy": "channel"}, {**FP8, "strategy": "tensor"}, "float-quantized"),
-    "FP8 without inputs": group({**FP8, "strategy": "tensor"}, None, "float-quantized"),
-    "one INT8 scale": group(
-        {**INT8, "strategy": "tensor"}, {**INT8, "strategy": "token", "dynamic": True}, "int-quantized"
-    ),
-    "static INT8 inputs": group(
-        {**INT8, "strategy": "channel"}, {**INT8, "strategy": "tensor"}, "int-quantized"
-    ),
+    "static inputs": scheme(FP8, "channel", "tensor"),
+    "FP8 without inputs": scheme(FP8, "tensor", None),
+    "one INT8 scale": scheme(INT8, "tensor", "token", dynamic=True),
+    "static INT8 inputs": scheme(INT8, "channel", "tensor"),
 }
 
 
