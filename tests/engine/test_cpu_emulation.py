@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,65 +11,9 @@ from compressed_tensors.quantization import preset_name_to_scheme
 
 from vexport.engine.cpu_emulation import SWITCH
 from vexport.engine.cpu_emulation.rounding import fake_fp8, fake_mxfp4, fake_nvfp4, round_fp4, round_fp8
+from vexport.engine.session import Worker
 from vexport.formats.input_rounding import round_activations
-
-# vLLM's search for kernels in all modules trips over llvmlite.
-OFFERED = """
-import os, sys
-import vexport.engine.cpu_emulation.kernels
-numba = "numba" in sys.modules
-from vexport.engine.cpu_emulation import SWITCH, register
-from vllm.model_executor.kernels import linear
-from vllm.model_executor.layers.quantization.utils import quant_utils as keys
-from vllm.platforms import PlatformEnum
-
-kinds = ("", "_FP8", "_WFP8A16", "_MXFP4", "_MXFP8")
-tables = [getattr(linear, f"_POSSIBLE{kind}_KERNELS") for kind in kinds]
-
-def count():
-    kernels = [kernel for table in tables for kernel in table.get(PlatformEnum.CPU, [])]
-    return sum("Emulation" in kernel.__name__ for kernel in kernels)
-
-register()
-before = count()
-os.environ[SWITCH] = "1"
-register()
-register()
-from vexport.engine.cpu_emulation.kernels import EmulationMxFp4Linear as Kernel
-inputs = [None, keys.kMxfp4Dynamic, keys.kFp8DynamicTokenSym]
-inputs += [keys.kFp8StaticTensorSym, keys.kInt8StaticChannelSym]
-print(numba, before, count(), [Kernel._supports_quant_scheme(keys.kMxfp4Static, key) for key in inputs])
-"""
-
-# The weight of a layer whose outputs come first, and of the same one as GPTQ and AWQ store it.
-LAID_OUT = """
-import torch
-from vllm.model_executor.kernels.linear import MPLinearLayerConfig
-from vllm.scalar_type import scalar_types
-from vexport.engine.cpu_emulation.kernels import EmulationWNA16Linear
-
-torch.manual_seed(0)
-words, zeros = (torch.randint(-2**31, 2**31 - 1, size, dtype=torch.int32) for size in ((32, 8), (4, 2)))
-scales = torch.rand(32, 2, dtype=torch.bfloat16)
-
-def parameter(data, flipped):
-    parameter = torch.nn.Parameter(data.t() if flipped else data, requires_grad=False)
-    parameter.input_dim, parameter.output_dim = int(not flipped), int(flipped)
-    return parameter
-
-def weight(flipped):
-    layer = torch.nn.Module()
-    layer.weight, layer.scales, layer.zeros = (parameter(data, flipped) for data in (words, scales, zeros))
-    config = MPLinearLayerConfig((64, 32), (64, 32), scalar_types.uint4, torch.bfloat16, 32, True)
-    EmulationWNA16Linear(config, "weight", "scales", "zeros").process_weights_after_loading(layer)
-    return layer.weight
-
-shifts = 4 * torch.arange(8)
-codes = (words[:, :, None] >> shifts & 15).reshape(32, 2, 32)
-offsets = (zeros[:, None] >> shifts[:, None] & 15).reshape(32, 2)
-expected = ((codes - offsets[..., None]) * scales.float()[..., None]).reshape(32, 64).bfloat16()
-print([torch.equal(weight(flipped), expected) for flipped in (False, True)])
-"""
+from vexport.records import silent
 
 
 def by_compressed_tensors(activations: torch.Tensor, preset: str, **scales: torch.Tensor) -> torch.Tensor:
@@ -92,15 +37,21 @@ def test_register_is_inert_unless_asked() -> None:
 
 
 @pytest.mark.vllm
-def test_kernels_are_offered_once_and_only_when_asked_and_dequantize_int4_in_either_layout() -> None:
-    """MXFP4 with the inputs that are rounded here: vLLM 0.33 asks, as an engine argument may name others."""
-    environment = {**os.environ, SWITCH: "0", "VLLM_LOGGING_LEVEL": "ERROR"}
-    ran = subprocess.run(
-        [sys.executable, "-c", OFFERED + LAID_OUT], env=environment, capture_output=True, text=True
+def test_kernels_are_offered_once_and_only_when_asked_and_dequantize_int4(tmp_path: Path) -> None:
+    """MXFP4 with the inputs that are rounded here: vLLM 0.33 asks, as an engine argument may name others.
+
+    Without numba: vLLM's search for kernels in all modules trips over llvmlite.
+    """
+    worker = Worker(
+        module="tests.engine.emulated",
+        request={},
+        kind=dict,
+        where="emulation",
+        log=tmp_path / "log",
+        timeout=120,
     )
-    assert ran.returncode == 0, ran.stderr
-    expected = ["False 0 6 [True, True, True, False, False]", "[True, True]"]
-    assert ran.stdout.splitlines()[-2:] == expected
+    inputs, int4 = [True, True, True, False, False], [True, True]
+    assert worker.run(silent) == {"numba": False, "offered": [0, 6, 6], "inputs": inputs, "int4": int4}
 
 
 def test_fp4_rounds_ties_to_even() -> None:

@@ -67,7 +67,9 @@ class Warm:
     ) -> Iterator[Follow]:
         """As that of vexport.engine.process, with a client in the place of a worker."""
         python, _, module, *arguments = command
-        ours = python == sys.executable and module.startswith(("vexport.", "tests.evaluation."))
+        ours = python == sys.executable and module.startswith(
+            ("vexport.", "tests.evaluation.", "tests.engine.emulated")
+        )
         if ours and (address := self._address(module, environment)):
             client = str(Path(__file__).with_name("warm_client.py"))
             command = [python, "-SE", client, PROGRESS_FD, address, module, *arguments]
