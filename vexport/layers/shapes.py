@@ -1,6 +1,6 @@
 """Layers that a scheme, vLLM's own order of their rows, or a number of ranks does not fit."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -12,8 +12,6 @@ from vexport.formats.schemes import Scheme, get_scheme
 from vexport.layers.linears import Names, makes_keys
 from vexport.records import Finding, FusionGroup, Json, LinearPlan, TensorSpec
 
-# Why vLLM would load one of a layer's tensors wrongly or not at all; `size` is that of a head, 0 if unknown.
-Reason = Callable[[LinearPlan, TensorSpec, int], str | None]
 WEIGHTS = ("weight", "weight_packed")
 # The treatment of layers that do not fit.
 SHAPE = "shape"
@@ -36,63 +34,38 @@ def unsupported_reordering(
         last_part = member.name.rpartition(".")[2]
         reordering = architecture.reordered.get(last_part)
         for spec in scheme.layout(member, "BF16") if reordering else ():
-            if reordering and (reason := REASONS[reordering](member, spec, width)):
+            if reordering and (reason := _left_behind(reordering, member, spec, width)):
                 return f"{spec.name.rpartition('.')[2]} {list(spec.shape)} of {last_part}, {reason}"
     return None
 
 
-def _scales_by_row(member: LinearPlan, spec: TensorSpec, head_size: int) -> str | None:
-    """permute_qk_weight_for_rotary in vllm/model_executor/models/llama4.py."""
-    last_part = spec.name.rpartition(".")[2]
-    follows = last_part in WEIGHTS or last_part == "weight_scale"
-    if (
-        spec.shape == (1,)
-        or last_part == "weight_shape"
-        or (follows and spec.shape[0] == member.out_features)
-    ):
-        return None
-    return "whose rows vLLM reorders without it"
+def _left_behind(reordering: Reordering, member: LinearPlan, spec: TensorSpec, head_size: int) -> str | None:
+    """Return why vLLM would load one of a layer's tensors wrongly or not at all, or None; `head_size` is 0 if
+    unknown.
 
-
-def _every_tensor(member: LinearPlan, spec: TensorSpec, head_size: int) -> str | None:
-    """_repack_qkv in vllm/model_executor/models/bloom.py, _split_key_value in telechat2.py."""
-    if spec.shape[0] == member.out_features:
-        return None
-    return f"of which vLLM takes each tensor for {member.out_features} rows and reorders them"
-
-
-def _whole_heads(member: LinearPlan, spec: TensorSpec, head_size: int) -> str | None:
-    """FalconModel.load_weights in vllm/model_executor/models/falcon.py.
-
-    It cuts each tensor whose parameter has an output dimension: all but scales of the tensor and shapes.
+    Sources in vllm/model_executor/models: permute_qk_weight_for_rotary of llama4.py (scales by row),
+    _repack_qkv of bloom.py and _split_key_value of telechat2.py (every tensor), K2HorizonModel.load_weights
+    of k2_horizon.py (plain weight), _transpose_conv1d of gpt2.py, which turns what is called weight, packed
+    or not (transposed). FalconModel.load_weights of falcon.py (whole heads) cuts each tensor whose parameter
+    has an output dimension: all but scales of the tensor and shapes.
     """
-    rows = spec.shape[0]
-    if len(spec.shape) == 1:
-        return None
-    if member.out_features % rows == 0 and head_size and head_size % (member.out_features // rows) == 0:
-        return None
-    return f"whose rows vLLM reorders by heads of {head_size}"
-
-
-def _plain_weight(member: LinearPlan, spec: TensorSpec, head_size: int) -> str | None:
-    """K2HorizonModel.load_weights in vllm/model_executor/models/k2_horizon.py."""
-    return "whose rows vLLM reorders only where it is not quantized"
-
-
-def _transposed(member: LinearPlan, spec: TensorSpec, head_size: int) -> str | None:
-    """_transpose_conv1d in vllm/model_executor/models/gpt2.py turns what is called weight, packed or not."""
-    if not spec.name.endswith(".weight"):
-        return None
-    return "which vLLM turns around when it loads it; take a scheme that stores weight_packed"
-
-
-REASONS: Mapping[Reordering, Reason] = {
-    "scales by row": _scales_by_row,
-    "every tensor": _every_tensor,
-    "whole heads": _whole_heads,
-    "plain weight": _plain_weight,
-    "transposed": _transposed,
-}
+    last_part, rows = spec.name.rpartition(".")[2], spec.shape[0]
+    by_row = rows == member.out_features
+    if reordering == "scales by row":
+        follows = last_part in (*WEIGHTS, "weight_scale") and by_row
+        moves = spec.shape == (1,) or last_part == "weight_shape" or follows
+        return None if moves else "whose rows vLLM reorders without it"
+    if reordering == "every tensor":
+        reason = f"of which vLLM takes each tensor for {member.out_features} rows and reorders them"
+        return None if by_row else reason
+    if reordering == "whole heads":
+        whole = member.out_features % rows == 0 and head_size % (member.out_features // rows) == 0
+        moves = len(spec.shape) == 1 or whole and head_size > 0
+        return None if moves else f"whose rows vLLM reorders by heads of {head_size}"
+    if reordering == "plain weight":
+        return "whose rows vLLM reorders only where it is not quantized"
+    reason = "which vLLM turns around when it loads it; take a scheme that stores weight_packed"
+    return reason if last_part == "weight" else None
 
 
 def unsupported(

@@ -1,27 +1,29 @@
-"""A checkpoint of another quantization method as the same one in compressed-tensors would be."""
+"""A checkpoint of another quantization method with the tensors and config groups of compressed-tensors."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from vexport.checkpoint.index import QUANTIZATION_CONFIG
 from vexport.checkpoint.reader import Derived, DerivedReader
-from vexport.checks.vllm.groups import joined_name
+from vexport.checks.vllm.groups import ConfigGroup, FusedLinear, joined_name
 from vexport.checks.vllm.quant_methods.base import MethodGroup
 from vexport.checks.vllm.view import CheckFunction, CheckpointView
-from vexport.formats.config import TreatedLayers, config_of
-from vexport.layers.ignore import ignored
-from vexport.records import Finding, Json, KvCache, TensorInfo
-
-CACHE_SCALE = re.compile(r"\.[kv]_scale$")
+from vexport.records import Finding, TensorInfo
 
 
 class TranslatedView(CheckpointView):
-    """The view in compressed-tensors' terms; `stored_names` have what a name in its findings is called in the
-    files."""
+    """The view in compressed-tensors' terms.
 
-    stored_names: dict[str, str]
+    `groups` has the config group of each quantized layer, `stored_names` what a name in its findings is
+    called in the files.
+    """
+
+    groups: Mapping[str, ConfigGroup]
+    stored_names: Mapping[str, str]
+
+    def group_of(self, fused: FusedLinear) -> ConfigGroup | None:
+        """The translated group of layers that the method quantizes."""
+        return self.groups.get(next(iter(fused.members)))
 
 
 def translated_findings(run: CheckFunction, view: CheckpointView) -> Iterator[Finding]:
@@ -37,7 +39,7 @@ def translate(view: CheckpointView) -> TranslatedView:
 
     Layers with tensors of another dtype or shape, of which other findings tell, are left out.
     """
-    stored_names, reciprocals = dict[str, str](), set[str]()
+    stored_names, reciprocals, groups = dict[str, str](), set[str](), dict[str, ConfigGroup]()
     tensors, derived = dict[str, TensorInfo](view.index.tensors), dict[str, Derived]()
     for fused in view.fused_linears:
         group = view.group_of(fused)
@@ -46,6 +48,7 @@ def translate(view: CheckpointView) -> TranslatedView:
         names = {own: _described(group, own) for own in group.stored_as.names}
         stored_names |= {f"{fused.name}: {own}": f"{fused.name}: {stored}" for own, stored in names.items()}
         for module, parameters in fused.members.items():
+            groups[module] = group.translated
             for tensor in parameters.values():
                 del tensors[tensor.name]
             read = _read(group, parameters)
@@ -62,10 +65,10 @@ def translate(view: CheckpointView) -> TranslatedView:
     for name, renamed in _cache_scales(view, tensors).items():
         tensors[renamed] = replace(tensors.pop(name), name=renamed)
         stored_names[renamed] = name
-    config = {**view.index.config, QUANTIZATION_CONFIG: _config(view, tensors)}
-    index = replace(view.index, config=config, tensors=tensors)
+    index = replace(view.index, tensors=tensors)
     translated = TranslatedView(index, DerivedReader(view.reader, derived), view.target)
-    translated.reciprocals, translated.stored_names = reciprocals, stored_names
+    translated.groups, translated.stored_names = groups, stored_names
+    translated.reciprocals = reciprocals
     return translated
 
 
@@ -100,20 +103,3 @@ def _read(group: MethodGroup, parameters: Mapping[str, TensorInfo]) -> dict[str,
     if expected is None:
         return None
     return {name: parameters[name] for name in (*expected, "bias") if name in parameters}
-
-
-def _config(view: CheckpointView, tensors: Iterable[str]) -> Json:
-    """The quantization_config that vLLM resolves to the same layers."""
-    treated: dict[str, TreatedLayers] = {}
-    kept: set[str] = set()
-    for fused in view.fused_linears:
-        group = view.group_of(fused)
-        if isinstance(group, MethodGroup) and fused.is_quantized:
-            alike = TreatedLayers(args=group, format=group.translated_format, layers=[])
-            treated.setdefault(group.name, alike).layers.append(fused.by_name)
-        else:
-            kept.update(fused.members)
-    assert view.method is not None
-    modules = {fused.name: tuple(fused.members) for fused in view.fused_linears}
-    cache: KvCache | None = "fp8" if view.method.kv_cache and any(map(CACHE_SCALE.search, tensors)) else None
-    return config_of(treated.values(), ignored(modules, kept, (), view.names), cache, view.architecture)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from vexport.checks.vllm.quant_methods import fp8
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
-    MethodFormat,
     MethodGroup,
+    MethodMxfp4,
+    MethodMxfp8,
     QuantMethod,
     preset_group,
 )
@@ -19,7 +20,6 @@ from vexport.checks.vllm.quant_methods.integers import Awq, integer_group
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import GpuSupport, is_head
 from vexport.formats.integer import HUMMING
-from vexport.formats.mxfp import Mxfp4, Mxfp8
 from vexport.numerics import MX_GROUP
 from vexport.records import Json
 from vexport.records.patterns import REGEX, matches
@@ -56,19 +56,6 @@ class AsGptq(Gptq):
     def gpu_support(self, args: Arguments) -> GpuSupport:
         package = HUMMING if args.weights.num_bits in HUMMING_BITS else ""
         return GpuSupport(input_bits={75: 16}, stored_bits=16, package=package)
-
-
-class AsMxfp4(MethodFormat, Mxfp4):
-    """MXFP4 as in compressed-tensors; Marlin takes SM 75, and INCConfig.get_min_capability is 60."""
-
-    name = "auto-round"
-    least_sm = 75
-
-
-class AsMxfp8(MethodFormat, Mxfp8):
-    """MXFP8 as in compressed-tensors."""
-
-    name = "auto-round"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +154,7 @@ def _group(config: MethodConfig, settings: LayerSettings) -> MethodGroup:
     if backend not in BACKENDS:
         config.wrong("backend", " or ".join(BACKENDS), repr(backend))
     as_awq = "awq" in str(layout) and "gptq" not in str(backend)
-    stored_as, symmetric = Awq() if as_awq else AsGptq(), settings.symmetric and not as_awq
+    stored_as, symmetric = Awq("awq") if as_awq else AsGptq(), settings.symmetric and not as_awq
     return integer_group(name, stored_as, config, settings.bits, settings.group_size, symmetric=symmetric)
 
 
@@ -177,7 +164,9 @@ def _mx_group(config: MethodConfig, settings: LayerSettings, name: str) -> Metho
     _require(config, {"packing_format": AS_OURS, **({} if four else MX_INPUTS)})
     if settings.bits not in (4, 8) or settings.group_size != MX_GROUP or not settings.symmetric:
         config.wrong("group_size", f"4 or 8 bits in groups of {MX_GROUP}, symmetric", repr(settings))
-    return preset_group(name, AsMxfp4() if four else AsMxfp8(), "MXFP4" if four else "MXFP8")
+    if four:  # Marlin takes SM 75, and INCConfig.get_min_capability is 60
+        return preset_group(name, MethodMxfp4("auto-round", least_sm=75), "MXFP4")
+    return preset_group(name, MethodMxfp8("auto-round"), "MXFP8")
 
 
 def _require(config: MethodConfig, expected: Mapping[str, Json]) -> None:

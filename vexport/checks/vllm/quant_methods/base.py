@@ -13,6 +13,8 @@ from vexport.checkpoint.reader import Derived, Reader, renamed
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.formats.arguments import Arguments, QuantArgs
 from vexport.formats.base import Format, GpuSupport, Parameter
+from vexport.formats.fp8 import Fp8
+from vexport.formats.mxfp import Mxfp4, Mxfp8
 from vexport.formats.schemes import get_scheme
 from vexport.records import Finding, Json, Severity, TensorInfo
 
@@ -27,16 +29,23 @@ def problem(where: str, expected: str, got: str, fix: str, severity: Severity = 
 
 
 class MethodFormat(Format):
-    """The storage of a layer by another method; `names` are its names for compressed-tensors' tensors.
+    """The storage of a layer by another method, whose `name` it has.
 
-    Comes before the compressed-tensors format that it resembles, whose answers it renames.
+    Comes before the compressed-tensors format that it resembles, whose answers it renames and whose name is
+    `translated_format`. `names` are the method's for compressed-tensors' tensors; `least_sm` is its least
+    capability, which overrides the scheme's.
     """
 
     names: Mapping[str, str] = {}
     # Tensors of compressed-tensors that are reciprocals of the stored ones.
     reciprocals: frozenset[str] = frozenset()
-    # The method's least capability, which overrides the scheme's.
-    least_sm: int = 0
+
+    def __init__(self, name: str, *, names: Mapping[str, str] = {}, least_sm: int = 0) -> None:
+        self.translated_format = super().name
+        self.name = name
+        self.names = {**self.names, **names}
+        self.weight = self.names.get(super().weight, super().weight)
+        self.least_sm = least_sm
 
     def matches(self, args: Arguments, stored_as: str) -> bool:
         """vLLM picks it by the method, never for a config group."""
@@ -77,12 +86,23 @@ class MethodFormat(Format):
         yield from ()
 
 
+class MethodFp8(MethodFormat, Fp8):
+    """FP8 weights and scales as compressed-tensors has them."""
+
+
+class MethodMxfp4(MethodFormat, Mxfp4):
+    """MXFP4 as in compressed-tensors; Marlin takes SM 75 where the method asks for no more."""
+
+
+class MethodMxfp8(MethodFormat, Mxfp8):
+    """MXFP8 as in compressed-tensors."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodGroup(ConfigGroup):
-    """The quantization of some layers: the method's storage, and what that is in compressed-tensors."""
+    """The quantization of some layers by the method's storage."""
 
     stored_as: MethodFormat
-    translated_format: str
 
     @property
     def storage(self) -> Format:
@@ -92,12 +112,22 @@ class MethodGroup(ConfigGroup):
     def refusal(self) -> str | None:
         return self.stored_as.refusal(self)
 
+    @property
+    def translated(self) -> ConfigGroup:
+        """The same in compressed-tensors."""
+        return ConfigGroup(
+            name=self.name,
+            targets=self.targets,
+            weights=self.weights,
+            input_activations=self.input_activations,
+            format=self.stored_as.translated_format,
+        )
+
 
 def linear_group(
-    name: str, stored_as: MethodFormat, weights: QuantArgs, inputs: QuantArgs | None, translated: Format
+    name: str, stored_as: MethodFormat, weights: QuantArgs, inputs: QuantArgs | None
 ) -> MethodGroup:
-    """A group for any linear layer, by how its weights and inputs are quantized and what that is called by
-    compressed-tensors."""
+    """A group for any linear layer, by how its weights and inputs are quantized."""
     return MethodGroup(
         name=name,
         targets=("Linear",),
@@ -105,14 +135,13 @@ def linear_group(
         input_activations=inputs,
         format=stored_as.name,
         stored_as=stored_as,
-        translated_format=translated.name,
     )
 
 
 def preset_group(name: str, stored_as: MethodFormat, preset: str) -> MethodGroup:
-    """A group of a preset's arguments, whose format is the translation."""
-    scheme = get_scheme(preset)
-    return linear_group(name, stored_as, scheme.args.weights, scheme.args.input_activations, scheme.format)
+    """A group of a preset's arguments."""
+    args = get_scheme(preset).args
+    return linear_group(name, stored_as, args.weights, args.input_activations)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,16 +9,14 @@ from math import gcd
 from vexport.architectures.config import EXPERT_COUNTS, text_config
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
-    MethodFormat,
+    MethodFp8,
     MethodGroup,
     QuantMethod,
     is_listed,
     linear_group,
 )
-from vexport.formats import FP8
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import Partition
-from vexport.formats.fp8 import Fp8
 from vexport.formats.schemes import get_scheme
 from vexport.records import Json
 
@@ -28,13 +26,7 @@ SCHEMES = ("static", "dynamic")
 LEAST_BLOCK = 32
 
 
-class NativeFp8(MethodFormat, Fp8):
-    """One scale for the tensor: weight_scale, and input_scale where inputs are static."""
-
-    name = "fp8"
-
-
-class NativeFp8Block(NativeFp8):
+class NativeFp8Block(MethodFp8):
     """A scale for each block, weight_scale_inv, which is multiplied in spite of its name."""
 
     names = {"weight_scale": "weight_scale_inv"}
@@ -90,5 +82,5 @@ def group(block: Json, *, static: bool) -> MethodGroup:
     elif block is None:
         weights = get_scheme("FP8").args.weights
         inputs = get_scheme("FP8").args.input_activations if static else inputs
-    stored_as = NativeFp8() if block is None else NativeFp8Block()
-    return linear_group("fp8", stored_as, weights, inputs, FP8)
+    stored_as = (MethodFp8 if block is None else NativeFp8Block)("fp8")
+    return linear_group("fp8", stored_as, weights, inputs)

@@ -33,11 +33,16 @@ V1, V2 = "gptq", "gptq_v2"
 
 
 class Gptq(TransposedIntegers):
-    """qweight (in*bits/32, out), scales (groups, out), qzeros (groups, out*bits/32), g_idx (in,)."""
+    """qweight (in*bits/32, out), scales (groups, out), qzeros (groups, out*bits/32), g_idx (in,).
 
-    name = V1
+    `name` is that of the checkpoint's format.
+    """
+
     unread = frozenset({"qzeros", "g_idx"})
-    zero_offset = 1
+
+    def __init__(self, name: str = V1) -> None:
+        super().__init__(name)
+        self.zero_offset = 1 if name == V1 else 0
 
     def refusal(self, args: Arguments) -> str | None:
         weights = args.weights
@@ -91,13 +96,6 @@ class Gptq(TransposedIntegers):
             yield problem("g_idx", expected, got, fix)
 
 
-class GptqV2(Gptq):
-    """The same with zero points as they are."""
-
-    name = V2
-    zero_offset = 0
-
-
 def read(config: MethodConfig) -> QuantMethod:
     """The method as vLLM reads it: what is quantized follows from the tensors where no list says it."""
     values = config.values
@@ -125,7 +123,7 @@ def _group(config: MethodConfig, values: Mapping[str, Json], name: str = "gptq")
     if values.get("desc_act") is True and isinstance(size, int) and size > 0:
         fix = "quantize without desc_act, or with static groups"
         config.wrong("desc_act", "false: vLLM orders no columns by activation (gptq_utils.py)", "true", fix)
-    stored_as = GptqV2() if config.values.get("checkpoint_format") == V2 else Gptq()
+    stored_as = Gptq(V2 if config.values.get("checkpoint_format") == V2 else V1)
     symmetric = values.get("sym") is not False
     return integer_group(name, stored_as, config, values.get("bits"), size, symmetric=symmetric)
 

@@ -20,7 +20,6 @@ from vexport.checks.vllm.quant_methods.base import (
     contains_listed,
     linear_group,
 )
-from vexport.formats import PACKED
 from vexport.formats.arguments import Arguments, QuantArgs
 from vexport.formats.base import FLOAT_SCALES, GpuSupport, Parameter, exact, words
 from vexport.formats.integer import PackedIntegers
@@ -46,7 +45,6 @@ class TransposedIntegers(MethodFormat, PackedIntegers):
     word; symmetric ones have a sign there. `zero_offset` is what is added to a stored zero point.
     """
 
-    weight = "qweight"
     names = {"weight_packed": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros"}
     transposed = True
     places: Sequence[int] = ()
@@ -133,7 +131,7 @@ def integer_group(
         group_size=group,
         observer="minmax",
     )
-    return linear_group(name, stored_as, weights, None, PACKED)
+    return linear_group(name, stored_as, weights, None)
 
 
 def transposed(tensor: TensorInfo, rows: Callable[[TensorInfo, Reader, slice], Array]) -> Derived:
@@ -176,7 +174,6 @@ def packed(codes: npt.NDArray[np.integer], bits: int) -> npt.NDArray[np.uint32]:
 class Awq(TransposedIntegers):
     """qweight (in, out/8), qzeros (groups, out/8), scales (groups, out)."""
 
-    name = "awq"
     places: Sequence[int] = PLACES
 
     def refusal(self, args: Arguments) -> str | None:
@@ -197,7 +194,7 @@ def read(config: MethodConfig) -> QuantMethod:
         expected = f"{LAYOUT}: vLLM reads every checkpoint as packed by AutoAWQ's WQLinear_GEMM"
         config.wrong("version", expected, version, "export it again as gemm")
     kept = config.names("modules_to_not_convert")
-    group = integer_group("awq", Awq(), config, bits, size, symmetric=False)
+    group = integer_group("awq", Awq("awq"), config, bits, size, symmetric=False)
 
     def group_of(layer: str, name: str) -> MethodGroup | None:
         if not kept:

@@ -16,6 +16,7 @@ from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
     MethodFormat,
     MethodGroup,
+    MethodMxfp8,
     QuantMethod,
     Translation,
     contains_listed,
@@ -25,7 +26,6 @@ from vexport.checks.vllm.quant_methods.base import (
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import Parameter
 from vexport.formats.fp8 import Fp8
-from vexport.formats.mxfp import Mxfp8
 from vexport.formats.nvfp4 import Nvfp4
 from vexport.numerics import NVFP4_GROUP
 from vexport.records import Json, TensorInfo
@@ -33,7 +33,7 @@ from vexport.records import Json, TensorInfo
 if TYPE_CHECKING:
     from vexport.checks.vllm.quant_methods.integers import Array
 
-SOURCE = "modelopt.py"
+METHOD, SOURCE = "modelopt", "modelopt.py"
 NVFP4_ALGOS = ("NVFP4", "W4A16_NVFP4")
 MIXED = "MIXED_PRECISION"
 # Parts of names that are never quantized, whatever the list says.
@@ -43,10 +43,7 @@ NVFP4_KEYS = ("group_size", "kv_cache_quant_algo", "exclude_modules")
 
 
 class ModelOptFp8(MethodFormat, Fp8):
-    """weight, weight_scale and, per tensor, input_scale; SM 80 by ModelOptFp8Config.get_min_capability."""
-
-    name = "modelopt"
-    least_sm = 80
+    """weight, weight_scale and, per tensor, input_scale."""
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
         """Scales per channel are (out,), of blocks (rows, 1, columns, 1)."""
@@ -63,8 +60,6 @@ class ModelOptFp8(MethodFormat, Fp8):
 class ModelOptNvfp4(MethodFormat, Nvfp4):
     """weight (two codes a byte), weight_scale, weight_scale_2 = absmax/(448*6), input_scale likewise."""
 
-    name = "modelopt"
-    weight = "weight"
     names = {
         "weight_packed": "weight",
         "weight_global_scale": "weight_scale_2",
@@ -89,20 +84,16 @@ class WeightOnlyNvfp4(ModelOptNvfp4):
     unread = frozenset({"input_scale"})
 
 
-class ModelOptMxfp8(MethodFormat, Mxfp8):
-    """weight and weight_scale as compressed-tensors has them."""
-
-    name = "modelopt"
-
-
+# SM 80 by ModelOptFp8Config.get_min_capability.
+_FP8 = ModelOptFp8(METHOD, least_sm=80)
 # ModelOpt's algorithms: the storage format, and the preset with its arguments.
 ALGOS: Mapping[str, tuple[MethodFormat, str]] = {
-    "FP8": (ModelOptFp8(), "FP8"),
-    "FP8_PER_CHANNEL_PER_TOKEN": (ModelOptFp8(), "FP8_DYNAMIC"),
-    "FP8_PB_WO": (ModelOptFp8(), "FP8_BLOCK"),
-    "NVFP4": (ModelOptNvfp4(), "NVFP4"),
-    "W4A16_NVFP4": (WeightOnlyNvfp4(), "NVFP4A16"),
-    "MXFP8": (ModelOptMxfp8(), "MXFP8"),
+    "FP8": (_FP8, "FP8"),
+    "FP8_PER_CHANNEL_PER_TOKEN": (_FP8, "FP8_DYNAMIC"),
+    "FP8_PB_WO": (_FP8, "FP8_BLOCK"),
+    "NVFP4": (ModelOptNvfp4(METHOD), "NVFP4"),
+    "W4A16_NVFP4": (WeightOnlyNvfp4(METHOD), "NVFP4A16"),
+    "MXFP8": (MethodMxfp8(METHOD), "MXFP8"),
 }
 
 
@@ -150,7 +141,7 @@ def read(config: MethodConfig) -> QuantMethod:
         return groups.get(_algo_of(layer, name, layers) if algo == MIXED else algo)
 
     return QuantMethod(
-        name="modelopt",
+        name=METHOD,
         skip_key=f"{keys}{skip_key}",
         groups=tuple(groups.values()),
         group_of=group_of,

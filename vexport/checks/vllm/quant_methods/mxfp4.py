@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
-    MethodFormat,
     MethodGroup,
+    MethodMxfp4,
     QuantMethod,
     preset_group,
 )
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import GpuSupport, Parameter, Partition, exact
-from vexport.formats.mxfp import Mxfp4
 from vexport.numerics import MX_GROUP
 from vexport.records import TensorInfo
 
@@ -26,17 +25,16 @@ MODEL_TYPE = "gpt_oss"
 BYTES = MX_GROUP // 2
 
 
-class StackedMxfp4(MethodFormat, Mxfp4):
+class StackedMxfp4(MethodMxfp4):
     """One projection of all experts: blocks (experts, out, in/32, 16), scales (experts, out, in/32), bias.
 
     As a layer it has the rows of all experts. `rows` and `columns` are an expert's.
     """
 
-    name = "mxfp4"
-    weight = "blocks"
     names = {"weight_packed": "blocks", "weight_scale": "scales"}
 
     def __init__(self, experts: int, rows: int, columns: int) -> None:
+        super().__init__("mxfp4")
         self.experts, self.rows, self.columns = experts, rows, columns
 
     def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:

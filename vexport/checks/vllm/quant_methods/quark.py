@@ -10,25 +10,24 @@ from fnmatch import fnmatch
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
     MethodFormat,
+    MethodFp8,
     MethodGroup,
+    MethodMxfp4,
     QuantMethod,
     linear_group,
     preset_group,
 )
 from vexport.checks.vllm.quant_methods.integers import CODES, PLACES, Awq, integer_group
 from vexport.checks.vllm.quant_methods.modelopt import ModelOptFp8, ModelOptNvfp4
-from vexport.formats import FP8, INT8
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import Parameter, exact
-from vexport.formats.fp8 import Fp8
 from vexport.formats.integer import Int8
-from vexport.formats.mxfp import Mxfp4
 from vexport.formats.schemes import get_scheme
 from vexport.numerics import MX_GROUP, NVFP4_GROUP
 from vexport.records import Json
 from vexport.records.patterns import Patterns
 
-SOURCE = "quark/quark.py"
+METHOD, SOURCE = "quark", "quark/quark.py"
 JUDGED = "FP8, INT8, INT4 in groups, MXFP4 and NVFP4 as vLLM runs them"
 PACK_METHODS = ("order", "reorder")
 # Names of the scales of the KV cache (get_cache_scale_mapper).
@@ -67,7 +66,7 @@ def read(config: MethodConfig) -> QuantMethod:
         return next((group for entry, group in by_layer.items() if _names(entry, name)), usual)
 
     return QuantMethod(
-        name="quark",
+        name=METHOD,
         skip_key="exclude",
         groups=tuple(groups.values()),
         group_of=group_of,
@@ -139,22 +138,27 @@ def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> Metho
 def _kinds() -> Iterator[tuple[Settings, Settings | None, MethodGroup]]:
     """The settings of weights and inputs that vLLM runs, and what they are."""
     fp4: Settings = {"dtype": "fp4", "qscheme": "per_group"}
+    # The input scale has another name than ModelOpt's.
+    of_nvfp4 = ModelOptNvfp4(METHOD, names={"input_global_scale": "input_scale_2"})
     nvfp4: Settings = {**fp4, "group_size": NVFP4_GROUP, SECOND: True}
-    yield nvfp4, {SECOND: True}, preset_group("quark NVFP4", QuarkNvfp4(), "NVFP4")
+    yield nvfp4, {SECOND: True}, preset_group("quark NVFP4", of_nvfp4, "NVFP4")
     mxfp4: Settings = {**fp4, "group_size": MX_GROUP, "scale_format": "e8m0", "is_dynamic": False}
-    yield mxfp4, None, preset_group("quark MXFP4", QuarkMxfp4(), "MXFP4A16")
-    yield mxfp4, {"dtype": "fp4", "is_dynamic": True}, preset_group("quark MXFP4", QuarkMxfp4(), "MXFP4")
+    of_mxfp4 = MethodMxfp4(METHOD, names={"weight_packed": "weight"}, least_sm=75)
+    yield mxfp4, None, preset_group("quark MXFP4", of_mxfp4, "MXFP4A16")
+    yield mxfp4, {"dtype": "fp4", "is_dynamic": True}, preset_group("quark MXFP4", of_mxfp4, "MXFP4")
     fp8: Settings = {"dtype": "fp8_e4m3"}
     blocks: Settings = {"qscheme": "per_block", "block_size": [128, 128], "symmetric": True, EXPONENTS: False}
     groups: Settings = {**fp8, "qscheme": "per_group", "group_size": 128, "is_dynamic": True}
-    yield {**fp8, **blocks}, groups, preset_group("quark FP8 blocks", QuarkFp8Block(), "FP8_BLOCK")
+    of_blocks = MethodFp8(METHOD, least_sm=89)
+    yield {**fp8, **blocks}, groups, preset_group("quark FP8 blocks", of_blocks, "FP8_BLOCK")
     static, by_token, int8 = (get_scheme(name).args for name in ("FP8", "FP8_DYNAMIC", "W8A8"))
     whole: Settings = {"qscheme": "per_tensor", "is_dynamic": False}
     rows: Settings = {"qscheme": "per_channel", "is_dynamic": False}
     dynamic: Settings = {"is_dynamic": True}
     for settings, args in ((whole, static), (rows, by_token)):
         for inputs, own in ((dynamic, by_token), (whole, static)):
-            group = linear_group("quark FP8", QuarkFp8(), args.weights, own.input_activations, FP8)
+            stored_as = ModelOptFp8(METHOD, least_sm=89)
+            group = linear_group("quark FP8", stored_as, args.weights, own.input_activations)
             yield {**fp8, **settings}, {**fp8, **inputs}, group
     tokens = int8.input_activations
     assert tokens is not None
@@ -165,28 +169,13 @@ def _kinds() -> Iterator[tuple[Settings, Settings | None, MethodGroup]]:
     whole_weights = replace(int8.weights, strategy="tensor")
     for qscheme, weights in (("per_tensor", whole_weights), ("per_channel", int8.weights)):
         for inputs, own_inputs in ((by_row, tokens), (by_tensor, one_scale)):
-            group = linear_group("quark INT8", QuarkInt8(), weights, own_inputs, INT8)
+            group = linear_group("quark INT8", QuarkInt8(METHOD), weights, own_inputs)
             yield {**integers, "qscheme": qscheme}, inputs, group
-
-
-class QuarkFp8(ModelOptFp8):
-    """weight, weight_scale (out,) or one number, input_scale where inputs are static."""
-
-    name = "quark"
-    least_sm = 89
-
-
-class QuarkFp8Block(MethodFormat, Fp8):
-    """weight and weight_scale as compressed-tensors has them."""
-
-    name = "quark"
-    least_sm = 89
 
 
 class QuarkInt8(MethodFormat, Int8):
     """weight, weight_scale (out,); weight_zero_point, which vLLM drops."""
 
-    name = "quark"
     unread = frozenset({"weight_zero_point", "input_zero_point"})
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
@@ -197,30 +186,12 @@ class QuarkInt8(MethodFormat, Int8):
         return parameters | {"weight_zero_point": exact("I8", scale.shape, along=scale.along)}
 
 
-class QuarkMxfp4(MethodFormat, Mxfp4):
-    """weight (two codes a byte) and weight_scale; Marlin takes SM 75, and the scheme asks for no more."""
-
-    name = "quark"
-    weight = "weight"
-    names = {"weight_packed": "weight"}
-    least_sm = 75
-
-
-class QuarkNvfp4(ModelOptNvfp4):
-    """NVFP4 as ModelOpt stores it, except for the name of the input scale."""
-
-    name = "quark"
-    names = {**ModelOptNvfp4.names, "input_global_scale": "input_scale_2"}
-
-
 class QuarkInt4(Awq):
     """weight (in, out/8), weight_scale and weight_zero_point (groups, out) as AWQ has them.
 
     `reordered` is AWQ's order of codes in a word, else they follow each other; symmetric codes have a sign.
     """
 
-    name = "quark"
-    weight = "weight"
     names = {
         "weight_packed": "weight",
         "weight_scale": "weight_scale",
@@ -229,5 +200,5 @@ class QuarkInt4(Awq):
     unread = frozenset({"weight_zero_point"})
 
     def __init__(self, *, reordered: bool) -> None:
-        self.reordered = reordered
+        super().__init__(METHOD)
         self.places = PLACES if reordered else tuple(range(CODES))
