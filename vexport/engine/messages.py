@@ -150,19 +150,26 @@ class DryRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryTry:
-    """One checkpoint in one cell as one rank, in a separate process; `file` takes the CellResult.
+    """One checkpoint of a request, by its `number`, in one cell as one rank, in a separate process."""
 
-    In files that begin with `loaded` the tries of one checkpoint and rank on several capabilities tell each
-    other what became of its tensors: nothing else does so where the same model is built.
-    """
-
-    checkpoint: Path
+    request: DryRequest
+    number: int
     cell: Cell
     rank: int
-    file: Path
-    loaded: Path
-    trust_remote_code: bool
-    speculative: str
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.request.checkpoints[self.number]
+
+    @property
+    def file(self) -> Path:
+        """The file that takes the CellResult."""
+        return self.request.folder / f"{self.number}-{self.cell.tp}-{self.cell.sm}-{self.rank}.json"
+
+    def loaded(self, signature: str) -> Path:
+        """The file in which tries of one checkpoint and rank, whose models have the same signature, tell each
+        other what became of its tensors: that does not depend on the capability."""
+        return self.request.folder / f"{self.number}-{self.cell.tp}-{self.rank}-{signature}.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

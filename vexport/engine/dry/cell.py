@@ -78,9 +78,9 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    cell, trust = attempt.cell, attempt.trust_remote_code
+    cell, request = attempt.cell, attempt.request
     set_capability(cell.sm)
-    drafts = attempt.speculative
+    trust, drafts = request.trust_remote_code, request.speculative
     config = configure(attempt.checkpoint, tp=cell.tp, trust_remote_code=trust, speculative=drafts)
     with set_current_vllm_config(config):
         join_group(cell.tp, attempt.rank)
@@ -91,7 +91,7 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
                 models[DRAFTER] = drafter
                 layers += tuple(replace(kind, name=DRAFTER + kind.name) for kind in layer_kinds(drafter))
         memory = rank_memory([*models.values()], config, cell.tp)
-        known = attempt.loaded.with_name(f"{attempt.loaded.name}-{_signature(models)}.json")
+        known = attempt.loaded(_signature(models))
         with known.with_suffix(".lock").open("w") as lock:
             # One cell loads first; the same cell on other capabilities waits for its result.
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -81,15 +81,7 @@ def _tries(number: int, request: DryRequest) -> list[list[DryTry]]:
     """For each cell of a checkpoint its first and its last rank: what is too small shows at the last one."""
     return [
         [
-            DryTry(
-                checkpoint=request.checkpoints[number],
-                cell=cell,
-                rank=rank,
-                file=request.folder / f"{number}-{cell.tp}-{cell.sm}-{rank}.json",
-                loaded=request.folder / f"{number}-{cell.tp}-{rank}",
-                trust_remote_code=request.trust_remote_code,
-                speculative=request.speculative,
-            )
+            DryTry(request=request, number=number, cell=cell, rank=rank)
             for rank in dict.fromkeys((0, cell.tp - 1))
         ]
         for cell in request.cells
