@@ -12,6 +12,7 @@ from vexport.checks.vllm.groups import (
     WITH_OTHERS,
     ConfigGroup,
     FusedLinear,
+    StoredLayer,
     joined_name,
     quantized_parameters,
     split_name,
@@ -51,9 +52,9 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         group = view.group_of(fused)
         if view.layout is None:
             yield from _fused_parts(view, fused)
-        for module, parameters in fused.members.items():
-            if view.is_read(module) and group is not None and quantized_parameters(parameters):
-                yield from _parameters(view, fused, group, module)
+        for layer in view.members(fused):
+            if view.is_read(layer.name) and group is not None and quantized_parameters(layer.parameters):
+                yield from _parameters(view, group, layer)
     yield from _drafts(view)
     yield from _decoder_layers(view) if view.layout is None else _of_layout(view, view.layout)
 
@@ -184,11 +185,9 @@ def _passed_over(where: str, expected: str, got: str, fix: str = "export the che
     return warning(NAME, where, expected=expected, got=got, fix=fix)
 
 
-def _parameters(
-    view: CheckpointView, fused: FusedLinear, group: ConfigGroup, module: str
-) -> Iterator[Finding]:
-    parameters = fused.members[module]
-    shape = view.linear_shape(group, module, parameters)
+def _parameters(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> Iterator[Finding]:
+    module, parameters, fused = layer.name, layer.parameters, layer.fused
+    shape = view.shape_of(layer)
     names = set(group.parameters(shape)) if shape is not None else {group.storage.weight}
     for parameter in sorted(names - parameters.keys()):
         where = joined_name(module, parameter)

@@ -5,10 +5,10 @@ each layer is vLLM's own choice, which `load --dry` shows. Which version has wha
 scripts/generate_versions.py reads from the wheels; all other checks are true of `PINNED`.
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 
+from vexport.architectures import with_stars
 from vexport.architectures.config import head_width, text_config
 from vexport.architectures.versions import VersionFacts, facts_of, known_versions, nearest_version
 from vexport.checks.kv_cache import cache_scales
@@ -28,7 +28,6 @@ SERVE = "serve it with another version, or use another scheme"
 # FP8 caches in Triton's attention, and what FlashInfer's takes.
 TRITON_FP8_FROM, FLASHINFER_FROM, FLASHINFER_HEADS = 89, 80, (64, 128, 256, 512)
 SINKS = ".sinks"
-INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -90,7 +89,7 @@ def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
         args = group and SchemeArgs(weights=group.weights, input_activations=group.input_activations)
         scheme = Scheme(name=group.name, args=args, format=group.storage) if group and args else None
         if reason := unsupported_on(planned, scheme, names, ranks, text):
-            counts[INDEX.sub("*", fused.name), reason] += 1
+            counts[with_stars(fused.name), reason] += 1
     for (kind, reason), count in counts.items():
         where = f"{kind} ({_layers(count)}, tp {ranks})"
         fix = "serve it on another number of GPUs, or use another scheme for these layers"
@@ -112,7 +111,7 @@ def _capabilities(
     support, capabilities = group.storage.gpu_support(group), view.target.sm
     weights = group.weights.num_bits
     groups = f" in groups of {group.weights.group}" if group.weights.group else ""
-    layers = f"{INDEX.sub('*', fused_linears[0].name)} and all of {group.name} ({_layers(len(fused_linears))}"
+    layers = f"{with_stars(fused_linears[0].name)} and all of {group.name} ({_layers(len(fused_linears))}"
     # In the vLLM that was asked for; 0 where that is not known.
     known = view.facts.schemes if view.target.vllm != PINNED else {}
     least = known.get(group.storage.vllm_scheme(group), 0)

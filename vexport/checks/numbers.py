@@ -3,14 +3,14 @@ and there are many; codes and plain values that no weight has; what a cast to an
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from vexport.checkpoint.dtypes import BITS, to_numpy
 from vexport.checkpoint.reader import Reader
-from vexport.checks.vllm.groups import ConfigGroup
+from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
 from vexport.checks.vllm.layout import ATTENTION_NORM
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.numerics import GLOBAL_SCALE_NUMERATOR
@@ -95,11 +95,9 @@ def _decoded(data: memoryview | bytes, dtype: str) -> npt.NDArray[np.float64]:
     return np.exp2(values - E8M0_BIAS) if dtype == "U8" else values
 
 
-def beyond(
-    view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo]
-) -> Iterator[Finding]:
+def beyond(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> Iterator[Finding]:
     """Codes in bytes that the announced bits do not hold."""
-    weight, half = parameters.get("weight"), 2 ** (group.weights.num_bits - 1)
+    weight, half = layer.parameters.get("weight"), 2 ** (group.weights.num_bits - 1)
     if group.weights.is_float or half >= 128 or weight is None or weight.dtype != "I8":
         return
     codes = np.frombuffer(view.reader.raw(weight), np.int8)
@@ -210,34 +208,28 @@ def rounded(values: np.typing.NDArray[np.float64], dtype: str) -> np.typing.NDAr
     return single.astype(np.float64)
 
 
-def impossible(
-    view: CheckpointView, group: ConfigGroup, members: Mapping[str, Mapping[str, TensorInfo]]
-) -> Iterator[Finding]:
-    """Findings on scales for inputs that the layer's norm cannot make."""
-    for module, parameters in members.items():
-        scale, bounds = _static_scale(view, group, parameters), norm_bounds(view, module)
-        if scale is None or bounds is None:
-            continue
-        (name, largest), (least, most) = scale, bounds
-        got = f"one for inputs up to {largest:.3g}"
-        fix = "calibrate again: the number is no scale of this layer, or upside down"
-        if largest > most * MARGIN:
-            expected = f"a scale for inputs up to {most:.3g}, all that the norm before lets through"
-            yield error(CHECK, name, expected=expected, got=got, fix=fix)
-        elif largest < least / MARGIN:
-            expected = f"a scale for inputs of at least {least:.3g}, which the norm before makes of any token"
-            yield error(CHECK, name, expected=expected, got=got, fix=fix)
+def impossible(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> Iterator[Finding]:
+    """A finding on a scale for inputs that the layer's norm cannot make."""
+    scale, bounds = _static_scale(view, group, layer), norm_bounds(view, layer.name)
+    if scale is None or bounds is None:
+        return
+    (name, largest), (least, most) = scale, bounds
+    got = f"one for inputs up to {largest:.3g}"
+    fix = "calibrate again: the number is no scale of this layer, or upside down"
+    if largest > most * MARGIN:
+        expected = f"a scale for inputs up to {most:.3g}, all that the norm before lets through"
+        yield error(CHECK, name, expected=expected, got=got, fix=fix)
+    elif largest < least / MARGIN:
+        expected = f"a scale for inputs of at least {least:.3g}, which the norm before makes of any token"
+        yield error(CHECK, name, expected=expected, got=got, fix=fix)
 
 
-def _static_scale(
-    view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo]
-) -> tuple[str, float] | None:
+def _static_scale(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> tuple[str, float] | None:
     """A layer's static scale by its name, and the largest input that it represents; None without one."""
-    scale, global_scale = parameters.get("input_scale"), parameters.get("input_global_scale")
-    if scale is not None and scale.num_bytes:
+    if scale := layer.filled("input_scale"):
         value = float(np.abs(view.reader.floats(scale)).max())
         return scale.name, group.storage.largest_input * value
-    if global_scale is not None and global_scale.num_bytes:
+    if global_scale := layer.filled("input_global_scale"):
         return global_scale.name, GLOBAL_SCALE_NUMERATOR / float(view.reader.floats(global_scale).min())
     return None
 
@@ -283,24 +275,20 @@ def largest_output(view: CheckpointView, module: str) -> float | None:
     layer, bounds = view.layers.get(module), norm_bounds(view, module)
     if layer is None or layer.group is None or bounds is None:
         return None
-    shape = view.linear_shape(layer.group, module, layer.parameters)
-    largest = _largest_weight(view, layer.group, layer.parameters)
+    shape, largest = view.shape_of(layer), _largest_weight(view, layer.group, layer)
     if shape is None or largest is None:
         return None
-    bias = layer.parameters.get("bias")
-    offset = float(np.abs(view.reader.floats(bias)).max()) if bias is not None and bias.num_bytes else 0.0
+    bias = layer.filled("bias")
+    offset = float(np.abs(view.reader.floats(bias)).max()) if bias is not None else 0.0
     return MARGIN * (bounds[1] * math.sqrt(shape[1]) * largest + offset)
 
 
-def _largest_weight(
-    view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo]
-) -> float | None:
+def _largest_weight(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> float | None:
     """The largest weight that a layer's scales can make."""
-    scale = parameters.get("weight_scale")
-    global_scale = parameters.get("weight_global_scale")
-    if scale is None or scale.dtype in BYTES or not scale.num_bytes:
+    scale, global_scale = layer.filled("weight_scale"), layer.filled("weight_global_scale")
+    if scale is None or scale.dtype in BYTES:
         return None
-    if global_scale is not None and not global_scale.num_bytes:
+    if global_scale is None and "weight_global_scale" in layer.parameters:
         return None
     stored = float(view.reader.floats(global_scale).min()) if global_scale is not None else 1.0
     code = group.weights.largest_code

@@ -47,13 +47,13 @@ def _quantized(
     cut = _cut(view, fused)
     if group.storage.transposed and cut is not None:
         cut = 1 - cut
-    for module, parameters in fused.members.items():
-        shape = view.linear_shape(group, module, parameters)
+    for layer in view.members(fused):
+        parameters, shape = layer.parameters, view.shape_of(layer)
         expected = group.parameters(shape) if shape is not None else {}
         parts = [parameter for parameter, form in expected.items() if form.along and parameter in parameters]
         whole = all(parameters[parameter].shape != expected[parameter].shape for parameter in parts)
         dense = INT32_BITS % group.weights.num_bits == 0
-        narrowing = dense and (not whole or module.rpartition(".")[2] in right)
+        narrowing = dense and (not whole or layer.name.rpartition(".")[2] in right)
         for parameter in (name for name in expected if name in parameters):
             yield from _dtype(view, group, parameters[parameter], expected[parameter])
             yield from _shape(group, parameters[parameter], expected[parameter], cut, narrowing=narrowing)
@@ -79,8 +79,7 @@ def _right_somewhere(view: CheckpointView) -> frozenset[str]:
     return frozenset(
         name.rpartition(".")[2]
         for name, layer in view.layers.items()
-        if (group := layer.group) is not None
-        and view.linear_shape(group, name, layer.parameters) == group.shape(layer.parameters)
+        if (group := layer.group) is not None and view.shape_of(layer) == group.shape(layer.parameters)
     )
 
 
@@ -211,11 +210,7 @@ def _loses_in_bfloat16(view: CheckpointView, tensor: TensorInfo) -> bool:
 
 
 def _fit_together(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) -> Iterator[Finding]:
-    widths = {
-        module: shape[1]
-        for module, parameters in fused.members.items()
-        if (shape := view.linear_shape(group, module, parameters))
-    }
+    widths = {layer.name: shape[1] for layer in view.members(fused) if (shape := view.shape_of(layer))}
     if len(set(widths.values())) > 1:
         expected = "the same in_features in all layers that run as one"
         got = ", ".join(f"{module.rpartition('.')[2]} {width}" for module, width in widths.items())

@@ -1,7 +1,7 @@
 """Are the numbers usable? vLLM never looks at them."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -23,7 +23,7 @@ from vexport.checks.numbers import (
     numbers,
     positive_ends,
 )
-from vexport.checks.vllm.groups import ConfigGroup, FusedLinear
+from vexport.checks.vllm.groups import ConfigGroup, FusedLinear, StoredLayer
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats import NVFP4
 from vexport.numerics import E2M1_MAX, E4M3_MAX, E8M0_NAN, GLOBAL_SCALE_NUMERATOR
@@ -66,40 +66,40 @@ AHEAD = 32
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on scales that are NaN, infinite, zero, negative or implausible, and on payloads."""
     known = [fused for fused in view.fused_linears if any(map(view.is_read, fused.members))]
-    for fused in read_ahead(known, lambda later: view.reader.expect(each[-1] for each in _scales_of(later))):
-        group = view.group_of(fused)
+    for fused in read_ahead(known, partial(_expect_scales, view)):
+        group, layers = view.group_of(fused), view.members(fused)
         broken = False
-        for parameter, parameters, tensor in _scales_of(fused):
+        for layer, parameter in _scales_of(layers):
+            tensor = layer.parameters[parameter]
             if tensor.dtype in BITS and tensor.num_bytes:
-                findings = list(_scale(view, parameter, parameters, group))
+                findings = list(_scale(view, layer, parameter, tensor))
                 broken = broken or any(finding.severity == "error" for finding in findings)
                 yield from findings
         if group is not None and not broken:
-            yield from _implausible(view, fused, group)
-            yield from impossible(view, group, fused.members)
-            for parameters in fused.members.values():
-                yield from beyond(view, group, parameters)
-        for parameters in fused.members.values():
-            view.reader.release(parameters.values())
+            yield from _implausible(view, layers, group)
+            for rule in (impossible, beyond):
+                for layer in layers:
+                    yield from rule(view, group, layer)
+        for layer in layers:
+            view.reader.release(layer.parameters.values())
     yield from ranges(view)
     yield from empty(view)
     yield from not_finite(view)
 
 
-def _scales_of(fused: FusedLinear) -> Iterator[tuple[str, Mapping[str, TensorInfo], TensorInfo]]:
-    """Every scale by its name within its layer, next to the layer's tensors."""
-    for parameters in fused.members.values():
-        yield from ((name, parameters, parameters[name]) for name in LAYER_SCALES if name in parameters)
+def _expect_scales(view: CheckpointView, fused: FusedLinear) -> None:
+    """Begin to read the scales of layers that will be looked at."""
+    view.reader.expect(layer.parameters[name] for layer, name in _scales_of(view.members(fused)))
 
 
-def _scale(
-    view: CheckpointView,
-    parameter: str,
-    parameters: Mapping[str, TensorInfo],
-    group: ConfigGroup | None,
-) -> Iterator[Finding]:
+def _scales_of(layers: Sequence[StoredLayer]) -> Iterator[tuple[StoredLayer, str]]:
+    """Every scale as its layer and its name within that."""
+    for layer in layers:
+        yield from ((layer, name) for name in LAYER_SCALES if name in layer.parameters)
+
+
+def _scale(view: CheckpointView, layer: StoredLayer, parameter: str, tensor: TensorInfo) -> Iterator[Finding]:
     """Findings on the numbers of a scale."""
-    tensor = parameters[parameter]
     if tensor.dtype in ("U8", "F8_E8M0"):
         codes = np.frombuffer(view.reader.raw(tensor), dtype=np.uint8)
         bad = int(np.count_nonzero(codes == E8M0_NAN))
@@ -112,9 +112,9 @@ def _scale(
     kinds = np.isnan(values), np.isinf(values), values == 0, values < 0
     counts = (int(np.count_nonzero(kind)) for kind in kinds)
     wrong = dict(zip(("NaN", "infinite", "zero", "negative"), counts, strict=True))
-    if _may_be_negative(values, parameter, group):
+    if _may_be_negative(values, parameter, layer.group):
         wrong["negative"] = 0
-    if wrong["zero"] and _scales_zeros(view, tensor, parameters):
+    if wrong["zero"] and _scales_zeros(view, tensor, layer.weight):
         wrong["zero"] = 0
     problems = [f"{count} of {values.size} values {kind}" for kind, count in wrong.items() if count]
     if problems:
@@ -138,9 +138,8 @@ def _may_be_negative(values: npt.NDArray[np.float64], parameter: str, group: Con
     return parameter == "weight_scale" and values.size >= MANY and rarer >= LEAST_OF_EITHER_SIGN * values.size
 
 
-def _scales_zeros(view: CheckpointView, scale: TensorInfo, parameters: Mapping[str, TensorInfo]) -> bool:
+def _scales_zeros(view: CheckpointView, scale: TensorInfo, weight: TensorInfo | None) -> bool:
     """Return whether what the zeros of a scale multiply is zero anyway: rows of a weight, or groups in it."""
-    weight = parameters.get("weight_packed", parameters.get("weight"))
     if weight is None or len(scale.shape) != 2 or len(weight.shape) != 2:
         return False
     (rows, groups), width = scale.shape, weight.shape[1]
@@ -164,34 +163,35 @@ def _bad(tensor: TensorInfo, got: str) -> Finding:
     return error(NAME, tensor.name, expected="finite scales above zero", got=got, fix=fix)
 
 
-def _implausible(view: CheckpointView, fused: FusedLinear, group: ConfigGroup) -> Iterator[Finding]:
+def _implausible(
+    view: CheckpointView, layers: Sequence[StoredLayer], group: ConfigGroup
+) -> Iterator[Finding]:
     """Scales that make weights of a size that no model has."""
-    largest: dict[str, float] = {}
-    for module, parameters in fused.members.items():
-        scale = parameters.get("weight_scale")
-        if scale is None or scale.dtype not in BITS or not scale.num_bytes:
+    largest: list[tuple[TensorInfo, float]] = []
+    for layer in layers:
+        scale = layer.filled("weight_scale")
+        if scale is None or scale.dtype not in BITS:
             continue
         if scale.dtype != "U8" and group.storage.exponent_scales:
             continue
         size = math.prod(scale.shape)
-        least, largest[module] = ends_of(view.reader, scale)
-        if size >= MANY and least == largest[module] and not group.storage.exponent_scales:
+        least, most = ends_of(view.reader, scale)
+        largest.append((scale, most))
+        if size >= MANY and least == most and not group.storage.exponent_scales:
             yield _wrong_size(scale, f"{size} times {least:g}")
             continue
-        typical = _typical(view, group, parameters, middling(view.reader, scale))
-        if not LEAST_TYPICAL <= typical <= MOST_TYPICAL and not _is_empty(view, parameters):
+        typical = _typical(view, group, layer, middling(view.reader, scale))
+        if not LEAST_TYPICAL <= typical <= MOST_TYPICAL and not _is_empty(view, layer):
             yield _wrong_size(scale, f"scales that make a typical weight {typical:.3g}")
-    nvfp4 = group.storage is NVFP4
-    if nvfp4 and largest and max(largest.values()) < LEAST_LARGEST_BLOCK:
-        first = fused.members[next(iter(largest))]["weight_scale"]
-        yield _wrong_size(
-            first, f"no scale above {max(largest.values()):g}, where 448 is the largest block's"
-        )
-    elif nvfp4:
-        for module, value in largest.items():
-            if value < 1:
-                tensor = fused.members[module]["weight_scale"]
-                yield _wrong_size(tensor, f"no scale above {value:g}, next to {max(largest.values()):g}")
+    if group.storage is not NVFP4 or not largest:
+        return
+    of_all = max(most for _, most in largest)
+    if of_all < LEAST_LARGEST_BLOCK:
+        yield _wrong_size(largest[0][0], f"no scale above {of_all:g}, where 448 is the largest block's")
+        return
+    for scale, most in largest:
+        if most < 1:
+            yield _wrong_size(scale, f"no scale above {most:g}, next to {of_all:g}")
 
 
 def _global_scale_size(tensor: TensorInfo, parameter: str, value: float) -> Iterator[Finding]:
@@ -216,25 +216,22 @@ def _input_scale_size(tensor: TensorInfo, value: float) -> Iterator[Finding]:
         yield _wrong_size(tensor, "1, which no calibration gives")
 
 
-def _typical(
-    view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo], scale: float
-) -> float:
+def _typical(view: CheckpointView, group: ConfigGroup, layer: StoredLayer, scale: float) -> float:
     """A middling weight of a layer: of a quarter of the largest code, or for e4m3 of the mean code."""
     args = group.weights
-    global_scale = parameters.get("weight_global_scale")
-    if global_scale is not None and global_scale.num_bytes:
+    if global_scale := layer.filled("weight_global_scale"):
         scale /= float(numbers(view.reader, global_scale).max())
-    weight = parameters.get("weight")
-    if not args.is_float or weight is None or weight.dtype != "F8_E4M3" or not weight.num_bytes:
+    weight = layer.filled("weight")
+    if not args.is_float or weight is None or weight.dtype != "F8_E4M3":
         return scale * (E2M1_MAX if args.is_float else 2.0 ** (args.num_bits - 1)) / 4
     codes = np.frombuffer(view.reader.raw(weight), np.uint8)[: 1 << 16]
     magnitudes = np.abs(_E4M3[codes[codes & 0x7F != E4M3_NAN]])
     return scale * float(magnitudes.mean()) if magnitudes.size else scale
 
 
-def _is_empty(view: CheckpointView, parameters: Mapping[str, TensorInfo]) -> bool:
+def _is_empty(view: CheckpointView, layer: StoredLayer) -> bool:
     """Return whether a weight is all zero, so that its scales mean nothing."""
-    weight = parameters.get("weight_packed", parameters.get("weight"))
+    weight = layer.weight
     return weight is not None and weight.num_bytes > 0 and is_zero(view, weight)
 
 
@@ -252,12 +249,12 @@ def ranges(view: CheckpointView) -> Iterator[Finding]:
     """
     full: dict[str, float] = {}
     findings = []
-    for module, group, parameters in _quantized(view):
-        stored: dict[str, Rows] = {}
-        share = _share(view, group, parameters, stored)
+    for layer, group in _quantized(view):
+        module, stored = layer.name, dict[str, Rows]()
+        share = _share(view, group, layer, stored)
         if share is not None:
             full[module] = share
-        empty = _lost_share(view, group, parameters, stored)
+        empty = _lost_share(view, group, layer, stored)
         if empty is not None and empty > MOST_LOST:
             # Where a weight is zero itself, producers store the least scale, or one that stands for none.
             expected = "codes other than zero where a scale of usual size is"
@@ -273,14 +270,13 @@ def ranges(view: CheckpointView) -> Iterator[Finding]:
     yield from findings
 
 
-def _quantized(view: CheckpointView) -> Iterator[tuple[str, ConfigGroup, Mapping[str, TensorInfo]]]:
-    """Every layer that a config group applies to, that group, and the layer's tensors, which are released."""
+def _quantized(view: CheckpointView) -> Iterator[tuple[StoredLayer, ConfigGroup]]:
+    """Every layer that a config group applies to, whose tensors are released, and that group."""
     for fused in read_ahead(view.fused_linears, partial(_expect, view)):
-        group = view.group_of(fused)
-        if group is not None:
-            for module, parameters in fused.members.items():
-                yield module, group, parameters
-                view.reader.release(parameters.values())
+        for layer in view.members(fused):
+            if layer.group is not None:
+                yield layer, layer.group
+                view.reader.release(layer.parameters.values())
 
 
 def _expect(view: CheckpointView, fused: FusedLinear) -> None:
@@ -291,10 +287,10 @@ def _expect(view: CheckpointView, fused: FusedLinear) -> None:
 
 
 def _lost_share(
-    view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo], stored: dict[str, Rows]
+    view: CheckpointView, group: ConfigGroup, layer: StoredLayer, stored: dict[str, Rows]
 ) -> float | None:
     """The share of scales of usual size that scale nothing; None where that cannot be told."""
-    weight, scale = parameters.get("weight_packed", parameters.get("weight")), parameters.get("weight_scale")
+    weight, scale = layer.weight, layer.parameters.get("weight_scale")
     if weight is None or scale is None or len(weight.shape) != 2 or len(scale.shape) != 2:
         return None
     if group.weights.block or not weight.num_bytes:
@@ -324,12 +320,12 @@ def _zero_codes(group: ConfigGroup, weight: TensorInfo) -> int:
 
 
 def _share(
-    view: CheckpointView, group: ConfigGroup, parameters: Mapping[str, TensorInfo], stored: dict[str, Rows]
+    view: CheckpointView, group: ConfigGroup, layer: StoredLayer, stored: dict[str, Rows]
 ) -> float | None:
     """The share of scales whose codes reach the end; None where that cannot be told."""
-    storage, expected = group.storage, group.expected(parameters)
-    weight = parameters.get(storage.weight)
-    if weight is None or expected is None or not weight.num_bytes or not group.weights.symmetric:
+    storage, expected = group.storage, group.expected(layer.parameters)
+    weight = layer.filled(storage.weight)
+    if weight is None or expected is None or not group.weights.symmetric:
         return None
     if weight.dtype not in expected[storage.weight].dtypes:
         return None

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from vexport.architectures import with_stars
 from vexport.checkpoint.index import find_quantization, read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of
 from vexport.checks import SOURCE, Against
-from vexport.checks.devices import INDEX
 from vexport.checks.vllm.groups import StoredLayer
 from vexport.checks.vllm.view import CheckpointView, error, info, warning
 from vexport.errors import InputError
@@ -112,7 +112,7 @@ def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Find
     """The signal-to-noise ratios, in one line for each kind of layer."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name in ratios:
-        kinds.setdefault((INDEX.sub("*", name), _stored_as(view.layers[name])), []).append(name)
+        kinds.setdefault((with_stars(name), _stored_as(view.layers[name])), []).append(name)
     for (kind, stored), names in kinds.items():
         names.sort(key=ratios.__getitem__)
         least, median, most = (ratios[names[position]] for position in (0, len(names) // 2, -1))

@@ -47,7 +47,7 @@ def as_loaded(view: CheckpointView, layer: StoredLayer) -> dict[str, torch.Tenso
     vLLM's schemes, or a tensor is missing or too small.
     """
     group, parameters = layer.group, layer.parameters
-    shape = view.linear_shape(group, layer.name, parameters) if group is not None else None
+    shape = view.shape_of(layer)
     if group is None or shape is None or group.refusal is not None:
         return None
     stored = {}

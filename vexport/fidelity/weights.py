@@ -121,7 +121,7 @@ def compare_weight(view: CheckpointView, layer: StoredLayer, pieces: Pieces) -> 
     """Compare a quantized layer with its source's weight, some rows at a time; None where shapes differ."""
     group, stored = layer.group, as_loaded(view, layer)
     shape = (sum(piece.shape[0] for piece in pieces), pieces[0].shape[1])
-    if group is None or stored is None or view.linear_shape(group, layer.name, layer.parameters) != shape:
+    if group is None or stored is None or view.shape_of(layer) != shape:
         return None
     args = replace(group.weights, observer_kwargs={}, observer=None)
 

@@ -327,6 +327,16 @@ class StoredLayer:
     def is_quantized(self) -> bool:
         return bool(QUANTIZED_PARAMETERS & self.parameters.keys())
 
+    @property
+    def weight(self) -> TensorInfo | None:
+        """The tensor of its codes or values."""
+        return self.parameters.get("weight_packed", self.parameters.get("weight"))
+
+    def filled(self, parameter: str) -> TensorInfo | None:
+        """A tensor of the layer; None where there is none, or it stores nothing."""
+        tensor = self.parameters.get(parameter)
+        return tensor if tensor is not None and tensor.num_bytes else None
+
 
 def fits(group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> bool:
     """Return whether a layer's tensors are all and only what a config group announces."""

@@ -235,14 +235,19 @@ class CheckpointView:
             return None
         return float(self.reader.array(tensor).reshape(-1)[0])
 
-    def linear_shape(
-        self, group: ConfigGroup, module: str, parameters: Mapping[str, TensorInfo]
-    ) -> tuple[int, int] | None:
-        """(out_features, in_features) of a quantized layer: by the model's config, else by its weight."""
-        rows, columns = self.layout.modules.get(module, NO_SHAPE) if self.layout is not None else NO_SHAPE
+    def members(self, fused: FusedLinear) -> list[StoredLayer]:
+        """The layers of one of the `fused_linears`."""
+        return [self.layers[name] for name in fused.members]
+
+    def shape_of(self, layer: StoredLayer) -> tuple[int, int] | None:
+        """(out_features, in_features) of a layer with a group: by the model's config, else by its weight."""
+        if layer.group is None:
+            return None
+        known = self.layout.modules if self.layout is not None else {}
+        rows, columns = known.get(layer.name, NO_SHAPE)
         if rows is None or columns is None:
-            return group.shape(parameters)
-        turned = self.architecture.reordered.get(module.rpartition(".")[2]) == "transposed"
+            return layer.group.shape(layer.parameters)
+        turned = self.architecture.reordered.get(layer.name.rpartition(".")[2]) == "transposed"
         return (columns, rows) if turned else (rows, columns)
 
     def is_read(self, module: str) -> bool:
@@ -253,12 +258,12 @@ class CheckpointView:
     def planned(self, fused: FusedLinear, group: ConfigGroup | None) -> FusionGroup | None:
         """A fused layer as a plan has it; None where the sides of a part cannot be told."""
         members = []
-        for name, parameters in fused.members.items():
-            weight = parameters.get("weight")
-            shape = self.linear_shape(group, name, parameters) if group else weight.shape if weight else None
+        for layer in self.members(fused):
+            weight = layer.parameters.get("weight")
+            shape = self.shape_of(layer) if group else weight.shape if weight else None
             if shape is None or len(shape) != 2:
                 return None
-            plan = LinearPlan(name=name, weight=name, out_features=shape[0], in_features=shape[1])
+            plan = LinearPlan(name=layer.name, weight=layer.name, out_features=shape[0], in_features=shape[1])
             members.append(plan)
         return FusionGroup(name=fused.name, scheme="", observer="", members=tuple(members))
 

@@ -13,8 +13,8 @@ import safetensors
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vexport.architectures import with_stars
 from vexport.checkpoint.tensors import TORCH_DTYPES
-from vexport.engine.dry.layers import INDEX
 from vexport.engine.messages import Miscopy
 
 Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -193,7 +193,7 @@ def _source_faults(name: str, source: _Source, layer: str, ranks: int) -> Iterat
 
 def _layer(parameter: str) -> str:
     """The kind of layer that a parameter belongs to."""
-    return INDEX.sub("*", parameter.rpartition(".")[0])
+    return with_stars(parameter.rpartition(".")[0])
 
 
 def _where_from(written: _Written, parameter: torch.Tensor) -> str:

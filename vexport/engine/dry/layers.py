@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vexport.architectures import with_stars
 from vexport.engine.messages import LayerKind
 from vexport.records import RankMemory, SequenceMemory
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 # Lengths of a sequence, in tokens, next to the longest that the model allows.
 _LENGTHS = (1_024, 8_192, 32_768)
-INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _KERNELS = "vllm.model_executor.kernels"
 _SCHEME = re.compile(r"^CompressedTensors|(MoE|Linear)?Method$")
 # Kernels that dequantize the weight and leave the input in the model's dtype, by words of their name.
@@ -43,7 +43,7 @@ def raising_layer(model: torch.nn.Module, sm: int) -> tuple[str, str] | None:
         _, kernel = _kernel(scheme) if scheme is not None else (None, "")
         least, words = _RAISING_KERNELS.get(kernel, (sm + 1, ""))
         if sm >= least and not any(side % _CUTLASS_ALIGNMENT for side in layer.get_parameter("weight").shape):
-            return INDEX.sub("*", name), f"{kernel}: {words.format(sm)}, when it runs"
+            return with_stars(name), f"{kernel}: {words.format(sm)}, when it runs"
     return None
 
 
@@ -60,7 +60,7 @@ def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
         stored = _stored(method, layer, given if isinstance(given, str) else name)
         bits = _activation_bits(scheme, kernel, kernel_name)
         yield LayerKind(
-            name=INDEX.sub("*", name),
+            name=with_stars(name),
             count=1,
             scheme=_SCHEME.sub("", type(scheme).__name__),
             stored=stored,
