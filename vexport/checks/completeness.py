@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Mapping
 
-from vexport.architectures.config import text_config
 from vexport.checkpoint.reader import same_bytes
 from vexport.checks.vllm.groups import (
     INPUT,
@@ -74,7 +73,7 @@ def unjudged_tensors(view: CheckpointView) -> Iterator[NotJudged]:
 
 def _drafts(view: CheckpointView) -> Iterator[Finding]:
     """Layers that predict further tokens, which the config announces: only drafting needs them."""
-    text = text_config(view.index.config)
+    text = view.text
     announced = next((key for key in DRAFTS if isinstance(text.get(key), int) and text[key]), None)
     if announced is None or any(map(view.drafts, view.index.tensors)):
         return
@@ -129,7 +128,7 @@ def _absent(view: CheckpointView, layout: ModelLayout, missing: Mapping[str, str
         if any(name.startswith(f"{part}.") for name in layout.unknown):
             continue  # a tower that the config may leave out
         if len({name.rpartition(".")[0] for name in inside}) > 1:
-            layers = text_config(view.index.config).get("num_hidden_layers")
+            layers = view.text.get("num_hidden_layers")
             known = f"; {layers} decoder layers (num_hidden_layers)" if LAYER.search(part) else ""
             yield _missing(part, f"the {len(inside)} tensors in it, {sized}{known}")
         else:
@@ -227,7 +226,7 @@ def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
         number = rest.partition(".")[0]
         if mark and number.isdigit():
             numbers.setdefault(prefix + mark, set()).add(int(number))
-    declared = text_config(view.index.config).get("num_hidden_layers")
+    declared = view.text.get("num_hidden_layers")
     possible = not impossible_size(view.index.config, len(view.index.tensors))
     if isinstance(declared, int) and numbers and possible:
         prefix, layers = max(numbers.items(), key=lambda item: len(item[1]))

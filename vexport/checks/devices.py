@@ -9,13 +9,15 @@ from collections import Counter
 from collections.abc import Iterator
 
 from vexport.architectures import with_stars
-from vexport.architectures.config import head_width, text_config
+from vexport.architectures.config import head_width
 from vexport.architectures.versions import VersionFacts, facts_of, known_versions, nearest_version
 from vexport.checks.kv_cache import cache_scales
 from vexport.checks.vllm.groups import ConfigGroup, FusedLinear
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats import MXFP4, PACKED
 from vexport.formats.arguments import SchemeArgs, input_bits, precision
+from vexport.formats.schemes import Scheme
+from vexport.layers.shapes import heads_of, unsupported_on
 from vexport.records import Finding
 from vexport.version import PINNED, short_version
 
@@ -47,7 +49,7 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
     supports_compute_capability, get_supported_head_sizes and supports_sink of FlashInferBackend in
     vllm/v1/attention/backends. Latent attention (MLA) has others, which are not known here.
     """
-    text, only_if_asked = text_config(view.index.config), view.method and view.method.cache_scales
+    text, only_if_asked = view.text, view.method and view.method.cache_scales
     if "kv_lora_rank" in text or only_if_asked or next(cache_scales(view), None) is None:
         return
     width = head_width(text)
@@ -64,9 +66,7 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _heads(view: CheckpointView, ranks: int) -> Iterator[Finding]:
-    from vexport.layers.shapes import heads_of
-
-    heads = heads_of(view.layers, view.names, text_config(view.index.config))
+    heads = heads_of(view.layers, view.names, view.text)
     if got := heads.uneven(ranks):
         expected = f"heads that {ranks} ranks can share, or of which each holds one"
         fix = f"serve it on {heads.possible_ranks} GPUs"
@@ -74,21 +74,17 @@ def _heads(view: CheckpointView, ranks: int) -> Iterator[Finding]:
 
 
 def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
-    from vexport.formats.schemes import Scheme
-    from vexport.layers.shapes import unsupported_on
-
-    text, names = text_config(view.index.config), view.names
     counts: Counter[tuple[str, str]] = Counter()
     for fused in view.fused_linears:
         group = view.group_of(fused) if fused.is_quantized else None
         planned = view.planned(fused, group)
         if planned is None:
             continue
-        if group is None and any(names.place(member.name) != "decoder" for member in planned.members):
+        if group is None and any(view.names.place(member.name) != "decoder" for member in planned.members):
             continue
         args = group and SchemeArgs(weights=group.weights, input_activations=group.input_activations)
         scheme = Scheme(name=group.name, args=args, format=group.storage) if group and args else None
-        if reason := unsupported_on(planned, scheme, names, ranks, text):
+        if reason := unsupported_on(planned, scheme, view.names, ranks, view.text):
             counts[with_stars(fused.name), reason] += 1
     for (kind, reason), count in counts.items():
         where = f"{kind} ({_layers(count)}, tp {ranks})"

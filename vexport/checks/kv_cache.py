@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from vexport.architectures.config import text_config
 from vexport.checks.numbers import PLACEHOLDER, largest_output
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import FLOAT_SCALES
@@ -102,7 +101,7 @@ def _stored(view: CheckpointView, module: str, parameter: str) -> TensorInfo | N
 
 
 def _count(view: CheckpointView, tensor: TensorInfo, *, per_head: bool) -> Iterator[Finding]:
-    heads = text_config(view.index.config).get("num_key_value_heads") if per_head else None
+    heads = view.text.get("num_key_value_heads") if per_head else None
     if not per_head and tensor.num_elements != 1:
         yield _wrong(tensor, "one scale for all heads (strategy tensor)", f"{tensor.num_elements} values")
     if isinstance(heads, int) and heads > 0 and tensor.num_elements % heads:

@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from vexport.architectures.config import text_config
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checks.numbers import is_lossless_cast, is_rounded_little, rounded
 from vexport.checks.vllm.groups import JOINED, ConfigGroup, FusedLinear
 from vexport.checks.vllm.layout import ModelLayout, Shape
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import EXPERT, Parameter, is_head, partition_of
-from vexport.layers.linears import Names
+from vexport.layers.shapes import parts_of
 from vexport.numerics import INT32_BITS
 from vexport.records import Finding, TensorInfo
 
@@ -28,12 +27,12 @@ CACHE_SCALES = (".k_scale", ".v_scale")
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on tensors that vLLM would refuse, narrow or cast."""
-    right, names = _right_somewhere(view), view.names
+    right = _right_somewhere(view)
     for fused in view.fused_linears:
         group = view.group_of(fused)
         if group is not None and fused.is_quantized:
             yield from _fit_together(view, group, fused)
-            yield from _whole_blocks(view, names, group, fused)
+            yield from _whole_blocks(view, group, fused)
             yield from _quantized(view, group, fused, right)
             yield from _unusable(view, group, fused)
     yield from _rounded_scales(view)
@@ -223,16 +222,12 @@ def _fit_together(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) 
             yield error(NAME, module, expected=expected, got=str(width), fix=fix)
 
 
-def _whole_blocks(
-    view: CheckpointView, names: Names, group: ConfigGroup, fused: FusedLinear
-) -> Iterator[Finding]:
+def _whole_blocks(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) -> Iterator[Finding]:
     """Return what vLLM refuses at every tensor parallel size."""
     planned = view.planned(fused, group) if group.weights.block is not None else None
     if planned is None:
         return
-    from vexport.layers.shapes import parts_of
-
-    parts = parts_of(planned, names, text_config(view.index.config))
+    parts = parts_of(planned, view.names, view.text)
     if reason := group.storage.unsupported_shape(group, partition_of(parts, 1, "none")):
         expected = "whole blocks in layers that vLLM runs as one, but for the last"
         fix = "quantize the layer per channel, or keep it"

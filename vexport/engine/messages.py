@@ -121,7 +121,6 @@ class SessionResult:
     logprobs_file: Path | None = None
     text_file: Path | None = None
     drafts: tuple[DraftCounts, ...] = ()
-    tasks: tuple[str, ...] = ()
     failure: EngineFailure | None = None
     problem: InputProblem | None = None
 

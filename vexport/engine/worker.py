@@ -140,7 +140,6 @@ def run(
         if request.tasks:
             assert answer_tasks is not None, "tasks need the worker that knows lm-eval"
             answer_tasks(arguments, llm, request, report)
-            result = replace(result, tasks=request.tasks)
         return result
     except VexportError as error:
         return replace(result, problem=input_problem(error))

@@ -123,7 +123,6 @@ def _session(request: SessionRequest) -> SessionResult:
         return replace(result, problem=input_problem(error))
     return replace(
         result,
-        tasks=request.tasks,
         text_file=request.text_file,
         logprobs_file=request.logprobs_file,
         drafts=drafts,

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from vexport.architectures.config import text_config
 from vexport.checkpoint.chat_template import FILE, chat_templates
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader, same_bytes
@@ -114,7 +113,7 @@ def _kept(
 
 
 def _is_tied(view: CheckpointView) -> bool:
-    return bool(text_config(view.index.config).get("tie_word_embeddings", False))
+    return bool(view.text.get("tie_word_embeddings", False))
 
 
 def _same_values(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInfo) -> bool:

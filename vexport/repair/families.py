@@ -12,7 +12,6 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.format import infer_module_format
 from torch.nn import Linear
 
-from vexport.architectures.config import text_config
 from vexport.checkpoint.index import QUANTIZATION_CONFIG
 from vexport.checks import kv_cache as announced
 from vexport.checks.config import FORMAT_NAMES
@@ -122,7 +121,7 @@ def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
         return Changes()
     kind: KvCache = "fp8_per_head" if scheme.strategy == KV_CACHES["fp8_per_head"].strategy else "fp8"
     linears = [member for fused in view.fused_linears for member in fused.by_name.members]
-    layers = attention_layers(linears, view.names, text_config(view.index.config), kind)
+    layers = attention_layers(linears, view.names, view.text, kind)
     missing = {finding.where for finding in announced.run(view)} - view.index.tensors.keys()
     if not all(
         f"{layer.name}.{parameter}" in missing for layer in layers for parameter in (K_SCALE, V_SCALE)

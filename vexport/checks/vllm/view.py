@@ -102,6 +102,11 @@ class CheckpointView:
         return stored.place if stored else f"{self.config_path}: {QUANTIZATION_CONFIG}"
 
     @cached_property
+    def text(self) -> Mapping[str, Json]:
+        """The part of config.json that describes the language model."""
+        return text_config(self.index.config)
+
+    @cached_property
     def method(self) -> "QuantMethod | None":
         """The quantization method, where it is another than compressed-tensors and judged."""
         config = self.quantization
@@ -129,8 +134,8 @@ class CheckpointView:
     def drafts(self, name: str) -> bool:
         """Return whether a tensor or module is of a layer that predicts further tokens, which the config
         announces where it has a decoder layer's name."""
-        layer, text = self.names.draft_layer(name), text_config(self.index.config)
-        announced = next((count for key in DRAFTS if isinstance(count := text.get(key), int) and count), 0)
+        layer, counts = self.names.draft_layer(name), map(self.text.get, DRAFTS)
+        announced = next((count for count in counts if isinstance(count, int) and count), 0)
         behind = layer is not None and int(layer.rpartition(".")[2]) < (self.names.layers or 0) + announced
         return behind and announced > 0 or PREDICTION.search(name) is not None
 
