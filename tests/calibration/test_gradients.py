@@ -62,26 +62,25 @@ def gradients_of_whole_model(folder: Path) -> Mapping[str, torch.Tensor]:
     return {name: found / counts for name, found in squares.items()}
 
 
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return save(configs()["llama"], tmp_path / "llama")
+
+
 @pytest.mark.usefixtures("own_products")
-def test_weights_go_by_gradients_of_the_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save(configs()["llama"], tmp_path / "llama")
-    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(folder)
+def test_weights_go_by_gradients_of_the_whole_model(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).save_pretrained(llama)
     monkeypatch.setattr(Gradients, "_errors", always_the_last)
     monkeypatch.setattr(gradients, "ENTERED_BYTES", 0)
-    found, expected = find(folder), gradients_of_whole_model(folder)
+    found, expected = find(llama), gradients_of_whole_model(llama)
     assert found.keys() == expected.keys()
     for name, squares in expected.items():
         torch.testing.assert_close(torch.tensor(found[name]), squares, rtol=1e-3, atol=1e-5)
 
 
-def test_without_gradients_all_tokens_count_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save(configs()["llama"], tmp_path / "llama")
-
-    def overflow(self: Gradients, logits: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(logits, torch.inf)
-
-    monkeypatch.setattr(Gradients, "_errors", overflow)
-    assert find(folder) == {}
+def test_without_gradients_all_tokens_count_alike(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gradients, "_errors", lambda self, logits: torch.full_like(logits, torch.inf))
+    assert find(llama) == {}
 
 
 def test_weights_are_powers_of_two_around_one() -> None:
@@ -99,7 +98,7 @@ def test_weights_are_powers_of_two_around_one() -> None:
 
 
 @pytest.mark.usefixtures("own_products")
-def test_at_each_token_one_own_answer_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_each_token_one_own_answer_is_drawn(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And each layer is walked up and back."""
     drawn, draw = list[torch.Tensor](), Gradients._errors
 
@@ -109,7 +108,7 @@ def test_at_each_token_one_own_answer_is_drawn(tmp_path: Path, monkeypatch: pyte
         return errors
 
     monkeypatch.setattr(Gradients, "_errors", keep)
-    steps, walk = list[tuple[int, int]](), LayerWalk(read_index(save(configs()["llama"], tmp_path / "llama")))
+    steps, walk = list[tuple[int, int]](), LayerWalk(read_index(llama))
     Gradients(walk, []).run(ROWS, lambda stage, done, total: steps.append((done, total)))
     depth = len(walk.layers)
     assert steps == [(done + 1, 2 * depth) for done in range(2 * depth)]

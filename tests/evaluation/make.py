@@ -1,4 +1,4 @@
-"""Makes what the tests need: additions as lm-eval tasks, a tiny untrained model, lm-eval output folders."""
+"""Additions as lm-eval tasks, and output folders of lm-eval."""
 
 import json
 from bisect import bisect_right
@@ -9,7 +9,6 @@ from typing import Any
 
 from scipy import stats
 
-from tests.models import save_llama, write_tokenizer
 from vexport.engine.session import Worker
 from vexport.evaluation.statistics import tango_statistic
 from vexport.records import silent
@@ -124,13 +123,6 @@ def run_lm_eval(tasks: Sequence[str], runs: Mapping[Path, Sequence[int]]) -> Non
         log=folder / "lm_eval.log",
         timeout=600,
     ).run(silent)
-
-
-def make_model(folder: Path) -> Path:
-    """Write an untrained one-layer Llama that knows numbers, + and =."""
-    save_llama(folder, num_hidden_layers=1, max_position_embeddings=128, bos_token_id=None, eos_token_id=2)
-    write_tokenizer(folder, ["+", "=", ".", "none", "of", "them", *map(str, range(200))])
-    return folder
 
 
 def exact_power(documents: int, disagreement: float, margin: float, alpha: float = 0.05) -> float:

@@ -62,9 +62,6 @@ def test_too_few_documents_are_inconclusive_and_say_how_many(lm_eval_runs: Path)
     assert f"sums (read 400 documents, {about(sums.documents_needed)} needed)" in verdict.reason
 
 
-Rows = Mapping[str, Sequence[Mapping[str, object]]]
-
-
 def rows(scores: Sequence[float], prompt: str = "p") -> list[Mapping[str, object]]:
     return [
         {

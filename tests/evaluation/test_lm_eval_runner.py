@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.evaluation.in_vllm import Asked, Outcomes
-from tests.evaluation.make import make_model, make_tasks, samples_file
+from tests.evaluation.make import make_tasks, samples_file
+from tests.models import save_llama, write_tokenizer
 from vexport.engine.messages import SessionRequest
 from vexport.engine.session import Worker
 from vexport.evaluation.results import read_repeated, read_results
@@ -46,7 +47,9 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
     """Two runs of the same tasks (`first`, `second`), then tasks that must be refused."""
     pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("vllm")
-    model = make_model(folder / "model")
+    sizes = {"num_hidden_layers": 1, "max_position_embeddings": 128}
+    model = save_llama(folder / "model", **sizes, bos_token_id=None, eos_token_id=2)
+    write_tokenizer(model, ["+", "=", ".", "none", "of", "them", *map(str, range(200))])
     (model / "chat_template.jinja").write_text(TEMPLATE)
     sums, choices, _ = make_tasks(folder / "tasks", DOCUMENTS)
     text = Path(sums).read_text()

@@ -75,12 +75,9 @@ def test_shards_and_index(tmp_path: Path, llama: Path, good: Good) -> None:
 
 
 def test_importance_is_gathered_for_weights_alone(llama: Path, calibration: Path, tmp_path: Path) -> None:
-    written = {}
+    written = set()
     for observer in ("memoryless_mse", "imatrix_mse"):
-        out = tmp_path / observer
-        samples = ("--observer", observer, "--rounding", "nearest", "--calibration", calibration, "--quiet")
-        ran = vexport("quantize", llama, out, "--scheme", "W4A16", *samples)
-        assert ran.code == 0, ran.stderr
-        assert "importance" not in ran.stderr
-        written[observer] = (out / "model.safetensors").read_bytes()
-    assert written["memoryless_mse"] != written["imatrix_mse"]
+        options = ("--observer", observer, "--calibration", calibration)
+        out = quantize(llama, tmp_path / observer, "W4A16", *options)
+        written.add((out / "model.safetensors").read_bytes())
+    assert len(written) == 2

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.command import ROOT
 from tests.forked import command, finish, start
 from tests.models import save_llama, write_calibration
-from vexport.files import digest_file
+from tests.quantize.test_streaming import digests
 
 pytestmark = pytest.mark.slow
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
@@ -59,10 +59,6 @@ def tensors(out: Path) -> dict[str, torch.Tensor]:
 def codes(packed: torch.Tensor) -> torch.Tensor:
     """Eight of four bits in each int32."""
     return torch.stack([(packed >> shift) & 15 for shift in range(0, 32, 4)])
-
-
-def digests(out: Path) -> dict[str, str]:
-    return {file.name: digest_file(file) for file in out.iterdir()}
 
 
 def test_statistics_of_two_ranks_are_those_of_one(folder: Path, tmp_path: Path) -> None:

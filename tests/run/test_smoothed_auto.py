@@ -6,12 +6,11 @@ import pytest
 
 from tests.calibration.test_smoothing import with_large_channels
 from tests.models import save_llama, write_calibration
+from tests.run.test_stages import options_of
 from vexport.checkpoint.smoothed import SMOOTHING, smoothing_of
 from vexport.outputs import RECIPE
-from vexport.records import silent
 from vexport.run.directory import Run
 from vexport.run.making import calibrate, choose, measure_sensitivity
-from vexport.run.options import EngineOptions
 from vexport.run.stages import STAGES
 from vexport.scenario import read_scenario
 
@@ -39,10 +38,7 @@ evaluate: {{tasks: [unused]}}
 
 def made_by(scenario_file: Path, run_dir: Path) -> Run:
     scenario = read_scenario(scenario_file)
-    options = EngineOptions(
-        serve=scenario.serve, vllm_python=None, trust_remote_code=False, on_progress=silent
-    )
-    run = Run(scenario, run_dir, options)
+    run = Run(scenario, run_dir, options_of(scenario.serve))
     run_dir.mkdir()
     for stage in STAGES:
         if stage.name in UNTIL_WRITTEN:
