@@ -145,8 +145,8 @@ def merged(results: list["Built"]) -> Entry | None:
         for name, kind in result.kinds.items():
             kinds[name] = kind if kinds.get(name, kind) == kind else ""
         asked |= result.asked
-    entry: Entry = {kind: [name for name in kinds if kinds[name] == kind] for kind in KINDS}
-    return {key: value for key, value in (entry | {"asked": asked}).items() if value}
+    known = {name: kind for name, kind in kinds.items() if kind in KINDS}
+    return {key: value for key, value in {"kinds": known, "asked": asked}.items() if value}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -25,23 +25,13 @@ STACK = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNames:
-    """The modules of one class by kind, named as `Architecture.vllm_name` says, `*` for each number.
+    """The kinds of one class's modules, named as `Architecture.vllm_name` says, `*` for each number.
 
     `asked` are other names under which vLLM asks its quantization config for modules, decoder layers' too.
     """
 
-    linear: tuple[str, ...] = ()
-    plain: tuple[str, ...] = ()
-    table: tuple[str, ...] = ()
-    lookup: tuple[str, ...] = ()
-    head: tuple[str, ...] = ()
-    asked: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def kinds(self) -> dict[str, ModuleKind]:
-        """The kind of each module."""
-        kinds: tuple[ModuleKind, ...] = get_args(ModuleKind)
-        return {name: kind for kind in kinds for name in getattr(self, kind)}
+    kinds: dict[str, ModuleKind] = field(default_factory=dict)
+    asked: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +235,7 @@ def resolve(name: str, config: Mapping[str, Json]) -> tuple[Architecture, tuple[
 def _with_modules(name: str, architecture: Architecture) -> Architecture:
     """A class with the kinds of its modules and the names under which they are asked for."""
     modules = module_table().classes.get(name, ModuleNames())
-    return replace(architecture, kinds=modules.kinds, asked={**modules.asked})
+    return replace(architecture, kinds=modules.kinds, asked=modules.asked)
 
 
 def _text_models(config: Mapping[str, Json]) -> Iterator[str]:
