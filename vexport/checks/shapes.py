@@ -1,6 +1,6 @@
 """Are dtypes and shapes those of the config group, and of the model's config?"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -10,8 +10,8 @@ from vexport.checks.numbers import is_lossless_cast, is_rounded_little, rounded
 from vexport.checks.vllm.groups import JOINED, ConfigGroup, FusedLinear
 from vexport.checks.vllm.layout import ModelLayout, Shape
 from vexport.checks.vllm.view import CheckpointView, error, warning
-from vexport.formats.base import EXPERT, Parameter, is_head, partition_of
-from vexport.layers.shapes import parts_of
+from vexport.formats.base import EXPERT, Parameter, Split, partition_of
+from vexport.layers.shapes import parts_of, split_of
 from vexport.numerics import INT32_BITS
 from vexport.records import Finding, TensorInfo
 
@@ -23,6 +23,8 @@ DESCRIPTION = "dtypes and shapes are those that the config announces, and fused 
 GLOBAL_SCALES = (".weight_global_scale", ".input_global_scale", ".weight_scale_2")
 LAYER_SCALES = frozenset({"weight_scale", "input_scale", "weight_scale_inv", "scales"})
 CACHE_SCALES = (".k_scale", ".v_scale")
+# Dimensions of a weight that ranks share.
+CUTS: Mapping[Split, int] = {"out": 0, "in": 1}
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -84,12 +86,9 @@ def _right_somewhere(view: CheckpointView) -> frozenset[str]:
 
 def _cut(view: CheckpointView, fused: FusedLinear) -> int | None:
     """The dimension along which vLLM narrows what it loads for a layer, None where it compares shapes."""
-    projection = fused.name.rpartition(".")[2]
-    if EXPERT.search(next(iter(fused.members))) or is_head(fused.name):
+    if EXPERT.search(next(iter(fused.members))):
         return None
-    if projection in view.architecture.row_parallel:
-        return 1
-    return None if projection in view.architecture.replicated else 0
+    return CUTS.get(split_of(fused.by_name, view.names))
 
 
 def _dtype(
