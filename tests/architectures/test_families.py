@@ -14,11 +14,11 @@ from tests.architectures.families import FAMILIES, save_family, split
 from tests.command import vexport
 from tests.models import dequantized, quantize
 from vexport.checkpoint.index import read_index
-from vexport.checks.vllm.groups import matches_any
 from vexport.engine.reference import load_dequantized
 from vexport.errors import InputError
 from vexport.plan.build import PlanSettings, build_plan
 from vexport.records import Plan
+from vexport.records.patterns import Patterns
 from vexport.scenario import Rule
 
 STACK = re.compile(r"(?:layers|h)\.\*\.")
@@ -243,8 +243,8 @@ def test_layers_for_further_tokens_are_carried_over(family: str, prefix: str, tm
     plan = plan_of(source, "FP8_DYNAMIC")
     assert extra.keys() <= set(plan.kept)
     for module in ("mlp.experts.0.gate_proj", "self_attn.qkv_proj", "self_attn.q_proj"):  # as drafters ask
-        assert matches_any(f"{prefix}.{module}", plan.ignore)
-    assert not any(matches_any(m.name, plan.ignore) for group in plan.groups for m in group.members)
+        assert Patterns(plan.ignore).match(f"{prefix}.{module}")
+    assert not any(Patterns(plan.ignore).match(m.name) for group in plan.groups for m in group.members)
     assert vexport("quantize", source, tmp_path / "out", "--scheme", "FP8_DYNAMIC", "--quiet").code == 0
     written = load_file(tmp_path / "out" / "model.safetensors")
     for name, value in extra.items():
@@ -257,8 +257,8 @@ def test_patterns_of_one_stack_match_no_layer_of_another(tmp_path: Path) -> None
     kept, drafted = r"re:model\.language_model\.layers\.0\.mlp\.experts\.", r"re:mtp\.layers\.0\.mlp\."
     rules = [(kept, "keep"), (drafted, "W4A16"), ("Linear", "FP8_DYNAMIC")]
     plan = build_plan(read_index(source), [Rule(match=match, scheme=scheme) for match, scheme in rules])
-    assert not any(matches_any(m.name, plan.ignore) for group in plan.groups for m in group.members)
-    assert matches_any("language_model.model.layers.0.mlp.experts.0.gate_proj", plan.ignore)
+    assert not any(Patterns(plan.ignore).match(m.name) for group in plan.groups for m in group.members)
+    assert Patterns(plan.ignore).match("language_model.model.layers.0.mlp.experts.0.gate_proj")
     out = quantize(source, tmp_path / "out", "FP8_DYNAMIC")
     config = json.loads((out / "config.json").read_text())
     config["quantization_config"]["ignore"].append(r"re:.*\.layers\.0\.mlp\.experts\..*")

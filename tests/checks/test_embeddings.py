@@ -20,6 +20,7 @@ from tests.mutations.edits import (
 from vexport.architectures import Architecture
 from vexport.checks.vllm.groups import ConfigGroup, group_for, ignored, parse_group, targets_of
 from vexport.records import Json
+from vexport.records.patterns import Patterns
 
 NAMED, OF_CLASS = "re:.*embed_tokens$", "Embedding"
 TABLE = "model.embed_tokens"
@@ -118,8 +119,8 @@ def test_experts_tables_and_heads_have_rules_of_their_own() -> None:
     assert chosen(f"{EXPERTS}.7.w13", last, group("a", "re:.*experts.7.*")) is None
     assert chosen(f"{EXPERTS}.7.w13", last, group("a", "Linear")) == "a"
     assert chosen(f"{EXPERTS}.7.w13", last, group("a", "linear")) is None
-    assert [*ignored(f"{EXPERTS}.7.w13", last, ["re:.*experts.7.*"], OF_LLAMA)] == []
-    assert [*ignored(f"{EXPERTS}.7.w13", last, ["re:.*experts.0.*"], OF_LLAMA)] == [*last]
+    assert [*ignored(f"{EXPERTS}.7.w13", last, Patterns(["re:.*experts.7.*"]), OF_LLAMA)] == []
+    assert [*ignored(f"{EXPERTS}.7.w13", last, Patterns(["re:.*experts.0.*"]), OF_LLAMA)] == [*last]
     assert chosen("model.embed_tokens", ("model.embed_tokens",), group("a", "Linear")) is None
     assert chosen("model.embed_tokens", ("model.embed_tokens",), group("a", "Embedding")) == "a"
     assert chosen("lm_head", ("lm_head",), group("a", "Linear", "Embedding")) is None

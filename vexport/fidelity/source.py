@@ -21,22 +21,20 @@ class ComparedSource:
 
     def __init__(self, root: Path, reader: Reader) -> None:
         self.index: SourceIndex = read_index(root)
-        self._reader = reader
+        self.reader = reader
 
     @cached_property
     def linears(self) -> Mapping[str, LinearPlan]:
         """The linear layers by name."""
-        architecture = CheckpointView(self.index, self._reader).architecture
-        return {
-            linear.name: linear for linear in find_linears(self.index, names_of(self.index, architecture))
-        }
+        names = CheckpointView(self.index, self.reader).names
+        return {linear.name: linear for linear in find_linears(self.index, names)}
 
     def weight(self, layer: str) -> torch.Tensor | None:
         """A layer's weight (out, in) as it is stored; None where the source has no such layer."""
         linear = self.linears.get(layer)
         if linear is None:
             return None
-        return read_weight(self._reader, self.index.tensors[linear.weight], linear.part)
+        return read_weight(self.reader, self.index.tensors[linear.weight], linear.part)
 
 
 # A weight (out, in) as the source has it: views of its files, whose rows follow each other.

@@ -110,14 +110,14 @@ def lookup_name(name: str) -> str:
 
 
 def ignored(
-    fused: str, members: Sequence[str], ignore: Sequence[str], architecture: Architecture
+    fused: str, members: Sequence[str], ignore: Patterns, architecture: Architecture
 ) -> Iterator[str]:
     """The members of a fused layer that `ignore` names, or all where it names that."""
     projection = fused.rpartition(".")[2]
-    if fused not in members and matches_any(fused, ignore) and moe_layer(members[0]) is None:
+    if fused not in members and ignore.match(fused) and moe_layer(members[0]) is None:
         yield from members
     elif _are_resolved(projection, members, architecture):
-        yield from (member for member in members if matches_any(lookup_name(member), ignore))
+        yield from (member for member in members if ignore.match(lookup_name(member)))
 
 
 def group_for(
@@ -134,12 +134,7 @@ def group_for(
     if routed and LINEAR in targets and EXPERTS_CLASS not in targets:
         targets = {**targets, EXPERTS_CLASS: targets[LINEAR]}
     kind = EMBEDDING_CLASS if table else _class_of(projection, members, architecture)
-    return _of_class(kind, targets)
-
-
-def group_for_table(targets: Targets) -> ConfigGroup | None:
-    """The config group of a table of embeddings that its model builds without a name."""
-    return _of_class(EMBEDDING_CLASS, targets)
+    return group_of_class(kind, targets)
 
 
 def _are_resolved(projection: str, members: Sequence[str], architecture: Architecture) -> bool:
@@ -152,7 +147,7 @@ def _first(name: str, targets: Targets) -> ConfigGroup | None:
     return next((group for target, group in targets.items() if matches(target, name)), None)
 
 
-def _of_class(name: str, targets: Targets) -> ConfigGroup | None:
+def group_of_class(name: str, targets: Targets) -> ConfigGroup | None:
     """Match a class by part of its name, in any case, or by a pattern."""
     for target, group in targets.items():
         if matches(target, name) if target.startswith(REGEX) else target.lower() in name.lower():
@@ -175,13 +170,6 @@ def _class_of(projection: str, members: Sequence[str], architecture: Architectur
     return "MergedColumnParallelLinear" if len(members) > 1 else "ColumnParallelLinear"
 
 
-def matches_any(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a name equals a pattern or matches an `re:` pattern from its start, as in vLLM."""
-    if isinstance(patterns, Patterns):
-        return patterns.match(name)
-    return any(matches(pattern, name) for pattern in patterns)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineTransform:
     """One entry of a scheme's `apply`; `kind` is the scheme's type, `location` input or output of a layer."""
@@ -189,8 +177,8 @@ class OnlineTransform:
     scheme: str
     kind: str
     location: str
-    targets: tuple[str, ...]
-    ignore: tuple[str, ...]
+    targets: Patterns
+    ignore: Patterns
 
     @property
     def submodule(self) -> str:
@@ -201,8 +189,8 @@ class OnlineTransform:
         """Return whether it rotates the inputs or outputs of a linear layer."""
         return self._names(module, self.targets) and not self._names(module, self.ignore)
 
-    def _names(self, module: str, patterns: tuple[str, ...]) -> bool:
-        return LINEAR in patterns or matches_any(module, patterns)
+    def _names(self, module: str, patterns: Patterns) -> bool:
+        return LINEAR in patterns or patterns.match(module)
 
 
 def online_transforms(quantization: Mapping[str, Json]) -> Iterator[OnlineTransform]:
@@ -222,9 +210,9 @@ def online_transforms(quantization: Mapping[str, Json]) -> Iterator[OnlineTransf
                 )
 
 
-def _patterns(raw: Json) -> tuple[str, ...]:
+def _patterns(raw: Json) -> Patterns:
     listed = raw if isinstance(raw, list) else [raw] if isinstance(raw, str) else []
-    return tuple(map(str, listed))
+    return Patterns(map(str, listed))
 
 
 # Parameters of a linear layer that compressed-tensors stores next to or instead of its weight.

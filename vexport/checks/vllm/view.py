@@ -13,16 +13,16 @@ from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import QUANTIZATION_CONFIG, SourceIndex, StoredQuantization, find_quantization
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.groups import (
+    EMBEDDING_CLASS,
     ConfigGroup,
     FusedLinear,
     OnlineTransform,
     StoredLayer,
     Targets,
     group_for,
-    group_for_table,
+    group_of_class,
     ignored,
     linear_modules,
-    matches_any,
     of_attention,
     online_transforms,
     parse_group,
@@ -200,7 +200,8 @@ class CheckpointView:
 
     def is_ignored(self, module: str, entries: Iterable[str]) -> bool:
         """Return whether any of some entries of `ignore` means a module by the name that vLLM has for it."""
-        return matches_any(self.architecture.asked_name(module), [*map(self.architecture.matched, entries)])
+        matched = Patterns(map(self.architecture.matched, entries))
+        return matched.match(self.architecture.asked_name(module))
 
     @cached_property
     def transforms(self) -> tuple[OnlineTransform, ...]:
@@ -307,7 +308,7 @@ class CheckpointView:
             return self._group_by_method(self.method, fused, self.lookup_names(fused)[0])
         table = self.architecture.is_table(fused.name)
         if table and self.table_lookup != "name":
-            return group_for_table(self.targets) if self.table_lookup == "class" else None
+            return group_of_class(EMBEDDING_CLASS, self.targets) if self.table_lookup == "class" else None
         name, parts = self.architecture.asked_name(fused.name), self.lookup_names(fused)
         return group_for(name, parts, self.targets, self.architecture, table=table)
 
