@@ -5,7 +5,6 @@ from pathlib import Path
 
 from vexport.architectures import with_stars
 from vexport.checkpoint.index import find_quantization, read_index
-from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of
 from vexport.checks import SOURCE, Against
 from vexport.checks.vllm.groups import StoredLayer
@@ -13,7 +12,7 @@ from vexport.checks.vllm.view import CheckpointView, error, info, warning
 from vexport.errors import InputError
 from vexport.fidelity.kept import file_findings, tensor_findings
 from vexport.fidelity.smoothing import Factors, judged_smoothing
-from vexport.fidelity.source import ComparedSource, SourceTensors
+from vexport.fidelity.source import SourceTensors
 from vexport.fidelity.weights import WeightComparison, compare_weight
 from vexport.formats.arguments import SchemeArgs, precision
 from vexport.formats.schemes import named_scheme
@@ -29,8 +28,7 @@ def against(root: Path, *, on_layer: OnLayer) -> Against:
     tensors must be the same bytes, and the files next to the weights say the same. Of a smoothed checkpoint
     the source is smoothed alike.
     """
-    with Reader() as reader:
-        index = ComparedSource(root, reader).index
+    index = read_index(root)
     if find_quantization(index.root, index.config) is not None:
         need = "the unquantized one that the checkpoint was made from"
         raise InputError(str(root), got="a quantized checkpoint", need=need, fix="name that with --source")
@@ -39,18 +37,15 @@ def against(root: Path, *, on_layer: OnLayer) -> Against:
         smoothing, objections = judged_smoothing(view.index.root, read_index(root))
         yield from objections
         with reader_of(smoothing) as reader:
-            yield from _compared(view, ComparedSource(root, reader), reader, on_layer)
+            yield from _compared(view, SourceTensors(view, root, reader), on_layer)
 
     return Against(root=root, run=compare)
 
 
-def _compared(
-    view: CheckpointView, source: ComparedSource, reader: Reader, on_layer: OnLayer
-) -> Iterator[Finding]:
-    origins = SourceTensors(view, source, reader)
+def _compared(view: CheckpointView, origins: SourceTensors, on_layer: OnLayer) -> Iterator[Finding]:
     quantized = [layer for layer in view.layers.values() if layer.is_quantized]
     ratios: dict[str, float] = {}
-    smoothing = Factors(view, origins, reader)
+    smoothing = Factors(view, origins)
     for number, layer in enumerate(quantized):
         comparison = _compare(view, origins, layer)
         if isinstance(comparison, WeightComparison) and comparison.is_doubtful:
@@ -65,13 +60,13 @@ def _compared(
         on_layer(number + 1, len(quantized))
     yield from _factors(smoothing)
     names = {layer.name for layer in quantized}
-    yield from tensor_findings(view, reader, origins, names, smoothing.norms)
-    yield from file_findings(view.index, source.index)
+    yield from tensor_findings(view, origins, names, smoothing.norms)
+    yield from file_findings(view.index, origins.index)
     yield from _summary(view, ratios)
 
 
 def _compare(view: CheckpointView, origins: SourceTensors, layer: StoredLayer) -> WeightComparison | Finding:
-    pieces = origins.weight(layer)
+    pieces = origins.pieces(layer)
     if not pieces:
         fix = "give the checkpoint that this one was made from"
         return _incomparable(view, layer, "no weight of this layer", fix)
@@ -86,7 +81,7 @@ def _smoothed(
     view: CheckpointView, origins: SourceTensors, layer: StoredLayer, smoothing: Factors
 ) -> WeightComparison | None:
     """The comparison with a smoothed weight; None where there are no factors."""
-    pieces = smoothing.expected(layer.name, origins.weight(layer))
+    pieces = smoothing.expected(layer.name, origins.pieces(layer))
     comparison = compare_weight(view, layer, pieces) if pieces else None
     if comparison is not None and not comparison.faults:
         smoothing.accept(layer.name)

@@ -76,7 +76,7 @@ PREPROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_pre
 
 
 def tensor_findings(
-    view: CheckpointView, reader: Reader, origins: SourceTensors, quantized: Set[str], explained: Set[str]
+    view: CheckpointView, origins: SourceTensors, quantized: Set[str], explained: Set[str]
 ) -> Iterator[Finding]:
     """Findings on tensors that are kept, changed without a need, new or lost; `explained` are as they are
     because layers after them were smoothed."""
@@ -84,27 +84,25 @@ def tensor_findings(
         module, _, parameter = name.rpartition(".")
         if ADDED.match(name) or name in explained or (module in quantized and parameter != "bias"):
             continue
-        yield from _kept(view, reader, origins, tensor)
+        yield from _kept(view, origins, tensor)
     origins.release()
     for tensor in origins.missing():
         yield from _lost(view, tensor)
 
 
-def _kept(
-    view: CheckpointView, reader: Reader, origins: SourceTensors, tensor: TensorInfo
-) -> Iterator[Finding]:
+def _kept(view: CheckpointView, origins: SourceTensors, tensor: TensorInfo) -> Iterator[Finding]:
     origin = origins.tensor(tensor.name)
     if origin is None and tensor.name.endswith(TIED) and _is_tied(view):
         origin = origins.tensor(TABLE)
     if origin is None:
         yield from _regrouped(view, origins, tensor)
         return
-    if same_bytes(reader, origin, view.reader, tensor):
+    if same_bytes(origins.reader, origin, view.reader, tensor):
         return
-    if origin.shape == tensor.shape and _same_values(reader, origin, view.reader, tensor):
+    if origin.shape == tensor.shape and _same_values(origins.reader, origin, view.reader, tensor):
         yield _meant(tensor.name, f"dtype {origin.dtype}", f"the same values in {tensor.dtype}")
         return
-    if NORM.match(tensor.name) and _went_through_one(reader, origin, view.reader, tensor):
+    if NORM.match(tensor.name) and _went_through_one(origins.reader, origin, view.reader, tensor):
         return
     expected = f"the bytes of the source ({origin.dtype} {list(origin.shape)})"
     got = "other values" if origin.shape == tensor.shape else f"shape {list(tensor.shape)}"
@@ -138,7 +136,7 @@ def _went_through_one(old: Reader, origin: TensorInfo, new: Reader, tensor: Tens
 def _regrouped(view: CheckpointView, origins: SourceTensors, tensor: TensorInfo) -> Iterator[Finding]:
     """A kept weight that the source stores together with others, or apart."""
     layer = view.layers.get(tensor.name.removesuffix(".weight"))
-    pieces = origins.weight(layer) if layer is not None and tensor.dtype in TORCH_DTYPES else ()
+    pieces = origins.pieces(layer) if layer is not None and tensor.dtype in TORCH_DTYPES else ()
     if not pieces:
         yield _meant(tensor.name, "a tensor of the source's", "none there of this name")
         return

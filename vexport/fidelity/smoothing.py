@@ -13,7 +13,6 @@ import torch
 
 from vexport.architectures import STACK
 from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import SMOOTHING, fits, smoothing_of
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
 from vexport.checks import SOURCE
@@ -79,8 +78,8 @@ def _objections(file: Path, source: SourceIndex, smoothing: Mapping[str, Smoothi
 class Factors:
     """The factors of a checkpoint against its source; `norms` are those that are explained by them."""
 
-    def __init__(self, view: CheckpointView, origins: SourceTensors, reader: Reader) -> None:
-        self._view, self._origins, self._reader = view, origins, reader
+    def __init__(self, view: CheckpointView, origins: SourceTensors) -> None:
+        self._view, self._origins = view, origins
         self.norms: set[str] = set()
         self.layers: list[str] = []
 
@@ -115,7 +114,7 @@ class Factors:
             return None
         if norm_info.dtype not in TORCH_DTYPES:
             return None
-        before = read_tensor(self._reader, origin).float()
+        before = read_tensor(self._origins.reader, origin).float()
         after = read_tensor(self._view.reader, norm_info).float()
         factors = before / after
         usable = bool(torch.isfinite(factors).all()) and bool((factors > 0).all())
@@ -136,7 +135,7 @@ class Factors:
         """The gain of each row (axis 1) or column (axis 0) of a weight over its source's."""
         layer = self._view.layers.get(name)
         weight = dequantized(self._view, name) if layer is not None and layer.is_quantized else None
-        pieces = self._origins.weight(layer) if layer is not None else ()
+        pieces = self._origins.pieces(layer) if layer is not None else ()
         if weight is None or not pieces:
             return None
         source, factors = torch.cat(tuple(pieces)).float(), self._of_norm(name)

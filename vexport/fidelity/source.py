@@ -12,7 +12,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor, read_weight
 from vexport.checks.vllm.groups import StoredLayer, joined_name
 from vexport.checks.vllm.view import CheckpointView
-from vexport.layers.linears import find_linears, names_of
+from vexport.layers.linears import find_linears
 from vexport.records import LinearPlan, TensorInfo
 
 
@@ -41,18 +41,18 @@ class ComparedSource:
 Pieces = Sequence[torch.Tensor]
 
 
-class SourceTensors:
+class SourceTensors(ComparedSource):
     """Finds tensors in the source by name, by vLLM's name, or as parts of a fused layer; notes them."""
 
-    def __init__(self, view: CheckpointView, source: ComparedSource, reader: Reader) -> None:
-        self._view, self._source, self._reader = view, source, reader
-        self._names = names_of(view.index, view.architecture)
-        self._linears = {self._names.vllm_name(name): linear for name, linear in source.linears.items()}
-        self._tensors = {self._vllm_tensor(name): tensor for name, tensor in source.index.tensors.items()}
+    def __init__(self, view: CheckpointView, root: Path, reader: Reader) -> None:
+        super().__init__(root, reader)
+        self._view, self._vllm_name = view, view.architecture.vllm_name
+        self._linears = {self._vllm_name(name): linear for name, linear in self.linears.items()}
+        self._tensors = {self._vllm_tensor(name): tensor for name, tensor in self.index.tensors.items()}
         self._found: set[str] = set()
         self._read_since: dict[str, TensorInfo] = {}
 
-    def weight(self, layer: StoredLayer) -> Pieces:
+    def pieces(self, layer: StoredLayer) -> Pieces:
         """A layer's weight in the source; nothing where it has none."""
         linear = self._linear(layer.name)
         if linear is not None:
@@ -62,32 +62,31 @@ class SourceTensors:
     def tensor(self, name: str) -> TensorInfo | None:
         """The source's tensor for one that the checkpoint holds unquantized."""
         stored = joined_name(*name.rpartition(".")[::2])
-        tensor = self._source.index.tensors.get(stored) or self._tensors.get(self._vllm_tensor(stored))
+        tensor = self.index.tensors.get(stored) or self._tensors.get(self._vllm_tensor(stored))
         if tensor is not None:
             self._found.add(tensor.name)
         return tensor
 
     def missing(self) -> Iterator[TensorInfo]:
         """The source's tensors of which nothing was asked."""
-        tensors = self._source.index.tensors
-        yield from (tensor for name, tensor in tensors.items() if name not in self._found)
+        yield from (tensor for name, tensor in self.index.tensors.items() if name not in self._found)
 
     def release(self) -> None:
         """Give back the pages of the weights that were read since the last call."""
-        self._reader.release(self._read_since.values())
+        self.reader.release(self._read_since.values())
         self._read_since.clear()
 
     def _vllm_tensor(self, name: str) -> str:
         module, dot, parameter = name.rpartition(".")
-        return f"{self._names.vllm_name(module)}{dot}{parameter}"
+        return f"{self._vllm_name(module)}{dot}{parameter}"
 
     def _linear(self, name: str) -> LinearPlan | None:
-        return self._source.linears.get(name) or self._linears.get(self._names.vllm_name(name))
+        return self.linears.get(name) or self._linears.get(self._vllm_name(name))
 
     def _read(self, linear: LinearPlan) -> torch.Tensor:
         self._found.add(linear.weight)
-        self._read_since[linear.weight] = self._source.index.tensors[linear.weight]
-        weight = self._source.weight(linear.name)
+        self._read_since[linear.weight] = self.index.tensors[linear.weight]
+        weight = self.weight(linear.name)
         assert weight is not None
         return weight
 
@@ -118,9 +117,9 @@ class SourceTensors:
 
     def _stacked(self, layer: StoredLayer) -> Pieces:
         """The experts of a layer that both store as one tensor, (out, in) each (gpt-oss)."""
-        tensor = self._source.index.tensors.get(layer.name)
+        tensor = self.index.tensors.get(layer.name)
         if tensor is None or len(tensor.shape) != 3 or tensor.dtype not in FLOATING:
             return ()
         self._found.add(tensor.name)
         self._read_since[tensor.name] = tensor
-        return tuple(read_tensor(self._reader, tensor).transpose(1, 2))
+        return tuple(read_tensor(self.reader, tensor).transpose(1, 2))
