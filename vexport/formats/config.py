@@ -1,8 +1,8 @@
 """The `quantization_config` of config.json, in the terms of compressed-tensors that vLLM reads; KV scales."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from vexport.architectures import Architecture, get_architecture
 from vexport.architectures.fusion import NO_UP, all_names, also_asked, below, looked_up, moe_layer
 from vexport.errors import InputError
-from vexport.formats.arguments import Arguments, QuantArgs, SchemeArgs, arguments_adapter
+from vexport.formats.arguments import QuantArgs, SchemeArgs, arguments_adapter
 from vexport.formats.base import is_head
 from vexport.formats.schemes import get_scheme
 from vexport.records import (
@@ -40,54 +40,33 @@ KV_CACHES: Mapping[KvCache, QuantArgs] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreatedLayers:
-    """Layers that are quantized alike, and stored in the format of that name."""
-
-    args: Arguments
-    format: str
-    layers: list[FusionGroup]
-
-
 def quantization_config(plan: Plan) -> dict[str, Json]:
-    """The configuration of a plan's output: a config group per scheme and observer, and what is kept."""
-    treated: dict[tuple[str, str], TreatedLayers] = {}
-    for group in plan.groups:
-        key, name = (group.scheme, group.observers), get_scheme(group.scheme).format.name
-        if key not in treated:
-            treated[key] = TreatedLayers(args=_arguments(group), format=name, layers=[])
-        treated[key].layers.append(group)
-    return config_of(treated.values(), plan.ignore, plan.kv_cache, get_architecture(plan.architecture))
-
-
-def config_of(
-    treated: Collection[TreatedLayers],
-    ignore: Iterable[str],
-    kv_cache: KvCache | None,
-    architecture: Architecture,
-) -> dict[str, Json]:
-    """The configuration by which vLLM treats layers so.
+    """The configuration of a plan's output: a config group per scheme and observer, and what is kept.
 
     One scheme targets the class Linear; several target their layers by name, because vLLM takes the first
     target that matches and a class matches all.
     """
-    groups: dict[str, Json] = {}
-    for number, alike in enumerate(treated):
-        others = [group for each in treated if each is not alike for group in each.layers]
+    treated: dict[tuple[str, str], list[FusionGroup]] = {}
+    for group in plan.groups:
+        treated.setdefault((group.scheme, group.observers), []).append(group)
+    architecture, groups, formats = get_architecture(plan.architecture), dict[str, Json](), set[str]()
+    for number, layers in enumerate(treated.values()):
+        others = [group for each in treated.values() if each is not layers for group in each]
+        args, stored_as = _arguments(layers[0]), get_scheme(layers[0].scheme).format.name
+        formats.add(stored_as)
         groups[f"group_{number}"] = {
-            "targets": [*targets_of(alike.layers, architecture, others, alone=len(treated) == 1)],
-            "weights": _json(alike.args.weights),
-            "input_activations": _json(alike.args.input_activations),
+            "targets": [*targets_of(layers, architecture, others, alone=len(treated) == 1)],
+            "weights": _json(args.weights),
+            "input_activations": _json(args.input_activations),
             "output_activations": None,
-            "format": alike.format,
+            "format": stored_as,
         }
-    formats = [*{alike.format for alike in treated}]
     return {
         "config_groups": groups,
-        "format": "mixed-precision" if len(formats) > 1 else formats[0] if formats else "dense",
+        "format": "mixed-precision" if len(formats) > 1 else min(formats, default="dense"),
         "global_compression_ratio": None,
-        "ignore": list(ignore),
-        "kv_cache_scheme": _json(KV_CACHES[kv_cache]) if kv_cache else None,
+        "ignore": list(plan.ignore),
+        "kv_cache_scheme": _json(KV_CACHES[plan.kv_cache]) if plan.kv_cache else None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
     }
