@@ -66,7 +66,7 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _heads(view: CheckpointView, ranks: int) -> Iterator[Finding]:
-    heads = heads_of(view.layers, view.names, view.text)
+    heads = heads_of(view.layers, view.names)
     if got := heads.uneven(ranks):
         expected = f"heads that {ranks} ranks can share, or of which each holds one"
         fix = f"serve it on {heads.possible_ranks} GPUs"
@@ -84,7 +84,7 @@ def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
             continue
         args = group and SchemeArgs(weights=group.weights, input_activations=group.input_activations)
         scheme = Scheme(name=group.name, args=args, format=group.storage) if group and args else None
-        if reason := unsupported_on(planned, scheme, view.names, ranks, view.text):
+        if reason := unsupported_on(planned, scheme, view.names, ranks):
             counts[with_stars(fused.name), reason] += 1
     for (kind, reason), count in counts.items():
         where = f"{kind} ({_layers(count)}, tp {ranks})"

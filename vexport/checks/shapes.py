@@ -226,7 +226,7 @@ def _whole_blocks(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) 
     planned = view.planned(fused, group) if group.weights.block is not None else None
     if planned is None:
         return
-    parts = parts_of(planned, view.names, view.text)
+    parts = parts_of(planned, view.names)
     if reason := group.storage.unsupported_shape(group, partition_of(parts, 1, "none")):
         expected = "whole blocks in layers that vLLM runs as one, but for the last"
         fix = "quantize the layer per channel, or keep it"

@@ -41,13 +41,15 @@ LATENT = "kv_a_proj_with_mqa"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The reading of one checkpoint's names: vLLM's class and the number of decoder layers.
+    """The reading of one checkpoint's names: vLLM's class, the language model's config and the number of its
+    decoder layers.
 
     `experts_known` says whether vLLM loads the class's experts one by one, `transposed_experts` whether a
     tensor of all experts is (experts, in, out) in this checkpoint.
     """
 
     architecture: Architecture
+    text: Mapping[str, Json]
     layers: int | None
     experts_known: bool
     transposed_experts: bool
@@ -99,21 +101,22 @@ class Names:
 
 def names_of(index: SourceIndex, architecture: Architecture) -> Names:
     """The reading of a checkpoint's names."""
-    layers = text_config(index.config).get("num_hidden_layers")
+    text = text_config(index.config)
+    layers = text.get("num_hidden_layers")
     return Names(
         architecture=architecture,
+        text=text,
         layers=layers if isinstance(layers, int) else None,
         experts_known=architecture.experts is not None and index.architecture not in OWN_EXPERTS,
-        transposed_experts=_is_transposed(index, architecture),
+        transposed_experts=_is_transposed(index, architecture, text.get("hidden_size")),
     )
 
 
-def _is_transposed(index: SourceIndex, architecture: Architecture) -> bool:
+def _is_transposed(index: SourceIndex, architecture: Architecture, hidden: Json) -> bool:
     """Return whether tensors of all experts are (experts, in, out): by hidden_size, or as the class has them.
 
     Checkpoints of one class come in both orders: newer versions of transformers save the other one.
     """
-    hidden = text_config(index.config).get("hidden_size")
     for tensor in index.tensors.values():
         ending = stacked_ending(tensor.name, architecture) if len(tensor.shape) == 3 else None
         _, rows, columns = tensor.shape if ending else (0, 0, 0)
@@ -185,15 +188,15 @@ def _stacked_experts(tensor: TensorInfo, names: Names) -> Iterator[LinearPlan]:
 
 
 def attention_layers(
-    linears: Iterable[LinearPlan], names: Names, text: Mapping[str, Json], kv_cache: KvCache | None
+    linears: Iterable[LinearPlan], names: Names, kv_cache: KvCache | None
 ) -> tuple[AttentionLayer, ...]:
-    """The decoder's attention layers with scales of their own, by the language model's config `text`."""
+    """The decoder's attention layers with scales of their own."""
     if kv_cache is None:
         return ()
     per_head = KV_CACHES[kv_cache].strategy == "attn_head"
     return tuple(
         AttentionLayer(
-            name=linear.name.rpartition(".")[0], heads=kv_heads(linear, text) if per_head else None
+            name=linear.name.rpartition(".")[0], heads=kv_heads(linear, names.text) if per_head else None
         )
         for linear in linears
         if makes_keys(linear.name, names)

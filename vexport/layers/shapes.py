@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from vexport.architectures import Architecture, Reordering
+from vexport.architectures import Reordering
 from vexport.architectures.config import QUERIES, known_size, part_sizes
 from vexport.architectures.fusion import looked_up, moe_layer
 from vexport.formats.base import Split, is_head, uneven
@@ -25,14 +25,12 @@ MOST_RANKS = 16
 OTHER_RANKS = "serve it on another number of GPUs (--tp)"
 
 
-def unsupported_reordering(
-    group: FusionGroup, architecture: Architecture, text: Mapping[str, Json]
-) -> str | None:
+def unsupported_reordering(group: FusionGroup, names: Names) -> str | None:
     """Return why a group's tensors cannot follow the rows of its weights, or None where they do."""
-    scheme, width = get_scheme(group.scheme), known_size("hidden_size // num_attention_heads", text)
+    scheme, width = get_scheme(group.scheme), known_size("hidden_size // num_attention_heads", names.text)
     for member in group.members:
         last_part = member.name.rpartition(".")[2]
-        reordering = architecture.reordered.get(last_part)
+        reordering = names.architecture.reordered.get(last_part)
         for spec in scheme.layout(member, "BF16") if reordering else ():
             if reordering and (reason := _left_behind(reordering, member, spec, width)):
                 return f"{spec.name.rpartition('.')[2]} {list(spec.shape)} of {last_part}, {reason}"
@@ -68,9 +66,7 @@ def _left_behind(reordering: Reordering, member: LinearPlan, spec: TensorSpec, h
     return reason if last_part == "weight" else None
 
 
-def unsupported(
-    groups: Iterable[FusionGroup], names: Names, ranks: Sequence[int], text: Mapping[str, Json]
-) -> dict[str, str]:
+def unsupported(groups: Iterable[FusionGroup], names: Names, ranks: Sequence[int]) -> dict[str, str]:
     """Return why vLLM could not run groups on all these ranks, by their names; groups that it runs are not
     there.
 
@@ -81,7 +77,7 @@ def unsupported(
     for group in groups:
         kind = kind_of_group(group)
         if kind not in judged:
-            judged[kind] = _unsupported(group, names, ranks, text)
+            judged[kind] = _unsupported(group, names, ranks)
         if reason := judged[kind]:
             reasons[group.name] = reason
     return reasons
@@ -96,13 +92,11 @@ def kind_of_group(group: FusionGroup) -> tuple[object, ...]:
     return (group.name.rpartition(".")[2], group.scheme, routed, *members)
 
 
-def _unsupported(
-    group: FusionGroup, names: Names, ranks: Sequence[int], text: Mapping[str, Json]
-) -> str | None:
-    if reordered := unsupported_reordering(group, names.architecture, text):
+def _unsupported(group: FusionGroup, names: Names, ranks: Sequence[int]) -> str | None:
+    if reordered := unsupported_reordering(group, names):
         return reordered
     scheme = get_scheme(group.scheme)
-    reasons = (unsupported_on(group, scheme, names, count, text) for count in ranks)
+    reasons = (unsupported_on(group, scheme, names, count) for count in ranks)
     return next((reason for reason in reasons if reason), None)
 
 
@@ -114,23 +108,21 @@ def refusal(group: FusionGroup, reason: str, fix: str) -> Finding:
     )
 
 
-def unsupported_on(
-    group: FusionGroup, scheme: Scheme | None, names: Names, ranks: int, text: Mapping[str, Json]
-) -> str | None:
+def unsupported_on(group: FusionGroup, scheme: Scheme | None, names: Names, ranks: int) -> str | None:
     """Return why vLLM could not run a group on so many ranks, None where it can; a scheme of None is
     unquantized.
     """
     split = split_of(group, names)
     # Keys and values as often as ranks need them.
-    members = [repeated(part, ranks, text) for part in parts_of(group, names, text)]
-    if ungrouped := _ungrouped(group, scheme, names, ranks, text):
+    members = [repeated(part, ranks, names.text) for part in parts_of(group, names)]
+    if ungrouped := _ungrouped(group, scheme, names, ranks):
         return ungrouped
     if scheme is None:
         return uneven(members, ranks, split)
     return scheme.unsupported_shape(members, ranks=ranks, split=split)
 
 
-def parts_of(group: FusionGroup, names: Names, text: Mapping[str, Json]) -> list[LinearPlan]:
+def parts_of(group: FusionGroup, names: Names) -> list[LinearPlan]:
     """The layers that vLLM makes of a group, also of one that is stored in one weight, and with a part that
     it loads twice (keys that are the values, too)."""
     members = {member.name: member for member in group.members}
@@ -139,7 +131,7 @@ def parts_of(group: FusionGroup, names: Names, text: Mapping[str, Json]) -> list
     if moe_layer(first.name) is not None or not names.in_decoder(first.name):
         return [*group.members]
     prefix, dot, last_part = group.name.rpartition(".")
-    sizes = part_sizes(last_part, rows, architecture, text)
+    sizes = part_sizes(last_part, rows, architecture, names.text)
     if _ends(member.out_features for member in group.members) <= _ends(sizes):
         attention = QUERIES in architecture.parts[last_part]
         parts = QUERY_KEY_VALUE if attention else (last_part,) * len(sizes)
@@ -158,12 +150,10 @@ def _ends(sizes: Iterable[int]) -> set[int]:
     return {*accumulate(sizes)}
 
 
-def _ungrouped(
-    group: FusionGroup, scheme: Scheme | None, names: Names, ranks: int, text: Mapping[str, Json]
-) -> str | None:
+def _ungrouped(group: FusionGroup, scheme: Scheme | None, names: Names, ranks: int) -> str | None:
     """Return why ranks cannot share the groups of a layer, one of which is repeated for all of them."""
     expression = names.architecture.groups.get(group.name.rpartition(".")[2])
-    count = known_size(expression, text) if expression else 0
+    count = known_size(expression, names.text) if expression else 0
     if not count or count % ranks == 0:
         return None
     if count > 1:
@@ -226,11 +216,11 @@ class Heads:
         return f"{', '.join(first)} or {last}" if first else last
 
 
-def heads_of(linears: Iterable[str], names: Names, text: Mapping[str, Json]) -> Heads:
+def heads_of(linears: Iterable[str], names: Names) -> Heads:
     """The heads of a model, from the names of its linear layers and the language model's config."""
-    queries = known_size("num_attention_heads", text)
+    queries = known_size("num_attention_heads", names.text)
     has_keys = queries > 0 and any(makes_keys(name, names) for name in linears)
-    return Heads(queries=queries, keys=known_size("num_key_value_heads", text) if has_keys else 0)
+    return Heads(queries=queries, keys=known_size("num_key_value_heads", names.text) if has_keys else 0)
 
 
 def refused_ranks(
@@ -239,13 +229,12 @@ def refused_ranks(
     quantized: Set[str],
     names: Names,
     ranks: Sequence[int],
-    text: Mapping[str, Json],
 ) -> Iterator[Finding]:
     """Refusals for the rank counts that the heads, or layers that are not `quantized`, do not allow."""
     several = [count for count in ranks if count > 1]
     if not several or not names.architecture.row_parallel:
         return
-    heads = heads_of(linears, names, text)
+    heads = heads_of(linears, names)
     for count in several:
         if uneven := heads.uneven(count):
             fix = f"serve it on {heads.possible_ranks} GPUs (--tp)"
@@ -256,13 +245,13 @@ def refused_ranks(
                 group = FusionGroup(
                     name=name, scheme="", observer="", members=tuple(linears[member] for member in members)
                 )
-                if reason := unsupported_on(group, None, names, count, text):
+                if reason := unsupported_on(group, None, names, count):
                     yield _refusal(name, "parts that each rank can hold", reason, OTHER_RANKS)
 
 
-def is_uneven(group: FusionGroup, names: Names, ranks: Sequence[int], text: Mapping[str, Json]) -> bool:
+def is_uneven(group: FusionGroup, names: Names, ranks: Sequence[int]) -> bool:
     """Return whether vLLM could not cut a group for some of the ranks in any scheme, nor unquantized."""
-    return any(unsupported_on(group, None, names, count, text) for count in ranks if count > 1)
+    return any(unsupported_on(group, None, names, count) for count in ranks if count > 1)
 
 
 def _refusal(where: str, expected: str, got: str, fix: str, *, check: str = "ranks") -> Finding:

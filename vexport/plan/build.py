@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from vexport.architectures import resolve
-from vexport.architectures.config import text_config
 from vexport.architectures.fusion import fuse, moe_layer
 from vexport.checkpoint.index import SourceIndex, find_quantization
 from vexport.errors import InputError
@@ -32,7 +31,7 @@ from vexport.layers.shapes import (
     unsupported,
 )
 from vexport.plan.rules import choose_rule, hidden_rules, require_matching_rules, smoothing_strength
-from vexport.records import Finding, FusionGroup, Json, KvCache, OnUnsupportedShape, Plan
+from vexport.records import Finding, FusionGroup, KvCache, OnUnsupportedShape, Plan
 
 if TYPE_CHECKING:
     from vexport.scenario import Rule
@@ -92,14 +91,13 @@ def build_plan(index: SourceIndex, rules: Sequence["Rule"], settings: PlanSettin
         for name, members in modules.items()
         if not misruled and (group := chosen[members[0]]) is not None
     ]
-    groups, fitted, unfit = _fitted(groups, names, settings, index)
-    text = text_config(index.config)
-    attention = attention_layers(linears.values(), names, text, settings.kv_cache)
+    groups, fitted, unfit = _fitted(groups, names, settings)
+    attention = attention_layers(linears.values(), names, settings.kv_cache)
     uncached = refused_caches(attention, linears.values()) if settings.kv_cache else ()
     refusals = [*misruled, *unfit, *uncached]
     quantized = {member.name for group in groups for member in group.members}
     if groups or not refusals:
-        refusals = [*refused_ranks(modules, linears, quantized, names, settings.ranks, text), *refusals]
+        refusals = [*refused_ranks(modules, linears, quantized, names, settings.ranks), *refusals]
     opaque = [tensor.name for tensor in index.tensors.values() if is_unknown_experts(tensor, names)]
     weights = {member.weight for group in groups for member in group.members}
     kept = tuple(name for members in modules.values() for name in members if name not in quantized)
@@ -142,14 +140,14 @@ def require_accepted(plan: Plan) -> None:
 
 
 def _fitted(
-    groups: list[FusionGroup], names: Names, settings: PlanSettings, index: SourceIndex
+    groups: list[FusionGroup], names: Names, settings: PlanSettings
 ) -> tuple[list[FusionGroup], list[Finding], list[Finding]]:
     """(groups, notes, refusals): where shapes do not fit, smaller groups, no scheme or a refusal."""
     notes: list[Finding] = []
     if settings.takes_smaller_groups:
-        groups, smaller = with_smaller_groups(groups, names, settings.ranks, text_config(index.config))
+        groups, smaller = with_smaller_groups(groups, names, settings.ranks)
         notes.extend(smaller)
-    unfit = _shape_findings(groups, names, settings, index)
+    unfit = _shape_findings(groups, names, settings)
     if settings.on_unsupported_shape != "keep":
         return groups, notes, list(unfit.values())
     groups, kept = _without(groups, unfit)
@@ -194,15 +192,12 @@ def _unquantizable(
 
 
 def _shape_findings(
-    groups: Sequence[FusionGroup], names: Names, settings: PlanSettings, index: SourceIndex
+    groups: Sequence[FusionGroup], names: Names, settings: PlanSettings
 ) -> dict[str, Finding]:
-    text = text_config(index.config)
-    reasons = unsupported(groups, names, settings.ranks, text)
+    reasons = unsupported(groups, names, settings.ranks)
     refused = [group for group in groups if group.name in reasons]
     sizes = {
-        scheme: fitting_sizes(
-            [group for group in groups if group.scheme == scheme], names, settings.ranks, text
-        )
+        scheme: fitting_sizes([group for group in groups if group.scheme == scheme], names, settings.ranks)
         for scheme in dict.fromkeys(group.scheme for group in refused)
     }
     return {
@@ -210,7 +205,7 @@ def _shape_findings(
             group,
             reasons[group.name],
             OTHER_RANKS
-            if is_uneven(group, names, settings.ranks, text)
+            if is_uneven(group, names, settings.ranks)
             else advice_on(group, sizes[group.scheme], settings.origin),
         )
         for group in refused
@@ -256,14 +251,12 @@ def _require_plain(index: SourceIndex) -> None:
         )
 
 
-def fitting_sizes(
-    groups: Sequence[FusionGroup], names: Names, ranks: Sequence[int], text: Mapping[str, Json]
-) -> tuple[int, ...]:
+def fitting_sizes(groups: Sequence[FusionGroup], names: Names, ranks: Sequence[int]) -> tuple[int, ...]:
     """The sizes below that of the groups' one scheme with which vLLM runs all of them, largest first."""
     return tuple(
         size
         for size in _smaller(groups[0].scheme if groups else "")
-        if not unsupported(_regrouped(groups, size), names, ranks, text)
+        if not unsupported(_regrouped(groups, size), names, ranks)
     )
 
 
@@ -284,14 +277,14 @@ def advice_on(group: FusionGroup, sizes: Sequence[int], origin: Origin) -> str:
 
 
 def with_smaller_groups(
-    groups: Sequence[FusionGroup], names: Names, ranks: Sequence[int], text: Mapping[str, Json]
+    groups: Sequence[FusionGroup], names: Names, ranks: Sequence[int]
 ) -> tuple[list[FusionGroup], list[Finding]]:
     """Groups of unsupported shape with the largest group size that fits, and what is said of each.
 
     vLLM loads each fused layer in its own scheme, and the routed experts of a layer in one: so the size is
     chosen for those. What no size fits stays as it is.
     """
-    reasons = unsupported(groups, names, ranks, text)
+    reasons = unsupported(groups, names, ranks)
     sizes: dict[tuple[object, ...], int | None] = {}
     regrouped_groups: list[FusionGroup] = []
     notes: list[Finding] = []
@@ -299,7 +292,7 @@ def with_smaller_groups(
         bad = next((group for group in layers if group.name in reasons), None)
         kind = tuple(kind_of_group(group) for group in layers)
         if bad is not None and kind not in sizes:
-            sizes[kind] = next(iter(fitting_sizes(layers, names, ranks, text)), None)
+            sizes[kind] = next(iter(fitting_sizes(layers, names, ranks)), None)
         size = sizes.get(kind) if bad is not None else None
         if bad is None or size is None:
             regrouped_groups.extend(layers)

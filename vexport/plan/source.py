@@ -7,7 +7,6 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from vexport.architectures import resolve
-from vexport.architectures.config import text_config
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.source import pinned_source, resolve_source, source_headers
@@ -323,10 +322,10 @@ def _stored(index: SourceIndex, group: FusionGroup, scheme: str) -> int:
 def _outlook(
     name: str, index: SourceIndex, names: Names, plan: Plan, kinds: Sequence[_Kind], settings: PlanSettings
 ) -> SchemeOutlook:
-    scheme, text = get_scheme(name), text_config(index.config)
+    scheme = get_scheme(name)
     support = scheme.format.gpu_support(scheme.args)
     groups = [replace(kind.group, scheme=name) for kind in kinds]
-    reasons = unsupported(groups, names, settings.ranks, text)
+    reasons = unsupported(groups, names, settings.ranks)
     # What stays in every scheme: copied tensors and scales of the KV cache.
     size = plan.output_bytes - sum(kind.number * _stored(index, kind.group, PROBE) for kind in kinds)
     layers = 0
@@ -335,7 +334,7 @@ def _outlook(
         size += kind.number * (_stored(index, kind.group, name) if fits else kind.source_bytes)
         layers += kind.number * len(kind.group.members) * fits
     reason = next(iter(reasons.values()), "")
-    sizes = fitting_sizes(groups, names, settings.ranks, text) if reason else ()
+    sizes = fitting_sizes(groups, names, settings.ranks) if reason else ()
     if sizes:
         reason = f"{reason}; --group-size {' or '.join(map(str, sizes))} fits"
     refused = next((str(refusal.got) for refusal in plan.refusals if refusal.check != "shape"), "")

@@ -121,7 +121,7 @@ def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
         return Changes()
     kind: KvCache = "fp8_per_head" if scheme.strategy == KV_CACHES["fp8_per_head"].strategy else "fp8"
     linears = [member for fused in view.fused_linears for member in fused.by_name.members]
-    layers = attention_layers(linears, view.names, view.text, kind)
+    layers = attention_layers(linears, view.names, kind)
     missing = {finding.where for finding in announced.run(view)} - view.index.tensors.keys()
     if not all(
         f"{layer.name}.{parameter}" in missing for layer in layers for parameter in (K_SCALE, V_SCALE)
