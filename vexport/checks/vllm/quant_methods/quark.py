@@ -49,14 +49,10 @@ def read(config: MethodConfig) -> QuantMethod:
     layers, base = values.get("layer_quant_config"), values.get("global_quant_config")
     cached = exported.get("kv_cache_group")
     _cache(config, cached, layers)
-    groups: dict[str, MethodGroup] = {}
     by_layer = {
         name: _group(config, f"layer_quant_config.{name}", each, method) for name, each in _dicts(layers)
     }
     usual = _group(config, "global_quant_config", base, method)
-    for group in (usual, *by_layer.values()):
-        if group is not None:
-            groups.setdefault(group.name, group)
 
     def group_of(layer: str, name: str) -> MethodGroup | None:
         experts = layer.endswith(".experts")
@@ -68,7 +64,7 @@ def read(config: MethodConfig) -> QuantMethod:
     return QuantMethod(
         name=METHOD,
         skip_key="exclude",
-        groups=tuple(groups.values()),
+        groups=[group for group in (usual, *by_layer.values()) if group is not None],
         group_of=group_of,
         kv_cache=bool(cached),
         cache_scales=CACHE_SCALES,
