@@ -33,8 +33,9 @@ def test_quantize_and_check_as_the_command_line(llama: Path, calibration: Path, 
     assert check(tmp_path / "a", tp=(1, 2), sm=(90,)).ok
     (tmp_path / "a" / "model.safetensors").unlink()
     assert not check(tmp_path / "a").ok
-    with pytest.raises(InputError):
-        check(tmp_path / "none")
+    for name, drafter in (("none", ""), ("a", "eagle3=none")):
+        with pytest.raises(InputError):
+            check(tmp_path / name, speculative=drafter)
 
 
 def test_rules_in_the_place_of_a_scheme(llama: Path, tmp_path: Path) -> None:
