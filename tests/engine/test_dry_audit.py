@@ -14,18 +14,21 @@ from vexport.engine.messages import Cell, CellResult, LayerKind, Miscopy
 Loader = Callable[[torch.nn.Module, torch.Tensor], None]
 
 
+FP8 = torch.float8_e4m3fn
+
+
+def stored(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 class Layer(torch.nn.Module):
     """A fused weight of two members and the weights of three experts, on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.fused = self._parameter(8, 4, dtype=torch.float32)
-        self.experts = self._parameter(3, 2, 4, dtype=torch.float8_e4m3fn)
-        self.scale = self._parameter(1, dtype=torch.float32)
-
-    @staticmethod
-    def _parameter(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
-        return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+        tensors = {"fused": stored(8, 4), "experts": stored(3, 2, 4, dtype=FP8), "scale": stored(1)}
+        for name, tensor in tensors.items():
+            self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
 
 
 def faults(
@@ -41,14 +44,9 @@ def faults(
     return list(audit.faults(model, optional=frozenset(optional)))
 
 
-def stored(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def rows(start: int, stop: int) -> Loader:
     def load(model: torch.nn.Module, tensor: torch.Tensor) -> None:
-        target = model.get_parameter("fused").data[start:stop]
-        target.copy_(tensor[: stop - start])
+        model.get_parameter("fused").data[start:stop].copy_(tensor[: stop - start])
 
     return load
 
@@ -64,7 +62,6 @@ def scale(model: torch.nn.Module, tensor: torch.Tensor) -> None:
     model.get_parameter("scale").data.fill_(tensor.item())
 
 
-FP8 = torch.float8_e4m3fn
 EXPERTS = [(stored(2, 4, dtype=FP8), expert(index)) for index in range(3)]
 WHOLE = [(stored(4, 4), rows(0, 4)), (stored(4, 4), rows(4, 8)), *EXPERTS, (stored(1), scale)]
 
@@ -147,9 +144,8 @@ UNUSED = Miscopy(kind="unused", where="b.weight", layer="", got="float32 [1]", e
 
 def loaded(cell: Cell, *faults: Miscopy) -> CellResult:
     """A cell whose kernel is that of its capability."""
-    return CellResult(
-        cell=cell, outcome="loaded", layers=(CUTLASS if cell.sm >= 89 else MARLIN,), faults=faults
-    )
+    kernel = CUTLASS if cell.sm >= 89 else MARLIN
+    return CellResult(cell=cell, outcome="loaded", layers=(kernel,), faults=faults)
 
 
 def refused(cell: Cell, reason: str = "ValueError: no") -> CellResult:
@@ -178,24 +174,22 @@ def test_a_refused_cell_fails_where_every_one_is_required() -> None:
     assert not judge("x", "0", results, "all").ok
     report = judge("x", "0", results, "any")
     assert report.ok
-    assert [(finding.severity, finding.where) for finding in report.findings] == [
-        ("warning", "checkpoint (tp 1/2, sm 80)")
-    ]
+    (finding,) = report.findings
+    assert (finding.severity, finding.where) == ("warning", "checkpoint (tp 1/2, sm 80)")
     assert [cell.status for cell in report.rows[0].cells] == ["refused", "loads"] * 2
     assert not any(cell.needed for cell in report.cells)
     results = [refused(cell) if cell.tp == 2 else loaded(cell) for cell in CELLS]
     report = judge("x", "0", results, "any")
-    assert [finding.where for finding in report.findings if finding.severity == "error"] == [
-        "checkpoint (tp 2, sm 80/90)"
-    ]
+    errors = [finding.where for finding in report.findings if finding.severity == "error"]
+    assert errors == ["checkpoint (tp 2, sm 80/90)"]
     assert [cell.needed for cell in report.cells] == [False, False, True, True]
 
 
 def test_a_fault_is_at_its_layer_and_its_cells() -> None:
     results = [loaded(cell, *([NARROWED] if cell.tp == 2 else [])) for cell in CELLS]
     report = judge("x", "0", results, "all")
-    assert [cell.status for cell in report.cells] == ["other precision", "loads", "faulty", "faulty"]
-    assert [cell.status for cell in report.rows[0].cells] == ["other precision", "loads", "faulty", "faulty"]
+    for cells in (report.cells, report.rows[0].cells):
+        assert [cell.status for cell in cells] == ["other precision", "loads", "faulty", "faulty"]
     assert report.findings[0].where == "a.weight (tp 2, sm 80/90)"
     last = refused(CELLS[3], "RuntimeError: too small")
     assert merge_ranks([loaded(CELLS[3]), last]) == last

@@ -24,10 +24,9 @@ REPORTING = (
     "import os; fd = int(os.environ['VEXPORT_PROGRESS_FD']);"
     "os.write(fd, b'[\"load\", 0, 1]\\n[\"load\", '); os.write(fd, b'1, 1]\\n'); print('hello'); exit(7)"
 )
-
-
-# Writes into the pipe and the log without end.
+# Starts such a child, then writes into the pipe and the log without end.
 FLOODING = (
+    f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {CHILD!r}, sys.argv[1]]);"
     "import os, threading; fd = int(os.environ['VEXPORT_PROGRESS_FD']);"
     "line = b'[\"' + b'x' * 70_000 + b'\", 0, 1]\\n[[[\\n[1,2,3]\\n';"
     "threading.Thread(target=lambda: [os.write(fd, line) for _ in iter(int, 1)], daemon=True).start();"
@@ -79,14 +78,6 @@ def test_progress_and_log_arrive(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_timeout_ends_grandchildren(tmp_path: Path) -> None:
-    note = tmp_path / "pid"
-    with pytest.raises(TimeoutError):
-        run(tmp_path / "log", 2, PARENT, str(note))
-    assert gone(int(note.read_text()))
-
-
-@pytest.mark.slow
 def test_interrupt_ends_grandchildren(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     script = f"""
@@ -107,11 +98,13 @@ with started_group(command, environment=os.environ, log=log, timeout=100) as fol
     assert gone(int(note.read_text()))
 
 
-def test_a_flood_ends_at_the_timeout(tmp_path: Path) -> None:
-    begin = time.monotonic()
+@pytest.mark.slow
+def test_a_flood_and_grandchildren_end_at_the_timeout(tmp_path: Path) -> None:
+    begin, note = time.monotonic(), tmp_path / "pid"
     with pytest.raises(TimeoutError):
-        run(tmp_path / "log", 0.5, FLOODING)
+        run(tmp_path / "log", 2, FLOODING, str(note))
     assert time.monotonic() - begin < 20
+    assert gone(int(note.read_text()))
 
 
 @pytest.mark.slow

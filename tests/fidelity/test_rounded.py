@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.command import findings
 from tests.models import Good, dequantized, quantize, save_llama, write_calibration
@@ -107,16 +107,20 @@ def hard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """
     folder = tmp_path_factory.mktemp("hard")
     model = save_llama(folder / "llama", num_hidden_layers=1)
-    values = load_file(model / "model.safetensors")
-    values["model.embed_tokens.weight"][:, 0] = 0
-    values["model.embed_tokens.weight"][MASSIVE_TOKEN] *= 0.1
-    values["model.embed_tokens.weight"][MASSIVE_TOKEN, 0] = 8
-    for projection in ("gate", "up"):
-        row = values[LAYER.format(0, f"mlp.{projection}_proj.weight")][MASSIVE_COLUMN]
-        row.zero_()
-        row[0] = 2
-    values[f"{HARD}.weight"][FAR_ROW, MASSIVE_COLUMN] = 1
-    save_file(values, model / "model.safetensors", metadata={"format": "pt"})
+
+    @tensors
+    def massive(values: Tensors) -> None:
+        table = values["model.embed_tokens.weight"]
+        table[:, 0] = 0
+        table[MASSIVE_TOKEN] *= 0.1
+        table[MASSIVE_TOKEN, 0] = 8
+        for projection in ("gate", "up"):
+            row = values[LAYER.format(0, f"mlp.{projection}_proj.weight")][MASSIVE_COLUMN]
+            row.zero_()
+            row[0] = 2
+        values[f"{HARD}.weight"][FAR_ROW, MASSIVE_COLUMN] = 1
+
+    massive(model)
     ids = torch.randint(8, 64, (8, 23), generator=torch.Generator().manual_seed(1)).tolist()
     rows = [json.dumps({"input_ids": [MASSIVE_TOKEN, *row]}) for row in ids]
     (folder / "text.jsonl").write_text("\n".join(rows))

@@ -1,15 +1,13 @@
 """Smoothed weights against the model before that step: factors that are undone are none of the errors."""
 
 from pathlib import Path
-from shutil import copytree
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.checks.quant_methods import write
 from tests.models import save_llama
-from tests.mutations.edits import Change, put
+from tests.mutations.edits import Change, Tensors, put, spoiled, tensors
 from vexport.checks import check_checkpoint
 from vexport.fidelity.compare import against
 from vexport.records import Finding
@@ -34,25 +32,25 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def smoothed(source: Path, folder: Path) -> Path:
     """The same model with factors of a half to two between each norm or layer and what reads it."""
-    copytree(source, folder)
-    values, generator = load_file(source / "model.safetensors"), torch.Generator().manual_seed(0)
-    for before, after in STEPS:
-        old = values[f"{LAYER}.{before}.weight"]
-        factors = 2 ** (2 * torch.rand(old.shape[0], generator=generator) - 1)
-        divisor = factors if old.ndim == 1 else factors[:, None]
-        values[f"{LAYER}.{before}.weight"] = (old / divisor).to(old.dtype)
-        for name in after:
-            weight = values[f"{LAYER}.{name}.weight"]
-            values[f"{LAYER}.{name}.weight"] = (weight * factors).to(weight.dtype)
-    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+
+    def smooth(values: Tensors) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for before, after in STEPS:
+            old = values[f"{LAYER}.{before}.weight"]
+            factors = 2 ** (2 * torch.rand(old.shape[0], generator=generator) - 1)
+            divisor = factors if old.ndim == 1 else factors[:, None]
+            values[f"{LAYER}.{before}.weight"] = (old / divisor).to(old.dtype)
+            for name in after:
+                weight = values[f"{LAYER}.{name}.weight"]
+                values[f"{LAYER}.{name}.weight"] = (weight * factors).to(weight.dtype)
+
+    return spoiled(source, folder, tensors(smooth))
 
 
 def found(checkpoint: Path, source: Path) -> list[Finding]:
     compare = against(source, on_layer=lambda done, total: None)
-    return [
-        each for each in check_checkpoint(str(checkpoint), against=compare).findings if each.check == "source"
-    ]
+    findings = check_checkpoint(str(checkpoint), against=compare).findings
+    return [each for each in findings if each.check == "source"]
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
@@ -88,9 +86,8 @@ def halved(rows: slice, columns: slice) -> Change:
 def test_factors_nothing_undoes_are_errors(source: Path, tmp_path: Path, change: Change, where: str) -> None:
     checkpoint = write("awq", smoothed(source, tmp_path / "smoothed"), tmp_path / "quantized")
     change(checkpoint)
-    assert f"{LAYER}.{where}" in [
-        each.where for each in found(checkpoint, source) if each.severity == "error"
-    ]
+    errors = [each.where for each in found(checkpoint, source) if each.severity == "error"]
+    assert f"{LAYER}.{where}" in errors
 
 
 def test_autoawqs_own_checkpoint_differs_where_its_factors_do() -> None:
