@@ -215,7 +215,6 @@ class CellResult:
     layers: tuple[LayerKind, ...] = ()
     faults: tuple[Miscopy, ...] = ()
     memory: RankMemory | None = None
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

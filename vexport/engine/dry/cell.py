@@ -3,7 +3,6 @@
 import fcntl
 import hashlib
 import re
-import time
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -42,10 +41,9 @@ _SHARED = re.compile(r"(?:^|\.)(?P<shared>embed_tokens|lm_head|shared_head\.head
 
 def try_cell(attempt: DryTry) -> CellResult:
     """Build and load a checkpoint as a rank of a cell; after `fake_cuda`."""
-    start = time.monotonic()
     audit = Audit(attempt.cell.tp)
     try:
-        result = _load(attempt, audit)
+        return _load(attempt, audit)
     except Exception as error:
         traceback.print_exception(error)
         text = " ".join(_PYDANTIC.sub(" ", str(error)).split())
@@ -53,8 +51,7 @@ def try_cell(attempt: DryTry) -> CellResult:
         unfollowed = isinstance(error, _NOT_FOLLOWED) or any(word in text for word in _NOT_FOLLOWED_WORDS)
         outcome: Outcome = "unknown" if unfollowed else "refused"
         place = audit.last_handed_out
-        result = CellResult(cell=attempt.cell, outcome=outcome, reason=reason, where=place)
-    return replace(result, seconds=round(time.monotonic() - start, 3))
+        return CellResult(cell=attempt.cell, outcome=outcome, reason=reason, where=place)
 
 
 def configure(checkpoint: Path, *, tp: int, trust_remote_code: bool, speculative: str = "") -> "VllmConfig":

@@ -73,8 +73,7 @@ def merge_ranks(results: Sequence[CellResult]) -> CellResult:
     if failed:
         return failed[0]
     faults = {(fault.kind, fault.where): fault for result in reversed(results) for fault in result.faults}
-    seconds = sum(result.seconds for result in results)
-    return replace(results[0], faults=tuple(faults.values()), seconds=seconds)
+    return replace(results[0], faults=tuple(faults.values()))
 
 
 def _tries(number: int, request: DryRequest) -> list[list[DryTry]]:
