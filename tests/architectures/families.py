@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -292,17 +292,15 @@ def stacked_experts(layer: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     return {**found, "mlp.experts.gate_up_proj": gate_up, "mlp.experts.down_proj": parts["down_proj"]}
 
 
-def save_family(
-    name: str, folder: Path, *, add: Callable[[], Mapping[str, torch.Tensor]] = dict, **changes: object
-) -> Path:
-    """A micro model of a family as a checkpoint of one file; `add` gives tensors that transformers drops."""
+def save_family(name: str, folder: Path, **changes: object) -> Path:
+    """A micro model of a family as a checkpoint of one file; `changes` go to its language model's config."""
     family = FAMILIES[name]
     config = family.config(**changes)
     architecture, tensors = hub_tensors(config)
     if family.draft:
         tensors = {**tensors, **draft_layer(tensors, family.draft)}
     folder.mkdir(parents=True, exist_ok=True)
-    contents = {**{key: value.contiguous().clone() for key, value in tensors.items()}, **add()}
+    contents = {key: value.contiguous().clone() for key, value in tensors.items()}
     save_file(contents, folder / "model.safetensors", metadata={"format": "pt"})
     config.architectures = [architecture]
     config.save_pretrained(folder)

@@ -91,8 +91,8 @@ def write_good(root: Path, names: Iterable[str] = GOOD) -> Path:
         "llama": save_llama(root / "source-llama", **SIZES),
         "qwen3": save_qwen3(root / "source-qwen3", **SIZES),
         "moe": copytree(PEER / "moe", root / "source-moe"),
-        "gemma3": save_family("gemma3", root / "source-gemma3", add=dict, **SIZES),
-        "qwen2": save_family("qwen2", root / "source-qwen2", add=dict, **SIZES),
+        "gemma3": save_family("gemma3", root / "source-gemma3", **SIZES),
+        "qwen2": save_family("qwen2", root / "source-qwen2", **SIZES),
     }
     for source in sources.values():
         vary_norms(source)
