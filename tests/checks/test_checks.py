@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.architectures.families import save_family
-from tests.command import vexport
+from tests.command import findings, vexport
 from tests.models import Good, errors, problems, quantize, save_qwen3
 from tests.mutations.edits import INPUTS, Change, config, drop, put, spoiled
 from vexport.records import Json
@@ -94,12 +94,9 @@ def test_inputs_that_vllm_leaves_in_16_bits_are_a_warning(
     good: Good, tmp_path: Path, scheme: str, change: dict[str, Json], inputs: str
 ) -> None:
     folder = spoiled(good(scheme), tmp_path / "changed", config(INPUTS, **change))
-    ran = vexport("check", folder, "--sm", "90", "--format", "json")
-    assert ran.code == 0, ran.stdout
-    found = [finding for finding in json.loads(ran.stdout)[0]["findings"] if finding["check"] == "config"]
-    assert [(one["severity"], one["got"]) for one in found] == [
-        ("warning", f"inputs that vLLM leaves in 16 bits: {inputs}")
-    ]
+    (finding,) = [one for one in findings(folder, "--sm", "90") if one["check"] == "config"]
+    assert finding["severity"] == "warning"
+    assert finding["got"] == f"inputs that vLLM leaves in 16 bits: {inputs}"
 
 
 def test_routed_experts_need_inputs_that_vllm_quantizes(tmp_path: Path) -> None:

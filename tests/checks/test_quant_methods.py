@@ -13,7 +13,7 @@ from tests.checks.quant_methods import CHECKPOINTS, write, write_experts, write_
 from tests.checks.spoiled_methods import DOWN, LAYER, SPOILED, Spoiled, quantization
 from tests.command import vexport
 from tests.models import Good, errors, problems
-from tests.mutations.edits import Change, all_of, config, drop, element, put, spoiled, swap
+from tests.mutations.edits import Change, all_of, config, drop, element, put, spoiled, swap, without
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checks import check_checkpoint
@@ -150,10 +150,8 @@ def test_experts_are_judged_as_vllm_fuses_them(experts: Path, tmp_path: Path, na
 
 def test_experts_in_fp4_are_not_judged(written: Good, experts: Path, tmp_path: Path) -> None:
     """Of a model without experts the key says nothing."""
-    as_mxfp4, routed = (
-        quantization(store_dtype="mxfp4"),
-        write_experts("fp8-block", experts, tmp_path / "fp8"),
-    )
+    as_mxfp4 = quantization(store_dtype="mxfp4")
+    routed = write_experts("fp8-block", experts, tmp_path / "fp8")
     (finding,) = errors(spoiled(routed, tmp_path / "fp4", as_mxfp4))
     assert finding.check == "config"
     assert "store_dtype" in finding.where
@@ -180,26 +178,20 @@ def test_what_harms_nothing_is_a_warning(written: Good, tmp_path: Path) -> None:
     mislabelled = spoiled(written("gptq"), tmp_path / "v2", quantization(checkpoint_format="gptq_v2"))
     assert {each.severity for each in problems(mislabelled)} == {"warning"}
     assert "gptq stores them" in problems(mislabelled)[0].got
-    without = spoiled(written("gptq"), tmp_path / "less", drop(f"{DOWN}.qzeros", f"{DOWN}.g_idx"))
-    (finding,) = problems(without)
+    less = spoiled(written("gptq"), tmp_path / "less", drop(f"{DOWN}.qzeros", f"{DOWN}.g_idx"))
+    (finding,) = problems(less)
     assert (finding.severity, finding.where) == ("warning", f"{DOWN}.qzeros")
 
 
 def test_the_older_file_of_modelopt_is_judged(written: Good, tmp_path: Path) -> None:
-    def move(folder: Path) -> None:
-        whole = json.loads((folder / "config.json").read_text())
-        inner = {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8"}
-        del whole["quantization_config"]
-        (folder / "config.json").write_text(json.dumps(whole))
-        inner_and_kept = {**inner, "exclude_modules": ["lm_head"]}
-        older = {"producer": {"name": "modelopt"}, "quantization": inner_and_kept}
-        (folder / "hf_quant_config.json").write_text(json.dumps(older))
-
-    older = spoiled(written("modelopt-nvfp4"), tmp_path / "older", move)
-    assert problems(older) == []
+    older = spoiled(written("modelopt-nvfp4"), tmp_path / "older", without((), "quantization_config"))
+    settings: dict[str, Json] = {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8"}
+    settings["exclude_modules"] = ["lm_head"]
+    content = {"producer": {"name": "modelopt"}, "quantization": settings}
     file = older / "hf_quant_config.json"
-    content = json.loads(file.read_text())
-    del content["quantization"]["group_size"]
+    file.write_text(json.dumps(content))
+    assert problems(older) == []
+    del settings["group_size"]
     file.write_text(json.dumps(content))
     (finding,) = errors(older)
     assert (finding.check, "no group_size" in finding.got) == ("config", True)

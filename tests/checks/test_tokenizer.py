@@ -7,9 +7,8 @@ from shutil import copytree
 import pytest
 
 from tests.command import vexport
-from tests.models import Good, write_tokenizer
+from tests.models import Good, errors, write_tokenizer
 from tests.mutations.edits import Change, all_of, file_bytes, json_file, spoiled, without_files
-from vexport.checks import check_checkpoint
 from vexport.records import Json
 
 TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
@@ -45,20 +44,13 @@ STARTED: list[Change] = [
 ]
 
 
-def errors(good: Path, folder: Path, change: Change) -> list[str]:
-    """The places of the errors in a checkpoint with a tokenizer that is then changed."""
-    spoiled(good, folder, write_tokenizer)
-    change(folder)
-    findings = check_checkpoint(str(folder)).findings
-    return [one.where.replace(f"{folder}/", "") for one in findings if one.severity == "error"]
-
-
 @pytest.mark.parametrize(
     ("places", "change"),
     [*(([where], change) for where, change in REFUSED), *(([], change) for change in STARTED)],
 )
 def test_vllm_starts_without_findings(good: Good, tmp_path: Path, places: list[str], change: Change) -> None:
-    assert errors(good("W8A8"), tmp_path / "changed", change) == places
+    folder = spoiled(good("W8A8"), tmp_path / "changed", all_of(write_tokenizer, change))
+    assert [error.where.replace(f"{folder}/", "") for error in errors(folder)] == places
 
 
 @pytest.mark.vllm

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from tests.architectures.families import split
 from tests.command import Ran, vexport
 from tests.models import Good, dequantized, problems
 from tests.mutations.edits import (
@@ -171,28 +172,19 @@ def test_what_cannot_be_repaired_is_named_and_nothing_written(
 
 def test_untouched_shards_are_copies(good: Good, tmp_path: Path) -> None:
     def in_two(folder: Path) -> None:
-        values = load_file(folder / "model.safetensors")
-        values[f"{DOWN}.weight_global_scale"] = 1 / values[f"{DOWN}.weight_global_scale"]
-        (folder / "model.safetensors").unlink()
-        weight_map: dict[str, str] = {}
-        for number, last in ((1, False), (2, True)):
-            part = {
-                name: value for name, value in values.items() if name.startswith("model.layers.2") is last
-            }
-            save_file(part, folder / f"model-0000{number}-of-00002.safetensors", metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(part, f"model-0000{number}-of-00002.safetensors")
-        index = {"metadata": {}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        put(f"{DOWN}.weight_global_scale", inverse)(folder)
+        split(folder, 2)
 
     checkpoint, out = spoiled(good("NVFP4"), tmp_path / "broken", in_two), tmp_path / "out"
     ran, report = repair(checkpoint, out)
     assert ran.code == 0, ran.stderr
     assert [repair["family"] for repair in report["repairs"]] == ["global scales"]
-    first = "model-00001-of-00002.safetensors"
-    assert (out / first).read_bytes() == (checkpoint / first).read_bytes()
-    assert (out / first).stat().st_ino != (checkpoint / first).stat().st_ino
     index = json.loads((out / "model.safetensors.index.json").read_text())
-    assert index["weight_map"][f"{DOWN}.weight_global_scale"] == "model-00002-of-00002.safetensors"
+    changed = index["weight_map"][f"{DOWN}.weight_global_scale"]
+    (other,) = {*index["weight_map"].values()} - {changed}
+    assert (out / changed).read_bytes() != (checkpoint / changed).read_bytes()
+    assert (out / other).read_bytes() == (checkpoint / other).read_bytes()
+    assert (out / other).stat().st_ino != (checkpoint / other).stat().st_ino
     names = {name for path in out.glob("*.safetensors") for name in load_file(path)}
     assert index["weight_map"].keys() == names
 
