@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.architectures.families import FAMILIES, save_family, split
 from tests.command import vexport
 from tests.models import dequantized, quantize
+from tests.mutations.edits import all_of, each, spoiled
 from vexport.checkpoint.index import read_index
 from vexport.engine.reference import load_dequantized
 from vexport.errors import InputError
@@ -256,12 +257,11 @@ def test_patterns_of_one_stack_match_no_layer_of_another(tmp_path: Path) -> None
 def test_experts_of_either_order_are_the_same_layers(tmp_path: Path) -> None:
     """transformers 5 saves (experts, out, in) where the hub has (experts, in, out)."""
     hub = save_family("qwen3-vl-moe", tmp_path / "hub")
-    other = save_family("qwen3-vl-moe", tmp_path / "other")
-    tensors = load_file(other / "model.safetensors")
-    turned = {
-        name: value.mT.contiguous() if ".experts." in name else value for name, value in tensors.items()
-    }
-    save_file(turned, other / "model.safetensors", metadata={"format": "pt"})
+    turn = [
+        each(f".experts.{name}", lambda value: value.mT.contiguous())
+        for name in ("gate_up_proj", "down_proj")
+    ]
+    other = spoiled(hub, tmp_path / "other", all_of(*turn))
     assert [group.members[0].part for group in plan_of(hub).groups] != [
         group.members[0].part for group in plan_of(other).groups
     ]

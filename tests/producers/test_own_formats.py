@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.checks.spoiled_methods import in_bfloat16
 from tests.command import vexport
 from tests.models import Good, problems
-from tests.mutations.edits import WHOLE, Tensors, config, spoiled, tensors
+from tests.mutations.edits import WHOLE, config, spoiled
 from tests.mutations.methods import any_method
 from vexport.records import Json
 
@@ -17,29 +17,19 @@ NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
 SOURCES = Path(__file__).parent.parent / "peer"
 # One of each storage.
 SPOILED = (
-    *(
-        "autoround-llama-MXFP4-auto_round",
-        "autoround-llama-W4A16-auto_awq",
-        "autoround-llama-W4A16-auto_round",
-    ),
+    *("autoround-llama-MXFP4-auto_round", "autoround-llama-W4A16-auto_awq"),
+    "autoround-llama-W4A16-auto_round",
     *("modelopt-llama-FP8-KV", "modelopt-llama-MIXED", "modelopt-llama-NVFP4-KV"),
     *("quark-llama-fp8-KV", "quark-llama-int4_wo_32", "quark-llama-int8", "quark-llama-mxfp4"),
 )
-K = "model.layers.0.self_attn.k_proj"
 
 
 def source_of(name: str) -> Path:
     return SOURCES / name.split("-")[1]
 
 
-@tensors
-def unquantized(values: Tensors) -> None:
-    for name in [name for name in values if name.startswith(f"{K}.")]:
-        del values[name]
-    values[f"{K}.weight"] = torch.full((32, 128), 0.01, dtype=torch.bfloat16)
-
-
-CHANGES = {**any_method("model.layers.0"), "a layer that is not quantized": unquantized}
+UNQUANTIZED, _, _ = in_bfloat16("model.layers.0.self_attn.k_proj", (32, 128), "")
+CHANGES = {**any_method("model.layers.0"), "a layer that is not quantized": UNQUANTIZED}
 
 
 @pytest.mark.parametrize("name", NAMES)
