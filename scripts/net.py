@@ -123,7 +123,8 @@ def record() -> Mapping[str, str]:
             made |= part(root)
             print(f"{part.__name__}: {len(made)} in all", file=sys.stderr, flush=True)
         report, _ = run.communicate()
-    lines = [line for line in report.splitlines() if not line.startswith(TIMED)]
+    untimed = (line for line in report.splitlines() if not line.startswith(TIMED))
+    lines = [line.replace(folder, "ROOT") for line in untimed]
     return made | {"run": "\n".join([f"exit {run.returncode}", *lines])}
 
 
