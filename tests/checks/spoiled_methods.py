@@ -8,16 +8,14 @@ from tests.checks.quant_methods import QUARK_FP8, awq_packed, quark_config
 from tests.mutations.edits import (
     QUANTIZATION,
     Change,
-    add,
-    all_of,
     config,
     drop,
     element,
     inverse,
-    lost,
     put,
     rename,
     times,
+    unquantized,
 )
 from vexport.records import Json
 
@@ -63,10 +61,7 @@ def input_of(layer: str) -> Spoiled:
 
 
 def in_bfloat16(module: str, shape: tuple[int, int], where: str) -> Spoiled:
-    """A layer in bfloat16 in the place of a quantized one."""
-    weight = torch.full(shape, 0.01, dtype=torch.bfloat16)
-    gone = lost(lambda name: name.startswith(f"{module}."))
-    return all_of(gone, add(f"{module}.weight", weight)), "targets", where
+    return unquantized(module, *shape), "targets", where
 
 
 def transposed(value: torch.Tensor) -> torch.Tensor:

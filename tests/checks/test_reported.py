@@ -20,19 +20,18 @@ from tests.mutations.edits import (
     WHOLE,
     Change,
     Tensors,
-    add,
     all_of,
     config,
     copied,
     drop,
     each,
     inverse,
-    lost,
     moved,
     put,
     renamed,
     spoiled,
     tensors,
+    unquantized,
 )
 from vexport.api import check
 from vexport.checks import check_checkpoint
@@ -109,8 +108,7 @@ def with_tokenizer(folder: Path) -> None:
 
 ROUTER_OF_GEMMA = all_of(copied(f"{Q}.", f"{LAYER}.router.proj."), of_class("Gemma4ForCausalLM"))
 IN_16_BITS = all_of(
-    lost(lambda name: name.startswith(f"{DOWN}.")),
-    add(f"{DOWN}.weight", torch.ones(128, 256, dtype=torch.bfloat16)),
+    unquantized(DOWN, 128, 256),
     config(QUANTIZATION, ignore=["lm_head", DOWN.replace("model.", "model.language_model.")]),
 )
 LLAVA = all_of(

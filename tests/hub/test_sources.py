@@ -55,28 +55,28 @@ def test_a_download_that_is_cut_off_goes_on_where_it_was(machine: Machine, hub: 
 
 
 @pytest.mark.parametrize(
-    ("state", "variables", "name", "code", "message"),
+    ("gated", "variables", "name", "code", "message"),
     [
-        ({}, {}, "other/nothing", 2, "RepositoryNotFoundError: 401"),
-        ({}, {}, f"{MODEL}@v9", 2, "RevisionNotFoundError: 404"),
-        ({}, {"HF_TOKEN": "hf_bad"}, MODEL, 4, "401"),
-        ({}, {"HF_ENDPOINT": "http://127.0.0.1:9"}, MODEL, 4, "Connection refused"),
-        ({"gated": True}, {"HF_TOKEN": TOKEN}, MODEL, 2, "GatedRepoError: 403"),
+        (False, {}, "other/nothing", 2, "RepositoryNotFoundError: 401"),
+        (False, {}, f"{MODEL}@v9", 2, "RevisionNotFoundError: 404"),
+        (False, {"HF_TOKEN": "hf_bad"}, MODEL, 4, "401"),
+        (False, {"HF_ENDPOINT": "http://127.0.0.1:9"}, MODEL, 4, "Connection refused"),
+        (True, {"HF_TOKEN": TOKEN}, MODEL, 2, "GatedRepoError: 403"),
     ],
 )
 def test_the_words_of_the_library_are_one_line_of_ours(
     machine: Machine,
     hub: Hub,
-    state: dict[str, bool],
+    gated: bool,
     variables: dict[str, str],
     name: str,
     code: int,
     message: str,
 ) -> None:
-    hub.repositories[MODEL].gated = state.get("gated", False)
+    hub.repositories[MODEL].gated = gated
     ran = machine.run("quantize", name, "out", *FP8, **variables)
     assert ran.code == code
-    (line,) = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
+    (line,) = ran.errors
     assert line.startswith(f"error: model {name}: it cannot be had from the hub: ")
     assert message in line
     assert not (machine.folder / "out").exists()

@@ -93,6 +93,12 @@ def lost(wanted: Callable[[str], object]) -> Change:
     return renamed(lambda name: None if wanted(name) else name)
 
 
+def unquantized(module: str, *shape: int) -> Change:
+    """Put a layer in bfloat16 in the place of a quantized one."""
+    weight = torch.full(shape, 0.01, dtype=torch.bfloat16)
+    return all_of(lost(lambda name: name.startswith(f"{module}.")), add(f"{module}.weight", weight))
+
+
 def copied(old: str, new: str) -> Change:
     """Store the tensors whose names begin so once more."""
     return tensors(

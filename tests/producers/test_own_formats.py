@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checks.spoiled_methods import in_bfloat16
 from tests.command import vexport
 from tests.models import Good, problems
-from tests.mutations.edits import WHOLE, config, spoiled
+from tests.mutations.edits import WHOLE, config, spoiled, unquantized
 from tests.mutations.methods import any_method
 from vexport.records import Json
 
@@ -17,19 +16,22 @@ NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
 SOURCES = Path(__file__).parent.parent / "peer"
 # One of each storage.
 SPOILED = (
-    *("autoround-llama-MXFP4-auto_round", "autoround-llama-W4A16-auto_awq"),
-    "autoround-llama-W4A16-auto_round",
+    *(
+        "autoround-llama-MXFP4-auto_round",
+        "autoround-llama-W4A16-auto_awq",
+        "autoround-llama-W4A16-auto_round",
+    ),
     *("modelopt-llama-FP8-KV", "modelopt-llama-MIXED", "modelopt-llama-NVFP4-KV"),
     *("quark-llama-fp8-KV", "quark-llama-int4_wo_32", "quark-llama-int8", "quark-llama-mxfp4"),
 )
+K = "model.layers.0.self_attn.k_proj"
 
 
 def source_of(name: str) -> Path:
     return SOURCES / name.split("-")[1]
 
 
-UNQUANTIZED, _, _ = in_bfloat16("model.layers.0.self_attn.k_proj", (32, 128), "")
-CHANGES = {**any_method("model.layers.0"), "a layer that is not quantized": UNQUANTIZED}
+CHANGES = {**any_method("model.layers.0"), "a layer that is not quantized": unquantized(K, 32, 128)}
 
 
 @pytest.mark.parametrize("name", NAMES)
