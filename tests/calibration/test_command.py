@@ -218,7 +218,7 @@ def test_a_data_set_is_read_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     data = CalibrationData(name="org/chats", samples=2, seq_len=3)
     with pytest.raises(
-        EnvironmentFault, match="dataset org/chats: it cannot be had from the hub: .* `hf download`"
+        EnvironmentFault, match="dataset org/chats: it cannot be fetched from the hub: .* `hf download`"
     ):
         read_samples(data, DEMO, vocab_size=VOCABULARY)
     repository = tmp_path / "datasets--org--chats"

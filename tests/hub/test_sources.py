@@ -77,7 +77,7 @@ def test_the_words_of_the_library_are_one_line_of_ours(
     ran = machine.run("quantize", name, "out", *FP8, **variables)
     assert ran.code == code
     (line,) = ran.errors
-    assert line.startswith(f"error: model {name}: it cannot be had from the hub: ")
+    assert line.startswith(f"error: model {name}: it cannot be fetched from the hub: ")
     assert message in line
     assert not (machine.folder / "out").exists()
 
@@ -144,7 +144,7 @@ def test_a_checkpoint_of_the_hub_is_checked(machine: Machine, hub: Hub) -> None:
     (machine.folder / "runs").mkdir()
     mistake = machine.run("check", "runs/nope", HF_ENDPOINT="http://127.0.0.1:9")
     assert mistake.code == 2
-    assert "no such folder, and it cannot be had from the hub" in mistake.stderr
+    assert "no such folder, and it cannot be fetched from the hub" in mistake.stderr
 
 
 def test_without_network_a_whole_copy_in_the_cache_is_used(machine: Machine, hub: Hub) -> None:

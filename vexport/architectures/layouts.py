@@ -17,7 +17,7 @@ PER_LAYER = "per_layer_config"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class LayoutRow:
     """Tensors of one kind and shape: their names with `*` for numbers, in which layers they are, how large.
 
     Expressions with `i` for the number of the layer (the first `*`) of `layers`; an empty one is not
@@ -55,7 +55,7 @@ class ClassLayout:
     lists: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
     drops: frozenset[str] = frozenset()
-    rows: tuple[Row, ...] = ()
+    rows: tuple[LayoutRow, ...] = ()
 
     def knows(self, config: Mapping[str, Json]) -> bool:
         """Return whether the configs in a config are of the types whose tensors are known, alike in all
@@ -158,7 +158,7 @@ def expected_tensors(
 
 
 def _tensors(
-    name: str, row: Row, layout: ClassLayout, values: ConfigValues, most: int
+    name: str, row: LayoutRow, layout: ClassLayout, values: ConfigValues, most: int
 ) -> Iterator[tuple[str, Expected]]:
     parts = name.split(".")
     stars = [at for at, part in enumerate(parts) if part == "*"]
@@ -179,7 +179,7 @@ def _tensors(
                 yield ".".join(parts), each
 
 
-def _shape(row: Row, values: ConfigValues, i: int, layers: int) -> tuple[int | None, ...] | None:
+def _shape(row: LayoutRow, values: ConfigValues, i: int, layers: int) -> tuple[int | None, ...] | None:
     if row.shape is None:
         return None
     sides = tuple(size(side, values, i=i, layers=layers) if side else None for side in row.shape)
@@ -203,5 +203,5 @@ def get_layout(name: str) -> ClassLayout | None:
     if entry is None:
         return None
     values = json.loads(entry)
-    rows = tuple(Row(**row) for row in values.pop("rows"))
+    rows = tuple(LayoutRow(**row) for row in values.pop("rows"))
     return ClassLayout(**{**values, "drops": frozenset(values.get("drops", ()))}, rows=rows)

@@ -40,7 +40,7 @@ class Row:
 
 
 def read_row(raw: object, column: str | None) -> Row:
-    """The row that a JSON object or a record of a data set holds; ValueError says what it lacks."""
+    """Parse a JSON object or a record of a data set; ValueError says what it lacks."""
     if not isinstance(raw, Mapping):
         raise ValueError(f"{type(raw).__name__}, no JSON object")
     if column is not None:
@@ -58,7 +58,7 @@ def read_row(raw: object, column: str | None) -> Row:
 
 
 def _of_value(value: object, key: str) -> Row:
-    """A column by what is in it: a string, ids or turns."""
+    """Parse the value of a column: a string, ids or turns."""
     if isinstance(value, str):
         return Row(text=value)
     if not isinstance(value, Sequence):
@@ -136,7 +136,7 @@ class Samples:
 def read_samples(
     data: CalibrationData, checkpoint: Path, *, vocab_size: int, trust_remote_code: bool = False
 ) -> Samples:
-    """Rows as token ids: as many and as long as `data` asks for, read no further than that.
+    """Read rows as token ids, as many and as long as `data` asks for, and no more.
 
     A row has the forms of `read_row`; turns go through the tokenizer's chat template. Broken rows are
     reported together. Raises InputError, and EnvironmentFault where the hub cannot be asked.

@@ -50,7 +50,7 @@ class HubName:
 
     @classmethod
     def parse(cls, name: str) -> Self | None:
-        """The hub's name in `name`; None where it is written otherwise. Says nothing about local folders."""
+        """Parse ORG/NAME or ORG/NAME@REVISION; None for anything else. Local folders are not considered."""
         match = _NAME.fullmatch(name)
         return cls(id=match["id"], revision=match["revision"]) if match else None
 
@@ -59,18 +59,18 @@ class HubName:
 
 
 def pinned_name(root: Path) -> str | None:
-    """ORG/NAME@COMMIT of a folder in the hub's cache; None of every other folder."""
+    """ORG/NAME@COMMIT of a folder in the hub's cache; None for any other folder."""
     match = _SNAPSHOT.search(str(root))
     return f"{match['id'].replace('--', '/', 1)}@{match['commit']}" if match else None
 
 
 def explain(error: BaseException, name: HubName, kind: RepoKind = "model") -> VexportError:
-    """The error to show for one that was raised while a library looked for `name`.
+    """Translate an error that a library raised while it looked for `name`.
 
     InputError where the name, the revision or the access to it is wrong; EnvironmentFault for all else.
     """
     words = " ".join(f"{type(error).__name__}: {error}".split())
-    got = f"it cannot be had from the hub: {words}"
+    got = f"it cannot be fetched from the hub: {words}"
     if _is_any(error, _INPUT):
         fix = "check the name, and HF_TOKEN for a private one"
         return InputError(f"{kind} {name}", got=got, need="", fix=fix)
@@ -108,7 +108,7 @@ def downloaded(name: HubName) -> str | None:
 
 
 def _is_any(error: BaseException | None, names: set[str]) -> bool:
-    """Return whether an error, or what it came from, is of a class with one of these names."""
+    """Return whether an error, or one of its causes, is of a class with one of these names."""
     if error is None:
         return False
     is_one = any(cls.__name__ in names for cls in type(error).__mro__)
@@ -146,7 +146,7 @@ def download(name: HubName, on_progress: OnProgress) -> Path:
 
 
 def require_model(name: HubName) -> None:
-    """Raise what `download` would where a model cannot be had, having fetched its config only."""
+    """Raise what `download` would for a model that is not available; fetches its config only."""
     try:
         _fetch_config(name)
     except EnvironmentFault as fault:

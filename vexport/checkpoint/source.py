@@ -136,7 +136,7 @@ def pinned_source(name: str, root: Path) -> str:
 
 
 def require_source(name: str) -> None:
-    """Raise what `resolve_source` would for a model that cannot be had; fetches its config only."""
+    """Raise what `resolve_source` would for a model that is not available; fetches its config only."""
     if (model := hub_name(name)) is not None:
         with _or_no_such_folder(name):
             require_model(model)

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ComparisonOptions:
     """The baseline, and the file that CHECKPOINT's answers are accepted into."""
 
     baseline: str | None
     against: Path | None
     accept: Path | None
 
-    def consistent(self, options: Mapping[str, Any]) -> "Comparison":
+    def consistent(self, options: Mapping[str, Any]) -> "ComparisonOptions":
         """The same, with an accepted baseline that is given as --baseline in its own option.
 
         UsageError where options of `eval` do not go together.
@@ -125,7 +125,7 @@ def _tasks(context: click.Context, parameter: click.Parameter, values: tuple[str
 @format_option(names="-o --output-file --output")
 def evaluate(
     checkpoints: tuple[str, ...],
-    comparison: Comparison,
+    comparison: ComparisonOptions,
     attribution: bool | None,
     attribution_seconds: int,
     output_dir: Path | None,

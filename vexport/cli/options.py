@@ -212,7 +212,7 @@ class Real(click.FloatRange):
         super().fail(message.replace("range .", f"range {super()._describe_range()}."), param, ctx)
 
     def _describe_range(self) -> str:
-        """The bounds for help, where there are two."""
+        """The range in help, where it has two bounds."""
         return "" if self.max is None else super()._describe_range()
 
 
@@ -263,7 +263,7 @@ def gpus(text: str) -> tuple["Card", ...]:
 
 
 def _by_suffix(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    """The format that was asked for; where none was, the one that the name of the answer's file ends in."""
+    """The given format, else the one that the answer's file name ends in."""
     file = answer_file(context)
     if file is None or context.get_parameter_source("format_") is ParameterSource.COMMANDLINE:
         return value

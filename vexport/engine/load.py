@@ -108,7 +108,7 @@ def _knows(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
 
 
 def _seeded(tokenizer: PreTrainedTokenizerBase, count: int) -> Prompts:
-    """Sequences over the vocabulary without its special tokens."""
+    """Seeded sequences over the vocabulary without its special tokens."""
     special = set(tokenizer.all_special_ids)
     ordinary = sorted(id_ for id_ in tokenizer.get_vocab().values() if id_ not in special)
     source = random.Random(_SEED)
@@ -120,7 +120,7 @@ def _seeded(tokenizer: PreTrainedTokenizerBase, count: int) -> Prompts:
 
 
 def shortest_length(checkpoint: Path, length: int = _MAX_LENGTH) -> int:
-    """`length`, or the model's own limit where that is less: what vLLM reserves its cache for."""
+    """The smaller of `length` and the model's own limit: vLLM reserves its KV cache for it."""
     text = text_config(json.loads((checkpoint / "config.json").read_text(encoding="utf-8")))
     return min([length, *(limit for key in _LENGTHS if isinstance(limit := text.get(key), int))])
 

@@ -254,7 +254,7 @@ def _dequantize(name: str, scheme: QuantizationScheme, tensors: Tensors, dtype: 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OnlineTransform:
+class ReferenceTransform:
     """A transform of linear layers' inputs or outputs, with its stored matrices by their size."""
 
     args: TransformArgs
@@ -284,7 +284,7 @@ class OnlineTransform:
             module.register_forward_hook(lambda _, inputs, output: rotated(output))
 
 
-def _take_transforms(stored: StoredQuantization | None, tensors: Tensors) -> list[OnlineTransform]:
+def _take_transforms(stored: StoredQuantization | None, tensors: Tensors) -> list[ReferenceTransform]:
     """The transforms that layers compute; their matrices are taken out of `tensors`.
 
     InputError where a transform is one of attention, which vLLM does not run.
@@ -299,5 +299,5 @@ def _take_transforms(stored: StoredQuantization | None, tensors: Tensors) -> lis
                 raise InputError(stored.place, got=got, need=need, fix="compare without a reference")
             keys = [key for key in tensors if key.endswith(f".{name}_{args.location}.weight")]
             matrices = {len(matrix): matrix for matrix in map(tensors.pop, keys)}
-            transforms.append(OnlineTransform(args=args, head_dim=scheme.head_dim, matrices=matrices))
+            transforms.append(ReferenceTransform(args=args, head_dim=scheme.head_dim, matrices=matrices))
     return transforms

@@ -67,7 +67,7 @@ class _Mx(Format):
 
 
 class Mxfp4(_Mx):
-    """e2m1 weights, two to the byte, with inputs in MXFP4, in FP8 by group or token, or as they are.
+    """e2m1 weights, two to the byte, with inputs in MXFP4, in FP8 by group or token, or unquantized.
 
     vLLM quantizes the inputs of all of them to MXFP4 where it has FP4 kernels: for FP8 inputs it only has
     Humming's, a package that its wheel does not bring, and falls back (compressed_tensors_w4a8_mxfp4.py).

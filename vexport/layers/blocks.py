@@ -1,4 +1,4 @@
-"""The blocks of an output in the order of the source: quantized groups, and tensors that are copied."""
+"""The blocks of an output in the order of the source: quantized groups and copied tensors."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache

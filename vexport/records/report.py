@@ -1,4 +1,4 @@
-"""Everything that a run found, several runs next to each other, what `quantize` has written, and losses."""
+"""The report of a run, the comparison of several, the answer of `quantize`, and measured losses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -164,7 +164,7 @@ def next_step(report: "Report") -> tuple[str, str]:
 
 
 def opening(sentence: str) -> str:
-    """A sentence that stands on its own line: a capital, unless it starts with a name."""
+    """A sentence on its own line: capitalized, unless it starts with a name."""
     is_ours = sentence.startswith(("all ", "both ", "check ", "load "))
     return sentence[0].upper() + sentence[1:] if is_ours else sentence
 
