@@ -22,7 +22,7 @@ class LayoutRow:
 
     Expressions with `i` for the number of the layer (the first `*`) of `layers`; an empty one is not
     known, nor is a shape that is None. `kind` says what vLLM makes of them: the kind of a weight's module
-    (`modules.ModuleKind`), "experts", "norm", "norm above one" (it multiplies by one more than the weight),
+    (`ModuleKind`), "experts", "norm", "norm above one" (it multiplies by one more than the weight),
     "dropped", "" for others.
     """
 
