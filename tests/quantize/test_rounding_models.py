@@ -107,7 +107,10 @@ def dequantized(source: Path, checkpoint: Path, out: Path) -> Path:
     copytree(source, out)
     values = load_file(source / "model.safetensors")
     with Reader() as reader:
-        view, linears = CheckpointView(read_index(checkpoint), reader), ComparedSource(source, reader).linears
+        view, linears = (
+            CheckpointView(read_index(checkpoint), reader),
+            ComparedSource(read_index(source), reader).linears,
+        )
         for layer in view.layers.values():
             stored = as_loaded(view, layer) if layer.is_quantized else None
             if layer.group is not None and stored is not None:

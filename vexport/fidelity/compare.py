@@ -34,10 +34,10 @@ def against(root: Path, *, on_layer: OnLayer) -> Against:
         raise InputError(str(root), got="a quantized checkpoint", need=need, fix="name that with --source")
 
     def compare(view: CheckpointView) -> Iterator[Finding]:
-        smoothing, objections = judged_smoothing(view.index.root, read_index(root))
+        smoothing, objections = judged_smoothing(view.index.root, index)
         yield from objections
         with reader_of(smoothing) as reader:
-            yield from _compared(view, SourceTensors(view, root, reader), on_layer)
+            yield from _compared(view, SourceTensors(view, index, reader), on_layer)
 
     return Against(root=root, run=compare)
 

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
 from vexport.checkpoint.dtypes import FLOATING
-from vexport.checkpoint.index import SourceIndex, read_index
+from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor, read_weight
 from vexport.checks.vllm.groups import StoredLayer, joined_name
@@ -19,9 +18,8 @@ from vexport.records import LinearPlan, TensorInfo
 class ComparedSource:
     """Weights by the name of their layer, also where the source stores experts together."""
 
-    def __init__(self, root: Path, reader: Reader) -> None:
-        self.index: SourceIndex = read_index(root)
-        self.reader = reader
+    def __init__(self, index: SourceIndex, reader: Reader) -> None:
+        self.index, self.reader = index, reader
 
     @cached_property
     def linears(self) -> Mapping[str, LinearPlan]:
@@ -44,8 +42,8 @@ Pieces = Sequence[torch.Tensor]
 class SourceTensors(ComparedSource):
     """Finds tensors in the source by name, by vLLM's name, or as parts of a fused layer; notes them."""
 
-    def __init__(self, view: CheckpointView, root: Path, reader: Reader) -> None:
-        super().__init__(root, reader)
+    def __init__(self, view: CheckpointView, index: SourceIndex, reader: Reader) -> None:
+        super().__init__(index, reader)
         self._view, self._vllm_name = view, view.architecture.vllm_name
         self._linears = {self._vllm_name(name): linear for name, linear in self.linears.items()}
         self._tensors = {self._vllm_tensor(name): tensor for name, tensor in self.index.tensors.items()}

@@ -94,7 +94,7 @@ def _source(checkpoint: Path, source: Path, reader: Reader) -> "ComparedSource":
     if smoothing_of(checkpoint):
         got = "a smoothed checkpoint, whose weights are not the source's"
         raise InputError(str(checkpoint / SMOOTHING), got=got, need="", fix="leave out --source")
-    return ComparedSource(source, reader)
+    return ComparedSource(read_index(source), reader)
 
 
 def _report(
