@@ -21,7 +21,7 @@ DESCRIPTION = "dtypes and shapes are those that the config announces, and fused 
 
 # Rounded to 16 bits they move all weights or inputs of a layer alike, by .4 %: far less than FP4 does.
 GLOBAL_SCALES = (".weight_global_scale", ".input_global_scale", ".weight_scale_2")
-LAYER_SCALES = frozenset({"weight_scale", "input_scale", "weight_scale_inv", "scales"})
+ALIKE_SCALES = ("weight_scale", "input_scale", "weight_scale_inv", "scales")
 CACHE_SCALES = (".k_scale", ".v_scale")
 # Dimensions of a weight that ranks share.
 CUTS: Mapping[Split, int] = {"out": 0, "in": 1}
@@ -152,8 +152,9 @@ def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]
     """All scales, by what should be stored alike: config group and parameter, or the KV cache."""
     for layer in view.layers.values():
         if layer.group is not None:
-            for parameter in LAYER_SCALES & layer.parameters.keys():
-                yield (layer.group.name, parameter), layer.parameters[parameter]
+            for parameter in ALIKE_SCALES:
+                if parameter in layer.parameters:
+                    yield (layer.group.name, parameter), layer.parameters[parameter]
     for name, tensor in view.index.tensors.items():
         if name.endswith(CACHE_SCALES):
             yield ("", "the KV cache's scale"), tensor
