@@ -128,7 +128,7 @@ def add_text_summary(text: str) -> None:
 
 
 def is_read() -> bool:
-    """Return whether the answer is shown on a terminal, so that stderr need not repeat it."""
+    """Return whether stdout has the answer in a form for people, so that stderr need not repeat it."""
     context = click.get_current_context(silent=True)
     return context is not None and context.params.get("format_") in _READ and answer_file(context) is None
 

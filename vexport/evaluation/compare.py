@@ -173,7 +173,7 @@ def _recovery(pair: TaskPair, alpha: float) -> tuple[float, float, float] | tupl
 
 
 def _needed(pair: TaskPair, margin: float, alpha: float, fail_alpha: float) -> tuple[int | None, int | None]:
-    """The number of documents that would settle it, or of answers to each of these documents."""
+    """The number of documents that would settle it, and that of answers to each of these instead."""
     documents, spread = len(pair.gain), 1.0
     if pair.binary:
         statistic = tango_statistic(pair.wins, pair.losses, documents, -margin)

@@ -341,7 +341,7 @@ def _marks(rows: Mapping[str, Sequence[Row]]) -> dict[tuple[object, ...], dict[s
 
 
 def write_repeated(folder: Path, repeated: Repeated) -> None:
-    """Write a fingerprint next to lm-eval's results."""
+    """Write how many repeated answers changed next to lm-eval's results."""
     write_text(folder / REPEATED, to_json(repeated))
 
 
