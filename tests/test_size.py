@@ -6,7 +6,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parent.parent
 # The most lines and modules of each folder: what was reached.
-MOST = {"vexport": (43_701, 226), "tests": (21_358, 179), "scripts": (5_112, 29)}
+MOST = {"vexport": (43_700, 226), "tests": (21_361, 179), "scripts": (5_112, 29)}
 
 
 @pytest.mark.parametrize("folder", MOST)
