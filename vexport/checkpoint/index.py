@@ -29,6 +29,8 @@ COMPRESSION_CONFIG = "compression_config"
 # ModelOpt 0.29 and before wrote it to a separate file, which newer versions still write as well.
 SEPARATE_FILE = "hf_quant_config.json"
 TEXT = "text_config"
+# Files that contain a tokenizer's vocabulary, or code that loads a vocabulary.
+TOKENIZER_FILES = re.compile(r"tokenizer\.json|tekken\.json|vocab.*|.*\.(model|tiktoken|py)$")
 # Other formats of the same weights, which are not copied to the output.
 FOREIGN_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)(\.index\.json)?$")
 GGUF_FIX = "name the model that it was converted from; its weights are quantized already"

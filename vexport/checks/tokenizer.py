@@ -4,13 +4,13 @@ What they say transformers judges, in `load --dry`. A checkpoint without any tok
 one's (`--tokenizer`): that is a warning.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from vexport.architectures import transformers_models
+from vexport.checkpoint.index import TOKENIZER_FILES
 from vexport.checks.vllm.view import CheckpointView, error, info, warning
 from vexport.errors import InputError
 from vexport.files import read_json_object
@@ -26,8 +26,6 @@ JSON_FILES: Mapping[str, Severity] = {
     SETTINGS: "error",
     "generation_config.json": "warning",
 }
-# Files that hold a vocabulary, or code that brings one.
-VOCABULARY = re.compile(r"tokenizer\.json|tekken\.json|vocab.*|.*\.(model|tiktoken|py)$")
 FIX = "copy the source's tokenizer"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
@@ -41,7 +39,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         if (root / name).is_file():
             yield from _file(root / name, severity)
     names = [path.name for path in view.index.side_files]
-    complete = any(VOCABULARY.match(name) for name in names)
+    complete = any(TOKENIZER_FILES.match(name) for name in names)
     yield from _processor(view, names, error if complete else warning)
     if complete:
         yield from _template(root, names)

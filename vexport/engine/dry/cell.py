@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vexport.checks.tokenizer import VOCABULARY
+from vexport.checkpoint.index import TOKENIZER_FILES
 from vexport.engine.dry.audit import Audit, HeaderFile
 from vexport.engine.dry.fake_platform import AbsentValues, NotFollowed, join_group, set_capability
 from vexport.engine.dry.layers import layer_kinds, raising_layer, rank_memory
@@ -111,7 +111,7 @@ def _open_tokenizer(checkpoint: Path, config: "VllmConfig") -> None:
     """Open what a server opens before it answers; one without a tokenizer is served with another's."""
     from vllm.tokenizers.registry import get_tokenizer
 
-    if any(VOCABULARY.match(file.name) for file in checkpoint.iterdir()):
+    if any(TOKENIZER_FILES.match(file.name) for file in checkpoint.iterdir()):
         get_tokenizer(checkpoint, trust_remote_code=config.model_config.trust_remote_code)
     config.model_config.try_get_generation_config()
 
