@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from compressed_tensors.offload import offload_module
+from compressed_tensors.offload import disable_offloading, offload_module
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationScheme,
@@ -32,6 +32,7 @@ from vexport.formats.schemes import get_scheme
 from vexport.observers import (
     MemorylessMinMaxObserver,
     MinMaxObserver,
+    Observer,
     StaticMinMaxObserver,
     fuse_weight_observers,
 )
@@ -273,3 +274,96 @@ def test_layers_that_share_a_scale_need_one_strategy(llama: Path) -> None:
         initialize_observer(layer, "weight")
     with pytest.raises(ValueError, match=r"qkv_proj: got observers of .*q_proj tensor_group.*v_proj none"):
         fuse_weight_observers(model)
+
+
+class Halved(Observer):
+    """As llm-compressor's older documents write an observer: half of the largest magnitude."""
+
+    registry_name = "test_halved"
+
+    def calculate_qparams(
+        self,
+        observed: torch.Tensor,
+        reduce_dims: tuple[int, ...] | None = None,
+        tensor_id: object = None,
+        global_scale: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scale, zero_point = super().calculate_qparams(observed, reduce_dims, None, global_scale)
+        return scale / 2, zero_point
+
+
+def test_an_older_observer_in_the_lifecycle() -> None:
+    """Weights and inputs, static and with a global scale."""
+    weights = args(observer="test_halved", strategy="channel")
+    module = linear(scheme_of(weights=weights, input_activations=args(observer="test_halved")))
+    for base_name in ("weight", "input"):
+        initialize_observer(module, base_name)
+    module.register_forward_pre_hook(calibrate_input_hook)
+    observe(module, "weight")
+    value = torch.randn(4, 64)
+    module(value)
+    update_qparams(module, ("weight", "input"))
+    expected = module.weight.abs().amax(1, keepdim=True) / 448 / 2
+    torch.testing.assert_close(module.get_parameter("weight_scale"), expected)
+    assert module.get_parameter("input_scale").item() == pytest.approx(value.abs().max().item() / 448 / 2)
+
+
+def test_maps_of_columns_go_with_the_weight() -> None:
+    grouped = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    g_idx = torch.arange(64) % 2
+    scales = []
+    for mapped in (True, False):
+        module = linear(scheme_of(weights=args(**grouped)))
+        if mapped:
+            module.register_parameter("weight_g_idx", torch.nn.Parameter(g_idx, requires_grad=False))
+        else:
+            module.weight.data = module.weight.data[:, torch.argsort(g_idx, stable=True)]
+        initialize_observer(module, "weight")
+        observe(module, "weight")
+        update_qparams(module, "weight")
+        scales.append(module.get_parameter("weight_scale"))
+    assert torch.equal(*scales)
+
+
+def test_only_the_onloaded_value_is_updated(tmp_path: Path) -> None:
+    """A copy on disk keeps what it had; without the flag it changes too."""
+    scheme = preset_name_to_scheme("FP8", ["Linear"])
+    module = linear(scheme)
+    initialize_module_for_quantization(module, scheme)
+    module.get_parameter("weight_scale").data.fill_(7)
+    offload_module(module, "cpu", "disk", offload_dir=str(tmp_path))
+    initialize_observer(module, "weight")
+    expected = module.weight.abs().max().reshape(1) / 448
+    observe(module, "weight")
+    with disable_offloading():
+        update_qparams(module, "weight", only_update_onload=True)
+        assert torch.equal(module.get_parameter("weight_scale"), expected)
+    assert module.get_parameter("weight_scale").item() == 7
+    update_qparams(module, "weight")
+    assert torch.equal(module.get_parameter("weight_scale"), expected)
+
+
+def test_fused_layers_are_fitted_together() -> None:
+    """Whether they are updated in one call or one by one."""
+    scales = []
+    for together in (True, False):
+        layers = torch.nn.ModuleDict()
+        for seed, name in enumerate(("q_proj", "k_proj", "v_proj")):
+            layers[name] = linear(preset_name_to_scheme("NVFP4A16", ["Linear"]))
+            generator = torch.Generator().manual_seed(seed)
+            layers[name].weight.data = torch.rand(32, 64, generator=generator) * 2 - 1
+            layers[name].quantization_scheme.weights.observer = "nvfp4_expanded_mse"
+            initialize_observer(layers[name], "weight")
+        fuse_weight_observers(layers)
+        observe(layers.values(), "weight")
+        if together:
+            update_qparams(list(layers.values()), "weight")
+        for layer in () if together else layers.values():
+            update_qparams(layer, "weight")
+            freeze_module_quantization(layer)
+        found = {float(layer.get_parameter("weight_global_scale")) for layer in layers.values()}
+        assert len(found) == 1
+        scales += found
+        largest = max(float(layer.get_parameter("weight").abs().max()) for layer in layers.values())
+    assert scales[0] == scales[1]
+    assert scales[0] == pytest.approx(448 * 6 / largest / 1.5)

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import torch
 
 from vexport.errors import CheckpointFailed
-from vexport.observers import Observer, ObserverArgs
+from vexport.observers import Observer, ObserverArgs, fit_global_scale
 
 # What can be observed, and the scheme's arguments for it.
 ARGUMENTS: Mapping[str, str] = {
@@ -62,26 +62,31 @@ def initialize_observer(module: torch.nn.Module, base_name: str) -> None:
 def observe(module: Modules, base_name: str, value: torch.Tensor | None = None) -> None:
     """Show a value to the observers of that base name; modules without one are passed over.
 
-    Without `value` each module shows its own tensor of that name (its weight).
+    Without `value` each module shows its own tensor of that name (its weight). A map of columns to groups,
+    `weight_g_idx` of compressed-tensors, goes with it.
     """
     for part in _each(module):
         if (observer := observer_of(part, base_name)) is not None:
-            observer(getattr(part, base_name) if value is None else value)
+            shown = getattr(part, base_name) if value is None else value
+            observer(shown, getattr(part, f"{base_name}_g_idx", None))
 
 
-def update_qparams(module: Modules, base_name: str | Iterable[str]) -> None:
+def update_qparams(module: Modules, base_name: str | Iterable[str], only_update_onload: bool = False) -> None:
     """Write what the observers found to the modules: `{base_name}_scale`, `_zero_point`, `_global_scale`.
 
     Parameters that exist keep their dtype and shape, others are registered: scales float32, zero point int32.
-    Dynamic "local" writes the global scale alone. CheckpointFailed names modules whose observer saw nothing,
-    or values that are not finite.
+    Dynamic "local" writes the global scale alone. If observers of NVFP4 weights search above the range, the
+    global scale that fused weights share is chosen first (`fit_global_scale`). With `only_update_onload` the
+    parameters of an offloaded module change on the device that computes, and their offloaded copies do not.
+    CheckpointFailed names modules whose observer saw nothing, or values that are not finite.
     """
     base_names = [base_name] if isinstance(base_name, str) else list(base_name)
     for part in _each(module):
         for name in base_names:
             if (observer := observer_of(part, name)) is not None:
                 _require_statistics(part, name, observer)
-                _write_qparams(part, name, observer)
+                _fit_once(observer)
+                _write_qparams(part, name, observer, only_update_onload)
 
 
 def calibrate_input_hook(module: torch.nn.Module, args: object) -> None:
@@ -201,10 +206,21 @@ def _require_statistics(module: torch.nn.Module, base_name: str, observer: Obser
     raise CheckpointFailed(f"{_describe(module)}: {base_name}", got=got, need=need, fix=fix)
 
 
-def _write_qparams(module: torch.nn.Module, base_name: str, observer: Observer) -> None:
+def _fit_once(observer: Observer) -> None:
+    """Choose the global scale of fused weights once all of them were observed, the same for each of them."""
+    fused = observer.fused()
+    if observer.base_name == "weight" and not observer.is_fitted:
+        if all(member.has_statistics for member in fused):
+            fit_global_scale(fused)
+        observer.set_fitted()
+
+
+def _write_qparams(
+    module: torch.nn.Module, base_name: str, observer: Observer, only_update_onload: bool
+) -> None:
     from compressed_tensors.offload import update_offload_parameter
 
-    for name, value in observer.get_qparams().items():
+    for name, value in observer.qparams().items():
         if value is None or (observer.args.dynamic is not False and name != "global_scale"):
             continue
         assert isinstance(value, torch.Tensor)
@@ -212,8 +228,12 @@ def _write_qparams(module: torch.nn.Module, base_name: str, observer: Observer) 
         present = getattr(module, full, None)
         if not isinstance(present, torch.Tensor):
             module.register_parameter(full, torch.nn.Parameter(value, requires_grad=False))
+            continue
+        fitting = value.to(present.dtype).reshape(present.shape)
+        if only_update_onload:
+            present.data = fitting.to(present.device)
         else:
-            update_offload_parameter(module, full, value.to(present.dtype).reshape(present.shape))
+            update_offload_parameter(module, full, fitting)
 
 
 def _describe(module: torch.nn.Module) -> str:

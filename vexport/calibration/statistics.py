@@ -128,8 +128,8 @@ class Statistics:
         ranges = dict[str, InputRange]()
         for name, observer in self.inputs.items():
             _require_tokens(name, observer.tokens, "its static input scale")
-            low, high = observer.range()
-            ranges[name] = InputRange(low=float(low.min()), high=float(high.max()), tokens=observer.tokens)
+            low, high = observer.extremes()
+            ranges[name] = InputRange(low=float(low), high=float(high), tokens=observer.tokens)
         return ranges
 
     def importances(self) -> dict[str, str]:

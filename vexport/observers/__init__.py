@@ -24,6 +24,8 @@ from vexport.observers.ranges import (
     NVFP4ExpandedIMatrixObserver,
     NVFP4ExpandedMSEObserver,
     StaticMinMaxObserver,
+    fit_global_scale,
+    lerp,
 )
 from vexport.records import observer_names
 from vexport.records.observer_names import OptionValue
@@ -43,9 +45,11 @@ __all__ = [
     "OptionValue",
     "QParamsDict",
     "StaticMinMaxObserver",
+    "fit_global_scale",
     "flatten_for_calibration",
     "fuse_weight_observers",
     "get_observer_token_count",
+    "lerp",
     "load_observer",
 ]
 # The strategies of scales that fused layers share.
@@ -62,7 +66,7 @@ def load_observer(
     name: str, base_name: str, args: ObserverArgs, keywords: Mapping[str, OptionValue] | None = None
 ) -> Observer:
     """The observer of that name for a tensor kind; ValueError lists the names."""
-    return Observer.of_name(name)(base_name, args, **(keywords or {}))
+    return Observer.of_name(name).made(base_name, args, keywords or {})
 
 
 def fuse_weight_observers(model: torch.nn.Module) -> None:

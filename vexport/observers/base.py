@@ -1,14 +1,18 @@
 """The observer: it sees tensors, keeps a range and answers with quantization parameters."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from importlib import import_module
-from typing import ClassVar, Literal, Self, TypedDict, TypeVar
+from typing import ClassVar, Literal, Self, TypedDict, TypeVar, overload
 
 import torch
 from torch import distributed
 
 from vexport.numerics.ranks import gather, rank_and_size
+from vexport.observers import older
+from vexport.observers.bases import InternalModule, RegistryMixin
 from vexport.observers.flatten import (
     WEIGHT,
     Tiles,
@@ -18,6 +22,7 @@ from vexport.observers.flatten import (
     tiles_of_observations,
     tokens_in,
 )
+from vexport.observers.older import Pair
 from vexport.observers.qparams import (
     ObserverArgs,
     global_scale_of,
@@ -33,6 +38,7 @@ from vexport.records.observer_names import (
     OptionsT,
     OptionValue,
     folded,
+    option_problems,
     read_options,
 )
 
@@ -48,7 +54,21 @@ class QParamsDict(TypedDict):
     global_scale: torch.Tensor | None
 
 
-class Observer(torch.nn.Module):
+@dataclass(slots=True)
+class Fused:
+    """What fused observers share: the extremes that each of them saw, by seat, and the reduced global scale.
+
+    The observers are weak references, so that their weights can be freed.
+    """
+
+    extremes: dict[int, Range | None]
+    members: "list[weakref.ref[Observer]]" = field(default_factory=list)
+    # The factor by which the global scale is reduced from that of the largest value.
+    factor: float = 1.0
+    is_fitted: bool = False
+
+
+class Observer(InternalModule, RegistryMixin):
     """Base of all observers.
 
     `base_name` says what is observed ("weight", "input", "output", "q", "k", "v"); `args` are the
@@ -59,7 +79,12 @@ class Observer(torch.nn.Module):
     A subclass says what range it makes of an observation (`find_range`) and how that is combined with what
     was seen before (`combine`). A weight is not combined: only the last one counts. One that overrides
     `update_statistics_from_observed`, as llm-compressor's do, keeps `min_vals` and `max_vals` itself; without
-    `defaults` of its own it takes any keyword and finds it in `self.args.observer_kwargs`.
+    `defaults` of its own it takes any keyword and finds it in `self.args.observer_kwargs`. A subclass written
+    for llm-compressor's older documents overrides `calculate_qparams` or another method that returns scales
+    (`vexport.observers.older`). Overrides that nothing would call are a ValueError.
+
+    `Observer(quantization_args=args)` is the constructor of those documents: the observer is one of a
+    weight, averages if its class does, and `get_qparams()` returns scale and zero point.
 
     The scales of a weight that has many are found when qparams are asked, a tile at a time, so that of large
     weights nothing but these is in memory, and those of NVFP4 are relative to the global scale that `fuse`
@@ -75,26 +100,98 @@ class Observer(torch.nn.Module):
     # How statistics of activations are reduced over ranks; None where each observation stands for itself.
     reduction: ClassVar[Reduction | None] = None
 
-    def __init__(self, base_name: str, args: ObserverArgs, **observer_kwargs: OptionValue) -> None:
+    def __init__(
+        self,
+        base_name: str | ObserverArgs | None = None,
+        args: ObserverArgs | None = None,
+        *,
+        quantization_args: ObserverArgs | None = None,
+        **observer_kwargs: OptionValue,
+    ) -> None:
+        # `made` sets the base name of a class whose own constructor, an older one, does not take it.
+        preset = vars(self).get("base_name")
         super().__init__()
-        layout_of(base_name, args)  # refuses a pair without meaning
-        self.base_name = base_name
-        self.args = with_keywords(args, observer_kwargs)
+        name, arguments = self._constructor_arguments(base_name, args, quantization_args)
+        # Averages over observations of a weight, and returns pairs, as the older documents say.
+        self._is_older = name is None
+        self.base_name: str = name or preset or WEIGHT
+        layout_of(self.base_name, arguments)  # refuses a pair without meaning
+        older.require_used_overrides(type(self))
+        self.args = self.quantization_args = with_keywords(arguments, observer_kwargs)
+        self._overrides = older.older_overrides(type(self))
+        # Ranges by tensor id that `calculate_updated_min_max` has seen.
+        self.min_val: dict[Hashable, torch.Tensor] = {}
+        self.max_val: dict[Hashable, torch.Tensor] = {}
         self.tokens = 0
-        # The extremes of each fused observer by its seat: no observer, so that its weight can be freed.
-        self._shared: dict[int, Range | None] | None = None
+        self._fused: Fused | None = None
         self._seat = 0
-        # The factor by which the global scale is reduced from that of the largest value.
-        self.factor = 1.0
+        self._factor = 1.0
+        self._forget()
+        self.configure(self._keywords())
+
+    def _forget(self) -> None:
+        """Drop the last observation."""
         self._weight: Tiles | None = None
-        self.configure(dict(self.args.observer_kwargs or {}))
+        # The order of the weight's columns by group, if a map of columns to groups was given.
+        self._order: torch.Tensor | None = None
+        # The extremes of an NVFP4 weight, or those that have the global scale of an older method.
+        self._ends: Range | None = None
+        self._global_scale: torch.Tensor | None = None
+        # The tensor, and its map of columns to groups, whose scales an older method computes; the scales.
+        self._seen: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._pair: Pair | None = None
+        # Whether the scales come from a subclass's own `forward`.
+        self._is_by_forward = False
+        if self._has_range:
+            del self.min_vals, self.max_vals
+
+    @staticmethod
+    def _constructor_arguments(
+        base_name: str | ObserverArgs | None,
+        args: ObserverArgs | None,
+        quantization_args: ObserverArgs | None,
+    ) -> tuple[str | None, ObserverArgs]:
+        """The base name, None in a call of the older generation, and the quantization arguments."""
+        name = base_name if isinstance(base_name, str) else None
+        first = None if isinstance(base_name, str) else base_name
+        given = [each for each in (first, args, quantization_args) if each is not None]
+        if len(given) != 1 or isinstance(given[0], str | int | float):
+            raise ValueError(
+                "observer: got no quantization arguments, or several, need Observer(base_name, args) or "
+                "Observer(quantization_args=args); give keywords by name"
+            )
+        return (WEIGHT if name is None and args is not None else name), given[0]
+
+    def _keywords(self) -> dict[str, OptionValue]:
+        """The keywords to read. A class with a constructor of its own has read the unknown keywords."""
+        keywords = dict(self.args.observer_kwargs or {})
+        if older.is_overridden(type(self), "__init__"):
+            unknown = {name for name, _ in option_problems(self.defaults, keywords)}
+            own = {name for name in unknown if not hasattr(self.defaults, name)}
+            return {name: value for name, value in keywords.items() if name not in own}
+        return keywords
+
+    @classmethod
+    def made(cls, base_name: str, args: ObserverArgs, keywords: Mapping[str, OptionValue]) -> Self:
+        """A new observer, also of a class whose constructor takes `quantization_args` alone."""
+        if not older.is_older_constructor(cls):
+            return cls(base_name, args, **keywords)  # type: ignore[arg-type]
+        observer = cls.__new__(cls)
+        vars(observer)["base_name"] = base_name
+        own = {**(args.observer_kwargs or {}), **keywords}
+        try:
+            observer.__init__(quantization_args=args, **own)  # type: ignore[misc]
+        except TypeError as error:
+            raise ValueError(f"observer {cls.__name__}: {error}, need keywords that it takes") from error
+        observer._is_older = False
+        return observer
 
     @classmethod
     def load_from_registry(
         cls,
         name: str,
         *,
-        base_name: str = WEIGHT,
+        base_name: str | None = None,
         args: ObserverArgs | None = None,
         quantization_args: ObserverArgs | None = None,
         **observer_kwargs: OptionValue,
@@ -106,20 +203,26 @@ class Observer(torch.nn.Module):
         arguments = args or quantization_args
         if arguments is None:
             raise ValueError(f"observer {name!r}: got no args, need the quantization arguments")
-        return cls.of_name(name)(base_name, arguments, **observer_kwargs)
+        kind = cls.of_name(name)
+        if base_name is None and args is None and not older.is_older_constructor(kind):
+            return kind(quantization_args=arguments, **observer_kwargs)  # type: ignore[arg-type]
+        observer = kind.made(base_name or WEIGHT, arguments, observer_kwargs)
+        observer._is_older = base_name is None and args is None
+        return observer
 
     @classmethod
     def register(
-        cls, name: str | None = None, alias: str | Sequence[str] = ()
+        cls, name: str | None = None, alias: str | Sequence[str] | None = None
     ) -> Callable[[type[ObserverT]], type[ObserverT]]:
         """A decorator that gives a class a name, its own if none is given, and aliases.
 
-        ValueError where another class has one of them.
+        ValueError if another class has one of them, or if the class overrides a method that nothing calls.
         """
 
         def decorate(kind: type[ObserverT]) -> type[ObserverT]:
-            names = (name or kind.__name__, *([alias] if isinstance(alias, str) else alias))
+            names = (name or kind.__name__, *([alias] if isinstance(alias, str) else alias or ()))
             known = cls.by_name()
+            older.require_used_overrides(kind)
             for spelling in names:
                 if known.get(folded(spelling), kind) is not kind:
                     raise ValueError(
@@ -129,6 +232,28 @@ class Observer(torch.nn.Module):
             return kind
 
         return decorate
+
+    @classmethod
+    def register_value(
+        cls, value: type[ObserverT], name: str | None = None, alias: str | Sequence[str] | None = None
+    ) -> None:
+        """Give a class a name and aliases, as `register` does."""
+        cls.register(name, alias)(value)
+
+    @classmethod
+    def registered_names(cls) -> list[str]:
+        """The names of all observers, without aliases."""
+        return list(dict.fromkeys(kind.registry_name for kind in cls.named()))
+
+    @classmethod
+    def registered_aliases(cls) -> list[str]:
+        """The further names of all observers."""
+        return list(dict.fromkeys(alias for kind in cls.named() for alias in kind.aliases))
+
+    @classmethod
+    def get_value_from_registry(cls, name: str) -> type[Self]:
+        """The class of a name, as `of_name`."""
+        return cls.of_name(name)
 
     @classmethod
     def of_name(cls, name: str) -> type[Self]:
@@ -172,7 +297,8 @@ class Observer(torch.nn.Module):
 
     def configure(self, keywords: dict[str, OptionValue]) -> None:
         """Read the keywords; a subclass with more of them overrides this."""
-        if not self._keeps_statistics or "defaults" in vars(type(self)):
+        takes_any = self._keeps_statistics or bool(self._overrides)
+        if not takes_any or "defaults" in vars(type(self)):
             self.read(self.defaults, keywords)
 
     def read(self, defaults: OptionsT, keywords: dict[str, OptionValue]) -> OptionsT:
@@ -182,11 +308,19 @@ class Observer(torch.nn.Module):
     @property
     def has_statistics(self) -> bool:
         """True when something was observed."""
-        return self._weight is not None or self._has_range
+        return self._weight is not None or self._seen is not None or self._has_range
 
     @property
     def _has_range(self) -> bool:
-        return hasattr(self, "min_vals") and hasattr(self, "max_vals")
+        kept = {**vars(self), **self._buffers}
+        return "min_vals" in kept and "max_vals" in kept
+
+    def __getattr__(self, name: str) -> torch.Tensor | torch.nn.Module:
+        """Find the range of a weight when `min_vals` or `max_vals` are read, and keep it."""
+        if name in ("min_vals", "max_vals") and (self._weight is not None or self._seen is not None):
+            self.min_vals, self.max_vals = self.range()
+            return self.min_vals if name == "min_vals" else self.max_vals
+        return super().__getattr__(name)
 
     @property
     def strategy(self) -> str:
@@ -199,6 +333,16 @@ class Observer(torch.nn.Module):
         return type(self).update_statistics_from_observed is not Observer.update_statistics_from_observed
 
     @property
+    def _decides_scales(self) -> bool:
+        """Return whether a subclass overrides an older method that returns scales, or their range."""
+        return bool(self._overrides & {*older.SCALES})
+
+    @property
+    def _decides_global_scale(self) -> bool:
+        """Return whether a subclass overrides an older method that the global scale comes from."""
+        return bool(self._overrides & {*older.GLOBALS, *older.SCALES})
+
+    @property
     def _finds_ranges_last(self) -> bool:
         """True where a subclass changes the range and leaves the scales to the class above it."""
         order = type(self).__mro__
@@ -208,23 +352,231 @@ class Observer(torch.nn.Module):
         )
         return find < scale
 
+    @overload
+    def __call__(self, observed: torch.Tensor, g_idx: torch.Tensor | None = None) -> "Observer": ...
+
+    @overload
+    def __call__(
+        self,
+        observed: torch.Tensor,
+        g_idx: torch.Tensor | None = None,
+        global_scale: torch.Tensor | None = None,
+        should_calculate_gparam: bool = False,
+    ) -> "Observer | Pair | torch.Tensor": ...
+
+    def __call__(
+        self,
+        observed: torch.Tensor,
+        g_idx: torch.Tensor | None = None,
+        global_scale: torch.Tensor | None = None,
+        should_calculate_gparam: bool = False,
+    ) -> "Observer | Pair | torch.Tensor":
+        """Observe a tensor, see `forward`; scales that a subclass's `forward` returns are kept."""
+        given = {"g_idx": g_idx, "global_scale": global_scale}
+        if "forward" not in self._overrides:
+            arguments = (observed, g_idx, global_scale, should_calculate_gparam)
+            answer: Observer | Pair | torch.Tensor = super().__call__(*arguments)
+            return answer
+        if should_calculate_gparam:
+            return super().__call__(observed, should_calculate_gparam=True)  # type: ignore[no-any-return]
+        if not observed.numel():
+            return self
+        return self._observed_by_own_forward(observed, given)
+
+    @overload
+    def forward(self, observed: torch.Tensor, g_idx: torch.Tensor | None = None) -> "Observer": ...
+
+    @overload
+    def forward(
+        self,
+        observed: torch.Tensor,
+        g_idx: torch.Tensor | None = None,
+        global_scale: torch.Tensor | None = None,
+        should_calculate_gparam: bool = False,
+    ) -> "Observer | Pair | torch.Tensor": ...
+
     @torch.no_grad()
-    def forward(self, observed: torch.Tensor) -> "Observer":
-        """Observe a tensor; an empty one changes nothing."""
+    def forward(
+        self,
+        observed: torch.Tensor,
+        g_idx: torch.Tensor | None = None,
+        global_scale: torch.Tensor | None = None,
+        should_calculate_gparam: bool = False,
+    ) -> "Observer | Pair | torch.Tensor":
+        """Observe a tensor and return the observer; an empty tensor changes nothing.
+
+        `g_idx` (columns,) maps each column to its group. With a `global_scale`, which scales are relative to,
+        scale and zero point are returned; with `should_calculate_gparam` the global scale of the tensor is.
+        """
         if observed.numel():
             self.record_observed_tokens(observed)
-            if self._keeps_statistics:
-                flat = flatten_for_calibration(observed, self.base_name, self.args)
-                self.update_statistics_from_observed(flat)
-                self._deposit()
-            else:
-                self._update(tiles_of(observed, self.base_name, self.args))
+            if should_calculate_gparam:
+                return self.get_gparam(observed)
+            if global_scale is not None:
+                return self.get_qparams(observed, g_idx, global_scale)
+            self._observe(observed, g_idx)
         return self
+
+    def _observe(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
+        """Take in an observation, by the methods that the class overrides."""
+        if self._decides_scales or not older.is_even(g_idx, observed, self.args):
+            self._observe_for_scales(observed, g_idx)
+            return
+        self._observe_range(observed, g_idx)
+        if self.strategy == "tensor_group" and self._decides_global_scale:
+            self._take_global_scale(self.get_gparam(observed))
+
+    def _observe_range(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
+        """Observe a tensor whose scales follow from its range."""
+        if not self._keeps_statistics:
+            self._update(self._tiles(observed, g_idx))
+            return
+        order = older.order_of(g_idx, observed, self.args)
+        ordered = observed if order is None else observed.index_select(-1, order)
+        self.update_statistics_from_observed(flatten_for_calibration(ordered, self.base_name, self.args))
+        self._deposit()
+
+    def _tiles(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> Tiles:
+        """Tiles of a tensor, with the columns of one group next to each other."""
+        self._order = older.order_of(g_idx, observed, self.args)
+        ordered = observed if self._order is None else observed.index_select(-1, self._order)
+        return tiles_of(ordered, self.base_name, self.args)
+
+    def _observe_for_scales(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
+        """Observe a tensor whose scales an older method computes.
+
+        Scales of a weight with a global scale are computed when that is known.
+        """
+        if self.strategy == "tensor_group":
+            global_scale = self.get_gparam(observed)
+            self._begin(observed, g_idx)
+            self._take_global_scale(global_scale)
+        else:
+            pair = self._asked(observed, g_idx, None)
+            self._begin(observed, g_idx)
+            self._take_pair(pair, observed, g_idx)
+
+    def _begin(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
+        """Begin a new observation of a weight: it replaces the last one."""
+        if self.base_name == WEIGHT:
+            self._forget()
+            self._seen = observed, g_idx
+
+    def _observed_by_own_forward(
+        self, observed: torch.Tensor, given: Mapping[str, torch.Tensor | None]
+    ) -> "Observer | Pair | torch.Tensor":
+        """Call a subclass's `forward`, and keep the scales if it returns these."""
+        method, own, g_idx = super().__call__, type(self).forward, given["g_idx"]
+        tokens, has_global = self.tokens, self.strategy == "tensor_group"
+        known = {name: value for name, value in given.items() if value is not None and older.takes(own, name)}
+        answer: Observer | Pair | torch.Tensor | None
+        if has_global and "global_scale" not in known and older.takes(own, "should_calculate_gparam"):
+            global_scale, answer = method(observed, should_calculate_gparam=True), self
+            if isinstance(global_scale, torch.Tensor):
+                self._begin(observed, g_idx)
+                self._is_by_forward = True
+                self._take_global_scale(global_scale)
+        else:
+            answer = method(observed, **known)
+        if isinstance(answer, tuple | list):
+            pair = older.as_pair(answer, f"{type(self).__name__}.forward")
+            global_scale = self.get_gparam(observed) if has_global else None
+            self._begin(observed, g_idx)
+            self._is_by_forward = True
+            if global_scale is None:
+                self._take_pair(pair, observed, g_idx)
+            else:
+                self._take_global_scale(global_scale)
+        if self.tokens == tokens:
+            self.record_observed_tokens(observed)
+        return self if answer is None else answer
+
+    def _asked(
+        self, observed: torch.Tensor, g_idx: torch.Tensor | None, global_scale: torch.Tensor | None
+    ) -> Pair:
+        """Scale and zero point of a tensor by the methods that the subclass overrides."""
+        given = {"g_idx": g_idx, "global_scale": global_scale}
+        name = f"observer {type(self).__name__}"
+        if self._is_by_forward:
+            if not older.takes(type(self).forward, "global_scale"):
+                raise ValueError(f"{name}: got forward without global_scale, need it for {self.strategy}")
+            return older.as_pair(older.called(self.forward, observed, given), f"{name}: forward")
+        if "get_qparams" in self._overrides:
+            return older.as_pair(older.called(self.get_qparams, observed, given), f"{name}: get_qparams")
+        return self._documented(observed, g_idx, global_scale)
+
+    def _documented(
+        self, observed: torch.Tensor, g_idx: torch.Tensor | None, global_scale: torch.Tensor | None
+    ) -> Pair:
+        pair = older.documented_scales(self, observed, g_idx, global_scale)
+        self.post_calculate_qparams()
+        return pair
+
+    def _pair_of(
+        self, observed: torch.Tensor, g_idx: torch.Tensor | None, global_scale: torch.Tensor | None
+    ) -> Pair:
+        """Scale and zero point for a subclass whose own `get_qparams` or `forward` asks for them.
+
+        The subclass's method decides what is kept of a weight, so nothing of it is kept here.
+        """
+        if global_scale is None and self.strategy == "tensor_group":
+            global_scale = self.get_gparam(observed)
+        computes = bool(self._overrides & {*older.SCALES} - {"get_qparams"})
+        if computes or not older.is_even(g_idx, observed, self.args):
+            return self._documented(observed, g_idx, global_scale)
+        if self.base_name != WEIGHT or self._keeps_statistics or self.strategy == "tensor":
+            self._observe_range(observed, g_idx)
+            return self._scales_of_range(global_scale)
+        tiles = self._tiles(observed, g_idx)
+        self.prepare(tiles)
+        return self._scales_of_weight(tiles, global_scale)
+
+    def _take_pair(self, pair: Pair, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
+        """Keep scales, as numbers of the format, and the range that has them."""
+        self._pair = self._in_our_terms(pair, observed, g_idx, None)
+        self._keep(*older.implied_range(self._pair, self.args, None))
+
+    def _in_our_terms(
+        self,
+        pair: Pair,
+        observed: torch.Tensor,
+        g_idx: torch.Tensor | None,
+        global_scale: torch.Tensor | None,
+    ) -> Pair:
+        if self.strategy in ("group", "tensor_group"):
+            assert self.args.group_size is not None
+            groups = len(older.sizes_of(g_idx, observed.shape[-1], self.args.group_size))
+            shape: tuple[int, ...] = (groups,)
+            if self.base_name == WEIGHT:
+                shape = observed.shape[0], groups
+        else:
+            shape = tiles_of(observed.to("meta"), self.base_name, self.args).groups
+        return older.in_our_terms(
+            pair,
+            shape,
+            self.args,
+            global_scale,
+            is_relative=older.is_relative_to_global(self, self._overrides),
+            where=f"observer {type(self).__name__}: {self.base_name}",
+        )
+
+    def _take_global_scale(self, global_scale: torch.Tensor) -> None:
+        """Keep the global scale of an older method and the extremes that have it."""
+        self._global_scale = global_scale.detach().to(torch.float32).reshape(1)
+        low, high = self._ends = older.range_of_global_scale(self._global_scale)
+        if self.base_name == WEIGHT or self._has_range:
+            self._deposit()
+        else:
+            self._keep(low.reshape(1), high.reshape(1))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """Scale and zero point, for `scale, zero_point = observer(value)`."""
-        qparams = self.get_qparams()
+        qparams = self.qparams()
         yield from (qparams["scale"], qparams["zero_point"])
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        """Scale (0) or zero point (1), for `observer(value)[0]`."""
+        return tuple(self)[place]
 
     def record_observed_tokens(self, observed: torch.Tensor) -> None:
         """Count the tokens of an activation; a weight has none."""
@@ -251,7 +603,10 @@ class Observer(torch.nn.Module):
 
         Raises ValueError when nothing was seen.
         """
-        if self._weight is None:
+        if self._seen is not None and self.strategy == "tensor_group":
+            global_scale = self.get_global_scale()
+            return older.implied_range(self._scales(global_scale), self.args, global_scale)
+        if self._weight is None or self._has_range:
             return self._statistics()
         return range_of(self._weight) if is_nvfp4(self.args) else self.find_range(self._weight)
 
@@ -260,7 +615,9 @@ class Observer(torch.nn.Module):
 
         Of what is averaged or searched at once, those of the ranges. Raises ValueError when nothing was seen.
         """
-        if self._weight is not None and not self._has_range:
+        if self._ends is not None:
+            return self._ends
+        if self._weight is not None:
             return extremes_of(self._weight)
         low, high = self._statistics()
         return low.amin(), high.amax()
@@ -269,14 +626,91 @@ class Observer(torch.nn.Module):
         """The global scale that fused observers share, float32 (1,); None for strategies without one."""
         if self.strategy != "tensor_group":
             return None
-        if self._shared is None:
-            return global_scale_of(*self._statistics())
-        return global_scale_of(*self._union(self._shared)) * self.factor
+        is_alone = self._fused is None or len(self._fused.extremes) == 1
+        if is_alone and self._global_scale is not None:
+            return self._global_scale * self.factor
+        if self._fused is None:
+            return global_scale_of(*(self._ends or self._statistics())) * self.factor
+        return global_scale_of(*self._union(self._fused)) * self.factor
+
+    def get_global_scale(self) -> torch.Tensor | None:
+        """The same by llm-compressor's name; `qparams` calls it, so that a subclass may override it."""
+        return self.global_scale()
+
+    @property
+    def factor(self) -> float:
+        """The factor by which the global scale is reduced from that of the largest value."""
+        return self._factor if self._fused is None else self._fused.factor
+
+    @factor.setter
+    def factor(self, factor: float) -> None:
+        if self._fused is None:
+            self._factor = factor
+        else:
+            self._fused.factor = factor
+
+    @property
+    def is_fitted(self) -> bool:
+        """True if `factor` was chosen for what all fused observers have seen last."""
+        return self._fused is not None and self._fused.is_fitted
+
+    def set_fitted(self) -> None:
+        """Keep `factor` until one of the fused observers observes again."""
+        if self._fused is not None:
+            self._fused.is_fitted = True
+
+    def fused(self) -> "list[Observer]":
+        """This observer and those that it is fused with, as far as they still exist."""
+        if self._fused is None:
+            return [self]
+        members = (reference() for reference in self._fused.members)
+        return [member for member in members if member is not None]
+
+    @overload
+    def get_qparams(
+        self, observed: None = None, g_idx: None = None, global_scale: None = None
+    ) -> QParamsDict: ...
+
+    @overload
+    def get_qparams(
+        self,
+        observed: torch.Tensor,
+        g_idx: torch.Tensor | None = None,
+        global_scale: torch.Tensor | None = None,
+    ) -> Pair: ...
 
     @torch.no_grad()
-    def get_qparams(self) -> QParamsDict:
-        """Scale, zero point and global scale of what was observed; ValueError when nothing was."""
-        global_scale = self.global_scale()
+    def get_qparams(
+        self,
+        observed: torch.Tensor | None = None,
+        g_idx: torch.Tensor | None = None,
+        global_scale: torch.Tensor | None = None,
+    ) -> QParamsDict | Pair:
+        """Scale, zero point and global scale of what was observed; ValueError when nothing was.
+
+        With `observed`, in the older generation's way: observe the tensor, and return scale and zero point.
+        An observer made with `quantization_args` alone returns these without `observed`, too.
+        """
+        if observed is not None:
+            if self._overrides & {"forward", "get_qparams"}:
+                return self._pair_of(observed, g_idx, global_scale)
+            self._observe(observed, g_idx)
+            return self._scales(self.global_scale() if global_scale is None else global_scale)
+        qparams = self._qparams()
+        return (qparams["scale"], qparams["zero_point"]) if self._is_older else qparams
+
+    @torch.no_grad()
+    def qparams(self) -> QParamsDict:
+        """Scale, zero point and global scale, whatever generation the class was written for."""
+        return self.get_qparams() if self.returns_own_qparams else self._qparams()
+
+    @property
+    def returns_own_qparams(self) -> bool:
+        """True if a subclass of the newer generation overrides `get_qparams`."""
+        return older.is_overridden(type(self), "get_qparams") and "get_qparams" not in self._overrides
+
+    def _qparams(self) -> QParamsDict:
+        global_scale = self.get_global_scale()
         scale, zero_point = self._scales(global_scale)
         return QParamsDict(scale=scale, zero_point=zero_point, global_scale=global_scale)
 
@@ -291,13 +725,13 @@ class Observer(torch.nn.Module):
 
     def reset(self) -> None:
         """Drop all observations, the token count and the fused observers."""
-        if self._has_range:
-            del self.min_vals, self.max_vals
-        self._weight = None
-        self.tokens = 0
-        if self._shared is not None:
-            self._shared.pop(self._seat, None)
-        self._shared = None
+        self._forget()
+        self.min_val, self.max_val = {}, {}
+        self.tokens, self._factor = 0, 1.0
+        if self._fused is not None:
+            self._fused.extremes.pop(self._seat, None)
+            self._fused.members = [each for each in self._fused.members if each() is not self]
+        self._fused = None
 
     def attach(self, module: torch.nn.Module) -> None:  # noqa: B027
         """Start gathering from the module what this observer needs besides the observed tensors."""
@@ -318,15 +752,21 @@ class Observer(torch.nn.Module):
     def reduce_over_ranks(self) -> None:
         """The reductions of `sync_activation_stats`."""
         self.tokens = sum(gather(self.tokens))
-        if self.reduction is None or self.base_name == WEIGHT:
+        reduction = self.reduction or ("extremes" if self._overrides else None)
+        if reduction is None or self.base_name == WEIGHT:
             return
+        every_ends = [ends for ends in gather(self._ends) if ends is not None]
+        if every_ends:
+            lows, highs = zip(*every_ends, strict=True)
+            self._ends, self._global_scale = (torch.stack(lows).amin(), torch.stack(highs).amax()), None
         local = torch.stack((self.min_vals, self.max_vals)).cpu() if self._has_range else None
         of_ranks = [ends for ends in gather(local) if ends is not None]
         if of_ranks:
             ends = torch.stack(of_ranks)
             mean = ends.to(torch.float32).mean(0).to(ends.dtype)
             extremes = ends[:, 0].amin(0), ends[:, 1].amax(0)
-            self._keep(*(mean if self.reduction == "average" else extremes))
+            self._pair = None
+            self._keep(*(mean if reduction == "average" else extremes))
 
     @staticmethod
     def fuse(observers: "Iterable[Observer]") -> None:
@@ -339,9 +779,9 @@ class Observer(torch.nn.Module):
         members = list(observers)
         for strategy in ("tensor_group", "tensor"):
             sharing = [observer for observer in members if observer.strategy == strategy]
-            shared: dict[int, Range | None] = dict.fromkeys(range(len(sharing)))
+            fused = Fused(dict.fromkeys(range(len(sharing))), [weakref.ref(each) for each in sharing])
             for seat, observer in enumerate(sharing):
-                observer._shared, observer._seat, observer.factor = shared, seat, 1.0
+                observer._fused, observer._seat = fused, seat
                 observer._deposit()
 
     def _statistics(self) -> Range:
@@ -351,43 +791,148 @@ class Observer(torch.nn.Module):
             )
         return self.min_vals, self.max_vals
 
-    def _scales(self, global_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._weight is not None and self._finds_ranges_last:
-            return scale_and_zero_point(*self.find_range(self._weight), self.args, global_scale)
+    def _scales(self, global_scale: torch.Tensor | None) -> Pair:
+        """Scale (float32) and zero point (int32) of what was observed, given the stored global scale."""
+        shares_range = self.strategy == "tensor" and self._fused is not None and len(self._fused.extremes) > 1
+        if self._seen is not None and self.strategy == "tensor_group":
+            observed, g_idx = self._seen
+            pair = self._asked(observed, g_idx, global_scale)
+            return self._in_our_terms(pair, observed, g_idx, global_scale)
+        if self._pair is not None and not shares_range:
+            return self._pair
+        scales = self._scales_of_range(global_scale)
+        self.post_calculate_qparams()
+        return scales
+
+    def _scales_of_range(self, global_scale: torch.Tensor | None) -> Pair:
         if self._weight is not None:
-            return self.weight_scales(self._weight, global_scale)
+            return self._scales_of_weight(self._weight, global_scale)
         low, high = self._statistics()
-        if self.strategy == "tensor" and self._shared is not None:
-            low, high = (end.expand(low.shape) for end in self._union(self._shared))
+        if self.strategy == "tensor" and self._fused is not None:
+            low, high = (end.expand(low.shape) for end in self._union(self._fused))
         return scale_and_zero_point(low, high, self.args, global_scale)
+
+    def _scales_of_weight(self, tiles: Tiles, global_scale: torch.Tensor | None) -> Pair:
+        if self._finds_ranges_last:
+            return scale_and_zero_point(*self.find_range(tiles), self.args, global_scale)
+        return self.weight_scales(tiles, global_scale)
 
     def _update(self, tiles: Tiles) -> None:
         self.prepare(tiles)
+        averages = self.base_name != WEIGHT or (self._is_older and not is_nvfp4(self.args))
         many = self.strategy in ("channel", "group", "block") or is_nvfp4(self.args)
-        if self.base_name != WEIGHT or not many:
+        if averages or not many:
             new = self.find_range(tiles)
-            combines = self._has_range and self.base_name != WEIGHT
-            self._keep(*(self.combine(self._statistics(), new) if combines else new))
+            self._keep(*(self.combine(self._statistics(), new) if averages and self._has_range else new))
             return
-        self._weight = tiles
+        order = self._order
+        self._forget()
+        self._weight, self._order = tiles, order
         if is_nvfp4(self.args):
-            self._keep(*extremes_of(tiles))
+            self._ends = extremes_of(tiles)
+        self._deposit()
 
     def _keep(self, low: torch.Tensor, high: torch.Tensor) -> None:
         self.min_vals, self.max_vals = low, high
         self._deposit()
 
     def _deposit(self) -> None:
-        if self._shared is not None and self._has_range:
-            self._shared[self._seat] = self.min_vals.amin(), self.max_vals.amax()
+        """Show the fused observers the extremes of what was seen; a new observation needs a new factor."""
+        self._factor = 1.0
+        if self._fused is None:
+            return
+        self._fused.factor, self._fused.is_fitted = 1.0, False
+        if self._ends is not None:
+            self._fused.extremes[self._seat] = self._ends
+        elif self._has_range:
+            self._fused.extremes[self._seat] = self.min_vals.amin(), self.max_vals.amax()
 
-    def _union(self, shared: dict[int, Range | None]) -> Range:
-        """The extremes of all fused observers, of no dimension; ValueError where one saw nothing yet."""
-        observed = [extremes for extremes in shared.values() if extremes is not None]
-        if len(observed) < len(shared):
+    @staticmethod
+    def _union(fused: Fused) -> Range:
+        """The extremes of all fused observers, of no dimension; ValueError if one saw nothing yet."""
+        observed = [extremes for extremes in fused.extremes.values() if extremes is not None]
+        if len(observed) < len(fused.extremes):
             raise ValueError(
-                f"fused observers: got observations of {len(observed)} of {len(shared)}, "
+                f"fused observers: got observations of {len(observed)} of {len(fused.extremes)}, "
                 "need all before a shared scale is asked"
             )
         lows, highs = zip(*observed, strict=True)
         return reduce(torch.minimum, lows), reduce(torch.maximum, highs)
+
+    # The methods of the older generation, to call or to override; vexport.observers.older says what for.
+
+    def calculate_qparams(
+        self,
+        observed: torch.Tensor,
+        reduce_dims: tuple[int, ...] | None = None,
+        tensor_id: Hashable = None,
+        global_scale: torch.Tensor | None = None,
+    ) -> Pair:
+        """Scale and zero point of a tensor, which have size 1 in the dimensions `reduce_dims`.
+
+        Observations of one `tensor_id` are combined as the class combines them.
+        """
+        given = {"reduce_dims": reduce_dims, "tensor_id": tensor_id, "global_scale": global_scale}
+        low, high = older.as_pair(
+            older.called(self.calculate_updated_min_max, observed, given), "calculate_updated_min_max"
+        )
+        if low.ndim == 0:
+            low, high = low.reshape(1), high.reshape(1)
+        return scale_and_zero_point(low, high, self.args, global_scale)
+
+    @torch.no_grad()
+    def calculate_updated_min_max(
+        self,
+        observed: torch.Tensor,
+        reduce_dims: tuple[int, ...] | None = None,
+        tensor_id: Hashable = None,
+        global_scale: torch.Tensor | None = None,
+    ) -> Range:
+        """The range of a tensor, combined with the earlier ranges of the same `tensor_id`."""
+        new = self._new_range(observed, reduce_dims, global_scale)
+        name = older.DEFAULT_ID if tensor_id is None else tensor_id
+        if name in self.min_val and self.min_val[name].shape == new[0].shape:
+            new = self.combine((self.min_val[name], self.max_val[name]), new)
+        self.min_val[name], self.max_val[name] = new
+        return new
+
+    def _new_range(
+        self,
+        observed: torch.Tensor,
+        reduce_dims: tuple[int, ...] | None,
+        global_scale: torch.Tensor | None,
+    ) -> Range:
+        """The range of one observation alone."""
+        flat, shape = older.kept_and_reduced(observed, reduce_dims)
+        tiles = tiles_of_observations(flat)
+        self.prepare(tiles)
+        low, high = self.find_range(tiles)
+        return low.reshape(shape), high.reshape(shape)
+
+    def calculate_gparam(self, observed: torch.Tensor) -> torch.Tensor:
+        """The global scale of a tensor, float32 (1,)."""
+        answer = older.called(self.calculate_updated_min_max, observed, {})
+        return global_scale_of(*older.as_pair(answer, "calculate_updated_min_max"))
+
+    def get_gparam(self, observed: torch.Tensor) -> torch.Tensor:
+        """The same; ValueError for a strategy without a global scale."""
+        if self.strategy != "tensor_group":
+            raise ValueError(f"global scale: got strategy {self.strategy}, need tensor_group")
+        return self.calculate_gparam(observed)
+
+    def get_qparams_along_dim(
+        self,
+        observed: torch.Tensor,
+        dim: int | Iterable[int],
+        tensor_id: Hashable = None,
+        global_scale: torch.Tensor | None = None,
+    ) -> Pair:
+        """Scale and zero point for each index of `dim`, or of each of these dimensions."""
+        dims = [dim] if isinstance(dim, int) else list(dim)
+        kept = {each % observed.ndim for each in dims}
+        reduce_dims = tuple(each for each in range(observed.ndim) if each not in kept)
+        given = {"reduce_dims": reduce_dims, "tensor_id": tensor_id, "global_scale": global_scale}
+        return older.as_pair(older.called(self.calculate_qparams, observed, given), "calculate_qparams")
+
+    def post_calculate_qparams(self) -> None:  # noqa: B027
+        """Do what a subclass wants done after scales were computed."""

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -11,7 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from vexport.numerics.ranks import gather
 from vexport.observers.base import Observer, Reduction
-from vexport.observers.flatten import WEIGHT, Tiles, flatten_for_calibration
+from vexport.observers.flatten import WEIGHT, Tiles, flatten_for_calibration, tiles_of_observations
+from vexport.observers.older import as_pair, called, implied_range, kept_and_reduced
 from vexport.observers.qparams import is_nvfp4
 from vexport.observers.search import (
     Range,
@@ -39,6 +40,8 @@ from vexport.records.observer_names import (
 MOST_ROOM = 1.5
 # Where a weight's columns are input channels within each group (llm-compressor, observers/imatrix.py).
 STRATEGIES = ("channel", "group", "tensor_group")
+# The sums of importance and the number of tokens, as llm-compressor leaves them on a module.
+LEFT_ON_MODULE = ("_imatrix_sum", "_imatrix_count")
 
 
 class MemorylessMinMaxObserver(Observer):
@@ -78,8 +81,13 @@ def moving_average(old: Range, new: Range, constant: float) -> Range:
     """`old * (1 - c) + new * c` at both ends, in the ranges' dtype."""
     if constant == 1.0:
         return new
-    low, high = (before * (1.0 - constant) + after * constant for before, after in zip(old, new, strict=True))
+    low, high = (lerp(before, after, constant) for before, after in zip(old, new, strict=True))
     return low, high
+
+
+def lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
+    """Linear interpolation, `start * (1 - weight) + end * weight`, for dtypes that `torch.lerp` lacks too."""
+    return start * (1.0 - weight) + end * weight
 
 
 class MemorylessMSEObserver(Observer):
@@ -93,12 +101,27 @@ class MemorylessMSEObserver(Observer):
 
     def configure(self, keywords: dict[str, OptionValue]) -> None:
         self.options = self.read(self.defaults, keywords)
+        # A subclass of the older generation may set these after the constructor.
+        self.maxshrink, self.patience = self.options.maxshrink, self.options.patience
+        self.grid, self.norm, self.expand = self.options.grid, self.options.norm, self.options.expand
         self._importance: torch.Tensor | None = None
+
+    @property
+    def _searched(self) -> SearchOptions:
+        """The options as they are set now."""
+        return replace(
+            self.options,
+            maxshrink=self.maxshrink,
+            patience=self.patience,
+            grid=self.grid,
+            norm=self.norm,
+            expand=self.expand,
+        )
 
     @property
     def search(self) -> Search:
         """The candidates."""
-        return search_of(self.options, int(self.options.maxshrink * self.options.grid))
+        return search_of(self._searched, int(self.maxshrink * self.grid))
 
     def importance(self, channels: int) -> torch.Tensor | None:
         """The weight of each error, broadcasting to observations; None weights all alike."""
@@ -122,6 +145,35 @@ class MemorylessMSEObserver(Observer):
         ranges = search_rows(tiles, self.args, self.search, self._importance)
         return scales_of_rows(ranges, tiles, self.args, global_scale)
 
+    def calculate_mse_min_max(
+        self,
+        observed: torch.Tensor,
+        reduce_dims: tuple[int, ...] | None = None,
+        global_scale: torch.Tensor | None = None,
+    ) -> Range:
+        """The range of a tensor with the least error, of size 1 in the dimensions `reduce_dims`.
+
+        With the global scale of NVFP4, the range of the best scale that can be stored.
+        """
+        flat, shape = kept_and_reduced(observed, reduce_dims)
+        tiles = tiles_of_observations(flat)
+        self.prepare(tiles)
+        if global_scale is not None and is_nvfp4(self.args):
+            scales = self.weight_scales(tiles, global_scale)
+            low, high = implied_range(scales, self.args, global_scale)
+        else:
+            low, high = self.find_range(tiles)
+        return low.reshape(shape), high.reshape(shape)
+
+    def _new_range(
+        self,
+        observed: torch.Tensor,
+        reduce_dims: tuple[int, ...] | None,
+        global_scale: torch.Tensor | None,
+    ) -> Range:
+        given = {"reduce_dims": reduce_dims, "global_scale": global_scale}
+        return as_pair(called(self.calculate_mse_min_max, observed, given), "calculate_mse_min_max")
+
 
 def fit_global_scale(observers: Sequence[Observer]) -> None:
     """Choose the global scale that fused NVFP4 weights share, by the error in some rows of all of them.
@@ -131,7 +183,7 @@ def fit_global_scale(observers: Sequence[Observer]) -> None:
     large, while others lose a little. Fuse the observers before, and let all observe.
     """
     members = [observer for observer in observers if isinstance(observer, MemorylessMSEObserver)]
-    room = max((member.options.expand for member in members), default=1.0)
+    room = max((member.expand for member in members), default=1.0)
     if len(members) < len(observers) or room <= 1:
         return
 
@@ -229,26 +281,47 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
     @property
     def search(self) -> Search:
         """The candidates: here the last step is included."""
-        return search_of(self.options, max(1, int(self.options.maxshrink * self.options.grid)) + 1)
+        return search_of(self._searched, max(1, int(self.maxshrink * self.grid)) + 1)
 
     def attach(self, module: torch.nn.Module) -> None:
-        """Gather from the inputs of a module that has `in_features`; other modules are ignored."""
-        self.detach(module)
+        """Gather from the inputs of a module that has `in_features`; other modules are ignored.
+
+        If the observer of an earlier pass left its sums on the module, these are taken, and nothing is
+        gathered.
+        """
+        self._stop()
         channels = getattr(module, "in_features", None)
         if not isinstance(channels, int):
+            return
+        total, tokens = (getattr(module, name, None) for name in LEFT_ON_MODULE)
+        if isinstance(total, torch.Tensor) and tokens is not None and int(tokens):
+            self.gathered = Importance(total.to(torch.float64), int(tokens))
             return
         gathered = Importance.zeros(channels)
         self.gathered = gathered
 
         def gather(module: torch.nn.Module, inputs: tuple[object, ...]) -> None:
             first = inputs[0] if inputs else None
+            first = first[0] if isinstance(first, tuple) and first else first
             if isinstance(first, torch.Tensor):
                 gathered.add(first)
 
         self._hook = module.register_forward_pre_hook(gather)
 
     def detach(self, module: torch.nn.Module) -> None:
-        """Stop gathering; the observer keeps the importance."""
+        """Stop gathering. The observer keeps the importance, and the module gets its sums.
+
+        They are llm-compressor's: `_imatrix_sum` (in_features,) and `_imatrix_count`, the number of tokens.
+        """
+        was_gathering = self._hook is not None
+        self._stop()
+        if was_gathering and self.gathered is not None and self.gathered.tokens:
+            for name, value in zip(
+                LEFT_ON_MODULE, (self.gathered.total, torch.tensor(self.gathered.tokens)), strict=True
+            ):
+                setattr(module, name, value)
+
+    def _stop(self) -> None:
         if self._hook is not None:
             self._hook.remove()
         self._hook = None
@@ -263,6 +336,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
             return None
         mean = self.gathered.mean()
         mean = mean / (mean.mean() + torch.finfo(torch.float32).tiny)
+        mean = mean if self._order is None else mean.to(self._order.device)[self._order]
         return flatten_for_calibration(mean.unsqueeze(0), self.base_name, self.args)
 
     def reset(self) -> None:

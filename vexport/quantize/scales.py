@@ -68,7 +68,7 @@ def observe_weight(
     observer = load_observer(group.observer, "weight", args, group.observer_kwargs)
     if importance is not None and isinstance(observer, IMatrixMSEObserver):
         observer.gathered = Importance(importance.to(weight.device), tokens=1)
-    observer.forward(weight)
+    observer(weight)
     if not all(bool(torch.isfinite(end)) for end in observer.extremes()):
         raise not_finite(member)
     return observer
@@ -78,7 +78,7 @@ def fused_scales(observers: Sequence[Observer]) -> list[Scales]:
     """The scales of a fusion group's weights, all observed, sharing what vLLM has once for them."""
     Observer.fuse(observers)
     fit_global_scale(observers)
-    return [scales_of(observer.get_qparams()) for observer in observers]
+    return [scales_of(observer.qparams()) for observer in observers]
 
 
 def scales_of(qparams: QParamsDict) -> Scales:

@@ -1,0 +1,46 @@
+"""compressed-tensors' base classes of observers, without its package, which imports transformers.
+
+`match_named_modules` of compressed-tensors skips instances of `InternalModule`, so observers must have this
+base class and not a copy of it. Both files import little. Each is loaded under its real name, so that
+compressed-tensors finds it loaded and uses the same class.
+"""
+
+import sys
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    class InternalModule(torch.nn.Module):
+        """A module that is not part of the model; configs do not target it."""
+
+    class RegistryMixin:
+        """A class whose subclasses have names."""
+
+
+PACKAGE = "compressed_tensors"
+
+
+def _loaded_alone(name: str) -> ModuleType:
+    """Return a module of compressed-tensors, loaded without the packages that contain it."""
+    if name in sys.modules:
+        return sys.modules[name]
+    package = find_spec(PACKAGE)
+    assert package is not None, "compressed-tensors is a requirement"
+    assert package.origin is not None
+    file = Path(package.origin).parent.joinpath(*name.split(".")[1:]).with_suffix(".py")
+    spec = spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    return module
+
+
+if not TYPE_CHECKING:
+    InternalModule = _loaded_alone("compressed_tensors.utils.internal").InternalModule
+    RegistryMixin = _loaded_alone("compressed_tensors.registry.registry").RegistryMixin

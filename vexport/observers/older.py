@@ -1,0 +1,342 @@
+"""The methods of an observer that llm-compressor's older documents name.
+
+In that generation an observer returns scales instead of ranges. A subclass overrides `calculate_qparams` (or
+another method in `SCALES`) and is called with parts of a tensor:
+
+- strategy tensor: the whole tensor, `reduce_dims` None
+- channel: the whole weight, `reduce_dims` (1,)
+- group, tensor_group: the columns of one group, `reduce_dims` (1,), `tensor_id` the number of the group
+- block: one block of the weight, `reduce_dims` (0, 1), `tensor_id` (block row, block column)
+- token, attn_head: the whole tensor, `reduce_dims` all dimensions but the one of the tokens or heads
+
+vexport works with ranges. It takes the scales as they are and derives the range that gives them, so that
+fused layers, statistics over ranks and input scales see these observers as they see all others.
+"""
+
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from vexport.numerics import E2M1_MAX, E4M3_MAX
+from vexport.observers.flatten import WEIGHT, blocks_of
+from vexport.observers.qparams import ObserverArgs, is_nvfp4, quantized_range, stored_dtype, strategy_of
+from vexport.observers.search import Range
+
+if TYPE_CHECKING:
+    from vexport.observers.base import Observer
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+OURS = "vexport.observers"
+# The tensor of a history without another name, as llm-compressor called it.
+DEFAULT_ID = "default"
+# Methods that decide the scale and zero point, or the range that they come from.
+SCALES = (
+    "calculate_qparams",
+    "get_qparams_along_dim",
+    "calculate_updated_min_max",
+    "calculate_mse_min_max",
+    "get_qparams",
+)
+# Methods that decide the global scale.
+GLOBALS = ("calculate_gparam", "get_gparam")
+# Methods of generations in between, which nothing calls, with what replaces each.
+REPLACED: Mapping[str, str] = {
+    "get_min_max": "update_statistics_from_observed",
+    "get_current_min_max": "update_statistics_from_observed",
+    "get_global_min_max": "get_global_scale",
+    "get_current_global_min_max": "get_global_scale",
+}
+NEWER = "update_statistics_from_observed"
+
+
+def is_overridden(kind: type, name: str) -> bool:
+    """Return whether a class outside vexport defines the method that `kind` has under this name."""
+    owner = next((each for each in kind.__mro__ if name in vars(each)), None)
+    if owner is None or owner.__module__.startswith(OURS):
+        return False
+    return owner.__module__ not in ("torch.nn.modules.module", "builtins")
+
+
+def older_overrides(kind: type) -> frozenset[str]:
+    """Return the older methods that a class outside vexport overrides, `forward` included.
+
+    An override of `get_qparams` is older if it takes the observed tensor.
+    """
+    names = {name for name in (*SCALES, *GLOBALS, "forward") if is_overridden(kind, name)}
+    newer = {name for name in names if name == "get_qparams" and not takes(vars_of(kind, name), "observed")}
+    return frozenset(names - newer)
+
+
+def vars_of(kind: type, name: str) -> Callable[..., object]:
+    """Return the function that a class has under a name, from the class that defines it."""
+    found: Callable[..., object] = next(vars(each)[name] for each in kind.__mro__ if name in vars(each))
+    return found
+
+
+def takes(method: Callable[..., object], parameter: str) -> bool:
+    """Return whether a method takes an argument of this name."""
+    parameters = inspect.signature(method).parameters
+    return parameter in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def is_older_constructor(kind: type) -> bool:
+    """Return whether a class is made from `quantization_args` alone, as in the older generation."""
+    parameters = inspect.signature(kind).parameters
+    return "quantization_args" in parameters and "base_name" not in parameters
+
+
+def require_used_overrides(kind: type) -> None:
+    """Raise ValueError if a class overrides a method that observing would never call.
+
+    A class may call the method itself: then it is a helper, and nothing is ignored.
+    """
+    older = older_overrides(kind) - {"forward"}
+    problems = [
+        f"{name}: this method is not called any more; override {new} instead"
+        for name, new in REPLACED.items()
+        if is_overridden(kind, name) and not _calls(kind, name)
+    ]
+    if is_overridden(kind, NEWER):
+        problems += [
+            f"{name} and {NEWER}: both decide the scales; keep {NEWER}, or remove it"
+            for name in sorted(older & set(SCALES))
+            if not _calls(kind, name)
+        ]
+    if problems:
+        raise ValueError(f"observer {kind.__name__}: {'; '.join(problems)}")
+
+
+def _calls(kind: type, name: str) -> bool:
+    """Return whether a method of another name, of a class outside vexport, uses the attribute `name`."""
+    methods = (
+        method
+        for each in kind.__mro__
+        if not each.__module__.startswith((OURS, "torch."))
+        for key, method in vars(each).items()
+        if key != name
+    )
+    codes = (getattr(inspect.unwrap(method), "__code__", None) for method in methods if callable(method))
+    return any(name in code.co_names for code in codes if code is not None)
+
+
+def called(method: Callable[..., object], observed: torch.Tensor, given: Mapping[str, object]) -> object:
+    """Call an older method with those of the documented arguments that are set and that it takes.
+
+    Earlier documents had neither `tensor_id` nor `global_scale`.
+    """
+    known = {name: value for name, value in given.items() if value is not None and takes(method, name)}
+    return method(observed, **known)
+
+
+def as_pair(answer: object, method: str) -> Pair:
+    """Return the scale and zero point that an older method returned; ValueError if it returned neither."""
+    if isinstance(answer, tuple | list) and len(answer) == 2:
+        scale, zero_point = answer
+        if isinstance(scale, torch.Tensor) and isinstance(zero_point, torch.Tensor):
+            return scale, zero_point
+    raise ValueError(f"{method}: got {type(answer).__name__}, need a scale and a zero point, both tensors")
+
+
+def is_map(g_idx: torch.Tensor | None, observed: torch.Tensor, args: ObserverArgs) -> bool:
+    """Return whether `g_idx` says which columns are a group; ValueError for a map of another length.
+
+    A map with -1 is not filled yet and changes nothing, as in compressed-tensors.
+    """
+    if g_idx is None or strategy_of(args) not in ("group", "tensor_group") or bool((g_idx == -1).any()):
+        return False
+    if g_idx.numel() != observed.shape[-1]:
+        raise ValueError(
+            f"g_idx: got {g_idx.numel()} columns, need {observed.shape[-1]}, as many as are observed"
+        )
+    return True
+
+
+def order_of(g_idx: torch.Tensor | None, observed: torch.Tensor, args: ObserverArgs) -> torch.Tensor | None:
+    """Return the order that puts columns of one group next to each other, None if they are in order.
+
+    `g_idx` (columns,) has the group of each column.
+    """
+    if not is_map(g_idx, observed, args):
+        return None
+    assert g_idx is not None
+    return torch.argsort(g_idx.flatten(), stable=True)
+
+
+def sizes_of(g_idx: torch.Tensor | None, columns: int, size: int) -> list[int]:
+    """Return the number of columns of each group, in the order of the groups; the last may have fewer."""
+    if g_idx is None or bool((g_idx == -1).any()):
+        return [min(size, columns - start) for start in range(0, columns, size)]
+    counts: list[int] = torch.unique(g_idx, return_counts=True)[1].tolist()
+    return counts
+
+
+def is_even(g_idx: torch.Tensor | None, observed: torch.Tensor, args: ObserverArgs) -> bool:
+    """Return whether all groups have `group_size` columns."""
+    if not args.group_size or not is_map(g_idx, observed, args):
+        return True
+    return set(sizes_of(g_idx, observed.shape[-1], args.group_size)) <= {args.group_size}
+
+
+def documented_scales(
+    observer: "Observer",
+    observed: torch.Tensor,
+    g_idx: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+) -> Pair:
+    """Return scale and zero point of an observed tensor by the older methods; the module says which parts.
+
+    Shapes are qparam_shape. What `reduce_dims` reduces has shape (1,).
+    """
+    strategy, is_weight = observer.strategy, observer.base_name == WEIGHT
+    if strategy == "tensor":
+        answer = called(observer.calculate_qparams, observed, {"global_scale": global_scale})
+        scale, zero_point = as_pair(answer, "calculate_qparams")
+        return scale.reshape(1), zero_point.reshape(1)
+    if strategy == "channel":
+        return _along(observer, observed, 0, None, None)
+    if strategy == "block":
+        return _by_blocks(observer, observed)
+    if strategy in ("group", "tensor_group"):
+        flat = observed if is_weight else observed.reshape(-1, observed.shape[-1])
+        return _by_groups(observer, flat, g_idx, global_scale)
+    if strategy == "attn_head":
+        scale, zero_point = _along(observer, observed, 1, None, None)
+        return scale.reshape(-1, 1, 1), zero_point.reshape(-1, 1, 1)
+    tokens = observed if observed.ndim > 2 else observed.unsqueeze(0)
+    scale, zero_point = _along(observer, tokens, 1, None, None)
+    return scale.reshape(-1), zero_point.reshape(-1)
+
+
+def _along(
+    observer: "Observer",
+    observed: torch.Tensor,
+    dim: int,
+    tensor_id: Hashable,
+    global_scale: torch.Tensor | None,
+) -> Pair:
+    given = {"dim": dim, "tensor_id": tensor_id, "global_scale": global_scale}
+    answer = called(observer.get_qparams_along_dim, observed, given)
+    return as_pair(answer, "get_qparams_along_dim")
+
+
+def _by_groups(
+    observer: "Observer",
+    observed: torch.Tensor,
+    g_idx: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+) -> Pair:
+    size = observer.args.group_size
+    assert size is not None
+    order = order_of(g_idx, observed, observer.args)
+    ordered = observed if order is None else observed.index_select(-1, order)
+    is_weight, pairs, start = observer.base_name == WEIGHT, list[Pair](), 0
+    for number, columns in enumerate(sizes_of(g_idx, observed.shape[-1], size)):
+        part = ordered[:, start : start + columns]
+        start += columns
+        if is_weight:
+            pairs.append(_along(observer, part, 0, number, global_scale))
+            continue
+        given = {"reduce_dims": (0, 1), "tensor_id": number, "global_scale": global_scale}
+        pairs.append(as_pair(called(observer.calculate_qparams, part, given), "calculate_qparams"))
+    rows = observed.shape[0] if is_weight else 1
+    scale, zero_point = (
+        torch.cat([each.reshape(-1, 1).expand(rows, 1) for each in parts], dim=1)
+        for parts in zip(*pairs, strict=True)
+    )
+    return (scale, zero_point) if is_weight else (scale[0], zero_point[0])
+
+
+def _by_blocks(observer: "Observer", weight: torch.Tensor) -> Pair:
+    blocks = blocks_of(weight, observer.args)
+    rows, columns = blocks.shape[:2]
+    pairs = []
+    for row in range(rows):
+        for column in range(columns):
+            given = {"reduce_dims": (0, 1), "tensor_id": (row, column)}
+            answer = called(observer.calculate_qparams, blocks[row, column], given)
+            pairs.append(as_pair(answer, "calculate_qparams"))
+    scale, zero_point = (
+        torch.cat([each.reshape(1) for each in parts]).reshape(rows, columns)
+        for parts in zip(*pairs, strict=True)
+    )
+    return scale, zero_point
+
+
+def in_our_terms(
+    pair: Pair,
+    shape: Iterable[int],
+    args: ObserverArgs,
+    global_scale: torch.Tensor | None,
+    *,
+    is_relative: bool,
+    where: str,
+) -> Pair:
+    """Return scale (float32) and zero point (int32) of `shape`, rounded as the format stores them.
+
+    A scale that the method computed without the global scale (not `is_relative`) is multiplied by it. Raises
+    ValueError if the method returned another number of scales, or a scale that is not above zero.
+    """
+    expected = tuple(shape)
+    scale, zero_point = (each.detach() for each in pair)
+    if scale.numel() != torch.Size(expected).numel():
+        raise ValueError(f"{where}: got scales of shape {tuple(scale.shape)}, need {expected}")
+    scale = scale.to(torch.float32).reshape(expected)
+    if bool((scale < 0).any()):
+        raise ValueError(f"{where}: got a scale below zero, need scales of zero or more")
+    if zero_point.numel() not in (1, scale.numel()):
+        raise ValueError(f"{where}: got zero points of shape {tuple(zero_point.shape)}, need {expected}")
+    zero_point = zero_point.to(torch.float32).broadcast_to(
+        expected if zero_point.numel() == 1 else zero_point.shape
+    )
+    zero_point = zero_point.reshape(expected).round().to(torch.int32)
+    if global_scale is not None:
+        scale = scale if is_relative else scale * global_scale
+        scale = scale.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).to(torch.float32)
+    else:
+        scale = scale.to(stored_dtype(args)).to(torch.float32)
+    return scale, torch.zeros_like(zero_point) if args.symmetric else zero_point
+
+
+def implied_range(pair: Pair, args: ObserverArgs, global_scale: torch.Tensor | None) -> Range:
+    """Return the range whose scale and zero point these are: (low, high), float32."""
+    smallest, largest = quantized_range(args)
+    scale, zero_point = pair[0].to(torch.float32), pair[1].to(torch.float32)
+    if global_scale is not None:
+        scale = scale / global_scale
+    if args.symmetric:
+        high = scale * ((largest - smallest) / 2)
+        return -high, high
+    return (smallest - zero_point) * scale, (largest - zero_point) * scale
+
+
+def range_of_global_scale(global_scale: torch.Tensor) -> Range:
+    """Return the extremes, of no dimension, that have this global scale."""
+    absmax = (E4M3_MAX * E2M1_MAX / global_scale.to(torch.float32)).reshape(())
+    return -absmax, absmax
+
+
+def kept_and_reduced(
+    observed: torch.Tensor, reduce_dims: Iterable[int] | None
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """Return an observation (1, kept, 1, reduced) of a tensor and the shape that its range has.
+
+    Reduced dimensions have size 1 in that shape; without `reduce_dims` it has no dimension.
+    """
+    every = range(observed.ndim)
+    reduced = {dim % observed.ndim for dim in reduce_dims} if reduce_dims else set(every)
+    kept = [dim for dim in every if dim not in reduced]
+    shape = () if not reduce_dims else tuple(1 if dim in reduced else observed.shape[dim] for dim in every)
+    moved = observed.permute(*kept, *sorted(reduced))
+    number = torch.Size([observed.shape[dim] for dim in kept]).numel()
+    return moved.reshape(1, number, 1, -1), shape
+
+
+def is_relative_to_global(observer: "Observer", older: frozenset[str]) -> bool:
+    """Return whether the method that decides the scales gets the global scale that they are relative to."""
+    if not is_nvfp4(observer.args):
+        return True
+    methods = ("forward", "get_qparams", "get_qparams_along_dim", "calculate_qparams")
+    deciding = next((name for name in methods if name in older), None)
+    return deciding is None or takes(vars_of(type(observer), deciding), "global_scale")
