@@ -118,7 +118,7 @@ def test_every_keyword_of_an_observer_is_read(name: str, tmp_path: Path) -> None
         ("{scheme: FP8, observer: msse}", "did you mean mse?"),
         ("{scheme: FP8, input_observer: mse, input_observer_kwargs: {grids: 9}}", "_kwargs.grids"),
         ("{scheme: FP8, observer_kwargs: {grid: 9}}", "observer_kwargs: got"),
-        ("{scheme: FP8, observer: 'os:system'}", "need a subclass"),
+        ("{scheme: FP8, observer: 'os:system'}", "--trust-remote-code"),
         ("{scheme: FP8, observer: 'nowhere.of:It'}", "ModuleNotFoundError"),
     ],
 )
@@ -137,6 +137,7 @@ def test_an_observer_of_another_package(llama: Path, tmp_path: Path, monkeypatch
     code = page.read_text(encoding="utf-8").partition("## An observer of your own")[2].split("```")[1]
     (tmp_path / "halves.py").write_text(code.removeprefix("python"))
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for name, out in (("halves:HalfRange", "half"), ("memoryless_minmax", "whole")):
         ran = vexport("quantize", llama, tmp_path / out, "--scheme", "FP8_DYNAMIC", "--observer", name)
         assert ran.code == 0, ran.stderr
@@ -144,3 +145,40 @@ def test_an_observer_of_another_package(llama: Path, tmp_path: Path, monkeypatch
     key = f"{LAYER}.weight_scale"
     torch.testing.assert_close(half[key].float() * 2, whole[key].float(), rtol=0.01, atol=0)
     assert vexport("check", tmp_path / "half").code == 0
+
+
+OLDER = """
+from vexport.observers import Observer
+
+
+class Halved(Observer):
+    def calculate_qparams(self, observed, reduce_dims=None, tensor_id=None, global_scale=None):
+        scale, zero_point = super().calculate_qparams(observed, reduce_dims, tensor_id, global_scale)
+        return scale / 2, zero_point
+
+
+class Ignored(Observer):
+    def get_min_max(self, observed):
+        return observed.amin((0, -1)), observed.amax((0, -1))
+"""
+
+
+def test_observers_of_the_older_documents(
+    llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half the scale of weights and inputs; a method that nothing calls is refused with its replacement."""
+    (tmp_path / "older.py").write_text(OLDER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    options = ("--scheme", "FP8", "--calibration", text, "--samples", "1", "--rounding", "nearest")
+    for name, out in (("older:Halved", "half"), ("memoryless_minmax", "whole")):
+        observers = ("--observer", name, "--input-observer", name)
+        ran = vexport("quantize", llama, tmp_path / out, *options, *observers)
+        assert ran.code == 0, ran.stderr
+    half, whole = (load_file(tmp_path / out / "model.safetensors") for out in ("half", "whole"))
+    for kind in ("weight_scale", "input_scale"):
+        found, expected = half[f"{LAYER}.{kind}"].float() * 2, whole[f"{LAYER}.{kind}"].float()
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    ran = vexport("plan", llama, "--scheme", "FP8", "--observer", "older:Ignored")
+    assert ran.code == 2
+    assert "override update_statistics_from_observed instead" in ran.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.engine.session import require_engine
 from vexport.formats.base import cards
-from vexport.plan.source import with_default_text
+from vexport.plan.source import require_trusted_scenario, with_default_text
 from vexport.records import (
     ComparedRun,
     DryLoadReport,
@@ -146,6 +146,8 @@ def run(
     `serve` is the scenario's, with `tp` and `engine_args` in the place of what it says.
     """
     (parsed,) = with_default_text([read_scenario(Path(scenario))], _warn)
+    trusted = engine is not None and engine.trust_remote_code
+    require_trusted_scenario(parsed, Path(scenario), trusted=trusted)
     serve = with_options(parsed.serve, {"tensor_parallel_size": tp}, engine_args or {})
     parsed = parsed.model_copy(update={"serve": serve})
     options = (engine or Engine()).options(on_progress, parsed.serve)
@@ -174,6 +176,9 @@ def compare(
     if not schemes:
         raise ValueError("compare: got no scheme, need one or more")
     base = base_scenario(str(source), schemes[0], None if scenario is None else Path(scenario))
+    if scenario is not None:
+        trusted = engine is not None and engine.trust_remote_code
+        require_trusted_scenario(base, Path(scenario), trusted=trusted)
     options = (engine or Engine()).options(on_progress, base.serve)
     folder = None if run_dir is None else Path(run_dir)
     rows, faults = compare_schemes(base, schemes, folder, options, overwrite=overwrite, note=_warn)

@@ -13,6 +13,7 @@ from vexport.plan.source import (
     ignored_rules,
     plan_headers,
     requested,
+    require_trusted_scenario,
     table_of_schemes,
     with_needed_text,
 )
@@ -55,12 +56,14 @@ def plan(
     on_unsupported_shape: OnUnsupportedShape = "refuse",
     tp: Sequence[int] = (1,),
     has_text: bool = False,
+    trust_remote_code: bool = False,
     on_progress: OnProgress = silent,
 ) -> Plan:
     """Plan from headers alone, as `vexport plan` does; its `refusals` are not raised.
 
     One of `scheme`, `recipe` and `rules` says how; `has_text` says whether there will be calibration text. Or
     `source` is the file of a scenario, which says all; `run_dir` has what its `scheme: auto` chooses by.
+    Observers from any folder are imported only with `trust_remote_code`.
     """
     request = PlanRequest(
         scheme=scheme,
@@ -80,10 +83,13 @@ def plan(
         if rules or revision is not None or request != plain:
             raise ValueError(f"plan: got arguments next to {source}, need them in the scenario")
         folder = None if run_dir is None else Path(run_dir)
-        return plan_scenario(read_scenario(Path(source)), folder, on_progress)[1]
-    wanted, settings = requested(request, rules, _warn)
+        scenario = read_scenario(Path(source))
+        require_trusted_scenario(scenario, Path(source), trusted=trust_remote_code)
+        return plan_scenario(scenario, folder, on_progress, trust_remote_code=trust_remote_code)[1]
+    wanted, settings = requested(request, rules, _warn, trust_remote_code=trust_remote_code)
     settings = replace(settings, has_text=has_text)
-    return plan_headers(with_revision(str(source), revision), wanted, settings, on_progress)[1]
+    name = with_revision(str(source), revision)
+    return plan_headers(name, wanted, settings, on_progress, trust_remote_code=trust_remote_code)[1]
 
 
 def plan_schemes(
@@ -148,7 +154,7 @@ def quantize(
         on_unsupported_shape=on_unsupported_shape,
         tp=tuple(tp),
     )
-    wanted, settings = requested(request, rules, _warn)
+    wanted, settings = requested(request, rules, _warn, trust_remote_code=trust_remote_code)
     wanted, settings, text = with_needed_text(wanted, settings, data, default_calibration(), _warn)
     job = QuantizeJob(
         source=with_revision(str(source), revision),

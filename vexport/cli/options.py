@@ -312,7 +312,11 @@ def _version(text: str) -> tuple[int, int]:
 
 
 revision_option = option("--revision", "Branch, tag or commit of a SOURCE on the hub.", metavar="REV")
-trust_option = option("--trust-remote-code", "Let the checkpoint's own Python code run.", flag=True)
+trust_option = option(
+    "--trust-remote-code",
+    "Let the checkpoint's own Python code run, and an observer's from any folder.",
+    flag=True,
+)
 overwrite_run_option = option("--overwrite", "Start again in a run directory that exists.", flag=True)
 overwrite_out_option = option(
     "--overwrite", "Replace OUT if vexport made it and nothing else is in it.", flag=True

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 import click
 
 from vexport.cli.base import command, note, print_text, progress_display, require_plan
-from vexport.cli.options import PATH, Answer, answer_file, format_option, option, revision_option
+from vexport.cli.options import (
+    PATH,
+    Answer,
+    answer_file,
+    format_option,
+    option,
+    revision_option,
+    trust_option,
+)
 from vexport.cli.quantize import (
     CALIBRATION_OPTIONS,
     PLAN_OPTIONS,
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
 @option("--run-dir", "Run directory with the losses for `scheme: auto` [default: runs/NAME].", PATH)
 @plan_options
 @calibration_options
+@trust_option
 @format_option(("text", "json"))
 def plan(
     source: str,
@@ -46,6 +55,7 @@ def plan(
     request: PlanRequest,
     run_dir: Path | None,
     calibration: CalibrationOptions,
+    trust_remote_code: bool,
     answer: Answer,
 ) -> None:
     """Show what quantizing would do: layers, groups, size, problems.
@@ -66,27 +76,33 @@ def plan(
     if run_dir and not is_scenario(source):
         raise click.UsageError("--run-dir needs a SCENARIO: scheme: auto chooses by what a run measured.")
     if is_scenario(source):
-        _plan_scenario(source, revision, run_dir, answer)
+        _plan_scenario(source, revision, run_dir, answer, trust_remote_code=trust_remote_code)
     elif request.scheme or request.recipe:
-        _plan_rules(source, with_revision(source, revision), request, calibration, answer)
+        name = with_revision(source, revision)
+        _plan_rules(source, name, request, calibration, answer, trust_remote_code=trust_remote_code)
     elif extra := given_options(*CALIBRATION_OPTIONS):
         raise click.UsageError(f"{', '.join(extra)} needs --scheme or --recipe: what the text is for.")
     else:
         _compare_schemes(with_revision(source, revision), request, answer)
 
 
-def _plan_scenario(source: str, revision: str | None, run_dir: Path | None, answer: Answer) -> None:
+def _plan_scenario(
+    source: str, revision: str | None, run_dir: Path | None, answer: Answer, *, trust_remote_code: bool
+) -> None:
     """The plan of a scenario, and how many documents its evaluation takes."""
+    from vexport.plan.source import require_trusted_scenario
     from vexport.quantize.auto import plan_scenario
     from vexport.scenario import read_scenario
 
     scenario = read_scenario(Path(source))
+    require_trusted_scenario(scenario, Path(source), trusted=trust_remote_code)
     require_scenario_alone()
     if revision:
         raise click.UsageError("--revision cannot be used with a scenario; set `revision` in it.")
     with progress_display(quiet=answer.quiet) as on_progress:
-        _, plan = plan_scenario(scenario, run_dir, on_progress)
-    trust = ("--trust-remote-code",) if scenario.evaluate and scenario.evaluate.suite == "code" else ()
+        _, plan = plan_scenario(scenario, run_dir, on_progress, trust_remote_code=trust_remote_code)
+    needs_trust = trust_remote_code or (scenario.evaluate and scenario.evaluate.suite == "code")
+    trust = ("--trust-remote-code",) if needs_trust else ()
     then = shlex.join(["vexport", "run", source, *given_values("run_dir"), *trust])
     _note_missing_data(scenario)
     _print(source, plan, then, answer, scenario)
@@ -106,25 +122,39 @@ def _note_missing_data(scenario: "Scenario") -> None:
 
 
 def _plan_rules(
-    source: str, name: str, request: PlanRequest, calibration: CalibrationOptions, answer: Answer
+    source: str,
+    name: str,
+    request: PlanRequest,
+    calibration: CalibrationOptions,
+    answer: Answer,
+    *,
+    trust_remote_code: bool,
 ) -> None:
     """The plan of a scheme or recipe for a model; `name` is the source with its revision."""
     from vexport.plan.source import plan_headers, requested
 
     require_consistent(request)
-    rules, settings = requested(request, (), note)
+    rules, settings = requested(request, (), note, trust_remote_code=trust_remote_code)
     text = calibration.settings
     planning = replace(settings, has_text=text is not None)
     with progress_display(quiet=answer.quiet) as on_progress:
-        index, plan = plan_headers(name, rules, planning, on_progress)
+        index, plan = plan_headers(name, rules, planning, on_progress, trust_remote_code=trust_remote_code)
         if text is not None and not plan.refusals:
-            _note_time(index, plan, text, on_progress)
+            _note_time(index, plan, text, on_progress, trust_remote_code=trust_remote_code)
     out = "-".join((Path(source).resolve().name, *(plan.schemes or ("KV",))))
-    options = given_values("revision", *PLAN_OPTIONS, *CALIBRATION_OPTIONS)
+    trust = ("--trust-remote-code",) if trust_remote_code else ()
+    options = (*given_values("revision", *PLAN_OPTIONS, *CALIBRATION_OPTIONS), *trust)
     _print(source, plan, shlex.join(["vexport", "quantize", source, out, *options]), answer)
 
 
-def _note_time(index: "SourceIndex", plan: Plan, text: "Calibration", on_progress: OnProgress) -> None:
+def _note_time(
+    index: "SourceIndex",
+    plan: Plan,
+    text: "Calibration",
+    on_progress: OnProgress,
+    *,
+    trust_remote_code: bool,
+) -> None:
     """A note on what calibration will take, where the weights are here."""
     from vexport.plan.rules import calibration_need
     from vexport.quantize.text import PlanText, estimated_steps
@@ -134,7 +164,7 @@ def _note_time(index: "SourceIndex", plan: Plan, text: "Calibration", on_progres
     elif not index.root.is_dir():
         note("how long calibration takes is measured on the weights: download the model first")
     else:
-        samples = PlanText(index, plan, text, on_progress=on_progress, trust_remote_code=False)
+        samples = PlanText(index, plan, text, on_progress=on_progress, trust_remote_code=trust_remote_code)
         if steps := estimated_steps(samples):
             note(estimate("this", steps))
         else:

@@ -238,7 +238,7 @@ def quantize(
     is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks, or alone: the one that speaks
     tell: Callable[[str], None] = note if is_first else lambda text: None
     require_consistent(request)
-    rules, settings = requested(request, (), tell)
+    rules, settings = requested(request, (), tell, trust_remote_code=trust_remote_code)
     text, default = calibration.settings, calibration.with_data(DEFAULT)
     notes: list[str] = []
     rules, settings, text = with_needed_text(rules, settings, text, default, notes.append)

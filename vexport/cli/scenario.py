@@ -58,12 +58,13 @@ def run(
       vexport run SCENARIO.yaml --run-dir runs/nightly --format github
     """
     from vexport.engine.session import require_engine
-    from vexport.plan.source import with_default_text
+    from vexport.plan.source import require_trusted_scenario, with_default_text
     from vexport.reports import render
     from vexport.scenario import read_scenario
     from vexport.scenario.serve import with_options
 
     (parsed,) = with_default_text([read_scenario(scenario)], note)
+    require_trusted_scenario(parsed, scenario, trusted=interpreter.trust_remote_code)
     serve = with_options(parsed.serve, {"tensor_parallel_size": tp}, engine_args)
     parsed = parsed.model_copy(update={"serve": serve})
     require_engine((interpreter.vllm_python,))
@@ -168,6 +169,11 @@ def compare(
     if not schemes:
         raise click.UsageError("--schemes: name at least one scheme.")
     base = base_scenario(source, schemes[0], scenario_file)
+    if scenario_file is not None:
+        from vexport.plan.source import require_trusted_scenario
+
+        trusted = interpreter.trust_remote_code
+        require_trusted_scenario(base, scenario_file, trusted=trusted)
     require_engine((interpreter.vllm_python,))
     from vexport.run.stages import compare_schemes
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -26,6 +27,7 @@ from vexport.layers.blocks import quantized_bytes
 from vexport.layers.linears import Names, names_of
 from vexport.layers.shapes import kind_of_group, unsupported
 from vexport.plan.build import PlanSettings, build_plan, fitting_sizes, hidden_rule_notes
+from vexport.plan.own_code import untrusted_place
 from vexport.records import (
     FusionGroup,
     GroupSize,
@@ -37,9 +39,10 @@ from vexport.records import (
     SchemeTable,
     silent,
 )
-from vexport.records.observer_names import BY_IMPORTANCE, OBSERVERS, OptionValue
+from vexport.records.observer_names import BY_IMPORTANCE, CLASS_SEPARATOR, OBSERVERS, OptionValue
 from vexport.scenario import AUTO, Calibration, Rule, Scenario, default_calibration, parse_group_size
 from vexport.scenario.llmcompressor import read_recipe
+from vexport.scenario.serve import imported_by
 
 DEFAULTS = PlanSettings()
 # The scheme whose plan says which layers a rule for all linear layers reaches; any would do.
@@ -68,11 +71,16 @@ def rules_for(request: PlanRequest) -> tuple[Rule, ...]:
 
 
 def requested(
-    request: PlanRequest, rules: Sequence[Rule], note: Callable[[str], None]
+    request: PlanRequest,
+    rules: Sequence[Rule],
+    note: Callable[[str], None],
+    *,
+    trust_remote_code: bool = False,
 ) -> tuple[tuple[Rule, ...], PlanSettings]:
     """The rules of a call, and the settings besides; `note` is told what of a recipe is not followed.
 
-    ValueError unless one of a scheme, a recipe and `rules` is given, and what goes with a scheme alone.
+    InputError if a recipe names observers that only run with `trust_remote_code`. ValueError unless one of a
+    scheme, a recipe and `rules` is given, and what goes with a scheme alone.
     """
     if [request.scheme is None, request.recipe is None, not rules].count(False) != 1:
         raise ValueError("got several or none of scheme, recipe and rules, need one of them")
@@ -89,6 +97,7 @@ def requested(
         raise ValueError("got an observer, rounding or group_size next to what says the same, need it there")
     if request.recipe is not None:
         recipe = read_recipe(request.recipe)
+        require_trusted_observers(recipe.rules, (request.recipe.parent,), trusted=trust_remote_code)
         for text in recipe.notes:
             note(text)
         smoothing = recipe.smoothing if request.smoothing is None else request.smoothing
@@ -196,27 +205,87 @@ def with_default_text(scenarios: Sequence[Scenario], note: Callable[[str], None]
     ]
 
 
-def source_index(source: str, rules: Sequence[Rule], on_progress: OnProgress = silent) -> SourceIndex:
+def require_trusted_observers(rules: Sequence[Rule], folders: Sequence[Path] = (), *, trusted: bool) -> None:
+    """Raise InputError for each observer `package.module:Class` whose code may not be run.
+
+    The code in `folders`, the folder of a scenario or recipe, and in the current folder runs only if it is
+    `trusted`, as --trust-remote-code says.
+    """
+    if not trusted:
+        raise_all([problem for rule in rules for problem in _untrusted_observers(rule, folders)])
+
+
+def require_trusted_scenario(scenario: Scenario, file: Path, *, trusted: bool) -> None:
+    """Raise InputError if a scenario of a file makes vexport or vLLM run Python that is not `trusted`."""
+    if trusted:
+        return
+    require_trusted_observers(scenario.rules, (file.parent,), trusted=trusted)
+    raise_all(
+        [
+            InputError(
+                f"{file}: serve.engine_args.{name}",
+                got="the name of Python code, which vLLM would import",
+                need="arguments that import nothing",
+                fix="remove it, or let it run with --trust-remote-code",
+            )
+            for name in imported_by(scenario.serve.engine_args)
+        ]
+    )
+
+
+def _untrusted_observers(rule: Rule, folders: Sequence[Path]) -> Iterator[InputError]:
+    for key, name in (("observer", rule.observer), ("input_observer", rule.input_observer)):
+        if name is None or name in OBSERVERS or CLASS_SEPARATOR not in name:
+            continue
+        place = untrusted_place(name, folders)
+        if place is not None:
+            yield InputError(
+                f"rule {rule.match!r}: {key}",
+                got=f"{name}, whose code is in {place}",
+                need="a subclass of vexport's Observer in an installed package or a folder of PYTHONPATH, "
+                "outside the current folder and the scenario's",
+                fix="move it there, or let it run with --trust-remote-code",
+            )
+
+
+def source_index(
+    source: str,
+    rules: Sequence[Rule],
+    on_progress: OnProgress = silent,
+    *,
+    trust_remote_code: bool = False,
+) -> SourceIndex:
     """The headers of a source, whose weights are fetched; InputError where it or an observer is unusable."""
+    require_trusted_observers(rules, trusted=trust_remote_code)
     raise_all([problem for rule in rules for problem in _observer_problems(rule)])
     return read_index(resolve_source(source, on_progress))
 
 
 def plan_source(
-    source: str, rules: Sequence[Rule], settings: PlanSettings = DEFAULTS, *, on_progress: OnProgress = silent
+    source: str,
+    rules: Sequence[Rule],
+    settings: PlanSettings = DEFAULTS,
+    *,
+    on_progress: OnProgress = silent,
+    trust_remote_code: bool = False,
 ) -> tuple[SourceIndex, Plan]:
     """Read a source's headers and plan. Raises InputError for an unusable source or rule."""
-    index = source_index(source, rules, on_progress)
+    index = source_index(source, rules, on_progress, trust_remote_code=trust_remote_code)
     plan = build_plan(index, rules, settings)
     return index, replace(plan, notes=(*plan.notes, *hidden_rule_notes(index, rules)))
 
 
 def plan_headers(
-    source: str, rules: Sequence[Rule], settings: PlanSettings, on_progress: OnProgress
+    source: str,
+    rules: Sequence[Rule],
+    settings: PlanSettings,
+    on_progress: OnProgress,
+    *,
+    trust_remote_code: bool = False,
 ) -> tuple[SourceIndex, Plan]:
     """Plan a model as `plan_source` does, from headers alone, whose files may be gone afterwards."""
     with source_headers(source, on_progress) as root:
-        index, plan = plan_source(str(root), rules, settings)
+        index, plan = plan_source(str(root), rules, settings, trust_remote_code=trust_remote_code)
         return index, replace(plan, source=pinned_source(source, root))
 
 
@@ -242,14 +311,14 @@ def _class_problems(
 
     where, of_inputs = f"rule {rule.match!r}: {key}", key == "input_observer"
     try:
-        observer = Observer.of_name(name)("input" if of_inputs else "weight", args, **keywords)
+        observer = Observer.of_name(name).made("input" if of_inputs else "weight", args, keywords)
     except ValueError as error:
         yield InputError(where, got=str(error), need="", fix="correct it, or use an observer of vexport")
         return
     if isinstance(observer, IMatrixMSEObserver):
         need = "one without importance, which calibration gathers for imatrix_mse"
         yield InputError(where, got=f"{name}, a search by importance", need=need, fix="use imatrix_mse")
-    if of_inputs and type(observer).get_qparams is not Observer.get_qparams:
+    if of_inputs and observer.returns_own_qparams:
         need = "one whose range says it: the scale of fused layers' inputs is that of all their ranges"
         yield InputError(where, got=f"{name}, with get_qparams of its own", need=need, fix="set min_vals")
 

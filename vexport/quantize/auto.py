@@ -169,7 +169,11 @@ FILE = "sensitivity.json"
 
 
 def plan_scenario(
-    scenario: Scenario, run_dir: Path | None = None, on_progress: OnProgress = silent
+    scenario: Scenario,
+    run_dir: Path | None = None,
+    on_progress: OnProgress = silent,
+    *,
+    trust_remote_code: bool = False,
 ) -> tuple[SourceIndex, Plan]:
     """The headers and the plan of what a scenario asks for.
 
@@ -179,8 +183,10 @@ def plan_scenario(
     """
     settings, rules, auto = settings_of(scenario), scenario.rules, scenario.auto
     if auto is None:
-        return plan_headers(scenario.source, rules, settings, on_progress)
-    index = source_index(scenario.source, rules, on_progress)
+        return plan_headers(
+            scenario.source, rules, settings, on_progress, trust_remote_code=trust_remote_code
+        )
+    index = source_index(scenario.source, rules, on_progress, trust_remote_code=trust_remote_code)
     run_dir = run_dir or scenario.run_dir
     layer_groups = find_layer_groups(index, rules, auto, settings)
     plain = build_plan(index, rules_with((), {}, rules), settings)

@@ -70,7 +70,13 @@ def quantize_source(
     with process_group():
         if rank_and_size()[0] == 0:
             refuse_existing(job.out, overwrite=job.overwrite)
-        index, plan = plan_source(job.source, job.rules, job.planning, on_progress=job.on_progress)
+        index, plan = plan_source(
+            job.source,
+            job.rules,
+            job.planning,
+            on_progress=job.on_progress,
+            trust_remote_code=job.trust_remote_code,
+        )
         _require_separate(job, index.root)
         require_accepted(plan)
         require_calibration(plan, job.calibration)

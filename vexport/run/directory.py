@@ -194,7 +194,12 @@ class Run:
     @cached_property
     def index(self) -> SourceIndex:
         """The source's headers."""
-        return source_index(self.scenario.source, self.scenario.rules, self.options.on_progress)
+        return source_index(
+            self.scenario.source,
+            self.scenario.rules,
+            self.options.on_progress,
+            trust_remote_code=self.options.trust_remote_code,
+        )
 
     @cached_property
     def units(self) -> tuple[LayerGroup, ...]:

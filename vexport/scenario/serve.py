@@ -1,6 +1,6 @@
 """The start of vLLM's engine: what a scenario or command line may say, and what vexport decides itself."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal, Self
 
 from annotated_types import Ge, Gt, Le
@@ -60,6 +60,36 @@ _OWNED: Mapping[str, tuple[Sequence[JsonValue], str]] = {
     "worker_extension_cls": ((), "vexport's own, which names the kernels that ran"),
     "nnodes": ((1,), "1: over several hosts start a Ray cluster, and distributed_executor_backend ray"),
 }
+
+
+# Arguments whose values name Python that vLLM imports, and the values that name none.
+_IMPORTED: Mapping[str, Sequence[JsonValue]] = {
+    "worker_cls": ("auto",),
+    **dict.fromkeys(("scheduler_cls", "io_processor_plugin", "reasoning_parser_plugin"), (None, "")),
+    "logits_processors": (None, []),
+}
+_MODULE_PATH = "_module_path"
+
+
+def imported_by(engine_args: Mapping[str, JsonValue]) -> Iterator[str]:
+    """Yield the arguments of vLLM that make it import Python by a name or path.
+
+    Such are also the paths of connectors in `kv_transfer_config` and `ec_transfer_config`, and a compilation
+    backend of another package.
+    """
+    for given, value in engine_args.items():
+        name = given.replace("-", "_")
+        if name in _IMPORTED:
+            imports = value not in _IMPORTED[name]
+        elif name.endswith("_transfer_config"):
+            imports = _MODULE_PATH in str(value)
+        elif name == "compilation_config":
+            backend = value.get("backend") if isinstance(value, dict) else value
+            imports = isinstance(backend, str) and "." in backend
+        else:
+            imports = False
+        if imports:
+            yield given
 
 
 class Serve(ScenarioSection):

@@ -1,0 +1,140 @@
+"""Where the code of an observer `package.module:Class` comes from, found out without running any of it.
+
+An observer may be named by a scenario or a recipe, which other people write. Without --trust-remote-code it
+is imported only if its file, and those of its parent packages, are in a trusted place:
+
+- a folder of installed packages (site-packages) of this interpreter
+- a project installed as editable
+- a folder or archive that PYTHONPATH names
+
+The current folder, the folder of the scenario or recipe, and everything in them are not trusted, also if
+PYTHONPATH or an editable install names them. Installed packages below them, as those of a virtual
+environment in a project's folder, are trusted. Symbolic links are followed: neither the link nor its target
+may be in such a folder. The standard library is no trusted place: it contains no observers, and importing
+some of its modules does something.
+"""
+
+import json
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from importlib.metadata import distributions
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import vexport
+from vexport.records.observer_names import CLASS_SEPARATOR
+
+PACKAGE = Path(vexport.__file__).resolve().parent
+
+
+def untrusted_place(name: str, folders: Sequence[Path]) -> str | None:
+    """Return the place of the first file that importing `package.module:Class` would run unasked.
+
+    None if all of them are trusted, or if there is no such module: importing it then fails. `folders` are not
+    trusted besides the current folder.
+    """
+    module = name.partition(CLASS_SEPARATOR)[0]
+    near = [*_spellings(Path.cwd()), *(each for folder in folders for each in _spellings(folder))]
+    path: list[str] | None = None
+    parts = module.split(".")
+    for number in range(1, len(parts) + 1):
+        spec = _found(".".join(parts[:number]), path)
+        if spec is None:
+            return None
+        if spec.origin is not None and not _is_trusted(spec.origin, near):
+            return spec.origin
+        if spec.submodule_search_locations is None:
+            return None
+        path = _locations(spec)
+    return None
+
+
+def _found(name: str, path: list[str] | None) -> ModuleSpec | None:
+    """Return the spec that importing `name` would use, without importing its parents."""
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec: ModuleSpec | None = None if find is None else find(name, path)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _locations(spec: ModuleSpec) -> list[str]:
+    """Return the folders of a package; those of a namespace package without asking for its parent."""
+    locations = spec.submodule_search_locations
+    return [*getattr(locations, "_path", locations or ())]
+
+
+def _is_trusted(origin: str, near: Sequence[Path]) -> bool:
+    """Return whether a file is in a trusted place. Built-in and frozen modules have no file."""
+    file = Path(origin)
+    if not file.is_absolute():
+        return False
+    if _is_in(file.resolve(), [PACKAGE]):
+        return True
+    installed = [spelling for folder in _installed() for spelling in _spellings(folder)]
+    roots = [root for root in installed if _is_in(file, [root])]
+    if roots:
+        # Not trusted if the current folder is, or is in, the folder of installed packages and has the file.
+        inside = [folder for folder in near if _is_in(folder, roots)]
+        outside = [folder for folder in near if folder not in inside]
+        is_link = not _is_in(file.resolve(), installed)
+        return not _is_near(file, inside) and not (is_link and _is_in(file.resolve(), outside))
+    named = [spelling for folder in (*_named(), *_editable()) for spelling in _spellings(folder)]
+    return _is_in(file, named) and not _is_near(file, near)
+
+
+def _is_near(file: Path, folders: Sequence[Path]) -> bool:
+    return _is_in(file, folders) or _is_in(file.resolve(), folders)
+
+
+def _is_in(file: Path, folders: Sequence[Path]) -> bool:
+    return any(file.is_relative_to(folder) for folder in folders)
+
+
+def _spellings(folder: Path) -> tuple[Path, Path]:
+    """Return a folder's absolute path without `..`, and the same with links followed."""
+    return Path(os.path.abspath(folder)), folder.resolve()  # noqa: PTH100 (links stay what they are)
+
+
+def _installed() -> list[Path]:
+    """Return the folders of installed packages of this interpreter."""
+    user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
+    paths = sysconfig.get_paths()
+    names = (*site.getsitepackages(), *user, paths["purelib"], paths["platlib"])
+    return [Path(name) for name in dict.fromkeys(names)]
+
+
+def _named() -> list[Path]:
+    """Return the entries of PYTHONPATH. An empty entry means the current folder, and is left out."""
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [Path(entry) for entry in entries if entry]
+
+
+def _editable() -> Iterator[Path]:
+    """Yield the folders of projects that are installed as editable: by a path or by their metadata."""
+    installed = [str(folder) for folder in _installed() if folder.is_dir()]
+    for folder in installed:
+        for file in sorted(Path(folder).glob("*.pth")):
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+            paths = [line.strip() for line in lines if line.strip() and not line.startswith(("import", "#"))]
+            yield from (Path(folder) / path for path in paths)
+    for distribution in distributions(path=installed):
+        if text := distribution.read_text("direct_url.json"):
+            yield from _editable_project(text)
+
+
+def _editable_project(text: str) -> Iterator[Path]:
+    """Yield the folder of an editable project by its direct_url.json (PEP 610)."""
+    try:
+        content = json.loads(text)
+        is_editable = content["dir_info"]["editable"] is True
+        url = urlsplit(content["url"])
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return
+    if is_editable and url.scheme == "file":
+        yield Path(unquote(url.path))
