@@ -345,14 +345,15 @@ def test_only_the_onloaded_value_is_updated(tmp_path: Path) -> None:
 
 def test_fused_layers_are_fitted_together() -> None:
     """Whether they are updated in one call or one by one."""
-    scales = []
+    scales = list[float]()
     for together in (True, False):
         layers = torch.nn.ModuleDict()
         for seed, name in enumerate(("q_proj", "k_proj", "v_proj")):
-            layers[name] = linear(preset_name_to_scheme("NVFP4A16", ["Linear"]))
+            scheme = preset_name_to_scheme("NVFP4A16", ["Linear"])
+            scheme.weights.observer = "nvfp4_expanded_mse"
+            layers[name] = linear(scheme)
             generator = torch.Generator().manual_seed(seed)
             layers[name].weight.data = torch.rand(32, 64, generator=generator) * 2 - 1
-            layers[name].quantization_scheme.weights.observer = "nvfp4_expanded_mse"
             initialize_observer(layers[name], "weight")
         fuse_weight_observers(layers)
         observe(layers.values(), "weight")
