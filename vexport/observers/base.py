@@ -598,6 +598,7 @@ class Observer(InternalModule, RegistryMixin):
         """The range after a new observation of an activation."""
         return new
 
+    @torch.no_grad()
     def range(self) -> Range:
         """The range that was seen: (low, high), shape qparam_shape, float32.
 

@@ -175,6 +175,7 @@ class MemorylessMSEObserver(Observer):
         return as_pair(called(self.calculate_mse_min_max, observed, given), "calculate_mse_min_max")
 
 
+@torch.no_grad()
 def fit_global_scale(observers: Sequence[Observer]) -> None:
     """Choose the global scale that fused NVFP4 weights share, by the error in some rows of all of them.
 
