@@ -206,14 +206,12 @@ def test_exponents_that_cancel_in_no_product_do_not_pass(source: Path, tmp_path:
     assert "smoothing.json: model.layers.1" in ran.errors[0]
 
 
-def test_repair_takes_no_source_of_a_smoothed_checkpoint(
-    source: Path, smoothed: Path, tmp_path: Path
-) -> None:
-    refused = vexport("repair", smoothed, tmp_path / "out", "--source", source)
-    assert refused.code == 2
-    assert "smoothing.json: a smoothed checkpoint" in refused.errors[0]
-    assert not (tmp_path / "out").exists()
-    assert vexport("repair", smoothed, tmp_path / "out").code == 0
+def test_repair_compares_a_smoothed_checkpoint(source: Path, smoothed: Path, tmp_path: Path) -> None:
+    ran = vexport("repair", smoothed, tmp_path / "out", "--source", source)
+    assert ran.code == 0, ran.stderr
+    assert f"compared with {source}" in ran.stdout
+    assert (tmp_path / "out" / SMOOTHING).read_bytes() == (smoothed / SMOOTHING).read_bytes()
+    assert vexport("repair", smoothed, tmp_path / "again").code == 0
 
 
 def test_a_recipe_with_smoothquant(source: Path, text: Path, smoothed: Path, tmp_path: Path) -> None:

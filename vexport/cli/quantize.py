@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vexport.cli.base import command, given, note, print_text, progress_display, require_ok
+from vexport.cli.base import command, given, note, print_text, progress_display
 from vexport.cli.options import (
     PATH,
     POSITIVE,
@@ -27,9 +27,9 @@ from vexport.cli.options import (
     tp_option,
     trust_option,
 )
-from vexport.errors import clip
+from vexport.errors import CheckpointFailed, clip
 from vexport.errors.extras import require_extra
-from vexport.records import GroupSize, PlanRequest
+from vexport.records import GroupSize, PlanRequest, RepairReport
 from vexport.records.calibration import ROUNDINGS
 
 if TYPE_CHECKING:
@@ -278,7 +278,7 @@ def _keeping(patterns: Sequence[str]) -> str:
 @command()
 @click.argument("checkpoint", type=PATH)
 @click.argument("out", type=PATH)
-@option("--source", "The unquantized checkpoint: quantize from it what rescaling would round twice.", PATH)
+@option("--source", "The unquantized checkpoint, to compare the repaired values with.", PATH)
 @overwrite_out_option
 @format_option(("text", "json"))
 def repair(checkpoint: Path, out: Path, source: Path | None, overwrite: bool, answer: Answer) -> None:
@@ -287,6 +287,9 @@ def repair(checkpoint: Path, out: Path, source: Path | None, overwrite: bool, an
     Needs no calibration. Repairs config.json (targets, ignore, arguments, refused keys), global scales that
     fused layers do not share or that are reciprocals, and missing KV scales. If something cannot be repaired,
     it is named and nothing is written: export the checkpoint again.
+
+    With --source, all quantized weights of OUT are compared with the source's. Without it, `repair` reports
+    what it assumes, and refuses a fault that has several explanations.
 
     \b
     Examples:
@@ -299,4 +302,16 @@ def repair(checkpoint: Path, out: Path, source: Path | None, overwrite: bool, an
     with progress_display(quiet=answer.quiet) as on_progress:
         report = repair_checkpoint(checkpoint, out, source, overwrite=overwrite, on_progress=on_progress)
     print_text(render_repair(report, answer.format_))
-    require_ok(report.checkpoint, report.ok, report.refusals)
+    if not report.ok:
+        raise _not_repaired(report)
+
+
+def _not_repaired(report: RepairReport) -> CheckpointFailed:
+    """Return the first error that could not be repaired, and the number of the others."""
+    first, others = report.refusals[0], len(report.refusals) - 1
+    return CheckpointFailed(
+        f"{report.checkpoint}: {first.where}",
+        got=first.got,
+        need=first.expected,
+        fix=f"{first.fix} ({others:,} more)" if others else first.fix,
+    )

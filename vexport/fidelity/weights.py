@@ -146,6 +146,12 @@ def compare_weight(view: CheckpointView, layer: StoredLayer, pieces: Pieces) -> 
     return comparison
 
 
+def nearest_weight(args: QuantArgs, weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight (out, in) rounded to nearest with scales from its ranges, float32."""
+    nearest = _Nearest(replace(args, observer_kwargs={}, observer=None), (weight,))
+    return nearest.of(weight.to(torch.float32), slice(0, len(weight)))
+
+
 class _Nearest:
     """Rounds a source's weight to nearest with scales from its own ranges."""
 

@@ -256,9 +256,10 @@ class DryLoadReport:
 class WeightChange:
     """The distance that a layer's weight moved, dequantized by compressed-tensors before and after.
 
-    `relative` is |after - before| / |before| in Frobenius norms, `snr_db` the same as signal-to-noise; None
-    where the layer could not be dequantized before. `source_snr_db` are the weight's signal-to-noise
-    against the source before and after, None without a source.
+    `relative` is |after - before| / |before| in Frobenius norms, `snr_db` the same as signal-to-noise. Both
+    are None if the layer could not be dequantized before. They compare the weight with what was stored, which
+    may have been wrong. `source_snr_db` is the weight's signal-to-noise against the source before and after
+    the repair, None without a source.
     """
 
     relative: float | None
@@ -270,7 +271,9 @@ class WeightChange:
 class Repair:
     """One thing that was repaired: where, what was there, what is there now, what it costs.
 
-    `layer` is the linear layer whose weight the repair may move, None for all else; `change` says how far.
+    `assumption` is what the repair takes for granted because nothing shows it; None if nothing is assumed or
+    if the values were compared with a source. `layer` is the linear layer whose weight the repair may move,
+    None for all else; `change` is the distance that the weight moved.
     """
 
     family: str
@@ -280,14 +283,16 @@ class Repair:
     cost: str
     layer: str | None = None
     change: WeightChange | None = None
+    assumption: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairReport:
     """The repairs of a checkpoint, and the findings that keep it from being sound.
 
-    `ok` means that `out` was written and that `vexport check` finds no error in it; else `refusals` say what
-    cannot be repaired, and nothing was written. `warnings` remain in what was written.
+    `ok` means that `out` was written and that `vexport check` finds no error in it. Otherwise `refusals` has
+    the errors that cannot be repaired, and nothing was written. `source` is the unquantized checkpoint with
+    which the repaired values were compared, None if they were not compared. `warnings` remain in `out`.
     """
 
     schema: Literal["vexport.repair/1"] = "vexport.repair/1"
@@ -297,3 +302,4 @@ class RepairReport:
     repairs: tuple[Repair, ...]
     refusals: tuple[Finding, ...]
     warnings: tuple[Finding, ...] = ()
+    source: str | None = None

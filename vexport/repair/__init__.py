@@ -3,16 +3,17 @@
 Adding a family of repairs is a function and a line in `families.FAMILIES`.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vexport.checkpoint.index import read_index, require_checkpoint, unchanged
 from vexport.checkpoint.reader import Reader
-from vexport.checkpoint.smoothed import SMOOTHING, smoothing_of
-from vexport.checks import findings_of, findings_on
+from vexport.checkpoint.smoothed import reader_of, smoothing_of
+from vexport.checks import Against, findings_of, findings_on
 from vexport.checks.config import NAME
 from vexport.checks.vllm.quant_methods import METHOD, method_name
 from vexport.checks.vllm.view import CheckpointView, error
@@ -38,10 +39,12 @@ def repair_checkpoint(
 ) -> RepairReport:
     """Repair what can be repaired and write the result to the folder `out`, whole or not at all.
 
-    Nothing is written where an error remains that no repair removes, a file that cannot be read among them.
-    Raises InputError for folders that are no checkpoints, where `out` may not be written, and for the source
-    of a smoothed checkpoint. Without torch only config.json is repaired: MissingPackage where that is not
-    enough.
+    Nothing is written if an error remains that no repair removes: a file that cannot be read, a fault with
+    several explanations, or with `source` a weight that is not the source's. A smoothed checkpoint is
+    compared with the source as `smoothing.json` scales it.
+
+    Raises InputError for folders that are no checkpoints, a quantized `source`, and an `out` that may not be
+    written. Without torch only config.json is repaired: MissingPackage if that is not enough.
     """
     require_checkpoint(checkpoint)
     inputs = {"CHECKPOINT": checkpoint} | ({"--source": source} if source else {})
@@ -50,30 +53,31 @@ def repair_checkpoint(
         [NamedPath(label=label, path=path) for label, path in inputs.items()],
     )
     refuse_existing(out, overwrite=overwrite)
-    with Reader() as reader, Reader() as original:
-        origin = _source(checkpoint, source, original) if source else None
-        read_from = unchanged(origin.index) if origin else nullcontext()
+    against = _against(source, on_progress) if source else None
+    with ExitStack() as open_files:
+        read_from = nullcontext() if source is None else unchanged(read_index(source))
         repairs: tuple[Repair, ...] = ()
+        refusals: tuple[Finding, ...] = ()
         try:
+            origin = open_files.enter_context(_compared_source(checkpoint, source)) if source else None
+            reader = open_files.enter_context(Reader())
             view = CheckpointView(read_index(checkpoint), reader)
             if (method := method_name(view.quantization or {})) is not None:
-                return _report(checkpoint, out, repairs, [_unknown(view, method)])
-            families = CONFIG_ONLY
-            if is_installed("torch"):
-                from vexport.repair.families import FAMILIES
-
-                families = FAMILIES
+                return _report(checkpoint, out, source, repairs, [_unknown(view, method)])
+            families = _families()
             for number, family in enumerate(families):
                 on_progress("repair (families)", number, len(families))
                 changes = family(view, origin)
+                refusals += changes.refusals
                 if changes.repairs:
                     before, view = view, apply(view, changes)
                     repairs += tuple(_priced(repair, before, view, origin) for repair in changes.repairs)
             on_progress("repair (families)", len(families), len(families))
-            findings = list(findings_on(view))
+            explained = {refusal.where for refusal in refusals}
+            others = [each for each in findings_on(view, against) if each.where not in explained]
         except InputError as problem:
-            return _report(checkpoint, out, repairs, findings_of(problem))
-        report = _report(checkpoint, out, repairs, findings)
+            return _report(checkpoint, out, source, repairs, findings_of(problem))
+        report = _report(checkpoint, out, source, repairs, [*refusals, *others])
         if not report.ok and not is_installed("torch"):
             raise MissingPackage("torch", f"{checkpoint}: repairing {report.refusals[0].where}")
         if report.ok:
@@ -82,23 +86,44 @@ def repair_checkpoint(
     return report
 
 
+def _families() -> Sequence[Family]:
+    """Return the families of repairs that can run here."""
+    if not is_installed("torch"):
+        return CONFIG_ONLY
+    from vexport.repair.families import FAMILIES
+
+    return FAMILIES
+
+
+def _against(source: Path, on_progress: OnProgress) -> Against:
+    """Return the comparison of the repaired checkpoint with its source; InputError if that is no such
+    source."""
+    require_extra("torch", "--source")
+    from vexport.fidelity.compare import against
+
+    return against(source, on_layer=partial(on_progress, "compare with the source (layers)"))
+
+
+@contextmanager
+def _compared_source(checkpoint: Path, source: Path) -> "Iterator[ComparedSource]":
+    """Open the source, whose weights are smoothed as the checkpoint's were."""
+    from vexport.fidelity.source import ComparedSource
+
+    with reader_of(smoothing_of(checkpoint)) as reader:
+        yield ComparedSource(read_index(source), reader)
+
+
 def _unknown(view: CheckpointView, method: str) -> Finding:
     fix = "quantize from the source"
     return error(NAME, view.quantization_place, expected=METHOD, got=repr(method), fix=fix)
 
 
-def _source(checkpoint: Path, source: Path, reader: Reader) -> "ComparedSource":
-    require_extra("torch", "--source")
-    from vexport.fidelity.source import ComparedSource
-
-    if smoothing_of(checkpoint):
-        got = "a smoothed checkpoint, whose weights are not the source's"
-        raise InputError(str(checkpoint / SMOOTHING), got=got, need="", fix="leave out --source")
-    return ComparedSource(read_index(source), reader)
-
-
 def _report(
-    checkpoint: Path, out: Path, repairs: tuple[Repair, ...], findings: Sequence[Finding]
+    checkpoint: Path,
+    out: Path,
+    source: Path | None,
+    repairs: tuple[Repair, ...],
+    findings: Sequence[Finding],
 ) -> RepairReport:
     refusals = tuple(finding for finding in findings if finding.severity == "error")
     return RepairReport(
@@ -108,13 +133,14 @@ def _report(
         repairs=repairs,
         refusals=refusals,
         warnings=tuple(finding for finding in findings if finding.severity != "error"),
+        source=None if source is None else str(source),
     )
 
 
 def _priced(
     repair: Repair, before: CheckpointView, after: CheckpointView, source: "ComparedSource | None"
 ) -> Repair:
-    """The repair with its cost for the weight of its layer."""
+    """Return the repair with the distance that the weight of its layer moved."""
     if repair.layer is None:
         return repair
     from vexport.repair.families import weight_change

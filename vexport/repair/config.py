@@ -25,6 +25,7 @@ KNOWN = frozenset(field.name for field in fields(QuantArgs))
 # Tensors of compressed sparse weights in compressed-tensors; without them nothing is sparse.
 SPARSE_PARAMETERS = ("compressed", "bitmask", "row_offsets", "meta")
 MOST_NAMES = 4
+KEY_SAYS_NOTHING = "the removed keys change nothing in how the tensors are read"
 
 
 def keys(view: CheckpointView, source: "ComparedSource | None") -> Changes:
@@ -38,7 +39,7 @@ def keys(view: CheckpointView, source: "ComparedSource | None") -> Changes:
     repairs = (
         *moved,
         *_method(quantization, place),
-        *_unknown_arguments(quantization, place),
+        *_unknown_arguments(quantization, place, is_compared=source is not None),
         *_sparsity(quantization, place, view),
     )
     return Changes(config=config, repairs=repairs) if repairs else Changes()
@@ -63,7 +64,7 @@ def _method(quantization: dict[str, Json], place: str) -> Iterator[Repair]:
         quantization["quant_method"] = METHOD
 
 
-def _unknown_arguments(quantization: dict[str, Json], place: str) -> Iterator[Repair]:
+def _unknown_arguments(quantization: dict[str, Json], place: str, *, is_compared: bool) -> Iterator[Repair]:
     for name, group in inside(quantization, "config_groups").items():
         if not isinstance(group, dict):
             continue
@@ -72,7 +73,8 @@ def _unknown_arguments(quantization: dict[str, Json], place: str) -> Iterator[Re
             if isinstance(arguments, dict):
                 for key in sorted(arguments.keys() - KNOWN):
                     where = f"{place}.config_groups.{name}.{side}.{key}"
-                    yield _key_repair(where, repr(arguments.pop(key)), "removed")
+                    repair = _key_repair(where, repr(arguments.pop(key)), "removed")
+                    yield repair if is_compared else replace(repair, assumption=KEY_SAYS_NOTHING)
 
 
 def _sparsity(quantization: dict[str, Json], place: str, view: CheckpointView) -> Iterator[Repair]:
@@ -117,10 +119,15 @@ def _without_quantized(view: CheckpointView) -> tuple[str, ...]:
 
 
 def _targets(view: CheckpointView, group: ConfigGroup) -> tuple[str, ...]:
-    """The targets of a group with the layers that it fits and that vLLM gives to none or to another."""
+    """Return the targets of a group with the layers that it fits and that vLLM gives to no group or to
+    another.
+
+    A layer that fits several groups may belong to any of them: it stays as it is, which the check `targets`
+    reports.
+    """
     alone, architecture = len(view.config_groups) == 1, view.architecture
     fitting = [fused for fused in view.fused_linears if _belongs(view, fused, group)]
-    lost = [fused for fused in fitting if _is_lost(view, fused)]
+    lost = [fused for fused in fitting if _is_lost(view, fused) and not _fits_others(view, fused, group)]
     if not lost:
         return group.targets
     if alone and not all(is_head(fused.name) for fused in lost):
@@ -139,6 +146,17 @@ def _belongs(view: CheckpointView, fused: FusedLinear, group: ConfigGroup) -> bo
     owners = (each for each in view.config_groups if all(fits(each, parameters) for parameters in members))
     owner = next(owners, None)
     return owner is not None and owner.name == group.name
+
+
+def _fits_others(view: CheckpointView, fused: FusedLinear, group: ConfigGroup) -> bool:
+    """Return whether the layers are stored as another group says, which quantizes weights or inputs
+    otherwise."""
+    members = fused.members.values()
+    return any(
+        (other.weights, other.input_activations) != (group.weights, group.input_activations)
+        and all(fits(other, parameters) for parameters in members)
+        for other in view.config_groups
+    )
 
 
 def _is_lost(view: CheckpointView, fused: FusedLinear) -> bool:

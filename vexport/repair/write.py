@@ -18,7 +18,7 @@ from vexport.checkpoint.writer import header_bytes
 from vexport.checks.vllm.view import CheckpointView
 from vexport.files import read_json_object, write_text
 from vexport.outputs.digests import digest_of, record_digests, recorded_digests
-from vexport.records import Json, OnProgress, Repair, TensorInfo, TensorSpec
+from vexport.records import Finding, Json, OnProgress, Repair, TensorInfo, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -38,14 +38,25 @@ class Edit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """The changes of one family of repairs: the whole config where it has one, and tensors."""
+    """The changes of one family of repairs: the whole config if it changes, and tensors.
+
+    `refusals` are the errors for which the family knows several repairs and nothing that decides between
+    them.
+    """
 
     repairs: tuple[Repair, ...] = ()
     config: Mapping[str, Json] | None = None
     edits: tuple[Edit, ...] = ()
+    refusals: tuple[Finding, ...] = ()
 
     def __add__(self, other: "Changes") -> "Changes":
-        return replace(self, repairs=self.repairs + other.repairs, edits=self.edits + other.edits)
+        """Return the changes of both; the config is that of the first."""
+        return replace(
+            self,
+            repairs=self.repairs + other.repairs,
+            edits=self.edits + other.edits,
+            refusals=self.refusals + other.refusals,
+        )
 
 
 LOSSLESS = "nothing"

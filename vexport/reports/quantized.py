@@ -98,30 +98,34 @@ def _warnings(plan: Plan, layers: int, quantized: int) -> tuple[str, ...]:
 
 
 def render_repair(report: RepairReport, format_: str) -> str:
-    """The report as text or JSON, with a final newline."""
+    """Return the report as text or JSON, with a final newline."""
     if format_ == "json":
         return to_json(report)
-    kinds: dict[tuple[str, str], list[Repair]] = {}
+    kinds: dict[tuple[str, str, str | None], list[Repair]] = {}
     for repair in report.repairs:
-        kinds.setdefault((repair.family, repair.cost), []).append(repair)
+        kinds.setdefault((repair.family, repair.cost, repair.assumption), []).append(repair)
     content = parts(
-        [_kind(family, cost, repairs) for (family, cost), repairs in kinds.items()],
-        _findings("Warnings", report.warnings) if report.warnings else None,
+        [_kind(*kind, repairs) for kind, repairs in kinds.items()],
+        _findings("Remaining findings", report.warnings) if report.warnings else None,
         _findings("Cannot be repaired", report.refusals) if report.refusals else None,
         doc.Paragraph(_conclusion(report)),
     )
     return text.render([doc.Document(title=report.checkpoint, parts=content, wide=True)])
 
 
-def _kind(family: str, cost: str, repairs: Sequence[Repair]) -> doc.Section:
-    """The repairs of one kind, and what the worst of them cost."""
+def _kind(family: str, cost: str, assumption: str | None, repairs: Sequence[Repair]) -> doc.Section:
+    """Return the repairs of one kind, the cost of the worst of them, and what they assume."""
     lines = [f"{each.where}: {each.got} -> {each.now}{_change(each.change)}" for each in repairs[:SHOWN]]
     if len(repairs) > SHOWN:
         lines.append(f"and {len(repairs) - SHOWN} more: see --format json")
-    moved = [each.change.relative for each in repairs if each.change and each.change.relative is not None]
+    changes = [each.change for each in repairs if each.change is not None]
+    moved = [each.relative for each in changes if each.relative is not None and each.source_snr_db is None]
     worst = f"; {plural(len(moved), 'weight')} moved, by {max(moved):.2%} at most" if moved else ""
     title = f"{family}: {plural(len(repairs), 'fix', 'fixes')}"
-    return doc.Section(title, (doc.Listing(row(*lines)), doc.Paragraph(f"cost: {cost}{worst}")))
+    paragraphs = [doc.Paragraph(f"cost: {cost}{worst}")]
+    if assumption is not None:
+        paragraphs.append(doc.Paragraph(f"assumes that {assumption}; this was not compared"))
+    return doc.Section(title, (doc.Listing(row(*lines)), *paragraphs))
 
 
 def _findings(title: str, findings: Sequence[Finding]) -> doc.Section:
@@ -129,21 +133,27 @@ def _findings(title: str, findings: Sequence[Finding]) -> doc.Section:
 
 
 def _change(change: WeightChange | None) -> str:
+    """Return the distance from the source before and after, or without a source the distance from the stored
+    weight."""
     if change is None:
         return ""
-    parts = []
-    if change.relative is not None and change.snr_db is not None:
-        parts.append(f"weight moved by {change.relative:.2%}, {decibels(change.snr_db)} dB")
     if change.source_snr_db is not None:
         before, after = change.source_snr_db
         old = "unreadable" if before is None else f"{decibels(before)} dB"
-        parts.append(f"against the source {old} -> {decibels(after)} dB")
-    return f" ({'; '.join(parts) or 'not comparable'})"
+        return f" (against the source {old} -> {decibels(after)} dB)"
+    if change.relative is not None and change.snr_db is not None:
+        distance = f"{change.relative:.2%}, {decibels(change.snr_db)} dB"
+        return f" (moved from the stored weight by {distance})"
+    return " (not comparable)"
 
 
 def _conclusion(report: RepairReport) -> str:
     if not report.ok:
         return f"{report.checkpoint}: nothing written; {plural(len(report.refusals), 'error')} left"
+    compared = "" if report.source is None else f"; compared with {report.source}"
     if not report.repairs:
-        return f"{report.out}: nothing to repair, a copy"
-    return f"{report.out}: {plural(len(report.repairs), 'fix', 'fixes')}; `vexport check` finds no error"
+        return f"{report.out}: nothing to repair, a copy{compared}"
+    fixes = f"{report.out}: {plural(len(report.repairs), 'fix', 'fixes')}"
+    if report.source is None:
+        return f"{fixes}; `vexport check` finds no error, but values were not compared: --source SOURCE does"
+    return f"{fixes}; `vexport check --source` finds no error{compared}"

@@ -1,0 +1,457 @@
+"""Repairs of NVFP4's global scales: reciprocals, and layers of one fused layer that do not share a scale.
+
+vLLM keeps one global scale for each fused layer. If the stored scales of its layers differ, there are two
+explanations. Either the producer did not share them: each layer's blocks were scaled with the layer's own
+global scale, and the stored weights are right. Or one of the scales is wrong, and the blocks were scaled with
+another. The source decides between the two. Without a source, a repair needs signs that only the first
+explanation gives.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from compressed_tensors.compressors import BaseCompressor
+
+from vexport.architectures import with_stars
+from vexport.checks.fusion import INPUT_GLOBAL_SCALE as INPUT
+from vexport.checks.fusion import WEIGHT_GLOBAL_SCALE as WEIGHT
+from vexport.checks.values import LEAST_INPUT_GLOBAL_SCALE, LEAST_WEIGHT_GLOBAL_SCALE
+from vexport.checks.vllm.groups import ConfigGroup, FusedLinear, StoredLayer
+from vexport.checks.vllm.view import CheckpointView, error
+from vexport.fidelity.dequantize import read_parameters, vllm_storage, weight_of
+from vexport.fidelity.source import ComparedSource, SourceTensors
+from vexport.fidelity.weights import REFITTED_DB, nearest_weight
+from vexport.formats.dequantize import ct_scheme
+from vexport.numerics import E4M3_MAX
+from vexport.numerics.metrics import quantization_error
+from vexport.observers import MemorylessMinMaxObserver
+from vexport.observers.qparams import scale_and_zero_point
+from vexport.records import Finding, Repair, TensorInfo, TensorSpec
+from vexport.repair.write import LOSSLESS, Changes, Edit
+
+FAMILY = "global scales"
+OTHER_SCALE = "{:.9g}, not that of the layers it runs with"
+LEAST = {WEIGHT: LEAST_WEIGHT_GLOBAL_SCALE, INPUT: LEAST_INPUT_GLOBAL_SCALE}
+# The smallest positive e4m3 number: a block scale of a block that is not all zero never becomes zero.
+E4M3_SMALLEST = 2.0**-9
+# Scales that differ by less are the same number after a conversion: float32 keeps 6e-8, a reciprocal of a
+# reciprocal twice that.
+SAME = 1e-6
+# A layer with a global scale of its own has a block with the largest e4m3 number, or the one below it.
+LARGEST_BLOCK = 416.0
+# A stored weight is the source's, up to rounding, if its size differs by at most this share, and if at least
+# half of its power lies along the source's weight.
+MOST_GAIN_ERROR, LEAST_ALONG = 0.2, 0.5
+RECIPROCAL = "the stored number is the reciprocal of the layer's global scale"
+OWN = "each layer's blocks were scaled with the layer's own global scale, as stored"
+MOST_ARE_RIGHT = "the scale that most of these layers have is right (a source has no inputs to compare)"
+WIDEST_IS_RIGHT = (
+    "the smallest scale, which has the widest range, is right (a source has no inputs to compare)"
+)
+# Global scales by the name of their layer.
+Scales = Mapping[str, float]
+
+
+def reciprocals(view: CheckpointView, source: ComparedSource | None) -> Changes:
+    """Invert global scales stored as absmax/(448*6): vLLM expects the reciprocal.
+
+    With a source, the scale of a weight is inverted only if the inverse makes the weight the source's.
+    """
+    origins = _origins(view, source)
+    changes = Changes()
+    for layer in view.layers.values():
+        for parameter in (WEIGHT, INPUT):
+            value = view.single_value(layer.parameters.get(parameter))
+            if value is None or not torch.finfo(torch.float32).tiny <= value < LEAST[parameter]:
+                continue
+            inverse = _as_the_others_have(view, layer, parameter, 1 / value)
+            if parameter == INPUT:
+                changes += _inverted(layer, parameter, value, inverse, assumption=RECIPROCAL)
+                continue
+            exact = _weight_in_source(origins, layer)
+            if exact is None:
+                changes += _inverted(layer, parameter, value, inverse, assumption=RECIPROCAL)
+            elif _meant_scale(view, layer, (inverse,), exact) is not None:
+                changes += _inverted(layer, parameter, value, inverse, assumption=None)
+    return changes
+
+
+def _inverted(
+    layer: StoredLayer, parameter: str, value: float, inverse: float, *, assumption: str | None
+) -> Changes:
+    repair = Repair(
+        family=FAMILY,
+        where=layer.parameters[parameter].name,
+        got=f"{value:.9g}, the reciprocal of a global scale",
+        now=f"{inverse:.9g}",
+        cost=LOSSLESS,
+        layer=layer.name if parameter == WEIGHT and assumption is None else None,
+        assumption=assumption,
+    )
+    return _scalar(layer.parameters[parameter], inverse, repair)
+
+
+def _as_the_others_have(view: CheckpointView, layer: StoredLayer, parameter: str, inverse: float) -> float:
+    """Return the scale that a layer of the same fused layer stores if `inverse` is the same number but for
+    its last bits, else `inverse`."""
+    for parameters in layer.fused.members.values():
+        other = view.single_value(parameters.get(parameter))
+        if other is not None and abs(other / inverse - 1) < SAME:
+            return other
+    return inverse
+
+
+def unequal_weights(view: CheckpointView, source: ComparedSource | None) -> Changes:
+    """Give the layers that vLLM runs as one the same global scale of their weights: that of the largest
+    range.
+
+    With a source, the stored scale that makes a weight the source's is taken as the layer's. Without a
+    source, each layer's stored scale is taken as its own if the checkpoint shows that its producer does not
+    share scales; otherwise the layers are refused. Block scales are rescaled to the shared global scale and
+    rounded to e4m3 again. With a source, the layer is quantized again from the source if that is nearer.
+    """
+    origins = _origins(view, source)
+    unshared = _kinds_with_own_scales(view)
+    changes = Changes()
+    for fused in view.fused_linears:
+        values = _scales(view, fused, WEIGHT)
+        if len(set(values.values())) < 2:
+            continue
+        if max(values.values()) / min(values.values()) - 1 < SAME:
+            changes += _same_number(view, values)
+            continue
+        exact = {name: _weight_in_source(origins, view.layers[name]) for name in values}
+        known = {name: weight for name, weight in exact.items() if weight is not None}
+        if len(known) == len(values):
+            changes += _by_source(view, fused, values, known)
+        elif with_stars(fused.name) in unshared:
+            changes += _by_own_scales(view, values)
+        else:
+            changes += Changes(refusals=(_two_readings(fused, values, has_source=source is not None),))
+    return changes
+
+
+def unequal_inputs(view: CheckpointView, source: ComparedSource | None) -> Changes:
+    """Give the layers that vLLM runs as one the same global scale of their input.
+
+    They read the same input, so that another scale is a fault. The scale that most of the layers have is
+    right; without a majority the smallest is taken, which cuts off nothing.
+    """
+    changes = Changes()
+    for fused in view.fused_linears:
+        values = _scales(view, fused, INPUT)
+        if len(set(values.values())) < 2:
+            continue
+        most, count = Counter(values.values()).most_common(1)[0]
+        has_majority = 2 * count > len(values)
+        shared = most if has_majority else min(values.values())
+        for name, value in values.items():
+            if value == shared:
+                continue
+            tensor = view.layers[name].parameters[INPUT]
+            repair = Repair(
+                family=FAMILY,
+                where=tensor.name,
+                got=OTHER_SCALE.format(value),
+                now=f"{shared:.9g}",
+                cost=f"no weight; the range of its inputs is {value / shared:.4g} times as wide",
+                assumption=MOST_ARE_RIGHT if has_majority else WIDEST_IS_RIGHT,
+            )
+            changes += _scalar(tensor, shared, repair)
+    return changes
+
+
+def _origins(view: CheckpointView, source: ComparedSource | None) -> SourceTensors | None:
+    return SourceTensors(view, source.index, source.reader) if source is not None else None
+
+
+def _weight_in_source(origins: SourceTensors | None, layer: StoredLayer) -> torch.Tensor | None:
+    """Return a layer's weight (out, in) in the source, however the source stores it; None if it has no such
+    layer."""
+    pieces = origins.pieces(layer) if origins is not None else ()
+    if not pieces or layer.group is None or layer.group.refusal is not None:
+        return None
+    weight = pieces[0] if len(pieces) == 1 else torch.cat(tuple(pieces))
+    return weight if tuple(weight.shape) == layer.group.shape(layer.parameters) else None
+
+
+def _scales(view: CheckpointView, fused: FusedLinear, parameter: str) -> dict[str, float]:
+    """Return the usable global scales of the layers that vLLM runs as one."""
+    stored = {name: view.single_value(each.get(parameter)) for name, each in fused.members.items()}
+    return {name: value for name, value in stored.items() if value is not None and 0 < value < math.inf}
+
+
+def _same_number(view: CheckpointView, values: Scales) -> Changes:
+    """Replace scales that differ in their last bits only by the most common of them."""
+    shared = Counter(values.values()).most_common(1)[0][0]
+    changes = Changes()
+    for name, value in values.items():
+        if value != shared:
+            tensor = view.layers[name].parameters[WEIGHT]
+            repair = Repair(
+                family=FAMILY,
+                where=tensor.name,
+                got=f"{value:.9g}, the other layers' scale with other last digits",
+                now=f"{shared:.9g}",
+                cost=LOSSLESS,
+            )
+            changes += _scalar(tensor, shared, repair)
+    return changes
+
+
+def _kinds_with_own_scales(view: CheckpointView) -> frozenset[str]:
+    """Return the kinds of fused layers (names with stars for numbers) whose producer did not share global
+    scales.
+
+    All fused layers of the kind must have different scales, which stand in different proportions, and every
+    layer must have a block with the largest scale. A single wrong scale does not look like that.
+    """
+    kinds: dict[str, list[Scales]] = {}
+    for fused in view.fused_linears:
+        values = _scales(view, fused, WEIGHT)
+        if len(values) > 1:
+            kinds.setdefault(with_stars(fused.name), []).append(values)
+    return frozenset(kind for kind, groups in kinds.items() if _are_own(view, groups))
+
+
+def _are_own(view: CheckpointView, groups: Sequence[Scales]) -> bool:
+    if any(len(set(values.values())) < len(values) for values in groups):
+        return False
+    proportions = {
+        tuple(f"{value / min(values.values()):.4g}" for value in values.values()) for values in groups
+    }
+    if len(proportions) < 2:
+        return False
+    return all(_largest_block(view, name) >= LARGEST_BLOCK for values in groups for name in values)
+
+
+def _largest_block(view: CheckpointView, name: str) -> float:
+    """Return the largest block scale of a layer, 0 if it has none."""
+    tensor = view.layers[name].parameters.get("weight_scale")
+    if tensor is None or not tensor.num_bytes:
+        return 0.0
+    scales = read_parameters(view, {"weight_scale": tensor})["weight_scale"]
+    largest = float(scales.to(torch.float32).max())
+    view.reader.release((tensor,))
+    return largest
+
+
+def _two_readings(fused: FusedLinear, values: Scales, *, has_source: bool) -> Finding:
+    if has_source:
+        got = f"{_listed(values)}, and a source without these layers"
+        fix = "name the unquantized model that this checkpoint was made from with --source"
+    else:
+        got = f"{_listed(values)}: either these are the layers' own scales, or one of them is wrong"
+        fix = "name the unquantized model with --source, which shows the right one"
+    return error(FAMILY, _place(fused), expected="one value for all layers that run as one", got=got, fix=fix)
+
+
+def _place(fused: FusedLinear) -> str:
+    """Return the place of the finding of the check `fusion` on the same scales."""
+    return f"{fused.name}: {WEIGHT}"
+
+
+def _listed(values: Scales) -> str:
+    return ", ".join(f"{name.rpartition('.')[2]} {value:.9g}" for name, value in values.items())
+
+
+def _by_own_scales(view: CheckpointView, values: Scales) -> Changes:
+    """Rescale the blocks of each layer from its own global scale to the smallest."""
+    shared = min(values.values())
+    changes = Changes()
+    for name, value in values.items():
+        if value != shared:
+            changes += _to_shared(view, view.layers[name], value, value, shared, None)
+    return changes
+
+
+def _by_source(
+    view: CheckpointView, fused: FusedLinear, values: Scales, exact: Mapping[str, torch.Tensor]
+) -> Changes:
+    """Find each layer's right global scale among the stored ones, and rescale to the smallest of the right
+    ones."""
+    candidates = tuple(dict.fromkeys(values.values()))
+    meant: dict[str, float] = {}
+    for name in values:
+        scale = _meant_scale(view, view.layers[name], candidates, exact[name])
+        if scale is None:
+            got = f"{_listed(values)}: none of them makes {name.rpartition('.')[2]} the source's weight"
+            fix = "export the checkpoint again, or name the source that it was made from"
+            expected = "one value for all layers that run as one"
+            return Changes(refusals=(error(FAMILY, _place(fused), expected=expected, got=got, fix=fix),))
+        meant[name] = scale
+    shared = min(meant.values())
+    changes = Changes()
+    for name, value in values.items():
+        if value != shared or meant[name] != shared:
+            layer = view.layers[name]
+            changes += _to_shared(view, layer, value, meant[name], shared, exact[name])
+    return changes
+
+
+def _meant_scale(
+    view: CheckpointView, layer: StoredLayer, candidates: Sequence[float], exact: torch.Tensor
+) -> float | None:
+    """Return the global scale with which the stored weight is nearest to the source's; None if with none of
+    them it is the source's weight."""
+    stored = _with_scale(view, layer, candidates[0]).to(torch.float64).reshape(-1)
+    source = exact.to(torch.float64).reshape(-1)
+    power, source_power, product = (
+        float(one @ other) for one, other in ((stored, stored), (source, source), (stored, source))
+    )
+    if not power or not source_power or not product**2 >= LEAST_ALONG * power * source_power:
+        return None
+    # A global scale divides: with another one the weight is `factor` times as large.
+    factors = {scale: candidates[0] / scale for scale in candidates}
+    errors = {
+        scale: factor**2 * power - 2 * factor * product + source_power for scale, factor in factors.items()
+    }
+    nearest = min(errors, key=errors.__getitem__)
+    gain = factors[nearest] * product / source_power
+    return nearest if abs(gain - 1) <= MOST_GAIN_ERROR else None
+
+
+def _with_scale(view: CheckpointView, layer: StoredLayer, scale: float) -> torch.Tensor:
+    """Return a layer's stored weight as it is with this global scale."""
+    assert layer.group is not None
+    stored = read_parameters(view, layer.parameters)
+    stored[WEIGHT] = torch.full(stored[WEIGHT].shape, scale, dtype=stored[WEIGHT].dtype)
+    weight = weight_of(layer.group, stored)
+    view.reader.release(layer.parameters.values())
+    return weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """A way to store a layer with the shared global scale: which tensors change, and what it costs."""
+
+    how: str
+    cost: str
+    changed: tuple[str, ...]
+    make: "partial[Mapping[str, torch.Tensor]]"
+
+
+def _to_shared(
+    view: CheckpointView,
+    layer: StoredLayer,
+    value: float,
+    meant: float,
+    shared: float,
+    exact: torch.Tensor | None,
+) -> Changes:
+    """Store a layer with the shared global scale; `meant` is the scale that its blocks were scaled with."""
+    if meant == shared:
+        tensor = layer.parameters[WEIGHT]
+        repair = Repair(
+            family=FAMILY,
+            where=tensor.name,
+            got=OTHER_SCALE.format(value),
+            now=f"{shared:.9g}, with which it is the source's weight",
+            cost=LOSSLESS,
+            layer=layer.name,
+        )
+        return _scalar(tensor, shared, repair)
+    way = _Way(
+        how="block scales rescaled",
+        cost="the rounding of the block scales to e4m3",
+        changed=("weight_scale", WEIGHT),
+        make=partial(_rescaled, view, layer, meant, shared),
+    )
+    if exact is not None:
+        way = _nearer_way(view, layer, meant, shared, exact, way)
+    tensors = {parameter: layer.parameters[parameter] for parameter in way.changed}
+    repair = Repair(
+        family=FAMILY,
+        where=tensors[WEIGHT].name,
+        got=OTHER_SCALE.format(value),
+        now=f"{shared:.9g}, {way.how}",
+        cost=way.cost,
+        layer=layer.name,
+        assumption=OWN if exact is None else None,
+    )
+    specs = {
+        parameter: TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
+        for parameter, tensor in tensors.items()
+    }
+    return Changes(edits=(Edit(tensors=specs, near=repair.where, make=way.make),), repairs=(repair,))
+
+
+def _nearer_way(
+    view: CheckpointView,
+    layer: StoredLayer,
+    meant: float,
+    shared: float,
+    exact: torch.Tensor,
+    rescaling: _Way,
+) -> _Way:
+    """Return a new quantization of the source's weight if it is nearer to the source than `rescaling`.
+
+    A weight that is further from the source than rounding to nearest leaves it may have been smoothed, or
+    rounded by calibration text: quantizing it again would lose that.
+    """
+    assert layer.group is not None
+    group = layer.group
+    as_meant = quantization_error(exact, _with_scale(view, layer, meant)).sqnr_db
+    to_nearest = quantization_error(exact, nearest_weight(group.weights, exact)).sqnr_db
+    if to_nearest - as_meant > REFITTED_DB:
+        return rescaling
+    again = _Way(
+        how="quantized again from the source",
+        cost="the rounding of a new quantization",
+        changed=("weight_packed", "weight_scale", WEIGHT),
+        make=partial(_requantized, group, exact, shared),
+    )
+    stored = read_parameters(view, layer.parameters)
+    errors = [
+        quantization_error(exact, weight_of(group, {**stored, **way.make()})).error
+        for way in (again, rescaling)
+    ]
+    return again if errors[0] < errors[1] else rescaling
+
+
+def _scalar(tensor: TensorInfo, value: float, repair: Repair) -> Changes:
+    """Replace the value of a scalar tensor."""
+    spec = TensorSpec(name=tensor.name, dtype="F32", shape=tensor.shape)
+    edit = Edit(
+        tensors={FAMILY: spec},
+        near=tensor.name,
+        make=lambda: {FAMILY: torch.full(tensor.shape, value)},
+    )
+    return Changes(edits=(edit,), repairs=(repair,))
+
+
+def _rescaled(
+    view: CheckpointView, layer: StoredLayer, meant: float, shared: float
+) -> Mapping[str, torch.Tensor]:
+    """Return block scales relative to the shared global scale, and the global scale."""
+    stored = read_parameters(
+        view, {parameter: layer.parameters[parameter] for parameter in ("weight_scale", WEIGHT)}
+    )
+    scale = stored["weight_scale"].to(torch.float64)
+    rescaled = (scale * (shared / meant)).clamp(max=E4M3_MAX)
+    rescaled = torch.where(scale > 0, rescaled.clamp(min=E4M3_SMALLEST), scale)
+    return {
+        "weight_scale": rescaled.to(torch.float32).to(stored["weight_scale"].dtype),
+        WEIGHT: torch.full(stored[WEIGHT].shape, shared, dtype=stored[WEIGHT].dtype),
+    }
+
+
+def _requantized(group: ConfigGroup, weight: torch.Tensor, shared: float) -> Mapping[str, torch.Tensor]:
+    """Return a layer quantized again from its weight in the source, by min-max ranges."""
+    observer = MemorylessMinMaxObserver("weight", replace(group.weights, observer_kwargs={}))
+    observer.forward(weight)
+    global_scale = torch.tensor([shared])
+    scale, zero_point = scale_and_zero_point(*observer.range(), group.weights, global_scale)
+    state = {
+        "weight": weight.to(torch.float32),  # compressed-tensors would divide in the dtype of the weight
+        "weight_scale": scale,
+        "weight_zero_point": zero_point.to(torch.int8),
+        WEIGHT: global_scale,
+    }
+    compressor = BaseCompressor.get_value_from_registry(vllm_storage(group).name)
+    compressed: Mapping[str, torch.Tensor] = compressor.compress(state, ct_scheme(group))
+    return compressed
