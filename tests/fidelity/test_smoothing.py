@@ -95,4 +95,4 @@ def test_autoawqs_own_checkpoint_differs_where_its_factors_do() -> None:
     checkpoint = PEER / "producers" / "methods" / "autoawq-llama-GEMM"
     findings = found(checkpoint, PEER / "peer" / "llama")
     (error,) = [each for each in findings if each.severity == "error"]
-    assert (error.where, "from part to part" in error.got) == ("model.layers.0.mlp.up_proj", True)
+    assert (error.where, "within the layer" in error.got) == ("model.layers.0.mlp.up_proj", True)

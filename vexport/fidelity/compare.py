@@ -97,10 +97,11 @@ def _factors(smoothing: Factors) -> Iterator[Finding]:
 
 
 def _unlike(layer: StoredLayer, comparison: WeightComparison) -> Finding:
-    rounded = f"rounding to {_stored_as(layer)} leaves it ({comparison.rounding_db:.1f} dB)"
-    expected, got = f"the source's weight, about as {rounded}", "; ".join(comparison.faults)
-    fix = "export it again; for weights that were smoothed or rotated, name the source after that"
-    return error(SOURCE, layer.name, expected=expected, got=got, fix=fix)
+    """Report a weight that is not the source's, with all its faults."""
+    rounded = f"an SQNR of about {comparison.rounding_db:.1f} dB, as rounding to {_stored_as(layer)} leaves"
+    fix = "export the layer again; if its weights were smoothed or rotated, pass that model as --source"
+    expected = f"the source's weight with {rounded}"
+    return error(SOURCE, layer.name, expected=expected, got="; ".join(comparison.faults), fix=fix)
 
 
 def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Finding]:

@@ -106,7 +106,7 @@ def _kept(view: CheckpointView, origins: SourceTensors, tensor: TensorInfo) -> I
         return
     expected = f"the bytes of the source ({origin.dtype} {list(origin.shape)})"
     got = "other values" if origin.shape == tensor.shape else f"shape {list(tensor.shape)}"
-    fix = "export it again; for weights that were smoothed or rotated, name the source after that"
+    fix = "export it again; if weights were smoothed or rotated, pass that model as --source"
     yield _finding("error", tensor.name, expected, got, fix)
 
 

@@ -6,13 +6,13 @@ one of zero points shifts whole parts.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import normalize
 
-from vexport.checks.vllm.groups import StoredLayer
+from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import as_loaded, weight_of
 from vexport.fidelity.source import Pieces
@@ -48,6 +48,12 @@ PART_COLUMNS = 128
 MOST_SPREAD_FACTOR = 4.0
 LEAST_SPREAD = 0.02
 FEWEST_PARTS = 16
+# A refit scales single columns, in all rows alike (`_column_factors`), whatever scales the parts have. A
+# wrong scale changes all columns of its part. So parts may differ by factors of columns, if the median of a
+# part's columns differs from that of the other parts by no more than this. Factors of fewer rows would be
+# noise.
+MOST_PART_FACTOR = 0.1
+FEWEST_ROWS_FOR_FACTORS = 32
 TINY = torch.finfo(torch.float32).tiny
 # Of the whole error so much is that of parts' scales, or of a shift of whole parts, where those are at fault:
 # of noise it is one in as many as a part has elements.
@@ -90,8 +96,16 @@ class WeightComparison:
         return self.rounding_db - self.snr_db > REFITTED_DB or bool(self.faults)
 
     @property
+    def has_uneven_scales(self) -> bool:
+        """Return whether the factors of the parts differ by more than rounding makes them differ."""
+        plain = max(MOST_SPREAD_FACTOR * self.plain_spread, LEAST_SPREAD)
+        noise = 10 ** (-self.snr_db / 10)
+        many = self.parts >= FEWEST_PARTS
+        return many and self.spread > plain and self.spread**2 > LEAST_SCALE_SHARE * noise
+
+    @property
     def faults(self) -> tuple[str, ...]:
-        """The implausible properties, in words."""
+        """Return the implausible properties, each as a noun phrase."""
         noise = 10 ** (-self.snr_db / 10)
         below = self.rounding_db - self.snr_db
         # The error left once the scale is corrected: a refit leaves more than rounding.
@@ -101,49 +115,96 @@ class WeightComparison:
         allowed += 2 * 10 ** (-self.rounding_db / 10)
         faults = []
         if below > MOST_BELOW_ROUNDING_DB and self.snr_db < LEAST_DB:
-            faults.append(f"{self.snr_db:.1f} dB")
+            faults.append(f"an SQNR of {self.snr_db:.1f} dB")
         if abs(self.gain - 1) > allowed:
             faults.append(f"values {self.gain:.3g} times as large")
-        plain = max(MOST_SPREAD_FACTOR * self.plain_spread, LEAST_SPREAD)
-        many = self.parts >= FEWEST_PARTS
-        if many and self.spread > plain and self.spread**2 > LEAST_SCALE_SHARE * noise:
-            faults.append(f"scales that are off by {self.spread:.1%} from part to part")
-        if many and below > REFITTED_DB and self.shift > LEAST_SHIFT_SHARE:
-            faults.append(f"zero points that are off: {self.shift:.0%} of the error shifts whole parts")
+        if self.has_uneven_scales:
+            faults.append(f"scales that deviate by {self.spread:.1%} within the layer")
+        if self.parts >= FEWEST_PARTS and below > REFITTED_DB and self.shift > LEAST_SHIFT_SHARE:
+            faults.append(f"zero points that are off: {self.shift:.0%} of the error shifts whole groups")
         if self.wrong_parts:
-            faults.append(
-                f"{self.wrong_parts} of {self.parts} parts far off, from row {self.first_wrong_row}"
-            )
+            place = f"the first in row {self.first_wrong_row}"
+            faults.append(f"other values in {self.wrong_parts} of {self.parts} parts, {place}")
         return tuple(faults)
 
 
 def compare_weight(view: CheckpointView, layer: StoredLayer, pieces: Pieces) -> WeightComparison | None:
-    """Compare a quantized layer with its source's weight, some rows at a time; None where shapes differ."""
+    """Compare a quantized layer with its source's weight, some rows at a time; None if shapes differ.
+
+    If the scales look uneven, the weight is compared once more without the factors of its columns.
+    """
     group, stored = layer.group, as_loaded(view, layer)
     shape = (sum(piece.shape[0] for piece in pieces), pieces[0].shape[1])
     if group is None or stored is None or view.shape_of(layer) != shape:
         return None
-    args = replace(group.weights, observer_kwargs={}, observer=None)
-
-    def chunks() -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        for rows in row_chunks(*shape):
-            yield rows, _rows(pieces, rows), weight_of(group, rows_of(stored, args, rows))
-
-    def errors_of(rows: torch.Tensor) -> torch.Tensor:
-        errors = []
-        for chunk, source, weight in chunks():
-            chosen = rows[(rows >= chunk.start) & (rows < chunk.stop)] - chunk.start
-            errors.append(weight[chosen].to(torch.float32) - source[chosen])
-        return torch.cat(errors)
-
+    weight = _StoredWeight(group, stored, shape)
     try:
-        nearest = _Nearest(args, pieces)
-        parts = [_compare(source, weight, nearest, rows) for rows, source, weight in chunks()]
-        comparison = _judged(parts, errors_of, shape[1])
+        comparison = weight.compared(pieces)
+        if comparison.has_uneven_scales and shape[0] >= FEWEST_ROWS_FOR_FACTORS:
+            comparison = _without_column_factors(comparison, weight, pieces)
     except ValueError:  # arguments or shapes that compressed-tensors refuses
         return None
     view.reader.release(layer.parameters.values())
     return comparison
+
+
+def _without_column_factors(
+    comparison: WeightComparison, weight: "_StoredWeight", pieces: Pieces
+) -> WeightComparison:
+    """Return the comparison with the spread that remains without the factors of columns that a refit makes.
+
+    Inputs that the quantized layers before disturb count less in a refit: their columns shrink in all rows
+    alike. One column with large weights then moves the factors of all parts that it is in. A wrong scale of
+    some rows or blocks is in no column of all rows, and remains.
+    """
+    factors = weight.column_factors(pieces)
+    width = _part_width(weight.args, len(factors))
+    of_parts = factors.reshape(-1, width).median(dim=1).values
+    if float((of_parts - of_parts.median()).abs().max()) > MOST_PART_FACTOR:
+        return comparison
+    refitted = weight.compared(tuple(piece.to(torch.float32) * factors for piece in pieces))
+    if refitted.has_uneven_scales:
+        return comparison
+    return replace(comparison, spread=refitted.spread, plain_spread=refitted.plain_spread)
+
+
+class _StoredWeight:
+    """A layer's stored tensors, dequantized some rows at a time."""
+
+    def __init__(
+        self, group: ConfigGroup, stored: Mapping[str, torch.Tensor], shape: tuple[int, int]
+    ) -> None:
+        self.args = replace(group.weights, observer_kwargs={}, observer=None)
+        self._group, self._stored, self._shape = group, stored, shape
+
+    def compared(self, pieces: Pieces) -> WeightComparison:
+        """Compare with a source's weight; ValueError if compressed-tensors refuses the tensors."""
+        nearest = _Nearest(self.args, pieces)
+        parts = [_compare(source, weight, nearest, rows) for rows, source, weight in self._chunks(pieces)]
+
+        def errors_of(rows: torch.Tensor) -> torch.Tensor:
+            errors = []
+            for chunk, source, weight in self._chunks(pieces):
+                chosen = rows[(rows >= chunk.start) & (rows < chunk.stop)] - chunk.start
+                errors.append(weight[chosen].to(torch.float32) - source[chosen])
+            return torch.cat(errors)
+
+        return _judged(parts, errors_of, self._shape[1])
+
+    def column_factors(self, pieces: Pieces) -> torch.Tensor:
+        """Return the factor by which each column is larger than the source's, float32 (in,)."""
+        power = torch.zeros(self._shape[1], dtype=torch.float64)
+        product = torch.zeros(self._shape[1], dtype=torch.float64)
+        for _, source, weight in self._chunks(pieces):
+            power += source.square().sum(dim=0, dtype=torch.float64)
+            product += (source * weight).sum(dim=0, dtype=torch.float64)
+        return torch.where(power > 0, product / power, 1.0).to(torch.float32)
+
+    def _chunks(self, pieces: Pieces) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Yield rows, the source's weight of these rows, and the stored weight."""
+        for rows in row_chunks(*self._shape):
+            stored = rows_of(self._stored, self.args, rows)
+            yield rows, _rows(pieces, rows), weight_of(self._group, stored)
 
 
 def nearest_weight(args: QuantArgs, weight: torch.Tensor) -> torch.Tensor:
