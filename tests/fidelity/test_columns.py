@@ -1,4 +1,4 @@
-"""Columns that a refit shrinks in all rows are no fault; wrong scales next to them are found."""
+"""Columns that a refit scales in all rows are no fault; wrong scales next to them are found."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -29,15 +29,19 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def with_columns(source: Path, name: str, scheme: str, factor: float) -> Path:
+    """Quantize a source whose columns of large weights have another factor, as a refit gives them."""
+
+    def change(values: Tensors) -> None:
+        values[f"{DOWN}.weight"][:, COLUMNS] *= factor
+
+    changed = spoiled(source, source.with_name(f"changed-{name}"), tensors(change))
+    return quantize(changed, source.with_name(name), scheme)
+
+
 @pytest.fixture(scope="module")
 def refitted(source: Path) -> Path:
-    """What a refit writes if these columns are disturbed by the layers before: they shrink by 40 percent."""
-
-    def shrink(values: Tensors) -> None:
-        values[f"{DOWN}.weight"][:, COLUMNS] *= 0.6
-
-    shrunk = spoiled(source, source.with_name("shrunk"), tensors(shrink))
-    return quantize(shrunk, source.with_name("refitted"), "W8A16")
+    return with_columns(source, "refitted", "W8A16", 0.6)
 
 
 def wrong_layers(checkpoint: Path, source: Path) -> dict[str, str]:
@@ -49,8 +53,11 @@ def wrong_layers(checkpoint: Path, source: Path) -> dict[str, str]:
     }
 
 
-def test_columns_may_shrink(refitted: Path, source: Path) -> None:
-    assert wrong_layers(refitted, source) == {}
+@pytest.mark.parametrize("scheme", ["W8A16", "W4A16", "NVFP4A16", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_columns_may_have_factors(source: Path, scheme: str, factor: float) -> None:
+    checkpoint = with_columns(source, f"{scheme}-{factor}", scheme, factor)
+    assert wrong_layers(checkpoint, source) == {}
 
 
 def exchanged_columns(scale: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from vexport.records import CalibrationRecord, ExpertCoverage
 from vexport.records.calibration import GroupRounding, LayerRounding, RoundingReport, expert_coverage
 from vexport.reports import render
 from vexport.reports.formatting import coverage_lines
-from vexport.reports.layers import fallback_findings, fallback_lines, rounding_lines
+from vexport.reports.layers import fallback_findings, fallback_lines, little_text_lines, rounding_lines
 
 ROUTED = {
     "layers.0.experts": (5, 0, 9, 2),
@@ -84,3 +84,27 @@ def test_page_and_card_say_which_layer_got_what() -> None:
     assert "refit of 1 group, nearest of 1 group" in card
     assert "rounded to nearest: H is not positive definite" in card
     assert "0.25 of the refit, ridge 0.1" in text
+
+
+def test_too_little_text_is_told_once() -> None:
+    down = replace(QKV, name="model.layers.0.mlp.down_proj", columns=1536)
+    layers = [
+        LayerRounding(
+            groups=tuple(
+                replace(group, name=group.name.replace(".0.", f".{number}.")) for group in (QKV, down)
+            ),
+            state_error=0.0,
+        )
+        for number in range(3)
+    ]
+    rounding = RoundingReport(layers=tuple(layers))
+    text = CalibrationRecord(rows=(1,), digest="", tokens=8192, ranges={})
+    (line,) = little_text_lines(text, rounding)
+    assert "8,192 tokens" in line
+    assert "model.layers.*.mlp.down_proj (1,536 columns)" in line
+    assert "qkv_proj" not in line
+    assert "--samples" in line
+    assert "--seq-len" in line
+    assert not [*little_text_lines(replace(text, tokens=65_536), rounding)]
+    assert not [*little_text_lines(text, RoundingReport(layers=()))]
+    assert not [*little_text_lines(None, None)]

@@ -131,7 +131,7 @@ class WeightComparison:
 def compare_weight(view: CheckpointView, layer: StoredLayer, pieces: Pieces) -> WeightComparison | None:
     """Compare a quantized layer with its source's weight, some rows at a time; None if shapes differ.
 
-    If the scales look uneven, the weight is compared once more without the factors of its columns.
+    If it has faults, the weight is compared once more without the factors of its columns.
     """
     group, stored = layer.group, as_loaded(view, layer)
     shape = (sum(piece.shape[0] for piece in pieces), pieces[0].shape[1])
@@ -140,7 +140,7 @@ def compare_weight(view: CheckpointView, layer: StoredLayer, pieces: Pieces) -> 
     weight = _StoredWeight(group, stored, shape)
     try:
         comparison = weight.compared(pieces)
-        if comparison.has_uneven_scales and shape[0] >= FEWEST_ROWS_FOR_FACTORS:
+        if comparison.faults and shape[0] >= FEWEST_ROWS_FOR_FACTORS:
             comparison = _without_column_factors(comparison, weight, pieces)
     except ValueError:  # arguments or shapes that compressed-tensors refuses
         return None
@@ -151,21 +151,26 @@ def compare_weight(view: CheckpointView, layer: StoredLayer, pieces: Pieces) -> 
 def _without_column_factors(
     comparison: WeightComparison, weight: "_StoredWeight", pieces: Pieces
 ) -> WeightComparison:
-    """Return the comparison with the spread that remains without the factors of columns that a refit makes.
+    """Return the comparison without the factors of columns that a refit makes, if it has no faults then.
 
-    Inputs that the quantized layers before disturb count less in a refit: their columns shrink in all rows
-    alike. One column with large weights then moves the factors of all parts that it is in. A wrong scale of
-    some rows or blocks is in no column of all rows, and remains.
+    A refit scales each column for what the quantized layers before make of its input, in all rows alike. One
+    column of large weights then moves the factors of all parts that it is in. A wrong scale of some rows or
+    blocks is in no column of all rows, and remains. The factor of the whole weight is that of most columns.
     """
     factors = weight.column_factors(pieces)
-    width = _part_width(weight.args, len(factors))
-    of_parts = factors.reshape(-1, width).median(dim=1).values
-    if float((of_parts - of_parts.median()).abs().max()) > MOST_PART_FACTOR:
+    of_parts = factors.reshape(-1, _part_width(weight.args, len(factors))).median(dim=1).values
+    usual = float(of_parts.median())
+    if float((of_parts - usual).abs().max()) > MOST_PART_FACTOR:
         return comparison
     refitted = weight.compared(tuple(piece.to(torch.float32) * factors for piece in pieces))
-    if refitted.has_uneven_scales:
-        return comparison
-    return replace(comparison, spread=refitted.spread, plain_spread=refitted.plain_spread)
+    explained = replace(
+        comparison,
+        gain=refitted.gain * usual,
+        spread=refitted.spread,
+        plain_spread=refitted.plain_spread,
+        wrong_parts=refitted.wrong_parts,
+    )
+    return comparison if refitted.has_uneven_scales or explained.faults else explained
 
 
 class _StoredWeight:

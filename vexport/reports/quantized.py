@@ -11,7 +11,7 @@ from vexport.reports import document as doc
 from vexport.reports import text
 from vexport.reports.document import facts, parts, row
 from vexport.reports.formatting import count, coverage_lines, decibels, plural, ratio, size
-from vexport.reports.layers import fallback_lines, rounding_lines
+from vexport.reports.layers import fallback_lines, little_text_lines, rounding_lines
 
 # The share of decoder linear weights below which a checkpoint is hardly quantized.
 LITTLE = 0.5
@@ -43,7 +43,11 @@ def quantized_answer(
         smoothed_tensors=len(calibration.smoothing) if calibration else 0,
         experts=expert_coverage(calibration) if calibration else (),
         rounding=rounding,
-        warnings=(*_warnings(plan, len(members), quantized), *fallback_lines(rounding)),
+        warnings=(
+            *_warnings(plan, len(members), quantized),
+            *fallback_lines(rounding),
+            *little_text_lines(calibration, rounding),
+        ),
         next_commands=(f"vexport check {shlex.quote(checkpoint)}", f"vllm serve {shlex.quote(checkpoint)}"),
     )
 
