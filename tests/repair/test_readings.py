@@ -70,7 +70,7 @@ def test_only_source_decides_between_two_scales(
     assert not out.exists()
     report = repaired(checkpoint, out, SOURCE_NAMED, llama)
     assert same_tensors(out, good(scheme))
-    assert report["source"] == str(llama)
+    assert str(report["source"]) == str(llama)
     for repair in report["repairs"]:
         change_of_weight = repair["change"]
         assert repair["assumption"] is None
