@@ -54,7 +54,7 @@ def wrong_layers(checkpoint: Path, source: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("scheme", ["W8A16", "W4A16", "NVFP4A16", "FP8_DYNAMIC"])
-@pytest.mark.parametrize("factor", [0.5, 2.0])
+@pytest.mark.parametrize("factor", [0.5])
 def test_columns_may_have_factors(source: Path, scheme: str, factor: float) -> None:
     checkpoint = with_columns(source, f"{scheme}-{factor}", scheme, factor)
     assert wrong_layers(checkpoint, source) == {}
