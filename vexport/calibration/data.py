@@ -1,6 +1,8 @@
-"""Calibration samples: rows of text, turns of a conversation or token ids, as people have them."""
+"""Calibration samples: rows of text, turns of a conversation or token ids, as token ids of the model."""
 
 import json
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -8,109 +10,64 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Protocol
 
-from vexport.calibration.sources import RawRow, raw_rows
-from vexport.checkpoint.source import DEFAULT
+from vexport.calibration.conversations import (
+    CALLS,
+    RESULTS,
+    TOOLS,
+    ChatTokenizer,
+    Conversation,
+    MultimodalRowError,
+    RefusedTurnsError,
+    arguments_of,
+    rendered,
+    unrendered,
+)
+from vexport.calibration.rows import CORRECT, FIX, FORMS, Row, UnknownFormError, read_row
+from vexport.calibration.sources import RawRow, raw_rows, undecodable
+from vexport.checkpoint.chat_template import DEFAULT as DEFAULT_TEMPLATE
+from vexport.checkpoint.chat_template import chat_templates
+from vexport.checkpoint.source import DEFAULT, parse_data
 from vexport.errors import InputError, first_line, raise_all
-from vexport.files import digest_bytes
+from vexport.files import digest_bytes, read_json_object
 from vexport.records import CalibrationData
-from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
 
-# Characters read per token: the rest of a text would be cut after tokenizing.
+# Characters tokenized per token that is needed: the rest of a text would be cut after tokenizing.
 CHARACTERS = 64
-# Broken rows after which reading ends.
-MOST_BROKEN = 10
-CONVERSATIONS = ("messages", "conversations", "conversation")
-FORMS = "text, messages, conversations, prompt and completion, or input_ids"
-# ShareGPT's names of the speakers.
-_SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant"}
-Message = Mapping[str, object]
+# Broken rows after which reading ends, and rows with images after which it ends if there is no other row.
+MOST_BROKEN, MOST_MULTIMODAL = 10, 10_000
+# The template that transformers takes if there are tools, and it has several.
+TOOL_TEMPLATE = "tool_use"
+# Keys of config.json whose value is a token that stands for an image, a video or sound, and such tokens.
+_MEDIA_ID = re.compile(r"(image|img|video|vision|audio|speech|media|boi|eoi|boa|eoa)\w*_(id|index)")
+_MEDIA_TOKEN = re.compile(r"[<\[].*(image|img|video|vision|audio|speech|media_|pixel).*[>\]]", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """The content of one row: exactly one of `ids`, `messages` and `text`.
-
-    `flat` is the text of a conversation for a model without a chat template; None where that is an error.
-    """
-
-    ids: tuple[int, ...] | None = None
-    messages: tuple[Message, ...] | None = None
-    text: str | None = None
-    flat: str | None = None
-
-
-def read_row(raw: object, column: str | None) -> Row:
-    """Parse a JSON object or a record of a data set; ValueError says what it lacks."""
-    if not isinstance(raw, Mapping):
-        raise ValueError(f"{type(raw).__name__}, no JSON object")
-    if column is not None:
-        if column not in raw:
-            raise ValueError(f"no column {column}, but {', '.join(map(str, list(raw)[:10])) or 'none'}")
-        return _of_value(raw[column], column)
-    for key in ("input_ids", *CONVERSATIONS):
-        if raw.get(key) is not None:
-            return _of_value(raw[key], key)
-    if raw.get("prompt") is not None and (answer := raw.get("completion", raw.get("response"))) is not None:
-        return _of_pair(raw["prompt"], answer)
-    if raw.get("text") is not None:
-        return _of_value(raw["text"], "text")
-    raise ValueError(f"a row without {FORMS}")
-
-
-def _of_value(value: object, key: str) -> Row:
-    """Parse the value of a column: a string, ids or turns."""
-    if isinstance(value, str):
-        return Row(text=value)
-    if not isinstance(value, Sequence):
-        raise ValueError(f"{key} that is no string and no list")
-    if all(type(item) is int for item in value):
-        return Row(ids=tuple(value))
-    if key == "input_ids":
-        raise ValueError("input_ids that are no list of integers")
-    return Row(messages=tuple(_message(item, key) for item in value))
-
-
-def _of_pair(prompt: object, answer: object) -> Row:
-    if isinstance(prompt, str) and isinstance(answer, str):
-        turns = ({"role": "user", "content": prompt}, {"role": "assistant", "content": answer})
-        return Row(messages=turns, flat=f"{prompt}{answer}")
-    if isinstance(prompt, Sequence) and isinstance(answer, Sequence):
-        parts = (("prompt", prompt), ("completion", answer))
-        return Row(messages=tuple(_message(item, key) for key, part in parts for item in part))
-    raise ValueError("a prompt and a completion that are not two strings or two lists of messages")
-
-
-def _message(item: object, key: str) -> Message:
-    """A turn with the keys role and content, which ShareGPT calls from and value."""
-    if not isinstance(item, Mapping):
-        raise ValueError(f"{key} with a turn that is no object with role and content")
-    role, content = item.get("role", item.get("from")), item.get("content", item.get("value"))
-    if not isinstance(role, str) or not isinstance(content, str | list):
-        raise ValueError(f"{key} with a turn that has no role and content (or from and value)")
-    more = {name: each for name, each in item.items() if name not in ("role", "from", "content", "value")}
-    return {"role": _SPEAKERS.get(role, role), "content": content, **more}
-
-
-class Tokenizer(Protocol):
+class Tokenizer(ChatTokenizer, Protocol):
     """The part of a transformers tokenizer that calibration calls."""
 
+    bos_token_id: int | None
     eos_token_id: int | None
+    all_special_ids: Sequence[int]
     chat_template: object
+
+    def __len__(self) -> int: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
-    def apply_chat_template(
-        self, conversation: object, *, tokenize: bool, return_dict: bool
-    ) -> list[int]: ...
+    def convert_ids_to_tokens(self, ids: int) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Token ids of each sample and the row (from 1) that it came from, or began in; `data` names the set."""
+    """Token ids of each sample and the row (from 1) that it came from, or began in; `data` names the set.
+
+    `notes` are sentences on rows that were left out, and on what the chat template leaves out.
+    """
 
     token_ids: tuple[tuple[int, ...], ...]
     rows: tuple[int, ...]
     data: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -138,43 +95,72 @@ def read_samples(
 ) -> Samples:
     """Read rows as token ids, as many and as long as `data` asks for, and no more.
 
-    A row has the forms of `read_row`; turns go through the tokenizer's chat template. Broken rows are
-    reported together. Raises InputError, and EnvironmentFault where the hub cannot be asked.
+    A row has the forms of `read_row`. Conversations go through the chat template as in vLLM's chat endpoint.
+    Rows with images, video or sound are left out, with a note. Broken rows are reported together. Raises
+    InputError, and EnvironmentFault if the hub cannot be reached.
     """
     reader = _Reader(data, checkpoint, vocab_size, trust_remote_code)
-    rows = _packed(reader.rows(), data) if reader.packs else reader.rows()
+    rows = (
+        _packed(reader.rows(), data)
+        if reader.packs
+        else ((tokens.number, tokens.ids) for tokens in reader.rows())
+    )
     samples = list(islice(rows, data.samples))
-    raise_all(reader.broken)
+    raise_all(reader.errors())
     if not samples:
-        raise InputError(data.name, got="no row", need=f"rows with {FORMS}", fix="add samples")
+        raise reader.no_row()
     return Samples(
         token_ids=tuple(tuple(ids[: data.seq_len]) for _, ids in samples),
         rows=tuple(number for number, _ in samples),
         data=data.name,
+        notes=tuple(reader.notes()),
     )
 
 
 def first_texts(data: CalibrationData, most: int) -> list[str]:
-    """The texts of the first rows that are text, at most `most`, without a tokenizer."""
-    rows = (read_row(_content(raw), data.column) for raw in raw_rows(data))
-    texts = (row.text[: CHARACTERS * data.seq_len] for row in rows if row.text is not None)
-    return list(islice(texts, most))
+    """Return the texts of the first rows that are text, at most `most`, without a tokenizer."""
+    return [text[: CHARACTERS * data.seq_len] for text in islice(_plain_texts(data), most)]
+
+
+def _plain_texts(data: CalibrationData) -> Iterator[str]:
+    """Yield the rows that are text. Rows that cannot be read are errors of `read_samples` alone."""
+    for raw in raw_rows(data):
+        try:
+            row = read_row(_content(raw), data.column)
+        except (ValueError, RecursionError):
+            continue
+        if row.text is not None:
+            yield row.text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tokens:
+    """The token ids of a row. A packed sample that starts inside the row begins with the tokens `start`."""
+
+    number: int
+    ids: Sequence[int]
+    start: Sequence[int] = ()
 
 
 class _Reader:
-    """Tokenizes the rows of a data set, and collects the errors of broken ones."""
+    """Tokenizes the rows of a data set, and collects the errors of broken rows and notes on others."""
 
     def __init__(
         self, data: CalibrationData, checkpoint: Path, vocab_size: int, trust_remote_code: bool
     ) -> None:
         self._data, self._vocab_size = data, vocab_size
         self._checkpoint, self._trust = checkpoint, trust_remote_code
-        self.broken: list[InputError] = []
+        self._broken: dict[tuple[str, str, str], list[str]] = {}
+        self._multimodal: list[tuple[str, str]] = []
+        self._omitted = Counter[str]()
+        self._number = 0
         rows = raw_rows(data)
         self._raw = chain(first := list(islice(rows, 1)), rows)
         # Rows are joined if asked, or if they are paragraphs of one text.
-        is_text = Path(data.name).suffix.lower() in (".txt", ".md")
-        paragraphs = is_text and bool(first) and isinstance(first[0].content, dict)
+        file = parse_data(data.name).path
+        paragraphs = (
+            file.suffix.lower() in (".txt", ".md") and bool(first) and isinstance(first[0].content, dict)
+        )
         self.packs = paragraphs if data.pack is None else data.pack
 
     @cached_property
@@ -182,90 +168,231 @@ class _Reader:
         """The tokenizer of the checkpoint, loaded when the first row needs it."""
         return load_tokenizer(self._checkpoint, trust_remote_code=self._trust)
 
-    def rows(self) -> Iterator[tuple[int, Sequence[int]]]:
-        """Yield each valid row, until there are too many broken ones."""
+    @cached_property
+    def _templates(self) -> Mapping[str, str]:
+        """The chat templates by name, in the order in which vLLM looks for them."""
+        own = self.tokenizer.chat_template
+        named = own if isinstance(own, Mapping) else {DEFAULT_TEMPLATE: own} if own else {}
+        return {**named, **chat_templates(self._checkpoint)}
+
+    @cached_property
+    def _start(self) -> Sequence[int]:
+        """The tokens that the tokenizer puts in front of a prompt: BOS, or nothing."""
+        plain = self._encode("a", add_special_tokens=False)
+        whole = self._encode("a", add_special_tokens=True)
+        places = range(len(whole) - len(plain) + 1)
+        at = next((place for place in places if whole[place : place + len(plain)] == plain), 0)
+        return whole[:at]
+
+    @cached_property
+    def _media_ids(self) -> frozenset[int]:
+        """The tokens that stand for an image, a video or sound, by the config and by their names."""
+        config = self._checkpoint / "config.json"
+        ids = set(_media_ids(read_json_object(config))) if config.is_file() else set()
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        ids |= {number for number, token in added.items() if _MEDIA_TOKEN.fullmatch(str(token))}
+        names = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+        return frozenset(ids.difference(getattr(self.tokenizer, name, None) for name in names))
+
+    @cached_property
+    def _media_words(self) -> Sequence[str]:
+        """The same tokens as they stand in a text."""
+        known = [number for number in self._media_ids if number < len(self.tokenizer)]
+        words = map(self.tokenizer.convert_ids_to_tokens, known)
+        return [word for word in words if word and len(word) > 2]
+
+    def rows(self) -> Iterator[_Tokens]:
+        """Yield the tokens of each valid row, until there are too many broken rows."""
         for raw in self._raw:
+            self._number += 1
             try:
-                yield raw.number, self._tokenized(raw)
+                yield self._tokenized(raw)
+            except MultimodalRowError as error:
+                self._multimodal.append((raw.place, str(error)))
+                if len(self._multimodal) == self._number == MOST_MULTIMODAL:
+                    return
+            except UnicodeDecodeError as error:
+                raise undecodable(raw.place, error) from None
             except (ValueError, RecursionError) as error:
                 got = "JSON nested too deeply" if isinstance(error, RecursionError) else str(error)
                 if isinstance(error, json.JSONDecodeError):
                     got = f"no JSON object ({error.msg} at character {error.pos})"
-                need, fix = f"a row with {FORMS}", "fix or remove the row"
-                self.broken.append(InputError(raw.place, got=got, need=need, fix=fix))
-                if len(self.broken) == MOST_BROKEN:
+                need, fix = FORMS, FIX if isinstance(error, UnknownFormError) else CORRECT
+                if isinstance(error, RefusedTurnsError):
+                    need = "turns that the model could be served with"
+                self._broken.setdefault((got, need, fix), []).append(raw.place)
+                if sum(map(len, self._broken.values())) == MOST_BROKEN:
                     return
 
-    def _tokenized(self, raw: RawRow) -> Sequence[int]:
+    def errors(self) -> list[InputError]:
+        """Return the errors of broken rows, one for all rows that lack the same."""
+        return [
+            InputError(_places(places), got=got, need=need, fix=fix)
+            for (got, need, fix), places in self._broken.items()
+        ]
+
+    def no_row(self) -> InputError:
+        """Return the error of data without a row that can be calibrated with."""
+        if not self._multimodal:
+            return InputError(self._data.name, got="no row", need=FORMS, fix="add rows")
+        (place, what), number = self._multimodal[0], len(self._multimodal)
+        each = "the only row has" if number == 1 else f"each of the {number:,} rows read has"
+        return InputError(
+            self._data.name,
+            got=f"no row of text: {each} images, video or sound (the first {what!r}, {place})",
+            need="rows of text, which is what calibration runs through the language model",
+            fix="add conversations or texts without images, video and sound",
+        )
+
+    def notes(self) -> Iterator[str]:
+        """Yield sentences on rows that were left out, and on what the chat template leaves out."""
+        name = self._data.name
+        if self._multimodal:
+            (place, what), number = self._multimodal[0], len(self._multimodal)
+            yield (
+                f"{name}: {number:,} of {_rows(self._number)} left out for images, video or sound "
+                f"(the first {what!r}, {place}): calibration reads text alone"
+            )
+        for part, words in (
+            (CALLS, "calibration does not see the calls"),
+            (TOOLS, "calibration does not see the tools"),
+            (RESULTS, "calibration does not see the results"),
+        ):
+            if self._omitted[part]:
+                rows = _rows(self._omitted[part])
+                yield f"{name}: {rows} with {part} that the chat template does not render: {words}"
+        if self._omitted["arguments"]:
+            yield (
+                f"{name}: {_rows(self._omitted['arguments'])} with tool_calls whose arguments are no JSON "
+                "object: rendered without arguments, as by vLLM"
+            )
+
+    def _tokenized(self, raw: RawRow) -> _Tokens:
         row = read_row(_content(raw), self._data.column)
-        if self._data.name == DEFAULT and row.messages is not None:
-            row = replace(row, flat="\n\n".join(str(turn["content"]) for turn in row.messages))
+        if self._data.name == DEFAULT and row.conversation is not None:
+            turns = (str(turn["content"]) for turn in row.conversation.messages)
+            row = replace(row, flat="\n\n".join(turns))
         most = self._data.seq_len * (self._data.samples if self.packs else 1)
-        ids = self._ids(row, most, begins=not (self.packs and raw.joins))
+        ids, start = self._ids(row, most, begins=not (self.packs and raw.joins))
         if not ids:
             raise ValueError("a row without tokens")
         if min(ids) < 0 or max(ids) >= self._vocab_size:
             raise ValueError(f"token id {max(ids)} outside the vocabulary of {self._vocab_size}")
         end = self.tokenizer.eos_token_id if self.packs and row.ids is None else None
-        return ids if end is None or raw.joins or ids[-1] == end else (*ids, end)
+        is_ended = end is None or raw.joins or ids[-1] == end
+        return _Tokens(number=raw.number, ids=ids if is_ended else (*ids, end), start=start)  # type: ignore[arg-type]
 
-    def _ids(self, row: Row, most: int, *, begins: bool) -> Sequence[int]:
-        """The ids of a row, of its text no more than `most` tokens can need; ValueError where it fails.
+    def _ids(self, row: Row, most: int, *, begins: bool) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the ids of a row, of no more text than `most` tokens can need, and how its samples start.
 
-        `begins` a text of its own. A chat template is a program of the checkpoint that may do anything.
+        `begins` a text of its own. Raises ValueError if the row cannot be rendered or tokenized,
+        MultimodalRowError if it has tokens that stand for an image, a video or sound.
         """
         if row.ids is not None:
-            return row.ids
-        text = row.text
-        if row.messages is not None:
-            if self.tokenizer.chat_template:
-                turns = _cut(row.messages, CHARACTERS * most)
-                try:
-                    with time_limit(TEMPLATE_SECONDS):
-                        return self.tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
-                except Exception as error:
-                    reason = first_line(error)
-                    raise ValueError(f"turns that the chat template refuses ({reason})") from None
+            if found := self._media_ids_of_rows.intersection(row.ids):
+                raise MultimodalRowError(f"token id {min(found)}")
+            return row.ids, ()
+        words = self._media_words
+        if words and (word := next((word for text in row.texts() for word in words if word in text), None)):
+            raise MultimodalRowError(word)
+        conversation, text = row.conversation, row.text
+        template = self._template(conversation) if conversation is not None else None
+        if conversation is not None and template is not None:
+            text = self._rendered(conversation, template)
+            ids = self._encode(text[: CHARACTERS * most], add_special_tokens=False)
+            bos = self.tokenizer.bos_token_id
+            return ids, (bos,) if bos is not None and ids[:1] == [bos] else ()
+        if conversation is not None:
             if row.flat is None:
                 raise ValueError("turns of a conversation, and the model has no chat template")
             text = row.flat
         assert text is not None
+        ids, start = self._encode(text[: CHARACTERS * most], add_special_tokens=begins), self._start
+        if begins and start and ids[: 2 * len(start)] == [*start, *start]:
+            ids = ids[len(start) :]  # the text itself begins with BOS
+        if found := self._media_ids.intersection(ids):
+            raise MultimodalRowError(f"token id {min(found)}")
+        return ids, start
+
+    @cached_property
+    def _media_ids_of_rows(self) -> frozenset[int]:
+        """The tokens of images for rows of token ids, which need no tokenizer: those of the config alone."""
+        config = self._checkpoint / "config.json"
+        return frozenset(_media_ids(read_json_object(config))) if config.is_file() else frozenset()
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
-            return self.tokenizer.encode(text[: CHARACTERS * most], add_special_tokens=begins)
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:
             raise ValueError(f"a text that the tokenizer refuses ({first_line(error)})") from None
 
+    def _template(self, conversation: Conversation) -> str | None:
+        """Return the chat template for a conversation, as vLLM and transformers choose it."""
+        if conversation.tools and TOOL_TEMPLATE in self._templates:
+            return self._templates[TOOL_TEMPLATE]
+        return self._templates.get(DEFAULT_TEMPLATE)
 
-def _packed(
-    rows: Iterable[tuple[int, Sequence[int]]], data: CalibrationData
-) -> Iterator[tuple[int, Sequence[int]]]:
+    def _rendered(self, conversation: Conversation, template: str) -> str:
+        """Return the text of a conversation, and count what the template does not show of it."""
+
+        def render(other: Conversation) -> str:
+            return rendered(self.tokenizer, template, other)
+
+        text = render(conversation)
+        self._omitted.update(unrendered(conversation, text, render))
+        calls = [call for turn in conversation.messages for call in _calls_of(turn)]
+        functions = (call.get("function") for call in calls)
+        if any(isinstance(each, Mapping) and arguments_of(each) is None for each in functions):
+            self._omitted["arguments"] += 1
+        return text
+
+
+def _calls_of(message: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
+    calls = message.get("tool_calls")
+    if message["role"] == "assistant" and isinstance(calls, Sequence):
+        yield from (call for call in calls if isinstance(call, Mapping))
+
+
+def _places(places: Sequence[str]) -> str:
+    """The first of several places, and how many there are."""
+    others = len(places) - 1
+    return places[0] + (f" and {others} more row{'s' if others > 1 else ''}" if others else "")
+
+
+def _rows(number: int) -> str:
+    return f"{number:,} row{'' if number == 1 else 's'}"
+
+
+def _media_ids(config: Mapping[str, object]) -> Iterator[int]:
+    """Yield the token ids of a config that stand for an image, a video or sound, also of its parts."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _media_ids(value)
+        elif _MEDIA_ID.fullmatch(key):
+            values = value if isinstance(value, list) else [value]
+            yield from (each for each in values if type(each) is int and each >= 0)
+
+
+def _packed(rows: Iterable[_Tokens], data: CalibrationData) -> Iterator[tuple[int, Sequence[int]]]:
     """Concatenate the rows and cut them into samples of `seq_len` tokens; the rest is the last sample."""
-    held, start = list[int](), 0
-    for number, ids in rows:
-        start = start if held else number
-        held.extend(ids)
+    held, number = list[int](), 0
+    for row in rows:
+        if not held:
+            number = row.number
+            held = list(row.ids)
+        else:
+            held.extend(row.ids)
         while len(held) >= data.seq_len:
-            yield start, held[: data.seq_len]
-            held, start = held[data.seq_len :], number
+            yield number, held[: data.seq_len]
+            rest, number = held[data.seq_len :], row.number
+            held = rest
     if held:
-        yield start, held
+        yield number, held
 
 
 def _content(raw: RawRow) -> object:
     """The JSON of a line, or the record as it is. Raises ValueError, RecursionError."""
     return json.loads(raw.content) if isinstance(raw.content, bytes) else raw.content
-
-
-def _cut(turns: Sequence[Message], characters: int) -> list[Message]:
-    """The first turns, cut to at most `characters` characters of text together."""
-    kept: list[Message] = []
-    for turn in turns:
-        content = turn["content"]
-        kept.append({**turn, "content": content[:characters]} if isinstance(content, str) else turn)
-        characters -= len(content) if isinstance(content, str) else 0
-        if characters <= 0:
-            break
-    return kept
 
 
 def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> Tokenizer:

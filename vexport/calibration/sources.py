@@ -3,7 +3,7 @@
 import gzip
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from vexport.checkpoint.hub import HubName, downloaded, explain, is_network_error, is_of_the_hub
-from vexport.checkpoint.source import DEFAULT_FILE, DataName, data_files, parse_data
+from vexport.checkpoint.source import DEFAULT_FILE, DataName, data_files, parse_data, require_file
 from vexport.errors import InputError, first_line, require_working_disk
 from vexport.errors.extras import require_extra
 from vexport.files import require_fetched
@@ -23,6 +23,20 @@ SHUFFLED = 10_000
 # Bytes of a line or a paragraph, and of a file that is one JSON list: a device has no end.
 LONGEST_LINE, LARGEST_LIST = 1 << 26, 1 << 30
 TEXT, PARQUET = (".txt", ".md"), ".parquet"
+# The bytes of a file's start by which its kind is told, and of a file that is looked at whole for it.
+START, LOOKED_AT = 4096, 1 << 26
+# How the files of other formats begin, with what to do about them.
+_SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
+    (b"PAR1", "a parquet file", "name it .parquet"),
+    (b"\x1f\x8b", "a gzip file", "name it .jsonl.gz"),
+    (b"PK\x03\x04", "a zip archive", "unpack it"),
+    (b"ARROW1", "an Arrow file", "save it as parquet or JSON lines"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file", "unpack it"),
+    (b"%PDF", "a PDF", "extract its text"),
+)
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+# Control characters that no text has.
+_CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +78,7 @@ def shuffled(items: Iterable[T], seed: int) -> Iterator[T]:
 
 def _of_path(path: Path) -> Iterator[RawRow]:
     if not path.is_dir():
+        require_file(path)
         yield from _of_file(path)
         return
     rows = chain.from_iterable(map(_of_file, data_files(path)))
@@ -79,6 +94,8 @@ def _of_file(path: Path) -> Iterator[RawRow]:
         return
     try:
         with _opened(path) as stream:
+            _require_text(path, stream.read(START))
+            stream.seek(0)
             yield from _paragraphs(path, stream) if suffix in TEXT else _of_json(path, stream)
     except OSError as error:
         require_working_disk(error, path)
@@ -99,9 +116,84 @@ def _of_json(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
     if start[:1] == b"[":
         yield from _of_list(path, stream)
         return
+    is_first = True
     for number, line in _lines(path, stream):
-        if line.strip():
-            yield RawRow(place=f"{path}:{number}", number=number, content=line)
+        if not line.strip():
+            continue
+        if is_first:
+            _require_lines(path, line)
+            is_first = False
+        yield RawRow(place=f"{path}:{number}", number=number, content=line)
+
+
+def _require_lines(path: Path, first: bytes) -> None:
+    """Raise InputError if the first line is not JSON, but begins a JSON object of several lines."""
+    try:
+        json.loads(first)
+        return
+    except UnicodeDecodeError as error:
+        raise undecodable(str(path), error) from None
+    except (ValueError, RecursionError):
+        if first.removeprefix(b"\xef\xbb\xbf").strip()[:1] != b"{":
+            return
+    with _opened(path) as stream:
+        text = stream.read(LOOKED_AT).decode("utf-8-sig", errors="replace")
+    try:
+        value, end = json.JSONDecoder().raw_decode(text.lstrip())
+    except (ValueError, RecursionError):
+        return
+    rest = text.lstrip()[end:].strip()
+    got, fix = "a JSON object that takes several lines", f"write one row a line: `jq -c . {path.name}`"
+    if not rest and (key := key_of_rows(value)) is not None:
+        got = f"one JSON object whose key {key} is a list of {len(value[key]):,} objects"
+        fix = f"write one row a line: `jq -c '.{key}[]' {path.name}`"
+    raise InputError(str(path), got=got, need="JSON lines, or one JSON list of objects", fix=fix)
+
+
+def key_of_rows(value: Mapping[str, object] | Mapping[object, object]) -> object:
+    """Return the key whose value is a list of objects, but no turns of a conversation; None without one."""
+    for key, items in value.items():
+        is_list = isinstance(items, list) and all(isinstance(item, Mapping) for item in items)
+        if isinstance(items, list) and items and is_list and not {"role", "from"}.intersection(items[0]):
+            return key
+    return None
+
+
+def _require_text(path: Path, start: bytes) -> None:
+    """Raise InputError, one for the file, if it begins like something other than text in UTF-8."""
+    need = "text in UTF-8: JSON lines, a JSON list or plain text; or parquet"
+    for signature, got, fix in _SIGNATURES:
+        if start.startswith(signature):
+            raise InputError(str(path), got=got, need=need, fix=fix)
+    odd, even = start[1::2].count(0), start[::2].count(0)
+    half = len(start) // 2
+    if start.startswith(_UTF16) or (half and max(odd, even) > 0.4 * half > 5 * min(odd, even)):
+        fix = f"convert it: `iconv -f utf-16 -t utf-8 {path.name}`"
+        raise InputError(str(path), got="text in UTF-16", need=need, fix=fix)
+    if start.translate(None, _CONTROLS) != start:
+        is_tensors = start[8:9] == b"{" and 0 in start[:8]
+        got = "a safetensors file" if is_tensors else "a binary file"
+        raise InputError(str(path), got=got, need=need, fix="name the file with the text")
+
+
+def undecodable(place: str, error: UnicodeDecodeError) -> InputError:
+    """Return the error of a text that is not UTF-8; the encoding that it is likely to have is named."""
+    byte = error.object[error.start]
+    what, fix = "text that is not UTF-8", "convert the file to UTF-8"
+    if _is_western(error.object):
+        what, fix = "text in Latin-1 (or Windows-1252)", "convert the file: `iconv -f latin1 -t utf-8`"
+    got = f"{what}: byte 0x{byte:02x} at {error.start}"
+    return InputError(place, got=got, need="text in UTF-8", fix=fix)
+
+
+def _is_western(text: bytes) -> bool:
+    """Return whether a text looks like Latin-1: few bytes beyond ASCII, mostly letters, none in UTF-8."""
+    high = [byte for byte in text if byte >= 0x80]
+    letters = sum(byte >= 0xC0 for byte in high)
+    has_utf8 = any(
+        character > "\x7f" and character != "\ufffd" for character in text.decode("utf-8", "replace")
+    )
+    return not has_utf8 and 5 * len(high) <= 2 * len(text) and 2 * letters >= len(high)
 
 
 def _lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
@@ -121,6 +213,8 @@ def _of_list(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
         raise InputError(str(path), got="a larger one", need=need, fix="write JSON lines")
     try:
         items = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise undecodable(str(path), error) from None
     except (ValueError, RecursionError) as error:
         need = "a JSON list of objects, or JSON lines"
         raise InputError(str(path), got=first_line(error), need=need, fix="correct the file") from None
@@ -145,8 +239,7 @@ def _paragraph(path: Path, number: int, lines: list[bytes], *, first: bool) -> R
     try:
         text = b"".join(lines).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        need = "text in UTF-8"
-        raise InputError(f"{path}:{number}", got=str(error), need=need, fix="convert the file") from None
+        raise undecodable(f"{path}:{number}", error) from None
     return RawRow(place=f"{path}:{number}", number=number, content={"text": text}, joins=not first)
 
 

@@ -43,7 +43,7 @@ _PARTIAL_CONTENT = 206
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataName:
-    """A parsed name: `path` of a file or folder, `hub` with a split and a column."""
+    """A parsed name: `path` of a file or folder, `hub` with a split, and the column of either."""
 
     kind: Literal["path", "hub", "default"]
     name: str
@@ -54,15 +54,22 @@ class DataName:
     @property
     def path(self) -> Path:
         """The file or folder, of a name of that kind."""
-        return Path(self.name).expanduser()
+        is_joined = self.kind == "path" and self.column is not None
+        return Path(self.name.removesuffix(f":{self.column}") if is_joined else self.name).expanduser()
 
 
 def parse_data(name: str) -> DataName:
-    """The meaning of a name; what exists is a path, and what looks like nothing else is a missing one."""
+    """Return the meaning of a name: a path if there is such a file, or if it looks like nothing else.
+
+    PATH:COLUMN is a path, too.
+    """
     if name == DEFAULT:
         return DataName(kind="default", name=name)
     if Path(name).expanduser().exists():
         return DataName(kind="path", name=name)
+    path, _, column = name.rpartition(":")
+    if column and path and (path.endswith(SUFFIXES) or Path(path).expanduser().is_file()):
+        return DataName(kind="path", name=name, column=column)
     match = _HUB.fullmatch(name)
     hub = HubName.parse(match["id"]) if match else None
     if match and hub and not name.startswith((".", "~", "/")) and not name.endswith(SUFFIXES):
@@ -81,6 +88,15 @@ def require_data(name: str) -> None:
         raise InputError(name, got="no such file", need=need, fix="check the path")
     if path.is_dir():
         data_files(path)
+    else:
+        require_file(path)
+
+
+def require_file(path: Path) -> None:
+    """Raise InputError if a path is a pipe or a device, which can be read only once, if it ever ends."""
+    if path.exists() and not path.is_file():
+        fix = "write its text into a file"
+        raise InputError(str(path), got="a pipe or a device", need="a file or a folder", fix=fix)
 
 
 def data_files(folder: Path) -> list[Path]:

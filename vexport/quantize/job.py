@@ -203,8 +203,11 @@ def recipe(job: "QuantizeJob", index: SourceIndex, plan: Plan, calibration: Cali
         scenario["smoothing"] = job.planning.smoothing
     if settings is not None and calibration is not None:
         data = settings.model_dump(mode="json", exclude_none=True)
-        local = settings.path
-        scenario["calibration"] = {**data, "data": _relative(local, folder) if local else settings.data}
+        if local := settings.path:
+            data["data"] = _relative(local, folder)
+            if column := settings.source().column:
+                data["column"] = column
+        scenario["calibration"] = data
     content: dict[str, Json] = {
         "vexport": __version__,
         "source": scenario["source"],

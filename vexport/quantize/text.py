@@ -6,6 +6,7 @@ long a layer takes. Two trials, of few rows and of more, tell what a layer takes
 rounded) from what each token adds.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from vexport.calibration import Samples
     from vexport.calibration.walk import LayerWalk
 
+LOG = logging.getLogger(__name__)
 # Weight-token products below which measuring the time would take about as long as the work.
 SMALL_WORK = 1e11
 # The tokens of the larger trial, at least, and its rows; a model with more kinds of layers is not measured.
@@ -87,6 +89,8 @@ class PlanText:
         self.samples = calibration_samples(
             index, settings, settings.samples, trust_remote_code=trust_remote_code
         )
+        for note in self.samples.notes if rank_and_size()[0] == 0 else ():
+            LOG.warning("note: %s", note)
         if needs_rounding(plan):
             tokens = sum(len(ids) for ids in self.samples.token_ids)
             require_room(plan.groups, tokens, len(self.samples.rows), self._device)

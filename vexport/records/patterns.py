@@ -1,18 +1,22 @@
 """Regular expressions out of configs and scenarios: compiled once, and stopped where they take too long."""
 
 import re
+import resource
 import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from types import FrameType
 
 from vexport.errors import InputError, clip
 
 # Time limit for a chat template and a conversation; real ones take milliseconds.
 TEMPLATE_SECONDS = 10.0
+# Memory limit for a chat template and a conversation, beyond what the process has; real ones take some MB.
+TEMPLATE_BYTES = 2 << 30
 
 
 @contextmanager
@@ -36,6 +40,27 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+
+
+@contextmanager
+def memory_limit(more: int) -> Iterator[None]:
+    """Raise MemoryError inside the block if this process needs so many bytes more than it has now.
+
+    The bound holds for address space, and for all threads. Without /proc (macOS) there is none.
+    """
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except (OSError, ValueError, IndexError):
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    bounds = [pages * resource.getpagesize() + more]
+    bounds += [bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY]
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (min(bounds), hard))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 REGEX = "re:"

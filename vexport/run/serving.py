@@ -1,5 +1,6 @@
 """A model under test: what is asked of it in one start of vLLM, or over the address of a server."""
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from vexport.calibration.data import read_samples
 from vexport.checkpoint.hub import fetch, list_files, side_files
 from vexport.checkpoint.index import folder_digest, read_index
-from vexport.checkpoint.source import hub_name, require_data, resolve_drafter
+from vexport.checkpoint.source import hub_name, parse_data, require_data, resolve_drafter
 from vexport.engine.generate import NONE, answer_environment
 from vexport.engine.load import CONTINUED, Prompts, fixed_prompts, shortest_length
 from vexport.engine.messages import (
@@ -37,6 +38,7 @@ from vexport.records.values import MOST_COUNT
 from vexport.run.options import NO_EVALUATION, EngineOptions
 from vexport.scenario import Evaluate
 
+LOG = logging.getLogger(__name__)
 # The default context length of an evaluation; longer prompts are an error and never truncated.
 EVALUATION_LENGTH = 4096
 TASKS_WORKER = "vexport.evaluation.lm_eval_runner"
@@ -156,9 +158,18 @@ def _read_rows(model: ModelUnderTest, longest: int | None, vocabulary: int) -> R
         return ()
     needed = settings.text_tokens + 1  # vLLM generates a token after each
     tokens = min(needed, longest or shortest_length(checkpoint, needed)) - 1
-    data = CalibrationData(name=settings.text, samples=settings.text_rows, seq_len=tokens, pack=True)
+    data = CalibrationData(
+        name=settings.text,
+        samples=settings.text_rows,
+        seq_len=tokens,
+        column=parse_data(settings.text).column,
+        pack=True,
+    )
     trust = model.options.trust_remote_code
-    read = read_samples(data, checkpoint, vocab_size=vocabulary, trust_remote_code=trust).token_ids
+    samples = read_samples(data, checkpoint, vocab_size=vocabulary, trust_remote_code=trust)
+    for note in samples.notes if model.is_baseline else ():
+        LOG.warning("note: %s", note)
+    read = samples.token_ids
     return tuple(row for row in read if len(row) == tokens) or tuple(row for row in read if len(row) > 1)
 
 
@@ -279,7 +290,8 @@ def tokenizer_of(role: str, url: str, settings: Evaluate, here: Path | None = No
 def task_files(settings: Evaluate, label: str) -> list[NamedPath]:
     """The tasks and texts that are files and the folders of tasks, under the label of what gave them."""
     named = (*settings.tasks, *((settings.text,) if settings.text else ()))
-    files = [path for task in named if (path := Path(task).expanduser()).exists()]
+    paths = (parse_data(name).path if name == settings.text else Path(name).expanduser() for name in named)
+    files = [path for path in paths if path.exists()]
     return [NamedPath(label=label, path=path) for path in (*files, *settings.include_path)]
 
 

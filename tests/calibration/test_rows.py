@@ -1,0 +1,349 @@
+"""Rows as people store them: which are read, which are left out with a note, and which are refused."""
+
+import gzip
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.calibration.templates import PARTS, PLAIN, TOOLS
+from tests.command import vexport
+from vexport.calibration import Samples, read_samples
+from vexport.calibration.conversations import rendered
+from vexport.calibration.rows import read_row
+from vexport.errors import InputError
+from vexport.scenario import Calibration
+
+DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
+VOCABULARY = 384
+USER = {"role": "user", "content": "one plus two"}
+ANSWER = {"role": "assistant", "content": "three"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"one": "two"}'}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "3"}
+TOOL = {"name": "add", "parameters": {"type": "object"}}
+TURNS = [USER, ANSWER]
+
+
+def model_with(folder: Path, template: str | None = None, **config: object) -> Path:
+    """The demo's tokenizer with another template, and values in its config."""
+    shutil.copytree(DEMO, folder)
+    if template is None:
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+    else:
+        (folder / "chat_template.jinja").write_text(template)
+    values = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def written(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read(name: object, model: Path = DEMO, **settings: object) -> Samples:
+    values = {"data": str(name), "samples": 8, "seq_len": 64, **settings}
+    source = Calibration.model_validate(values).source()
+    return read_samples(source, model, vocab_size=VOCABULARY)
+
+
+def shown(samples: Samples, model: Path = DEMO) -> list[str]:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [tokenizer.decode(ids) for ids in samples.token_ids]
+
+
+SAME_TURNS: Mapping[str, object] = {
+    "text of turns": {"messages": json.dumps(TURNS)},
+    "text of ShareGPT": {
+        "conversations": json.dumps(
+            [{"from": "human", "value": "one plus two"}, {"from": "gpt", "value": "three"}]
+        )
+    },
+    "another name": {"dialogue": TURNS},
+    "list": TURNS,
+    "query": {"query": "one plus two", "response": "three"},
+    "question": {"question": "one plus two", "answer": "three"},
+    "instruction": {"instruction": "one plus two", "input": "", "output": "three"},
+    "prompt of turns": {"prompt": [USER], "completion": [ANSWER]},
+    "prompt and turn": {"prompt": "one plus two", "completion": [ANSWER]},
+    "chosen": {"prompt": "one plus two", "chosen": "three", "rejected": "four"},
+    "text of a turn": {
+        "messages": [{"role": "user", "text": "one plus two"}, {"role": "gpt", "content": "three"}]
+    },
+    "pairs": {"conversation": [{"human": "one plus two", "assistant": "three"}]},
+    "log": {"request": {"messages": [USER]}, "response": {"choices": [{"message": ANSWER}]}},
+    "batch": {"body": {"messages": [USER]}, "response": {"body": {"choices": [{"message": ANSWER}]}}},
+}
+
+
+@pytest.mark.parametrize("row", SAME_TURNS.values(), ids=SAME_TURNS)
+def test_spellings_of_a_conversation(row: object) -> None:
+    found = read_row(row, None).conversation
+    assert found is not None
+    assert [(turn["role"], turn["content"]) for turn in found.messages] == [
+        ("user", "one plus two"),
+        ("assistant", "three"),
+    ]
+
+
+SAME_CALLS: Mapping[str, Mapping[str, object]] = {
+    "wire": {"messages": [USER, CALLING, RESULT], "tools": [{"type": "function", "function": TOOL}]},
+    "text": {
+        "messages": [USER, {**CALLING, "tool_calls": json.dumps([CALL])}, RESULT],
+        "tools": json.dumps([TOOL]),
+    },
+    "flat": {
+        "messages": [USER, {**CALLING, "tool_calls": [CALL["function"]]}, RESULT],
+        "tools": [json.dumps(TOOL)],
+    },
+    "objects": {
+        "messages": [
+            USER,
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "add", "arguments": {"one": "two"}}, "id": None}],
+            },
+            RESULT,
+        ],
+        "tools": [TOOL],
+    },
+    "before tools": {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": None, "function_call": CALL["function"]},
+            {"role": "function", "name": "add", "content": "3"},
+        ],
+        "functions": [TOOL],
+    },
+    "ShareGPT": {
+        "conversations": [
+            {"from": "human", "value": "one plus two"},
+            {"from": "function_call", "value": json.dumps(CALL["function"])},
+            {"from": "observation", "value": "3"},
+        ],
+        "tools": json.dumps([TOOL]),
+    },
+    "pair": {"prompt": [USER], "completion": [CALLING, RESULT], "tools": [TOOL]},
+}
+
+
+@pytest.mark.parametrize("template", [TOOLS, PARTS], ids=["tools", "parts"])
+def test_spellings_of_tools(tmp_path: Path, template: str) -> None:
+    """And no note where the template shows them, whatever row a call stands in."""
+    model = model_with(tmp_path / "model", template)
+    samples = read(written(tmp_path / "rows.jsonl", *SAME_CALLS.values()), model, seq_len=512)
+    assert len(samples.token_ids) == len(SAME_CALLS)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    found = [read_row(row, None).conversation for row in SAME_CALLS.values()]
+    texts = {rendered(tokenizer, template, each) for each in found if each is not None}
+    (text,) = texts
+    assert all(word in text for word in ("add", "one", "3"))
+    assert any("tools" in note for note in samples.notes) == (template == PARTS)  # which has no word of them
+    assert not any("tool_calls" in note for note in samples.notes)
+
+
+def test_unrendered_tools_are_noted(tmp_path: Path) -> None:
+    model = model_with(tmp_path / "model", PLAIN)
+    rows = [{"messages": [USER, CALLING, RESULT, ANSWER], "tools": [TOOL]}, {"messages": TURNS}]
+    broken = {
+        "messages": [USER, {**CALLING, "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]}]
+    }
+    samples = read(written(tmp_path / "rows.jsonl", *rows, *rows, broken), model)
+    calls, tools, arguments = samples.notes
+    assert "3 rows with tool_calls that the chat template does not render" in calls
+    assert "2 rows with tools that the chat template does not render" in tools
+    assert "1 row with tool_calls whose arguments are no JSON object" in arguments
+    assert len(samples.rows) == 5
+
+
+def test_long_system_prompt_keeps_user_turn(tmp_path: Path) -> None:
+    """Also where the rest of the text is far beyond what is tokenized."""
+    template = (
+        "{% if not messages | selectattr('role', 'equalto', 'user') | list %}{{ raise_exception('no user') }}"
+    )
+    template += "{% endif %}" + PLAIN
+    model = model_with(tmp_path / "model", template)
+    system = {"role": "system", "content": "one plus two " * 100_000}
+    samples = read(written(tmp_path / "rows.jsonl", {"messages": [system, *TURNS]}), model)
+    assert [len(ids) for ids in samples.token_ids] == [64]
+
+
+PICTURE = {"type": "text", "text": "one"}
+MULTIMODAL: Mapping[str, Mapping[str, object]] = {
+    "image": {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, PICTURE]}]},
+    "image_url": {
+        "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]
+    },
+    "no type": {"messages": [{"role": "user", "content": [{"image_url": "a"}, PICTURE]}]},
+    "input_image": {"messages": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]},
+    "video": {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}, PICTURE]}]},
+    "video_url": {
+        "messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "a"}}]}]
+    },
+    "input_audio": {
+        "messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "a"}}]}]
+    },
+    "audio": {"messages": [{"role": "user", "content": [{"type": "audio", "audio_url": "a"}]}]},
+    "result": {"messages": [USER, CALLING, {"role": "tool", "content": [{"type": "image", "image": "a"}]}]},
+    "system": {"messages": [{"role": "system", "content": [{"type": "image"}]}, *TURNS]},
+    "column": {"messages": [{**USER, "content": "<image>one"}, ANSWER], "images": ["a.png"]},
+    "column alone": {"messages": TURNS, "image": {"bytes": "a", "path": "b"}},
+    "placeholder": {
+        "conversations": [{"from": "human", "value": "<image>\nwhat"}, {"from": "gpt", "value": "a"}]
+    },
+    "second placeholder": {"prompt": "look:\n<video>", "completion": "one"},
+    "path": {"messages": [{**USER, "content": "Picture 1: <img>a.png</img>\nwhat"}, ANSWER]},
+    "numbered": {"messages": [{**USER, "content": "<image 1> what"}, ANSWER]},
+    "key of a turn": {"messages": [{**USER, "images": ["a.png"]}, ANSWER]},
+    "answer": {"messages": [USER, {"role": "assistant", "content": None, "audio": {"id": "a"}}]},
+    "text": {"text": "<audio> one", "audios": ["a.wav"]},
+    "pair": {"question": "what", "answer": "one", "image": "a.png"},
+}
+
+
+@pytest.mark.parametrize("row", MULTIMODAL.values(), ids=MULTIMODAL)
+def test_multimodal_rows_are_left_out(tmp_path: Path, row: object) -> None:
+    model = model_with(tmp_path / "model", PARTS)
+    with pytest.raises(InputError, match="each of the 2 rows read has images, video or sound"):
+        read(written(tmp_path / "rows.jsonl", row, row), model)
+    samples = read(written(tmp_path / "mixed.jsonl", row, {"messages": TURNS}, row), model)
+    assert samples.rows == (2,)
+    (note,) = samples.notes
+    assert "2 of 3 rows left out for images, video or sound" in note
+    assert f"{tmp_path / 'mixed.jsonl'}:1" in note
+
+
+def test_text_about_images_is_text(tmp_path: Path) -> None:
+    model = model_with(tmp_path / "model", PARTS)
+    page = "<video>\n<source>\n</video>"
+    merged = {"type": "text", "text": "one", "image": None, "image_url": None}
+    rows = [
+        {"messages": [USER, {**ANSWER, "content": page}]},
+        {"messages": [{**USER, "content": page}, ANSWER]},
+        {"messages": [{**USER, "content": [merged]}, ANSWER], "images": [], "image": None},
+        {"text": "one", "video_id": "x"},
+    ]
+    samples = read(written(tmp_path / "rows.jsonl", *rows), model)
+    assert (samples.rows, samples.notes) == ((1, 2, 3, 4), ())
+    assert "image" not in shown(samples, model)[2]
+
+
+def test_named_column_is_text(tmp_path: Path) -> None:
+    """Next to it a picture counts only if the text refers to it."""
+    plain, marked = {"body": "one", "image": "a.png"}, {"body": "<image> one", "image": "a.png"}
+    assert read(written(tmp_path / "rows.jsonl", plain, marked), column="body").rows == (1,)
+
+
+def test_image_tokens_are_no_text(tmp_path: Path) -> None:
+    """By config.json, also of a part of the model, and by the names of the tokenizer's own tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    word = tokenizer.encode("riga", add_special_tokens=False)[0]
+    assert word != tokenizer.unk_token_id
+    rows = written(
+        tmp_path / "rows.jsonl", {"text": "one plus two"}, {"text": "riga"}, {"input_ids": [word, 5]}
+    )
+    assert read(rows).rows == (1, 2, 3)
+    for number, config in enumerate(({"image_token_id": word}, {"vision": {"video_token_index": word}})):
+        samples = read(rows, model_with(tmp_path / str(number), **config))
+        assert samples.rows == (1,)
+        assert "2 of 3 rows" in samples.notes[0]
+    model = model_with(tmp_path / "added", PLAIN)
+    content = json.loads((model / "tokenizer.json").read_text())
+    token = {"id": 300, "content": "<|image_pad|>", "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["added_tokens"].append({**token, **flags})
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    said = {"messages": [USER, {**ANSWER, "content": "a <|image_pad|> b"}]}
+    rows = written(tmp_path / "added.jsonl", {"text": "one <|image_pad|> two"}, said, {"text": "one"})
+    assert read(rows, model).rows == (3,)
+
+
+REFUSED: Mapping[str, tuple[bytes, tuple[str, ...]]] = {
+    "latin1": ('{"text": "caf\xe9 au lait"}\n'.encode("latin-1") * 8, ("Latin-1", "iconv -f latin1")),
+    "utf16": ('{"text": "one"}\n'.encode("utf-16") * 8, ("UTF-16", "iconv -f utf-16")),
+    "utf16 bare": (('{"text": "one"}\n' * 8).encode("utf-16-be"), ("UTF-16",)),
+    "damaged": ('{"text": "caf\xe9 na\xefve"}\n'.encode()[:-9] + b"\xff\xff\n", ("not UTF-8",)),
+    "tensors": (b"\x40\0\0\0\0\0\0\0" + b'{"a": {}}'.ljust(64) + bytes(64), ("a safetensors file",)),
+    "parquet": (b"PAR1" + bytes(9), ("parquet",)),
+    "gzip": (gzip.compress(b'{"text": "one"}\n'), ("gzip", ".jsonl.gz")),
+    "zip": (b"PK\x03\x04" + bytes(30), ("zip",)),
+    "object": (json.dumps({"data": [{"text": "one"}] * 8}).encode(), ("key data", "list of 8 objects")),
+    "pretty object": (
+        json.dumps({"data": [{"text": "one"}] * 8}, indent=1).encode(),
+        ("key data", "jq -c '.data[]'"),
+    ),
+    "pretty rows": (json.dumps({"messages": TURNS}, indent=1).encode() * 8, ("several lines", "jq -c .")),
+    "keys": (b'{"body": "one", "title": "two"}\n' * 8, ("and 7 more rows", "body, title", ":COLUMN")),
+    "no content": (b'{"messages": [{"role": "user"}]}\n' * 8, ("user", "without")),
+    "no turns": (b'{"messages": []}\n' * 8, ("without turns",)),
+    "Python": (b"{\"messages\": \"[{'role': 'user'}]\"}\n" * 8, ("no JSON", "role")),
+}
+
+
+@pytest.mark.parametrize(("content", "words"), REFUSED.values(), ids=REFUSED)
+def test_refused_in_one_line(tmp_path: Path, content: bytes, words: tuple[str, ...]) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(InputError) as caught:
+        read(path)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    assert str(path) in message
+    assert [word for word in words if word not in message] == []
+
+
+def test_column_of_a_file(tmp_path: Path) -> None:
+    path = written(tmp_path / "rows.jsonl", {"body": "one plus two", "talk": json.dumps(TURNS)})
+    model = model_with(tmp_path / "model", PLAIN)
+    assert (
+        read(f"{path}:body").token_ids
+        == read(written(tmp_path / "t.jsonl", {"text": "one plus two"})).token_ids
+    )
+    assert "assistant" in read_row({"talk": json.dumps(TURNS)}, "talk").conversation.messages[1]["role"]  # type: ignore[union-attr, operator]
+    assert len(read(f"{path}:talk", model).rows) == 1
+    with pytest.raises(InputError, match="no column other, but body, talk"):
+        read(f"{path}:other")
+
+
+def test_pipes_are_refused(tmp_path: Path) -> None:
+    """Nobody writes into it: a command that opened it would wait for good."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(InputError, match="a pipe or a device"):
+        read(tmp_path / "pipe.jsonl")
+    evaluated = (
+        "eval",
+        DEMO,
+        "--baseline",
+        DEMO,
+        "--text",
+        tmp_path / "pipe.jsonl",
+        "--output-dir",
+        tmp_path / "o",
+    )
+    planned = ("plan", DEMO, "--scheme", "FP8", "--calibration", tmp_path / "pipe.jsonl")
+    for command in (planned, evaluated):
+        ran = vexport(*command, "--quiet")
+        assert ran.code == 2, ran.stderr
+        assert "got a pipe or a device" in ran.errors[0]
+
+
+@pytest.mark.parametrize("template", ["{{ '%10000000000d' % 1 }}", "{{ 'x' * 20000000000 }}"])
+def test_template_that_takes_the_memory(tmp_path: Path, template: str) -> None:
+    model = model_with(tmp_path / "model", template)
+    with pytest.raises(InputError, match=r"the chat template refuses \(it takes more than 2 GB\)"):
+        read(written(tmp_path / "rows.jsonl", {"messages": TURNS}), model)
+
+
+def test_notes_of_the_command(tmp_path: Path) -> None:
+    model = model_with(tmp_path / "model", PLAIN)
+    rows = written(tmp_path / "rows.jsonl", MULTIMODAL["image"], {"messages": [USER, CALLING, ANSWER]})
+    ran = vexport("plan", model, "--scheme", "FP8", "--calibration", rows, "--seq-len", "16", "--quiet")
+    assert ran.code == 0, ran.stderr
+    assert "note: " in ran.stderr
+    assert "1 of 2 rows left out" in ran.stderr
+    assert "1 row with tool_calls that the chat template does not render" in ran.stderr

@@ -1,0 +1,389 @@
+"""Conversations as vLLM's chat endpoint hands them to a chat template, and the renders of templates.
+
+The rules are those of vLLM 0.32. `ChatCompletionRequest` in
+vllm/entrypoints/openai/chat_completion/protocol.py has reasoning_content and tools, `parse_chat_messages` and
+`_postprocess_messages` in vllm/renderers/chat_utils.py have contents and tool calls, `_detect_content_format`
+and `_convert_developer_to_system` in vllm/renderers/hf.py have what a template expects. A test holds
+`as_served` to vLLM.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, Protocol
+
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from vexport.errors import first_line
+from vexport.records.patterns import TEMPLATE_BYTES, TEMPLATE_SECONDS, memory_limit, time_limit
+
+Message = Mapping[str, object]
+ContentFormat = Literal["string", "openai"]
+# The key of the text in each type of a content part that is text.
+_TEXT_OF_PART = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
+# Keys of content parts that vLLM reads itself; other keys are handed on to the template.
+_KEYS_OF_PARTS = frozenset(
+    ("type", "text", "refusal", "thinking", "closed", "name", "data", "uuid", "file", "tool_reference")
+)
+_MEDIA_PART = re.compile(
+    r"(input_|output_)?(image|img|picture|photo|video|audio|sound|speech|voice|file|document|media)s?"
+    r"([_-]?(url|urls|pil|embeds|path|paths|data|file|id|bytes|base64|tensor|blob))?|inline_?data|file_?data",
+    re.IGNORECASE,
+)
+# Clients put this line into system prompts; vLLM removes it, since it is another one in every request.
+_BILLING_HEADER = "x-anthropic-billing-header"
+# What a template is rendered with, to see whether it shows the calls, the results and the tools of a row.
+_PROBE = "vexport_probe"
+TOOLS, CALLS, RESULTS = "tools", "tool_calls", "results of tools"
+
+
+class MultimodalRowError(ValueError):
+    """A row with an image, a video or sound, which calibration of the language model cannot read."""
+
+
+class RefusedTurnsError(ValueError):
+    """Turns that the chat template does not render, so that a server would refuse them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """The turns of a conversation as messages of OpenAI's chat API, and the tools that the model may call."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Message, ...] = ()
+
+
+class ChatTokenizer(Protocol):
+    """The part of a transformers tokenizer that renders a chat template."""
+
+    def apply_chat_template(
+        self, conversation: object, *, tools: object, chat_template: str, tokenize: bool
+    ) -> str: ...
+
+
+def as_served(messages: Sequence[Message], template: str) -> list[Message]:
+    """Return the messages that vLLM hands to this chat template for these messages of a request.
+
+    Raises ValueError if vLLM would refuse the request, MultimodalRowError for content that is not text.
+    """
+    is_openai = content_format(template) == "openai"
+    served = [_served_message(message, is_openai=is_openai) for message in messages]
+    roles = {message["role"] for message in served}
+    if "developer" in roles and not re.search("\"developer\"|'developer'", template):
+        return _one_system_message([_as_system(message) for message in served])
+    return served
+
+
+def rendered(tokenizer: ChatTokenizer, template: str, conversation: Conversation) -> str:
+    """Return the text of a conversation. Raises RefusedTurnsError with the reason if the template refuses it.
+
+    A chat template is a program of the checkpoint: its time and its memory are bounded.
+    """
+    messages = as_served(conversation.messages, template)
+    try:
+        with time_limit(TEMPLATE_SECONDS), memory_limit(TEMPLATE_BYTES):
+            return tokenizer.apply_chat_template(
+                messages, tools=list(conversation.tools) or None, chat_template=template, tokenize=False
+            )
+    except MemoryError:
+        reason = f"it takes more than {TEMPLATE_BYTES >> 30} GB"
+    except Exception as error:
+        reason = first_line(error)
+    raise RefusedTurnsError(f"turns that the chat template refuses ({reason})")
+
+
+def unrendered(conversation: Conversation, text: str, render: Callable[[Conversation], str]) -> Iterator[str]:
+    """Yield the parts of a conversation that its rendered `text` does not show: TOOLS, CALLS, RESULTS.
+
+    The conversation is rendered again with another value of each part. A template shows the part if the text
+    changes, or if it refuses the value.
+    """
+    for part, changed in (
+        (TOOLS, replace(conversation, tools=())),
+        (CALLS, replace(conversation, messages=tuple(map(_with_other_calls, conversation.messages)))),
+        (RESULTS, replace(conversation, messages=tuple(map(_with_other_result, conversation.messages)))),
+    ):
+        if changed == conversation:
+            continue
+        try:
+            is_same = render(changed) == text
+        except RefusedTurnsError:
+            is_same = False
+        if is_same:
+            yield part
+
+
+def media_of_part(part: Mapping[str, object]) -> str | None:
+    """Return the name under which a content part has an image, a video, sound or a file; None for text."""
+    kind = part.get("type")
+    if isinstance(kind, str) and _MEDIA_PART.fullmatch(kind):
+        return kind
+    return next(
+        (
+            key
+            for key, value in part.items()
+            if value not in (None, "", [], {}) and _MEDIA_PART.fullmatch(key)
+        ),
+        None,
+    )
+
+
+def _served_message(message: Message, *, is_openai: bool) -> Message:
+    """Return what `_parse_chat_message_content` and `_postprocess_messages` make of a message."""
+    role = message["role"]
+    parts = list(_text_parts(message, is_openai=is_openai))
+    if role == "system":
+        parts = list(_without_billing_header(parts))
+    served: dict[str, object] = {"role": role, "content": parts if is_openai else _joined(parts)}
+    if role == "assistant":
+        served |= _calls_and_reasoning(message)
+    elif role == "tool":
+        if "tool_call_id" in message:
+            served["tool_call_id"] = message["tool_call_id"]
+        if all(part["type"] == "text" for part in parts):
+            served["content"] = _joined(parts)
+    served |= {key: message[key] for key in ("name", "task") if isinstance(message.get(key), str)}
+    if role == "developer":
+        served["tools"] = message.get("tools")
+    return served
+
+
+def _calls_and_reasoning(message: Message) -> Message:
+    """Return the parts of an assistant's message besides its content."""
+    served: dict[str, object] = {}
+    calls = message.get("tool_calls")
+    if isinstance(calls, Sequence) and calls:
+        served["tool_calls"] = [_served_call(call) for call in calls]
+    reasoning = message.get("reasoning")
+    reasoning = message.get("reasoning_content") if reasoning is None else reasoning
+    if reasoning is not None:
+        served["reasoning"] = served["reasoning_content"] = reasoning
+    # vLLM renders gpt-oss without its template, which reads this key.
+    if isinstance(message.get("thinking"), str):
+        served["thinking"] = message["thinking"]
+    return served
+
+
+def _text_parts(message: Message, *, is_openai: bool) -> Iterator[Message]:
+    """Yield the parts of a message's content as objects with a type and a text."""
+    content = message.get("content")
+    if content is None:
+        return
+    if not isinstance(content, Sequence):
+        raise ValueError(f"a content that is {type(content).__name__}, no text and no list of parts")
+    for part in [content] if isinstance(content, str) else content:
+        if isinstance(part, str):
+            yield {"type": "text", "text": part}
+        elif not isinstance(part, Mapping):
+            raise ValueError(f"a content part that is {type(part).__name__}, no text and no object")
+        elif media := media_of_part(part):
+            raise MultimodalRowError(media)
+        elif part.get("type") == "tool_reference":
+            yield {"type": "tool_reference", "name": part.get("name")}
+        elif (text := _text_of_part(part)) is not None:
+            others = {key: part[key] for key in part if key not in _KEYS_OF_PARTS and part[key] is not None}
+            yield {"type": "text", "text": text, **(others if is_openai else {})}
+
+
+def _text_of_part(part: Message) -> str | None:
+    """Return the text of a content part; None if it has none, which vLLM skips."""
+    kind = part.get("type")
+    if kind is None and "text" in part:
+        kind = "text"
+    if not isinstance(kind, str) or kind not in _TEXT_OF_PART:
+        raise ValueError(f"a content part of type {kind!r}, none of {', '.join(_TEXT_OF_PART)}")
+    text = part.get(_TEXT_OF_PART[kind])
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"a content part whose {_TEXT_OF_PART[kind]} is {type(text).__name__}, no text")
+    return text
+
+
+def _joined(parts: Sequence[Message]) -> str:
+    return "\n".join(str(part["text"] if part["type"] == "text" else part["name"]) for part in parts)
+
+
+def _without_billing_header(parts: Sequence[Message]) -> Iterator[Message]:
+    for part in parts:
+        text = part.get("text")
+        if not isinstance(text, str) or not text.startswith(_BILLING_HEADER):
+            yield part
+        elif rest := text.partition("\n")[2]:
+            yield {**part, "text": rest}
+
+
+def _served_call(call: object) -> Message:
+    """Return a tool call with its arguments as an object, which is what templates expect.
+
+    Arguments that are no JSON object become an empty object, as in vLLM.
+    """
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise ValueError("a tool call that is no object with a function")
+    if call.get("type", "function") != "function":
+        raise ValueError(f"a tool call of type {call.get('type')!r}, not function")
+    return {**call, "function": {**function, "arguments": arguments_of(function) or {}}}
+
+
+def arguments_of(function: Mapping[str, object]) -> Mapping[str, object] | None:
+    """Return the arguments of a call as an object; None if they are no object, nor JSON of an object."""
+    arguments = function.get("arguments")
+    if not arguments:
+        return {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return None
+    return arguments if isinstance(arguments, Mapping) else None
+
+
+def _as_system(message: Message) -> Message:
+    if message["role"] != "developer":
+        return message
+    return {key: value for key, value in message.items() if key != "tools"} | {"role": "system"}
+
+
+def _one_system_message(messages: Sequence[Message]) -> list[Message]:
+    """Join the system messages into one in front, if there is one elsewhere."""
+    places = [place for place, message in enumerate(messages) if message["role"] == "system"]
+    if places == [0]:
+        return list(messages)
+    texts = []
+    for place in places:
+        content = messages[place]["content"]
+        text = content if isinstance(content, str) else _joined(content)  # type: ignore[arg-type]
+        if text:
+            texts.append(text)
+    others = [message for message in messages if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *others]
+
+
+def _with_other_calls(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if message["role"] != "assistant" or not isinstance(calls, Sequence) or not calls:
+        return message
+    other = {"name": _PROBE, "arguments": {_PROBE: _PROBE}}
+    return {**message, "tool_calls": [{**call, "function": other} for call in calls]}
+
+
+def _with_other_result(message: Message) -> Message:
+    return {**message, "content": _PROBE} if message["role"] == "tool" else message
+
+
+class _Generation(Extension):
+    """The block `generation` of templates for training, which transformers knows."""
+
+    tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        """Parse the block as its content."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _UnknownShapeError(ValueError):
+    """A template that assigns to something other than a name, which vLLM does not follow either."""
+
+
+@lru_cache(maxsize=32)
+def content_format(template: str) -> ContentFormat:
+    """Return `openai` if a template loops over the parts of a message's content, `string` if it wants text.
+
+    vLLM decides so by the template's syntax tree; what it cannot follow is `string`.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    try:
+        root = environment.parse(template)
+        return "openai" if _loops_over_content(root) else "string"
+    except Exception:  # the template itself is judged when it is rendered
+        return "string"
+
+
+def _loops_over_content(root: nodes.Template) -> bool:
+    """Return whether a loop goes over `message.content`, or over a macro's parameter that is given it."""
+    loops = list(root.find_all(nodes.For))
+    lists_of_messages = _names_of(root, "messages")
+    items = [
+        _name(loop.target)
+        for loop in loops
+        if any(_reads(loop.iter, variable) for variable in lists_of_messages)
+    ]
+    in_macros = _loops_in_macros(root, items)
+    for loop in loops:
+        if any(_reads(loop.iter, item, "content") for item in items):
+            return _name(loop.target) != ""
+        parameters = in_macros.get(id(loop))
+        if isinstance(loop.iter, nodes.Name) and loop.iter.name in (
+            ("content",) if parameters is None else parameters
+        ):
+            return _name(loop.target) != ""
+    return False
+
+
+def _loops_in_macros(root: nodes.Template, items: Sequence[str]) -> Mapping[int, set[str]]:
+    """Return, for each loop inside a macro, the macro's parameters that are given a message's content."""
+    found: dict[int, set[str]] = {}
+    calls = [call for call in root.find_all(nodes.Call) if isinstance(call.node, nodes.Name)]
+    for macro in root.find_all(nodes.Macro):
+        names = [argument.name for argument in macro.args]
+        given: set[str] = set()
+        for call in calls:
+            if not isinstance(call.node, nodes.Name) or call.node.name != macro.name:
+                continue
+            values = [*zip(names, call.args, strict=False), *((pair.key, pair.value) for pair in call.kwargs)]
+            given |= {
+                name
+                for name, value in values
+                if name in names and any(_reads(value, item, "content") for item in items)
+            }
+        for loop in macro.find_all(nodes.For):
+            found[id(loop)] = given or found.get(id(loop), set())
+    return found
+
+
+def _names_of(root: nodes.Template, variable: str) -> list[str]:
+    """Return a variable and the names that it, or elements of it, are assigned to."""
+    names = [variable]
+    for name in names:  # grows meanwhile
+        for assignment in root.find_all(nodes.Assign):
+            if _reads(assignment.node, name) and (target := _name(assignment.target)) not in names:
+                names.append(target)
+    return names
+
+
+def _name(node: nodes.Node) -> str:
+    if not isinstance(node, nodes.Name):
+        raise _UnknownShapeError(type(node).__name__)
+    return node.name
+
+
+def _reads(node: nodes.Node | None, variable: str, key: str | None = None) -> bool:
+    """Return whether an expression is a variable, or its `key`, behind any filters, tests and slices."""
+    while isinstance(node, nodes.Filter | nodes.Test) or (
+        isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+    ):
+        node = node.node
+    if key is not None:
+        if isinstance(node, nodes.Getitem):
+            is_key = isinstance(node.arg, nodes.Const) and node.arg.value == key
+        elif isinstance(node, nodes.Getattr):
+            is_key = node.attr == key
+        else:
+            return False
+        if not is_key:
+            return False
+        node = node.node
+    return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == variable

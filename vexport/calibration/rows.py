@@ -1,0 +1,475 @@
+"""Rows of calibration data as people store them: each becomes text, a conversation or token ids.
+
+Conversations become messages of OpenAI's chat API, whatever their spelling. What vLLM makes of such messages
+before it renders them is in `conversations.py`.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, product
+
+from vexport.calibration.conversations import Conversation, Message, MultimodalRowError, media_of_part
+from vexport.calibration.sources import key_of_rows
+from vexport.errors import clip
+
+CONVERSATIONS = ("messages", "conversations", "conversation")
+# Further names of conversations, and of a question with its answer, which a row's `text` goes before.
+_MORE_CONVERSATIONS = ("dialog", "dialogue", "dialogs", "chat", "chats", "turns", "chosen", "prompt")
+_ANSWERS_OF_PROMPT = ("completion", "response")
+_QUESTIONS = ("instruction", "query", "question", "prompt", "problem", "input", "inputs", "user")
+_ANSWERS = (
+    "output",
+    "response",
+    "answer",
+    "completion",
+    "solution",
+    "target",
+    "targets",
+    "chosen",
+    "assistant",
+)
+# Text that belongs to a question: Alpaca's input, Dolly's context.
+_CONTEXTS = ("input", "context")
+_SYSTEM = ("system", "system_prompt")
+# Where logs of OpenAI's API keep the request, and the answer to it.
+_REQUESTS = ("body", "request", "kwargs")
+FORMS = (
+    "a row with text, messages or conversations (and tools), input_ids, or a pair such as prompt and "
+    "completion, instruction and output, query and response, question and answer"
+)
+FIX = "name the column of the text or the turns (DATA:COLUMN), or correct the row"
+CORRECT = "correct or remove the row"
+# ShareGPT's names of the speakers, and those of other data sets and APIs.
+_SPEAKERS = {
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "assistant", "model", "ai", "bot"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "function-response", "tool_response"), "tool"),
+}
+_CALL_ROLES = ("function_call", "function-call", "tool_call", "tool-call")
+_ROLE_KEYS = ("role", "from", "speaker")
+_CONTENT_KEYS = ("content", "value", "text", "parts")
+# The start of JSON of objects, or of what Python prints for them.
+_JSON_OF_OBJECTS = re.compile(r"\s*(\[\s*)?\{\s*['\"]")
+# Roles whose turn may be empty: a call without words, a result of nothing.
+_MAY_BE_EMPTY = ("assistant", "tool")
+_MEDIA_COLUMN = re.compile(
+    r"(image|img|picture|photo|video|audio|pixel_value)s?(_(url|path|file|bytes|base64|data)s?)?",
+    re.IGNORECASE,
+)
+# A placeholder of an image, a video or sound: <image>, <image_1>, <|image_pad|>, <start_of_image>.
+_MARK = r"<\|?(?:[a-z]+_)*(?:image|img|vision|video|audio|speech)(?:here|_[a-z0-9_]+| ?\d+)?\|?>"
+_ANY_PLACEHOLDER = re.compile(_MARK, re.IGNORECASE)
+# As data for such models have it: at the start or the end of a turn, on a line of its own, or with a path.
+_PLACEHOLDER = re.compile(
+    rf"\A\s*{_MARK}|{_MARK}\s*\Z|^[ \t]*{_MARK}[ \t]*$|<img>[^<>\n]+</img>", re.MULTILINE | re.IGNORECASE
+)
+
+
+class UnknownFormError(ValueError):
+    """A row whose keys are none of those that a text, a conversation or token ids are known to have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The content of one row: exactly one of `ids`, `conversation` and `text`.
+
+    `flat` is the text of a conversation for a model without a chat template; None if that is an error.
+    """
+
+    ids: tuple[int, ...] | None = None
+    conversation: Conversation | None = None
+    text: str | None = None
+    flat: str | None = None
+
+    def texts(self) -> Iterator[str]:
+        """Yield the texts of the row that come from the data, not from a template."""
+        if self.text is not None:
+            yield self.text
+        if self.conversation is not None:
+            yield from _strings(self.conversation.messages)
+            yield from _strings(self.conversation.tools)
+
+
+def read_row(raw: object, column: str | None) -> Row:
+    """Read a JSON object or a record of a data set.
+
+    Raises ValueError for a broken row, UnknownFormError for a row in none of the known forms, and
+    MultimodalRowError for a row with an image, a video or sound.
+    """
+    if isinstance(raw, list) and raw and all(map(_is_turn, raw)):
+        raw = {CONVERSATIONS[0]: raw}
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"{_kind(raw)}, no JSON object")
+    if column is not None:
+        if column not in raw:
+            raise UnknownFormError(f"no column {column}, but {_keys(raw)}")
+        row = _of_value(raw, column)
+    else:
+        row = _by_its_keys(raw)
+    _refuse_media(raw, row, column)
+    return row
+
+
+def _by_its_keys(raw: Mapping[object, object]) -> Row:
+    """Read a row by the keys that it has, the most telling first."""
+    column = next((key for key in ("input_ids", *CONVERSATIONS) if raw.get(key) is not None), None)
+    if column is not None:
+        return _of_value(raw, column)
+    answer = next((key for key in _ANSWERS_OF_PROMPT if raw.get(key) is not None), None)
+    if raw.get("prompt") is not None and answer is not None:
+        return _of_pair(raw, "prompt", answer)
+    if raw.get("text") is not None:
+        return _of_value(raw, "text")
+    return _by_rarer_keys(raw)
+
+
+def _by_rarer_keys(raw: Mapping[object, object]) -> Row:
+    """Read a row without any of the usual keys. Raises UnknownFormError if it has no rarer one either."""
+    for question, answer in product(_QUESTIONS, _ANSWERS):
+        if question != answer and all(isinstance(raw.get(key), str | list) for key in (question, answer)):
+            return _of_pair(raw, question, answer)
+    column = next((key for key in _MORE_CONVERSATIONS if isinstance(raw.get(key), list)), None)
+    if column is not None:
+        return _of_value(raw, column)
+    if _is_turn(raw):
+        return _of_value({CONVERSATIONS[0]: [raw]}, CONVERSATIONS[0])
+    for key in _REQUESTS:
+        request = raw.get(key)
+        if isinstance(request, Mapping) and request.get("messages") is not None:
+            return _of_log(raw, request)
+    raise UnknownFormError(_without_form(raw))
+
+
+def _without_form(raw: Mapping[object, object]) -> str:
+    """Return the words for a row without a known form."""
+    if not raw:
+        return "an empty object"
+    if len(raw) == 1 and (key := key_of_rows(raw)) is not None:
+        number = len(raw[key])  # type: ignore[arg-type]
+        return f"an object whose key {key} is a list of {number:,} objects, not one of them on each line"
+    return f"a row with the keys {_keys(raw)}"
+
+
+def _of_value(raw: Mapping[object, object], key: str) -> Row:
+    """Read the value of a column: a string, ids or turns."""
+    value = _parsed_turns(raw[key], key)
+    if isinstance(value, str):
+        return Row(text=value)
+    if isinstance(value, Mapping) and _is_turn(value):
+        value = [value]
+    if not isinstance(value, Sequence):
+        raise ValueError(f"{key} that is {_kind(value)}, no string and no list")
+    if (value or key == "input_ids") and all(type(item) is int for item in value):
+        return Row(ids=tuple(value))
+    if key == "input_ids":
+        raise ValueError("input_ids that are no list of integers")
+    return Row(conversation=_conversation(raw, list(_messages(value, key))))
+
+
+def _parsed_turns(value: object, key: str) -> object:
+    """Return the turns of a column that has them as JSON text; any other value as it is."""
+    if not isinstance(value, str) or not _JSON_OF_OBJECTS.match(value):
+        return value
+    try:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
+        if key in CONVERSATIONS:
+            raise ValueError(f"{key} that is a text, but no JSON: {clip(value.strip(), 60)!r}") from None
+        return value
+    turns = [parsed] if isinstance(parsed, Mapping) else parsed
+    is_conversation = key in CONVERSATIONS or (bool(turns) and all(map(_is_turn, turns)))
+    return turns if is_conversation else value
+
+
+def _of_pair(raw: Mapping[object, object], question: str, answer: str) -> Row:
+    """Read a question and its answer: two strings, or two lists of messages."""
+    asked, answered = (_parsed_turns(raw[key], key) for key in (question, answer))
+    if isinstance(asked, str) and isinstance(answered, str):
+        contexts = () if question == "prompt" else _CONTEXTS
+        parts = [raw.get(key) for key in contexts if key not in (question, answer)]
+        whole = "\n".join([asked, *(part for part in parts if isinstance(part, str) and part.strip())])
+        turns = [*_history(raw), _turn("user", whole), _turn("assistant", answered)]
+        glue = "" if question == "prompt" else "\n"
+        return Row(conversation=_conversation(raw, turns), flat=f"{whole}{glue}{answered}")
+    lists = [[each] if isinstance(each, Mapping) else each for each in (asked, answered)]
+    if isinstance(asked, str) and not isinstance(lists[1], str):
+        lists[0] = [_turn("user", asked)]
+    if isinstance(answered, str) and not isinstance(lists[0], str):
+        lists[1] = [_turn("assistant", answered)]
+    if not all(isinstance(each, Sequence) for each in lists):
+        raise ValueError(f"a {question} and {answer} that are not two strings or two lists of messages")
+    messages = [
+        message
+        for key, part in zip((question, answer), lists, strict=True)
+        for message in _messages(part, key)  # type: ignore[arg-type]
+    ]
+    return Row(conversation=_conversation(raw, messages))
+
+
+def _of_log(raw: Mapping[object, object], request: Mapping[object, object]) -> Row:
+    """Read a logged request, with the answer that was logged next to it."""
+    messages = list(_messages(_listed(request["messages"], "messages"), "messages"))
+    response = raw.get("response")
+    if isinstance(response, Mapping):
+        body = response.get("body")
+        choices = (body if isinstance(body, Mapping) else response).get("choices")
+        first = choices[0] if isinstance(choices, Sequence) and choices else None
+        if isinstance(first, Mapping) and isinstance(first.get("message"), Mapping):
+            messages += _messages([first["message"]], "response")
+    return Row(conversation=_conversation(request, messages))
+
+
+def _history(raw: Mapping[object, object]) -> Iterator[Message]:
+    """Yield the earlier turns of an instruction, which Alpaca's data keep as pairs."""
+    history = raw.get("history")
+    for pair in history if isinstance(history, list) else ():
+        if isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(text, str) for text in pair):
+            yield _turn("user", pair[0])
+            yield _turn("assistant", pair[1])
+
+
+def _turn(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _conversation(raw: Mapping[object, object], messages: Sequence[Message]) -> Conversation:
+    """Return the messages of a row with its tools, and its system prompt if it stands beside them."""
+    if not messages:
+        raise ValueError("a conversation without turns")
+    if messages[0]["role"] != "system":
+        system = next((raw[key] for key in _SYSTEM if isinstance(raw.get(key), str) and raw[key]), None)
+        if isinstance(system, str):
+            messages = [_turn("system", system), *messages]
+    value = next((raw[key] for key in ("tools", "functions") if raw.get(key) not in (None, "", [])), None)
+    tools = () if value is None else tuple(map(_tool, _listed(value, "tools")))
+    return Conversation(messages=tuple(messages), tools=tools)
+
+
+def _tool(value: object) -> Message:
+    """Return a tool as `ChatCompletionToolsParam` of vLLM's protocol hands it to the template."""
+    tool = _parsed(value, "tools")
+    if not isinstance(tool, Mapping):
+        raise ValueError(f"tools with {_kind(tool)}, no object")
+    function = _parsed(tool.get("function", tool), "tools")
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError("tools with an entry that has no function with a name")
+    parameters = _parsed(function.get("parameters"), "tools")
+    handed: dict[str, object] = {
+        "name": function["name"],
+        "description": function.get("description"),
+        "parameters": parameters,
+    }
+    for key in ("strict", "defer_loading"):
+        if function.get(key) is not None:
+            handed[key] = function[key]
+    return {"type": "function", "function": handed}
+
+
+def _parsed(value: object, key: str) -> object:
+    """Return a value that may be stored as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed: object = json.loads(value)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{key} that is a text, but no JSON: {clip(value.strip(), 60)!r}") from None
+    return parsed
+
+
+def _listed(value: object, key: str) -> Sequence[object]:
+    parsed = _parsed(value, key)
+    if isinstance(parsed, Mapping):
+        return [parsed]
+    if not isinstance(parsed, Sequence):
+        raise ValueError(f"{key} that is {_kind(parsed)}, no list")
+    return parsed
+
+
+def _is_turn(item: object) -> bool:
+    """Return whether a value is an object with a speaker and what was said or called."""
+    if not isinstance(item, Mapping):
+        return False
+    has_role = any(isinstance(item.get(key), str) for key in ("role", "from"))
+    return has_role and any(key in item for key in (*_CONTENT_KEYS, "tool_calls", "function_call"))
+
+
+def _messages(items: Sequence[object], key: str) -> Iterator[Message]:
+    """Yield turns as messages of OpenAI's API; calls that follow each other are one message."""
+    calls: Message | None = None
+    for item in items:
+        if not isinstance(item, Mapping):
+            raise ValueError(f"{key} with a turn that is {_kind(item)}, no object with role and content")
+        if _is_call(item):
+            made = _calls_of_text(_content(item))
+            before = calls.get("tool_calls") if calls is not None else None
+            if isinstance(before, list) and isinstance(made.get("tool_calls"), list):
+                made = {**made, "tool_calls": [*before, *made["tool_calls"]]}  # type: ignore[misc]
+            elif calls is not None:
+                yield calls
+            calls = made
+            continue
+        if calls is not None:
+            yield calls
+            calls = None
+        yield from _message(item, key)
+    if calls is not None:
+        yield calls
+
+
+def _message(item: Mapping[object, object], key: str) -> Iterator[Message]:
+    """Yield the message of a turn; two of a turn that has a question and its answer."""
+    spoken = next((item[name] for name in _ROLE_KEYS if isinstance(item.get(name), str)), None)
+    if spoken is None:
+        pair = [
+            (role, item[name])
+            for names, role in ((("human", "user"), "user"), (("assistant", "gpt", "bot"), "assistant"))
+            for name in names
+            if isinstance(item.get(name), str)
+        ]
+        if len(pair) != 2:
+            raise ValueError(f"{key} with a turn without role and content (or from and value): {_keys(item)}")
+        yield from (_turn(role, str(text)) for role, text in pair)
+        return
+    role = _SPEAKERS.get(str(spoken).lower(), str(spoken))
+    content = _content(item)
+    known = (*_ROLE_KEYS, *_CONTENT_KEYS)
+    more = {str(name): value for name, value in item.items() if name not in known and not _is_missing(value)}
+    calls = _calls(more.pop("tool_calls", None), more.pop("function_call", None))
+    if role == "function":
+        role = "tool"  # the name of such turns before there were tools
+    if role == "tool" and isinstance(content, Mapping):
+        content = json.dumps(content, ensure_ascii=False)
+    if not isinstance(content, str | list) and content is not None:
+        raise ValueError(
+            f"{key} with a {role} turn whose content is {_kind(content)}, no text and no list of parts"
+        )
+    if content is None and role not in _MAY_BE_EMPTY:
+        raise ValueError(f"{key} with a {role} turn without content: {_keys(item)}")
+    yield {"role": role, "content": content, **more, **({"tool_calls": calls} if calls else {})}
+
+
+def _is_call(item: Mapping[object, object]) -> bool:
+    """Return whether a turn is a call of a tool by its role, as in ShareGPT's data with tools."""
+    return any(isinstance(item.get(key), str) and str(item[key]).lower() in _CALL_ROLES for key in _ROLE_KEYS)
+
+
+def _content(item: Mapping[object, object]) -> object:
+    """Return what was said in a turn; None if nothing was."""
+    content = next((item[name] for name in _CONTENT_KEYS if item.get(name) is not None), None)
+    return None if _is_missing(content) else content
+
+
+def _is_missing(content: object) -> bool:
+    """Return whether a content is not there: null, or NaN, as pandas writes it."""
+    return content is None or (isinstance(content, float) and content != content)
+
+
+def _calls(calls: object, legacy: object) -> list[Message]:
+    """Return tool calls as OpenAI's API has them; `legacy` is the one `function_call` of earlier logs."""
+    listed = list(_listed(calls, "tool_calls")) if calls not in (None, "") and not _is_missing(calls) else []
+    if legacy not in (None, "", {}) and not _is_missing(legacy):
+        listed += _listed(legacy, "function_call")
+    made: list[Message] = []
+    for value in listed:
+        call = _parsed(value, "tool_calls")
+        if isinstance(call, Mapping) and "function" not in call and isinstance(call.get("name"), str):
+            arguments = call.get("arguments", call.get("args", call.get("parameters")))
+            identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+            call = {
+                **identity,
+                "type": "function",
+                "function": {"name": call["name"], "arguments": arguments},
+            }
+        if not isinstance(call, Mapping):
+            raise ValueError(f"tool_calls with {_kind(call)}, no object")
+        made.append({key: value for key, value in call.items() if value is not None})
+    return made
+
+
+def _calls_of_text(content: object) -> Message:
+    """Return the message of a turn `function_call` of ShareGPT: its tool calls, else its text."""
+    try:
+        calls = _calls(content, None)
+    except ValueError:
+        calls = []
+    if calls and all("function" in call for call in calls):
+        return {"role": "assistant", "content": None, "tool_calls": calls}
+    return _turn("assistant", str(content or ""))
+
+
+def _refuse_media(raw: Mapping[object, object], row: Row, column: str | None) -> None:
+    """Raise MultimodalRowError if a row has a column of images, video or sound, a part or a placeholder.
+
+    If the column of the text was named, other columns count only if the text refers to them.
+    """
+    if row.ids is not None:
+        return
+    if (key := _media_column(raw, column)) is not None and (
+        column is None or any(map(_ANY_PLACEHOLDER.search, _contents(row)))
+    ):
+        raise MultimodalRowError(key)
+    for message in row.conversation.messages if row.conversation is not None else ():
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        media = (media_of_part(part) for part in parts if isinstance(part, Mapping))
+        marks = map(_placeholder, _strings(content))
+        if found := next(filter(None, chain((_media_column(message, None),), media, marks)), None):
+            raise MultimodalRowError(found)
+
+
+def _media_column(raw: Mapping[object, object] | Message, column: str | None) -> str | None:
+    """Return the first key with images, video or sound, other than the column of the text."""
+    for key, value in raw.items():
+        is_named = isinstance(key, str) and key != column and _MEDIA_COLUMN.fullmatch(key)
+        is_empty = value in (None, "", [], {}) or isinstance(value, bool | int | float)
+        if isinstance(key, str) and is_named and not is_empty:
+            return key
+    return None
+
+
+def _placeholder(text: str) -> str | None:
+    """Return the placeholder in a turn, if there is one; a tag of HTML, which is closed, is none."""
+    for found in _PLACEHOLDER.finditer(text):
+        mark = found[0].strip()
+        if f"</{mark[1:]}" not in text or mark.lower() == "<img>":
+            return mark
+    return None
+
+
+def _contents(row: Row) -> Iterator[str]:
+    if row.text is not None:
+        yield row.text
+    for message in row.conversation.messages if row.conversation else ():
+        yield from _strings(message.get("content"))
+
+
+def _strings(value: object) -> Iterator[str]:
+    """Yield the strings in a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def _keys(raw: Mapping[object, object]) -> str:
+    names = [clip(str(name), 40) for name in list(raw)[:10]]
+    return ", ".join(names) + (f" and {len(raw) - 10} more" if len(raw) > 10 else "") or "none"
+
+
+def _kind(value: object) -> str:
+    """Return the words of JSON for the type of a value."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, int | float):
+        return "a number"
+    if isinstance(value, str):
+        return "a string"
+    return "an object" if isinstance(value, Mapping) else "a list"
