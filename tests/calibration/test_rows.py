@@ -263,6 +263,52 @@ def test_image_tokens_are_no_text(tmp_path: Path) -> None:
     assert read(rows, model).rows == (3,)
 
 
+def without_bos(folder: Path) -> Path:
+    """The demo's tokenizer, which puts nothing in front of a prompt."""
+    model_with(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["post_processor"] = None
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_packed_samples_start_with_bos(tmp_path: Path) -> None:
+    """Each starts as a prompt of the tokenizer does; where that has no BOS, the text is only cut."""
+    book = tmp_path / "book.txt"
+    book.write_text("\n\n".join(f"the city of riga is {number % 7} + 1" for number in range(60)))
+    bare = without_bos(tmp_path / "bare")
+    plain, packed = read(book, bare, seq_len=16), read(book, seq_len=16)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    bos = tokenizer.encode("", add_special_tokens=True)
+    assert len(bos) == 1
+    assert {ids[0] for ids in packed.token_ids} == {bos[0]}
+    assert all(ids.count(bos[0]) == 1 and len(ids) == 16 for ids in packed.token_ids)
+    stream = [token for ids in plain.token_ids for token in ids]
+    assert bos[0] not in stream
+    text = [token for ids in packed.token_ids for token in ids[1:]]
+    assert text == stream[: len(text)]
+
+
+def test_packed_rows_never_have_two_bos(tmp_path: Path) -> None:
+    """Not where a row ends with a sample, nor where a text or template has the token itself."""
+    bos = AutoTokenizer.from_pretrained(DEMO).bos_token_id
+    four = written(tmp_path / "four.jsonl", *({"text": "one plus two"} for _ in range(9)))
+    length = len(read(four, seq_len=99).token_ids[0]) + 1  # with the token that ends a row
+    samples = read(four, pack=True, seq_len=length)
+    assert {ids[:2].count(bos) for ids in samples.token_ids} == {1}
+    itself = written(tmp_path / "itself.jsonl", {"text": "<bos> one plus two"})
+    assert read(itself).token_ids[0].count(bos) == 1
+    model = model_with(tmp_path / "model", "{{ bos_token }}" + PLAIN)
+    chats = written(tmp_path / "chats.jsonl", *({"messages": TURNS} for _ in range(9)))
+    packed = read(chats, model, pack=True, seq_len=12)
+    assert all(ids[0] == bos and ids[1] != bos for ids in packed.token_ids)
+    assert (
+        read(written(tmp_path / "ids.jsonl", {"input_ids": [5] * 30}), pack=True, seq_len=8).token_ids[1]
+        == (5,) * 8
+    )
+    assert read(four, pack=True, seq_len=1).token_ids[0] == (bos,)
+
+
 REFUSED: Mapping[str, tuple[bytes, tuple[str, ...]]] = {
     "latin1": ('{"text": "caf\xe9 au lait"}\n'.encode("latin-1") * 8, ("Latin-1", "iconv -f latin1")),
     "utf16": ('{"text": "one"}\n'.encode("utf-16") * 8, ("UTF-16", "iconv -f utf-16")),

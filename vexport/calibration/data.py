@@ -374,20 +374,29 @@ def _media_ids(config: Mapping[str, object]) -> Iterator[int]:
 
 
 def _packed(rows: Iterable[_Tokens], data: CalibrationData) -> Iterator[tuple[int, Sequence[int]]]:
-    """Concatenate the rows and cut them into samples of `seq_len` tokens; the rest is the last sample."""
+    """Concatenate the rows and cut them into samples of `seq_len` tokens; the rest is the last sample.
+
+    Every sample starts as a served prompt does, with the tokenizer's BOS if it has one.
+    """
     held, number = list[int](), 0
     for row in rows:
+        start = list(row.start) if len(row.start) < data.seq_len else []
         if not held:
             number = row.number
-            held = list(row.ids)
+            held = _started(list(row.ids), start)
         else:
             held.extend(row.ids)
         while len(held) >= data.seq_len:
             yield number, held[: data.seq_len]
             rest, number = held[data.seq_len :], row.number
-            held = rest
+            held = _started(rest, start) if rest else []
     if held:
         yield number, held
+
+
+def _started(ids: list[int], start: list[int]) -> list[int]:
+    """Return the ids with the tokens `start` in front, unless they are there."""
+    return ids if ids[: len(start)] == start else [*start, *ids]
 
 
 def _content(raw: RawRow) -> object:
