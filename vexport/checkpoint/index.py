@@ -234,6 +234,12 @@ def folder_digest(root: Path) -> str:
     return digest_bytes(repr([(str(file.relative_to(root)), status_of(file)) for file in files]).encode())
 
 
+def headers_digest(index: SourceIndex) -> str:
+    """Return the SHA-256 of config.json and of the names, dtypes and shapes of all tensors."""
+    tensors = [(tensor.name, tensor.dtype, list(tensor.shape)) for tensor in index.tensors.values()]
+    return digest_bytes(json.dumps([index.config, tensors], sort_keys=True).encode())
+
+
 def content_files(root: Path) -> list[Path]:
     """The files besides weights that a checkpoint is loaded from: config, index, tokenizer."""
     return [

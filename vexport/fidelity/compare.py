@@ -11,6 +11,7 @@ from vexport.checks.vllm.groups import StoredLayer
 from vexport.checks.vllm.view import CheckpointView, error, info, warning
 from vexport.errors import InputError
 from vexport.fidelity.kept import file_findings, tensor_findings
+from vexport.fidelity.own_rounding import has_own_rounding
 from vexport.fidelity.smoothing import Factors, judged_smoothing
 from vexport.fidelity.source import SourceTensors
 from vexport.fidelity.weights import WeightComparison, compare_weight
@@ -46,6 +47,7 @@ def _compared(view: CheckpointView, origins: SourceTensors, on_layer: OnLayer) -
     quantized = [layer for layer in view.layers.values() if layer.is_quantized]
     ratios: dict[str, float] = {}
     smoothing = Factors(view, origins)
+    faulty: list[tuple[StoredLayer, WeightComparison]] = []
     for number, layer in enumerate(quantized):
         comparison = _compare(view, origins, layer)
         if isinstance(comparison, WeightComparison) and comparison.is_doubtful:
@@ -55,9 +57,15 @@ def _compared(view: CheckpointView, origins: SourceTensors, on_layer: OnLayer) -
             yield comparison
         else:
             ratios[layer.name] = comparison.snr_db
-            yield from [_unlike(layer, comparison)] if comparison.faults else []
+            if comparison.faults:
+                faulty.append((layer, comparison))
         origins.release()
         on_layer(number + 1, len(quantized))
+    # Reading all weights for their digests takes time: only if there is something to explain.
+    is_own = bool(faulty) and has_own_rounding(view, origins.index)
+    for layer, comparison in faulty:
+        is_rounding = is_own and comparison.is_same_weight
+        yield _moved(layer, comparison) if is_rounding else _unlike(layer, comparison)
     yield from _factors(smoothing)
     names = {layer.name for layer in quantized}
     yield from tensor_findings(view, origins, names, smoothing.norms)
@@ -102,6 +110,14 @@ def _unlike(layer: StoredLayer, comparison: WeightComparison) -> Finding:
     fix = "export the layer again; if its weights were smoothed or rotated, pass that model as --source"
     expected = f"the source's weight with {rounded}"
     return error(SOURCE, layer.name, expected=expected, got="; ".join(comparison.faults), fix=fix)
+
+
+def _moved(layer: StoredLayer, comparison: WeightComparison) -> Finding:
+    """Warn of a weight that vexport's own rounding moved farther than most."""
+    got = f"{'; '.join(comparison.faults)}, which vexport's rounding made: the bytes are those it wrote"
+    fix = "evaluate the checkpoint; more calibration text moves the weights less (--samples, --seq-len)"
+    expected = f"the source's weight, which rounding to nearest keeps at {comparison.rounding_db:.1f} dB"
+    return warning(SOURCE, layer.name, expected=expected, got=got, fix=fix)
 
 
 def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Finding]:

@@ -54,6 +54,8 @@ FEWEST_PARTS = 16
 # noise.
 MOST_PART_FACTOR = 0.1
 FEWEST_ROWS_FOR_FACTORS = 32
+# Rounding keeps most of a weight, also with two bits: 0.7 and more of its size. Another weight keeps nothing.
+LEAST_OWN_GAIN, MOST_OWN_GAIN = 0.5, 1.5
 TINY = torch.finfo(torch.float32).tiny
 # Of the whole error so much is that of parts' scales, or of a shift of whole parts, where those are at fault:
 # of noise it is one in as many as a part has elements.
@@ -94,6 +96,11 @@ class WeightComparison:
     def is_doubtful(self) -> bool:
         """Return whether it has faults, or less of the source than rounding to nearest leaves."""
         return self.rounding_db - self.snr_db > REFITTED_DB or bool(self.faults)
+
+    @property
+    def is_same_weight(self) -> bool:
+        """Return whether the stored weight is the source's, however far rounding moved parts of it."""
+        return LEAST_OWN_GAIN < self.gain < MOST_OWN_GAIN
 
     @property
     def has_uneven_scales(self) -> bool:

@@ -15,6 +15,11 @@ from vexport.records import Json
 
 # The key of vexport.json: the digest of each file of weights, as `digest_of` writes it.
 DIGESTS = "digests"
+# The key of vexport.json with facts about the source, and there the digest of its config and headers.
+HEADERS = "headers"
+HEADERS_DIGEST = "config_and_headers_sha256"
+# The key of vexport.json that `repair` sets if it changed weights: they are not what the recipe makes.
+REPAIRED = "repaired"
 XXH3, SHA256 = "xxh3", "sha256"
 # A line of sha256sum; of a name with a line break or a backslash, which begins with one, there is none.
 _LINE = re.compile(r"(?P<hex>[0-9a-fA-F]{64}) [ *](?P<name>.+)")
@@ -56,10 +61,15 @@ def named_digests(name: str | None, root: Path) -> dict[str, str] | None:
     return digests
 
 
-def record_digests(folder: Path, digests: Mapping[str, str]) -> None:
-    """Put the digests of a checkpoint's files of weights into its vexport.json, in place of others."""
+def record_digests(folder: Path, digests: Mapping[str, str], *, repaired: bool = False) -> None:
+    """Write the digests of a checkpoint's weight files into its vexport.json, in place of earlier digests.
+
+    `repaired` records that the weights are not those that the recipe makes.
+    """
     file = folder / RECIPE
     recipe: dict[str, Json] = read_json_object(file) if file.is_file() else {}
+    if repaired:
+        recipe[REPAIRED] = True
     write_text(file, json.dumps({**recipe, DIGESTS: dict(sorted(digests.items()))}, indent=2) + "\n")
 
 

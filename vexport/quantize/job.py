@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vexport.checkpoint.chat_template import copy_named_templates
-from vexport.checkpoint.index import SourceIndex, unchanged
+from vexport.checkpoint.index import SourceIndex, headers_digest, unchanged
 from vexport.checkpoint.smoothed import SMOOTHING, write_smoothing
 from vexport.checkpoint.source import pinned_source
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES, Shard, progress_file, write_index, written_digest
@@ -23,7 +23,7 @@ from vexport.formats.config import quantization_config
 from vexport.numerics.jit import telling_compilation
 from vexport.numerics.ranks import gather, on_first, process_group, rank_and_size
 from vexport.outputs import RECIPE
-from vexport.outputs.digests import record_digests
+from vexport.outputs.digests import HEADERS, HEADERS_DIGEST, record_digests
 from vexport.outputs.directory import aside_folder, kept_as_failed, resumable_directory, working_folder
 from vexport.outputs.replaceable import NamedPath, refuse_existing, require_separate
 from vexport.plan.build import PlanSettings, require_accepted
@@ -211,7 +211,7 @@ def recipe(job: "QuantizeJob", index: SourceIndex, plan: Plan, calibration: Cali
     content: dict[str, Json] = {
         "vexport": __version__,
         "source": scenario["source"],
-        "headers": dict(_source(index)),
+        HEADERS: dict(_source(index)),
         "scenario": scenario,
     }
     if calibration is not None:
@@ -227,9 +227,7 @@ def _source(index: SourceIndex) -> Iterator[tuple[str, Json]]:
     """The revision of a model of the hub, and a digest of config.json and of all tensors' headers."""
     if index.root.parent.name == SNAPSHOTS:
         yield "revision", index.root.name
-    tensors = [(tensor.name, tensor.dtype, list(tensor.shape)) for tensor in index.tensors.values()]
-    parts = json.dumps([index.config, tensors], sort_keys=True)
-    yield "config_and_headers_sha256", digest_bytes(parts.encode())
+    yield HEADERS_DIGEST, headers_digest(index)
     yield "bytes", index.num_bytes
 
 

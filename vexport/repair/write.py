@@ -107,8 +107,10 @@ def write_repaired(view: CheckpointView, folder: Path, *, on_progress: OnProgres
     for tensor in index.tensors.values():
         files.setdefault(tensor.file, []).append(tensor)
     recorded, digests, done = recorded_digests(index.root), dict[str, str](), 0
+    repaired = False
     for file, tensors in files.items():
         untouched = _is_untouched(view, file, tensors)
+        repaired = repaired or not untouched
         if untouched:
             shutil.copyfile(file, folder / file.name)  # never a link: it may be changed
         else:
@@ -125,7 +127,7 @@ def write_repaired(view: CheckpointView, folder: Path, *, on_progress: OnProgres
         write_text(folder / INDEX_NAME, json.dumps(content, indent=2) + "\n")
     for path in index.side_files:
         shutil.copyfile(path, folder / path.name)
-    record_digests(folder, digests)
+    record_digests(folder, digests, repaired=repaired)
     copy_named_templates(index.root, folder)
     config = index.root / "config.json"
     if index.config == read_json_object(config):

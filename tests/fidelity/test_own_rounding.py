@@ -1,0 +1,67 @@
+"""`check --source` of what vexport rounded: large changes are a warning if the bytes are vexport's own."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.command import findings, vexport
+from tests.models import quantize, save_llama, write_calibration
+from tests.mutations.edits import put, spoiled
+from vexport.outputs.digests import digest_of
+
+LAYER = "model.layers.0.self_attn.o_proj"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("own") / "llama")
+
+
+@pytest.fixture(scope="module")
+def rounded(source: Path) -> Path:
+    text = write_calibration(source.with_name("text.jsonl"), rows=7, vocabulary=40)
+    return quantize(source, source.with_name("out"), "W4A16", "--rounding", "refit", "--calibration", text)
+
+
+def severities(checkpoint: Path, source: Path) -> dict[str, str]:
+    """Return the severity of each finding of the comparison with the source that is no summary."""
+    listed = findings(checkpoint, "--source", source)
+    return {each["where"]: each["severity"] for each in listed if each["check"] == "source" and each["fix"]}
+
+
+def record(checkpoint: Path, **changes: object) -> None:
+    """Change vexport.json, with the digests of the weights as they are."""
+    file = checkpoint / "vexport.json"
+    recipe = json.loads(file.read_text())
+    recipe["digests"] = {each.name: digest_of(each) for each in checkpoint.glob("*.safetensors")}
+    file.write_text(json.dumps(recipe | changes))
+
+
+@pytest.fixture
+def moved(rounded: Path, tmp_path: Path) -> Path:
+    """A checkpoint with uneven scales in one layer, as a refit with little text leaves them."""
+    return spoiled(rounded, tmp_path / "moved", put(f"{LAYER}.weight_scale", alternate))
+
+
+def alternate(scale: torch.Tensor) -> torch.Tensor:
+    return (scale * torch.tensor([[1.4, 0.6]])).to(scale.dtype)
+
+
+def test_moved_weights_of_own_bytes_are_a_warning(moved: Path, source: Path) -> None:
+    assert severities(moved, source) == {LAYER: "error"}
+    record(moved)
+    assert severities(moved, source) == {LAYER: "warning"}
+    assert vexport("check", moved, "--source", source, "--static").code == 0
+
+
+def test_repaired_weights_are_not_own(moved: Path, source: Path) -> None:
+    record(moved, repaired=True)
+    assert severities(moved, source) == {LAYER: "error"}
+
+
+def test_another_source_is_an_error(rounded: Path, source: Path, tmp_path: Path) -> None:
+    """The same config and headers, other weights: the digests prove nothing about this source."""
+    other = spoiled(source, tmp_path / "other", put(f"{LAYER}.weight", lambda weight: weight.flip(0)))
+    assert severities(rounded, other) == {LAYER: "error"}

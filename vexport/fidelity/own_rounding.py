@@ -1,0 +1,55 @@
+"""Recognizes weights that vexport's `gptq` or `refit` wrote, in which large changes are no fault.
+
+With little calibration text, or next to one very large input, these roundings change the size of whole parts
+of a weight. In a checkpoint of another producer the same change means a wrong scale. vexport records the
+digests of what it wrote: bytes with these digests contain what the rounding computed, and nothing else.
+"""
+
+from collections.abc import Mapping
+
+from vexport.checkpoint.index import SourceIndex, headers_digest
+from vexport.checks.vllm.view import CheckpointView
+from vexport.errors import InputError
+from vexport.files import read_json_object
+from vexport.outputs import RECIPE
+from vexport.outputs.digests import HEADERS, HEADERS_DIGEST, REPAIRED, digest_of, recorded_digests
+from vexport.records import Json
+
+# Roundings that correct a weight for its inputs.
+CORRECTING = ("gptq", "refit")
+
+
+def has_own_rounding(view: CheckpointView, source: SourceIndex) -> bool:
+    """Return True if the weights are the bytes that vexport rounded by inputs, from a source like this one.
+
+    The files must have the digests in vexport.json, the recipe must have calibration text and a rule with
+    `gptq` or `refit`, the source must have the recorded config and headers, and no repair may have followed.
+    """
+    root = view.index.root
+    try:
+        recipe = read_json_object(root / RECIPE)
+        digests = recorded_digests(root)
+    except (InputError, OSError):
+        return False
+    if recipe.get(REPAIRED) or not _has_correcting_rule(recipe) or not _is_recorded(recipe, source):
+        return False
+    tensors = view.index.tensors.values()
+    if not all(view.reader.is_in_place(tensor) for tensor in tensors):
+        return False
+    files = {tensor.file for tensor in tensors}
+    return all(digests.get(file.name) == digest_of(file) for file in sorted(files))
+
+
+def _has_correcting_rule(recipe: Mapping[str, Json]) -> bool:
+    scenario = recipe.get("scenario")
+    if not isinstance(scenario, dict) or not isinstance(scenario.get("calibration"), dict):
+        return False
+    rules = scenario.get("rules")
+    return isinstance(rules, list) and any(
+        isinstance(rule, dict) and rule.get("rounding") in CORRECTING for rule in rules
+    )
+
+
+def _is_recorded(recipe: Mapping[str, Json], source: SourceIndex) -> bool:
+    headers = recipe.get(HEADERS)
+    return isinstance(headers, dict) and headers.get(HEADERS_DIGEST) == headers_digest(source)
