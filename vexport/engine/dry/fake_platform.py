@@ -65,6 +65,7 @@ def fake_cuda() -> None:
     vllm.platforms._current_platform = FakeCuda()
     stub_operators()
     stub_packages()
+    provide_deep_gemm()
     from vllm.model_executor.model_loader import utils
     from vllm.utils import flashinfer
 
@@ -109,9 +110,23 @@ _EXTENSIONS = (
     "vllm.vllm_flash_attn._vllm_fa2_C",
     "vllm.vllm_flash_attn._vllm_fa3_C",
 )
-# Imported by multimodal classes for pictures and sound only, of which there are none here; and FlashInfer by
-# backends of attention, which are chosen as if it were here.
-_OPTIONAL_PACKAGES = ("torchvision", "torchaudio", "timm", "flashinfer")
+# Packages that vLLM's CUDA wheel requires or brings, which its model classes import: FlashInfer, CUTLASS's
+# Python DSL (nvidia-cutlass-dsl, with the bindings of CUDA), TileLang, Quack. Multimodal classes import the
+# others for pictures and sound, of which there are none here.
+_OPTIONAL_PACKAGES = (
+    "torchvision",
+    "torchaudio",
+    "timm",
+    "flashinfer",
+    "cutlass",
+    "cuda",
+    "tilelang",
+    "quack",
+)
+# Modules that only vLLM's CUDA wheel has.
+_WHEEL_MODULES = ("vllm.third_party.deep_gemm", "vllm._deepselect_C")
+# Functions that return True if DeepGEMM, or a part of it, can be imported.
+_DEEP_GEMM = ("has_deep_gemm", "has_deep_gemm_sparse_mqa")
 # The questions of vllm/utils/flashinfer.py on which the choice of a kernel for layers or experts rests.
 _FLASHINFER = (
     "has_flashinfer",
@@ -133,6 +148,10 @@ def _yes() -> bool:
     return True
 
 
+def _no() -> bool:
+    return False
+
+
 class AbsentValues(TorchFunctionMode):
     """While a model is built: numbers that it computes and reads back (slopes of ALiBi, say) are all 1, and
     what it allocates on the GPU has no memory."""
@@ -152,6 +171,21 @@ class AbsentValues(TorchFunctionMode):
         if str(given.get("device")).startswith("cuda"):
             given["device"] = "meta"
         return func(*args, **given)
+
+
+def provide_deep_gemm() -> None:
+    """Let classes be built that need DeepGEMM, which vLLM's CUDA wheel brings (vllm/third_party/deep_gemm).
+
+    The sparse attention indexer of GLM-5 and DeepSeek V3.2 raises without it. Kernels of layers and experts
+    are still chosen as if DeepGEMM were switched off (VLLM_USE_DEEP_GEMM=0): its kernels ask the library for
+    sizes that are not known here. Must be called before other modules of vLLM import these functions.
+    """
+    from vllm.utils import deep_gemm, import_utils
+
+    for module in (import_utils, deep_gemm):
+        vars(module).update({name: _yes for name in _DEEP_GEMM if hasattr(module, name)})
+    if hasattr(deep_gemm, "is_deep_gemm_supported"):
+        deep_gemm.is_deep_gemm_supported = _no
 
 
 def stub_packages() -> None:
@@ -216,12 +250,30 @@ class _TritonConfig:
 
 
 class _AnyAttribute(type):
-    """The type of a class that has any attribute: another such class."""
+    """The type of a class that has any attribute: another such class. It can be called and subscripted."""
 
     def __getattr__(cls, name: str) -> "_AnyAttribute":
         if name.startswith("__"):
             raise AttributeError(name)
-        return _AnyAttribute(name, (), {})
+        return _any_class(name)
+
+    def __getitem__(cls, item: object) -> "_AnyAttribute":
+        """The class itself: `cutlass.Constexpr[int]` in an annotation."""
+        return cls
+
+
+class _AnyInstance:
+    """The base of those classes. An instance can be called: `@cute.jit` and `@tilelang.jit(...)` decorate."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """Keep nothing."""
+
+    def __call__(self, *_: object, **__: object) -> "_AnyInstance":
+        return self
+
+
+def _any_class(name: str) -> _AnyAttribute:
+    return _AnyAttribute(name, (_AnyInstance,), {})
 
 
 class _Absent(ModuleType):
@@ -233,14 +285,15 @@ class _Absent(ModuleType):
             raise AttributeError(name)
         if self.__name__.startswith("flashinfer") and name.islower():
             return lambda *_, **__: 1
-        return _AnyAttribute(name, (), {})
+        return _any_class(name)
 
 
 class _AbsentPackages(MetaPathFinder, Loader):
     """Finds the optional packages after everything that is installed."""
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        wanted = fullname.partition(".")[0] in _OPTIONAL_PACKAGES
+        of_wheel = any(f"{fullname}.".startswith(f"{module}.") for module in _WHEEL_MODULES)
+        wanted = of_wheel or fullname.partition(".")[0] in _OPTIONAL_PACKAGES
         return ModuleSpec(fullname, self, is_package=True) if wanted else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
