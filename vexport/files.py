@@ -1,10 +1,12 @@
 """Files that appear whole or not at all, digests, and JSON of our own types."""
 
+import errno
 import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+import stat
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -15,6 +17,13 @@ from vexport.errors import InputError, require_working_disk
 from vexport.records import Json
 
 T = TypeVar("T")
+_KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe (FIFO)"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 LFS_VERSION = b"version https://git-lfs.github.com/spec/"
 LFS_POINTER_BYTES = 1024
 
@@ -65,6 +74,19 @@ def _is_lfs_pointer(file: Path) -> bool:
             return stream.read(len(LFS_VERSION)) == LFS_VERSION
     except OSError:
         return False
+
+
+def unreadable_kind(path: Path) -> str | None:
+    """Return what a path is if it is no file that can be read, None for a file, or for nothing at all."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return "a link to nothing" if path.is_symlink() else None
+    except OSError as error:
+        return "a link that leads back to itself" if error.errno == errno.ELOOP else str(error.strerror)
+    if stat.S_ISREG(mode):
+        return None if os.access(path, os.R_OK) else "a file that this user may not read"
+    return next((words for is_kind, words in _KINDS if is_kind(mode)), "no regular file")
 
 
 def require_no_device(path: Path) -> None:

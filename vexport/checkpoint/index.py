@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from vexport.checkpoint.dtypes import BITS
 from vexport.errors import InputError, raise_all, require_working_disk
-from vexport.files import digest_bytes, read_json_object, require_fetched
+from vexport.files import digest_bytes, read_json_object, require_fetched, unreadable_kind
 from vexport.records import Json, TensorInfo
 
 # The longest header that safetensors itself accepts (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
@@ -23,6 +23,7 @@ METADATA = "__metadata__"
 CONTENT = frozenset({".safetensors", ".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+WEIGHTS_SUFFIX = ".safetensors"
 QUANTIZATION_CONFIG = "quantization_config"
 # compressed-tensors' older name.
 COMPRESSION_CONFIG = "compression_config"
@@ -31,6 +32,13 @@ SEPARATE_FILE = "hf_quant_config.json"
 TEXT = "text_config"
 # Files that contain a tokenizer's vocabulary, or code that loads a vocabulary.
 TOKENIZER_FILES = re.compile(r"tokenizer\.json|tekken\.json|vocab.*|.*\.(model|tiktoken|py)$")
+# Names of files that vLLM and transformers open if they exist.
+LOADED = re.compile(
+    r".*\.(safetensors\.index\.json|model|tiktoken|jinja)"
+    r"|(config|generation_config|hf_quant_config|quantize_config|quant_config|params|vocab|added_tokens)\.json"
+    r"|(tokenizer|tokenizer_config|special_tokens_map|chat_template|tekken|processor_config)\.json"
+    r"|(preprocessor_config|video_preprocessor_config|modules)\.json|(vocab|merges)\.txt"
+)
 # Other formats of the same weights, which are not copied to the output.
 FOREIGN_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)(\.index\.json)?$")
 GGUF_FIX = "name the model that it was converted from; its weights are quantized already"
@@ -63,8 +71,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
     Raises InputError on a truncated or over-long file, a bad header, overlapping or ill-sized tensors.
     """
-    if not file.is_file():
-        raise _broken(file, "a folder" if file.is_dir() else "a link to nothing")
+    if (kind := unreadable_kind(file)) is not None:
+        raise _broken(file, kind)
     try:
         with file.open("rb") as stream:
             size = stream.seek(0, 2)
@@ -251,9 +259,32 @@ def content_files(root: Path) -> list[Path]:
 
 
 def require_checkpoint(root: Path) -> None:
-    """Raise InputError unless `root` is a folder with a config.json, whose files Git LFS has fetched."""
+    """Raise InputError unless `root` is a folder with a config.json whose files can be read.
+
+    Git LFS must have fetched them, and no pipe, folder or broken link may stand in their place.
+    """
     require_config(root)
+    _require_files(root)
     require_fetched(sorted(file for file in root.iterdir() if file.suffix.lower() in CONTENT))
+
+
+def _require_files(root: Path) -> None:
+    """Raise InputErrors for pipes, folders and broken links in the place of files that loaders open.
+
+    A loader would wait for a pipe forever. An index limits the files of weights to those that it names.
+    """
+    indexed: list[str] | None = None
+    if (root / INDEX_NAME).is_file():
+        with suppress(InputError):
+            indexed = index_file_names(root)
+    problems = []
+    for path in sorted(root.iterdir()):
+        weights = path.suffix == WEIGHTS_SUFFIX and (indexed is None or path.name in indexed)
+        opened = weights or LOADED.fullmatch(path.name)
+        if opened and (kind := unreadable_kind(path)) is not None:
+            fix = "download or export it again"
+            problems.append(InputError(str(path), got=kind, need="a file that can be read", fix=fix))
+    raise_all(problems)
 
 
 def require_config(root: Path) -> None:
@@ -265,6 +296,9 @@ def require_config(root: Path) -> None:
         if root.suffix == ".gguf":
             got, fix = "a GGUF file", GGUF_FIX
         raise InputError(str(root), got=got, need="a checkpoint folder", fix=fix)
+    if (kind := unreadable_kind(root / "config.json")) is not None:
+        fix = "download or export it again"
+        raise InputError(str(root / "config.json"), got=kind, need="a file that can be read", fix=fix)
     if not (root / "config.json").is_file():
         raise not_a_checkpoint(root) or InputError(
             str(root),
@@ -298,7 +332,8 @@ def _shard_problems(root: Path, name: str) -> Iterator[InputError]:
         yield InputError(index, got=f"the file name {name!r}", need=need, fix="recreate the index")
     elif not file.is_file():
         need = "the shard that the index names"
-        yield InputError(str(file), got="no such file", need=need, fix="download it again")
+        got = unreadable_kind(file) or "no such file"
+        yield InputError(str(file), got=got, need=need, fix="download it again")
 
 
 def _single_or_all(root: Path) -> list[Path]:
