@@ -144,7 +144,7 @@ def require_ok(checkpoint: str, ok: bool, findings: Sequence[Finding]) -> None:
     if ok:
         return
     errors = [finding for finding in findings if finding.severity == "error"]
-    first, number = errors[0], len(errors)
+    first, number = errors[0].brief, len(errors)
     if is_read():
         counted = "1 error" if number == 1 else f"{number:,} errors, the first"
         got = f"it fails with {counted} at {first.where} ({first.check}), shown above"
@@ -161,7 +161,7 @@ def require_judged(reports: Sequence[CheckReport]) -> None:
     """Exit with 3 where something of a checkpoint was not judged, naming the first."""
     for report in reports:
         if report.not_judged:
-            first, more = report.not_judged[0], _more(len(report.not_judged))
+            first, more = report.not_judged[0].brief, _more(len(report.not_judged))
             got = f"not judged, which --strict asks for: {first.what}{more}: {first.why}"
             fix = "load it where vLLM runs (`vexport load`), or leave --strict out"
             raise Inconclusive(report.checkpoint, got=got, need="", fix=fix)

@@ -38,6 +38,7 @@ _NO_DRY_LOAD = partial(DryLoadReport, vllm="", cells=(), rows=(), blind_spots=()
 )
 @engine_arg_option
 @session_options
+@option("--all every", "With --dry: list each finding, and vLLM's own words of a refusal in full.", flag=True)
 @format_option()
 def load(
     checkpoints: tuple[str, ...],
@@ -50,6 +51,7 @@ def load(
     trust_remote_code: bool,
     mode: Mode,
     session: Session,
+    every: bool,
     answer: Answer,
 ) -> None:
     """Load each CHECKPOINT in vLLM and compare it with a reference.
@@ -100,7 +102,7 @@ def load(
         failed(checkpoint=name, ok=False, findings=findings_of(error)) for name, error in problems.items()
     ]
     reports = sorted([*reports, *unread], key=lambda report: checkpoints.index(report.checkpoint))
-    print_text(render_loads(reports, answer.format_))
+    print_text(render_loads(reports, answer.format_, every=every))
     raise_problems([*problems.values()])
     require_loaded(reports)
 

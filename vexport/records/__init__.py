@@ -18,6 +18,7 @@ from vexport.records.calibration import (
 )
 from vexport.records.findings import (
     ENGINE_CHECK,
+    IN_FULL,
     Canary,
     CellStatus,
     CheckReport,
@@ -38,6 +39,7 @@ from vexport.records.findings import (
     Severity,
     WeightChange,
     device_words,
+    without_details,
 )
 from vexport.records.plan import (
     AttentionLayer,

@@ -1,12 +1,19 @@
 """Reports of a check, of a repair, of a load in the real engine, and of a dry load for other devices."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 from vexport.errors import VexportError
 
 Severity = Literal["error", "warning", "info"]
+# Separates the cause of vLLM's refusal from vLLM's own words, which only JSON and --all show.
+IN_FULL = "; vLLM's own words: "
+
+
+def without_details(text: str) -> str:
+    """Return the cause alone of a text that may have vLLM's own words behind it."""
+    return text.partition(IN_FULL)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +36,11 @@ class Finding:
         where, expected, got, fix = error.where, error.need, error.got, error.fix
         return cls(check=check, severity=severity, where=where, expected=expected, got=got, fix=fix)
 
+    @property
+    def brief(self) -> Self:
+        """The same finding without vLLM's own words behind the cause."""
+        return replace(self, got=without_details(self.got)) if IN_FULL in self.got else self
+
     def __str__(self) -> str:
         return f"{VexportError(self.where, got=self.got, need=self.expected, fix=self.fix)} [{self.check}]"
 
@@ -39,6 +51,11 @@ class NotJudged:
 
     what: str
     why: str
+
+    @property
+    def brief(self) -> Self:
+        """The same entry without vLLM's own words behind the cause."""
+        return replace(self, why=without_details(self.why)) if IN_FULL in self.why else self
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why}"
@@ -236,7 +253,7 @@ class DryLoadReport:
     `cells` are the columns for the whole checkpoint, `rows` those for each kind of layer, in the same order;
     there are no rows where no cell was loaded. `memory` has one entry for each tp that was loaded, `rooms`
     one for each length of a sequence on each GPU asked for. `vllm_python` is the interpreter, empty for
-    vexport's own.
+    vexport's own. `not_judged` are the faults that vLLM has with the unquantized model as well.
     """
 
     schema: Literal["vexport.dry-load/1"] = "vexport.dry-load/1"
@@ -249,6 +266,7 @@ class DryLoadReport:
     rows: tuple[MatrixRow, ...]
     memory: tuple[RankMemory, ...] = ()
     rooms: tuple[GpuRoom, ...] = ()
+    not_judged: tuple[NotJudged, ...] = ()
     blind_spots: tuple[str, ...]
 
 

@@ -122,12 +122,15 @@ def summarize_checks(reports: Sequence[CheckReport]) -> str:
     return markdown.render_all(checkpoints.check_documents(reports))
 
 
-def render_loads(reports: Sequence[LoadReport | DryLoadReport], format: str) -> str:
-    """Loads, or dry loads, of which JUnit has a case for each cell."""
+def render_loads(reports: Sequence[LoadReport | DryLoadReport], format: str, *, every: bool = False) -> str:
+    """Loads, or dry loads, of which JUnit has a case for each cell.
+
+    Text has findings of one kind as one, and the cause of a refusal alone, unless `every`.
+    """
     return _rendered(
         list(reports),
         format,
-        lambda: checkpoints.load_documents(reports),
+        lambda: checkpoints.load_documents(reports, every=every),
         lambda: checkpoints.load_suites(reports),
         lambda: _annotations("load", reports),
     )

@@ -45,14 +45,21 @@ def check_documents(reports: Sequence[CheckReport], *, every: bool = False) -> l
         _document(
             "check",
             report,
-            doc.Listing(row(*map(str, report.not_judged)), "not judged") if report.not_judged else None,
+            _not_judged(report, every=every),
             every=every,
         )
         for report in reports
     ]
 
 
-def load_documents(reports: Sequence[LoadReport | DryLoadReport]) -> list[doc.Document]:
+def _not_judged(report: CheckReport, *, every: bool) -> doc.Listing | None:
+    entries = [str(each if every else each.brief) for each in report.not_judged]
+    return doc.Listing(row(*entries), "not judged") if entries else None
+
+
+def load_documents(
+    reports: Sequence[LoadReport | DryLoadReport], *, every: bool = False
+) -> list[doc.Document]:
     """A matrix of checkpoints by vLLM and mode, where there is one, then each load with its engine.
 
     A dry load has the matrix of kinds of layers by capability.
@@ -61,7 +68,10 @@ def load_documents(reports: Sequence[LoadReport | DryLoadReport]) -> list[doc.Do
         *_versions(reports),
         *(
             _document(
-                "load", load, *([load_facts(load)] if isinstance(load, LoadReport) else device_parts(load))
+                "load",
+                load,
+                *([load_facts(load)] if isinstance(load, LoadReport) else device_parts(load)),
+                every=every,
             )
             for load in titled(reports)
         ),
@@ -95,7 +105,7 @@ def titled(reports: Sequence[T]) -> list[T]:
 def _document(
     gate_name: str, report: CheckpointReport, *content: doc.Part | None, every: bool = False
 ) -> doc.Document:
-    gate = checkpoint_gate(gate_name, report)
+    gate = checkpoint_gate(gate_name, report, every=every)
     findings = tuple((gate_name, finding) for finding in gate.findings)
     return doc.Document(
         title=report.checkpoint,

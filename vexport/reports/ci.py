@@ -114,7 +114,7 @@ def github_checkpoints(name: str, reports: Sequence[CheckReport | LoadReport | D
     """
     gates = [(report.checkpoint, checkpoint_gate(name, report)) for report in titled(reports)]
     unjudged = [
-        _Annotation(level="notice", title=f"{name}: not judged", message=f"{report.checkpoint}: {each}")
+        _Annotation(level="notice", title=f"{name}: not judged", message=f"{report.checkpoint}: {each.brief}")
         for report in reports
         if isinstance(report, CheckReport)
         for each in report.not_judged

@@ -10,7 +10,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from vexport.records import CheckReport, DryLoadReport, Finding, LoadReport, MatrixCell, Severity
+from vexport.records import (
+    CheckReport,
+    DryLoadReport,
+    Finding,
+    LoadReport,
+    MatrixCell,
+    Severity,
+    without_details,
+)
 from vexport.records.values import about
 from vexport.reports.formatting import (
     count,
@@ -196,7 +204,8 @@ def check_gates(report: CheckReport, families: Sequence[str]) -> tuple[Gate, ...
 
     What was not judged is SKIPPED.
     """
-    skipped = (Gate(name=each.what, status="SKIPPED", message=each.why) for each in report.not_judged)
+    left_out = (each.brief for each in report.not_judged)
+    skipped = (Gate(name=each.what, status="SKIPPED", message=each.why) for each in left_out)
     if not families:
         return (checkpoint_gate("check", report), *skipped)
     by_name: dict[str, list[Finding]] = {name: [] for name in families}
@@ -209,18 +218,24 @@ def cell_gate(cell: MatrixCell) -> Gate:
     """One cell of a dry load: FAIL where it must load and does not, SKIPPED where it need not."""
     loads = cell.status in ("loads", "other precision")
     status: Status = "PASS" if loads else "FAIL" if cell.needed or cell.status == "faulty" else "SKIPPED"
-    message = ": ".join(filter(None, (cell.status, cell.reason)))
+    message = ": ".join(filter(None, (cell.status, without_details(cell.reason))))
     return Gate(name=f"tp {cell.tp}, sm {cell.sm}", status=status, message=message)
 
 
-def checkpoint_gate(name: str, report: CheckReport | DryLoadReport | LoadReport) -> Gate:
+def checkpoint_gate(
+    name: str, report: CheckReport | DryLoadReport | LoadReport, *, every: bool = False
+) -> Gate:
     """The findings on one checkpoint; FAIL where the report is not ok, whatever the findings say."""
-    return findings_gate(name, report.findings, ok=report.ok)
+    return findings_gate(name, report.findings, ok=report.ok, every=every)
 
 
-def findings_gate(name: str, findings: Sequence[Finding], *, ok: bool = True) -> Gate:
-    """FAIL with an error finding or where `ok` is off; the message is the first error or the counts."""
-    ordered = tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
+def findings_gate(name: str, findings: Sequence[Finding], *, ok: bool = True, every: bool = False) -> Gate:
+    """FAIL with an error finding or where `ok` is off; the message is the first error or the counts.
+
+    Of a refusal the findings have the cause alone, unless `every`: then vLLM's own words, too.
+    """
+    shown = findings if every else [finding.brief for finding in findings]
+    ordered = tuple(sorted(shown, key=lambda finding: SEVERITIES.index(finding.severity)))
     errors = [finding for finding in ordered if finding.severity == "error"]
     if errors:
         more = f" (and {plural(len(errors) - 1, 'more error')})" if len(errors) > 1 else ""
