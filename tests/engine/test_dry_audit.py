@@ -196,3 +196,15 @@ def test_a_fault_is_at_its_layer_and_its_cells() -> None:
     both = merge_ranks([loaded(CELLS[3], NARROWED), loaded(CELLS[3], NARROWED, UNUSED)])
     assert {fault.kind for fault in both.faults} == {"narrowed", "unused"}
     assert len(both.faults) == 2
+
+
+def test_values_that_are_repeated_are_told() -> None:
+    """A copy of fewer values than it fills: no loader compared the shapes."""
+
+    def repeat(model: torch.nn.Module, tensor: torch.Tensor) -> None:
+        model.get_parameter("experts").data.copy_(tensor)
+
+    (fault,) = faults(*WHOLE[:2], (stored(1, 1, 4, dtype=FP8), repeat), WHOLE[-1])
+    assert (fault.kind, fault.where) == ("stretched", "t2")
+    assert (fault.got, fault.expected) == ("shape [1, 1, 4]", "shape [3, 2, 4]")
+    assert judge("x", "0", [replace(loaded(CELLS[1]), faults=(fault,))], "all").ok

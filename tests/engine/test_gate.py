@@ -1,10 +1,13 @@
 """`check` asks vLLM's own loaders too, and says what neither they nor its rules have judged."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from shutil import copy
+from shutil import copy, copytree
 from xml.etree import ElementTree
 
 import pytest
@@ -66,6 +69,109 @@ def test_an_interpreter_without_vllm_leaves_a_line(good: Good, tmp_path: Path) -
     notice = vexport(*command, "--format", "github").stdout.splitlines()[-1]
     assert notice.startswith("::notice title=check%3A not judged::")
     assert vexport(*command, "--static", "--strict").code == 0
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def listening(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        here = Path.cwd()
+        os.chdir(path.parent)  # the path of a socket is limited to 108 bytes
+        server.bind(path.name)
+        os.chdir(here)
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+KINDS: Mapping[Callable[[Path], None], str] = {
+    pipe: "named pipe",
+    listening: "socket",
+    Path.mkdir: "a folder",
+    loop: "back to itself",
+    dangling: "a link to nothing",
+}
+OPENED = ("model.safetensors", "config.json", "model.safetensors.index.json", "tokenizer.json")
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize("make", KINDS)
+@pytest.mark.parametrize("name", OPENED)
+def test_what_nobody_can_load_starts_no_dry_load(
+    good: Good, tmp_path: Path, name: str, make: Callable[[Path], None]
+) -> None:
+    folder = tmp_path / "out"
+    copytree(good("W8A8"), folder)
+    (folder / name).unlink(missing_ok=True)
+    make(folder / name)
+    ran = vexport("check", folder)
+    assert ran.code == (2 if name == "config.json" else 1)
+    assert f"{folder / name}" in ran.stdout + ran.stderr
+    assert KINDS[make] in ran.stdout + ran.stderr
+    assert "dry load" not in ran.stderr
+
+
+@pytest.mark.usefixtures("asked")
+def test_pipe_among_the_shards_starts_no_dry_load(good: Good, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    copytree(good("W8A8"), folder)
+    index = {"weight_map": {"a": "model.safetensors", "b": "more.safetensors"}}
+    write_text(folder / "model.safetensors.index.json", json.dumps(index))
+    pipe(folder / "more.safetensors")
+    ran = vexport("check", folder)
+    assert (ran.code, "named pipe" in ran.stdout, "dry load" in ran.stderr) == (1, True, False)
+    # What the index does not name is not opened.
+    (folder / "more.safetensors").rename(folder / "other.safetensors")
+    copy(folder / "model.safetensors", folder / "more.safetensors")
+    assert "named pipe" not in vexport("check", folder, "--static").stdout
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.usefixtures("asked")
+def test_a_dead_worker_leaves_the_others_judged(good: Good, tmp_path: Path) -> None:
+    """The interpreter is killed whenever a request names the checkpoint `bad`."""
+    python = tmp_path / "python"
+    killed = f'[ -f "$3" ] && grep -q "/bad"" "$3" && kill -9 $$\nexec {sys.executable} "$@"\n'
+    python.write_text(f"#!/bin/sh\n{killed}")
+    python.chmod(0o755)
+    bad = copytree(good("W8A8"), tmp_path / "bad")
+    wrong = spoiled(good("W8A8"), tmp_path / "wrong", config(WHOLE, hidden_act="nonsense"))
+    answer = tmp_path / "answer.json"
+    ran = vexport("check", good("W8A8"), bad, wrong, "--vllm-python", python, "-o", answer)
+    assert ran.code == 1
+    sound, dead, refused = json.loads(answer.read_text())
+    assert [each["checkpoint"] for each in (sound, dead, refused)] == [
+        str(good("W8A8")),
+        str(bad),
+        str(wrong),
+    ]
+    assert [each["what"] for each in sound["not_judged"]] == []
+    assert [each["what"] for each in dead["not_judged"]] == [DRY_LOAD]
+    assert (sound["ok"], dead["ok"], refused["ok"]) == (True, True, False)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.usefixtures("asked")
+def test_memory_of_a_checkpoint_is_limited(good: Good, tmp_path: Path) -> None:
+    """transformers makes a name for each label."""
+    large = spoiled(good("W8A8"), tmp_path / "large", config(WHOLE, num_labels=1_000_000_000))
+    wrong = spoiled(good("W8A8"), tmp_path / "wrong", config(WHOLE, hidden_act="nonsense"))
+    answer = tmp_path / "answer.json"
+    ran = vexport("check", large, wrong, "-o", answer)
+    assert ran.code == 1
+    unjudged, refused = json.loads(answer.read_text())
+    (entry,) = [each for each in unjudged["not_judged"] if each["what"] == DRY_LOAD]
+    assert "4 GiB of memory" in entry["why"]
+    assert [each["check"] for each in refused["findings"] if each["severity"] == "error"] == ["dry-load"]
 
 
 def test_neither_reading_nor_asking_imports_torch(good: Good) -> None:

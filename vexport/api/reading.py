@@ -57,6 +57,7 @@ def check(
         vllm_python=vllm_python,
         trust_remote_code=trust_remote_code,
         on_progress=on_progress,
+        source=against.root if against is not None else None,
     )
     return report
 

@@ -16,6 +16,8 @@ from vexport.numerics import INT32_BITS
 from vexport.records import Finding, TensorInfo
 
 NAME = "shapes"
+# How `expected` begins in findings on a tensor's shape; other findings are on its dtype, or on whole layers.
+SHAPE = "shape "
 EXPORT = "export it again"
 DESCRIPTION = "dtypes and shapes are those that the config announces, and fused layers fit together"
 
@@ -113,7 +115,7 @@ def _shape(
     if tensor.shape == expected.shape or scalar:
         return
     size = f" {group.weights.group_size}" if group.weights.group_size else ""
-    wanted = f"shape {list(expected.shape)} ({group.format}, {group.weights.strategy}{size})"
+    wanted = f"{SHAPE}{list(expected.shape)} ({group.format}, {group.weights.strategy}{size})"
     got, fix = str(list(tensor.shape)), "export it again, or correct the config"
     if narrowing and cut in expected.along and _is_narrowed(tensor.shape, expected.shape, cut):
         got += ", of which vLLM silently drops the end"
@@ -183,7 +185,7 @@ def _plain(view: CheckpointView, name: str, shape: Shape, cut: int | None) -> It
         yield error(NAME, name, expected="dtype BF16, as the model has", got=got, fix=EXPORT)
     if shape and not _has_shape(tensor, shape):
         narrowed = _is_narrowed(tensor.shape, shape, cut)
-        wanted = f"shape {list(shape)}, as config.json sizes {view.class_name}"
+        wanted = f"{SHAPE}{list(shape)}, as config.json sizes {view.class_name}"
         got = f"{list(tensor.shape)}{', of which vLLM silently drops the end' if narrowed else ''}"
         yield error(NAME, name, expected=wanted, got=got, fix="export it again, or correct config.json")
 

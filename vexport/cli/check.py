@@ -49,7 +49,11 @@ if TYPE_CHECKING:
 @interpreter_option
 @speculative_option
 @option("--strict", "Exit with 3 where something was not judged.", flag=True)
-@option("--all every", "List each finding; text has those of one kind as one.", flag=True)
+@option(
+    "--all every",
+    "List each finding, and vLLM's own words of a refusal in full; text has findings of one kind as one.",
+    flag=True,
+)
 @format_option()
 def check(
     checkpoints: tuple[str, ...],
@@ -108,6 +112,7 @@ def check(
                 vllm_python=interpreter.vllm_python,
                 trust_remote_code=interpreter.trust_remote_code,
                 on_progress=on_progress,
+                source=against.root if against is not None else None,
             )
     if answer.format_ != "text" or len(problems) < len(folders):
         print_text(render_checks(reports, answer.format_, (FILES, *CHECKS), every=every))

@@ -10,15 +10,32 @@ from typing import TYPE_CHECKING
 
 from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.index import require_checkpoint
-from vexport.checks import INTERNAL, NAMES, completeness, findings_of_headers, targets
+from vexport.checkpoint.source import resolve_source
+from vexport.checks import INTERNAL, NAMES, completeness, findings_of_headers, shapes, targets
 from vexport.checks.vllm.view import Target
 from vexport.engine.arguments import require_layers
-from vexport.engine.dry.load import CAPABILITIES, DryLoad, Require, errors_or_doubt, unused
+from vexport.engine.dry.load import (
+    CAPABILITIES,
+    DryLoad,
+    Require,
+    errors_or_doubt,
+    is_stretched,
+    unused,
+)
 from vexport.engine.session import EngineFault
 from vexport.errors import CheckpointFailed, VexportError
 from vexport.errors.extras import attempt, is_installed
 from vexport.formats.schemes import get_scheme
-from vexport.records import CheckReport, DryLoadReport, Finding, FusionGroup, NotJudged, OnProgress, Plan
+from vexport.records import (
+    CheckReport,
+    DryLoadReport,
+    Finding,
+    FusionGroup,
+    NotJudged,
+    OnProgress,
+    Plan,
+    without_details,
+)
 from vexport.version import short_version
 
 if TYPE_CHECKING:
@@ -26,8 +43,15 @@ if TYPE_CHECKING:
 
 DRY_LOAD = "vLLM's own loaders"
 NO_VLLM = "vLLM is not installed: install it, name its interpreter (--vllm-python), or check with --static"
-# Families whose errors are about what the loaders see too: these are right where they find no fault.
-SEEN_BY_LOADERS = (completeness.NAME, targets.NAME)
+# Checks that vLLM's loaders repeat, `shapes` in part (`_is_seen`). If the loaders find no fault, an error of
+# these checks becomes a warning.
+SEEN_BY_LOADERS = (completeness.NAME, shapes.NAME, targets.NAME)
+_KINDS = ("missing", "cast", "narrowed")
+# Kinds of faults that are about the same as the errors of a check.
+_KINDS_OF_CHECKS = {
+    completeness.NAME: frozenset({"missing"}),
+    shapes.NAME: frozenset({"cast", "narrowed"}),
+}
 # The most layers named one by one in advice; beyond it, projections are named.
 _FEW = 6
 _NUMBERED = re.compile(r"[^.\s]+\.\d+\.\S+")
@@ -41,11 +65,14 @@ def checked_in_vllm(
     vllm_python: Path | None,
     trust_remote_code: bool,
     on_progress: OnProgress,
+    source: Path | None = None,
 ) -> list[CheckReport]:
-    """The reports that `read` makes of the folders `roots`, by name, each with what a dry load shows.
+    """Return the reports that `read` makes of the folders `roots`, by name, each with a dry load's findings.
 
-    The dry load starts before `read`, in a process that is gone when this returns or raises. Where it cannot
-    run the reports say so in `not_judged`. `vllm_python` is the interpreter, None our own.
+    The dry load starts before `read`, in a process that is gone when this returns or raises. If it cannot
+    run, the reports say so in `not_judged`. `vllm_python` is the interpreter, None our own. What vLLM does
+    with the unquantized model as well is not judged: with the folder `source`, or without one with the class
+    of the checkpoint in its default configuration.
     """
     loadable = {name: root for name, root in roots.items() if _is_loadable(root)}
     require: Require = "all" if target.sm else "any"
@@ -57,32 +84,56 @@ def checked_in_vllm(
         vllm_python=vllm_python,
         trust_remote_code=trust_remote_code,
         speculative=target.speculative,
+        controlled=True,
+        source=source if source is not None and _is_loadable(source) else None,
+        requested=bool(target.tp or target.sm),
     )
     with ExitStack() as stack:
         running = attempt(partial(stack.enter_context, dry_load.started()), DRY_LOAD) if loadable else None
         reports = read()
         loads = attempt(partial(running, on_progress), DRY_LOAD) if callable(running) else running
+    if isinstance(loads, EngineFault):
+        loads = dry_load.outcomes(loads, on_progress)
     if isinstance(loads, VexportError):
-        reason = loads.got if vllm_python or is_installed("vllm") else NO_VLLM
-        return [_not_loaded(each, reason) if each.checkpoint in loadable else each for each in reports]
-    by_name = dict(zip(loadable, loads or (), strict=True))
+        outcomes: dict[str, DryLoadReport | VexportError] = dict.fromkeys(loadable, loads)
+    else:
+        outcomes = dict(zip(loadable, loads or (), strict=True))
+    vllm_is_there = vllm_python is not None or is_installed("vllm")
     return [
-        with_load(each, load, target, require) if (load := by_name.get(each.checkpoint)) else each
+        _joined(each, outcome, target, require, vllm_is_there)
+        if (outcome := outcomes.get(each.checkpoint)) is not None
+        else each
         for each in reports
     ]
 
 
+def _joined(
+    report: CheckReport,
+    outcome: DryLoadReport | VexportError,
+    target: Target,
+    require: Require,
+    vllm_is_there: bool,
+) -> CheckReport:
+    """The check of a checkpoint with its dry load, or with the reason why there is none."""
+    if isinstance(outcome, VexportError):
+        return _not_loaded(report, outcome.got if vllm_is_there else NO_VLLM)
+    return with_load(report, outcome, target, require)
+
+
 def _is_loadable(root: Path) -> bool:
-    """Return whether vLLM has anything to begin with; what it has not the check says."""
+    """Return True if the folder has the files that vLLM needs to start loading.
+
+    The static check reports missing files, and files that nobody can load, such as pipes.
+    """
     steps = (require_checkpoint, require_layers)
     return not any(isinstance(attempt(partial(step, root), ""), VexportError) for step in steps)
 
 
 def with_load(report: CheckReport, load: DryLoadReport, target: Target, require: Require) -> CheckReport:
-    """A check with the dry load of the same checkpoint.
+    """Join a check with the dry load of the same checkpoint.
 
-    What the loaders refuse or copy wrongly is an error. Where they find no fault they have judged
-    names and shapes, also those that the check takes for wrong.
+    What the loaders refuse or copy wrongly is an error. If they find no fault, they have judged names and
+    shapes, also names and shapes that the check takes for wrong.
     """
     version = short_version(target.vllm)
     if not f"{load.vllm}.".startswith(f"{version}."):
@@ -92,17 +143,38 @@ def with_load(report: CheckReport, load: DryLoadReport, target: Target, require:
         return _not_loaded(report, outcome)
     not_judged = tuple(each for each in report.not_judged if outcome or each.what != NAMES)
     more = [*outcome, *(unused(load) if not_judged != report.not_judged else ())]
-    findings = (*(report.findings if outcome else map(_loaded, report.findings)), *more)
+    findings = (*(report.findings if outcome else overruled(report.findings, load)), *more)
     ok = not any(finding.severity == "error" for finding in findings)
-    return replace(report, ok=ok, findings=findings, not_judged=not_judged)
+    return replace(report, ok=ok, findings=findings, not_judged=(*not_judged, *load.not_judged))
 
 
-def _loaded(finding: Finding) -> Finding:
-    """A finding on a checkpoint of which the loaders take every tensor that they need."""
-    if finding.severity != "error" or finding.check not in SEEN_BY_LOADERS:
-        return finding
-    got = f"{finding.got}; vLLM's loaders find no fault in it"
-    return replace(finding, severity="warning", got=got, fix="nothing, or compare with the source (--source)")
+def overruled(findings: Sequence[Finding], load: DryLoadReport) -> Iterator[Finding]:
+    """The findings of a check, after a load in which vLLM's loaders took every tensor that they need.
+
+    An error about names, targets or shapes becomes a warning. It stays if the loaders could not see it, or
+    if they have a fault of the same kind that is not judged.
+    """
+    kinds = {kind for each in load.not_judged for kind in _KINDS if f"({kind})" in each.what}
+    repeated = {each.where for each in load.findings if is_stretched(each)}
+    for finding in findings:
+        doubtful = finding.where in repeated or kinds & _KINDS_OF_CHECKS.get(finding.check, frozenset())
+        if finding.severity == "error" and _is_seen(finding) and not doubtful:
+            got = f"{finding.got}; vLLM's loaders find no fault in it"
+            fix = "nothing, or compare with the source (--source)"
+            yield replace(finding, severity="warning", got=got, fix=fix)
+        else:
+            yield finding
+
+
+def _is_seen(finding: Finding) -> bool:
+    """Return True if vLLM's loaders would have found this error.
+
+    Of `shapes` that is true of a tensor's shape: loaders compare it or, as the audit of copies shows, narrow
+    or repeat the tensor. They do not see dtypes of another width, and sizes that vLLM rounds down.
+    """
+    if finding.check == shapes.NAME:
+        return finding.expected.startswith(shapes.SHAPE)
+    return finding.check in SEEN_BY_LOADERS
 
 
 def _not_loaded(report: CheckReport, reason: str) -> CheckReport:
@@ -123,22 +195,29 @@ class Prover:
     dry: bool = True
 
     def failure(self, job: "QuantizeJob", folder: Path, plan: Plan) -> CheckpointFailed | None:
-        """The error of what is in `folder`, for which it must not become `job.out`; a doubt is none."""
+        """Return the error for which the checkpoint in `folder` must not become `job.out`, or None.
+
+        What could not be judged, and what vLLM refuses of the source as well, is a note.
+        """
         job.on_progress("prove (config and names)", 0, 1)
         found = [each for each in findings_of_headers(folder) if each.severity == "error"]
         errors = [each for each in found if each.check != INTERNAL]
         not_judged = [f"{each.where}: {each.got}" for each in found if each.check == INTERNAL]
         job.on_progress("prove (config and names)", 1, 1)
-        judged = _dry_loaded(job, folder, plan) if self.dry and not errors else []
-        if isinstance(judged, str):
-            not_judged.append(judged)
-        else:
-            errors += judged
+        if self.dry and all(map(_is_seen, errors)):
+            judged = _dry_loaded(job, folder, plan)
+            outcome = judged if isinstance(judged, str) else errors_or_doubt(judged)
+            if isinstance(outcome, str):
+                not_judged.append(without_details(outcome))
+            elif isinstance(judged, DryLoadReport):
+                not_judged += [str(each.brief) for each in judged.not_judged]
+                left = errors if outcome else overruled(errors, judged)
+                errors = [each for each in left if each.severity == "error"] or outcome
         for text in not_judged:
             self.note(text.replace(str(folder), str(job.out)))
         if not errors:
             return None
-        first, keep = errors[0], list(_patterns(list(_groups(plan, errors))))
+        first, keep = errors[0].brief, list(_patterns(list(_groups(plan, errors))))
         where = first.where if str(folder) in first.where else f"{job.out}: {first.where}"
         return CheckpointFailed(
             where.replace(str(folder), str(job.out)),
@@ -148,8 +227,8 @@ class Prover:
         )
 
 
-def _dry_loaded(job: "QuantizeJob", folder: Path, plan: Plan) -> list[Finding] | str:
-    """The errors that vLLM's loaders find, or why they cannot tell."""
+def _dry_loaded(job: "QuantizeJob", folder: Path, plan: Plan) -> DryLoadReport | str:
+    """Load the checkpoint dry, compared with its source; or return the reason why that is not possible."""
     if not is_installed("vllm"):
         return "vLLM is not installed, and has not loaded it; run `vexport load --dry` where it is"
     schemes = [get_scheme(name) for name in plan.schemes]
@@ -157,13 +236,21 @@ def _dry_loaded(job: "QuantizeJob", folder: Path, plan: Plan) -> list[Finding] |
     sm = tuple(sm for sm in CAPABILITIES if not any(each.package or each.refuses(sm) for each in supports))
     if not sm:
         return "a dry load has no kernel for these schemes"
-    trust = job.trust_remote_code
-    load = DryLoad(checkpoints=[folder], tp=job.planning.ranks, sm=sm, require="any", trust_remote_code=trust)
+    source = attempt(partial(resolve_source, job.source), "")
+    load = DryLoad(
+        checkpoints=[folder],
+        tp=job.planning.ranks,
+        sm=sm,
+        require="any",
+        trust_remote_code=job.trust_remote_code,
+        controlled=isinstance(source, Path),
+        source=source if isinstance(source, Path) else None,
+    )
     try:
         (report,) = load.reports(job.on_progress)
     except EngineFault as fault:
         return f"the dry load ended early: {fault.got}"
-    return errors_or_doubt(report)
+    return report
 
 
 def _groups(plan: Plan, errors: Sequence[Finding]) -> Iterator[FusionGroup]:

@@ -34,8 +34,13 @@ FailureKind = Literal[
 # missing: part of a parameter gets no value (vLLM reads uninitialized memory);
 # unused: a stored tensor goes nowhere; cast: its values are converted to a dtype of another kind;
 # narrowed: only part of it is read.
-MiscopyKind = Literal["missing", "unused", "cast", "narrowed"]
+# stretched: it has fewer values than the part of a parameter that it is copied to, which repeats them.
+MiscopyKind = Literal["missing", "unused", "cast", "narrowed", "stretched"]
 Outcome = Literal["loaded", "refused", "unknown"]
+# The unquantized model that a dry load compares a checkpoint with: its source; the model that transformers
+# builds of the same config.json, under the names that transformers saves; or the class in its default
+# configuration, which is built without weights.
+ControlKind = Literal["source", "same config", "default config"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +143,10 @@ class DryRequest:
     """Checkpoints and the cells to try for each; `folder` takes a file per finished cell.
 
     `speculative` is the method of drafting, `METHOD` or `METHOD=FOLDER` of the draft model, empty for none.
+    With `controlled`, each cell with an error is tried again with an unquantized model: with the `source`, or
+    with a model that transformers makes (see `ControlKind`). `plain_cells` are further cells for that model,
+    which show whether it loads anywhere.
+    A try that takes more than `try_seconds` is ended.
     """
 
     checkpoints: tuple[Path, ...]
@@ -145,30 +154,47 @@ class DryRequest:
     folder: Path
     trust_remote_code: bool = False
     speculative: str = ""
+    controlled: bool = False
+    source: Path | None = None
+    plain_cells: tuple[Cell, ...] = ()
+    try_seconds: int = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryTry:
-    """One checkpoint of a request, by its `number`, in one cell as one rank, in a separate process."""
+    """One checkpoint of a request, by its `number`, in one cell as one rank, in a separate process.
+
+    With `control` the unquantized model is tried in the checkpoint's place.
+    """
 
     request: DryRequest
     number: int
     cell: Cell
     rank: int
+    control: ControlKind | None = None
 
     @property
     def checkpoint(self) -> Path:
+        """The folder that is loaded."""
+        if self.control == "source" and self.request.source is not None:
+            return self.request.source
+        if self.control is not None:
+            return self.request.folder / self._name
         return self.request.checkpoints[self.number]
 
     @property
     def file(self) -> Path:
         """The file that takes the CellResult."""
-        return self.request.folder / f"{self.number}-{self.cell.tp}-{self.cell.sm}-{self.rank}.json"
+        return self.request.folder / f"{self._name}-{self.cell.tp}-{self.cell.sm}-{self.rank}.json"
 
     def loaded(self, signature: str) -> Path:
         """The file in which tries of one checkpoint and rank, whose models have the same signature, tell each
         other what became of its tensors: that does not depend on the capability."""
-        return self.request.folder / f"{self.number}-{self.cell.tp}-{self.rank}-{signature}.json"
+        return self.request.folder / f"{self._name}-{self.cell.tp}-{self.rank}-{signature}.json"
+
+    @property
+    def _name(self) -> str:
+        return f"{self.number}-{self.control.replace(' ', '-')}" if self.control else f"{self.number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,16 +231,34 @@ class CellResult:
     """The outcome of one checkpoint in one cell.
 
     "refused" has vLLM's reason, and in `where` the stored tensor that it was at, if any; "unknown" means
-    that the dry load could not follow vLLM that far.
+    that the dry load could not follow vLLM that far. `built` is False if vLLM raised before it had built the
+    model. `control` is the same cell with an unquantized model, if that was tried.
     """
 
     cell: Cell
     outcome: Outcome
     reason: str = ""
     where: str = ""
+    built: bool = True
     layers: tuple[LayerKind, ...] = ()
     faults: tuple[Miscopy, ...] = ()
     memory: RankMemory | None = None
+    control: "Control | None" = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """An unquantized model in the cell in which a checkpoint has an error.
+
+    `loads_elsewhere` is True if this model loads in a plain cell, so that the cell is at fault.
+    """
+
+    kind: ControlKind
+    outcome: Outcome
+    reason: str = ""
+    where: str = ""
+    faults: tuple[Miscopy, ...] = ()
+    loads_elsewhere: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,10 +47,12 @@ class _Source:
     """A stored tensor, and what became of it.
 
     `read` has the bytes of each region that was read, `casts` the pairs of dtypes that its values went
-    through, `targets` the storages that they were copied to.
+    through, `targets` the storages that they were copied to. `stretched` has the shapes of a copy that
+    repeated its values: of what was read, and of the part of a parameter.
     """
 
     tensor: torch.Tensor
+    stretched: tuple[list[int], list[int]] | None = None
     read: dict[Region, int] = field(default_factory=dict)
     casts: dict[tuple[torch.dtype, torch.dtype], None] = field(default_factory=dict)
     targets: dict[int, None] = field(default_factory=dict)
@@ -66,6 +68,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, ranks: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.last_handed_out = ""
+        self.model_is_built = False
         self._ranks = ranks
         self.begin()
 
@@ -117,6 +120,8 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     written.sources[name] = None
                 self._sources[name].casts[source.dtype, target.dtype] = None
                 self._sources[name].targets[_storage(target)] = None
+                if source.numel() < target.numel():
+                    self._sources[name].stretched = list(source.shape), list(target.shape)
 
     def _computed(
         self, func: torch._ops.OpOverload, inputs: list[torch.Tensor], result: torch.Tensor
@@ -186,6 +191,9 @@ def _source_faults(name: str, source: _Source, layer: str, ranks: int) -> Iterat
         yield fault(kind="unused", got=f"{_short(tensor.dtype)} {shape}", expected="")
     elif read < tensor.numel():
         yield fault(kind="narrowed", got=f"shape {shape}", expected=f"{read} elements")
+    if source.stretched is not None:
+        part, whole = source.stretched
+        yield fault(kind="stretched", got=f"shape {part}", expected=f"shape {whole}")
     for before, after in source.casts:
         if _changes_values(before, after) and not name.endswith(_ANY_DTYPE):
             yield fault(kind="cast", got=_short(before), expected=_short(after))

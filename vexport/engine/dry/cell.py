@@ -4,13 +4,14 @@ import fcntl
 import hashlib
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import safe_open
 
 from vexport.checkpoint.index import TOKENIZER_FILES
 from vexport.engine.dry.audit import Audit, HeaderFile
@@ -18,15 +19,19 @@ from vexport.engine.dry.fake_platform import AbsentValues, NotFollowed, join_gro
 from vexport.engine.dry.layers import layer_kinds, raising_layer, rank_memory
 from vexport.engine.messages import CellResult, DryTry, Miscopy, Outcome, speculative_config
 from vexport.engine.process import one_line
+from vexport.errors.extras import is_memory
 from vexport.files import from_json, to_json, write_text
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 _MOST_MESSAGE = 1000
-# Messages about a missing device, package or value: the limit of a dry load, not vLLM's judgement.
-_NOT_FOLLOWED = (NotFollowed, ImportError)
-_NOT_FOLLOWED_WORDS = ("meta tensor", "meta device", "NVIDIA driver", "CUDA enabled", "_Uncallable")
+# Messages about a missing device, package, value or memory: the limit of a dry load, not vLLM's judgement.
+_NOT_FOLLOWED = (NotFollowed, ImportError, MemoryError)
+_NOT_FOLLOWED_WORDS = re.compile(
+    r"meta tensor|meta device|NVIDIA driver|CUDA enabled|_Uncallable|[Pp]lease install"
+    r"|requires? [^.;]*(?:to be installed|in the current vLLM environment)"
+)
 # pydantic's own words around a validator's message.
 _PYDANTIC = re.compile(r"^\d+ validation errors? for \w+\s+Value error,|\[type=.*\Z", re.DOTALL)
 # Parameters that vLLM registers and never reads; its own weight tracking leaves out the second.
@@ -48,10 +53,12 @@ def try_cell(attempt: DryTry) -> CellResult:
         traceback.print_exception(error)
         text = " ".join(_PYDANTIC.sub(" ", str(error)).split())
         reason = (f"{type(error).__name__}: {text}" if text else one_line(error))[:_MOST_MESSAGE]
-        unfollowed = isinstance(error, _NOT_FOLLOWED) or any(word in text for word in _NOT_FOLLOWED_WORDS)
+        unfollowed = isinstance(error, _NOT_FOLLOWED) or _NOT_FOLLOWED_WORDS.search(text) or is_memory(reason)
         outcome: Outcome = "unknown" if unfollowed else "refused"
         place = audit.last_handed_out
-        return CellResult(cell=attempt.cell, outcome=outcome, reason=reason, where=place)
+        return CellResult(
+            cell=attempt.cell, outcome=outcome, reason=reason, where=place, built=audit.model_is_built
+        )
 
 
 def configure(checkpoint: Path, *, tp: int, trust_remote_code: bool, speculative: str = "") -> "VllmConfig":
@@ -87,6 +94,9 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
             if (drafter := build_drafter(config)) is not None:
                 models[DRAFTER] = drafter
                 layers += tuple(replace(kind, name=DRAFTER + kind.name) for kind in layer_kinds(drafter))
+        audit.model_is_built = True
+        if attempt.control == "default config":  # a config alone, of which there are no weights
+            return CellResult(cell=cell, outcome="loaded")
         memory = rank_memory([*models.values()], config, cell.tp)
         known = attempt.loaded(_signature(models))
         with known.with_suffix(".lock").open("w") as lock:
@@ -125,7 +135,27 @@ def _load_weights(
     weight_utils.safe_open = partial(HeaderFile, audit)
     with torch.device("meta"), audit:
         DefaultModelLoader(config.load_config).load_weights(model, loaded)
-    return tuple(audit.faults(model, optional=frozenset(_optional(model))))
+    faults = audit.faults(model, optional=frozenset(_optional(model)))
+    files = sorted(Path(loaded.model).glob("*.safetensors"))
+    return tuple(fault for fault in faults if fault.kind != "cast" or not _keeps_values(fault, files))
+
+
+def _keeps_values(fault: Miscopy, files: Sequence[Path]) -> bool:
+    """Return True if a stored tensor has the same values after the cast that the audit saw.
+
+    The audit knows dtypes alone, so that the tensor's values are read here. Bytes that vLLM takes for numbers
+    (uint8) are never the same.
+    """
+    before, after = getattr(torch, fault.got), getattr(torch, fault.expected)
+    if not (before.is_floating_point and after.is_floating_point):
+        return False
+    for file in files:
+        with safe_open(file, framework="pt") as stream:
+            if fault.where in set(stream.keys()):
+                stored = stream.get_tensor(fault.where).to(before)
+                again = stored.to(after).to(before)
+                return bool(torch.equal(stored.nan_to_num(), again.nan_to_num()))
+    return False
 
 
 def _with_drafter(

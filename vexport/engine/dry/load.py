@@ -1,5 +1,6 @@
 """Loads checkpoints dry: starts the worker, gives it cells, and makes a report of what it saw in them."""
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,9 +11,22 @@ from typing import Literal
 
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_drafter, resolve_source
+from vexport.checks.vllm.groups import ConfigGroup
 from vexport.engine.arguments import require_layers
-from vexport.engine.messages import Cell, CellResult, DryRequest, DryResult, LayerKind, Miscopy, MiscopyKind
-from vexport.engine.session import NO_EMULATION, Worker, log_folder
+from vexport.engine.dry.causes import schemes_of, with_cause
+from vexport.engine.dry.controls import excused, is_excuse, not_judged
+from vexport.engine.messages import (
+    Cell,
+    CellResult,
+    DryRequest,
+    DryResult,
+    FailureKind,
+    LayerKind,
+    Miscopy,
+    MiscopyKind,
+    Outcome,
+)
+from vexport.engine.session import NO_EMULATION, EngineFault, Worker, log_folder
 from vexport.formats.base import Card
 from vexport.records import (
     CellStatus,
@@ -31,9 +45,11 @@ CHECK = "dry-load"
 # Which cells must load: every one, or for each tensor parallel size at least one.
 Require = Literal["all", "any"]
 BLIND_SPOTS = (
-    "no kernel ran, no value was looked at, and what vLLM does to weights after loading was left out",
+    "no kernel ran, values were read only where vLLM converts them to another dtype, and what vLLM does to "
+    "weights after loading was left out",
     "kernels are those of vLLM's CUDA wheel with FlashInfer, without DeepGEMM and Humming",
 )
+_REFUSED = "change what vLLM names, or serve it elsewhere"
 # Messages of vLLM and transformers about a checkpoint that needs remote code.
 TRUST = "trust_remote_code"
 _SAYS: dict[MiscopyKind, tuple[Severity, str, str]] = {
@@ -49,14 +65,41 @@ _SAYS: dict[MiscopyKind, tuple[Severity, str, str]] = {
         "{}, which is all that vLLM reads",
         "store it in the shape that config.json describes",
     ),
+    "stretched": (
+        "warning",
+        "{}, which vLLM fills by repeating the values",
+        "store it in the shape that config.json describes, if the values are not all alike",
+    ),
 }
 # Ampere, Ada, Hopper and Blackwell in data centres: where vLLM's answers differ.
 CAPABILITIES = (80, 89, 90, 100)
+# Where an unquantized model that loads at all loads: one rank of a common GPU.
+_PLAIN_CELLS = tuple(Cell(tp=1, sm=sm) for sm in CAPABILITIES)
 SECONDS = 600.0
+# Kinds of faults that every checkpoint has alike.
+_OF_ALL: tuple[FailureKind, ...] = ("missing", "no space", "mismatched build")
 
 
-def judge(name: str, vllm: str, results: Sequence[CellResult], require: Require) -> DryLoadReport:
-    """The report on one checkpoint from its cells."""
+def judge(
+    name: str,
+    vllm: str,
+    results: Sequence[CellResult],
+    require: Require,
+    *,
+    groups: Sequence[ConfigGroup] = (),
+    requested: bool = False,
+) -> DryLoadReport:
+    """Make the report on one checkpoint from its cells.
+
+    `groups` are the config groups of the checkpoint, by which messages name its schemes. Errors that the
+    unquantized model has as well, if that was tried, are not errors. If the cells were `requested`, a refusal
+    stays an error if the unquantized model loads in another cell.
+    """
+    left_out = not_judged(results)
+    results = [
+        excused(result, told, in_any_cell=not requested)
+        for result, told in zip(results, _told(results, groups, vllm), strict=True)
+    ]
     # The first cell that loaded for each tensor parallel size: memory is the same on every capability.
     memory = {each.memory.tp: each.memory for each in reversed(results) if each.memory is not None}
     findings = (*_not_loaded(results, require), *_faults(results), *_precisions(results))
@@ -68,8 +111,26 @@ def judge(name: str, vllm: str, results: Sequence[CellResult], require: Require)
         cells=tuple(_cell(result, needed=_needed(result.cell, results, require)) for result in results),
         rows=tuple(_rows(results)),
         memory=tuple(memory[tp] for tp in sorted(memory)),
+        not_judged=left_out,
         blind_spots=BLIND_SPOTS,
     )
+
+
+def _told(results: Sequence[CellResult], groups: Sequence[ConfigGroup], vllm: str) -> Iterator[str]:
+    """The reason of each result with its cause in front: one text for all cells with the same cause."""
+    alike = defaultdict[tuple[Outcome, str, str], list[CellResult]](list)
+    for result in results:
+        alike[_kind_of_refusal(result)].append(result)
+    for result in results:
+        same = alike[_kind_of_refusal(result)]
+        capabilities = list(dict.fromkeys(each.cell.sm for each in same))
+        yield with_cause(same[0].reason, capabilities, groups, vllm) if result.reason else ""
+
+
+def _kind_of_refusal(result: CellResult) -> tuple[Outcome, str, str]:
+    """What results with the same cause have in common: reasons name capabilities and reasons of kernels."""
+    words = result.reason.partition("Reasons:")[0]
+    return result.outcome, result.where, re.sub(r"\bSM \d+|\b[Cc]apability: \d+", "#", words)
 
 
 def errors_or_doubt(report: DryLoadReport, require: Require = "any") -> list[Finding] | str:
@@ -84,7 +145,8 @@ def errors_or_doubt(report: DryLoadReport, require: Require = "any") -> list[Fin
     errors = [each for each in report.findings if each.severity == "error"]
     errors = [each for each in errors if each.got in certain or each.got not in open_to_doubt]
     if doubts and not errors:
-        return f"the dry load cannot build this model: {min(doubts.values())}"
+        reason = min(doubts.values())
+        return reason if is_excuse(reason) else f"the dry load cannot build this model: {reason}"
     if any(TRUST in each.got for each in errors):
         return "the checkpoint brings Python code, which runs with --trust-remote-code only"
     return errors
@@ -97,6 +159,11 @@ def _place(cell: MatrixCell, require: Require) -> tuple[int, int]:
 def unused(report: DryLoadReport) -> list[Finding]:
     """The findings on stored tensors that went nowhere."""
     return [each for each in report.findings if each.expected == _SAYS["unused"][1]]
+
+
+def is_stretched(finding: Finding) -> bool:
+    """Return True if a finding is on a tensor whose values vLLM repeats to fill a parameter."""
+    return finding.check == CHECK and finding.fix == _SAYS["stretched"][2]
 
 
 def _cell(result: CellResult, *, needed: bool = True) -> MatrixCell:
@@ -152,7 +219,7 @@ def _not_loaded(results: Sequence[CellResult], require: Require) -> Iterator[Fin
             where=_in_cells(where, cells, results),
             expected="a checkpoint that vLLM loads",
             got=reason,
-            fix="see `vexport check`, or serve it elsewhere" if outcome == "refused" else "load it on a GPU",
+            fix=_REFUSED if outcome == "refused" else "load it on a GPU",
         )
 
 
@@ -216,6 +283,10 @@ class DryLoad:
     The cells are `tp` (tensor parallel sizes) x `sm` (90 for SM 9.0); each must load, or with `require` "any"
     one for each `tp`. `vllm_python` is the interpreter, None our own. With `speculative`, `METHOD` or
     `METHOD=FOLDER`, vLLM's draft model is built and loaded as well.
+
+    With `controlled`, errors that vLLM has with the unquantized model as well are no errors of the reports:
+    with the model in the folder `source`, or, without one, with the checkpoint's class in its default
+    configuration. If the cells were `requested`, a refusal stays an error if that model loads in other cells.
     """
 
     checkpoints: Sequence[Path]
@@ -225,12 +296,26 @@ class DryLoad:
     vllm_python: Path | None = None
     trust_remote_code: bool = False
     speculative: str = ""
+    controlled: bool = False
+    source: Path | None = None
+    requested: bool = False
     timeout: float = SECONDS
 
     def reports(self, on_progress: OnProgress = silent) -> list[DryLoadReport]:
         """A report for each checkpoint, in their order. Raises as `started`."""
         with self.started() as reports:
             return reports(on_progress)
+
+    def outcomes(self, fault: EngineFault, on_progress: OnProgress) -> list[DryLoadReport | EngineFault]:
+        """After the process for all checkpoints ended with a fault: a report or the fault of each checkpoint.
+
+        Each checkpoint gets a process of its own, so that only the checkpoint that ends its process has no
+        report. If vLLM cannot be started at all, or there is one checkpoint only, all have the same fault.
+        """
+        if fault.failure.kind in _OF_ALL or len(self.checkpoints) == 1:
+            return [fault] * len(self.checkpoints)
+        alone = [replace(self, checkpoints=[checkpoint]) for checkpoint in self.checkpoints]
+        return [_report_or_fault(each, on_progress) for each in alone]
 
     @contextmanager
     def started(self) -> Iterator[Callable[[OnProgress], list[DryLoadReport]]]:
@@ -247,6 +332,10 @@ class DryLoad:
                     folder=folder,
                     trust_remote_code=self.trust_remote_code,
                     speculative=self.speculative,
+                    controlled=self.controlled,
+                    source=self.source.absolute() if self.source is not None else None,
+                    plain_cells=_PLAIN_CELLS if self.requested else (),
+                    try_seconds=max(1, int(self.timeout / 2)),
                 ),
                 kind=DryResult,
                 where="dry load in vLLM",
@@ -260,9 +349,25 @@ class DryLoad:
 
     def _judged(self, result: DryResult) -> list[DryLoadReport]:
         return [
-            judge(str(checkpoint), result.vllm, cells, self.require)
+            judge(
+                str(checkpoint),
+                result.vllm,
+                cells,
+                self.require,
+                groups=schemes_of(checkpoint),
+                requested=self.requested,
+            )
             for checkpoint, cells in zip(self.checkpoints, result.checkpoints, strict=True)
         ]
+
+
+def _report_or_fault(load: DryLoad, on_progress: OnProgress) -> DryLoadReport | EngineFault:
+    """The report on a single checkpoint, or the fault that ended its process."""
+    try:
+        (report,) = load.reports(on_progress)
+    except EngineFault as fault:
+        return fault
+    return report
 
 
 def dry_load_checkpoints(

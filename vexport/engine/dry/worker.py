@@ -1,29 +1,47 @@
 """`python -m vexport.engine.dry.worker REQUEST.json RESULT.json`: every cell in forks of one process.
 
 vLLM is imported once. Each try forks, because a process has one set of groups, one capability that vLLM
-remembers here and there, and one crash.
+remembers here and there, and one crash. Memory and time of a try are limited: a checkpoint is not trusted.
 """
 
 import gc
 import importlib
 import multiprocessing
 import os
+import re
+import resource
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
-from vexport.engine.messages import CellResult, DryRequest, DryResult, DryTry, Outcome
+from vexport.engine.dry.controls import control_kind, control_of, same_refusal
+from vexport.engine.messages import (
+    Cell,
+    CellResult,
+    ControlKind,
+    DryRequest,
+    DryResult,
+    DryTry,
+    Outcome,
+)
 from vexport.engine.worker import answer_request, reporter
+from vexport.errors.extras import is_memory
 from vexport.files import from_json, to_json, write_text
 from vexport.records import OnProgress
 
 _STAGE = "dry load"
+_GIB = 2**30
+# The most memory that one try may take besides what vLLM's own modules take.
+MEMORY_BYTES = 4 * _GIB
+_TOO_LARGE = f"it takes more than {MEMORY_BYTES // _GIB} GiB of memory to build the model"
+_TOO_SLOW = "it takes vLLM more than {} s to build and load the model"
 # Modules that vLLM imports for every model: the plainest class, and the attention backends.
 _EVERY_CELL = (
     "vllm.model_executor.models.llama",
@@ -55,16 +73,33 @@ def main(arguments: list[str]) -> int:
 
 def _results_of(request: DryRequest) -> DryResult:
     report = reporter()
-    tries = [_tries(number, request) for number in range(len(request.checkpoints))]
+    tries = [
+        [_ranks(DryTry(request=request, number=number, cell=cell, rank=0)) for cell in request.cells]
+        for number in range(len(request.checkpoints))
+    ]
     everything = [rank for cells in tries for ranks in cells for rank in ranks]
     report(_STAGE, 0, len(everything))
-    version = _import_vllm(request)
+    version = _import_vllm()
+    for number in range(len(request.checkpoints)):
+        limit_memory(MEMORY_BYTES)
+        if (reason := _import_class(request, number)) is not None:
+            _give_up(tries[number], reason)
+    limit_memory(MEMORY_BYTES)
+    gc.freeze()
     _run(everything, report)
-    results = tuple(
-        tuple(merge_ranks([from_json(CellResult, rank.file) for rank in ranks]) for ranks in cells)
-        for cells in tries
-    )
-    return DryResult(vllm=version, checkpoints=results)
+    results = [[_merged(ranks) for ranks in cells] for cells in tries]
+    if request.controlled:
+        results = _with_controls(request, results)
+    return DryResult(vllm=version, checkpoints=tuple(map(tuple, results)))
+
+
+def _ranks(attempt: DryTry) -> list[DryTry]:
+    """The tries of a cell's first and last rank: what is too small shows at the last one."""
+    return [replace(attempt, rank=rank) for rank in dict.fromkeys((0, attempt.cell.tp - 1))]
+
+
+def _merged(ranks: Sequence[DryTry]) -> CellResult:
+    return merge_ranks([from_json(CellResult, rank.file) for rank in ranks])
 
 
 def merge_ranks(results: Sequence[CellResult]) -> CellResult:
@@ -76,19 +111,77 @@ def merge_ranks(results: Sequence[CellResult]) -> CellResult:
     return replace(results[0], faults=tuple(faults.values()))
 
 
-def _tries(number: int, request: DryRequest) -> list[list[DryTry]]:
-    """For each cell of a checkpoint its first and its last rank: what is too small shows at the last one."""
+def _give_up(cells: Sequence[Sequence[DryTry]], reason: str) -> None:
+    """Write the result of tries that are not worth making, because an earlier one took too much."""
+    for rank in (rank for ranks in cells for rank in ranks):
+        if not rank.file.is_file():
+            write_text(rank.file, to_json(CellResult(cell=rank.cell, outcome="unknown", reason=reason)))
+
+
+def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list[list[CellResult]]:
+    """The results, and for each cell with an error what an unquantized model does in it."""
+    kinds: dict[tuple[int, Cell], ControlKind] = {}
+    for number, cells in enumerate(results):
+        for result in cells:
+            kind = control_kind(result, has_source=request.source is not None)
+            if kind is not None:
+                kinds[number, result.cell] = kind
+    written = {(number, kind) for number, kind in _numbered(kinds) if _is_written(request, number, kind)}
+    kinds = {key: kind for key, kind in kinds.items() if (key[0], kind) in written}
+    controls = _tried(request, kinds)
+    by_cell = {(number, each.cell): each for number, cells in enumerate(results) for each in cells}
+    refused = {key: kind for key, kind in kinds.items() if same_refusal(by_cell[key], controls[key])}
+    plain = {(number, cell): kind for number, kind in _numbered(refused) for cell in request.plain_cells}
+    loading = {key[0] for key, result in _tried(request, plain).items() if result.outcome == "loaded"}
     return [
         [
-            DryTry(request=request, number=number, cell=cell, rank=rank)
-            for rank in dict.fromkeys((0, cell.tp - 1))
+            replace(result, control=control_of(controls[key], kinds[key], loads_elsewhere=number in loading))
+            if (key := (number, result.cell)) in controls
+            else result
+            for result in cells
         ]
-        for cell in request.cells
+        for number, cells in enumerate(results)
     ]
 
 
-def _import_vllm(request: DryRequest) -> str:
-    """Import what the children need, and say vLLM's version.
+def _numbered(kinds: Mapping[tuple[int, Cell], ControlKind]) -> set[tuple[int, ControlKind]]:
+    """The checkpoints, by number, with the models that they are compared with."""
+    return {(number, kind) for (number, _), kind in kinds.items()}
+
+
+def _is_written(request: DryRequest, number: int, kind: ControlKind) -> bool:
+    """Return True if there is a model to compare a checkpoint with; transformers makes it in a fork."""
+    if kind == "source":
+        return True
+    attempt = DryTry(request=request, number=number, cell=request.cells[0], rank=0, control=kind)
+
+    def write() -> None:
+        gc.disable()
+        signal.alarm(request.try_seconds)
+        sys.exit(not write_control(kind, request.checkpoints[number], attempt.checkpoint))
+
+    from vexport.engine.dry.unquantized import write_control
+
+    child = multiprocessing.get_context("fork").Process(target=write)
+    child.start()
+    child.join()
+    return child.exitcode == 0
+
+
+def _tried(
+    request: DryRequest, kinds: Mapping[tuple[int, Cell], ControlKind]
+) -> dict[tuple[int, Cell], CellResult]:
+    """Try the unquantized models in these cells of these checkpoints."""
+    tries = {
+        (number, cell): _ranks(DryTry(request=request, number=number, cell=cell, rank=0, control=kind))
+        for (number, cell), kind in kinds.items()
+    }
+    _run([rank for ranks in tries.values() for rank in ranks], lambda stage, done, total: None)
+    return {key: _merged(ranks) for key, ranks in tries.items()}
+
+
+def _import_vllm() -> str:
+    """Import what the children need, and return vLLM's version.
 
     vLLM looks at a model class in a separate process, so as not to touch a GPU; here there is none.
     """
@@ -96,29 +189,76 @@ def _import_vllm(request: DryRequest) -> str:
     from vllm import __version__ as version
     from vllm.model_executor.models import registry
 
+    registry._run_in_subprocess = lambda function: function()
+    return str(version)
+
+
+def _import_class(request: DryRequest, number: int) -> str | None:
+    """Import the model class of a checkpoint, which its tries then share.
+
+    Returns the reason if that takes too much memory or time: the tries would take as much, each.
+    """
+    from vllm.model_executor.models import registry
+
     from vexport.engine.dry.cell import configure
 
-    registry._run_in_subprocess = lambda function: function()
+    checkpoint, trust = request.checkpoints[number], request.trust_remote_code
     largest = max(cell.tp for cell in request.cells)
-    for checkpoint in request.checkpoints:
-        for tp in dict.fromkeys((largest, 1)):  # vLLM imports more where it has to communicate
-            try:
-                model = configure(checkpoint, tp=tp, trust_remote_code=request.trust_remote_code).model_config
+    for tp in dict.fromkeys((largest, 1)):  # vLLM imports more where it has to communicate
+        try:
+            with _time_limit(request.try_seconds):
+                model = configure(checkpoint, tp=tp, trust_remote_code=trust).model_config
                 registry.ModelRegistry.resolve_model_cls(model.architectures, model)
-                break
-            except Exception as error:  # each cell will say so
-                traceback.print_exception(error)
-    gc.freeze()
-    return str(version)
+            break
+        except MemoryError:
+            return _TOO_LARGE
+        except TimeoutError:
+            return _TOO_SLOW.format(request.try_seconds)
+        except Exception as error:  # each cell will say so
+            traceback.print_exception(error)
+    return None
+
+
+@contextmanager
+def _time_limit(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError if the block takes longer."""
+
+    def expire(number: int, frame: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def limit_memory(more: int) -> None:
+    """Let this process and its forks take so many bytes more than it has now; beyond, MemoryError.
+
+    What counts is RLIMIT_DATA: private memory that can be written. Mapped files and reserved addresses, of
+    which torch has many, do not count.
+    """
+    used = re.search(r"^VmData:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if used is not None:
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        limit = int(used[1]) * 1024 + more
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def _run(tries: Sequence[DryTry], report: OnProgress) -> None:
     """Fork a child for each try, as many at a time as there are cores; every one leaves a file.
 
-    Those of one capability come first, so that what they share is there for the others.
+    Those of one capability come first, so that what they share is there for the others. If a child takes too
+    much memory or time, the other tries of its checkpoint are left out.
     """
     fork, running = multiprocessing.get_context("fork"), dict[BaseProcess, DryTry]()
-    waiting = sorted(tries, key=lambda attempt: attempt.cell.sm)
+    waiting = sorted(
+        (attempt for attempt in tries if not attempt.file.is_file()), key=lambda attempt: attempt.cell.sm
+    )
     while waiting or running:
         while waiting and len(running) < len(os.sched_getaffinity(0)):
             attempt = waiting.pop(0)
@@ -127,15 +267,30 @@ def _run(tries: Sequence[DryTry], report: OnProgress) -> None:
             running[child] = attempt
         connection.wait([child.sentinel for child in running])
         for ended in [child for child in running if not child.is_alive()]:
-            _require_file(running.pop(ended), ended.exitcode or 0)
+            attempt = running.pop(ended)
+            _require_file(attempt, ended.exitcode or 0)
+            if (reason := from_json(CellResult, attempt.file).reason) in _took_too_much(attempt):
+                same = [each for each in waiting if each.checkpoint == attempt.checkpoint]
+                _give_up([same], reason)
+                waiting = [each for each in waiting if each not in same]
         report(_STAGE, len(tries) - len(waiting) - len(running), len(tries))
+
+
+def _took_too_much(attempt: DryTry) -> tuple[str, str]:
+    """The reasons for which no other try of a checkpoint is worth making."""
+    return _TOO_LARGE, _TOO_SLOW.format(attempt.request.try_seconds)
 
 
 def _try(attempt: DryTry) -> None:
     from vexport.engine.dry.cell import try_cell
 
     gc.disable()
-    write_text(attempt.file, to_json(try_cell(attempt)))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(attempt.request.try_seconds)
+    result = try_cell(attempt)
+    if result.outcome == "unknown" and is_memory(result.reason):
+        result = replace(result, reason=_TOO_LARGE)
+    write_text(attempt.file, to_json(result))
 
 
 def _require_file(attempt: DryTry, code: int) -> None:
@@ -144,8 +299,10 @@ def _require_file(attempt: DryTry, code: int) -> None:
         return
     ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     # The system kills a process that is out of memory; any other death is vLLM's fault.
-    outcome: Outcome = "unknown" if code == -signal.SIGKILL else "refused"
+    outcome: Outcome = "unknown" if code in (-signal.SIGKILL, -signal.SIGALRM) else "refused"
     reason = f"the process ended with {ending}"
+    if code == -signal.SIGALRM:
+        reason = _TOO_SLOW.format(attempt.request.try_seconds)
     write_text(attempt.file, to_json(CellResult(cell=attempt.cell, outcome=outcome, reason=reason)))
 
 

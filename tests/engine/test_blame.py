@@ -1,0 +1,173 @@
+"""What an unquantized model is refused or misread for as well is no error of a checkpoint."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from vexport.checks.vllm.groups import ConfigGroup
+from vexport.engine.dry.causes import with_cause
+from vexport.engine.dry.controls import control_kind, same_refusal
+from vexport.engine.dry.load import errors_or_doubt, judge
+from vexport.engine.gate import overruled
+from vexport.engine.messages import Cell, CellResult, Control, ControlKind, Miscopy
+from vexport.formats.schemes import get_scheme
+from vexport.records import IN_FULL, DryLoadReport, Finding
+
+CELL = Cell(tp=1, sm=90)
+REFUSED = CellResult(cell=CELL, outcome="refused", reason="KeyError: 'layers.1.mlp.gate.bias'", built=True)
+BIAS = "model.layers.1.mlp.experts.e_score_correction_bias"
+
+
+def missing(where: str) -> Miscopy:
+    return Miscopy(kind="missing", where=where, layer="", got="0 of 4 elements", expected="shape [4]")
+
+
+def with_control(
+    result: CellResult, kind: ControlKind = "source", *, loads_elsewhere: bool = False, **changes: object
+) -> CellResult:
+    """The result with an unquantized model that does the same, but for `changes`."""
+    control = Control(
+        kind=kind,
+        outcome=result.outcome,
+        reason=str(changes.get("reason", result.reason)),
+        where=str(changes.get("where", result.where)),
+        faults=result.faults,
+        loads_elsewhere=loads_elsewhere,
+    )
+    return replace(result, control=control)
+
+
+def judged(*results: CellResult, requested: bool = False) -> DryLoadReport:
+    return judge("a", "0.32.0", results, "any", requested=requested)
+
+
+@pytest.mark.parametrize("kind", ["source", "same config", "default config"])
+def test_shared_refusal_is_a_doubt(kind: ControlKind) -> None:
+    outcome = errors_or_doubt(judged(with_control(REFUSED, kind)))
+    assert isinstance(outcome, str)
+    assert REFUSED.reason in outcome
+    assert outcome.startswith("vLLM")
+
+
+@pytest.mark.parametrize("result", [REFUSED, with_control(REFUSED, reason="ValueError: something else")])
+def test_own_refusal_stays_an_error(result: CellResult) -> None:
+    (error,) = errors_or_doubt(judged(result))
+    assert isinstance(error, Finding)
+    assert error.got == REFUSED.reason
+
+
+@pytest.mark.parametrize(("requested", "is_error"), [(True, True), (False, False)])
+def test_requested_cell_is_refused(requested: bool, is_error: bool) -> None:
+    """A GPU on which vLLM runs no checkpoint of the model is what --sm asks about."""
+    result = with_control(REFUSED, loads_elsewhere=True)
+    assert isinstance(errors_or_doubt(judged(result, requested=requested)), list) is is_error
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "same"),
+    [
+        ("no module layers.1.q_proj.weight_packed", "no module layers.1.q_proj.weight", True),
+        ("KeyError: 'experts.w13_weight_scale'", "KeyError: 'experts.w13_weight'", True),
+        ("cannot read /tmp/a/b.json", "cannot read /root/c.json", True),
+        ("size of tensor a (128) and b (64)", "size of tensor a (128) and b (512)", True),
+        ("no module layers.1.q_proj.weight", "no module layers.1.k_proj.weight", False),
+        ("no such file", "no module layers.1.q_proj.weight", False),
+    ],
+)
+def test_same_refusal(ours: str, theirs: str, same: bool) -> None:
+    refusals = [replace(REFUSED, reason=text, where="") for text in (ours, theirs)]
+    assert same_refusal(*refusals) is same
+    assert not same_refusal(refusals[0], replace(refusals[1], outcome="loaded"))
+
+
+def test_shared_fault_is_not_judged() -> None:
+    own = missing("model.norm.weight")
+    shared = CellResult(cell=CELL, outcome="loaded", faults=(missing(BIAS),))
+    report = judged(replace(with_control(shared), faults=(missing(BIAS), own)))
+    assert [finding.where for finding in report.findings] == [own.where]
+    assert [entry.what for entry in report.not_judged] == [f"{BIAS} (missing)"]
+    report = judged(with_control(shared))
+    assert (report.ok, errors_or_doubt(report)) == (True, [])
+
+
+def test_kind_of_control() -> None:
+    loaded = CellResult(cell=CELL, outcome="loaded")
+    faulty = replace(loaded, faults=(missing(BIAS),))
+    assert control_kind(loaded, has_source=True) is None
+    assert control_kind(faulty, has_source=True) == "source"
+    assert control_kind(faulty, has_source=False) == "same config"
+    assert control_kind(replace(REFUSED, built=False), has_source=False) == "default config"
+
+
+def finding(check: str, expected: str, where: str = "a.weight") -> Finding:
+    return Finding(check=check, severity="error", where=where, expected=expected, got="", fix="")
+
+
+STRETCHED = Miscopy(kind="stretched", where="a.weight", layer="", got="shape [1]", expected="shape [4]")
+
+
+@pytest.mark.parametrize(
+    ("found", "result", "stays"),
+    [
+        (finding("shapes", "shape [4, 4] (pack-quantized, group 128)"), (), False),
+        (finding("completeness", "the tensor"), (), False),
+        # Loaders do not see these.
+        (finding("shapes", "dtype F8_E4M3 (nvfp4-pack-quantized)"), (), True),
+        (finding("shapes", "in_features that are a multiple of group_size 16"), (), True),
+        (finding("values", "finite scales"), (), True),
+        (finding("shapes", "shape [4]"), (STRETCHED,), True),
+        # A fault that is not judged may be the same.
+        (finding("completeness", "the tensor"), (missing(BIAS),), True),
+        (finding("shapes", "shape [4]"), (missing(BIAS),), False),
+        (finding("shapes", "shape [4]"), (replace(missing(BIAS), kind="narrowed"),), True),
+    ],
+)
+def test_loaders_overrule(found: Finding, result: Sequence[Miscopy], stays: bool) -> None:
+    report = judged(with_control(CellResult(cell=CELL, outcome="loaded", faults=tuple(result))))
+    (after,) = overruled([found], report)
+    assert (after.severity == "error") is stays
+
+
+NO_KERNEL = (
+    "ValueError: Failed to find a kernel that can implement the WNA16 linear layer. Reasons: "
+    "MacheteLinearKernel requires capability 90. MarlinLinearKernel cannot implement due to: int4b8"
+)
+
+
+def group(name: str) -> ConfigGroup:
+    scheme = get_scheme(name)
+    return ConfigGroup(
+        name="group_0",
+        targets=("Linear",),
+        weights=scheme.args.weights,
+        input_activations=scheme.args.input_activations,
+        format=scheme.format.name,
+    )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "sm", "cause"),
+    [
+        ("W4AFP8", (80,), "no kernel of vLLM 0.32 runs W4AFP8 on SM 80"),
+        ("W4AFP8", (80, 89, 100), "no kernel of vLLM 0.32 runs W4AFP8 on SM 80, 89 and 100"),
+        ("W4A16", (90,), "no kernel of vLLM 0.32 runs W4A16 layers of these shapes on SM 90"),
+    ],
+)
+def test_cause_comes_first(scheme: str, sm: Sequence[int], cause: str) -> None:
+    told = with_cause(NO_KERNEL, sm, [group(scheme)], "0.32.0")
+    assert told == f"{cause}{IN_FULL}{NO_KERNEL}"
+    short = "ValueError: Unsupported activation: nonsense."
+    assert with_cause(short, sm, [], "0.32.0") == short
+
+
+def test_one_finding_for_one_cause() -> None:
+    reasons = [f"{NO_KERNEL} on SM {sm}" for sm in (80, 89)]
+    cells = [Cell(tp=1, sm=sm) for sm in (80, 89)]
+    refused = [
+        replace(REFUSED, cell=cell, reason=reason) for cell, reason in zip(cells, reasons, strict=True)
+    ]
+    (found,) = judged(*refused).findings
+    assert "on SM 80 and 89" in found.brief.got
+    assert "Machete" not in found.brief.got
+    assert "Machete" in found.got

@@ -1,0 +1,81 @@
+"""Puts the cause of a refusal in front of vLLM's own words."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from vexport.checkpoint.index import find_quantization
+from vexport.checks.vllm.groups import ConfigGroup, parse_group
+from vexport.errors import InputError
+from vexport.files import read_json_object
+from vexport.formats.schemes import Scheme, named_scheme
+from vexport.records import IN_FULL
+
+# The longest message that is its own cause; of a longer one the first sentence is.
+_LONGEST = 240
+# vLLM's messages if no kernel takes a layer: kernels/linear/__init__.py, compressed_tensors.py, and
+# fused_moe/oracle. A reason for each kernel follows.
+_NO_KERNEL = re.compile(
+    r"Failed to find a kernel|No compressed-tensors compatible scheme was found"
+    r"|Quantization scheme is not supported for the current GPU"
+    r"|No [\w ]*MoE backend supports the deployment configuration"
+)
+# platforms/cuda.py.
+_NO_ATTENTION = re.compile(r"No valid attention backend")
+_FIRST_SENTENCE = re.compile(r"^.{20,}?(?:[.:;](?= )|$)")
+
+
+def schemes_of(checkpoint: Path) -> tuple[ConfigGroup, ...]:
+    """Return the config groups of a compressed-tensors checkpoint, none of another method."""
+    try:
+        stored = find_quantization(checkpoint, read_json_object(checkpoint / "config.json"))
+    except InputError:
+        return ()
+    groups = stored.values.get("config_groups") if stored is not None else None
+    default = str(stored.values.get("format", "")) if stored is not None else ""
+    parsed = (
+        (parse_group(name, raw, default) for name, raw in groups.items()) if isinstance(groups, dict) else ()
+    )
+    return tuple(group for group in parsed if isinstance(group, ConfigGroup))
+
+
+def with_cause(reason: str, capabilities: Sequence[int], groups: Sequence[ConfigGroup], vllm: str) -> str:
+    """Return one line with the cause of a refusal, and vLLM's words behind it.
+
+    `capabilities` are those of the cells that were refused for this reason.
+    """
+    version = ".".join(vllm.split(".")[:2])
+    devices = " and ".join(filter(None, (", ".join(map(str, capabilities[:-1])), str(capabilities[-1]))))
+    if _NO_KERNEL.search(reason):
+        return (
+            f"no kernel of vLLM {version} runs {_what(groups, capabilities)} on SM {devices}{IN_FULL}{reason}"
+        )
+    if _NO_ATTENTION.search(reason):
+        cause = f"no attention backend of vLLM {version} runs this model on SM {devices}"
+        return f"{cause}{IN_FULL}{reason}"
+    first = _FIRST_SENTENCE.match(reason)
+    if len(reason) <= _LONGEST or first is None or len(first[0]) == len(reason):
+        return reason
+    return f"{first[0].rstrip('.:;')}{IN_FULL}{reason}"
+
+
+def _what(groups: Sequence[ConfigGroup], capabilities: Sequence[int]) -> str:
+    """Return the schemes that have no kernel; if each has one, the shapes are at fault."""
+    schemes = list(_schemes(groups))
+    refused = [
+        each.name
+        for each in schemes
+        if all(each.format.gpu_support(each.args).refuses(sm) for sm in capabilities)
+    ]
+    if refused:
+        return ", ".join(dict.fromkeys(refused))
+    names = ", ".join(dict.fromkeys(each.name for each in schemes))
+    return f"{names} layers of these shapes" if names else "this quantization"
+
+
+def _schemes(groups: Sequence[ConfigGroup]) -> Iterator[Scheme]:
+    for group in groups:
+        try:
+            yield named_scheme(group)
+        except (InputError, ValueError):  # one that vexport does not write
+            continue

@@ -1,0 +1,121 @@
+"""Compares a checkpoint that vLLM refuses or misreads with an unquantized model in the same cell.
+
+What vLLM does with the unquantized model as well is no fault of the quantization. The control is the
+checkpoint's source, if it is known. Without a source there are two models that need no weights:
+
+- If vLLM refused to build the model: the class in the default configuration of transformers. It is refused
+  alike if the class or the environment is to blame, but not because of a wrong value in config.json.
+- If vLLM built the model and then refused or misread a tensor: the model that transformers builds of the same
+  config.json, with all tensors under the names that transformers saves. It fails alike if vLLM's class cannot
+  read any checkpoint of this config, but not because of a wrong name or a missing tensor in the checkpoint.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from vexport.engine.messages import CellResult, Control, ControlKind, Miscopy
+from vexport.records import NotJudged
+
+# Kinds of faults that are errors; a tensor that goes nowhere is a warning.
+_ERRORS = ("missing", "cast", "narrowed")
+# Names of parameters and tensors that quantization changes, in the files and in vLLM.
+_QUANTIZED = re.compile(
+    r"(?<=[._0-9])(?:weight|qweight|w13|w2|w1|w3)"
+    r"(?:_(?:weight|packed|scale|shape|scale_inv|scale_2|global_scale|zero_point|inv))+\b"
+)
+_NUMBER = re.compile(r"\d+")
+_PATH = re.compile(r"(?<![\w.])/\S+")
+_WORDS: Mapping[ControlKind, str] = {
+    "source": "vLLM does the same with the unquantized source",
+    "same config": "vLLM does the same with an unquantized checkpoint that transformers makes of this config",
+    "default config": "vLLM refuses every checkpoint of this class in the same way, also an unquantized one",
+}
+
+
+def control_kind(result: CellResult, *, has_source: bool) -> ControlKind | None:
+    """Return the unquantized model that could show that the quantization is not to blame, if there is one."""
+    is_faulty = result.outcome == "refused" or any(fault.kind in _ERRORS for fault in result.faults)
+    if not is_faulty:
+        return None
+    if has_source:
+        return "source"
+    return "same config" if result.built else "default config"
+
+
+def control_of(result: CellResult, kind: ControlKind, *, loads_elsewhere: bool) -> Control:
+    """Return what the unquantized model did in a cell."""
+    return Control(
+        kind=kind,
+        outcome=result.outcome,
+        reason=result.reason,
+        where=result.where,
+        faults=result.faults,
+        loads_elsewhere=loads_elsewhere,
+    )
+
+
+def same_refusal(result: CellResult, control: CellResult | Control) -> bool:
+    """Return True if vLLM refused both for the same reason, but for names that quantization changes."""
+    if result.outcome != "refused" or control.outcome != "refused":
+        return False
+    return _plain(result.reason) == _plain(control.reason) and _plain(result.where) == _plain(control.where)
+
+
+def _plain(text: str) -> str:
+    """The text without paths, without numbers and under the names of an unquantized model."""
+    without_paths = _PATH.sub("PATH", text)
+    return _NUMBER.sub("#", _QUANTIZED.sub(_unquantized, without_paths))
+
+
+def _unquantized(name: re.Match[str]) -> str:
+    """`weight` for `weight_packed`, `w13_weight` for `w13_weight_scale`."""
+    first = name[0].partition("_")[0]
+    return f"{first}_weight" if first.startswith("w") and first != "weight" else "weight"
+
+
+def excused(result: CellResult, told: str, *, in_any_cell: bool) -> CellResult:
+    """Return the result without the errors that the unquantized model has as well.
+
+    A refusal becomes "unknown", with `told`, the reason as reports show it. With `in_any_cell` False, a
+    refusal stays if the unquantized model loads in another cell: then the GPU or the number of ranks that was
+    asked for is the cause.
+    """
+    control = result.control
+    if control is None:
+        return replace(result, reason=told)
+    if same_refusal(result, control):
+        if control.loads_elsewhere and not in_any_cell:
+            return replace(result, reason=told)
+        return replace(result, outcome="unknown", reason=f"{_WORDS[control.kind]}: {told}")
+    shared = {_key(fault) for fault in control.faults}
+    faults = tuple(fault for fault in result.faults if not _is_shared(fault, shared))
+    return replace(result, reason=told, faults=faults)
+
+
+def is_excuse(reason: str) -> bool:
+    """Return True if the reason says that the unquantized model is refused as well."""
+    return reason.startswith(tuple(_WORDS.values()))
+
+
+def _is_shared(fault: Miscopy, shared: set[tuple[str, str]]) -> bool:
+    return fault.kind in _ERRORS and _key(fault) in shared
+
+
+def _key(fault: Miscopy) -> tuple[str, str]:
+    """Kind and place; a place has its numbers, because each layer is read for itself."""
+    return fault.kind, _QUANTIZED.sub(_unquantized, fault.where)
+
+
+def not_judged(results: Sequence[CellResult]) -> tuple[NotJudged, ...]:
+    """Return the faults that vLLM has with the unquantized model as well, each once."""
+    found: dict[str, NotJudged] = {}
+    for result in results:
+        control = result.control
+        shared = {_key(fault) for fault in control.faults} if control is not None else set()
+        for fault in result.faults:
+            if _is_shared(fault, shared):
+                assert control is not None
+                why = f"{_WORDS[control.kind]}: got {fault.got}, need {fault.expected}"
+                found.setdefault(fault.where, NotJudged(what=f"{fault.where} ({fault.kind})", why=why))
+    return tuple(found.values())
