@@ -14,6 +14,7 @@ from vexport.checkpoint.source import resolve_source
 from vexport.checks import INTERNAL, NAMES, completeness, findings_of_headers, shapes, targets
 from vexport.checks.vllm.view import Target
 from vexport.engine.arguments import require_layers
+from vexport.engine.dry.controls import is_excuse
 from vexport.engine.dry.load import (
     CAPABILITIES,
     DryLoad,
@@ -208,9 +209,12 @@ class Prover:
             judged = _dry_loaded(job, folder, plan)
             outcome = judged if isinstance(judged, str) else errors_or_doubt(judged)
             if isinstance(outcome, str):
-                not_judged.append(without_details(outcome))
+                doubt = without_details(outcome)
+                excuse = f"warning: {job.out} is not proven to load: {doubt}"
+                not_judged.append(excuse if is_excuse(doubt) else doubt)
             elif isinstance(judged, DryLoadReport):
-                not_judged += [str(each.brief) for each in judged.not_judged]
+                faults = [str(each.brief) for each in judged.not_judged]
+                not_judged += [f"warning: {job.out} is not proven to load: {fault}" for fault in faults]
                 left = errors if outcome else overruled(errors, judged)
                 errors = [each for each in left if each.severity == "error"] or outcome
         for text in not_judged:
