@@ -93,10 +93,11 @@ def checked_in_vllm(
         running = attempt(partial(stack.enter_context, dry_load.started()), DRY_LOAD) if loadable else None
         reports = read()
         loads = attempt(partial(running, on_progress), DRY_LOAD) if callable(running) else running
+    outcomes: dict[str, DryLoadReport | VexportError]
     if isinstance(loads, EngineFault):
-        loads = dry_load.outcomes(loads, on_progress)
-    if isinstance(loads, VexportError):
-        outcomes: dict[str, DryLoadReport | VexportError] = dict.fromkeys(loadable, loads)
+        outcomes = dict(zip(loadable, dry_load.outcomes(loads, on_progress), strict=True))
+    elif isinstance(loads, VexportError):
+        outcomes = dict.fromkeys(loadable, loads)
     else:
         outcomes = dict(zip(loadable, loads or (), strict=True))
     vllm_is_there = vllm_python is not None or is_installed("vllm")

@@ -8,6 +8,7 @@ from vexport.checkpoint.index import find_quantization
 from vexport.checks.vllm.groups import ConfigGroup, parse_group
 from vexport.errors import InputError
 from vexport.files import read_json_object
+from vexport.formats.arguments import SchemeArgs
 from vexport.formats.schemes import Scheme, named_scheme
 from vexport.records import IN_FULL
 
@@ -76,6 +77,6 @@ def _what(groups: Sequence[ConfigGroup], capabilities: Sequence[int]) -> str:
 def _schemes(groups: Sequence[ConfigGroup]) -> Iterator[Scheme]:
     for group in groups:
         try:
-            yield named_scheme(group)
+            yield named_scheme(SchemeArgs(weights=group.weights, input_activations=group.input_activations))
         except (InputError, ValueError):  # one that vexport does not write
             continue
