@@ -139,8 +139,8 @@ def test_pipe_among_the_shards_starts_no_dry_load(good: Good, tmp_path: Path) ->
 def test_a_dead_worker_leaves_the_others_judged(good: Good, tmp_path: Path) -> None:
     """The interpreter is killed whenever a request names the checkpoint `bad`."""
     python = tmp_path / "python"
-    killed = f'[ -f "$3" ] && grep -q "/bad"" "$3" && kill -9 $$\nexec {sys.executable} "$@"\n'
-    python.write_text(f"#!/bin/sh\n{killed}")
+    killed = """[ -f "$3" ] && grep -q '/bad"' "$3" && kill -9 $$"""
+    python.write_text(f'#!/bin/sh\n{killed}\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     bad = copytree(good("W8A8"), tmp_path / "bad")
     wrong = spoiled(good("W8A8"), tmp_path / "wrong", config(WHOLE, hidden_act="nonsense"))
