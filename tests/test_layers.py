@@ -13,7 +13,7 @@ LAYERS = (
     {"version", "errors"},
     {"__init__", "records"},
     {"files", "architectures", "numerics"},
-    {"checkpoint", "outputs", "formats", "observers"},
+    {"checkpoint", "outputs", "formats", "observers", "config_files"},
     {"scenario", "calibration", "layers"},
     {"plan", "checks"},
     {"quantize", "fidelity", "engine", "reports"},

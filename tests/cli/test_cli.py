@@ -139,8 +139,21 @@ def test_calls_overrule_a_files_options(llama: Path, tmp_path: Path, monkeypatch
         ("trust-remote-code = true\n", "only a call itself says so"),
         ("[eval]\nvllm-python = 'x'\n", "only a call itself says so"),
         ("[plan\n", "need TOML"),
-        ("[plan]\ntp = -1\n", "'-1' is not a number of GPUs"),
+        ("[plan]\ntp = -1\n", "vexport.toml: Invalid value for '--tp'"),
+        ("[check]\ntp = true\n", "vexport.toml: check.tp: got True, need a text, a number"),
+        ("[check]\ntp = [[1]]\n", "vexport.toml: check.tp: got [[1]], need"),
+        ("[check]\nstrict = 'yes'\n", "vexport.toml: check.strict: got 'yes', need true or false"),
+        ("check.tp.a = 1\n", "vexport.toml: check.tp: got {'a': 1}, need"),
+        ("check.tp = 0x" + "f" * 5000, "vexport.toml: check.tp: got a int that is too large to show"),
+        ("check.a = " + "[" * 50_000, "vexport.toml: got values too deep in each other"),
+        ("a." * 50_000 + "a = 1", "vexport.toml:1: got a key of more than 20 parts"),
+        ("#" * 1_000_001, "vexport.toml: got more than 1 MB"),
+        ("[check]\noutput = '../x.json'\n", "vexport.toml: check.output: it may run code, or write"),
+        ("[check]\noutput-file = 'x.json'\n", "vexport.toml: check.output-file: got no option"),
+        ("[eval]\noutput-dir = 'x'\naccept = 'y'\n", "only a call itself says so"),
+        ("run-dir = '../x'\n", "only a call itself says so"),
     ],
+    ids=lambda text: text[:20],
 )
 def test_a_file_that_sets_what_it_may_not_is_refused(
     content: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,16 +5,16 @@ of the current folder sets: `vexport.toml`, or [tool.vexport] in pyproject.toml.
 import logging
 import os
 import sys
-import tomllib
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from vexport.cli import INTERRUPTED
 from vexport.cli.base import wants_colour
-from vexport.cli.options import WIDEST, OrderedGroup
+from vexport.cli.options import OUTPUTS, WIDEST, OrderedGroup
 from vexport.errors import (
     EnvironmentFaults,
     InputError,
@@ -23,6 +23,7 @@ from vexport.errors import (
     clip,
     file_problem,
     nearest,
+    shown,
     visible,
 )
 from vexport.errors.extras import unforeseen
@@ -47,8 +48,13 @@ COMMANDS = {
 # Bounds of what goes to stderr: names and values come from files and may be of any size.
 MAX_CHARACTERS = 600
 MAX_LINES = 50
-# Options that run foreign code or destroy files must be given in the call, not in a file.
-NEVER = {"trust_remote_code", "vllm_python", "engine_args", "overwrite", "help", "version"}
+# Options that run foreign code, or say where files are written, must be given in the call, not in a file: the
+# file may belong to a folder that somebody else made.
+NEVER = frozenset(
+    {"trust_remote_code", "vllm_python", "engine_args", "overwrite", "help", "version", *OUTPUTS}
+)
+# The last is one that other tools share.
+FILES = ("vexport.toml", "pyproject.toml")
 EPILOG = """
 Exit codes: 0 pass; 1 the checkpoint fails; 2 bad usage or input; 3 inconclusive; 4 the environment is at
 fault (vLLM missing, crashed, out of memory, timed out); 130 interrupted, 143 terminated.
@@ -111,6 +117,8 @@ def _failed(error: BaseException) -> int:
         command = error.ctx.command_path if error.ctx else "vexport"
         message = " ".join(error.format_message().split())
         message = message if message.endswith((".", "?")) else f"{message}."
+        if (file := _file_behind(error)) is not None:
+            message = f"{file}: {message}"
         return _say([f"{command}: {message} See `{command} --help`."], error.exit_code)
     if isinstance(error, InputErrors | EnvironmentFaults):
         return _say([str(problem) for problem in error.problems], error.exit_code)
@@ -119,6 +127,14 @@ def _failed(error: BaseException) -> int:
         return 0
     problem = _problem(error)
     return _say([str(problem)], problem.exit_code)
+
+
+def _file_behind(error: click.UsageError) -> str | None:
+    """Return the name of the file whose setting click could not use; None if no file gave it."""
+    if not isinstance(error, click.BadParameter) or error.ctx is None or error.param is None:
+        return None
+    source = error.ctx.get_parameter_source(str(error.param.name))
+    return _table()[0] if source is ParameterSource.DEFAULT_MAP else None
 
 
 def _problem(error: BaseException) -> VexportError:
@@ -161,66 +177,91 @@ def default_map(group: click.Group) -> dict[str, dict[str, object]]:
     tables = {key: value for key, value in table.items() if isinstance(value, dict)}
     shared = {key: value for key, value in table.items() if key not in tables}
     for name in tables.keys() - options.keys():
-        fix = f"name a command{nearest(name, [*options])}"
-        raise InputError(f"{where}: [{name}]", got="no command of vexport", need="one", fix=fix)
+        fix = f"name a command{nearest(clip(name, 100), [*options])}"
+        raise InputError(f"{where}: [{clip(name, 100)}]", got="no command of vexport", need="one", fix=fix)
     every = {name: option for each in options.values() for name, option in each.items()}
     _require_known(f"{where}: ", shared, every)
     defaults: dict[str, dict[str, object]] = {}
     for name, known in options.items():
         own = tables.get(name, {})
         _require_known(f"{where}: {name}.", own, known)
-        settings = {known[key]: value for key, value in (shared | own).items() if key in known}
-        defaults[name] = {str(option.name): _value(option, value) for option, value in settings.items()}
+        places = dict.fromkeys(shared, f"{where}: ") | dict.fromkeys(own, f"{where}: {name}.")
+        settings = {key: value for key, value in (shared | own).items() if key in known}
+        defaults[name] = {
+            str(known[key].name): _value(known[key], value, f"{places[key]}{key}")
+            for key, value in settings.items()
+        }
     return defaults
 
 
 def _require_known(where: str, settings: Iterable[str], known: Mapping[str, click.Option]) -> None:
     """InputError for a setting that is no option, or one that a file may not set."""
     for key in settings:
-        place = f"{where}{key}"
-        if key.replace("-", "_") in NEVER:
-            got = "it may run code or destroy: only a call itself says so"
-            raise InputError(place, got=got, need="", fix="remove it")
+        place = f"{where}{clip(key, 100)}"
+        name = key.replace("-", "_")
+        if key in known and str(known[key].name) in NEVER or name in NEVER:
+            got = "it may run code, or write or remove files: only a call itself says so"
+            raise InputError(place, got=got, need="", fix="remove it, and give the option in the call")
         if key not in known:
-            fix = f"correct it{nearest(key, [*known])}"
+            fix = f"correct it{nearest(clip(key, 100), [*known])}"
             raise InputError(place, got="no option that a file may set", need="one", fix=fix)
 
 
 def _table() -> tuple[str, Mapping[str, object]]:
     """The file and its settings; none where there is no file."""
-    for name in ("vexport.toml", "pyproject.toml"):
-        try:
-            content = Path(name).read_bytes()
-        except OSError:
+    for name in FILES:
+        is_project = name == FILES[-1]
+        if not Path(name).is_file() or (is_project and not _mentions_vexport(Path(name))):
             continue
-        is_project = name == "pyproject.toml"
-        if is_project and b"tool.vexport" not in content:
-            continue
-        try:
-            table = tomllib.loads(content.decode())
-        except ValueError as error:
-            raise InputError(name, got=str(error), need="TOML", fix="correct the file") from None
+        from vexport.config_files import load_toml
+
+        table = load_toml(Path(name))
         where = f"{name}: tool.vexport" if is_project else name
         tool = table.get("tool") if is_project else {"vexport": table}
         settings = tool.get("vexport", {}) if isinstance(tool, dict) else {}
         if not isinstance(settings, dict):
-            raise InputError(where, got=repr(settings)[:80], need="a table", fix="write [tool.vexport]")
+            raise InputError(where, got=shown(settings, 80), need="a table", fix="write [tool.vexport]")
         return where, settings
     return "", {}
 
 
+def _mentions_vexport(project: Path) -> bool:
+    """Return whether a pyproject.toml can have settings of vexport; False if it cannot be read."""
+    try:
+        return b"tool.vexport" in project.read_bytes()
+    except OSError:
+        return False
+
+
 def _options(command: click.Command) -> dict[str, click.Option]:
-    """The options that a file may set, by their names on the command line without dashes."""
-    options = [each for each in command.params if isinstance(each, click.Option) and each.name not in NEVER]
+    """The options of a command, by their names on the command line without dashes."""
+    options = [each for each in command.params if isinstance(each, click.Option)]
     return {name.lstrip("-"): option for option in options for name in option.opts if name.startswith("--")}
 
 
-def _value(option: click.Option, value: object) -> object:
-    """The value as a command line has it: text, which click converts, of several values a list of it."""
-    if isinstance(value, bool):
-        return value
-    parts = [str(part) for part in (value if isinstance(value, list) else [value])]
+def _value(option: click.Option, value: object, place: str) -> object:
+    """The value as a command line has it: text, which click converts, of several values a list of it.
+
+    InputError for a switch that is neither true nor false, and for another option's value that is no text, no
+    number and no list of them.
+    """
+    if option.is_flag:
+        if isinstance(value, bool):
+            return value
+        raise InputError(place, got=shown(value, 80), need="true or false", fix="correct the value")
+    listed = value if isinstance(value, list) else [value]
+    try:
+        parts = [str(part) for part in listed if _is_plain(part)]
+    except ValueError:  # an integer of more than 4,300 digits
+        parts = []
+    if len(parts) < len(listed) or not (parts or option.multiple):
+        need = "a text, a number, or a list of them"
+        raise InputError(place, got=shown(value, 80), need=need, fix="correct the value")
     return parts if option.multiple else ",".join(parts)
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
 @click.group(

@@ -115,6 +115,8 @@ FORMATS = ("text", "json", "junit", "github")
 FORMAT_OF_SUFFIX = {".txt": "text", ".json": "json", ".xml": "junit", ".html": "html", ".md": "markdown"}
 # The name of --output, and where a context holds its value.
 ANSWER_FILE = "answer_file"
+# Parameters of commands that name what is written. Everything else that names a path is read.
+OUTPUTS = (ANSWER_FILE, "out", "run_dir", "output_dir", "accept")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,17 @@ def clip(text: str, limit: int) -> str:
     return f"{head} [... {len(text) - len(head) - len(tail)} characters ...] {tail}"
 
 
+def shown(value: object, limit: int = 300) -> str:
+    """Return a value as Python writes it, clipped to `limit` characters.
+
+    Of a value that has no such text, as an integer of more than 4,300 digits, return its type.
+    """
+    try:
+        return clip(repr(value), limit)
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} that is too large to show"
+
+
 def _spelled(character: str) -> str:
     code = ord(character)
     return _NAMED.get(character, f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")

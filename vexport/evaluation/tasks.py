@@ -9,18 +9,18 @@ import difflib
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
 
-from vexport.errors import InputError, nearest, raise_all
+from vexport.config_files import MOST_BYTES, MOST_VALUES, BoundedLoader, load_yaml
+from vexport.errors import InputError, nearest, raise_all, shown
 from vexport.errors.extras import attempt_all
 from vexport.files import write_text
 from vexport.outputs.replaceable import resolved
-from vexport.scenario.reading import load_yaml
 
 Config = dict[str, object]
 # Tasks, groups and tags that a YAML file defines or lists.
@@ -34,6 +34,8 @@ GROUP_SUFFIX = ".group.yaml"
 """The end of a group's file: lm-eval 0.4.13 cannot be given a group's file, only its folder and name."""
 FILE_FORMATS = {"json", "csv", "parquet", "arrow", "text", "xml", "webdataset", "hdf5"}
 """The `dataset_path` of documents that lie in `data_files` (datasets/packaged_modules)."""
+MOST_INCLUDES = 50
+"""The most files that a task's file includes, directly or through other files."""
 PICKLED = "pandas"
 """The one of files that older versions of datasets unpickle."""
 EVALUATION_SPLITS = ("test_split", "validation_split")
@@ -97,11 +99,18 @@ def _inlined(path: Path, config: Config, trust: bool) -> Config:
     name = config.get("group")
     if not isinstance(name, str) or Path(name).name != name:
         need, fix = "the group's name, fit for a file", "add the key group"
-        raise InputError(f"{path}: group", got=repr(name), need=need, fix=fix)
+        raise InputError(f"{path}: group", got=shown(name), need=need, fix=fix)
     given = config["task"]
     assert isinstance(given, list)
     shared = {key: value for key, value in config.items() if key not in GROUP_KEYS}
-    members = [_member(path, member, trust) for member in given]
+    members: list[Config] = []
+    values = 0
+    for member in given:
+        members.append(_member(path, member, trust))
+        values += sum(1 for _ in leaves(members[-1]))
+        if values > MOST_VALUES:
+            got, need = f"tasks with more than {MOST_VALUES:,} values", "fewer"
+            raise InputError(f"{path}: task", got=got, need=need, fix="split the group")
     if not members:
         raise InputError(f"{path}: task", got="no tasks", need="at least one", fix="name the group's tasks")
     for member in members:
@@ -133,7 +142,7 @@ def _require_complete(path: Path, config: Config, trust: bool) -> None:
     problems += [
         InputError(str(path), got=f"no file {file}", need="the task's data", fix=fix)
         for file in _texts(kwargs.get("data_files") if isinstance(kwargs, dict) else None)
-        if "://" not in file and not _has_files(Path(file))
+        if "://" not in file and not _matching(Path(file))
     ]
     if config.get("dataset_path") == PICKLED:
         where, fix = f"{path}: dataset_path", "store the documents as JSON lines or parquet"
@@ -144,14 +153,6 @@ def _require_complete(path: Path, config: Config, trust: bool) -> None:
         if not trust and is_foreign_code(metric)
     ]
     raise_all(problems or [*_unknown_metrics(path, config)])
-
-
-def _has_files(pattern: Path) -> bool:
-    """True for the path of a file, or one with `*` in its name that files match; false for a device."""
-    try:
-        return any(file.is_file() for file in pattern.parent.glob(pattern.name))
-    except (ValueError, OSError):
-        return False
 
 
 def _metrics(config: Config) -> Iterator[str]:
@@ -226,7 +227,7 @@ class _Function:
     line: int
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(BoundedLoader):
     """YAML without Python; a `!function` tag is kept as a _Function."""
 
 
@@ -234,44 +235,102 @@ class TaskDumper(yaml.SafeDumper):
     """Writes `!function` tags."""
 
 
-def _function(loader: yaml.SafeLoader, node: yaml.Node) -> _Function:
+def _function(loader: BoundedLoader, node: yaml.Node) -> _Function:
     return _Function(str(node.value), Path(loader.name).parent, node.start_mark.line + 1)
 
 
-_Loader.add_constructor("!function", _function)
+_Loader.add_constructor("!function", _function)  # type: ignore[type-var]
 TaskDumper.add_representer(_Function, lambda dumper, tag: dumper.represent_scalar("!function", tag.name))
 
 
-def read_task(
-    path: Path, trust: bool, above: tuple[Path, ...] = (), read: dict[Path, Config] | None = None
-) -> Config:
-    """The file's keys over those of the files it includes, with paths made absolute.
+def read_task(path: Path, trust: bool, above: tuple[Path, ...] = ()) -> Config:
+    """Return the file's keys over those of the files that it includes, with paths made absolute.
 
-    Files `above` include this one. Each file is `read` once, however many files include it.
+    The files in `above` include this file. InputError for a cycle, and for more than MOST_INCLUDES includes.
     """
-    file, read = resolved(path), {} if read is None else read
-    if file in above:
-        raise InputError(str(path), got="an include of itself", need="no cycle", fix="remove the include")
-    if file not in read:
-        config = parse_task(path, trust)
-        includes = config.pop("include", [])
-        merged: Config = {}
-        for include in includes if isinstance(includes, list) else [includes]:
-            merged |= read_task(path.parent / str(include), trust, (*above, file), read)
-        read[file] = merged | with_absolute_paths(config, file.parent)
-    return read[file]
+    return _TaskFiles(trust=trust).read(path, above)
+
+
+@dataclass(slots=True)
+class _TaskFiles:
+    """The files of one task, each parsed once, and the number of includes that were followed."""
+
+    trust: bool
+    parsed: dict[Path, Config] = field(default_factory=dict)
+    includes: int = 0
+
+    def read(self, path: Path, above: tuple[Path, ...]) -> Config:
+        """Return the keys of a file and its includes, as `read_task`."""
+        file = resolved(path)
+        if file in above:
+            raise InputError(str(path), got="an include of itself", need="no cycle", fix="remove the include")
+        if file not in self.parsed:
+            config = parse_task(path, self.trust)
+            includes = config.pop("include", [])
+            merged: Config = {}
+            for include in includes if isinstance(includes, list) else [includes]:
+                self._count(path)
+                merged |= self.read(path.parent / str(include), (*above, file))
+            self.parsed[file] = merged | with_absolute_paths(config, file.parent)
+        return self.parsed[file]
+
+    def _count(self, path: Path) -> None:
+        self.includes += 1
+        if self.includes > MOST_INCLUDES:
+            got, need = f"more than {MOST_INCLUDES} includes", f"at most {MOST_INCLUDES} for a task"
+            raise InputError(f"{path}: include", got=got, need=need, fix="join the files")
+
+
+def task_files(path: Path) -> list[Path]:
+    """Return the files that the YAML file of a task names: includes, tasks of a group, documents and code.
+
+    Nothing is refused here: what cannot be read names no further files.
+    """
+    found: dict[Path, None] = {}
+    waiting = [path]
+    while waiting and len(found) <= MOST_INCLUDES:
+        file = waiting.pop()
+        if file in found or not file.is_file():
+            continue
+        found[file] = None
+        try:
+            config = parse_task(file, trust=True)
+        except InputError:
+            continue
+        members = config.get("task")
+        named = [config.get("include"), members if isinstance(members, list) else None]
+        for name in _texts(named):
+            waiting += [file.parent / name, file.parent / f"{name}.yaml"]
+        for kwargs in leaves_of(config, "data_files"):
+            found |= dict.fromkeys(path for text in _texts(kwargs) for path in _matching(file.parent / text))
+        found |= dict.fromkeys(named_modules(config))
+    return list(found)
+
+
+def leaves_of(value: object, key: str) -> Iterator[object]:
+    """Yield the values of a key at any level of mappings and lists."""
+    if isinstance(value, Mapping):
+        if key in value:
+            yield value[key]
+        value = list(value.values())
+    if isinstance(value, list):
+        for member in value:
+            yield from leaves_of(member, key)
+
+
+def _matching(pattern: Path) -> list[Path]:
+    """Return the files that a path with `*` in its name means."""
+    try:
+        return [file for file in pattern.parent.glob(pattern.name) if file.is_file()]
+    except (ValueError, OSError):
+        return []
 
 
 def parse_task(path: Path, trust: bool) -> Config:
     """The file's own keys; InputError where it is no YAML mapping, or has `!function` without trust."""
     need = "a task's YAML"
     config = load_yaml(path, need, _Loader)
-    try:
-        functions = () if trust else tuple(_functions(config))
-    except RecursionError:
-        got = "broken YAML (a value that contains itself)"
-        raise InputError(str(path), got=got, need=need, fix="fix the file") from None
-    for function in functions:
+    for function in () if trust else _functions(config):
         got = f"!function {function.name}, Python that would be run"
         raise InputError(f"{path}:{function.line}", got=got, need=need, fix=TRUST)
     if not isinstance(config, dict):
@@ -329,10 +388,15 @@ def require_known(name: str, include_paths: Sequence[Path]) -> None:
         return
     roots = [*include_paths, *(Path(location) / "tasks" for location in package.submodule_search_locations)]
     names: set[str] = set()
-    for file in (file for root in roots for file in root.rglob("*.yaml") if file.is_file()):
+    for file in (file for root in roots for file in root.rglob("*.yaml") if _is_readable(file)):
         names |= {(key or other).decode() for key, other in _INDEXED.findall(file.read_bytes())}
         if name in names:
             return
     close = difflib.get_close_matches(name, names, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else "list them with `lm-eval ls tasks`"
     raise InputError(f"task {name}", got="an unknown name", need="a task of lm-eval or a YAML file", fix=hint)
+
+
+def _is_readable(file: Path) -> bool:
+    """Return whether a path is a file that is small enough for a task's."""
+    return file.is_file() and file.stat().st_size <= MOST_BYTES

@@ -2,17 +2,17 @@
 
 import os
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from vexport.checkpoint.source import DEFAULT, parse_data, with_revision
-from vexport.errors import InputError, InputErrors, clip, file_problem, nearest
-from vexport.files import require_no_device
+from vexport.config_files import load_yaml
+from vexport.errors import InputError, InputErrors, clip, nearest, shown
+from vexport.files import read_json_object
 from vexport.outputs import RECIPE
 from vexport.records import GENERATION_KEYS
 from vexport.scenario.evaluate import Evaluate
@@ -73,7 +73,7 @@ def _problem(file: str, detail: ErrorDetails) -> InputError:
     if detail["type"] == "missing":
         return InputError(where, got="nothing", need="a value", fix="add the key")
     need, value = detail["msg"].removeprefix("Value error, "), detail["input"]
-    got = f"the keys {', '.join(map(str, value))}" if isinstance(value, dict) else repr(value)
+    got = f"the keys {', '.join(map(str, value))}" if isinstance(value, dict) else shown(value)
     fix = str(detail.get("ctx", {}).get("fix", "correct the value"))
     return InputError(where, got=clip(got, MOST_CHARACTERS), need=need, fix=fix)
 
@@ -98,45 +98,11 @@ def read_scenario(path: Path) -> Scenario:
 
     Paths inside are made absolute, relative to the scenario's folder. Raises InputError.
     """
-    content = load_yaml(path)
-    if path.name == RECIPE and isinstance(content, dict):
-        content = content.get("scenario")
+    is_recipe = path.name == RECIPE
+    content = read_json_object(path).get("scenario") if is_recipe else load_yaml(path, "a scenario")
     with problems_at(str(path)):
         scenario = Scenario.model_validate(content)
     return _absolute(scenario, path.parent)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML without repeated keys, of which PyYAML would silently take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
-        """The mapping of a node; MarkedYAMLError where a key stands in it twice."""
-        keys = set[str]()
-        for key, _ in node.value:
-            name = repr(self.construct_object(key, deep=True))
-            if name in keys:
-                problem = f"the key {clip(name, 100)} a second time"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            keys.add(name)
-        return super().construct_mapping(node, deep)
-
-
-def load_yaml(path: Path, need: str = "a scenario", loader: type[yaml.SafeLoader] = _Loader) -> object:
-    """Read a YAML file, within bounds; InputError where it cannot be read."""
-    try:
-        require_no_device(path)
-        with path.open(encoding="utf-8") as file:
-            content: object = yaml.load(file, loader)
-    except FileNotFoundError:
-        raise InputError(str(path), got="no such file", need=need, fix="check the path") from None
-    except OSError as error:
-        raise file_problem(error) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        got = clip(" ".join((problem or str(error)).split()), 200)
-        raise InputError(where, got=got, need="valid YAML", fix="correct the file") from None
-    return content
 
 
 def _absolute(scenario: Scenario, folder: Path) -> Scenario:

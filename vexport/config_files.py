@@ -1,0 +1,200 @@
+"""Read YAML and TOML within bounds of size, number of values and depth.
+
+These files may come from other people. A few hundred bytes of YAML can stand for billions of values, because
+an alias repeats everything below its anchor. Scenarios, recipes, tasks and options are all read here.
+"""
+
+import re
+import tomllib
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from yaml.composer import Composer
+from yaml.constructor import SafeConstructor
+from yaml.resolver import Resolver
+
+from vexport.errors import InputError, clip, file_problem
+from vexport.files import require_no_device
+
+MOST_BYTES = 4_000_000
+"""The largest YAML file. With every alias written out, the text of all values has the same limit."""
+MOST_VALUES = 100_000
+"""The most values of a YAML file, with every alias written out; a long scenario has hundreds."""
+MOST_LEVELS = 100
+"""The most levels of lists and mappings inside each other, with every alias written out."""
+MOST_TOML_BYTES = 1_000_000
+MOST_KEY_PARTS = 20
+"""The most parts of a dotted key in TOML, as in [tool.vexport.check]: tomllib's time is quadratic in them."""
+# Python converts numbers with many digits slowly, and those of more than 4,300 digits not at all.
+_MOST_DIGITS = 1000
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_KEY_PART = rb"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')[ \t]*"""
+_LONG_KEY = re.compile(rb"(?:" + _KEY_PART + rb"\.[ \t]*){" + str(MOST_KEY_PARTS).encode() + rb"}")
+# PyYAML's constructors raise these for a value that does not fit an explicit tag, such as `!!int ""`.
+_WRONG_VALUES = (ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError)
+
+if yaml.__with_libyaml__:
+    from yaml._yaml import CParser as _Parser
+else:  # much slower, with the same results
+
+    class _Parser(yaml.reader.Reader, yaml.scanner.Scanner, yaml.parser.Parser):  # type: ignore[no-redef]
+        """PyYAML's parser in Python."""
+
+        def __init__(self, stream: str) -> None:
+            yaml.reader.Reader.__init__(self, stream)
+            yaml.scanner.Scanner.__init__(self)
+            yaml.parser.Parser.__init__(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """The size of a part of a file, with every alias written out."""
+
+    values: int
+    characters: int
+    levels: int
+
+
+class BoundedLoader(Composer, _Parser, SafeConstructor, Resolver):
+    """Loads YAML without Python objects, and raises MarkedYAMLError beyond the bounds above.
+
+    `name` is the path of the file, for constructors of tags.
+    """
+
+    def __init__(self, text: str, name: str) -> None:
+        _Parser.__init__(self, text)
+        Composer.__init__(self)
+        SafeConstructor.__init__(self)
+        Resolver.__init__(self)
+        self.name = name
+        self._extents: dict[yaml.Node, _Extent] = {}
+        self._values = 0
+        self._characters = 0
+        self._level = 0
+        self._deepest = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose a node and everything below it, and count both."""
+        event = self.peek_event()
+        assert event is not None, "a node begins with an event"
+        mark: yaml.Mark = event.start_mark  # type: ignore[assignment]  # libyaml's has the same attributes
+        anchor: str | None = event.anchor  # type: ignore[attr-defined]
+        is_alias = isinstance(event, yaml.AliasEvent)
+        values, characters, deepest = self._values, self._characters, self._deepest
+        self._level += 1
+        self._deepest = self._level
+        self._require_bounded(mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        assert node is not None, "an event that begins a node gives a node"
+        if is_alias:
+            if node not in self._extents:
+                raise _marked("an alias inside the value that it stands for", mark)
+            extent = self._extents[node]
+            self._values += extent.values
+            self._characters += extent.characters
+            self._deepest = self._level + extent.levels - 1
+        else:
+            self._values += 1
+            self._characters += _length(node, mark)
+            if anchor is not None:
+                self._extents[node] = _Extent(
+                    values=self._values - values,
+                    characters=self._characters - characters,
+                    levels=self._deepest - self._level + 1,
+                )
+        self._require_bounded(mark)
+        self._level -= 1
+        self._deepest = max(deepest, self._deepest)
+        return node
+
+    def _require_bounded(self, mark: yaml.Mark) -> None:
+        written_out = "with every alias written out"
+        if self._values > MOST_VALUES:
+            raise _marked(f"more than {MOST_VALUES:,} values {written_out}", mark)
+        if self._characters > MOST_BYTES:
+            raise _marked(f"more than {MOST_BYTES:,} characters {written_out}", mark)
+        if self._deepest > MOST_LEVELS:
+            raise _marked(f"more than {MOST_LEVELS} levels {written_out}", mark)
+
+
+def _length(node: yaml.Node, mark: yaml.Mark) -> int:
+    """Return the characters of a scalar, and 0 for a list or mapping; MarkedYAMLError for a long number."""
+    if not isinstance(node, yaml.ScalarNode):
+        return 0
+    length = len(node.value)
+    if node.tag in _NUMBERS and length > _MOST_DIGITS:
+        raise _marked(f"a number of {length:,} digits", mark)
+    return length
+
+
+def _marked(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, mark)
+
+
+class UniqueKeysLoader(BoundedLoader):
+    """YAML without repeated keys, of which PyYAML would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        """Return the mapping of a node; MarkedYAMLError if a key stands in it twice."""
+        keys = set[str]()
+        for key, _ in node.value:
+            name = repr(self.construct_object(key, deep=True))
+            if name in keys:
+                raise _marked(f"the key {clip(name, 100)} a second time", key.start_mark)
+            keys.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(path: Path, need: str, loader: type[BoundedLoader] = UniqueKeysLoader) -> object:
+    """Return the content of a YAML file. InputError if it cannot be read or is beyond the bounds."""
+    try:
+        text = _read(path, MOST_BYTES, need).decode("utf-8-sig")
+        content: object = loader(text, str(path)).get_single_data()
+    except (yaml.YAMLError, *_WRONG_VALUES) as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        got = clip(" ".join((problem or _described(error)).split()), 200)
+        raise InputError(where, got=got, need="valid YAML", fix="correct the file") from None
+    return content
+
+
+def _described(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "values too deep in each other"
+    if isinstance(error, yaml.YAMLError | ValueError):
+        return str(error)
+    return "a value that does not fit its tag"
+
+
+def load_toml(path: Path) -> Mapping[str, object]:
+    """Return the tables of a TOML file. InputError if it cannot be read or is beyond the bounds."""
+    data = _read(path, MOST_TOML_BYTES, "a TOML file")
+    if long_key := _LONG_KEY.search(data):
+        line = data.count(b"\n", 0, long_key.start()) + 1
+        got, need = f"a key of more than {MOST_KEY_PARTS} parts", "shorter keys"
+        raise InputError(f"{path}:{line}", got=got, need=need, fix="correct the file")
+    try:
+        return tomllib.loads(data.decode("utf-8"))
+    except RecursionError:
+        got = "values too deep in each other"
+    except ValueError as error:
+        got = clip(str(error), 200)
+    raise InputError(str(path), got=got, need="TOML", fix="correct the file")
+
+
+def _read(path: Path, most: int, need: str) -> bytes:
+    """Return the bytes of a file; InputError if it is missing, no file, or larger than `most` bytes."""
+    try:
+        require_no_device(path)
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+    except FileNotFoundError:
+        raise InputError(str(path), got="no such file", need=need, fix="check the path") from None
+    except OSError as error:
+        raise file_problem(error) from None
+    if len(data) > most:
+        got, fix = f"more than {most // 10**6} MB", "check the path, or shorten the file"
+        raise InputError(str(path), got=got, need=f"{need} of at most {most // 10**6} MB", fix=fix)
+    return data
