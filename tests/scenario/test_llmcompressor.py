@@ -1,5 +1,6 @@
 """Recipes of llm-compressor become rules; what vexport does not do is refused by name, all at once."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -202,3 +203,67 @@ def test_a_refused_modifier_does_not_spoil_the_others(tmp_path: Path) -> None:
     path.write_text('recipe = [GPTQModifier(scheme="W8A8", targets="Linear")]\n')
     with pytest.raises(InputError, match="write it as YAML"):
         read_recipe(path)
+
+
+TWO = """
+default_stage:
+  default_modifiers:
+    QuantizationModifier:
+      targets: [{targets}]
+      scheme: FP8_DYNAMIC
+      ignore: [lm_head, '{own}']
+    GPTQModifier:
+      targets: [Linear]
+      scheme: W4A16
+      ignore: [lm_head, 're:.*self_attn.*']
+"""
+
+
+@pytest.mark.parametrize(
+    ("targets", "own"),
+    [
+        ("'re:.*self_attn.*proj$'", "re:.*mlp.*"),
+        ("'re:model.*proj$'", "re:(?i)MODEL[.]layers[.].*[.]mlp.*"),
+        ("'re:.*self_attn.*proj$'", "mlp.down_proj"),
+    ],
+)
+def test_each_modifier_has_its_ignore(targets: str, own: str, tmp_path: Path, llama: Path) -> None:
+    """Each modifier quantizes its targets without the layers that it ignores itself."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text(TWO.format(targets=targets, own=own))
+    ran = vexport("plan", llama, "--recipe", file, "--format", "json", "--quiet")
+    assert ran.code == 0, ran.stderr
+    plan = json.loads(ran.stdout)
+    schemes = {str(member): group["scheme"] for group in plan["groups"] for member in group["members"]}
+    assert len(schemes) == 21
+    for name, scheme in schemes.items():
+        assert scheme == ("FP8_DYNAMIC" if "self_attn" in name else "W4A16"), name
+    assert "matched by an earlier rule" not in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("targets", "own"), [("Linear", "re:.*mlp.*"), ("'re:.*attn.*'", r"re:.*(m)lp.*\1.*"), ("a", "re:[")]
+)
+def test_unclear_ignore_names_the_remedy(targets: str, own: str, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(TWO.format(targets=targets, own=own))
+    with pytest.raises(InputError, match=r"give each modifier its targets|correct the pattern"):
+        read_recipe(file)
+
+
+def test_broken_ignore_is_an_input_error(tmp_path: Path, llama: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("QuantizationModifier: {scheme: FP8_DYNAMIC, ignore: ['re:[']}\n")
+    ran = vexport("plan", llama, "--recipe", file)
+    assert ran.code == 2
+    assert "QuantizationModifier.ignore: got 're:[', need a regular expression" in ran.errors[0]
+
+
+def test_recipe_of_a_cache_alone(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    cache = "{num_bits: 8, type: float, symmetric: true, strategy: tensor, dynamic: false}"
+    file.write_text(
+        f"QuantizationModifier: {{config_groups: {{group_0: {{targets: []}}}}, kv_cache_scheme: {cache}}}"
+    )
+    recipe = read_recipe(file)
+    assert (recipe.rules, recipe.kv_cache) == ((), "fp8")

@@ -95,7 +95,7 @@ def hidden_rules(rules: Sequence["Rule"], places: Mapping[str, Place]) -> Iterat
     }
     for number, rule in enumerate(rules):
         count = sum(_applies(rule, name, place) for name, place in places.items())
-        if count and number not in deciding:
+        if count and number not in deciding and not rule.of_recipe:
             yield Finding(
                 check="rules",
                 severity="warning",

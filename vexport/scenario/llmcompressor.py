@@ -12,11 +12,12 @@ from pathlib import Path
 
 from pydantic import JsonValue, ValidationError
 
-from vexport.errors import InputError, InputErrors, nearest
+from vexport.config_files import load_yaml
+from vexport.errors import InputError, InputErrors, nearest, shown
 from vexport.formats.arguments import parse_args
 from vexport.formats.schemes import KEEP, get_scheme
 from vexport.records import KvCache
-from vexport.scenario.reading import load_yaml
+from vexport.records.patterns import REGEX
 from vexport.scenario.rules import IgnoredLayers, Rule
 
 QUANTIZATION, GPTQ = "QuantizationModifier", "GPTQModifier"
@@ -43,6 +44,11 @@ _OF_GPTQ = ("dampening_frac", "actorder")
 # llm-compressor's default and ours (vexport.quantize.gptq; a test holds them equal).
 GPTQ_DAMPING = 0.01
 _STATIC_ORDERS = (None, "static", "weight")
+# What `_breadth` returns for a class, as Linear.
+_CLASSES = 2
+# In a regular expression: a reference to a group by its number, and flags of the whole expression.
+_REFERENCE = re.compile(r"\\[1-9]|\(\?\(|\(\?P")
+_FLAGS = re.compile(r"\(\?([aimsux]+)\)")
 # Observers of keys and values that vexport has.
 _CACHE_OBSERVERS = (None, "static_minmax")
 Keys = Mapping[str, JsonValue]
@@ -92,19 +98,14 @@ def read_recipe(path: Path) -> Recipe:
     for modifier in modifiers:
         _refuse_unknown(modifier)
     smoothings = [_smoothing(modifier) for modifier in every if modifier.name == SMOOTHING]
-    followed = [modifier for modifier in modifiers if modifier.name in MODIFIERS] or modifiers
-    ignored = [_strings(modifier, "ignore") for modifier in followed]
-    if any(set(names) != set(ignored[0]) for names in ignored):
-        need = "the same in every modifier, as the first rule that matches decides"
-        followed[1].refuse("ignore", "another list than the first modifier's", need, "join them")
-    rules = [rule for modifier in modifiers for rule in _rules(modifier)]
+    rules = _all_rules(modifiers)
     caches = [cache for modifier in modifiers if (cache := _kv_cache(modifier)) is not None]
     # All targets of a group share its arguments: report each problem once.
     problems = {str(problem): problem for modifier in every for problem in modifier.problems}
     if problems:
         raise InputErrors(list(problems.values()))
     return Recipe(
-        rules=(*(IgnoredLayers(match=pattern, scheme=KEEP) for pattern in ignored[0]), *rules),
+        rules=rules,
         kv_cache=next(iter(caches), None),
         smoothing=next(iter(smoothings), None),
         notes=tuple(note for modifier in every for note in _notes(modifier)),
@@ -137,7 +138,7 @@ def _smoothing(modifier: _Modifier) -> float:
     strength = modifier.keys.get(STRENGTH, SMOOTHING_STRENGTH)
     if isinstance(strength, int | float) and not isinstance(strength, bool) and 0 <= strength <= 1:
         return float(strength)
-    modifier.refuse(STRENGTH, repr(strength), "a number from 0 to 1", "correct it")
+    modifier.refuse(STRENGTH, shown(strength), "a number from 0 to 1", "correct it")
     return 0.0
 
 
@@ -156,7 +157,82 @@ def _refuse_unknown(modifier: _Modifier) -> None:
     order = modifier.keys.get("actorder")
     if order not in _STATIC_ORDERS:
         need = "static or none: vLLM refuses groups in another order"
-        modifier.refuse("actorder", repr(order), need, "write static")
+        modifier.refuse("actorder", shown(order), need, "write static")
+
+
+def _all_rules(modifiers: Sequence[_Modifier]) -> tuple[Rule, ...]:
+    """Return the rules of all modifiers, of which the first that matches a layer decides.
+
+    Layers that every modifier ignores come first. A pattern that only one modifier ignores is excluded from
+    the rules of this modifier alone, so that another modifier can quantize these layers.
+    """
+    followed = [modifier for modifier in modifiers if modifier.name in MODIFIERS] or modifiers
+    ignored = [_ignored(modifier) for modifier in followed]
+    by_all = [rule for rule in ignored[0] if all(rule in rules for rules in ignored)]
+    own = {
+        modifier.where: [rule for rule in rules if rule not in by_all]
+        for modifier, rules in zip(followed, ignored, strict=True)
+    }
+    if not any(own.values()):
+        return (*by_all, *(rule for modifier in modifiers for rule in _rules(modifier)))
+    narrow: list[Rule] = []
+    broad: list[tuple[_Modifier, list[Rule]]] = []
+    for modifier in modifiers:
+        rules = _rules(modifier)
+        excluded = own.get(modifier.where, [])
+        narrow += [_without(modifier, rule, excluded) for rule in rules if _breadth(rule.match) < _CLASSES]
+        classes = [rule for rule in rules if _breadth(rule.match) == _CLASSES]
+        if classes:
+            broad.append((modifier, [*excluded, *classes]))
+    if len(broad) > 1:
+        last, _ = broad[-1]
+        got = "another list than that of an earlier modifier, and both have Linear as target"
+        need = "targets that say which modifier quantizes a layer"
+        last.refuse("ignore", got, need, "give each modifier its targets (names or re:...)")
+    return (*by_all, *narrow, *(rule for _, rules in broad for rule in rules))
+
+
+def _ignored(modifier: _Modifier) -> list[IgnoredLayers]:
+    """Return a rule for each entry of a modifier's `ignore`."""
+    rules = []
+    for pattern in _strings(modifier, "ignore"):
+        try:
+            rules.append(IgnoredLayers(match=pattern, scheme=KEEP))
+        except ValidationError as error:
+            need = error.errors()[0]["msg"].removeprefix("Value error, ")
+            modifier.refuse("ignore", shown(pattern), need, "correct the pattern")
+    return rules
+
+
+def _without(modifier: _Modifier, rule: Rule, excluded: Sequence[Rule]) -> Rule:
+    """Return the rule of a name or pattern, for all of its layers except those that `excluded` match."""
+    if not excluded:
+        return rule
+    try:
+        outside = "".join(f"(?!{_expression(each.match)})" for each in excluded)
+        match = f"{REGEX}{outside}{_expression(rule.match)}"
+        return Rule.model_validate({**rule.model_dump(), "match": match})
+    except ValueError:
+        got = f"{shown(rule.match)} next to an ignore list that another modifier does not have"
+        need = "patterns that can be joined"
+        modifier.refuse(
+            "targets", got, need, "give each modifier its targets, and the same ignore list to all"
+        )
+        return rule
+
+
+def _expression(match: str) -> str:
+    """Return a rule's `match` as a regular expression that can stand inside another one.
+
+    Raises ValueError for a pattern with numbered references, whose numbers would change.
+    """
+    if not match.startswith(REGEX):
+        return rf"(?:(?:.*\.)?{re.escape(match)}$)"
+    text = match.removeprefix(REGEX)
+    if _REFERENCE.search(text):
+        raise ValueError(match)
+    flags = _FLAGS.match(text)
+    return f"(?{flags[1]}:{text[flags.end() :]})" if flags else f"(?:{text})"
 
 
 def _rules(modifier: _Modifier) -> list[Rule]:
@@ -166,7 +242,7 @@ def _rules(modifier: _Modifier) -> list[Rule]:
     common = {"rounding": rounding, "observer": modifier.observers["weights"]}
     for where, targets, scheme in _groups(modifier):
         for target in sorted(targets, key=_breadth):
-            if _breadth(target) == 2 and target != "Linear":
+            if _breadth(target) == _CLASSES and target != "Linear":
                 need = "Linear, the name of a layer, or re:..."
                 modifier.refuse(where, f"the class {target}", need, "name the layers")
                 continue
@@ -175,7 +251,7 @@ def _rules(modifier: _Modifier) -> list[Rule]:
             except ValidationError as error:
                 for problem in error.errors():
                     value, need = problem["input"], problem["msg"].removeprefix("Value error, ")
-                    got = "arguments that are not written" if isinstance(value, dict) else repr(value)
+                    got = "arguments that are not written" if isinstance(value, dict) else shown(value)
                     modifier.refuse(_place(modifier, where, problem["loc"]), got, need, "correct the value")
     return sorted(rules, key=lambda rule: _breadth(rule.match))
 
@@ -201,7 +277,7 @@ def _place(modifier: _Modifier, where: str, loc: tuple[int | str, ...]) -> str:
 
 def _groups(modifier: _Modifier) -> Iterator[tuple[str, list[str], dict[str, JsonValue]]]:
     """(key, targets, keys of a rule) of the scheme or of each config group."""
-    groups, scheme = modifier.keys.get("config_groups"), modifier.keys.get("scheme")
+    groups, scheme = _filled(modifier.keys.get("config_groups")), modifier.keys.get("scheme")
     targets = _strings(modifier, "targets") or ["Linear"]
     if isinstance(groups, dict):
         for name, group in groups.items():
@@ -209,7 +285,7 @@ def _groups(modifier: _Modifier) -> Iterator[tuple[str, list[str], dict[str, Jso
             if isinstance(group, list):  # a preset and its targets, as compressed-tensors reads them
                 yield where, [str(target) for target in group], {"scheme": _scheme(name)}
             elif not isinstance(group, dict) or group.get("weights") is None:
-                got = "no weights" if isinstance(group, dict) else repr(group)
+                got = "no weights" if isinstance(group, dict) else shown(group)
                 need = "the arguments of weights, or the name of a preset with the list of its targets"
                 modifier.refuse(where, got, need, "correct the group")
             elif group.get("output_activations") is not None:
@@ -230,6 +306,17 @@ def _groups(modifier: _Modifier) -> Iterator[tuple[str, list[str], dict[str, Jso
         modifier.refuse("scheme", "none", "a scheme or config_groups", "add one")
 
 
+def _filled(groups: JsonValue) -> JsonValue:
+    """Return the config groups without the empty ones that recipes for the KV cache alone have."""
+    if not isinstance(groups, dict):
+        return groups
+    return {
+        name: group
+        for name, group in groups.items()
+        if not (isinstance(group, dict) and group.get("targets") == [] and group.get("weights") is None)
+    }
+
+
 def _inputs(raw: JsonValue) -> JsonValue:
     """Arguments of inputs without an observer where they are scaled as they come."""
     if not isinstance(raw, dict) or raw.get("dynamic") is not True:
@@ -243,7 +330,7 @@ def _scheme(name: str) -> str:
 
 def _breadth(target: str) -> int:
     """0 a layer's name, 1 a pattern, 2 a class."""
-    return 1 if target.startswith("re:") else 2 * target[:1].isupper()
+    return 1 if target.startswith(REGEX) else _CLASSES * target[:1].isupper()
 
 
 def _strings(modifier: _Modifier, key: str) -> list[str]:
@@ -251,7 +338,7 @@ def _strings(modifier: _Modifier, key: str) -> list[str]:
     value = modifier.keys.get(key)
     listed = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(listed, Sequence) or not all(isinstance(item, str) for item in listed):
-        modifier.refuse(key, repr(value), "a list of names", "correct the value")
+        modifier.refuse(key, shown(value), "a list of names", "correct the value")
         return []
     return [str(item) for item in listed]
 
@@ -265,7 +352,7 @@ def _kv_cache(modifier: _Modifier) -> KvCache | None:
         return None
     if args.observer not in _CACHE_OBSERVERS or args.observer_kwargs:
         need = "static_minmax, the range over all samples, which is all that vexport does for keys and values"
-        modifier.refuse("kv_cache_scheme.observer", repr(args.observer), need)
+        modifier.refuse("kv_cache_scheme.observer", shown(args.observer), need)
     kinds: dict[str, KvCache] = {"tensor": "fp8", "attn_head": "fp8_per_head"}
     is_fp8 = args.is_float and args.num_bits == 8 and args.symmetric and not args.dynamic
     if not is_fp8 or args.strategy not in kinds:
