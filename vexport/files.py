@@ -28,6 +28,21 @@ LFS_VERSION = b"version https://git-lfs.github.com/spec/"
 LFS_POINTER_BYTES = 1024
 
 
+def user_path(name: str | Path) -> Path:
+    """Return a path with the home folder in place of `~` or `~name`; InputError if there is no such user.
+
+    A file or folder here whose name begins with `~` keeps its name.
+    """
+    path = Path(name)
+    if not str(name).startswith("~") or os.path.lexists(path):
+        return path
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        need, fix = "the home folder of a user of this machine", "write the path out"
+        raise InputError(str(name), got="no such user", need=need, fix=fix) from None
+
+
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`; it takes the name `path` when the block ends without error."""

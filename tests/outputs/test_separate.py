@@ -1,12 +1,23 @@
 """No command writes over, around or into what it reads: exit code 2, one line, every byte as it was."""
 
+import os
 import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+import click
 import pytest
 
-from tests.command import vexport
+from tests.command import ALL_COMMANDS, vexport
+from vexport.cli.options import DRAFTER, INPUTS, OUTPUTS
+
+# Parameters whose text is no path.
+NO_PATHS = {
+    *("scheme", "observer", "input_observer", "ignore", "revision", "device", "dtype", "engine_args", "name"),
+    *("model", "baseline_model", "chat_template", "gate", "gen_kwargs", "system_instruction"),
+    "think_end_token",
+}
 
 # An accepted baseline as far as --accept looks before an engine starts.
 BASELINE = '{"vexport_baseline": 1}'
@@ -113,11 +124,103 @@ def test_apart_is_what_shares_a_parent_a_name_or_its_beginning(home: Path) -> No
         ("check", "model", "-o", "model/config.json"),
         ("check", "hub/snapshots/main", "link", "-o", "other/model.safetensors"),
         ("plan", "model", "--scheme", "FP8_DYNAMIC", "-o", "link/config.json"),
+        ("check", "model", "-o", "model/new.json"),
+        ("check", "hub/snapshots/main", "-o", "hub/blobs/config.json"),
+        ("check", "model", "-o", "hard.json"),
+        ("check", "model", "-o", "hard-inside.json"),
+        ("check", "model", "--digests", "sums.txt", "-o", "sums.txt"),
+        ("check", "model", "--speculative", "eagle3=drafter", "-o", "drafter/config.json"),
+        ("load", "model", "--dry", "-o", "model/load.json"),
+        ("quantize", "model", "new", "--scheme", "FP8_DYNAMIC", "-o", "new/answer.json"),
+        ("quantize", "model", "new", "--scheme", "FP8_DYNAMIC", "-o", "model/config.json"),
+        ("quantize", "model", "new", "--recipe", "r.yaml", "-o", "r.yaml"),
+        ("quantize", "model", "new", "--scheme", "W8A8", *CALIBRATION, "-o", "data/rows.jsonl"),
+        ("repair", "model", "new", "--source", "hub/snapshots/main", "-o", "hub/snapshots/main/config.json"),
+        ("plan", "model", "-o", "model/config.json"),
+        ("plan", "s.yaml", "-o", "s.yaml"),
+        ("plan", "s.yaml", "-o", "data/rows.jsonl"),
+        ("plan", "s.yaml", "-o", "model/config.json"),
+        ("plan", "s.yaml", "-o", "tasks/sums.yaml"),
+        ("plan", "s.yaml", "-o", "tasks/base.yaml"),
+        ("plan", "s.yaml", "-o", "tasks/documents.jsonl"),
+        ("plan", "s.yaml", "-o", "runs/mine/stages.json"),
+        ("plan", "s.yaml", "--run-dir", "run", "-o", "run/sensitivity.json"),
+        ("run", "s.yaml", "-o", "data/rows.jsonl"),
+        ("run", "s.yaml", "-o", "runs/mine/report.json"),
+        ("run", "s.yaml", "--run-dir", "run", "-o", "run/report.json"),
+        ("compare", "model", "--schemes", "W8A8", "--scenario", "s.yaml", "-o", "data/rows.jsonl"),
+        ("compare", "model", "--schemes", "W8A8", "-o", "runs/compare-model/W8A8/report.json"),
+        ("report", "run", "-o", "run/report.json"),
+        ("report", "run", "--format", "card", "-o", "run/new.md"),
+        ("report", "run", "second", "-o", "run/stages.json"),
+        ("verdict", "results", "run", "-o", "results/results_1.json"),
         ("verdict", "data/accepted.json", "data/accepted.json", "-o", "up/data/accepted.json"),
+        (*EVAL, "model", "--accept", "new.json", "-o", "tasks/documents.jsonl"),
+        (*EVAL, "model", "--accept", "new.json", "-o", "new.json"),
+        (*EVAL, "results", "--against", "data/accepted.json", "-o", "results/results_1.json"),
+        ("eval", "model", "--baseline", "hub/snapshots/main", "--text", "data", "-o", "data/new.json"),
+        ("eval", "http://x:1/v1", "--task", "a", "--accept", "b", "--tokenizer", "model", "-o", "model/x"),
     ],
     ids=" ".join,
 )
-def test_an_answer_is_not_written_over_an_input(case: tuple[str, ...], home: Path) -> None:
+def test_an_answer_does_not_overlap_an_input(case: tuple[str, ...], home: Path) -> None:
+    for name in ("run", "second", "results", "drafter", "runs/mine"):
+        (home / name).mkdir(parents=True)
+        (home / name / "config.json").write_text("{}")
+    for name in ("run/report.json", "run/stages.json", "results/results_1.json", "tasks/documents.jsonl"):
+        (home / name).write_text("{}")
+    (home / "sums.txt").write_text(f"{'0' * 64}  config.json\n")
+    (home / "r.yaml").write_text("QuantizationModifier: {scheme: FP8_DYNAMIC}\n")
+    (home / "tasks" / "base.yaml").write_text("dataset_kwargs: {data_files: {test: documents.jsonl}}\n")
+    (home / "tasks" / "sums.yaml").write_text("task: sums\ninclude: base.yaml\n")
+    (home / "hard.json").hardlink_to(home / "model" / "config.json")
+    (home / "model" / "inside").mkdir()
+    (home / "model" / "inside" / "file.json").write_text("{}")
+    (home / "hard-inside.json").hardlink_to(home / "model" / "inside" / "file.json")
     before = tree(home)
-    assert vexport(*case, "--quiet").code == 2
+    ran = vexport(*case, "--quiet")
+    assert ran.code == 2
+    assert "need a separate path" in ran.errors[0], ran.stderr
     assert tree(home) == before
+
+
+def test_parameters_with_paths_are_known() -> None:
+    """A new option of a command that names a path is an input or an output."""
+    texts = {
+        str(parameter.name)
+        for command in ALL_COMMANDS.values()
+        for parameter in command.params
+        if parameter.type is click.STRING
+    }
+    known = {*INPUTS, DRAFTER, *OUTPUTS}
+    assert texts - known <= NO_PATHS
+
+
+@pytest.mark.parametrize("case", ["source", "out", "data", "baseline", "run"])
+def test_home_of_nobody(case: str, home: Path) -> None:
+    words = {
+        "source": ("plan", "~nosuch/x"),
+        "out": ("quantize", "model", "~nosuch/out", "--scheme", "FP8_DYNAMIC"),
+        "data": (*QUANTIZE, "model", "out", "--calibration", "~nosuch/x"),
+        "baseline": (*EVAL, "model", "--baseline", "~nosuch/x"),
+        "run": ("report", "~nosuch/x"),
+    }
+    before = tree(home)
+    ran = vexport(*words[case])
+    assert ran.code == 2
+    assert "~nosuch" in ran.errors[0]
+    assert "got no such user" in ran.errors[0]
+    assert tree(home) == before
+
+
+def test_a_name_with_a_tilde_is_kept(home: Path) -> None:
+    shutil.copytree(home / "model", home / "~model")
+    assert vexport("plan", "~model", "--scheme", "FP8_DYNAMIC").code == 0
+
+
+def test_an_answer_goes_into_a_pipe(home: Path) -> None:
+    os.mkfifo(home / "pipe")
+    with subprocess.Popen(["cat", "pipe"], stdout=subprocess.PIPE, text=True) as reader:
+        assert vexport("plan", "model", "--scheme", "FP8_DYNAMIC", "-o", "pipe").code == 0
+        assert "FP8_DYNAMIC" in str(reader.communicate()[0])
+    assert (home / "pipe").is_fifo()

@@ -28,6 +28,7 @@ from vexport.checkpoint.hub import (
 )
 from vexport.checkpoint.index import MAX_HEADER_BYTES, require_checkpoint
 from vexport.errors import EnvironmentFault, InputError, InputErrors
+from vexport.files import user_path
 from vexport.records import OnProgress, silent
 
 DEFAULT = "default"
@@ -55,7 +56,7 @@ class DataName:
     def path(self) -> Path:
         """The file or folder, of a name of that kind."""
         is_joined = self.kind == "path" and self.column is not None
-        return Path(self.name.removesuffix(f":{self.column}") if is_joined else self.name).expanduser()
+        return user_path(self.name.removesuffix(f":{self.column}") if is_joined else self.name)
 
 
 def parse_data(name: str) -> DataName:
@@ -65,10 +66,10 @@ def parse_data(name: str) -> DataName:
     """
     if name == DEFAULT:
         return DataName(kind="default", name=name)
-    if Path(name).expanduser().exists():
+    if user_path(name).exists():
         return DataName(kind="path", name=name)
     path, _, column = name.rpartition(":")
-    if column and path and (path.endswith(SUFFIXES) or Path(path).expanduser().is_file()):
+    if column and path and (path.endswith(SUFFIXES) or user_path(path).is_file()):
         return DataName(kind="path", name=name, column=column)
     match = _HUB.fullmatch(name)
     hub = HubName.parse(match["id"]) if match else None
@@ -114,7 +115,7 @@ def data_files(folder: Path) -> list[Path]:
 
 def hub_name(name: str) -> HubName | None:
     """The model of the hub that `name` means; None of a folder, and of no hub id. InputError for a URL."""
-    if Path(name).expanduser().exists():
+    if user_path(name).exists():
         return None
     if "://" in name:
         need, fix = "a folder or a model of the hub (ORG/NAME)", "copy or mount it to a folder first"
@@ -129,7 +130,7 @@ def resolve_source(name: str, on_progress: OnProgress = silent) -> Path:
     """
     model = hub_name(name)
     if model is None:
-        return Path(name).expanduser()
+        return user_path(name)
     with _or_no_such_folder(name):
         return download(model, on_progress)
 
@@ -138,7 +139,7 @@ def resolve_source(name: str, on_progress: OnProgress = silent) -> Path:
 def source_headers(name: str, on_progress: OnProgress = silent) -> Iterator[Path]:
     """Yield a folder to read headers from; of a model of the hub only they are fetched."""
     if (model := hub_name(name)) is None:
-        yield Path(name).expanduser()
+        yield user_path(name)
     else:
         with _or_no_such_folder(name), header_files(model, on_progress) as root:
             yield root

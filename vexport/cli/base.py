@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -106,12 +105,13 @@ def print_text(text: str) -> None:
         click.echo(coloured(text) if colour else text, nl=not text.endswith("\n"), color=colour)
         return
     from vexport.files import write_text
-    from vexport.outputs.replaceable import require_new_answer
 
-    values = (value if isinstance(value, tuple) else (value,) for value in context.params.values())
-    given_paths = [Path(each).expanduser() for each in chain(*values) if isinstance(each, str | Path)]
-    require_new_answer(file, given_paths)
-    write_text(file, text if text.endswith("\n") else f"{text}\n")
+    whole = text if text.endswith("\n") else f"{text}\n"
+    if file.exists() and not file.is_file():  # /dev/stdout, /dev/null and pipes are written to, not replaced
+        with file.open("w", encoding="utf-8") as stream:
+            stream.write(whole)
+        return
+    write_text(file, whole)
 
 
 def add_step_summary(markdown: str) -> None:

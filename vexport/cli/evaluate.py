@@ -16,7 +16,7 @@ from vexport.cli.engine import (
     serve_options,
     session_options,
 )
-from vexport.cli.options import PATH, POSITIVE, Answer, answer_file, format_option, option
+from vexport.cli.options import PATH, POSITIVE, Answer, answer_file, format_option, option, require_apart
 from vexport.cli.prompting import (
     drift_options,
     prompting_options,
@@ -151,10 +151,15 @@ def evaluate(
       vexport eval http://new:8000/v1 --baseline http://old:8000/v1 --task gsm8k
     """
     from vexport.engine.session import require_engine
+    from vexport.evaluation.inputs import evaluation_inputs
+    from vexport.outputs.replaceable import NamedPath
 
     options = click.get_current_context().params
     comparison = comparison.consistent(options)
     settings, serve = _settings({**options, "baseline": comparison.baseline}), session.serve(tp)
+    folder = output_dir or Path("runs") / f"eval-{_name(checkpoints)}"
+    written = [NamedPath(label="--output-dir", path=folder)]
+    require_apart(click.get_current_context(), list(evaluation_inputs(settings, "--task")), written)
     require_engine((interpreter.vllm_python,))
     from vexport.run.evaluating import EvalJob, evaluate_checkpoints, explained, first_line
     from vexport.run.options import Explaining
@@ -163,7 +168,7 @@ def evaluate(
         job = EvalJob(
             checkpoints=checkpoints,
             settings=settings,
-            folder=output_dir or Path("runs") / f"eval-{_name(checkpoints)}",
+            folder=folder,
             options=interpreter.options(serve, on_progress),
             overwrite=overwrite,
             against=comparison.against,

@@ -2,8 +2,9 @@
 
 import inspect
 import math
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,7 @@ from vexport.version import short_version
 
 if TYPE_CHECKING:
     from vexport.formats.base import Card
+    from vexport.outputs.replaceable import NamedPath
 
 WIDEST = 100
 OTHERS = "Options"
@@ -45,6 +47,7 @@ class SectionedCommand(click.Command):
     def invoke(self, ctx: click.Context) -> object:
         """Call the command; a parameter whose type is a dataclass takes the options named as its fields."""
         assert self.callback is not None
+        require_apart(ctx)
         return ctx.invoke(self.callback, **grouped(self.callback, ctx.params))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -116,7 +119,12 @@ FORMAT_OF_SUFFIX = {".txt": "text", ".json": "json", ".xml": "junit", ".html": "
 # The name of --output, and where a context holds its value.
 ANSWER_FILE = "answer_file"
 # Parameters of commands that name what is written. Everything else that names a path is read.
-OUTPUTS = (ANSWER_FILE, "out", "run_dir", "output_dir", "accept")
+OUTPUTS = (ANSWER_FILE, "out", "run_dir", "output_dir", "accept", "folder")
+# Parameters whose texts may be paths that are read; parameters of the type PATH always are.
+INPUTS = ("source", "checkpoints", "baseline", "tasks", "text", "calibration", "digests", "tokenizer")
+DRAFTER = "speculative"
+# An interpreter is run, and no output can replace it.
+RUN = ("vllm_python",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +226,18 @@ class Real(click.FloatRange):
         return "" if self.max is None else super()._describe_range()
 
 
-PATH = click.Path(path_type=Path)
+class UserPath(click.Path):
+    """A path, with the home folder in place of `~` and `~name`."""
+
+    def convert(self, value: str | os.PathLike[str], param: Parameter, ctx: Context) -> Path:
+        """Return the path; InputError if there is no such user."""
+        from vexport.files import user_path
+
+        return user_path(Path(super().convert(value, param, ctx)))
+
+
+PATH = UserPath(path_type=Path)
+FOLDER = UserPath(path_type=Path, exists=True, file_okay=False)
 POSITIVE = Count(1)
 BYTE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
 
@@ -285,6 +304,52 @@ def answer_file(context: click.Context) -> Path | None:
     """The file of --output; None for stdout."""
     file = context.meta.get(ANSWER_FILE)
     return file if isinstance(file, Path) else None
+
+
+def require_apart(
+    context: click.Context, inputs: "Sequence[NamedPath]" = (), outputs: "Sequence[NamedPath]" = ()
+) -> None:
+    """Raise InputError if an output of a command overlaps what it reads, before anything is written.
+
+    The paths of its arguments and options are always compared. `inputs` and `outputs` are further paths: what
+    a scenario names, and folders that have a default.
+    """
+    from vexport.outputs.replaceable import NamedPath, require_separate
+
+    written, read = list(outputs), list(inputs)
+    for parameter in context.command.params:
+        label = _label(parameter)
+        if parameter.name == ANSWER_FILE:
+            written += [NamedPath(label="--output", path=file)] if (file := answer_file(context)) else []
+        elif parameter.name in OUTPUTS:
+            given = context.params.get(str(parameter.name))
+            written += [NamedPath(label=label, path=given)] if given else []
+        elif parameter.name not in RUN:
+            read += [NamedPath(label=label, path=path) for path in _paths_read(context, parameter)]
+    require_separate(list(dict.fromkeys(written)), read)
+
+
+def _label(parameter: click.Parameter) -> str:
+    """Return how help calls a parameter: `OUT`, `--run-dir`."""
+    if isinstance(parameter, click.Option):
+        return next((name for name in parameter.opts if name.startswith("--")), parameter.opts[0])
+    return str(parameter.name).upper()
+
+
+def _paths_read(context: click.Context, parameter: click.Parameter) -> "Iterator[Path]":
+    """Yield the paths that a parameter names and its command reads; a name of the hub or a URL is no path."""
+    from vexport.files import user_path
+
+    value = context.params.get(str(parameter.name))
+    for each in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(each, Path):
+            yield each
+        elif isinstance(each, str) and parameter.name == DRAFTER:
+            yield from [user_path(folder)] if (folder := each.partition("=")[2]) else []
+        elif isinstance(each, str) and parameter.name in INPUTS and each and "://" not in each:
+            path = user_path(each)
+            if parameter.name != "tasks" or path.is_file():  # a folder is no task: it is named like one
+                yield path
 
 
 def format_option(formats: tuple[str, ...] = FORMATS, names: str = "-o --output") -> Decorator:

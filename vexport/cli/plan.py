@@ -16,6 +16,7 @@ from vexport.cli.options import (
     answer_file,
     format_option,
     option,
+    require_apart,
     revision_option,
     trust_option,
 )
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 @click.argument("source", metavar="SOURCE|SCENARIO")
 @revision_option
 @scheme_option
-@option("--run-dir", "Run directory with the losses for `scheme: auto` [default: runs/NAME].", PATH)
+@option("--run-dir measured", "Run directory with the losses for `scheme: auto` [default: runs/NAME].", PATH)
 @plan_options
 @calibration_options
 @trust_option
@@ -53,7 +54,7 @@ def plan(
     source: str,
     revision: str | None,
     request: PlanRequest,
-    run_dir: Path | None,
+    measured: Path | None,
     calibration: CalibrationOptions,
     trust_remote_code: bool,
     answer: Answer,
@@ -73,10 +74,10 @@ def plan(
     from vexport.checkpoint.source import with_revision
     from vexport.scenario import is_scenario
 
-    if run_dir and not is_scenario(source):
+    if measured and not is_scenario(source):
         raise click.UsageError("--run-dir needs a SCENARIO: scheme: auto chooses by what a run measured.")
     if is_scenario(source):
-        _plan_scenario(source, revision, run_dir, answer, trust_remote_code=trust_remote_code)
+        _plan_scenario(source, revision, measured, answer, trust_remote_code=trust_remote_code)
     elif request.scheme or request.recipe:
         name = with_revision(source, revision)
         _plan_rules(source, name, request, calibration, answer, trust_remote_code=trust_remote_code)
@@ -87,23 +88,27 @@ def plan(
 
 
 def _plan_scenario(
-    source: str, revision: str | None, run_dir: Path | None, answer: Answer, *, trust_remote_code: bool
+    source: str, revision: str | None, measured: Path | None, answer: Answer, *, trust_remote_code: bool
 ) -> None:
     """The plan of a scenario, and how many documents its evaluation takes."""
+    from vexport.evaluation.inputs import scenario_inputs
+    from vexport.outputs.replaceable import NamedPath
     from vexport.plan.source import require_trusted_scenario
     from vexport.quantize.auto import plan_scenario
     from vexport.scenario import read_scenario
 
     scenario = read_scenario(Path(source))
     require_trusted_scenario(scenario, Path(source), trusted=trust_remote_code)
+    folder = NamedPath(label="--run-dir", path=measured or scenario.run_dir)
+    require_apart(click.get_current_context(), [folder, *scenario_inputs(scenario, Path(source))])
     require_scenario_alone()
     if revision:
         raise click.UsageError("--revision cannot be used with a scenario; set `revision` in it.")
     with progress_display(quiet=answer.quiet) as on_progress:
-        _, plan = plan_scenario(scenario, run_dir, on_progress, trust_remote_code=trust_remote_code)
+        _, plan = plan_scenario(scenario, measured, on_progress, trust_remote_code=trust_remote_code)
     needs_trust = trust_remote_code or (scenario.evaluate and scenario.evaluate.suite == "code")
     trust = ("--trust-remote-code",) if needs_trust else ()
-    then = shlex.join(["vexport", "run", source, *given_values("run_dir"), *trust])
+    then = shlex.join(["vexport", "run", source, *given_values("measured"), *trust])
     _note_missing_data(scenario)
     _print(source, plan, then, answer, scenario)
 

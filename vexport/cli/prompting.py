@@ -7,15 +7,13 @@ import ast
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 
-from vexport.cli.options import POSITIVE, Count, Real, option, stacked, switch
+from vexport.cli.options import FOLDER, POSITIVE, Count, Real, option, stacked, switch
 from vexport.records import BatchSize, Scalar
 from vexport.records.accuracy import DEFAULT_CONCURRENCY, REQUEST_SECONDS
 
-FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 ABOVE_ZERO = Real(0, min_open=True)
 GenerationValue = Scalar | list[Scalar] | dict[str, Scalar]
 _WORDS: dict[str, Scalar] = {"true": True, "false": False, "none": None}

@@ -19,6 +19,7 @@ from vexport.cli.options import (
     format_option,
     option,
     overwrite_run_option,
+    require_apart,
 )
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, fix, is_installed, raise_problems
@@ -58,6 +59,8 @@ def run(
       vexport run SCENARIO.yaml --run-dir runs/nightly --format github
     """
     from vexport.engine.session import require_engine
+    from vexport.evaluation.inputs import scenario_inputs
+    from vexport.outputs.replaceable import NamedPath
     from vexport.plan.source import require_trusted_scenario, with_default_text
     from vexport.reports import render
     from vexport.scenario import read_scenario
@@ -67,11 +70,13 @@ def run(
     require_trusted_scenario(parsed, scenario, trusted=interpreter.trust_remote_code)
     serve = with_options(parsed.serve, {"tensor_parallel_size": tp}, engine_args)
     parsed = parsed.model_copy(update={"serve": serve})
+    folder = run_dir or parsed.run_dir
+    written = [NamedPath(label="--run-dir", path=folder)]
+    require_apart(click.get_current_context(), list(scenario_inputs(parsed, scenario)), written)
     require_engine((interpreter.vllm_python,))
     from vexport.run.options import Explaining
     from vexport.run.stages import run_scenario
 
-    folder = run_dir or parsed.run_dir
     explaining = Explaining(wanted=attribution, seconds=attribution_seconds)
     with progress_display(quiet=answer.quiet) as on_progress:
         options = interpreter.options(parsed.serve, on_progress)
@@ -163,7 +168,10 @@ def compare(
       vexport compare MODEL --schemes FP8_DYNAMIC,W8A8 --scenario qwen3.yaml
     """
     from vexport.engine.session import require_engine
+    from vexport.evaluation.inputs import scenario_inputs
+    from vexport.outputs.replaceable import NamedPath
     from vexport.reports import render_comparison
+    from vexport.run.stages import compare_folder
     from vexport.scenario import base_scenario
 
     if not schemes:
@@ -174,6 +182,8 @@ def compare(
 
         trusted = interpreter.trust_remote_code
         require_trusted_scenario(base, scenario_file, trusted=trusted)
+    written = [NamedPath(label="--run-dir", path=run_dir or compare_folder(base))]
+    require_apart(click.get_current_context(), list(scenario_inputs(base, scenario_file)), written)
     require_engine((interpreter.vllm_python,))
     from vexport.run.stages import compare_schemes
 
@@ -214,31 +224,32 @@ def _write_demo(folder: Path, overwrite: bool) -> None:
 
     InputError where the folder is not empty, unless `overwrite` and nothing but a demo is in it.
     """
-    from vexport.outputs.replaceable import FolderKind, refuse_others
+    from vexport.outputs.manifest import record
+    from vexport.outputs.replaceable import FolderKind
     from vexport.scenario.shipped import demo_files, scenarios
 
     kind = FolderKind(
         name="a demo that vexport wrote",
         mark=".vexport-demo",
         text="Written by `vexport demo`, which replaces the demo's files here with --overwrite.\n",
-        entries=frozenset({"demo", "demo-*.yaml"}),
     )
     root = scenarios()
     files = list(demo_files(root))
     kind.require_replaceable(folder, overwrite=overwrite)
-    inside = [path.relative_to(folder) for path in sorted((folder / "demo").rglob("*")) if path.is_file()]
-    refuse_others(folder, [str(path) for path in inside if path not in files])
     parent = folder.absolute().parent
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix=f".{folder.name}.") as temporary:
         new = Path(temporary) / folder.name
         kind.begin(new)
         for file in files:
+            record(new / file)
             (new / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(root / file, new / file)
         if not folder.exists():
             new.rename(folder)
             return
         kind.begin(folder)
-        for entry in new.iterdir():
-            entry.replace(folder / entry.name)
+        for file in files:
+            record(folder / file)
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (new / file).replace(folder / file)

@@ -97,12 +97,21 @@ def sources_digest() -> str:
     return whole.hexdigest()[:16]
 
 
+def _user_caches() -> list[Path]:
+    """Return the folder for caches of vexport's user; nothing if the user has no home folder."""
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return [Path(named) / "vexport"]
+    try:
+        return [Path.home() / ".cache" / "vexport"]
+    except RuntimeError:
+        return []
+
+
 def cache_folder() -> Path | None:
     """Below NUMBA_CACHE_DIR, the package, or the user's cache, whichever is writable; None where none is."""
     named = os.environ.get("NUMBA_CACHE_DIR")
     package = PACKAGE / "numerics" / "__pycache__"
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "vexport"
-    for folder in [Path(named)] if named else [package, home]:
+    for folder in [Path(named)] if named else [package, *_user_caches()]:
         kernels = folder / f"kernels-{sources_digest()}"
         try:
             kernels.mkdir(parents=True, exist_ok=True)

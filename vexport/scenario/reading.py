@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 from vexport.checkpoint.source import DEFAULT, parse_data, with_revision
 from vexport.config_files import load_yaml
 from vexport.errors import InputError, InputErrors, clip, nearest, shown
-from vexport.files import read_json_object
+from vexport.files import read_json_object, user_path
 from vexport.outputs import RECIPE
 from vexport.records import GENERATION_KEYS
 from vexport.scenario.evaluate import Evaluate
@@ -139,7 +139,7 @@ def base_scenario(source: str, scheme: str, file: Path | None) -> Scenario:
     """Return what all schemes have in common: the scenario of a file, or text with all defaults."""
     if file is not None:
         return read_scenario(file).model_copy(update={"source": source})
-    path = Path(source).expanduser()
+    path = user_path(source)
     name = re.sub(r"[^A-Za-z0-9._-]", "-", path.resolve().name if path.is_dir() else path.name)
     return Scenario(
         name=name.lstrip("._-") or "model",

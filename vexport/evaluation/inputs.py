@@ -1,0 +1,41 @@
+"""The files and folders that an evaluation or a whole scenario reads, which no output may replace."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from vexport.evaluation.tasks import task_files
+from vexport.files import user_path
+from vexport.outputs.replaceable import NamedPath
+from vexport.scenario import Evaluate, Scenario
+
+
+def evaluation_inputs(settings: Evaluate, label: str) -> Iterator[NamedPath]:
+    """Yield what an evaluation reads besides the two models; `label` is what the tasks are called.
+
+    A task's includes, documents and code are among the paths. A name that is no path is passed over later.
+    """
+    for task in settings.tasks:
+        for file in task_files(user_path(task)):
+            yield NamedPath(label=label, path=file)
+    if settings.text:
+        yield NamedPath(label="text", path=user_path(settings.text))
+    for folder in settings.include_path:
+        yield NamedPath(label="include_path", path=folder)
+    if settings.tokenizer:
+        yield NamedPath(label="tokenizer", path=user_path(settings.tokenizer))
+    drafter = (settings.speculative or "").partition("=")[2]
+    if drafter:
+        yield NamedPath(label="speculative", path=user_path(drafter))
+
+
+def scenario_inputs(scenario: Scenario, file: Path | None) -> Iterator[NamedPath]:
+    """Yield what a run of a scenario reads; `file` is the scenario's own file."""
+    if file is not None:
+        yield NamedPath(label="SCENARIO", path=file)
+    yield NamedPath(label="source", path=user_path(scenario.source))
+    if scenario.calibration and scenario.calibration.path:
+        yield NamedPath(label="calibration.data", path=scenario.calibration.path)
+    if scenario.evaluate:
+        yield from evaluation_inputs(scenario.evaluate, "evaluate.tasks")
+        if scenario.evaluate.baseline:
+            yield NamedPath(label="evaluate.baseline", path=user_path(scenario.evaluate.baseline))
