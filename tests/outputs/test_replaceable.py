@@ -2,15 +2,20 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.command import vexport
+from tests.command import ROOT, vexport
 from tests.models import Good
 from tests.outputs.test_separate import tree
-from vexport.errors import InputError
+from vexport.errors import CheckpointFailed, InputError
+from vexport.files import write_text
+from vexport.outputs.directory import kept_as_failed, resumable_directory
+from vexport.outputs.manifest import MANIFEST, record, recorded
 from vexport.run.directory import RunDirectory
 
 COMMANDS = {
@@ -87,21 +92,176 @@ def test_a_recipe_names_all_files(good: Good) -> None:
     assert recipe["files"] == sorted(path.name for path in good("W8A8").iterdir())
 
 
-@pytest.mark.parametrize("extra", ["notes.md", "figures/a.png", "mine.yaml", "checkpoint/README.md"])
-def test_what_a_person_put_into_a_run_directory_stays(extra: str, tmp_path: Path, good: Good) -> None:
-    root = tmp_path / "run"
+FILES = ("report.json", "eval/baseline/vllm.log", "calibration/statistics.json")
+
+
+def made(root: Path, checkpoint: Path) -> Path:
+    """A run directory with some of a run's files."""
     RunDirectory(root).begin(overwrite=False)
-    shutil.copytree(good("W8A8"), root / "checkpoint")
-    for name in ("report.json", "scenario.yaml"):
-        (root / name).write_text("{}")
-    (root / extra).parent.mkdir(exist_ok=True)
-    (root / extra).write_text("mine")
+    for name in FILES:
+        record(root / name)
+        write_text(root / name, "{}")
+    record(root / "checkpoint")
+    shutil.copytree(checkpoint, root / "checkpoint")
+    return root
+
+
+def plant(root: Path, extra: str) -> None:
+    """Put a file, a link (`->`) or an empty folder (`/` at its end) of a person into a folder."""
+    name, is_link, target = extra.partition(" -> ")
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if is_link:
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+    elif extra.endswith("/"):
+        path.mkdir()
+    else:
+        path.write_text("mine")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        *("notes.md", "figures/a.png", "mine.yaml", "report.docx", "report.json.bak", ".report.json.mine"),
+        *("eval/mine/notes.txt", "eval/baseline/notes.txt", "calibration/notes.txt", "eval/empty/"),
+        *("checkpoint/README.md", "checkpoint/plots/loss.svg", "checkpoint/empty/", "checkpoint/a -> ../b"),
+        *("report.md -> ../elsewhere", "eval/candidate -> ../..", "eval/baseline/vllm.log -> /dev/null"),
+    ],
+)
+def test_a_person_s_files_in_a_run_directory_stay(extra: str, tmp_path: Path, good: Good) -> None:
+    root = made(tmp_path / "run", good("W8A8"))
+    plant(root, extra)
     before = tree(root)
     RunDirectory(root).begin(overwrite=False)
-    with pytest.raises(InputError, match="which vexport did not write"):
+    named = extra.partition(" -> ")[0].rstrip("/").removeprefix("checkpoint/")
+    with pytest.raises(InputError, match=rf"'{named}', which vexport did not write"):
         RunDirectory(root).begin(overwrite=True)
     assert tree(root) == before
-    (root / extra).unlink()
-    shutil.rmtree(root / "figures", ignore_errors=True)
+
+
+def test_a_run_directory_is_emptied(tmp_path: Path, good: Good) -> None:
+    root = made(tmp_path / "run", good("W8A8"))
+    (root / ".report.json.0123abcd").write_text("left by a killed call")
+    (root / ".checkpoint.partial" / "new").mkdir(parents=True)
     RunDirectory(root).begin(overwrite=True)
-    assert [path.name for path in root.iterdir()] == [".vexport-run"]
+    assert {path.name for path in root.iterdir()} == {".vexport-run", MANIFEST}
+    assert recorded(root) == frozenset()
+
+
+def test_an_older_folder_is_refused_with_the_line_that_moves_it(tmp_path: Path, good: Good) -> None:
+    root = made(tmp_path / "run", good("W8A8"))
+    (root / MANIFEST).unlink()
+    before = tree(root)
+    RunDirectory(root).begin(overwrite=False)
+    with pytest.raises(InputError, match=rf"mv {root} {root}.old"):
+        RunDirectory(root).begin(overwrite=True)
+    assert tree(root) == before
+
+
+def test_demo_knows_its_files(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    assert vexport("demo", folder).code == 0
+    assert vexport("demo", folder).code == 2
+    (folder / "demo-nvfp4.yaml").write_text("changed")
+    assert vexport("demo", folder, "--overwrite").code == 0
+    (folder / "demo" / "mine.txt").write_text("mine")
+    before = tree(folder)
+    ran = vexport("demo", folder, "--overwrite")
+    assert ran.code == 2
+    assert "'demo/mine.txt', which vexport did not write" in ran.errors[0]
+    assert tree(folder) == before
+
+
+WRITER = """
+import itertools, sys
+from pathlib import Path
+from vexport.files import write_text
+from vexport.outputs.manifest import record
+root = Path(sys.argv[1])
+for number in itertools.count():
+    record(root / f"folder/{number}.json")
+    write_text(root / f"folder/{number}.json", "{}")
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("files", [1, 20, 60])
+def test_a_killed_call_leaves_no_file_without_an_owner(files: int, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    RunDirectory(root).begin(overwrite=False)
+    command = [sys.executable, "-c", WRITER, str(root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as writer:
+        assert writer.stdout is not None
+        for _ in range(files):
+            writer.stdout.readline()
+        writer.kill()
+    assert len(list((root / "folder").iterdir())) >= files
+    RunDirectory(root).begin(overwrite=True)
+    assert {path.name for path in root.iterdir()} == {".vexport-run", MANIFEST}
+
+
+def test_a_half_written_line_is_no_name(tmp_path: Path) -> None:
+    RunDirectory(tmp_path).begin(overwrite=False)
+    record(tmp_path / "one")
+    with (tmp_path / MANIFEST).open("ab") as manifest:
+        manifest.write(b'"tw')
+    record(tmp_path / "a\nb")
+    assert recorded(tmp_path) == {"one", "a\nb"}
+
+
+FAILURE = CheckpointFailed("OUT", got="a refusal", need="", fix="export it again")
+
+
+def failed_once(out: Path) -> CheckpointFailed:
+    """The error of a call that writes a checkpoint, which fails."""
+    with (
+        pytest.raises(CheckpointFailed) as failure,
+        resumable_directory(out, input_digest="x", overwrite=True) as folder,
+    ):
+        (folder / "config.json").write_text("{}")
+        raise kept_as_failed(folder, out, FAILURE)
+    return failure.value
+
+
+def test_a_failed_call_replaces_what_a_failed_call_left(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert "it is kept as" in str(failed_once(tmp_path / "z"))
+    assert json.loads((tmp_path / "z.failed" / "vexport.json").read_text())["failed"] is True
+    assert [path.name for path in tmp_path.iterdir()] == ["z.failed"]
+
+
+@pytest.mark.parametrize("kind", ["sound", "extra", "file", "link", "broken link", "papers"])
+def test_a_failed_call_keeps_what_is_there(kind: str, tmp_path: Path, good: Good) -> None:
+    failed = tmp_path / "z.failed"
+    if kind == "sound":
+        shutil.copytree(good("W8A8"), failed)
+    elif kind == "extra":
+        failed_once(tmp_path / "z")
+        (failed / "notes.txt").write_text("mine")
+    elif kind == "file":
+        failed.write_text("mine")
+    elif kind == "link":
+        failed.symlink_to(good("W8A8"))
+    elif kind == "broken link":
+        failed.symlink_to("nowhere")
+    else:
+        failed.mkdir()
+        (failed / "thesis.txt").write_text("mine")
+    before = tree(tmp_path)
+    error = str(failed_once(tmp_path / "z"))
+    assert "a refusal" in error
+    assert f"it is not kept, as {failed} is not what a failed call left there" in error
+    assert tree(tmp_path) == before
+
+
+def test_named_templates_belong_to_a_checkpoint(tmp_path: Path, llama: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(llama, source)
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "rag.jinja").write_text("x")
+    words = ("quantize", source, tmp_path / "out", "--scheme", "FP8_DYNAMIC", "--no-verify", "--overwrite")
+    for _ in range(2):
+        assert vexport(*words).code == 0
+    (tmp_path / "out" / "additional_chat_templates" / "mine.jinja").write_text("mine")
+    assert "'additional_chat_templates/mine.jinja', which vexport" in vexport(*words).errors[0]

@@ -13,6 +13,8 @@ from tests.models import save_llama, write_calibration
 from tests.quantize.test_streaming import write_model
 from vexport.checkpoint.index import folder_digest
 from vexport.errors import InputError
+from vexport.files import write_text
+from vexport.outputs.manifest import MANIFEST, record
 from vexport.outputs.replaceable import written_alone
 from vexport.records import CheckReport, Plan, silent
 from vexport.run.directory import KIND as RUN
@@ -54,7 +56,7 @@ def test_a_second_call_in_the_same_folder_is_refused(name: str, tmp_path: Path) 
     }
     with written_alone(folder, "--run-dir"), pytest.raises(InputError, match="another process is writing it"):
         calls[name]()
-    assert [entry.name for entry in folder.iterdir()] == [kind.mark]
+    assert {entry.name for entry in folder.iterdir()} == {kind.mark, MANIFEST}
 
 
 @pytest.fixture
@@ -147,13 +149,19 @@ def test_an_evaluation_without_results_goes_on_unless_it_is_to_be_replaced(tmp_p
 
 
 def test_answers_outlive_an_unfinished_session(tmp_path: Path) -> None:
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "one.yaml").write_text("task: one\n")
-    kept = {"answers-12_rank0.db", "answers-12_rank0.db-journal"}
-    for name in ("vllm.log", *kept):
-        (tmp_path / name).write_text("kept\n")
-    clear_session(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == kept
+    session = tmp_path / "candidate"
+    RESULTS.begin(tmp_path)
+    for name in ("tasks/one/one.yaml", "vllm.log", "answers-12.jsonl"):
+        record(session / name)
+        write_text(session / name, "kept\n")
+    (session / ".vllm.log.0123abcd").write_text("of a killed call")
+    (session / "tasks" / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"candidate/tasks/notes.txt', which vexport did not write"):
+        clear_session(session, tmp_path)
+    assert (session / "vllm.log").exists()
+    (session / "tasks" / "notes.txt").unlink()
+    clear_session(session, tmp_path)
+    assert [path.name for path in session.iterdir()] == ["answers-12.jsonl"]
 
 
 def flip(file: Path) -> None:

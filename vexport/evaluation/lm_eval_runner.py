@@ -31,6 +31,7 @@ from vexport.evaluation.results import SEED, compare_rows, documents_to_repeat, 
 from vexport.evaluation.task_data import explained_downloads, load_tasks, task_manager, tasks_as_data
 from vexport.evaluation.tasks import reads_hub
 from vexport.files import atomic_path
+from vexport.outputs.manifest import is_recorded, record
 from vexport.records import OnProgress
 
 if TYPE_CHECKING:
@@ -94,8 +95,9 @@ def kept_answers(output: Path, identity: str) -> KeptAnswers:
     """The answers of a model, and of what computes them; those of another are removed."""
     file = output / f"{ANSWERS}{hashlib.sha256(identity.encode()).hexdigest()[:16]}.jsonl"
     for other in output.glob(f"{ANSWERS}*"):
-        if other != file:
+        if other != file and is_recorded(other):
             other.unlink()
+    record(file)
     return KeptAnswers(file)
 
 
@@ -222,6 +224,7 @@ def _move_files(source: Path, target: Path) -> None:
     """Move lm-eval's files out of its folder for the model, the results last: they say that all is there."""
     files = sorted(source.rglob("*.json*"), key=lambda file: (file.suffix == ".json", file.name))
     for file in files:
+        record(target / file.name)
         with atomic_path(target / file.name) as temporary:
             shutil.copyfile(file, temporary)
 

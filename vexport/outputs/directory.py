@@ -11,25 +11,39 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TextIO
 
 from vexport.errors import CheckpointFailed, InputError, VexportError
 from vexport.files import read_json_object, write_text
 from vexport.numerics.ranks import on_first, rank_and_size
 from vexport.outputs import RECIPE
-from vexport.outputs.replaceable import FILES, refuse_existing, resolved
+from vexport.outputs.replaceable import (
+    FILES,
+    is_filled_folder,
+    refuse_existing,
+    remove_checkpoint,
+    resolved,
+)
 from vexport.records import Json
 from vexport.version import __version__
 
+# The key of vexport.json by which a failed call signs the checkpoint that it leaves as OUT.failed.
+FAILED = "failed"
 RECORD, NEW, OLD, ASIDE = ".made-from", "new", "old", "aside"
 
 
 def working_folder(path: Path) -> Path:
     """Return the folder that `path` is made in until it is whole."""
     return resolved(path).parent / f".{resolved(path).name}.partial"
+
+
+def failed_folder(path: Path) -> Path:
+    """Return the folder that is left in the place of `path` if the checkpoint fails."""
+    return resolved(path).with_name(f"{resolved(path).name}.failed")
 
 
 def aside_folder(folder: Path) -> Path:
@@ -40,19 +54,34 @@ def aside_folder(folder: Path) -> Path:
 def kept_as_failed(folder: Path, path: Path, failure: CheckpointFailed) -> CheckpointFailed:
     """Rename the `folder` of `resumable_directory` to `PATH.failed`, and say so in what it failed with.
 
-    An earlier one is replaced where vexport made it; where something else is there the folder is not kept.
+    Only what an earlier failed call left there is replaced. If something else is there, also a link or a sound
+    checkpoint, the folder is not kept, and the error says so.
     """
-    failed = resolved(path).with_name(f"{resolved(path).name}.failed")
+    failed = failed_folder(path)
+    if is_replaceable_failure(failed):
+        _sign(folder, {FAILED: True})
+        if failed.exists():
+            remove_checkpoint(failed)
+        folder.rename(failed)
+        fix = f"{failure.fix}; it is kept as {failed}"
+    else:
+        fix = (
+            f"{failure.fix}; it is not kept, as {failed} is not what a failed call left there: move that away"
+        )
+    return CheckpointFailed(failure.where, got=failure.got, need=failure.need, fix=fix)
+
+
+def is_replaceable_failure(failed: Path) -> bool:
+    """Return whether nothing is at a path, or nothing but a checkpoint that a failed call signed."""
+    if not os.path.lexists(failed):
+        return True
+    if failed.is_symlink():
+        return False
     try:
         refuse_existing(failed, overwrite=True)
+        return not is_filled_folder(failed) or read_json_object(failed / RECIPE).get(FAILED) is True
     except InputError:
-        return failure
-    _sign(folder)
-    if failed.exists():
-        shutil.rmtree(failed)
-    folder.rename(failed)
-    fix = f"{failure.fix}; it is kept as {failed}"
-    return CheckpointFailed(failure.where, got=failure.got, need=failure.need, fix=fix)
+        return False
 
 
 @contextmanager
@@ -254,14 +283,18 @@ def _rewrite(record: TextIO, text: str) -> None:
     record.flush()
 
 
-def _sign(folder: Path) -> None:
-    """List the files of a checkpoint in its recipe, by which vexport recognizes its own output."""
+def _sign(folder: Path, marks: Mapping[str, Json] = MappingProxyType({})) -> None:
+    """List the files of a checkpoint in its recipe, by which vexport recognizes its own output.
+
+    `marks` are further keys of the recipe.
+    """
     recipe: dict[str, Json] = {"vexport": __version__}
     with suppress(InputError):
         recipe = read_json_object(folder / RECIPE)
-    names: list[Json] = [*sorted({RECIPE, *(entry.name for entry in folder.iterdir())})]
-    if recipe.get(FILES) != names:
-        write_text(folder / RECIPE, json.dumps({**recipe, FILES: names}, indent=2) + "\n")
+    files = [entry for entry in folder.rglob("*") if not entry.is_dir()]
+    names: list[Json] = [*sorted({RECIPE, *(file.relative_to(folder).as_posix() for file in files)})]
+    if recipe.get(FILES) != names or marks:
+        write_text(folder / RECIPE, json.dumps({**recipe, FILES: names, **marks}, indent=2) + "\n")
 
 
 def _remove_working_folder(work: Path) -> None:

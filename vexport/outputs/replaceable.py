@@ -1,21 +1,28 @@
 """Places of outputs: apart from inputs, and with `--overwrite` only where vexport alone wrote.
 
-Folders of results have a file that marks them as vexport's, and a list of what vexport writes there.
+Folders of results have a file that marks them as vexport's, and a list of what vexport wrote there.
 """
 
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import combinations, product
 from pathlib import Path
 
 from vexport.errors import InputError
 from vexport.files import read_json_object, write_text
 from vexport.outputs import RECIPE
+from vexport.outputs.manifest import (
+    begin_manifest,
+    has_manifest,
+    recorded,
+    remove_recorded,
+    require_manifest,
+    strangers,
+)
 
 # The key of vexport.json with the names of what was written.
 FILES = "files"
@@ -46,17 +53,8 @@ def require_separate(outputs: Sequence[NamedPath], inputs: Sequence[NamedPath]) 
             raise _overlap(output, relation, other)
     for output, target in product(outputs, [link for named in existing for link in _linked_files(named)]):
         if _is_within(target.path, output.path):
-            raise _overlap(output, "a folder that contains the file behind", target)
-
-
-def require_new_answer(file: Path, given: Sequence[Path]) -> None:
-    """Raise InputError where the answer's file is one of the given paths, or a file of a given checkpoint."""
-    for path in given:
-        is_file_of = (path / "config.json").is_file() and file.exists() and _is_within(file, path)
-        if os.path.lexists(path) and (is_file_of or _relation(file, path) == "the same path as"):
-            fix = "choose another file for --output"
-            got = f"a file of the input {path}" if is_file_of else f"the same path as the input {path}"
-            raise InputError(f"--output {file}", got=got, need="a separate file", fix=fix)
+            relation = _relation(output.path, target.path) or "a folder that contains"
+            raise _overlap(output, f"{relation} the file behind".replace(" as the", " as"), target)
 
 
 def _overlap(output: NamedPath, relation: str, other: NamedPath) -> InputError:
@@ -81,7 +79,17 @@ def _relation(output: Path, other: Path) -> str:
 def _is_within(inner: Path, outer: Path) -> bool:
     """Return whether `inner` is `outer` or lies below it. A link counts where it is and where it points."""
     steps = {step for path in _real_paths(inner) for step in (path, *path.parents)}
-    return any(step == path or _is_same_file(step, path) for path in _real_paths(outer) for step in steps)
+    if any(step == path or _is_same_file(step, path) for path in _real_paths(outer) for step in steps):
+        return True
+    return _has_other_names(inner) and any(_is_same_file(inner, file) for file in outer.rglob("*"))
+
+
+def _has_other_names(file: Path) -> bool:
+    """Return whether a file has hard links, one of which may lie in a folder."""
+    try:
+        return file.is_file() and file.stat().st_nlink > 1
+    except OSError:
+        return False
 
 
 def resolved(path: Path) -> Path:
@@ -125,7 +133,7 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
     owned = checkpoint_files(path)
     if owned is None:
         raise not_ours(path, "a checkpoint that vexport wrote")
-    refuse_others(path, others(path, owned.__contains__))
+    refuse_others(path, others(path, owned))
     if not overwrite:
         raise needs_overwrite(path)
 
@@ -143,13 +151,18 @@ def refuse_others(folder: Path, names: Sequence[str]) -> None:
     )
 
 
-def others(folder: Path, is_own: Callable[[str], bool]) -> list[str]:
-    """The entries of a checkpoint's folder that are not its own; it has no folders."""
-    return [
-        entry.name
-        for entry in sorted(folder.iterdir())
-        if not is_own(entry.name) or (entry.is_dir() and not entry.is_symlink())
-    ]
+def others(folder: Path, owned: Collection[str]) -> list[str]:
+    """Return the files below a checkpoint's folder that are not in `owned`, and folders without a file.
+
+    A link is somebody else's: vexport writes none.
+    """
+    found = []
+    for entry in sorted(folder.rglob("*")):
+        name = entry.relative_to(folder).as_posix()
+        is_empty = _is_folder(entry) and not any(entry.iterdir())
+        if is_empty or entry.is_symlink() or (not entry.is_dir() and name not in owned):
+            found.append(name)
+    return found
 
 
 def checkpoint_files(folder: Path) -> frozenset[str] | None:
@@ -172,7 +185,7 @@ def is_filled_folder(path: Path) -> bool:
 
 def not_ours(path: Path, kind: str) -> InputError:
     """The error for a folder of something else."""
-    fix = "choose another path, or remove the folder yourself if nobody needs it"
+    fix = f"choose another path, or move the folder away (mv {path} {path}.old)"
     return InputError(
         str(path), got="a folder that vexport did not make", need=f"an empty folder or {kind}", fix=fix
     )
@@ -186,21 +199,25 @@ def needs_overwrite(path: Path) -> InputError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderKind:
-    """A kind of folder: what it is called, the file that marks it and what that says.
+    """A kind of folder: what it is called, the file that marks it and the text of that file.
 
-    `entries` are the names of what vexport writes into it, also with `*`; `checkpoints` those of them that
-    are checkpoints.
+    The folder's manifest says which files in it are vexport's. `checkpoint` is the name of a checkpoint in it,
+    whose own recipe lists its files.
     """
 
     name: str
     mark: str
     text: str
-    entries: frozenset[str]
-    checkpoints: frozenset[str] = frozenset()
+    checkpoint: str | None = None
 
     def require_own(self, folder: Path) -> None:
-        """Raise InputError for a folder that is not empty and lacks the mark."""
-        if is_filled_folder(folder) and not (folder / self.mark).is_file():
+        """Raise InputError for a folder that is not empty and lacks the mark.
+
+        A call that was killed may have left the manifest alone.
+        """
+        if not is_filled_folder(folder) or (folder / self.mark).is_file():
+            return
+        if not has_manifest(folder) or strangers(folder, folder):
             raise not_ours(folder, self.name)
 
     def require_replaceable(self, folder: Path, *, overwrite: bool) -> None:
@@ -208,27 +225,62 @@ class FolderKind:
         self.require_own(folder)
         if not is_filled_folder(folder):
             return
-        names = [entry.name for entry in sorted(folder.iterdir()) if not self._is_own(entry.name)]
-        refuse_others(folder, names)
-        for name in sorted(self.checkpoints):
-            written = checkpoint_files(folder / name) if (folder / name).is_dir() else None
-            if written is not None:
-                refuse_others(folder / name, others(folder / name, written.__contains__))
         if not overwrite:
             raise needs_overwrite(folder)
+        require_manifest(folder)
+        refuse_others(folder, strangers(folder, folder, self._apart(folder)))
+        if self.checkpoint is not None and _is_folder(folder / self.checkpoint):
+            refuse_existing(folder / self.checkpoint, overwrite=True)
 
     def begin(self, folder: Path) -> None:
-        """Make the folder and its mark; what vexport wrote there before is removed, and nothing else."""
-        if folder.is_dir():
-            for entry in folder.iterdir():
-                if entry.name != self.mark and self._is_own(entry.name):
-                    _remove(entry)
+        """Make the folder, its mark and manifest; what vexport wrote there before is removed, and nothing else.
+
+        The manifest is emptied last, so that a call that is killed before leaves no file without an owner.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        if has_manifest(folder):
+            for apart in self._apart(folder):
+                _remove_apart(apart)
+            remove_recorded(folder, folder, [folder / self.mark])
+        begin_manifest(folder)
         write_text(folder / self.mark, self.text)
 
-    def _is_own(self, name: str) -> bool:
-        """Return whether vexport writes an entry of this name, or makes one under a hidden name first."""
-        entries = (self.mark, *self.entries)
-        return any(fnmatchcase(name, entry) or fnmatchcase(name, f".{entry}.*") for entry in entries)
+    def _apart(self, folder: Path) -> list[Path]:
+        """Return the mark, and the folders of the checkpoint, whose files the manifest does not have."""
+        mark = folder / self.mark
+        apart = [] if mark.is_symlink() else [mark]
+        if self.checkpoint is not None and self.checkpoint in recorded(folder):
+            both = (folder / self.checkpoint, folder / f".{self.checkpoint}.partial")
+            apart += [path for path in both if _is_folder(path)]
+        return apart
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _remove_apart(path: Path) -> None:
+    """Remove a checkpoint's files and its folder if nothing else is in it, or a working folder."""
+    if not path.is_dir():
+        return  # the mark stays
+    if checkpoint_files(path) is None:
+        shutil.rmtree(path)
+    else:
+        remove_checkpoint(path)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove the files that a checkpoint's recipe lists, the recipe last, and folders that are empty then."""
+    names = sorted(checkpoint_files(folder) or (), key=lambda name: (name == RECIPE, name))
+    for name in names:
+        file = folder / name
+        if file.is_file() and not file.is_symlink() and _is_within(file, folder):
+            file.unlink()
+    for inner in sorted((entry for entry in folder.rglob("*") if _is_folder(entry)), reverse=True):
+        with suppress(OSError):
+            inner.rmdir()
+    with suppress(OSError):  # something else came into it
+        folder.rmdir()
 
 
 @contextmanager
@@ -250,10 +302,3 @@ def written_alone(folder: Path, option: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()

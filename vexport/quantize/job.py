@@ -18,13 +18,19 @@ from vexport.checkpoint.smoothed import SMOOTHING, write_smoothing
 from vexport.checkpoint.source import pinned_source
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES, Shard, progress_file, write_index, written_digest
 from vexport.errors import CheckpointFailed, InputError
-from vexport.files import digest_bytes, write_text
+from vexport.files import digest_bytes, user_path, write_text
 from vexport.formats.config import quantization_config
 from vexport.numerics.jit import telling_compilation
 from vexport.numerics.ranks import gather, on_first, process_group, rank_and_size
 from vexport.outputs import RECIPE
 from vexport.outputs.digests import HEADERS, HEADERS_DIGEST, record_digests
-from vexport.outputs.directory import aside_folder, kept_as_failed, resumable_directory, working_folder
+from vexport.outputs.directory import (
+    aside_folder,
+    failed_folder,
+    kept_as_failed,
+    resumable_directory,
+    working_folder,
+)
 from vexport.outputs.replaceable import NamedPath, refuse_existing, require_separate
 from vexport.plan.build import PlanSettings, require_accepted
 from vexport.plan.rules import calibration_need, needs_rounding
@@ -66,7 +72,7 @@ def quantize_source(
     The answer is what was done, what the samples showed where they were run, and how the weights were rounded
     by them. Torchrun's ranks calibrate, round and write together, in a folder that all of them see.
     """
-    _require_separate(job, Path(job.source).expanduser())
+    _require_separate(job, user_path(job.source))
     with process_group():
         if rank_and_size()[0] == 0:
             refuse_existing(job.out, overwrite=job.overwrite)
@@ -137,12 +143,12 @@ def write_checkpoint(
 
 
 def _require_separate(job: QuantizeJob, source: Path) -> None:
-    """Raise InputError where `out`, or its working folder, overlaps an input."""
+    """Raise InputError if `out`, its working folder or the folder of a failed call overlaps an input."""
     inputs = [NamedPath(label="SOURCE", path=source)]
     if job.calibration and job.calibration.path:
         inputs.append(NamedPath(label="--calibration", path=job.calibration.path))
-    outputs = [NamedPath(label="OUT", path=path) for path in (job.out, working_folder(job.out))]
-    require_separate(outputs, inputs)
+    folders = (job.out, working_folder(job.out), failed_folder(job.out))
+    require_separate([NamedPath(label="OUT", path=path) for path in folders], inputs)
 
 
 def finish(
@@ -189,7 +195,7 @@ def _copy_side_files(index: SourceIndex, folder: Path) -> None:
 
 def recipe(job: "QuantizeJob", index: SourceIndex, plan: Plan, calibration: CalibrationRecord | None) -> str:
     """The text of OUT/vexport.json, whose `scenario` is what `vexport plan` and `vexport run` read of it."""
-    path, folder, settings = Path(job.source).expanduser(), job.out.resolve(), job.calibration
+    path, folder, settings = user_path(job.source), job.out.resolve(), job.calibration
     scenario: dict[str, Json] = {
         "name": _name(job.source, plan),
         "source": _relative(path, folder) if path.exists() else pinned_source(job.source, index.root),
@@ -237,7 +243,7 @@ def _relative(path: Path, folder: Path) -> str:
 
 def _name(source: str, plan: Plan) -> str:
     """The source's last name and the schemes, in the letters of a scenario's name."""
-    path = Path(source).expanduser()
+    path = user_path(source)
     name = path.resolve().name if path.exists() else source.rpartition("/")[2]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join((name, *plan.schemes))).lstrip("-._") or "model"
 

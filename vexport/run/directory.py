@@ -19,7 +19,8 @@ from vexport.checkpoint.index import SourceIndex, folder_digest, read_index
 from vexport.checkpoint.source import DEFAULT, DEFAULT_FILE, data_files, resolve_source
 from vexport.errors import InputError
 from vexport.files import digest_bytes, digest_file, from_json, to_json, write_text
-from vexport.outputs.replaceable import FolderKind
+from vexport.outputs.manifest import is_recorded, record, remove_recorded, strangers
+from vexport.outputs.replaceable import FolderKind, refuse_others
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import settings_of, source_index
 from vexport.quantize.layer_groups import LayerGroup, find_layer_groups
@@ -40,17 +41,11 @@ ROUNDING = "rounding.json"
 SCENARIO = "scenario.yaml"
 MARK = ".vexport-run"
 CHECKPOINT = "checkpoint"
-# `entries` are all that a run writes: --overwrite refuses a folder with anything else in it.
 KIND = FolderKind(
     name="a run directory",
     mark=MARK,
     text="A run directory of vexport. `vexport run --overwrite` replaces everything in it.\n",
-    entries=frozenset(
-        (STAGES_FILE, CHECKPOINT, SCENARIO, LOG_FILE, LAYERS, ROUNDING, "calibration", "sensitivity", "eval")
-        + ("plan.json", "check.json", "load.json", "dry-load.json", "sensitivity.json", "mixed.json")
-        + ("report.*", "junit.xml", "model-card.md")
-    ),
-    checkpoints=frozenset((CHECKPOINT,)),
+    checkpoint=CHECKPOINT,
 )
 # Digests of a stage's inputs, by name.
 Digests = Mapping[str, str]
@@ -91,9 +86,9 @@ class RunDirectory:
         KIND.require_own(self.root)
         if overwrite:
             KIND.require_replaceable(self.root, overwrite=True)
+        if overwrite or not (self.root / MARK).is_file():
             KIND.begin(self.root)
             self._stages.clear()
-        write_text(self.root / MARK, KIND.text)
 
     def is_done(self, stage: str, inputs: Digests) -> bool:
         """Return whether the stage is finished; InputError where it was made from something else."""
@@ -129,12 +124,19 @@ class RunDirectory:
         """
         finished = {name: other._stages[name] for name in stages if name in other._stages}
         if finished and not any(name in self._stages for name in stages):
-            shutil.rmtree(self.root / folder, ignore_errors=True)
-            shutil.copytree(other.root / folder, self.root / folder)
+            refuse_others(self.root, strangers(self.root, self.root / folder))
+            remove_recorded(self.root, self.root / folder)
+            for file in sorted((other.root / folder).rglob("*")):
+                if file.is_file() and is_recorded(file):
+                    copy = self.root / file.relative_to(other.root)
+                    record(copy)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(file, copy)
             self._record(finished)
 
     def _record(self, finished: Mapping[str, StageRecord]) -> None:
         self._stages |= finished
+        record(self.root / STAGES_FILE)
         write_text(self.root / STAGES_FILE, to_json(StageRecords(stages=self._stages)))
 
     @property
@@ -149,7 +151,8 @@ class Stage(Generic[T_co]):
 
     `@partial(Stage, name, type)` makes the function below it one.
 
-    `file` of the run directory holds the result as JSON, or is a checkpoint. `digest` has a digest of each
+    `file` of the run directory holds the result as JSON, or is a checkpoint. The stage itself writes the files
+    in `writes`; it records files whose names are not known in advance. `digest` has a digest of each
     input: a stage that was finished from the same ones is not done again, from others it is an InputError. A
     stage without `digest` takes no time and is done at every call. All of them are skipped unless `when`.
     """
@@ -160,6 +163,7 @@ class Stage(Generic[T_co]):
     file: str | None = None
     _: KW_ONLY
     digest: Callable[["Run"], Digests] | None = None
+    writes: tuple[str, ...] = ()
     when: Callable[["Run"], bool] = lambda run: True
 
 
@@ -226,6 +230,7 @@ class Run:
         """Leave a result for later stages, in its file too; a checkpoint is in place already."""
         self._results[stage.name] = result
         if stage.file is not None and stage.file != CHECKPOINT and result is not None:
+            record(self.folder / stage.file)
             write_text(self.folder / stage.file, to_json(result))
 
     def do(self, stage: Stage[object]) -> None:
@@ -241,6 +246,8 @@ class Run:
             path = self.folder / stage.file
             self._results[stage.name] = read_index(path) if is_checkpoint else from_json(stage.type, path)
             return
+        for name in (*stage.writes, *((stage.file,) if is_checkpoint and stage.file else ())):
+            record(self.folder / name)
         start = time.monotonic()
         self.keep(stage, stage.make(self))
         seconds = time.monotonic() - start
@@ -295,6 +302,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 @contextmanager
 def logged_to(folder: Path) -> Iterator[None]:
     """Log to FOLDER/vexport.log too inside the block, and the error that ends it."""
+    record(folder / LOG_FILE)
     logger, handler = logging.getLogger("vexport"), logging.FileHandler(folder / LOG_FILE, encoding="utf-8")
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     logger.addHandler(handler)

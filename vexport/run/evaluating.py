@@ -20,9 +20,11 @@ from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import drift_warnings, measure_drift
 from vexport.evaluation.endpoint import is_url, require_address
 from vexport.evaluation.held_out import decide_on_text
+from vexport.evaluation.inputs import evaluation_inputs
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.evaluation.served import Served
 from vexport.evaluation.verdict import decide
+from vexport.files import user_path
 from vexport.outputs.replaceable import FolderKind, NamedPath, require_separate, written_alone
 from vexport.records import (
     Attribution,
@@ -34,7 +36,7 @@ from vexport.records import (
 )
 from vexport.reports.formatting import outcome_line
 from vexport.reports.run import marked, worst_task
-from vexport.run.directory import LOG_FILE, logged_to, portable
+from vexport.run.directory import logged_to, portable
 from vexport.run.loading import require_servable
 from vexport.run.options import EngineOptions, Explaining
 from vexport.run.serving import (
@@ -48,7 +50,6 @@ from vexport.run.serving import (
     require_served,
     require_tasks,
     serve_model,
-    task_files,
     tokenizer_of,
 )
 from vexport.scenario import Evaluate
@@ -57,7 +58,6 @@ RESULTS = FolderKind(
     name="an output folder of `vexport eval`",
     mark=".vexport-eval",
     text="Results of vexport. `vexport eval --overwrite` replaces everything in this folder.\n",
-    entries=frozenset((BASELINE, CANDIDATE, LOG_FILE)),
 )
 
 LOG = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class EvalJob:
 
     def answers(self, role: str) -> Path:
         """The folder of a model's answers, or lm-eval's file that was given."""
-        return self.folder / role if role in self.asked else Path(self.names[role]).expanduser()
+        return self.folder / role if role in self.asked else user_path(self.names[role])
 
     @property
     def known(self) -> Path | None:
@@ -137,7 +137,7 @@ class Judged:
 
 def is_results(name: str) -> bool:
     """Return whether the name of a model is lm-eval's results: a file, or a folder with one."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.is_dir():
         return not (path / "config.json").exists() and any(path.rglob("results_*.json"))
     return path.is_file() and path.name.startswith("results_")
@@ -232,7 +232,7 @@ def _evaluated(job: EvalJob, models: Mapping[str, ModelUnderTest]) -> Iterator[J
         models = {role: replace(model, lm_eval=lm_eval) for role, model in models.items()}
     if job.is_unfinished:
         for model in models.values():
-            clear_session(model.folder)
+            clear_session(model.folder, job.folder)
     else:
         RESULTS.require_replaceable(job.folder, overwrite=job.overwrite)
         RESULTS.begin(job.folder)
@@ -340,13 +340,13 @@ def _require_usable(job: EvalJob) -> None:
     """Raise for problems that show without a download or an engine."""
     if job.accept is not None:
         require_writable(job.accept)
-    files = [*_named({"--against": job.against}), *task_files(job.settings, "--task")]
+    files = [*_named({"--against": job.against}), *evaluation_inputs(job.settings, "--task")]
     for name in job.names.values():
         if is_url(name):
             require_address(name)
             continue
         label = "--baseline" if name == job.settings.baseline else "CHECKPOINT"
-        files.append(NamedPath(label=label, path=Path(name).expanduser()))
+        files.append(NamedPath(label=label, path=user_path(name)))
     if job.settings.text is not None and len(job.asked) < len(job.names):
         got, need = "lm-eval's results", "a checkpoint or an address: both models read the text"
         raise InputError("--text", got=got, need=need, fix="give one, or --task")
@@ -367,7 +367,7 @@ def _require_usable(job: EvalJob) -> None:
 def _require_had(name: str, options: EngineOptions) -> None:
     """Raise for a model that is not available, or whose folder vLLM cannot serve."""
     if hub_name(name) is None:
-        require_servable(Path(name).expanduser(), [options.serve])
+        require_servable(user_path(name), [options.serve])
     else:
         require_source(name)
 

@@ -127,6 +127,7 @@ def _sensitivity_inputs(run: Run) -> Digests:
     "sensitivity",
     GroupSensitivities,
     file="sensitivity.json",
+    writes=("sensitivity/trials.json",),
     when=lambda run: run.scenario.is_mixed or run.scenario.sensitivity is not None,
     digest=_sensitivity_inputs,
 )
@@ -171,7 +172,7 @@ def make_plan(run: Run) -> Plan:
     return _accepted_plan(run, _chosen_rules(run))
 
 
-@partial(Stage, "quantize", SourceIndex, file=CHECKPOINT, digest=checkpoint_inputs)
+@partial(Stage, "quantize", SourceIndex, file=CHECKPOINT, digest=checkpoint_inputs, writes=(ROUNDING,))
 def quantize(run: Run) -> SourceIndex:
     """The quantized checkpoint."""
     job = QuantizeJob(
@@ -195,7 +196,7 @@ def quantize(run: Run) -> SourceIndex:
     return read_index(run.checkpoint)
 
 
-@partial(Stage, "check", CheckReport, file="check.json", digest=checkpoint_inputs)
+@partial(Stage, "check", CheckReport, file="check.json", digest=checkpoint_inputs, writes=(LAYERS,))
 def check(run: Run) -> CheckReport:
     """Static findings, and whether what should have been copied was; each layer's error in its own file."""
     plan, written = run.result(make_plan), run.result(quantize)

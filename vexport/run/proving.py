@@ -136,7 +136,7 @@ def _session_inputs(run: Run, *, is_baseline: bool) -> Digests:
 def _serve(run: Run, role: str, model: Path) -> Served:
     """One of the models in vLLM; where the baseline's answers change, nothing is compared."""
     folder, settings = run.folder / "eval" / role, run.evaluation
-    clear_session(folder)
+    clear_session(folder, run.folder)
     asked = ModelUnderTest(
         role=role,
         checkpoint=model,

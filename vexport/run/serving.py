@@ -1,11 +1,11 @@
 """A model under test: what is asked of it in one start of vLLM, or over the address of a server."""
 
 import logging
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from vexport.calibration.data import read_samples
@@ -25,13 +25,15 @@ from vexport.engine.messages import (
 from vexport.engine.session import WORKER, Worker, run_session, session_error
 from vexport.errors import CheckpointFailed, InputError
 from vexport.evaluation.endpoint import Server
+from vexport.evaluation.fingerprint import FILE as FINGERPRINT
 from vexport.evaluation.fingerprint import engine_fingerprint, write_fingerprint
-from vexport.evaluation.results import read_repeated, require_deterministic
+from vexport.evaluation.results import REPEATED, read_repeated, require_deterministic
 from vexport.evaluation.served import Rows, Served
 from vexport.evaluation.task_data import fetch_task_data
 from vexport.evaluation.tasks import resolve_tasks
-from vexport.files import digest_bytes, to_json
-from vexport.outputs.replaceable import NamedPath
+from vexport.files import digest_bytes, to_json, user_path
+from vexport.outputs.manifest import is_recorded, record, remove_recorded, require_manifest, strangers
+from vexport.outputs.replaceable import is_filled_folder, refuse_others
 from vexport.quantize.text import vocab_size
 from vexport.records import CalibrationData, LmEvalSettings, named
 from vexport.records.values import MOST_COUNT
@@ -49,6 +51,8 @@ CANDIDATE = "candidate"
 PLAIN = LmEvalSettings()
 # The log-probability of each token of the text.
 TEXT_FILE = "text.safetensors"
+ENGINE_LOG, SERVER_LOG = "vllm.log", "lm-eval.log"
+SESSION_FILES = (LOGPROBS, TEXT_FILE, ENGINE_LOG, SERVER_LOG, FINGERPRINT, REPEATED)
 # Tokens drafted at once, unless an argument of vLLM says otherwise.
 DRAFT_LENGTH = 3
 
@@ -86,6 +90,7 @@ def serve_model(model: ModelUnderTest) -> Served:
     change, InputError for unusable tasks; a checkpoint that vLLM refuses is a result.
     """
     model.folder.mkdir(parents=True, exist_ok=True)
+    _record_session(model.folder)
     served = _in_engine(model) if model.url is None else _behind_address(model, model.url)
     if (repeated := read_repeated(model.folder)) is not None:
         require_deterministic(model.folder, repeated, model.evaluate.alpha)
@@ -103,7 +108,7 @@ def _in_engine(model: ModelUnderTest) -> Served:
     result = run_session(
         request,
         worker=TASKS_WORKER if request.tasks else WORKER,
-        log=model.folder / "vllm.log",
+        log=model.folder / ENGINE_LOG,
         timeout=options.serve.timeout,
         vllm_python=options.vllm_python,
         on_progress=named(model.role, options.on_progress),
@@ -137,7 +142,7 @@ def _behind_address(model: ModelUnderTest, url: str) -> Served:
         request=_with_tasks(request, settings, options, folder),
         kind=SessionResult,
         where=f"{model.role} {url}",
-        log=folder / "lm-eval.log",
+        log=folder / SERVER_LOG,
         timeout=options.serve.timeout,
         vllm_python=options.vllm_python,
     ).run(named(model.role, options.on_progress))
@@ -191,19 +196,30 @@ def _beginnings(rows: Rows) -> Rows:
     return tuple(row[:KL_TOKENS] for row in rows)
 
 
-def clear_session(folder: Path) -> None:
-    """Remove what an unfinished session left in its folder, but for the engine's answers."""
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        elif not entry.name.startswith(ANSWERS):
-            entry.unlink()
+def clear_session(folder: Path, root: Path) -> None:
+    """Remove what an unfinished session left in its folder, but for the engine's answers.
+
+    `root` is the folder with the manifest. InputError, before anything is removed, if it lacks the manifest or
+    if somebody else's files are in `folder`.
+    """
+    if not is_filled_folder(folder):
+        return
+    require_manifest(root)
+    refuse_others(root, strangers(root, folder))
+    remove_recorded(root, folder, folder.glob(f"{ANSWERS}*"))
 
 
 def remove_answers(folder: Path) -> None:
     """Remove lm-eval's cache, once its results are kept."""
     for file in folder.glob(f"{ANSWERS}*"):
-        file.unlink()
+        if is_recorded(file):
+            file.unlink()
+
+
+def _record_session(folder: Path) -> None:
+    """Record the files of a session whose names are known in advance; the worker records the others."""
+    for name in SESSION_FILES:
+        record(folder / name)
 
 
 def _engine_request(model: ModelUnderTest, prompts: Prompts) -> SessionRequest:
@@ -247,12 +263,18 @@ def _with_tasks(
     """The request with lm-eval's tasks, if there are any, whose files go to `folder`."""
     if not settings.tasks:
         return request
-    tasks = resolve_tasks(
+    resolve = partial(
+        resolve_tasks,
         settings.tasks,
-        folder=folder / "tasks",
         include_paths=settings.include_path,
         trust_remote_code=options.trust_remote_code,
     )
+    with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as first:  # for the names of the files
+        resolve(folder=Path(first))
+        for file in sorted(Path(first).rglob("*")):
+            if file.is_file():
+                record(folder / "tasks" / file.relative_to(first))
+    tasks = resolve(folder=folder / "tasks")
     return replace(
         request,
         tasks=tasks,
@@ -272,7 +294,7 @@ def tokenizer_of(role: str, url: str, settings: Evaluate, here: Path | None = No
         return here
     server = Server(settings.asking(url, is_baseline=role == BASELINE))
     name = settings.tokenizer or server.model.root or server.model.name
-    folder = Path(name).expanduser()
+    folder = user_path(name)
     if folder.is_dir():
         return folder
     try:
@@ -285,14 +307,6 @@ def tokenizer_of(role: str, url: str, settings: Evaluate, here: Path | None = No
         raise InputError(f"{role} {url}: tokenizer", got=got, need="one, to make prompts with", fix=fix)
     listing = list_files(model)
     return fetch(listing, side_files(listing.sizes))
-
-
-def task_files(settings: Evaluate, label: str) -> list[NamedPath]:
-    """The tasks and texts that are files and the folders of tasks, under the label of what gave them."""
-    named = (*settings.tasks, *((settings.text,) if settings.text else ()))
-    paths = (parse_data(name).path if name == settings.text else Path(name).expanduser() for name in named)
-    files = [path for path in paths if path.exists()]
-    return [NamedPath(label=label, path=path) for path in (*files, *settings.include_path)]
 
 
 def require_tasks(settings: Evaluate, options: EngineOptions) -> None:

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,10 @@ from vexport.checkpoint.source import require_data, require_source
 from vexport.engine.arguments import require_arguments
 from vexport.engine.session import require_vllm
 from vexport.errors import EnvironmentFault, VexportError
-from vexport.files import from_json, write_text
+from vexport.evaluation.inputs import scenario_inputs
+from vexport.files import from_json, user_path, write_text
 from vexport.formats.schemes import KEEP
+from vexport.outputs.manifest import record
 from vexport.outputs.replaceable import NamedPath, require_separate, written_alone
 from vexport.plan.source import with_default_text
 from vexport.records import (
@@ -55,7 +57,7 @@ from vexport.run.directory import (
 )
 from vexport.run.evaluating import cause_of
 from vexport.run.options import EXPLAINING, EngineOptions, Explaining
-from vexport.run.serving import BASELINE, require_tasks, task_files
+from vexport.run.serving import BASELINE, require_tasks
 from vexport.scenario import Scenario
 from vexport.version import __version__
 
@@ -109,7 +111,7 @@ def attribute(run: Run) -> Attribution | None:
     return cause_of(*sessions, run.evaluation, outcome, run.options, run.explaining.seconds)
 
 
-@partial(Stage, "report", Report)
+@partial(Stage, "report", Report, writes=(REPORT_FILE, *RENDERED))
 def report(run: Run) -> Report:
     """The report of the run, in its files too."""
     found = _all_of(run)
@@ -199,7 +201,7 @@ def run_scenario(
     them or the scenario's `file`; EnvironmentFault where vLLM is missing or dies. A checkpoint that fails is
     a report with outcome FAIL.
     """
-    require_separate([NamedPath(label="--run-dir", path=folder)], list(_inputs(scenario, file)))
+    require_separate([NamedPath(label="--run-dir", path=folder)], list(scenario_inputs(scenario, file)))
     _require_usable(scenario, options)
     KIND.require_own(folder)
     with written_alone(folder, "--run-dir"):
@@ -226,22 +228,15 @@ def _require_usable(scenario: Scenario, options: EngineOptions) -> None:
     require_arguments([options.serve], options.vllm_python)
 
 
-def _inputs(scenario: Scenario, file: Path | None) -> Iterator[NamedPath]:
-    """The paths that a run reads; a hub id is no path that exists."""
-    if file is not None:
-        yield NamedPath(label="SCENARIO", path=file)
-    yield NamedPath(label="source", path=Path(scenario.source).expanduser())
-    if scenario.calibration and scenario.calibration.path:
-        yield NamedPath(label="calibration.data", path=scenario.calibration.path)
-    if scenario.evaluate:
-        yield from task_files(scenario.evaluate, "evaluate.tasks")
-        if scenario.evaluate.baseline:
-            yield NamedPath(label="evaluate.baseline", path=Path(scenario.evaluate.baseline).expanduser())
-
-
 def _keep_scenario(file: Path, folder: Path) -> None:
+    record(folder / SCENARIO)
     note = f"# A copy of {portable(str(file))}; its paths are relative to the folder of the original."
     write_text(folder / SCENARIO, f"{note}\n{file.read_text(encoding='utf-8')}")
+
+
+def compare_folder(base: Scenario) -> Path:
+    """Return the folder of the runs of a comparison, unless another folder is named."""
+    return Path("runs") / f"compare-{base.name}"
 
 
 def compare_schemes(
@@ -262,7 +257,7 @@ def compare_schemes(
     rows: list[ComparedRun] = []
     problems: list[VexportError] = []
     served: Path | None = None
-    folder = folder or Path("runs") / f"compare-{base.name}"
+    folder = folder or compare_folder(base)
     scenarios = with_default_text([with_scheme(base, scheme) for scheme in schemes], note)
     for scheme, scenario in zip(schemes, scenarios, strict=True):
         options.on_progress(f"{scheme} (schemes)", len(rows), len(scenarios))
@@ -306,7 +301,7 @@ def source_name(source: str, root: Path) -> str:
     for path in (source, root.as_posix()):
         if cached := _CACHED.search(path):
             return f"{cached[1]}/{cached[2]}"
-    if not Path(source).expanduser().exists() and (model := HubName.parse(source)):
+    if not user_path(source).exists() and (model := HubName.parse(source)):
         return model.id
     parts = [part for part in root.resolve().parts if part != root.anchor]
     named = [part for part in parts if part.lower() not in _ROLES]

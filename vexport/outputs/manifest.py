@@ -1,0 +1,137 @@
+"""A list of the files that vexport writes below a folder of results, by which it knows its own files again.
+
+A name is added before its file is created. So the list is complete at any moment, also after SIGKILL: a file that
+is not in it was written by somebody else. The processes of one call share the list.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from vexport.errors import InputError
+from vexport.files import write_text
+
+MANIFEST = ".vexport-files"
+# The most folders between a file and the manifest: RUN/eval/baseline/tasks/NAME/NAME.yaml.
+_LEVELS = 6
+# What `atomic_path` calls a file before it is whole, which a killed call leaves.
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}")
+
+
+def begin_manifest(root: Path) -> None:
+    """Write an empty manifest into a folder."""
+    write_text(root / MANIFEST, "")
+
+
+def record(file: Path) -> None:
+    """Add a file to the manifest of the nearest folder above it, before the file is created.
+
+    Without a manifest, as in the folder of an older version, nothing is recorded.
+    """
+    root = _owner(file)
+    if root is None:
+        return
+    name = file.relative_to(root).as_posix()
+    if name in recorded(root):
+        return
+    flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(root / MANIFEST, flags), "r+b") as manifest:
+        content = manifest.read()
+        # A killed call may have left a part of a line.
+        line_break = b"\n" if content and not content.endswith(b"\n") else b""
+        manifest.write(line_break + json.dumps(name).encode() + b"\n")
+
+
+def recorded(root: Path) -> frozenset[str]:
+    """Return the names in a folder's manifest, relative to it; empty without a manifest."""
+    file = root / MANIFEST
+    if file.is_symlink() or not file.is_file():
+        return frozenset()
+    names = set[str]()
+    for line in file.read_bytes().splitlines():
+        with suppress(ValueError, RecursionError):  # of a line that was not finished
+            name = json.loads(line)
+            if isinstance(name, str):
+                names.add(name)
+    return frozenset(names)
+
+
+def has_manifest(root: Path) -> bool:
+    """Return whether a folder has a manifest, which a link is not."""
+    return (root / MANIFEST).is_file() and not (root / MANIFEST).is_symlink()
+
+
+def is_recorded(file: Path) -> bool:
+    """Return whether vexport wrote a file or folder, also as a temporary file: a link is somebody else's."""
+    root = _owner(file)
+    if root is None or file.is_symlink():
+        return False
+    return _is_own(file, root, recorded(root))
+
+
+def strangers(root: Path, below: Path, left_out: Iterable[Path] = ()) -> list[str]:
+    """Return the entries below a folder that its manifest `root` does not have, relative to `root`.
+
+    A folder is known by the files in it, and a folder without files is a stranger's, unless a recorded file may
+    come into it. Folders in `left_out` are not looked into.
+    """
+    return [
+        file.relative_to(root).as_posix() for file in _strangers(root, below, recorded(root), {*left_out})
+    ]
+
+
+def _strangers(root: Path, below: Path, names: frozenset[str], left_out: set[Path]) -> Iterator[Path]:
+    for entry in sorted(below.iterdir()) if below.is_dir() else ():
+        if entry in left_out:
+            continue
+        if entry.is_symlink() or not entry.is_dir():
+            if entry.is_symlink() or not _is_own(entry, root, names):
+                yield entry
+        elif any(entry.iterdir()):
+            yield from _strangers(root, entry, names, left_out)
+        elif not _is_own(entry, root, names):
+            yield entry
+
+
+def remove_recorded(root: Path, below: Path, left_out: Iterable[Path] = ()) -> None:
+    """Remove the files below a folder that the manifest in `root` has, and folders that are empty then."""
+    names, kept = recorded(root), {*left_out}
+    for entry in sorted(below.iterdir()) if below.is_dir() else ():
+        if entry in kept or entry.is_symlink():
+            continue
+        if entry.is_dir():
+            remove_recorded(root, entry, kept)
+            with suppress(OSError):  # not empty: something else came into it
+                entry.rmdir()
+        elif entry.name != MANIFEST and _is_own(entry, root, names):
+            entry.unlink()
+
+
+def require_manifest(root: Path) -> None:
+    """Raise InputError for a folder whose files cannot be known, as an older version wrote it."""
+    if not has_manifest(root):
+        raise InputError(
+            str(root),
+            got=f"no {MANIFEST}, the list of what vexport wrote there: an older version made the folder",
+            need="that list, without which nothing is removed",
+            fix=f"move the folder away (mv {root} {root}.old), or choose another",
+        )
+
+
+def _is_own(entry: Path, root: Path, names: frozenset[str]) -> bool:
+    name = entry.relative_to(root).as_posix()
+    if name in names or name == MANIFEST or any(each.startswith(f"{name}/") for each in names):
+        return True
+    temporary = _TEMPORARY.fullmatch(entry.name)
+    if temporary is None:
+        return False
+    final = entry.with_name(temporary["name"]).relative_to(root).as_posix()
+    return final in names or final == MANIFEST
+
+
+def _owner(file: Path) -> Path | None:
+    """Return the nearest folder above a file that has a manifest."""
+    return next((folder for folder in list(file.parents)[:_LEVELS] if has_manifest(folder)), None)
