@@ -215,13 +215,12 @@ FAILURE = CheckpointFailed("OUT", got="a refusal", need="", fix="export it again
 
 def failed_once(out: Path) -> CheckpointFailed:
     """The error of a call that writes a checkpoint, which fails."""
-    with (
-        pytest.raises(CheckpointFailed) as failure,
-        resumable_directory(out, input_digest="x", overwrite=True) as folder,
-    ):
-        (folder / "config.json").write_text("{}")
-        raise kept_as_failed(folder, out, FAILURE)
-    return failure.value
+    try:
+        with resumable_directory(out, input_digest="x", overwrite=True) as folder:
+            (folder / "config.json").write_text("{}")
+            raise kept_as_failed(folder, out, FAILURE)
+    except CheckpointFailed as failure:
+        return failure
 
 
 def test_a_failed_call_replaces_what_a_failed_call_left(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A model of transformers without its weights, the devices of torch, and the hidden states between layers."""
 
 import mmap
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -167,7 +168,11 @@ class HiddenStates:
             self._states.append(torch.empty_like(states, device="cpu", pin_memory=pinned).copy_(states))
             return
         with tempfile.TemporaryFile(prefix="vexport-hidden-") as file:
-            file.truncate(states.nbytes)
+            try:
+                os.posix_fallocate(file.fileno(), 0, states.nbytes)  # a hole would be SIGBUS on a full disk
+            except OSError as error:
+                error.filename = tempfile.gettempdir()
+                raise
             pages = self._pages[len(self)] = mmap.mmap(file.fileno(), states.nbytes)
         self._states.append(torch.frombuffer(pages, dtype=states.dtype).view(states.shape))
         self[len(self) - 1] = states

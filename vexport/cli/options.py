@@ -36,8 +36,8 @@ SECTIONS = {
     "max_num_seqs gpu_memory_utilization dtype engine_args timeout trust_remote_code",
     "Servers": "tokenizer model baseline_model concurrency request_timeout retry_seconds",
     OTHERS: "",
-    "Output": "format_ answer_file every output_dir run_dir max_shard_size overwrite quiet verbose debug "
-    "help",
+    "Output": "format_ answer_file every output_dir run_dir measured max_shard_size overwrite quiet verbose "
+    "debug help",
 }
 
 
@@ -233,7 +233,7 @@ class UserPath(click.Path):
         """Return the path; InputError if there is no such user."""
         from vexport.files import user_path
 
-        return user_path(Path(super().convert(value, param, ctx)))
+        return user_path(Path(os.fsdecode(super().convert(value, param, ctx))))
 
 
 PATH = UserPath(path_type=Path)

@@ -1,11 +1,13 @@
 """Scenarios from start to end: `demo` writes some, `run` and `compare` run them, `report` shows runs."""
 
+import logging
 import shlex
 import shutil
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -21,12 +23,13 @@ from vexport.cli.options import (
     overwrite_run_option,
     require_apart,
 )
-from vexport.errors import VexportError
+from vexport.errors import InputError, VexportError, first_line
 from vexport.errors.extras import attempt, fix, is_installed, raise_problems
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
+T = TypeVar("T")
 REPORT_FORMATS = (*FORMATS, "html", "markdown", "card")
 
 
@@ -116,13 +119,30 @@ def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
     if len(reports) == 1:
         (folder, only), file = reports[0], answer_file(click.get_current_context())
         page = file.parent if file else Path()
-        print_text(render(only, answer.format_, folder=folder, page=page))
+        text = _of_report(folder, partial(render, only, answer.format_, folder=folder, page=page))
+        print_text(text)
     elif reports:
-        rows = marked([compared_run(report, str(folder)) for folder, report in reports])
-        print_text(render_comparison(rows, answer.format_))
+        compared = [
+            _of_report(folder, partial(compared_run, report, str(folder))) for folder, report in reports
+        ]
+        print_text(render_comparison(marked(compared), answer.format_))
     raise_problems(problems)
     _, newest = reports[-1]
     conclude(newest.outcome, newest.name, newest.reason)
+
+
+def _of_report(folder: Path, make: Callable[[], T]) -> T:
+    """Return what is made of the report in a folder; InputError if its values do not fit together."""
+    from vexport.run.directory import REPORT_FILE
+
+    try:
+        return make()
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:
+        logging.getLogger(__name__).debug("%s", folder, exc_info=error)
+        got = f"values that do not fit together ({type(error).__name__}: {first_line(error)})"
+        fix = "restore the file, or call `vexport run` again"
+        need = "a report as vexport wrote it"
+        raise InputError(str(folder / REPORT_FILE), got=got, need=need, fix=fix) from None
 
 
 def _schemes(text: str) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from vexport.errors import (
     InternalError,
     VexportError,
     file_problem,
+    first_line,
     raise_all,
 )
 
@@ -25,7 +26,8 @@ _MEMORY = re.compile(
     r"|Thread creation failed|cannot map zero-fill pages",
     re.IGNORECASE,
 )
-_DISK = re.compile(r"No space left on device|Disk quota exceeded", re.IGNORECASE)
+_DISK = re.compile(r"No space left on device|Disk quota exceeded|File too large", re.IGNORECASE)
+FREE_SPACE = "free space in the folder of the output and in TMPDIR (default /tmp), and call again"
 
 
 def is_memory(message: str) -> bool:
@@ -118,6 +120,8 @@ def unforeseen(error: Exception, where: str) -> VexportError:
         return EnvironmentFault(
             where, got="the memory is used up", need="", fix="free some or use a larger machine"
         )
+    if is_disk(str(error)):
+        return EnvironmentFault(where, got=f"the disk is full ({first_line(error)})", need="", fix=FREE_SPACE)
     if mismatch := mismatch_of(error):
         return EnvironmentFault(
             "torchvision",

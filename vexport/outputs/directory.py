@@ -54,8 +54,8 @@ def aside_folder(folder: Path) -> Path:
 def kept_as_failed(folder: Path, path: Path, failure: CheckpointFailed) -> CheckpointFailed:
     """Rename the `folder` of `resumable_directory` to `PATH.failed`, and say so in what it failed with.
 
-    Only what an earlier failed call left there is replaced. If something else is there, also a link or a sound
-    checkpoint, the folder is not kept, and the error says so.
+    Only what an earlier failed call left there is replaced. If something else is there, also a link or a
+    sound checkpoint, the folder is not kept, and the error says so.
     """
     failed = failed_folder(path)
     if is_replaceable_failure(failed):
@@ -65,9 +65,8 @@ def kept_as_failed(folder: Path, path: Path, failure: CheckpointFailed) -> Check
         folder.rename(failed)
         fix = f"{failure.fix}; it is kept as {failed}"
     else:
-        fix = (
-            f"{failure.fix}; it is not kept, as {failed} is not what a failed call left there: move that away"
-        )
+        why = f"{failed} is not what a failed call left there"
+        fix = f"{failure.fix}; it is not kept, as {why}: move that away"
     return CheckpointFailed(failure.where, got=failure.got, need=failure.need, fix=fix)
 
 

@@ -1,7 +1,7 @@
 """A list of the files that vexport writes below a folder of results, by which it knows its own files again.
 
-A name is added before its file is created. So the list is complete at any moment, also after SIGKILL: a file that
-is not in it was written by somebody else. The processes of one call share the list.
+A name is added before its file is created. So the list is complete at any moment, also after SIGKILL: a file
+that is not in it was written by somebody else. The processes of one call share the list.
 """
 
 import json
@@ -75,7 +75,7 @@ def is_recorded(file: Path) -> bool:
 def strangers(root: Path, below: Path, left_out: Iterable[Path] = ()) -> list[str]:
     """Return the entries below a folder that its manifest `root` does not have, relative to `root`.
 
-    A folder is known by the files in it, and a folder without files is a stranger's, unless a recorded file may
+    A folder is known by the files in it. A folder without files is a stranger's, unless a recorded file may
     come into it. Folders in `left_out` are not looked into.
     """
     return [

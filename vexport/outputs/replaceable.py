@@ -201,8 +201,8 @@ def needs_overwrite(path: Path) -> InputError:
 class FolderKind:
     """A kind of folder: what it is called, the file that marks it and the text of that file.
 
-    The folder's manifest says which files in it are vexport's. `checkpoint` is the name of a checkpoint in it,
-    whose own recipe lists its files.
+    The folder's manifest lists vexport's files in it. `checkpoint` is the name of a checkpoint in it, whose
+    own recipe lists its files.
     """
 
     name: str
@@ -233,9 +233,9 @@ class FolderKind:
             refuse_existing(folder / self.checkpoint, overwrite=True)
 
     def begin(self, folder: Path) -> None:
-        """Make the folder, its mark and manifest; what vexport wrote there before is removed, and nothing else.
+        """Make the folder, its mark and manifest. Only what vexport wrote there before is removed.
 
-        The manifest is emptied last, so that a call that is killed before leaves no file without an owner.
+        The manifest is emptied last: a call that is killed before leaves no file without an owner.
         """
         folder.mkdir(parents=True, exist_ok=True)
         if has_manifest(folder):

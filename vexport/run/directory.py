@@ -151,8 +151,8 @@ class Stage(Generic[T_co]):
 
     `@partial(Stage, name, type)` makes the function below it one.
 
-    `file` of the run directory holds the result as JSON, or is a checkpoint. The stage itself writes the files
-    in `writes`; it records files whose names are not known in advance. `digest` has a digest of each
+    `file` of the run directory holds the result as JSON, or is a checkpoint. The stage itself writes the
+    files in `writes`; it records files whose names are not known in advance. `digest` has a digest of each
     input: a stage that was finished from the same ones is not done again, from others it is an InputError. A
     stage without `digest` takes no time and is done at every call. All of them are skipped unless `when`.
     """

@@ -199,8 +199,8 @@ def _beginnings(rows: Rows) -> Rows:
 def clear_session(folder: Path, root: Path) -> None:
     """Remove what an unfinished session left in its folder, but for the engine's answers.
 
-    `root` is the folder with the manifest. InputError, before anything is removed, if it lacks the manifest or
-    if somebody else's files are in `folder`.
+    `root` is the folder with the manifest. InputError, before anything is removed, if it lacks the manifest
+    or if somebody else's files are in `folder`.
     """
     if not is_filled_folder(folder):
         return
