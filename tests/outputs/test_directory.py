@@ -13,7 +13,8 @@ from tests.command import ROOT, vexport
 from tests.models import Good
 from tests.outputs.test_separate import tree
 from tests.quantize.test_streaming import digests, write_model
-from vexport.errors import InputError
+from vexport.errors import EnvironmentFault, InputError
+from vexport.files import atomic_path
 from vexport.outputs.directory import resumable_directory
 
 
@@ -176,3 +177,37 @@ def test_a_quota_is_one_line_and_the_next_call_completes(largest: int, tmp_path:
         ran = vexport("quantize", source, folder, *options)
         assert (ran.code, ran.stderr) == (0, "")
     assert digests(out) == digests(whole)
+
+
+TRUNCATED = """
+import mmap, os, sys
+from pathlib import Path
+import numpy as np
+from vexport.numerics.truncation import truncation_told
+file = Path(sys.argv[1])
+file.write_bytes(b"1" * 100_000)
+with file.open("rb") as stream:
+    mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+with truncation_told(str(file)):
+    os.truncate(file, 100)
+    print(np.frombuffer(mapped, np.uint8).sum())
+"""
+
+
+def test_a_truncated_source_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TRUNCATED, tmp_path / "model.safetensors"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    (line,) = ran.stderr.splitlines()
+    assert line.startswith(f"error: {tmp_path / 'model.safetensors'}: a file became shorter")
+    assert "run again" in line
+
+
+def test_a_full_disk_of_another_library_names_the_file(tmp_path: Path) -> None:
+    def write(path: Path) -> None:
+        with atomic_path(path):
+            raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with pytest.raises(EnvironmentFault, match=r"layer\.safetensors: the disk is full"):
+        write(tmp_path / "layer.safetensors")
+    assert list(tmp_path.iterdir()) == []
