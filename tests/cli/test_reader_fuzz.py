@@ -28,7 +28,7 @@ from vexport.scenario.llmcompressor import read_recipe
 ROUNDS = 60
 DEMO = Path(__file__).parents[2] / "scenarios"
 REPORT = Path(__file__).parents[1] / "reports" / "report.json"
-VALUES = (
+VALUES: tuple[object, ...] = (
     None,
     True,
     -1,
@@ -56,7 +56,7 @@ default_stage:
           targets: ['re:.*mlp.*']
           weights: {num_bits: 4, type: int, symmetric: true, strategy: group, group_size: 128}
 """
-TOML = '[check]\ntp = [1, 2]\nstrict = true\n[repair]\nquiet = true\n[plan]\nignore = ["re:x"]\nscheme = "W4A16"\n'
+TOML = '[check]\ntp = [1, 2]\nstrict = true\n[plan]\nignore = ["re:x"]\nscheme = "W4A16"\n'
 ROW = {
     "doc_id": 0,
     "doc": {"question": "1 + 1"},
@@ -105,7 +105,7 @@ def damaged(text: bytes, chance: random.Random) -> bytes:
     return bytes(data)
 
 
-def places(value: object) -> Iterator[tuple[dict[object, object] | list[object], object]]:
+def places(value: object) -> Iterator[tuple[dict[object, object], object] | tuple[list[object], int]]:
     """Each container in a JSON value with each of its keys."""
     if isinstance(value, dict):
         for key, inner in list(value.items()):
@@ -122,9 +122,9 @@ def replaced(text: bytes, chance: random.Random) -> bytes:
     value = json.loads(text)
     container, key = chance.choice(list(places(value)))
     if chance.random() < 0.2:
-        del container[key]  # type: ignore[attr-defined]
+        del container[key]  # type: ignore[arg-type]
     else:
-        container[key] = chance.choice(VALUES)  # type: ignore[index]
+        container[key] = chance.choice(VALUES)  # type: ignore[call-overload]
     return json.dumps(value).encode("utf-8", "surrogatepass")
 
 

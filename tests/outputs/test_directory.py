@@ -195,7 +195,7 @@ with truncation_told(str(file)):
 
 
 def test_a_truncated_source_is_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", TRUNCATED, tmp_path / "model.safetensors"]
+    command = [sys.executable, "-c", TRUNCATED, str(tmp_path / "model.safetensors")]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert (ran.returncode, ran.stdout) == (2, "")
     (line,) = ran.stderr.splitlines()
