@@ -122,6 +122,8 @@ ANSWER_FILE = "answer_file"
 OUTPUTS = (ANSWER_FILE, "out", "run_dir", "output_dir", "accept", "folder")
 # Parameters whose texts may be paths that are read; parameters of the type PATH always are.
 INPUTS = ("source", "checkpoints", "baseline", "tasks", "text", "calibration", "digests", "tokenizer")
+# Inputs that may name a column: FILE:COLUMN.
+DATA = ("text", "calibration")
 DRAFTER = "speculative"
 # An interpreter is run, and no output can replace it.
 RUN = ("vllm_python",)
@@ -338,6 +340,7 @@ def _label(parameter: click.Parameter) -> str:
 
 def _paths_read(context: click.Context, parameter: click.Parameter) -> "Iterator[Path]":
     """Yield the paths that a parameter names and its command reads; a name of the hub or a URL is no path."""
+    from vexport.checkpoint.source import parse_data
     from vexport.files import user_path
 
     value = context.params.get(str(parameter.name))
@@ -347,7 +350,7 @@ def _paths_read(context: click.Context, parameter: click.Parameter) -> "Iterator
         elif isinstance(each, str) and parameter.name == DRAFTER:
             yield from [user_path(folder)] if (folder := each.partition("=")[2]) else []
         elif isinstance(each, str) and parameter.name in INPUTS and each and "://" not in each:
-            path = user_path(each)
+            path = parse_data(each).path if parameter.name in DATA else user_path(each)
             if parameter.name != "tasks" or path.is_file():  # a folder is no task: it is named like one
                 yield path
 

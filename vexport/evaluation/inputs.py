@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from vexport.checkpoint.source import parse_data
 from vexport.evaluation.tasks import task_files
 from vexport.files import user_path
 from vexport.outputs.replaceable import NamedPath
@@ -18,7 +19,7 @@ def evaluation_inputs(settings: Evaluate, label: str) -> Iterator[NamedPath]:
         for file in task_files(user_path(task)):
             yield NamedPath(label=label, path=file)
     if settings.text:
-        yield NamedPath(label="text", path=user_path(settings.text))
+        yield NamedPath(label="text", path=parse_data(settings.text).path)
     for folder in settings.include_path:
         yield NamedPath(label="include_path", path=folder)
     if settings.tokenizer:
