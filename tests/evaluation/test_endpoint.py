@@ -64,6 +64,11 @@ def test_a_server_that_stays_away_costs_no_answer(server: AddingServer, tmp_path
     assert len(server.answered) == asked + 10
 
 
+def test_finish_reason_is_kept(server: AddingServer) -> None:
+    answer = Server(endpoint(server)).generate([3, 4], {"max_tokens": 4})
+    assert (answer.text, answer.finish_reason) == ("7", "stop")
+
+
 def test_an_answer_that_is_cut_off_in_the_file_is_asked_again(server: AddingServer, tmp_path: Path) -> None:
     file = tmp_path / "kept"
     ask(endpoint(server), file, PROMPTS[:3])

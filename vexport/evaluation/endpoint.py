@@ -82,6 +82,18 @@ class ServedModel:
     version: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A server's answer to a prompt.
+
+    `finish_reason` is "stop" if the model ended the answer, "length" if the answer reached the limit of
+    tokens, and empty if the server gives no reason.
+    """
+
+    text: str
+    finish_reason: str
+
+
 def is_url(name: str) -> bool:
     """True where the name of a model is the address of a server."""
     return name.startswith(("http://", "https://"))
@@ -134,15 +146,16 @@ class Server:
             got = f"another model is served than before: {words}, not {_words(self.model)}"
             raise EnvironmentFault(self.endpoint.url, got=got, need="", fix=_KEPT)
 
-    def generate(self, prompt: Sequence[int], parameters: Mapping[str, Json]) -> str:
-        """The text after a prompt; `parameters` are those of the completions API."""
+    def generate(self, prompt: Sequence[int], parameters: Mapping[str, Json]) -> Answer:
+        """Return the text after a prompt; `parameters` are those of the completions API."""
         if self.model.version:
             wanted = {**_NEUTRAL, **parameters}
         else:
             wanted = {name: value for name, value in parameters.items() if name not in _VLLMS}
-        text = self._complete({"prompt": list(prompt), **wanted})["text"]
+        choice = self._complete({"prompt": list(prompt), **wanted})
+        text, reason = choice["text"], choice.get("finish_reason")
         assert isinstance(text, str)
-        return text
+        return Answer(text=text, finish_reason=reason if isinstance(reason, str) else "")
 
     def score(self, prompt: Sequence[int], top: int) -> list[Position]:
         """Log-probabilities of all tokens of a prompt but the first, with the `top` likeliest in the place of

@@ -105,7 +105,7 @@ class EndpointModel(AskedModel):
         if parameters == TEXT:
             return [[[token, value] for token, value in at.items()] for at in self.server.score(prompt, _TOP)]
         if isinstance(parameters, dict):
-            return self.server.generate(prompt, parameters)
+            return self.server.generate(prompt, parameters).text
         places = self.server.score(prompt, 1)[question.context - 1 :]
         continuation = list(zip(prompt[question.context :], places, strict=True))
         is_greedy = all(max(place, key=place.__getitem__) == token for token, place in continuation)
