@@ -58,7 +58,8 @@ class SessionRequest:
     the documents of each task, below 1 to a share of them. With
     `repeat` a part of the documents is asked again. `identity` names what the answers depend on besides the
     engine: with it they are kept in `output` batch by batch, and those of a killed session are not asked
-    again. With an `endpoint`, `checkpoint` is the folder of its tokenizer, and no engine is started.
+    again. With an `endpoint`, `checkpoint` is the folder of its tokenizer, and no engine is started. The code
+    of that tokenizer runs only with `trust_tokenizer`.
     """
 
     checkpoint: Path
@@ -66,6 +67,7 @@ class SessionRequest:
     enforce_eager: bool | None = None
     arguments: EngineArguments = field(default_factory=dict)
     trust_remote_code: bool = False
+    trust_tokenizer: bool = False
     canaries: tuple[str, ...] = ()
     logprob_prompts: tuple[tuple[int, ...], ...] = ()
     logprobs_file: Path | None = None

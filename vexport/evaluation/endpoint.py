@@ -1,97 +1,92 @@
 """A model behind a server's OpenAI API: what the server says of it, and answers to prompts of token ids.
 
-What may pass (refused, 429, 5xx, a timeout, an answer that is cut off) is tried again within bounds.
+Faults that may pass (refused connections, 429, 5xx, timeouts, answers that are cut off) are tried again
+within bounds.
 """
 
-import http.client
 import json
 import os
 import re
 import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
+import httpx
+
 from vexport.errors import EnvironmentFault, InputError, clip, visible
+from vexport.evaluation.endpoint_answers import (
+    NO_KEY,
+    NO_SUCH_PATH,
+    Continuation,
+    ModelCard,
+    NoScoresError,
+    PassingError,
+    Position,
+    RefusedError,
+    answer_of,
+    choice_of,
+    counters_of,
+    length_limit,
+    model_cards,
+    positions_of,
+    read_json,
+    read_text,
+    version_of,
+)
+from vexport.evaluation.endpoint_client import MEBIBYTE, CertificateError, Client, NoReplyError, Reply
 from vexport.records import Endpoint, Json
+from vexport.records.values import MOST_COUNT
 from vexport.version import __version__
 
 T = TypeVar("T")
 API_KEY = "VEXPORT_API_KEY"
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 20.0
-# Seconds for the first contact: the address may be mistyped. Later the server may be restarting.
-_FIRST_CONTACT = 5.0
-_PASSING = (408, 425, 429)
-_NO_SUCH_PATH = (404, 405, 501)
-_NO_KEY = (401, 403)
-_CUT_OFF = (None, "abort", "error")
+# Seconds in which the first contact is tried again: the address may be mistyped. Later the server may be
+# restarting. And seconds after which the first contact ends, whatever the server sends.
+_FIRST_CONTACT, _FIRST_CONTACT_ENDS = 5.0, 15.0
+# Equal failures of a kind of request that end it, if the server has never answered that kind.
+_PROBES = 3
+# Seconds between two lines about a server that does not answer.
+_TELL_EVERY = 30.0
 _KEPT = "look at the server, and call again: what is answered is kept, and only the rest is asked"
+_LOOK = "look at the server, and at the address (http://HOST:PORT/v1)"
 _SHOWN = 300
-_TOKEN = "token_id:"
-"""vLLM's spelling of a token where it is asked for `return_tokens_as_token_ids`."""
+# Bytes of an answer: a fixed part, a token of generated text, and a token of a prompt with 20
+# log-probabilities.
+_ANSWER_BYTES, _TEXT_TOKEN_BYTES, _SCORED_TOKEN_BYTES = 4 * MEBIBYTE, 256, 4096
+_MOST_ANSWER_BYTES = 1024 * MEBIBYTE
+# A shorter key would also replace ordinary words of answers.
+_SHORTEST_MASKED_KEY = 8
 
 _NEUTRAL: Mapping[str, Json] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Else vLLM's server takes what generation_config.json says; an engine that is asked here does not."""
 _VLLMS = ("skip_special_tokens", "spaces_between_special_tokens")
 """Of lm-eval's parameters, vLLM's alone."""
-
-Position = Mapping[int, float]
-"""Log-probabilities by token id: that of the prompt's own token, and of the likeliest ones.
-
-Tokens of a server that does not spell ids are -1, -2, ...
-"""
-
-
-class _PassingError(Exception):
-    """A fault that may be over when it is tried again; `wait` is how long the server asks to wait."""
-
-    wait = 0.0
-
-
-class _RefusedError(Exception):
-    """A request that the server will refuse again; `status` is that of HTTP."""
-
-    status = 0
+MODELS = "a request for the list of models (/models)"
+VERSION = "a request for the version (/version)"
+METRICS = "a request for counters (/metrics)"
+GENERATE = "a prompt as token ids (/completions)"
+SCORE = "a prompt as token ids with echo and logprobs (/completions)"
 
 
 class UnreachableError(EnvironmentFault):
     """A server that did not answer within bounds (exit 4); what it answered before stands."""
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would take the API key to another host."""
-
-    def redirect_request(self, *_: object) -> None:
-        """Follow none: the answer is then an error with its status."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """A server's answer about a model: its name, the folder or hub id it was started with, its longest
-    sequence, and vLLM's version. Empty or None where the server does not say.
+    sequence, and vLLM's version. Empty or None if the server does not say.
     """
 
     name: str
     root: str
     max_model_len: int | None
     version: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """A server's answer to a prompt.
-
-    `finish_reason` is "stop" if the model ended the answer, "length" if the answer reached the limit of
-    tokens, and empty if the server gives no reason.
-    """
-
-    text: str
-    finish_reason: str
 
 
 def is_url(name: str) -> bool:
@@ -103,8 +98,8 @@ def require_address(url: str) -> None:
     """Raise InputError for an address with a password or a query, which reports would show."""
     try:
         parts = urlsplit(url)
-        has_host = bool(parts.hostname) and parts.port != 0
-    except ValueError:
+        has_host = bool(parts.hostname) and parts.port != 0 and bool(httpx.URL(url).host)
+    except (ValueError, httpx.InvalidURL):
         has_host = False
     if not has_host:
         fix = "give http://HOST:PORT/v1"
@@ -114,10 +109,17 @@ def require_address(url: str) -> None:
         raise InputError(where, got=got, need="the address alone", fix=f"put a key into {API_KEY}")
 
 
-class Server:
-    """The model of an endpoint. Several threads may ask; `model` is what the server said at first."""
+def _ignore(line: str) -> None:
+    """Drop a line."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
+
+class Server:
+    """The model of an endpoint. Several threads may ask; `model` is what the server said at first.
+
+    `on_retry` receives a line when a request is tried again, at most one in 30 seconds.
+    """
+
+    def __init__(self, endpoint: Endpoint, on_retry: Callable[[str], None] = _ignore) -> None:
         require_address(endpoint.url)
         self.endpoint, self._stopped = endpoint, threading.Event()
         self._key = os.environ.get(API_KEY, "").strip()
@@ -128,214 +130,297 @@ class Server:
         if not urlsplit(self._url).path:
             self._url += "/v1"
         self._root = self._url.removesuffix("/v1")
-        self._opener = urllib.request.build_opener(_NoRedirects)
-        self.model = self._described(min(_FIRST_CONTACT, endpoint.retry_seconds))
+        headers = {
+            "Content-Type": "application/json",
+            "User-Agent": f"vexport/{__version__}",
+            "Accept-Encoding": "identity",
+        }
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        self._client = Client(self._url, headers)
+        self._on_retry, self._told = on_retry, -_TELL_EVERY
+        # Kinds of requests that the server has answered.
+        self._answered: set[str] = set()
+        ends = time.monotonic() + _FIRST_CONTACT_ENDS
+        self.model = self._described(min(_FIRST_CONTACT, endpoint.retry_seconds), ends, version=None)
 
     def stop(self) -> None:
         """Stop the retries of all threads."""
         self._stopped.set()
 
     def require_same(self) -> None:
-        """Raise EnvironmentFault where the server has another model than at first."""
+        """Raise EnvironmentFault if the server has another model than at first."""
         try:
-            now = self._described(self.endpoint.retry_seconds)
-            words = "" if now == self.model else _words(now)
+            now = self._described(self.endpoint.retry_seconds, None, version=self.model.version)
+            words = "" if now == self.model else self._words(now)
         except InputError as error:
             words = error.got
         if words:
-            got = f"another model is served than before: {words}, not {_words(self.model)}"
+            got = f"another model is served than before: {words}, not {self._words(self.model)}"
             raise EnvironmentFault(self.endpoint.url, got=got, need="", fix=_KEPT)
 
-    def generate(self, prompt: Sequence[int], parameters: Mapping[str, Json]) -> Answer:
+    def generate(self, prompt: Sequence[int], parameters: Mapping[str, Json]) -> Continuation:
         """Return the text after a prompt; `parameters` are those of the completions API."""
         if self.model.version:
             wanted = {**_NEUTRAL, **parameters}
         else:
             wanted = {name: value for name, value in parameters.items() if name not in _VLLMS}
-        choice = self._complete({"prompt": list(prompt), **wanted})
-        text, reason = choice["text"], choice.get("finish_reason")
-        assert isinstance(text, str)
-        return Answer(text=text, finish_reason=reason if isinstance(reason, str) else "")
+        most = wanted.get("max_tokens")
+        tokens = most if isinstance(most, int) else 0
 
-    def score(self, prompt: Sequence[int], top: int) -> list[Position]:
+        def read(content: Json) -> Continuation:
+            return answer_of(choice_of(content), wanted)
+
+        most_bytes = _ANSWER_BYTES + _TEXT_TOKEN_BYTES * tokens
+        answer = self._complete(GENERATE, {"prompt": list(prompt), **wanted}, read, most_bytes)
+        if len(self._key) < _SHORTEST_MASKED_KEY:
+            return answer
+        return Continuation(text=self.masked(answer.text), finish_reason=self.masked(answer.finish_reason))
+
+    def score(self, prompt: Sequence[int], top: int, vocabulary: int = MOST_COUNT) -> list[Position]:
         """Log-probabilities of all tokens of a prompt but the first, with the `top` likeliest in the place of
         each.
 
-        InputError where the server gives none.
+        InputError if the server gives none. A token at or beyond the size of the `vocabulary` is a fault of
+        the server.
         """
-        asked = {"echo": True, "logprobs": top, "max_tokens": 1, "temperature": 0}
-        ids = {"return_tokens_as_token_ids": True} if self.model.version else {}
-        choice = self._complete({"prompt": list(prompt), **asked, **ids})
-        logprobs = choice.get("logprobs")
-        given = logprobs if isinstance(logprobs, dict) else {}
-        own, best = given.get("token_logprobs"), given.get("top_logprobs")
-        if not isinstance(own, list) or not isinstance(best, list) or min(len(own), len(best)) < len(prompt):
-            self._require_scores("none in its answer")
-        places = zip(prompt[1:], own[1:], best[1:], strict=False)
-        try:
-            return [_position(token, value, others) for token, value, others in places]
-        except (TypeError, ValueError, AttributeError):
-            self._require_scores("something else in its answer")
+        asked: dict[str, Json] = {"echo": True, "logprobs": top, "max_tokens": 1, "temperature": 0}
+        ids: dict[str, Json] = {"return_tokens_as_token_ids": True} if self.model.version else {}
 
-    def metrics(self) -> dict[str, float]:
-        """vLLM's metrics by name, summed over what they are counted by; InputError where there are none."""
-        url, seconds = f"{self._root}/metrics", self.endpoint.retry_seconds
-        try:
-            text = self._tried(seconds, lambda: self._read(url)).decode()
-        except _RefusedError as error:
-            raise self._refused(error) from None
-        totals: dict[str, float] = {}
-        for line in text.splitlines():
-            name, value = re.split(r"[{ ]", line)[0], line.rpartition(" ")[2]
-            if name.startswith("vllm:"):
-                totals[name] = totals.get(name, 0.0) + float(value)
-        return totals
+        def read(content: Json) -> list[Position]:
+            return positions_of(choice_of(content), prompt, vocabulary)
 
-    def _require_scores(self, got: str) -> NoReturn:
-        raise InputError(
+        most_bytes = _ANSWER_BYTES + _SCORED_TOKEN_BYTES * len(prompt)
+        try:
+            return self._complete(SCORE, {"prompt": list(prompt), **asked, **ids}, read, most_bytes)
+        except NoScoresError:
+            raise self._without_scores("none in its answer") from None
+
+    def metrics(self, names: Iterable[str]) -> dict[str, float]:
+        """Return vLLM's counters of these names, summed over their labels.
+
+        Counters that the server does not have are left out. InputError if it has none at all.
+        """
+        url = f"{self._root}/metrics"
+
+        def attempt(seconds: float) -> dict[str, float]:
+            return counters_of(read_text(self._send(url, None, seconds, _ANSWER_BYTES)), names)
+
+        try:
+            return self._tried(METRICS, attempt, self.endpoint.retry_seconds, None)
+        except RefusedError as error:
+            raise self._refused(METRICS, error) from None
+
+    def masked(self, words: str) -> str:
+        """Replace the API key in a server's words."""
+        return words.replace(self._key, "***") if self._key else words
+
+    def _shown(self, words: str) -> str:
+        """Return a server's message on one line, without the API key."""
+        return clip(visible(" ".join(self.masked(words).split())), _SHOWN)
+
+    def _words(self, model: ServedModel) -> str:
+        return self._shown(f"{model.name} ({model.root or 'no root'}, vLLM {model.version or 'unknown'})")
+
+    def _without_scores(self, got: str) -> InputError:
+        return InputError(
             self.endpoint.url,
             got=f"no log-probabilities of prompts from the server ({got})",
             need="completions with echo and logprobs, as vLLM's",
             fix="leave out --text, and tasks that choose by likelihood (multiple choice, perplexity)",
         )
 
-    def _complete(self, body: dict[str, Json]) -> dict[str, Json]:
-        """The one choice of an answer that is whole."""
-        url, body = f"{self._url}/completions", {"model": self.model.name, **body}
-        try:
-            return self._tried(self.endpoint.retry_seconds, lambda: _choice(self._request(url, body)))
-        except _RefusedError as error:
-            self.require_same()
-            if error.status in _NO_SUCH_PATH:
-                raise InputError(
-                    self.endpoint.url,
-                    got=f"no completions ({error})",
-                    need="/completions, which takes prompts as token ids: over chat completions alone the "
-                    "server's template would make other prompts than the baseline's",
-                    fix="give the address of vLLM itself, behind the gateway; or ask both sides with "
-                    "lm-eval's local-chat-completions and compare the results with `vexport verdict`",
-                ) from None
-            if "echo" in body and error.status not in _NO_KEY:
-                self._require_scores(str(error))
-            raise self._refused(error) from None
+    def _complete(self, asked: str, body: dict[str, Json], read: Callable[[Json], T], most_bytes: int) -> T:
+        """Send a request for a completion and return what `read` makes of the answer."""
+        url = f"{self._url}/completions"
+        content = json.dumps({"model": self.model.name, **body}).encode()
+        most_bytes = min(most_bytes, _MOST_ANSWER_BYTES)
 
-    def _described(self, seconds: float) -> ServedModel:
-        """The server's description of the chosen model; InputError where that is ambiguous."""
+        def attempt(seconds: float) -> T:
+            return read(read_json(self._send(url, content, seconds, most_bytes)))
+
         try:
-            cards = self._tried(seconds, lambda: _cards(self._request(f"{self._url}/models")))
-        except _RefusedError as error:
-            raise self._refused(error) from None
-        try:
-            version = self._tried(seconds, lambda: self._request(f"{self._root}/version")).get("version")
-        except _RefusedError:  # vLLM's alone
-            version = None
+            return self._tried(asked, attempt, self.endpoint.retry_seconds, None)
+        except RefusedError as error:
+            self.require_same()
+            raise self._refused_completion(asked, body, error) from None
+
+    def _refused_completion(self, asked: str, body: Mapping[str, Json], error: RefusedError) -> InputError:
+        """Return the error for a request for a completion that the server refused."""
+        words, url = self._shown(str(error)), self.endpoint.url
+        prompt, new = body["prompt"], body.get("max_tokens")
+        assert isinstance(prompt, list)
+        if error.status == 404 and re.search(
+            r"model\b.{0,200}\b(does not exist|not found)", words, re.IGNORECASE
+        ):
+            fix = "name a model of the server with --model (of the baseline: --baseline-model)"
+            return InputError(url, got=words, need=f"a server that has {self._words(self.model)}", fix=fix)
+        if error.status in NO_SUCH_PATH:
+            return InputError(
+                url,
+                got=f"no completions ({words})",
+                need="/completions, which takes prompts as token ids: over chat completions alone the "
+                "server's template would make other prompts than the baseline's",
+                fix="give the address of vLLM itself, behind the gateway; or ask both sides with "
+                "lm-eval's local-chat-completions and compare the results with `vexport verdict`",
+            )
+        limit = length_limit(str(error))
+        if error.status not in NO_KEY and limit is not None:
+            return InputError(
+                url,
+                got=f"a prompt of {len(prompt)} tokens and {new or 'some'} to generate: {words}",
+                need=f"at most {limit} tokens in all" if limit else "fewer tokens",
+                fix="start the server with a longer context, or lower --max-gen-toks, --num-fewshot or, with "
+                "--text, --text-tokens",
+            )
+        if asked == SCORE and 400 <= error.status < 500 and error.status not in NO_KEY:
+            return self._without_scores(words)
+        return self._refused(asked, error)
+
+    def _refused(self, asked: str, error: RefusedError) -> InputError:
+        """Return the error for any other request that the server refused."""
+        need = "an answer"
+        if error.status in NO_KEY:
+            fix = f"set {API_KEY} to a key that the server accepts"
+        elif error.status < 400:
+            fix = "give the address that the server redirects to: vexport follows no redirect, because that "
+            fix += "would send the API key there"
+        elif asked == GENERATE:
+            need = "/completions that takes prompts as token ids, as vLLM's"
+            fix = "change what the server objects to (--gen-kwargs, generation_kwargs of the task), or give "
+            fix += "another server"
+        else:
+            fix = "correct the address (http://HOST:PORT/v1)"
+        got = f"{self._shown(str(error))}, in answer to {asked}"
+        return InputError(self.endpoint.url, got=got, need=need, fix=fix)
+
+    def _described(self, seconds: float, ends: float | None, version: str | None) -> ServedModel:
+        """Return the server's description of the chosen model; InputError if there are several.
+
+        `version` is the version so far, None at the first contact. A server without a version is not asked
+        for it again.
+        """
+        cards = self._cards(seconds, ends)
         name = self.endpoint.model or (next(iter(cards)) if len(cards) == 1 else None)
         if name not in cards:
             got = f"no model {name}" if name else f"{len(cards)} models"
             need = f"one of {', '.join(cards)}"
             fix = "name one with --model (of the baseline: --baseline-model)"
-            raise InputError(self.endpoint.url, got=got, need=need, fix=fix)
-        longest, root = cards[name].get("max_model_len"), cards[name].get("root")
+            raise InputError(self.endpoint.url, got=got, need=self._shown(need), fix=fix)
+        card = cards[name]
         return ServedModel(
             name=name,
-            root=root if isinstance(root, str) else "",
-            max_model_len=longest if isinstance(longest, int) else None,
-            version=str(version or ""),
+            root=card.root,
+            max_model_len=card.max_model_len,
+            version=self._version(seconds, ends) if version != "" else "",
         )
 
-    def _tried(self, seconds: float, attempt: Callable[[], T]) -> T:
-        """The answer of the first attempt that succeeds within `seconds`."""
-        wait, deadline = _FIRST_WAIT, time.monotonic() + seconds
-        while True:
+    def _cards(self, seconds: float, ends: float | None) -> dict[str, ModelCard]:
+        """Return the models that the server lists, or the model of --model if it has no list."""
+
+        def attempt(limit: float) -> dict[str, ModelCard]:
+            return model_cards(read_json(self._send(f"{self._url}/models", None, limit, _ANSWER_BYTES)))
+
+        try:
+            return self._tried(MODELS, attempt, seconds, ends)
+        except RefusedError as error:
+            if self.endpoint.model and error.status >= 400:
+                return {self.endpoint.model: ModelCard(root="", max_model_len=None)}
+            if error.status < 400:
+                raise self._refused(MODELS, error) from None
+            fix = "name the model with --model (of the baseline: --baseline-model) and its --tokenizer, or "
+            fix += f"set {API_KEY}" if error.status in NO_KEY else "correct the address (http://HOST:PORT/v1)"
+            got = f"no list of models ({self._shown(str(error))})"
+            raise InputError(
+                self.endpoint.url, got=got, need="/models, or the model's name", fix=fix
+            ) from None
+
+    def _version(self, seconds: float, ends: float | None) -> str:
+        """Return vLLM's version; empty for other servers, which have no /version or answer something else."""
+
+        def attempt(limit: float) -> str:
+            reply = self._send(f"{self._root}/version", None, limit, _ANSWER_BYTES)
             try:
-                return attempt()
-            except _PassingError as error:
+                return version_of(read_json(reply))
+            except PassingError:
+                if reply.status < 300:
+                    return ""
+                raise
+
+        try:
+            return self._tried(VERSION, attempt, seconds, ends)
+        except RefusedError:
+            return ""
+        except UnreachableError:
+            if ends is None:
+                raise
+            return ""
+
+    def _tried(self, asked: str, attempt: Callable[[float], T], seconds: float, ends: float | None) -> T:
+        """Return the result of the first attempt that succeeds.
+
+        `attempt` receives its time limit. Attempts begin and end within `seconds` after the first failure,
+        and before the moment `ends`. A kind of request that the server never answered ends after three equal
+        failures.
+        """
+        failures: Counter[str] = Counter()
+        wait, given_up = _FIRST_WAIT, ends
+        while True:
+            limit = self.endpoint.request_timeout
+            if given_up is not None:
+                limit = min(limit, max(given_up - time.monotonic(), 1.0))
+            try:
+                if self._stopped.is_set():
+                    raise PassingError("other requests to the server failed")
+                answer = attempt(limit)
+            except PassingError as error:
+                words, now = self._shown(str(error)), time.monotonic()
+                if not failures:
+                    given_up = min(now + seconds, ends or now + seconds)
+                failures["" if error.is_busy else error.kind] += 1
+                if failures[error.kind] >= _PROBES and asked not in self._answered:
+                    raise self._impossible(asked, words) from None
                 pause = min(max(wait, error.wait), _LONGEST_WAIT)
-                if time.monotonic() + pause > deadline or self._stopped.wait(pause):
-                    got = f"no answer: {error}"
-                    raise UnreachableError(self.endpoint.url, got=got, need="", fix=_KEPT) from None
-                wait *= 2
+                assert given_up is not None
+                if now + pause <= given_up:
+                    self._tell_retry(words, given_up - now)
+                    if not self._stopped.wait(pause):
+                        wait *= 2
+                        continue
+                fix = _KEPT if ends is None else _LOOK
+                got = f"no answer: {words}"
+                raise UnreachableError(self.endpoint.url, got=got, need="", fix=fix) from None
+            self._answered.add(asked)
+            return answer
 
-    def _request(self, url: str, body: Mapping[str, Json] | None = None) -> dict[str, Json]:
-        """The server's answer to one request, a JSON object."""
+    def _impossible(self, asked: str, words: str) -> UnreachableError:
+        """Return the error for a kind of request that the server never answered and that fails for good."""
+        fix = "look at the server's log"
+        if asked == SCORE:
+            fix += "; or leave out --text, and tasks that choose by likelihood (multiple choice, perplexity)"
+        got = f"no answer to {asked}, {_PROBES} times the same: {words}"
+        return UnreachableError(self.endpoint.url, got=got, need="", fix=fix)
+
+    def _tell_retry(self, words: str, left: float) -> None:
+        now = time.monotonic()
+        if now - self._told >= _TELL_EVERY:
+            self._told = now
+            self._on_retry(f"no answer ({clip(words, 120)}), trying again for {left:.0f} s (--retry-seconds)")
+
+    def _send(self, url: str, body: bytes | None, seconds: float, most_bytes: int) -> Reply:
+        """Send a request and return the reply; PassingError if there is none."""
         try:
-            answer: Json = json.loads(self._read(url, body))
-        except ValueError:
-            raise _PassingError("an answer that is cut off") from None
-        if not isinstance(answer, dict):
-            raise _PassingError("an answer that is no JSON object")
-        return answer
-
-    def _read(self, url: str, body: Mapping[str, Json] | None = None) -> bytes:
-        headers = {"Content-Type": "application/json", "User-Agent": f"vexport/{__version__}"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        data = json.dumps(body).encode() if body is not None else None
-        request = urllib.request.Request(url, data=data, headers=headers)
-        try:
-            with self._opener.open(request, timeout=self.endpoint.request_timeout) as response:
-                content: bytes = response.read()
-                return content
-        except urllib.error.HTTPError as error:
-            raise self._status(error) from None
-        except (OSError, http.client.HTTPException) as error:
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise _PassingError(self._shown(f"{type(reason).__name__}: {reason}")) from None
-
-    def _status(self, error: urllib.error.HTTPError) -> _PassingError | _RefusedError:
-        """The error of an answer with a status of HTTP that tells of one."""
-        words = ""
-        with suppress(OSError, http.client.HTTPException):
-            words = self._shown(error.read(4 * _SHOWN).decode(errors="replace"))
-        words = f"HTTP {error.code}: {words}" if words else f"HTTP {error.code}"
-        if error.code in _PASSING or error.code >= 500:
-            passing, after = _PassingError(words), str(error.headers.get("Retry-After", ""))
-            passing.wait = float(after) if after.isdecimal() else 0.0
-            return passing
-        refused = _RefusedError(words)
-        refused.status = error.code
-        return refused
-
-    def _shown(self, words: str) -> str:
-        """A server's message on one line, without the API key."""
-        words = words.replace(self._key, "***") if self._key else words
-        return clip(visible(" ".join(words.split())), _SHOWN)
-
-    def _refused(self, error: _RefusedError) -> InputError:
-        wrong = "correct the address (http://HOST:PORT/v1) or what is asked"
-        fix = f"set {API_KEY}" if error.status in _NO_KEY else wrong
-        return InputError(self.endpoint.url, got=str(error), need="an answer", fix=fix)
-
-
-def _choice(answer: Mapping[str, Json]) -> dict[str, Json]:
-    """The choice of an answer; _PassingError where the answer was cut off."""
-    choices = answer.get("choices")
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
-        raise _PassingError("an answer without a text")
-    if choice.get("finish_reason") in _CUT_OFF:
-        raise _PassingError(f"an answer that is cut off (finish_reason {choice.get('finish_reason')})")
-    return choice
-
-
-def _cards(answer: Mapping[str, Json]) -> dict[str, dict[str, Json]]:
-    """The models of a server's list by their names; _PassingError where there are none."""
-    listed = answer.get("data")
-    cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
-    if not cards:
-        raise _PassingError("no models in its answer")
-    return {str(card.get("id")): card for card in cards}
-
-
-def _words(model: ServedModel) -> str:
-    return f"{model.name} ({model.root or 'no root'}, vLLM {model.version or 'unknown'})"
-
-
-def _position(token: int, value: Json, others: Json) -> Position:
-    """The log-probabilities in one place of a prompt, its own token's first."""
-    assert isinstance(others, dict)
-    position = {token: float(value)}  # type: ignore[arg-type]
-    for number, (name, each) in enumerate(others.items()):
-        is_spelled = name.startswith(_TOKEN)
-        position.setdefault(int(name.removeprefix(_TOKEN)) if is_spelled else -1 - number, float(each))  # type: ignore[arg-type]
-    return position
+            return self._client.send(url, body, seconds=seconds, most_bytes=most_bytes)
+        except CertificateError as error:
+            got, fix = (
+                f"a certificate that cannot be verified ({self._shown(str(error))})",
+                "set SSL_CERT_FILE",
+            )
+            fix += " to the file of its certificate authority"
+            raise UnreachableError(
+                self.endpoint.url, got=got, need="a trusted certificate", fix=fix
+            ) from None
+        except NoReplyError as error:
+            passing = PassingError(str(error))
+            passing.is_busy = error.is_connection
+            raise passing from None

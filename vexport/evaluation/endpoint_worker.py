@@ -8,9 +8,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import torch
@@ -18,6 +18,7 @@ import transformers
 from pydantic import JsonValue
 from safetensors.torch import save_file
 
+from vexport.calibration.data import load_tokenizer
 from vexport.engine.messages import (
     DRAFT_TOKENS,
     KL_TOKENS,
@@ -40,7 +41,8 @@ from vexport.evaluation.fingerprint import (
 from vexport.evaluation.lm_eval_model import AskedModel, KeptAnswers, Question, replaced
 from vexport.evaluation.lm_eval_runner import ask_tasks, kept_answers, vllm_version
 from vexport.files import atomic_path, to_json
-from vexport.records import DraftCounts, Json, OnProgress
+from vexport.records import PROGRESS_DETAIL, DraftCounts, Json, OnProgress
+from vexport.records.values import MOST_COUNT
 from vexport.version import __version__
 
 # The most log-probabilities per position from vLLM's server, unless started with --max-logprobs.
@@ -48,6 +50,9 @@ _TOP = 20
 # vLLM's metrics: requests finished, requests running, and drafts, which only a drafting server has.
 ANSWERED, RUNNING = "vllm:request_success_total", "vllm:num_requests_running"
 DRAFTS = "vllm:spec_decode_num_drafts_total"
+COUNTERS = (ANSWERED, RUNNING, *(f"vllm:spec_decode_num_{each.name}_total" for each in fields(DraftCounts)))
+# Rows that a model may add to its tokenizer's vocabulary, so that it is a multiple of 64, 128 or more.
+_LEAST_PADDING = 8192
 # Seconds for a finished request to be counted.
 _COUNTED_SECONDS = 10.0
 TEXT: Mapping[str, Json] = {"logprobs": _TOP}
@@ -57,11 +62,15 @@ TEXT: Mapping[str, Json] = {"logprobs": _TOP}
 class EndpointModel(AskedModel):
     """The model behind an address. An answer is kept once the server still has the same model after it, or
     fails.
+
+    The server may name only tokens below the size of the `vocabulary`.
     """
 
-    def __init__(self, server: Server, kept: KeptAnswers, progress: OnProgress) -> None:
+    def __init__(
+        self, server: Server, kept: KeptAnswers, progress: OnProgress, vocabulary: int = MOST_COUNT
+    ) -> None:
         super().__init__(kept, progress)
-        self.server = server
+        self.server, self.vocabulary = server, vocabulary
         # Config attributes that vLLM uses to choose a chat template, besides the tokenizer's folder.
         names = {"model": "", "tokenizer": "", "tokenizer_revision": None, "code_revision": None}
         config = SimpleNamespace(**names, trust_remote_code=False, hf_config=SimpleNamespace(model_type=""))
@@ -103,7 +112,8 @@ class EndpointModel(AskedModel):
         """One answer as it is kept; of a text all places, as pairs of token and log-probability."""
         prompt, parameters = question.prompt, question.parameters
         if parameters == TEXT:
-            return [[[token, value] for token, value in at.items()] for at in self.server.score(prompt, _TOP)]
+            places = self.server.score(prompt, _TOP, self.vocabulary)
+            return [[[token, value] for token, value in place.items()] for place in places]
         if isinstance(parameters, dict):
             return self.server.generate(prompt, parameters).text
         places = self.server.score(prompt, 1)[question.context - 1 :]
@@ -116,7 +126,7 @@ def _session(request: SessionRequest) -> SessionResult:
     assert request.endpoint is not None
     result, progress = SessionResult(checkpoint=request.checkpoint, platform=SERVER), reporter()
     try:
-        server = Server(request.endpoint)
+        server = Server(request.endpoint, _retries_shown(progress))
         ask_server(server, request, progress)
         drafts = count_drafts(server, request.drafted, progress) if request.drafted else ()
     except VexportError as error:
@@ -129,14 +139,19 @@ def _session(request: SessionRequest) -> SessionResult:
     )
 
 
+def _retries_shown(progress: OnProgress) -> Callable[[str], None]:
+    """Return a function that shows that the server is asked again."""
+    return lambda line: progress(f"server{PROGRESS_DETAIL}{line}", 0, 1)
+
+
 def ask_server(server: Server, request: SessionRequest, progress: OnProgress) -> None:
     """Ask the server's model; lm-eval's files, the fingerprint and the answers go to `request.output`."""
     assert request.output is not None
     fingerprint: Fingerprint = {
-        MODEL: f"{server.model.name} ({server.model.root})",
+        MODEL: server.masked(f"{server.model.name} ({server.model.root})"),
         ENDPOINT: server.endpoint.url,
         "vexport": __version__,
-        "vllm": server.model.version or "unknown",
+        "vllm": server.masked(server.model.version) or "unknown",
         TEMPLATE: template_of(request.checkpoint),
     }
     model = EndpointModel(server, kept_answers(request.output, to_json(fingerprint)), progress)
@@ -145,8 +160,9 @@ def ask_server(server: Server, request: SessionRequest, progress: OnProgress) ->
         "base_url": server.endpoint.url,
         "max_model_len": request.max_model_len,
         "seed": request.seed,
-        "trust_remote_code": request.trust_remote_code,
+        "trust_remote_code": request.trust_tokenizer,
     }
+    model.vocabulary = _vocabulary(request)
     if request.text:
         write_text_scores(model, request)
         return
@@ -169,6 +185,19 @@ def _config(*names: object, **options: object) -> object:
         return _read_config(*names, **options)
     except (OSError, ValueError):
         return transformers.PretrainedConfig()
+
+
+def _vocabulary(request: SessionRequest) -> int:
+    """Return a size that the model's vocabulary does not exceed: the tokenizer's, with room for padding."""
+    try:
+        tokenizer = load_tokenizer(request.checkpoint, trust_remote_code=request.trust_tokenizer)
+    except InputError as error:
+        if request.trust_tokenizer or not request.trust_remote_code:
+            raise
+        fix = "name it with --tokenizer: --trust-remote-code runs no code of a tokenizer that a server names"
+        raise InputError(error.where, got=error.got, need=error.need, fix=fix) from None
+    known = len(tokenizer)
+    return known + max(_LEAST_PADDING, known // 4)
 
 
 def write_text_scores(model: EndpointModel, request: SessionRequest) -> None:
@@ -207,7 +236,7 @@ def count_drafts(
 
     EnvironmentFault where another client asks in between, InputError for a server that does not draft.
     """
-    counts, before = [], server.metrics()
+    counts, before = [], server.metrics(COUNTERS)
     if DRAFTS not in before:
         got, need = "no counters of drafts at /metrics", "a vLLM server started with --speculative-config"
         fix = "start it so, or leave out --speculative"
@@ -223,15 +252,24 @@ def count_drafts(
 
 
 def _counted(server: Server, before: Mapping[str, float]) -> dict[str, float]:
-    """The server's metrics once the answer after `before` is counted, which is soon after it came."""
+    """Return the server's counters after the answer that follows `before` is counted."""
     deadline = time.monotonic() + _COUNTED_SECONDS
-    while (after := server.metrics())[ANSWERED] == before[ANSWERED] and time.monotonic() < deadline:
+    after = server.metrics(COUNTERS)
+    while after.get(ANSWERED) == before.get(ANSWERED) and time.monotonic() < deadline:
         time.sleep(0.02)
+        after = server.metrics(COUNTERS)
+    url = server.endpoint.url
+    if missing := [name for name in COUNTERS if name not in before or name not in after]:
+        got, fix = f"no counter {missing[0]} at /metrics", "ask a server of vLLM"
+        raise EnvironmentFault(url, got=got, need="vLLM's counters", fix=fix)
     answered = after[ANSWERED] - before[ANSWERED]
     if answered != 1 or after[RUNNING]:
         got = f"{answered:g} answers where 1 was asked for, {after[RUNNING]:g} more under way"
         need, fix = "no other client while drafts are counted", "call again when nobody else asks this server"
-        raise EnvironmentFault(server.endpoint.url, got=got, need=need, fix=fix)
+        raise EnvironmentFault(url, got=got, need=need, fix=fix)
+    if fallen := [name for name in COUNTERS if name != RUNNING and after[name] < before[name]]:
+        got = f"the counter {fallen[0]} fell from {before[fallen[0]]:g} to {after[fallen[0]]:g}"
+        raise EnvironmentFault(url, got=got, need="", fix="call again when the server runs undisturbed")
     return after
 
 

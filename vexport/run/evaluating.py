@@ -163,11 +163,13 @@ def evaluate_checkpoints(job: EvalJob) -> list[Judged]:
 def _model(job: EvalJob, role: str, name: str) -> ModelUnderTest:
     """Resolve a name to a model, downloading it; InputError where vLLM could not serve it."""
     url = name if is_url(name) else None
+    is_trusted = False
     if url is None:
         checkpoint = resolve_source(name, job.options.on_progress)
         require_servable(checkpoint, [job.options.serve])
     else:
-        checkpoint = tokenizer_of(role, url, job.settings)
+        tokenizer = tokenizer_of(role, url, job.settings, job.options)
+        checkpoint, is_trusted = tokenizer.folder, tokenizer.is_trusted
     return ModelUnderTest(
         role=role,
         checkpoint=checkpoint,
@@ -176,6 +178,7 @@ def _model(job: EvalJob, role: str, name: str) -> ModelUnderTest:
         url=url,
         evaluate=job.settings,
         repeat=role == BASELINE or job.against is not None,
+        trust_tokenizer=is_trusted,
     )
 
 

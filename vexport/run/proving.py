@@ -153,7 +153,9 @@ def _serve(run: Run, role: str, model: Path) -> Served:
     else:
         served = serve_model(replace(asked, evaluate=settings.model_copy(update={"tasks": ()})))
         if served.result.failure is None:
-            serve_model(replace(asked, url=url, checkpoint=tokenizer_of(role, url, settings, model)))
+            tokenizer = tokenizer_of(role, url, settings, run.options, model)
+            trusted = tokenizer.is_trusted
+            serve_model(replace(asked, url=url, checkpoint=tokenizer.folder, trust_tokenizer=trusted))
     remove_answers(folder)
     return served
 

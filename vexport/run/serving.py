@@ -1,15 +1,18 @@
 """A model under test: what is asked of it in one start of vLLM, or over the address of a server."""
 
 import logging
+import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from vexport.calibration.data import read_samples
-from vexport.checkpoint.hub import fetch, list_files, side_files
+from vexport.checkpoint.hub import HubName, fetch, list_files, side_files
 from vexport.checkpoint.index import folder_digest, read_index
 from vexport.checkpoint.source import hub_name, parse_data, require_data, resolve_drafter
 from vexport.engine.generate import NONE, answer_environment
@@ -23,7 +26,7 @@ from vexport.engine.messages import (
     speculative_config,
 )
 from vexport.engine.session import WORKER, Worker, run_session, session_error
-from vexport.errors import CheckpointFailed, InputError
+from vexport.errors import CheckpointFailed, InputError, clip, visible
 from vexport.evaluation.endpoint import Server
 from vexport.evaluation.fingerprint import FILE as FINGERPRINT
 from vexport.evaluation.fingerprint import engine_fingerprint, write_fingerprint
@@ -35,7 +38,7 @@ from vexport.files import digest_bytes, to_json, user_path
 from vexport.outputs.manifest import is_recorded, record, remove_recorded, require_manifest, strangers
 from vexport.outputs.replaceable import is_filled_folder, refuse_others
 from vexport.quantize.text import vocab_size
-from vexport.records import CalibrationData, LmEvalSettings, named
+from vexport.records import PROGRESS_DETAIL, CalibrationData, LmEvalSettings, named
 from vexport.records.values import MOST_COUNT
 from vexport.run.options import NO_EVALUATION, EngineOptions
 from vexport.scenario import Evaluate
@@ -53,6 +56,12 @@ PLAIN = LmEvalSettings()
 TEXT_FILE = "text.safetensors"
 ENGINE_LOG, SERVER_LOG = "vllm.log", "lm-eval.log"
 SESSION_FILES = (LOGPROBS, TEXT_FILE, ENGINE_LOG, SERVER_LOG, FINGERPRINT, REPEATED)
+# Tokens of a sequence: two of a text, the first of which is not predicted, and a generated one.
+_LEAST_TEXT = 2
+# The files that transformers loads a tokenizer from: vocabularies of all kinds, and settings.
+_TOKENIZER_FILE = re.compile(
+    r"tokenizer.*\.(json|model)|vocab.*\.(json|txt)|tekken\.json|spiece\.model|sentencepiece.*\.model|.*\.tiktoken"
+)
 # Tokens drafted at once, unless an argument of vLLM says otherwise.
 DRAFT_LENGTH = 3
 
@@ -64,7 +73,8 @@ class ModelUnderTest:
     `checkpoint` is its folder, or that of the tokenizer of the model behind the address `url`. lm-eval's
     files, the log and the log-probabilities go to `folder`. `texts` are prompts to continue; `evaluate` has
     the tasks of lm-eval or the text, `lm_eval` how tasks are asked. With `repeat` a part of them is asked
-    again, of a server always: what is behind an address may change.
+    again, of a server always: what is behind an address may change. Code of the tokenizer for a server's
+    prompts runs only with `trust_tokenizer`.
     """
 
     role: str
@@ -76,6 +86,7 @@ class ModelUnderTest:
     evaluate: Evaluate = NO_EVALUATION
     lm_eval: LmEvalSettings = PLAIN
     repeat: bool = False
+    trust_tokenizer: bool = False
 
     @property
     def is_baseline(self) -> bool:
@@ -121,8 +132,13 @@ def _in_engine(model: ModelUnderTest) -> Served:
 def _behind_address(model: ModelUnderTest, url: str) -> Served:
     settings, options, folder = model.evaluate, model.options, model.folder
     endpoint = settings.asking(url, is_baseline=model.is_baseline)
-    served = Server(endpoint).model.max_model_len or EVALUATION_LENGTH
+    served = Server(endpoint, _retries_shown(model.role, options)).model.max_model_len or EVALUATION_LENGTH
     longest = min(served, options.serve.max_model_len or EVALUATION_LENGTH)
+    if settings.text is not None and longest <= _LEAST_TEXT:
+        got, need = f"sequences of at most {longest} tokens", f"more than {_LEAST_TEXT}, to read text"
+        raise InputError(
+            f"{model.role} {url}", got=got, need=need, fix="start it with a longer --max-model-len"
+        )
     rows = _read_rows(model, longest, MOST_COUNT)
     request = SessionRequest(
         checkpoint=model.checkpoint,
@@ -131,6 +147,7 @@ def _behind_address(model: ModelUnderTest, url: str) -> Served:
         max_model_len=longest,
         repeat=True,
         trust_remote_code=options.trust_remote_code,
+        trust_tokenizer=model.trust_tokenizer,
         output=folder,
         text=rows,
         text_file=folder / TEXT_FILE if rows else None,
@@ -170,7 +187,7 @@ def _read_rows(model: ModelUnderTest, longest: int | None, vocabulary: int) -> R
         column=parse_data(settings.text).column,
         pack=True,
     )
-    trust = model.options.trust_remote_code
+    trust = model.options.trust_remote_code if model.url is None else model.trust_tokenizer
     samples = read_samples(data, checkpoint, vocab_size=vocabulary, trust_remote_code=trust)
     for note in samples.notes if model.is_baseline else ():
         LOG.warning("note: %s", note)
@@ -285,28 +302,88 @@ def _with_tasks(
     )
 
 
-def tokenizer_of(role: str, url: str, settings: Evaluate, here: Path | None = None) -> Path:
-    """The folder of the tokenizer for a server's prompts: as given, else `here`, else the server's own.
+def _retries_shown(role: str, options: EngineOptions) -> Callable[[str], None]:
+    """Return a function that shows that the server is asked again."""
+    return lambda line: options.on_progress(f"{role}: server{PROGRESS_DETAIL}{line}", 0, 1)
 
-    InputError where there is none to be had; raises as `Server` where the server does not answer.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedTokenizer:
+    """The folder of the tokenizer for a server's prompts; `is_trusted` if its own code may run."""
+
+    folder: Path
+    is_trusted: bool
+
+
+def tokenizer_of(
+    role: str, url: str, settings: Evaluate, options: EngineOptions, here: Path | None = None
+) -> ServedTokenizer:
+    """Return the tokenizer for a server's prompts: as given, else `here`, else the server's own.
+
+    The server names its tokenizer by the folder or model of the hub that it was started with. A folder is
+    used only if the server runs on this machine: another machine must not choose among the files here. The
+    server's word never runs code. InputError if there is no tokenizer; raises as `Server` if the server does
+    not answer.
     """
-    if here is not None and settings.tokenizer is None:
-        return here
-    server = Server(settings.asking(url, is_baseline=role == BASELINE))
-    name = settings.tokenizer or server.model.root or server.model.name
+    if settings.tokenizer is None and here is not None:
+        return ServedTokenizer(folder=here, is_trusted=options.trust_remote_code)
+    where = f"{role} {url}: tokenizer"
+    server = Server(settings.asking(url, is_baseline=role == BASELINE), _retries_shown(role, options))
+    if settings.tokenizer is not None:
+        folder = _chosen_tokenizer(where, settings.tokenizer)
+        return ServedTokenizer(folder=folder, is_trusted=options.trust_remote_code)
+    name = server.model.root or server.model.name
+    shown = visible(clip(server.masked(name), 200))
+    fix = "give --tokenizer, a folder or ORG/NAME (evaluate: {tokenizer: ...} in a scenario)"
+    if (folder := Path(name)).is_dir() and _is_local(url):
+        if _has_tokenizer(folder):
+            return ServedTokenizer(folder=folder, is_trusted=False)
+        got = f"no tokenizer in {shown}, which the model was started with"
+        raise InputError(where, got=got, need="tokenizer.json, or other files of a tokenizer", fix=fix)
+    model = None if folder.is_absolute() else HubName.parse(name)
+    if model is None:
+        got = f"{shown}, which the model was started with: no model of the hub, and no folder of this machine"
+        raise InputError(where, got=got, need="a tokenizer, to make prompts with", fix=fix)
+    listing = list_files(model)
+    return ServedTokenizer(folder=fetch(listing, side_files(listing.sizes)), is_trusted=False)
+
+
+def _chosen_tokenizer(where: str, name: str) -> Path:
+    """Return the folder of --tokenizer, fetched if it is a model of the hub."""
     folder = user_path(name)
+    fix = "give --tokenizer, a folder or ORG/NAME (evaluate: {tokenizer: ...} in a scenario)"
     if folder.is_dir():
+        if not _has_tokenizer(folder):
+            need = "tokenizer.json, or other files of a tokenizer"
+            raise InputError(where, got=f"no tokenizer in {folder}", need=need, fix=fix)
         return folder
     try:
         model = None if folder.is_absolute() else hub_name(name)
     except InputError:
         model = None
     if model is None:
-        got = f"no folder {name} here, which the model was started with" if not settings.tokenizer else name
-        fix = "give --tokenizer, a folder or ORG/NAME (evaluate: {tokenizer: ...} in a scenario)"
-        raise InputError(f"{role} {url}: tokenizer", got=got, need="one, to make prompts with", fix=fix)
+        raise InputError(where, got=name, need="a tokenizer, to make prompts with", fix=fix)
     listing = list_files(model)
     return fetch(listing, side_files(listing.sizes))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has a file of a tokenizer."""
+    try:
+        return any(_TOKENIZER_FILE.fullmatch(entry.name) for entry in folder.iterdir())
+    except OSError:
+        return False
+
+
+def _is_local(url: str) -> bool:
+    """Return whether an address is one of this machine's, by its name or number."""
+    host = urlsplit(url).hostname or ""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def require_tasks(settings: Evaluate, options: EngineOptions) -> None:

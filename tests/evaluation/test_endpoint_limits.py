@@ -1,0 +1,393 @@
+"""A server that sends too much, too slowly or nonsense ends a request within its limits, with one line."""
+
+import copy
+import gzip
+import itertools
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.evaluation.replying import CARD, Sent, choice, replying, sending, sound
+from vexport.errors import EnvironmentFault, InputError, VexportError
+from vexport.evaluation.endpoint import API_KEY, Server
+from vexport.evaluation.endpoint_worker import EndpointModel, count_drafts
+from vexport.evaluation.lm_eval_model import KeptAnswers
+from vexport.records import Endpoint, Json, silent
+from vexport.run.options import EngineOptions
+from vexport.run.serving import tokenizer_of
+from vexport.scenario import Evaluate
+from vexport.scenario.serve import Serve
+
+OK = b"HTTP/1.1 200 OK\r\n"
+MEBIBYTE = 1 << 20
+PARAMETERS: dict[str, Json] = {"max_tokens": 4, "temperature": 0}
+
+
+def slowly(text: bytes) -> Iterator[bytes]:
+    for number in itertools.chain(text, itertools.repeat(ord(" "))):
+        yield bytes([number])
+        time.sleep(0.1)
+
+
+def endless(head: bytes, part: bytes) -> Iterator[bytes]:
+    yield head
+    while True:
+        yield part
+
+
+FLOODS: dict[str, Callable[[], Iterator[bytes]]] = {
+    "slow status": lambda: slowly(OK),
+    "slow header": lambda: itertools.chain([OK], slowly(b"Server: " + b"a" * 1000)),
+    "slow headers": lambda: itertools.chain([OK], slowly(b"A: b\r\n" * 1000)),
+    "slow body": lambda: itertools.chain([OK, b"Content-Length: 1000\r\n\r\n"], slowly(b"{")),
+    "slow body of an error": lambda: itertools.chain(
+        [b"HTTP/1.1 500 Oh\r\nContent-Length: 1000\r\n\r\n"], slowly(b"{")
+    ),
+    "endless header": lambda: endless(OK + b"Server: ", b"a" * 4096),
+    "endless headers": lambda: endless(OK, b"Server: abc\r\n" * 100),
+    "endless continue": lambda: endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 100),
+    "endless body": lambda: endless(OK + b"\r\n", b"[" * 65536),
+    "endless chunks": lambda: endless(
+        OK + b"Transfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b"[" * 65536 + b"\r\n"
+    ),
+    "huge length": lambda: endless(OK + b"Content-Length: 1000000000000000000\r\n\r\n", b"[" * 65536),
+    "gzip bomb": lambda: iter(
+        [OK + b"Content-Encoding: gzip\r\n\r\n", gzip.compress(b"[" * 100 * MEBIBYTE, 1)]
+    ),
+    "nothing": lambda: iter([]),
+    "no HTTP": lambda: iter([b"SSH-2.0-OpenSSH_9.6\r\n"]),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_flood_ends_in_time(flood: str) -> None:
+    with sending(FLOODS[flood]) as (url, sent):
+        began = time.monotonic()
+        with pytest.raises(EnvironmentFault, match="no answer"):
+            Server(Endpoint(url=url, request_timeout=1, retry_seconds=0))
+        assert time.monotonic() - began < 8
+        assert sent[0] < 64 * MEBIBYTE or flood == "endless continue"
+
+
+def test_retries_end_in_time() -> None:
+    """The request's own time, and --retry-seconds after its first failure."""
+    with sending(FLOODS["slow body"]) as (url, _):
+        began = time.monotonic()
+        with pytest.raises(EnvironmentFault):
+            Server(Endpoint(url=url, request_timeout=1, retry_seconds=2))
+        assert 2 < time.monotonic() - began < 10
+
+
+def asked(url: str, *, retry: float = 0, model: str | None = None) -> Server:
+    return Server(Endpoint(url=url, request_timeout=20, retry_seconds=retry, model=model))
+
+
+def with_choice(**fields: object) -> Callable[[str, dict[str, object]], Sent]:
+    """A sound server with other fields in its answers; a function makes the value from the body."""
+
+    def reply(path: str, body: dict[str, object]) -> Sent:
+        if path != "/v1/completions":
+            return sound(path, body)
+        return Sent(content={"choices": [{**choice(body), **fields}], "usage": {"completion_tokens": 4}})
+
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "reason"),
+    [
+        ({"finish_reason": "eos"}, "5", "stop"),
+        ({"finish_reason": "EOS_TOKEN"}, "5", "stop"),
+        ({"finish_reason": "max_tokens"}, "5", "length"),
+        ({"finish_reason": None}, "5", "length"),
+        ({"finish_reason": 7}, "5", "length"),
+        ({"finish_reason": "content_filter"}, "5", "content_filter"),
+        ({"index": None}, "5", "stop"),
+        ({"text": "5 END 6 .", "finish_reason": "length"}, "5 ", "stop"),
+        ({"text": "a\ud83d"}, "a\ufffd", "stop"),
+    ],
+)
+def test_answers_of_other_servers(fields: dict[str, object], text: str, reason: str) -> None:
+    with replying(with_choice(**fields)) as url:
+        answer = asked(url).generate([3, 2], {**PARAMETERS, "stop": [".", "END"]})
+    assert (answer.text, answer.finish_reason) == (text, reason)
+
+
+def places(value: object) -> dict[str, object]:
+    return {"logprobs": {"token_logprobs": [None, -0.1, -0.1], "top_logprobs": [None, value, value]}}
+
+
+def own(value: object) -> dict[str, object]:
+    return {"logprobs": {"token_logprobs": [None, value, value], "top_logprobs": [None, {}, {}]}}
+
+
+WRONG_SCORES = {
+    **{f"top {value!r}"[:40]: places(value) for value in (None, [], "text", 3, {"token_id:5": None})},
+    **{f"top {value!r}"[:40]: places(value) for value in ({"token_id:5": [1]}, {"token_id:5": float("nan")})},
+    **{f"id {name}"[:40]: places({name: -1.0}) for name in ("token_id:", "token_id:-5", "token_id:x")},
+    **{f"id {name}"[:40]: places({name: -1.0}) for name in ("token_id:3000000000", "token_id:" + "9" * 5000)},
+    **{
+        f"own {value!r}"[:40]: own(value) for value in (None, "x", True, [], float("nan"), -float("inf"), 3.5)
+    },
+    "own huge": own(10**400),
+    "own deep": own(-(10**400)),
+}
+
+
+@pytest.mark.parametrize("fields", WRONG_SCORES.values(), ids=WRONG_SCORES)
+def test_wrong_log_probabilities_are_the_servers_fault(fields: dict[str, object]) -> None:
+    with replying(with_choice(**fields)) as url, pytest.raises(EnvironmentFault, match="no answer"):
+        asked(url).score([3, 2, 4], 1, vocabulary=100)
+
+
+@pytest.mark.parametrize("logprobs", [None, [], {}, {"token_logprobs": [None], "top_logprobs": None}])
+def test_missing_log_probabilities_are_named(logprobs: object) -> None:
+    with replying(with_choice(logprobs=logprobs)) as url, pytest.raises(InputError, match="leave out --text"):
+        asked(url).score([3, 2, 4], 1)
+
+
+BODIES = [
+    b"",
+    b"null",
+    b'"text"',
+    b"[]",
+    b"<html>502</html>",
+    b"\xff\xfe",
+    b"[" * 200_000,
+    b'{"choices": [3]}',
+]
+BODIES += [
+    b'{"choices": {"0": 1}}',
+    b'{"choices": [{"text": 3}]}',
+    b'{"choices": [{"text": null}]}',
+    b"1" * 10_000,
+]
+
+
+@pytest.mark.parametrize("content", BODIES, ids=lambda content: str(content[:20]))
+def test_other_content_is_the_servers_fault(content: bytes) -> None:
+    def reply(path: str, body: dict[str, object]) -> Sent:
+        return Sent(content=content) if body else sound(path, body)
+
+    with replying(reply) as url, pytest.raises(EnvironmentFault, match="no answer"):
+        asked(url).generate([3], PARAMETERS)
+
+
+def of_status(status: int, content: object = b"<html>no</html>", **headers: str) -> Callable[..., Sent]:
+    def reply(path: str, body: dict[str, object]) -> Sent:
+        return Sent(content=content, status=status, headers=headers) if body else sound(path, body)
+
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (301, "give the address that the server redirects to"),
+        (307, "give the address that the server redirects to"),
+        (400, r"HTTP 400: <html>no</html>, in answer to a prompt as token ids.*--gen-kwargs"),
+        (401, f"set {API_KEY}"),
+        (404, "behind the gateway"),
+        (413, "HTTP 413.*a prompt as token ids"),
+        (422, "HTTP 422.*a prompt as token ids"),
+    ],
+)
+def test_what_a_request_is_to_blame_for(status: int, words: str) -> None:
+    reply = of_status(status, Location="http://elsewhere/v1/completions")
+    with replying(reply) as url, pytest.raises(InputError, match=words) as error:
+        asked(url, retry=5).generate([3], PARAMETERS)
+    assert "correct the address" not in str(error.value)
+
+
+@pytest.mark.parametrize("status", [500, 502, 504])
+def test_a_kind_of_request_that_always_fails_is_given_up(status: int) -> None:
+    lines: list[str] = []
+    with replying(of_status(status)) as url:
+        server = Server(Endpoint(url=url), lines.append)
+        began = time.monotonic()
+        with pytest.raises(EnvironmentFault, match=f"prompt as token ids .*HTTP {status}: <html>"):
+            server.generate([3], PARAMETERS)
+        with pytest.raises(EnvironmentFault, match=f"echo and logprobs .*HTTP {status}.*leave out --text"):
+            server.score([3, 4], 1)
+    assert time.monotonic() - began < 10
+    assert len(lines) == 1
+    assert "trying again for 300 s (--retry-seconds)" in lines[0]
+
+
+BUSY = [of_status(429), of_status(503), of_status(200, {"error": {"message": "slow down", "code": 429}})]
+BUSY += [
+    of_status(200, {"error": {"code": "rate_limit_exceeded"}}),
+    of_status(500, {"error": {"code": "429"}}),
+]
+BUSY += [of_status(429, Retry_After="Wed, 21 Oct 2026 07:28:00 GMT"), of_status(503, **{"Retry-After": "x"})]
+
+
+@pytest.mark.parametrize("busy", BUSY)
+def test_a_busy_server_is_asked_on(busy: Callable[..., Sent]) -> None:
+    failures = iter([busy] * 4)
+
+    def reply(path: str, body: dict[str, object]) -> Sent:
+        return next(failures, sound)(path, body) if body else sound(path, body)
+
+    with replying(reply) as url:
+        assert asked(url, retry=30).generate([3, 4], PARAMETERS).text == "7"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "This model's maximum context length is 12 tokens. However, you requested 20 tokens.",
+        "The input (20 tokens) is longer than the model's context length (12 tokens).",
+        "the request exceeds the available context size (12 tokens), try increasing it",
+        "The decoder prompt (length 20) is longer than the maximum model length of 12.",
+        "`inputs` tokens + `max_new_tokens` must be <= 12. Given: 20 `inputs` tokens",
+    ],
+)
+def test_a_long_prompt_names_the_limit(words: str) -> None:
+    with replying(of_status(400, {"error": {"message": words}})) as url:
+        server = asked(url)
+        for ask in (lambda: server.generate([3], PARAMETERS), lambda: server.score([3, 4], 1)):
+            with pytest.raises(InputError, match="need at most 12 tokens in all"):
+                ask()
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_server_without_a_list_of_models(status: int) -> None:
+    def reply(path: str, body: dict[str, object]) -> Sent:
+        return sound(path, body) if body else Sent(content={}, status=status)
+
+    with replying(reply) as url:
+        with pytest.raises(InputError, match="--model"):
+            asked(url)
+        assert asked(url, model="adder").generate([3, 4], PARAMETERS).text == "7"
+
+
+def described(**fields: object) -> Callable[[str, dict[str, object]], Sent]:
+    def reply(path: str, body: dict[str, object]) -> Sent:
+        return Sent(content={"data": [{**CARD, **fields}]}) if path == "/v1/models" else sound(path, body)
+
+    return reply
+
+
+@pytest.mark.parametrize("longest", [-5, 0, True, "512", 1.5, None, [], float("inf")])
+def test_an_unusable_length_is_unknown(longest: object) -> None:
+    with replying(described(max_model_len=longest)) as url:
+        assert asked(url).model.max_model_len is None
+
+
+@pytest.mark.parametrize("name", ["\ud800", "", None, 3, ["x"], "a\nb"])
+def test_a_model_needs_a_name(name: object) -> None:
+    with replying(described(id=name)) as url, pytest.raises(EnvironmentFault, match="no answer: a list"):
+        asked(url)
+
+
+@pytest.mark.parametrize("version", ["\ud800", 3, None, {"major": 1}, "x" * 1000])
+def test_another_version_is_none(version: object) -> None:
+    def reply(path: str, body: dict[str, object]) -> Sent:
+        return Sent(content={"version": version}) if path == "/version" else sound(path, body)
+
+    with replying(reply) as url:
+        assert asked(url).model.version == ""
+
+
+@pytest.mark.parametrize("root", ["~nosuch/x", "/etc", "/nosuch", "../x", "\ud800"])
+def test_a_server_names_no_folder_without_a_tokenizer(root: str) -> None:
+    settings, options = Evaluate(tasks=("x",)), EngineOptions(serve=Serve())
+    with replying(described(root=root)) as url, pytest.raises(InputError, match="--tokenizer"):
+        tokenizer_of("candidate", url, settings, options)
+
+
+def test_a_folder_of_another_machine_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    settings, options = Evaluate(tasks=("x",)), EngineOptions(serve=Serve(), trust_remote_code=True)
+    with replying(described(root=str(tmp_path))) as url:
+        here = tokenizer_of("candidate", url, settings, options)
+        assert (here.folder, here.is_trusted) == (tmp_path, False)
+        chosen = settings.model_copy(update={"tokenizer": str(tmp_path)})
+        assert tokenizer_of("candidate", url, chosen, options).is_trusted
+        monkeypatch.setenv("http_proxy", url.removesuffix("/v1"))  # a name that only the proxy knows
+        with pytest.raises(InputError, match="no folder of this machine; give --tokenizer"):
+            tokenizer_of("candidate", "http://elsewhere.invalid/v1", settings, options)
+
+
+METRICS = [b"\xff\xfe", b"words", b"vllm:request_success_total x", b"vllm:request_success_total NaN", b""]
+METRICS += [b"vllm:spec_decode_num_drafts_total 1e400", b"vllm:spec_decode_num_drafts_total 3\n"]
+
+
+@pytest.mark.parametrize("content", METRICS)
+def test_other_counters_end_with_a_line(content: bytes) -> None:
+    def reply(path: str, body: dict[str, object]) -> Sent:
+        return Sent(content=content) if path == "/metrics" else sound(path, body)
+
+    with replying(reply) as url, pytest.raises(VexportError, match="/metrics|no count"):
+        count_drafts(asked(url), [[3, 4]], silent)
+
+
+def test_an_echoed_key_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(API_KEY, "sk-of-nobody-else")
+    with replying(with_choice(text="a sk-of-nobody-else b")) as url:
+        server = asked(url)
+        assert server.generate([3], PARAMETERS).text == "a *** b"
+    with replying(described(id="sk-of-nobody-else")) as url:
+        server = asked(url)
+        assert server.model.name == "sk-of-nobody-else"
+        assert server.masked(server.model.name) == "***"
+
+
+VALUES: list[object] = [None, True, -1, 10**30, 1.5, float("nan"), "", "\ud800", [], {}, [[]], {"a": None}]
+
+
+def mutated(value: object, rng: random.Random) -> object:
+    """Replace or remove one value somewhere in JSON."""
+    value = copy.deepcopy(value)
+    holder, key = None, None
+    inner: object = value
+    while isinstance(inner, dict | list) and inner and (holder is None or rng.random() < 0.85):
+        holder = inner
+        key = rng.choice(list(inner) if isinstance(inner, dict) else range(len(inner)))  # type: ignore[arg-type]
+        inner = inner[key]  # type: ignore[call-overload, index]
+    assert isinstance(holder, dict | list)
+    if rng.random() < 0.2:
+        del holder[key]  # type: ignore[call-overload, arg-type]
+    else:
+        holder[key] = rng.choice(VALUES)  # type: ignore[call-overload, index]
+    return value
+
+
+def damaged(content: bytes, rng: random.Random) -> bytes:
+    """Change, cut or repeat some bytes."""
+    place = rng.randrange(len(content))
+    end = min(len(content), place + rng.randrange(1, 20))
+    return rng.choice(
+        [content[:place], content[:place] + content[end:], content[:end] + content[place:]]
+        + [content[:place] + bytes(rng.randbytes(3)) + content[end:]]
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_damaged_answers_give_a_result_or_a_line(seed: int) -> None:
+    rng = random.Random(seed)
+    where = ["/v1/models", "/version", "/v1/completions"]
+    target = where[0]
+
+    def reply(path: str, body: dict[str, object]) -> Sent:
+        whole = sound(path, body).content
+        if path != target:
+            return Sent(content=whole)
+        if rng.random() < 0.7:
+            return Sent(content=mutated(whole, rng))
+        return Sent(content=damaged(json.dumps(whole).encode(), rng))
+
+    with replying(reply) as url:
+        for number in range(25):
+            target = where[number % 3]
+            with suppress(VexportError):
+                model = EndpointModel(asked(url), KeptAnswers(None), silent, vocabulary=100)
+                model.expect("", 2)
+                model.generate([{"prompt_token_ids": [3, 4]}], [PARAMETERS], False, None)
+                model.score([([3, 4], [5])])

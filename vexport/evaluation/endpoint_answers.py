@@ -1,0 +1,357 @@
+"""What the replies of a server mean: models, answers, log-probabilities and counters.
+
+Nothing in a reply is trusted. A reply of another form than the API's raises PassingError, because a server
+that restarts may answer correctly later.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+from vexport.evaluation.endpoint_client import Reply
+from vexport.records import Json
+
+TOO_MANY, UNAVAILABLE = 429, 503
+NO_SUCH_PATH = (404, 405, 501)
+NO_KEY = (401, 403)
+_PASSING = (408, 425, TOO_MANY)
+# Statuses of a server that is busy or starting. They do not show that it cannot answer a kind of request.
+_BUSY = (TOO_MANY, UNAVAILABLE)
+_ABORTED = ("abort", "aborted", "cancelled", "canceled", "error", "timeout")
+# Spellings of the two reasons in other servers: TGI, llama.cpp, Cohere, Gemini and Anthropic behind gateways.
+_STOPPED = (
+    "stop",
+    "eos",
+    "eos_token",
+    "stop_sequence",
+    "stop_token",
+    "end_turn",
+    "complete",
+    "completed",
+    "done",
+)
+_REACHED_LIMIT = ("length", "limit", "max_length", "max_tokens", "max_new_tokens", "max_output_tokens")
+STOP, LENGTH = "stop", "length"
+TOKEN = "token_id:"
+"""vLLM's spelling of a token with `return_tokens_as_token_ids`."""
+# A log-probability may be above 0 by rounding.
+_LARGEST_LOGPROB = 0.01
+_MOST_COUNT = 2.0**53
+# Characters that no text in UTF-8 can have: halves of a pair of UTF-16.
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_STATUS_KEYS = ("code", "status", "status_code", "http_code")
+_RATE_LIMIT = re.compile(r"rate.?limit|too.?many.?requests|resource.?exhausted", re.IGNORECASE)
+_OVERLOAD = re.compile(r"overloaded|unavailable", re.IGNORECASE)
+_SECONDS = re.compile(r"\d{1,9}(\.\d*)?")
+# The limit in the messages of vLLM, SGLang, llama.cpp, TGI and OpenAI for a prompt that is too long.
+_LIMIT = re.compile(
+    r"(?:context[ _](?:length|size|window)|model length|max_model_len|n_ctx|max_total_tokens|must be <=)"
+    r"\D{0,40}?(\d{1,9})",
+    re.IGNORECASE,
+)
+_TOO_LONG = re.compile(r"context.length.exceeded|prompt.{0,20} too long|exceed.{0,40}context", re.IGNORECASE)
+
+Position = Mapping[int, float]
+"""Log-probabilities by token id: the prompt's own token first, then the likeliest tokens.
+
+Tokens of a server that does not write ids are -1, -2, ...
+"""
+
+
+class PassingError(Exception):
+    """A fault that may be over at the next try. `wait` is the pause in seconds that the server asks for.
+
+    `is_busy` is True for faults that show nothing about the kind of request: no connection, 429, 503.
+    `kind` is equal for equal faults.
+    """
+
+    wait = 0.0
+    is_busy = False
+
+    @property
+    def kind(self) -> str:
+        """The HTTP status, else the message without its numbers."""
+        words = str(self)
+        return words[:8] if words.startswith("HTTP ") else re.sub(r"\d+", "0", words)
+
+
+class RefusedError(Exception):
+    """A request that the server will refuse again; `status` is the HTTP status."""
+
+    status = 0
+
+
+class NoScoresError(Exception):
+    """An answer without log-probabilities of the prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """An entry in a server's list of models. `root` is empty and `max_model_len` None if it is not given."""
+
+    root: str
+    max_model_len: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """The text after a prompt.
+
+    `finish_reason` is "stop" if the model ended the answer, "length" if the answer reached the limit of
+    tokens, another word of the server's, or empty if the server gives no reason.
+    """
+
+    text: str
+    finish_reason: str
+
+
+def read_json(reply: Reply) -> Json:
+    """Parse a reply; raise the error of a reply with an error status, or with an error object."""
+    content = _parsed(reply.content)
+    is_error = isinstance(content, dict) and _is_error(content)
+    if reply.status >= 300 or is_error:
+        raise _error(reply, content)
+    if content is None:
+        raise PassingError(f"an answer that is no whole JSON: {_beginning(reply)}")
+    return content
+
+
+def read_text(reply: Reply) -> str:
+    """Decode a reply that is plain text; raise the error of a reply with an error status."""
+    if reply.status >= 300:
+        raise _error(reply, _parsed(reply.content))
+    return reply.content.decode(errors="replace")
+
+
+def _parsed(content: bytes) -> Json:
+    try:
+        parsed: Json = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return parsed
+
+
+def _beginning(reply: Reply) -> str:
+    text = reply.content[:400].decode(errors="replace")
+    return " ".join(text.split())[:100] or "nothing"
+
+
+def _is_error(content: Mapping[str, Json]) -> bool:
+    """Return whether a JSON object reports an error and has no answer."""
+    has_answer = bool(content.get("choices") or content.get("data"))
+    return not has_answer and (bool(content.get("error")) or content.get("object") == "error")
+
+
+def _error(reply: Reply, content: Json) -> PassingError | RefusedError:
+    """Turn a reply that reports an error into an exception."""
+    status = reply.status
+    said = _stated_status(content, reads_words=not 300 <= status < 500)
+    if status < 300:
+        status = said or 500
+    elif said in _BUSY:
+        status = said
+    words = f"HTTP {reply.status}"
+    if 300 <= reply.status < 400 and reply.location:
+        words += f", a redirect to {reply.location}"
+    elif reply.content.strip():
+        words += f": {reply.content.decode(errors='replace')}"
+    if status in _PASSING or (status >= 500 and status not in NO_SUCH_PATH):
+        passing = PassingError(words)
+        passing.wait, passing.is_busy = _seconds(reply.retry_after), status in _BUSY
+        return passing
+    refused = RefusedError(words)
+    refused.status = status
+    return refused
+
+
+def _stated_status(content: Json, *, reads_words: bool) -> int:
+    """Return the status that the body of an error states, also in words if wanted; 0 if there is none."""
+    if not isinstance(content, dict):
+        return 0
+    error = content.get("error")
+    holders = [error, content] if isinstance(error, dict) else [content]
+    for holder in holders:
+        assert isinstance(holder, dict)
+        for key in _STATUS_KEYS:
+            value = str(holder.get(key))
+            if re.fullmatch("[45][0-9][0-9]", value):
+                return int(value)
+    keys = ("type", "code", "message", "error") if reads_words else ()
+    words = " ".join(str(holder.get(key)) for holder in holders for key in keys)
+    if _RATE_LIMIT.search(words):
+        return TOO_MANY
+    return UNAVAILABLE if _OVERLOAD.search(words) else 0
+
+
+def _seconds(retry_after: str) -> float:
+    """Return the seconds of a Retry-After header, which is a number or a date."""
+    if _SECONDS.fullmatch(retry_after):
+        return float(retry_after)
+    try:
+        moment = parsedate_to_datetime(retry_after)
+    except (ValueError, TypeError, IndexError, OverflowError):
+        return 0.0
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return max(0.0, (moment - datetime.now(UTC)).total_seconds())
+
+
+def length_limit(words: str) -> int | None:
+    """Return the limit that a server names when it refuses a prompt as too long: 0 if it names no number.
+
+    None if the server refuses something else.
+    """
+    if match := _LIMIT.search(words):
+        return int(match[1])
+    return 0 if _TOO_LONG.search(words) else None
+
+
+def model_cards(content: Json) -> dict[str, ModelCard]:
+    """Return the models of a server's list by their names."""
+    listed = content.get("data") if isinstance(content, dict) else content
+    cards: dict[str, ModelCard] = {}
+    for entry in listed if isinstance(listed, list) else []:
+        name = entry.get("id") if isinstance(entry, dict) else None
+        if not isinstance(entry, dict) or not isinstance(name, str) or not _is_usable(name):
+            continue
+        root, longest = entry.get("root"), entry.get("max_model_len")
+        is_length = isinstance(longest, int) and not isinstance(longest, bool) and longest > 0
+        cards[name] = ModelCard(
+            root=root if isinstance(root, str) and _is_usable(root) else "",
+            max_model_len=longest if is_length else None,  # type: ignore[arg-type]
+        )
+    if not cards:
+        raise PassingError("a list of models without a model that has a name")
+    return cards
+
+
+def version_of(content: Json) -> str:
+    """Return vLLM's version; empty for another answer, as of other servers."""
+    version = content.get("version") if isinstance(content, dict) else None
+    return version if isinstance(version, str) and _is_usable(version) and len(version) <= 100 else ""
+
+
+def _is_usable(text: str) -> bool:
+    """Return whether a name can be printed and stored."""
+    return bool(text) and text.isprintable() and not _SURROGATE.search(text)
+
+
+def choice_of(content: Json) -> dict[str, Json]:
+    """Return the first choice of an answer, which has a text."""
+    choices = content.get("choices") if isinstance(content, dict) else None
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
+        raise PassingError("an answer without a text")
+    reason = choice.get("finish_reason")
+    if isinstance(reason, str) and reason.lower() in _ABORTED:
+        raise PassingError(f"an answer that is cut off (finish_reason {reason})")
+    usage = content.get("usage") if isinstance(content, dict) else None
+    return {**choice, "usage": usage}
+
+
+def answer_of(choice: Mapping[str, Json], parameters: Mapping[str, Json]) -> Continuation:
+    """Return a choice as an answer to a prompt with `parameters`.
+
+    The text ends before the first stop string, also if the server ignored `stop`. Halves of UTF-16 pairs,
+    which a gateway leaves if it cuts a character, become U+FFFD.
+    """
+    text = _SURROGATE.sub("\ufffd", str(choice["text"]))
+    reason = _reason(choice, parameters)
+    if (end := _first_stop(text, parameters)) is not None:
+        return Continuation(text=text[:end], finish_reason=STOP)
+    return Continuation(text=text, finish_reason=reason)
+
+
+def _reason(choice: Mapping[str, Json], parameters: Mapping[str, Json]) -> str:
+    given = choice.get("finish_reason")
+    if isinstance(given, str) and given:
+        word = given.lower()
+        if word in _STOPPED:
+            return STOP
+        return LENGTH if word in _REACHED_LIMIT else _SURROGATE.sub("\ufffd", given)[:100]
+    usage, most = choice.get("usage"), parameters.get("max_tokens")
+    used = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    is_known = isinstance(used, int) and isinstance(most, int)
+    return LENGTH if is_known and used >= most else ""  # type: ignore[operator]
+
+
+def _first_stop(text: str, parameters: Mapping[str, Json]) -> int | None:
+    """Return where the first stop string begins; None if the server was right to keep it, or there is
+    none.
+    """
+    if parameters.get("include_stop_str_in_output") or parameters.get("min_tokens"):
+        return None
+    given = parameters.get("stop")
+    stops = [given] if isinstance(given, str) else given if isinstance(given, list | tuple) else []
+    found = (text.find(stop) for stop in stops if isinstance(stop, str) and stop)
+    return min((place for place in found if place >= 0), default=None)
+
+
+def positions_of(choice: Mapping[str, Json], prompt: Sequence[int], vocabulary: int) -> list[Position]:
+    """Return the log-probabilities of all tokens of a prompt but the first.
+
+    Raises:
+        NoScoresError: the server gives none.
+        PassingError: they are no log-probabilities, or of tokens at or beyond the size of the vocabulary.
+    """
+    logprobs = choice.get("logprobs")
+    given = logprobs if isinstance(logprobs, dict) else {}
+    own, best = given.get("token_logprobs"), given.get("top_logprobs")
+    if not isinstance(own, list) or not isinstance(best, list) or min(len(own), len(best)) < len(prompt):
+        raise NoScoresError
+    places = zip(prompt[1:], own[1:], best[1:], strict=False)
+    return [_position(token, value, others, vocabulary) for token, value, others in places]
+
+
+def _position(token: int, value: Json, others: Json, vocabulary: int) -> Position:
+    own = _logprob(value)
+    if not math.isfinite(own):
+        raise PassingError(f"a log-probability of {own} for a token of the prompt, which is not finite")
+    if not isinstance(others, dict):
+        raise PassingError(f"top_logprobs that are {type(others).__name__} in a place, not an object")
+    position = {token: own}
+    for number, (name, each) in enumerate(others.items()):
+        key, logprob = -1 - number, _logprob(each)
+        if name.startswith(TOKEN):
+            key = _token_id(name.removeprefix(TOKEN), vocabulary)
+        if logprob != -math.inf:
+            position.setdefault(key, logprob)
+    return position
+
+
+def _logprob(value: Json) -> float:
+    """Return a log-probability, which may be minus infinity."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise PassingError(f"a log-probability that is no number ({type(value).__name__})")
+    if not value <= _LARGEST_LOGPROB:
+        raise PassingError("a log-probability above 0 or of NaN")
+    return float(value) if value > -1e300 else -math.inf
+
+
+def _token_id(digits: str, vocabulary: int) -> int:
+    is_number = digits.isascii() and digits.isdecimal() and len(digits) <= 10
+    if not is_number or int(digits) >= vocabulary:
+        raise PassingError(f"a token {TOKEN}{digits[:20]}, which the tokenizer's vocabulary cannot have")
+    return int(digits)
+
+
+def counters_of(text: str, names: Iterable[str]) -> dict[str, float]:
+    """Return counters of Prometheus by name, summed over their labels; without those that are not there."""
+    totals: dict[str, float] = {}
+    wanted = set(names)
+    for line in text.splitlines():
+        name = re.split(r"[{ ]", line, maxsplit=1)[0]
+        if name not in wanted:
+            continue
+        number = line.rpartition(" ")[2]
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value <= _MOST_COUNT:
+            raise PassingError(f"the counter {name} is {number[:20]}, which is no count")
+        totals[name] = totals.get(name, 0.0) + value
+    return totals

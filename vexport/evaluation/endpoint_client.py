@@ -1,0 +1,210 @@
+"""HTTP requests to a server that is not trusted.
+
+A time limit holds for a whole request (name lookup, connection, TLS, headers and body) and a size limit for
+the answer. Redirects are not followed, because they would take the API key to another host.
+"""
+
+import asyncio
+import ssl
+import threading
+import urllib.request
+import weakref
+import zlib
+from collections.abc import Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import httpx
+
+from vexport.errors import EnvironmentFault
+
+MEBIBYTE = 1 << 20
+# Bytes and seconds for the body of an answer that reports an error: only its beginning is shown.
+_ERROR_BYTES = 64 << 10
+_ERROR_SECONDS = 10.0
+# A server closes an idle connection after some seconds (uvicorn: 5). The client stops using it before that.
+_IDLE_SECONDS = 2.0
+# zlib detects the header of gzip and of zlib with this value.
+_GZIP_OR_ZLIB = 47
+
+
+class NoReplyError(Exception):
+    """A request without a whole reply. `is_connection` is True if no connection could be made."""
+
+    is_connection = False
+
+
+class CertificateError(Exception):
+    """A certificate of the server that cannot be verified."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A server's reply. The content of an error (`status` of 300 and above) may be cut off.
+
+    `retry_after` and `location` are headers, empty if the server sends none.
+    """
+
+    status: int
+    content: bytes
+    retry_after: str = ""
+    location: str = ""
+
+
+class Client:
+    """Connections to one server; several threads may send requests at a time.
+
+    The connections are kept for later requests and closed with the object.
+    """
+
+    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+        proxy = _proxy(url)
+        is_encrypted = url.startswith("https:") or (proxy is not None and proxy.url.scheme == "https")
+        self._http = httpx.AsyncClient(
+            headers=dict(headers),
+            timeout=None,
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=_IDLE_SECONDS),
+            # The certificates of the system and of SSL_CERT_FILE take time to load.
+            verify=ssl.create_default_context() if is_encrypted else False,
+            proxy=proxy,
+            trust_env=False,
+        )
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=_run, args=(self._loop,), name="vexport-http", daemon=True).start()
+        weakref.finalize(self, _close, self._loop, self._http)
+
+    def send(self, url: str, body: bytes | None, *, seconds: float, most_bytes: int) -> Reply:
+        """Send a request (POST if there is a body, otherwise GET) and return the reply.
+
+        Raises:
+            NoReplyError: no whole reply within `seconds` and `most_bytes`; the same request may succeed
+            later. CertificateError: the certificate of the server is not trusted.
+        """
+        exchange = _exchange(self._http, url, body, seconds, most_bytes)
+        future = asyncio.run_coroutine_threadsafe(exchange, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+async def _exchange(
+    http: httpx.AsyncClient, url: str, body: bytes | None, seconds: float, most_bytes: int
+) -> Reply:
+    try:
+        async with asyncio.timeout(seconds):
+            request = http.build_request("POST" if body is not None else "GET", url, content=body)
+            response = await http.send(request, stream=True)
+            http.cookies.clear()
+            try:
+                return await _read(response, most_bytes)
+            finally:
+                await response.aclose()
+    except TimeoutError:
+        raise NoReplyError(f"no whole answer within {seconds:g} s") from None
+    except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, ValueError) as error:
+        cause = _cause(error)
+        words = f"{type(cause).__name__}: {cause}"
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            raise CertificateError(words) from None
+        problem = NoReplyError(words)
+        problem.is_connection = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+        problem.is_connection &= not isinstance(cause, ssl.SSLError)
+        raise problem from None
+
+
+async def _read(response: httpx.Response, most_bytes: int) -> Reply:
+    """Read the body of a response; NoReplyError if it is too large or encoded in an unknown way."""
+    status, headers = response.status_code, response.headers
+    content = bytearray()
+    if status >= 300:
+        with suppress(TimeoutError, httpx.HTTPError):
+            async with asyncio.timeout(_ERROR_SECONDS):
+                async for part in response.aiter_raw():
+                    content += part
+                    if len(content) > _ERROR_BYTES:
+                        break
+    else:
+        length = headers.get("content-length", "")
+        _require_size(int(length) if length.isdecimal() else 0, most_bytes)
+        async for part in response.aiter_raw():
+            content += part
+            _require_size(len(content), most_bytes)
+    return Reply(
+        status=status,
+        content=_decoded(bytes(content), headers.get("content-encoding", ""), most_bytes),
+        retry_after=headers.get("retry-after", ""),
+        location=headers.get("location", ""),
+    )
+
+
+def _require_size(size: int, most_bytes: int) -> None:
+    if size > most_bytes:
+        raise NoReplyError(f"an answer of more than {most_bytes // MEBIBYTE} MiB")
+
+
+def _decoded(content: bytes, encoding: str, most_bytes: int) -> bytes:
+    """Undo a compression that the client did not ask for, up to the size limit."""
+    if encoding.strip().lower() in ("", "identity"):
+        return content
+    if encoding.strip().lower() not in ("gzip", "x-gzip", "deflate"):
+        raise NoReplyError(f"an answer with the content-encoding {encoding}, which was not asked for")
+    try:
+        expanded = zlib.decompressobj(_GZIP_OR_ZLIB).decompress(content, most_bytes + 1)
+    except zlib.error as error:
+        raise NoReplyError(f"an answer that is not {encoding}: {error}") from None
+    _require_size(len(expanded), most_bytes)
+    return expanded
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return the first cause of an error; of several attempts to connect, the error of the first attempt."""
+    inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else None
+    inner = inner or error.__cause__ or error.__context__
+    return error if inner is None else _cause(inner)
+
+
+def _proxy(url: str) -> httpx.Proxy | None:
+    """Return the proxy that the environment sets for an address (HTTP_PROXY, NO_PROXY and so on)."""
+    parts = urlsplit(url)
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all", "")
+    if not proxy or urllib.request.proxy_bypass(parts.netloc):
+        return None
+    is_http = "://" not in proxy or proxy.startswith(("http://", "https://"))
+    if not is_http and parts.scheme not in proxies:
+        return None
+    try:
+        if not is_http:
+            raise ValueError(proxy)
+        return httpx.Proxy(proxy if "://" in proxy else f"http://{proxy}")
+    except (ValueError, httpx.InvalidURL):
+        raise EnvironmentFault(
+            f"{parts.scheme.upper()}_PROXY",
+            got="the address of a proxy that vexport cannot use",
+            need="http://HOST:PORT",
+            fix="correct the environment variable, or exclude the server with NO_PROXY",
+        ) from None
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+def _close(loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient) -> None:
+    """Close the connections and end the thread of the loop, without waiting for either."""
+
+    async def end() -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        with suppress(Exception):
+            await http.aclose()
+        loop.stop()
+
+    ending: Coroutine[None, None, None] = end()
+    asyncio.run_coroutine_threadsafe(ending, loop)
