@@ -48,6 +48,15 @@ def choice(body: Mapping[str, object]) -> dict[str, object]:
     return {"index": 0, "text": str(sum(prompt)), "finish_reason": "stop", "logprobs": logprobs}
 
 
+def described(**fields: object) -> Reply:
+    """A sound server whose model has other fields in the list of models."""
+
+    def reply(path: str, body: dict[str, object]) -> Sent:
+        return Sent(content={"data": [{**CARD, **fields}]}) if path == "/v1/models" else sound(path, body)
+
+    return reply
+
+
 @contextmanager
 def replying(reply: Reply) -> Iterator[str]:
     """Serve on this machine; yields the address."""

@@ -4,24 +4,18 @@ import copy
 import gzip
 import itertools
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
-from tests.evaluation.replying import CARD, Sent, choice, replying, sending, sound
+from tests.evaluation.replying import Sent, choice, described, replying, sending, sound
 from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.evaluation.endpoint import API_KEY, Server
-from vexport.evaluation.endpoint_worker import EndpointModel, count_drafts
-from vexport.evaluation.lm_eval_model import KeptAnswers
-from vexport.records import Endpoint, Json, silent
-from vexport.run.options import EngineOptions
-from vexport.run.serving import tokenizer_of
-from vexport.scenario import Evaluate
-from vexport.scenario.serve import Serve
+from vexport.records import Endpoint, Json
 
 OK = b"HTTP/1.1 200 OK\r\n"
 MEBIBYTE = 1 << 20
@@ -267,13 +261,6 @@ def test_a_server_without_a_list_of_models(status: int) -> None:
         assert asked(url, model="adder").generate([3, 4], PARAMETERS).text == "7"
 
 
-def described(**fields: object) -> Callable[[str, dict[str, object]], Sent]:
-    def reply(path: str, body: dict[str, object]) -> Sent:
-        return Sent(content={"data": [{**CARD, **fields}]}) if path == "/v1/models" else sound(path, body)
-
-    return reply
-
-
 @pytest.mark.parametrize("longest", [-5, 0, True, "512", 1.5, None, [], float("inf")])
 def test_an_unusable_length_is_unknown(longest: object) -> None:
     with replying(described(max_model_len=longest)) as url:
@@ -293,39 +280,6 @@ def test_another_version_is_none(version: object) -> None:
 
     with replying(reply) as url:
         assert asked(url).model.version == ""
-
-
-@pytest.mark.parametrize("root", ["~nosuch/x", "/etc", "/nosuch", "../x", "\ud800"])
-def test_a_server_names_no_folder_without_a_tokenizer(root: str) -> None:
-    settings, options = Evaluate(tasks=("x",)), EngineOptions(serve=Serve())
-    with replying(described(root=root)) as url, pytest.raises(InputError, match="--tokenizer"):
-        tokenizer_of("candidate", url, settings, options)
-
-
-def test_a_folder_of_another_machine_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    settings, options = Evaluate(tasks=("x",)), EngineOptions(serve=Serve(), trust_remote_code=True)
-    with replying(described(root=str(tmp_path))) as url:
-        here = tokenizer_of("candidate", url, settings, options)
-        assert (here.folder, here.is_trusted) == (tmp_path, False)
-        chosen = settings.model_copy(update={"tokenizer": str(tmp_path)})
-        assert tokenizer_of("candidate", url, chosen, options).is_trusted
-        monkeypatch.setenv("http_proxy", url.removesuffix("/v1"))  # a name that only the proxy knows
-        with pytest.raises(InputError, match="no folder of this machine; give --tokenizer"):
-            tokenizer_of("candidate", "http://elsewhere.invalid/v1", settings, options)
-
-
-METRICS = [b"\xff\xfe", b"words", b"vllm:request_success_total x", b"vllm:request_success_total NaN", b""]
-METRICS += [b"vllm:spec_decode_num_drafts_total 1e400", b"vllm:spec_decode_num_drafts_total 3\n"]
-
-
-@pytest.mark.parametrize("content", METRICS)
-def test_other_counters_end_with_a_line(content: bytes) -> None:
-    def reply(path: str, body: dict[str, object]) -> Sent:
-        return Sent(content=content) if path == "/metrics" else sound(path, body)
-
-    with replying(reply) as url, pytest.raises(VexportError, match="/metrics|no count"):
-        count_drafts(asked(url), [[3, 4]], silent)
 
 
 def test_an_echoed_key_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +323,7 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
     )
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_damaged_answers_give_a_result_or_a_line(seed: int) -> None:
     rng = random.Random(seed)
     where = ["/v1/models", "/version", "/v1/completions"]
@@ -384,10 +338,11 @@ def test_damaged_answers_give_a_result_or_a_line(seed: int) -> None:
         return Sent(content=damaged(json.dumps(whole).encode(), rng))
 
     with replying(reply) as url:
-        for number in range(25):
+        for number in range(21):
             target = where[number % 3]
             with suppress(VexportError):
-                model = EndpointModel(asked(url), KeptAnswers(None), silent, vocabulary=100)
-                model.expect("", 2)
-                model.generate([{"prompt_token_ids": [3, 4]}], [PARAMETERS], False, None)
-                model.score([([3, 4], [5])])
+                server = asked(url)
+                answer = server.generate([3, 4], PARAMETERS)
+                answer.text.encode(), answer.finish_reason.encode()
+                (place,) = server.score([3, 4], 1, vocabulary=100)
+                assert all(math.isfinite(value) and token < 100 for token, value in place.items())

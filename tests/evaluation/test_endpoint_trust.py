@@ -1,0 +1,56 @@
+"""What a server may choose: the tokenizer of its prompts, and counters of drafts."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.evaluation.replying import Sent, described, replying, sound
+from vexport.errors import InputError, VexportError
+from vexport.evaluation.endpoint import Server
+from vexport.evaluation.endpoint_worker import count_drafts
+from vexport.records import Endpoint, silent
+from vexport.run.options import EngineOptions
+from vexport.run.serving import tokenizer_of
+from vexport.scenario import Evaluate
+from vexport.scenario.serve import Serve
+
+
+def options_of(*, trust: bool) -> EngineOptions:
+    return EngineOptions(serve=Serve(), vllm_python=None, trust_remote_code=trust, on_progress=silent)
+
+
+def asked(url: str) -> Server:
+    return Server(Endpoint(url=url, request_timeout=20, retry_seconds=0))
+
+
+@pytest.mark.parametrize("root", ["~nosuch/x", "/etc", "/nosuch", "../x", "\ud800"])
+def test_a_server_names_no_folder_without_a_tokenizer(root: str) -> None:
+    settings, options = Evaluate(tasks=("x",)), options_of(trust=False)
+    with replying(described(root=root)) as url, pytest.raises(InputError, match="--tokenizer"):
+        tokenizer_of("candidate", url, settings, options)
+
+
+def test_a_folder_of_another_machine_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    settings, options = Evaluate(tasks=("x",)), options_of(trust=True)
+    with replying(described(root=str(tmp_path))) as url:
+        here = tokenizer_of("candidate", url, settings, options)
+        assert (here.folder, here.is_trusted) == (tmp_path, False)
+        chosen = settings.model_copy(update={"tokenizer": str(tmp_path)})
+        assert tokenizer_of("candidate", url, chosen, options).is_trusted
+        monkeypatch.setenv("http_proxy", url.removesuffix("/v1"))  # a name that only the proxy knows
+        with pytest.raises(InputError, match="no folder of this machine; give --tokenizer"):
+            tokenizer_of("candidate", "http://elsewhere.invalid/v1", settings, options)
+
+
+METRICS = [b"\xff\xfe", b"words", b"vllm:request_success_total x", b"vllm:request_success_total NaN", b""]
+METRICS += [b"vllm:spec_decode_num_drafts_total 1e400", b"vllm:spec_decode_num_drafts_total 3\n"]
+
+
+@pytest.mark.parametrize("content", METRICS)
+def test_other_counters_end_with_a_line(content: bytes) -> None:
+    def reply(path: str, body: dict[str, object]) -> Sent:
+        return Sent(content=content) if path == "/metrics" else sound(path, body)
+
+    with replying(reply) as url, pytest.raises(VexportError, match="/metrics|no count"):
+        count_drafts(asked(url), [[3, 4]], silent)
