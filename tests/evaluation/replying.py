@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
 
 CARD = {"id": "adder", "root": "models/adder", "max_model_len": 512}
 
@@ -65,11 +66,11 @@ def replying(reply: Reply) -> Iterator[str]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self._send(reply(self.path, {}))
+            self._send(reply(urlsplit(self.path).path, {}))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self._send(reply(self.path, body))
+            self._send(reply(urlsplit(self.path).path, body))
 
         def _send(self, sent: Sent) -> None:
             content = sent.content if isinstance(sent.content, bytes) else json.dumps(sent.content).encode()
