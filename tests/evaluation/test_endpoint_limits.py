@@ -120,7 +120,7 @@ def own(value: object) -> dict[str, object]:
     return {"logprobs": {"token_logprobs": [None, value, value], "top_logprobs": [None, {}, {}]}}
 
 
-WRONG_SCORES = {
+WRONG_SCORES: dict[str, dict[str, object]] = {
     **{f"top {value!r}"[:40]: places(value) for value in (None, [], "text", 3, {"token_id:5": None})},
     **{f"top {value!r}"[:40]: places(value) for value in ({"token_id:5": [1]}, {"token_id:5": float("nan")})},
     **{f"id {name}"[:40]: places({name: -1.0}) for name in ("token_id:", "token_id:-5", "token_id:x")},
@@ -303,13 +303,13 @@ def mutated(value: object, rng: random.Random) -> object:
     inner: object = value
     while isinstance(inner, dict | list) and inner and (holder is None or rng.random() < 0.85):
         holder = inner
-        key = rng.choice(list(inner) if isinstance(inner, dict) else range(len(inner)))  # type: ignore[arg-type]
-        inner = inner[key]  # type: ignore[call-overload, index]
+        key = rng.choice(list(inner) if isinstance(inner, dict) else range(len(inner)))
+        inner = inner[key]
     assert isinstance(holder, dict | list)
     if rng.random() < 0.2:
-        del holder[key]  # type: ignore[call-overload, arg-type]
+        del holder[key]
     else:
-        holder[key] = rng.choice(VALUES)  # type: ignore[call-overload, index]
+        holder[key] = rng.choice(VALUES)
     return value
 
 

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -196,6 +196,7 @@ def _vocabulary(request: SessionRequest) -> int:
             raise
         fix = "name it with --tokenizer: --trust-remote-code runs no code of a tokenizer that a server names"
         raise InputError(error.where, got=error.got, need=error.need, fix=fix) from None
+    assert isinstance(tokenizer, Sized)
     known = len(tokenizer)
     return known + max(_LEAST_PADDING, known // 4)
 
