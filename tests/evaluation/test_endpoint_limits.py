@@ -120,16 +120,13 @@ def own(value: object) -> dict[str, object]:
     return {"logprobs": {"token_logprobs": [None, value, value], "top_logprobs": [None, {}, {}]}}
 
 
-WRONG_SCORES: dict[str, dict[str, object]] = {
-    **{f"top {value!r}"[:40]: places(value) for value in (None, [], "text", 3, {"token_id:5": None})},
-    **{f"top {value!r}"[:40]: places(value) for value in ({"token_id:5": [1]}, {"token_id:5": float("nan")})},
-    **{f"id {name}"[:40]: places({name: -1.0}) for name in ("token_id:", "token_id:-5", "token_id:x")},
-    **{f"id {name}"[:40]: places({name: -1.0}) for name in ("token_id:3000000000", "token_id:" + "9" * 5000)},
-    **{
-        f"own {value!r}"[:40]: own(value) for value in (None, "x", True, [], float("nan"), -float("inf"), 3.5)
-    },
-    "own huge": own(10**400),
-    "own deep": own(-(10**400)),
+TOP: list[object] = [None, [], "text", 3, {"token_id:5": None}, {"token_id:5": [1]}, {"token_id:5": math.nan}]
+NAMES = ["token_id:", "token_id:-5", "token_id:x", "token_id:3000000000", "token_id:" + "9" * 5000]
+OWN: list[object] = [None, "x", True, [], math.nan, -math.inf, 3.5, 10**400, -(10**400)]
+WRONG_SCORES = {
+    **{f"top {number}": places(value) for number, value in enumerate(TOP)},
+    **{f"name {number}": places({name: -1.0}) for number, name in enumerate(NAMES)},
+    **{f"own {number}": own(value) for number, value in enumerate(OWN)},
 }
 
 
@@ -307,9 +304,9 @@ def mutated(value: object, rng: random.Random) -> object:
         inner = inner[key]
     assert isinstance(holder, dict | list)
     if rng.random() < 0.2:
-        del holder[key]
+        del holder[key]  # type: ignore[arg-type]
     else:
-        holder[key] = rng.choice(VALUES)
+        holder[key] = rng.choice(VALUES)  # type: ignore[index]
     return value
 
 
