@@ -21,6 +21,7 @@ class AddingServer(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.name, self.root, self.version, self.gives_scores = "adder", "models/adder", "0.32.0", True
+        self.finish_reason: str | None = "stop"
         self.answered: list[list[int]] = []
         self.drafts: tuple[int, int, int] | None = None
         self.others = self.running = 0
@@ -74,7 +75,8 @@ class _Handler(BaseHTTPRequestHandler):
             if fault is None:
                 self.server.answered.append(body["prompt"])
         text = str(sum(body["prompt"]))
-        choice: dict[str, object] = {"index": 0, "text": text, "finish_reason": "stop", "logprobs": None}
+        choice: dict[str, object] = {"index": 0, "text": text, "finish_reason": self.server.finish_reason}
+        choice["logprobs"] = None
         if body.get("echo") and self.server.gives_scores:
             choice["logprobs"] = _scores(body["prompt"])
         if fault == "abort":

@@ -77,8 +77,32 @@ def test_an_answer_that_is_cut_off_in_the_file_is_asked_again(server: AddingServ
     for _ in range(2):
         ask(endpoint(server), file, PROMPTS[:4])
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert sorted(str(*line.values()) for line in lines) == ["1", "2", "3", "4"]
+    kept = [answer for line in lines for answer in line.values()]
+    assert sorted(answer["text"] for answer in kept) == ["1", "2", "3", "4"]
     assert len(server.answered) == 5
+
+
+@pytest.mark.parametrize(("given", "kept"), [("length", "length"), ("eos", "eos"), (None, "")])
+def test_finish_reason_is_kept(given: str | None, kept: str, server: AddingServer, tmp_path: Path) -> None:
+    """A server that never tells a finish reason is asked once for each answer."""
+    server.finish_reason = given
+    model = EndpointModel(Server(endpoint(server)), KeptAnswers(tmp_path / "kept"), lambda *_: None)
+    model.expect("", 2)
+    (answer, _) = model.generate([{"prompt_token_ids": [n]} for n in (1, 2)], [{}, {}], False, None)
+    text = answer.outputs[0].text
+    assert (text, text.finish_reason) == ("1", kept)
+    assert len(server.answered) == 2
+
+
+def test_answers_of_older_versions_are_reused(server: AddingServer, tmp_path: Path) -> None:
+    file = tmp_path / "kept"
+    ask(endpoint(server), file, PROMPTS[:3])
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    bare = [{key: answer["text"] for key, answer in line.items()} for line in lines]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in bare))
+    asked = len(server.answered)
+    assert ask(endpoint(server), file, PROMPTS[:3]) == [str(sum(prompt)) for prompt in PROMPTS[:3]]
+    assert len(server.answered) == asked
 
 
 def test_drafts_are_counted_for_each_prompt(server: AddingServer) -> None:

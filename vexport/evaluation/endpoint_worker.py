@@ -38,7 +38,7 @@ from vexport.evaluation.fingerprint import (
     template_of,
     write_fingerprint,
 )
-from vexport.evaluation.lm_eval_model import AskedModel, KeptAnswers, Question, replaced
+from vexport.evaluation.lm_eval_model import AskedModel, KeptAnswers, Question, kept_text, replaced
 from vexport.evaluation.lm_eval_runner import ask_tasks, kept_answers, vllm_version
 from vexport.files import atomic_path, to_json
 from vexport.records import PROGRESS_DETAIL, DraftCounts, Json, OnProgress
@@ -115,11 +115,12 @@ class EndpointModel(AskedModel):
             places = self.server.score(prompt, _TOP, self.vocabulary)
             return [[[token, value] for token, value in place.items()] for place in places]
         if isinstance(parameters, dict):
-            return self.server.generate(prompt, parameters).text
+            continuation = self.server.generate(prompt, parameters)
+            return kept_text(continuation.text, continuation.finish_reason)
         places = self.server.score(prompt, 1)[question.context - 1 :]
-        continuation = list(zip(prompt[question.context :], places, strict=True))
-        is_greedy = all(max(place, key=place.__getitem__) == token for token, place in continuation)
-        return [sum(place[token] for token, place in continuation), is_greedy]
+        scored = list(zip(prompt[question.context :], places, strict=True))
+        is_greedy = all(max(place, key=place.__getitem__) == token for token, place in scored)
+        return [sum(place[token] for token, place in scored), is_greedy]
 
 
 def _session(request: SessionRequest) -> SessionResult:

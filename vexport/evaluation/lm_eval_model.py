@@ -51,6 +51,33 @@ class Question:
     parameters: Parameters = None
 
 
+class FinishedText(str):
+    """A generated text with the engine's reason for ending it, such as `stop` or `length`.
+
+    The reason is empty if it is unknown. lm-eval's lists of answers carry the object on to the samples.
+    """
+
+    finish_reason: str
+
+    def __new__(cls, text: str, finish_reason: str) -> "FinishedText":
+        """Attach the reason to the text."""
+        finished = super().__new__(cls, text)
+        finished.finish_reason = finish_reason
+        return finished
+
+
+def kept_text(text: str, finish_reason: str | None) -> Json:
+    """Return a generated answer as `KeptAnswers` stores it."""
+    return {"text": text, "finish_reason": finish_reason or ""}
+
+
+def _finished_text(answer: Json) -> FinishedText:
+    """Read an answer of `kept_text`, or a bare text, as older versions stored it."""
+    if isinstance(answer, dict):
+        return FinishedText(str(answer.get("text", "")), str(answer.get("finish_reason", "")))
+    return FinishedText(str(answer), "")
+
+
 class KeptAnswers(dict[str, Json]):
     """Answers by their keys, kept in a file, a line each; in memory alone without one.
 
@@ -113,7 +140,7 @@ class AskedModel(ABC):
         """Continue prompts, as `vllm.LLM` does."""
         pairs = zip(prompts, sampling_params, strict=True)
         answers = self.answers([Question(prompt=p["prompt_token_ids"], parameters=s) for p, s in pairs])
-        return [SimpleNamespace(outputs=[SimpleNamespace(text=str(answer))]) for answer in answers]
+        return [SimpleNamespace(outputs=[SimpleNamespace(text=_finished_text(answer))]) for answer in answers]
 
     def score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """The log-likelihood of each continuation after its context, and whether it is the likeliest."""
@@ -141,7 +168,7 @@ class AskedModel(ABC):
 
     @abstractmethod
     def ask(self, questions: Mapping[str, Question]) -> None:
-        """Ask all of these and keep the answers by their keys: a text, or what `score` gives."""
+        """Ask all questions and keep the answers by their keys: `kept_text`, or what `score` gives."""
 
     def require_scores(self) -> None:  # noqa: B027 - an engine has them
         """Raise InputError unless the model gives log-probabilities of prompts."""
@@ -176,7 +203,7 @@ class EngineModel(AskedModel):
             with replaced(self._llm.llm_engine, "step", counted):
                 outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
             answers = [
-                output.outputs[0].text
+                kept_text(output.outputs[0].text, output.outputs[0].finish_reason)
                 if question.parameters
                 else list(VLLM._parse_logprobs(list(question.prompt), output, question.context))
                 for question, output in zip(batch, outputs, strict=True)
@@ -270,7 +297,8 @@ def wrap_engine(asked: AskedModel, arguments: ModelArguments, settings: LmEvalSe
                 *_, new = self.modify_gen_kwargs(request.args[1], default_max_gen_toks=self.max_gen_toks)
                 _require_room(request, len(tokens), new, self.max_length)
             _expect(asked, requests, len(requests))
-            answers: list[str] = super().generate_until(requests, disable_tqdm=True)
+            with replaced(vllm_causallms, "postprocess_generated_text", processed):
+                answers: list[str] = super().generate_until(requests, disable_tqdm=True)
             return answers
 
         def loglikelihood(self, requests: list["Instance"], **options: object) -> list[tuple[float, bool]]:
@@ -291,6 +319,19 @@ def wrap_engine(asked: AskedModel, arguments: ModelArguments, settings: LmEvalSe
                     _require_room(request, len(context) + len(continuation), 1, self.max_length)
             _expect(asked, self.requests, len(requests))
             return asked.score([(context, continuation) for _, context, continuation in requests])
+
+    process = vllm_causallms.postprocess_generated_text
+
+    def processed(text: str, stop: list[str] | str | None, think_end_token: str | None) -> str:
+        """Process an answer as lm-eval does, and keep its finish reason.
+
+        With a `think_end_token` lm-eval looks for the stop strings itself, after the answer came: an answer
+        that reaches its stop string is whole, even if the engine went on to the longest length.
+        """
+        answer: str = process(text, stop, think_end_token)
+        if not isinstance(text, FinishedText):
+            return answer
+        return FinishedText(answer, text.finish_reason if text.endswith(answer) else "stop")
 
     with replaced(vllm_causallms, "LLM", lambda **_: asked):
         model = BuiltVLLM(batch_size="auto", **arguments)

@@ -22,12 +22,19 @@ from vexport.evaluation.fingerprint import UNTEMPLATED
 from vexport.evaluation.lm_eval_model import (
     AskedModel,
     EngineModel,
+    FinishedText,
     KeptAnswers,
     ModelArguments,
     replaced,
     wrap_engine,
 )
-from vexport.evaluation.results import SEED, compare_rows, documents_to_repeat, write_repeated
+from vexport.evaluation.results import (
+    FINISH_REASON,
+    SEED,
+    compare_rows,
+    documents_to_repeat,
+    write_repeated,
+)
 from vexport.evaluation.task_data import explained_downloads, load_tasks, task_manager, tasks_as_data
 from vexport.evaluation.tasks import reads_hub
 from vexport.files import atomic_path
@@ -155,7 +162,7 @@ class _Evaluation:
 
         settings, first = self.request.lm_eval, self.request.seed
         sampling = {"seed": first + seed, "do_sample": True} if settings.seeds > 1 else {}
-        return simple_evaluate(
+        results: EvalResults = simple_evaluate(
             model=self.model,
             model_args=dict(self.arguments),
             tasks=tasks,
@@ -176,6 +183,9 @@ class _Evaluation:
             torch_random_seed=first,
             fewshot_random_seed=first,
         )
+        for rows in results["samples"].values():
+            _add_finish_reasons(rows)
+        return results
 
     def add_seeds(self, samples: "dict[str, list[dict[str, object]]]") -> None:
         """Add the answers of generating tasks with further seeds to the samples of the first.
@@ -189,6 +199,19 @@ class _Evaluation:
                 further = self.run(tasks, self.request.limit, seed)["samples"]
                 for name in generating & further.keys():
                     samples[name] += [{**row, SEED: seed} for row in further[name]]
+
+
+def _add_finish_reasons(rows: "list[dict[str, object]]") -> None:
+    """Store the finish reason of every generated answer in its sample, in the nesting of `resps`."""
+    for row in rows:
+        requests = row["resps"]
+        assert isinstance(requests, list)
+        reasons = [
+            [answer.finish_reason for answer in answers if isinstance(answer, FinishedText)]
+            for answers in requests
+        ]
+        if any(reasons):
+            row[FINISH_REASON] = reasons
 
 
 def _each(loaded: "list[Task | Group]") -> "Iterator[Task]":

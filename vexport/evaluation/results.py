@@ -28,6 +28,8 @@ from vexport.records import Json, Prompting
 
 SEED = "vexport_seed"
 """The key of a sample's seed, where several answers were sampled for a document."""
+FINISH_REASON = "finish_reason"
+"""The key of a sample's finish reasons, nested as `resps`; only vexport writes it."""
 HASHES = ("doc_hash", "prompt_hash", "target_hash")
 
 
