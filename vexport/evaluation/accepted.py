@@ -207,7 +207,8 @@ def _accepted_answers(task: AcceptedTask, now: TaskSamples) -> TaskSamples:
         score, _ = stored[sample.doc_id]
         answer, scores = f"(scored {score:g}; the answer was not kept)", {task.metric: score}
         samples[key] = replace(sample, answer=answer, compared=None, scores=scores)
-    return replace(now, higher_is_better={task.metric: task.higher_is_better}, samples=samples)
+    better = {task.metric: task.higher_is_better}
+    return replace(now, higher_is_better=better, samples=samples, aggregates={})
 
 
 def choice_of(accepted: Accepted) -> Choice:

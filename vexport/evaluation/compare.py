@@ -90,6 +90,8 @@ def compare_task(
         flips=tuple(islice(_flips(pair), MAX_FLIPS)),
         clusters=None if pair.clusters is None or pair.answers > 1 else len(np.unique(pair.clusters)),
         also=tuple(comparison(other, margin=margin, alpha=alpha) for other in pair.also),
+        unit=pair.unit,
+        higher_is_better=pair.sign > 0,
     )
 
 
@@ -106,7 +108,9 @@ def comparison(pair: TaskPair, *, margin: float, alpha: float) -> Comparison:
         difference=float(pair.gain.mean()),
         low=low,
         high=high,
-        outcome=_outcome(low, high, margin),
+        outcome="INCONCLUSIVE" if pair.undecided else _outcome(low, high, margin),
+        unit=pair.unit,
+        higher_is_better=pair.sign > 0,
     )
 
 

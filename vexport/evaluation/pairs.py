@@ -11,8 +11,10 @@ import numpy as np
 from vexport.errors import InputError, raise_all
 from vexport.errors.extras import attempt_all
 from vexport.evaluation.fingerprint import causes
+from vexport.evaluation.metrics import NO_SHARES, WHOLE_CORPUS
 from vexport.evaluation.results import HASHES, Results, Sample, TaskSamples
 from vexport.evaluation.statistics import MIN_CLUSTERS, Clusters, Scores
+from vexport.records.accuracy import Unit
 
 PREFERRED_METRICS = ("exact_match", "acc", "pass@1", "pass_at_1")
 """Metrics that gate, in this order: `acc` rather than `acc_norm`, as the task itself scores.
@@ -36,7 +38,8 @@ class TaskPair:
     `baseline` and `candidate` have the shape (documents,); `sign` is -1 where lower is better. `clusters`,
     of the same shape, numbers the tasks of a group whose documents are clustered, or the documents where
     `seeds` answers were sampled for each. `also` are shown next to a pair that decides for a task or a group:
-    its other metrics and filters, and a group's tasks.
+    its other metrics and filters, and a group's tasks. `in_nats` marks log-likelihoods, and `undecided` says
+    why the metric cannot decide.
     """
 
     task: str
@@ -49,6 +52,17 @@ class TaskPair:
     clusters: Clusters | None = None
     seeds: int = 1
     also: tuple["TaskPair", ...] = ()
+    in_nats: bool = False
+    undecided: str = ""
+
+    @property
+    def unit(self) -> Unit:
+        """Return `share` if every document's value is one, `nats`, or `metric` for the metric's own units."""
+        if self.in_nats:
+            return "nats"
+        values = np.concatenate([self.baseline, self.candidate])
+        is_share = self.metric not in NO_SHARES and bool(((values >= 0) & (values <= 1)).all())
+        return "share" if is_share else "metric"
 
     @property
     def label(self) -> str:
@@ -121,10 +135,31 @@ def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[
     by_name = dict(zip(units, attempt_all(zip(units, compared, strict=True)), strict=True))
     everywhere = choice.get(EVERY_TASK)
     pairs = [pair for metrics in by_name.values() for pair in metrics]
-    if everywhere and not any(everywhere in (pair.metric, pair.label) for pair in pairs):
-        need = f"one of {', '.join(dict.fromkeys(pair.label for pair in pairs))}"
-        raise InputError("gate", got=f"{everywhere}, which no task has", need=need, fix="name one of these")
-    return tuple(_gated(name, metrics, choice.get(name), everywhere) for name, metrics in by_name.items())
+    if everywhere and not any(
+        everywhere in (pair.metric, pair.label) for pair in pairs if not pair.undecided
+    ):
+        members = [name for names in units.values() for name in names]
+        raise _no_such_gate("gate", everywhere, pairs, baseline, members)
+    for name, metrics in by_name.items():
+        wanted, options = choice.get(name), [pair for pair in metrics if pair.task == name]
+        if wanted and not any(wanted in (pair.metric, pair.label) for pair in options if not pair.undecided):
+            raise _no_such_gate(f"gate of task {name}", wanted, options, baseline, units[name])
+    return tuple(_gated(name, metrics, choice.get(name) or everywhere) for name, metrics in by_name.items())
+
+
+def _no_such_gate(
+    where: str, wanted: str, pairs: Sequence[TaskPair], results: Results, members: Sequence[str]
+) -> InputError:
+    """Build the error for a chosen metric that no task has, or that cannot decide."""
+    unable = [pair.undecided for pair in pairs if pair.undecided and wanted in (pair.metric, pair.label)]
+    metric = wanted.partition(",")[0]
+    if any(metric in results.tasks[member].corpus_metrics for member in members):
+        unable.append(WHOLE_CORPUS)
+    why = f"which cannot decide: {unable[0]}" if unable else "which no task has"
+    labels = dict.fromkeys(pair.label for pair in pairs if not pair.undecided)
+    return InputError(
+        where, got=f"{wanted}, {why}", need=f"one of {', '.join(labels)}", fix="name one of these"
+    )
 
 
 def _units(results: Results) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -148,19 +183,27 @@ def _compared(name: str, members: Sequence[str], baseline: Results, candidate: R
     if tuple(members) != (name,):
         same = [[pair for pair in metrics if pair.key == first.key] for first in pairs[0]]
         metrics = [*(join_group(name, each) for each in same if len(each) == len(pairs)), *metrics]
-    if any(metric.task == name for metric in metrics):
+    able = [pair for pair in metrics if not pair.undecided]
+    if any(pair.task == name for pair in able):
         return metrics
+    where = f"{baseline.file}: task {name}"
+    corpus = tuple(dict.fromkeys(m for member in members for m in baseline.tasks[member].corpus_metrics))
     fix = "give a task with a metric for each document, such as acc or exact_match, and log its samples"
-    got = "no metric that all its tasks share" if len(members) > 1 else "metrics of the whole corpus only"
-    raise InputError(f"{baseline.file}: task {name}", got=got, need="one number a document", fix=fix)
+    if corpus == ("bypass",):
+        fix = "evaluate without --predict_only"
+        raise InputError(where, got="answers without scores", need="one number a document", fix=fix)
+    got = "no metric that all its tasks share" if able else "metrics of the whole corpus only"
+    listed = [f"{pair.metric} ({pair.undecided})" for pair in metrics if pair.task == name]
+    named = ", ".join(dict.fromkeys((*listed, *corpus)))
+    if named and not able:
+        got = f"{got}: {named}"
+    raise InputError(where, got=got, need="one number a document", fix=fix)
 
 
-def _gated(name: str, metrics: Sequence[TaskPair], wanted: str | None, everywhere: str | None) -> TaskPair:
-    options = [pair for pair in metrics if pair.task == name]
-    chosen = [pair for pair in options if (wanted or everywhere) in (pair.metric, pair.label)]
-    if wanted and not chosen:
-        need = f"one of {', '.join(pair.label for pair in options)}"
-        raise InputError(f"gate of task {name}", got=wanted, need=need, fix="name one of these")
+def _gated(name: str, metrics: Sequence[TaskPair], wanted: str | None) -> TaskPair:
+    """Return the chosen metric of a task, else the preferred one, with the others beside it."""
+    options = [pair for pair in metrics if pair.task == name and not pair.undecided]
+    chosen = [pair for pair in options if wanted in (pair.metric, pair.label)]
     gate = chosen[0] if chosen else min(options, key=_preference)
     rest = (pair for pair in metrics if pair is not gate and (pair.task == name or pair.key == gate.key))
     return replace(gate, also=tuple(rest))
@@ -186,7 +229,7 @@ def pair_metrics(left: TaskSamples, right: TaskSamples, *, changed: Sequence[str
             if all(metric in x.scores and metric in y.scores for x, y in pairs):
                 directions = (each.higher_is_better.get(metric) for each in (left, right))
                 require_same_direction(f"{right.file}: task {left.task}", metric, *directions)
-                yield _pair(left, metric, pairs)
+                yield _pair(left, right, metric, pairs)
 
 
 def join_group(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
@@ -258,7 +301,9 @@ def _first_difference(ours: str, theirs: str) -> str:
     return f"a prompt that goes on with {new} after {at} characters, the baseline's with {old}"
 
 
-def _pair(task: TaskSamples, metric: str, pairs: tuple[tuple[Sample, Sample], ...]) -> TaskPair:
+def _pair(
+    task: TaskSamples, other: TaskSamples, metric: str, pairs: tuple[tuple[Sample, Sample], ...]
+) -> TaskPair:
     left, right = (
         np.array([pair[side].scores[metric] for pair in pairs], dtype=np.float64) for side in (0, 1)
     )
@@ -272,6 +317,7 @@ def _pair(task: TaskSamples, metric: str, pairs: tuple[tuple[Sample, Sample], ..
             where = f"{task.file}: task {task.task}, document {pairs[index][0].doc_id}"
             got = f"{metric} of {left[index]} (baseline) and {right[index]} (candidate)"
             raise InputError(where, got=got, need=need, fix="look at both answers, evaluate again")
+    meaning, other_meaning = (each.meaning(metric, pairs[0][0].filter) for each in (task, other))
     by_document = None
     if any(sample.seed for sample, _ in pairs):
         by_document = np.unique([sample.doc_id for sample, _ in pairs], return_inverse=True)[1]
@@ -279,10 +325,12 @@ def _pair(task: TaskSamples, metric: str, pairs: tuple[tuple[Sample, Sample], ..
         task=task.task,
         metric=metric,
         filter=pairs[0][0].filter,
-        sign=1 if task.higher_is_better.get(metric, True) else -1,
+        sign=1 if meaning.higher_is_better else -1,
         documents=pairs,
         baseline=left,
         candidate=right,
         clusters=by_document,
         seeds=1 + max(sample.seed for sample, _ in pairs),
+        in_nats=meaning.in_nats,
+        undecided=meaning.undecided or other_meaning.undecided,
     )

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from scipy import stats
@@ -23,6 +23,7 @@ from vexport.evaluation.fingerprint import (
     recorded_prompting,
     unseparated_thinking,
 )
+from vexport.evaluation.metrics import AGGREGATIONS, Meaning, meaning_of
 from vexport.files import from_json, read_json_object, require_no_device, to_json, write_text
 from vexport.records import Json, Prompting
 
@@ -30,6 +31,8 @@ SEED = "vexport_seed"
 """The key of a sample's seed, where several answers were sampled for a document."""
 FINISH_REASON = "finish_reason"
 """The key of a sample's finish reasons, nested as `resps`; only vexport writes it."""
+SCORED_TEXTS = ("loglikelihood", "loglikelihood_rolling")
+"""The output types of tasks that score how likely one given text is."""
 HASHES = ("doc_hash", "prompt_hash", "target_hash")
 
 
@@ -40,6 +43,7 @@ class Sample:
     `answer` is shown to people (the raw response, or the chosen option); `compared` tells whether two
     answers differ (the filtered response, or the chosen option), None where it was not kept. `scores` holds
     the metrics with one number a document. `options` counts those of a multiple choice, 0 of other documents.
+    `log_likelihood` is the logged value of a text that was scored instead of generated.
     """
 
     doc_id: int
@@ -52,6 +56,7 @@ class Sample:
     scores: Mapping[str, float]
     options: int = 0
     seed: int = 0
+    log_likelihood: float | None = None
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -64,12 +69,28 @@ class TaskSamples:
     """All samples of a task, keyed by (filter, doc_id, seed), in the file's order.
 
     Answers that were sampled for one document have the seeds 0, 1, ...; a single answer has 0.
+    `higher_is_better`, `aggregations` and `aggregates` (by `metric,filter`) describe the metrics of the whole
+    task. `corpus_metrics` are those without a number for each document.
     """
 
     task: str
     file: Path
     higher_is_better: Mapping[str, bool]
     samples: Mapping[tuple[str, int, int], Sample]
+    aggregations: Mapping[str, str] = field(default_factory=dict)
+    aggregates: Mapping[str, float] = field(default_factory=dict)
+    corpus_metrics: tuple[str, ...] = ()
+
+    def meaning(self, metric: str, filter_name: str) -> Meaning:
+        """Derive what the values of single documents mean for a metric that all documents have."""
+        samples = [each for each in self.samples.values() if each.filter == filter_name and not each.seed]
+        return meaning_of(
+            self.aggregations.get(metric, AGGREGATIONS.get(metric)),
+            higher_is_better=self.higher_is_better.get(metric, True),
+            values=[sample.scores[metric] for sample in samples],
+            log_likelihoods=[sample.log_likelihood for sample in samples],
+            aggregate=self.aggregates.get(f"{metric},{filter_name}"),
+        )
 
 
 def read_samples(
@@ -77,8 +98,10 @@ def read_samples(
 ) -> TaskSamples:
     """Read one samples file. InputError names the line where something is missing or broken."""
     samples: dict[tuple[str, int, int], Sample] = {}
+    metrics: dict[str, None] = {}
     for where, line in _json_lines(path):
         sample = _read_sample(where, line, output_type)
+        metrics.update(dict.fromkeys(map(_text, _values(line["metrics"]))))
         if sample.key in samples:
             got = f"document {sample.doc_id} twice (filter {sample.filter})"
             raise InputError(where, got=got, need="each document once", fix="evaluate into an empty folder")
@@ -86,7 +109,14 @@ def read_samples(
     if not samples:
         fix = "evaluate again with a higher --limit"
         raise InputError(str(path), got="no documents", need="at least one", fix=fix)
-    return TaskSamples(task=task, file=path, higher_is_better=higher_is_better, samples=samples)
+    numbers = {name for sample in samples.values() for name in sample.scores}
+    return TaskSamples(
+        task=task,
+        file=path,
+        higher_is_better=higher_is_better,
+        samples=samples,
+        corpus_metrics=tuple(name for name in metrics if name not in numbers),
+    )
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Json]]]:
@@ -135,7 +165,13 @@ def _read_sample(where: str, line: dict[str, Json], output_type: str) -> Sample:
         scores={name: _score(value) for name, value in scores if isinstance(value, (int, float))},
         options=len(_values(line["filtered_resps"])) if output_type == "multiple_choice" else 0,
         seed=seed,
+        log_likelihood=_log_likelihood(line["filtered_resps"]) if output_type in SCORED_TEXTS else None,
     )
+
+
+def _log_likelihood(filtered: Json) -> float | None:
+    value = _number(_values(_values(filtered)[:1]))
+    return value if math.isfinite(value) else None
 
 
 def _target(arguments: list[list[Json]], target: Json, output_type: str) -> str:
@@ -277,10 +313,28 @@ def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSample
     if not path.exists() and not path.is_symlink():
         where, fix = f"{file}: task {task}", "evaluate again with --log_samples"
         raise InputError(where, got="no samples", need="them, to pair documents", fix=fix)
-    output_type = str(mapping_in(mapping_in(content, "configs"), task).get("output_type", ""))
+    config = mapping_in(mapping_in(content, "configs"), task)
+    output_type = str(config.get("output_type", ""))
     better = mapping_in(mapping_in(content, "higher_is_better"), task)
     directions = {name: value for name, value in better.items() if isinstance(value, bool)}
-    return read_samples(path, task, output_type=output_type, higher_is_better=directions)
+    samples = read_samples(path, task, output_type=output_type, higher_is_better=directions)
+    recorded = mapping_in(mapping_in(content, "results"), task)
+    numbers = {name: value for name, value in recorded.items() if isinstance(value, int | float)}
+    return replace(samples, aggregations=_aggregations(config), aggregates=numbers)
+
+
+def _aggregations(config: Mapping[str, Json]) -> dict[str, str]:
+    """Return the aggregation that a task's configuration names for each of its metrics.
+
+    A Python function is recorded as text that is not the name of any aggregation.
+    """
+    listed = config.get("metric_list")
+    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    return {
+        str(entry["metric"]): str(entry["aggregation"])
+        for entry in entries
+        if "metric" in entry and entry.get("aggregation") is not None
+    }
 
 
 def _aggregated_groups(content: Mapping[str, Json], tasks: frozenset[str]) -> dict[str, tuple[str, ...]]:

@@ -214,7 +214,7 @@ def reason_for(outcome: Outcome, tasks: Sequence[TaskVerdict], *, margin: float)
 
 
 def _unit(task: TaskVerdict, margin: float) -> _Unit:
-    is_share = max(task.baseline.value, task.candidate.value) <= 1
+    is_share = task.in_shares
     return _Unit(100 if is_share else 1, " points" if is_share else f" in {task.metric}", margin)
 
 

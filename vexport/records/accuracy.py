@@ -190,11 +190,17 @@ class Flip:
     direction: Literal["right to wrong", "wrong to right"]
 
 
+Unit = Literal["share", "nats", "metric"]
+"""The unit of a metric's values: a share of one, nats (a log-likelihood), or the metric's own units."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """A difference of two means that is shown next to a gate and decides nothing.
 
-    It is positive where the candidate is better, with one-sided 1 - alpha bounds; `outcome` is theirs.
+    It is positive where the candidate is better, with one-sided 1 - alpha bounds. `outcome` compares these
+    bounds with the margin; it is INCONCLUSIVE for metrics that no margin applies to. `higher_is_better`
+    describes the values of single documents. `unit` is None in reports of older versions.
     """
 
     task: str
@@ -207,6 +213,20 @@ class Comparison:
     low: float
     high: float
     outcome: Outcome
+    unit: Unit | None = None
+    higher_is_better: bool = True
+
+    @property
+    def in_shares(self) -> bool:
+        """Return whether the scores are shares, whose differences are points."""
+        return _in_shares(self.unit, self.baseline, self.candidate)
+
+
+def _in_shares(unit: Unit | None, baseline: float, candidate: float) -> bool:
+    """Read the unit; guess from both means in reports of older versions."""
+    if unit is not None:
+        return unit == "share"
+    return min(baseline, candidate) >= 0 and max(baseline, candidate) <= 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +243,8 @@ class TaskVerdict:
     Where the metric is not 0/1, right to wrong counts the documents that got worse and `mcnemar_p` is of a
     permutation test. `changed_wrong` is None where the baseline's answers were not kept. `clusters` counts
     the tasks of a group whose documents are clustered, None where documents count on their own. `also` has
-    the task's other metrics and filters, and a group's tasks.
+    the task's other metrics and filters, and a group's tasks. `unit` and `higher_is_better` are those of the
+    scores; `unit` is None in reports of older versions.
     """
 
     task: str
@@ -253,6 +274,13 @@ class TaskVerdict:
     seeds: int = 1
     seeds_needed: int | None = None
     also: tuple[Comparison, ...] = ()
+    unit: Unit | None = None
+    higher_is_better: bool = True
+
+    @property
+    def in_shares(self) -> bool:
+        """Return whether the scores are shares, whose differences are points."""
+        return _in_shares(self.unit, self.baseline.value, self.candidate.value)
 
 
 TextMeasure = Literal[

@@ -13,6 +13,7 @@ from vexport.reports.formatting import (
     accepted_loss,
     attribution_line,
     count,
+    direction_note,
     method_line,
     nats,
     nats_interval,
@@ -119,10 +120,11 @@ def _shown_comparisons(verdict: Verdict) -> Iterator[Comparison]:
 
 
 def _comparison_row(comparison: Comparison) -> doc.Row:
-    scale = Scale(max(comparison.baseline, comparison.candidate) <= 1)
+    scale, direction = scale_of(comparison), direction_note(comparison)
     interval = f"{scale.changes(comparison.low, comparison.high)} {scale.unit}"
+    title = task_title(comparison)
     return row(
-        task_title(comparison),
+        f"{title}: {direction}" if direction else title,
         count(comparison.documents),
         scale.value(comparison.baseline),
         scale.value(comparison.candidate),

@@ -31,11 +31,12 @@ class Scale:
     """The reading of one metric's numbers: shares in per cent and points, anything else in its own units."""
 
     shares: bool
+    nats: bool = False
 
     @property
     def unit(self) -> str:
         """The unit of a difference."""
-        return "points" if self.shares else "of the metric"
+        return "points" if self.shares else "nats" if self.nats else "of the metric"
 
     def value(self, value: float | None) -> str:
         """A score: `99.4%`, or `27.31`."""
@@ -46,11 +47,12 @@ class Scale:
         return _interval(self.value(low), self.value(high))
 
     def change(self, value: float) -> str:
-        """A difference with two decimals: -0.0031 is `-0.31` points."""
+        """A difference with two decimals: -0.0031 is `-0.31` points. Nats have three decimals."""
         if not math.isfinite(value):
             return NOT_AVAILABLE
-        number = round(value * (100 if self.shares else 1), 2) + 0.0
-        return f"{number:+.2f}" if number else "0.00"
+        digits = 3 if self.nats else 2
+        number = round(value * (100 if self.shares else 1), digits) + 0.0
+        return f"{number:+.{digits}f}" if number else f"{0:.{digits}f}"
 
     def changes(self, low: float, high: float) -> str:
         """A two-sided interval of differences: `-1.30 to +0.10`."""
@@ -195,9 +197,19 @@ def served_with(engine: EngineInfo) -> str:
     )
 
 
-def scale_of(task: "TaskVerdict") -> Scale:
-    """Per cent where both means are at most one, as in the verdict's reason; else the metric's own units."""
-    return Scale(max(task.baseline.value, task.candidate.value) <= 1)
+def scale_of(task: "TaskVerdict | Comparison") -> Scale:
+    """Return per cent for shares, as in the verdict's reason; else nats or the metric's own units."""
+    return Scale(task.in_shares, nats=task.unit == "nats")
+
+
+def direction_note(comparison: "Comparison") -> str:
+    """Return the direction of a metric that is no share, or of which less is better; else nothing."""
+    better = "higher is better" if comparison.higher_is_better else "lower is better"
+    if comparison.unit == "nats":
+        kind = "log-likelihood" if comparison.higher_is_better else "negative log-likelihood"
+        return f"{kind} in nats, {better}"
+    is_plain = comparison.higher_is_better and comparison.in_shares
+    return "" if is_plain or comparison.unit is None else better
 
 
 def attribution_line(attribution: "Attribution") -> str:

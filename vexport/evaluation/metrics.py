@@ -1,0 +1,100 @@
+"""The meaning of a metric's values for single documents, which follows from the metric's aggregation.
+
+lm-eval's `higher_is_better` describes the aggregate (lm_eval/api/metrics.py, 0.4.13). For a mean it also
+describes the documents' values. `perplexity` is exp(-mean) of log-likelihoods: a lower perplexity is better,
+a higher log-likelihood is better.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+AGGREGATIONS: Mapping[str, str] = {
+    "acc": "mean",
+    "acc_all": "acc_all",
+    "acc_bytes": "mean",
+    "acc_mutual_info": "mean",
+    "acc_norm": "mean",
+    "bits_per_byte": "bits_per_byte",
+    "bleu": "bleu",
+    "brier_score": "brier_score",
+    "bypass": "bypass",
+    "byte_perplexity": "weighted_perplexity",
+    "chrf": "chrf",
+    "chrf++": "chrf++",
+    "exact_match": "mean",
+    "f1": "f1",
+    "likelihood": "mean",
+    "mcc": "matthews_corrcoef",
+    "perplexity": "perplexity",
+    "ter": "ter",
+    "word_perplexity": "weighted_perplexity",
+}
+"""lm-eval's metrics and the aggregations that lm-eval uses if a task names none."""
+MEANS = frozenset(("mean", "nanmean", "median"))
+"""Aggregations that rise with each document's value."""
+LOG_LIKELIHOODS = frozenset(("perplexity", "weighted_perplexity", "bits_per_byte"))
+"""Aggregations of log-likelihoods, which fall as the documents' values rise."""
+NO_SHARES = frozenset(
+    ("bits_per_byte", "brier_score", "byte_perplexity", "likelihood", "perplexity", "ter", "word_perplexity")
+)
+"""Metrics that are no share of right answers, even if all values lie between 0 and 1."""
+_EQUAL = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meaning:
+    """The direction and unit of a metric's values for single documents.
+
+    `undecided` is the reason why the metric cannot decide a verdict, and empty if it can.
+    """
+
+    higher_is_better: bool
+    in_nats: bool = False
+    undecided: str = ""
+
+
+def meaning_of(
+    aggregation: str | None,
+    *,
+    higher_is_better: bool,
+    values: Sequence[float],
+    log_likelihoods: Sequence[float | None],
+    aggregate: float | None,
+) -> Meaning:
+    """Derive the meaning of the documents' `values` from the metric's `aggregation`.
+
+    `higher_is_better` and `aggregate` are those of the whole task, as lm-eval recorded them; `aggregate` is
+    None if it is not known. `log_likelihoods` are the logged responses of the same documents, None for
+    generated text.
+    """
+    if aggregation in LOG_LIKELIHOODS:
+        return Meaning(higher_is_better=True, in_nats=True, undecided=_IN_NATS)
+    if _are_equal(values, log_likelihoods):
+        return Meaning(higher_is_better=True, in_nats=True, undecided=_IN_NATS)
+    if _are_equal([-value for value in values], log_likelihoods):
+        return Meaning(higher_is_better=False, in_nats=True, undecided=_IN_NATS)
+    if aggregation in MEANS or aggregate is None or _is_mean(values, aggregate):
+        return Meaning(higher_is_better=higher_is_better)
+    return Meaning(higher_is_better=higher_is_better, undecided=_NO_MEAN)
+
+
+_IN_NATS = "its documents have log-likelihoods in nats, and no margin in points applies to them"
+_NO_MEAN = "it is no mean of its documents' values, so that these values do not show which model is better"
+WHOLE_CORPUS = "it is a number of the whole corpus, and no document has a value of its own"
+
+
+def _are_equal(values: Sequence[float], others: Sequence[float | None]) -> bool:
+    """Return whether the values are the log-likelihoods of the same documents, and not all zero."""
+    pairs = list(zip(values, others, strict=True))
+    same = all(
+        other is not None and math.isclose(value, other, rel_tol=_EQUAL, abs_tol=_EQUAL)
+        for value, other in pairs
+    )
+    return same and any(values)
+
+
+def _is_mean(values: Sequence[float], aggregate: float) -> bool:
+    if not all(map(math.isfinite, values)):
+        return True  # which is another error
+    return math.isclose(math.fsum(values) / len(values), aggregate, rel_tol=_EQUAL, abs_tol=_EQUAL)
