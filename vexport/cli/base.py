@@ -194,14 +194,14 @@ def require_loaded(reports: Sequence[LoadReport | DryLoadReport]) -> None:
     require_no(ENGINE_CHECK, reports)
 
 
-def conclude(outcome: str, name: str, reason: str) -> None:
-    """Exit with 1 for FAIL and 3 for INCONCLUSIVE."""
+def conclude(outcome: str, name: str, reason: str, *, fix: str = "") -> None:
+    """Exit with 1 for FAIL and 3 for INCONCLUSIVE. `fix` replaces the usual advice."""
     why = "" if is_read() else f": {reason}"
     if outcome == "FAIL":
-        fix = "see the report; keep the worst layers or choose a scheme with more bits"
+        fix = fix or "see the report; keep the worst layers or choose a scheme with more bits"
         raise CheckpointFailed(name, got=f"FAIL{why}", need="", fix=fix)
     if outcome == "INCONCLUSIVE":
-        fix = "the report says what would settle it" if why else "see what would settle it above"
+        fix = fix or ("the report says what would settle it" if why else "see what would settle it above")
         raise Inconclusive(name, got=f"INCONCLUSIVE{why}", need="", fix=fix)
 
 

@@ -244,7 +244,13 @@ def _answer(job: "EvalJob", judged: "Sequence[Judged]", format_: str, *, is_show
     for outcome in ("FAIL", "INCONCLUSIVE"):
         for verdict in verdicts:
             if verdict.outcome == outcome:
-                conclude(outcome, verdict.checkpoint, verdict.reason)
+                conclude(outcome, verdict.checkpoint, verdict.reason, fix=_fix(verdict))
+
+
+def _fix(verdict: "Verdict") -> str:
+    """Return the advice for answers that do not count; empty if there are few."""
+    few = not any(task.too_many_lost for task in verdict.tasks)
+    return "" if few else "see the answers that were cut or are empty above, and evaluate again"
 
 
 @command("verdict")
@@ -273,4 +279,4 @@ def verdict_command(
     print_text(render_verdicts([verdict], answer.format_))
     if answer.format_ == "github":
         add_text_summary(render_verdicts([verdict], "text"))
-    conclude(verdict.outcome, str(results), verdict.reason)
+    conclude(verdict.outcome, str(results), verdict.reason, fix=_fix(verdict))

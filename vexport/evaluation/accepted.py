@@ -206,7 +206,7 @@ def _accepted_answers(task: AcceptedTask, now: TaskSamples) -> TaskSamples:
     for key, sample in now.samples.items():
         score, _ = stored[sample.doc_id]
         answer, scores = f"(scored {score:g}; the answer was not kept)", {task.metric: score}
-        samples[key] = replace(sample, answer=answer, compared=None, scores=scores)
+        samples[key] = replace(sample, answer=answer, compared=None, scores=scores, ending=None)
     better = {task.metric: task.higher_is_better}
     return replace(now, higher_is_better=better, samples=samples, aggregates={})
 

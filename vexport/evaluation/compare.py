@@ -1,11 +1,12 @@
 """The comparison of two models on one task: from scores to a TaskVerdict."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 
+from vexport.evaluation.lost import Ending, count_answers, lost_words
 from vexport.evaluation.pairs import TaskPair
 from vexport.evaluation.statistics import (
     Interval,
@@ -23,7 +24,7 @@ from vexport.evaluation.statistics import (
     tango_statistic,
     wilson_interval,
 )
-from vexport.records import Comparison, Flip, Outcome, Score, TaskVerdict
+from vexport.records import AnswerCounts, Comparison, Flip, Outcome, Score, TaskVerdict
 
 MAX_FLIPS = 50
 """Changed documents shown for each task: enough to read, few enough to print."""
@@ -50,17 +51,22 @@ def compare_task(
     """Judge one task: PASS if the lower bound at `alpha` is above -margin, FAIL if the upper bound at
     `fail_alpha`, which is no larger, is below it, else INCONCLUSIVE.
 
-    Where the baseline does not do better than chance there is no PASS, whatever the candidate answers.
+    There is no PASS if the baseline does not do better than chance, or if a model lost more answers than the
+    margin.
     `is_templated` says whether a chat template was applied, where that is known.
     """
     low, high = difference_interval(pair, alpha).low, difference_interval(pair, fail_alpha).high
     outcome, baseline = _outcome(low, high, margin), _score(pair, pair.baseline, alpha)
     uninformative = _uninformative(pair, baseline, margin, is_templated) if outcome != "FAIL" else ""
     outcome = "INCONCLUSIVE" if uninformative else outcome
+    counts, words, too_many_lost = _lost(pair, margin, alpha)
+    if too_many_lost and outcome != "FAIL":
+        outcome = "INCONCLUSIVE"
+        uninformative = f"the baseline scores {100 * baseline.value:.3g}%; {words}" if uninformative else ""
     wins, losses = pair.wins, pair.losses
     flips = wilson_interval(wins + losses, len(pair.gain), alpha)
     recovery, recovery_low, recovery_high = _recovery(pair, alpha)
-    is_open = outcome == "INCONCLUSIVE" and not uninformative
+    is_open = outcome == "INCONCLUSIVE" and not uninformative and not too_many_lost
     needed, seeds_needed = _needed(pair, margin, alpha, fail_alpha) if is_open else (None, None)
     return TaskVerdict(
         task=pair.task,
@@ -92,7 +98,34 @@ def compare_task(
         also=tuple(comparison(other, margin=margin, alpha=alpha) for other in pair.also),
         unit=pair.unit,
         higher_is_better=pair.sign > 0,
+        baseline_answers=counts[0],
+        candidate_answers=counts[1],
+        lost_answers=words,
+        too_many_lost=too_many_lost,
     )
+
+
+def _lost(
+    pair: TaskPair, margin: float, alpha: float
+) -> tuple[tuple[AnswerCounts | None, AnswerCounts | None], str, bool]:
+    """Count both models' answers, describe lost ones, and decide whether they are more than the margin.
+
+    A lost answer may hide a loss of the metric's whole range.
+    """
+    baseline = _answer_counts([old.ending for old, _ in pair.documents], pair.baseline, pair.sign, alpha)
+    candidate = _answer_counts([new.ending for _, new in pair.documents], pair.candidate, pair.sign, alpha)
+    shares = [side.lost / side.answers for side in (baseline, candidate) if side is not None]
+    too_many = bool(shares) and max(shares) * pair.span > margin
+    words = lost_words(baseline, candidate)
+    return (baseline, candidate), words, too_many and bool(words)
+
+
+def _answer_counts(
+    endings: Sequence[Ending | None], scores: Scores, sign: int, alpha: float
+) -> AnswerCounts | None:
+    """Count the generated answers of one model; None if not all answers are generated ones."""
+    known = [ending for ending in endings if ending is not None]
+    return count_answers(known, scores, sign=sign, alpha=alpha) if len(known) == len(endings) else None
 
 
 def comparison(pair: TaskPair, *, margin: float, alpha: float) -> Comparison:

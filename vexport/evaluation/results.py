@@ -23,6 +23,7 @@ from vexport.evaluation.fingerprint import (
     recorded_prompting,
     unseparated_thinking,
 )
+from vexport.evaluation.lost import DEFAULT_LENGTH, Ending, ending_of
 from vexport.evaluation.metrics import AGGREGATIONS, Meaning, meaning_of
 from vexport.files import from_json, read_json_object, require_no_device, to_json, write_text
 from vexport.records import Json, Prompting
@@ -33,6 +34,7 @@ FINISH_REASON = "finish_reason"
 """The key of a sample's finish reasons, nested as `resps`; only vexport writes it."""
 SCORED_TEXTS = ("loglikelihood", "loglikelihood_rolling")
 """The output types of tasks that score how likely one given text is."""
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 HASHES = ("doc_hash", "prompt_hash", "target_hash")
 
 
@@ -43,7 +45,8 @@ class Sample:
     `answer` is shown to people (the raw response, or the chosen option); `compared` tells whether two
     answers differ (the filtered response, or the chosen option), None where it was not kept. `scores` holds
     the metrics with one number a document. `options` counts those of a multiple choice, 0 of other documents.
-    `log_likelihood` is the logged value of a text that was scored instead of generated.
+    `log_likelihood` is the logged value of a text that was scored instead of generated. `ending` says how a
+    generated answer ended.
     """
 
     doc_id: int
@@ -57,6 +60,7 @@ class Sample:
     options: int = 0
     seed: int = 0
     log_likelihood: float | None = None
+    ending: Ending | None = None
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -93,14 +97,32 @@ class TaskSamples:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """The model's arguments that shape the answers to a task: the most new tokens, if the task does not say,
+    and whether finished thinking is removed.
+    """
+
+    longest: int = DEFAULT_LENGTH
+    is_stripped: bool = False
+
+
+PLAIN_GENERATION = Generation()
+
+
 def read_samples(
-    path: Path, task: str, *, output_type: str, higher_is_better: Mapping[str, bool]
+    path: Path,
+    task: str,
+    *,
+    output_type: str,
+    higher_is_better: Mapping[str, bool],
+    generation: Generation = PLAIN_GENERATION,
 ) -> TaskSamples:
     """Read one samples file. InputError names the line where something is missing or broken."""
     samples: dict[tuple[str, int, int], Sample] = {}
     metrics: dict[str, None] = {}
     for where, line in _json_lines(path):
-        sample = _read_sample(where, line, output_type)
+        sample = _read_sample(where, line, output_type, generation)
         metrics.update(dict.fromkeys(map(_text, _values(line["metrics"]))))
         if sample.key in samples:
             got = f"document {sample.doc_id} twice (filter {sample.filter})"
@@ -141,7 +163,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Json]]]:
         raise InputError(str(path), got=got, need="a file that can be read", fix="check it") from None
 
 
-def _read_sample(where: str, line: dict[str, Json], output_type: str) -> Sample:
+def _read_sample(where: str, line: dict[str, Json], output_type: str, generation: Generation) -> Sample:
     required = ("doc_id", "filter", "target", "arguments", "resps", "filtered_resps", "metrics", *HASHES)
     if missing := [key for key in required if key not in line]:
         fix = "write the samples with lm-eval 0.4.5 or newer"
@@ -166,7 +188,32 @@ def _read_sample(where: str, line: dict[str, Json], output_type: str) -> Sample:
         options=len(_values(line["filtered_resps"])) if output_type == "multiple_choice" else 0,
         seed=seed,
         log_likelihood=_log_likelihood(line["filtered_resps"]) if output_type in SCORED_TEXTS else None,
+        ending=_ending(line, arguments, generation) if output_type == "generate_until" else None,
     )
+
+
+def _ending(line: Mapping[str, Json], arguments: list[list[Json]], generation: Generation) -> Ending:
+    """Read how a generated answer ended."""
+    request = arguments[0] if arguments else []
+    given = request[1] if len(request) > 1 and isinstance(request[1], dict) else {}
+    lengths = [value for name in _LENGTHS if isinstance(value := given.get(name), int)]
+    return ending_of(
+        prompt=_text(request[0]) if request else "",
+        responses=list(_texts(line["resps"])),
+        filtered=list(_texts(line["filtered_resps"])),
+        reasons=[reason for reason in _texts(line.get(FINISH_REASON)) if reason],
+        longest=lengths[0] if lengths else generation.longest,
+        is_stripped=generation.is_stripped,
+    )
+
+
+def _texts(value: Json) -> Iterator[str]:
+    """Yield the texts in nested lists; other values as JSON, and nothing for null."""
+    if isinstance(value, list):
+        for member in value:
+            yield from _texts(member)
+    elif value is not None:
+        yield _text(value)
 
 
 def _log_likelihood(filtered: Json) -> float | None:
@@ -317,7 +364,15 @@ def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSample
     output_type = str(config.get("output_type", ""))
     better = mapping_in(mapping_in(content, "higher_is_better"), task)
     directions = {name: value for name, value in better.items() if isinstance(value, bool)}
-    samples = read_samples(path, task, output_type=output_type, higher_is_better=directions)
+    given = recorded_prompting(content, ()).generation
+    longest = given.get("max_gen_toks", "")
+    generation = Generation(
+        longest=int(longest) if longest.isdecimal() else DEFAULT_LENGTH,
+        is_stripped=bool(given.get("think_end_token")),
+    )
+    samples = read_samples(
+        path, task, output_type=output_type, higher_is_better=directions, generation=generation
+    )
     recorded = mapping_in(mapping_in(content, "results"), task)
     numbers = {name: value for name, value in recorded.items() if isinstance(value, int | float)}
     return replace(samples, aggregations=_aggregations(config), aggregates=numbers)

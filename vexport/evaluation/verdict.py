@@ -11,7 +11,7 @@ The reason is a sentence short enough to be read in one breath: scores are compa
 is no share in its own units, under its own name. Intervals, levels and p values stand in a report's tables.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -64,8 +64,8 @@ def decide(
         where = ("in the baseline", "in the results")
         circumstances = {name: value for name, value in left.fingerprint.items() if name not in models}
         gates = gated_tasks(left, right, gate)
-    warnings = changes(circumstances, right.fingerprint, where=where)
     verdict = judge(gates, margin=margin, alpha=alpha, prompting=right.prompting)
+    warnings = (*_lost_warnings(verdict), *changes(circumstances, right.fingerprint, where=where))
     return replace(
         verdict,
         method=verdict.method + repeated,
@@ -73,6 +73,13 @@ def decide(
         prompting=right.prompting,
         device=device_of(right.fingerprint),
     )
+
+
+def _lost_warnings(verdict: Verdict) -> Iterator[str]:
+    """Yield a warning for every task with lost answers that the verdict's reason does not name."""
+    for task in verdict.tasks:
+        if task.lost_answers and task.lost_answers not in verdict.reason:
+            yield f"{task.task}: {task.lost_answers}"
 
 
 def _asked_again(run: Results, alpha: float) -> str:
@@ -239,7 +246,8 @@ def _failed(tasks: Sequence[TaskVerdict], margin: float) -> str:
     unit = _unit(worst, margin)
     if len(failed) == 1:
         loss = f"{unit.number(-worst.difference)}{unit.name} (at least {unit.number(-worst.high)})"
-        return f"{worst.task} loses {loss}, {unit.accepted}{_others(tasks, 'FAIL')}"
+        cause = f"; {worst.lost_answers}" if worst.too_many_lost else ""
+        return f"{worst.task} loses {loss}, {unit.accepted}{cause}{_others(tasks, 'FAIL')}"
     lost = f"more than {unit.limit}" if margin else "something"
     numbers = f"{unit.signed(worst.difference)}, at best {unit.signed(worst.high)}"
     which = _all(tasks) if len(failed) == len(tasks) else f"{len(failed)} of {len(tasks)} tasks"
@@ -249,11 +257,19 @@ def _failed(tasks: Sequence[TaskVerdict], margin: float) -> str:
 def _not_settled(tasks: Sequence[TaskVerdict], margin: float) -> str:
     silent = [task for task in tasks if task.uninformative]
     unsettled = [task for task in tasks if task.outcome == "INCONCLUSIVE" and not task.uninformative]
+    lost = [task for task in unsettled if task.too_many_lost]
     if silent:
         verb = "shows" if len(silent) == 1 else "show"
         left = f"; {_not_settled(unsettled, margin)}" if unsettled else _others(tasks, "INCONCLUSIVE")
         names = _first([task.task for task in silent], " and ")
         return f"{names} {verb} nothing: {silent[0].uninformative}{left}"
+    if lost:
+        rest = [task for task in tasks if task not in lost]
+        open_ = [task for task in rest if task.outcome == "INCONCLUSIVE"]
+        left = f"; {_not_settled(open_, margin)}" if open_ else _others(tasks, "INCONCLUSIVE")
+        names = _first([task.task for task in lost], " and ")
+        verb = "has" if len(lost) == 1 else "have"
+        return f"{names} {verb} too many answers that do not count: {lost[0].lost_answers}{left}"
     if len(unsettled) == 1:
         (task,) = unsettled
         unit = _unit(task, margin)

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from vexport.records.accuracy import (
         GENERATION_KEYS,
         AcceptanceLengths,
+        AnswerCounts,
         Attribution,
         BatchSize,
         Cause,

@@ -230,6 +230,23 @@ def _in_shares(unit: Unit | None, baseline: float, candidate: float) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerCounts:
+    """Generated answers of one model that did not score, by how they ended.
+
+    `cut` answers ended at their longest length, `empty` ones have no text, and in `unparsed` ones the task's
+    filter found no answer. `lost` of these do not count as answers. `thinking` answers, right or wrong, never
+    ended their thinking.
+    """
+
+    answers: int
+    cut: int
+    empty: int
+    unparsed: int
+    lost: int
+    thinking: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskVerdict:
     """The comparison on one task, or on a group of tasks that lm-eval aggregates.
 
@@ -244,7 +261,9 @@ class TaskVerdict:
     permutation test. `changed_wrong` is None where the baseline's answers were not kept. `clusters` counts
     the tasks of a group whose documents are clustered, None where documents count on their own. `also` has
     the task's other metrics and filters, and a group's tasks. `unit` and `higher_is_better` are those of the
-    scores; `unit` is None in reports of older versions.
+    scores; `unit` is None in reports of older versions. `baseline_answers` and `candidate_answers` count
+    generated answers, None if nothing was generated or nothing was kept. `lost_answers` describes lost ones
+    from 1 % on either side; with `too_many_lost`, more than the margin, there is no PASS.
     """
 
     task: str
@@ -276,6 +295,10 @@ class TaskVerdict:
     also: tuple[Comparison, ...] = ()
     unit: Unit | None = None
     higher_is_better: bool = True
+    baseline_answers: AnswerCounts | None = None
+    candidate_answers: AnswerCounts | None = None
+    lost_answers: str = ""
+    too_many_lost: bool = False
 
     @property
     def in_shares(self) -> bool:

@@ -74,6 +74,7 @@ def accuracy_section(verdict: Verdict) -> doc.Section:
     content = parts(
         forests(verdict),
         task_table(verdict) if verdict.tasks else None,
+        _lost_table(verdict),
         doc.Section("For information, decides nothing", (others,)) if others.rows else None,
         warnings(verdict.warnings),
         _reading(verdict),
@@ -91,6 +92,29 @@ def task_table(verdict: Verdict) -> doc.Table:
     scores = (">Documents", ">Baseline", ">Quantized")
     titles = ("Task", result, *scores, difference, ">Recovery", ">Lost / gained")
     return table(titles, map(_task_row, verdict.tasks), method_line(verdict))
+
+
+def _lost_table(verdict: Verdict) -> doc.Section | None:
+    """Build the table of answers that were cut or are empty; None if no task has one."""
+    rows = [
+        row(
+            task_title(task),
+            model,
+            count(side.answers),
+            count(side.cut),
+            count(side.empty),
+            count(side.unparsed),
+            percent(side.lost / side.answers),
+        )
+        for task in verdict.tasks
+        for model, side in (("baseline", task.baseline_answers), ("quantized", task.candidate_answers))
+        if side is not None and side.cut + side.empty + side.unparsed
+    ]
+    if not rows:
+        return None
+    titles = ("Task", "Model", ">Generated", ">Cut", ">Empty", ">Nothing found", ">Do not count")
+    caption = "answers that did not score, by how they ended; nothing found: by the task's filter"
+    return doc.Section("Answers that were cut or are empty", (table(titles, rows, caption),))
 
 
 def _task_row(task: TaskVerdict) -> Iterator[TableCell]:

@@ -262,7 +262,9 @@ def _task_message(task: "TaskVerdict", margin: float) -> str:
     """The difference with its interval against the margin."""
     if task.uninformative:
         return f"shows nothing: {task.uninformative}"
-    scale, more = scale_of(task), ""
+    if task.too_many_lost and task.outcome == "INCONCLUSIVE":
+        return f"too many answers that do not count: {task.lost_answers}"
+    scale, more = scale_of(task), f"; {task.lost_answers}" if task.too_many_lost else ""
     answers = f", {task.seeds} answers each" if task.seeds > 1 else ""
     if task.outcome == "INCONCLUSIVE" and task.documents_needed is not None:
         more = f"; {about(task.documents_needed)} documents would settle it"

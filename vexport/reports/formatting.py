@@ -154,6 +154,8 @@ def next_step(report: "Report") -> tuple[str, str]:
     """The next command, or an empty one, and a sentence."""
     if report.outcome == "PASS":
         return f"vllm serve {shlex.quote(report.load.checkpoint)}", "Serve it."
+    if report.verdict and any(task.too_many_lost for task in report.verdict.tasks):
+        return "", "Raise max_gen_toks until answers end by themselves, and evaluate again."
     if report.verdict and any(task.uninformative for task in report.verdict.tasks):
         return "", "Ask the models as they were trained (apply_chat_template), or choose tasks they can do."
     if report.outcome == "INCONCLUSIVE":
