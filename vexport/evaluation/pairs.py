@@ -220,6 +220,7 @@ def pair_metrics(left: TaskSamples, right: TaskSamples, *, changed: Sequence[str
 
     InputError names the document where the two runs did not answer the same question, and what `changed`.
     """
+    right = _with_ids_of(left, right)
     _require_equal_documents(left, right, ", ".join(changed) or "nothing known")
     for filter_name in dict.fromkeys(key[0] for key in left.samples):
         pairs = tuple(
@@ -259,6 +260,43 @@ def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> Ta
         seeds=max(pair.seeds for pair in pairs),
         also=(),
     )
+
+
+def _with_ids_of(left: TaskSamples, right: TaskSamples) -> TaskSamples:
+    """Give the documents of `right` the ids that the same documents (`doc_hash`) have in `left`.
+
+    lm-eval writes wrong ids if it is given `--samples` in another order. The samples stay as they are if the
+    ids agree, or if the two runs did not answer the same documents.
+
+    Raises:
+        InputError: If two documents are the same, so that it is unknown which of them belong together.
+    """
+    old, new = _by_content(left), _by_content(right)
+    shifted = old.keys() == new.keys() and any(
+        key not in left.samples or left.samples[key].hashes[0] != sample.hashes[0]
+        for key, sample in right.samples.items()
+    )
+    if not shifted:
+        return right
+    doubled = [samples for samples in (*old.values(), *new.values()) if len(samples) > 1]
+    if any(len(old[key]) != len(samples) for key, samples in new.items()):
+        return right
+    if doubled:
+        first, second = (sample.doc_id for sample in doubled[0][:2])
+        got = f"other document ids than the baseline's, and documents {first} and {second} are the same"
+        fix = "evaluate both with the same --samples, in ascending order"
+        where = f"{right.file}: task {left.task}"
+        raise InputError(where, got=got, need="documents that can be paired by doc_hash", fix=fix)
+    renumbered = (replace(new[key][0], doc_id=samples[0].doc_id) for key, samples in old.items())
+    return replace(right, samples={sample.key: sample for sample in renumbered})
+
+
+def _by_content(task: TaskSamples) -> dict[tuple[str, str, int], list[Sample]]:
+    """Return a task's samples by filter, doc_hash and seed."""
+    found: dict[tuple[str, str, int], list[Sample]] = {}
+    for sample in task.samples.values():
+        found.setdefault((sample.filter, sample.hashes[0], sample.seed), []).append(sample)
+    return found
 
 
 def _require_equal_documents(left: TaskSamples, right: TaskSamples, changed: str) -> None:

@@ -334,16 +334,46 @@ def read_results(path: Path) -> Results:
     )
 
 
+def result_files(path: Path) -> list[Path]:
+    """Return lm-eval's results below a folder, or those of a run with `--output_path NAME.json`.
+
+    lm-eval writes `results_DATE.json` into a folder of its own, and `NAME_DATE.json` next to NAME.json.
+    """
+    if path.is_dir():
+        files = path.rglob("*.json")
+    elif path.suffix == ".json" and not path.exists():
+        files = path.parent.glob("*.json")
+    else:
+        return [path] if STAMP.search(path.name) and path.is_file() else []
+    name = None if path.is_dir() else path.stem
+    return [
+        file
+        for file in files
+        if (stamp := STAMP.search(file.name)) and file.is_file() and name in (None, _run_name(file, stamp))
+    ]
+
+
+def _run_name(file: Path, stamp: re.Match[str]) -> str:
+    """Return what stands before the date of a results file: `results`, or the name of the run."""
+    return file.name[: stamp.start()].removesuffix("_")
+
+
 def _newest_results(folder: Path) -> Path:
-    files = [file for file in folder.rglob("results_*.json") if STAMP.search(file.name) and file.is_file()]
+    files = result_files(folder)
     if not files:
-        state = "no results_*.json in it" if folder.is_dir() else "no such folder"
+        state = (
+            "no results with lm-eval's date (results_*.json) in it" if folder.is_dir() else "no such folder"
+        )
         fix = "check the path; lm-eval writes the folder with --output_path FOLDER --log_samples"
         raise InputError(str(folder), got=state, need="an lm-eval output folder", fix=fix)
     models = sorted({str(file.parent) for file in files})
     if len(models) > 1:
         got = f"results of {len(models)} models ({', '.join(models)})"
         raise InputError(str(folder), got=got, need="one model's results", fix="give one of these folders")
+    runs = sorted({_run_name(file, stamp) for file in files if (stamp := STAMP.search(file.name))})
+    if len(runs) > 1:
+        got = f"results of {len(runs)} runs ({', '.join(f'{run}_*.json' for run in runs)})"
+        raise InputError(str(folder), got=got, need="one model's results", fix="give one of these files")
     return max(files, key=lambda file: file.name)
 
 

@@ -22,6 +22,7 @@ from vexport.evaluation.endpoint import is_url, require_address
 from vexport.evaluation.held_out import decide_on_text
 from vexport.evaluation.inputs import evaluation_inputs
 from vexport.evaluation.prompting import lm_eval_settings
+from vexport.evaluation.results import result_files
 from vexport.evaluation.served import Served
 from vexport.evaluation.verdict import decide
 from vexport.files import user_path
@@ -138,9 +139,7 @@ class Judged:
 def is_results(name: str) -> bool:
     """Return whether the name of a model is lm-eval's results: a file, or a folder with one."""
     path = user_path(name)
-    if path.is_dir():
-        return not (path / "config.json").exists() and any(path.rglob("results_*.json"))
-    return path.is_file() and path.name.startswith("results_")
+    return not (path / "config.json").exists() and bool(result_files(path))
 
 
 def evaluate_checkpoints(job: EvalJob) -> list[Judged]:
