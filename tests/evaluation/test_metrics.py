@@ -79,7 +79,7 @@ def test_table_is_lm_evals() -> None:
 
 
 def test_perplexity_cannot_decide(runs: tuple[Path, Path]) -> None:
-    with pytest.raises(InputError, match=r"gate: got perplexity, which cannot decide.* nats .*acc,none"):
+    with pytest.raises(InputError, match=r"gate: got perplexity, which cannot decide.*nats.*acc,none"):
         _decide(runs, "perplexity")
     with pytest.raises(InputError, match="gate of task last_word: got perplexity,none, which cannot decide"):
         decide(*runs, margin=0.02, alpha=0.05, gate={"last_word": "perplexity,none"})

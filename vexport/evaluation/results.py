@@ -301,13 +301,16 @@ class Results:
     """One lm-eval run.
 
     `tasks` has the samples of every task. `groups` maps a group that lm-eval aggregates to its tasks, leaves
-    only. `fingerprint` names what could change a score, `prompting` says how it was asked, `warning` what
-    that may have spoiled.
+    only; `members` does so for every group. `originals` counts the documents of each task's whole data set,
+    if that was recorded. `fingerprint` names what could change a score, `prompting` says how it was asked,
+    `warning` what that may have spoiled.
     """
 
     file: Path
     tasks: Mapping[str, TaskSamples]
     groups: Mapping[str, tuple[str, ...]]
+    members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    originals: Mapping[str, int] = field(default_factory=dict)
     fingerprint: Mapping[str, str]
     prompting: Prompting
     warning: str | None = None
@@ -328,6 +331,8 @@ def read_results(path: Path) -> Results:
         file=file,
         tasks={name: _read_task(file, name, content) for name in names},
         groups=_aggregated_groups(content, frozenset(names)),
+        members=_members(content, frozenset(names)),
+        originals=_originals(content),
         fingerprint={**recorded_fingerprint(content, names), **read_fingerprint(file.parent)},
         prompting=recorded_prompting(content, names),
         warning=unseparated_thinking(content),
@@ -424,6 +429,22 @@ def _aggregations(config: Mapping[str, Json]) -> dict[str, str]:
 
 def _aggregated_groups(content: Mapping[str, Json], tasks: frozenset[str]) -> dict[str, tuple[str, ...]]:
     """The outermost groups that have an aggregate of their own, with the tasks in them and below."""
+    members, named = _members(content, tasks), mapping_in(content, "groups")
+    groups = {name: members[name] for name in named if members.get(name)}
+    sets = [frozenset(tasks_in) for tasks_in in groups.values()]
+    outermost = {tasks_in for tasks_in in sets if not any(tasks_in < outer for outer in sets)}
+    return {name: tasks_in for name, tasks_in in groups.items() if frozenset(tasks_in) in outermost}
+
+
+def _originals(content: Mapping[str, Json]) -> dict[str, int]:
+    """Return the recorded size of each task's whole data set."""
+    recorded = mapping_in(content, "n-samples")
+    sizes = {name: mapping_in(recorded, name).get("original") for name in recorded}
+    return {name: size for name, size in sizes.items() if isinstance(size, int)}
+
+
+def _members(content: Mapping[str, Json], tasks: frozenset[str]) -> dict[str, tuple[str, ...]]:
+    """Return the tasks in every group and below it."""
     children = {
         name: [str(child) for child in value] if isinstance(value, list) else []
         for name, value in mapping_in(content, "group_subtasks").items()
@@ -437,11 +458,7 @@ def _aggregated_groups(content: Mapping[str, Json], tasks: frozenset[str]) -> di
             for child in children.get(group, ()):
                 yield from leaves(child, (*above, group))
 
-    named = mapping_in(content, "groups")
-    groups = {name: members for name in named if (members := tuple(dict.fromkeys(leaves(name))))}
-    sets = [frozenset(members) for members in groups.values()]
-    outermost = {members for members in sets if not any(members < outer for outer in sets)}
-    return {name: members for name, members in groups.items() if frozenset(members) in outermost}
+    return {name: tuple(dict.fromkeys(leaves(name))) for name in children}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

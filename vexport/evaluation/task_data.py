@@ -34,6 +34,7 @@ from vexport.evaluation.tasks import (
     is_foreign_code,
     is_local_dataset,
     reads_hub,
+    thinking_error,
 )
 from vexport.records import PROGRESS_DETAIL, OnProgress
 from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
@@ -288,12 +289,22 @@ def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError
         sandbox = nullcontext() if request.trust_remote_code else tasks_as_data()
         try:
             with explained_downloads(report, number, total, folders), sandbox:
-                load_tasks(request, manager, [task])
+                loaded = load_tasks(request, manager, [task])
+            if request.lm_eval.enable_thinking:
+                yield from _without_answers(loaded)
         except VexportError as error:
             yield error
             yield from _data_problem(_settings(task, manager), report, folders)
         yield from _nltk_problem(task, before)
     report(STAGE, total, total)
+
+
+def _without_answers(loaded: "list[Task | Group]") -> Iterator[InputError]:
+    """Yield an error for every task that scores given texts, if answers are to begin with thinking."""
+    for entry in loaded:
+        for task in entry.get_all_tasks() if hasattr(entry, "get_all_tasks") else [entry]:
+            if task.OUTPUT_TYPE != "generate_until":
+                yield thinking_error(str(task.task_name), str(task.OUTPUT_TYPE))
 
 
 def _data_problem(

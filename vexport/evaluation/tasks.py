@@ -73,6 +73,47 @@ def resolve_tasks(
     return tuple(spec for _, spec in resolved)
 
 
+def named_in_files(tasks: Sequence[str], *, trust_remote_code: bool) -> dict[str, str]:
+    """Return the names of the tasks and groups that are YAML files, by the path of the file.
+
+    Raises InputError for a file that is no task's YAML.
+    """
+    names: dict[str, str] = {}
+    for task in tasks:
+        path = Path(task)
+        if path.suffix in (".yaml", ".yml") or path.is_file():
+            config = read_task(path, trust_remote_code)
+            key = "group" if isinstance(config.get("task"), list) else "task"
+            names[task] = str(config.get(key))
+    return names
+
+
+def require_generating(specs: Sequence[str]) -> None:
+    """Raise InputError for a resolved YAML file with a task that scores given texts instead of generating.
+
+    Tasks by name are looked at when lm-eval loads them.
+    """
+    files = [Path(spec) for spec in specs if Path(spec).is_file()]
+    configs = [config for file in files for config in _resolved(file)]
+    raise_all(
+        [
+            thinking_error(str(config.get("task")), str(config.get("output_type")))
+            for config in configs
+            if config.get("output_type") in METRICS
+        ]
+    )
+
+
+def thinking_error(task: str, output_type: str) -> InputError:
+    """Build the error for `enable_thinking` with a task that generates nothing."""
+    return InputError(
+        f"task {task}",
+        got=f"enable_thinking with the output type {output_type}",
+        need="a task that generates its answers: nothing is thought before a given text is scored",
+        fix="leave enable_thinking out (--enable-thinking), or evaluate this task in a call of its own",
+    )
+
+
 def _resolve(task: str, folder: Path, include_paths: Sequence[Path], trust: bool) -> tuple[str, str]:
     """A task's own name, and its name or file for lm-eval."""
     path = Path(task)

@@ -19,11 +19,13 @@ from vexport.evaluation.accepted import accept_results, choice_of, gates_of, rea
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import drift_warnings, measure_drift
 from vexport.evaluation.endpoint import is_url, require_address
+from vexport.evaluation.given_answers import read_given, require_answers_to
 from vexport.evaluation.held_out import decide_on_text
 from vexport.evaluation.inputs import evaluation_inputs
 from vexport.evaluation.prompting import lm_eval_settings
 from vexport.evaluation.results import result_files
 from vexport.evaluation.served import Served
+from vexport.evaluation.tasks import named_in_files
 from vexport.evaluation.verdict import decide
 from vexport.files import user_path
 from vexport.outputs.replaceable import FolderKind, NamedPath, require_separate, written_alone
@@ -353,6 +355,7 @@ def _require_usable(job: EvalJob) -> None:
         got, need = "lm-eval's results", "a checkpoint or an address: both models read the text"
         raise InputError("--text", got=got, need=need, fix="give one, or --task")
     require_separate(job.outputs, files)
+    _require_comparable(job)
     RESULTS.require_replaceable(job.folder, overwrite=job.overwrite or job.is_unfinished)
     if job.against is not None:
         read_accepted(job.against)
@@ -364,6 +367,18 @@ def _require_usable(job: EvalJob) -> None:
         ]
     )
     require_arguments([job.options.serve], job.options.vllm_python)
+
+
+def _require_comparable(job: EvalJob) -> None:
+    """Raise InputError if answers that are given cannot be compared with answers to the job's tasks."""
+    given = [Path(name).expanduser() for name in job.names.values() if is_results(name)]
+    given += [job.against] if job.against is not None else []
+    if not given or not job.settings.tasks:
+        return
+    exact = named_in_files(job.settings.tasks, trust_remote_code=job.options.trust_remote_code)
+    names = [exact.get(task, task) for task in job.settings.tasks]
+    for path in given:
+        require_answers_to(read_given(path), names, list(exact.values()), job.settings.limit)
 
 
 def _require_had(name: str, options: EngineOptions) -> None:

@@ -33,7 +33,7 @@ from vexport.evaluation.fingerprint import engine_fingerprint, write_fingerprint
 from vexport.evaluation.results import REPEATED, read_repeated, require_deterministic
 from vexport.evaluation.served import Rows, Served
 from vexport.evaluation.task_data import fetch_task_data
-from vexport.evaluation.tasks import resolve_tasks
+from vexport.evaluation.tasks import require_generating, resolve_tasks
 from vexport.files import digest_bytes, to_json, user_path
 from vexport.outputs.manifest import is_recorded, record, remove_recorded, require_manifest, strangers
 from vexport.outputs.replaceable import is_filled_folder, refuse_others
@@ -390,8 +390,9 @@ def require_tasks(settings: Evaluate, options: EngineOptions) -> None:
     """Raise InputError, for all tasks at once, where one or the text cannot be used; nothing is kept."""
     if settings.text is not None:
         require_data(settings.text)
-    with _tasks_alone(settings, options):
-        pass
+    with _tasks_alone(settings, options) as request:
+        if settings.enable_thinking:
+            require_generating(request.tasks)
 
 
 def fetch_tasks(settings: Evaluate, options: EngineOptions) -> None:
@@ -413,7 +414,8 @@ def _tasks_alone(settings: Evaluate, options: EngineOptions) -> Iterator[Session
     """A request with nothing but the tasks, whose files are removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as name:
         folder, trust = Path(name), options.trust_remote_code
-        request = SessionRequest(checkpoint=folder, trust_remote_code=trust)
+        asked = LmEvalSettings(enable_thinking=settings.enable_thinking)
+        request = SessionRequest(checkpoint=folder, trust_remote_code=trust, lm_eval=asked)
         yield _with_tasks(request, settings, options, folder)
 
 

@@ -1,0 +1,47 @@
+"""Given results that do not fit the tasks to ask are refused before anything is asked."""
+
+from pathlib import Path
+
+import pytest
+
+from vexport.errors import InputError
+from vexport.evaluation.given_answers import GivenAnswers, require_answers_to
+from vexport.evaluation.tasks import require_generating
+
+GIVEN = GivenAnswers(
+    file=Path("results.json"),
+    documents={"sums": 100, "part0": 50, "part1": 50},
+    originals={"sums": 200, "part0": 50, "part1": 50},
+    members={"parts": ("part0", "part1")},
+)
+
+
+def test_equal_tasks_are_accepted() -> None:
+    require_answers_to(GIVEN, ["sums", "parts"], [], 100)
+    require_answers_to(GIVEN, ["sums", "part0", "part1"], ["sums"], 100)
+    require_answers_to(GIVEN, ["a_tag"], [], 100)
+
+
+@pytest.mark.parametrize(
+    ("names", "exact", "limit", "words"),
+    [
+        (["sums"], [], 100, "also task part0.*--task sums,part0,part1"),
+        (["sums", "parts", "more"], ["more"], 100, "no task more"),
+        (["sums", "parts"], [], None, "task sums: got 100 documents.*--limit 100"),
+        (["sums", "parts"], [], 150, "task sums: got 100 documents"),
+        (["sums", "parts"], [], 20, "task part0: got 50 documents"),
+        (["sums", "parts"], [], 0.25, "task sums: got 100 documents"),
+    ],
+)
+def test_others_are_refused(names: list[str], exact: list[str], limit: float | None, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        require_answers_to(GIVEN, names, exact, limit)
+    caught.match(f"(?s).*{words}")
+
+
+def test_thinking_needs_generated_answers(tmp_path: Path) -> None:
+    (tmp_path / "choices.yaml").write_text("task: choices\noutput_type: multiple_choice\n")
+    (tmp_path / "sums.yaml").write_text("task: sums\noutput_type: generate_until\n")
+    require_generating([str(tmp_path / "sums.yaml"), "gsm8k"])
+    with pytest.raises(InputError, match="task choices: got enable_thinking.*multiple_choice"):
+        require_generating([str(tmp_path / "sums.yaml"), str(tmp_path / "choices.yaml")])

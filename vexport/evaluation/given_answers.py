@@ -1,0 +1,84 @@
+"""Checks that given answers can be compared with the tasks of the other model, before it is asked."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vexport.errors import InputError, raise_all
+from vexport.evaluation.accepted import is_accepted, read_accepted
+from vexport.evaluation.results import read_results
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenAnswers:
+    """The tasks of given results.
+
+    `documents` counts each task's documents, `originals` those of its whole data set if that is known.
+    `members` has the tasks of every group.
+    """
+
+    file: Path
+    documents: Mapping[str, int]
+    originals: Mapping[str, int]
+    members: Mapping[str, tuple[str, ...]]
+
+
+def read_given(path: Path) -> GivenAnswers:
+    """Read lm-eval's results or an accepted baseline. Raises InputError as their readers do."""
+    if is_accepted(path):
+        accepted = read_accepted(path)
+        documents = {name: task.documents for name, task in accepted.tasks.items()}
+        return GivenAnswers(file=path, documents=documents, originals={}, members=accepted.groups)
+    results = read_results(path)
+    counts = {
+        name: len({sample.doc_id for sample in task.samples.values()}) for name, task in results.tasks.items()
+    }
+    return GivenAnswers(
+        file=results.file, documents=counts, originals=results.originals, members=results.members
+    )
+
+
+def require_answers_to(
+    given: GivenAnswers, names: Sequence[str], exact: Sequence[str], limit: float | None
+) -> None:
+    """Raise InputError if the given answers cannot be compared with answers to the tasks `names`.
+
+    `exact` are those of `names` that are certainly tasks, from YAML files. Other names that the results lack
+    may be tags, which lm-eval replaces by tasks: then only the documents are compared.
+    """
+    known = {name: given.members.get(name, (name,)) for name in names}
+    missing = [name for name, members in known.items() if not set(members) <= given.documents.keys()]
+    asked = {member for name, members in known.items() if name not in missing for member in members}
+    fix = f"ask the tasks of these results: --task {','.join(given.documents)}"
+    where, need = str(given.file), "the same tasks on both sides"
+    problems = [
+        InputError(where, got=f"no task {name}", need=need, fix=fix) for name in missing if name in exact
+    ]
+    if not missing:
+        problems += [
+            InputError(where, got=f"also task {name}, which is not asked", need=need, fix=fix)
+            for name in given.documents
+            if name not in asked
+        ]
+    raise_all([*problems, *_other_documents(given, asked, limit)])
+
+
+def _other_documents(given: GivenAnswers, asked: set[str], limit: float | None) -> Iterator[InputError]:
+    """Yield an error for every task whose documents will be others than the given ones."""
+    for name in sorted(asked):
+        count, original = given.documents[name], given.originals.get(name)
+        expected = _expected(original, limit)
+        is_cut_off = limit is not None and limit >= 1 and int(limit) < count
+        if is_cut_off or (expected is not None and expected != count):
+            asks = "all documents" if limit is None else f"the documents of --limit {limit:g}"
+            fix = f"use --limit {count}" if original != count else "leave --limit out"
+            got, where = f"{count:,} documents", f"{given.file}: task {name}"
+            yield InputError(where, got=got, need=asks, fix=fix)
+
+
+def _expected(original: int | None, limit: float | None) -> int | None:
+    """Return the number of documents that lm-eval will ask, None if the data set's size is not known."""
+    if original is None or limit is None:
+        return original
+    return min(original, math.ceil(original * limit) if limit < 1 else int(limit))
