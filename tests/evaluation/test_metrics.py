@@ -134,7 +134,8 @@ def test_other_names_of_log_likelihoods(aggregation: str, aggregate: float, runs
     with pytest.raises(InputError, match="got ppl, which cannot decide"):
         _decide(runs, "ppl")
     (other,) = _decide(runs).tasks[0].also
-    assert (other.unit, other.difference) == ("nats", pytest.approx(-LOSS))
+    assert other.unit == "nats"
+    assert other.difference == pytest.approx(-LOSS)
 
 
 def test_unknown_aggregation_that_is_no_mean(runs: tuple[Path, Path]) -> None:
