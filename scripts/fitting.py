@@ -2,9 +2,9 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import chain, combinations, product
 from operator import and_, or_
@@ -20,8 +20,11 @@ from vexport.architectures.layouts import ConfigValues
 MANY, PATTERNS = 8, ("M-*EM*E-", "*EM-")
 # Conditions of one key, of which four are joined at most.
 FEW_TABLES = 60
-# A number that was made of others in a way that was not seen.
-LITERAL = re.compile(r"(?<![\w.])\d{3,}")
+# A number in an expression, except the number of an entry of a list.
+BEFORE = r"(?<![\w.\[])"
+LITERAL = re.compile(rf"{BEFORE}\d+")
+# Keys with the value of a number that was made of a key in a way that was not seen.
+MOST_NAMES = 4
 KEY, WORD = re.compile(r"[A-Za-z_][\w.]*"), re.compile(r"'[^']*'")
 
 
@@ -41,26 +44,45 @@ class Observed:
         return None
 
 
-def fitted(observed: Iterable[Observed], *, deeper: bool = True) -> str:
-    """The size under every config: an expression of the model's code, or one where a key is set and
-    another where it is not; "" where there is none."""
+def fitted(observed: Iterable[Observed], literals: Set[int], *, deeper: bool = True) -> str:
+    """Return the expression that gives the size under every config, or "" if there is none.
+
+    The expression is one that the model's code computed, or two of them: the first if a key is set, the
+    second if it is not. Expressions with other numbers than `literals` are ignored: the number may be the
+    value of a key that the class read in a way that leaves no trace.
+    """
     observed = list({(id(each.sample), each.i, each.result): each for each in observed}.values())
     first = observed[0]
     texts = sorted(first.sample.made.get(first.result, ()), key=len)
     lists = (f"len({path})" for path, value in first.sample.keys.items() if isinstance(value, list | str))
     candidates = (*texts, *lists, str(first.result))
-    plain = (text for text in candidates if not LITERAL.search(text))
-    fitting = [text for text in plain if all(each.read(text) == each.result for each in observed)]
+    with_keys = {changed: None for text in candidates for changed in named_numbers(text, first, literals)}
+    fitting = [text for text in with_keys if all(each.read(text) == each.result for each in observed)]
     if fitting:
         return "" if differ(fitting, first) else fitting[0]
     sets: list[set[str]] = [{path for path, value in each.sample.keys.items() if value} for each in observed]
     for key in sorted(set[str]().union(*sets) - sets[0].intersection(*sets[1:])) if deeper else ():
         parts = [[each for each in observed if bool(each.read(key)) is wanted] for wanted in (True, False)]
         if all(parts):
-            one, other = (fitted(part, deeper=False) for part in parts)
+            one, other = (fitted(part, literals, deeper=False) for part in parts)
             if one and other:
                 return f"({key} or {other})" if one == key else f"({one} if {key} else {other})"
     return ""
+
+
+def named_numbers(text: str, observed: Observed, literals: Set[int]) -> Iterator[str]:
+    """Yield an expression, with a key for each number that is not among `literals`.
+
+    Python's `int` drops the key that a number comes from: any key of that value may be meant.
+    """
+    foreign = next((number for number in LITERAL.findall(text) if int(number) not in literals), None)
+    if foreign is None:
+        yield text
+        return
+    keys = [key for key, value in observed.sample.keys.items() if is_number(value) and value == int(foreign)]
+    number = re.compile(rf"{BEFORE}{foreign}\b")
+    for key in keys if len(keys) <= MOST_NAMES else ():
+        yield from named_numbers(number.sub(key, text), observed, literals)
 
 
 def differ(expressions: Sequence[str], observed: Observed) -> bool:
@@ -222,7 +244,7 @@ class Fitter:
             inside = [n[star] for name, seen in tensors if f"{name}.".startswith(f"{prefix}.") for n in seen]
             if inside:
                 found.append(Observed(sample=sample, result=max(inside) + 1))
-        return fitted(found)
+        return fitted(found, self.model.literals)
 
     def row(self, pattern: str, count: str) -> Iterator[tuple[str, list[str] | None]]:
         """(a condition, a shape) of each kind of layers that have a tensor."""
@@ -257,9 +279,16 @@ class Fitter:
         self, pattern: str, observed: Sequence[Observed], keys: set[str]
     ) -> Iterator[tuple[str, list[str] | None]]:
         """(a condition, a shape): of all layers, or of two kinds of them."""
-        seen = [(each, self.seen(each.sample, pattern)) for each in observed]
+        seen, literals = [(each, self.seen(each.sample, pattern)) for each in observed], self.model.literals
         if all(len({*own.values()}) <= 1 for _, own in seen):
-            yield "", shape([(each, next(iter(own.values()))) for each, own in seen if own])
+            yield "", shape([(each, next(iter(own.values()))) for each, own in seen if own], literals)
+            return
+        of_layers = [
+            (replace(each, i=numbers[0]), sizes) for each, own in seen for numbers, sizes in own.items()
+        ]
+        sides = shape(of_layers, literals)
+        if sides is not None and all(sides):
+            yield "", sides
             return
         keys = keys | self.keys(
             pattern, lambda one, other: any(one[n] != other[n] for n in one.keys() & other.keys())
@@ -268,28 +297,29 @@ class Fitter:
             parts: list[list[tuple[Observed, tuple[int, ...]]]] = [[], []]
             with suppress(Unknown):
                 for each, own in seen:
-                    sides: tuple[set[tuple[int, ...]], set[tuple[int, ...]]] = (set(), set())
+                    kinds: tuple[set[tuple[int, ...]], set[tuple[int, ...]]] = (set(), set())
                     for numbers, sizes in own.items():
                         holds = evaluate(atom, each.sample.values, i=numbers[0], layers=each.layers)
-                        sides[not holds].add(sizes)
-                    if max(map(len, sides)) > 1:
+                        kinds[not holds].add(sizes)
+                    if max(map(len, kinds)) > 1:
                         break
-                    for part, side in zip(parts, sides, strict=True):
+                    for part, side in zip(parts, kinds, strict=True):
                         part += [(each, sizes) for sizes in side]
                 else:
                     if all(parts):
-                        yield f"({atom})", shape(parts[0])
-                        yield f"not ({atom})", shape(parts[1])
+                        yield f"({atom})", shape(parts[0], literals)
+                        yield f"not ({atom})", shape(parts[1], literals)
                         return
         yield "", None
 
 
-def shape(seen: Sequence[tuple[Observed, tuple[int, ...]]]) -> list[str] | None:
-    """The sizes of tensors that are alike under each config."""
+def shape(seen: Sequence[tuple[Observed, tuple[int, ...]]], literals: Set[int]) -> list[str] | None:
+    """Return an expression for each size of tensors that are alike under each config, "" if it is unknown."""
     if len({len(sizes) for _, sizes in seen}) != 1:
         return None
     axes = range(len(seen[0][1]))
-    return [fitted(Observed(sample=each.sample, result=sizes[axis]) for each, sizes in seen) for axis in axes]
+    of_axes = ([replace(each, result=sizes[axis]) for each, sizes in seen] for axis in axes)
+    return [fitted(of_axis, literals) for of_axis in of_axes]
 
 
 def distinct(observed: Sequence[Observed], keys: Iterable[str]) -> list[Observed]:
@@ -335,6 +365,8 @@ def meanings(model: Model, used: Iterable[str]) -> dict[str, Any]:
         holder, _, key = path.rpartition(".")
         for name in ("defaults", "nulls"):
             value = meant(model, path, absent=name == "defaults")
+            if is_number(value) and not is_constant(model, path, value, absent=name == "defaults"):
+                continue
             if value == []:
                 found[name][path] = "[]"
             elif isinstance(value, list) and name == "defaults":
@@ -350,6 +382,20 @@ def meanings(model: Model, used: Iterable[str]) -> dict[str, Any]:
         names = [name for name, target in (config.attribute_map or {}).items() if target == key]
         found["aliases"] |= {path: names} if names else {}
     return found
+
+
+def is_constant(model: Model, path: str, default: int, *, absent: bool) -> bool:
+    """Return whether a default is the same number, or the same expression, under every changed config.
+
+    Some defaults are computed from other keys in a way that leaves no trace (a rounded quotient).
+    """
+    text = getattr(default, "text", None)
+    for change in model.changes:
+        if change.before is model.samples[0] and change.path != path:
+            value = meant(model, path, absent=absent, raw=change.after.raw)
+            if getattr(value, "text", None) != text or text is None and value != default:
+                return False
+    return True
 
 
 def meant(model: Model, path: str, *, absent: bool, raw: Values | None = None) -> Any:

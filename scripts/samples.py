@@ -3,12 +3,14 @@
 Numbers of a config remember, through the code of a model, the keys that they come from.
 """
 
+import ast
 import copy
 import inspect
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -30,8 +32,9 @@ Numbers = tuple[int, ...]
 # Keys that no tensor depends on.
 IRRELEVANT = re.compile(
     r"transformers_version|_name_or_path|architectures|model_type|dtype|torch_dtype|.*token_?(id|index|ids)?$|"
-    r".*dropout|.*_eps|initializer.*|output_.*|return_.*|use_cache|.*_act|hidden_act|activation.*|is_encoder_decoder|"
-    r"problem_type|chunk_size.*|router_aux.*|rope_.*|.*_prob|.*_coef|attn_implementation|.*scaling.*|time_step.*|"
+    r".*dropout|.*_eps|initializer.*|output_(attentions|hidden_states|router_logits|scores)|return_dict.*|use_cache|"
+    r".*_act|hidden_act|activation.*|is_encoder_decoder|problem_type|chunk_size.*|router_aux.*|rope_.*|.*_prob|"
+    r".*_coef|attn_implementation|.*scaling.*|time_step(_min|_max|_floor|_limit|_scale|_init_scheme)?|"
     r"_attn.*|id2label|label2id|pruned_heads|max_length"
 )
 # How the code of a model asks for a key that its config need not have.
@@ -104,9 +107,18 @@ for function in ("empty", "ones", "zeros", "randn", "rand"):
     setattr(torch, function, sized(getattr(torch, function)))
 
 
-def with_traces(value: Json, path: str = "") -> Any:
+def with_traces(value: Json, path: str = "", layers: Set[int] = frozenset()) -> Any:
+    """A config whose numbers know their keys; a list with a number for each of so many layers is `key[i]`."""
     if isinstance(value, dict):
-        return {key: with_traces(each, f"{path}.{key}" if path else key) for key, each in value.items()}
+        counts = {each for key, each in value.items() if LAYERS.search(key) and isinstance(each, int)}
+        return {
+            key: with_traces(each, f"{path}.{key}" if path else key, counts) for key, each in value.items()
+        }
+    if isinstance(value, list):
+        of_layers = len(value) > 1 and len(value) in layers
+        return [
+            with_traces(each, f"{path}[{'i' if of_layers else number}]") for number, each in enumerate(value)
+        ]
     return Traced(value, path) if isinstance(value, int) and is_number(value) else copy.deepcopy(value)
 
 
@@ -154,6 +166,22 @@ class Model:
     hidden: tuple[str, ...] = ()
     samples: list[Sample] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
+    # The classes that the models are made of, and the keys of which another value made a model.
+    parts: set[type] = field(default_factory=set)
+    varied: set[str] = field(default_factory=set)
+
+    @property
+    def literals(self) -> frozenset[int]:
+        """The numbers that the class's code contains, except values of keys that could not be varied."""
+        unvaried = {
+            number
+            for sample in self.samples
+            for path, value in sample.keys.items()
+            if path not in self.varied
+            for number in (value if isinstance(value, list) else [value])
+            if is_number(number)
+        }
+        return frozenset(written_numbers([*sorted(self.parts, key=str), self.config])) - unvaried
 
     @classmethod
     def of(cls, kind: type, model_type: str, raw: Values) -> "Model":
@@ -170,6 +198,7 @@ class Model:
             with torch.device("meta"), AbsentValues():
                 made = self.kind._from_config(config, dtype=torch.bfloat16)  # type: ignore[attr-defined]
             shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(made, config).items()}
+            self.parts |= {type(module) for module in made.modules()}
         except Exception:
             return None
         if any(0 in shape for shape in shapes.values()):
@@ -213,6 +242,7 @@ class Model:
                 other = next((sample for sample in made if sample is not None), None)
                 if other is not None:
                     self.samples.append(other)
+                    self.varied.add(path)
                     self.changes.append(Change(path=meant(path, base, other), before=base, after=other))
                     alike += other.tensors == base.tensors
                 if alike == (1 if value is None else 2):  # a key that no tensor depends on
@@ -236,6 +266,27 @@ class Model:
             if other is not None:
                 self.samples.append(other)
                 made += 1
+
+
+def written_numbers(classes: Iterable[type]) -> Iterator[int]:
+    """The whole numbers in the code of classes of transformers and of the functions next to them.
+
+    Defaults of fields and arguments do not count: they are the sizes of the default config.
+    """
+    bases = {base for each in classes for base in each.__mro__ if base.__module__.startswith("transformers.")}
+    for module in sorted({base.__module__ for base in bases if ".models." in base.__module__}):
+        names = {base.__name__ for base in bases if base.__module__ == module}
+        for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+            if isinstance(node, ast.ClassDef) and node.name in names:
+                bodies = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+            else:
+                bodies = [node] if isinstance(node, ast.FunctionDef) else []
+            for line in (line for body in bodies for line in body.body):
+                yield from (
+                    each.value
+                    for each in ast.walk(line)
+                    if isinstance(each, ast.Constant) and type(each.value) is int
+                )
 
 
 def fill(raw: Values) -> None:
@@ -334,6 +385,10 @@ def variations_of_list(value: list[Any], layers: set[int]) -> Iterator[list[Any]
     elif value and all(each in (0, 1) for each in value):
         yield from ([[1 - value[0], *value[1:]]], [[*value[:-1], 1 - value[-1]]])
     elif all(map(is_number, value)):
+        if len(value) in layers:
+            yield from ([[2 * each for each in value]], [[2 * value[0], *value[1:]]])
+        else:
+            yield [[2 * each for each in value], [each // 2 for each in value]]
         yield from ([[]], [[0]], [[1]], [[0, 2]], [[1, 2, 3]])
 
 

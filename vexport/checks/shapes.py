@@ -183,7 +183,8 @@ def _plain(view: CheckpointView, name: str, shape: Shape, cut: int | None) -> It
     elif _loses_in_bfloat16(view, tensor):
         got = "F16 with digits that BF16 does not hold: vLLM drops them, or its bits are no F16"
         yield error(NAME, name, expected="dtype BF16, as the model has", got=got, fix=EXPORT)
-    if shape and not _has_shape(tensor, shape):
+    known = any(size is not None for size in shape)
+    if known and not _has_shape(tensor, shape):
         narrowed = _is_narrowed(tensor.shape, shape, cut)
         wanted = f"{SHAPE}{list(shape)}, as config.json sizes {view.class_name}"
         got = f"{list(tensor.shape)}{', of which vLLM silently drops the end' if narrowed else ''}"
