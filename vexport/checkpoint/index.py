@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vexport.checkpoint.dtypes import BITS
 from vexport.errors import InputError, raise_all, require_working_disk
@@ -19,6 +19,13 @@ from vexport.records import Json, TensorInfo
 # The longest header that safetensors itself accepts (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER_BYTES = 100_000_000
 METADATA = "__metadata__"
+# The keys of a tensor; others are allowed and ignored.
+FIELDS = ("dtype", "shape", "data_offsets")
+# Bounds of serde_json, with which safetensors parses: objects and arrays in each other (the header is the
+# first), digits of a number that a float can hold, and of Rust: the largest size.
+DEEPEST, MOST_DIGITS, LARGEST_SIZE = 126, 308, 2**64 - 1
+# The escape of one half of a character beyond 16 bits.
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # Endings of the files that belong to a checkpoint; pictures do not.
 CONTENT = frozenset({".safetensors", ".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
 INDEX_NAME = "model.safetensors.index.json"
@@ -86,9 +93,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         require_working_disk(error, file)
         raise _broken(file, str(error)) from None
     try:
-        header = json.loads(data.decode("utf-8"))
-        if not isinstance(header, dict):
-            raise ValueError("no JSON object")
+        header = _parsed(data)
         metadata = header.pop(METADATA, None) or {}
         if not isinstance(metadata, dict) or not all(isinstance(each, str) for each in metadata.values()):
             raise ValueError(f"{METADATA} that is no object of strings")
@@ -102,6 +107,61 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     return {tensor.name: tensor for tensor in tensors}
 
 
+def _parsed(data: bytes) -> dict[str, Any]:
+    """Parse a header as safetensors does (serde_json), which is stricter than Python.
+
+    Raises ValueError for what safetensors refuses, and for names and keys that occur twice: the format
+    forbids them, safetensors takes the last of two tensors.
+    """
+    header = json.loads(
+        data.decode("utf-8"),
+        object_pairs_hook=_unique,
+        parse_constant=_refused_constant,
+        parse_int=_integer,
+        parse_float=_finite,
+    )
+    if not isinstance(header, dict):
+        raise ValueError("no JSON object")
+    if SURROGATE.search(data):
+        json.dumps(header, ensure_ascii=False).encode("utf-8")  # raises ValueError for half of a pair
+    if any(_depth(entry) > DEEPEST for entry in header.values() if len(entry) > len(FIELDS)):
+        raise ValueError("values too deep in each other")
+    return header
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of a header. Raises ValueError for a key that occurs twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} occurs twice")
+    return found
+
+
+def _refused_constant(name: str) -> float:
+    raise ValueError(f"{name}, which is no JSON")
+
+
+def _integer(text: str) -> int | float:
+    """A whole number; `-0` is a fraction for safetensors, and so no size."""
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(text)} digits")
+    return -0.0 if text == "-0" else int(text)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:MOST_DIGITS]}, which is out of range")
+    return number
+
+
+def _depth(value: Any) -> int:
+    """The number of objects and arrays around the innermost value."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
+
+
 def _tensor(file: Path, name: str, entry: dict[str, Json], base: int) -> TensorInfo:
     """A tensor by its entry; ValueError, KeyError or TypeError for one that is none."""
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -109,7 +169,7 @@ def _tensor(file: Path, name: str, entry: dict[str, Json], base: int) -> TensorI
         raise ValueError(f"{name}: unknown dtype {dtype}")
     if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
         raise ValueError(f"{name}: shape or offsets are no lists")
-    sides = tuple(side for side in shape if type(side) is int and side >= 0)
+    sides = tuple(side for side in shape if type(side) is int and 0 <= side <= LARGEST_SIZE)
     start, end = offsets
     if len(sides) != len(shape) or type(start) is not int or type(end) is not int or min(start, end) < 0:
         raise ValueError(f"{name}: shape or offsets hold something else than sizes")

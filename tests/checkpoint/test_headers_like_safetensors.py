@@ -1,0 +1,87 @@
+"""Headers of safetensors files: read_header refuses what the safetensors library refuses."""
+
+import struct
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError, safe_open
+
+from tests.command import vexport
+from vexport.checkpoint.index import read_header
+from vexport.errors import InputError
+
+FIELDS = '"dtype":"F32","shape":[2],"data_offsets":[0,8]'
+TENSOR = f'"a":{{{FIELDS}}}'
+
+
+def with_further(value: str) -> str:
+    return f'{{"a":{{{FIELDS},"x":{value}}}}}'
+
+
+HEADERS = {
+    "sound": f"{{{TENSOR}}}",
+    "further key": with_further('[1, {"y": -2.5}]'),
+    "character beyond 16 bits": f'{{"__metadata__":{{"k":"\\ud83d\\ude00"}},{TENSOR}}}',
+    "-0 in a further key": with_further("-0"),
+    "125 levels": with_further("[" * 125 + "1" + "]" * 125),
+    "-0 in a shape": '{"a":{"dtype":"F32","shape":[2,-0],"data_offsets":[0,8]}}',
+    "-0 in an offset": '{"a":{"dtype":"F32","shape":[2],"data_offsets":[-0,8]}}',
+    "NaN": with_further("NaN"),
+    "Infinity": with_further("-Infinity"),
+    "1e400": with_further("1e400"),
+    "500 digits": with_further("9" * 500),
+    "half a character in a name": f'{{"\\ud800":{{{FIELDS}}}}}',
+    "half a character in a further key": with_further('"\\ud800"'),
+    "half a character in metadata": f'{{"__metadata__":{{"k":"\\udc00"}},{TENSOR}}}',
+    "metadata twice": f'{{"__metadata__":{{"k":"a"}},"__metadata__":{{"k":"b"}},{TENSOR}}}',
+    "field twice": f'{{"a":{{"dtype":"F32",{FIELDS}}}}}',
+    "126 levels": with_further("[" * 126 + "1" + "]" * 126),
+    "200 levels": with_further("[" * 200 + "1" + "]" * 200),
+    "20000 levels": with_further("[" * 20000 + "1" + "]" * 20000),
+    "fraction as size": '{"a":{"dtype":"F32","shape":[2.0],"data_offsets":[0,8]}}',
+}
+# The format forbids these, the library takes the last.
+FORBIDDEN = {
+    "name twice": f"{{{TENSOR},{TENSOR}}}",
+    "metadata key twice": f'{{"__metadata__":{{"k":"a","k":"b"}},{TENSOR}}}',
+}
+
+
+def write(folder: Path, header: str) -> Path:
+    data = header.encode()
+    data += b" " * (-len(data) % 8)
+    file = folder / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(data)) + data + bytes(8))
+    return file
+
+
+def is_read(file: Path) -> bool:
+    try:
+        return list(read_header(file)) == ["a"]
+    except InputError:
+        return False
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_same_headers_as_the_library(tmp_path: Path, name: str) -> None:
+    file = write(tmp_path, HEADERS[name])
+    try:
+        with safe_open(file, "np") as opened:
+            accepted = list(opened.keys()) == ["a"]
+    except SafetensorError:
+        accepted = False
+    assert is_read(file) is accepted
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_keys_that_occur_twice(tmp_path: Path, name: str) -> None:
+    assert not is_read(write(tmp_path, FORBIDDEN[name]))
+
+
+def test_check_names_file_and_cause(tmp_path: Path) -> None:
+    file = write(tmp_path, HEADERS["field twice"])
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    ran = vexport("check", tmp_path, "--static")
+    assert ran.code == 1
+    shown = " ".join(ran.stdout.split())
+    assert file.name in shown and "dtype occurs twice" in shown
