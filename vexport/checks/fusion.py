@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 
+from vexport.architectures.fusion import moe_layer
 from vexport.checks.vllm.groups import ConfigGroup, FusedLinear
 from vexport.checks.vllm.view import CheckpointView
+from vexport.checks.zeros import is_empty
 from vexport.records import Finding, Severity
 
 NAME = "fusion"
@@ -25,7 +27,8 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         group = view.group_of(fused)
         if len(fused.members) < 2 or group is None:
             continue
-        if values := _differing(view, fused, WEIGHT_GLOBAL_SCALE):
+        values = _differing(view, fused, WEIGHT_GLOBAL_SCALE)
+        if values and not _differ_in_zeros(view, values):
             yield _finding(fused, WEIGHT_GLOBAL_SCALE, values, "error", "would use the largest for all")
         for parameter in INPUT_SCALES:
             if values := _differing(view, fused, parameter):
@@ -34,6 +37,18 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         if group.weights.strategy == "tensor" and (values := _differing(view, fused, WEIGHT_SCALE)):
             fix = "requantizes to the largest, a small loss"
             yield _finding(fused, WEIGHT_SCALE, values, "warning", fix)
+
+
+def _differ_in_zeros(view: CheckpointView, values: Mapping[str, float]) -> bool:
+    """Return whether all members have the global scale that vLLM takes, except members of zeros only.
+
+    Routed experts are left out: vLLM takes the first member's scale there.
+    """
+    if any(moe_layer(module) is not None for module in values):
+        return False
+    taken = (min if WEIGHT_GLOBAL_SCALE in view.reciprocals else max)(values.values())
+    others = [module for module, value in values.items() if value != taken]
+    return all(is_empty(view, view.layers[module]) for module in others)
 
 
 def _input_finding(

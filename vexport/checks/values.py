@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -17,7 +18,6 @@ from vexport.checks.numbers import (
     empty,
     ends_of,
     impossible,
-    is_zero,
     middling,
     not_finite,
     numbers,
@@ -25,6 +25,7 @@ from vexport.checks.numbers import (
 )
 from vexport.checks.vllm.groups import ConfigGroup, FusedLinear, StoredLayer
 from vexport.checks.vllm.view import CheckpointView, error, warning
+from vexport.checks.zeros import empty_parts, input_is_zero, is_empty
 from vexport.formats import NVFP4
 from vexport.numerics import E2M1_MAX, E4M3_MAX, E8M0_NAN, GLOBAL_SCALE_NUMERATOR
 from vexport.records import Finding, TensorInfo
@@ -34,8 +35,6 @@ DESCRIPTION = "no NaN or infinity in weights and scales, every scale above zero 
 # AutoRound uses the lowest code of symmetric integers, which has no counterpart: where the largest weight
 # of a group is positive its scale is negative, as in about half of them. Fewer of either sign: an accident.
 LEAST_OF_EITHER_SIGN = 0.02
-# Rows of a weight examined at once where its scales are zero.
-ROWS_OF_ZEROS = 128
 # 448*6/absmax is below 1 only for absmax above 2688: no weight is that large, so it is a reciprocal.
 # Inputs reach float16's largest value, 65504, at most.
 LEAST_WEIGHT_GLOBAL_SCALE = 1.0
@@ -114,18 +113,29 @@ def _scale(view: CheckpointView, layer: StoredLayer, parameter: str, tensor: Ten
     wrong = dict(zip(("NaN", "infinite", "zero", "negative"), counts, strict=True))
     if _may_be_negative(values, parameter, layer.group):
         wrong["negative"] = 0
-    if wrong["zero"] and _scales_zeros(view, tensor, layer.weight):
+    if wrong["zero"] and parameter == "weight_scale" and _scales_zeros(view, layer, tensor):
         wrong["zero"] = 0
     problems = [f"{count} of {values.size} values {kind}" for kind, count in wrong.items() if count]
     if problems:
         yield _bad(tensor, ", ".join(problems))
-    elif parameter.endswith("global_scale"):
+        return
+    if parameter == "input_scale" and values.min() < 0:
+        got = "a negative one, whose sign cancels: inputs are divided by it and products multiplied"
+        fix = "store its magnitude"
+        yield warning(NAME, tensor.name, expected="a scale above zero", got=got, fix=fix)
+    findings = list(_single_scale_size(tensor, parameter, values))
+    means_nothing = is_empty if parameter.startswith("weight") else input_is_zero
+    if findings and not means_nothing(view, layer):
+        yield from findings
+
+
+def _single_scale_size(
+    tensor: TensorInfo, parameter: str, values: npt.NDArray[np.float64]
+) -> Iterator[Finding]:
+    """Findings on a global scale or a static scale of inputs."""
+    if parameter.endswith("global_scale"):
         yield from _global_scale_size(tensor, parameter, float(values.max()))
     elif parameter == "input_scale":
-        if values.min() < 0:
-            got = "a negative one, whose sign cancels: inputs are divided by it and products multiplied"
-            fix = "store its magnitude"
-            yield warning(NAME, tensor.name, expected="a scale above zero", got=got, fix=fix)
         yield from _input_scale_size(tensor, float(np.abs(values).max()))
 
 
@@ -138,24 +148,10 @@ def _may_be_negative(values: npt.NDArray[np.float64], parameter: str, group: Con
     return parameter == "weight_scale" and values.size >= MANY and rarer >= LEAST_OF_EITHER_SIGN * values.size
 
 
-def _scales_zeros(view: CheckpointView, scale: TensorInfo, weight: TensorInfo | None) -> bool:
-    """Return whether what the zeros of a scale multiply is zero anyway: rows of a weight, or groups in it."""
-    if weight is None or len(scale.shape) != 2 or len(weight.shape) != 2:
-        return False
-    (rows, groups), width = scale.shape, weight.shape[1]
-    if rows != weight.shape[0] or width % max(groups, 1) or weight.dtype not in ("U8", "I8"):
-        return False
-    if view.reader.is_hole(weight):
-        return True
-    zero = numbers(view.reader, scale) == 0
-    within = np.flatnonzero(zero.any(axis=1))
-    for start in range(0, within.size, ROWS_OF_ZEROS):
-        some = within[start : start + ROWS_OF_ZEROS]
-        codes = view.reader.rows(weight, some.tolist()).reshape(some.size, groups, -1)[zero[some]]
-        # FP4 has a zero of either sign, in either half of the byte.
-        if (codes & 0x77 if weight.dtype == "U8" else codes).any():
-            return False
-    return True
+def _scales_zeros(view: CheckpointView, layer: StoredLayer, scale: TensorInfo) -> bool:
+    """Return whether each zero of a scale multiplies zeros only."""
+    empty = empty_parts(view, layer, scale)
+    return empty is not None and bool(empty[numbers(view.reader, scale) == 0].all())
 
 
 def _bad(tensor: TensorInfo, got: str) -> Finding:
@@ -167,22 +163,68 @@ def _implausible(
     view: CheckpointView, layers: Sequence[StoredLayer], group: ConfigGroup
 ) -> Iterator[Finding]:
     """Scales that make weights of a size that no model has."""
+    sizes = {layer.name: size for layer in layers if (size := _scale_sizes(view, group, layer)) is not None}
+    if next(_wrong_sizes(group, [*sizes.values()]), None) is None:
+        return
+    # Reading all codes takes time: it is only done if a scale looks wrong.
+    for layer in (layer for layer in layers if layer.name in sizes):
+        without_zeros = _scale_sizes(view, group, layer, filled_only=True)
+        if without_zeros is None:
+            del sizes[layer.name]
+        else:
+            sizes[layer.name] = without_zeros
+    yield from _wrong_sizes(group, [*sizes.values()])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleSizes:
+    """The number of a layer's scales, their ends, and the size of a typical weight that they make."""
+
+    scale: TensorInfo
+    count: int
+    least: float
+    most: float
+    typical: float
+
+
+def _scale_sizes(
+    view: CheckpointView, group: ConfigGroup, layer: StoredLayer, *, filled_only: bool = False
+) -> ScaleSizes | None:
+    """Return the sizes of a layer's scales; with `filled_only` of those that scale another number than zero.
+
+    None if there are no such scales.
+    """
+    scale = layer.filled("weight_scale")
+    if scale is None or scale.dtype not in BITS:
+        return None
+    if scale.dtype != "U8" and group.storage.exponent_scales:
+        return None
+    empty = empty_parts(view, layer, scale) if filled_only else None
+    if empty is None:
+        (least, most), middle, count = (
+            ends_of(view.reader, scale),
+            middling(view.reader, scale),
+            math.prod(scale.shape),
+        )
+    else:
+        magnitudes = np.abs(numbers(view.reader, scale)[~empty])
+        if not magnitudes.size:
+            return None
+        least, most, middle = (float(each(magnitudes)) for each in (np.min, np.max, np.median))
+        count = magnitudes.size
+    typical = _typical(view, group, layer, middle)
+    return ScaleSizes(scale=scale, count=count, least=least, most=most, typical=typical)
+
+
+def _wrong_sizes(group: ConfigGroup, sizes: Sequence[ScaleSizes]) -> Iterator[Finding]:
+    """Findings on scales of layers that run as one."""
     largest: list[tuple[TensorInfo, float]] = []
-    for layer in layers:
-        scale = layer.filled("weight_scale")
-        if scale is None or scale.dtype not in BITS:
-            continue
-        if scale.dtype != "U8" and group.storage.exponent_scales:
-            continue
-        size = math.prod(scale.shape)
-        least, most = ends_of(view.reader, scale)
-        largest.append((scale, most))
-        if size >= MANY and least == most and not group.storage.exponent_scales:
-            yield _wrong_size(scale, f"{size} times {least:g}")
-            continue
-        typical = _typical(view, group, layer, middling(view.reader, scale))
-        if not LEAST_TYPICAL <= typical <= MOST_TYPICAL and not _is_empty(view, layer):
-            yield _wrong_size(scale, f"scales that make a typical weight {typical:.3g}")
+    for each in sizes:
+        largest.append((each.scale, each.most))
+        if each.count >= MANY and each.least == each.most and not group.storage.exponent_scales:
+            yield _wrong_size(each.scale, f"{each.count} times {each.least:g}")
+        elif not LEAST_TYPICAL <= each.typical <= MOST_TYPICAL:
+            yield _wrong_size(each.scale, f"scales that make a typical weight {each.typical:.3g}")
     if group.storage is not NVFP4 or not largest:
         return
     of_all = max(most for _, most in largest)
@@ -227,12 +269,6 @@ def _typical(view: CheckpointView, group: ConfigGroup, layer: StoredLayer, scale
     codes = np.frombuffer(view.reader.raw(weight), np.uint8)[: 1 << 16]
     magnitudes = np.abs(_E4M3[codes[codes & 0x7F != E4M3_NAN]])
     return scale * float(magnitudes.mean()) if magnitudes.size else scale
-
-
-def _is_empty(view: CheckpointView, layer: StoredLayer) -> bool:
-    """Return whether a weight is all zero, so that its scales mean nothing."""
-    weight = layer.weight
-    return weight is not None and weight.num_bytes > 0 and is_zero(view, weight)
 
 
 def _wrong_size(tensor: TensorInfo, got: str) -> Finding:
@@ -308,6 +344,10 @@ def _lost_share(
         values = to_numpy(_rows(view, scale, stored).tobytes(), scale.dtype)
         scales = np.asarray(values, np.float64).reshape(-1, scale.shape[1])
     usual = (scales > np.median(scales) * LEAST_USUAL) & ~np.isin(scales, PLACEHOLDERS)
+    of_empty = scales[empty]
+    # A producer has one scale for all parts without a number; weights that were lost had their own scales.
+    if of_empty.size > 1 and of_empty.min() == of_empty.max():
+        return 0.0
     return float((empty & usual).mean())
 
 

@@ -312,6 +312,8 @@ def refit(weight: torch.Tensor, moments: Moments, *, strength: float, ridge: flo
     `ridge` is lambda as a share of the mean of H's diagonal, with which H is positive definite.
     """
     assert moments.drift is not None
+    if not moments.hessian.diagonal().any():  # the layer's input is zero for every token
+        return weight.clone()
     damped = moments.hessian.clone()
     damped.diagonal().add_(ridge * moments.hessian.diagonal().mean())
     lower = torch.linalg.cholesky(damped)

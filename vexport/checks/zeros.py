@@ -1,0 +1,147 @@
+"""Finds weights that are zero, as a whole or in parts: scales of such parts mean nothing.
+
+Depth expansion starts with layers of zeros, pruning makes rows and experts of zeros, padding adds both. Each
+producer stores another scale for them: zero, a dtype's epsilon, one, or a range of its own. Codes decide, not
+scales: a part is empty if each of its codes stands for zero.
+"""
+
+import re
+
+import numpy as np
+import numpy.typing as npt
+
+from vexport.checkpoint.dtypes import BITS
+from vexport.checks.vllm.groups import StoredLayer
+from vexport.checks.vllm.view import CheckpointView
+from vexport.formats.arguments import QuantArgs
+from vexport.numerics import INT32_BITS
+from vexport.records import TensorInfo
+
+Bytes = npt.NDArray[np.uint8]
+Flags = npt.NDArray[np.bool_]
+# The number of a weight's values whose codes are decoded at once.
+VALUES_AT_ONCE = 1 << 22
+# The bits of a code besides its sign.
+MAGNITUDE = {"F8_E4M3": 0x7F, "F8_E5M2": 0x7F}
+# Layers whose input other layers of the same block compute: the names of these layers' last parts.
+SOURCES_OF_INPUT = {
+    "down_proj": re.compile(r"(gate|up|gate_up)_proj"),
+    "w2": re.compile(r"w1|w3|w13"),
+    "o_proj": re.compile(r"(v|qkv)_proj"),
+}
+
+
+def empty_parts(view: CheckpointView, layer: StoredLayer, scale: TensorInfo) -> Flags | None:
+    """Return for each value of a weight's scale whether all values that it scales are zero.
+
+    The flags have the shape of the scale. None if the layer's tensors are not understood.
+    """
+    shape, args, weight = _shape(view, layer), layer.group and layer.group.weights, layer.weight
+    if shape is None or args is None or weight is None or not weight.num_bytes:
+        return None
+    tall, wide = _part_sizes(scale.shape, shape, args)
+    if not tall or not wide or weight.dtype == "I32" and args.num_bits > BITS["I8"]:
+        return None
+    rows, columns = shape
+    parts = -(-rows // tall), -(-columns // wide)
+    empty = np.ones(parts, np.bool_)
+    step = max(VALUES_AT_ONCE // max(columns, 1), 1)
+    for start in range(0, rows, step):
+        numbers = range(start, min(start + step, rows))
+        filled = _filled(view, layer, args, numbers, columns)
+        if filled is None:
+            return None
+        of_columns = np.logical_or.reduceat(filled, np.arange(0, columns, wide), axis=1)
+        np.logical_and.at(empty, np.asarray(numbers) // tall, ~of_columns)
+        view.reader.release([weight])
+    return empty.reshape(scale.shape) if empty.size == np.prod(scale.shape, dtype=int) else None
+
+
+def is_empty(view: CheckpointView, layer: StoredLayer) -> bool:
+    """Return whether a layer's weight is all zero."""
+    scale = layer.filled("weight_scale")
+    empty = empty_parts(view, layer, scale) if scale is not None else None
+    return empty is not None and bool(empty.all())
+
+
+def input_is_zero(view: CheckpointView, layer: StoredLayer) -> bool:
+    """Return whether a layer of zeros computes the layer's input, which is then zero for every token."""
+    holder, dot, last_part = layer.name.rpartition(".")
+    pattern = SOURCES_OF_INPUT.get(last_part)
+    if pattern is None:
+        return False
+    siblings = (
+        other
+        for name, other in view.layers.items()
+        if name.startswith(f"{holder}{dot}") and pattern.fullmatch(name.removeprefix(f"{holder}{dot}"))
+    )
+    return any(is_empty(view, other) for other in siblings)
+
+
+def _shape(view: CheckpointView, layer: StoredLayer) -> tuple[int, int] | None:
+    """(out_features, in_features) by the stored tensors, which need not be those of the config."""
+    return layer.group.shape(layer.parameters) if layer.group is not None else None
+
+
+def _part_sizes(stored: tuple[int, ...], shape: tuple[int, int], args: QuantArgs) -> tuple[int, int]:
+    """Rows and columns of a weight that share a scale; zeros if the scale's shape does not fit the weight."""
+    rows, columns = shape
+    if all(side == 1 for side in stored) and args.strategy == "tensor":
+        return rows, columns
+    if len(stored) not in (1, 2):
+        return 0, 0
+    tall, wide = args.block or (1, args.group or columns)
+    parts = -(-rows // tall), -(-columns // wide)
+    return (tall, wide) if stored == parts or (*stored, 1) == parts else (0, 0)
+
+
+def _filled(
+    view: CheckpointView, layer: StoredLayer, args: QuantArgs, numbers: range, columns: int
+) -> Flags | None:
+    """Return for each value of some rows whether its code stands for another number than zero."""
+    weight = layer.weight
+    assert weight is not None
+    stored = view.reader.rows(weight, list(numbers))
+    zeros = _zero_points(view, layer, args, numbers, columns)
+    if weight.dtype == "U8":  # two codes of FP4 in a byte, each with a zero of either sign
+        filled = np.stack([stored & 0x7, stored >> 4 & 0x7], axis=2).reshape(len(stored), -1) != 0
+    elif weight.dtype in MAGNITUDE:
+        filled = stored & np.uint8(MAGNITUDE[weight.dtype]) != 0
+    elif weight.dtype == "I8" and zeros is not None:
+        filled = stored.view(np.int8) != zeros
+    elif weight.dtype == "I32" and zeros is not None:
+        filled = _unpacked(stored, args.num_bits, columns) != zeros
+    else:
+        return None
+    return filled if filled.shape[1] == columns else None
+
+
+def _zero_points(
+    view: CheckpointView, layer: StoredLayer, args: QuantArgs, numbers: range, columns: int
+) -> npt.NDArray[np.int16] | None:
+    """The code of zero for each value of some rows, or one that broadcasts; None if it is not understood."""
+    packed = layer.weight is not None and layer.weight.dtype == "I32"
+    middle = 1 << args.num_bits - 1 if packed else 0
+    tensor = layer.filled("weight_zero_point")
+    if args.symmetric or tensor is None:
+        return np.full((1, 1), middle, np.int16) if args.symmetric else None
+    groups = -(-columns // (args.group or columns))
+    if packed and tensor.dtype == "I32" and len(tensor.shape) == 2 and tensor.shape[1] == groups:
+        words = np.frombuffer(view.reader.raw(tensor), np.uint8).reshape(*tensor.shape, 4)
+        rows = tensor.shape[0] * INT32_BITS // args.num_bits
+        codes = _unpacked(words.transpose(1, 0, 2).reshape(groups, -1), args.num_bits, rows).T
+    elif tensor.dtype == "I8" and tensor.shape[1:] in ((), (groups,)):
+        stored = np.frombuffer(view.reader.raw(tensor), np.int8).reshape(tensor.shape[0], -1)
+        codes = stored.astype(np.int16) + np.int16(middle)
+    else:
+        return None
+    if len(codes) < numbers.stop:
+        return None
+    return np.repeat(codes[numbers.start : numbers.stop], -(-columns // codes.shape[1]), axis=1)[:, :columns]
+
+
+def _unpacked(stored: Bytes, num_bits: int, count: int) -> npt.NDArray[np.int16]:
+    """The first `count` codes of each row (rows, bytes): they follow each other bit by bit."""
+    bits = np.unpackbits(stored, axis=1, bitorder="little", count=count * num_bits)
+    weights = (1 << np.arange(num_bits)).astype(np.int16)
+    return bits.reshape(len(stored), count, num_bits).astype(np.int16) @ weights
