@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
+from vexport.architectures import POOLED, REMOVED
 from vexport.engine.dry.worker import preload
 
 preload()
@@ -131,10 +132,13 @@ def other_tasks() -> dict[str, str]:
         **registry._SEQUENCE_CLASSIFICATION_MODELS,
     }
     return {
-        **{name: f"vLLM had it until {last}" for name, last in registry._PREVIOUSLY_SUPPORTED_MODELS.items()},
+        **{name: f"{REMOVED} {last}" for name, last in registry._PREVIOUSLY_SUPPORTED_MODELS.items()},
         **{name: f"vLLM runs it by a plug-in: {url}" for name, url in registry._OOT_SUPPORTED_MODELS.items()},
         **dict.fromkeys(registry._SPECULATIVE_DECODING_MODELS, "vLLM runs it as the draft of another model"),
-        **dict.fromkeys(pooling, "vLLM runs it to embed, score or classify, not to generate text"),
+        **dict.fromkeys(pooling, POOLED),
+        **dict.fromkeys(
+            registry._TRANSFORMERS_BACKEND_MODELS, "vLLM's Transformers backend, whatever the model"
+        ),
     }
 
 

@@ -198,6 +198,39 @@ def architecture_table() -> ArchitectureTable:
     return _generated(ArchitectureTable, "vllm.json")
 
 
+# Endings of classes that vLLM makes of a class that generates text, and endings of the latter
+# (_SUFFIX_TO_DEFAULTS in vllm/config/model.py, _normalize_arch in models/registry.py).
+GENERATING_ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
+POOLING_ENDINGS = (
+    "ForTextEncoding",
+    "EmbeddingModel",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForAudioClassification",
+    "ForImageClassification",
+    "ForVideoClassification",
+    "ClassificationModel",
+    "ForRewardModeling",
+    "RewardModel",
+    "Model",
+)
+POOLED = "vLLM runs it to embed, score or classify, not to generate text"
+# How the reasons of classes begin that vLLM had and no longer has.
+REMOVED = "vLLM had it until"
+
+
+def left_out(name: str) -> str | None:
+    """Return why a class of vLLM's registry is not in the table, or None if the registry does not have it."""
+    table = architecture_table()
+    if name in table.left_out:
+        return table.left_out[name]
+    ending = next((ending for ending in POOLING_ENDINGS if name.endswith(ending)), None)
+    if ending is None or name in table.architectures:
+        return None
+    bases = (name.removesuffix(ending) + other for other in GENERATING_ENDINGS)
+    return POOLED if any(base in table.architectures for base in bases) else None
+
+
 def get_architecture(name: str) -> Architecture:
     """A model class; InputError where this vLLM does not know it."""
     table = architecture_table()
@@ -208,7 +241,7 @@ def get_architecture(name: str) -> Architecture:
     )
     raise InputError(
         f"architecture {name}",
-        got=table.left_out.get(name, unknown),
+        got=left_out(name) or unknown,
         need=f"a class that vLLM {table.vllm} generates text with",
         fix="see `vexport list architectures`",
     )

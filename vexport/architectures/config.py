@@ -22,6 +22,8 @@ TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config"
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # No tensor is made of larger numbers.
 LARGEST = 1 << 40
+# Characters of a value in a message, and whole numbers that are shown in short.
+SHOWN, LONG, LARGEST_FLOAT = 80, 10**9, 10**300
 QUERIES, KEYS, VALUES = "queries", "keys", "values"
 
 
@@ -30,6 +32,15 @@ def text_config(config: Mapping[str, Json]) -> Mapping[str, Json]:
     nested = (config.get(key) for key in TEXT_CONFIGS)
     inner = next((value for value in nested if isinstance(value, dict)), None)
     return config if inner is None else text_config(inner)
+
+
+def shown(value: Json) -> str:
+    """Return a value of a config as messages show it: at most 80 characters, large numbers in short."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= LONG:
+        # A float holds no larger numbers; Python refuses to write out numbers of thousands of digits.
+        return f"{value:.6g}" if abs(value) < LARGEST_FLOAT else f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
 
 
 class Unknown(Exception):
@@ -116,7 +127,7 @@ def head_width(text: Mapping[str, Json]) -> int:
 
 def known_size(expression: str, values: Mapping[str, Json]) -> int:
     """A size; 0 where the config does not tell."""
-    sizes = {key: value for key, value in values.items() if isinstance(value, int) and value > 0}
+    sizes = {key: value for key, value in values.items() if isinstance(value, int) and 0 < value <= LARGEST}
     try:
         return size(expression, defaultdict(int, sizes))
     except Unknown:

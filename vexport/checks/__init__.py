@@ -27,6 +27,7 @@ from vexport.checks import (
 )
 from vexport.checks.completeness import unjudged_tensors
 from vexport.checks.config import has_quantized_outputs, other_method
+from vexport.checks.model import unjudged_class
 from vexport.checks.vllm.view import ANY, CheckFunction, CheckpointView, Target
 from vexport.errors import InputError, InputErrors, VexportError, file_problem
 from vexport.errors.extras import unforeseen
@@ -101,14 +102,14 @@ def check_checkpoint(
     """
     root = root or Path(name)
     require_config(root)
-    not_judged: tuple[NotJudged, ...] = ()
+    not_judged, idle = tuple[NotJudged, ...](), tuple[NotJudged, ...]()
     try:
         index = read_index(root)
         with Reader() as reader:
             view = CheckpointView(index, reader, target, digests)
             # Several families may report the same unreadable file.
             findings = tuple(dict.fromkeys(findings_on(view, against)))
-            not_judged = tuple(unjudged(view))
+            not_judged, idle = tuple(unjudged(view)), tuple(shards.without_digests(view))
     except InputError as problem:
         findings = findings_of(problem)
     except OSError as error:
@@ -119,6 +120,7 @@ def check_checkpoint(
         ok=ok,
         findings=findings,
         not_judged=not_judged,
+        idle=idle,
         vllm=short_version(target.vllm),
         tp=tuple(target.tp) or (1,),
         sm=tuple(target.sm),
@@ -202,6 +204,7 @@ def unjudged(view: CheckpointView) -> Iterator[NotJudged]:
         rules = short_version(known if view.method is None else PINNED)
         what = f"what is new in vLLM {short_version(asked)}"
         yield NotJudged(what=what, why=f"the rules are those of {rules}")
+    yield from unjudged_class(view)
     method = other_method(view)
     if method is not None:
         why = f"vLLM loads {method!r} by code whose rules vexport does not have"

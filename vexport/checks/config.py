@@ -39,16 +39,16 @@ REFUSED_ORDERING = ("group", "dynamic")
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on the quantization config."""
     config = view.quantization
+    quantized = any(fused.is_quantized for fused in view.fused_linears)
     if config is None:
-        if any(fused.is_quantized for fused in view.fused_linears):
-            yield _finding(
-                view, "", "a quantization_config for the quantized tensors", "no such key", "export again"
-            )
+        yield from _without_config(view, quantized=quantized)
         return
     other = other_method(view)
     if other is not None:
         yield from _of_other_method(view, other)
         return
+    if view.index.tensors and not quantized:
+        yield _nothing_quantized(view, "no layer with quantized tensors")
     if view.method is not None:
         yield from _other_method(view, view.method)
         return
@@ -58,7 +58,6 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         yield _finding(view, "quant_method", f"{METHOD}, as the other keys say", repr(method), fix)
         return
     groups = config.get("config_groups")
-    quantized = any(fused.is_quantized for fused in view.fused_linears)
     if not isinstance(groups, dict) or (not groups and quantized):
         yield _finding(view, "config_groups", "at least one group", repr(groups), "export again")
         return
@@ -73,6 +72,21 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         yield _finding(view, "ignore", "a list of names", repr(ignore), "set it, to [] for none")
     problems = tuple(_patterns(view))
     yield from problems or _groups(view)
+
+
+def _without_config(view: CheckpointView, *, quantized: bool) -> Iterator[Finding]:
+    if quantized:
+        expected = "a quantization_config for the quantized tensors"
+        yield _finding(view, "", expected, "no such key", "export again")
+    elif view.index.tensors:
+        yield _nothing_quantized(view, "no such key: vLLM runs every layer in 16 bits")
+
+
+def _nothing_quantized(view: CheckpointView, got: str) -> Finding:
+    """Warn of a checkpoint that is not quantized, such as a copy of the source in a CI gate."""
+    expected = "a quantized checkpoint"
+    fix = "name the quantized checkpoint; if this is the unquantized model, there is nothing to do"
+    return warning(NAME, view.quantization_place, expected=expected, got=got, fix=fix)
 
 
 def _other_method(view: CheckpointView, method: "QuantMethod") -> Iterator[Finding]:

@@ -3,12 +3,13 @@
 import re
 from collections.abc import Iterator, Mapping
 
-from vexport.architectures import architecture_table, transformers_models
-from vexport.architectures.config import text_config
+from vexport.architectures import REMOVED, architecture_table, left_out, transformers_models
+from vexport.architectures.config import shown, text_config
 from vexport.architectures.layouts import ClassLayout, get_layout
-from vexport.checks.vllm.layout import impossible_size, layout_of, missing_sizes
+from vexport.checks.vllm.layout import impossible_size, layout_of, missing_sizes, oversized
+from vexport.checks.vllm.rotary import table_bytes, wrong_numbers
 from vexport.checks.vllm.view import CheckpointView, error, warning
-from vexport.records import Finding, Json
+from vexport.records import Finding, Json, NotJudged
 
 NAME = "model"
 DESCRIPTION = "vLLM has the model's class, and config.json the sizes and names that it is built from"
@@ -20,6 +21,9 @@ CLASSIFIES = re.compile(r"(^|\.)(score|classifier|cls|qa_outputs)\.")
 GENERATING_BASES = ("Gemma2Model", "LlamaModel", "MistralModel", "Qwen2Model")
 # Trained models have 1e-8 to 1e-5.
 LARGEST_EPSILON = 0.01
+# A table for 10,485,760 positions of heads of 128, the most of a model of 2026, has 2.5 GiB in bfloat16.
+MOST_TABLE_BYTES = 8 << 30
+MOST_LABELS = 1_000_000
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -27,14 +31,18 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     config = view.index.config
     yield from _class(view)
     yield from _narrowed(view)
+    yield from _positions(view)
+    yield from _labels(view)
     if impossible := impossible_size(config, len(view.index.tensors)):
         key, got = impossible
         yield _wrong(view, key, "at most as many as there are tensors", got)
         return
     entry = get_layout(view.class_name)
     if entry is not None:
+        for key, value in oversized(entry, config):
+            yield _wrong(view, key, "a size that a tensor can have", shown(value))
         for key in missing_sizes(entry, config):
-            got = repr(config[key]) if key in config else "none: transformers would take its own default"
+            got = shown(config[key]) if key in config else "none: transformers would take its own default"
             yield _wrong(view, key, "a size", got)
         yield from _sizes(view, entry, text_config(config))
 
@@ -64,23 +72,39 @@ def _class(view: CheckpointView) -> Iterator[Finding]:
 def _unreadable(view: CheckpointView) -> Iterator[Finding]:
     kind, names = view.index.config.get("model_type"), view.index.config.get("architectures")
     if not isinstance(kind, str) or not kind:
-        yield _wrong(view, "model_type", "transformers' name of the architecture", repr(kind))
+        yield _wrong(view, "model_type", "transformers' name of the architecture", shown(kind))
     elif names is not None and not isinstance(names, list):
-        yield _wrong(view, "architectures", "a list of names", repr(names))
+        yield _wrong(view, "architectures", "a list of names", shown(names))
 
 
 def _unknown(view: CheckpointView) -> Iterator[Finding]:
-    """A class that neither vLLM, nor transformers, nor code in the checkpoint has."""
+    """Find a class that neither vLLM, nor transformers, nor code in the checkpoint has.
+
+    Classes of vLLM's registry that are not in the table are not judged: see `unjudged_class`.
+    """
     name, table = view.class_name, architecture_table()
     if not name:
         yield _wrong(view, "architectures", "the name of the model class", "none, and an unknown model_type")
         return
     has_code = "auto_map" in view.index.config or name in (transformers_models(_kind(view)) or ())
     newer = name in view.facts.added
-    if name not in table.architectures and not has_code and not newer:
+    if name in table.architectures or has_code or newer:
+        return
+    reason = left_out(name)
+    if reason is None or reason.startswith(REMOVED):
         vllm = view.facts.vllm
         expected = f"a class of vLLM {vllm} or of transformers"
-        yield _wrong(view, "architectures", expected, f"{name}, of neither")
+        yield _wrong(
+            view, "architectures", expected, f"{name}, of neither" if reason is None else f"{name}: {reason}"
+        )
+
+
+def unjudged_class(view: CheckpointView) -> Iterator[NotJudged]:
+    """Yield why no check knows the class, if vLLM's registry has it and the table of classes does not."""
+    name = view.class_name
+    reason = left_out(name) if name not in view.facts.added else None
+    if reason is not None and not reason.startswith(REMOVED):
+        yield NotJudged(what=f"the layers that vLLM builds of {name}", why=reason)
 
 
 def _without_output(view: CheckpointView) -> Iterator[Finding]:
@@ -131,15 +155,41 @@ def _sizes(view: CheckpointView, entry: ClassLayout, config: Mapping[str, Json])
     heads, keys = config.get("num_attention_heads"), config.get("num_key_value_heads")
     sized = any("num_key_value_heads" in side for row in entry.rows for side in row.shape or ())
     if sized and isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
-        yield _wrong(view, "num_key_value_heads", f"a divisor of num_attention_heads {heads}", str(keys))
+        yield _wrong(
+            view, "num_key_value_heads", f"a divisor of num_attention_heads {shown(heads)}", shown(keys)
+        )
     # vLLM computes with any number here without an error, and uses one of two RoPE descriptions.
     epsilon = config.get("rms_norm_eps", LARGEST_EPSILON)
     if isinstance(epsilon, float) and not 0 <= epsilon <= LARGEST_EPSILON:
-        yield _wrong(view, "rms_norm_eps", f"a number from 0 to {LARGEST_EPSILON}", repr(epsilon))
+        yield _wrong(view, "rms_norm_eps", f"a number from 0 to {LARGEST_EPSILON}", shown(epsilon))
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    kinds = {each.get("rope_type", each.get("type")) for each in (new, old) if isinstance(each, dict)}
-    if isinstance(new, dict) and isinstance(old, dict) and new != old and kinds - {"default", None}:
-        yield _wrong(view, "rope_scaling", "one description of the positions", f"{old} next to {new}")
+    kinds = [each.get("rope_type", each.get("type")) for each in (new, old) if isinstance(each, dict)]
+    scaled = any(kind not in ("default", None) for kind in kinds)
+    if isinstance(new, dict) and isinstance(old, dict) and new != old and scaled:
+        got = f"{shown(old)} next to {shown(new)}"
+        yield _wrong(view, "rope_scaling", "one description of the positions", got)
+
+
+def _positions(view: CheckpointView) -> Iterator[Finding]:
+    """Find bases of which no angle is finite, and tables of positions that no memory holds."""
+    for wrong in wrong_numbers(view.index.config):
+        yield _wrong(view, wrong.key, wrong.need, shown(wrong.value))
+    num_bytes = table_bytes({"dtype": view.index.config.get("dtype"), **view.text})
+    if num_bytes > MOST_TABLE_BYTES:
+        expected = f"positions whose rotary table has at most {MOST_TABLE_BYTES >> 30} GiB"
+        got = f"a table of {num_bytes / (1 << 30):,.0f} GiB, which vLLM computes on each GPU when it starts"
+        fix = (
+            "set max_position_embeddings and the factor in rope_parameters to what the model was trained for"
+        )
+        where = f"{view.config_path}: max_position_embeddings"
+        yield warning(NAME, where, expected=expected, got=got, fix=fix)
+
+
+def _labels(view: CheckpointView) -> Iterator[Finding]:
+    """Find a number of labels for which transformers would make names until the memory is used up."""
+    count = view.index.config.get("num_labels")
+    if isinstance(count, int) and count > MOST_LABELS:
+        yield _wrong(view, "num_labels", f"at most {MOST_LABELS:,}: transformers names each", shown(count))
 
 
 def _wrong(view: CheckpointView, key: str, expected: str, got: str) -> Finding:

@@ -9,10 +9,11 @@ from pathlib import Path
 from vexport.checkpoint.index import INDEX_NAME, read_header
 from vexport.checkpoint.reader import same_bytes
 from vexport.checks.vllm.view import CheckpointView, error, info, warning
+from vexport.errors import InputError
 from vexport.files import read_json_object
 from vexport.outputs import RECIPE
 from vexport.outputs.digests import DIGESTS, digest_of, recorded_digests
-from vexport.records import Finding, TensorInfo
+from vexport.records import Finding, NotJudged, TensorInfo
 
 NAME = "shards"
 SHARD = re.compile(r"(?P<start>.*)-\d+(?P<of>-of-(?P<count>\d{1,9})\.safetensors)")
@@ -117,6 +118,17 @@ def digests(view: CheckpointView) -> Iterator[Finding]:
         recorded = {}
     yield from _compared(view, recorded, f"remove {DIGESTS!r} from {RECIPE} if it was changed on purpose")
     yield from _compared(view, view.digests or {}, "compare the list with the one of who made the checkpoint")
+
+
+def without_digests(view: CheckpointView) -> Iterator[NotJudged]:
+    """Yield the reason if there are no digests to compare the files with."""
+    if view.digests is None:
+        try:
+            recorded = recorded_digests(view.index.root)
+        except InputError:  # a finding of `digests`
+            return
+        if not recorded:
+            yield NotJudged(what=BYTES_NAME, why=f"{RECIPE} has no digests, and --digests names no list")
 
 
 def _compared(view: CheckpointView, digests: Mapping[str, str], otherwise: str) -> Iterator[Finding]:

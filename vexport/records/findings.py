@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
+
+from pydantic import Field
 
 from vexport.errors import VexportError
 
@@ -66,7 +68,8 @@ class CheckReport:
     """The findings on one checkpoint; `ok` means that none of them is an error in what was judged.
 
     `vllm`, `tp` and `sm` say what it was judged for: a version, tensor parallel sizes and compute
-    capabilities, of which none means any. A report from before they were written has no version.
+    capabilities, of which none means any. A report from before they were written has no version. `idle` has
+    the reason for each family of checks that had nothing to compare with; it is not written.
     """
 
     schema: Literal["vexport.check/1"] = "vexport.check/1"
@@ -74,6 +77,7 @@ class CheckReport:
     ok: bool
     findings: tuple[Finding, ...]
     not_judged: tuple[NotJudged, ...] = ()
+    idle: Annotated[tuple[NotJudged, ...], Field(exclude=True)] = ()
     vllm: str = ""
     tp: tuple[int, ...] = ()
     sm: tuple[int, ...] = ()

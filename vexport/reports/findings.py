@@ -211,7 +211,16 @@ def check_gates(report: CheckReport, families: Sequence[str]) -> tuple[Gate, ...
     by_name: dict[str, list[Finding]] = {name: [] for name in families}
     for finding in report.findings:
         by_name.setdefault(finding.check, []).append(finding)
-    return (*(findings_gate(name, findings) for name, findings in by_name.items()), *skipped)
+    idle = {each.what: f"not judged: {each.why}" for each in report.idle if not by_name.get(each.what)}
+    return (
+        *(
+            Gate(name=name, status="SKIPPED", message=idle[name])
+            if name in idle
+            else findings_gate(name, findings)
+            for name, findings in by_name.items()
+        ),
+        *skipped,
+    )
 
 
 def cell_gate(cell: MatrixCell) -> Gate:

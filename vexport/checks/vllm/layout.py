@@ -4,12 +4,12 @@ For a class that is not in the table only what its tensors say of each other can
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from vexport.architectures import Architecture, with_stars
-from vexport.architectures.config import text_config
+from vexport.architectures.config import LARGEST, shown, text_config
 from vexport.architectures.fusion import moe_layer
 from vexport.architectures.layouts import ClassLayout, Expected, expected_tensors, get_layout
 from vexport.checks.vllm.groups import joined_name, split_name
@@ -174,10 +174,13 @@ def _as_stored(
 def _one_by_one(
     prefix: str, name: str, stacked: Expected, architecture: Architecture, hidden: int
 ) -> dict[str, Expected]:
-    """The layers of all experts that are in one tensor; none where they are not known."""
+    """Return the layers of all experts that are in one tensor, none if names or sizes are unknown."""
     if architecture.experts is None or stacked.shape is None or len(stacked.shape) != 3:
         return {}
-    count, *sides = (side or 0 for side in stacked.shape)
+    sizes = [side for side in stacked.shape if side is not None]
+    if len(sizes) != len(stacked.shape):
+        return {}
+    count, *sides = sizes
     gate, down, up = architecture.experts
     last = next((new for old, new in architecture.stacked_experts.items() if name.endswith(old)), name)
     if hidden not in sides or up is None:
@@ -225,11 +228,20 @@ def impossible_size(config: Mapping[str, Json], tensors: int) -> tuple[str, str]
     for where in (config, text):
         for key in COUNTS:
             if _int(where, key) > max(tensors, 1):
-                return key, f"{_int(where, key):.6g} in a checkpoint of {tensors:,} tensors"
+                return key, f"{shown(_int(where, key))} in a checkpoint of {tensors:,} tensors"
     experts = max(_int(text, key) for key in COUNTS[1:])
     if _int(text, "num_hidden_layers") * experts > SLACK * tensors + LEAST_SLACK:
         return "num_hidden_layers", f"more experts in its layers than the checkpoint's {tensors:,} tensors"
     return None
+
+
+def oversized(entry: ClassLayout, config: Mapping[str, Json], path: str = "") -> Iterator[tuple[str, Json]]:
+    """Yield the keys that the sizes of the class's tensors are computed from and that no tensor can have."""
+    for key, value in config.items():
+        if isinstance(value, dict) and not path:
+            yield from oversized(entry, value, f"{key}.")
+        elif isinstance(value, int) and abs(value) > LARGEST and f"{path}{key}" in entry.keys:
+            yield f"{path}{key}", value
 
 
 def missing_sizes(entry: ClassLayout, config: Mapping[str, Json]) -> list[str]:

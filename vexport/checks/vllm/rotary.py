@@ -1,0 +1,115 @@
+"""Rotary position embeddings by config.json as vLLM builds them: their bases, and the sizes of their tables.
+
+Source: get_rope in vllm/model_executor/layers/rotary_embedding/__init__.py and the classes that it makes: a
+table has a row of `rotary_dim` values for each position.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from vexport.architectures.config import head_width, known_size
+from vexport.records import Json
+
+# The keys of a base, by the ends of their names: rope_theta, local_rope_theta, and older names.
+BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base")
+PARTIAL = ("partial_rotary_factor", "rotary_pct", "rope_pct")
+DESCRIPTIONS = ("rope_parameters", "rope_scaling")
+ORIGINAL = "original_max_position_embeddings"
+# Types whose table is longer by `factor` than the positions that the model was trained with, or than all.
+OF_ORIGINAL = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
+OF_ALL = ("linear", "ntk", "dynamic")
+# Rows of a table for sections of an image's height and width (MRotaryEmbedding).
+SECTIONS = 4
+# No position is larger: what is computed from larger numbers stays small.
+LARGEST = 1 << 62
+# Names and dictionaries nested deeper hold no description of positions.
+DEEPEST = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrongNumber:
+    """A key of a description, the number that it needs, and its value."""
+
+    key: str
+    need: str
+    value: Json
+
+
+def wrong_numbers(config: Mapping[str, Json], path: str = "", depth: int = 0) -> Iterator[WrongNumber]:
+    """Yield the bases that make no finite angle, and the shares of a head that no head has."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            if depth < DEEPEST:
+                yield from wrong_numbers(value, f"{path}{key}.", depth + 1)
+        elif key.endswith(BASES):
+            need, most = "a finite number above zero", math.inf
+            if not all(_is_between(each, most) for each in (value if isinstance(value, list) else [value])):
+                yield WrongNumber(key=f"{path}{key}", need=need, value=value)
+        elif key in PARTIAL and not _is_between(value, 1.0):
+            need = "a number above zero, at most 1"
+            yield WrongNumber(key=f"{path}{key}", need=need, value=value)
+
+
+def _is_between(value: Json, most: float) -> bool:
+    """Return whether a value is null, or a finite number above zero that is at most `most`."""
+    if value is None:
+        return True
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    number = _as_float(value)
+    return 0 < number <= most and math.isfinite(number)
+
+
+def table_bytes(text: Mapping[str, Json]) -> int:
+    """Return the bytes of the largest table of positions, 0 if the config does not tell them."""
+    positions = _whole(text.get("max_position_embeddings"))
+    width = known_size("qk_rope_head_dim", text) or head_width(text)
+    size = 4 if text.get("dtype", text.get("torch_dtype")) in ("float32", "torch.float32") else 2
+    rows = max((_rows(each, positions) for each in _descriptions(text)), default=positions)
+    return min(rows, LARGEST) * width * size
+
+
+def _descriptions(text: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:
+    """Yield the description of the positions; in newer configs each kind of layer may have its own."""
+    yield {}
+    for key in DESCRIPTIONS:
+        found = text.get(key)
+        if isinstance(found, dict):
+            yield found
+            yield from (inner for inner in found.values() if isinstance(inner, dict))
+
+
+def _rows(rope: Mapping[str, Json], positions: int) -> int:
+    """Return the rows of a table for a description of the positions."""
+    kind = rope.get("rope_type", rope.get("type"))
+    original = _whole(rope.get(ORIGINAL)) or positions
+    if "mrope_section" in rope:
+        positions, original = SECTIONS * positions, SECTIONS * original
+    if kind in OF_ORIGINAL:
+        return _times(original, rope.get("factor"))
+    if kind in OF_ALL and "alpha" not in rope:
+        return _times(positions, rope.get("factor"))
+    return positions + original if kind == "longrope" else positions
+
+
+def _times(rows: int, factor: Json) -> int:
+    """Rows times a factor, of a list the largest one."""
+    factors = factor if isinstance(factor, list) else [factor]
+    known = [_as_float(each) for each in factors if isinstance(each, int | float)]
+    most = max((each for each in known if each > 0), default=1.0)
+    return int(min(rows * most, LARGEST))
+
+
+def _whole(value: Json) -> int:
+    """A positive whole number, 0 for every other value."""
+    is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return min(value, LARGEST) if is_size and isinstance(value, int) else 0
+
+
+def _as_float(value: int | float) -> float:
+    """A number as float, infinite if it is too large for one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
