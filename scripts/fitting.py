@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
@@ -10,7 +10,19 @@ from itertools import chain, combinations, product
 from operator import and_, or_
 from typing import Any
 
-from samples import PLAIN, Model, Numbers, Sample, Values, changed, is_number, leaves, part_of, with_traces
+from samples import (
+    PLAIN,
+    Literals,
+    Model,
+    Numbers,
+    Sample,
+    Values,
+    changed,
+    is_number,
+    leaves,
+    part_of,
+    with_traces,
+)
 
 from vexport.architectures import with_stars
 from vexport.architectures.config import Unknown, evaluate, size
@@ -44,7 +56,7 @@ class Observed:
         return None
 
 
-def fitted(observed: Iterable[Observed], literals: Set[int], *, deeper: bool = True) -> str:
+def fitted(observed: Iterable[Observed], literals: Literals, *, deeper: bool = True) -> str:
     """Return the expression that gives the size under every config, or "" if there is none.
 
     The expression is one that the model's code computed, or two of them: the first if a key is set, the
@@ -70,16 +82,18 @@ def fitted(observed: Iterable[Observed], literals: Set[int], *, deeper: bool = T
     return ""
 
 
-def named_numbers(text: str, observed: Observed, literals: Set[int]) -> Iterator[str]:
+def named_numbers(text: str, observed: Observed, literals: Literals) -> Iterator[str]:
     """Yield an expression, with a key for each number that is not among `literals`.
 
-    Python's `int` drops the key that a number comes from: any key of that value may be meant.
+    Python's `int` drops the key that a number comes from: any key of that value may be meant, and other
+    values of the key tell whether it is.
     """
-    foreign = next((number for number in LITERAL.findall(text) if int(number) not in literals), None)
+    foreign = next((number for number in LITERAL.findall(text) if int(number) not in literals.numbers), None)
     if foreign is None:
         yield text
         return
-    keys = [key for key, value in observed.sample.keys.items() if is_number(value) and value == int(foreign)]
+    values = ((key, observed.sample.keys.get(key)) for key in sorted(literals.keys))
+    keys = [key for key, value in values if is_number(value) and value == int(foreign)]
     number = re.compile(rf"{BEFORE}{foreign}\b")
     for key in keys if len(keys) <= MOST_NAMES else ():
         yield from named_numbers(number.sub(key, text), observed, literals)
@@ -313,7 +327,7 @@ class Fitter:
         yield "", None
 
 
-def shape(seen: Sequence[tuple[Observed, tuple[int, ...]]], literals: Set[int]) -> list[str] | None:
+def shape(seen: Sequence[tuple[Observed, tuple[int, ...]]], literals: Literals) -> list[str] | None:
     """Return an expression for each size of tensors that are alike under each config, "" if it is unknown."""
     if len({len(sizes) for _, sizes in seen}) != 1:
         return None

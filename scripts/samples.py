@@ -45,6 +45,8 @@ LISTED = (*ALLOWED_ATTN_LAYER_TYPES, *ALLOWED_MLP_LAYER_TYPES)
 LAYERS = re.compile(r"layers|depth|blocks")
 LONGEST, MOST_TRIES, MOST_COMBINED = 300, 24, 6
 PLAIN = ClassLayout(types={})
+# Factors that every model's code contains: gate and up, queries with keys and values, four gates.
+LARGEST_FACTOR = 4
 
 
 class Traced(int):
@@ -156,6 +158,14 @@ class Change:
     after: Sample
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Literals:
+    """The numbers that an expression may contain, and the keys of which several values were seen."""
+
+    numbers: frozenset[int]
+    keys: frozenset[str]
+
+
 @dataclass(slots=True, kw_only=True)
 class Model:
     """A class of transformers, and what was seen of it."""
@@ -171,17 +181,18 @@ class Model:
     varied: set[str] = field(default_factory=set)
 
     @property
-    def literals(self) -> frozenset[int]:
-        """The numbers that the class's code contains, except values of keys that could not be varied."""
+    def literals(self) -> Literals:
+        """The numbers in the class's code, except larger values of keys that could not be varied."""
         unvaried = {
             number
             for sample in self.samples
             for path, value in sample.keys.items()
             if path not in self.varied
             for number in (value if isinstance(value, list) else [value])
-            if is_number(number)
+            if is_number(number) and number > LARGEST_FACTOR
         }
-        return frozenset(written_numbers([*sorted(self.parts, key=str), self.config])) - unvaried
+        written = frozenset(written_numbers([*sorted(self.parts, key=str), self.config]))
+        return Literals(numbers=written - unvaried, keys=frozenset(self.varied))
 
     @classmethod
     def of(cls, kind: type, model_type: str, raw: Values) -> "Model":
