@@ -1,0 +1,224 @@
+"""Every key of a checkpoint's JSON files with values of wrong types: findings, never an internal error."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from vexport.checks import INTERNAL, check_checkpoint, findings_of
+from vexport.errors import InputError
+from vexport.records import CheckReport, Json
+
+# Wrong values; the keys take them in turn, each key several.
+WRONG: tuple[Json, ...] = (
+    [0],
+    {"a": [1]},
+    None,
+    "x",
+    math.nan,
+    10**400,
+    -1,
+    True,
+    [[["a"]]],
+    0,
+    -(10**400),
+    [{}],
+    math.inf,
+    {},
+    1.5,
+    [None],
+    "",
+    10**12,
+    [],
+)
+OF_EACH_KEY = 3
+W4A16: Json = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "format": "pack-quantized",
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 32,
+                "dynamic": False,
+                "actorder": None,
+                "block_structure": None,
+                "observer": "minmax",
+                "observer_kwargs": {},
+                "scale_dtype": None,
+            },
+            "input_activations": None,
+            "output_activations": None,
+        }
+    },
+    "kv_cache_scheme": {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "tensor",
+        "symmetric": True,
+        "dynamic": False,
+    },
+    "sparsity_config": {},
+    "transform_config": {"config_groups": {"R3": {"type": "hadamard", "apply": [{"location": "input"}]}}},
+}
+SIZES: Mapping[str, Json] = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "sliding_window": None,
+    "layer_types": ["full_attention"],
+    "rope_theta": 10000.0,
+    "rope_scaling": {"rope_type": "default", "factor": 2.0},
+    "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+    "partial_rotary_factor": 1.0,
+    "num_nextn_predict_layers": 0,
+    "num_labels": 2,
+    "auto_map": {"AutoConfig": "a.B"},
+}
+EXPERTS: Mapping[str, Json] = {
+    "num_experts": 2,
+    "num_local_experts": 2,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 32,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+FAMILIES: Mapping[str, dict[str, Json]] = {
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZES},
+    "moe": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **SIZES, **EXPERTS},
+    "multimodal": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": {"model_type": "gemma3_text", **SIZES},
+        "vision_config": {"hidden_size": 64, "num_hidden_layers": 1, "rope_theta": 100.0},
+    },
+}
+OTHER_METHODS: Mapping[str, dict[str, Json]] = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+}
+SIDE_FILES: Mapping[str, dict[str, Json]] = {
+    "generation_config.json": {"eos_token_id": [1], "temperature": 0.7, "do_sample": True},
+    "tokenizer_config.json": {"chat_template": "x", "eos_token": "a", "added_tokens_decoder": {"1": {}}},
+    "vexport.json": {
+        "vexport": "1",
+        "digests": {"model.safetensors": "xxh3_64:0123456789abcdef"},
+        "smoothing": {"a": 1},
+        "source": {"path": "x", "tensors": 3},
+        "scheme": "W4A16",
+        "layers": {"a": {"b": 1}},
+    },
+}
+
+
+def paths(value: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    inner: Iterator[tuple[str | int, Json]] = iter(())
+    if isinstance(value, dict):
+        inner = iter(value.items())
+    elif isinstance(value, list):
+        inner = iter(enumerate(value[:1]))
+    for key, each in inner:
+        yield (*path, key)
+        yield from paths(each, (*path, key))
+
+
+def changed(values: dict[str, Json], path: tuple[str | int, ...], value: Json) -> str:
+    copied = json.loads(json.dumps(values))
+    part = copied
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    return json.dumps(copied)
+
+
+def tiny(folder: Path) -> Path:
+    """One layer of a model in W4A16: few tensors, for thousands of checks."""
+    tensors = {
+        "model.embed_tokens.weight": np.ones((64, 64), np.float16),
+        "model.norm.weight": np.ones(64, np.float16),
+        "lm_head.weight": np.ones((64, 64), np.float16),
+    }
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj"):
+        place = f"model.layers.0.{name}"
+        tensors |= {
+            f"{place}.weight_packed": np.arange(64 * 8, dtype=np.int32).reshape(64, 8),
+            f"{place}.weight_scale": np.full((64, 2), 0.01, np.float16),
+            f"{place}.weight_shape": np.array([64, 64]),
+        }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def checked(folder: Path) -> CheckReport:
+    """The report of `check --static`, or of its refusal to read the checkpoint."""
+    try:
+        return check_checkpoint(str(folder))
+    except InputError as error:
+        return CheckReport(checkpoint=str(folder), ok=False, findings=findings_of(error))
+
+
+def internal(folder: Path, file: str, values: dict[str, Json]) -> list[str]:
+    """The internal errors of all keys of a file, with the key and the value that caused them."""
+    turn, found = count(), []
+    for path in paths(values):
+        for _ in range(OF_EACH_KEY):
+            value = WRONG[next(turn) % len(WRONG)]
+            (folder / file).write_text(changed(values, path, value))
+            wrong = [each for each in checked(folder).findings if each.check == INTERNAL]
+            found += [f"{file} {path} {str(value)[:40]}: {each.got}" for each in wrong]
+    (folder / file).write_text(json.dumps(values))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config(tmp_path: Path, family: str) -> None:
+    values = {**FAMILIES[family], "quantization_config": {**W4A16}, "dtype": "float16"}  # type: ignore[dict-item]
+    if family != "qwen3":
+        values["quantization_config"] = None
+    assert internal(tiny(tmp_path / "model"), "config.json", values) == []
+
+
+@pytest.mark.parametrize("method", OTHER_METHODS)
+def test_other_methods(tmp_path: Path, method: str) -> None:
+    folder = tiny(tmp_path / "model")
+    quantization = {"quantization_config": {**OTHER_METHODS[method], "modules_to_not_convert": ["lm_head"]}}
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    fixed = {key: value for key, value in FAMILIES["qwen3"].items() if key in ("architectures", "model_type")}
+    assert internal(folder, "config.json", {**fixed, **quantization}) == []
+
+
+@pytest.mark.parametrize("file", SIDE_FILES)
+def test_side_files(tmp_path: Path, file: str) -> None:
+    folder = tiny(tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps({**FAMILIES["qwen3"], "quantization_config": W4A16}))
+    assert internal(folder, file, SIDE_FILES[file]) == []
+
+
+@pytest.mark.parametrize("key", ["num_local_experts", "num_hidden_layers", "vocab_size", "head_dim"])
+def test_sizes_beyond_all_memory(tmp_path: Path, key: str) -> None:
+    folder = tiny(tmp_path / "model")
+    for value in (10**9, 10**30, 10**400):
+        (folder / "config.json").write_text(json.dumps({**FAMILIES["qwen3"], key: value}))
+        findings = [each for each in checked(folder).findings if each.severity == "error"]
+        assert any(each.where.endswith(f": {key}") for each in findings) or value == 10**9
