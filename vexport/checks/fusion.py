@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from vexport.architectures.fusion import moe_layer
 from vexport.checks.vllm.groups import ConfigGroup, FusedLinear
 from vexport.checks.vllm.view import CheckpointView
-from vexport.checks.zeros import is_empty
+from vexport.checks.vllm.zeros import is_empty
 from vexport.records import Finding, Severity
 
 NAME = "fusion"

@@ -25,7 +25,7 @@ from vexport.checks.numbers import (
 )
 from vexport.checks.vllm.groups import ConfigGroup, FusedLinear, StoredLayer
 from vexport.checks.vllm.view import CheckpointView, error, warning
-from vexport.checks.zeros import empty_parts, input_is_zero, is_empty
+from vexport.checks.vllm.zeros import empty_parts, input_is_zero, is_empty
 from vexport.formats import NVFP4
 from vexport.numerics import E2M1_MAX, E4M3_MAX, E8M0_NAN, GLOBAL_SCALE_NUMERATOR
 from vexport.records import Finding, TensorInfo
