@@ -189,7 +189,7 @@ class Model:
             for path, value in sample.keys.items()
             if path not in self.varied
             for number in (value if isinstance(value, list) else [value])
-            if is_number(number) and number > LARGEST_FACTOR
+            if isinstance(number, int) and is_number(number) and number > LARGEST_FACTOR
         }
         written = frozenset(written_numbers([*sorted(self.parts, key=str), self.config]))
         return Literals(numbers=written - unvaried, keys=frozenset(self.varied))

@@ -84,4 +84,5 @@ def test_check_names_file_and_cause(tmp_path: Path) -> None:
     ran = vexport("check", tmp_path, "--static")
     assert ran.code == 1
     shown = " ".join(ran.stdout.split())
-    assert file.name in shown and "dtype occurs twice" in shown
+    assert file.name in shown
+    assert "dtype occurs twice" in shown

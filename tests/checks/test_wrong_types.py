@@ -153,7 +153,7 @@ def changed(values: dict[str, Json], path: tuple[str | int, ...], value: Json) -
 
 def tiny(folder: Path) -> Path:
     """One layer of a model in W4A16: few tensors, for thousands of checks."""
-    tensors = {
+    tensors: dict[str, np.ndarray] = {
         "model.embed_tokens.weight": np.ones((64, 64), np.float16),
         "model.norm.weight": np.ones(64, np.float16),
         "lm_head.weight": np.ones((64, 64), np.float16),
@@ -202,7 +202,9 @@ def test_config(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize("method", OTHER_METHODS)
 def test_other_methods(tmp_path: Path, method: str) -> None:
     folder = tiny(tmp_path / "model")
-    quantization = {"quantization_config": {**OTHER_METHODS[method], "modules_to_not_convert": ["lm_head"]}}
+    quantization: dict[str, Json] = {
+        "quantization_config": {**OTHER_METHODS[method], "modules_to_not_convert": ["lm_head"]}
+    }
     (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
     fixed = {key: value for key, value in FAMILIES["qwen3"].items() if key in ("architectures", "model_type")}
     assert internal(folder, "config.json", {**fixed, **quantization}) == []

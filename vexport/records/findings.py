@@ -68,8 +68,7 @@ class CheckReport:
     """The findings on one checkpoint; `ok` means that none of them is an error in what was judged.
 
     `vllm`, `tp` and `sm` say what it was judged for: a version, tensor parallel sizes and compute
-    capabilities, of which none means any. A report from before they were written has no version. `idle` has
-    the reason for each family of checks that had nothing to compare with; it is not written.
+    capabilities, of which none means any. A report from before they were written has no version.
     """
 
     schema: Literal["vexport.check/1"] = "vexport.check/1"
@@ -77,6 +76,7 @@ class CheckReport:
     ok: bool
     findings: tuple[Finding, ...]
     not_judged: tuple[NotJudged, ...] = ()
+    # Families of checks that had nothing to compare with, for JUnit; no part of the JSON.
     idle: Annotated[tuple[NotJudged, ...], Field(exclude=True)] = ()
     vllm: str = ""
     tp: tuple[int, ...] = ()

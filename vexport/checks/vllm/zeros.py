@@ -36,9 +36,10 @@ def empty_parts(view: CheckpointView, layer: StoredLayer, scale: TensorInfo) -> 
 
     The flags have the shape of the scale. None if the layer's tensors are not understood.
     """
-    shape, args, weight = _shape(view, layer), layer.group and layer.group.weights, layer.weight
-    if shape is None or args is None or weight is None or not weight.num_bytes:
+    shape, weight = _shape(view, layer), layer.weight
+    if shape is None or layer.group is None or weight is None or not weight.num_bytes:
         return None
+    args = layer.group.weights
     tall, wide = _part_sizes(scale.shape, shape, args)
     if not tall or not wide or weight.dtype == "I32" and args.num_bits > BITS["I8"]:
         return None
