@@ -83,7 +83,7 @@ def test_an_answer_that_is_cut_off_in_the_file_is_asked_again(server: AddingServ
 
 
 @pytest.mark.parametrize(("given", "kept"), [("length", "length"), ("eos", "stop"), (None, "")])
-def test_each_finish_reason_is_kept(given: str | None, kept: str, server: AddingServer, tmp_path: Path) -> None:
+def test_finish_reasons_are_kept(given: str | None, kept: str, server: AddingServer, tmp_path: Path) -> None:
     """A server that never tells a finish reason is asked once for each answer."""
     server.finish_reason = given
     model = EndpointModel(Server(endpoint(server)), KeptAnswers(tmp_path / "kept"), lambda *_: None)
