@@ -55,11 +55,12 @@ class FinishedText(str):
     """A generated text with the engine's reason for ending it, such as `stop` or `length`.
 
     The reason is empty if it is unknown. lm-eval's lists of answers carry the object on to the samples.
+    lm-eval also converts a task's targets to the type of the answers: it calls the type with the text alone.
     """
 
     finish_reason: str
 
-    def __new__(cls, text: str, finish_reason: str) -> "FinishedText":
+    def __new__(cls, text: str, finish_reason: str = "") -> "FinishedText":
         """Attach the reason to the text."""
         finished = super().__new__(cls, text)
         finished.finish_reason = finish_reason
