@@ -362,9 +362,9 @@ def test_fused_layers_are_fitted_together() -> None:
         for layer in () if together else layers.values():
             update_qparams(layer, "weight")
             freeze_module_quantization(layer)
-        found = {float(layer.get_parameter("weight_global_scale")) for layer in layers.values()}
+        found = {float(layer.get_parameter("weight_global_scale").detach()) for layer in layers.values()}
         assert len(found) == 1
         scales += found
-        largest = max(float(layer.get_parameter("weight").abs().max()) for layer in layers.values())
+        largest = max(float(layer.get_parameter("weight").detach().abs().max()) for layer in layers.values())
     assert scales[0] == scales[1]
     assert scales[0] == pytest.approx(448 * 6 / largest / 1.5)

@@ -29,7 +29,7 @@ def broken(good: Good, tmp_path: Path) -> Path:
 
 
 # Lines of help on a terminal of 100 columns; the others have a screen.
-LONGEST = {"quantize": 70, "eval": 72}
+LONGEST = {"quantize": 75, "eval": 80}
 
 
 @pytest.mark.parametrize("arguments", [(), ("list",)])
@@ -66,7 +66,7 @@ def test_help_has_right_parts_and_examples(command: click.Command, monkeypatch: 
     text = vexport(command.name, "--help").stdout.replace("--[no-]", "--")
     assert text.startswith(f"Usage: vexport {command.name} ")
     assert "Exit codes" in text
-    assert len(text.splitlines()) <= LONGEST.get(str(command.name), 45)
+    assert len(text.splitlines()) <= LONGEST.get(str(command.name), 50)
     titles = re.findall(r"^(\w+):$", text, flags=re.MULTILINE)
     listed = text.partition(f"\n{titles[0]}:\n")[2]
     assert titles == [title for title in SECTIONS if title in titles]

@@ -74,7 +74,10 @@ def test_another_metric_may_decide(runs: Path, choice: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"subjects": "f1"}, "gate of task subjects: got f1, need one of acc,none, acc_norm,none"),
+        (
+            {"subjects": "f1"},
+            "gate of task subjects: got f1, which no task has, need one of acc,none, acc_norm,none",
+        ),
         ({"*": "f1"}, "gate: got f1, which no task has"),
         ({"subject1": "acc"}, "gate: got no task subject1, need one of subjects"),
     ],
