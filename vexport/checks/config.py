@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vexport.architectures.fusion import moe_layer
+from vexport.checks.kv_cache import cache_scheme
 from vexport.checks.vllm.groups import (
     INPUT,
     OUTPUT,
@@ -47,8 +48,8 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     if other is not None:
         yield from _of_other_method(view, other)
         return
-    if view.index.tensors and not quantized:
-        yield _nothing_quantized(view, "no layer with quantized tensors")
+    if view.index.tensors and not quantized and cache_scheme(view) is None:
+        yield _nothing_quantized(view, "no layer with quantized tensors, no quantized KV cache")
     if view.method is not None:
         yield from _other_method(view, view.method)
         return
