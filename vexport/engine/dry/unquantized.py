@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import transformers
+from transformers.core_model_loading import revert_weight_conversion
 
 from vexport.checkpoint.index import COMPRESSION_CONFIG, QUANTIZATION_CONFIG, SINGLE_NAME
 from vexport.checkpoint.tensors import TORCH_DTYPES
@@ -39,13 +41,11 @@ def write_control(kind: ControlKind, checkpoint: Path, folder: Path) -> bool:
 
 
 def _default_config(stored: Mapping[str, Json]) -> dict[str, Json]:
-    from transformers import AutoConfig
-
     model_type = stored["model_type"]
     try:
-        config = AutoConfig.for_model(model_type, num_hidden_layers=_LAYERS)
+        config = transformers.AutoConfig.for_model(model_type, num_hidden_layers=_LAYERS)
     except Exception:  # a config whose lists have one entry for each layer
-        config = AutoConfig.for_model(model_type)
+        config = transformers.AutoConfig.for_model(model_type)
     text = json.loads(config.to_json_string(use_diff=False))
     dtype = stored.get("dtype", stored.get("torch_dtype", "bfloat16"))
     return {**text, "architectures": stored["architectures"], "dtype": dtype}
@@ -62,9 +62,6 @@ def _without_quantization(config: Mapping[str, Json]) -> dict[str, Json]:
 
 def _saved_tensors(folder: Path, stored: Mapping[str, Json]) -> Mapping[str, torch.Tensor]:
     """The tensors that transformers saves of the model of a config, on the meta device."""
-    import transformers
-    from transformers.core_model_loading import revert_weight_conversion
-
     architectures = stored["architectures"]
     assert isinstance(architectures, list)
     config = transformers.AutoConfig.from_pretrained(folder)

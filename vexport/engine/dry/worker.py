@@ -156,11 +156,11 @@ def _is_written(request: DryRequest, number: int, kind: ControlKind) -> bool:
     attempt = DryTry(request=request, number=number, cell=request.cells[0], rank=0, control=kind)
 
     def write() -> None:
+        from vexport.engine.dry.unquantized import write_control  # not of every version of transformers
+
         gc.disable()
         signal.alarm(request.try_seconds)
         sys.exit(not write_control(kind, request.checkpoints[number], attempt.checkpoint))
-
-    from vexport.engine.dry.unquantized import write_control
 
     child = multiprocessing.get_context("fork").Process(target=write)
     child.start()
