@@ -28,10 +28,13 @@ if TYPE_CHECKING:
 _MOST_MESSAGE = 1000
 # Messages about a missing device, package, value or memory: the limit of a dry load, not vLLM's judgement.
 _NOT_FOLLOWED = (NotFollowed, ImportError, MemoryError)
-_NOT_FOLLOWED_WORDS = re.compile(
-    r"meta tensor|meta device|NVIDIA driver|CUDA enabled|_Uncallable|[Pp]lease install"
-    r"|requires? [^.;]*(?:to be installed|in the current vLLM environment)"
+_NOT_FOLLOWED_WORDS = re.compile(r"meta tensor|meta device|NVIDIA driver|CUDA enabled|_Uncallable")
+_NO_PACKAGE = re.compile(
+    r"[Pp]lease install|requires? [^.;]*(?:to be installed|in the current vLLM environment)"
 )
+# What follows is a reason for each kernel: one that lacks an optional package, which vLLM's wheel does not
+# bring, is not why all the others refuse the layer.
+_REASONS = "Reasons:"
 # pydantic's own words around a validator's message.
 _PYDANTIC = re.compile(r"^\d+ validation errors? for \w+\s+Value error,|\[type=.*\Z", re.DOTALL)
 # Parameters that vLLM registers and never reads; its own weight tracking leaves out the second.
@@ -53,12 +56,18 @@ def try_cell(attempt: DryTry) -> CellResult:
         traceback.print_exception(error)
         text = " ".join(_PYDANTIC.sub(" ", str(error)).split())
         reason = (f"{type(error).__name__}: {text}" if text else one_line(error))[:_MOST_MESSAGE]
-        unfollowed = isinstance(error, _NOT_FOLLOWED) or _NOT_FOLLOWED_WORDS.search(text) or is_memory(reason)
+        unfollowed = isinstance(error, _NOT_FOLLOWED) or is_limit(text) or is_memory(reason)
         outcome: Outcome = "unknown" if unfollowed else "refused"
         place = audit.last_handed_out
         return CellResult(
             cell=attempt.cell, outcome=outcome, reason=reason, where=place, built=audit.model_is_built
         )
+
+
+def is_limit(text: str) -> bool:
+    """Return True if vLLM's message is about what a dry load lacks, not about the checkpoint."""
+    cause = text.partition(_REASONS)[0]
+    return bool(_NOT_FOLLOWED_WORDS.search(text) or _NO_PACKAGE.search(cause))
 
 
 def configure(checkpoint: Path, *, tp: int, trust_remote_code: bool, speculative: str = "") -> "VllmConfig":
