@@ -36,7 +36,7 @@ SECTIONS = {
     "max_num_seqs gpu_memory_utilization dtype engine_args timeout trust_remote_code",
     "Servers": "tokenizer model baseline_model concurrency request_timeout retry_seconds",
     OTHERS: "",
-    "Output": "format_ answer_file every output_dir run_dir measured max_shard_size overwrite quiet verbose "
+    "Output": "format_ answer_file every output_dir run_dir max_shard_size overwrite quiet verbose "
     "debug help",
 }
 
@@ -118,7 +118,8 @@ FORMATS = ("text", "json", "junit", "github")
 FORMAT_OF_SUFFIX = {".txt": "text", ".json": "json", ".xml": "junit", ".html": "html", ".md": "markdown"}
 # The name of --output, and where a context holds its value.
 ANSWER_FILE = "answer_file"
-# Parameters of commands that name what is written. Everything else that names a path is read.
+# Parameters of commands that name what is written, unless their type is READ_PATH. Everything else that names
+# a path is read.
 OUTPUTS = (ANSWER_FILE, "out", "run_dir", "output_dir", "accept", "folder")
 # Parameters whose texts may be paths that are read; parameters of the type PATH always are.
 INPUTS = ("source", "checkpoints", "baseline", "tasks", "text", "calibration", "digests", "tokenizer")
@@ -239,6 +240,8 @@ class UserPath(click.Path):
 
 
 PATH = UserPath(path_type=Path)
+# Of a parameter that is only read, where one of this name is written by other commands.
+READ_PATH = UserPath(path_type=Path)
 FOLDER = UserPath(path_type=Path, exists=True, file_okay=False)
 POSITIVE = Count(1)
 BYTE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
@@ -323,7 +326,7 @@ def require_apart(
         label = _label(parameter)
         if parameter.name == ANSWER_FILE:
             written += [NamedPath(label="--output", path=file)] if (file := answer_file(context)) else []
-        elif parameter.name in OUTPUTS:
+        elif parameter.name in OUTPUTS and parameter.type is not READ_PATH:
             given = context.params.get(str(parameter.name))
             written += [NamedPath(label=label, path=given)] if given else []
         elif parameter.name not in RUN:

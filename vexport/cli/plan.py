@@ -11,7 +11,7 @@ import click
 
 from vexport.cli.base import command, note, print_text, progress_display, require_plan
 from vexport.cli.options import (
-    PATH,
+    READ_PATH,
     Answer,
     answer_file,
     format_option,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 @click.argument("source", metavar="SOURCE|SCENARIO")
 @revision_option
 @scheme_option
-@option("--run-dir measured", "Run directory with the losses for `scheme: auto` [default: runs/NAME].", PATH)
+@option("--run-dir", "Run directory with the losses for `scheme: auto` [default: runs/NAME].", READ_PATH)
 @plan_options
 @calibration_options
 @trust_option
@@ -54,7 +54,7 @@ def plan(
     source: str,
     revision: str | None,
     request: PlanRequest,
-    measured: Path | None,
+    run_dir: Path | None,
     calibration: CalibrationOptions,
     trust_remote_code: bool,
     answer: Answer,
@@ -74,10 +74,10 @@ def plan(
     from vexport.checkpoint.source import with_revision
     from vexport.scenario import is_scenario
 
-    if measured and not is_scenario(source):
+    if run_dir and not is_scenario(source):
         raise click.UsageError("--run-dir needs a SCENARIO: scheme: auto chooses by what a run measured.")
     if is_scenario(source):
-        _plan_scenario(source, revision, measured, answer, trust_remote_code=trust_remote_code)
+        _plan_scenario(source, revision, run_dir, answer, trust_remote_code=trust_remote_code)
     elif request.scheme or request.recipe:
         name = with_revision(source, revision)
         _plan_rules(source, name, request, calibration, answer, trust_remote_code=trust_remote_code)
@@ -88,7 +88,7 @@ def plan(
 
 
 def _plan_scenario(
-    source: str, revision: str | None, measured: Path | None, answer: Answer, *, trust_remote_code: bool
+    source: str, revision: str | None, run_dir: Path | None, answer: Answer, *, trust_remote_code: bool
 ) -> None:
     """The plan of a scenario, and how many documents its evaluation takes."""
     from vexport.evaluation.inputs import scenario_inputs
@@ -99,16 +99,16 @@ def _plan_scenario(
 
     scenario = read_scenario(Path(source))
     require_trusted_scenario(scenario, Path(source), trusted=trust_remote_code)
-    folder = NamedPath(label="--run-dir", path=measured or scenario.run_dir)
+    folder = NamedPath(label="--run-dir", path=run_dir or scenario.run_dir)
     require_apart(click.get_current_context(), [folder, *scenario_inputs(scenario, Path(source))])
     require_scenario_alone()
     if revision:
         raise click.UsageError("--revision cannot be used with a scenario; set `revision` in it.")
     with progress_display(quiet=answer.quiet) as on_progress:
-        _, plan = plan_scenario(scenario, measured, on_progress, trust_remote_code=trust_remote_code)
+        _, plan = plan_scenario(scenario, run_dir, on_progress, trust_remote_code=trust_remote_code)
     needs_trust = trust_remote_code or (scenario.evaluate and scenario.evaluate.suite == "code")
     trust = ("--trust-remote-code",) if needs_trust else ()
-    then = shlex.join(["vexport", "run", source, *given_values("measured"), *trust])
+    then = shlex.join(["vexport", "run", source, *given_values("run_dir"), *trust])
     _note_missing_data(scenario)
     _print(source, plan, then, answer, scenario)
 

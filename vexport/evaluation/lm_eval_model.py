@@ -66,6 +66,10 @@ class FinishedText(str):
         finished.finish_reason = finish_reason
         return finished
 
+    def __reduce__(self) -> tuple[type["FinishedText"], tuple[str, str]]:
+        """Say how a copy is made, of which lm-eval makes some."""
+        return FinishedText, (str(self), self.finish_reason)
+
 
 def kept_text(text: str, finish_reason: str | None) -> Json:
     """Return a generated answer as `KeptAnswers` stores it."""

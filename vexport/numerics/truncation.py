@@ -44,6 +44,7 @@ def truncation_told(where: str) -> Iterator[None]:
     """
     got = "a file became shorter while it was read, or its disk failed"
     fix = "run again when nothing else writes to it; nothing was published"
+    earlier = os.environ.get(_VARIABLE)  # a caller in this process may read another source
     os.environ[_VARIABLE] = f"error: {where}: {got}; {fix}\n"
     handler = CFunc(_end, (((types.int32,), types.void)), {}, {})
     handler._cache = KernelCache(_end)
@@ -55,4 +56,6 @@ def truncation_told(where: str) -> Iterator[None]:
         yield
     finally:
         set_handler(signal.SIGBUS, before)
-        del os.environ[_VARIABLE]
+        os.environ.pop(_VARIABLE, None)
+        if earlier is not None:
+            os.environ[_VARIABLE] = earlier

@@ -25,6 +25,7 @@ from vexport.engine.messages import (
     SessionResult,
     speculative_config,
 )
+from vexport.engine.reference import REFERENCE_FILE
 from vexport.engine.session import WORKER, Worker, run_session, session_error
 from vexport.errors import CheckpointFailed, InputError, clip, visible
 from vexport.evaluation.endpoint import Server
@@ -55,7 +56,7 @@ PLAIN = LmEvalSettings()
 # The log-probability of each token of the text.
 TEXT_FILE = "text.safetensors"
 ENGINE_LOG, SERVER_LOG = "vllm.log", "lm-eval.log"
-SESSION_FILES = (LOGPROBS, TEXT_FILE, ENGINE_LOG, SERVER_LOG, FINGERPRINT, REPEATED)
+SESSION_FILES = (LOGPROBS, TEXT_FILE, REFERENCE_FILE, ENGINE_LOG, SERVER_LOG, FINGERPRINT, REPEATED)
 # Tokens of a sequence: two of a text, the first of which is not predicted, and a generated one.
 _LEAST_TEXT = 2
 # The files that transformers loads a tokenizer from: vocabularies of all kinds, and settings.
