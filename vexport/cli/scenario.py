@@ -191,7 +191,6 @@ def compare(
     from vexport.evaluation.inputs import scenario_inputs
     from vexport.outputs.replaceable import NamedPath
     from vexport.reports import render_comparison
-    from vexport.run.stages import compare_folder
     from vexport.scenario import base_scenario
 
     if not schemes:
@@ -202,10 +201,11 @@ def compare(
 
         trusted = interpreter.trust_remote_code
         require_trusted_scenario(base, scenario_file, trusted=trusted)
+    require_engine((interpreter.vllm_python,))
+    from vexport.run.stages import compare_folder, compare_schemes
+
     written = [NamedPath(label="--run-dir", path=run_dir or compare_folder(base))]
     require_apart(click.get_current_context(), list(scenario_inputs(base, scenario_file)), written)
-    require_engine((interpreter.vllm_python,))
-    from vexport.run.stages import compare_schemes
 
     with progress_display(quiet=answer.quiet) as on_progress:
         options = interpreter.options(base.serve, on_progress)
