@@ -20,6 +20,7 @@ from vexport.config_files import MOST_BYTES, MOST_VALUES, BoundedLoader, load_ya
 from vexport.errors import InputError, nearest, raise_all, shown
 from vexport.errors.extras import attempt_all
 from vexport.files import write_text
+from vexport.outputs.manifest import record
 from vexport.outputs.replaceable import resolved
 
 Config = dict[str, object]
@@ -130,7 +131,9 @@ def _resolve(task: str, folder: Path, include_paths: Sequence[Path], trust: bool
     target = folder.resolve() / name / f"{name}{suffix}"
     target.parent.mkdir(parents=True, exist_ok=True)
     for module in named_modules(config):
+        record(target.parent / module.name)
         shutil.copy2(module, target.parent / module.name)
+    record(target)
     write_text(target, yaml.dump(config, Dumper=TaskDumper, allow_unicode=True, sort_keys=False))
     return name, str(target)
 

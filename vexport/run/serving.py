@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -63,6 +62,8 @@ _LEAST_TEXT = 2
 _TOKENIZER_FILE = re.compile(
     r"tokenizer.*\.(json|model)|vocab.*\.(json|txt)|tekken\.json|spiece\.model|sentencepiece.*\.model|.*\.tiktoken"
 )
+_TOKENIZER_NEEDED = "tokenizer.json, or other files of a tokenizer"
+_GIVE_TOKENIZER = "give --tokenizer, a folder or ORG/NAME (evaluate: {tokenizer: ...} in a scenario)"
 # Tokens drafted at once, unless an argument of vLLM says otherwise.
 DRAFT_LENGTH = 3
 
@@ -281,18 +282,12 @@ def _with_tasks(
     """The request with lm-eval's tasks, if there are any, whose files go to `folder`."""
     if not settings.tasks:
         return request
-    resolve = partial(
-        resolve_tasks,
+    tasks = resolve_tasks(
         settings.tasks,
+        folder=folder / "tasks",
         include_paths=settings.include_path,
         trust_remote_code=options.trust_remote_code,
     )
-    with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as first:  # for the names of the files
-        resolve(folder=Path(first))
-        for file in sorted(Path(first).rglob("*")):
-            if file.is_file():
-                record(folder / "tasks" / file.relative_to(first))
-    tasks = resolve(folder=folder / "tasks")
     return replace(
         request,
         tasks=tasks,
@@ -335,16 +330,15 @@ def tokenizer_of(
         return ServedTokenizer(folder=folder, is_trusted=options.trust_remote_code)
     name = server.model.root or server.model.name
     shown = visible(clip(server.masked(name), 200))
-    fix = "give --tokenizer, a folder or ORG/NAME (evaluate: {tokenizer: ...} in a scenario)"
     if (folder := Path(name)).is_dir() and _is_local(url):
         if _has_tokenizer(folder):
             return ServedTokenizer(folder=folder, is_trusted=False)
         got = f"no tokenizer in {shown}, which the model was started with"
-        raise InputError(where, got=got, need="tokenizer.json, or other files of a tokenizer", fix=fix)
+        raise InputError(where, got=got, need=_TOKENIZER_NEEDED, fix=_GIVE_TOKENIZER)
     model = None if folder.is_absolute() else HubName.parse(name)
     if model is None:
         got = f"{shown}, which the model was started with: no model of the hub, and no folder of this machine"
-        raise InputError(where, got=got, need="a tokenizer, to make prompts with", fix=fix)
+        raise InputError(where, got=got, need="a tokenizer, to make prompts with", fix=_GIVE_TOKENIZER)
     listing = list_files(model)
     return ServedTokenizer(folder=fetch(listing, side_files(listing.sizes)), is_trusted=False)
 
@@ -352,18 +346,17 @@ def tokenizer_of(
 def _chosen_tokenizer(where: str, name: str) -> Path:
     """Return the folder of --tokenizer, fetched if it is a model of the hub."""
     folder = user_path(name)
-    fix = "give --tokenizer, a folder or ORG/NAME (evaluate: {tokenizer: ...} in a scenario)"
     if folder.is_dir():
         if not _has_tokenizer(folder):
-            need = "tokenizer.json, or other files of a tokenizer"
-            raise InputError(where, got=f"no tokenizer in {folder}", need=need, fix=fix)
+            got = f"no tokenizer in {folder}"
+            raise InputError(where, got=got, need=_TOKENIZER_NEEDED, fix=_GIVE_TOKENIZER)
         return folder
     try:
         model = None if folder.is_absolute() else hub_name(name)
     except InputError:
         model = None
     if model is None:
-        raise InputError(where, got=name, need="a tokenizer, to make prompts with", fix=fix)
+        raise InputError(where, got=name, need="a tokenizer, to make prompts with", fix=_GIVE_TOKENIZER)
     listing = list_files(model)
     return fetch(listing, side_files(listing.sizes))
 
