@@ -54,7 +54,7 @@ def require_separate(outputs: Sequence[NamedPath], inputs: Sequence[NamedPath]) 
     for output, target in product(outputs, [link for named in existing for link in _linked_files(named)]):
         if _is_within(target.path, output.path):
             relation = _relation(output.path, target.path) or "a folder that contains"
-            raise _overlap(output, f"{relation} the file behind".replace(" as the", " as"), target)
+            raise _overlap(output, f"{relation} the file behind", target)
 
 
 def _overlap(output: NamedPath, relation: str, other: NamedPath) -> InputError:
