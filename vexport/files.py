@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from vexport.errors import EnvironmentFault, InputError, VexportError, first_line, require_working_disk
-from vexport.errors.extras import FREE_SPACE, is_disk
+from vexport.errors import InputError, VexportError, require_working_disk
+from vexport.errors.extras import disk_full, is_disk
 from vexport.records import Json
 
 T = TypeVar("T")
@@ -58,11 +58,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
             error.filename = error.filename or str(path)
         raise
     except Exception as error:
-        if is_disk(str(error)) and not isinstance(
-            error, VexportError
-        ):  # what other libraries make of the error of the system
-            got = f"the disk is full ({first_line(error)})"
-            raise EnvironmentFault(str(path), got=got, need="", fix=FREE_SPACE) from error
+        # Other libraries raise their own types for an error of the system.
+        if is_disk(str(error)) and not isinstance(error, VexportError):
+            raise disk_full(str(path), error) from error
         raise
     finally:
         with suppress(OSError):

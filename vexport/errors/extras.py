@@ -40,6 +40,11 @@ def is_disk(message: str) -> bool:
     return _DISK.search(message) is not None
 
 
+def disk_full(where: str, error: Exception) -> EnvironmentFault:
+    """Return the error for an exception with which a library reports a full disk."""
+    return EnvironmentFault(where, got=f"the disk is full ({first_line(error)})", need="", fix=FREE_SPACE)
+
+
 T = TypeVar("T")
 # Extras by imported module. All other modules are dependencies of the plain installation.
 EXTRAS: Mapping[str, str] = {
@@ -121,7 +126,7 @@ def unforeseen(error: Exception, where: str) -> VexportError:
             where, got="the memory is used up", need="", fix="free some or use a larger machine"
         )
     if is_disk(str(error)):
-        return EnvironmentFault(where, got=f"the disk is full ({first_line(error)})", need="", fix=FREE_SPACE)
+        return disk_full(where, error)
     if mismatch := mismatch_of(error):
         return EnvironmentFault(
             "torchvision",
