@@ -37,6 +37,8 @@ FailureKind = Literal[
 # stretched: it has fewer values than the part of a parameter that it is copied to, which repeats them.
 MiscopyKind = Literal["missing", "unused", "cast", "narrowed", "stretched"]
 Outcome = Literal["loaded", "refused", "unknown"]
+# What vLLM writes between the cause of a refusal and the reason of each kernel or backend.
+REASONS = "Reasons:"
 # The unquantized model that a dry load compares a checkpoint with: its source; the model that transformers
 # builds of the same config.json, under the names that transformers saves; or the class in its default
 # configuration, which is built without weights.

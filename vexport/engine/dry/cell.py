@@ -17,7 +17,7 @@ from vexport.checkpoint.index import TOKENIZER_FILES
 from vexport.engine.dry.audit import Audit, HeaderFile
 from vexport.engine.dry.fake_platform import AbsentValues, NotFollowed, join_group, set_capability
 from vexport.engine.dry.layers import layer_kinds, raising_layer, rank_memory
-from vexport.engine.messages import CellResult, DryTry, Miscopy, Outcome, speculative_config
+from vexport.engine.messages import REASONS, CellResult, DryTry, Miscopy, Outcome, speculative_config
 from vexport.engine.process import one_line
 from vexport.errors.extras import is_memory
 from vexport.files import from_json, to_json, write_text
@@ -32,9 +32,6 @@ _NOT_FOLLOWED_WORDS = re.compile(r"meta tensor|meta device|NVIDIA driver|CUDA en
 _NO_PACKAGE = re.compile(
     r"[Pp]lease install|requires? [^.;]*(?:to be installed|in the current vLLM environment)"
 )
-# What follows is a reason for each kernel: one that lacks an optional package, which vLLM's wheel does not
-# bring, is not why all the others refuse the layer.
-_REASONS = "Reasons:"
 # pydantic's own words around a validator's message.
 _PYDANTIC = re.compile(r"^\d+ validation errors? for \w+\s+Value error,|\[type=.*\Z", re.DOTALL)
 # Parameters that vLLM registers and never reads; its own weight tracking leaves out the second.
@@ -65,8 +62,11 @@ def try_cell(attempt: DryTry) -> CellResult:
 
 
 def is_limit(text: str) -> bool:
-    """Return True if vLLM's message is about what a dry load lacks, not about the checkpoint."""
-    cause = text.partition(_REASONS)[0]
+    """Return True if vLLM's message is about something that a dry load lacks, not about the checkpoint.
+
+    A kernel that lacks an optional package is no such limit if the other kernels refuse the layer as well.
+    """
+    cause = text.partition(REASONS)[0]
     return bool(_NOT_FOLLOWED_WORDS.search(text) or _NO_PACKAGE.search(cause))
 
 
@@ -144,27 +144,42 @@ def _load_weights(
     weight_utils.safe_open = partial(HeaderFile, audit)
     with torch.device("meta"), audit:
         DefaultModelLoader(config.load_config).load_weights(model, loaded)
-    faults = audit.faults(model, optional=frozenset(_optional(model)))
-    files = sorted(Path(loaded.model).glob("*.safetensors"))
-    return tuple(fault for fault in faults if fault.kind != "cast" or not _keeps_values(fault, files))
+    faults = tuple(audit.faults(model, optional=frozenset(_optional(model))))
+    harmless = _harmless_casts(faults, Path(loaded.model))
+    return tuple(fault for fault in faults if fault not in harmless)
 
 
-def _keeps_values(fault: Miscopy, files: Sequence[Path]) -> bool:
-    """Return True if a stored tensor has the same values after the cast that the audit saw.
+def _harmless_casts(faults: Sequence[Miscopy], checkpoint: Path) -> set[Miscopy]:
+    """Return the casts after which a stored tensor still has all its values.
 
-    The audit knows dtypes alone, so that the tensor's values are read here. Bytes that vLLM takes for numbers
-    (uint8) are never the same.
+    The audit sees only dtypes, so the values are read here. A cast from or to integers is never harmless:
+    vLLM takes the bytes of an integer for a number.
     """
-    before, after = getattr(torch, fault.got), getattr(torch, fault.expected)
-    if not (before.is_floating_point and after.is_floating_point):
-        return False
-    for file in files:
+    casts: dict[str, list[Miscopy]] = {}
+    for fault in faults:
+        if fault.kind == "cast" and all(
+            _dtype(name).is_floating_point for name in (fault.got, fault.expected)
+        ):
+            casts.setdefault(fault.where, []).append(fault)
+    harmless = set[Miscopy]()
+    for file in sorted(checkpoint.glob("*.safetensors")) if casts else ():
         with safe_open(file, framework="pt") as stream:
-            if fault.where in set(stream.keys()):
-                stored = stream.get_tensor(fault.where).to(before)
-                again = stored.to(after).to(before)
-                return bool(torch.equal(stored.nan_to_num(), again.nan_to_num()))
-    return False
+            for name in casts.keys() & set(stream.keys()):
+                tensor = stream.get_tensor(name)
+                harmless.update(fault for fault in casts[name] if _keeps_values(tensor, fault))
+    return harmless
+
+
+def _keeps_values(tensor: torch.Tensor, cast: Miscopy) -> bool:
+    """Return whether a tensor has the same values after a cast and back."""
+    stored = tensor.to(_dtype(cast.got))
+    again = stored.to(_dtype(cast.expected)).to(stored.dtype)
+    return bool(torch.equal(stored.nan_to_num(), again.nan_to_num()))
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _with_drafter(

@@ -16,6 +16,7 @@ from vexport.engine.arguments import require_layers
 from vexport.engine.dry.causes import schemes_of, with_cause
 from vexport.engine.dry.controls import excused, is_excuse, not_judged
 from vexport.engine.messages import (
+    REASONS,
     Cell,
     CellResult,
     DryRequest,
@@ -117,7 +118,7 @@ def judge(
 
 
 def _told(results: Sequence[CellResult], groups: Sequence[ConfigGroup], vllm: str) -> Iterator[str]:
-    """The reason of each result with its cause in front: one text for all cells with the same cause."""
+    """Yield each result's reason with the cause in front. Cells with the same cause get the same text."""
     alike = defaultdict[tuple[Outcome, str, str], list[CellResult]](list)
     for result in results:
         alike[_kind_of_refusal(result)].append(result)
@@ -128,8 +129,8 @@ def _told(results: Sequence[CellResult], groups: Sequence[ConfigGroup], vllm: st
 
 
 def _kind_of_refusal(result: CellResult) -> tuple[Outcome, str, str]:
-    """What results with the same cause have in common: reasons name capabilities and reasons of kernels."""
-    words = result.reason.partition("Reasons:")[0]
+    """Return a key that results with the same cause share: the cause without the GPU's capability."""
+    words = result.reason.partition(REASONS)[0]
     return result.outcome, result.where, re.sub(r"\bSM \d+|\b[Cc]apability: \d+", "#", words)
 
 
