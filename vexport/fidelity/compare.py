@@ -114,9 +114,9 @@ def _unlike(layer: StoredLayer, comparison: WeightComparison) -> Finding:
 
 def _moved(layer: StoredLayer, comparison: WeightComparison) -> Finding:
     """Warn of a weight that vexport's own rounding moved farther than most."""
-    got = f"{'; '.join(comparison.faults)}, which vexport's rounding made: the bytes are those it wrote"
+    got = f"{'; '.join(comparison.faults)} (vexport's own rounding: the files have the recorded digests)"
     fix = "evaluate the checkpoint; more calibration text moves the weights less (--samples, --seq-len)"
-    expected = f"the source's weight, which rounding to nearest keeps at {comparison.rounding_db:.1f} dB"
+    expected = f"an SQNR of about {comparison.rounding_db:.1f} dB, as rounding to nearest gives"
     return warning(SOURCE, layer.name, expected=expected, got=got, fix=fix)
 
 

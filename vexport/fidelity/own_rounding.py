@@ -14,9 +14,10 @@ from vexport.files import read_json_object
 from vexport.outputs import RECIPE
 from vexport.outputs.digests import HEADERS, HEADERS_DIGEST, REPAIRED, digest_of, recorded_digests
 from vexport.records import Json
+from vexport.records.calibration import ROUNDINGS
 
 # Roundings that correct a weight for its inputs.
-CORRECTING = ("gptq", "refit")
+CORRECTING = frozenset(ROUNDINGS) - {"nearest"}
 
 
 def has_own_rounding(view: CheckpointView, source: SourceIndex) -> bool:
