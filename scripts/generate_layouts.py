@@ -48,6 +48,8 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             entry = made(name, Path(folder))
+            if isinstance(entry, str):  # messages may name the temporary folder
+                entry = entry.replace(folder, "MODEL")
         previous = table["classes"].pop(name, None), table["unknown"].pop(name, None)
         table["unknown" if isinstance(entry, str) else "classes"][name] = entry
         changed = "" if entry in previous else "changed: "
