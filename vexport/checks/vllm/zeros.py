@@ -80,7 +80,7 @@ def input_is_zero(view: CheckpointView, layer: StoredLayer) -> bool:
 
 
 def _shape(view: CheckpointView, layer: StoredLayer) -> tuple[int, int] | None:
-    """(out_features, in_features) by the stored tensors, which need not be those of the config."""
+    """Return (out_features, in_features) of the stored tensors, which may differ from the config."""
     return layer.group.shape(layer.parameters) if layer.group is not None else None
 
 
@@ -99,7 +99,7 @@ def _part_sizes(stored: tuple[int, ...], shape: tuple[int, int], args: QuantArgs
 def _filled(
     view: CheckpointView, layer: StoredLayer, args: QuantArgs, numbers: range, columns: int
 ) -> Flags | None:
-    """Return for each value of some rows whether its code stands for another number than zero."""
+    """Return for each value of some rows whether it is not zero."""
     weight = layer.weight
     assert weight is not None
     stored = view.reader.rows(weight, list(numbers))
@@ -120,7 +120,10 @@ def _filled(
 def _zero_points(
     view: CheckpointView, layer: StoredLayer, args: QuantArgs, numbers: range, columns: int
 ) -> npt.NDArray[np.int16] | None:
-    """The code of zero for each value of some rows, or one that broadcasts; None if it is not understood."""
+    """Return the code that stands for zero, for each value of some rows or as an array that broadcasts.
+
+    Returns None if the layout of the zero points is unknown.
+    """
     packed = layer.weight is not None and layer.weight.dtype == "I32"
     middle = 1 << args.num_bits - 1 if packed else 0
     tensor = layer.filled("weight_zero_point")

@@ -1,7 +1,8 @@
 """Compares a checkpoint that vLLM refuses or misreads with an unquantized model in the same cell.
 
-What vLLM does with the unquantized model as well is no fault of the quantization. The control is the
-checkpoint's source, if it is known. Without a source there are two models that need no weights:
+If vLLM refuses or misreads the unquantized model in the same way, the quantization is not to blame. The
+unquantized model is the checkpoint's source, if it is known. Without a source there are two models that need
+no weights:
 
 - If vLLM refused to build the model: the class in the default configuration of transformers. It is refused
   alike if the class or the environment is to blame, but not because of a wrong value in config.json.
@@ -63,7 +64,7 @@ def same_refusal(result: CellResult, control: CellResult | Control) -> bool:
 
 
 def _plain(text: str) -> str:
-    """The text without paths, without numbers and under the names of an unquantized model."""
+    """Return a message without paths and numbers, with the tensor names of the unquantized model."""
     without_paths = _PATH.sub("PATH", text)
     return _NUMBER.sub("#", _QUANTIZED.sub(_unquantized, without_paths))
 

@@ -119,7 +119,7 @@ def _give_up(cells: Sequence[Sequence[DryTry]], reason: str) -> None:
 
 
 def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list[list[CellResult]]:
-    """The results, and for each cell with an error what an unquantized model does in it."""
+    """Return the results. A result with an error also has the unquantized model's result in the same cell."""
     kinds: dict[tuple[int, Cell], ControlKind] = {}
     for number, cells in enumerate(results):
         for result in cells:
@@ -145,7 +145,7 @@ def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list
 
 
 def _numbered(kinds: Mapping[tuple[int, Cell], ControlKind]) -> set[tuple[int, ControlKind]]:
-    """The checkpoints, by number, with the models that they are compared with."""
+    """Return each checkpoint's number with the kinds of models that it is compared with."""
     return {(number, kind) for (number, _), kind in kinds.items()}
 
 
@@ -277,7 +277,7 @@ def _run(tries: Sequence[DryTry], report: OnProgress) -> None:
 
 
 def _took_too_much(attempt: DryTry) -> tuple[str, str]:
-    """The reasons for which no other try of a checkpoint is worth making."""
+    """Return the reasons after which the other tries of the same checkpoint are left out."""
     return _TOO_LARGE, _TOO_SLOW.format(attempt.request.try_seconds)
 
 
