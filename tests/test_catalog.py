@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parent.parent / "vexport"
 # Files of a plug-in folder that are no plug-in but what plug-ins share.
 SHARED = {
     "formats": {"arguments", "base", "config", "dequantize", "input_rounding", "schemes"},
-    "observers": {"base", "bases", "flatten", "older", "qparams", "registry", "search"},
+    "observers": {"base", "bases", "flatten", "older", "qparams", "search"},
     "checks": {"numbers"},
 }
 

@@ -279,8 +279,6 @@ def test_layers_that_share_a_scale_need_one_strategy(llama: Path) -> None:
 class Halved(Observer):
     """As llm-compressor's older documents write an observer: half of the largest magnitude."""
 
-    registry_name = "test_halved"
-
     def calculate_qparams(
         self,
         observed: torch.Tensor,
@@ -294,8 +292,9 @@ class Halved(Observer):
 
 def test_an_older_observer_in_the_lifecycle() -> None:
     """Weights and inputs, static and with a global scale."""
-    weights = args(observer="test_halved", strategy="channel")
-    module = linear(scheme_of(weights=weights, input_activations=args(observer="test_halved")))
+    name = f"{__name__}:Halved"  # a registered name would stay for the tests after this one
+    weights = args(observer=name, strategy="channel")
+    module = linear(scheme_of(weights=weights, input_activations=args(observer=name)))
     for base_name in ("weight", "input"):
         initialize_observer(module, base_name)
     module.register_forward_pre_hook(calibrate_input_hook)
