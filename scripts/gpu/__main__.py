@@ -2,10 +2,17 @@
 
     .venv/bin/python scripts/gpu [--out gpu] [--stage NAME]... [--device cuda]
 
-Stages of ten minutes at most, every one a process of its own: `device` (card, versions), `kernels` (sums and
-codes of one weight), `pipeline` (calibration, smoothing, gptq and refit of the demo, and of 1.1 B random
-weights: codes, KL, time, memory), `vllm` (load and eval by real kernels). A row says why one is skipped.
-The table is in OUT/gpu.json and OUT/gpu.md. `--device cpu` rehearses all of it with a small model.
+Each stage is a process of its own and may take ten minutes:
+
+- `device`: the card, the driver and the versions of packages.
+- `vllm`: loads every scheme with vLLM's real kernels, compares them with the kernels that the dry load
+  expects, and evaluates two schemes.
+- `kernels`: sums of inputs and codes of one weight.
+- `pipeline`: calibration, smoothing, gptq and refit of the demo, and of a model with 1.1 B random weights:
+  codes, KL, time, memory.
+
+The rows of a stage are in OUT/STAGE.jsonl as soon as they are measured, and the table is in OUT/gpu.json and
+OUT/gpu.md. A row says why one is skipped. `--device cpu` rehearses all of it with a small model.
 """
 
 import argparse
@@ -23,17 +30,19 @@ sys.path[:0] = map(str, PATHS)
 
 from rows import FAILED, Row, markdown, run_here  # noqa: E402
 
-STAGES = ("device", "kernels", "pipeline", "vllm")
+STAGES = ("device", "vllm", "kernels", "pipeline")
 LIMIT_SECONDS = 600
 
 
-def run_apart(stage: str, device: str, folder: Path) -> list[Row]:
+def run_apart(stage: str, device: str, folder: Path, checkpoints: tuple[Path, ...] = ()) -> list[Row]:
     """The rows of a stage in a process of its own, and one more where it fails or takes too long."""
     reason, log, lines = "", folder / f"{stage}.log", folder / f"{stage}.jsonl"
     # Imports take longer than the rehearsal of a stage; CUDA may not be used before a fork.
     forks, spawns = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
     forks.set_forkserver_preload(["stages"])
-    process = (forks if device == "cpu" else spawns).Process(target=run_here, args=(stage, device, folder))
+    process = (forks if device == "cpu" else spawns).Process(
+        target=run_here, args=(stage, device, folder, checkpoints)
+    )
     process.start()
     process.join(LIMIT_SECONDS)
     if process.is_alive():
@@ -53,6 +62,13 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", help="A device of torch; cpu rehearses.")
     parser.add_argument("--out", type=Path, default=Path("gpu"))
     parser.add_argument("--stage", action="append", choices=STAGES, help="Only this stage; repeatable.")
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        action="append",
+        default=[],
+        help="A checkpoint that vLLM loads besides the demo's; repeatable.",
+    )
     options = parser.parse_args()
     folder = options.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +77,7 @@ def main() -> int:
     rows = list[Row]()
     for stage in options.stage or STAGES:
         print(f"{stage} ...", file=sys.stderr, flush=True)
-        rows += run_apart(stage, options.device, folder)
+        rows += run_apart(stage, options.device, folder, tuple(options.checkpoint))
         (folder / "gpu.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         (folder / "gpu.md").write_text(markdown(rows))
     print(markdown(rows), end="")

@@ -46,6 +46,8 @@ class Sizes:
     schemes: tuple[str, ...]
     # What the demo is rounded by.
     ways: tuple[tuple[str, Rounding], ...]
+    # Other checkpoints to load.
+    checkpoints: tuple[Path, ...] = ()
 
     @classmethod
     def of(cls, device: str) -> "Sizes":
@@ -58,14 +60,15 @@ class Sizes:
         return cls(4096, 2048, 5632, 22, 32000, 32, 512, schemes, ways)
 
 
-def run_here(stage: str, device: str, folder: Path) -> None:
+def run_here(stage: str, device: str, folder: Path, checkpoints: tuple[Path, ...] = ()) -> None:
     """Write the rows of a stage to STAGE.jsonl as they come, in this process, and its output to STAGE.log."""
     with (folder / f"{stage}.log").open("w") as log, (folder / f"{stage}.jsonl").open("w") as lines:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
         import stages
 
-        for row in getattr(stages, stage)(device, Sizes.of(device), folder):
+        sizes = replace(Sizes.of(device), checkpoints=checkpoints)
+        for row in getattr(stages, stage)(device, sizes, folder):
             print(json.dumps(asdict(replace(row, stage=stage))), file=lines, flush=True)
 
 

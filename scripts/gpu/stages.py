@@ -3,15 +3,19 @@
 import gc
 import importlib.metadata
 import importlib.util
+import json
 import math
+import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from measure import DEMO, random_llama, resident_mb
@@ -36,8 +40,12 @@ from vexport.scenario import Calibration
 PACKAGES = ("torch", "triton", "transformers", "compressed_tensors", "vllm", "llmcompressor")
 # What the device's codes may differ by from the CPU's of one H, and its KL from the CPU's.
 EQUAL_CODES, KL_SHARE, SCALE_SHARE = 0.999, 1.01, 0.01
-# The time in which vLLM may begin to load another scheme.
-LOAD_SECONDS = 300
+# Engines on one card at a time, and the time that one may take. Each has a KV cache of a fixed size: vLLM
+# would otherwise measure the card's free memory, which the others change meanwhile.
+ENGINES, ENGINE_SECONDS = 10, 240
+BESIDE = ("--engine-arg", "gpu_memory_utilization=0.1", "--engine-arg", f"kv_cache_memory_bytes={2**30}")
+# Schemes whose answers are compared, and that are loaded compiled too.
+EVALUATED = ("NVFP4", "W4A16")
 
 
 def seconds_of(call: Callable[[], object], device: str) -> float:
@@ -204,42 +212,125 @@ def pipeline(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
             )
 
 
+def engine_environment() -> dict[str, str]:
+    """The environment of one of several engines: one thread for each, and vLLM's own sampler without FlashInfer.
+
+    vLLM imports FlashInfer for its sampler without asking whether it is installed.
+    """
+    given = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if importlib.util.find_spec("flashinfer") is None:
+        given["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    return given
+
+
 def told_by(*words: object) -> tuple[int, str]:
     """Exit code of a command of vexport, and its last line."""
-    ran = subprocess.run(
-        [sys.executable, "-m", "vexport", *map(str, words), "--quiet"], capture_output=True, text=True
-    )
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-m", "vexport", *map(str, words), "--quiet"],
+            capture_output=True,
+            text=True,
+            timeout=ENGINE_SECONDS,
+            env=engine_environment(),
+        )
+    except subprocess.TimeoutExpired:
+        return 124, f"not done in {ENGINE_SECONDS} s"
     lines = (ran.stderr if ran.returncode else ran.stdout).strip().splitlines()
-    return ran.returncode, lines[-1] if lines else ""
+    return ran.returncode, " | ".join(lines[-3:])
+
+
+def read_answer(file: Path) -> dict[str, Any]:
+    """The first report of a command's JSON file; empty if the command wrote none."""
+    if not file.is_file():
+        return {}
+    reports: list[dict[str, Any]] = json.loads(file.read_text())
+    return reports[0]
+
+
+def real_kernels(report: dict[str, Any]) -> dict[str, str]:
+    """The kernel that the engine chose for each kind of layer: `mlp.down_proj` to vLLM's class."""
+    lines = (report.get("engine") or {}).get("kernels", ())
+    return {kind: chosen.partition(" (")[0] for kind, _, chosen in (line.partition(": ") for line in lines)}
+
+
+def expected_kernels(report: dict[str, Any]) -> dict[str, str]:
+    """The same as the dry load expects it."""
+    rows = ((row["name"].rpartition("*.")[2], row["cells"][0]["kernel"]) for row in report.get("rows", ()))
+    return dict(rows)
+
+
+def load_rows(name: str, out: Path, folder: Path, *words: str) -> list[Row]:
+    """Load a checkpoint dry for the first card's capability and then for real, and compare the kernels."""
+    start = time.perf_counter()
+    files = {kind: folder / f"{name.replace(' ', '-')}.{kind}.json" for kind in ("dry", "load")}
+    capability = ()
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        capability = ("--sm", 10 * major + minor)
+    dry_code, dry_told = told_by("load", out, "--dry", *capability, "-o", files["dry"])
+    rows = [Row(f"{name}: exit code of the dry load", dry_code, note=dry_told if dry_code else "")]
+    if not capability:
+        return rows
+    code, told = told_by("load", out, *BESIDE, *words, "-o", files["load"])
+    report, expected = read_answer(files["load"]), expected_kernels(read_answer(files["dry"]))
+    chosen = real_kernels(report)
+    agreement = report.get("logprobs") or {}
+    kernels = ", ".join(dict.fromkeys(chosen.values()))
+    taken = f"{time.perf_counter() - start:.0f} s"
+    rows.append(
+        Row(f"{name}: exit code of the load", code, most=0, note=told if code else f"{kernels}; {taken}")
+    )
+    if agreement:
+        kl, limit = agreement["mean_kl"], agreement["limit"]
+        rows.append(Row(f"{name}: KL(reference || engine)", kl, "nats", most=limit))
+    if chosen and expected:
+        wrong = {kind: kernel for kind, kernel in chosen.items() if expected.get(kind, kernel) != kernel}
+        said = ", ".join(f"{kind} is {kernel}, not {expected[kind]}" for kind, kernel in wrong.items())
+        share = 1 - len(wrong) / len(chosen)
+        rows.append(Row(f"{name}: kernels as the dry load said", share, least=1, note=said))
+    return rows
+
+
+def eval_rows(name: str, out: Path, folder: Path) -> list[Row]:
+    """Compare a checkpoint with the demo's model by a task of the demo, both run by the card."""
+    start, task = time.perf_counter(), DEMO / "tasks" / "facts_choice.yaml"
+    words = ("--baseline", DEMO / "model", "--task", task, *BESIDE)
+    code, told = told_by("eval", out, *words)
+    return [Row(f"{name}: exit code of eval", code, note=f"{told}; {time.perf_counter() - start:.0f} s")]
 
 
 def vllm(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
-    """Every scheme that the card runs, loaded with real kernels; one evaluated; two cards where there are."""
+    """Load every scheme that the card runs with real kernels, and other checkpoints; evaluate two schemes.
+
+    Several engines share one card. A rehearsal without a card loads dry only.
+    """
     if importlib.util.find_spec("vllm") is None:
         yield Row("skipped", note="vLLM is not there")
         return
-    cards, start = torch.cuda.device_count(), time.perf_counter()
+    cards = torch.cuda.device_count()
     schemes = [one.name for one in all_schemes() if _runs(one.name)] if cards else list(sizes.schemes[:1])
-    rehearsed = () if cards else ("--dry",)  # not every CPU runs every scheme
-    for number, scheme in enumerate(schemes):
-        if time.perf_counter() - start > LOAD_SECONDS:
-            yield Row("load of others", note=f"skipped, no time: {', '.join(schemes[number:])}")
-            break
-        out = folder / f"demo-{scheme}"
-        if not out.is_dir():
-            quantized(DEMO / "model", out, scheme, "nearest", settings(sizes, "cpu"))
-        for tp in (1, 2) if cards > 1 else (1,):
-            code, told = told_by("load", out, "--tp", tp, *rehearsed)
-            yield Row(f"load {scheme}, tp {tp}: exit code", code, most=0, note=told)
+    text = settings(sizes, "cpu")
+    with ThreadPoolExecutor(ENGINES) as pool:
+        found = list[Future[list[Row]]]()
+        for out in sizes.checkpoints:
+            found.append(pool.submit(load_rows, out.name, out, folder))
+        for scheme in sorted(schemes, key=lambda name: name not in EVALUATED):
+            out = folder / f"demo-{scheme}"
+            if not out.is_dir():
+                quantized(DEMO / "model", out, scheme, "nearest", text)
+            found.append(pool.submit(load_rows, scheme, out, folder))
+            if cards and scheme in EVALUATED:
+                found.append(pool.submit(eval_rows, scheme, out, folder))
+                found.append(pool.submit(load_rows, f"{scheme} compiled", out, folder, "--mode", "default"))
+        if cards > 1:
+            found += [
+                pool.submit(load_rows, f"{scheme} tp 2", folder / f"demo-{scheme}", folder, "--tp", "2")
+                for scheme in schemes
+            ]
+        for future in as_completed(found):
+            yield from future.result()
     if not cards:
-        yield Row("eval, bench, tp 2", note="skipped without a card")
-        return
-    out, task = folder / f"demo-{schemes[0]}", DEMO / "tasks" / "facts_choice.yaml"
-    code, told = told_by("eval", out, "--baseline", DEMO / "model", "--task", task)
-    yield Row(f"eval {schemes[0]}: exit code", code, note=told)
-    words = ["vllm", "bench", "latency", "--model", str(out), "--input-len", "64", "--output-len", "64"]
-    printed = subprocess.run(words, capture_output=True, text=True).stdout.strip()
-    yield Row(f"vllm bench latency {schemes[0]}", note=printed.rpartition("\n")[2] or "nothing")
+        yield Row("real loads, eval", note="skipped without a card")
 
 
 def _runs(scheme: str) -> bool:
