@@ -213,7 +213,7 @@ def pipeline(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
 
 
 def engine_environment() -> dict[str, str]:
-    """The environment of one of several engines: one thread for each, and vLLM's own sampler without FlashInfer.
+    """The environment of one of several engines: one thread, and without FlashInfer vLLM's own sampler.
 
     vLLM imports FlashInfer for its sampler without asking whether it is installed.
     """

@@ -38,6 +38,8 @@ NO_KERNEL = "ValueError: Failed to find a kernel that can implement the WNA16 la
         (f"{NO_EXPERTS} (weight_key=...).", "cuda", "refused"),
         ("RuntimeError: std::bad_alloc", "cpu", "out of memory"),
         ("RuntimeError: can't start new thread", "cpu", "out of memory"),
+        ("ModuleNotFoundError: No module named 'flashinfer'", "cuda", "no package"),
+        ("ImportError: libcudart.so.13: cannot open shared object file", "cuda", "no package"),
         ("OSError: [Errno 28] No space left on device: '/tmp/x'", "cpu", "no space"),
     ],
 )

@@ -117,6 +117,7 @@ def test_limit_follows_activations(tiny_llama: Path, good: Good, preset: str, bi
     assert kl_limit(good(preset)) == KL_LIMITS[bits]
     assert kl_limit(tiny_llama) == KL_LIMITS[16]
     assert kl_limit(tiny_llama, "fp8") == KL_LIMITS[8], "keys and values that the engine rounds"
+    assert kl_limit(tiny_llama, input_bits=8) == KL_LIMITS[8], "inputs that a kernel rounds"
 
 
 def test_prompts_fit_the_tokenizer(tiny_llama: Path) -> None:

@@ -35,10 +35,12 @@ _FIX = "compare the checkpoint with its source (`vexport check --source`), or qu
 _FIX_QUANTIZED = "nothing if the evaluation passes: vLLM computes what the checkpoint holds"
 
 
-def kl_limit(checkpoint: Path, cache: str = "auto") -> float:
+def kl_limit(checkpoint: Path, cache: str = "auto", input_bits: int | None = None) -> float:
     """The limit for a checkpoint: that of its coarsest activations, keys and values among them.
 
     `cache` is vLLM's kv_cache_dtype, which may store keys and values in FP8 whatever the checkpoint says.
+    `input_bits` are those that a kernel of vLLM rounds inputs to (`EngineInfo.input_bits`), which may be
+    fewer than the checkpoint says, too.
     """
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     stored = find_quantization(checkpoint, config)
@@ -47,7 +49,8 @@ def kl_limit(checkpoint: Path, cache: str = "auto") -> float:
         rounded += [each.get("input_activations") for each in groups.values() if isinstance(each, dict)]
         rounded.append(stored.values.get("kv_cache_scheme"))
     sizes = [args.get("num_bits", 8) for args in rounded if isinstance(args, dict)]
-    bits = min((size for size in sizes if isinstance(size, int)), default=16)
+    sizes.append(16 if input_bits is None else input_bits)
+    bits = min(size for size in sizes if isinstance(size, int))
     return next((limit for least, limit in KL_LIMITS.items() if bits >= least), max(KL_LIMITS.values()))
 
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from vexport.engine.kernels import activation_bits, kernel_of
 from vexport.engine.messages import CANARY_TOKENS, DRAFT_TOKENS, SessionRequest, draft_counts
 from vexport.files import atomic_path
 from vexport.records import Canary, DraftCounts, EngineInfo, OnProgress
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from vllm.tokenizers import TokenizerLike
 
 _ROWS_AT_ONCE = 16
-_KERNEL_PACKAGES = ("vllm.model_executor.kernels", "vexport.engine.cpu_emulation")
 # What the CPU build's kernels leave out, measured or read in vLLM's model_executor/kernels/linear.
 _KERNEL_BLIND_SPOTS = {
     "CPUFp8BlockScaledMMKernel": "FP8 block activations stay in the model's dtype (scaled_mm/cpu.py)",
@@ -191,7 +191,8 @@ class DescribeKernels:
     """Mixed into vLLM's worker (`worker_extension_cls`), so that a string names the method to call there."""
 
     def vexport_kernels(self) -> list[list[str]]:
-        """For each linear or expert layer: its name, its scheme, its kernel, what that leaves out."""
+        """For each linear or expert layer: its name, its scheme, its kernel, what that leaves out, and the
+        bits of the inputs that the kernel multiplies (empty if nothing tells)."""
         model: torch.nn.Module = self.model_runner.get_model()  # type: ignore[attr-defined]
         return [
             [name, *_describe_layer(layer)]
@@ -202,15 +203,15 @@ class DescribeKernels:
         ]
 
 
-def _describe_layer(layer: torch.nn.Module) -> tuple[str, str, str]:
-    """Scheme, kernel and blind spot of one layer of vLLM's model; the classes' own names."""
+def _describe_layer(layer: torch.nn.Module) -> tuple[str, str, str, str]:
+    """Scheme, kernel, blind spot and bits of inputs of one layer of vLLM's model; the classes' own names."""
     scheme = getattr(layer, "scheme", None) or layer.quant_method
-    parts = map(type, vars(scheme).values())
-    kernels = [part.__name__ for part in parts if part.__module__.startswith(_KERNEL_PACKAGES)]
-    if not kernels and getattr(scheme, "use_batch_invariant", False):
-        kernels = ["dequantized, batch-invariant"]  # VLLM_BATCH_INVARIANT from 0.33 on: no kernel of INT4
-    kernel = kernels[0] if kernels else type(layer.quant_method).__name__
-    return type(scheme).__name__, kernel, _blind_spot(layer, scheme, kernel)
+    chosen, name = kernel_of(scheme)
+    bits = activation_bits(scheme, chosen, name)
+    if not name and getattr(scheme, "use_batch_invariant", False):
+        name = "dequantized, batch-invariant"  # VLLM_BATCH_INVARIANT from 0.33 on: no kernel of INT4
+    kernel = name or type(layer.quant_method).__name__
+    return type(scheme).__name__, kernel, _blind_spot(layer, scheme, kernel), str(bits or "")
 
 
 def _blind_spot(layer: torch.nn.Module, scheme: object, kernel: str) -> str:
@@ -234,7 +235,7 @@ def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> Eng
     # `mlp.down_proj: Kernel (Scheme)`, once for each kind of layer and kernel, in the model's order.
     kernels = dict.fromkeys(
         f"{_LAYER.split(name)[-1]}: {kernel}" + (f" ({scheme})" if scheme != kernel else "")
-        for name, scheme, kernel, _ in rows
+        for name, scheme, kernel, *_ in rows
     )
     config = llm.llm_engine.vllm_config
     unseen = ", their collectives" if config.parallel_config.world_size > 1 else ", and tensor parallelism"
@@ -251,6 +252,7 @@ def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> Eng
         multiprocess=os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "1",
         emulated=any("Emulation" in row[2] for row in rows),
         kernels=tuple(kernels),
+        input_bits=min((int(row[4]) for row in rows if row[4]), default=None),
         blind_spots=(_CPU_BLIND_SPOT + unseen, *spots) if on_cpu else (),
         start_seconds=start_seconds,
     )

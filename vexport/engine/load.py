@@ -193,7 +193,8 @@ def _agreement(
     except InputError as problem:
         return None, [Finding.of(problem, check="logprobs", severity="info")]
     cache = result.engine.settings.get("kv_cache_dtype", "auto") if result.engine else "auto"
-    limit, kl = kl_limit(checkpoint, cache), kl_divergence(reference, measured)
+    limit = kl_limit(checkpoint, cache, result.engine.input_bits if result.engine else None)
+    kl = kl_divergence(reference, measured)
     mean_kl, same = float(kl.mean()), reference.argmax(dim=-1) == measured.argmax(dim=-1)
     limit = agreement_limit(checkpoint, tokens, kept, mean_kl=mean_kl, limit=limit, on_progress=on_progress)
     agreement = LogprobAgreement(

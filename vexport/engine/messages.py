@@ -30,6 +30,7 @@ FailureKind = Literal[
     "timed out",
     "missing",
     "mismatched build",
+    "no package",
 ]
 # missing: part of a parameter gets no value (vLLM reads uninitialized memory);
 # unused: a stored tensor goes nowhere; cast: its values are converted to a dtype of another kind;

@@ -41,6 +41,8 @@ _NO_CPU_KERNEL = re.compile(
 _NO_COMPILER = re.compile(
     r"InvalidCxxCompiler|No working C\+\+ compiler|CppCompileError|Failed to find C compiler"
 )
+# Python's messages about a module that is not installed, or that fails while it is imported.
+_NO_PACKAGE = re.compile(r"(?:\w+\.)*(?:ModuleNotFoundError|ImportError): ")
 # vLLM's messages that hide the exception of a process further down; that one is in the log.
 _WRAPPER = re.compile(r"Engine core initialization failed|WorkerProc initialization failed|EngineDeadError")
 # The operating system's out-of-memory killer ends a process with SIGKILL.
@@ -63,6 +65,7 @@ _ENVIRONMENT: tuple[tuple[Callable[[str], object], FailureKind], ...] = (
     (is_disk, "no space"),
     (is_mismatch, "mismatched build"),
     (_NO_COMPILER.search, "no compiler"),
+    (_NO_PACKAGE.match, "no package"),
 )
 
 

@@ -90,6 +90,10 @@ _TOLD: Mapping[FailureKind, tuple[str, str]] = {
     ),
     "timed out": ("the engine took too long", "give it more time or less work"),
     "mismatched build": ("a package was built for another torch", UNINSTALL),
+    "no package": (
+        "a package that vLLM imports is missing or broken",
+        "install that package again where vLLM is installed (python -m pip install NAME)",
+    ),
     "missing": (
         "vLLM cannot be started",
         "install vLLM there (python -m pip install vllm), or choose another --vllm-python",

@@ -88,7 +88,8 @@ class EngineInfo:
     """The engine that ran the model: versions, platform, kernels by kind of layer, limits of the platform.
 
     `compilation` is vLLM's name of the mode (NONE in eager mode); `settings` are arguments of the engine by
-    name, its defaults too, in words.
+    name, its defaults too, in words. `input_bits` are the fewest bits in which a kernel multiplies the inputs
+    of its layer, None if no kernel tells.
     """
 
     vllm: str
@@ -102,6 +103,7 @@ class EngineInfo:
     settings: Mapping[str, str] = field(default_factory=dict)
     emulated: bool
     kernels: tuple[str, ...]
+    input_bits: int | None = None
     blind_spots: tuple[str, ...]
     start_seconds: float
 

@@ -5,12 +5,12 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
 
 from vexport.architectures import with_stars
+from vexport.engine.kernels import activation_bits, kernel_of
 from vexport.engine.messages import LayerKind
 from vexport.records import RankMemory, SequenceMemory
 
@@ -19,16 +19,12 @@ if TYPE_CHECKING:
 
 # Lengths of a sequence, in tokens, next to the longest that the model allows.
 _LENGTHS = (1_024, 8_192, 32_768)
-_KERNELS = "vllm.model_executor.kernels"
 _SCHEME = re.compile(r"^CompressedTensors|(MoE|Linear)?Method$")
-# Kernels that dequantize the weight and leave the input in the model's dtype, by words of their name.
-_WEIGHT_ONLY_KERNEL = re.compile(r"Marlin|Humming|Emulation|A16", re.IGNORECASE)
 # Kernels that are chosen for a capability from this one on, where they raise at the first batch; in vLLM's
 # words. csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp.
 _RAISING_KERNELS = {"CutlassInt8ScaledMMLinearKernel": (100, "Int8 not supported on SM{}")}
 # Shapes that are no multiples of this go to Triton instead (`cutlass_scaled_mm` in vllm/_custom_ops.py).
 _CUTLASS_ALIGNMENT = 16
-_ACTIVATION_BITS = re.compile(r"W[\dN]+A(\d+)")
 
 
 def layer_kinds(model: torch.nn.Module) -> tuple[LayerKind, ...]:
@@ -40,7 +36,7 @@ def raising_layer(model: torch.nn.Module, sm: int) -> tuple[str, str] | None:
     """The first layer whose kernel raises when it runs on this capability, and its words; None is none."""
     for name, layer in model.named_modules():
         scheme = getattr(layer, "scheme", None)
-        _, kernel = _kernel(scheme) if scheme is not None else (None, "")
+        _, kernel = kernel_of(scheme) if scheme is not None else (None, "")
         least, words = _RAISING_KERNELS.get(kernel, (sm + 1, ""))
         if sm >= least and not any(side % _CUTLASS_ALIGNMENT for side in layer.get_parameter("weight").shape):
             return with_stars(name), f"{kernel}: {words.format(sm)}, when it runs"
@@ -54,11 +50,11 @@ def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
         if method is None or not weights or "Embedding" in type(method).__name__:
             continue
         scheme = getattr(layer, "scheme", None) or method
-        kernel, kernel_name = _kernel(scheme)
+        kernel, kernel_name = kernel_of(scheme)
         # vLLM's name of the layer; in a drafter it differs from its place in the module tree.
         given = getattr(layer, "prefix", None) or getattr(layer, "layer_name", None)
         stored = _stored(method, layer, given if isinstance(given, str) else name)
-        bits = _activation_bits(scheme, kernel, kernel_name)
+        bits = activation_bits(scheme, kernel, kernel_name)
         yield LayerKind(
             name=with_stars(name),
             count=1,
@@ -67,18 +63,6 @@ def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
             runs=re.sub(r"A\d+$", f"A{bits}", stored) if bits else stored,
             kernel=kernel_name,
         )
-
-
-def _kernel(scheme: object) -> tuple[object, str]:
-    """The kernel that a scheme holds and its name; of a MoE method the name of its experts or backend."""
-    for value in vars(scheme).values():
-        if type(value).__module__.startswith(_KERNELS):
-            return value, type(value).__name__
-    experts = vars(scheme).get("experts_cls")
-    if isinstance(experts, type):
-        return None, experts.__name__
-    backends = (value for name, value in vars(scheme).items() if "backend" in name)
-    return None, next((value.name for value in backends if isinstance(value, Enum)), "")
 
 
 def _stored(method: object, layer: torch.nn.Module, name: str) -> str:
@@ -95,23 +79,6 @@ def _stored(method: object, layer: torch.nn.Module, name: str) -> str:
     if weights is None:
         return "W16A16"
     return f"W{weights.num_bits}A{inputs.num_bits if inputs is not None else 16}"
-
-
-def _activation_bits(scheme: object, kernel: object, name: str) -> int | None:
-    """Bits of the activations that a kernel multiplies; None where nothing tells."""
-    config = getattr(kernel, "config", None)
-    dtype = getattr(config, "act_type", None)
-    if isinstance(dtype, torch.dtype):
-        return dtype.itemsize * 8
-    if _WEIGHT_ONLY_KERNEL.search(name) or getattr(scheme, "use_a16", False):
-        return 16
-    key = getattr(config, "activation_quant_key", None)
-    chosen = getattr(key, "dtype", None)  # not what the scheme asked for, where no kernel had that
-    if isinstance(chosen, torch.dtype):
-        return 4 if chosen == torch.uint8 else chosen.itemsize * 8
-    # vLLM names a scheme by what it makes of activations, whatever the config says (MXFP4A16).
-    named = _ACTIVATION_BITS.search(type(scheme).__name__)
-    return int(named[1]) if named else None
 
 
 def rank_memory(models: Sequence[torch.nn.Module], config: "VllmConfig", tp: int) -> RankMemory | None:
