@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parent.parent / "vexport"
 # From the bottom to the top: a module may import from its own layer's package and from layers below.
 LAYERS = (
@@ -124,6 +126,14 @@ def test_the_command_line_a_plan_and_quantizing_by_ranges_load_nothing_heavy() -
     heavy = {"torch", "transformers", "compressed_tensors", "huggingface_hub", "safetensors"}
     assert not loaded_by("import vexport.quantize.job, vexport.reports.formatting") & heavy
     assert not loaded_by("import vexport.run.directory, vexport.evaluation.verdict") & heavy
+
+
+@pytest.mark.parametrize("command", ["", "check", "quantize", "eval", "run"])
+def test_help_loads_no_pydantic(command: str) -> None:
+    help_of = [*command.split(), "--help"]
+    loaded = loaded_by(f"from vexport.cli.entry import cli; cli.main({help_of}, standalone_mode=False)")
+    assert "vexport.cli.options" in loaded
+    assert not loaded & {"pydantic", "pydantic_core", *HEAVY}
 
 
 def test_a_check_loads_neither_torch_nor_what_makes_or_evaluates() -> None:

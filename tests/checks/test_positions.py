@@ -9,6 +9,7 @@ from tests.models import save_llama
 from vexport.architectures import architecture_table, left_out
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.rotary import table_bytes, wrong_numbers
+from vexport.files import to_json
 from vexport.records import Json
 
 HEADS: dict[str, Json] = {"hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 1 << 20}
@@ -71,3 +72,4 @@ def test_unquantized_checkpoints_are_warned_of(tmp_path: Path) -> None:
     assert report.ok
     assert len(warned) == 1
     assert [each.what for each in report.idle] == ["digests"]
+    assert "idle" not in json.loads(to_json(report))

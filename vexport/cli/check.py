@@ -20,7 +20,6 @@ from vexport.cli.engine import Interpreter, interpreter_option
 from vexport.cli.options import Answer, device_options, format_option, option, speculative_option, vllm_option
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, raise_problems
-from vexport.files import user_path
 from vexport.records import CheckReport, OnProgress
 
 if TYPE_CHECKING:
@@ -129,6 +128,8 @@ def check(
 
 def _folder(name: str, on_progress: OnProgress) -> Path:
     """The folder of a checkpoint, or of a model of the hub where there is no such folder."""
+    from vexport.files import user_path
+
     if (folder := user_path(name)).exists():
         return folder
     from vexport.checkpoint.source import resolve_source

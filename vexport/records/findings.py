@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, Self
-
-from pydantic import Field
+from typing import Literal, Self
 
 from vexport.errors import VexportError
 
@@ -76,8 +74,9 @@ class CheckReport:
     ok: bool
     findings: tuple[Finding, ...]
     not_judged: tuple[NotJudged, ...] = ()
-    # Families of checks that had nothing to compare with, for JUnit; no part of the JSON.
-    idle: Annotated[tuple[NotJudged, ...], Field(exclude=True)] = ()
+    # Families of checks that had nothing to compare with, for JUnit. Pydantic reads `exclude` from the
+    # metadata and leaves the field out of JSON. `pydantic.Field` would make `--help` import pydantic.
+    idle: tuple[NotJudged, ...] = field(default=(), metadata={"exclude": True})
     vllm: str = ""
     tp: tuple[int, ...] = ()
     sm: tuple[int, ...] = ()
