@@ -56,6 +56,24 @@ def test_moved_weights_of_own_bytes_are_a_warning(moved: Path, source: Path) -> 
     assert vexport("check", moved, "--source", source, "--static").code == 0
 
 
+@pytest.mark.parametrize(
+    ("rounding", "severity"),
+    [
+        (None, "warning"),  # the default for four bits with calibration text is a refit
+        ("gptq", "warning"),
+        ({"method": "refit", "strength": 0.5}, "warning"),
+        ("nearest", "error"),
+        (["refit"], "error"),
+    ],
+)
+def test_recorded_rounding(moved: Path, source: Path, rounding: object, severity: str) -> None:
+    scenario = json.loads((moved / "vexport.json").read_text())["scenario"]
+    for rule in scenario["rules"]:
+        rule["rounding"] = rounding
+    record(moved, scenario=scenario)
+    assert severities(moved, source) == {LAYER: severity}
+
+
 def test_repaired_weights_are_not_own(moved: Path, source: Path) -> None:
     record(moved, repaired=True)
     assert severities(moved, source) == {LAYER: "error"}

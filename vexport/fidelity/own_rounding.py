@@ -7,14 +7,19 @@ digests of what it wrote: bytes with these digests contain what the rounding com
 
 from collections.abc import Mapping
 
+from pydantic import ValidationError
+
 from vexport.checkpoint.index import SourceIndex, headers_digest
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.files import read_json_object
+from vexport.formats.schemes import KEEP
 from vexport.outputs import RECIPE
 from vexport.outputs.digests import HEADERS, HEADERS_DIGEST, REPAIRED, digest_of, recorded_digests
+from vexport.plan.rules import default_rounding
 from vexport.records import Json
 from vexport.records.calibration import ROUNDINGS
+from vexport.scenario.rules import AUTO, Rule
 
 # Roundings that correct a weight for its inputs.
 CORRECTING = frozenset(ROUNDINGS) - {"nearest"}
@@ -46,9 +51,18 @@ def _has_correcting_rule(recipe: Mapping[str, Json]) -> bool:
     if not isinstance(scenario, dict) or not isinstance(scenario.get("calibration"), dict):
         return False
     rules = scenario.get("rules")
-    return isinstance(rules, list) and any(
-        isinstance(rule, dict) and rule.get("rounding") in CORRECTING for rule in rules
-    )
+    return isinstance(rules, list) and any(_is_correcting(rule) for rule in rules)
+
+
+def _is_correcting(recorded: Json) -> bool:
+    """Return whether a recorded rule rounds weights by their inputs, by its own setting or by default."""
+    try:
+        rule = Rule.model_validate(recorded)
+    except ValidationError:
+        return False
+    if rule.method is not None:
+        return rule.method in CORRECTING
+    return rule.scheme not in (KEEP, AUTO) and default_rounding(rule.scheme, has_text=True) in CORRECTING
 
 
 def _is_recorded(recipe: Mapping[str, Json], source: SourceIndex) -> bool:
