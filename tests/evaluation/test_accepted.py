@@ -6,13 +6,15 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.evaluation.make import edit_results, edit_sample, samples_file
 from tests.reports.sample import engine
 from vexport.errors import InputError
-from vexport.evaluation.accepted import accept_results, choice_of, read_accepted
+from vexport.evaluation.accepted import accept_results, choice_of, lost_answers, read_accepted
 from vexport.evaluation.fingerprint import changed_names, changes, engine_fingerprint, write_fingerprint
+from vexport.evaluation.lost import LETTERS, Ending, State, count_answers, letter_of
 from vexport.evaluation.results import read_results
 from vexport.evaluation.verdict import decide
 
@@ -46,6 +48,67 @@ def test_a_changed_answer_is_one_line_of_a_diff(lm_eval_runs: Path, accepted: Pa
     (removed,) = [line for line in diff if line.startswith("- ") and "200-299" in line]
     (added,) = [line for line in diff if line.startswith("+ ") and "200-299" in line]
     assert sum(one != other for one, other in zip(removed[2:], added[2:], strict=True)) == 1
+
+
+def cut_answers(folder: Path, number: int) -> None:
+    """Let the first answers of `sums` be cut, without a right answer."""
+    for line in range(number):
+        edit_sample(folder, line, exact_match=0.0, finish_reason=[["length"]], resps=[["I will now"]])
+    filtered = json.loads(samples_file(folder).read_text().splitlines()[0])["filtered_resps"]
+    assert len(filtered) == 1
+    for line in range(number):
+        edit_sample(folder, line, filtered_resps=["I will now"])
+
+
+def test_cut_answers_of_the_baseline_are_counted(copies: Path, tmp_path: Path) -> None:
+    file = tmp_path / "accepted.json"
+    cut_answers(copies / "baseline", 80)
+    cut_answers(copies / "twin", 120)
+    accepted = accept_results(copies / "baseline", file, {})
+    assert lost_answers(accepted, alpha=0.05)[0].startswith("sums: the quantized model was cut in 20%")
+    endings = read_accepted(file).tasks["sums"].endings
+    assert endings == {"0-99": "c" * 80 + "." * 20}
+    assert read_accepted(file).tasks["choices"].endings is None
+    sides = decide(file, copies / "twin", margin=0.02, alpha=0.05)
+    folders = decide(copies / "baseline", copies / "twin", margin=0.02, alpha=0.05)
+    (sums,) = (task for task in sides.tasks if task.task == "sums")
+    (full,) = (task for task in folders.tasks if task.task == "sums")
+    assert sums.too_many_lost
+    assert sums.baseline_answers == full.baseline_answers
+    assert sums.candidate_answers == full.candidate_answers
+    assert sums.lost_answers == full.lost_answers
+
+
+def test_older_files_have_no_endings(copies: Path, accepted: Path) -> None:
+    content = json.loads(accepted.read_text())
+    for task in content["tasks"].values():
+        del task["endings"]
+    accepted.write_text(json.dumps(content))
+    verdict = decide(accepted, copies / "twin", margin=0.02, alpha=0.05)
+    assert verdict.outcome == "PASS"
+    assert all(task.baseline_answers is None for task in verdict.tasks)
+
+
+@pytest.mark.parametrize("endings", [{"0-99": "c"}, {"0-99": "x" * 100}, {"5-9": "....."}, {"a": "."}])
+def test_damaged_endings(accepted: Path, endings: dict[str, str]) -> None:
+    content = json.loads(accepted.read_text())
+    content["tasks"]["sums"]["endings"] = endings
+    accepted.write_text(json.dumps(content))
+    with pytest.raises(InputError, match="sums"):
+        read_accepted(accepted)
+
+
+@pytest.mark.parametrize("state", ["", "cut", "empty", "unparsed"])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_letters_keep_what_counts(state: State, is_whole: bool) -> None:
+    """A letter leaves out only what no count depends on."""
+    is_cut = state == "cut"
+    ending = Ending(state=state, is_cut=is_cut, is_whole=is_whole and not is_cut)
+    restored = LETTERS[letter_of(ending)]
+    scores = np.array([0.0, 1.0, 0.0])
+    others = [Ending(state=""), Ending(state="", is_cut=True)]
+    counts = [count_answers([each, *others], scores, sign=1, alpha=0.05) for each in (ending, restored)]
+    assert counts[0] == counts[1]
 
 
 def test_a_changed_circumstance_is_named(copies: Path, tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 Documents stand in lines of 100 in the order of their numbers: their range with their scores, `1` and `0`
 side by side where the metric is 0/1, and apart from that their range with three characters of each
 question's digest. So later answers are paired document by document, and a changed answer is one digit of a
-diff.
+diff. A third part names the answers that were cut, are empty or have nothing to extract, by a letter each
+(`LETTERS` in lost.py), only for lines that have such answers.
 """
 
 import base64
@@ -14,8 +15,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from vexport.errors import InputError, raise_all
 from vexport.evaluation.fingerprint import Fingerprint, causes
+from vexport.evaluation.lost import LETTERS, Ending, count_answers, letter_of, lost_words
 from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks
 from vexport.evaluation.results import Results, Sample, TaskSamples, read_results
 from vexport.files import from_json, read_json_object, to_json, write_text
@@ -24,12 +28,18 @@ LINE = 100
 """Documents in a line."""
 DIGEST = 3
 """Characters of 6 bits for each question: one changed question is missed once in 262144 times."""
+WHOLE = "."
+"""The letter of an answer that is neither cut nor empty, and has something to extract."""
 _KIND = "vexport_baseline"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedTask:
-    """The scores of one task, and the digests of its questions, by `first-last` of their documents."""
+    """The scores of one task, and the digests of its questions, by `first-last` of their documents.
+
+    `endings` has a letter for each answer in the lines with answers that were cut, are empty or have nothing
+    to extract. It is None if the answers were not generated, or if the file is older than this field.
+    """
 
     metric: str
     filter: str
@@ -38,6 +48,7 @@ class AcceptedTask:
     score: float
     scores: Mapping[str, str]
     questions: Mapping[str, str]
+    endings: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +80,7 @@ def read_accepted(path: Path) -> Accepted:
     for name, task in accepted.tasks.items():
         try:
             stored_scores(task)
+            stored_endings(task)
         except ValueError as error:
             where, need = f"{path}: tasks.{name}", "scores and questions of each document by `first-last`"
             fix = "restore it from git, or accept it again"
@@ -143,7 +155,20 @@ def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
         score=round(math.fsum(scores) / len(scores), 6),
         scores={line: _scores_text(chunk, gate.metric) for line, chunk in lines.items()},
         questions={line: "".join(map(_question, chunk)) for line, chunk in lines.items()},
+        endings=_endings_text(lines),
     )
+
+
+def _endings_text(lines: Mapping[str, Sequence[Sample]]) -> dict[str, str] | None:
+    """Return the letters of the lines with answers that may not count; None without generated answers."""
+    endings = {line: [sample.ending for sample in chunk] for line, chunk in lines.items()}
+    letters = {
+        line: "".join(letter_of(ending) for ending in ended if ending is not None)
+        for line, ended in endings.items()
+    }
+    if any(len(text) < len(lines[line]) for line, text in letters.items()):
+        return None
+    return {line: text for line, text in letters.items() if text.strip(WHOLE)}
 
 
 def _ordered(results: Results, name: str, filter_name: str) -> list[Sample]:
@@ -181,6 +206,24 @@ def stored_scores(task: AcceptedTask) -> dict[int, tuple[float, str]]:
     return stored
 
 
+def stored_endings(task: AcceptedTask) -> dict[int, Ending] | None:
+    """Return how the answer to each document ended; None if that was not kept.
+
+    Raises:
+        ValueError: If a line is damaged.
+    """
+    if task.endings is None:
+        return None
+    endings = dict.fromkeys(stored_scores(task), LETTERS[WHOLE])
+    for line, letters in task.endings.items():
+        first, _, last = line.partition("-")
+        documents = range(int(first), int(last) + 1)
+        if line not in task.scores or len(letters) != len(documents) or not set(letters) <= set(LETTERS):
+            raise ValueError(f"{line}: {letters[:60]}")
+        endings |= {document: LETTERS[letter] for document, letter in zip(documents, letters, strict=True)}
+    return endings
+
+
 def _answers_now(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results) -> TaskSamples:
     """A task's samples after the accepted filter; InputError where other questions were accepted."""
     samples = _ordered(candidate, name, task.filter)
@@ -202,13 +245,29 @@ def _answers_now(name: str, task: AcceptedTask, accepted: Accepted, candidate: R
 def _accepted_answers(task: AcceptedTask, now: TaskSamples) -> TaskSamples:
     """The same documents with the scores that were accepted, whose answers were not kept."""
     samples: dict[tuple[str, int, int], Sample] = {}
-    stored = stored_scores(task)
+    stored, endings = stored_scores(task), stored_endings(task)
     for key, sample in now.samples.items():
         score, _ = stored[sample.doc_id]
+        ending = None if endings is None else endings[sample.doc_id]
         answer, scores = f"(scored {score:g}; the answer was not kept)", {task.metric: score}
-        samples[key] = replace(sample, answer=answer, compared=None, scores=scores, ending=None)
+        samples[key] = replace(sample, answer=answer, compared=None, scores=scores, ending=ending)
     better = {task.metric: task.higher_is_better}
     return replace(now, higher_is_better=better, samples=samples, aggregates={})
+
+
+def lost_answers(accepted: Accepted, alpha: float) -> tuple[str, ...]:
+    """Describe the accepted answers that do not count, for each task with 1 % of them or more."""
+    described = []
+    for name, task in accepted.tasks.items():
+        endings = stored_endings(task)
+        if endings is None:
+            continue
+        scores = np.array([score for score, _ in stored_scores(task).values()])
+        sign = 1 if task.higher_is_better else -1
+        counts = count_answers([*endings.values()], scores, sign=sign, alpha=alpha)
+        if words := lost_words(None, counts):
+            described.append(f"{name}: {words}")
+    return tuple(described)
 
 
 def choice_of(accepted: Accepted) -> Choice:

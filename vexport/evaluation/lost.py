@@ -14,7 +14,7 @@ after the answer.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -56,6 +56,27 @@ class Ending:
     is_cut: bool = False
     is_whole: bool = False
     is_thinking: bool = False
+
+
+LETTERS = {
+    ".": Ending(state=""),
+    "a": Ending(state="", is_cut=True),
+    "c": Ending(state="cut", is_cut=True),
+    "t": Ending(state="cut", is_cut=True, is_thinking=True),
+    "e": Ending(state="empty"),
+    "u": Ending(state="unparsed", is_whole=True),
+    "U": Ending(state="unparsed"),
+}
+"""Every ending that `count_answers` distinguishes, by the letter that files have for it.
+
+`a` is cut after the answer, `t` in its thinking; `U` may have been cut, `u` ended by itself.
+"""
+
+
+def letter_of(ending: Ending) -> str:
+    """Return the letter of an ending."""
+    is_whole = ending.is_whole and ending.state == "unparsed"
+    return next(letter for letter, known in LETTERS.items() if known == replace(ending, is_whole=is_whole))
 
 
 def ending_of(

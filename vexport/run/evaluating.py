@@ -15,7 +15,14 @@ from vexport.checkpoint.source import hub_name, require_source, resolve_source
 from vexport.engine.arguments import require_arguments
 from vexport.errors import CheckpointFailed, InputError
 from vexport.errors.extras import attempt_all
-from vexport.evaluation.accepted import accept_results, choice_of, gates_of, read_accepted, require_writable
+from vexport.evaluation.accepted import (
+    accept_results,
+    choice_of,
+    gates_of,
+    lost_answers,
+    read_accepted,
+    require_writable,
+)
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import drift_warnings, measure_drift
 from vexport.evaluation.endpoint import is_url, require_address
@@ -226,7 +233,10 @@ def accept_answers(job: EvalJob, verdict: Verdict | None) -> str:
         return ""
     choice = choice_of(read_accepted(job.against)) if job.against else job.settings.gate
     accepted = accept_results(job.answers(CANDIDATE), job.accept, choice)
-    return f"accepted: {job.accept}: {gates_of(accepted)}"
+    lines = [f"accepted: {job.accept}: {gates_of(accepted)}"]
+    if verdict is None:  # else its warnings name the lost answers of both models
+        lines += [f"warning: {lost}" for lost in lost_answers(accepted, job.settings.alpha)]
+    return "\n".join(lines)
 
 
 def _evaluated(job: EvalJob, models: Mapping[str, ModelUnderTest]) -> Iterator[Judged]:
