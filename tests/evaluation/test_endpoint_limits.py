@@ -20,6 +20,8 @@ from vexport.records import Endpoint, Json
 OK = b"HTTP/1.1 200 OK\r\n"
 MEBIBYTE = 1 << 20
 PARAMETERS: dict[str, Json] = {"max_tokens": 4, "temperature": 0}
+# Seconds before the second attempt.
+FIRST_WAIT = 0.01
 
 
 def slowly(text: bytes) -> Iterator[bytes]:
@@ -63,7 +65,7 @@ def test_a_flood_ends_in_time(flood: str) -> None:
     with sending(FLOODS[flood]) as (url, sent):
         began = time.monotonic()
         with pytest.raises(EnvironmentFault, match="no answer"):
-            Server(Endpoint(url=url, request_timeout=1, retry_seconds=0))
+            Server(Endpoint(url=url, request_timeout=0.4, retry_seconds=0))
         assert time.monotonic() - began < 8
         assert sent[0] < 64 * MEBIBYTE or flood == "endless continue"
 
@@ -77,8 +79,11 @@ def test_retries_end_in_time() -> None:
         assert 2 < time.monotonic() - began < 10
 
 
-def asked(url: str, *, retry: float = 0, model: str | None = None) -> Server:
-    return Server(Endpoint(url=url, request_timeout=20, retry_seconds=retry, model=model))
+def asked(
+    url: str, *, retry: float = 0, model: str | None = None, on_retry: Callable[[str], None] = print
+) -> Server:
+    endpoint = Endpoint(url=url, request_timeout=20, retry_seconds=retry, model=model)
+    return Server(endpoint, on_retry, first_wait=FIRST_WAIT)
 
 
 def with_choice(**fields: object) -> Callable[[str, dict[str, object]], Sent]:
@@ -199,7 +204,7 @@ def test_what_a_request_is_to_blame_for(status: int, words: str) -> None:
 def test_a_kind_of_request_that_always_fails_is_given_up(status: int) -> None:
     lines: list[str] = []
     with replying(of_status(status)) as url:
-        server = Server(Endpoint(url=url), lines.append)
+        server = asked(url, retry=300, on_retry=lines.append)
         began = time.monotonic()
         with pytest.raises(EnvironmentFault, match=f"prompt as token ids .*HTTP {status}: <html>"):
             server.generate([3], PARAMETERS)

@@ -116,10 +116,17 @@ def _ignore(line: str) -> None:
 class Server:
     """The model of an endpoint. Several threads may ask; `model` is what the server said at first.
 
-    `on_retry` receives a line when a request is tried again, at most one in 30 seconds.
+    `on_retry` receives a line when a request is tried again, at most one in 30 seconds. `first_wait` is the
+    number of seconds before the second attempt; it doubles with each attempt.
     """
 
-    def __init__(self, endpoint: Endpoint, on_retry: Callable[[str], None] = _ignore) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        on_retry: Callable[[str], None] = _ignore,
+        *,
+        first_wait: float = _FIRST_WAIT,
+    ) -> None:
         require_address(endpoint.url)
         self.endpoint, self._stopped = endpoint, threading.Event()
         self._key = os.environ.get(API_KEY, "").strip()
@@ -139,6 +146,7 @@ class Server:
             headers["Authorization"] = f"Bearer {self._key}"
         self._client = Client(self._url, headers)
         self._on_retry, self._told = on_retry, -_TELL_EVERY
+        self._first_wait = first_wait
         # Kinds of requests that the server has answered.
         self._answered: set[str] = set()
         ends = time.monotonic() + _FIRST_CONTACT_ENDS
@@ -364,7 +372,7 @@ class Server:
         failures.
         """
         failures: Counter[str] = Counter()
-        wait, given_up = _FIRST_WAIT, ends
+        wait, given_up = self._first_wait, ends
         while True:
             limit = self.endpoint.request_timeout
             if given_up is not None:
