@@ -8,10 +8,13 @@ import json
 import sys
 from types import SimpleNamespace
 
-from transformers import AutoTokenizer
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.renderers.chat_utils import parse_chat_messages
-from vllm.renderers.hf import _detect_content_format, safe_apply_chat_template
+# transformers imports scikit-learn if it is there, which takes 4 seconds, and uses nothing of it here.
+sys.modules["sklearn"] = None  # type: ignore[assignment]
+
+from transformers import PreTrainedTokenizerFast  # noqa: E402
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: E402
+from vllm.renderers.chat_utils import parse_chat_messages  # noqa: E402
+from vllm.renderers.hf import _detect_content_format, safe_apply_chat_template  # noqa: E402
 
 
 def answer(case: dict, tokenizer: object, config: object) -> dict:  # type: ignore[type-arg]
@@ -34,7 +37,7 @@ def answer(case: dict, tokenizer: object, config: object) -> dict:  # type: igno
 
 if __name__ == "__main__":
     folder = sys.argv[1]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     config = SimpleNamespace(
         multimodal_config=None, enable_prompt_embeds=False, hf_config=SimpleNamespace(model_type="llama")
     )

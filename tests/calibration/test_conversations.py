@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import PreTrainedTokenizerFast
 
 from tests.calibration.templates import ALL
 from vexport.calibration.conversations import (
@@ -116,7 +116,7 @@ FORMATS = (
 
 @pytest.fixture(scope="module")
 def tokenizer() -> object:
-    return AutoTokenizer.from_pretrained(DEMO)
+    return PreTrainedTokenizerFast.from_pretrained(DEMO)
 
 
 @pytest.mark.vllm
