@@ -51,6 +51,17 @@ def test_python_needs_trust_and_documents_and_metrics_must_be_had(cut_off: Path,
     assert "task other: metric exact_mtch: lm-eval does not have it" in ran.stderr
 
 
+def test_thinking_needs_tasks_that_generate(cut_off: Path, llama: Path) -> None:
+    """Tasks and groups of lm-eval's registry are refused before their documents are looked for."""
+    thinking = ("--enable-thinking", "--think-end-token", "</think>")
+    ran = vexport("eval", llama, "--baseline", llama, "--tasks", "piqa,mmlu,arc_easy", *thinking)
+    assert ran.code == 2
+    for task in ("piqa", "mmlu_", "arc_easy"):
+        assert f"task {task}" in ran.stderr
+    assert ran.stderr.count("enable_thinking with the output type multiple_choice") == 3
+    assert "dataset" not in ran.stderr
+
+
 def test_trusted_tasks_need_their_metric_nltk_and_documents(
     cut_off: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from vexport.evaluation.tasks import (
     METRIC_CODE,
     METRIC_FIX,
     TRUST,
+    NoThinkingError,
     has_other_metrics,
     is_foreign_code,
     is_local_dataset,
@@ -250,6 +251,22 @@ def explained_downloads(
         yield
 
 
+@contextmanager
+def generating_tasks_only() -> Iterator[None]:
+    """Inside the block tasks that score given texts raise NoThinkingError before their documents are read."""
+    from lm_eval.api.task import ConfigurableTask
+
+    original = ConfigurableTask.download
+
+    def download(self: "ConfigurableTask", dataset_kwargs: dict[str, object] | None = None) -> None:
+        if self.OUTPUT_TYPE != "generate_until":
+            raise thinking_error(str(self.config.task), str(self.OUTPUT_TYPE))
+        original(self, dataset_kwargs)
+
+    with replaced(ConfigurableTask, "download", download):
+        yield
+
+
 def _found(value: object, task: str, folders: Sequence[Path]) -> object:
     """Paths of local document files: relative to the current folder, else at or below the tasks' folders."""
     if isinstance(value, dict):
@@ -287,11 +304,15 @@ def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError
     for number, task in enumerate(request.tasks):
         before = set(sys.modules)
         sandbox = nullcontext() if request.trust_remote_code else tasks_as_data()
+        thinks = bool(request.lm_eval.enable_thinking)
+        generating = generating_tasks_only() if thinks else nullcontext()
         try:
-            with explained_downloads(report, number, total, folders), sandbox:
+            with explained_downloads(report, number, total, folders), generating, sandbox:
                 loaded = load_tasks(request, manager, [task])
-            if request.lm_eval.enable_thinking:
+            if thinks:
                 yield from _without_answers(loaded)
+        except NoThinkingError as error:
+            yield error
         except VexportError as error:
             yield error
             yield from _data_problem(_settings(task, manager), report, folders)

@@ -105,9 +105,13 @@ def require_generating(specs: Sequence[str]) -> None:
     )
 
 
-def thinking_error(task: str, output_type: str) -> InputError:
+class NoThinkingError(InputError):
+    """`enable_thinking` for a task that scores given texts."""
+
+
+def thinking_error(task: str, output_type: str) -> NoThinkingError:
     """Build the error for `enable_thinking` with a task that generates nothing."""
-    return InputError(
+    return NoThinkingError(
         f"task {task}",
         got=f"enable_thinking with the output type {output_type}",
         need="a task that generates its answers: nothing is thought before a given text is scored",
