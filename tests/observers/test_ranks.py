@@ -1,6 +1,7 @@
 """Two ranks over halves of the data have the statistics of one rank over all of it."""
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import distributed
 from tests.forked import finish, start
 from vexport.formats.arguments import QuantArgs
 from vexport.observers import IMatrixMSEObserver, Observer
+from vexport.observers.older import reduced
 
 RANKS = 2
 TENSOR = QuantArgs(num_bits=8, type="float", strategy="tensor")
@@ -95,11 +97,68 @@ def check_memoryless(rank: int) -> None:
     assert observer.tokens == 42
 
 
+class Declared(Observer):
+    """Statistics that a class of llm-compressor's documents declares for a reduction."""
+
+    _act_sync_dict = {  # noqa: RUF012  # as the documents have it
+        "min_vals": distributed.ReduceOp.MIN,
+        "max_vals": distributed.ReduceOp.AVG,
+        "seen": distributed.ReduceOp.SUM,
+    }
+    seen: int | None = None
+
+    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
+        self.min_vals, self.max_vals = observed.amin(dim=(0, -1)), observed.amax(dim=(0, -1))
+        self.seen = (self.seen or 0) + 1
+
+
+class DeclaredNothing(Declared):
+    _act_sync_dict: ClassVar[dict[str, object]] = {}
+
+
+def check_declared(rank: int) -> None:
+    """Each attribute is reduced by its own operation; a rank that saw nothing gets the others' values."""
+    parts = [torch.stack(share(other)) for other in range(RANKS)]
+    observer = Declared("input", TENSOR)
+    observer(parts[rank])
+    observer.sync_activation_stats()
+    assert float(observer.min_vals) == min(float(part.min()) for part in parts)
+    mean = sum(float(part.max()) for part in parts) / RANKS
+    assert float(observer.max_vals) == pytest.approx(mean, rel=1e-2)
+    assert observer.seen == RANKS
+    lonely = Declared("input", TENSOR)
+    if rank == 1:
+        lonely(parts[1])
+    lonely.sync_activation_stats()
+    assert float(lonely.max_vals) == float(parts[1].max())
+    assert int(lonely.seen or 0) == 1
+    alone = DeclaredNothing("input", TENSOR)
+    alone(parts[rank])
+    alone.sync_activation_stats()
+    assert float(alone.max_vals) == float(parts[rank].max())
+
+
+@pytest.mark.parametrize(
+    ("operation", "value"),
+    [
+        (distributed.ReduceOp.MIN, 1.0),
+        (distributed.ReduceOp.MAX, 4.0),
+        (distributed.ReduceOp.SUM, 5.0),
+        (distributed.ReduceOp.AVG, 2.5),
+    ],
+)
+def test_declared_reductions(operation: object, value: float) -> None:
+    ranks = [torch.tensor([number], dtype=torch.bfloat16) for number in (1.0, 4.0)]
+    assert reduced(ranks, operation, "max_vals").tolist() == [value]
+    with pytest.raises(ValueError, match="_act_sync_dict.*max_vals.*MIN, MAX, SUM or AVG"):
+        reduced(ranks, distributed.ReduceOp.BAND, "max_vals")
+
+
 def run_rank(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     try:
-        for check in (check_extremes, check_averages, check_importance, check_memoryless):
+        for check in (check_extremes, check_averages, check_importance, check_memoryless, check_declared):
             check(rank)
     finally:
         distributed.destroy_process_group()

@@ -753,13 +753,14 @@ class Observer(InternalModule, RegistryMixin):
     def reduce_over_ranks(self) -> None:
         """The reductions of `sync_activation_stats`."""
         self.tokens = sum(gather(self.tokens))
+        declared = older.declared_reductions(type(self))
+        if declared is not None:
+            self._reduce_declared(declared)
+            return
         reduction = self.reduction or ("extremes" if self._overrides else None)
         if reduction is None or self.base_name == WEIGHT:
             return
-        every_ends = [ends for ends in gather(self._ends) if ends is not None]
-        if every_ends:
-            lows, highs = zip(*every_ends, strict=True)
-            self._ends, self._global_scale = (torch.stack(lows).amin(), torch.stack(highs).amax()), None
+        self._reduce_ends()
         local = torch.stack((self.min_vals, self.max_vals)).cpu() if self._has_range else None
         of_ranks = [ends for ends in gather(local) if ends is not None]
         if of_ranks:
@@ -768,6 +769,26 @@ class Observer(InternalModule, RegistryMixin):
             extremes = ends[:, 0].amin(0), ends[:, 1].amax(0)
             self._pair = None
             self._keep(*(mean if reduction == "average" else extremes))
+
+    def _reduce_ends(self) -> None:
+        """Take the extremes of all ranks, from which the global scale comes."""
+        every_ends = [ends for ends in gather(self._ends) if ends is not None]
+        if every_ends:
+            lows, highs = zip(*every_ends, strict=True)
+            self._ends, self._global_scale = (torch.stack(lows).amin(), torch.stack(highs).amax()), None
+
+    def _reduce_declared(self, declared: Mapping[str, object]) -> None:
+        """Reduce the attributes that a subclass declares in `_act_sync_dict`, each by its operation."""
+        own = {**vars(self), **self._buffers}
+        for name, operation in declared.items():
+            local = own.get(name)
+            values = [value for value in gather(older.on_host(local)) if value is not None]
+            if values:
+                setattr(self, name, older.like(local, older.reduced(values, operation, name)))
+        if {"min_vals", "max_vals"} & declared.keys():
+            self._reduce_ends()
+            self._pair = None
+            self._deposit()
 
     @staticmethod
     def fuse(observers: "Iterable[Observer]") -> None:

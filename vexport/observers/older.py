@@ -14,10 +14,11 @@ fused layers, statistics over ranks and input scales see these observers as they
 """
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import distributed
 
 from vexport.numerics import E2M1_MAX, E4M3_MAX
 from vexport.observers.flatten import WEIGHT, blocks_of
@@ -49,6 +50,8 @@ REPLACED: Mapping[str, str] = {
     "get_current_global_min_max": "get_global_scale",
 }
 NEWER = "update_statistics_from_observed"
+# The attribute in which llm-compressor's observers declare how ranks reduce their statistics.
+SYNC = "_act_sync_dict"
 
 
 def is_overridden(kind: type, name: str) -> bool:
@@ -85,6 +88,48 @@ def is_older_constructor(kind: type) -> bool:
     """Return whether a class is made from `quantization_args` alone, as in the older generation."""
     parameters = inspect.signature(kind).parameters
     return "quantization_args" in parameters and "base_name" not in parameters
+
+
+def declared_reductions(kind: type) -> Mapping[str, object] | None:
+    """Return the reductions over ranks that a class declares as llm-compressor's do, None without any.
+
+    `_act_sync_dict` maps the names of attributes to operations of torch.distributed. An empty dictionary
+    declares that nothing is reduced.
+    """
+    if not is_overridden(kind, SYNC):
+        return None
+    declared: Mapping[str, object] = getattr(kind, SYNC)
+    return declared
+
+
+def on_host(value: object) -> torch.Tensor | None:
+    """Return a statistic as a tensor that ranks can exchange; None if this rank has none."""
+    return None if value is None else torch.as_tensor(value).cpu()
+
+
+def reduced(values: Sequence[torch.Tensor], operation: object, name: str) -> torch.Tensor:
+    """Reduce the ranks' values of one statistic, in its dtype.
+
+    Raises:
+        ValueError: If the operation is not one that statistics are reduced by.
+    """
+    stacked = torch.stack(list(values))
+    if operation == distributed.ReduceOp.MIN:
+        return stacked.amin(0)
+    if operation == distributed.ReduceOp.MAX:
+        return stacked.amax(0)
+    if operation == distributed.ReduceOp.SUM:
+        return stacked.sum(0).to(stacked.dtype)
+    if operation == distributed.ReduceOp.AVG:
+        return stacked.to(torch.float64).mean(0).to(stacked.dtype)
+    raise ValueError(f"{SYNC}: got {operation} for {name}, need ReduceOp.MIN, MAX, SUM or AVG")
+
+
+def like(local: object, value: torch.Tensor) -> object:
+    """Return a reduced value as this rank had it: on the tensor's device, or as a number."""
+    if isinstance(local, torch.Tensor):
+        return value.to(local.device)
+    return value if local is None else type(local)(value.item())  # type: ignore[call-arg]
 
 
 def require_used_overrides(kind: type) -> None:

@@ -319,8 +319,12 @@ def _class_problems(
         need = "one without importance, which calibration gathers for imatrix_mse"
         yield InputError(where, got=f"{name}, a search by importance", need=need, fix="use imatrix_mse")
     if of_inputs and observer.returns_own_qparams:
-        need = "one whose range says it: the scale of fused layers' inputs is that of all their ranges"
-        yield InputError(where, got=f"{name}, with get_qparams of its own", need=need, fix="set min_vals")
+        yield InputError(
+            where,
+            got=f"{name}, which overrides get_qparams()",
+            need="one that sets the range of inputs: fused layers share the range of all their inputs",
+            fix="remove get_qparams(), and set min_vals and max_vals in update_statistics_from_observed()",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
