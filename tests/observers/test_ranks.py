@@ -100,7 +100,7 @@ def check_memoryless(rank: int) -> None:
 class Declared(Observer):
     """Statistics that a class of llm-compressor's documents declares for a reduction."""
 
-    _act_sync_dict = {  # noqa: RUF012  # as the documents have it
+    _act_sync_dict: ClassVar[dict[str, object]] = {
         "min_vals": distributed.ReduceOp.MIN,
         "max_vals": distributed.ReduceOp.AVG,
         "seen": distributed.ReduceOp.SUM,
