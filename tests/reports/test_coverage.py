@@ -9,7 +9,15 @@ from vexport.records import CalibrationRecord, ExpertCoverage
 from vexport.records.calibration import GroupRounding, LayerRounding, RoundingReport, expert_coverage
 from vexport.reports import render
 from vexport.reports.formatting import coverage_lines
-from vexport.reports.layers import fallback_findings, fallback_lines, little_text_lines, rounding_lines
+from vexport.reports.layers import (
+    USUAL_TOKENS,
+    enough_tokens,
+    fallback_findings,
+    fallback_lines,
+    little_text_lines,
+    rounding_lines,
+)
+from vexport.scenario import Calibration
 
 ROUTED = {
     "layers.0.experts": (5, 0, 9, 2),
@@ -108,3 +116,22 @@ def test_too_little_text_is_told_once() -> None:
     assert not [*little_text_lines(replace(text, tokens=65_536), rounding)]
     assert not [*little_text_lines(text, RoundingReport(layers=()))]
     assert not [*little_text_lines(None, None)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "enough"),
+    [
+        (1_536, 9_216),
+        (4_096, 24_576),
+        (14_336, 65_536),  # the default amount of text, for an 8B model
+        (28_672, 65_536),
+        (53_248, 106_496),
+    ],
+)
+def test_enough_tokens(columns: int, enough: int) -> None:
+    assert enough_tokens(columns) == enough
+
+
+def test_defaults_of_the_command_line() -> None:
+    calibration = Calibration(data="text.jsonl")
+    assert calibration.samples * calibration.seq_len == USUAL_TOKENS
