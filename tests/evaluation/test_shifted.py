@@ -1,0 +1,61 @@
+"""Documents are paired by their content if two runs numbered them differently."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.evaluation.test_verdict import SAMPLE
+from vexport.errors import InputError
+from vexport.evaluation.pairs import TaskPair, pair_metrics
+from vexport.evaluation.results import TaskSamples
+
+# A score for each document of the baseline.
+SCORES = {"a": 1.0, "b": 0.0, "c": 1.0}
+
+
+def run(documents: Mapping[int, str], scores: Mapping[str, float] = SCORES) -> TaskSamples:
+    """A task's samples: the content of each document by its id."""
+    samples = [
+        replace(SAMPLE, doc_id=number, hashes=(content, content, content), scores={"acc": scores[content]})
+        for number, content in documents.items()
+    ]
+    return TaskSamples(
+        task="sums",
+        file=Path("samples_sums.jsonl"),
+        higher_is_better={"acc": True},
+        samples={sample.key: sample for sample in samples},
+    )
+
+
+def only(left: TaskSamples, right: TaskSamples) -> TaskPair:
+    (pair,) = pair_metrics(left, right)
+    return pair
+
+
+def test_shifted_ids_are_paired_by_content() -> None:
+    left, right = run({0: "a", 1: "b", 2: "c"}), run({7: "c", 3: "a", 5: "b"}, {**SCORES, "c": 0.0})
+    pair = only(left, right)
+    assert [(old.doc_id, new.doc_id) for old, new in pair.documents] == [(0, 0), (1, 1), (2, 2)]
+    assert pair.gain.tolist() == [0.0, 0.0, -1.0]
+
+
+@pytest.mark.parametrize("ids", [(1, 2, 3), (2, 1, 0), (2, 0, 1)])
+def test_shifted_ids_with_doubled_documents(ids: tuple[int, int, int]) -> None:
+    """It is unknown which of two equal documents belongs to which."""
+    left, right = run({0: "a", 1: "a", 2: "b"}), run(dict(zip(ids, "aab", strict=True)))
+    with pytest.raises(InputError, match=r"documents 0 and 1 are the same.*doc_hash.*--samples") as error:
+        only(left, right)
+    assert "task sums" in str(error.value)
+
+
+def test_doubled_documents_with_equal_ids() -> None:
+    """Equal ids need no pairing by content."""
+    left, right = run({0: "a", 1: "a", 2: "b"}), run({0: "a", 1: "a", 2: "b"}, {**SCORES, "b": 1.0})
+    assert only(left, right).gain.tolist() == [0.0, 0.0, 1.0]
+
+
+def test_other_documents_are_no_shift() -> None:
+    with pytest.raises(InputError, match="document"):
+        only(run({0: "a", 1: "b"}), run({3: "a", 4: "c"}))
