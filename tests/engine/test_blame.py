@@ -42,7 +42,7 @@ def judged(*results: CellResult, requested: bool = False) -> DryLoadReport:
     return judge("a", "0.32.0", results, "any", requested=requested)
 
 
-@pytest.mark.parametrize("kind", ["source", "same config", "default config"])
+@pytest.mark.parametrize("kind", ["source", "same config", "config alone", "default config"])
 def test_shared_refusal_is_a_doubt(kind: ControlKind) -> None:
     outcome = errors_or_doubt(judged(with_control(REFUSED, kind)))
     assert isinstance(outcome, str)
@@ -98,7 +98,7 @@ def test_kind_of_control() -> None:
     assert control_kind(loaded, has_source=True) is None
     assert control_kind(faulty, has_source=True) == "source"
     assert control_kind(faulty, has_source=False) == "same config"
-    assert control_kind(replace(REFUSED, built=False), has_source=False) == "default config"
+    assert control_kind(replace(REFUSED, built=False), has_source=False) == "config alone"
 
 
 def finding(check: str, expected: str, where: str = "a.weight") -> Finding:

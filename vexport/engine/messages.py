@@ -41,9 +41,11 @@ Outcome = Literal["loaded", "refused", "unknown"]
 # What vLLM writes between the cause of a refusal and the reason of each kernel or backend.
 REASONS = "Reasons:"
 # The unquantized model that a dry load compares a checkpoint with: its source; the model that transformers
-# builds of the same config.json, under the names that transformers saves; or the class in its default
-# configuration, which is built without weights.
-ControlKind = Literal["source", "same config", "default config"]
+# builds of the same config.json, under the names that transformers saves; the same config.json alone, or the
+# class in its default configuration, which are built without weights.
+ControlKind = Literal["source", "same config", "config alone", "default config"]
+# Models of which there are no weights.
+WITHOUT_WEIGHTS: tuple[ControlKind, ...] = ("config alone", "default config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +239,8 @@ class CellResult:
 
     "refused" has vLLM's reason, and in `where` the stored tensor that it was at, if any; "unknown" means
     that the dry load could not follow vLLM that far. `built` is False if vLLM raised before it had built the
-    model. `control` is the same cell with an unquantized model, if that was tried.
+    model; `in_class` is True if it raised in the code of the model class. `control` is the same cell with an
+    unquantized model, if that was tried.
     """
 
     cell: Cell
@@ -245,6 +248,7 @@ class CellResult:
     reason: str = ""
     where: str = ""
     built: bool = True
+    in_class: bool = False
     layers: tuple[LayerKind, ...] = ()
     faults: tuple[Miscopy, ...] = ()
     memory: RankMemory | None = None

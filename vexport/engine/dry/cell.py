@@ -17,7 +17,15 @@ from vexport.checkpoint.index import TOKENIZER_FILES
 from vexport.engine.dry.audit import Audit, HeaderFile
 from vexport.engine.dry.fake_platform import AbsentValues, NotFollowed, join_group, set_capability
 from vexport.engine.dry.layers import layer_kinds, raising_layer, rank_memory
-from vexport.engine.messages import REASONS, CellResult, DryTry, Miscopy, Outcome, speculative_config
+from vexport.engine.messages import (
+    REASONS,
+    WITHOUT_WEIGHTS,
+    CellResult,
+    DryTry,
+    Miscopy,
+    Outcome,
+    speculative_config,
+)
 from vexport.engine.process import one_line
 from vexport.errors.extras import is_memory
 from vexport.files import from_json, to_json, write_text
@@ -32,6 +40,8 @@ _NOT_FOLLOWED_WORDS = re.compile(r"meta tensor|meta device|NVIDIA driver|CUDA en
 _NO_PACKAGE = re.compile(
     r"[Pp]lease install|requires? [^.;]*(?:to be installed|in the current vLLM environment)"
 )
+# Files of vLLM's model classes, without the registry that looks them up.
+_CLASS_CODE = re.compile(r"/vllm/(?:model_executor/)?models/(?!registry\.py$)")
 # pydantic's own words around a validator's message.
 _PYDANTIC = re.compile(r"^\d+ validation errors? for \w+\s+Value error,|\[type=.*\Z", re.DOTALL)
 # Parameters that vLLM registers and never reads; its own weight tracking leaves out the second.
@@ -57,7 +67,12 @@ def try_cell(attempt: DryTry) -> CellResult:
         outcome: Outcome = "unknown" if unfollowed else "refused"
         place = audit.last_handed_out
         return CellResult(
-            cell=attempt.cell, outcome=outcome, reason=reason, where=place, built=audit.model_is_built
+            cell=attempt.cell,
+            outcome=outcome,
+            reason=reason,
+            where=place,
+            built=audit.model_is_built,
+            in_class=_is_raised_in_class(error),
         )
 
 
@@ -68,6 +83,12 @@ def is_limit(text: str) -> bool:
     """
     cause = text.partition(REASONS)[0]
     return bool(_NOT_FOLLOWED_WORDS.search(text) or _NO_PACKAGE.search(cause))
+
+
+def _is_raised_in_class(error: Exception) -> bool:
+    """Return True if an exception came out of the code of a model class of vLLM."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(_CLASS_CODE.search(frame.f_code.co_filename) for frame, _ in frames)
 
 
 def configure(checkpoint: Path, *, tp: int, trust_remote_code: bool, speculative: str = "") -> "VllmConfig":
@@ -104,7 +125,7 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
                 models[DRAFTER] = drafter
                 layers += tuple(replace(kind, name=DRAFTER + kind.name) for kind in layer_kinds(drafter))
         audit.model_is_built = True
-        if attempt.control == "default config":  # a config alone, of which there are no weights
+        if attempt.control in WITHOUT_WEIGHTS:
             return CellResult(cell=cell, outcome="loaded")
         memory = rank_memory([*models.values()], config, cell.tp)
         known = attempt.loaded(_signature(models))

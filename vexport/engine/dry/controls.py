@@ -1,11 +1,14 @@
 """Compares a checkpoint that vLLM refuses or misreads with an unquantized model in the same cell.
 
 If vLLM refuses or misreads the unquantized model in the same way, the quantization is not to blame. The
-unquantized model is the checkpoint's source, if it is known. Without a source there are two models that need
-no weights:
+unquantized model is the checkpoint's source, if it is known. Without a source there are models that need no
+weights:
 
-- If vLLM refused to build the model: the class in the default configuration of transformers. It is refused
-  alike if the class or the environment is to blame, but not because of a wrong value in config.json.
+- If vLLM refused to build the model: the checkpoint's config.json without its quantization. A refusal of this
+  model as well may be due to a wrong value in config.json. It is not if vLLM's class raised the error, and
+  transformers builds a model of the same config.json with the shapes of the stored tensors. Otherwise the
+  class is tried in the default configuration of transformers: it is refused alike if the class or the
+  environment is to blame, but not because of a wrong value in config.json.
 - If vLLM built the model and then refused or misread a tensor: the model that transformers builds of the same
   config.json, with all tensors under the names that transformers saves. It fails alike if vLLM's class cannot
   read any checkpoint of this config, but not because of a wrong name or a missing tensor in the checkpoint.
@@ -30,6 +33,7 @@ _PATH = re.compile(r"(?<![\w.])/\S+")
 _WORDS: Mapping[ControlKind, str] = {
     "source": "vLLM does the same with the unquantized source",
     "same config": "vLLM does the same with an unquantized checkpoint that transformers makes of this config",
+    "config alone": "vLLM refuses every checkpoint with this config in the same way, also an unquantized one",
     "default config": "vLLM refuses every checkpoint of this class in the same way, also an unquantized one",
 }
 
@@ -41,7 +45,7 @@ def control_kind(result: CellResult, *, has_source: bool) -> ControlKind | None:
         return None
     if has_source:
         return "source"
-    return "same config" if result.built else "default config"
+    return "same config" if result.built else "config alone"
 
 
 def control_of(result: CellResult, kind: ControlKind, *, loads_elsewhere: bool) -> Control:

@@ -10,12 +10,14 @@ import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
-from vexport.checkpoint.index import COMPRESSION_CONFIG, QUANTIZATION_CONFIG, SINGLE_NAME
+from vexport.checkpoint.index import COMPRESSION_CONFIG, QUANTIZATION_CONFIG, SINGLE_NAME, read_index
 from vexport.checkpoint.tensors import TORCH_DTYPES
 from vexport.engine.messages import ControlKind
 from vexport.files import read_json_object, write_text
 from vexport.records import Json
 
+# Dtypes that store one value of a weight in each element, so that the weight has its own shape.
+_UNPACKED_DTYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2", "I8")
 # Decoder layers of the default model: enough for the kinds of layers that follow each other.
 _LAYERS = 4
 
@@ -31,8 +33,9 @@ def write_control(kind: ControlKind, checkpoint: Path, folder: Path) -> bool:
         folder.mkdir()
         if kind == "default config":
             write_text(folder / "config.json", json.dumps(_default_config(stored)))
-        else:
-            write_text(folder / "config.json", json.dumps(_without_quantization(stored)))
+            return True
+        write_text(folder / "config.json", json.dumps(_without_quantization(stored)))
+        if kind == "same config":
             _write_headers(folder, _saved_tensors(folder, stored))
     except Exception as error:  # whatever transformers raises of this config
         traceback.print_exception(error)
@@ -40,15 +43,68 @@ def write_control(kind: ControlKind, checkpoint: Path, folder: Path) -> bool:
     return True
 
 
-def _default_config(stored: Mapping[str, Json]) -> dict[str, Json]:
-    model_type = stored["model_type"]
+def is_sound(checkpoint: Path, folder: Path) -> bool:
+    """Return True if no value in a checkpoint's config.json seems to be wrong.
+
+    `folder` has the config without its quantization. Transformers has to read the model types that the config
+    names, and to build a model that has most of the stored tensors, in the stored shapes. Only vLLM can judge
+    a class that transformers lacks, so its config counts as sound.
+    """
     try:
-        config = transformers.AutoConfig.for_model(model_type, num_hidden_layers=_LAYERS)
+        stored = read_json_object(checkpoint / "config.json")
+        if _transformers_class(stored) is None:
+            return True
+        read = _config_class(stored).from_pretrained(folder).to_dict()
+        if not _has_types(read, stored):
+            return False
+        expected = _saved_tensors(folder, stored)
+        tensors = read_index(checkpoint).tensors
+    except Exception as error:  # whatever transformers raises of this config
+        traceback.print_exception(error)
+        return False
+    unpacked = [
+        name
+        for name, tensor in tensors.items()
+        if name.endswith((".weight", ".bias")) and tensor.dtype in _UNPACKED_DTYPES
+    ]
+    common = [name for name in unpacked if name in expected]
+    alike = (tuple(tensors[name].shape) == tuple(expected[name].shape) for name in common)
+    return len(common) * 2 > len(unpacked) and all(alike)
+
+
+def _has_types(read: Mapping[str, Json], stored: Mapping[str, Json]) -> bool:
+    """Return True if transformers reads the model types that a config and the configs in it name."""
+    pairs = ((read.get(key), value) for key, value in stored.items() if isinstance(value, dict))
+    inner = (_has_types(ours, theirs) for ours, theirs in pairs if isinstance(ours, dict))
+    return stored.get("model_type") in (None, read.get("model_type")) and all(inner)
+
+
+def _transformers_class(stored: Mapping[str, Json]) -> type[transformers.PreTrainedModel] | None:
+    architectures = stored["architectures"]
+    assert isinstance(architectures, list)
+    return getattr(transformers, str(architectures[0]), None)
+
+
+def _default_config(stored: Mapping[str, Json]) -> dict[str, Json]:
+    make = _config_class(stored)
+    try:
+        config = make(num_hidden_layers=_LAYERS)
     except Exception:  # a config whose lists have one entry for each layer
-        config = transformers.AutoConfig.for_model(model_type)
+        config = make()
     text = json.loads(config.to_json_string(use_diff=False))
     dtype = stored.get("dtype", stored.get("torch_dtype", "bfloat16"))
     return {**text, "architectures": stored["architectures"], "dtype": dtype}
+
+
+def _config_class(stored: Mapping[str, Json]) -> type[transformers.PretrainedConfig]:
+    """Return the class of a model's config in transformers.
+
+    vLLM registers config classes of its own for some types, with other defaults: they are taken only if
+    transformers lacks the model.
+    """
+    model = _transformers_class(stored)
+    found: type[transformers.PretrainedConfig] | None = model.config_class if model is not None else None
+    return found or type(transformers.AutoConfig.for_model(stored["model_type"]))
 
 
 def _without_quantization(config: Mapping[str, Json]) -> dict[str, Json]:
@@ -62,11 +118,11 @@ def _without_quantization(config: Mapping[str, Json]) -> dict[str, Json]:
 
 def _saved_tensors(folder: Path, stored: Mapping[str, Json]) -> Mapping[str, torch.Tensor]:
     """The tensors that transformers saves of the model of a config, on the meta device."""
-    architectures = stored["architectures"]
-    assert isinstance(architectures, list)
-    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = _transformers_class(stored)
+    assert kind is not None, "transformers lacks this class"
+    config = _config_class(stored).from_pretrained(folder)
     with torch.device("meta"):
-        model = getattr(transformers, str(architectures[0]))._from_config(config)
+        model = kind._from_config(config)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     saved: Mapping[str, torch.Tensor] = revert_weight_conversion(model, tensors)

@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
@@ -126,11 +126,17 @@ def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list
             kind = control_kind(result, has_source=request.source is not None)
             if kind is not None:
                 kinds[number, result.cell] = kind
-    written = {(number, kind) for number, kind in _numbered(kinds) if _is_written(request, number, kind)}
-    kinds = {key: kind for key, kind in kinds.items() if (key[0], kind) in written}
-    controls = _tried(request, kinds)
     by_cell = {(number, each.cell): each for number, cells in enumerate(results) for each in cells}
+    kinds, controls = _written_and_tried(request, kinds)
     refused = {key: kind for key, kind in kinds.items() if same_refusal(by_cell[key], controls[key])}
+    doubtful = _with_doubtful_config(request, by_cell, refused)
+    if doubtful:
+        for key in doubtful:
+            del kinds[key], controls[key], refused[key]
+        defaults, of_defaults = _written_and_tried(request, dict.fromkeys(doubtful, "default config"))
+        kinds |= defaults
+        controls |= of_defaults
+        refused |= {key: kind for key, kind in defaults.items() if same_refusal(by_cell[key], controls[key])}
     plain = {(number, cell): kind for number, kind in _numbered(refused) for cell in request.plain_cells}
     loading = {key[0] for key, result in _tried(request, plain).items() if result.outcome == "loaded"}
     return [
@@ -144,6 +150,27 @@ def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list
     ]
 
 
+def _with_doubtful_config(
+    request: DryRequest,
+    results: Mapping[tuple[int, Cell], CellResult],
+    refused: Mapping[tuple[int, Cell], ControlKind],
+) -> list[tuple[int, Cell]]:
+    """Return the cells that refuse a config.json alone, and where a wrong value in it may be the cause."""
+    alone = [key for key, kind in refused.items() if kind == "config alone"]
+    numbers = {number for number, cell in alone if results[number, cell].in_class}
+    sound = {number for number in numbers if _is_sound(request, number)}
+    return [key for key in alone if key[0] not in sound or not results[key].in_class]
+
+
+def _written_and_tried(
+    request: DryRequest, kinds: Mapping[tuple[int, Cell], ControlKind]
+) -> tuple[dict[tuple[int, Cell], ControlKind], dict[tuple[int, Cell], CellResult]]:
+    """Try the unquantized models that can be made; return the cells of these models and their results."""
+    written = {(number, kind) for number, kind in _numbered(kinds) if _is_written(request, number, kind)}
+    made = {key: kind for key, kind in kinds.items() if (key[0], kind) in written}
+    return made, _tried(request, made)
+
+
 def _numbered(kinds: Mapping[tuple[int, Cell], ControlKind]) -> set[tuple[int, ControlKind]]:
     """Return each checkpoint's number with the kinds of models that it is compared with."""
     return {(number, kind) for (number, _), kind in kinds.items()}
@@ -153,16 +180,41 @@ def _is_written(request: DryRequest, number: int, kind: ControlKind) -> bool:
     """Return True if there is a model to compare a checkpoint with; transformers makes it in a fork."""
     if kind == "source":
         return True
-    attempt = DryTry(request=request, number=number, cell=request.cells[0], rank=0, control=kind)
+    folder = _control_folder(request, number, kind)
 
-    def write() -> None:
+    def write() -> bool:
         from vexport.engine.dry.unquantized import write_control  # not of every version of transformers
 
+        return write_control(kind, request.checkpoints[number], folder)
+
+    return _in_fork(request, write)
+
+
+def _is_sound(request: DryRequest, number: int) -> bool:
+    """Return True if transformers finds no wrong value in the config.json of a checkpoint."""
+    folder = _control_folder(request, number, "config alone")
+
+    def judge() -> bool:
+        from vexport.engine.dry.unquantized import is_sound  # not of every version of transformers
+
+        return is_sound(request.checkpoints[number], folder)
+
+    return _in_fork(request, judge)
+
+
+def _control_folder(request: DryRequest, number: int, kind: ControlKind) -> Path:
+    return DryTry(request=request, number=number, cell=request.cells[0], rank=0, control=kind).checkpoint
+
+
+def _in_fork(request: DryRequest, work: Callable[[], bool]) -> bool:
+    """Return the result of `work` in a fork, whose time is limited; False if the fork dies."""
+
+    def run() -> None:
         gc.disable()
         signal.alarm(request.try_seconds)
-        sys.exit(not write_control(kind, request.checkpoints[number], attempt.checkpoint))
+        sys.exit(not work())
 
-    child = multiprocessing.get_context("fork").Process(target=write)
+    child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
     child.join()
     return child.exitcode == 0
