@@ -54,7 +54,7 @@ def test_sound_config(fp8: Path, tmp_path: Path, values: dict[str, Json], sound:
 def test_default_config_of_transformers(fp8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM registers config classes of its own for some types."""
 
-    class OfVllm(transformers.LlamaConfig):
+    class OfVllm(transformers.LlamaConfig):  # type: ignore[misc]
         def __init__(self) -> None:
             raise AssertionError("not the class of transformers")
 
@@ -66,7 +66,7 @@ def test_default_config_of_transformers(fp8: Path, tmp_path: Path, monkeypatch: 
 @pytest.mark.vllm
 def test_class_cannot_build_the_config(good: Good, tmp_path: Path) -> None:
     """MiMo V2 of vLLM 0.32 reads keys that transformers' config of this type does not have."""
-    of_type = {
+    of_type: dict[str, Json] = {
         "architectures": ["MiMoV2FlashForCausalLM"],
         "model_type": "mimo_v2_flash",
         "num_hidden_layers": 1,
