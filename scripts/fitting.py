@@ -401,30 +401,40 @@ def meanings(model: Model, used: Iterable[str]) -> dict[str, Any]:
 def is_constant(model: Model, path: str, default: int, *, absent: bool) -> bool:
     """Return whether a default is the same number, or the same expression, under every changed config.
 
-    Some defaults are computed from other keys in a way that leaves no trace (a rounded quotient).
+    Some defaults are computed from other keys in a way that leaves no trace (a rounded quotient). Configs
+    that transformers refuses without the key are left out.
     """
     text = getattr(default, "text", None)
     for change in model.changes:
-        if change.before is model.samples[0] and change.path != path:
-            value = meant(model, path, absent=absent, raw=change.after.raw)
-            if getattr(value, "text", None) != text or text is None and value != default:
-                return False
+        if change.before is not model.samples[0] or change.path == path:
+            continue
+        try:
+            value = read_without(model, path, absent=absent, raw=change.after.raw)
+        except Exception:
+            continue
+        if getattr(value, "text", None) != text or text is None and value != default:
+            return False
     return True
 
 
 def meant(model: Model, path: str, *, absent: bool, raw: Values | None = None) -> Any:
     """What transformers takes for a key that a config lacks or that is null; None where it keeps that."""
-    raw = json.loads(json.dumps(raw or model.raw))
-    key = path.rpartition(".")[2]
     try:
-        part = part_of(raw, path)
-        part.pop(key, None)
-        part |= {} if absent else {key: None}
-        config = model.config.from_dict(with_traces(raw))
-        for name in path.split("."):
-            config = getattr(config, name)
+        return read_without(model, path, absent=absent, raw=raw or model.raw)
     except Exception:
         return None
+
+
+def read_without(model: Model, path: str, *, absent: bool, raw: Values) -> Any:
+    """As `meant`, but raises what transformers raises of the config."""
+    raw = json.loads(json.dumps(raw))
+    key = path.rpartition(".")[2]
+    part = part_of(raw, path)
+    part.pop(key, None)
+    part |= {} if absent else {key: None}
+    config = model.config.from_dict(with_traces(raw))
+    for name in path.split("."):
+        config = getattr(config, name)
     return config
 
 

@@ -282,7 +282,8 @@ class Model:
 def written_numbers(classes: Iterable[type]) -> Iterator[int]:
     """The whole numbers in the code of classes of transformers and of the functions next to them.
 
-    Defaults of fields and arguments do not count: they are the sizes of the default config.
+    Defaults of fields, arguments and keys that a config may lack do not count: they are sizes of the default
+    config.
     """
     bases = {base for each in classes for base in each.__mro__ if base.__module__.startswith("transformers.")}
     for module in sorted({base.__module__ for base in bases if ".models." in base.__module__}):
@@ -293,11 +294,24 @@ def written_numbers(classes: Iterable[type]) -> Iterator[int]:
             else:
                 bodies = [node] if isinstance(node, ast.FunctionDef) else []
             for line in (line for body in bodies for line in body.body):
+                defaults = {id(each) for call in ast.walk(line) for each in default_of_key(call)}
                 yield from (
                     each.value
                     for each in ast.walk(line)
-                    if isinstance(each, ast.Constant) and type(each.value) is int
+                    if isinstance(each, ast.Constant) and type(each.value) is int and id(each) not in defaults
                 )
+
+
+def default_of_key(node: ast.AST) -> list[ast.expr]:
+    """The value that code takes for a key that a config lacks, as in `getattr(config, "key", 4)`."""
+    if not isinstance(node, ast.Call):
+        return []
+    name = ast.unparse(node.func).rpartition(".")[2]
+    arguments = node.args[1:] if name == "getattr" else node.args if name in ("get", "pop") else []
+    is_key = (
+        bool(arguments) and isinstance(arguments[0], ast.Constant) and isinstance(arguments[0].value, str)
+    )
+    return arguments[1:] if is_key else []
 
 
 def fill(raw: Values) -> None:
