@@ -33,12 +33,17 @@ def awq_packed(values: torch.Tensor) -> torch.Tensor:
     return (words << torch.arange(0, 32, 4)).sum(dim=2).to(torch.uint32).view(torch.int32)
 
 
+def divided(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Values by their scales; zeros, whose scale may be zero, stay zeros."""
+    return (values / scales).nan_to_num(nan=0.0)
+
+
 def symmetric(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scales (out, groups), signed codes (out, in), and what they mean."""
     half = 1 << (bits - 1)
     grouped = weight.float().reshape(weight.shape[0], -1, GROUP)
     scales = (grouped.abs().amax(dim=2) / (half - 1)).half()
-    signed = (grouped / scales[:, :, None].float()).round().clamp(-half, half - 1)
+    signed = divided(grouped, scales[:, :, None].float()).round().clamp(-half, half - 1)
     meant = scales[:, :, None] * signed.half()
     return scales, signed.reshape(weight.shape), meant.reshape(weight.shape)
 
@@ -61,8 +66,8 @@ def awq(weight: torch.Tensor) -> Packed:
     grouped = weight.float().reshape(weight.shape[0], -1, GROUP)
     low, high = grouped.amin(dim=2).clamp_max(0), grouped.amax(dim=2).clamp_min(0)
     scales = ((high - low) / 15).half()
-    zeros = (-low / scales.float()).round().clamp(0, 15)
-    codes = (grouped / scales[:, :, None].float() + zeros[:, :, None]).round().clamp(0, 15)
+    zeros = divided(-low, scales.float()).round().clamp(0, 15)
+    codes = (divided(grouped, scales[:, :, None].float()) + zeros[:, :, None]).round().clamp(0, 15)
     packed, zero_points = awq_packed(codes.reshape(weight.shape).T), awq_packed(zeros.T)
     meant = (scales[:, :, None] * (codes - zeros[:, :, None]).half()).reshape(weight.shape)
     return {"qweight": packed, "qzeros": zero_points, "scales": scales.T}, meant
@@ -73,7 +78,7 @@ def fp8_block(weight: torch.Tensor) -> Packed:
     whole = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = whole.reshape(-(-rows // BLOCK), BLOCK, -(-columns // BLOCK), BLOCK)
     scale = blocks.abs().amax(dim=(1, 3)) / 448
-    codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    codes = divided(blocks, scale[:, None, :, None]).to(torch.float8_e4m3fn)
     meant = (codes.float() * scale[:, None, :, None]).reshape(whole.shape)[:rows, :columns]
     return {"weight": codes.reshape(whole.shape)[:rows, :columns], "weight_scale_inv": scale}, meant
 
@@ -81,7 +86,7 @@ def fp8_block(weight: torch.Tensor) -> Packed:
 def fp8_tensor(weight: torch.Tensor, largest: torch.Tensor, *, static: bool = True) -> Packed:
     scale = largest / 448
     inputs = {"input_scale": torch.tensor(0.02)} if static else {}
-    codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+    codes = divided(weight.float(), scale).to(torch.float8_e4m3fn)
     return {"weight": codes, "weight_scale": scale, **inputs}, codes.float() * scale
 
 
@@ -96,9 +101,9 @@ def nvfp4(weight: torch.Tensor, largest: torch.Tensor) -> Packed:
     """ModelOpt: NVFP4QTensor.quantize; the lower half of a byte is the first of two codes."""
     second = largest / (6 * 448)
     grouped = weight.float().reshape(weight.shape[0], -1, 16)
-    scale = (grouped.abs().amax(dim=2) / 6 / second).clamp_max(448).to(torch.float8_e4m3fn)
+    scale = divided(grouped.abs().amax(dim=2) / 6, second).clamp_max(448).to(torch.float8_e4m3fn)
     whole = (scale.float() * second)[:, :, None]
-    codes, values = e2m1(grouped / whole)
+    codes, values = e2m1(divided(grouped, whole))
     stored = {"weight": codes.flatten(1), "weight_scale": scale, "weight_scale_2": second}
     return {**stored, "input_scale": torch.tensor(0.003)}, (values * whole).reshape(weight.shape)
 
@@ -134,7 +139,7 @@ def quark_int4(weight: torch.Tensor) -> Packed:
 
 def quark_int8(weight: torch.Tensor) -> Packed:
     scale = weight.float().abs().amax(dim=1) / 127
-    codes = (weight.float() / scale[:, None]).round().to(torch.int8)
+    codes = divided(weight.float(), scale[:, None]).round().to(torch.int8)
     zeros = torch.zeros(scale.shape, dtype=torch.int8)
     stored = {"weight": codes, "weight_scale": scale, "weight_zero_point": zeros}
     return stored, codes.float() * scale[:, None]

@@ -1,12 +1,15 @@
 """Scales of weights that are zero mean nothing; a zero scale of other weights is an error."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.architectures.families import save_family
+from tests.checks.quant_methods import CHECKPOINTS, write, write_experts
 from tests.models import Good, errors
-from tests.mutations.edits import Tensors, spoiled, tensors
+from tests.mutations.edits import Change, Tensors, put, spoiled, tensors
 
 LAYER = "model.layers.1"
 DOWN = f"{LAYER}.mlp.down_proj"
@@ -54,3 +57,45 @@ def test_zero_scales_of_other_weights(good: Good, tmp_path: Path, scheme: str) -
     change = emptied(scheme, 0.0, rows=slice(0, 1), codes=False)
     found = errors(spoiled(good(scheme), tmp_path / "zero", change))
     assert f"{DOWN}.weight_scale" in [each.where for each in found]
+
+
+# Weights of zeros, by the end of their names: whole layers, or the last rows of layers.
+ZEROS: Mapping[str, tuple[tuple[str, ...], slice]] = {
+    "layer": (("1.mlp.down_proj.weight",), slice(None)),
+    "attention": (tuple(f"1.self_attn.{part}_proj.weight" for part in "qkvo"), slice(None)),
+    "rows": (("1.mlp.down_proj.weight", "1.self_attn.v_proj.weight"), slice(64, None)),
+}
+
+
+def without(names: tuple[str, ...], rows: slice) -> Change:
+    @tensors
+    def change(values: Tensors) -> None:
+        for name in values:
+            if name.endswith(names):
+                values[name][rows] = 0
+
+    return change
+
+
+@pytest.mark.parametrize("zeros", ZEROS)
+@pytest.mark.parametrize("method", CHECKPOINTS)
+def test_other_methods(llama: Path, tmp_path: Path, method: str, zeros: str) -> None:
+    """Scales of zeros are zero, as the range of zeros is."""
+    source = spoiled(llama, tmp_path / "source", without(*ZEROS[zeros]))
+    assert errors(write(method, source, tmp_path / "quantized")) == []
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "fp8-block", "modelopt-nvfp4"])
+def test_dead_expert(tmp_path: Path, method: str) -> None:
+    model = save_family("qwen3-moe", tmp_path / "model", num_key_value_heads=4, tie_word_embeddings=False)
+    parts = tuple(f"1.mlp.experts.2.{part}_proj.weight" for part in ("gate", "up", "down"))
+    source = spoiled(model, tmp_path / "source", without(parts, slice(None)))
+    assert errors(write_experts(method, source, tmp_path / "quantized")) == []
+
+
+def test_zero_second_scale_of_other_weights(llama: Path, tmp_path: Path) -> None:
+    """ModelOpt's second scale may be zero for zeros only."""
+    written = write("modelopt-nvfp4", llama, tmp_path / "modelopt")
+    name = f"{DOWN}.weight_scale_2"
+    found = errors(spoiled(written, tmp_path / "zero", put(name, torch.zeros_like)))
+    assert any(name in each.where for each in found)

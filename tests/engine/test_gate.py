@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import copy, copytree
+from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
 
 import pytest
@@ -18,7 +19,7 @@ from tests.mutations.edits import QUANTIZATION, WHOLE, config, spoiled
 from vexport.checks import NAMES, NUMBERS
 from vexport.checks.vllm.view import Target
 from vexport.engine.gate import DRY_LOAD, with_load
-from vexport.files import write_text
+from vexport.files import unreadable_kind, write_text
 from vexport.records import CellStatus, CheckReport, DryLoadReport, Finding, MatrixCell, NotJudged
 
 UNKNOWN = NotJudged(what=NAMES, why="the layout of a class is not known")
@@ -91,13 +92,25 @@ def dangling(path: Path) -> None:
     path.symlink_to("nowhere")
 
 
+def zeros_forever(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def nothing(path: Path) -> None:
+    path.symlink_to("/dev/null")
+
+
 KINDS: Mapping[Callable[[Path], None], str] = {
     pipe: "named pipe",
     listening: "socket",
     Path.mkdir: "a folder",
     loop: "back to itself",
     dangling: "a link to nothing",
+    zeros_forever: "a device",
+    nothing: "a device",
 }
+# The user without rights on Linux.
+NOBODY = 65534
 OPENED = ("model.safetensors", "config.json", "model.safetensors.index.json", "tokenizer.json")
 
 
@@ -116,6 +129,22 @@ def test_what_nobody_can_load_starts_no_dry_load(
     assert f"{folder / name}" in ran.stdout + ran.stderr
     assert KINDS[make] in ran.stdout + ran.stderr
     assert "dry load" not in ran.stderr
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o644])
+def test_unreadable_file(mode: int) -> None:
+    """Root may read every file, so a user without rights looks."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "model.safetensors")
+        file.touch()
+        file.chmod(mode)
+        Path(folder).chmod(0o755)
+        if (child := os.fork()) == 0:
+            if os.geteuid() == 0:
+                os.setuid(NOBODY)
+            os._exit(unreadable_kind(file) is not None)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == (mode == 0)
 
 
 @pytest.mark.usefixtures("asked")

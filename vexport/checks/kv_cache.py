@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from vexport.checks.numbers import PLACEHOLDER, largest_output
+from vexport.checks.numbers import PLACEHOLDER, is_zero, largest_output
 from vexport.checks.vllm.view import CheckpointView, error, warning
+from vexport.checks.vllm.zeros import is_empty
 from vexport.formats.base import FLOAT_SCALES
 from vexport.layers.linears import makes_keys
 from vexport.numerics import E4M3_MAX
@@ -118,9 +119,10 @@ def _values(view: CheckpointView, module: str, parameter: str, tensor: TensorInf
     if bad:
         got = f"{bad} of {values.size} values NaN, infinite or <= 0"
         yield _wrong(tensor, "finite scales above zero", got)
-    if bad or not values.size:
+    makes = f"{module}.{parameter[0]}_proj"
+    if bad or not values.size or _makes_zeros(view, makes):
         return
-    reach = largest_output(view, f"{module}.{parameter[0]}_proj")
+    reach = largest_output(view, makes)
     most = MOST_SCALE if reach is None else min(MOST_SCALE, reach / E4M3_MAX)
     if (values == PLACEHOLDER).all():
         got = "1, which vLLM takes where there is none"
@@ -130,6 +132,16 @@ def _values(view: CheckpointView, module: str, parameter: str, tensor: TensorInf
         yield _wrong(tensor, f"scales of at most {most:.3g}", got)
     elif values.max() < LEAST_SCALE:
         yield _wrong(tensor, f"scales of at least {LEAST_SCALE:g}", f"{values.max():g}")
+
+
+def _makes_zeros(view: CheckpointView, module: str) -> bool:
+    """Return True if all outputs of a layer are zero: a scale of any size fits these keys or values."""
+    layer = view.layers.get(module)
+    if layer is None or layer.filled("bias") is not None:
+        return False
+    if layer.group is not None:
+        return is_empty(view, layer)
+    return layer.weight is not None and is_zero(view, layer.weight)
 
 
 def _wrong(tensor: TensorInfo, expected: str, got: str) -> Finding:

@@ -115,6 +115,9 @@ def _scale(view: CheckpointView, layer: StoredLayer, parameter: str, tensor: Ten
         wrong["negative"] = 0
     if wrong["zero"] and parameter == "weight_scale" and _scales_zeros(view, layer, tensor):
         wrong["zero"] = 0
+    # ModelOpt's second scale of zeros is zero, and its reciprocal infinite.
+    if wrong["infinite"] and parameter == "weight_global_scale" and _is_inverse_of_zeros(view, layer):
+        wrong["infinite"] = 0
     problems = [f"{count} of {values.size} values {kind}" for kind, count in wrong.items() if count]
     if problems:
         yield _bad(tensor, ", ".join(problems))
@@ -152,6 +155,11 @@ def _scales_zeros(view: CheckpointView, layer: StoredLayer, scale: TensorInfo) -
     """Return whether each zero of a scale multiplies zeros only."""
     empty = empty_parts(view, layer, scale)
     return empty is not None and bool(empty[numbers(view.reader, scale) == 0].all())
+
+
+def _is_inverse_of_zeros(view: CheckpointView, layer: StoredLayer) -> bool:
+    """Return whether a global scale is stored as its reciprocal, for a weight of zeros."""
+    return "weight_global_scale" in view.reciprocals and is_empty(view, layer)
 
 
 def _bad(tensor: TensorInfo, got: str) -> Finding:
