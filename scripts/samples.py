@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +263,7 @@ class Model:
     def combine(self) -> None:
         """Models of configs that differ from the first in several keys."""
         rng, first = random.Random(0), self.samples[0]
+        self.samples += filter(None, map(self.sample, self.switched(first)))
         changes = {
             change.path: change.after
             for change in self.changes
@@ -277,6 +279,31 @@ class Model:
             if other is not None:
                 self.samples.append(other)
                 made += 1
+
+    def switched(self, first: Sample) -> Iterator[Values]:
+        """Configs with another list of kinds of layers and one switch turned.
+
+        A switch may matter in layers of one kind only, which in the first config may be the last layer.
+        """
+        changes = [change for change in self.changes if change.before is first]
+        kinds = {
+            json.dumps([change.path, value]): (change.path, value)
+            for change in changes
+            if is_words(value := change.after.keys.get(change.path))
+        }
+        switches = {
+            change.path: value
+            for change in changes
+            if isinstance(value := change.after.keys.get(change.path), bool)
+            and change.after.tensors != first.tensors
+        }
+        for (path, value), (switch, turned) in product(kinds.values(), switches.items()):
+            if (raw := changed(first.raw, path, value)) and (raw := changed(raw, switch, turned)):
+                yield raw
+
+
+def is_words(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
 
 
 def written_numbers(classes: Iterable[type]) -> Iterator[int]:
