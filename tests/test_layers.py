@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "vexport"
 LAYERS = (
     {"version", "errors"},
     {"__init__", "records"},
-    {"files", "architectures", "numerics"},
+    {"files", "bus_errors", "architectures", "numerics"},
     {"checkpoint", "outputs", "formats", "observers", "config_files"},
     {"scenario", "calibration", "layers"},
     {"plan", "checks"},

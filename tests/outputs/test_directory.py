@@ -179,30 +179,6 @@ def test_a_quota_is_one_line_and_the_next_call_completes(largest: int, tmp_path:
     assert digests(out) == digests(whole)
 
 
-TRUNCATED = """
-import mmap, os, sys
-from pathlib import Path
-import numpy as np
-from vexport.numerics.truncation import truncation_told
-file = Path(sys.argv[1])
-file.write_bytes(b"1" * 100_000)
-with file.open("rb") as stream:
-    mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-with truncation_told(str(file)):
-    os.truncate(file, 100)
-    print(np.frombuffer(mapped, np.uint8).sum())
-"""
-
-
-def test_a_truncated_source_is_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", TRUNCATED, str(tmp_path / "model.safetensors")]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert (ran.returncode, ran.stdout) == (2, "")
-    (line,) = ran.stderr.splitlines()
-    assert line.startswith(f"error: {tmp_path / 'model.safetensors'}: a file became shorter")
-    assert "run again" in line
-
-
 def test_a_full_disk_of_another_library_names_the_file(tmp_path: Path) -> None:
     def write(path: Path) -> None:
         with atomic_path(path):

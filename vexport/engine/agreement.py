@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from vexport.bus_errors import install_bus_error_handler
 from vexport.checkpoint.index import find_quantization
 from vexport.records import Canary, Finding
 
@@ -56,6 +57,7 @@ def kl_limit(checkpoint: Path, cache: str = "auto", input_bits: int | None = Non
 
 def read_logprobs(path: Path) -> torch.Tensor:
     """The worker's file as one float32 matrix (positions, vocabulary), the prompts one after another."""
+    install_bus_error_handler()
     tensors = load_file(path)
     return torch.cat([tensors[f"prompt.{number}"] for number in range(len(tensors))])
 

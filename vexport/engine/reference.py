@@ -28,6 +28,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
+from vexport.bus_errors import install_bus_error_handler
 from vexport.checkpoint.index import StoredQuantization, find_quantization
 from vexport.checks.vllm.groups import INPUT, OUTPUT
 from vexport.engine.agreement import KL_LIMITS
@@ -206,6 +207,7 @@ def load_dequantized(checkpoint: Path) -> Module:
 
 def _read(checkpoint: Path) -> Tensors:
     """All tensors but the scales of the KV cache, which the reference keeps in its own dtype."""
+    install_bus_error_handler()
     tensors: Tensors = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
         tensors |= load_file(file)

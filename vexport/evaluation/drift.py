@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from vexport.bus_errors import install_bus_error_handler
 from vexport.evaluation.served import Served
 from vexport.files import digest_bytes
 from vexport.numerics.metrics import kl_divergence
@@ -117,6 +118,7 @@ def drift_warnings(drift: Drift) -> tuple[str, ...]:
 
 def _rows(baseline: Served, candidate: Served) -> Iterator[tuple[Sequence[int], torch.Tensor, torch.Tensor]]:
     """Each prompt's tokens and both models' matrices (positions, vocabulary)."""
+    install_bus_error_handler()
     with (
         safe_open(baseline.logprobs_file, framework="pt") as old,
         safe_open(candidate.logprobs_file, framework="pt") as new,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from vexport.bus_errors import install_bus_error_handler
 from vexport.engine.load import Prompts, load_report
 from vexport.engine.messages import SERVER, SessionResult
 from vexport.evaluation.statistics import Scores
@@ -46,6 +47,7 @@ class Served:
     def each_row(self, name: str) -> list[Scores]:
         """The `nll`, or the `likeliest` tokens, in the places of each row's tokens but the first."""
         assert self.result.text_file is not None
+        install_bus_error_handler()
         tensors = load_file(self.result.text_file)
         return [tensors[f"{name}.{number}"].double().numpy() for number in range(len(self.rows))]
 

@@ -22,7 +22,6 @@ from vexport.files import digest_bytes, user_path, write_text
 from vexport.formats.config import quantization_config
 from vexport.numerics.jit import telling_compilation
 from vexport.numerics.ranks import gather, on_first, process_group, rank_and_size
-from vexport.numerics.truncation import truncation_told
 from vexport.outputs import RECIPE
 from vexport.outputs.digests import HEADERS, HEADERS_DIGEST, record_digests
 from vexport.outputs.directory import (
@@ -124,7 +123,7 @@ def write_checkpoint(
             overwrite=job.overwrite,
             note=lambda text: job.on_progress(f"quantize {text}", 1, 1),
         )
-        with truncation_told(str(index.root)), working as folder, unchanged(index):
+        with working as folder, unchanged(index):
             calibration, aside = known, aside_folder(folder)
             if text is not None:
                 if job.on_estimate is not None and (steps := estimated_steps(text)):

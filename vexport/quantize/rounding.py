@@ -18,6 +18,7 @@ from greenlet import getcurrent, greenlet
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from vexport.bus_errors import install_bus_error_handler
 from vexport.calibration.capture import watching_attention
 from vexport.calibration.data import Samples
 from vexport.calibration.inputs import GroupInputs, Noted, Value
@@ -221,6 +222,7 @@ class RoundedLayers(Stored):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files = dict[str, Path]()
+        install_bus_error_handler()
         for report in folder.glob("layer-*.json"):
             file = report.with_suffix(".safetensors")
             with safe_open(file, framework="np") as opened:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from vexport.checkpoint.chat_template import copy_named_templates
 from vexport.checkpoint.index import INDEX_NAME, read_header
 from vexport.checkpoint.reader import Derived, DerivedReader, Reader
-from vexport.checkpoint.writer import header_bytes
+from vexport.checkpoint.writer import header_bytes, stored_parts
 from vexport.checks.vllm.view import CheckpointView
 from vexport.files import read_json_object, write_text
 from vexport.outputs.digests import digest_of, record_digests, recorded_digests
@@ -146,7 +146,7 @@ def _write(view: CheckpointView, tensors: list[TensorInfo], target: Path) -> Non
     with target.open("wb") as file:
         file.write(header_bytes(specs))
         for tensor in tensors:
-            data = view.reader.raw(tensor)
-            assert len(data) == tensor.num_bytes, f"{tensor.name}: {len(data)} bytes, not {tensor.num_bytes}"
-            file.write(data)
+            in_place = view.reader.is_in_place(tensor)
+            for data in stored_parts(tensor) if in_place else (view.reader.raw(tensor),):
+                file.write(data)
             view.reader.release([tensor])
