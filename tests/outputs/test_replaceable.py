@@ -13,9 +13,11 @@ from tests.command import ROOT, vexport
 from tests.models import Good
 from tests.outputs.test_separate import tree
 from vexport.errors import CheckpointFailed, InputError
+from vexport.evaluation.fingerprint import write_fingerprint
+from vexport.evaluation.results import Repeated, write_repeated
 from vexport.files import write_text
 from vexport.outputs.directory import kept_as_failed, resumable_directory
-from vexport.outputs.manifest import MANIFEST, record, recorded
+from vexport.outputs.manifest import MANIFEST, begin_manifest, record, recorded, strangers
 from vexport.run.directory import RunDirectory
 
 COMMANDS = {
@@ -264,3 +266,13 @@ def test_named_templates_belong_to_a_checkpoint(tmp_path: Path, llama: Path) -> 
         assert vexport(*words).code == 0
     (tmp_path / "out" / "additional_chat_templates" / "mine.jinja").write_text("mine")
     assert "'additional_chat_templates/mine.jinja', which vexport" in vexport(*words).errors[0]
+
+
+def test_a_session_lists_its_files_where_they_are_written(tmp_path: Path) -> None:
+    begin_manifest(tmp_path)
+    folder = tmp_path / "eval" / "baseline"
+    folder.mkdir(parents=True)
+    write_fingerprint(folder, {"vllm": "0.32.0"})
+    write_repeated(folder, Repeated(documents=1, changed=0))
+    assert strangers(tmp_path, tmp_path) == []
+    assert len(recorded(tmp_path)) == 2

@@ -40,6 +40,7 @@ from vexport.formats.config import K_SCALE, V_SCALE
 from vexport.formats.dequantize import any_groups, arguments_of
 from vexport.formats.input_rounding import InputRounding
 from vexport.numerics.metrics import kl_divergence
+from vexport.outputs.manifest import record
 from vexport.records import Canary, OnProgress, silent
 
 Tensors = dict[str, torch.Tensor]
@@ -125,6 +126,7 @@ def remembered_reference(
 ) -> torch.Tensor:
     """`reference_logprobs`, read from the safetensors file `path`, or computed and written there."""
     if not path.is_file():
+        record(path)
         with atomic_path(path) as temporary:
             save_file({_MATRIX: reference_logprobs(checkpoint, prompts, on_progress=on_progress)}, temporary)
     matrix: torch.Tensor = load_file(path)[_MATRIX]

@@ -12,6 +12,7 @@ from vexport.checkpoint.chat_template import FILE as TEMPLATE_FILE
 from vexport.checkpoint.hub import pinned_name
 from vexport.checkpoint.index import weight_files
 from vexport.files import digest_file, read_json_object, write_text
+from vexport.outputs.manifest import record
 from vexport.records import EngineInfo, Json, Prompting, device_words
 from vexport.version import __version__
 
@@ -132,6 +133,7 @@ def template_of(root: Path) -> str:
 
 def write_fingerprint(folder: Path, fingerprint: Fingerprint) -> None:
     """Write a fingerprint next to lm-eval's results."""
+    record(folder / FILE)
     write_text(folder / FILE, json.dumps(fingerprint, indent=2, ensure_ascii=False) + "\n")
 
 

@@ -26,6 +26,7 @@ from vexport.evaluation.fingerprint import (
 from vexport.evaluation.lost import DEFAULT_LENGTH, Ending, ending_of
 from vexport.evaluation.metrics import AGGREGATIONS, Meaning, meaning_of
 from vexport.files import from_json, read_json_object, require_no_device, to_json, write_text
+from vexport.outputs.manifest import record
 from vexport.records import Json, Prompting
 
 SEED = "vexport_seed"
@@ -500,6 +501,7 @@ def _marks(rows: Mapping[str, Sequence[Row]]) -> dict[tuple[object, ...], dict[s
 
 def write_repeated(folder: Path, repeated: Repeated) -> None:
     """Write how many repeated answers changed next to lm-eval's results."""
+    record(folder / REPEATED)
     write_text(folder / REPEATED, to_json(repeated))
 
 

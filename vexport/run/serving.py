@@ -24,13 +24,11 @@ from vexport.engine.messages import (
     SessionResult,
     speculative_config,
 )
-from vexport.engine.reference import REFERENCE_FILE
 from vexport.engine.session import WORKER, Worker, run_session, session_error
 from vexport.errors import CheckpointFailed, InputError, clip, visible
 from vexport.evaluation.endpoint import Server
-from vexport.evaluation.fingerprint import FILE as FINGERPRINT
 from vexport.evaluation.fingerprint import engine_fingerprint, write_fingerprint
-from vexport.evaluation.results import REPEATED, read_repeated, require_deterministic
+from vexport.evaluation.results import read_repeated, require_deterministic
 from vexport.evaluation.served import Rows, Served
 from vexport.evaluation.task_data import fetch_task_data
 from vexport.evaluation.tasks import require_generating, resolve_tasks
@@ -55,7 +53,6 @@ PLAIN = LmEvalSettings()
 # The log-probability of each token of the text.
 TEXT_FILE = "text.safetensors"
 ENGINE_LOG, SERVER_LOG = "vllm.log", "lm-eval.log"
-SESSION_FILES = (LOGPROBS, TEXT_FILE, REFERENCE_FILE, ENGINE_LOG, SERVER_LOG, FINGERPRINT, REPEATED)
 # Tokens of a sequence: two of a text, the first of which is not predicted, and a generated one.
 _LEAST_TEXT = 2
 # The files that transformers loads a tokenizer from: vocabularies of all kinds, and settings.
@@ -103,7 +100,6 @@ def serve_model(model: ModelUnderTest) -> Served:
     change, InputError for unusable tasks; a checkpoint that vLLM refuses is a result.
     """
     model.folder.mkdir(parents=True, exist_ok=True)
-    _record_session(model.folder)
     served = _in_engine(model) if model.url is None else _behind_address(model, model.url)
     if (repeated := read_repeated(model.folder)) is not None:
         require_deterministic(model.folder, repeated, model.evaluate.alpha)
@@ -121,7 +117,7 @@ def _in_engine(model: ModelUnderTest) -> Served:
     result = run_session(
         request,
         worker=TASKS_WORKER if request.tasks else WORKER,
-        log=model.folder / ENGINE_LOG,
+        log=_recorded(model.folder / ENGINE_LOG),
         timeout=options.serve.timeout,
         vllm_python=options.vllm_python,
         on_progress=named(model.role, options.on_progress),
@@ -152,8 +148,8 @@ def _behind_address(model: ModelUnderTest, url: str) -> Served:
         trust_tokenizer=model.trust_tokenizer,
         output=folder,
         text=rows,
-        text_file=folder / TEXT_FILE if rows else None,
-        logprobs_file=folder / LOGPROBS if rows else None,
+        text_file=_recorded(folder / TEXT_FILE) if rows else None,
+        logprobs_file=_recorded(folder / LOGPROBS) if rows else None,
         drafted=_beginnings(rows) if settings.speculative else (),
     )
     result = Worker(
@@ -161,7 +157,7 @@ def _behind_address(model: ModelUnderTest, url: str) -> Served:
         request=_with_tasks(request, settings, options, folder),
         kind=SessionResult,
         where=f"{model.role} {url}",
-        log=folder / SERVER_LOG,
+        log=_recorded(folder / SERVER_LOG),
         timeout=options.serve.timeout,
         vllm_python=options.vllm_python,
     ).run(named(model.role, options.on_progress))
@@ -202,7 +198,7 @@ def _with_text(request: SessionRequest, rows: Rows, folder: Path, speculative: s
     if not rows:
         return request
     length = max(request.max_model_len or 0, *(len(row) + 1 for row in rows))
-    request = replace(request, text=rows, text_file=folder / TEXT_FILE, max_model_len=length)
+    request = replace(request, text=rows, text_file=_recorded(folder / TEXT_FILE), max_model_len=length)
     if not speculative:
         return request
     drafting = {"speculative_config": speculative_config(speculative, DRAFT_LENGTH), **request.arguments}
@@ -235,10 +231,10 @@ def remove_answers(folder: Path) -> None:
             file.unlink()
 
 
-def _record_session(folder: Path) -> None:
-    """Record the files of a session whose names are known in advance; the worker records the others."""
-    for name in SESSION_FILES:
-        record(folder / name)
+def _recorded(file: Path) -> Path:
+    """Add a file that another process will write to the manifest, and return its path."""
+    record(file)
+    return file
 
 
 def _engine_request(model: ModelUnderTest, prompts: Prompts) -> SessionRequest:
@@ -257,7 +253,7 @@ def _engine_request(model: ModelUnderTest, prompts: Prompts) -> SessionRequest:
         request,
         canaries=prompts.texts,
         logprob_prompts=prompts.tokens,
-        logprobs_file=model.folder / LOGPROBS,
+        logprobs_file=_recorded(model.folder / LOGPROBS),
         lm_eval=model.lm_eval,
         repeat=model.repeat,
         identity=_identity(request) if settings.tasks else None,
