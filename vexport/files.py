@@ -45,6 +45,17 @@ def user_path(name: str | Path) -> Path:
 
 
 @contextmanager
+def errors_at(place: str) -> Iterator[None]:
+    """Name the place of an error inside the block: the system names none if a write fails."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:
+            error.filename = error.filename or place
+        raise
+
+
+@contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`; it takes the name `path` when the block ends without error."""
     path.parent.mkdir(parents=True, exist_ok=True)

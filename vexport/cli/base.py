@@ -14,6 +14,7 @@ from click.core import ParameterSource
 
 from vexport.cli.options import SectionedCommand, answer_file
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError
+from vexport.files import errors_at, write_text
 from vexport.records import (
     ENGINE_CHECK,
     PROGRESS_DETAIL,
@@ -102,13 +103,12 @@ def print_text(text: str) -> None:
     file = answer_file(context)
     if file is None:
         colour = context.params.get("format_") == "text" and wants_colour(sys.stdout)
-        click.echo(coloured(text) if colour else text, nl=not text.endswith("\n"), color=colour)
+        with errors_at("standard output"):
+            click.echo(coloured(text) if colour else text, nl=not text.endswith("\n"), color=colour)
         return
-    from vexport.files import write_text
-
     whole = text if text.endswith("\n") else f"{text}\n"
     if file.exists() and not file.is_file():  # /dev/stdout, /dev/null and pipes are written to, not replaced
-        with file.open("w", encoding="utf-8") as stream:
+        with errors_at(str(file)), file.open("w", encoding="utf-8") as stream:
             stream.write(whole)
         return
     write_text(file, whole)
@@ -118,7 +118,7 @@ def add_step_summary(markdown: str) -> None:
     """Append to the summary of the step of GitHub Actions that runs this; nothing elsewhere."""
     path = os.environ.get("GITHUB_STEP_SUMMARY")
     if path:
-        with Path(path).open("a", encoding="utf-8") as stream:
+        with errors_at(path), Path(path).open("a", encoding="utf-8") as stream:
             stream.write(markdown)
 
 

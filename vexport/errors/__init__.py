@@ -144,11 +144,14 @@ class InternalError(VexportError):
 _WRONG_PATH = frozenset(
     (errno.EACCES, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT)
 ) | {errno.ENOTDIR, errno.EPERM, errno.EROFS}
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 def file_problem(error: OSError) -> VexportError:
     """The error of the operating system as ours: bad input (exit 2), or a fault of the machine (exit 4)."""
-    where = clip(str(error.filename or "file system"), 200)
+    # A copy that fails names its source first; a disk without space is the copy's.
+    is_full = error.errno in _FULL and error.filename2 is not None
+    where = clip(str((error.filename2 if is_full else error.filename) or "file system"), 200)
     got = error.strerror or str(error)
     if error.errno in _WRONG_PATH:
         return InputError(where, got=got, need="a usable path", fix="check the path and its permissions")

@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -299,11 +299,23 @@ def portable(argument: str) -> str:
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
+class _LogFile(logging.FileHandler):
+    """A log in a file. On a full disk it ends early: the command reports what else it could not write."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Print no traceback."""
+
+    def close(self) -> None:
+        """Close the file, also if the rest of the log does not fit."""
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def logged_to(folder: Path) -> Iterator[None]:
     """Log to FOLDER/vexport.log too inside the block, and the error that ends it."""
     record(folder / LOG_FILE)
-    logger, handler = logging.getLogger("vexport"), logging.FileHandler(folder / LOG_FILE, encoding="utf-8")
+    logger, handler = logging.getLogger("vexport"), _LogFile(folder / LOG_FILE, encoding="utf-8")
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     logger.addHandler(handler)
     try:
