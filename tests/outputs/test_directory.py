@@ -16,6 +16,7 @@ from tests.quantize.test_streaming import digests, write_model
 from vexport.errors import EnvironmentFault, InputError
 from vexport.files import atomic_path
 from vexport.outputs.directory import resumable_directory
+from vexport.outputs.manifest import begin_manifest, record
 
 
 def file_behind_record(work: Path, mine: Path) -> None:
@@ -29,11 +30,36 @@ def folder_behind_it(work: Path, mine: Path) -> None:
 
 def shard_as_link(work: Path, mine: Path) -> None:
     begun(work)
+    (work / "new" / "model.safetensors").unlink()
     (work / "new" / "model.safetensors").symlink_to(mine / "precious")
+
+
+def file_next_to_shards(work: Path, mine: Path) -> None:
+    begun(work)
+    (work / "new" / "letter.txt").write_text("mine")
+
+
+def shard_of_a_person(work: Path, mine: Path) -> None:
+    begun(work)
+    (work / "new" / "mine.safetensors").write_text("mine")
+
+
+def file_aside(work: Path, mine: Path) -> None:
+    begun(work)
+    (work / "aside" / "deep").mkdir(parents=True)
+    (work / "aside" / "deep" / "letter.txt").write_text("mine")
+
+
+def file_next_to_the_old(work: Path, mine: Path) -> None:
+    begun(work)
+    (work / "old").mkdir()
+    (work / "old" / "vexport.json").write_text('{"files": ["config.json"]}')
+    (work / "old" / "letter.txt").write_text("mine")
 
 
 def new_as_link(work: Path, mine: Path) -> None:
     begun(work)
+    (work / "new" / "model.safetensors").unlink()
     (work / "new").rmdir()
     (work / "new").symlink_to(mine)
 
@@ -60,10 +86,14 @@ def of_another_user(work: Path, mine: Path) -> None:
 def begun(work: Path) -> None:
     (work / "new").mkdir(parents=True)
     (work / ".made-from").write_text("a digest")
+    begin_manifest(work)
+    record(work / "new" / "model.safetensors")
+    (work / "new" / "model.safetensors").write_text("half")
 
 
 PLANTED = [
     *(file_behind_record, folder_behind_it, shard_as_link, new_as_link),
+    *(file_next_to_shards, shard_of_a_person, file_aside, file_next_to_the_old),
     *(folder_of_a_person, old_of_a_person, only_a_file, of_another_user),
 ]
 
@@ -94,6 +124,7 @@ def test_a_hidden_folder_that_is_not_ours_is_named_and_left_alone(
 
 def write(out: Path, text: str, *, input_digest: str = "x", stop: bool = False) -> None:
     with resumable_directory(out, input_digest=input_digest, overwrite=True) as folder:
+        record(folder / "config.json")
         (folder / "config.json").write_text(text)
         if stop:
             raise KeyboardInterrupt
@@ -144,6 +175,7 @@ def test_what_came_to_be_at_out_meanwhile_is_not_replaced(tmp_path: Path) -> Non
 
     def write_while_someone_else_does() -> None:
         with resumable_directory(out, input_digest="x", overwrite=True) as folder:
+            record(folder / "model.safetensors")
             (folder / "model.safetensors").write_text("hours of work")
             out.mkdir()
             (out / "letter.txt").write_text("mine")

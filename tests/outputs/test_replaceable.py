@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,7 @@ def plant(root: Path, extra: str) -> None:
         *("notes.md", "figures/a.png", "mine.yaml", "report.docx", "report.json.bak", ".report.json.mine"),
         *("eval/mine/notes.txt", "eval/baseline/notes.txt", "calibration/notes.txt", "eval/empty/"),
         *("checkpoint/README.md", "checkpoint/plots/loss.svg", "checkpoint/empty/", "checkpoint/a -> ../b"),
+        *(".checkpoint.partial/new/a.txt", ".checkpoint.partial/aside/b/c.txt", ".checkpoint.partial/d"),
         *("report.md -> ../elsewhere", "eval/candidate -> ../..", "eval/baseline/vllm.log -> /dev/null"),
     ],
 )
@@ -142,10 +144,54 @@ def test_a_person_s_files_in_a_run_directory_stay(extra: str, tmp_path: Path, go
     assert tree(root) == before
 
 
+def killed_before_the_end(out: Path) -> None:
+    """Leave the working folder of a checkpoint with a shard and a rounded layer."""
+    with (
+        suppress(KeyboardInterrupt),
+        resumable_directory(out, input_digest="x", overwrite=True) as folder,
+    ):
+        for file in (folder / "model.safetensors", folder.parent / "aside" / "layer-0000.json"):
+            record(file)
+            file.write_text("half")
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", ["new/notes.txt", "new/sub/model.safetensors", "aside/notes.txt"])
+def test_a_person_s_files_among_unfinished_work_stay(name: str, tmp_path: Path, good: Good) -> None:
+    root = made(tmp_path / "run", good("W8A8"))
+    killed_before_the_end(root / "checkpoint")
+    mine = root / ".checkpoint.partial" / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    before = tree(root)
+    with pytest.raises(InputError, match=rf"\.checkpoint\.partial/{name}', which vexport did not write"):
+        RunDirectory(root).begin(overwrite=True)
+    with pytest.raises(InputError, match=name):
+        killed_before_the_end(root / "checkpoint")
+    assert tree(root) == before
+
+
+def test_what_a_person_adds_while_a_checkpoint_is_made_is_not_published(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def write() -> None:
+        with resumable_directory(out, input_digest="x", overwrite=True) as folder:
+            record(folder / "config.json")
+            (folder / "config.json").write_text("{}")
+            (folder / "notes.txt").write_text("mine")
+
+    with pytest.raises(InputError, match=r"notes\.txt"):
+        write()
+    assert not out.exists()
+    assert (tmp_path / ".out.partial" / "new" / "notes.txt").read_text() == "mine"
+
+
 def test_a_run_directory_is_emptied(tmp_path: Path, good: Good) -> None:
     root = made(tmp_path / "run", good("W8A8"))
     (root / ".report.json.0123abcd").write_text("left by a killed call")
-    (root / ".checkpoint.partial" / "new").mkdir(parents=True)
+    killed_before_the_end(root / "checkpoint")
+    (partial,) = root.glob(".*.partial")
+    assert {path.name for path in partial.iterdir()} == {".made-from", MANIFEST, "new", "aside"}
     RunDirectory(root).begin(overwrite=True)
     assert {path.name for path in root.iterdir()} == {".vexport-run", MANIFEST}
     assert recorded(root) == frozenset()
@@ -159,6 +205,10 @@ def test_an_older_folder_is_refused_with_the_line_that_moves_it(tmp_path: Path, 
     with pytest.raises(InputError, match=rf"mv {root} {root}.old"):
         RunDirectory(root).begin(overwrite=True)
     assert tree(root) == before
+    run = RunDirectory(root)
+    run.finish("plan", {"scenario": "one"}, 1.0)
+    with pytest.raises(InputError, match=rf"another scenario; .*mv {root} {root}.old"):
+        run.is_done("plan", {"scenario": "other"})
 
 
 def test_demo_knows_its_files(tmp_path: Path) -> None:
@@ -219,6 +269,7 @@ def failed_once(out: Path) -> CheckpointFailed:
     """The error of a call that writes a checkpoint, which fails."""
     try:
         with resumable_directory(out, input_digest="x", overwrite=True) as folder:
+            record(folder / "config.json")
             (folder / "config.json").write_text("{}")
             raise kept_as_failed(folder, out, FAILURE)
     except CheckpointFailed as failure:

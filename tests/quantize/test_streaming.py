@@ -20,6 +20,7 @@ from tests.models import save_llama
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.writer import header_bytes
 from vexport.outputs.directory import resumable_directory
+from vexport.outputs.manifest import record
 from vexport.records import TensorSpec
 
 
@@ -64,8 +65,10 @@ def break_off(out: Path, input_digest: str) -> list[str]:
         resumable_directory(out, input_digest=input_digest, overwrite=False, note=found.append) as folder,
     ):
         found += sorted(path.name for path in folder.iterdir())
+        for name in ("model.safetensors", "config.json"):
+            record(folder / name)
         (folder / "model.safetensors").write_text("half")
-        (folder / ".config.json.tmp").write_text("half")
+        (folder / ".config.json.0123abcd").write_text("half")
         raise KeyboardInterrupt
     return found
 
@@ -76,6 +79,7 @@ def test_another_input_begins_anew(tmp_path: Path) -> None:
     assert break_off(out, "a") == ["resumes where it was interrupted", "model.safetensors"]
     assert break_off(out, "b") == ["starts again: its inputs have changed"]
     with resumable_directory(out, input_digest="c", overwrite=False) as folder:
+        record(folder / "config.json")
         (folder / "config.json").write_text("{}")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert {path.name for path in out.iterdir()} == {"config.json", "vexport.json"}
@@ -85,6 +89,7 @@ def test_two_writers_of_one_output_are_refused(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", hidden=128, layers=1)
     with resumable_directory(tmp_path / "out", input_digest="x", overwrite=False) as folder:
         ran = vexport("quantize", source, tmp_path / "out", "--scheme", "W8A8", "--quiet")
+        record(folder / "config.json")
         (folder / "config.json").write_text("{}")
     assert ran.code == 2
     assert "another process" in ran.errors[0]

@@ -36,6 +36,11 @@ def chat_templates(root: Path) -> Mapping[str, str]:
     return {}
 
 
+def named_template_files(root: Path) -> list[str]:
+    """Return the paths of the templates in their own folder, relative to the checkpoint."""
+    return [f"{_FOLDER}/{file.name}" for file in _named_files(root)]
+
+
 def copy_named_templates(root: Path, folder: Path) -> None:
     """Copy the templates in their own folder, which is not among a checkpoint's `side_files`."""
     for file in _named_files(root):

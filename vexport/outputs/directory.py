@@ -2,15 +2,15 @@
 
 The working folder of `OUT` is `.OUT.partial`, which only its owner can enter: in it are the record of what
 OUT is made from, which is locked while a process writes; `new`, which becomes OUT; `aside`, what a later
-call finds until OUT is whole; and for a moment `old`, the folder that it replaces. OUT is `new` or `old` at
-any time, or the next call puts `old` back.
+call finds until OUT is whole; a list of the files in both, to which a name is added before its file is
+created (`record` of outputs/manifest.py); and for a moment `old`, the folder that it replaces. OUT is `new`
+or `old` at any time, or the next call puts `old` back.
 """
 
 import errno
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,19 +21,24 @@ from vexport.errors import CheckpointFailed, InputError, VexportError
 from vexport.files import read_json_object, write_text
 from vexport.numerics.ranks import on_first, rank_and_size
 from vexport.outputs import RECIPE
-from vexport.outputs.replaceable import (
+from vexport.outputs.manifest import begin_manifest, has_manifest, remove_recorded, strangers
+from vexport.outputs.manifest import record as record_file
+from vexport.outputs.owned import (
+    ASIDE,
     FILES,
-    is_filled_folder,
-    refuse_existing,
+    NEW,
+    OLD,
+    RECORD,
+    foreign_entries,
     remove_checkpoint,
-    resolved,
+    remove_unfinished,
 )
+from vexport.outputs.replaceable import is_filled_folder, refuse_existing, resolved
 from vexport.records import Json
 from vexport.version import __version__
 
 # The key of vexport.json by which a failed call signs the checkpoint that it leaves as OUT.failed.
 FAILED = "failed"
-RECORD, NEW, OLD, ASIDE = ".made-from", "new", "old", "aside"
 
 
 def working_folder(path: Path) -> Path:
@@ -90,13 +95,15 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
     InputError as `resumable_directory`.
     """
     with _directory(path, overwrite=overwrite) as (work, record):
-        _empty(work / NEW)
+        _empty(work, NEW)
+        _empty(work, ASIDE)
+        _begin(work, is_continued=False)
         _rewrite(record, "not to be continued")
         try:
             yield work / NEW
         except BaseException:
             if _is_ours(record, work):
-                _remove_working_folder(work)
+                remove_unfinished(work)
             raise
 
 
@@ -120,14 +127,15 @@ def resumable_directory(
         continued = before == input_digest
         if before:
             note("resumes where it was interrupted" if continued else "starts again: its inputs have changed")
-        _empty(work / NEW, keep="*.safetensors*" if continued else "")
-        _empty(work / ASIDE, keep="*" if continued else "")
+        _empty(work, NEW, keep="*.safetensors*" if continued else "")
+        _empty(work, ASIDE, keep="*" if continued else "")
+        _begin(work, is_continued=continued)
         _rewrite(record, input_digest)
         try:
             yield on_first(lambda: work / NEW)
         except VexportError:
             if _is_ours(record, work):
-                _remove_working_folder(work)
+                remove_unfinished(work)
             raise
 
 
@@ -148,13 +156,15 @@ def _directory(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, TextIO]]:
             _settle(path, work)
             refuse_existing(path, overwrite=overwrite)
             yield work, record
+            for name in strangers(work, work / NEW):
+                raise _foreign(work / name, path)
             _sign(work / NEW)
             _sync(work / NEW)
             refuse_existing(path, overwrite=overwrite)
             _swap(path, work)
             _sync_entry(path.parent)
-            shutil.rmtree(work / OLD, ignore_errors=True)
-            _remove_working_folder(work)
+            remove_checkpoint(work / OLD)
+            remove_unfinished(work)
     except OSError as error:
         error.filename = error.filename or str(work)  # a full disk names no file
         raise
@@ -177,17 +187,9 @@ def _locked(work: Path, path: Path) -> Iterator[TextIO]:
 
 
 def _require_ours(work: Path, path: Path) -> None:
-    """Raise InputError where a working folder has links, or files that vexport does not write there."""
-    entries = [entry for part in (NEW, ASIDE) for entry in (work / part).rglob("*")]
-    known = [work / name for name in (RECORD, NEW, OLD, ASIDE)]
-    for entry in (work, *(work.iterdir() if work.is_dir() else ()), *entries):
-        if entry.is_symlink() or entry.lstat().st_uid != os.geteuid() or not work.is_dir():
-            raise _foreign(entry, path)
-        if entry.parent == work and entry not in known:
-            raise _foreign(entry, path)
-    if not (work / RECORD).exists() or not (work / RECORD).stat().st_size:
-        for entry in (*entries, *(work / OLD).glob("*")):
-            raise _foreign(entry, path)  # we begin with the record
+    """Raise InputError where a working folder has links, or files that vexport did not write there."""
+    for entry in foreign_entries(work):
+        raise _foreign(entry, path)
 
 
 def _is_ours(record: TextIO, work: Path) -> bool:
@@ -249,7 +251,7 @@ def _settle(path: Path, work: Path) -> None:
         fix = f"move {work / OLD} elsewhere, which was there before"
         raise InputError(str(path), got="another folder came where one was to be replaced", need="", fix=fix)
     else:
-        shutil.rmtree(work / OLD)
+        remove_checkpoint(work / OLD)
 
 
 def _swap(path: Path, work: Path) -> None:
@@ -264,14 +266,19 @@ def _swap(path: Path, work: Path) -> None:
         raise
 
 
-def _empty(folder: Path, keep: str = "") -> None:
-    """Make the folder, or remove its files but those that match `keep`."""
+def _empty(work: Path, part: str, keep: str = "") -> None:
+    """Make a folder of the working folder, or remove vexport's files in it but those that match `keep`."""
+    folder = work / part
     folder.mkdir(exist_ok=True)
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        elif not (keep and entry.match(keep)):
-            entry.unlink()
+    kept = [file for file in folder.iterdir() if keep and file.match(keep)]
+    remove_recorded(work, folder, kept)
+
+
+def _begin(work: Path, *, is_continued: bool) -> None:
+    """Begin the list of vexport's files in `new` and `aside`, or go on with the list of an earlier call."""
+    if not is_continued or not has_manifest(work):
+        begin_manifest(work)
+    record_file(work / NEW / RECIPE)
 
 
 def _rewrite(record: TextIO, text: str) -> None:
@@ -294,13 +301,3 @@ def _sign(folder: Path, marks: Mapping[str, Json] = MappingProxyType({})) -> Non
     names: list[Json] = [*sorted({RECIPE, *(file.relative_to(folder).as_posix() for file in files)})]
     if recipe.get(FILES) != names or marks:
         write_text(folder / RECIPE, json.dumps({**recipe, FILES: names, **marks}, indent=2) + "\n")
-
-
-def _remove_working_folder(work: Path) -> None:
-    """Remove what vexport writes there, the record last; not what it was to replace."""
-    shutil.rmtree(work / NEW, ignore_errors=True)
-    shutil.rmtree(work / ASIDE, ignore_errors=True)
-    if not (work / OLD).exists() and not (work / NEW).exists():
-        (work / RECORD).unlink(missing_ok=True)
-        with suppress(OSError):
-            work.rmdir()

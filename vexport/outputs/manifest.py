@@ -64,6 +64,12 @@ def has_manifest(root: Path) -> bool:
     return (root / MANIFEST).is_file() and not (root / MANIFEST).is_symlink()
 
 
+def is_temporary_manifest(file: Path) -> bool:
+    """Return whether a file is a manifest that a killed call did not finish."""
+    temporary = _TEMPORARY.fullmatch(file.name)
+    return temporary is not None and temporary["name"] == MANIFEST
+
+
 def is_recorded(file: Path) -> bool:
     """Return whether vexport wrote a file or folder, also as a temporary file: a link is somebody else's."""
     root = _owner(file)

@@ -5,16 +5,14 @@ Folders of results have a file that marks them as vexport's, and a list of what 
 
 import fcntl
 import os
-import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
 
 from vexport.errors import InputError
-from vexport.files import read_json_object, write_text
-from vexport.outputs import RECIPE
+from vexport.files import write_text
 from vexport.outputs.manifest import (
     begin_manifest,
     has_manifest,
@@ -23,9 +21,16 @@ from vexport.outputs.manifest import (
     require_manifest,
     strangers,
 )
+from vexport.outputs.owned import (
+    OLD,
+    checkpoint_files,
+    foreign_entries,
+    is_folder,
+    others,
+    remove_checkpoint,
+    remove_unfinished,
+)
 
-# The key of vexport.json with the names of what was written.
-FILES = "files"
 SHOWN = 3
 
 
@@ -151,31 +156,6 @@ def refuse_others(folder: Path, names: Sequence[str]) -> None:
     )
 
 
-def others(folder: Path, owned: Collection[str]) -> list[str]:
-    """Return the files below a checkpoint's folder that are not in `owned`, and folders without a file.
-
-    A link is somebody else's: vexport writes none.
-    """
-    found = []
-    for entry in sorted(folder.rglob("*")):
-        name = entry.relative_to(folder).as_posix()
-        is_empty = _is_folder(entry) and not any(entry.iterdir())
-        if is_empty or entry.is_symlink() or (not entry.is_dir() and name not in owned):
-            found.append(name)
-    return found
-
-
-def checkpoint_files(folder: Path) -> frozenset[str] | None:
-    """The names of what vexport wrote into a checkpoint's folder; None where it wrote none."""
-    try:
-        files = read_json_object(folder / RECIPE).get(FILES)
-    except InputError:
-        return None
-    if not isinstance(files, list):
-        return None
-    return frozenset(name for name in files if isinstance(name, str)) | {RECIPE}
-
-
 def is_filled_folder(path: Path) -> bool:
     """Return whether a folder with something in it is there; InputError where it is a file."""
     if path.exists() and not path.is_dir():
@@ -225,11 +205,14 @@ class FolderKind:
         self.require_own(folder)
         if not is_filled_folder(folder):
             return
+        require_manifest(folder)
         if not overwrite:
             raise needs_overwrite(folder)
-        require_manifest(folder)
         refuse_others(folder, strangers(folder, folder, self._apart(folder)))
-        if self.checkpoint is not None and _is_folder(folder / self.checkpoint):
+        for unfinished in (apart for apart in self._apart(folder) if apart == self._unfinished(folder)):
+            foreign = foreign_entries(unfinished)
+            refuse_others(folder, [entry.relative_to(folder).as_posix() for entry in foreign])
+        if self.checkpoint is not None and is_folder(folder / self.checkpoint):
             refuse_existing(folder / self.checkpoint, overwrite=True)
 
     def begin(self, folder: Path) -> None:
@@ -240,7 +223,11 @@ class FolderKind:
         folder.mkdir(parents=True, exist_ok=True)
         if has_manifest(folder):
             for apart in self._apart(folder):
-                _remove_apart(apart)
+                if apart == self._unfinished(folder):
+                    remove_checkpoint(apart / OLD)
+                    remove_unfinished(apart)
+                elif apart.is_dir():  # the mark stays
+                    remove_checkpoint(apart)
             remove_recorded(folder, folder, [folder / self.mark])
         begin_manifest(folder)
         write_text(folder / self.mark, self.text)
@@ -250,37 +237,13 @@ class FolderKind:
         mark = folder / self.mark
         apart = [] if mark.is_symlink() else [mark]
         if self.checkpoint is not None and self.checkpoint in recorded(folder):
-            both = (folder / self.checkpoint, folder / f".{self.checkpoint}.partial")
-            apart += [path for path in both if _is_folder(path)]
+            both = (folder / self.checkpoint, self._unfinished(folder))
+            apart += [path for path in both if is_folder(path)]
         return apart
 
-
-def _is_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
-
-
-def _remove_apart(path: Path) -> None:
-    """Remove a checkpoint's files and its folder if nothing else is in it, or a working folder."""
-    if not path.is_dir():
-        return  # the mark stays
-    if checkpoint_files(path) is None:
-        shutil.rmtree(path)
-    else:
-        remove_checkpoint(path)
-
-
-def remove_checkpoint(folder: Path) -> None:
-    """Remove the files that a checkpoint's recipe lists, the recipe last, and folders that are empty then."""
-    names = sorted(checkpoint_files(folder) or (), key=lambda name: (name == RECIPE, name))
-    for name in names:
-        file = folder / name
-        if file.is_file() and not file.is_symlink() and _is_within(file, folder):
-            file.unlink()
-    for inner in sorted((entry for entry in folder.rglob("*") if _is_folder(entry)), reverse=True):
-        with suppress(OSError):
-            inner.rmdir()
-    with suppress(OSError):  # something else came into it
-        folder.rmdir()
+    def _unfinished(self, folder: Path) -> Path:
+        """Return the folder in which the checkpoint is made."""
+        return folder / f".{self.checkpoint}.partial"
 
 
 @contextmanager

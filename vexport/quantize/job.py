@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vexport.checkpoint.chat_template import copy_named_templates
-from vexport.checkpoint.index import SourceIndex, headers_digest, unchanged
+from vexport.checkpoint.chat_template import copy_named_templates, named_template_files
+from vexport.checkpoint.index import INDEX_NAME, SourceIndex, headers_digest, unchanged
 from vexport.checkpoint.smoothed import SMOOTHING, write_smoothing
 from vexport.checkpoint.source import pinned_source
 from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES, Shard, progress_file, write_index, written_digest
@@ -31,6 +31,7 @@ from vexport.outputs.directory import (
     resumable_directory,
     working_folder,
 )
+from vexport.outputs.manifest import record
 from vexport.outputs.replaceable import NamedPath, refuse_existing, require_separate
 from vexport.plan.build import PlanSettings, require_accepted
 from vexport.plan.rules import calibration_need, needs_rounding
@@ -42,7 +43,7 @@ from vexport.records.calibration import RoundingReport
 from vexport.scenario import Calibration, Rule
 from vexport.version import __version__
 
-SNAPSHOTS = "snapshots"
+SNAPSHOTS, CONFIG = "snapshots", "config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +134,9 @@ def write_checkpoint(
                 if needs_rounding(plan):
                     finished, rounding = text.round(calibration, aside)
                     calibration = rounding.completed(calibration)
+            for shard in shards:
+                record(folder / shard.name)
+                record(progress_file(folder / shard.name))
             write_shards(
                 index, plan, calibration, folder, dealt(shards), finished=finished, on_progress=on_progress
             )
@@ -164,6 +168,8 @@ def finish(
     What tells how far shards are written is removed: they are whole. Raises what `job.prove` finds, with
     OUT.failed in the place of OUT.
     """
+    for name in (RECIPE, INDEX_NAME, SMOOTHING, CONFIG):
+        record(folder / name)
     (folder / RECIPE).write_text(recipe(job, index, plan, calibration), encoding="utf-8")
     write_index(folder, shards)
     _copy_side_files(index, folder)
@@ -182,14 +188,17 @@ def write_config(index: SourceIndex, plan: Plan, folder: Path) -> None:
     config: dict[str, Json] = dict(index.config)
     if plan.groups or plan.attention:
         config["quantization_config"] = quantization_config(plan)
-    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 def _copy_side_files(index: SourceIndex, folder: Path) -> None:
     """Copy tokenizer, templates and the like; not vexport's own files of a source that it made."""
     for file in index.side_files:
         if file.name not in (RECIPE, SMOOTHING):
+            record(folder / file.name)
             shutil.copyfile(file, folder / file.name)
+    for name in named_template_files(index.root):
+        record(folder / name)
     copy_named_templates(index.root, folder)
 
 

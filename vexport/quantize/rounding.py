@@ -28,6 +28,7 @@ from vexport.calibration.walk import Layer, LayerWalk
 from vexport.files import atomic_path, from_json, to_json, write_text
 from vexport.formats.packing.base import Array
 from vexport.numerics.ranks import add_up, gather, on_first, rank_and_size
+from vexport.outputs.manifest import record
 from vexport.quantize.gptq import strength_of
 from vexport.quantize.model import QuantizedModel
 from vexport.quantize.round_sites import SiteSums
@@ -247,6 +248,8 @@ class RoundedLayers(Stored):
     def put(self, number: int, stored: Stored, how: LayerRounding) -> None:
         """Store a finished layer, visible to everyone who reads the folder."""
         report = self._folder / f"layer-{number:04d}.json"
+        record(report)
+        record(report.with_suffix(".safetensors"))
         with atomic_path(report.with_suffix(".safetensors")) as temporary:
             save_file({name: np.ascontiguousarray(value) for name, value in stored.items()}, temporary)
         write_text(report, to_json(how))
@@ -286,6 +289,7 @@ def round_weights(
             report = RoundingReport(layers=tuple(layer for layer in layers if layer is not None))
             if plan.attention:
                 require_cache(walk.index, report.cached)
+            record(report_file)
             write_text(report_file, to_json(report))
     report = on_first(lambda: from_json(RoundingReport, report_file))
     return RoundedLayers(folder), report

@@ -27,6 +27,7 @@ from vexport.errors.extras import require_extra
 from vexport.files import from_json, to_json, write_text
 from vexport.formats.packing.base import Array
 from vexport.numerics.ranks import on_first, rank_and_size
+from vexport.outputs.manifest import record as record_file
 from vexport.plan.rules import (
     SMOOTHING_ROWS,
     WEIGHING_ROWS,
@@ -119,6 +120,7 @@ class PlanText:
         if not on_first(file.is_file):
             record = self.calibrate()
             if rank_and_size()[0] == 0:
+                record_file(file)
                 write_text(file, to_json(record))
         return on_first(lambda: from_json(CalibrationRecord, file))
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from vexport.checkpoint.chat_template import copy_named_templates
+from vexport.checkpoint.chat_template import copy_named_templates, named_template_files
 from vexport.checkpoint.index import INDEX_NAME, read_header
 from vexport.checkpoint.reader import Derived, DerivedReader, Reader
 from vexport.checkpoint.writer import header_bytes, stored_parts
 from vexport.checks.vllm.view import CheckpointView
 from vexport.files import read_json_object, write_text
 from vexport.outputs.digests import digest_of, record_digests, recorded_digests
+from vexport.outputs.manifest import record
 from vexport.records import Finding, Json, OnProgress, Repair, TensorInfo, TensorSpec
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def write_repaired(view: CheckpointView, folder: Path, *, on_progress: OnProgres
     repaired = False
     for file, tensors in files.items():
         untouched = _is_untouched(view, file, tensors)
+        record(folder / file.name)
         repaired = repaired or not untouched
         if untouched:
             shutil.copyfile(file, folder / file.name)  # never a link: it may be changed
@@ -121,15 +123,20 @@ def write_repaired(view: CheckpointView, folder: Path, *, on_progress: OnProgres
         on_progress("write", done, index.num_bytes)
     if (index.root / INDEX_NAME).is_file():
         metadata = read_json_object(index.root / INDEX_NAME).get("metadata")
+        record(folder / INDEX_NAME)
         kept = metadata if isinstance(metadata, dict) else {}
         weight_map = {name: tensor.file.name for name, tensor in sorted(index.tensors.items())}
         content = {"metadata": {**kept, "total_size": index.num_bytes}, "weight_map": weight_map}
         write_text(folder / INDEX_NAME, json.dumps(content, indent=2) + "\n")
     for path in index.side_files:
+        record(folder / path.name)
         shutil.copyfile(path, folder / path.name)
+    for name in named_template_files(index.root):
+        record(folder / name)
     record_digests(folder, digests, repaired=repaired)
     copy_named_templates(index.root, folder)
     config = index.root / "config.json"
+    record(folder / config.name)
     if index.config == read_json_object(config):
         shutil.copyfile(config, folder / config.name)
     else:

@@ -1,0 +1,107 @@
+"""The files that vexport wrote into a checkpoint, by its recipe, and into a folder of unfinished work.
+
+Both are removed file by file: what somebody else put there stays.
+"""
+
+import os
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from vexport.errors import InputError
+from vexport.files import read_json_object
+from vexport.outputs import RECIPE
+from vexport.outputs.manifest import MANIFEST, is_temporary_manifest, remove_recorded, strangers
+
+# The key of vexport.json with the names of what was written.
+FILES = "files"
+# What is in a folder of unfinished work, besides the manifest of `new` and `aside`: see outputs/directory.py.
+RECORD, NEW, OLD, ASIDE = ".made-from", "new", "old", "aside"
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether a path is a folder, which a link is not."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def others(folder: Path, owned: Collection[str]) -> list[str]:
+    """Return the files below a checkpoint's folder that are not in `owned`, and folders without a file.
+
+    A link is somebody else's: vexport writes none.
+    """
+    found = []
+    for entry in sorted(folder.rglob("*")):
+        name = entry.relative_to(folder).as_posix()
+        is_empty = is_folder(entry) and not any(entry.iterdir())
+        if is_empty or entry.is_symlink() or (not entry.is_dir() and name not in owned):
+            found.append(name)
+    return found
+
+
+def checkpoint_files(folder: Path) -> frozenset[str] | None:
+    """The names of what vexport wrote into a checkpoint's folder; None where it wrote none."""
+    try:
+        files = read_json_object(folder / RECIPE).get(FILES)
+    except InputError:
+        return None
+    if not isinstance(files, list):
+        return None
+    return frozenset(name for name in files if isinstance(name, str)) | {RECIPE}
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove the files that a checkpoint's recipe lists, the recipe last, and folders that are empty then."""
+    names = sorted(checkpoint_files(folder) or (), key=lambda name: (name == RECIPE, name))
+    for name in names:
+        file = folder / name
+        if file.is_file() and not file.is_symlink() and file.resolve().is_relative_to(folder.resolve()):
+            file.unlink()
+    for inner in sorted((entry for entry in folder.rglob("*") if is_folder(entry)), reverse=True):
+        with suppress(OSError):
+            inner.rmdir()
+    with suppress(OSError):  # something else came into it
+        folder.rmdir()
+
+
+def foreign_entries(work: Path) -> list[Path]:
+    """Return what is in a folder of unfinished work that vexport did not write, or the folder itself.
+
+    vexport begins with the record. Without it nothing in the folder is vexport's.
+    """
+    if work.is_symlink() or not work.is_dir() or not _is_users(work):
+        return [work]
+    entries = list(_foreign_at_top(work))
+    parts = [work / name for name in (NEW, ASIDE, OLD)]
+    entries += [entry for part in parts for entry in sorted(part.rglob("*")) if not _is_users(entry)]
+    if (work / RECORD).exists() and (work / RECORD).stat().st_size:
+        entries += [work / name for part in (NEW, ASIDE) for name in strangers(work, work / part)]
+        owned = checkpoint_files(work / OLD) or frozenset()
+        entries += [work / OLD / name for name in others(work / OLD, owned)]
+    else:
+        entries += [entry for part in parts for entry in sorted(part.rglob("*")) if not is_folder(entry)]
+    return list(dict.fromkeys(entries))
+
+
+def _foreign_at_top(work: Path) -> Iterator[Path]:
+    for entry in sorted(work.iterdir()):
+        known = entry.name in (RECORD, MANIFEST, NEW, OLD, ASIDE) or is_temporary_manifest(entry)
+        if not known or not _is_users(entry) or entry.is_symlink():
+            yield entry
+
+
+def _is_users(entry: Path) -> bool:
+    return entry.lstat().st_uid == os.geteuid()
+
+
+def remove_unfinished(work: Path) -> None:
+    """Remove the files of unfinished work, the record last, but not the folder that it was to replace."""
+    for part in (work / NEW, work / ASIDE):
+        remove_recorded(work, part)
+        with suppress(OSError):  # something else is in it, or it is not there
+            part.rmdir()
+    if any((work / part).exists() for part in (NEW, ASIDE, OLD)):
+        return
+    for name in (MANIFEST, RECORD):
+        (work / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        work.rmdir()
