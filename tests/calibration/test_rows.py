@@ -372,7 +372,8 @@ def test_pipes_are_refused(tmp_path: Path) -> None:
         tmp_path / "o",
     )
     planned = ("plan", DEMO, "--scheme", "FP8", "--calibration", tmp_path / "pipe.jsonl")
-    for command in (planned, evaluated):
+    checked = ("check", DEMO, "--static", "--digests", tmp_path / "pipe.jsonl")
+    for command in (planned, evaluated, checked):
         ran = vexport(*command, "--quiet")
         assert ran.code == 2, ran.stderr
         assert "got a pipe or a device" in ran.errors[0]

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 import xxhash
 
 from vexport.errors import InputError
-from vexport.files import read_json_object, write_text
+from vexport.files import read_json_object, require_no_device, write_text
 from vexport.outputs import RECIPE
 from vexport.records import Json
 
@@ -76,8 +76,10 @@ def record_digests(folder: Path, digests: Mapping[str, str], *, repaired: bool =
 def listed_digests(file: Path) -> dict[str, str]:
     """Path -> digest of a list as sha256sum writes it, also with --tag.
 
-    Paths are relative to the checkpoint; InputError names the line of one that is not, or cannot be read.
+    Paths are relative to the checkpoint. InputError names the line of a path that is not, or cannot be read.
+    A pipe is refused: it may have no writer.
     """
+    require_no_device(file)
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -19,7 +19,7 @@ from vexport.checkpoint.index import SourceIndex, folder_digest, read_index
 from vexport.checkpoint.source import DEFAULT, DEFAULT_FILE, data_files, resolve_source
 from vexport.errors import InputError
 from vexport.files import digest_bytes, digest_file, from_json, to_json, write_text
-from vexport.outputs.manifest import is_recorded, record, remove_recorded, strangers
+from vexport.outputs.manifest import has_manifest, is_recorded, record, remove_recorded, strangers
 from vexport.outputs.replaceable import FolderKind, refuse_others
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import settings_of, source_index
@@ -101,16 +101,22 @@ class RunDirectory:
                 f"{self.root} ({stage})",
                 got=f"the run began with another {' and another '.join(changed)}",
                 need="",
-                fix="choose another --run-dir, or add --overwrite to start again",
+                fix=f"choose another --run-dir, or {self._how_to_start_again()}",
             )
         if record.made and record.made != folder_digest(self.root / CHECKPOINT):
             raise InputError(
                 str(self.root / CHECKPOINT),
                 got="files have changed since the run wrote them: its results are about others",
                 need="",
-                fix="restore them, or add --overwrite to start again",
+                fix=f"restore them, or {self._how_to_start_again()}",
             )
         return True
+
+    def _how_to_start_again(self) -> str:
+        """Return what to do with results that are of no use: --overwrite needs the list of the files."""
+        if has_manifest(self.root):
+            return "add --overwrite to start again"
+        return f"move the folder away, which an older version made (mv {self.root} {self.root}.old)"
 
     def finish(self, stage: str, inputs: Digests, seconds: float, made: Path | None = None) -> None:
         """Record that a stage is done; its outputs, and a checkpoint that it `made`, must be in place."""
