@@ -43,6 +43,14 @@ def test_a_folder_of_another_machine_is_not_taken(tmp_path: Path, monkeypatch: p
             tokenizer_of("candidate", "http://elsewhere.invalid/v1", settings, options)
 
 
+def test_a_server_elsewhere_chooses_no_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, options = Evaluate(tasks=("x",)), options_of(trust=True)
+    with replying(described(root="org/chosen-by-the-server")) as url:
+        monkeypatch.setenv("http_proxy", url.removesuffix("/v1"))
+        with pytest.raises(InputError, match="--tokenizer org/chosen-by-the-server"):
+            tokenizer_of("candidate", "http://elsewhere.invalid/v1", settings, options)
+
+
 METRICS = [b"\xff\xfe", b"words", b"vllm:request_success_total x", b"vllm:request_success_total NaN", b""]
 METRICS += [b"vllm:spec_decode_num_drafts_total 1e400", b"vllm:spec_decode_num_drafts_total 3\n"]
 

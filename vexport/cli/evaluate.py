@@ -148,7 +148,7 @@ def evaluate(
       vexport eval OUT --task gsm8k --accept accepted.json
       vexport eval NEXT --task gsm8k --against accepted.json
       vexport eval OUT --baseline MODEL --text held-out.jsonl
-      vexport eval http://new:8000/v1 --baseline http://old:8000/v1 --task gsm8k
+      vexport eval http://new:8000/v1 --baseline http://old:8000/v1 --task gsm8k --tokenizer Qwen/Qwen3-0.6B
     """
     from vexport.engine.session import require_engine
     from vexport.evaluation.inputs import evaluation_inputs

@@ -313,9 +313,11 @@ def tokenizer_of(
     """Return the tokenizer for a server's prompts: as given, else `here`, else the server's own.
 
     The server names its tokenizer by the folder or model of the hub that it was started with. A folder is
-    used only if the server runs on this machine: another machine must not choose among the files here. The
-    server's word never runs code. InputError if there is no tokenizer; raises as `Server` if the server does
-    not answer.
+    used only if the server runs on this machine: another machine must not choose among the files here. It
+    does not choose a download either: a model of the hub is fetched if the server runs on this machine, or
+    if the caller names the same model (`--model`). The server's word never runs code.
+
+    InputError if there is no tokenizer; raises as `Server` if the server does not answer.
     """
     if settings.tokenizer is None and here is not None:
         return ServedTokenizer(folder=here, is_trusted=options.trust_remote_code)
@@ -335,6 +337,12 @@ def tokenizer_of(
     if model is None:
         got = f"{shown}, which the model was started with: no model of the hub, and no folder of this machine"
         raise InputError(where, got=got, need="a tokenizer, to make prompts with", fix=_GIVE_TOKENIZER)
+    if not _is_local(url) and name != settings.asking(url, is_baseline=role == BASELINE).model:
+        got = f"{shown}, a model of the hub that a server on another machine names"
+        fix = (
+            f"add --tokenizer {shown} if this is the model that you expect (evaluate: {{tokenizer: {shown}}})"
+        )
+        raise InputError(where, got=got, need="your word before it is fetched", fix=fix)
     listing = list_files(model)
     return ServedTokenizer(folder=fetch(listing, side_files(listing.sizes)), is_trusted=False)
 
