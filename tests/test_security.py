@@ -1,0 +1,126 @@
+"""Every promise of .github/SECURITY.md names a test that exists; and the bounds that no other file tests."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.calibration.test_rows import read, written
+from tests.command import ROOT
+from tests.evaluation.test_endpoint_limits import FLOODS, sending
+from vexport.calibration import data, sources
+from vexport.checkpoint.index import MAX_HEADER_BYTES, read_header
+from vexport.cli.entry import MAX_CHARACTERS, MAX_LINES
+from vexport.engine import process
+from vexport.errors import EnvironmentFault, InputError
+from vexport.evaluation import endpoint
+from vexport.evaluation.endpoint import Server
+from vexport.records import Endpoint
+from vexport.records.patterns import MOST_SECONDS
+from vexport.reports.findings import MAX_FOLLOWING
+
+PAGE = (ROOT / ".github" / "SECURITY.md").read_text(encoding="utf-8")
+NAMED = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", PAGE)
+
+
+def test_named_tests_exist() -> None:
+    assert len(NAMED) > 40
+    for file, name in NAMED:
+        text = (ROOT / file).read_text(encoding="utf-8")
+        assert not name or f"\ndef {name}(" in text, f"{file}::{name}"
+
+
+def test_each_promise_names_a_test() -> None:
+    """Each line of the tables, and each paragraph of the sections that promise something."""
+    rows = [line for line in PAGE.splitlines() if line.startswith("| ")]
+    promised = [row for row in rows if not row.startswith("| what")]
+    sections = PAGE.split("\n## ")
+    for title in ("What is run", "What is written"):
+        (section,) = (each for each in sections if each.startswith(title))
+        promised += [part for part in re.split(r"\n- |\n\n", section) if part.strip() and part != title]
+    without = [part for part in promised if "tests/" not in part and "| yes |" not in part]
+    assert without == []
+
+
+def test_numbers_are_those_of_the_code() -> None:
+    """The largest values that the page names."""
+    shown = " ".join(PAGE.split())
+    for words in (
+        f"{MOST_SECONDS:g} s for all names",
+        f"| {MAX_HEADER_BYTES // 10**6} MB",
+        f"{sources.LONGEST_LINE >> 20} MB each",
+        f"a file that is one JSON list {sources.LARGEST_LIST >> 30} GB",
+        f"after {data.MOST_BROKEN} broken rows",
+        f"after {data.MOST_MULTIMODAL:,} rows with images",
+        f"{MAX_CHARACTERS} characters a line, {MAX_LINES} lines",
+        f"| {MAX_FOLLOWING} of a cause",
+        f"first contact {endpoint._FIRST_CONTACT_ENDS:g} s",
+        f"| {endpoint._ANSWER_BYTES >> 20} MiB",
+        f"its last {process._READ_BYTES >> 20} MB, {process._LONGEST_LINE:,} characters a line",
+    ):
+        assert words in shown, words
+    asked = Endpoint(url="http://localhost")
+    assert f"{asked.request_timeout:g} s in all phases" in shown
+    assert f"retries {asked.retry_seconds:g} s" in shown
+
+
+def test_header_beyond_the_bound_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    with file.open("wb") as stream:
+        stream.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{")
+        stream.truncate(MAX_HEADER_BYTES + 100)  # a hole
+    start = time.process_time()
+    with pytest.raises(InputError, match="header"):
+        read_header(file)
+    assert time.process_time() - start < 1
+
+
+def test_rows_end_after_broken_ones(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("broken\n" * 100_000 + '{"text": "one plus two"}\n')
+    with pytest.raises(InputError, match=rf"rows.jsonl:1 and {data.MOST_BROKEN - 1} more rows"):
+        read(file)
+
+
+def test_rows_end_after_images(tmp_path: Path) -> None:
+    image = {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}
+    rows = [image] * data.MOST_MULTIMODAL + [{"text": "one plus two"}]
+    with pytest.raises(InputError, match=f"{data.MOST_MULTIMODAL:,} rows"):
+        read(written(tmp_path / "rows.jsonl", *rows))
+
+
+def test_longest_row(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    with file.open("wb") as stream:
+        stream.write(b'{"text": "' + b"one " * (sources.LONGEST_LINE // 4) + b'"}\n')
+    with pytest.raises(InputError, match="rows of at most 64 MB"):
+        read(file)
+
+
+def test_largest_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "LARGEST_LIST", 1 << 20)
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps([{"text": "one plus two " * 100_000}]))
+    with pytest.raises(InputError, match="a JSON list of at most 1 MB"):
+        read(file)
+
+
+def test_first_contact_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if a request may take longer, and is to be tried again for longer."""
+    monkeypatch.setattr(endpoint, "_FIRST_CONTACT_ENDS", 1.0)
+    with sending(FLOODS["slow body"]) as (url, _):
+        began = time.monotonic()
+        with pytest.raises(EnvironmentFault, match="no answer"):
+            Server(Endpoint(url=url, request_timeout=300, retry_seconds=300))
+        assert time.monotonic() - began < 8
+
+
+def test_a_long_log_is_read_from_its_end(tmp_path: Path) -> None:
+    log = tmp_path / "vllm.log"
+    early, late = "ValueError: early", "RuntimeError: " + "late " * 10_000
+    log.write_text(f"{early}\n" + "words\n" * 1_000_000)
+    assert process.last_exception(log) is None
+    log.write_text("words\n" * 1_000_000 + late + "\n")
+    assert process.last_exception(log) == late[: process._LONGEST_LINE].rstrip()
