@@ -9,7 +9,8 @@ import pytest
 
 from tests.calibration.test_rows import read, written
 from tests.command import ROOT
-from tests.evaluation.test_endpoint_limits import FLOODS, sending
+from tests.evaluation.replying import sending
+from tests.evaluation.test_endpoint_limits import FLOODS
 from vexport.calibration import data, sources
 from vexport.checkpoint.index import MAX_HEADER_BYTES, read_header
 from vexport.cli.entry import MAX_CHARACTERS, MAX_LINES
