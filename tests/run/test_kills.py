@@ -1,0 +1,138 @@
+"""`run` and `eval` are ended three times in different stages; the next call goes on to the same report."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.command import ROOT, vexport
+from vexport.records import Json
+
+DEMO = ROOT / "scenarios" / "demo"
+TASK = DEMO / "tasks" / "addition.yaml"
+LIMIT = 200
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+# Runs a command whose workers are forked from the processes of this test session.
+COMMAND = """
+import sys
+from pathlib import Path
+from tests.engine.warm import Warm
+from vexport.engine import session
+session.started_group = Warm(Path(sys.argv.pop(1))).started_group
+from vexport.cli import main
+main()
+"""
+# The keys of a report whose values are times, and times inside of values.
+TIMES = re.compile(r"seconds|created")
+STAMP = re.compile(r"\d{4}-\d{2}-\d{2}T[\d:.+-]+")
+CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}
+Moment = tuple[signal.Signals, Callable[[Path], bool]]
+
+
+def exists(pattern: str) -> Callable[[Path], bool]:
+    return lambda folder: any(folder.glob(pattern))
+
+
+def has_lines(pattern: str) -> Callable[[Path], bool]:
+    return lambda folder: any(file.stat().st_size for file in folder.glob(pattern))
+
+
+@pytest.fixture(scope="module")
+def warm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the fixture `warm` in tests/conftest.py."""
+    root = tmp_path_factory.getbasetemp()
+    return (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "warm"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A scenario and the folder of its run without an interruption."""
+    folder = tmp_path_factory.mktemp("whole")
+    scenario = folder / "small.yaml"
+    content = {
+        "name": "small",
+        "source": str(DEMO / "model"),
+        "rules": [{"match": "lm_head", "scheme": "keep"}, {"match": "Linear", "scheme": "W4A16"}],
+        "evaluate": {"tasks": [str(TASK)], "limit": LIMIT},
+    }
+    scenario.write_text(yaml.safe_dump(content))
+    ran = vexport("run", scenario, "--run-dir", folder / "run", "--quiet")
+    assert ran.code in (0, 1, 3), ran.stderr
+    return scenario, folder / "run"
+
+
+def end_at(moment: Moment, folder: Path, warm_folder: Path, arguments: Sequence[object]) -> None:
+    """Start a command and end it when `folder` has got so far; its engine ends too."""
+    number, is_reached = moment
+    command = [sys.executable, "-c", COMMAND, str(warm_folder), *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+        while not is_reached(folder):
+            assert process.poll() is None, "it ended before it was to be ended"
+            time.sleep(0.01)
+        process.send_signal(number)
+        assert process.wait(60) == CODES[number]
+
+
+def without_times(value: Json) -> Json:
+    """A report without times, and without names that are made of them."""
+    if isinstance(value, dict):
+        return {key: without_times(each) for key, each in value.items() if not TIMES.search(key)}
+    if isinstance(value, list):
+        return [without_times(each) for each in value]
+    return STAMP.sub("TIME", value) if isinstance(value, str) else value
+
+
+def report_of(folder: Path, name: str) -> Json:
+    """A report of a run, without times and without the place of the run."""
+    text = (folder / name).read_text().replace(str(folder), "RUN")
+    return without_times(json.loads(text))
+
+
+def test_a_run_that_is_ended_three_times(whole: tuple[Path, Path], warm_folder: Path, tmp_path: Path) -> None:
+    scenario, reference = whole
+    folder = tmp_path / "run"
+    call = ("run", scenario, "--run-dir", folder, "--quiet")
+    moments: list[Moment] = [
+        (signal.SIGTERM, exists(".checkpoint.partial/new/*.safetensors")),
+        (signal.SIGKILL, has_lines("eval/baseline/answers-*.jsonl")),
+        (signal.SIGINT, has_lines("eval/candidate/vllm.log")),
+    ]
+    for moment in moments:
+        end_at(moment, folder, warm_folder, call)
+        assert not (folder / "report.json").exists()
+    ran = vexport(*call)
+    assert ran.code in (0, 1, 3), ran.stderr
+    for name in ("report.json", "plan.json", "check.json", "load.json"):
+        assert report_of(folder, name) == report_of(reference, name), name
+    for file in (reference / "checkpoint").iterdir():
+        assert (folder / "checkpoint" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_an_evaluation_that_is_ended_three_times(
+    whole: tuple[Path, Path], warm_folder: Path, tmp_path: Path
+) -> None:
+    reports = list[Json]()
+    call = ("eval", whole[1] / "checkpoint", "--baseline", DEMO / "model", "--task", TASK, "--limit", LIMIT)
+    moments: list[Moment] = [
+        (signal.SIGINT, has_lines("baseline/vllm.log")),
+        (signal.SIGKILL, has_lines("baseline/answers-*.jsonl")),
+        (signal.SIGTERM, has_lines("candidate/answers-*.jsonl")),
+    ]
+    for folder, ends in ((tmp_path / "whole", []), (tmp_path / "ended", moments)):
+        options = ("--output-dir", folder, "--format", "json", "--quiet")
+        for moment in ends:
+            end_at(moment, folder, warm_folder, (*call, *options))
+        ran = vexport(*call, *options)
+        assert ran.code in (0, 1, 3), ran.stderr
+        text = ran.stdout.replace(str(folder), "FOLDER")
+        reports.append(without_times(json.loads(text)))
+    assert reports[0] == reports[1]
