@@ -263,7 +263,7 @@ def load_rows(name: str, out: Path, folder: Path, *words: str) -> list[Row]:
     """Load a checkpoint dry for the first card's capability and then for real, and compare the kernels."""
     start = time.perf_counter()
     files = {kind: folder / f"{name.replace(' ', '-')}.{kind}.json" for kind in ("dry", "load")}
-    capability = ()
+    capability: tuple[object, ...] = ()
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         capability = ("--sm", 10 * major + minor)
