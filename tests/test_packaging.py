@@ -97,6 +97,33 @@ def declared(extra: str) -> Iterator[str]:
             yield canonicalize_name(requirement.name)
 
 
+def requirements(extra: str) -> Iterator[Requirement]:
+    """What an extra and the plain installation require, those of the extras that it names with them."""
+    for requirement in map(Requirement, PROJECT["optional-dependencies"][extra]):
+        if requirement.name == PROJECT["name"]:
+            yield from (each for other in requirement.extras for each in requirements(other))
+        else:
+            yield requirement
+
+
+@pytest.mark.parametrize("extra", ["quantize", "data", "eval", "vllm"])
+def test_an_environment_of_vllm_keeps_its_packages(extra: str) -> None:
+    """`pip install 'vexport[EXTRA]'` beside vLLM 0.33.0, whose packages are those of `pip install vllm`."""
+    lines = (ROOT / "tests" / "environments" / "vllm-0.33.0.txt").read_text(encoding="utf-8").split()
+    there = {
+        canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)
+    }
+    assert {"vllm", "torch", "transformers", "compressed-tensors"} <= there.keys()
+    needed = [*map(Requirement, PROJECT["dependencies"]), *requirements(extra)]
+    replaced = [
+        f"{each}: {there[canonicalize_name(each.name)]} is there"
+        for each in needed
+        if canonicalize_name(each.name) in there and there[canonicalize_name(each.name)] not in each.specifier
+    ]
+    assert not replaced
+    assert extra == "vllm" or "vllm" not in {each.name for each in needed}
+
+
 def imported() -> Iterator[str]:
     for path in sorted((ROOT / "vexport").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

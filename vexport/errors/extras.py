@@ -95,8 +95,13 @@ def is_installed(module: str) -> bool:
 
 
 def fix(module: str) -> str:
-    """The remedy for a missing module; the CPU build of vLLM is another choice than the one for GPUs."""
+    """The remedy for a missing module; the CPU build of vLLM is another choice than the one for GPUs.
+
+    Where vLLM is installed, it is left as it is.
+    """
     extra = EXTRAS.get(module)
+    if extra == "vllm" and is_installed("vllm"):
+        extra = "eval"
     if extra is None:
         return f"install the package that has the module {module}"
     if extra == "vllm":
