@@ -54,9 +54,9 @@ def test_few_key_heads_are_repeated_and_experts_are_cut_by_their_own_size(good: 
 GRID: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "NVFP4": ("70", {"75/80/89/90": "W4A16"}),
     "NVFP4A16": ("70", {}),
-    "MXFP4": ("70/75", {"80/89/90": "W4A16"}),
-    "MXFP4A16": ("70/75", {"100": "W4A4"}),
-    "MXFP4XFP8": ("70/75", {"80/89/90": "W4A16", "100": "W4A4"}),
+    "MXFP4": ("70/75", {"80/89": "W4A16", "90": "W4A8"}),
+    "MXFP4A16": ("70/75", {"90": "W4A8", "100": "W4A4"}),
+    "MXFP4XFP8": ("70/75", {}),
     "MXFP8": ("70", {"75/80/89/90": "W8A16"}),
     "FP8_DYNAMIC": ("70", {"75/80": "W8A16"}),
     "FP8_BLOCK": ("70", {"75/80/89": "W8A16"}),

@@ -112,9 +112,11 @@ def test_kernels_are_those_that_vllm_documents(demo: Mapping[str, DryLoadReport]
         assert {row.count for row in report.rows} == {3}
     assert kernels(demo["W4A16"], 90) == {("loads", "W4A16", "MacheteLinearKernel")}
     assert kernels(demo["W4A16"], 80) == {("loads", "W4A16", "MarlinLinearKernel")}
-    assert kernels(demo["FP8_DYNAMIC"], 80) == {("other precision", "W8A16", "MarlinFP8ScaledMMLinearKernel")}
+    assert kernels(demo["FP8_DYNAMIC"], 80) == {
+        ("other precision", "W8A16", "HummingFP8ScaledMMLinearKernel")
+    }
     assert {(status, runs) for status, runs, _ in kernels(demo["FP8_DYNAMIC"], 89)} == {("loads", "W8A8")}
-    assert kernels(demo["NVFP4"], 90) == {("other precision", "W4A16", "MarlinNvFp4LinearKernel")}
+    assert kernels(demo["NVFP4"], 90) == {("other precision", "W4A16", "HummingNvFp4LinearKernel")}
     assert {(status, runs) for status, runs, _ in kernels(demo["NVFP4"], 100)} == {("loads", "W4A4")}
     assert [cell.status for cell in demo["FP8_DYNAMIC"].cells] == ["other precision", *["loads"] * 3]
     report = demo["W4AFP8"]
@@ -122,14 +124,17 @@ def test_kernels_are_those_that_vllm_documents(demo: Mapping[str, DryLoadReport]
     assert kernels(report, 90) == {("loads", "W4A8", "CutlassW4A8LinearKernel")}
     assert not report.ok
     assert "scheme was found" in errors(report)[0].got
-    # Rule 31: on Blackwell vLLM multiplies a weight-only MXFP4 checkpoint with FP4 activations.
+    # Rule 31: on Blackwell vLLM multiplies a weight-only MXFP4 checkpoint with FP4 activations. On Hopper its
+    # kernel takes them in FP8, as an H100 showed.
     report = demo["MXFP4A16"]
     assert {(status, runs) for status, runs, _ in kernels(report, 100)} == {("other precision", "W4A4")}
-    assert {(status, runs) for status, runs, _ in kernels(report, 90)} == {("loads", "W4A16")}
+    assert {(status, runs) for status, runs, _ in kernels(report, 90)} == {("other precision", "W4A8")}
+    assert {(status, runs) for status, runs, _ in kernels(report, 89)} == {("loads", "W4A16")}
     assert [(finding.severity, finding.got.split()[0]) for finding in report.findings] == [
-        ("warning", "W4A4")
+        ("warning", "W4A8"),
+        ("warning", "W4A4"),
     ]
-    assert "sm 100" in report.findings[0].where
+    assert ["sm 90" in report.findings[0].where, "sm 100" in report.findings[1].where] == [True, True]
 
 
 def test_sound_checkpoints_load(reports: Mapping[str, DryLoadReport]) -> None:

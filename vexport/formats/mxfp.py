@@ -69,8 +69,8 @@ class _Mx(Format):
 class Mxfp4(_Mx):
     """e2m1 weights, two to the byte, with inputs in MXFP4, in FP8 by group or token, or unquantized.
 
-    vLLM quantizes the inputs of all of them to MXFP4 where it has FP4 kernels: for FP8 inputs it only has
-    Humming's, a package that its wheel does not bring, and falls back (compressed_tensors_w4a8_mxfp4.py).
+    vLLM quantizes the inputs of the first and the last to MXFP4 where it has FP4 kernels. For FP8 inputs it
+    has the kernel of humming-kernels, which its CUDA wheel requires (compressed_tensors_w4a8_mxfp4.py).
     """
 
     name = "mxfp4-pack-quantized"
@@ -82,8 +82,13 @@ class Mxfp4(_Mx):
         return f"CompressedTensorsW4A{8 if _is_dynamic_fp8(args) else 4}Mxfp4"
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Marlin, for weights only, below SM 100; FlashInfer, which quantizes all inputs, from there on."""
-        return GpuSupport(input_bits={80: UNQUANTIZED_BITS, 100: 4}, stored_bits=input_bits(args))
+        """Inputs in FP8 by Humming; others by Marlin, for weights only, and by FlashInfer from SM 100 on.
+
+        On SM 90 Humming comes before Marlin and takes all inputs in FP8, also of weights alone (priority.py
+        and schema.py in vLLM's quantization/utils/humming; seen on an H100).
+        """
+        bits = {80: 8} if _is_dynamic_fp8(args) else {80: UNQUANTIZED_BITS, 90: 8, 100: 4}
+        return GpuSupport(input_bits=bits, stored_bits=input_bits(args))
 
 
 class Mxfp8(_Mx):

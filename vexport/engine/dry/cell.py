@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 _MOST_MESSAGE = 1000
 # Messages about a missing device, package, value or memory: the limit of a dry load, not vLLM's judgement.
 _NOT_FOLLOWED = (NotFollowed, ImportError, MemoryError)
-_NOT_FOLLOWED_WORDS = re.compile(r"meta tensor|meta device|NVIDIA driver|CUDA enabled|_Uncallable")
+_NOT_FOLLOWED_WORDS = re.compile(
+    r"meta tensor|meta device|NVIDIA driver|CUDA enabled|re-initialize CUDA|No CUDA GPUs|CUDA is initialised"
+    r"|_Uncallable"
+)
 _NO_PACKAGE = re.compile(
     r"[Pp]lease install|requires? [^.;]*(?:to be installed|in the current vLLM environment)"
 )

@@ -5,9 +5,10 @@ Called before any other part of vLLM is imported, because much of vLLM asks for 
 
 import sys
 from collections.abc import Callable, Mapping
+from enum import Enum
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import NoReturn
 
 import torch
@@ -18,15 +19,16 @@ from torch.overrides import TorchFunctionMode
 
 _MEMORY_BYTES = 80 * 2**30
 _MULTIPROCESSORS = 132
+_SHARED_MEMORY_BYTES = 227 * 2**10
 _DEVICES = 1024
 
 
 def fake_cuda() -> None:
     """Set vLLM's platform to a CUDA device without a driver; `set_capability` chooses which."""
+    hide_cuda()
     import vllm.platforms
 
-    # Compiled parts of the CUDA wheel can be imported, and streams be made.
-    vars(torch.cuda).update(Stream=_OnDevice, Event=_OnDevice)
+    # Compiled parts of the CUDA wheel can be imported.
     for name in _EXTENSIONS:
         sys.modules.setdefault(name, ModuleType(name))
     from vllm.platforms.cuda import NonNvmlCudaPlatform
@@ -65,7 +67,7 @@ def fake_cuda() -> None:
     vllm.platforms._current_platform = FakeCuda()
     stub_operators()
     stub_packages()
-    provide_deep_gemm()
+    provide_packages()
     from vllm.model_executor.model_loader import utils
     from vllm.utils import flashinfer
 
@@ -74,6 +76,25 @@ def fake_cuda() -> None:
     # vLLM records how to reload weights, which takes as long as building the model: not needed here.
     if hasattr(utils, "record_metadata_for_reloading"):
         utils.record_metadata_for_reloading = lambda model: None
+
+
+def hide_cuda() -> None:
+    """Let nothing ask CUDA's driver: a device has properties, and streams can be made.
+
+    Packages of the CUDA wheel count devices when they are imported (FlashInfer, tvm_ffi). After torch has
+    asked the driver, forked processes raise "Cannot re-initialize CUDA in forked subprocess" where they only
+    want to know a capability. Must be called before those packages are imported.
+    """
+    vars(torch.cuda).update(
+        Stream=_OnDevice,
+        Event=_OnDevice,
+        is_available=_no,
+        device_count=_none,
+        current_device=_none,
+        get_device_capability=_capability,
+        get_device_properties=_properties,
+        _lazy_init=_not_initialised,
+    )
 
 
 def set_capability(sm: int) -> None:
@@ -111,13 +132,14 @@ _EXTENSIONS = (
     "vllm.vllm_flash_attn._vllm_fa3_C",
 )
 # Packages that vLLM's CUDA wheel requires or brings, which its model classes import: FlashInfer, CUTLASS's
-# Python DSL (nvidia-cutlass-dsl, with the bindings of CUDA), TileLang, Quack. Multimodal classes import the
-# others for pictures and sound, of which there are none here.
+# Python DSL (nvidia-cutlass-dsl, with the bindings of CUDA), Humming, TileLang, Quack. Multimodal classes
+# import the others for pictures and sound, of which there are none here.
 _OPTIONAL_PACKAGES = (
     "torchvision",
     "torchaudio",
     "timm",
     "flashinfer",
+    "humming",
     "cutlass",
     "cuda",
     "tilelang",
@@ -125,8 +147,8 @@ _OPTIONAL_PACKAGES = (
 )
 # Modules that only vLLM's CUDA wheel has.
 _WHEEL_MODULES = ("vllm.third_party.deep_gemm", "vllm._deepselect_C")
-# Functions that return True if DeepGEMM, or a part of it, can be imported.
-_DEEP_GEMM = ("has_deep_gemm", "has_deep_gemm_sparse_mqa")
+# Functions that return True if Humming, or DeepGEMM or a part of it, can be imported.
+_IMPORTABLE = ("has_humming", "has_deep_gemm", "has_deep_gemm_sparse_mqa")
 # The questions of vllm/utils/flashinfer.py on which the choice of a kernel for layers or experts rests.
 _FLASHINFER = (
     "has_flashinfer",
@@ -152,6 +174,33 @@ def _no() -> bool:
     return False
 
 
+def _none() -> int:
+    return 0
+
+
+def _capability(device: object = None) -> tuple[int, int]:
+    from vllm.platforms import current_platform
+
+    return tuple(current_platform.get_device_capability())
+
+
+def _properties(device: object = None) -> SimpleNamespace:
+    """What torch tells of a device; vLLM and FlashInfer read these."""
+    major, minor = _capability()
+    return SimpleNamespace(
+        major=major,
+        minor=minor,
+        name=f"fake SM {10 * major + minor}",
+        total_memory=_MEMORY_BYTES,
+        multi_processor_count=_MULTIPROCESSORS,
+        shared_memory_per_block_optin=_SHARED_MEMORY_BYTES,
+    )
+
+
+def _not_initialised() -> NoReturn:
+    raise NotFollowed("CUDA is initialised only on a device")
+
+
 class AbsentValues(TorchFunctionMode):
     """While a model is built: numbers that it computes and reads back (slopes of ALiBi, say) are all 1, and
     what it allocates on the GPU has no memory."""
@@ -173,19 +222,20 @@ class AbsentValues(TorchFunctionMode):
         return func(*args, **given)
 
 
-def provide_deep_gemm() -> None:
-    """Let classes be built that need DeepGEMM, which vLLM's CUDA wheel brings (vllm/third_party/deep_gemm).
+def provide_packages() -> None:
+    """Let kernels be chosen, and classes be built, as if Humming and DeepGEMM were there.
 
-    The sparse attention indexer of GLM-5 and DeepSeek V3.2 raises without it. Kernels of layers and experts
-    are still chosen as if DeepGEMM were switched off (VLLM_USE_DEEP_GEMM=0): its kernels ask the library for
-    sizes that are not known here. Must be called before other modules of vLLM import these functions.
+    vLLM's CUDA wheel requires the package humming-kernels and brings DeepGEMM (vllm/third_party/deep_gemm).
+    The sparse attention indexer of GLM-5 and DeepSeek V3.2 raises without DeepGEMM. Whether a capability is
+    DeepGEMM's is vLLM's own answer. The library itself, which knows sizes and packs scales, is not asked: no
+    kernel runs. Must be called before other modules of vLLM import these functions.
     """
     from vllm.utils import deep_gemm, import_utils
 
     for module in (import_utils, deep_gemm):
-        vars(module).update({name: _yes for name in _DEEP_GEMM if hasattr(module, name)})
-    if hasattr(deep_gemm, "is_deep_gemm_supported"):
-        deep_gemm.is_deep_gemm_supported = _no
+        vars(module).update({name: _yes for name in _IMPORTABLE if hasattr(module, name)})
+    if hasattr(deep_gemm, "is_deep_gemm_e8m0_used"):
+        deep_gemm.is_deep_gemm_e8m0_used = _no
 
 
 def stub_packages() -> None:
@@ -276,13 +326,25 @@ def _any_class(name: str) -> _AnyAttribute:
     return _AnyAttribute(name, (_AnyInstance,), {})
 
 
+class _GemmType(Enum):
+    """Stands for humming.config.GemmType, whose values vLLM compares when it chooses experts."""
+
+    DENSE = "dense"
+    INDEXED = "indexed"
+    GROUPED_CONTIGUOUS = "grouped_contiguous"
+    GROUPED_MASKED = "grouped_masked"
+
+
 class _Absent(ModuleType):
     """Stands for an optional package that is not installed: any name in it is an empty class, but for
-    FlashInfer's functions, which vLLM 0.33 asks for sizes when it builds an attention."""
+    FlashInfer's functions, which vLLM 0.33 asks for sizes when it builds an attention, and for the kinds of
+    Humming's multiplications."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
+        if (self.__name__, name) == ("humming.config", _GemmType.__name__.removeprefix("_")):
+            return _GemmType
         if self.__name__.startswith("flashinfer") and name.islower():
             return lambda *_, **__: 1
         return _any_class(name)

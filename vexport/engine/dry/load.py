@@ -48,7 +48,7 @@ Require = Literal["all", "any"]
 BLIND_SPOTS = (
     "no kernel ran, values were read only where vLLM converts them to another dtype, and what vLLM does to "
     "weights after loading was left out",
-    "kernels are those of vLLM's CUDA wheel with FlashInfer, without DeepGEMM and Humming",
+    "kernels are those of vLLM's CUDA wheel with the packages that it requires",
 )
 _REFUSED = "change what vLLM names, or serve it elsewhere"
 # Messages of vLLM and transformers about a checkpoint that needs remote code.
