@@ -14,7 +14,6 @@ from click.core import ParameterSource
 
 from vexport.cli.options import SectionedCommand, answer_file
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError
-from vexport.files import errors_at, write_text
 from vexport.records import (
     ENGINE_CHECK,
     PROGRESS_DETAIL,
@@ -101,6 +100,8 @@ def print_text(text: str) -> None:
     """The answer of a command: on stdout, in colour on a terminal, or in the file of --output."""
     context = click.get_current_context()
     file = answer_file(context)
+    from vexport.files import errors_at, write_text
+
     if file is None:
         colour = context.params.get("format_") == "text" and wants_colour(sys.stdout)
         with errors_at("standard output"):
@@ -118,6 +119,8 @@ def add_step_summary(markdown: str) -> None:
     """Append to the summary of the step of GitHub Actions that runs this; nothing elsewhere."""
     path = os.environ.get("GITHUB_STEP_SUMMARY")
     if path:
+        from vexport.files import errors_at
+
         with errors_at(path), Path(path).open("a", encoding="utf-8") as stream:
             stream.write(markdown)
 
