@@ -69,11 +69,10 @@ def test_class_cannot_build_the_config(good: Good, tmp_path: Path) -> None:
     of_type: dict[str, Json] = {
         "architectures": ["MiMoV2FlashForCausalLM"],
         "model_type": "mimo_v2_flash",
-        "num_hidden_layers": 1,
         "v_head_dim": 64,
-        "hybrid_layer_pattern": [0],
-        "layer_types": ["full_attention"],
-        "mlp_layer_types": ["dense"],
+        "hybrid_layer_pattern": [0, 0, 0],
+        "layer_types": ["full_attention"] * 3,
+        "mlp_layer_types": ["dense"] * 3,
         "rope_parameters": None,
     }
     mimo = with_values(good("FP8_DYNAMIC"), tmp_path / "mimo", **of_type)
