@@ -98,10 +98,10 @@ def command(
 
 def print_text(text: str) -> None:
     """The answer of a command: on stdout, in colour on a terminal, or in the file of --output."""
-    context = click.get_current_context()
-    file = answer_file(context)
     from vexport.files import errors_at, write_text
 
+    context = click.get_current_context()
+    file = answer_file(context)
     if file is None:
         colour = context.params.get("format_") == "text" and wants_colour(sys.stdout)
         with errors_at("standard output"):
