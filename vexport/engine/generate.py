@@ -191,8 +191,11 @@ class DescribeKernels:
     """Mixed into vLLM's worker (`worker_extension_cls`), so that a string names the method to call there."""
 
     def vexport_kernels(self) -> list[list[str]]:
-        """For each linear or expert layer: its name, its scheme, its kernel, what that leaves out, and the
-        bits of the inputs that the kernel multiplies (empty if nothing tells)."""
+        """Return five texts for each linear or expert layer.
+
+        These are its name, its scheme, its kernel, what the kernel leaves out, and how many bits the kernel's
+        inputs have (empty if that is unknown).
+        """
         model: torch.nn.Module = self.model_runner.get_model()  # type: ignore[attr-defined]
         return [
             [name, *_describe_layer(layer)]
@@ -204,7 +207,7 @@ class DescribeKernels:
 
 
 def _describe_layer(layer: torch.nn.Module) -> tuple[str, str, str, str]:
-    """Scheme, kernel, blind spot and bits of inputs of one layer of vLLM's model; the classes' own names."""
+    """Return the scheme, the kernel, the kernel's blind spot and the bits of its inputs for one layer."""
     scheme = getattr(layer, "scheme", None) or layer.quant_method
     chosen, name = kernel_of(scheme)
     bits = activation_bits(scheme, chosen, name)

@@ -1,23 +1,27 @@
-"""Tells which kernel of vLLM a layer has, and in how many bits the kernel multiplies the layer's inputs."""
+"""Tells which kernel vLLM chose for a layer, and how many bits the inputs of that kernel have."""
 
 import re
 from enum import Enum
 
 import torch
 
-# Of vLLM and, on a CPU, what stands in for them.
+# Packages of the classes that are kernels: vLLM's, and those that emulate them on a CPU.
 _KERNELS = ("vllm.model_executor.kernels", "vexport.engine.cpu_emulation")
 # Kernels that dequantize the weight and leave the input in the model's dtype, by words of their name.
 _WEIGHT_ONLY_KERNEL = re.compile(r"Marlin|Humming|Emulation|A16", re.IGNORECASE)
-# Humming multiplies MXFP4 by inputs in FP8, by tokens, where vLLM asks for inputs in MXFP4 and the device has
-# no FP4 (check_and_fallback_input_schema in quantization/utils/humming/schema.py). vLLM asks for them for
-# weights alone, too (compressed_tensors_w4a4_mxfp4.py). Seen on an H100 with vLLM 0.32.
+# vLLM asks this kernel for inputs in MXFP4, even if the checkpoint quantizes only weights
+# (compressed_tensors_w4a4_mxfp4.py). On a device without FP4 the kernel takes FP8 instead, with a scale for
+# each token (check_and_fallback_input_schema in quantization/utils/humming/schema.py). An H100 with vLLM 0.32
+# did so.
 _HUMMING_MXFP4, _HUMMING_MXFP4_BITS = "HummingMxFp4LinearKernel", 8
 _ACTIVATION_BITS = re.compile(r"W[\dN]+A(\d+)")
 
 
 def kernel_of(scheme: object) -> tuple[object, str]:
-    """The kernel that a scheme holds and its name; of a MoE method the name of its experts or backend."""
+    """Return the kernel that a scheme holds, and its name.
+
+    A MoE method holds no kernel: None, with the name of its class of experts or of its backend.
+    """
     for value in vars(scheme).values():
         if type(value).__module__.startswith(_KERNELS):
             return value, type(value).__name__
@@ -29,7 +33,7 @@ def kernel_of(scheme: object) -> tuple[object, str]:
 
 
 def activation_bits(scheme: object, kernel: object, name: str) -> int | None:
-    """Bits of the activations that a kernel multiplies; None where nothing tells."""
+    """Return how many bits the inputs have that a kernel multiplies; None if that is unknown."""
     config = getattr(kernel, "config", None)
     dtype = getattr(config, "act_type", None)
     if isinstance(dtype, torch.dtype):

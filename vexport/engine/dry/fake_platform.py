@@ -79,7 +79,7 @@ def fake_cuda() -> None:
 
 
 def hide_cuda() -> None:
-    """Let nothing ask CUDA's driver: a device has properties, and streams can be made.
+    """Answer what packages ask torch about a CUDA device, so that CUDA's driver is never asked.
 
     Packages of the CUDA wheel count devices when they are imported (FlashInfer, tvm_ffi). After torch has
     asked the driver, forked processes raise "Cannot re-initialize CUDA in forked subprocess" where they only
