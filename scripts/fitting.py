@@ -2,11 +2,11 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
-from itertools import chain, combinations, product
+from itertools import chain, combinations, islice, product
 from operator import and_, or_
 from typing import Any
 
@@ -35,6 +35,10 @@ FEW_TABLES = 60
 # A number in an expression, except the number of an entry of a list.
 BEFORE = r"(?<![\w.\[])"
 LITERAL = re.compile(rf"{BEFORE}\d+")
+# So many conditions that fit are compared, in configs that differ from the first in so many keys.
+MOST_CANDIDATES, MOST_CHANGED_KEYS = 40, 3
+# Configs that are tried in order to decide between the conditions of one tensor.
+MOST_QUESTIONS = 20
 # Keys with the value of a number that was made of a key in a way that was not seen.
 MOST_NAMES = 4
 KEY, WORD = re.compile(r"[A-Za-z_][\w.]*"), re.compile(r"'[^']*'")
@@ -113,39 +117,52 @@ def differ(expressions: Sequence[str], observed: Observed) -> bool:
 
 
 def fitted_condition(observed: Sequence[Observed], keys: Sequence[str]) -> str:
-    """A condition that holds for the layers that were seen; "" where there is none."""
-    tables: dict[int, str] = {}
+    """Return the plainest condition that holds for the layers that were seen, or "" if there is none."""
+    return next(fitting_conditions(observed, keys), "")
+
+
+def fitting_conditions(observed: Sequence[Observed], keys: Sequence[str]) -> Iterator[str]:
+    """Yield the conditions that hold for the layers that were seen and for no others, the plainest first."""
+    tables: dict[int, list[str]] = {}
     places = [(each, i) for each in observed for i in (range(each.layers) if each.layers >= 0 else (-1,))]
     for atom in conditions(observed, keys):
         with suppress(Unknown):
             holds = [evaluate(atom, each.sample.values, i=i, layers=each.layers) for each, i in places]
-            tables.setdefault(bits(map(bool, holds)), atom)
+            tables.setdefault(bits(map(bool, holds)), []).append(atom)
     wanted = bits(i in each.result for each, i in places)
-    return next(chain(joined_alike(tables, wanted), nested(tables, wanted)), "")
+    for form, chosen in chain(joined_alike(tables, wanted), nested(tables, wanted)):
+        for atoms in product(*(tables[table] for table in chosen)):
+            yield form.format(*atoms)
 
 
-def joined_alike(tables: Mapping[int, str], wanted: int) -> Iterator[str]:
-    """Three conditions at most, all of which must hold or one of which."""
+Tables = Mapping[int, Sequence[str]]
+
+
+def joined_alike(tables: Tables, wanted: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield three conditions at most of which all must hold, or of which one must hold.
+
+    Each is a text with a place for each condition, and the tables of the conditions for these places.
+    """
     necessary = [table for table in tables if not wanted & ~table]
     sufficient = [table for table in tables if not table & ~wanted]
     for chosen, join, word in ((necessary, and_, " and "), (sufficient, or_, " or ")):
         for count in (1, 2, 3):
             for few in combinations(chosen, count):
                 if reduce(join, few) == wanted:
-                    yield word.join(tables[table] for table in few)
+                    yield word.join(["{}"] * count), few
 
 
-def nested(tables: Mapping[int, str], wanted: int) -> Iterator[str]:
-    """One condition that must hold next to one of two, or of two the second of which is two."""
+def nested(tables: Tables, wanted: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield one condition that must hold next to one of two, or of two the second of which is two."""
     necessary = [table for table in tables if not wanted & ~table]
     for one in necessary:
         for two, three in combinations(tables, 2):
             if one & (two | three) == wanted:
-                yield f"{tables[one]} and ({tables[two]} or {tables[three]})"
+                yield "{} and ({} or {})", (one, two, three)
     for one, two in product(necessary, tables) if len(tables) <= FEW_TABLES else ():
         for three, four in combinations(tables, 2):
             if one & (two | three & four) == wanted:
-                yield f"{tables[one]} and ({tables[two]} or {tables[three]} and {tables[four]})"
+                yield "{} and ({} or {} and {})", (one, two, three, four)
 
 
 def bits(values: Iterable[bool]) -> int:
@@ -196,6 +213,8 @@ class Fitter:
     """Finds the rows of a class, by name."""
 
     model: Model
+    # The configs that were tried in order to decide between conditions, as JSON.
+    tried: set[str] = field(default_factory=set)
 
     @cached_property
     def literal(self) -> set[str]:
@@ -214,14 +233,14 @@ class Fitter:
     @cached_property
     def tables(self) -> dict[int, dict[str, dict[Numbers, tuple[int, ...]]]]:
         """The tensors of each sample, by name and numbers."""
-        tables = {}
-        for sample in self.model.samples:
-            table: dict[str, dict[Numbers, tuple[int, ...]]] = {}
-            for name, shape in sample.tensors.items():
-                pattern, numbers = self.split(name)
-                table.setdefault(pattern, {})[numbers] = shape
-            tables[id(sample)] = table
-        return tables
+        return {id(sample): self.table(sample) for sample in self.model.samples}
+
+    def table(self, sample: Sample) -> dict[str, dict[Numbers, tuple[int, ...]]]:
+        table: dict[str, dict[Numbers, tuple[int, ...]]] = {}
+        for name, shape in sample.tensors.items():
+            pattern, numbers = self.split(name)
+            table.setdefault(pattern, {})[numbers] = shape
+        return table
 
     def split(self, name: str) -> tuple[str, Numbers]:
         """A name with stars for the numbers that count something, and these."""
@@ -262,6 +281,21 @@ class Fitter:
 
     def row(self, pattern: str, count: str) -> Iterator[tuple[str, list[str] | None]]:
         """(a condition, a shape) of each kind of layers that have a tensor."""
+        observed = self.observed(pattern, count)
+        if observed is None:
+            yield "", None
+            return
+        keys = self.keys(pattern, lambda one, other: one.keys() != other.keys())
+        used = set(KEY.findall(count))
+        condition = self.condition(pattern, count, keys - used) or self.condition(pattern, count, keys)
+        for part, shape in self.shapes(pattern, observed, keys):
+            yield f"{condition} and {part}" if condition and part else condition, shape
+
+    def observed(self, pattern: str, count: str) -> list[Observed] | None:
+        """Return the layers that have a tensor under each config.
+
+        None if it is in the model of a config that does not say how many layers there are.
+        """
         observed = []
         for sample in self.model.samples:
             seen = self.seen(sample, pattern)
@@ -270,16 +304,50 @@ class Fitter:
                 layers = size(count, sample.values) if "*" in pattern else -1
             except Unknown:
                 if seen:
-                    yield "", None
-                    return
+                    return None
                 continue
             observed.append(Observed(sample=sample, result=present, layers=layers))
-        keys = self.keys(pattern, lambda one, other: one.keys() != other.keys())
-        used = set(KEY.findall(count))
-        condition = fitted_condition(distinct(observed, keys - used), sorted(keys - used))
-        condition = condition or fitted_condition(distinct(observed, keys), sorted(keys))
-        for part, shape in self.shapes(pattern, observed, keys):
-            yield f"{condition} and {part}" if condition and part else condition, shape
+        return observed
+
+    def condition(self, pattern: str, count: str, keys: Set[str]) -> str:
+        """Return the condition under which layers have a tensor, or "" if it cannot be found.
+
+        Several conditions may fit the configs that were seen. Then models are made of configs under which
+        these conditions differ, until one is left or no further config makes a model.
+        """
+        for _ in range(MOST_QUESTIONS):
+            observed = distinct(self.observed(pattern, count) or [], keys)
+            fitting = list(islice(fitting_conditions(observed, sorted(keys)), MOST_CANDIDATES))
+            if len(fitting) < 2 or not self.decide(fitting, count if "*" in pattern else ""):
+                break
+        return fitting[0] if fitting else ""
+
+    def decide(self, conditions: Sequence[str], count: str) -> bool:
+        """Add the model of a config under which conditions differ. Returns whether there was one."""
+        names = {name for each in conditions for name in KEY.findall(WORD.sub("", each))}
+        first = self.model.samples[0]
+        values: dict[str, dict[str, Any]] = {}
+        for sample in self.model.samples:
+            for name in sorted(names & sample.keys.keys()):
+                value = sample.keys[name]
+                values.setdefault(name, {}).setdefault(json.dumps(value), value)
+        for chosen in chain.from_iterable(combinations(values, n) for n in range(1, MOST_CHANGED_KEYS + 1)):
+            for new in product(*(values[name].values() for name in chosen)):
+                config, raw = (with_values(given, chosen, new) for given in (first.config, first.raw))
+                text = json.dumps(raw)
+                if (
+                    config is None
+                    or raw is None
+                    or text in self.tried
+                    or not disagree(conditions, config, count)
+                ):
+                    continue
+                self.tried.add(text)
+                if (sample := self.model.sample(raw)) is not None:
+                    self.model.samples.append(sample)
+                    self.tables[id(sample)] = self.table(sample)
+                    return True
+        return False
 
     def keys(self, pattern: str, differ: Callable[[Seen, Seen], bool]) -> set[str]:
         changes = self.model.changes
@@ -325,6 +393,28 @@ class Fitter:
                         yield f"not ({atom})", shape(parts[1], literals)
                         return
         yield "", None
+
+
+def with_values(raw: Values, names: Sequence[str], values: Sequence[Any]) -> Values | None:
+    """Return a config with other values of some keys, or None if it lacks the part that has one of them."""
+    for name, value in zip(names, values, strict=True):
+        other = changed(raw, name, value)
+        if other is None:
+            return None
+        raw = other
+    return raw
+
+
+def disagree(conditions: Sequence[str], config: Values, count: str) -> bool:
+    """Return whether conditions differ for a layer of the model of a config, or for the model itself."""
+    values = ConfigValues(config, PLAIN)
+    with suppress(Unknown):
+        layers = size(count, values) if count else -1
+        places = range(layers) if layers >= 0 else (-1,)
+        return any(
+            len({bool(evaluate(each, values, i=i, layers=layers)) for each in conditions}) > 1 for i in places
+        )
+    return False
 
 
 def shape(seen: Sequence[tuple[Observed, tuple[int, ...]]], literals: Literals) -> list[str] | None:
