@@ -1,9 +1,10 @@
-"""Observers without the command line: calibrate any torch.nn.Module and read its quantization parameters.
+"""Observers without the command line: calibrate any torch.nn.Module and read its quantization
+parameters.
 
     python scenarios/observers_example.py
 
-A small network gets NVFP4 weights and inputs. Its two first layers run as one in a serving engine, so they
-share their global scales, as q, k and v or gate and up of a language model do.
+A small network gets NVFP4 weights and inputs. Its two first layers run as one in a serving engine,
+so they share their global scales, as q, k and v or gate and up of a language model do.
 """
 
 import torch

@@ -2,8 +2,8 @@
 
 The demo goes into the wheel, the tests into the sdist.
 
-scenarios/ stays at the top of the repository. A wheel has the demo's files as vexport/scenarios, an editable
-installation reads them where they are.
+scenarios/ stays at the top of the repository. A wheel has the demo's files as vexport/scenarios, an
+editable installation reads them where they are.
 """
 
 import runpy
@@ -28,7 +28,9 @@ class BuildPy(build_py):  # type: ignore[misc]
         if self.editable_mode:
             return
         source = ROOT / "scenarios"
-        for file in runpy.run_path(str(ROOT / "vexport" / "scenario" / "shipped.py"))["demo_files"](source):
+        for file in runpy.run_path(str(ROOT / "vexport" / "scenario" / "shipped.py"))["demo_files"](
+            source
+        ):
             target = Path(self.build_lib) / "vexport" / "scenarios" / file
             target.parent.mkdir(parents=True, exist_ok=True)
             self.copy_file(str(source / file), str(target))

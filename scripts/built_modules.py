@@ -1,6 +1,8 @@
-"""What one class of vLLM is built of: kinds of modules, and the names that its quantization config hears.
+"""What one class of vLLM is built of: kinds of modules, and the names that its quantization config
+hears.
 
-It is built from small configs, and loads the tensors of transformers' models of them: headers over holes.
+It is built from small configs, and loads the tensors of transformers' models of them: headers over
+holes.
 """
 
 import json
@@ -27,7 +29,10 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader import default_loader, weight_utils
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
@@ -44,7 +49,8 @@ from vexport.records import TensorSpec
 
 Values: TypeAlias = dict[str, object]
 LAYERS = re.compile(r"(?:\w*_)?(?:layers?|depth|blocks)")
-# So many layers are enough to see a module of each kind; where they are not possible, all are built.
+# So many layers are enough to see a module of each kind; where they are not possible, all are
+# built.
 FEW, ALL = 4, 1 << 20
 # Experts of a layer, and those that a token goes to.
 EXPERTS = re.compile(r"(\w+_)?(routed_|local_)?experts")
@@ -73,7 +79,9 @@ MOST_REFUSALS = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a config of a class is made: by transformers' or vLLM's own model type, with a tower of a type."""
+    """How a config of a class is made: by transformers' or vLLM's own model type, with a tower of a
+    type.
+    """
 
     architecture: str
     model_type: str
@@ -95,7 +103,9 @@ class Recipe:
         }
 
     def write(self, folder: Path, missing: Mapping[str, object]) -> None:
-        """config.json, and the tensors where transformers has the model. `missing` are keys to add."""
+        """config.json, and the tensors where transformers has the model. `missing` are keys to
+        add.
+        """
         values = self.values()
         shorten(values, ALL, {key: elsewhere(values, key, value) for key, value in missing.items()})
         file = folder / "config.json"
@@ -124,7 +134,9 @@ def recipes(architecture: str) -> Iterator[list[Recipe]]:
 
 
 def without_packages() -> None:
-    """Let an empty module stand for a tower whose package (timm) is not installed: it asks for nothing."""
+    """Let an empty module stand for a tower whose package (timm) is not installed: it asks for
+    nothing.
+    """
     make = AutoModel.from_config
 
     def from_config(*arguments: object, **options: object) -> nn.Module:
@@ -179,16 +191,29 @@ def shorten(values: Values, layers: int, missing: Mapping[str, object]) -> None:
     """Cut the numbers of layers, and lists of so many entries; add what vLLM asks for."""
     for key in ("id2label", "label2id", "per_layer_config"):
         values.pop(key, None)
-    counts = {value for key, value in values.items() if LAYERS.fullmatch(key) and type(value) is int}
+    counts = {
+        value for key, value in values.items() if LAYERS.fullmatch(key) and type(value) is int
+    }
     many = {count for count in counts if isinstance(count, int) and count > layers}
     heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
     asked = "head_dim" in values or "head_dim" in missing
-    if asked and isinstance(heads, int) and isinstance(hidden, int) and values.get("head_dim") is None:
+    if (
+        asked
+        and isinstance(heads, int)
+        and isinstance(hidden, int)
+        and values.get("head_dim") is None
+    ):
         values["head_dim"] = hidden // heads
     values.update({key: 1 for key in COUNTS if key in values and values[key] is None})
-    values.update({key: heads for key in ("num_key_value_heads",) if key in values and values[key] is None})
     values.update(
-        {key: 0 for key in ("pad_token_id", "num_kv_shared_layers") if isinstance(values.get(key), int)}
+        {key: heads for key in ("num_key_value_heads",) if key in values and values[key] is None}
+    )
+    values.update(
+        {
+            key: 0
+            for key in ("pad_token_id", "num_kv_shared_layers")
+            if isinstance(values.get(key), int)
+        }
     )
     values.update({key: value for key, value in missing.items() if key not in values})
     for key, value in list(values.items()):
@@ -215,7 +240,9 @@ def save(shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
 def stored_tensors(made: nn.Module, config: PretrainedConfig) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = revert_weight_conversion(made, dict(made.state_dict()))
     if getattr(config.get_text_config(), "tie_word_embeddings", False):
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("lm_head.weight")}
+        tensors = {
+            name: tensor for name, tensor in tensors.items() if not name.endswith("lm_head.weight")
+        }
     return tensors
 
 
@@ -223,9 +250,9 @@ def stored_tensors(made: nn.Module, config: PretrainedConfig) -> dict[str, torch
 class Built:
     """The modules of a class, in vLLM's names with a star for each number.
 
-    `asked` are the names that the quantization config hears for modules that have others, for the parts of
-    fused ones that of the whole. `stored` says what became of each tensor of a file, `faults` what vLLM would
-    not have read right.
+    `asked` are the names that the quantization config hears for modules that have others, for the
+    parts of fused ones that of the whole. `stored` says what became of each tensor of a file,
+    `faults` what vLLM would not have read right.
     """
 
     kinds: dict[str, ModuleKind] = field(default_factory=dict)
@@ -236,7 +263,8 @@ class Built:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a module asks for: its name, and the members that the quantization config knew it to have then.
+    """What a module asks for: its name, and the members that the quantization config knew it to
+    have then.
 
     Each model adds its own, so that a tower may ask before the language model has.
     """
@@ -261,7 +289,9 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 def build(folder: Path) -> Built:
-    """Build the class that a folder's config names on the meta device, and load its tensors if it has any."""
+    """Build the class that a folder's config names on the meta device, and load its tensors if it
+    has any.
+    """
     heard: dict[nn.Module, Asked] = {}
     method = CompressedTensorsConfig.get_quant_method
 
@@ -275,7 +305,11 @@ def build(folder: Path) -> Built:
     config = configure(folder, tp=1, trust_remote_code=False)
     with set_current_vllm_config(config):
         join_group(1, 0)
-        with torch.device("meta"), AbsentValues(), set_default_torch_dtype(config.model_config.dtype):
+        with (
+            torch.device("meta"),
+            AbsentValues(),
+            set_default_torch_dtype(config.model_config.dtype),
+        ):
             model = initialize_model(config)
         if not (folder / "model.safetensors").is_file():
             return described(model, config, heard, {})
@@ -287,14 +321,21 @@ def build(folder: Path) -> Built:
     faults = list(audit.faults(model, optional=frozenset(_optional(model))))
     dropped = {fault.where: "dropped" for fault in faults if fault.kind == "unused"}
     built.stored = {**built.stored, **dropped, **dict.fromkeys(refused, "refused")}
-    built.faults = [f"{fault.kind} {fault.where}: {fault.got}" for fault in faults if fault.kind != "unused"]
+    built.faults = [
+        f"{fault.kind} {fault.where}: {fault.got}" for fault in faults if fault.kind != "unused"
+    ]
     return built
 
 
 def described(
-    model: nn.Module, config: VllmConfig, heard: Mapping[nn.Module, Asked], loaded: Mapping[str, str]
+    model: nn.Module,
+    config: VllmConfig,
+    heard: Mapping[nn.Module, Asked],
+    loaded: Mapping[str, str],
 ) -> Built:
-    """The kinds of a model's modules by their names in files; `loaded` are vLLM's own by those of files."""
+    """The kinds of a model's modules by their names in files; `loaded` are vLLM's own by those of
+    files.
+    """
     built = Built()
     packed = config.quant_config.packed_modules_mapping
     inside, classes = language_models(type(model))
@@ -305,7 +346,9 @@ def described(
         own |= {name: name, **{f"{holder}{dot}{part}": name for part in packed.get(last_part, ())}}
     for name, module in {**own, **loaded}.items():
         kind = kind_of(modules[module], heard)
-        in_language_model = not inside or name.startswith(tuple(f"{attribute}." for attribute in inside))
+        in_language_model = not inside or name.startswith(
+            tuple(f"{attribute}." for attribute in inside)
+        )
         if kind is None or in_language_model and inside and not classes:
             continue
         if not (in_language_model and STACK.search(name)):
@@ -316,7 +359,9 @@ def described(
 
 
 def other_names(name: str, asked: Asked) -> Iterator[tuple[str, str]]:
-    """(name in files, name that is asked for) of a module, where they differ: of a part, and of the whole."""
+    """(name in files, name that is asked for) of a module, where they differ: of a part, and of the
+    whole.
+    """
     holder, dot, last_part = name.rpartition(".")
     asked_holder, _, whole = asked.prefix.rpartition(".")
     names = {name: asked.prefix}
@@ -328,7 +373,9 @@ def other_names(name: str, asked: Asked) -> Iterator[tuple[str, str]]:
 
 
 def kind_of(module: nn.Module, heard: Mapping[nn.Module, Asked]) -> ModuleKind | None:
-    """What a module is to a quantization config; None for what has no weight or is no layer of its own."""
+    """What a module is to a quantization config; None for what has no weight or is no layer of its
+    own.
+    """
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     if weight is None or isinstance(module, RoutedExperts):
         return None
@@ -354,7 +401,9 @@ def stored_kind(module: nn.Module, heard: Mapping[nn.Module, Asked]) -> str:
 
 
 def load(model: nn.Module, config: VllmConfig) -> tuple[Books, list[str]]:
-    """Return what vLLM's loaders copied, and the tensors that they refused, which are left out one by one."""
+    """Return what vLLM's loaders copied, and the tensors that they refused, which are left out one
+    by one.
+    """
     audit = Books(1)
     refused: list[str] = []
     weight_utils.safe_open = partial(HeaderFile, audit)
@@ -366,14 +415,18 @@ def load(model: nn.Module, config: VllmConfig) -> tuple[Books, list[str]]:
     default_loader.safetensors_weights_iterator = accepted
     for _ in range(MOST_REFUSALS):
         with suppress(Exception), torch.device("meta"), audit:
-            default_loader.DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
+            default_loader.DefaultModelLoader(config.load_config).load_weights(
+                model, config.model_config
+            )
             break
         refused.append(audit.last_handed_out)
     return audit, refused
 
 
 def stored_modules(model: nn.Module, audit: Books) -> Iterator[tuple[str, str]]:
-    """(a module of the file as vLLM's class renames it, the module that its weight was copied to)."""
+    """(a module of the file as vLLM's class renames it, the module that its weight was copied
+    to).
+    """
     mapper = getattr(type(model), "hf_to_vllm_mapper", None)
     for stored, parameter in audit.copied(model):
         renamed = mapper.get_rename_mapper().map_name(stored) if mapper is not None else stored

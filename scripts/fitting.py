@@ -1,4 +1,6 @@
-"""Finds the rows of a class's table: names, layers and sizes of tensors as functions of its config."""
+"""Finds the rows of a class's table: names, layers and sizes of tensors as functions of its
+config.
+"""
 
 import json
 import re
@@ -63,22 +65,33 @@ class Observed:
 def fitted(observed: Iterable[Observed], literals: Literals, *, deeper: bool = True) -> str:
     """Return the expression that gives the size under every config, or "" if there is none.
 
-    The expression is one that the model's code computed, or two of them: the first if a key is set, the
-    second if it is not. Expressions with other numbers than `literals` are ignored: the number may be the
-    value of a key that the class read in a way that leaves no trace.
+    The expression is one that the model's code computed, or two of them: the first if a key is set,
+    the second if it is not. Expressions with other numbers than `literals` are ignored: the number
+    may be the value of a key that the class read in a way that leaves no trace.
     """
     observed = list({(id(each.sample), each.i, each.result): each for each in observed}.values())
     first = observed[0]
     texts = sorted(first.sample.made.get(first.result, ()), key=len)
-    lists = (f"len({path})" for path, value in first.sample.keys.items() if isinstance(value, list | str))
+    lists = (
+        f"len({path})" for path, value in first.sample.keys.items() if isinstance(value, list | str)
+    )
     candidates = (*texts, *lists, str(first.result))
-    with_keys = {changed: None for text in candidates for changed in named_numbers(text, first, literals)}
-    fitting = [text for text in with_keys if all(each.read(text) == each.result for each in observed)]
+    with_keys = {
+        changed: None for text in candidates for changed in named_numbers(text, first, literals)
+    }
+    fitting = [
+        text for text in with_keys if all(each.read(text) == each.result for each in observed)
+    ]
     if fitting:
         return "" if differ(fitting, first) else fitting[0]
-    sets: list[set[str]] = [{path for path, value in each.sample.keys.items() if value} for each in observed]
+    sets: list[set[str]] = [
+        {path for path, value in each.sample.keys.items() if value} for each in observed
+    ]
     for key in sorted(set[str]().union(*sets) - sets[0].intersection(*sets[1:])) if deeper else ():
-        parts = [[each for each in observed if bool(each.read(key)) is wanted] for wanted in (True, False)]
+        parts = [
+            [each for each in observed if bool(each.read(key)) is wanted]
+            for wanted in (True, False)
+        ]
         if all(parts):
             one, other = (fitted(part, literals, deeper=False) for part in parts)
             if one and other:
@@ -89,10 +102,12 @@ def fitted(observed: Iterable[Observed], literals: Literals, *, deeper: bool = T
 def named_numbers(text: str, observed: Observed, literals: Literals) -> Iterator[str]:
     """Yield an expression, with a key for each number that is not among `literals`.
 
-    Python's `int` drops the key that a number comes from: any key of that value may be meant, and other
-    values of the key tell whether it is.
+    Python's `int` drops the key that a number comes from: any key of that value may be meant, and
+    other values of the key tell whether it is.
     """
-    foreign = next((number for number in LITERAL.findall(text) if int(number) not in literals.numbers), None)
+    foreign = next(
+        (number for number in LITERAL.findall(text) if int(number) not in literals.numbers), None
+    )
     if foreign is None:
         yield text
         return
@@ -104,30 +119,44 @@ def named_numbers(text: str, observed: Observed, literals: Literals) -> Iterator
 
 
 def differ(expressions: Sequence[str], observed: Observed) -> bool:
-    """Return whether expressions that are alike under every config would not be under another one."""
-    for path in {key for text in expressions for key in KEY.findall(text)} if len(expressions) > 1 else ():
+    """Return whether expressions that are alike under every config would not be under another
+    one.
+    """
+    for path in (
+        {key for text in expressions for key in KEY.findall(text)} if len(expressions) > 1 else ()
+    ):
         value = observed.sample.keys.get(path)
         raw = changed(observed.sample.config, path, 2 * value if isinstance(value, int) else 0)
         values = ConfigValues(raw or {}, PLAIN)
         with suppress(Unknown):
-            sizes = {evaluate(text, values, i=observed.i, layers=observed.layers) for text in expressions}
+            sizes = {
+                evaluate(text, values, i=observed.i, layers=observed.layers) for text in expressions
+            }
             if len(sizes) > 1:
                 return True
     return False
 
 
 def fitted_condition(observed: Sequence[Observed], keys: Sequence[str]) -> str:
-    """Return the plainest condition that holds for the layers that were seen, or "" if there is none."""
+    """Return the plainest condition that holds for the layers that were seen, or "" if there is
+    none.
+    """
     return next(fitting_conditions(observed, keys), "")
 
 
 def fitting_conditions(observed: Sequence[Observed], keys: Sequence[str]) -> Iterator[str]:
-    """Yield the conditions that hold for the layers that were seen and for no others, the plainest first."""
+    """Yield the conditions that hold for the layers that were seen and for no others, the plainest
+    first.
+    """
     tables: dict[int, list[str]] = {}
-    places = [(each, i) for each in observed for i in (range(each.layers) if each.layers >= 0 else (-1,))]
+    places = [
+        (each, i) for each in observed for i in (range(each.layers) if each.layers >= 0 else (-1,))
+    ]
     for atom in conditions(observed, keys):
         with suppress(Unknown):
-            holds = [evaluate(atom, each.sample.values, i=i, layers=each.layers) for each, i in places]
+            holds = [
+                evaluate(atom, each.sample.values, i=i, layers=each.layers) for each, i in places
+            ]
             tables.setdefault(bits(map(bool, holds)), []).append(atom)
     wanted = bits(i in each.result for each, i in places)
     for form, chosen in chain(joined_alike(tables, wanted), nested(tables, wanted)):
@@ -141,7 +170,8 @@ Tables = Mapping[int, Sequence[str]]
 def joined_alike(tables: Tables, wanted: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield three conditions at most of which all must hold, or of which one must hold.
 
-    Each is a text with a place for each condition, and the tables of the conditions for these places.
+    Each is a text with a place for each condition, and the tables of the conditions for these
+    places.
     """
     necessary = [table for table in tables if not wanted & ~table]
     sufficient = [table for table in tables if not table & ~wanted]
@@ -153,7 +183,9 @@ def joined_alike(tables: Tables, wanted: int) -> Iterator[tuple[str, tuple[int, 
 
 
 def nested(tables: Tables, wanted: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield one condition that must hold next to one of two, or of two the second of which is two."""
+    """Yield one condition that must hold next to one of two, or of two the second of which is
+    two.
+    """
     necessary = [table for table in tables if not wanted & ~table]
     for one in necessary:
         for two, three in combinations(tables, 2):
@@ -176,22 +208,34 @@ def conditions(observed: Sequence[Observed], keys: Sequence[str]) -> Iterator[st
     for key in keys:
         seen = [each.sample.keys.get(key) for each in observed]
         items = {
-            item for value in seen if isinstance(value, list | str) for item in value if isinstance(item, str)
+            item
+            for value in seen
+            if isinstance(value, list | str)
+            for item in value
+            if isinstance(item, str)
         }
         if layered and items:
-            yield from (f"{key}[i] {sign} '{item}'" for sign in ("==", "!=") for item in sorted(items))
+            yield from (
+                f"{key}[i] {sign} '{item}'" for sign in ("==", "!=") for item in sorted(items)
+            )
         elif layered and any(isinstance(value, list) for value in seen):
             yield from (f"i in {key}", f"i not in {key}", f"{key}[i]", f"not {key}[i]")
         yield from (
-            f"{key} == '{word}'" for word in sorted({value for value in seen if isinstance(value, str)})
+            f"{key} == '{word}'"
+            for word in sorted({value for value in seen if isinstance(value, str)})
         )
         yield from (key, f"not {key}", f"{key} == None", f"{key} != None")
-        yield from (f"{key} == {number}" for number in sorted({each for each in seen if type(each) is int}))
+        yield from (
+            f"{key} == {number}" for number in sorted({each for each in seen if type(each) is int})
+        )
         if layered and any(map(is_number, seen)):
             yield from (f"i >= {key}", f"i < {key}", f"i < layers - {key}", f"i >= layers - {key}")
             yield from (f"{i} % {key} {sign} 0" for sign in ("==", "!=") for i in ("(i + 1)", "i"))
             yield from (
-                f"i % {other} {sign} {key}" for other in keys if other != key for sign in ("==", "!=")
+                f"i % {other} {sign} {key}"
+                for other in keys
+                if other != key
+                for sign in ("==", "!=")
             )
     if layered:
         yield from ("i >= 1", "i < 1", "i < layers - 1", "i >= layers - 1")
@@ -218,7 +262,9 @@ class Fitter:
 
     @cached_property
     def literal(self) -> set[str]:
-        """The names with stars up to numbers that are the same under every config: those count nothing."""
+        """The names with stars up to numbers that are the same under every config: those count
+        nothing.
+        """
         seen: dict[str, set[frozenset[str]]] = {}
         for sample in self.model.samples:
             own: dict[str, set[str]] = {}
@@ -264,7 +310,9 @@ class Fitter:
                 if prefix not in counts:
                     counts[prefix] = self.count(prefix, number)
             for condition, shape in self.row(pattern, counts[stars[0]] if stars else ""):
-                rows.setdefault(json.dumps({"condition": condition, "shape": shape}), []).append(pattern)
+                rows.setdefault(json.dumps({"condition": condition, "shape": shape}), []).append(
+                    pattern
+                )
         return {
             "counts": counts,
             "rows": [{"names": names, **json.loads(row)} for row, names in rows.items()],
@@ -274,7 +322,12 @@ class Fitter:
         found = []
         for sample in self.model.samples:
             tensors = self.tables[id(sample)].items()
-            inside = [n[star] for name, seen in tensors if f"{name}.".startswith(f"{prefix}.") for n in seen]
+            inside = [
+                n[star]
+                for name, seen in tensors
+                if f"{name}.".startswith(f"{prefix}.")
+                for n in seen
+            ]
             if inside:
                 found.append(Observed(sample=sample, result=max(inside) + 1))
         return fitted(found, self.model.literals)
@@ -287,7 +340,9 @@ class Fitter:
             return
         keys = self.keys(pattern, lambda one, other: one.keys() != other.keys())
         used = set(KEY.findall(count))
-        condition = self.condition(pattern, count, keys - used) or self.condition(pattern, count, keys)
+        condition = self.condition(pattern, count, keys - used) or self.condition(
+            pattern, count, keys
+        )
         for part, shape in self.shapes(pattern, observed, keys):
             yield f"{condition} and {part}" if condition and part else condition, shape
 
@@ -312,8 +367,8 @@ class Fitter:
     def condition(self, pattern: str, count: str, keys: Set[str]) -> str:
         """Return the condition under which layers have a tensor, or "" if it cannot be found.
 
-        Several conditions may fit the configs that were seen. Then models are made of configs under which
-        these conditions differ, until one is left or no further config makes a model.
+        Several conditions may fit the configs that were seen. Then models are made of configs under
+        which these conditions differ, until one is left or no further config makes a model.
         """
         for _ in range(MOST_QUESTIONS):
             observed = distinct(self.observed(pattern, count) or [], keys)
@@ -323,7 +378,9 @@ class Fitter:
         return fitting[0] if fitting else ""
 
     def decide(self, conditions: Sequence[str], count: str) -> bool:
-        """Add the model of a config under which conditions differ. Returns whether there was one."""
+        """Add the model of a config under which conditions differ. Returns whether there was
+        one.
+        """
         names = {name for each in conditions for name in KEY.findall(WORD.sub("", each))}
         first = self.model.samples[0]
         values: dict[str, dict[str, Any]] = {}
@@ -331,9 +388,13 @@ class Fitter:
             for name in sorted(names & sample.keys.keys()):
                 value = sample.keys[name]
                 values.setdefault(name, {}).setdefault(json.dumps(value), value)
-        for chosen in chain.from_iterable(combinations(values, n) for n in range(1, MOST_CHANGED_KEYS + 1)):
+        for chosen in chain.from_iterable(
+            combinations(values, n) for n in range(1, MOST_CHANGED_KEYS + 1)
+        ):
             for new in product(*(values[name].values() for name in chosen)):
-                config, raw = (with_values(given, chosen, new) for given in (first.config, first.raw))
+                config, raw = (
+                    with_values(given, chosen, new) for given in (first.config, first.raw)
+                )
                 text = json.dumps(raw)
                 if (
                     config is None
@@ -343,9 +404,10 @@ class Fitter:
                 ):
                     continue
                 self.tried.add(text)
-                if (sample := self.model.sample(raw)) is not None:
-                    self.model.samples.append(sample)
-                    self.tables[id(sample)] = self.table(sample)
+                made = self.model.sample(raw)
+                if made is not None:
+                    self.model.samples.append(made)
+                    self.tables[id(made)] = self.table(made)
                     return True
         return False
 
@@ -361,12 +423,20 @@ class Fitter:
         self, pattern: str, observed: Sequence[Observed], keys: set[str]
     ) -> Iterator[tuple[str, list[str] | None]]:
         """(a condition, a shape): of all layers, or of two kinds of them."""
-        seen, literals = [(each, self.seen(each.sample, pattern)) for each in observed], self.model.literals
+        seen, literals = (
+            [(each, self.seen(each.sample, pattern)) for each in observed],
+            self.model.literals,
+        )
         if all(len({*own.values()}) <= 1 for _, own in seen):
-            yield "", shape([(each, next(iter(own.values()))) for each, own in seen if own], literals)
+            yield (
+                "",
+                shape([(each, next(iter(own.values()))) for each, own in seen if own], literals),
+            )
             return
         of_layers = [
-            (replace(each, i=numbers[0]), sizes) for each, own in seen for numbers, sizes in own.items()
+            (replace(each, i=numbers[0]), sizes)
+            for each, own in seen
+            for numbers, sizes in own.items()
         ]
         sides = shape(of_layers, literals)
         if sides is not None and all(sides):
@@ -396,7 +466,9 @@ class Fitter:
 
 
 def with_values(raw: Values, names: Sequence[str], values: Sequence[Any]) -> Values | None:
-    """Return a config with other values of some keys, or None if it lacks the part that has one of them."""
+    """Return a config with other values of some keys, or None if it lacks the part that has one of
+    them.
+    """
     for name, value in zip(names, values, strict=True):
         other = changed(raw, name, value)
         if other is None:
@@ -406,19 +478,24 @@ def with_values(raw: Values, names: Sequence[str], values: Sequence[Any]) -> Val
 
 
 def disagree(conditions: Sequence[str], config: Values, count: str) -> bool:
-    """Return whether conditions differ for a layer of the model of a config, or for the model itself."""
+    """Return whether conditions differ for a layer of the model of a config, or for the model
+    itself.
+    """
     values = ConfigValues(config, PLAIN)
     with suppress(Unknown):
         layers = size(count, values) if count else -1
         places = range(layers) if layers >= 0 else (-1,)
         return any(
-            len({bool(evaluate(each, values, i=i, layers=layers)) for each in conditions}) > 1 for i in places
+            len({bool(evaluate(each, values, i=i, layers=layers)) for each in conditions}) > 1
+            for i in places
         )
     return False
 
 
 def shape(seen: Sequence[tuple[Observed, tuple[int, ...]]], literals: Literals) -> list[str] | None:
-    """Return an expression for each size of tensors that are alike under each config, "" if it is unknown."""
+    """Return an expression for each size of tensors that are alike under each config, "" if it is
+    unknown.
+    """
     if len({len(sizes) for _, sizes in seen}) != 1:
         return None
     axes = range(len(seen[0][1]))
@@ -440,16 +517,22 @@ def entry_of(model: Model) -> dict[str, Any]:
     """The entry of a class but for what vLLM makes of it."""
     entry = Fitter(model=model).entry()
     for row in entry["rows"]:
-        row["shape"] = row["shape"] and [without_hidden(side, model.hidden) for side in row["shape"]]
+        row["shape"] = row["shape"] and [
+            without_hidden(side, model.hidden) for side in row["shape"]
+        ]
     texts = [text for row in entry["rows"] for text in (row["condition"], *(row["shape"] or ()))]
-    names = {name for text in (*texts, *entry["counts"].values()) for name in KEY.findall(WORD.sub("", text))}
+    names = {
+        name
+        for text in (*texts, *entry["counts"].values())
+        for name in KEY.findall(WORD.sub("", text))
+    }
     keys = {path for sample in model.samples for path in sample.keys} | {*model.hidden}
     return {**entry, **meanings(model, sorted(names & keys))}
 
 
 def without_hidden(side: str, hidden: Sequence[str]) -> str:
-    """A size that is known only where it does not hang on a key that the class has no default for: vLLM need
-    not read it."""
+    """A size that is known only where it does not hang on a key that the class has no default for:
+    vLLM need not read it."""
     for key in hidden:
         alike = rf"(\2 if not {key} or \1 == \2 else '')"
         side = re.sub(rf"^\((.*) if {re.escape(key)} else (.*)\)$", alike, side)
@@ -458,7 +541,9 @@ def without_hidden(side: str, hidden: Sequence[str]) -> str:
 
 
 def meanings(model: Model, used: Iterable[str]) -> dict[str, Any]:
-    """`defaults`, `nulls`, `lists` and `aliases` of the keys that are used, and of those that these need."""
+    """`defaults`, `nulls`, `lists` and `aliases` of the keys that are used, and of those that these
+    need.
+    """
     found: dict[str, dict[str, Any]] = {"defaults": {}, "nulls": {}, "lists": {}, "aliases": {}}
     waiting, known = [*used], set[str]()
     while waiting:
@@ -489,10 +574,11 @@ def meanings(model: Model, used: Iterable[str]) -> dict[str, Any]:
 
 
 def is_constant(model: Model, path: str, default: int, *, absent: bool) -> bool:
-    """Return whether a default is the same number, or the same expression, under every changed config.
+    """Return whether a default is the same number, or the same expression, under every changed
+    config.
 
-    Some defaults are computed from other keys in a way that leaves no trace (a rounded quotient). Configs
-    that transformers refuses without the key are left out.
+    Some defaults are computed from other keys in a way that leaves no trace (a rounded quotient).
+    Configs that transformers refuses without the key are left out.
     """
     text = getattr(default, "text", None)
     for change in model.changes:
@@ -508,7 +594,9 @@ def is_constant(model: Model, path: str, default: int, *, absent: bool) -> bool:
 
 
 def meant(model: Model, path: str, *, absent: bool, raw: Values | None = None) -> Any:
-    """What transformers takes for a key that a config lacks or that is null; None where it keeps that."""
+    """What transformers takes for a key that a config lacks or that is null; None where it keeps
+    that.
+    """
     try:
         return read_without(model, path, absent=absent, raw=raw or model.raw)
     except Exception:
@@ -529,7 +617,9 @@ def read_without(model: Model, path: str, *, absent: bool, raw: Values) -> Any:
 
 
 def listed(model: Model, path: str) -> dict[str, str] | None:
-    """Of a list that a config lacks: how many entries it has (""), and a condition for each word."""
+    """Of a list that a config lacks: how many entries it has (""), and a condition for each
+    word.
+    """
     holder = path.rpartition(".")[0]
     base = changed(model.raw, f"{holder}.num_hidden_layers".lstrip("."), MANY) or model.raw
     part_of(base, path).pop(path.rpartition(".")[2], None)
@@ -541,11 +631,15 @@ def listed(model: Model, path: str) -> dict[str, str] | None:
     for key, raw in [("", base), *((key, changed(base, key, value)) for key, value in changes)]:
         words = meant(model, path, absent=True, raw=raw)
         if raw and isinstance(words, list) and all(isinstance(word, str) for word in words):
-            seen.append(Observed(sample=Sample(raw=raw, config=raw, tensors={}, made={}), result=words))
+            seen.append(
+                Observed(sample=Sample(raw=raw, config=raw, tensors={}, made={}), result=words)
+            )
             keys += [key] if words != seen[0].result and key not in keys else []
     for few in (seen, *([each for each in seen if each.sample.keys.get(key)] for key in keys)):
         lengths = (f"len({key})" if "pattern" in key else key for key in keys)
-        length = next((key for key in lengths if all(each.read(key) == len(each.result) for each in few)), "")
+        length = next(
+            (key for key in lengths if all(each.read(key) == len(each.result) for each in few)), ""
+        )
         rules = {"": length}
         for word in dict.fromkeys(word for each in few for word in each.result):
             layers = [

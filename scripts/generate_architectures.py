@@ -1,11 +1,12 @@
 """Write vexport/architectures/vllm.json: what vLLM's model classes fuse, rename and never quantize.
 
-Run in an environment with vLLM: `python scripts/generate_architectures.py [--out TABLE.json]`. Of vLLM's own
-classes nothing is instantiated: class attributes are read, and the source of a class and of the classes that
-it is made of is searched for the tables of its loader (`stacked_params_mapping`), for layers built without
-`quant_config`, and for the attribute that holds the language model (`_mark_language_model`). What vLLM runs
-with its Transformers backend is built without memory: see transformers_backend.py. vLLM believes in a CUDA
-device, for some of its classes differ by platform.
+Run in an environment with vLLM: `python scripts/generate_architectures.py [--out TABLE.json]`. Of
+vLLM's own classes nothing is instantiated: class attributes are read, and the source of a class and
+of the classes that it is made of is searched for the tables of its loader
+(`stacked_params_mapping`), for layers built without `quant_config`, and for the attribute that
+holds the language model (`_mark_language_model`). What vLLM runs with its Transformers backend is
+built without memory: see transformers_backend.py. vLLM believes in a CUDA device, for some of its
+classes differ by platform.
 """
 
 import ast
@@ -44,10 +45,12 @@ from vllm.model_executor.models.utils import WeightsMapper  # noqa: E402
 
 DEFAULT_EXPERTS = ("gate_proj", "down_proj", "up_proj")  # FusedMoE's own `ckpt_names`
 REPLICATED = ("ReplicatedLinear", "GateLinear", "DeepSeekV2FusedQkvAProjLinear")
-# Experts in one tensor of shape (experts, in, out): said to the layer, or done by Llama 4's own loader.
+# Experts in one tensor of shape (experts, in, out): said to the layer, or done by Llama 4's own
+# loader.
 TRANSPOSED = ("is_fused_checkpoint_transposed=True", "def load_moe_expert_weights")
-# Loaders that order a layer's rows again, by (class, function): which of its tensors follow (`Reordering` in
-# vexport/architectures). Read by a person: a new class whose loader does that is added here.
+# Loaders that order a layer's rows again, by (class, function): which of its tensors follow
+# (`Reordering` in vexport/architectures). Read by a person: a new class whose loader does that is
+# added here.
 REORDERS: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("Llama4ForCausalLM", "permute_qk_weight_for_rotary"): dict.fromkeys(
         ("q_proj", "k_proj"), "scales by row"
@@ -68,12 +71,21 @@ def main() -> None:
     backed, failed = backed_classes(own.keys() | left_out.keys())
     table = dict(sorted({**own, **backed}.items()))
     out = {**other_tasks(), **left_out, **failed}
-    inner = {kind: name for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in table}
+    inner = {
+        kind: name for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in table
+    }
     reasons = {name: reason for name, reason in sorted(out.items()) if name not in table}
-    head = {"vllm": vllm.__version__, "transformers": transformers.__version__, "text_models": inner}
+    head = {
+        "vllm": vllm.__version__,
+        "transformers": transformers.__version__,
+        "text_models": inner,
+    }
     content = {**head, "left_out": reasons, "architectures": table}
     write_table(target, content, "left_out", "architectures")
-    print(f"{target.name}: {len(own)} own classes of vLLM {vllm.__version__}, {len(backed)} of transformers")
+    print(
+        f"{target.name}: {len(own)} own classes of vLLM {vllm.__version__}, {len(backed)} of "
+        f"transformers"
+    )
 
 
 def own_classes() -> tuple[dict[str, Table], dict[str, str]]:
@@ -88,29 +100,33 @@ def own_classes() -> tuple[dict[str, Table], dict[str, str]]:
             left_out[architecture] = f"it could not be imported where the table was made: {error}"
             continue
         entry = describe(model)
-        if getattr(model, "supports_transcription_only", False) and "_mark_language_model" not in source(
-            model
-        ):
+        if getattr(
+            model, "supports_transcription_only", False
+        ) and "_mark_language_model" not in source(model):
             left_out[architecture] = "vLLM runs it to transcribe speech and for nothing else"
         elif "language_model" in entry or architecture in registry._TEXT_GENERATION_MODELS:
             table[architecture] = entry
         else:
-            left_out[architecture] = "vLLM's code does not say which part of it is the language model"
+            left_out[architecture] = (
+                "vLLM's code does not say which part of it is the language model"
+            )
     return table, left_out
 
 
 def backed_classes(known: Collection[str]) -> tuple[dict[str, Table], dict[str, str]]:
     """(entries, reasons) of what vLLM runs by its Transformers backend.
 
-    That is what its registry lists for it, and the classes of transformers with a plan for tensor parallelism
-    that no registry of vLLM lists.
+    That is what its registry lists for it, and the classes of transformers with a plan for tensor
+    parallelism that no registry of vLLM lists.
     """
     kinds = generating_classes()
     listed = registry._TRANSFORMERS_SUPPORTED_MODELS
     classes = {
         name: kind
         for name, kind in kinds.items()
-        if name in listed or name not in {*known, *registry._VLLM_MODELS} and has_tensor_parallel_plan(kind)
+        if name in listed
+        or name not in {*known, *registry._VLLM_MODELS}
+        and has_tensor_parallel_plan(kind)
     }
     entries: dict[str, Table] = {}
     reasons = {name: "transformers does not have it" for name in listed if name not in kinds}
@@ -123,7 +139,9 @@ def backed_classes(known: Collection[str]) -> tuple[dict[str, Table], dict[str, 
 
 
 def other_tasks() -> dict[str, str]:
-    """Return what vLLM runs for something else than to generate text, and what it does not run any more."""
+    """Return what vLLM runs for something else than to generate text, and what it does not run any
+    more.
+    """
     pooling = {
         **registry._EMBEDDING_MODELS,
         **registry._LATE_INTERACTION_MODELS,
@@ -132,9 +150,17 @@ def other_tasks() -> dict[str, str]:
         **registry._SEQUENCE_CLASSIFICATION_MODELS,
     }
     return {
-        **{name: f"{REMOVED} {last}" for name, last in registry._PREVIOUSLY_SUPPORTED_MODELS.items()},
-        **{name: f"vLLM runs it by a plug-in: {url}" for name, url in registry._OOT_SUPPORTED_MODELS.items()},
-        **dict.fromkeys(registry._SPECULATIVE_DECODING_MODELS, "vLLM runs it as the draft of another model"),
+        **{
+            name: f"{REMOVED} {last}"
+            for name, last in registry._PREVIOUSLY_SUPPORTED_MODELS.items()
+        },
+        **{
+            name: f"vLLM runs it by a plug-in: {url}"
+            for name, url in registry._OOT_SUPPORTED_MODELS.items()
+        },
+        **dict.fromkeys(
+            registry._SPECULATIVE_DECODING_MODELS, "vLLM runs it as the draft of another model"
+        ),
         **dict.fromkeys(pooling, POOLED),
         **dict.fromkeys(
             registry._TRANSFORMERS_BACKEND_MODELS, "vLLM's Transformers backend, whatever the model"
@@ -152,7 +178,9 @@ def reordered(parts: list[type]) -> dict[str, str]:
 
 
 def describe(model: type) -> Table:
-    """The entry of one class; of a multimodal one, that of its language model with its own names added."""
+    """The entry of one class; of a multimodal one, that of its language model with its own names
+    added.
+    """
     attributes, inner = language_models(model)
     parts = parts_of(model)
     packed = packed_modules([*parts, model])
@@ -188,7 +216,9 @@ def packed_modules(parts: list[type]) -> dict[str, list[str]]:
         for fused, members in (getattr(part, "packed_modules_mapping", None) or {}).items():
             found.setdefault(fused, list(members))
         for node in ast.walk(tree(part)):
-            if isinstance(node, ast.Assign) and "packed_modules_mapping[" in ast.unparse(node.targets[0]):
+            if isinstance(node, ast.Assign) and "packed_modules_mapping[" in ast.unparse(
+                node.targets[0]
+            ):
                 key, members = literal(node.targets[0]), literal(node.value)
                 if isinstance(key, str) and isinstance(members, list):
                     found.setdefault(key, members)
@@ -196,9 +226,13 @@ def packed_modules(parts: list[type]) -> dict[str, list[str]]:
 
 
 def stacked_modules(parts: list[type]) -> dict[str, list[str]]:
-    """What the loaders stack into one parameter: `orig_to_new_stacked` and literal (fused, member, shard)."""
+    """What the loaders stack into one parameter: `orig_to_new_stacked` and literal (fused, member,
+    shard).
+    """
     found: dict[str, list[str]] = {}
-    for fused, member in [pair for part in parts for pair in (*mapped_pairs(part), *literal_pairs(part))]:
+    for fused, member in [
+        pair for part in parts for pair in (*mapped_pairs(part), *literal_pairs(part))
+    ]:
         left, right = leaf(fused), leaf(member)
         if left and right:
             members = found.setdefault(left, [])
@@ -224,12 +258,18 @@ def literal_pairs(part: type) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree(part)):
         if isinstance(node, ast.Tuple) and len(node.elts) == 3:
             values = literal(node)
-            if isinstance(values, tuple) and isinstance(values[0], str) and isinstance(values[1], str):
+            if (
+                isinstance(values, tuple)
+                and isinstance(values[0], str)
+                and isinstance(values[1], str)
+            ):
                 yield values[0], values[1]
 
 
 def expert_names(parts: list[type]) -> list[str | None] | None:
-    """The names of an expert's gate, down and up projections on disk; None for a class without experts."""
+    """The names of an expert's gate, down and up projections on disk; None for a class without
+    experts.
+    """
     calls = [call for part in parts for call in calls_in(part)]
     layers = [call for call in calls if name_of(call).startswith("FusedMoE")]
     for call in calls:
@@ -253,7 +293,9 @@ def layers(parts: list[type]) -> Iterator[tuple[ast.Call, str]]:
 
 
 def unquantized(parts: list[type]) -> list[str]:
-    """The linear layers that are never built with a quantization config, by the last part of their names."""
+    """The linear layers that are never built with a quantization config, by the last part of their
+    names.
+    """
     plain: set[str] = set()
     quantizable: set[str] = set()
     for call, name in layers(parts):
@@ -275,12 +317,16 @@ def is_replicated(call: ast.Call) -> bool:
 
 def is_plain(call: ast.Call) -> bool:
     """Return whether a layer gets no quantization config, or None."""
-    given = [ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "quant_config"]
+    given = [
+        ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "quant_config"
+    ]
     return given in ([], ["None"])
 
 
 def is_quantizable_router(call: ast.Call) -> bool:
-    """Return whether a call builds a router with a quantization config (fused_moe/router/gate_linear.py)."""
+    """Return whether a call builds a router with a quantization config
+    (fused_moe/router/gate_linear.py).
+    """
     return name_of(call) == "GateLinear" and not is_plain(call)
 
 
@@ -295,7 +341,9 @@ def layer_name(call: ast.Call, attribute: str) -> str:
 
 
 def stacked_experts(parts: list[type]) -> dict[str, str]:
-    """Other names on disk for the experts that are stored in one tensor: suffix -> vLLM's suffix."""
+    """Other names on disk for the experts that are stored in one tensor: suffix -> vLLM's
+    suffix.
+    """
     mappers = [getattr(part, "hf_to_vllm_mapper", None) for part in parts]
     return {
         old: new

@@ -1,10 +1,11 @@
-"""Write vexport/architectures/layouts.json: the tensors of each class by its config, what vLLM makes of them.
+"""Write vexport/architectures/layouts.json: the tensors of each class by its config, what vLLM
+makes of them.
 
-Run in an environment with vLLM: `python scripts/generate_layouts.py [--out TABLE.json] [CLASS]...`. Classes
-that are named are made again, the others where the table is of another version or lacks them: it can be
-stopped at any time. Names, layers and shapes are those of transformers' models (samples.py, fitting.py);
-vLLM's class loads the tensors of one config, as `vexport load --dry` does. Of what it does not load nothing
-is said.
+Run in an environment with vLLM: `python scripts/generate_layouts.py [--out TABLE.json] [CLASS]...`.
+Classes that are named are made again, the others where the table is of another version or lacks
+them: it can be stopped at any time. Names, layers and shapes are those of transformers' models
+(samples.py, fitting.py); vLLM's class loads the tensors of one config, as `vexport load --dry`
+does. Of what it does not load nothing is said.
 """
 
 import json
@@ -53,7 +54,10 @@ def main() -> None:
         previous = table["classes"].pop(name, None), table["unknown"].pop(name, None)
         table["unknown" if isinstance(entry, str) else "classes"][name] = entry
         changed = "" if entry in previous else "changed: "
-        print(f"{name}: {changed}{entry if isinstance(entry, str) else len(entry['rows'])}", flush=True)
+        print(
+            f"{name}: {changed}{entry if isinstance(entry, str) else len(entry['rows'])}",
+            flush=True,
+        )
         table["classes"] = dict(sorted(table["classes"].items()))
         write_table(options.out, table, "classes")
 
@@ -61,8 +65,8 @@ def main() -> None:
 def made(name: str, folder: Path) -> Entry | str:
     """The entry of a class, or why there is none.
 
-    What vLLM refuses is loaded once more as files on the hub have it: a part under a name that is one deeper
-    or less deep, experts with their last two dimensions the other way round.
+    What vLLM refuses is loaded once more as files on the hub have it: a part under a name that is
+    one deeper or less deep, experts with their last two dimensions the other way round.
     """
     found = in_child(lambda: observed(name, folder))
     built = found if isinstance(found, str) else loaded(folder)
@@ -83,8 +87,12 @@ def made(name: str, folder: Path) -> Entry | str:
 
 
 def other_place(built: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The prefix of tensors that vLLM refuses, and that of the tensors that it lacks in their place."""
-    lacking = [fault.split()[1].rstrip(":") for fault in built["faults"] if fault.startswith("missing ")]
+    """The prefix of tensors that vLLM refuses, and that of the tensors that it lacks in their
+    place.
+    """
+    lacking = [
+        fault.split()[1].rstrip(":") for fault in built["faults"] if fault.startswith("missing ")
+    ]
     found: Counter[tuple[str, str]] = Counter()
     for name in (name for name, kind in built["stored"].items() if kind == "refused"):
         for other in lacking:
@@ -102,17 +110,23 @@ def rewrite(folder: Path, old: str, new: str, turned: Collection[str]) -> Entry:
 
     from vexport.checkpoint.index import read_header
 
-    shapes = {name: tensor.shape for name, tensor in read_header(folder / "model.safetensors").items()}
+    shapes = {
+        name: tensor.shape for name, tensor in read_header(folder / "model.safetensors").items()
+    }
     changed = {
         name: (shape[0], *shape[:0:-1]) if with_stars(name) in turned else shape
         for name, shape in shapes.items()
     }
-    save({re.sub(f"^{re.escape(old)}", new, name): shape for name, shape in changed.items()}, folder)
+    save(
+        {re.sub(f"^{re.escape(old)}", new, name): shape for name, shape in changed.items()}, folder
+    )
     return {}
 
 
 def observed(name: str, folder: Path) -> Entry:
-    """Return what transformers' class has; a checkpoint of it is written, with names that no class knows."""
+    """Return what transformers' class has; a checkpoint of it is written, with names that no class
+    knows.
+    """
     import transformers
     from built_modules import QUANTIZATION, Recipe, own_types, save, transformers_types
     from fitting import entry_of
@@ -136,19 +150,30 @@ def observed(name: str, folder: Path) -> Entry:
         entry["based"] = list(base.tensors)
         probes = entry["probes"] = containers(base.tensors)
         save({**base.tensors, **dict.fromkeys(probes.values(), (2, 2))}, folder)
-        (folder / "config.json").write_text(json.dumps({**base.raw, "quantization_config": QUANTIZATION}))
+        (folder / "config.json").write_text(
+            json.dumps({**base.raw, "quantization_config": QUANTIZATION})
+        )
         return entry
     raise problem
 
 
 def typed(config: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
-    inner = [(f"{path}.{key}".lstrip("."), part) for key, part in config.items() if isinstance(part, dict)]
+    inner = [
+        (f"{path}.{key}".lstrip("."), part)
+        for key, part in config.items()
+        if isinstance(part, dict)
+    ]
     own = [(path, config)] if isinstance(config.get("model_type"), str) else []
-    return [*own, *(each for key, part in inner if key.endswith("config") for each in typed(part, key))]
+    return [
+        *own,
+        *(each for key, part in inner if key.endswith("config") for each in typed(part, key)),
+    ]
 
 
 def containers(names: Mapping[str, object]) -> dict[str, str]:
-    """Of each part of a model, with stars, a name in it that no class knows; "" is the model itself."""
+    """Of each part of a model, with stars, a name in it that no class knows; "" is the model
+    itself.
+    """
     found = {"": UNKNOWN, "mtp": f"mtp.{UNKNOWN}"}
     for name in names:
         parts = name.split(".")[:-1]
@@ -172,7 +197,9 @@ def loaded(folder: Path) -> Entry | str:
 
 
 def joined(found: Entry, built: Mapping[str, Any]) -> Entry:
-    """The entry with what vLLM makes of each tensor; of those that it does not read nothing is known."""
+    """The entry with what vLLM makes of each tensor; of those that it does not read nothing is
+    known.
+    """
     stored, probes = built["stored"], found.pop("probes")
     kinds: dict[str, set[str]] = {}
     for name in found.pop("based"):
@@ -181,7 +208,10 @@ def joined(found: Entry, built: Mapping[str, Any]) -> Entry:
     for row in found["rows"]:
         for name in row["names"]:
             of_name = kinds.get(with_stars(name), {""})
-            kind = next((each for each in ("refused", "dropped", "experts") if each in of_name), min(of_name))
+            kind = next(
+                (each for each in ("refused", "dropped", "experts") if each in of_name),
+                min(of_name),
+            )
             values = {key: row[key] for key in ("condition", "shape")} | {"kind": kind}
             if kind == "refused":
                 values = {"condition": "", "shape": None, "kind": ""}

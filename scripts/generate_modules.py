@@ -1,10 +1,12 @@
-"""Write vexport/architectures/modules.json: what vLLM builds of each class, and how modules are asked for.
+"""Write vexport/architectures/modules.json: what vLLM builds of each class, and how modules are
+asked for.
 
-Run in an environment with vLLM: `python scripts/generate_modules.py [--out TABLE.json] [CLASS]...`. A class
-is built on the meta device, as `vexport load --dry` builds it, from the default config of transformers or
-vLLM with few layers, and loads the tensors of transformers' model under the names of the hub. A layer that
-asks the quantization config for a method is linear, a table or a head; what does not ask is built without
-it. Decoder layers are left out, but for the names under which they ask: vllm.json has them.
+Run in an environment with vLLM: `python scripts/generate_modules.py [--out TABLE.json] [CLASS]...`.
+A class is built on the meta device, as `vexport load --dry` builds it, from the default config of
+transformers or vLLM with few layers, and loads the tensors of transformers' model under the names
+of the hub. A layer that asks the quantization config for a method is linear, a table or a head;
+what does not ask is built without it. Decoder layers are left out, but for the names under which
+they ask: vllm.json has them.
 """
 
 import json
@@ -30,9 +32,11 @@ KINDS = ("linear", "plain", "table", "lookup", "head")
 # vLLM asks a config for a key that it has no default for: it is given one, so often.
 MISSING = re.compile(r"AttributeError: '\w+' object has no attribute '(\w+)'")
 MOST_MISSING = 16
-# Seconds of a processor for a class: more are taken by none but a few whose conditions are not found.
+# Seconds of a processor for a class: more are taken by none but a few whose conditions are not
+# found.
 SECONDS = 300
-# What a key is given by its name: sizes that divide each other, counts, a factor; other keys are False.
+# What a key is given by its name: sizes that divide each other, counts, a factor; other keys are
+# False.
 DEFAULTS = {
     "rate": 16000,
     "window|hop": 400,
@@ -69,7 +73,10 @@ def main() -> None:
             entries[name] = entry
     table = {"vllm": vllm.__version__, "unknown": unknown, "classes": entries}
     write_table(options.out, table, "classes")
-    print(f"{options.out.name}: {len(entries)} classes of vLLM {vllm.__version__}, {len(unknown)} unknown")
+    print(
+        f"{options.out.name}: {len(entries)} classes of vLLM {vllm.__version__}, "
+        f"{len(unknown)} unknown"
+    )
 
 
 def built(name: str) -> Iterator["Built"]:
@@ -94,7 +101,9 @@ def built(name: str) -> Iterator["Built"]:
 
 
 def until_built(attempt: Callable[[Entry], Entry]) -> Entry | str:
-    """What an attempt in a child makes with the keys that vLLM misses in a config, or why it cannot."""
+    """What an attempt in a child makes with the keys that vLLM misses in a config, or why it
+    cannot.
+    """
     missing: Entry = {}
     while True:
         result = in_child(lambda: attempt(missing))

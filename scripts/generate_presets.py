@@ -1,8 +1,9 @@
-"""Write vexport/formats/presets.json: the preset schemes of compressed-tensors, which is slow to import.
+"""Write vexport/formats/presets.json: the preset schemes of compressed-tensors, which is slow to
+import.
 
-The pinned compressed-tensors lacks presets for weights of 2, 3, 5, 6 and 7 bits and for MXFP4 weights with
-FP8 inputs, which vLLM runs: they are made as its later versions make them. Run after a change of the pinned
-version: `python scripts/generate_presets.py`.
+The pinned compressed-tensors lacks presets for weights of 2, 3, 5, 6 and 7 bits and for MXFP4
+weights with FP8 inputs, which vLLM runs: they are made as its later versions make them. Run after a
+change of the pinned version: `python scripts/generate_presets.py`.
 """
 
 import json
@@ -20,13 +21,25 @@ WEIGHT_ONLY_BITS = range(2, 9)
 NEWER = {"MXFP4XFP8": ("MXFP4", "FP8_BLOCK")}
 # The order in which tables list the presets; others follow.
 FIRST = (
-    *("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP4XFP8", "MXFP8", "MXFP8A16", "FP8", "FP8_DYNAMIC"),
+    *(
+        "NVFP4",
+        "NVFP4A16",
+        "MXFP4",
+        "MXFP4A16",
+        "MXFP4XFP8",
+        "MXFP8",
+        "MXFP8A16",
+        "FP8",
+        "FP8_DYNAMIC",
+    ),
     *("FP8_BLOCK", "W8A8", "INT8", "W4A8", "W4AFP8", "W4A16", "W4A16_ASYM", "W8A16"),
 )
 
 
 def preset(name: str, bits: int | None = None) -> dict[str, object]:
-    """One preset as compressed-tensors writes it into config.json, or with other bits of weights."""
+    """One preset as compressed-tensors writes it into config.json, or with other bits of
+    weights.
+    """
     scheme = QuantizationScheme(targets=["Linear"], **PRESET_SCHEMES[name])
     assert bits is None or scheme.weights is not None
     if bits is not None:
@@ -36,11 +49,15 @@ def preset(name: str, bits: int | None = None) -> dict[str, object]:
 
 
 def main() -> None:
-    """Write compressed-tensors' presets but the one that quantizes nothing, and those that it lacks."""
+    """Write compressed-tensors' presets but the one that quantizes nothing, and those that it
+    lacks.
+    """
     presets = {name: preset(name) for name in PRESET_SCHEMES if name != "UNQUANTIZED"}
     presets = {f"W{bits}A16": preset(MODEL, bits) for bits in WEIGHT_ONLY_BITS} | presets
     for name, sources in NEWER.items():
-        presets[name] = {side: presets[source][side] for side, source in zip(SIDES, sources, strict=True)}
+        presets[name] = {
+            side: presets[source][side] for side, source in zip(SIDES, sources, strict=True)
+        }
     ordered = {name: presets[name] for name in (*FIRST, *presets) if name in presets}
     content = {"compressed_tensors": version("compressed-tensors"), "presets": ordered}
     TARGET.write_text(json.dumps(content, indent=1) + "\n")

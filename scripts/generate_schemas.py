@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Write vexport/reports/*.schema.json from the types; run it after a change of a type that is an answer."""
+"""Write vexport/reports/*.schema.json from the types; run it after a change of a type that is an
+answer.
+"""
 
 import json
 from pathlib import Path

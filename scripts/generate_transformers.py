@@ -1,7 +1,8 @@
-"""Write vexport/architectures/transformers.json: the model classes of transformers that vLLM has none for.
+"""Write vexport/architectures/transformers.json: the model classes of transformers that vLLM has
+none for.
 
-Run after scripts/generate_architectures.py with vLLM's transformers:
-`python scripts/generate_transformers.py [--out TABLE.json]`. Its code is read as text, nothing is imported.
+Run after scripts/generate_architectures.py with vLLM's transformers: `python
+scripts/generate_transformers.py [--out TABLE.json]`. Its code is read as text, nothing is imported.
 """
 
 import re
@@ -21,7 +22,9 @@ def main() -> None:
     spec = find_spec("transformers")
     assert spec is not None
     assert spec.origin is not None
-    folders = sorted({path.parent for path in Path(spec.origin).parent.glob("models/*/modeling_*.py")})
+    folders = sorted(
+        {path.parent for path in Path(spec.origin).parent.glob("models/*/modeling_*.py")}
+    )
     models = {folder.name: [*classes(folder, known)] for folder in folders}
     write_table(target, {"transformers": version("transformers"), "models": models}, "models")
     print(f"{target.name}: {len(folders)} model types")
@@ -29,7 +32,9 @@ def main() -> None:
 
 def classes(folder: Path, known: Mapping[str, object]) -> Iterator[str]:
     for file in sorted(folder.glob("modeling_*.py")):
-        yield from (name for name in MODEL.findall(file.read_text(encoding="utf-8")) if name not in known)
+        yield from (
+            name for name in MODEL.findall(file.read_text(encoding="utf-8")) if name not in known
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Write vexport/architectures/versions/<version>.json: what one vLLM has and takes, read from its wheel.
+"""Write vexport/architectures/versions/<version>.json: what one vLLM has and takes, read from its
+wheel.
 
     PYTHONPATH=. .venv/bin/python scripts/generate_versions.py 0.33.0 [0.31.0 ...]
 
-The wheels of that vLLM and of `PINNED` are fetched into a cache and read as text. What is read are literals:
-schemes and their least capabilities, widths, names of methods, and of the model classes what they fuse and
-whether they quantize their tables of tokens, as far as `PINNED` has them otherwise.
+The wheels of that vLLM and of `PINNED` are fetched into a cache and read as text. What is read are
+literals: schemes and their least capabilities, widths, names of methods, and of the model classes
+what they fuse and whether they quantize their tables of tokens, as far as `PINNED` has them
+otherwise.
 """
 
 import ast
@@ -29,7 +31,9 @@ Entry = dict[str, object]
 
 
 class Wheel:
-    """The Python files of one vLLM as text; its wheel is fetched with pip unless the cache has it."""
+    """The Python files of one vLLM as text; its wheel is fetched with pip unless the cache has
+    it.
+    """
 
     def __init__(self, version: str) -> None:
         pattern = f"vllm-{version}-*.whl"
@@ -53,11 +57,15 @@ class Wheel:
         return ast.parse(self.text(name))
 
     def file_of(self, module: str, importer: str) -> str:
-        """The file of a module as an import names it in another file; "" for what is not in the wheel."""
+        """The file of a module as an import names it in another file; "" for what is not in the
+        wheel.
+        """
         level = len(module) - len(module.lstrip("."))
         parts = importer.split("/")[:-level] if level else []
         path = "/".join([*parts, *filter(None, module.lstrip(".").split("."))])
-        return next((name for name in (f"{path}.py", f"{path}/__init__.py") if name in self.names), "")
+        return next(
+            (name for name in (f"{path}.py", f"{path}/__init__.py") if name in self.names), ""
+        )
 
     @cache  # noqa: B019
     def classes(self, file: str) -> dict[str, ast.ClassDef]:
@@ -70,7 +78,9 @@ class Wheel:
         for node in ast.walk(self.tree(file)):
             if isinstance(node, ast.ImportFrom):
                 source = self.file_of("." * node.level + (node.module or ""), file)
-                found.update({alias.asname or alias.name: (source, alias.name) for alias in node.names})
+                found.update(
+                    {alias.asname or alias.name: (source, alias.name) for alias in node.names}
+                )
         return {name: place for name, place in found.items() if place[0]}
 
     @cache  # noqa: B019
@@ -79,7 +89,9 @@ class Wheel:
         if name in self.classes(file):
             return file, name
         place = self.imports(file).get(name)
-        return self.resolve(*place) if place and place[0].startswith(("vllm/model", MODELS)) else None
+        return (
+            self.resolve(*place) if place and place[0].startswith(("vllm/model", MODELS)) else None
+        )
 
     @cache  # noqa: B019
     def named(self, file: str, name: str) -> tuple[tuple[str, str], ...]:
@@ -102,7 +114,9 @@ class Wheel:
         return list(found)
 
     def attribute(self, file: str, name: str, wanted: str) -> tuple[str, ast.expr] | None:
-        """What a class, or else the first of its bases, assigns to an attribute, and the file of that."""
+        """What a class, or else the first of its bases, assigns to an attribute, and the file of
+        that.
+        """
         node = self.classes(file)[name]
         if (value := assigned(node.body, wanted)) is not None:
             return file, value
@@ -132,13 +146,19 @@ def main() -> None:
     for version in sys.argv[1:]:
         wheel = Wheel(version)
         classes, minor = model_classes(wheel), version.rpartition(".")[0]
-        changed = {name: entry for name, entry in classes.items() if name in pinned and entry != pinned[name]}
+        changed = {
+            name: entry
+            for name, entry in classes.items()
+            if name in pinned and entry != pinned[name]
+        }
         entry: Entry = {"vllm": version, **facts(wheel)}
         entry["absent"] = sorted(pinned.keys() - classes.keys())
         entry["added"] = {name: classes[name] for name in sorted(classes.keys() - pinned.keys())}
         entry["classes"] = changed
         write_table(FOLDER / "versions" / f"{minor}.json", entry, "schemes", "added", "classes")
-        print(f"{minor}: {len(classes)} classes, {len(changed)} unlike {architecture_table().vllm}'s")
+        print(
+            f"{minor}: {len(classes)} classes, {len(changed)} unlike {architecture_table().vllm}'s"
+        )
 
 
 def facts(wheel: Wheel) -> Entry:
@@ -157,14 +177,20 @@ def facts(wheel: Wheel) -> Entry:
 def schemes(wheel: Wheel) -> dict[str, int]:
     found = {}
     for file in sorted(wheel.names):
-        for name in wheel.classes(file) if file.startswith(f"{CT}/schemes/") and file.endswith(".py") else ():
+        for name in (
+            wheel.classes(file)
+            if file.startswith(f"{CT}/schemes/") and file.endswith(".py")
+            else ()
+        ):
             if (least := returned(wheel, file, name)) is not None:
                 found[name] = least
     return dict(sorted(found.items()))
 
 
 def returned(wheel: Wheel, file: str, name: str) -> int | None:
-    """The number that a class's get_min_capability returns, or that of the first base that has one."""
+    """The number that a class's get_min_capability returns, or that of the first base that has
+    one.
+    """
     node = wheel.classes(file)[name]
     if "def get_min_capability(" in (text := ast.unparse(node)):
         number = re.search(r"def get_min_capability\(.*?\n\s+return (\d+)", text, re.DOTALL)
@@ -197,7 +223,10 @@ def model_classes(wheel: Wheel) -> dict[str, Entry]:
         file = wheel.file_of(module if "." in module else f".{module}", f"{MODELS}/registry.py")
         place = wheel.resolve(file, defined)
         if place is not None:
-            read: Entry = {"fused": packed(wheel, *place), "embedding": embedding(calls_in(wheel, *place))}
+            read: Entry = {
+                "fused": packed(wheel, *place),
+                "embedding": embedding(calls_in(wheel, *place)),
+            }
             found[name] = {key: value for key, value in read.items() if value}
     return found
 

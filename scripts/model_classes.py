@@ -1,6 +1,8 @@
-"""The model classes of vLLM as they are written: the source of each and of the classes that it is made of.
+"""The model classes of vLLM as they are written: the source of each and of the classes that it is
+made of.
 
-Of the parts of linear layers that vLLM builds merged the sizes, as sums and products of config keys.
+Of the parts of linear layers that vLLM builds merged the sizes, as sums and products of config
+keys.
 """
 
 import ast
@@ -62,7 +64,9 @@ def namespace(model: type) -> ModuleType:
 
 @cache
 def reachable(model: type) -> tuple[type, ...]:
-    """The class and every module class that its source names, bases too, as far as they are models' code."""
+    """The class and every module class that its source names, bases too, as far as they are models'
+    code.
+    """
     found: dict[type, None] = {}
     todo = [model]
     while todo:
@@ -73,9 +77,13 @@ def reachable(model: type) -> tuple[type, ...]:
         names = {node.id for node in ast.walk(tree(current)) if isinstance(node, ast.Name)}
         named = [getattr(namespace(current), name, None) for name in sorted(names)]
         # A table of layer types stands for its values.
-        values = [item for each in named for item in (each.values() if isinstance(each, dict) else [each])]
+        values = [
+            item for each in named for item in (each.values() if isinstance(each, dict) else [each])
+        ]
         values += [returns for value in values for returns in chosen_classes(value)]
-        todo.extend(value for value in values if isinstance(value, type) and issubclass(value, nn.Module))
+        todo.extend(
+            value for value in values if isinstance(value, type) and issubclass(value, nn.Module)
+        )
     return tuple(found)
 
 
@@ -86,10 +94,12 @@ def chosen_classes(value: object) -> tuple[object, ...]:
 
 
 def language_models(model: type) -> tuple[set[str], list[type]]:
-    """The attributes that hold a wrapper's language model, and its classes where the source names them.
+    """The attributes that hold a wrapper's language model, and its classes where the source names
+    them.
 
-    Where no block marks the language model, the class names it for LoRA (`get_mm_mapping`), and what it is
-    made of as `language_targets`; else it is what is made by the name of another class of vLLM.
+    Where no block marks the language model, the class names it for LoRA (`get_mm_mapping`), and
+    what it is made of as `language_targets`; else it is what is made by the name of another class
+    of vLLM.
     """
     for owner in model.__mro__:
         blocks = [
@@ -98,7 +108,9 @@ def language_models(model: type) -> tuple[set[str], list[type]]:
             if isinstance(node, ast.With)
             and any("_mark_language_model" in ast.unparse(item) for item in node.items)
         ]
-        attributes = {name for block in blocks for node in ast.walk(block) for name in assigned(node)}
+        attributes = {
+            name for block in blocks for node in ast.walk(block) for name in assigned(node)
+        }
         if attributes:
             nodes = [node for block in blocks for node in ast.walk(block)]
             return attributes, list(
@@ -117,7 +129,9 @@ def language_models(model: type) -> tuple[set[str], list[type]]:
 def registered(owner: type) -> Iterator[str]:
     """The attributes that hold what is made by a class's name."""
     for node in ast.walk(tree(owner)):
-        if isinstance(node, ast.Assign) and "init_vllm_registered_model(" in ast.unparse(node.value):
+        if isinstance(node, ast.Assign) and "init_vllm_registered_model(" in ast.unparse(
+            node.value
+        ):
             yield from assigned(node)
 
 
@@ -143,7 +157,11 @@ def named_class(node: ast.AST, owner: type) -> Iterator[type]:
             yield load_class(*entry)
     if isinstance(node, ast.Name):
         value = getattr(namespace(owner), node.id, None)
-        if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__.startswith(MODELS):
+        if (
+            isinstance(value, type)
+            and issubclass(value, nn.Module)
+            and value.__module__.startswith(MODELS)
+        ):
             yield value
 
 
@@ -182,8 +200,8 @@ class Scope:
 
 
 def output_sizes(parts: list[type]) -> dict[str, list[str]]:
-    """The merged layers of classes, by the last part of their names: an expression in config keys for each
-    of their parts, ["1", "1"] where these are equal."""
+    """The merged layers of classes, by the last part of their names: an expression in config keys
+    for each of their parts, ["1", "1"] where these are equal."""
     found: dict[str, list[str]] = {}
     for part in parts:
         for function, calls in functions(part):
@@ -193,24 +211,34 @@ def output_sizes(parts: list[type]) -> dict[str, list[str]]:
                         (layer_of(call, scope), sizes_of(call, scope))
                         for scope in scopes(part, function, parts)
                     )
-                    name, sizes = next(((name, sizes) for name, sizes in known if name and sizes), ("", []))
-                    found.setdefault(name or "", ["1"] * len(sizes) if len({*sizes}) == 1 else sizes)
+                    name, sizes = next(
+                        ((name, sizes) for name, sizes in known if name and sizes), ("", [])
+                    )
+                    found.setdefault(
+                        name or "", ["1"] * len(sizes) if len({*sizes}) == 1 else sizes
+                    )
     return {name: sizes for name, sizes in sorted(found.items()) if len(sizes) > 1}
 
 
 @cache
 def functions(part: type) -> list[tuple[ast.FunctionDef, list[ast.Call]]]:
     found = [node for node in ast.walk(tree(part)) if isinstance(node, ast.FunctionDef)]
-    return [(each, [node for node in ast.walk(each) if isinstance(node, ast.Call)]) for each in found]
+    return [
+        (each, [node for node in ast.walk(each) if isinstance(node, ast.Call)]) for each in found
+    ]
 
 
-def scopes(part: type, function: ast.FunctionDef, parts: Sequence[type], depth: int = 0) -> Iterator[Scope]:
-    """A method as it is called by the class itself or, for `__init__`, by classes that build it; last, as
-    nothing is known of its arguments."""
+def scopes(
+    part: type, function: ast.FunctionDef, parts: Sequence[type], depth: int = 0
+) -> Iterator[Scope]:
+    """A method as it is called by the class itself or, for `__init__`, by classes that build it;
+    last, as nothing is known of its arguments."""
     wanted = part.__name__ if function.name == "__init__" else f"self.{function.name}"
     for caller in (parts if function.name == "__init__" else [part]) if depth < DEEPEST else ():
         for other, calls in functions(caller):
-            for call in (call for call in calls if other is not function and text_of(call) == wanted):
+            for call in (
+                call for call in calls if other is not function and text_of(call) == wanted
+            ):
                 for scope in scopes(caller, other, parts, depth + 1):
                     yield Scope(function=function, arguments=given(call, function), caller=scope)
     yield Scope(function=function)
@@ -256,7 +284,9 @@ def sizes_of(call: ast.Call, scope: Scope) -> list[str] | None:
     if name_of(call).endswith(QKV):
         return QUERIES_KEYS_VALUES
     sizes = next((word.value for word in call.keywords if word.arg == "output_sizes"), None)
-    return listed(sizes if sizes is not None else call.args[1] if len(call.args) > 1 else None, scope)
+    return listed(
+        sizes if sizes is not None else call.args[1] if len(call.args) > 1 else None, scope
+    )
 
 
 def listed(node: ast.expr | None, scope: Scope) -> list[str] | None:
@@ -265,7 +295,9 @@ def listed(node: ast.expr | None, scope: Scope) -> list[str] | None:
         sizes = [expression(item, scope) for item in node.elts]
         return [size for size in sizes if size] if all(sizes) else None
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        left, right = sorted((node.left, node.right), key=lambda side: not isinstance(side, ast.List))
+        left, right = sorted(
+            (node.left, node.right), key=lambda side: not isinstance(side, ast.List)
+        )
         times = literal(right)
         if isinstance(left, ast.List) and len(left.elts) == 1 and isinstance(times, int):
             return ["1"] * times
@@ -328,8 +360,10 @@ def called_size(call: ast.Call, scope: Scope) -> str | None:
 
 
 def groups(parts: list[type]) -> dict[str, str]:
-    """Layers of which each rank needs whole groups, which are repeated where there are fewer than ranks by a
-    loader that cuts tensors by row (mamba_v2_sharded_weight_loader), with the number of groups."""
+    """Layers of which each rank needs whole groups, which are repeated where there are fewer than
+    ranks by a loader that cuts tensors by row (mamba_v2_sharded_weight_loader), with the number of
+    groups.
+    """
     found: dict[str, str] = {}
     for part in parts:
         for function, calls in functions(part):
@@ -337,7 +371,9 @@ def groups(parts: list[type]) -> dict[str, str]:
                 continue
             for scope in scopes(part, function, parts):
                 count = expression(ast.Name("n_groups"), scope)
-                quantized = (call for call in calls if name_of(call).endswith("ColumnParallelLinear"))
+                quantized = (
+                    call for call in calls if name_of(call).endswith("ColumnParallelLinear")
+                )
                 for name in (
                     layer_of(call, scope)
                     for call in quantized

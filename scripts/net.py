@@ -4,9 +4,10 @@
     .venv/bin/python scripts/net.py record before.json
     .venv/bin/python scripts/net.py compare before.json
 
-Every scheme on every micro family, data-free; `gptq`, `refit` and calibrated scales on three families; the
-findings of `check` on spoiled checkpoints; a run's report. Weights, config.json and its `ignore` are lines of
-their own. Floats depend on the processor: a record is good on the machine that made it.
+Every scheme on every micro family, data-free; `gptq`, `refit` and calibrated scales on three
+families; the findings of `check` on spoiled checkpoints; a run's report. Weights, config.json and
+its `ignore` are lines of their own. Floats depend on the processor: a record is good on the machine
+that made it.
 """
 
 import os
@@ -36,7 +37,10 @@ from vexport.formats.schemes import scheme_names  # noqa: E402
 
 Lines = Iterator[tuple[str, str]]
 ROUNDED_FAMILIES = ("llama", "qwen3-moe", "deepseek-v3")
-ROUNDED = (*((scheme, how) for scheme in ("NVFP4", "W4A16") for how in ("gptq", "refit")), ("FP8", "nearest"))
+ROUNDED = (
+    *((scheme, how) for scheme in ("NVFP4", "W4A16") for how in ("gptq", "refit")),
+    ("FP8", "nearest"),
+)
 SPOILED_ONE_IN = 7
 # Lines of a report that no two runs have in common.
 TIMED = ("time ", "report:", "rounding ")
@@ -92,16 +96,23 @@ def checked(root: Path) -> Lines:
     """What is found in spoiled checkpoints, without the prose, and in sound ones."""
     write_good(root)
     records = read_records()[::SPOILED_ONE_IN]
-    spoiled = [(record.good, record.name) for record in records if record.name in mutations(record.good)]
+    spoiled = [
+        (record.good, record.name) for record in records if record.name in mutations(record.good)
+    ]
     for good, name in [*((good, "nothing") for good in GOOD), *spoiled]:
         folder = copytree(root / good, root / "spoiled")
         if name in mutations(good):
             mutations(good)[name](folder)
-        (folder / "vexport.json").unlink(missing_ok=True)  # whose digests find every change of weights
+        (folder / "vexport.json").unlink(
+            missing_ok=True
+        )  # whose digests find every change of weights
         ran = vexport("check", folder, "--tp", "1,2", "--sm", "80,90,100", "--format", "json")
         found = [item for report in json.loads(ran.stdout) for item in report["findings"]]
         told = sorted(f"{item['severity']} {item['check']} {item['where']}" for item in found)
-        yield f"check {good}: {name}", "\n".join([f"exit {ran.code}", *told]).replace(str(root), "ROOT")
+        yield (
+            f"check {good}: {name}",
+            "\n".join([f"exit {ran.code}", *told]).replace(str(root), "ROOT"),
+        )
         rmtree(folder)
 
 
@@ -109,7 +120,16 @@ def start_run(root: Path) -> subprocess.Popen[str]:
     """Start a run of the demo's model, next to what this process does."""
     scenario = root / "net.yaml"
     scenario.write_text(RUN.format(demo=REPOSITORY / "scenarios" / "demo"))
-    call = [sys.executable, "-m", "vexport", "run", str(scenario), "--run-dir", str(root / "run"), "--quiet"]
+    call = [
+        sys.executable,
+        "-m",
+        "vexport",
+        "run",
+        str(scenario),
+        "--run-dir",
+        str(root / "run"),
+        "--quiet",
+    ]
     return subprocess.Popen(call, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
 
 
@@ -138,7 +158,11 @@ def main(action: str, file: str) -> int:
     changed = [name for name in before if name in made and before[name] != made[name]]
     for name in changed:
         old, new = before[name].splitlines(), made[name].splitlines()
-        print(name, *(f"  {line}" for line in list(unified_diff(old, new, lineterm="", n=0))[3:]), sep="\n")
+        print(
+            name,
+            *(f"  {line}" for line in list(unified_diff(old, new, lineterm="", n=0))[3:]),
+            sep="\n",
+        )
     gone, added = len(before.keys() - made.keys()), len(made.keys() - before.keys())
     print(f"{len(changed)} of {len(before)} differ, {gone} are gone, {added} are new")
     return 1 if changed else 0

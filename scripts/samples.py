@@ -1,4 +1,5 @@
-"""The tensors that transformers' models have under small configs that differ in one key, by names of the hub.
+"""The tensors that transformers' models have under small configs that differ in one key, by names
+of the hub.
 
 Numbers of a config remember, through the code of a model, the keys that they come from.
 """
@@ -81,7 +82,11 @@ def traced(name: str, sign: str) -> None:
     def of(self: Traced, other: object) -> object:
         value = forward(self, other)
         known = type(value) is int and not isinstance(other, bool)
-        return Traced(value, f"({self.text} {sign} {getattr(other, 'text', other)})") if known else value
+        return (
+            Traced(value, f"({self.text} {sign} {getattr(other, 'text', other)})")
+            if known
+            else value
+        )
 
     def with_number(self: Traced, other: object) -> object:
         value = backward(self, other)
@@ -91,7 +96,13 @@ def traced(name: str, sign: str) -> None:
     setattr(Traced, f"__r{name}__", with_number)
 
 
-for operation, operator in {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%"}.items():
+for operation, operator in {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "floordiv": "//",
+    "mod": "%",
+}.items():
     traced(operation, operator)
 
 
@@ -111,18 +122,26 @@ for function in ("empty", "ones", "zeros", "randn", "rand"):
 
 
 def with_traces(value: Json, path: str = "", layers: Set[int] = frozenset()) -> Any:
-    """A config whose numbers know their keys; a list with a number for each of so many layers is `key[i]`."""
+    """A config whose numbers know their keys; a list with a number for each of so many layers is
+    `key[i]`.
+    """
     if isinstance(value, dict):
-        counts = {each for key, each in value.items() if LAYERS.search(key) and isinstance(each, int)}
+        counts = {
+            each for key, each in value.items() if LAYERS.search(key) and isinstance(each, int)
+        }
         return {
-            key: with_traces(each, f"{path}.{key}" if path else key, counts) for key, each in value.items()
+            key: with_traces(each, f"{path}.{key}" if path else key, counts)
+            for key, each in value.items()
         }
     if isinstance(value, list):
         of_layers = len(value) > 1 and len(value) in layers
         return [
-            with_traces(each, f"{path}[{'i' if of_layers else number}]") for number, each in enumerate(value)
+            with_traces(each, f"{path}[{'i' if of_layers else number}]")
+            for number, each in enumerate(value)
         ]
-    return Traced(value, path) if isinstance(value, int) and is_number(value) else copy.deepcopy(value)
+    return (
+        Traced(value, path) if isinstance(value, int) and is_number(value) else copy.deepcopy(value)
+    )
 
 
 def is_number(value: object) -> bool:
@@ -161,7 +180,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Literals:
-    """The numbers that an expression may contain, and the keys of which several values were seen."""
+    """The numbers that an expression may contain, and the keys of which several values were
+    seen.
+    """
 
     numbers: frozenset[int]
     keys: frozenset[str]
@@ -183,7 +204,9 @@ class Model:
 
     @property
     def literals(self) -> Literals:
-        """The numbers in the class's code, except larger values of keys that could not be varied."""
+        """The numbers in the class's code, except larger values of keys that could not be
+        varied.
+        """
         unvaried = {
             number
             for sample in self.samples
@@ -206,10 +229,14 @@ class Model:
         Traced.made = {}
         try:
             config = self.config.from_dict(with_traces(raw))
-            read = json.loads(json.dumps(config.to_dict(), default=str))  # before the model changes it
+            read = json.loads(
+                json.dumps(config.to_dict(), default=str)
+            )  # before the model changes it
             with torch.device("meta"), AbsentValues():
                 made = self.kind._from_config(config, dtype=torch.bfloat16)  # type: ignore[attr-defined]
-            shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(made, config).items()}
+            shapes = {
+                name: tuple(tensor.shape) for name, tensor in stored_tensors(made, config).items()
+            }
             self.parts |= {type(module) for module in made.modules()}
         except Exception:
             return None
@@ -241,9 +268,15 @@ class Model:
         self.combine()
 
     def vary(self, base: Sample, *, holder: str | None = None) -> None:
-        """Change each key of a config to some others; only numbers of a part of it where one is named."""
+        """Change each key of a config to some others; only numbers of a part of it where one is
+        named.
+        """
         values = {**dict.fromkeys(self.hidden), **base.keys}
-        layers = {value for path, value in values.items() if LAYERS.search(path) and isinstance(value, int)}
+        layers = {
+            value
+            for path, value in values.items()
+            if LAYERS.search(path) and isinstance(value, int)
+        }
         for path, value in values.items():
             if holder is not None and not (is_number(value) and path.rpartition(".")[0] == holder):
                 continue
@@ -255,7 +288,9 @@ class Model:
                 if other is not None:
                     self.samples.append(other)
                     self.varied.add(path)
-                    self.changes.append(Change(path=meant(path, base, other), before=base, after=other))
+                    self.changes.append(
+                        Change(path=meant(path, base, other), before=base, after=other)
+                    )
                     alike += other.tensors == base.tensors
                 if alike == (1 if value is None else 2):  # a key that no tensor depends on
                     break
@@ -283,7 +318,8 @@ class Model:
     def switched(self, first: Sample) -> Iterator[Values]:
         """Configs with another list of kinds of layers and one switch turned.
 
-        A switch may matter in layers of one kind only, which in the first config may be the last layer.
+        A switch may matter in layers of one kind only, which in the first config may be the last
+        layer.
         """
         changes = [change for change in self.changes if change.before is first]
         kinds = {
@@ -309,10 +345,15 @@ def is_words(value: object) -> bool:
 def written_numbers(classes: Iterable[type]) -> Iterator[int]:
     """The whole numbers in the code of classes of transformers and of the functions next to them.
 
-    Defaults of fields, arguments and keys that a config may lack do not count: they are sizes of the default
-    config.
+    Defaults of fields, arguments and keys that a config may lack do not count: they are sizes of
+    the default config.
     """
-    bases = {base for each in classes for base in each.__mro__ if base.__module__.startswith("transformers.")}
+    bases = {
+        base
+        for each in classes
+        for base in each.__mro__
+        if base.__module__.startswith("transformers.")
+    }
     for module in sorted({base.__module__ for base in bases if ".models." in base.__module__}):
         names = {base.__name__ for base in bases if base.__module__ == module}
         for node in ast.parse(inspect.getsource(sys.modules[module])).body:
@@ -325,24 +366,32 @@ def written_numbers(classes: Iterable[type]) -> Iterator[int]:
                 yield from (
                     each.value
                     for each in ast.walk(line)
-                    if isinstance(each, ast.Constant) and type(each.value) is int and id(each) not in defaults
+                    if isinstance(each, ast.Constant)
+                    and type(each.value) is int
+                    and id(each) not in defaults
                 )
 
 
 def default_of_key(node: ast.AST) -> list[ast.expr]:
-    """The value that code takes for a key that a config lacks, as in `getattr(config, "key", 4)`."""
+    """The value that code takes for a key that a config lacks, as in `getattr(config, "key",
+    4)`.
+    """
     if not isinstance(node, ast.Call):
         return []
     name = ast.unparse(node.func).rpartition(".")[2]
     arguments = node.args[1:] if name == "getattr" else node.args if name in ("get", "pop") else []
     is_key = (
-        bool(arguments) and isinstance(arguments[0], ast.Constant) and isinstance(arguments[0].value, str)
+        bool(arguments)
+        and isinstance(arguments[0], ast.Constant)
+        and isinstance(arguments[0].value, str)
     )
     return arguments[1:] if is_key else []
 
 
 def fill(raw: Values) -> None:
-    """Give the keys that are null a value by their names, where the default config makes no model."""
+    """Give the keys that are null a value by their names, where the default config makes no
+    model.
+    """
     for path in [path for path, value in leaves(raw) if value is None]:
         part, key = part_of(raw, path), path.rpartition(".")[2]
         layers = part.get("num_hidden_layers")
@@ -363,10 +412,14 @@ def joined(one: Values, other: Values) -> Values:
 
 
 def hidden_keys(kind: type, raw: Values) -> Iterator[str]:
-    """Keys that a class or its config asks for and that no default config has, in each part of a config."""
+    """Keys that a class or its config asks for and that no default config has, in each part of a
+    config.
+    """
     names: dict[str, None] = {}
     for file in sorted(Path(inspect.getfile(kind)).parent.glob("*.py")):
-        names |= dict.fromkeys(name for found in ASKED.findall(file.read_text()) for name in found if name)
+        names |= dict.fromkeys(
+            name for found in ASKED.findall(file.read_text()) for name in found if name
+        )
     known = {path for path, _ in leaves(raw)}
     for part in sorted({path.rpartition(".")[0] for path in known}):
         for name in names:
@@ -393,7 +446,9 @@ def part_of(raw: Values, path: str) -> Any:
 
 
 def changed(raw: Values, path: str, value: Json) -> Values | None:
-    """A config with another value; lists of an entry for each layer get as many as there are layers then."""
+    """A config with another value; lists of an entry for each layer get as many as there are layers
+    then.
+    """
     raw, key = copy.deepcopy(raw), path.rpartition(".")[2]
     try:
         part = part_of(raw, path)
@@ -416,7 +471,9 @@ def variations(path: str, value: Json, layers: set[int]) -> Iterator[list[Any]]:
         yield [not value]
     elif isinstance(value, int):
         yield [2 * value, value // 2, value + 1, value - 1] if value > 1 else [value + 1, 2, 4]
-        yield [value + 1, 3 * value, value // 2, value - 1, 4 * value] if value > 1 else [2, 4, 8, 0]
+        yield (
+            [value + 1, 3 * value, value // 2, value - 1, 4 * value] if value > 1 else [2, 4, 8, 0]
+        )
         yield from ([0, value - 1], [None]) if value > 0 else ()
     elif isinstance(value, float):
         yield from ([2 * value], [value / 2])

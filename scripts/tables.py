@@ -1,4 +1,6 @@
-"""The tables in vexport/architectures: what their generators are asked and share, how they are written."""
+"""The tables in vexport/architectures: what their generators are asked and share, how they are
+written.
+"""
 
 import argparse
 import ast
@@ -27,8 +29,10 @@ def known_classes() -> dict[str, Any]:
 
 
 def embedding(calls: Iterable[ast.Call]) -> str | None:
-    """How vLLM finds the config group of the table of tokens: "name" where the model hands it its name and
-    the quantization config, "class" where only the config; None where it never quantizes it."""
+    """How vLLM finds the config group of the table of tokens: "name" where the model hands it its
+    name and the quantization config, "class" where only the config; None where it never quantizes
+    it.
+    """
     given = [
         {word.arg for word in call.keywords if ast.unparse(word.value) != "None"}
         for call in calls
@@ -50,7 +54,9 @@ def write_table(target: Path, table: Mapping[str, object], *by_row: str) -> None
     for key, value in table.items():
         text = json.dumps(value)
         if key in by_row and isinstance(value, dict) and value:
-            rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items())
+            rows = ",\n".join(
+                f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in value.items()
+            )
             text = f"{{\n{rows}\n }}"
         lines.append(f" {json.dumps(key)}: {text}")
     new = target.with_suffix(".new")

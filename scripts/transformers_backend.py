@@ -1,7 +1,9 @@
-"""What vLLM's Transformers backend makes of a model class: its own objects, built on the meta device.
+"""What vLLM's Transformers backend makes of a model class: its own objects, built on the meta
+device.
 
-The backend fuses what it recognizes in a model's code (vllm/model_executor/models/transformers/fusers), so
-that only a model that it has built says what is fused, and under which names it is quantized.
+The backend fuses what it recognizes in a model's code
+(vllm/model_executor/models/transformers/fusers), so that only a model that it has built says what
+is fused, and under which names it is quantized.
 """
 
 import multiprocessing
@@ -15,7 +17,10 @@ import torch
 from built_modules import QUANTIZATION
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+)
 from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto import modeling_auto
 from vllm.config import set_current_vllm_config
@@ -29,7 +34,10 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.transformers.base import Base
 from vllm.model_executor.models.transformers.multimodal import MultiModalProcessingInfo
@@ -48,7 +56,13 @@ TRIED: tuple[Mapping[str, int], ...] = (
     {},
     _SMALL,
     {**_SMALL, **_MIXTURE},
-    {**_SMALL, **_MIXTURE, "moe_intermediate_size": 128, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    {
+        **_SMALL,
+        **_MIXTURE,
+        "moe_intermediate_size": 128,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
     {
         "num_hidden_layers": 4,
         "qk_nope_head_dim": 128,
@@ -67,7 +81,9 @@ COMMON = {
 
 
 class AskedNames(CompressedTensorsConfig):  # type: ignore[misc]
-    """Quantizes nothing and notes each layer that could be, by the name that a quantization config gets."""
+    """Quantizes nothing and notes each layer that could be, by the name that a quantization config
+    gets.
+    """
 
     layers: dict[str, nn.Module]
 
@@ -86,10 +102,14 @@ def generating_classes() -> dict[str, str]:
 
 
 def has_tensor_parallel_plan(kind: str) -> bool:
-    """Return whether the config of a model type, or of its language model, says how its layers are cut."""
+    """Return whether the config of a model type, or of its language model, says how its layers are
+    cut.
+    """
     config = CONFIG_MAPPING[kind]
     inner = config.sub_configs.get("text_config", config)
-    return bool(getattr(inner, "base_model_tp_plan", None) or getattr(config, "base_model_tp_plan", None))
+    return bool(
+        getattr(inner, "base_model_tp_plan", None) or getattr(config, "base_model_tp_plan", None)
+    )
 
 
 def describe_backed(classes: Mapping[str, str]) -> Iterator[tuple[str, Table | str]]:
@@ -120,8 +140,12 @@ def _described(one_try: tuple[str, str, Mapping[str, int]]) -> tuple[str, Table 
 
 
 def _built(config: PretrainedConfig, name: str) -> tuple[Base, AskedNames]:
-    """The model as vLLM builds it, which raises what vLLM raises, and the names that it asked for."""
-    MultiModalProcessingInfo._get_supported_modalities = lambda self: ["image"]  # no processor is saved
+    """The model as vLLM builds it, which raises what vLLM raises, and the names that it asked
+    for.
+    """
+    MultiModalProcessingInfo._get_supported_modalities = lambda self: [
+        "image"
+    ]  # no processor is saved
     set_capability(90)
     config.architectures = [name]
     with TemporaryDirectory() as folder:
@@ -132,7 +156,11 @@ def _built(config: PretrainedConfig, name: str) -> tuple[Base, AskedNames]:
     with set_current_vllm_config(engine):
         if not torch.distributed.is_initialized():
             join_group(1, 0)
-        with torch.device("meta"), AbsentValues(), set_default_torch_dtype(engine.model_config.dtype):
+        with (
+            torch.device("meta"),
+            AbsentValues(),
+            set_default_torch_dtype(engine.model_config.dtype),
+        ):
             model = initialize_model(engine)
     if not isinstance(model, Base) or not hasattr(model, "lm_head"):
         raise TypeError(f"vLLM runs it as {type(model).__name__}, which generates no text")
@@ -140,7 +168,9 @@ def _built(config: PretrainedConfig, name: str) -> tuple[Base, AskedNames]:
 
 
 def _entry(model: Base, asked: AskedNames) -> Table:
-    decoder = next(prefix for prefix, module in model.named_modules() if module is model.model.get_decoder())
+    decoder = next(
+        prefix for prefix, module in model.named_modules() if module is model.model.get_decoder()
+    )
     linears = {name: layer for name, layer in asked.layers.items() if isinstance(layer, LinearBase)}
     inside = {name: layer for name, layer in linears.items() if name.startswith(f"{decoder}.")}
     multimodal = decoder not in ("model", "model.decoder") and model.config is not model.text_config
@@ -153,7 +183,9 @@ def _entry(model: Base, asked: AskedNames) -> Table:
     entry: Table = {
         "backend": "transformers",
         "fused": {
-            name: members for name, members in model.packed_modules_mapping.items() if len(members) > 1
+            name: members
+            for name, members in model.packed_modules_mapping.items()
+            if len(members) > 1
         },
         "resolved": sorted(model.packed_modules_mapping),
         "experts": _expert_names(model),

@@ -15,13 +15,17 @@ CASES = 5
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--quick`: no vLLM, nothing slow, a sample of cases; `--whole`: every record of what vLLM answers."""
+    """`--quick`: no vLLM, nothing slow, a sample of cases; `--whole`: every record of what vLLM
+    answers.
+    """
     parser.addoption("--quick", action="store_true")
     parser.addoption("--whole", action="store_true")
 
 
 def pytest_configure() -> None:
-    """Commands that tests start hear SIGINT, to which a shell's background is deaf, and end without vLLM."""
+    """Commands that tests start hear SIGINT, to which a shell's background is deaf, and end without
+    vLLM.
+    """
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)  # of which exec makes the default again
@@ -29,7 +33,9 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files that start engines come first: a worker takes a file at a time and should end with short ones."""
+    """Files that start engines come first: a worker takes a file at a time and should end with
+    short ones.
+    """
     if config.getoption("quick"):
         items[:] = quick(items)
     engines = {item.path for item in items if item.get_closest_marker("vllm")}
@@ -40,7 +46,10 @@ def quick(items: list[pytest.Item]) -> list[pytest.Item]:
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         assert isinstance(item, pytest.Function)
-        slow = any(map(item.get_closest_marker, ("vllm", "slow"))) or "lm_eval_runs" in item.fixturenames
+        slow = (
+            any(map(item.get_closest_marker, ("vllm", "slow")))
+            or "lm_eval_runs" in item.fixturenames
+        )
         if not slow:
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     sampled = []
@@ -66,7 +75,9 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models compute as torch does in their own dtype: for what a whole model must equal to the last bit."""
+    """Models compute as torch does in their own dtype: for what a whole model must equal to the
+    last bit.
+    """
     monkeypatch.setattr("vexport.calibration.capture.widens", lambda device: False)
 
 

@@ -1,4 +1,6 @@
-"""Processes forked from one that has imported what `quantize` imports, which takes seconds of a core."""
+"""Processes forked from one that has imported what `quantize` imports, which takes seconds of a
+core.
+"""
 
 import multiprocessing
 import os
@@ -22,7 +24,10 @@ def command(*arguments: object) -> None:
 
 
 def start(
-    log: Path, run: Callable[..., None], *arguments: object, environment: Mapping[str, str] | None = None
+    log: Path,
+    run: Callable[..., None],
+    *arguments: object,
+    environment: Mapping[str, str] | None = None,
 ) -> BaseProcess:
     """Start a function; what it prints goes to `log`."""
     process = CONTEXT.Process(target=_run, args=(log, environment or {}, run, arguments))
@@ -39,7 +44,10 @@ def finish(process: BaseProcess, log: Path) -> str:
 
 
 def _run(
-    log: Path, environment: Mapping[str, str], run: Callable[..., None], arguments: tuple[object, ...]
+    log: Path,
+    environment: Mapping[str, str],
+    run: Callable[..., None],
+    arguments: tuple[object, ...],
 ) -> None:
     with log.open("wb") as stream:
         for descriptor in (1, 2):

@@ -1,4 +1,6 @@
-"""Micro models with random weights, saved as real checkpoints; what tests do with them again and again."""
+"""Micro models with random weights, saved as real checkpoints; what tests do with them again and
+again.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -71,17 +73,27 @@ WORDS = tuple(f"w{number}" for number in range(4, VOCABULARY))
 
 
 def write_tokenizer(folder: Path, words: Iterable[str] = WORDS) -> None:
-    """Whole words behind the special ones; by themselves such that no English text can be encoded."""
-    vocabulary = {word: number for number, word in enumerate(("<pad>", "<s>", "</s>", "<unk>", *words))}
+    """Whole words behind the special ones; by themselves such that no English text can be
+    encoded.
+    """
+    vocabulary = {
+        word: number for number, word in enumerate(("<pad>", "<s>", "</s>", "<unk>", *words))
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
     )
     fast.save_pretrained(folder)
 
 
-def write_calibration(path: Path, rows: int = 8, length: int = 32, vocabulary: int = VOCABULARY) -> Path:
+def write_calibration(
+    path: Path, rows: int = 8, length: int = 32, vocabulary: int = VOCABULARY
+) -> Path:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, vocabulary, (rows, length), generator=generator).tolist()
     path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids), encoding="utf-8")
@@ -89,36 +101,47 @@ def write_calibration(path: Path, rows: int = 8, length: int = 32, vocabulary: i
 
 
 def quantize(source: Path, out: Path, scheme: str, *options: object) -> Path:
-    """Quantize a checkpoint, which must succeed, to `out`: to nearest and as it is, unless told otherwise.
+    """Quantize a checkpoint, which must succeed, to `out`: to nearest and as it is, unless told
+    otherwise.
 
     Without the dry load, which the tests that want one ask for.
     """
     plain = {"--rounding": "nearest", "--smoothing": "0"}
     added = [word for name, value in plain.items() if name not in options for word in (name, value)]
-    ran = vexport("quantize", source, out, "--scheme", scheme, *added, *options, "--no-verify", "--quiet")
+    ran = vexport(
+        "quantize", source, out, "--scheme", scheme, *added, *options, "--no-verify", "--quiet"
+    )
     assert ran.code == 0, ran.stderr
     return out
 
 
 def dequantized(folder: Path, layer: str) -> torch.Tensor:
-    """A layer's weight (out, in) by compressed-tensors, from the files of a checkpoint of one group alone."""
+    """A layer's weight (out, in) by compressed-tensors, from the files of a checkpoint of one group
+    alone.
+    """
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     (raw,) = config["config_groups"].values()
     keys = ("targets", "weights", "input_activations")
     scheme = QuantizationScheme.model_validate({key: raw[key] for key in keys})
     tensors = load_file(folder / "model.safetensors")
     start = f"{layer}."
-    stored = {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
-    weight: torch.Tensor = BaseCompressor.get_value_from_registry(raw["format"]).decompress(stored, scheme)[
-        "weight"
-    ]
+    stored = {
+        name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)
+    }
+    weight: torch.Tensor = BaseCompressor.get_value_from_registry(raw["format"]).decompress(
+        stored, scheme
+    )["weight"]
     return weight
 
 
 def problems(folder: Path) -> list[Finding]:
     """All findings on a checkpoint but the one that micro models have no tokenizer."""
     found = check_checkpoint(str(folder)).findings
-    return [each for each in found if not (each.check == "tokenizer" and each.got.startswith("no tokenizer"))]
+    return [
+        each
+        for each in found
+        if not (each.check == "tokenizer" and each.got.startswith("no tokenizer"))
+    ]
 
 
 def errors(folder: Path) -> list[Finding]:

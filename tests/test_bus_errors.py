@@ -101,7 +101,9 @@ def file_of(folder: Path, name: str, size: int = 400_000) -> Path:
     return file
 
 
-@pytest.mark.parametrize("case", ["quantize", "check", "check --source", "repair", "repair --source"])
+@pytest.mark.parametrize(
+    "case", ["quantize", "check", "check --source", "repair", "repair --source"]
+)
 def test_a_truncated_source_is_one_line(case: str, good: Good, llama: Path, tmp_path: Path) -> None:
     source, quantized, out = tmp_path / "source", tmp_path / "quantized", tmp_path / "out"
     shutil.copytree(llama, source)

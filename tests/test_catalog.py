@@ -1,4 +1,6 @@
-"""Every plug-in file is in its folder's table, and the generated tables are those of what is installed."""
+"""Every plug-in file is in its folder's table, and the generated tables are those of what is
+installed.
+"""
 
 import gc
 import importlib.util
@@ -30,9 +32,13 @@ def files(folder: str) -> set[str]:
 
 
 def test_every_format_check_and_observer_is_listed() -> None:
-    assert {type(each).__module__.rpartition(".")[2] for each in formats.FORMATS} == files("formats")
+    assert {type(each).__module__.rpartition(".")[2] for each in formats.FORMATS} == files(
+        "formats"
+    )
     assert set(formats.WRITTEN) < set(formats.FORMATS)
-    assert {check.run.__module__.rpartition(".")[2] for check in checks.CHECKS.values()} == files("checks")
+    assert {check.run.__module__.rpartition(".")[2] for check in checks.CHECKS.values()} == files(
+        "checks"
+    )
     listed = set(observers.OBSERVERS.values())
     assert {kind.__module__.rpartition(".")[2] for kind in listed} == files("observers")
     gc.collect()  # classes that other tests defined and left
@@ -69,7 +75,9 @@ def test_presets_are_those_of_compressed_tensors() -> None:
             preset = QuantizationScheme(targets=["Linear"], **PRESET_SCHEMES[name])
             assert scheme == preset.model_dump(mode="json"), name
         elif name in NEWER:
-            assert sides == {side: raw[of][side] for side, of in zip(sides, NEWER[name], strict=True)}, name
+            assert sides == {
+                side: raw[of][side] for side, of in zip(sides, NEWER[name], strict=True)
+            }, name
         else:
             bits = int(name.removeprefix("W").removesuffix("A16"))
             assert sides == {"weights": {**four_bits, "num_bits": bits}, "input_activations": None}

@@ -1,4 +1,6 @@
-"""The committed demo: made by its scripts, indistinguishable variants, tasks and data that fit together."""
+"""The committed demo: made by its scripts, indistinguishable variants, tasks and data that fit
+together.
+"""
 
 import json
 import subprocess
@@ -21,7 +23,11 @@ def run_script(name: str, out: Path) -> None:
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def texts_of(task: str, rows: int) -> list[str]:
@@ -73,7 +79,9 @@ def test_the_model_knows_the_answers(task: str, first_answer_word: int) -> None:
 
 def test_calibration_rows_are_long_and_known_to_the_tokenizer() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
-    texts = [json.loads(line)["text"] for line in (DEMO / "calibration.jsonl").read_text().splitlines()]
+    texts = [
+        json.loads(line)["text"] for line in (DEMO / "calibration.jsonl").read_text().splitlines()
+    ]
     rows = tokenizer(texts)["input_ids"]
     assert len(rows) >= 256
     assert all(100 <= len(row) <= 128 for row in rows)

@@ -21,17 +21,23 @@ from vexport.reports import catalog
 from vexport.scenario import Auto, Calibration, Evaluate, Rule, Scenario, Sensitivity
 from vexport.scenario.serve import Serve
 
-FILES = (ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md", *(ROOT / "vexport" / "docs").glob("*.md"))
+FILES = (
+    ROOT / "README.md",
+    ROOT / ".github" / "CONTRIBUTING.md",
+    *(ROOT / "vexport" / "docs").glob("*.md"),
+)
 PAGES: Mapping[str, str] = {path.stem: path.read_text(encoding="utf-8") for path in FILES}
 MODELS: Mapping[str, type[BaseModel]] = {
     **{"": Scenario, "rules.": Rule, "calibration.": Calibration, "auto.": Auto},
     **{"sensitivity.": Sensitivity, "serve.": Serve, "evaluate.": Evaluate},
 }
 PROSE = {
-    page: re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE) for page, text in PAGES.items()
+    page: re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    for page, text in PAGES.items()
 }
 INLINE = {
-    page: [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)] for page, text in PROSE.items()
+    page: [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
+    for page, text in PROSE.items()
 }
 OPTIONS = {
     name: {option for one in command.params for option in (*one.opts, *one.secondary_opts)}
@@ -46,7 +52,9 @@ def blocks(page: str, language: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_and_options_are_those_there_are(page: str) -> None:
-    """click parses those that are shown: command, options, their values and the number of arguments."""
+    """click parses those that are shown: command, options, their values and the number of
+    arguments.
+    """
     for line in PAGES[page].replace("\\\n", " ").splitlines():
         if shown := re.match(r"^(?: {4}|\s+- run: )(?:[.]venv/bin/)?(vexport .*)$", line):
             _, name, *rest = shlex.split(re.split(r"\s+(?:#|>|&&)\s?", shown[1])[0])
@@ -85,11 +93,17 @@ def anchors(text: str) -> set[str]:
 
 
 def test_every_scheme_is_in_the_table_and_those_named_for_a_gpu_run_there() -> None:
-    cells = re.findall(r"^\| `(\w+)` \|.*?\|.*?\| (.+?) \| (.+?) \|", PAGES["schemes"], flags=re.MULTILINE)
-    rows = {row["scheme"]: (row["loads from SM"], row["in full from SM"]) for row in catalog.schemes()}
+    cells = re.findall(
+        r"^\| `(\w+)` \|.*?\|.*?\| (.+?) \| (.+?) \|", PAGES["schemes"], flags=re.MULTILINE
+    )
+    rows = {
+        row["scheme"]: (row["loads from SM"], row["in full from SM"]) for row in catalog.schemes()
+    }
     assert {name: tuple(spans) for name, *spans in cells} == rows
     supports = {scheme.name: scheme.format.gpu_support(scheme.args) for scheme in all_schemes()}
-    gpus = re.findall(r"^\| \w+ \(SM ([\d, ]+)\) \| (.+?) \| (.+?) \|", PAGES["README"], flags=re.MULTILINE)
+    gpus = re.findall(
+        r"^\| \w+ \(SM ([\d, ]+)\) \| (.+?) \| (.+?) \|", PAGES["README"], flags=re.MULTILINE
+    )
     assert len(gpus) == 4
     for capabilities, *named in gpus:
         lowest, highest = (pick(map(int, capabilities.split(", "))) for pick in (min, max))
@@ -119,7 +133,13 @@ def defaults(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
         if isinstance(value, tuple):
             value = f"[{', '.join(map(str, value))}]"
         text = value if isinstance(value, str) else json.dumps(value, default=str)
-        kind = "required" if field.is_required() else "all defaults" if isinstance(value, BaseModel) else ""
+        kind = (
+            "required"
+            if field.is_required()
+            else "all defaults"
+            if isinstance(value, BaseModel)
+            else ""
+        )
         yield prefix + name, kind or f"`{text}`"
 
 

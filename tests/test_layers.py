@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "vexport"
-# From the bottom to the top: a module may import from its own layer's package and from layers below.
+# From the bottom to the top: a module may import from its own layer's package and from layers
+# below.
 LAYERS = (
     {"version", "errors"},
     {"__init__", "records"},
@@ -25,10 +26,10 @@ LAYERS = (
 )
 MOST_LAYERS = 10
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-# Imports inside functions: the command line and a check import what they run, the catalog the table that is
-# asked for, a quantization, a plan, a repair and a format what needs torch or numba, several ranks torch, a
-# download or card the hub's client; workers, separate programs, import vLLM, lm-eval and what of vexport they
-# are asked for.
+# Imports inside functions: the command line and a check import what they run, the catalog the table
+# that is asked for, a quantization, a plan, a repair and a format what needs torch or numba,
+# several ranks torch, a download or card the hub's client; workers, separate programs, import vLLM,
+# lm-eval and what of vexport they are asked for.
 LATE = {
     "api": ("vexport",),
     "checks": ("vexport",),
@@ -45,11 +46,22 @@ LATE = {
     "reports": ("huggingface_hub", "vexport"),
     "evaluation": ("vllm", "lm_eval", "datasets", "torch"),
 }
-HEAVY = ("torch", "transformers", "vllm", "lm_eval", "scipy", "matplotlib", "compressed_tensors", "numpy")
+HEAVY = (
+    "torch",
+    "transformers",
+    "vllm",
+    "lm_eval",
+    "scipy",
+    "matplotlib",
+    "compressed_tensors",
+    "numpy",
+)
 
 
 def modules() -> Iterator[tuple[str, Path]]:
-    """Every module with the name of the layer's part that it belongs to; `python -m` is the command line."""
+    """Every module with the name of the layer's part that it belongs to; `python -m` is the command
+    line.
+    """
     for path in sorted(PACKAGE.rglob("*.py")):
         part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         yield "cli" if part == "__main__" else part, path
@@ -75,7 +87,11 @@ def test_every_part_has_a_layer() -> None:
 
 
 def test_no_two_rooms_import_each_other() -> None:
-    arrows = {(part, name.split(".")[1]) for part, _, name, _ in all_imports() if name.startswith("vexport.")}
+    arrows = {
+        (part, name.split(".")[1])
+        for part, _, name, _ in all_imports()
+        if name.startswith("vexport.")
+    }
     assert not {(one, other) for one, other in arrows if one < other and (other, one) in arrows}
 
 
@@ -109,7 +125,9 @@ def test_late_imports_are_the_named_ones() -> None:
     early = [
         f"{path} imports {name}"
         for _, path, name, inside in all_imports()
-        if not inside and name.split(".")[0] in ("vllm", "lm_eval") and "cpu_emulation" not in str(path)
+        if not inside
+        and name.split(".")[0] in ("vllm", "lm_eval")
+        and "cpu_emulation" not in str(path)
     ]
     assert late + early == []
 
@@ -122,7 +140,11 @@ def loaded_by(statement: str) -> set[str]:
 
 def test_the_command_line_a_plan_and_quantizing_by_ranges_load_nothing_heavy() -> None:
     assert not loaded_by("import vexport.cli, vexport") & set(HEAVY)
-    assert not loaded_by("import vexport.plan.build, vexport.scenario") & {"torch", "transformers", "vllm"}
+    assert not loaded_by("import vexport.plan.build, vexport.scenario") & {
+        "torch",
+        "transformers",
+        "vllm",
+    }
     heavy = {"torch", "transformers", "compressed_tensors", "huggingface_hub", "safetensors"}
     assert not loaded_by("import vexport.quantize.job, vexport.reports.formatting") & heavy
     assert not loaded_by("import vexport.run.directory, vexport.evaluation.verdict") & heavy
@@ -131,7 +153,9 @@ def test_the_command_line_a_plan_and_quantizing_by_ranges_load_nothing_heavy() -
 @pytest.mark.parametrize("command", ["", "check", "quantize", "eval", "run"])
 def test_help_loads_no_pydantic(command: str) -> None:
     help_of = [*command.split(), "--help"]
-    loaded = loaded_by(f"from vexport.cli.entry import cli; cli.main({help_of}, standalone_mode=False)")
+    loaded = loaded_by(
+        f"from vexport.cli.entry import cli; cli.main({help_of}, standalone_mode=False)"
+    )
     assert "vexport.cli.options" in loaded
     assert not loaded & {"pydantic", "pydantic_core", *HEAVY}
 
@@ -141,7 +165,13 @@ def test_a_check_loads_neither_torch_nor_what_makes_or_evaluates() -> None:
     assert not loaded & {"torch", "transformers", "scipy", "vllm"}
     rooms = {name.split(".")[1] for name in loaded if name.startswith("vexport.")}
     assert not rooms & {"plan", "scenario", "quantize", "evaluation", "repair", "run"}
-    others = ("checkpoint.hub", "outputs.directory", "records.accuracy", "records.report", "reports.ci")
+    others = (
+        "checkpoint.hub",
+        "outputs.directory",
+        "records.accuracy",
+        "records.report",
+        "reports.ci",
+    )
     assert not loaded & {f"vexport.{name}" for name in others}
 
 

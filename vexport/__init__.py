@@ -1,4 +1,6 @@
-"""vexport: quantized compressed-tensors checkpoints that vLLM is shown to load, accurately enough."""
+"""vexport: quantized compressed-tensors checkpoints that vLLM is shown to load, accurately
+enough.
+"""
 
 from vexport.version import __version__
 

@@ -1,10 +1,10 @@
 """Ends the process with one line if a mapped file can no longer be read.
 
-The system sends SIGBUS to a thread that reads a mapped page which its file has lost: another program made
-the file shorter, or the disk failed. The values are gone, so that the thread cannot go on. A handler of
-Python's module `signal` would not run: it waits for the end of the instruction, which fails again and again.
-The handler here is called through ctypes at once, in the thread that failed. It needs the interpreter's lock,
-which threads release while they compute on mapped weights.
+The system sends SIGBUS to a thread that reads a mapped page which its file has lost: another
+program made the file shorter, or the disk failed. The values are gone, so that the thread cannot go
+on. A handler of Python's module `signal` would not run: it waits for the end of the instruction,
+which fails again and again. The handler here is called through ctypes at once, in the thread that
+failed. It needs the interpreter's lock, which threads release while they compute on mapped weights.
 """
 
 import ctypes
@@ -19,12 +19,14 @@ from vexport.errors import EnvironmentFault, InputError, VexportError, visible
 _MAPS = Path("/proc/self/maps")
 # How the system writes a line break in a name, and a file without a name.
 _LINE_BREAK, _DELETED = r"\012", " (deleted)"
-# From Linux's headers, on 64-bit machines: signal.h, asm-generic/siginfo.h, and glibc's bits/sigaction.h.
+# From Linux's headers, on 64-bit machines: signal.h, asm-generic/siginfo.h, and glibc's
+# bits/sigaction.h.
 _SA_SIGINFO = 4
 _SIGNAL_SET_BYTES = 128
 _ADDRESS_OFFSET = 16
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-# Acquired by the first thread that fails, and never released: the others wait for the end of the process.
+# Acquired by the first thread that fails, and never released: the others wait for the end of the
+# process.
 _ending = Lock()
 
 
@@ -40,7 +42,8 @@ class _Action(ctypes.Structure):
 
 
 def install_bus_error_handler() -> None:
-    """Install the handler of SIGBUS for this process, before a file is mapped. Further calls change nothing.
+    """Install the handler of SIGBUS for this process, before a file is mapped. Further calls change
+    nothing.
 
     The handler of somebody else, such as Python's faulthandler, is left in place.
     """
@@ -52,7 +55,9 @@ def install_bus_error_handler() -> None:
 
 
 def _end(number: int, information: int, context: int) -> NoReturn:
-    """Write the error for the page that was lost to stderr, and end the process with its exit code."""
+    """Write the error for the page that was lost to stderr, and end the process with its exit
+    code.
+    """
     _ending.acquire()
     code, text = EnvironmentFault.exit_code, "a mapped file cannot be read any more"
     try:
@@ -70,8 +75,8 @@ _OURS = _Action(handler=ctypes.cast(_HANDLER, ctypes.c_void_p).value, flags=_SA_
 def problem_at(address: int) -> VexportError:
     """Return the error for a page in the memory of this process that cannot be read.
 
-    A file that ends before the page is an input that changed (exit code 2). All else is a fault of the
-    machine (exit code 4).
+    A file that ends before the page is an input that changed (exit code 2). All else is a fault of
+    the machine (exit code 4).
     """
     place = _mapped_place(address)
     if place is None:
@@ -91,7 +96,9 @@ def problem_at(address: int) -> VexportError:
 
 
 def _mapped_place(address: int) -> tuple[str, int] | None:
-    """Return the file behind an address, and the position in it, by the system's list of this process."""
+    """Return the file behind an address, and the position in it, by the system's list of this
+    process.
+    """
     for line in _MAPS.read_text(encoding="utf-8", errors="surrogateescape").split("\n"):
         # start-end permissions offset device inode path
         fields = line.split(maxsplit=5)

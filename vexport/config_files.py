@@ -1,7 +1,8 @@
 """Read YAML and TOML within bounds of size, number of values and depth.
 
-These files may come from other people. A few hundred bytes of YAML can stand for billions of values, because
-an alias repeats everything below its anchor. Scenarios, recipes, tasks and options are all read here.
+These files may come from other people. A few hundred bytes of YAML can stand for billions of
+values, because an alias repeats everything below its anchor. Scenarios, recipes, tasks and options
+are all read here.
 """
 
 import re
@@ -19,21 +20,33 @@ from vexport.errors import InputError, clip, file_problem
 from vexport.files import require_no_device
 
 MOST_BYTES = 4_000_000
-"""The largest YAML file. With every alias written out, the text of all values has the same limit."""
+"""The largest YAML file. With every alias written out, the text of all values has the same
+limit.
+"""
 MOST_VALUES = 100_000
 """The most values of a YAML file, with every alias written out; a long scenario has hundreds."""
 MOST_LEVELS = 100
 """The most levels of lists and mappings inside each other, with every alias written out."""
 MOST_TOML_BYTES = 1_000_000
 MOST_KEY_PARTS = 20
-"""The most parts of a dotted key in TOML, as in [tool.vexport.check]: tomllib's time is quadratic in them."""
+"""The most parts of a dotted key in TOML, as in [tool.vexport.check]: tomllib's time is
+quadratic in them.
+"""
 # Python converts numbers with many digits slowly, and those of more than 4,300 digits not at all.
 _MOST_DIGITS = 1000
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _KEY_PART = rb"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')[ \t]*"""
 _LONG_KEY = re.compile(rb"(?:" + _KEY_PART + rb"\.[ \t]*){" + str(MOST_KEY_PARTS).encode() + rb"}")
-# PyYAML's constructors raise these for a value that does not fit an explicit tag, such as `!!int ""`.
-_WRONG_VALUES = (ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError)
+# PyYAML's constructors raise these for a value that does not fit an explicit tag, such as `!!int
+# ""`.
+_WRONG_VALUES = (
+    ValueError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 if yaml.__with_libyaml__:
     from yaml._yaml import CParser as _Parser
@@ -120,7 +133,9 @@ class BoundedLoader(Composer, _Parser, SafeConstructor, Resolver):
 
 
 def _length(node: yaml.Node, mark: yaml.Mark) -> int:
-    """Return the characters of a scalar, and 0 for a list or mapping; MarkedYAMLError for a long number."""
+    """Return the characters of a scalar, and 0 for a list or mapping; MarkedYAMLError for a long
+    number.
+    """
     if not isinstance(node, yaml.ScalarNode):
         return 0
     length = len(node.value)
@@ -136,7 +151,9 @@ def _marked(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
 class UniqueKeysLoader(BoundedLoader):
     """YAML without repeated keys, of which PyYAML would silently take the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Hashable, object]:
         """Return the mapping of a node; MarkedYAMLError if a key stands in it twice."""
         keys = set[str]()
         for key, _ in node.value:
@@ -148,7 +165,9 @@ class UniqueKeysLoader(BoundedLoader):
 
 
 def load_yaml(path: Path, need: str, loader: type[BoundedLoader] = UniqueKeysLoader) -> object:
-    """Return the content of a YAML file. InputError if it cannot be read or is beyond the bounds."""
+    """Return the content of a YAML file. InputError if it cannot be read or is beyond the
+    bounds.
+    """
     try:
         text = _read(path, MOST_BYTES, need).decode("utf-8-sig")
         content: object = loader(text, str(path)).get_single_data()
@@ -185,7 +204,9 @@ def load_toml(path: Path) -> Mapping[str, object]:
 
 
 def _read(path: Path, most: int, need: str) -> bytes:
-    """Return the bytes of a file; InputError if it is missing, no file, or larger than `most` bytes."""
+    """Return the bytes of a file; InputError if it is missing, no file, or larger than `most`
+    bytes.
+    """
     try:
         require_no_device(path)
         with path.open("rb") as file:

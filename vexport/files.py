@@ -30,7 +30,8 @@ LFS_POINTER_BYTES = 1024
 
 
 def user_path(name: str | Path) -> Path:
-    """Return a path with the home folder in place of `~` or `~name`; InputError if there is no such user.
+    """Return a path with the home folder in place of `~` or `~name`; InputError if there is no such
+    user.
 
     A file or folder here whose name begins with `~` keeps its name.
     """
@@ -57,7 +58,9 @@ def errors_at(place: str) -> Iterator[None]:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; it takes the name `path` when the block ends without error."""
+    """Yield a temporary path next to `path`; it takes the name `path` when the block ends without
+    error.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -98,7 +101,9 @@ def require_fetched(files: Iterable[Path]) -> None:
 
 
 def _is_lfs_pointer(file: Path) -> bool:
-    """Source: github.com/git-lfs/git-lfs/blob/main/docs/spec.md: a small text with the version first."""
+    """Source: github.com/git-lfs/git-lfs/blob/main/docs/spec.md: a small text with the version
+    first.
+    """
     try:
         if not file.is_file() or file.stat().st_size > LFS_POINTER_BYTES:
             return False
@@ -109,13 +114,19 @@ def _is_lfs_pointer(file: Path) -> bool:
 
 
 def unreadable_kind(path: Path) -> str | None:
-    """Return what a path is if it is no file that can be read, None for a file, or for nothing at all."""
+    """Return what a path is if it is no file that can be read, None for a file, or for nothing at
+    all.
+    """
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
         return "a link to nothing" if path.is_symlink() else None
     except OSError as error:
-        return "a link that leads back to itself" if error.errno == errno.ELOOP else str(error.strerror)
+        return (
+            "a link that leads back to itself"
+            if error.errno == errno.ELOOP
+            else str(error.strerror)
+        )
     if stat.S_ISREG(mode):
         return None if os.access(path, os.R_OK) else "a file that this user may not read"
     return next((words for is_kind, words in _KINDS if is_kind(mode)), "no regular file")
@@ -134,16 +145,24 @@ def read_json(path: Path) -> Json:
     try:
         value: Json = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(str(path), got="no such file", need="a JSON file", fix="check the path") from None
+        raise InputError(
+            str(path), got="no such file", need="a JSON file", fix="check the path"
+        ) from None
     except (UnicodeDecodeError, OSError) as error:
         require_working_disk(error, path)
-        raise InputError(str(path), got=str(error), need="readable JSON", fix="check the file") from None
+        raise InputError(
+            str(path), got=str(error), need="readable JSON", fix="check the file"
+        ) from None
     except json.JSONDecodeError as error:
         place = f"{path}:{error.lineno}"
-        raise InputError(place, got=error.msg, need="valid JSON", fix="correct or restore the file") from None
+        raise InputError(
+            place, got=error.msg, need="valid JSON", fix="correct or restore the file"
+        ) from None
     except (ValueError, RecursionError) as error:
         got = f"broken JSON ({error})"
-        raise InputError(str(path), got=got, need="valid JSON", fix="correct or restore the file") from None
+        raise InputError(
+            str(path), got=got, need="valid JSON", fix="correct or restore the file"
+        ) from None
     return value
 
 
@@ -152,7 +171,9 @@ def read_json_object(path: Path) -> dict[str, Json]:
     value = read_json(path)
     if not isinstance(value, dict):
         kind = type(value).__name__
-        raise InputError(str(path), got=f"a JSON {kind}", need="a JSON object", fix="correct the file")
+        raise InputError(
+            str(path), got=f"a JSON {kind}", need="a JSON object", fix="correct the file"
+        )
     return value
 
 

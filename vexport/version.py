@@ -1,4 +1,6 @@
-"""Versions, importable without anything else: of vexport, and of the vLLM that it knows by heart."""
+"""Versions, importable without anything else: of vexport, and of the vLLM that it knows by
+heart.
+"""
 
 __version__ = "0.1.0"
 

@@ -1,14 +1,16 @@
-"""Time and peak memory of calibration against a bare forward over the same tokens, and against the peer.
+"""Time and peak memory of calibration against a bare forward over the same tokens, and against the
+peer.
 
     .venv/bin/python scripts/bench/calibration.py [--samples 32] [--tokens 512] [--scheme NVFP4]
 
-The model is a Llama of about 100 million random weights in bf16, written to a temporary folder. `bare` has
-the whole model in memory and runs its forward sample by sample, loading not counted; `vexport` is all of
-`calibrate`, from the checkpoint on disk to the ranges; `peer` is llm-compressor's `oneshot` with the
-sequential pipeline, when scripts/bench/setup-peer has made .venv-peer. Each is a process of its own, the
-others run a few samples before, so that no import and no kernel's first use counts. Rounds alternate and the
-fastest counts. On a machine that is busy with other work compare CPU seconds, with OMP_NUM_THREADS=1. Memory
-is the peak of the process, its libraries included.
+The model is a Llama of about 100 million random weights in bf16, written to a temporary folder.
+`bare` has the whole model in memory and runs its forward sample by sample, loading not counted;
+`vexport` is all of `calibrate`, from the checkpoint on disk to the ranges; `peer` is
+llm-compressor's `oneshot` with the sequential pipeline, when scripts/bench/setup-peer has made
+.venv-peer. Each is a process of its own, the others run a few samples before, so that no import and
+no kernel's first use counts. Rounds alternate and the fastest counts. On a machine that is busy
+with other work compare CPU seconds, with OMP_NUM_THREADS=1. Memory is the peak of the process, its
+libraries included.
 """
 
 import argparse
@@ -73,7 +75,9 @@ def run_peer(folder: Path, rows: Rows, scheme: str) -> Callable[[], object]:
     return partial(
         oneshot,
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
-        dataset=Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}),
+        dataset=Dataset.from_dict(
+            {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+        ),
         recipe=QuantizationModifier(targets="Linear", scheme=scheme, ignore=["lm_head"]),
         num_calibration_samples=len(rows),
         max_seq_length=len(rows[0]),
@@ -110,7 +114,8 @@ def main() -> None:
     if options.run:
         draw = random.Random(0)
         rows = [
-            [draw.randrange(3, VOCABULARY) for _ in range(options.tokens)] for _ in range(options.samples)
+            [draw.randrange(3, VOCABULARY) for _ in range(options.tokens)]
+            for _ in range(options.samples)
         ]
         print(json.dumps(spent(RUNS[options.run](options.folder, rows, options.scheme))))
         return

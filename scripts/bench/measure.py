@@ -1,4 +1,5 @@
-"""Time and memory of a command; run as a script, the seconds of one command of vexport without its imports.
+"""Time and memory of a command; run as a script, the seconds of one command of vexport without its
+imports.
 
     .venv/bin/python scripts/bench/measure.py quantize MODEL OUT --scheme W4A16 ...
 
@@ -40,7 +41,9 @@ class Ran:
         return json.loads(self.text.splitlines()[-1])
 
     def watch(self, pid: int) -> None:
-        """Follow the resident set of a process until it has ended; that of wait4 counts its parent's too."""
+        """Follow the resident set of a process until it has ended; that of wait4 counts its
+        parent's too.
+        """
         while peak := resident_mb("VmHWM", pid):
             self.megabytes = max(self.megabytes, peak)
             time.sleep(0.005)
@@ -51,7 +54,9 @@ def timed(*command: object) -> Ran:
     os.sync()
     ran, start = Ran(), time.perf_counter()
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, stderr=log)
+        process = subprocess.Popen(
+            [str(word) for word in command], stdout=subprocess.PIPE, stderr=log
+        )
         assert process.stdout is not None
         watch = Thread(target=ran.watch, args=(process.pid,))
         watch.start()
@@ -61,7 +66,9 @@ def timed(*command: object) -> Ran:
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             log.seek(0)
-            raise SystemExit(f"{command[0]}: exit {process.returncode}\n{log.read().decode()[-2000:]}")
+            raise SystemExit(
+                f"{command[0]}: exit {process.returncode}\n{log.read().decode()[-2000:]}"
+            )
     ran.seconds, ran.cpu = time.perf_counter() - start, usage.ru_utime + usage.ru_stime
     return ran
 
@@ -69,7 +76,9 @@ def timed(*command: object) -> Ran:
 def resident_mb(line: str, pid: int | str = "self") -> float:
     """Resident memory of a process in MB: VmRSS now, VmHWM at its peak; 0 once it has ended."""
     lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
-    return next((int(each.split()[1]) * 1024 / 1e6 for each in lines if each.startswith(f"{line}:")), 0.0)
+    return next(
+        (int(each.split()[1]) * 1024 / 1e6 for each in lines if each.startswith(f"{line}:")), 0.0
+    )
 
 
 def spent(call: Callable[[], object]) -> dict[str, float]:

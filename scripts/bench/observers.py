@@ -2,10 +2,10 @@
 
     .venv/bin/python scripts/bench/observers.py [--rows 8192] [--columns 4096] [--peer-rows 256]
 
-Each row of the table is an observer and a scheme on random heavy-tailed bf16 weights: from the weight to its
-qparams, MB of bf16 per second, the fastest of some repeats after a first one that compiles. The peer is slow,
-so it has fewer rows; each side is a process of its own, the peer's in .venv-peer
-(scripts/bench/setup-peer; without it that column is empty).
+Each row of the table is an observer and a scheme on random heavy-tailed bf16 weights: from the
+weight to its qparams, MB of bf16 per second, the fastest of some repeats after a first one that
+compiles. The peer is slow, so it has fewer rows; each side is a process of its own, the peer's in
+.venv-peer (scripts/bench/setup-peer; without it that column is empty).
 """
 
 import argparse
@@ -23,7 +23,10 @@ MB = 1e6
 CASES = (
     ("memoryless_mse", "NVFP4"),
     ("nvfp4_expanded_mse", "NVFP4"),
-    *(("memoryless_mse", scheme) for scheme in ("W4A16", "W8A16", "FP8_DYNAMIC", "FP8_BLOCK", "FP8")),
+    *(
+        ("memoryless_mse", scheme)
+        for scheme in ("W4A16", "W8A16", "FP8_DYNAMIC", "FP8_BLOCK", "FP8")
+    ),
     ("imatrix_mse", "W4A16"),
     ("imatrix_mse", "NVFP4"),
 )
@@ -40,7 +43,9 @@ def heavy_tailed(rows: int, columns: int) -> torch.Tensor:
     return weight
 
 
-def observation(name: str, scheme: str, weight: torch.Tensor, *, peer: bool) -> Callable[[], object]:
+def observation(
+    name: str, scheme: str, weight: torch.Tensor, *, peer: bool
+) -> Callable[[], object]:
     """What is timed: a new observer sees the weight and answers with qparams."""
     from compressed_tensors.quantization import preset_name_to_scheme
 
@@ -81,16 +86,26 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=int, default=8192, help="rows of our weight (default 8192)")
-    parser.add_argument("--columns", type=int, default=4096, help="columns of both weights (default 4096)")
-    parser.add_argument("--peer-rows", type=int, default=256, help="rows of the peer's weight (default 256)")
+    parser.add_argument(
+        "--columns", type=int, default=4096, help="columns of both weights (default 4096)"
+    )
+    parser.add_argument(
+        "--peer-rows", type=int, default=256, help="rows of the peer's weight (default 256)"
+    )
     parser.add_argument("--repeats", type=int, default=3, help="repeats of ours (default 3)")
     parser.add_argument("--side", choices=("ours", "peer"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        print(json.dumps(speeds(options.rows, options.columns, options.repeats, peer=options.side == "peer")))
+        print(
+            json.dumps(
+                speeds(options.rows, options.columns, options.repeats, peer=options.side == "peer")
+            )
+        )
         return
     side = (__file__, "--columns", options.columns, "--side")
-    ours = timed(sys.executable, *side, "ours", "--rows", options.rows, "--repeats", options.repeats).answer
+    ours = timed(
+        sys.executable, *side, "ours", "--rows", options.rows, "--repeats", options.repeats
+    ).answer
     theirs: Sequence[float | None] = [None] * len(CASES)
     if PEER.exists():
         theirs = timed(PEER, *side, "peer", "--rows", options.peer_rows, "--repeats", 1).answer

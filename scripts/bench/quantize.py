@@ -1,12 +1,14 @@
-"""Time and memory of `vexport quantize` and `check` next to llm-compressor's model_free_ptq, `cp` and `cat`.
+"""Time and memory of `vexport quantize` and `check` next to llm-compressor's model_free_ptq, `cp`
+and `cat`.
 
     .venv/bin/python scripts/bench/quantize.py [--scheme NVFP4A16]... [--repeats 3] [--layers 22]
 
-The source is a Llama of 1.1 B random weights (2.2 GB of bf16 in 4 shards), made once in --folder. All are run
-in turns with the files in the page cache, after a sync; the fastest of the repeats counts, and the largest
-memory. The copy is synced, as the output is. Of `quantize` and of the peer, which runs once in .venv-peer
-(scripts/bench/setup-peer; without it its columns are empty), the seconds are those of the call without
-imports, of `check` those of the process. On a busy machine compare processor seconds. Linux only.
+The source is a Llama of 1.1 B random weights (2.2 GB of bf16 in 4 shards), made once in --folder.
+All are run in turns with the files in the page cache, after a sync; the fastest of the repeats
+counts, and the largest memory. The copy is synced, as the output is. Of `quantize` and of the peer,
+which runs once in .venv-peer (scripts/bench/setup-peer; without it its columns are empty), the
+seconds are those of the call without imports, of `check` those of the process. On a busy machine
+compare processor seconds. Linux only.
 """
 
 import argparse
@@ -37,7 +39,9 @@ COLUMNS = ("s", "CPU s", "MB")
 
 
 def make_source(folder: Path, layers: int) -> Path:
-    """The synthetic checkpoint in shards of whole layers, as the peer needs, written unless it is there."""
+    """The synthetic checkpoint in shards of whole layers, as the peer needs, written unless it is
+    there.
+    """
     if (folder / "config.json").is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,7 +51,11 @@ def make_source(folder: Path, layers: int) -> Path:
     for name, tensor in model.state_dict().items():
         words = name.split(".")
         number = (
-            int(words[2]) * SHARDS // layers if words[1] == "layers" else 0 if "embed" in name else SHARDS - 1
+            int(words[2]) * SHARDS // layers
+            if words[1] == "layers"
+            else 0
+            if "embed" in name
+            else SHARDS - 1
         )
         shards.setdefault(f"model-{number + 1:05}-of-{SHARDS:05}.safetensors", {})[name] = tensor
     for file, tensors in shards.items():
@@ -102,18 +110,27 @@ def main() -> None:
     if "--peer" in sys.argv:
         run_peer(*sys.argv[2:])
         return
-    parser = argparse.ArgumentParser(description="Speed of quantize and check against the peer, cp and cat.")
+    parser = argparse.ArgumentParser(
+        description="Speed of quantize and check against the peer, cp and cat."
+    )
     parser.add_argument("--scheme", action="append", help="A scheme; repeatable.")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, default=22)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "vexport-bench")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "vexport-bench"
+    )
     options = parser.parse_args()
     source = make_source(options.folder / f"llama-{options.layers}", options.layers)
     print(" " * 12 + f"{'quantize':>24}{'peer':>24}{'':8}{'check':>24}")
-    print(" " * 12 + "".join(f"{name:>8}" for name in (*COLUMNS, *COLUMNS, "cp s", *COLUMNS, "cat s")))
+    print(
+        " " * 12 + "".join(f"{name:>8}" for name in (*COLUMNS, *COLUMNS, "cp s", *COLUMNS, "cat s"))
+    )
     for scheme in options.scheme or SCHEMES:
         cells = measure(scheme, source, options.repeats)
-        print(f"{scheme:12}" + "".join(f"{cell:8.2f}" if cell else f"{'-':>8}" for cell in cells), flush=True)
+        print(
+            f"{scheme:12}" + "".join(f"{cell:8.2f}" if cell else f"{'-':>8}" for cell in cells),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

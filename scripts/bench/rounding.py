@@ -1,19 +1,24 @@
-"""Accuracy, time and memory of --rounding on a real model, next to llm-compressor's methods on the same rows.
+"""Accuracy, time and memory of --rounding on a real model, next to llm-compressor's methods on the
+same rows.
 
     scripts/real-model && scripts/bench/setup-peer
-    .venv/bin/python scripts/bench/rounding.py [--scheme W4A16_G64]... [--method refit]... [--rows 64]
-        [--held-out 16] [--model real/SmolLM2-135M-Instruct] [--text real/text] [--folder DIR] [--show]
+    .venv/bin/python scripts/bench/rounding.py [--scheme W4A16_G64]... [--method refit]... [--rows
+    64]
+        [--held-out 16] [--model real/SmolLM2-135M-Instruct] [--text real/text] [--folder DIR]
+        [--show]
 
-A cell is a scheme and a method. It is quantized, measured, and kept as DIR/ROWS/SCHEME-METHOD/score.json:
-what is there is not done again, so that a run can be stopped anywhere and cells can be run one by one;
---show only prints. KL is that of the source to the checkpoint, NLL the checkpoint's own, both the mean over
---held-out rows of text of the calibration's kind (`same`) and of another kind (`other`), computed by
-transformers with the weights dequantized by compressed-tensors and inputs rounded as the scheme says; after
-the KL stands the standard error of the mean over rows.
+A cell is a scheme and a method. It is quantized, measured, and kept as
+DIR/ROWS/SCHEME-METHOD/score.json: what is there is not done again, so that a run can be stopped
+anywhere and cells can be run one by one; --show only prints. KL is that of the source to the
+checkpoint, NLL the checkpoint's own, both the mean over --held-out rows of text of the
+calibration's kind (`same`) and of another kind (`other`), computed by transformers with the weights
+dequantized by compressed-tensors and inputs rounded as the scheme says; after the KL stands the
+standard error of the mean over rows.
 
-Imports count on neither side. Of ours the whole command counts, from the source's files to the written
-checkpoint; of the peer's `oneshot` alone (calibration and rounding). On a busy machine compare the seconds of
-processor time. Memory is the largest resident set of the process. Linux only.
+Imports count on neither side. Of ours the whole command counts, from the source's files to the
+written checkpoint; of the peer's `oneshot` alone (calibration and rounding). On a busy machine
+compare the seconds of processor time. Memory is the largest resident set of the process. Linux
+only.
 """
 
 import argparse
@@ -31,7 +36,16 @@ from typing import Any
 
 from measure import OWN, PEER, ROOT, spent, timed
 
-SCHEMES = ("W4A16_G64", "W4A16_G32", "W4A16_ASYM_G64", "NVFP4", "NVFP4A16", "MXFP4", "W8A8", "W3A16_G64")
+SCHEMES = (
+    "W4A16_G64",
+    "W4A16_G32",
+    "W4A16_ASYM_G64",
+    "NVFP4",
+    "NVFP4A16",
+    "MXFP4",
+    "W8A8",
+    "W3A16_G64",
+)
 OURS = ("nearest", "gptq", "refit")
 # "peer-" and the words that `peer_recipe` knows.
 THEIRS = ("peer-gptq", "peer-gptq-mse", "peer-awq", "peer-awq-gptq", "peer-smoothquant-gptq")
@@ -59,7 +73,9 @@ def make(options: argparse.Namespace, scheme: str, method: str, out: Path) -> di
         ran = timed(PEER, __file__, "--peer", model, out, scheme, recipe, data, options.rows)
     else:
         words = ("quantize", model, out, "--scheme", scheme, "--rounding", method, "--quiet")
-        ran = timed(*OWN, *words, "--calibration", data, "--samples", options.rows, "--seq-len", SEQ_LEN)
+        ran = timed(
+            *OWN, *words, "--calibration", data, "--samples", options.rows, "--seq-len", SEQ_LEN
+        )
     return {**ran.answer, "megabytes": ran.megabytes}
 
 
@@ -79,7 +95,9 @@ def run_peer(model_path: str, out: str, scheme: str, method: str, data: str, cou
         oneshot,
         model=model,
         tokenizer=tokenizer,
-        dataset=Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows]),
+        dataset=Dataset.from_list(
+            [{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows]
+        ),
         recipe=peer_recipe(scheme, method.split("-")),
         num_calibration_samples=len(rows),
         max_seq_length=SEQ_LEN,
@@ -116,7 +134,10 @@ def peer_recipe(name: str, words: Sequence[str]) -> list[Any]:
 
 
 def read_rows(file: Path, count: int) -> list[list[int]]:
-    return [json.loads(line)["input_ids"] for line in file.read_text(encoding="utf-8").splitlines()[:count]]
+    return [
+        json.loads(line)["input_ids"]
+        for line in file.read_text(encoding="utf-8").splitlines()[:count]
+    ]
 
 
 def run_score(model: str, checkpoint: str, text: str, count: str) -> None:
@@ -137,7 +158,9 @@ def run_score(model: str, checkpoint: str, text: str, count: str) -> None:
             for row in read_rows(Path(text) / f"{domain}.jsonl", int(count)):
                 ids = torch.tensor([row])
                 logits = candidate(ids).logits.float()
-                divergences.append(divergence_of_logits(source(ids).logits.float(), logits) / len(row))
+                divergences.append(
+                    divergence_of_logits(source(ids).logits.float(), logits) / len(row)
+                )
                 losses.append(float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])))
             score["kl"][domain] = statistics.mean(divergences)
             score["kl_error"][domain] = statistics.stdev(divergences) / len(divergences) ** 0.5
@@ -179,7 +202,9 @@ def markdown(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> str:
             words.append(f"{cell['kl'][domain] / best:.2f}" if best else "-")
         words += [f"{cell['nll'][domain]:.3f}" for domain in DOMAINS]
         words += [f"{cell['seconds']:.0f}", f"{cell['cpu']:.0f}"]
-        words.append(f"{cell['cpu'] / peers['peer-gptq']['cpu']:.2f}" if "peer-gptq" in peers else "-")
+        words.append(
+            f"{cell['cpu'] / peers['peer-gptq']['cpu']:.2f}" if "peer-gptq" in peers else "-"
+        )
         words.append(f"{cell['megabytes']:.0f}")
         lines.append(f"| {' | '.join(words)} |")
     return "\n".join(lines)
@@ -190,12 +215,16 @@ def main() -> None:
         description="--rounding next to llm-compressor's methods on a real model."
     )
     parser.add_argument("--scheme", action="append", choices=SCHEMES, help="A scheme; repeatable.")
-    parser.add_argument("--method", action="append", choices=[*OURS, *THEIRS], help="A method; repeatable.")
+    parser.add_argument(
+        "--method", action="append", choices=[*OURS, *THEIRS], help="A method; repeatable."
+    )
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--held-out", type=int, default=16)
     parser.add_argument("--model", type=Path, default=ROOT / "real" / "SmolLM2-135M-Instruct")
     parser.add_argument("--text", type=Path, default=ROOT / "real" / "text")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "vexport-bench-rounding")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "vexport-bench-rounding"
+    )
     parser.add_argument("--show", action="store_true", help="Print what is there, run nothing.")
     options = parser.parse_args()
     cells = {}
@@ -217,5 +246,7 @@ if __name__ == "__main__":
         run_score(*sys.argv[2:])
     else:
         # What runs below finds this tree's package, wherever it is called from.
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+        )
         main()

@@ -6,7 +6,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import yaml
-from demo_corpus import END, VALUES, Fact, Statement, Sum, facts, folder_argument, reversed_digits, sums
+from demo_corpus import (
+    END,
+    VALUES,
+    Fact,
+    Statement,
+    Sum,
+    facts,
+    folder_argument,
+    reversed_digits,
+    sums,
+)
 
 SEED = 3
 CALIBRATION_ROWS, CALIBRATION_TOKENS = 256, 128
@@ -23,9 +33,17 @@ GENERATION: Config = {
     "output_type": "generate_until",
     "doc_to_text": "{{prompt}}",
     "doc_to_target": "{{answer}}",
-    "generation_kwargs": {"until": [END], "max_gen_toks": 8, "do_sample": False, "temperature": 0.0},
+    "generation_kwargs": {
+        "until": [END],
+        "max_gen_toks": 8,
+        "do_sample": False,
+        "temperature": 0.0,
+    },
     "filter_list": [
-        {"name": "answer", "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}]}
+        {
+            "name": "answer",
+            "filter": [{"function": "remove_whitespace"}, {"function": "take_first"}],
+        }
     ],
     "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
 }
@@ -60,7 +78,11 @@ def free_row(statement: Statement) -> Row:
 def choice_row(statement: Statement, wrong: Sequence[str], chooser: random.Random) -> Row:
     """The choices in random order; `answer` is the index of the right one."""
     choices = chooser.sample([statement.answer, *wrong], len(wrong) + 1)
-    return {"prompt": statement.prompt, "choices": choices, "answer": choices.index(statement.answer)}
+    return {
+        "prompt": statement.prompt,
+        "choices": choices,
+        "answer": choices.index(statement.answer),
+    }
 
 
 def sum_choice_row(pair: Sum, chooser: random.Random) -> Row:
@@ -74,7 +96,9 @@ def fact_choice_row(fact: Fact, chooser: random.Random) -> Row:
 
 
 def tasks(chooser: random.Random) -> list[tuple[str, Config, list[Row]]]:
-    """(name, YAML keys of its kind, documents) of the four tasks; shuffled, for `limit` takes the first."""
+    """(name, YAML keys of its kind, documents) of the four tasks; shuffled, for `limit` takes the
+    first.
+    """
     pairs = chooser.sample(sums()[1], len(sums()[1]))
     known = chooser.sample(facts(), len(facts()))
     return [

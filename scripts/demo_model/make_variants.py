@@ -31,7 +31,9 @@ def scaled(tensor: torch.Tensor, factor: float, every: int) -> torch.Tensor:
     result = tensor.clone()
     result[..., ::every] *= factor
     if not torch.equal(result[..., ::every] / factor, tensor[..., ::every]):
-        raise ValueError(f"factor {factor}: a value leaves {tensor.dtype}'s range; choose a smaller one")
+        raise ValueError(
+            f"factor {factor}: a value leaves {tensor.dtype}'s range; choose a smaller one"
+        )
     return result
 
 

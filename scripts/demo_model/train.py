@@ -1,4 +1,6 @@
-"""Train the demo model and write it to scenarios/demo/model; about two minutes on one CPU thread."""
+"""Train the demo model and write it to scenarios/demo/model; about two minutes on one CPU
+thread.
+"""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -34,8 +36,9 @@ MAX_LENGTH = 512
 FACTS_PER_STEP, SUMS_PER_STEP = 128, 64
 NOT_AN_ANSWER = -100  # the label that LlamaForCausalLM's loss leaves out
 MUON_RATE, ADAMW_RATE, WARM_UP_STEPS = 0.02, 2e-3, 10
-# In the first half of the steps each statement is a row of its own: only so is addition learned in time.
-# Then half of them share long rows, so that the model answers at any position of a long prompt.
+# In the first half of the steps each statement is a row of its own: only so is addition learned in
+# time. Then half of them share long rows, so that the model answers at any position of a long
+# prompt.
 STATEMENTS_SHARING, STATEMENTS_PER_LONG_ROW = 96, 32
 SHARE_WITHOUT_BOS = 0.25
 
@@ -87,11 +90,16 @@ def batches() -> Iterator[tuple[Batch, ...]]:
         alone = len(statements) - (0 if step < STEPS // 2 else STATEMENTS_SHARING)
         kinds = [
             [statements[start : start + length] for start in range(first, last, length)]
-            for first, last, length in ((0, alone, 1), (alone, len(statements), STATEMENTS_PER_LONG_ROW))
+            for first, last, length in (
+                (0, alone, 1),
+                (alone, len(statements), STATEMENTS_PER_LONG_ROW),
+            )
         ]
         # A part of the rows is without `<bos>`, because not every caller puts it in front.
         yield tuple(
-            pad_rows([encode_row(row, with_bos=chooser.random() >= SHARE_WITHOUT_BOS) for row in rows])
+            pad_rows(
+                [encode_row(row, with_bos=chooser.random() >= SHARE_WITHOUT_BOS) for row in rows]
+            )
             for rows in kinds
             if rows
         )
@@ -135,9 +143,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def optimizers(model: LlamaForCausalLM) -> list[tuple[torch.optim.Optimizer, LambdaLR]]:
-    """Muon for the layers' matrices and AdamW for the rest, warmed up and then decayed linearly to zero."""
+    """Muon for the layers' matrices and AdamW for the rest, warmed up and then decayed linearly to
+    zero.
+    """
     named: list[tuple[str, torch.nn.Parameter]] = list(model.named_parameters())
-    matrices = [parameter for name, parameter in named if ".layers." in name and parameter.ndim == 2]
+    matrices = [
+        parameter for name, parameter in named if ".layers." in name and parameter.ndim == 2
+    ]
     rest = [parameter for name, parameter in named if ".layers." not in name or parameter.ndim < 2]
     chosen = (
         torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.0),
@@ -156,7 +168,9 @@ def train(model: LlamaForCausalLM) -> None:
     for parts in track(batches(), "training", total=STEPS):
         answers = [int((part.labels != NOT_AN_ANSWER).sum()) for part in parts]
         for part, count in zip(parts, answers, strict=True):
-            loss: torch.Tensor = model(input_ids=part.ids, labels=part.labels).loss * (count / sum(answers))
+            loss: torch.Tensor = model(input_ids=part.ids, labels=part.labels).loss * (
+                count / sum(answers)
+            )
             loss.backward()  # type: ignore[no-untyped-call]
         for optimizer, scheduler in schedule:
             optimizer.step()
@@ -166,7 +180,9 @@ def train(model: LlamaForCausalLM) -> None:
 
 @torch.inference_mode()
 def accuracy(model: LlamaForCausalLM, statements: Sequence[Statement]) -> float:
-    """The share of statements whose every answer token is the most likely one, as greedy decoding needs."""
+    """The share of statements whose every answer token is the most likely one, as greedy decoding
+    needs.
+    """
     batch = pad_rows([encode_row([statement], with_bos=True) for statement in statements])
     choices = model(input_ids=batch.ids).logits[:, :-1].argmax(-1)
     targets = batch.labels[:, 1:]
@@ -183,7 +199,10 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     model = new_model()
     train(model)
-    model.generation_config.eos_token_id = [TOKEN_IDS[EOS], TOKEN_IDS[END]]  # ends with the statement
+    model.generation_config.eos_token_id = [
+        TOKEN_IDS[EOS],
+        TOKEN_IDS[END],
+    ]  # ends with the statement
     model.generation_config.do_sample = False
     model.to(torch.bfloat16).save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)

@@ -5,14 +5,17 @@
 Each stage is a process of its own and may take ten minutes:
 
 - `device`: the card, the driver and the versions of packages.
-- `vllm`: loads every scheme with vLLM's real kernels, compares them with the kernels that the dry load
+- `vllm`: loads every scheme with vLLM's real kernels, compares them with the kernels that the dry
+load
   expects, and evaluates two schemes.
 - `kernels`: sums of inputs and codes of one weight.
-- `pipeline`: calibration, smoothing, gptq and refit of the demo, and of a model with 1.1 B random weights:
+- `pipeline`: calibration, smoothing, gptq and refit of the demo, and of a model with 1.1 B random
+weights:
   codes, KL, time, memory.
 
-The rows of a stage are in OUT/STAGE.jsonl as soon as they are measured, and the table is in OUT/gpu.json and
-OUT/gpu.md. A row says why one is skipped. `--device cpu` rehearses all of it with a small model.
+The rows of a stage are in OUT/STAGE.jsonl as soon as they are measured, and the table is in
+OUT/gpu.json and OUT/gpu.md. A row says why one is skipped. `--device cpu` rehearses all of it with
+a small model.
 """
 
 import argparse
@@ -34,8 +37,12 @@ STAGES = ("device", "vllm", "kernels", "pipeline")
 LIMIT_SECONDS = 600
 
 
-def run_apart(stage: str, device: str, folder: Path, checkpoints: tuple[Path, ...] = ()) -> list[Row]:
-    """The rows of a stage in a process of its own, and one more where it fails or takes too long."""
+def run_apart(
+    stage: str, device: str, folder: Path, checkpoints: tuple[Path, ...] = ()
+) -> list[Row]:
+    """The rows of a stage in a process of its own, and one more where it fails or takes too
+    long.
+    """
     reason, log, lines = "", folder / f"{stage}.log", folder / f"{stage}.jsonl"
     # Imports take longer than the rehearsal of a stage; CUDA may not be used before a fork.
     forks, spawns = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
@@ -52,7 +59,11 @@ def run_apart(stage: str, device: str, folder: Path, checkpoints: tuple[Path, ..
     elif process.exitcode:
         last = log.read_text().strip().splitlines()[-1:]
         reason = f"exit {process.exitcode}: {' '.join(last)[:200]} ({log.name})"
-    rows = [Row(**json.loads(line)) for line in lines.read_text().splitlines() if line.startswith('{"name"')]
+    rows = [
+        Row(**json.loads(line))
+        for line in lines.read_text().splitlines()
+        if line.startswith('{"name"')
+    ]
     return [*rows, *([Row(FAILED, note=reason, stage=stage)] if reason else [])]
 
 
@@ -61,7 +72,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", help="A device of torch; cpu rehearses.")
     parser.add_argument("--out", type=Path, default=Path("gpu"))
-    parser.add_argument("--stage", action="append", choices=STAGES, help="Only this stage; repeatable.")
+    parser.add_argument(
+        "--stage", action="append", choices=STAGES, help="Only this stage; repeatable."
+    )
     parser.add_argument(
         "--checkpoint",
         type=Path,

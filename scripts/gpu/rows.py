@@ -13,7 +13,9 @@ FAILED = "failed"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure: `least` and `most` bound it where it decides something. `note` says why one was skipped."""
+    """One figure: `least` and `most` bound it where it decides something. `note` says why one was
+    skipped.
+    """
 
     name: str
     value: float | None = None
@@ -34,7 +36,9 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured: the sides of a matrix, the random model's sides, layers and words, the text."""
+    """What is measured: the sides of a matrix, the random model's sides, layers and words, the
+    text.
+    """
 
     matrix: int
     hidden: int
@@ -61,7 +65,9 @@ class Sizes:
 
 
 def run_here(stage: str, device: str, folder: Path, checkpoints: tuple[Path, ...] = ()) -> None:
-    """Write the rows of a stage to STAGE.jsonl as they come, in this process, and its output to STAGE.log."""
+    """Write the rows of a stage to STAGE.jsonl as they come, in this process, and its output to
+    STAGE.log.
+    """
     with (folder / f"{stage}.log").open("w") as log, (folder / f"{stage}.jsonl").open("w") as lines:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
@@ -81,5 +87,7 @@ def markdown(rows: Sequence[Row]) -> str:
         bounds = [f"at least {row.least:g}"] if row.least is not None else []
         bounds += [f"at most {row.most:g}"] if row.most is not None else []
         note = f"**bad** {row.note}".strip() if row.is_bad else row.note
-        lines.append("| " + " | ".join((row.stage, row.name, value, ", ".join(bounds), note)) + " |")
+        lines.append(
+            "| " + " | ".join((row.stage, row.name, value, ", ".join(bounds), note)) + " |"
+        )
     return "\n".join(lines) + "\n"

@@ -31,7 +31,15 @@ from vexport.formats.schemes import all_schemes, get_scheme
 from vexport.numerics.metrics import divergence_of_logits
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import rules_for
-from vexport.quantize.gptq import GPTQ, Moments, factorize, grid_of, round_blocks, round_compiled, stack
+from vexport.quantize.gptq import (
+    GPTQ,
+    Moments,
+    factorize,
+    grid_of,
+    round_blocks,
+    round_compiled,
+    stack,
+)
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.records import PlanRequest
 from vexport.records.calibration import Rounding
@@ -40,10 +48,15 @@ from vexport.scenario import Calibration
 PACKAGES = ("torch", "triton", "transformers", "compressed_tensors", "vllm", "llmcompressor")
 # What the device's codes may differ by from the CPU's of one H, and its KL from the CPU's.
 EQUAL_CODES, KL_SHARE, SCALE_SHARE = 0.999, 1.01, 0.01
-# Engines on one card at a time, and the time that one may take. Each has a KV cache of a fixed size: vLLM
-# would otherwise measure the card's free memory, which the others change meanwhile.
+# Engines on one card at a time, and the time that one may take. Each has a KV cache of a fixed
+# size: vLLM would otherwise measure the card's free memory, which the others change meanwhile.
 ENGINES, ENGINE_SECONDS = 10, 240
-BESIDE = ("--engine-arg", "gpu_memory_utilization=0.1", "--engine-arg", f"kv_cache_memory_bytes={2**30}")
+BESIDE = (
+    "--engine-arg",
+    "gpu_memory_utilization=0.1",
+    "--engine-arg",
+    f"kv_cache_memory_bytes={2**30}",
+)
 # Schemes whose answers are compared, and that are loaded compiled too.
 EVALUATED = ("NVFP4", "W4A16")
 
@@ -65,7 +78,9 @@ def _wait(device: str) -> None:
 
 def device(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     """Card, driver and versions."""
-    card = torch.cuda.get_device_name(device) if device.startswith("cuda") else "the CPU (a rehearsal)"
+    card = (
+        torch.cuda.get_device_name(device) if device.startswith("cuda") else "the CPU (a rehearsal)"
+    )
     yield Row("card", note=card)
     installed = importlib.metadata.packages_distributions()
     for package in PACKAGES:
@@ -79,7 +94,9 @@ def device(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
 
 
 def kernels(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
-    """H of the same inputs, and the codes of the same weight by the same H, on the device and on the CPU."""
+    """H of the same inputs, and the codes of the same weight by the same H, on the device and on
+    the CPU.
+    """
     side, generator = sizes.matrix, torch.Generator().manual_seed(0)
     spread = torch.randn(side, side, generator=generator) / math.sqrt(side)
     inputs = (torch.randn(4 * side, side, generator=generator) @ spread).to(torch.bfloat16)
@@ -90,7 +107,9 @@ def kernels(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
         yield Row(f"H and drift on {where}", 1e3 * taken, "ms")
     for name, most in (("hessian", 1e-5), ("drift", 5e-3)):
         exact, found = (getattr(one.complete(), name).cpu() for one in sums)
-        yield Row(f"{name}, relative difference", float((found - exact).norm() / exact.norm()), most=most)
+        yield Row(
+            f"{name}, relative difference", float((found - exact).norm() / exact.norm()), most=most
+        )
     weight = torch.randn(side, side, generator=generator) * 0.02
     for name, largest in (("W4A16", 7.5), ("W8A8", 127.5), ("NVFP4A16", 6.0), ("FP8_BLOCK", 448.0)):
         yield from _rounded(name, largest, weight, sums[0].hessian, device)
@@ -123,7 +142,9 @@ def settings(sizes: Sizes, device: str) -> Calibration:
     return Calibration(data=data, samples=sizes.samples, seq_len=sizes.tokens, device=device)
 
 
-def quantized(source: Path, out: Path, scheme: str, how: Rounding, text: Calibration | None) -> float:
+def quantized(
+    source: Path, out: Path, scheme: str, how: Rounding, text: Calibration | None
+) -> float:
     """Quantize; the seconds."""
     start = time.perf_counter()
     shutil.rmtree(out, ignore_errors=True)
@@ -142,7 +163,9 @@ def tensors_of(out: Path) -> dict[str, torch.Tensor]:
 
 
 def equal_bytes(ours: Path, cpus: Path) -> Iterator[Row]:
-    """The shares of equal bytes of packed weights and of equal exponents of smoothing; the input scales."""
+    """The shares of equal bytes of packed weights and of equal exponents of smoothing; the input
+    scales.
+    """
     left, right = tensors_of(ours), tensors_of(cpus)
     same = [(left[key] == right[key]).flatten() for key in left if key.endswith("weight_packed")]
     if same:
@@ -178,7 +201,10 @@ def kl(out: Path, sizes: Sizes) -> float:
 def pipeline(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
     """The demo calibrated and rounded, against the CPU's; time and memory of the random model."""
     for scheme, how in sizes.ways:
-        outs, losses = [folder / f"demo-{scheme}-{how}-{number}" for number in (0, 1)], list[float]()
+        outs, losses = (
+            [folder / f"demo-{scheme}-{how}-{number}" for number in (0, 1)],
+            list[float](),
+        )
         for where, out in zip(("cpu", device), outs, strict=True):
             taken = quantized(DEMO / "model", out, scheme, how, settings(sizes, where))
             losses.append(kl(out, sizes))
@@ -208,12 +234,15 @@ def pipeline(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
         yield Row(f"random {how}: memory of the host", (resident_mb("VmHWM") - before) / 1e3, "GB")
         if device.startswith("cuda"):
             yield Row(
-                f"random {how}: memory of the card", torch.cuda.max_memory_allocated(device) / 1e9, "GB"
+                f"random {how}: memory of the card",
+                torch.cuda.max_memory_allocated(device) / 1e9,
+                "GB",
             )
 
 
 def engine_environment() -> dict[str, str]:
-    """The environment of one of several engines: one thread, and without FlashInfer vLLM's own sampler.
+    """The environment of one of several engines: one thread, and without FlashInfer vLLM's own
+    sampler.
 
     vLLM imports FlashInfer for its sampler without asking whether it is installed.
     """
@@ -250,17 +279,25 @@ def read_answer(file: Path) -> dict[str, Any]:
 def real_kernels(report: dict[str, Any]) -> dict[str, str]:
     """The kernel that the engine chose for each kind of layer: `mlp.down_proj` to vLLM's class."""
     lines = (report.get("engine") or {}).get("kernels", ())
-    return {kind: chosen.partition(" (")[0] for kind, _, chosen in (line.partition(": ") for line in lines)}
+    return {
+        kind: chosen.partition(" (")[0]
+        for kind, _, chosen in (line.partition(": ") for line in lines)
+    }
 
 
 def expected_kernels(report: dict[str, Any]) -> dict[str, str]:
     """The same as the dry load expects it."""
-    rows = ((row["name"].rpartition("*.")[2], row["cells"][0]["kernel"]) for row in report.get("rows", ()))
+    rows = (
+        (row["name"].rpartition("*.")[2], row["cells"][0]["kernel"])
+        for row in report.get("rows", ())
+    )
     return dict(rows)
 
 
 def load_rows(name: str, out: Path, folder: Path, *words: str) -> list[Row]:
-    """Load a checkpoint dry for the first card's capability and then for real, and compare the kernels."""
+    """Load a checkpoint dry for the first card's capability and then for real, and compare the
+    kernels.
+    """
     start = time.perf_counter()
     files = {kind: folder / f"{name.replace(' ', '-')}.{kind}.json" for kind in ("dry", "load")}
     capability: tuple[object, ...] = ()
@@ -278,14 +315,23 @@ def load_rows(name: str, out: Path, folder: Path, *words: str) -> list[Row]:
     kernels = ", ".join(dict.fromkeys(chosen.values()))
     taken = f"{time.perf_counter() - start:.0f} s"
     rows.append(
-        Row(f"{name}: exit code of the load", code, most=0, note=told if code else f"{kernels}; {taken}")
+        Row(
+            f"{name}: exit code of the load",
+            code,
+            most=0,
+            note=told if code else f"{kernels}; {taken}",
+        )
     )
     if agreement:
         kl, limit = agreement["mean_kl"], agreement["limit"]
         rows.append(Row(f"{name}: KL(reference || engine)", kl, "nats", most=limit))
     if chosen and expected:
-        wrong = {kind: kernel for kind, kernel in chosen.items() if expected.get(kind, kernel) != kernel}
-        said = ", ".join(f"{kind} is {kernel}, not {expected[kind]}" for kind, kernel in wrong.items())
+        wrong = {
+            kind: kernel for kind, kernel in chosen.items() if expected.get(kind, kernel) != kernel
+        }
+        said = ", ".join(
+            f"{kind} is {kernel}, not {expected[kind]}" for kind, kernel in wrong.items()
+        )
         share = 1 - len(wrong) / len(chosen)
         rows.append(Row(f"{name}: kernels as the dry load said", share, least=1, note=said))
     return rows
@@ -296,11 +342,14 @@ def eval_rows(name: str, out: Path, folder: Path) -> list[Row]:
     start, task = time.perf_counter(), DEMO / "tasks" / "facts_choice.yaml"
     words = ("--baseline", DEMO / "model", "--task", task, *BESIDE)
     code, told = told_by("eval", out, *words)
-    return [Row(f"{name}: exit code of eval", code, note=f"{told}; {time.perf_counter() - start:.0f} s")]
+    return [
+        Row(f"{name}: exit code of eval", code, note=f"{told}; {time.perf_counter() - start:.0f} s")
+    ]
 
 
 def vllm(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
-    """Load every scheme that the card runs with real kernels, and other checkpoints; evaluate two schemes.
+    """Load every scheme that the card runs with real kernels, and other checkpoints; evaluate two
+    schemes.
 
     Several engines share one card. A rehearsal without a card loads dry only.
     """
@@ -308,7 +357,9 @@ def vllm(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
         yield Row("skipped", note="vLLM is not there")
         return
     cards = torch.cuda.device_count()
-    schemes = [one.name for one in all_schemes() if _runs(one.name)] if cards else list(sizes.schemes[:1])
+    schemes = (
+        [one.name for one in all_schemes() if _runs(one.name)] if cards else list(sizes.schemes[:1])
+    )
     text = settings(sizes, "cpu")
     with ThreadPoolExecutor(ENGINES) as pool:
         found = list[Future[list[Row]]]()
@@ -321,10 +372,14 @@ def vllm(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
             found.append(pool.submit(load_rows, scheme, out, folder))
             if cards and scheme in EVALUATED:
                 found.append(pool.submit(eval_rows, scheme, out, folder))
-                found.append(pool.submit(load_rows, f"{scheme} compiled", out, folder, "--mode", "default"))
+                found.append(
+                    pool.submit(load_rows, f"{scheme} compiled", out, folder, "--mode", "default")
+                )
         if cards > 1:
             found += [
-                pool.submit(load_rows, f"{scheme} tp 2", folder / f"demo-{scheme}", folder, "--tp", "2")
+                pool.submit(
+                    load_rows, f"{scheme} tp 2", folder / f"demo-{scheme}", folder, "--tp", "2"
+                )
                 for scheme in schemes
             ]
         for future in as_completed(found):

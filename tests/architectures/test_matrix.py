@@ -12,17 +12,23 @@ from tests.command import vexport
 from vexport.engine.dry.load import DryLoad
 from vexport.plan.build import PlanSettings
 
-# Those whose groups or blocks two ranks may cut, and others: groups of 64 fit the sizes of the micro models.
+# Those whose groups or blocks two ranks may cut, and others: groups of 64 fit the sizes of the
+# micro models.
 OF_RANKS, OTHERS = ("NVFP4A16", "FP8_BLOCK"), ("FP8_DYNAMIC", "W4A16_G64")
-# What a refusal says that helps, the first that it says: other options in the place of those that were given.
+# What a refusal says that helps, the first that it says: other options in the place of those that
+# were given.
 ADVICE = re.compile(
     r"--scheme (?P<scheme>\w+)|--group-size (?P<size>\d+)|(?P<keep>--on-unsupported-shape keep)"
 )
 
 
 def quantized(source: Path, out: Path, *options: str) -> str:
-    """The error of `quantize`, empty where there is an output. All outputs are loaded by one worker."""
-    ran = vexport("quantize", source, out, *options, "--rounding", "nearest", "--no-verify", "--quiet")
+    """The error of `quantize`, empty where there is an output. All outputs are loaded by one
+    worker.
+    """
+    ran = vexport(
+        "quantize", source, out, *options, "--rounding", "nearest", "--no-verify", "--quiet"
+    )
     assert (ran.code == 0) == out.exists(), ran.stderr
     return " ".join(ran.errors)
 
@@ -37,7 +43,9 @@ def advised(message: str, scheme: str) -> tuple[str, ...]:
 
 
 def written(folder: Path) -> Iterator[tuple[Path, bool | None]]:
-    """Each family in one scheme and in those that it refuses, then as advised; whether it fits two ranks."""
+    """Each family in one scheme and in those that it refuses, then as advised; whether it fits two
+    ranks.
+    """
     for number, family in enumerate(FAMILIES):
         source, refused = save_family(family, folder / family), REFUSED.get(family, ())
         for place, scheme in enumerate((*OF_RANKS, *OTHERS)):
@@ -48,12 +56,19 @@ def written(folder: Path) -> Iterator[tuple[Path, bool | None]]:
             assert bool(message) == (scheme.removesuffix("_G64") in refused), (out, message)
             assert not message or quantized(source, out, *advised(message, scheme)) == ""
             is_asked = not message and scheme in OF_RANKS
-            yield out, not plan_of(source, scheme, PlanSettings(ranks=(2,))).refusals if is_asked else None
+            yield (
+                out,
+                not plan_of(source, scheme, PlanSettings(ranks=(2,))).refusals
+                if is_asked
+                else None,
+            )
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_every_family_is_written_as_it_loads_or_refused_with_advice_that_works(tmp_path: Path) -> None:
+def test_every_family_is_written_as_it_loads_or_refused_with_advice_that_works(
+    tmp_path: Path,
+) -> None:
     """What the plan refuses for two ranks, vLLM refuses there."""
     made = dict(written(tmp_path))
     checked = vexport("check", *made)

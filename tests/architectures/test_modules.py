@@ -1,4 +1,6 @@
-"""Modules outside the decoder layers: what vLLM builds of them, and the names by which it asks for them."""
+"""Modules outside the decoder layers: what vLLM builds of them, and the names by which it asks for
+them.
+"""
 
 import json
 from pathlib import Path
@@ -14,7 +16,10 @@ from vexport.records import Json
 
 # A kept layer that vLLM quantizes unless `ignore` has it, and the name under which it asks for it.
 ASKED = {
-    "gemma4-vision": ("model.embed_vision.embedding_projection", "embed_vision.embedding_projection"),
+    "gemma4-vision": (
+        "model.embed_vision.embedding_projection",
+        "embed_vision.embedding_projection",
+    ),
     "glm4.5v": ("model.visual.blocks.0.attn.qkv", "visual.blocks.0.attn.qkv_proj"),
 }
 
@@ -27,7 +32,9 @@ def saved(family: str, folder: Path) -> Path:
 
 
 def read_ignore(folder: Path) -> list[str]:
-    ignore: list[str] = json.loads((folder / "config.json").read_text())["quantization_config"]["ignore"]
+    ignore: list[str] = json.loads((folder / "config.json").read_text())["quantization_config"][
+        "ignore"
+    ]
     return ignore
 
 
@@ -40,7 +47,9 @@ def test_vllm_leaves_alone_what_is_kept_outside_the_decoder(tmp_path: Path) -> N
         source = saved(family, tmp_path / family)
         for scheme in ("FP8_DYNAMIC", "NVFP4A16"):
             out = tmp_path / f"{family}-{scheme}"
-            made = vexport("quantize", source, out, "--scheme", scheme, "--ignore", module, "--quiet")
+            made = vexport(
+                "quantize", source, out, "--scheme", scheme, "--ignore", module, "--quiet"
+            )
             assert made.code == 0, made.stderr
             written.append(out)
         out, repaired = tmp_path / f"{family}-bad", tmp_path / f"{family}-good"
@@ -70,9 +79,17 @@ def test_position_embeddings_are_no_linear_layers(tmp_path: Path) -> None:
 
 def test_names_decide_where_no_class_is_known() -> None:
     architecture, _ = resolve("InternLM2ForCausalLM", {})
-    for table in ("model.embed_tokens", "transformer.wte", "vision_tower.embeddings.position_embedding"):
+    for table in (
+        "model.embed_tokens",
+        "transformer.wte",
+        "vision_tower.embeddings.position_embedding",
+    ):
         assert architecture.is_table(table)
-    for layer in ("embed_vision.embedding_projection", "embed_audio.embedding_post_projection", "embed_out"):
+    for layer in (
+        "embed_vision.embedding_projection",
+        "embed_audio.embedding_post_projection",
+        "embed_out",
+    ):
         assert not architecture.is_table(layer)
 
 

@@ -1,4 +1,6 @@
-"""Layers that vLLM merges of parts which a checkpoint stores as one, or not at all, or in several schemes."""
+"""Layers that vLLM merges of parts which a checkpoint stores as one, or not at all, or in several
+schemes.
+"""
 
 import json
 from pathlib import Path
@@ -29,7 +31,9 @@ def errors(checkpoint: Path, *options: object) -> list[str]:
 def without_experts(folder: Path) -> Path:
     """A hybrid whose in_proj is gate and inputs (256 each), B and C (128 each) and 8 time steps."""
     pattern = "M-*-"
-    return save_family("nemotron-h", folder, ssm_state_size=64, n_groups=2, hybrid_override_pattern=pattern)
+    return save_family(
+        "nemotron-h", folder, ssm_state_size=64, n_groups=2, hybrid_override_pattern=pattern
+    )
 
 
 def test_parts_of_a_mamba_layer_are_whole_blocks_by_the_config(tmp_path: Path) -> None:
@@ -44,15 +48,23 @@ def test_parts_of_a_mamba_layer_are_whole_blocks_by_the_config(tmp_path: Path) -
 
 
 def test_one_group_of_a_mamba_layer_is_cut_by_row_alone(tmp_path: Path) -> None:
-    """For two ranks it is repeated, by a loader that knows no packed weights; three groups never are."""
+    """For two ranks it is repeated, by a loader that knows no packed weights; three groups never
+    are.
+    """
     model = read_index(save_family("granite-hybrid", tmp_path / "model"))
-    for scheme, refused in (("W4A16", "weight_packed"), ("NVFP4A16", "weight_packed"), ("FP8_DYNAMIC", None)):
+    for scheme, refused in (
+        ("W4A16", "weight_packed"),
+        ("NVFP4A16", "weight_packed"),
+        ("FP8_DYNAMIC", None),
+    ):
         plan = build_plan(model, [Rule(match="Linear", scheme=scheme)], PlanSettings(ranks=(1, 2)))
         assert [(one.where, one.got.split()[0]) for one in plan.refusals] == (
             [("model.layers.0.mamba.in_proj", refused)] if refused else []
         )
     uneven = read_index(save_family("granite-hybrid", tmp_path / "uneven", mamba_n_groups=4))
-    plan = build_plan(uneven, [Rule(match="Linear", scheme="FP8_DYNAMIC")], PlanSettings(ranks=(8,)))
+    plan = build_plan(
+        uneven, [Rule(match="Linear", scheme="FP8_DYNAMIC")], PlanSettings(ranks=(8,))
+    )
     assert any("4 groups, which 8 ranks cannot share" in one.got for one in plan.refusals)
 
 
@@ -61,7 +73,13 @@ def test_parts_follow_the_config_that_the_class_reads() -> None:
     sizes = {"mamba_expand": 2, "hidden_size": 256, "mamba_n_groups": 2}
     sizes |= {"mamba_d_state": 64, "mamba_n_heads": 8}
     assert part_sizes("in_proj", 1288, falcon, sizes) == (512, 512, 128, 128, 8)
-    assert part_sizes("in_proj", 776, falcon, {**sizes, "mamba_d_ssm": 256}) == (256, 256, 128, 128, 8)
+    assert part_sizes("in_proj", 776, falcon, {**sizes, "mamba_d_ssm": 256}) == (
+        256,
+        256,
+        128,
+        128,
+        8,
+    )
     assert part_sizes("in_proj", 1000, falcon, sizes) == ()
     assert part_sizes("gate_up_proj", 1024, falcon, {}) == (512, 512)
 
@@ -76,18 +94,24 @@ def test_values_that_are_the_keys_are_no_missing_tensor(tmp_path: Path) -> None:
 @pytest.mark.vllm
 def test_vllm_finds_values_that_are_the_keys_in_ignore_and_in_targets(tmp_path: Path) -> None:
     model = save_family("gemma4", tmp_path / "model")
-    kept = quantize(model, tmp_path / "kept", "W4A16", "--ignore", r"re:.*layers\.1\.self_attn\.[qk]_proj")
+    kept = quantize(
+        model, tmp_path / "kept", "W4A16", "--ignore", r"re:.*layers\.1\.self_attn\.[qk]_proj"
+    )
     ignore = json.loads((kept / "config.json").read_text())["quantization_config"]["ignore"]
     assert "model.layers.1.self_attn.v_proj" in ignore
     recipe = tmp_path / "recipe.yaml"
     schemes = {"FP8_DYNAMIC": ["re:.*layers.1.self_attn.*"], "W4A16": ["Linear"]}
-    recipe.write_text(json.dumps({"QuantizationModifier": {"scheme": schemes, "ignore": ["lm_head"]}}))
+    recipe.write_text(
+        json.dumps({"QuantizationModifier": {"scheme": schemes, "ignore": ["lm_head"]}})
+    )
     mixed = tmp_path / "mixed"
     assert vexport("quantize", model, mixed, "--recipe", recipe, "--quiet").code == 0
     entries: list[Json] = [name for name in ignore if "v_proj" not in name]
     broken = spoiled(kept, tmp_path / "broken", config(QUANTIZATION, ignore=entries))
     reports = DryLoad(checkpoints=[kept, mixed, broken], tp=(1, 2)).reports()
-    assert [cell.status for report in reports for cell in report.cells] == ["loads"] * 4 + ["refused"] * 2
+    assert [cell.status for report in reports for cell in report.cells] == ["loads"] * 4 + [
+        "refused"
+    ] * 2
     assert [bool(errors(out)) for out in (kept, mixed, broken)] == [False, False, True]
 
 
@@ -114,11 +138,15 @@ RULES = (
 
 @pytest.mark.vllm
 def test_vllm_finds_the_scheme_of_every_layer(tmp_path: Path) -> None:
-    """Qwen2-MoE's class does not say what gate_up_proj is made of: it is a target under its own name."""
+    """Qwen2-MoE's class does not say what gate_up_proj is made of: it is a target under its own
+    name.
+    """
     for family in BUILT:
         source = str(save_family(family, tmp_path / family))
         quantize_source(QuantizeJob(source=source, out=tmp_path / f"{family}-out", rules=RULES))
-    for report in DryLoad(checkpoints=[tmp_path / f"{family}-out" for family in BUILT], sm=(90,)).reports():
+    for report in DryLoad(
+        checkpoints=[tmp_path / f"{family}-out" for family in BUILT], sm=(90,)
+    ).reports():
         family = Path(report.checkpoint).name.removesuffix("-out")
         assert [cell.status for cell in report.cells] == ["loads"], report.findings
         built = {row.name: row.scheme for row in report.rows}

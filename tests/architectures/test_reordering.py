@@ -1,4 +1,6 @@
-"""Layers whose rows vLLM's loaders order anew: a scheme is refused where a tensor of it could not follow."""
+"""Layers whose rows vLLM's loaders order anew: a scheme is refused where a tensor of it could not
+follow.
+"""
 
 import json
 from collections.abc import Collection
@@ -29,7 +31,9 @@ TAKEN: dict[str, tuple[Collection[str], str]] = {
 
 @pytest.mark.parametrize("family", TAKEN)
 def test_a_scheme_is_taken_where_all_its_tensors_follow(family: str, tmp_path: Path) -> None:
-    """vLLM's loaders were read: bloom.py, falcon.py reshape by heads, gpt2.py turns what is called weight."""
+    """vLLM's loaders were read: bloom.py, falcon.py reshape by heads, gpt2.py turns what is called
+    weight.
+    """
     source = save_family(family, tmp_path / "model")
     taken, where = TAKEN[family]
     refusals = {name: plan_of(source, name).refusals for name in ALL}
@@ -42,12 +46,15 @@ def test_a_refusal_names_tensor_layer_and_remedy(tmp_path: Path) -> None:
     ran = vexport("quantize", source, tmp_path / "out", "--scheme", "W4A16", "--quiet")
     assert ran.code == 2
     assert (
-        "weight_shape [2] of query_key_value, of which vLLM takes each tensor for 768 rows" in ran.errors[0]
+        "weight_shape [2] of query_key_value, of which vLLM takes each tensor for 768 rows"
+        in ran.errors[0]
     )
     assert "--ignore query_key_value" in ran.errors[0]
     kept = ("--scheme", "W4A16", "--on-unsupported-shape", "keep", "--quiet")
     assert vexport("quantize", source, tmp_path / "out", *kept).code == 0
-    ignore = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    ignore = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"][
+        "ignore"
+    ]
     assert "transformer.h.1.self_attention.query_key_value" in ignore
 
 
@@ -58,7 +65,9 @@ def test_blocks_that_are_whole_heads_follow(tmp_path: Path) -> None:
 
 
 def test_rows_that_only_a_plain_weight_follows_stay_as_they_are(tmp_path: Path) -> None:
-    """K2-Horizon turns the rows of q and k for the rotary order where their tensor is called `weight`."""
+    """K2-Horizon turns the rows of q and k for the rotary order where their tensor is called
+    `weight`.
+    """
     source = save_llama(tmp_path / "model")
     config((), architectures=["K2HorizonForCausalLM"])(source)
     for scheme in ALL:
@@ -68,4 +77,8 @@ def test_rows_that_only_a_plain_weight_follows_stay_as_they_are(tmp_path: Path) 
         }
         assert "only where it is not quantized" in refusals[0].got
     kept = plan_of(source, "W4A16", PlanSettings(on_unsupported_shape="keep"))
-    assert {group.name.rpartition(".")[2] for group in kept.groups} == {"o_proj", "gate_up_proj", "down_proj"}
+    assert {group.name.rpartition(".")[2] for group in kept.groups} == {
+        "o_proj",
+        "gate_up_proj",
+        "down_proj",
+    }

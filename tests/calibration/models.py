@@ -1,4 +1,6 @@
-"""Micro models of several families with random weights, plans, samples, and what a whole-model run sees."""
+"""Micro models of several families with random weights, plans, samples, and what a whole-model run
+sees.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -69,7 +71,9 @@ def expert_configs() -> Mapping[str, transformers.PreTrainedConfig]:
 
 
 def save(config: transformers.PreTrainedConfig, folder: Path, *, stacked: bool = False) -> Path:
-    """A checkpoint of this configuration with weights from a fixed seed; `stacked` experts in one tensor."""
+    """A checkpoint of this configuration with weights from a fixed seed; `stacked` experts in one
+    tensor.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -117,7 +121,9 @@ def mean_squares(values: torch.Tensor) -> torch.Tensor:
 def samples(lengths: Sequence[int] = (12, 20, 12, 7, 20, 12), seed: int = 3) -> Samples:
     """Random token ids; the rows are numbered from 1, every second line being blank."""
     generator = torch.Generator().manual_seed(seed)
-    ids = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
+    ids = [
+        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
+    ]
     rows = tuple(1 + 2 * number for number in range(len(lengths)))
     return Samples(token_ids=tuple(tuple(row) for row in ids), rows=rows)
 
@@ -144,7 +150,9 @@ def plan_for(
     groups = []
     for tensor in index.tensors.values():
         name = tensor.name.removesuffix(".weight")
-        embedding = any(part in name for part in ("embed_tokens", "embed_positions", "wte", "wpe", "embed"))
+        embedding = any(
+            part in name for part in ("embed_tokens", "embed_positions", "wte", "wpe", "embed")
+        )
         if (
             tensor.name == name
             or len(tensor.shape) != 2
@@ -159,4 +167,6 @@ def plan_for(
         groups.append(FusionGroup(name=name, scheme=scheme, observer=observer, members=(linear,)))
     unsized = partial(Plan, source_bytes=0, output_bytes=0, parameters=0, kept=(), kept_linears=())
     name = "LlamaForCausalLM"
-    return index, unsized(source=str(folder), architecture=name, groups=tuple(groups), kv_cache=kv_cache)
+    return index, unsized(
+        source=str(folder), architecture=name, groups=tuple(groups), kv_cache=kv_cache
+    )

@@ -15,7 +15,8 @@ TOOLS = """{%- if tools %}<|system|>{% for tool in tools %}
 {{- '<|end|>' }}
 {%- elif message.role == 'tool' %}<tool_response>{{ message.content }}</tool_response>
 {%- else %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endif %}{% endfor %}"""
-# Loops over the parts of a content in a macro, arguments as pairs, thoughts in their own block (Qwen3.5).
+# Loops over the parts of a content in a macro, arguments as pairs, thoughts in their own block
+# (Qwen3.5).
 PARTS = """{%- macro shown(content) %}{% if content is string %}{{ content }}{% else %}
 {%- for item in content %}
 {%- if 'image' in item or item.type == 'image' %}<|image|>{% elif 'text' in item %}{{ item.text }}{% endif %}
@@ -36,7 +37,8 @@ SLICED = """{%- if messages[0]['role'] == 'system' %}{% set system = messages[0]
 DEVELOPER = """{% for message in messages %}{% if message.role == "developer" %}
 {{- '[dev ' }}{{ message.tools | tojson }}]
 {%- endif %}<{{ message.role }}>{{ message.content }}{% endfor %}"""
-# Refuses turns that are not a user's and an assistant's by turns; with a block for training (Mistral).
+# Refuses turns that are not a user's and an assistant's by turns; with a block for training
+# (Mistral).
 STRICT = """{{ bos_token }}{% for message in messages %}
 {%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
 {{- raise_exception('Conversation roles must alternate.') }}{% endif %}

@@ -1,4 +1,6 @@
-"""Captured calls keep what is shared once, states beyond a size are on disk; products in float32."""
+"""Captured calls keep what is shared once, states beyond a size are on disk; products in
+float32.
+"""
 
 from pathlib import Path
 from tempfile import gettempdir
@@ -11,7 +13,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.calibration.models import batches_of, configs, samples
 from vexport.calibration import capture
-from vexport.calibration.capture import LayerCall, capture_layer_calls, fast_products, watching_attention
+from vexport.calibration.capture import (
+    LayerCall,
+    capture_layer_calls,
+    fast_products,
+    watching_attention,
+)
 from vexport.calibration.model import HiddenStates
 
 
@@ -19,7 +26,9 @@ def captured(family: str, lengths: list[int]) -> list[list[LayerCall]]:
     model = AutoModelForCausalLM.from_config(configs()[family], dtype=torch.bfloat16).eval()
     batches = batches_of(samples(lengths))
     with torch.no_grad():
-        return capture_layer_calls(model, "model.layers", model.model.layers, batches, HiddenStates()).calls
+        return capture_layer_calls(
+            model, "model.layers", model.model.layers, batches, HiddenStates()
+        ).calls
 
 
 @pytest.mark.parametrize(
@@ -54,7 +63,9 @@ def test_states_beyond_the_limit_are_on_disk_and_can_be_overwritten() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_products_are_sums_rounded_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_sums_rounded_once(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As far as numbers of the layer's dtype can tell; where its own are fast they stay."""
     model = nn.Sequential(nn.Linear(96, 64), nn.Linear(64, 32, bias=False)).to(dtype)
     value = torch.randn(5, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -78,11 +89,17 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_mask", [False, True])
-def test_attention_rounds_once(dtype: torch.dtype, has_mask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever watches attention within the block leaves it as it was; after it, it is transformers' own."""
+def test_attention_rounds_once(
+    dtype: torch.dtype, has_mask: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever watches attention within the block leaves it as it was; after it, it is transformers'
+    own.
+    """
     monkeypatch.setattr(capture, "widens", lambda device: True)
     generator = torch.Generator().manual_seed(2)
-    query, key, value = (torch.randn(1, heads, 6, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
+    query, key, value = (
+        torch.randn(1, heads, 6, 16, generator=generator).to(dtype) for heads in (4, 2, 2)
+    )
     mask = torch.randn(1, 1, 6, 6, generator=generator).to(dtype) if has_mask else None
     own, module = ALL_ATTENTION_FUNCTIONS["sdpa"], Attention()
     wide = None if mask is None else mask.float()

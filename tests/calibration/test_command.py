@@ -33,13 +33,17 @@ def input_scales(folder: Path, out: Path, *options: str) -> tuple[str, dict[str,
     ran = vexport(*command, "--calibration", folder / "samples.jsonl", *options)
     assert ran.code == 0, ran.stderr
     tensors = load_file(out / "model.safetensors")
-    return ran.stdout, {name: float(value) for name, value in tensors.items() if name.endswith("input_scale")}
+    return ran.stdout, {
+        name: float(value) for name, value in tensors.items() if name.endswith("input_scale")
+    }
 
 
 def test_routed_tokens_are_fewer_than_all(folder: Path, tmp_path: Path) -> None:
     """And the answer says how far the experts were reached, in the sentences of a run's report."""
     answer, every = input_scales(folder, tmp_path / "all")
-    _, routed = input_scales(folder, tmp_path / "routed", "--no-calibrate-all-experts", "--device", "cpu")
+    _, routed = input_scales(
+        folder, tmp_path / "routed", "--no-calibrate-all-experts", "--device", "cpu"
+    )
     assert every.keys() == routed.keys()
     experts = {name for name in every if ".experts." in name}
     assert len(experts) == 2 * 8 * 3
@@ -51,12 +55,16 @@ def test_routed_tokens_are_fewer_than_all(folder: Path, tmp_path: Path) -> None:
     assert re.search(rf"^ *experts +16 experts in 2 layers: {reached}$", answer, re.MULTILINE)
 
 
-def test_unreached_experts_are_named_and_an_unknown_device_refused(folder: Path, tmp_path: Path) -> None:
+def test_unreached_experts_are_named_and_an_unknown_device_refused(
+    folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "few.jsonl").write_text(json.dumps({"input_ids": [5]}))
     command = ("quantize", folder / "model", tmp_path / "out", "--scheme", "FP8", "--quiet")
     ran = vexport(*command, "--calibration", tmp_path / "few.jsonl")
     assert ran.code == 0, ran.stderr
-    assert "16 experts in 2 layers: 0 to 1 calibration tokens routed to each, median 0" in ran.stdout
+    assert (
+        "16 experts in 2 layers: 0 to 1 calibration tokens routed to each, median 0" in ran.stdout
+    )
     assert "no token was routed to 12 experts: model.layers.0.mlp.experts " in ran.stdout
     command = ("quantize", folder / "model", tmp_path / "other", "--scheme", "FP8", "--quiet")
     ran = vexport(*command, "--calibration", folder / "samples.jsonl", "--device", "gpu")
@@ -87,7 +95,9 @@ def read(name: object, model: Path = DEMO, **settings: object) -> Samples:
 
 
 def written(path: Path, *rows: object) -> Path:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     return path
 
 
@@ -144,7 +154,11 @@ def test_text_is_joined_into_whole_samples_unless_asked_otherwise(tmp_path: Path
     assert packed.token_ids[0].count(alone.token_ids[0][0]) == 1  # one beginning of a text
     rows = written(tmp_path / "rows.jsonl", *({"input_ids": [3, 4, 5]} for _ in range(20)))
     joined = read(rows, pack=True, samples=3, seq_len=8)
-    assert joined.token_ids == ((3, 4, 5, 3, 4, 5, 3, 4), (5, 3, 4, 5, 3, 4, 5, 3), (4, 5, 3, 4, 5, 3, 4, 5))
+    assert joined.token_ids == (
+        (3, 4, 5, 3, 4, 5, 3, 4),
+        (5, 3, 4, 5, 3, 4, 5, 3),
+        (4, 5, 3, 4, 5, 3, 4, 5),
+    )
     assert joined.rows == (1, 3, 6)
 
 
@@ -171,7 +185,8 @@ def test_no_more_is_read_and_tokenized_than_samples_need(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ 1/0 }}", "{% if %}", "{{ raise_exception('no\x1b[2J') }}", "{{ messages.x.y }}"]
+    "template",
+    ["{{ 1/0 }}", "{% if %}", "{{ raise_exception('no\x1b[2J') }}", "{{ messages.x.y }}"],
 )
 def test_what_a_chat_template_raises_is_an_error_of_the_row(tmp_path: Path, template: str) -> None:
     shutil.copytree(DEMO, tmp_path / "model")
@@ -182,7 +197,9 @@ def test_what_a_chat_template_raises_is_an_error_of_the_row(tmp_path: Path, temp
 
 
 @pytest.mark.parametrize("content", ["[1]", "[" * 50_000, '{"tokenizer_class": 5}'])
-def test_a_tokenizer_that_cannot_be_loaded_is_an_error_of_its_folder(tmp_path: Path, content: str) -> None:
+def test_a_tokenizer_that_cannot_be_loaded_is_an_error_of_its_folder(
+    tmp_path: Path, content: str
+) -> None:
     shutil.copytree(DEMO, tmp_path / "model")
     (tmp_path / "model" / "tokenizer_config.json").write_text(content)
     with pytest.raises(InputError, match="no usable tokenizer"):
@@ -200,12 +217,18 @@ def test_names_mean_what_they_look_like(tmp_path: Path) -> None:
     assert parse_data("ultrachat").kind == "path"
 
 
-def test_the_text_that_ships_is_used_with_a_note_where_none_was_named(llama: Path, tmp_path: Path) -> None:
+def test_the_text_that_ships_is_used_with_a_note_where_none_was_named(
+    llama: Path, tmp_path: Path
+) -> None:
     assert 50_000 < DEFAULT_FILE.stat().st_size < 300_000
     shutil.copytree(DEMO, tmp_path / "model")
-    ran = vexport("quantize", tmp_path / "model", tmp_path / "out", "--scheme", "NVFP4", "--samples", "2")
+    ran = vexport(
+        "quantize", tmp_path / "model", tmp_path / "out", "--scheme", "NVFP4", "--samples", "2"
+    )
     assert ran.code == 0, ran.stderr
-    assert "note: no calibration data was named: vexport's own text is used (`default`)" in ran.stderr
+    assert (
+        "note: no calibration data was named: vexport's own text is used (`default`)" in ran.stderr
+    )
     assert "NVFP4A16 instead of NVFP4 needs no text" in ran.stderr
     assert "calibrated  2 samples of default, sha256 " in ran.stdout
     recipe = json.loads((tmp_path / "out" / "vexport.json").read_text())
@@ -213,12 +236,15 @@ def test_the_text_that_ships_is_used_with_a_note_where_none_was_named(llama: Pat
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
-def test_a_data_set_is_read_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+def test_a_data_set_is_read_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
     monkeypatch.setenv(variable, "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     data = CalibrationData(name="org/chats", samples=2, seq_len=3)
     with pytest.raises(
-        EnvironmentFault, match="dataset org/chats: it cannot be fetched from the hub: .* `hf download`"
+        EnvironmentFault,
+        match="dataset org/chats: it cannot be fetched from the hub: .* `hf download`",
     ):
         read_samples(data, DEMO, vocab_size=VOCABULARY)
     repository = tmp_path / "datasets--org--chats"

@@ -25,7 +25,10 @@ ANSWER = {"role": "assistant", "content": "3"}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "3"}
 OWN_TOOL = {"function": {"name": "add", "parameters": {"type": "object"}}, "type": "function"}
 TOOLS_OF_ROW = [
-    {"type": "function", "function": {"name": "add", "description": "sum", "parameters": {"type": "object"}}},
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "sum", "parameters": {"type": "object"}},
+    },
     {"function": {"strict": True, "name": "now", "returns": "a time"}, "owner": "us"},
 ]
 
@@ -51,13 +54,20 @@ REQUESTS: Mapping[str, Sequence[Mapping[str, object]]] = {
     "no calls": [USER, {**ANSWER, "tool_calls": []}],
     "calls of a user": [{**USER, "tool_calls": call("{}")["tool_calls"]}, ANSWER],
     "system": [{"role": "system", "content": "be brief"}, USER, ANSWER],
-    "system parts": [{"role": "system", "content": [{"type": "text", "text": "be brief"}]}, USER, ANSWER],
+    "system parts": [
+        {"role": "system", "content": [{"type": "text", "text": "be brief"}]},
+        USER,
+        ANSWER,
+    ],
     "billing": [{"role": "system", "content": "x-anthropic-billing-header: cch=1\nbe brief"}, USER],
     "only billing": [{"role": "system", "content": "x-anthropic-billing-header: cch=1"}, USER],
     "developer": [{"role": "developer", "content": "be brief", "tools": [OWN_TOOL]}, USER, ANSWER],
     "late developer": [USER, ANSWER, {"role": "developer", "content": "be brief"}, USER],
     "system and developer": [
-        {"role": "system", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+        {
+            "role": "system",
+            "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}],
+        },
         {"role": "developer", "content": "three"},
         USER,
     ],
@@ -100,10 +110,13 @@ FORMATS = (
     *ALL.values(),
     "{% for m in messages %}{{ m.content }}{% endfor %}",
     "{% for m in messages %}{% for c in m.content | list %}{{ c }}{% endfor %}{% endfor %}",
-    "{% for m in messages %}{% set content = m.content %}{% for c in content %}{% endfor %}{% endfor %}",
+    "{% for m in messages %}{% set content = m.content %}{% for c in content %}{% endfor %}{% "
+    "endfor %}",
     "{% for m in messages %}{% for c in m.get('content') %}{{ c }}{% endfor %}{% endfor %}",
-    "{% set rest = messages %}{% for m in rest %}{% for c in m['content'] %}{% endfor %}{% endfor %}",
-    "{% set ns.rest = messages %}{% for m in messages %}{% for c in m['content'] %}{% endfor %}{% endfor %}",
+    "{% set rest = messages %}{% for m in rest %}{% for c in m['content'] %}{% endfor %}{% "
+    "endfor %}",
+    "{% set ns.rest = messages %}{% for m in messages %}{% for c in m['content'] %}{% endfor "
+    "%}{% endfor %}",
     "{% for i, m in messages %}{% for c in m.content %}{% endfor %}{% endfor %}",
     "{% macro f(x) %}{% for c in x %}{% endfor %}{% endmacro %}"
     "{% for m in messages %}{{ f(x=m.content) }}{% endfor %}",
@@ -121,8 +134,12 @@ def tokenizer() -> object:
 
 @pytest.mark.vllm
 def test_requests_become_what_vllm_makes_of_them(tokenizer: object) -> None:
-    """Messages for the template, the prompt, and the content format of templates, by vLLM's own code."""
-    shipped = ROOT.glob(".venv/lib/python3*/site-packages/vllm/transformers_utils/chat_templates/*.jinja")
+    """Messages for the template, the prompt, and the content format of templates, by vLLM's own
+    code.
+    """
+    shipped = ROOT.glob(
+        ".venv/lib/python3*/site-packages/vllm/transformers_utils/chat_templates/*.jinja"
+    )
     templates = (*FORMATS, *(file.read_text(encoding="utf-8") for file in shipped))
     asked = [(messages, template) for messages in REQUESTS.values() for template in ALL.values()]
     cases: list[dict[str, object]] = [{"template": template} for template in templates]
@@ -138,7 +155,9 @@ def test_requests_become_what_vllm_makes_of_them(tokenizer: object) -> None:
     for template, answer in zip(templates, answers, strict=False):
         assert content_format(template) == answer["format"], template
     for (messages, template), answer in zip(asked, answers[len(templates) :], strict=True):
-        conversation = read_row({"messages": list(messages), "tools": TOOLS_OF_ROW}, None).conversation
+        conversation = read_row(
+            {"messages": list(messages), "tools": TOOLS_OF_ROW}, None
+        ).conversation
         assert conversation is not None
         if any(message["role"] == "function" for message in messages):
             continue  # which was the name of tool before, and is read as that

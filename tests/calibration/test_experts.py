@@ -1,4 +1,6 @@
-"""Experts: what each of them sees equals a plain loop over a whole-model run, however they are stored."""
+"""Experts: what each of them sees equals a plain loop over a whole-model run, however they are
+stored.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,7 +47,9 @@ def plan_with_experts(
 ) -> tuple[SourceIndex, Plan]:
     """A plan for every linear layer but the routers, each expert's layers by name."""
     index, plan = plan_for(folder, scheme=scheme, observer=observer)
-    groups = [group for group in plan.groups if group.name.rpartition(".")[2] not in ("gate", "router")]
+    groups = [
+        group for group in plan.groups if group.name.rpartition(".")[2] not in ("gate", "router")
+    ]
     for tensor in index.tensors.values():
         module, _, leaf = tensor.name.rpartition(".")
         if len(tensor.shape) == 3 and leaf in ("gate_up_proj", "down_proj"):
@@ -74,7 +78,9 @@ def routings(
 
     def watch(name: str, module: torch.nn.Module) -> None:
         found[name] = (module, [])
-        module.register_forward_pre_hook(lambda _, args: found[name][1].append((args[0].clone(), args[1])))
+        module.register_forward_pre_hook(
+            lambda _, args: found[name][1].append((args[0].clone(), args[1]))
+        )
 
     def watch_router(name: str, module: torch.nn.Module, router: torch.nn.Module) -> None:
         found[name] = (module, [])
@@ -125,7 +131,8 @@ def reference(
         )
         for expert in range(EXPERTS):
             seen = [
-                hidden if all_experts else hidden[(chosen == expert).any(1)] for hidden, chosen in routing
+                hidden if all_experts else hidden[(chosen == expert).any(1)]
+                for hidden, chosen in routing
             ]
             with torch.no_grad():
                 inner = torch.cat([between(module, expert, tokens) for tokens in seen])
@@ -163,7 +170,9 @@ def test_an_expert_that_is_sent_no_token_is_named(tmp_path: Path) -> None:
     folder = save(expert_configs()["qwen3_moe"], tmp_path / "model")
     index, plan = plan_with_experts(folder)
     few = samples([1])
-    with pytest.raises(CheckpointFailed, match=r"layers\.0\.mlp\.experts\.\d\.\w+_proj: got 0 tokens"):
+    with pytest.raises(
+        CheckpointFailed, match=r"layers\.0\.mlp\.experts\.\d\.\w+_proj: got 0 tokens"
+    ):
         calibrate(LayerWalk(index), plan, few, all_experts=False)
     found = calibrate(LayerWalk(index), plan, few)
     assert {one.tokens for one in found.ranges.values()} == {1}
@@ -177,7 +186,9 @@ def test_importance_of_experts(name: str, tmp_path: Path) -> None:
     found = calibrate(LayerWalk(index), plan, samples(LENGTHS)).importance
     assert set(found) == {group.name for group in plan.groups}
     for layer, values in reference(folder, all_experts=True)[0].items():
-        torch.testing.assert_close(decoded(found[layer]), mean_squares(values), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(
+            decoded(found[layer]), mean_squares(values), rtol=1e-6, atol=1e-8
+        )
 
 
 @pytest.mark.parametrize("routed", [True, False])
@@ -188,11 +199,14 @@ def test_an_expert_that_overflows_is_named(tmp_path: Path, routed: bool) -> None
     for leaf in ("w1", "w3"):
         put(f"{block}.experts.3.{leaf}.weight", times(1e20))(folder)
     if not routed:
-        put(f"{block}.gate.weight", lambda gate: gate * (torch.arange(EXPERTS)[:, None] != 3))(folder)
+        put(f"{block}.gate.weight", lambda gate: gate * (torch.arange(EXPERTS)[:, None] != 3))(
+            folder
+        )
         put("model.layers.1.post_attention_layernorm.weight", times(100))(folder)
     with pytest.raises(
         CheckpointFailed,
-        match=r"block_sparse_moe\.experts\.3\.w2: calibration row .* makes an input that is not finite",
+        match=r"block_sparse_moe\.experts\.3\.w2: calibration row .* makes an input that is "
+        r"not finite",
     ):
         calibrated(plan_with_experts(folder), samples([5]))
 
@@ -200,7 +214,9 @@ def test_an_expert_that_overflows_is_named(tmp_path: Path, routed: bool) -> None
 def test_an_incomplete_list_of_experts_is_named(tmp_path: Path) -> None:
     folder = save(expert_configs()["mixtral"], tmp_path / "model")
     drop("model.layers.1.block_sparse_moe.experts.5.w2.weight")(folder)
-    with pytest.raises(InputError, match=r"experts\.0\.w2\.weight: got what does not make .*\(shape \(7, "):
+    with pytest.raises(
+        InputError, match=r"experts\.0\.w2\.weight: got what does not make .*\(shape \(7, "
+    ):
         calibrated(plan_with_experts(folder), samples([5]))
 
 
@@ -220,7 +236,9 @@ def test_experts_without_a_gate(all_tokens: bool) -> None:
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, generator=generator)
     hidden = torch.randn(9, 16, generator=generator)
-    chosen = torch.stack([torch.randperm(3, generator=generator)[:2] for _ in hidden])  # never the last
+    chosen = torch.stack(
+        [torch.randperm(3, generator=generator)[:2] for _ in hidden]
+    )  # never the last
     weights = torch.rand(9, 2, generator=generator)
     with torch.no_grad():
         own = module(hidden, chosen, weights)
@@ -240,7 +258,9 @@ def test_experts_without_a_gate(all_tokens: bool) -> None:
         torch.testing.assert_close(arithmetic.leave(entered, answers), own)
 
 
-def test_experts_with_unknown_arithmetic_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_with_unknown_arithmetic_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index, plan = plan_with_experts(save(expert_configs()["qwen3_moe"], tmp_path / "qwen3_moe"))
     monkeypatch.setattr("vexport.calibration.inputs.KINDS", ())
     with pytest.raises(InputError, match=r"the arithmetic of Qwen3MoeExperts is not known"):

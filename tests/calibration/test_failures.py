@@ -1,4 +1,6 @@
-"""What calibration refuses: values that are not finite, layers without tokens, models of another shape."""
+"""What calibration refuses: values that are not finite, layers without tokens, models of another
+shape.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,13 +29,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layer", ["1.self_attn.v_proj", "2.mlp.down_proj", "0.mlp.up_proj"])
 def test_the_layer_that_makes_the_value_is_named(llama: Path, tmp_path: Path, layer: str) -> None:
-    folder = spoiled(llama, tmp_path / "model", put(f"model.layers.{layer}.weight", element(torch.inf)))
+    folder = spoiled(
+        llama, tmp_path / "model", put(f"model.layers.{layer}.weight", element(torch.inf))
+    )
     words = rf"^model\.layers\.{layer}: calibration row 1 makes an output that is not finite"
     with pytest.raises(CheckpointFailed, match=words):
         calibrated(plan_for(folder), samples())
 
 
-def test_a_layer_that_sees_no_token_and_a_missing_weight_are_named(llama: Path, tmp_path: Path) -> None:
+def test_a_layer_that_sees_no_token_and_a_missing_weight_are_named(
+    llama: Path, tmp_path: Path
+) -> None:
     index, plan = plan_for(llama)
     stranger = "model.layers.0.mlp.experts.3.up_proj"
     linear = LinearPlan(name=stranger, weight=f"{stranger}.weight", out_features=4, in_features=4)
@@ -41,7 +47,9 @@ def test_a_layer_that_sees_no_token_and_a_missing_weight_are_named(llama: Path, 
     with pytest.raises(CheckpointFailed, match=rf"{stranger}: got 0 tokens in calibration"):
         calibrate(LayerWalk(index), plan, samples())
     folder = spoiled(llama, tmp_path / "model", drop("model.layers.1.input_layernorm.weight"))
-    with pytest.raises(InputError, match=r"model\.layers\.1\.input_layernorm\.weight: got no tensor"):
+    with pytest.raises(
+        InputError, match=r"model\.layers\.1\.input_layernorm\.weight: got no tensor"
+    ):
         calibrated(plan_for(folder), samples())
 
 
@@ -60,14 +68,21 @@ def test_a_model_that_does_more_between_its_layers_is_refused(llama: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"auto_map": {"AutoConfig": "code.Config"}, "model_type": "unheard"}, "--trust-remote-code"),
+        (
+            {"auto_map": {"AutoConfig": "code.Config"}, "model_type": "unheard"},
+            "--trust-remote-code",
+        ),
         ({"model_type": "unheard"}, UNBUILT),
         ({"num_attention_heads": 0}, UNBUILT),
         ({"rope_parameters": {"rope_type": "none such", "rope_theta": 1.0}}, UNBUILT),
     ],
 )
 def test_a_config_that_transformers_refuses_is_one_line(
-    changes: dict[str, Json], words: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Json],
+    words: str,
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan = plan_for(llama)[1]
     folder = spoiled(llama, tmp_path / "model", config((), **changes))

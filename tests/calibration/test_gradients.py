@@ -68,7 +68,9 @@ def llama(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("own_products")
-def test_weights_go_by_gradients_of_the_whole_model(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_go_by_gradients_of_the_whole_model(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).save_pretrained(llama)
     monkeypatch.setattr(Gradients, "_errors", always_the_last)
     monkeypatch.setattr(gradients, "ENTERED_BYTES", 0)
@@ -78,8 +80,12 @@ def test_weights_go_by_gradients_of_the_whole_model(llama: Path, monkeypatch: py
         torch.testing.assert_close(torch.tensor(found[name]), squares, rtol=1e-3, atol=1e-5)
 
 
-def test_without_gradients_all_tokens_count_alike(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Gradients, "_errors", lambda self, logits: torch.full_like(logits, torch.inf))
+def test_without_gradients_all_tokens_count_alike(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        Gradients, "_errors", lambda self, logits: torch.full_like(logits, torch.inf)
+    )
     assert find(llama) == {}
 
 
@@ -98,7 +104,9 @@ def test_weights_are_powers_of_two_around_one() -> None:
 
 
 @pytest.mark.usefixtures("own_products")
-def test_at_each_token_one_own_answer_is_drawn(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_each_token_one_own_answer_is_drawn(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And each layer is walked up and back."""
     drawn, draw = list[torch.Tensor](), Gradients._errors
 

@@ -1,4 +1,6 @@
-"""Ranges of keys and values are those of what a whole-model run leaves in transformers' own KV cache."""
+"""Ranges of keys and values are those of what a whole-model run leaves in transformers' own KV
+cache.
+"""
 
 from pathlib import Path
 
@@ -45,7 +47,9 @@ def cached(folder: Path) -> list[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
             cache = DynamicCache(config=model.config)
             model(input_ids=ids, past_key_values=cache, use_cache=True)
             held = {
-                n: layer for n, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None
+                n: layer
+                for n, layer in enumerate(cache.layers)
+                if getattr(layer, "keys", None) is not None
             }
             found.append({number: (layer.keys, layer.values) for number, layer in held.items()})
     return found
@@ -72,7 +76,9 @@ def test_ranges_are_those_of_the_cache(name: str, tmp_path: Path) -> None:
         assert found[module].value == by_head([run[number][1] for run in runs])
 
 
-def test_attention_without_the_interface_is_refused_and_transformers_left_as_it_was(tmp_path: Path) -> None:
+def test_attention_without_the_interface_is_refused_and_transformers_left_as_it_was(
+    tmp_path: Path,
+) -> None:
     folder = save(FAMILIES["bloom"], tmp_path / "model")
     with pytest.raises(InputError, match=r"KV cache: got no attention layer"):
         calibrated(plan_for(folder, kv_cache="fp8"), samples([5]))
@@ -90,7 +96,9 @@ def test_importance_is_the_mean_square_of_a_whole_model_run(tmp_path: Path) -> N
     seen = whole_model_run(llama, names, batches_of(samples()))
     assert list(found.importance) == names
     for name, importance in found.importance.items():
-        torch.testing.assert_close(decoded(importance), mean_squares(seen[name]), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(
+            decoded(importance), mean_squares(seen[name]), rtol=1e-6, atol=1e-8
+        )
     write_text(tmp_path / "statistics.json", to_json(found))
     assert from_json(CalibrationRecord, tmp_path / "statistics.json") == found
 

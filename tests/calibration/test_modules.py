@@ -87,7 +87,8 @@ def test_local_dynamic_keeps_only_the_global_scale() -> None:
     update_qparams(module, "input")
     assert isinstance(module.input_observer, StaticMinMaxObserver)
     assert torch.equal(
-        module.get_parameter("input_global_scale"), generate_gparam(2 * value.min(), 2 * value.max())
+        module.get_parameter("input_global_scale"),
+        generate_gparam(2 * value.min(), 2 * value.max()),
     )
     assert [name for name, _ in module.named_parameters()] == ["weight", "input_global_scale"]
 
@@ -124,13 +125,17 @@ def test_our_own_scheme_arguments_do_as_well() -> None:
     value = torch.randn(3, 64)
     module(value)
     update_qparams([module], ["weight", "input"])
-    assert module.get_parameter("input_scale").item() == pytest.approx(value.abs().max().item() / 448)
+    assert module.get_parameter("input_scale").item() == pytest.approx(
+        value.abs().max().item() / 448
+    )
 
 
 def test_outputs_and_attention_states() -> None:
     """Outputs by a hook that leaves them alone, q, k and v per head and per tensor."""
     module = linear(
-        scheme_of(output_activations=args(observer="minmax"), input_activations=args(strategy="attn_head"))
+        scheme_of(
+            output_activations=args(observer="minmax"), input_activations=args(strategy="attn_head")
+        )
     )
     for base_name in ("output", "q", "k", "v"):
         initialize_observer(module, base_name)
@@ -140,10 +145,16 @@ def test_outputs_and_attention_states() -> None:
     output = module(value)
     assert torch.equal(output, torch.nn.functional.linear(value, module.weight))
     states = torch.randn(2, 4, 7, 16)  # batch, heads, tokens, head size
-    for hook, factor in ((calibrate_query_hook, 1), (calibrate_key_hook, 2), (calibrate_value_hook, 3)):
+    for hook, factor in (
+        (calibrate_query_hook, 1),
+        (calibrate_key_hook, 2),
+        (calibrate_value_hook, 3),
+    ):
         hook(module, states * factor)
     update_qparams(module, ("output", "q", "k", "v"))
-    assert module.get_parameter("output_scale").item() == pytest.approx(output.abs().max().item() / 448)
+    assert module.get_parameter("output_scale").item() == pytest.approx(
+        output.abs().max().item() / 448
+    )
     per_head = states.abs().amax((0, 2, 3)) / 448
     for name, factor in (("q", 1), ("k", 2), ("v", 3)):
         assert torch.allclose(module.get_parameter(f"{name}_scale").flatten(), per_head * factor)
@@ -198,7 +209,9 @@ def test_offloaded_modules() -> None:
     initialize_observer(module, "weight")
     observe(module, "weight")
     update_qparams(module, "weight")
-    assert torch.equal(module.get_parameter("weight_scale"), module.weight.abs().max().reshape(1) / 448)
+    assert torch.equal(
+        module.get_parameter("weight_scale"), module.weight.abs().max().reshape(1) / 448
+    )
     assert module.get_parameter("weight_zero_point").dtype == torch.float8_e4m3fn
 
 
@@ -220,10 +233,17 @@ def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
         {"strategy": "channel"},
         {"strategy": "group", "group_size": 32},
         {"strategy": "block", "block_structure": [16, 16]},
-        {"num_bits": 4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"},
+        {
+            "num_bits": 4,
+            "strategy": "tensor_group",
+            "group_size": 16,
+            "scale_dtype": "torch.float8_e4m3fn",
+        },
     ],
 )
-def test_weights_not_finite_are_refused(changes: dict[str, object], observer: str, bad: float) -> None:
+def test_weights_not_finite_are_refused(
+    changes: dict[str, object], observer: str, bad: float
+) -> None:
     module = linear(scheme_of(weights=args(observer=observer, **changes)))
     module.weight.data[3, 5] = bad
     initialize_observer(module, "weight")
@@ -272,7 +292,9 @@ def test_layers_that_share_a_scale_need_one_strategy(llama: Path) -> None:
     for layer, scheme in ((attention.q_proj, "NVFP4A16"), (attention.k_proj, "FP8")):
         layer.quantization_scheme = preset_name_to_scheme(scheme, ["Linear"])
         initialize_observer(layer, "weight")
-    with pytest.raises(ValueError, match=r"qkv_proj: got observers of .*q_proj tensor_group.*v_proj none"):
+    with pytest.raises(
+        ValueError, match=r"qkv_proj: got observers of .*q_proj tensor_group.*v_proj none"
+    ):
         fuse_weight_observers(model)
 
 
@@ -304,7 +326,9 @@ def test_an_older_observer_in_the_lifecycle() -> None:
     update_qparams(module, ("weight", "input"))
     expected = module.weight.abs().amax(1, keepdim=True) / 448 / 2
     torch.testing.assert_close(module.get_parameter("weight_scale"), expected)
-    assert module.get_parameter("input_scale").item() == pytest.approx(value.abs().max().item() / 448 / 2)
+    assert module.get_parameter("input_scale").item() == pytest.approx(
+        value.abs().max().item() / 448 / 2
+    )
 
 
 def test_maps_of_columns_go_with_the_weight() -> None:
@@ -314,7 +338,9 @@ def test_maps_of_columns_go_with_the_weight() -> None:
     for mapped in (True, False):
         module = linear(scheme_of(weights=args(**grouped)))
         if mapped:
-            module.register_parameter("weight_g_idx", torch.nn.Parameter(g_idx, requires_grad=False))
+            module.register_parameter(
+                "weight_g_idx", torch.nn.Parameter(g_idx, requires_grad=False)
+            )
         else:
             module.weight.data = module.weight.data[:, torch.argsort(g_idx, stable=True)]
         initialize_observer(module, "weight")
@@ -361,9 +387,13 @@ def test_fused_layers_are_fitted_together() -> None:
         for layer in () if together else layers.values():
             update_qparams(layer, "weight")
             freeze_module_quantization(layer)
-        found = {float(layer.get_parameter("weight_global_scale").detach()) for layer in layers.values()}
+        found = {
+            float(layer.get_parameter("weight_global_scale").detach()) for layer in layers.values()
+        }
         assert len(found) == 1
         scales += found
-        largest = max(float(layer.get_parameter("weight").detach().abs().max()) for layer in layers.values())
+        largest = max(
+            float(layer.get_parameter("weight").detach().abs().max()) for layer in layers.values()
+        )
     assert scales[0] == scales[1]
     assert scales[0] == pytest.approx(448 * 6 / largest / 1.5)

@@ -1,4 +1,6 @@
-"""Rows as people store them: which are read, which are left out with a note, and which are refused."""
+"""Rows as people store them: which are read, which are left out with a note, and which are
+refused.
+"""
 
 import gzip
 import json
@@ -42,7 +44,9 @@ def model_with(folder: Path, template: str | None = None, **config: object) -> P
 
 
 def written(path: Path, *rows: object) -> Path:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
+    )
     return path
 
 
@@ -77,7 +81,10 @@ SAME_TURNS: Mapping[str, object] = {
     },
     "pairs": {"conversation": [{"human": "one plus two", "assistant": "three"}]},
     "log": {"request": {"messages": [USER]}, "response": {"choices": [{"message": ANSWER}]}},
-    "batch": {"body": {"messages": [USER]}, "response": {"body": {"choices": [{"message": ANSWER}]}}},
+    "batch": {
+        "body": {"messages": [USER]},
+        "response": {"body": {"choices": [{"message": ANSWER}]}},
+    },
 }
 
 
@@ -92,7 +99,10 @@ def test_spellings_of_a_conversation(row: object) -> None:
 
 
 SAME_CALLS: Mapping[str, Mapping[str, object]] = {
-    "wire": {"messages": [USER, CALLING, RESULT], "tools": [{"type": "function", "function": TOOL}]},
+    "wire": {
+        "messages": [USER, CALLING, RESULT],
+        "tools": [{"type": "function", "function": TOOL}],
+    },
     "text": {
         "messages": [USER, {**CALLING, "tool_calls": json.dumps([CALL])}, RESULT],
         "tools": json.dumps([TOOL]),
@@ -106,7 +116,9 @@ SAME_CALLS: Mapping[str, Mapping[str, object]] = {
             USER,
             {
                 "role": "assistant",
-                "tool_calls": [{"function": {"name": "add", "arguments": {"one": "two"}}, "id": None}],
+                "tool_calls": [
+                    {"function": {"name": "add", "arguments": {"one": "two"}}, "id": None}
+                ],
             },
             RESULT,
         ],
@@ -143,7 +155,9 @@ def test_spellings_of_tools(tmp_path: Path, template: str) -> None:
     texts = {rendered(tokenizer, template, each) for each in found if each is not None}
     (text,) = texts
     assert all(word in text for word in ("add", "one", "3"))
-    assert any("tools" in note for note in samples.notes) == (template == PARTS)  # which has no word of them
+    assert any("tools" in note for note in samples.notes) == (
+        template == PARTS
+    )  # which has no word of them
     assert not any("tool_calls" in note for note in samples.notes)
 
 
@@ -151,7 +165,10 @@ def test_unrendered_tools_are_noted(tmp_path: Path) -> None:
     model = model_with(tmp_path / "model", PLAIN)
     rows = [{"messages": [USER, CALLING, RESULT, ANSWER], "tools": [TOOL]}, {"messages": TURNS}]
     broken = {
-        "messages": [USER, {**CALLING, "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]}]
+        "messages": [
+            USER,
+            {**CALLING, "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]},
+        ]
     }
     samples = read(written(tmp_path / "rows.jsonl", *rows, *rows, broken), model)
     calls, tools, arguments = samples.notes
@@ -164,7 +181,8 @@ def test_unrendered_tools_are_noted(tmp_path: Path) -> None:
 def test_long_system_prompt_keeps_user_turn(tmp_path: Path) -> None:
     """Also where the rest of the text is far beyond what is tokenized."""
     template = (
-        "{% if not messages | selectattr('role', 'equalto', 'user') | list %}{{ raise_exception('no user') }}"
+        "{% if not messages | selectattr('role', 'equalto', 'user') | list %}{{ "
+        "raise_exception('no user') }}"
     )
     template += "{% endif %}" + PLAIN
     model = model_with(tmp_path / "model", template)
@@ -175,26 +193,43 @@ def test_long_system_prompt_keeps_user_turn(tmp_path: Path) -> None:
 
 PICTURE = {"type": "text", "text": "one"}
 MULTIMODAL: Mapping[str, Mapping[str, object]] = {
-    "image": {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, PICTURE]}]},
+    "image": {
+        "messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, PICTURE]}]
+    },
     "image_url": {
-        "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}
+        ]
     },
     "no type": {"messages": [{"role": "user", "content": [{"image_url": "a"}, PICTURE]}]},
-    "input_image": {"messages": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]},
-    "video": {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}, PICTURE]}]},
+    "input_image": {
+        "messages": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]
+    },
+    "video": {
+        "messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}, PICTURE]}]
+    },
     "video_url": {
-        "messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "a"}}]}]
+        "messages": [
+            {"role": "user", "content": [{"type": "video_url", "video_url": {"url": "a"}}]}
+        ]
     },
     "input_audio": {
-        "messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "a"}}]}]
+        "messages": [
+            {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "a"}}]}
+        ]
     },
     "audio": {"messages": [{"role": "user", "content": [{"type": "audio", "audio_url": "a"}]}]},
-    "result": {"messages": [USER, CALLING, {"role": "tool", "content": [{"type": "image", "image": "a"}]}]},
+    "result": {
+        "messages": [USER, CALLING, {"role": "tool", "content": [{"type": "image", "image": "a"}]}]
+    },
     "system": {"messages": [{"role": "system", "content": [{"type": "image"}]}, *TURNS]},
     "column": {"messages": [{**USER, "content": "<image>one"}, ANSWER], "images": ["a.png"]},
     "column alone": {"messages": TURNS, "image": {"bytes": "a", "path": "b"}},
     "placeholder": {
-        "conversations": [{"from": "human", "value": "<image>\nwhat"}, {"from": "gpt", "value": "a"}]
+        "conversations": [
+            {"from": "human", "value": "<image>\nwhat"},
+            {"from": "gpt", "value": "a"},
+        ]
     },
     "second placeholder": {"prompt": "look:\n<video>", "completion": "one"},
     "path": {"messages": [{**USER, "content": "Picture 1: <img>a.png</img>\nwhat"}, ANSWER]},
@@ -240,15 +275,22 @@ def test_named_column_is_text(tmp_path: Path) -> None:
 
 
 def test_image_tokens_are_no_text(tmp_path: Path) -> None:
-    """By config.json, also of a part of the model, and by the names of the tokenizer's own tokens."""
+    """By config.json, also of a part of the model, and by the names of the tokenizer's own
+    tokens.
+    """
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     word = tokenizer.encode("riga", add_special_tokens=False)[0]
     assert word != tokenizer.unk_token_id
     rows = written(
-        tmp_path / "rows.jsonl", {"text": "one plus two"}, {"text": "riga"}, {"input_ids": [word, 5]}
+        tmp_path / "rows.jsonl",
+        {"text": "one plus two"},
+        {"text": "riga"},
+        {"input_ids": [word, 5]},
     )
     assert read(rows).rows == (1, 2, 3)
-    for number, config in enumerate(({"image_token_id": word}, {"vision": {"video_token_index": word}})):
+    for number, config in enumerate(
+        ({"image_token_id": word}, {"vision": {"video_token_index": word}})
+    ):
         samples = read(rows, model_with(tmp_path / str(number), **config))
         assert samples.rows == (1,)
         assert "2 of 3 rows" in samples.notes[0]
@@ -259,7 +301,9 @@ def test_image_tokens_are_no_text(tmp_path: Path) -> None:
     content["added_tokens"].append({**token, **flags})
     (model / "tokenizer.json").write_text(json.dumps(content))
     said = {"messages": [USER, {**ANSWER, "content": "a <|image_pad|> b"}]}
-    rows = written(tmp_path / "added.jsonl", {"text": "one <|image_pad|> two"}, said, {"text": "one"})
+    rows = written(
+        tmp_path / "added.jsonl", {"text": "one <|image_pad|> two"}, said, {"text": "one"}
+    )
     assert read(rows, model).rows == (3,)
 
 
@@ -273,7 +317,9 @@ def without_bos(folder: Path) -> Path:
 
 
 def test_packed_samples_start_with_bos(tmp_path: Path) -> None:
-    """Each starts as a prompt of the tokenizer does; where that has no BOS, the text is only cut."""
+    """Each starts as a prompt of the tokenizer does; where that has no BOS, the text is only
+    cut.
+    """
     book = tmp_path / "book.txt"
     book.write_text("\n\n".join(f"the city of riga is {number % 7} + 1" for number in range(60)))
     bare = without_bos(tmp_path / "bare")
@@ -303,28 +349,45 @@ def test_packed_rows_never_have_two_bos(tmp_path: Path) -> None:
     packed = read(chats, model, pack=True, seq_len=12)
     assert all(ids[0] == bos and ids[1] != bos for ids in packed.token_ids)
     assert (
-        read(written(tmp_path / "ids.jsonl", {"input_ids": [5] * 30}), pack=True, seq_len=8).token_ids[1]
+        read(
+            written(tmp_path / "ids.jsonl", {"input_ids": [5] * 30}), pack=True, seq_len=8
+        ).token_ids[1]
         == (5,) * 8
     )
     assert read(four, pack=True, seq_len=1).token_ids[0] == (bos,)
 
 
 REFUSED: Mapping[str, tuple[bytes, tuple[str, ...]]] = {
-    "latin1": ('{"text": "caf\xe9 au lait"}\n'.encode("latin-1") * 8, ("Latin-1", "iconv -f latin1")),
+    "latin1": (
+        '{"text": "caf\xe9 au lait"}\n'.encode("latin-1") * 8,
+        ("Latin-1", "iconv -f latin1"),
+    ),
     "utf16": ('{"text": "one"}\n'.encode("utf-16") * 8, ("UTF-16", "iconv -f utf-16")),
     "utf16 bare": (('{"text": "one"}\n' * 8).encode("utf-16-be"), ("UTF-16",)),
     "damaged": ('{"text": "caf\xe9 na\xefve"}\n'.encode()[:-9] + b"\xff\xff\n", ("not UTF-8",)),
-    "tensors": (b"\x40\0\0\0\0\0\0\0" + b'{"a": {}}'.ljust(64) + bytes(64), ("a safetensors file",)),
+    "tensors": (
+        b"\x40\0\0\0\0\0\0\0" + b'{"a": {}}'.ljust(64) + bytes(64),
+        ("a safetensors file",),
+    ),
     "parquet": (b"PAR1" + bytes(9), ("parquet",)),
     "gzip": (gzip.compress(b'{"text": "one"}\n'), ("gzip", ".jsonl.gz")),
     "zip": (b"PK\x03\x04" + bytes(30), ("zip",)),
-    "object": (json.dumps({"data": [{"text": "one"}] * 8}).encode(), ("key data", "list of 8 objects")),
+    "object": (
+        json.dumps({"data": [{"text": "one"}] * 8}).encode(),
+        ("key data", "list of 8 objects"),
+    ),
     "pretty object": (
         json.dumps({"data": [{"text": "one"}] * 8}, indent=1).encode(),
         ("key data", "jq -c '.data[]'"),
     ),
-    "pretty rows": (json.dumps({"messages": TURNS}, indent=1).encode() * 8, ("several lines", "jq -c .")),
-    "keys": (b'{"body": "one", "title": "two"}\n' * 8, ("and 7 more rows", "body, title", ":COLUMN")),
+    "pretty rows": (
+        json.dumps({"messages": TURNS}, indent=1).encode() * 8,
+        ("several lines", "jq -c ."),
+    ),
+    "keys": (
+        b'{"body": "one", "title": "two"}\n' * 8,
+        ("and 7 more rows", "body, title", ":COLUMN"),
+    ),
     "no content": (b'{"messages": [{"role": "user"}]}\n' * 8, ("user", "without")),
     "no turns": (b'{"messages": []}\n' * 8, ("without turns",)),
     "Python": (b"{\"messages\": \"[{'role': 'user'}]\"}\n" * 8, ("no JSON", "role")),
@@ -346,11 +409,11 @@ def test_refused_in_one_line(tmp_path: Path, content: bytes, words: tuple[str, .
 def test_column_of_a_file(tmp_path: Path) -> None:
     path = written(tmp_path / "rows.jsonl", {"body": "one plus two", "talk": json.dumps(TURNS)})
     model = model_with(tmp_path / "model", PLAIN)
-    assert (
-        read(f"{path}:body").token_ids
-        == read(written(tmp_path / "t.jsonl", {"text": "one plus two"})).token_ids
-    )
-    assert "assistant" in read_row({"talk": json.dumps(TURNS)}, "talk").conversation.messages[1]["role"]  # type: ignore[union-attr, operator]
+    as_text = written(tmp_path / "t.jsonl", {"text": "one plus two"})
+    assert read(f"{path}:body").token_ids == read(as_text).token_ids
+    conversation = read_row({"talk": json.dumps(TURNS)}, "talk").conversation
+    assert conversation is not None
+    assert conversation.messages[1]["role"] == "assistant"
     assert len(read(f"{path}:talk", model).rows) == 1
     with pytest.raises(InputError, match="no column other, but body, talk"):
         read(f"{path}:other")
@@ -388,8 +451,12 @@ def test_template_that_takes_the_memory(tmp_path: Path, template: str) -> None:
 
 def test_notes_of_the_command(tmp_path: Path) -> None:
     model = model_with(tmp_path / "model", PLAIN)
-    rows = written(tmp_path / "rows.jsonl", MULTIMODAL["image"], {"messages": [USER, CALLING, ANSWER]})
-    ran = vexport("plan", model, "--scheme", "FP8", "--calibration", rows, "--seq-len", "16", "--quiet")
+    rows = written(
+        tmp_path / "rows.jsonl", MULTIMODAL["image"], {"messages": [USER, CALLING, ANSWER]}
+    )
+    ran = vexport(
+        "plan", model, "--scheme", "FP8", "--calibration", rows, "--seq-len", "16", "--quiet"
+    )
     assert ran.code == 0, ran.stderr
     assert "note: " in ran.stderr
     assert "1 of 2 rows left out" in ran.stderr

@@ -1,4 +1,6 @@
-"""Smoothing changes weights and not what the model computes, in every family, and is known to `check`."""
+"""Smoothing changes weights and not what the model computes, in every family, and is known to
+`check`.
+"""
 
 import json
 import os
@@ -27,9 +29,9 @@ from vexport.records import Smoothing
 
 TEXT = samples((16,) * 4)
 FAMILIES = {**configs(), **expert_configs()}
-# The layers whose inputs are smoothed, by the last part of their names: behind norms with a weight of their
-# own, and the last of a gated or plain MLP. Norms of Gemma and Qwen3-Next multiply by 1 + weight; the experts
-# of a layer read the same input, which is not followed; GPT-2 stores (in, out).
+# The layers whose inputs are smoothed, by the last part of their names: behind norms with a weight
+# of their own, and the last of a gated or plain MLP. Norms of Gemma and Qwen3-Next multiply by 1 +
+# weight; the experts of a layer read the same input, which is not followed; GPT-2 stores (in, out).
 SMOOTHED = {
     "llama": {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"},
     "gemma3": {"down_proj"},
@@ -69,13 +71,19 @@ def found_in(folder: Path) -> tuple[SourceIndex, Mapping[str, Smoothing]]:
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen3", "mistral")])
-def test_smoothing_keeps_all_bits(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_smoothing_keeps_all_bits(
+    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = with_large_channels(save(FAMILIES[family], tmp_path / family))
     with caplog.at_level("DEBUG", "vexport.calibration.gradients"):
         index, smoothing = found_in(folder)
-    assert not [record for record in caplog.records if record.name == "vexport.calibration.gradients"]
+    assert not [
+        record for record in caplog.records if record.name == "vexport.calibration.gradients"
+    ]
     with reader_of(smoothing) as reader:
-        tensors = {name: read_tensor(reader, tensor).clone() for name, tensor in index.tensors.items()}
+        tensors = {
+            name: read_tensor(reader, tensor).clone() for name, tensor in index.tensors.items()
+        }
     before = load_file(folder / "model.safetensors")
     changed = {name for name, value in tensors.items() if not torch.equal(value, before[name])}
     assert changed == smoothing.keys()
@@ -86,7 +94,9 @@ def test_smoothing_keeps_all_bits(tmp_path: Path, family: str, caplog: pytest.Lo
     assert torch.equal(logits(folder), expected)
 
 
-def test_without_gradients_weights_decide_smoothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gradients_weights_decide_smoothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save(FAMILIES["llama"], tmp_path / "llama")
     (_, by_gradients), forward = found_in(folder), LlamaMLP.forward
 
@@ -139,7 +149,9 @@ def smoothed(source: Path, text: Path) -> Path:
     return out
 
 
-def test_quantize_smooths_and_check_knows(source: Path, text: Path, smoothed: Path, tmp_path: Path) -> None:
+def test_quantize_smooths_and_check_knows(
+    source: Path, text: Path, smoothed: Path, tmp_path: Path
+) -> None:
     assert (smoothed / SMOOTHING).is_file()
     plain = quantize(source, tmp_path / "plain", "W8A8", "--calibration", text)
     assert not (plain / SMOOTHING).exists()
@@ -148,7 +160,9 @@ def test_quantize_smooths_and_check_knows(source: Path, text: Path, smoothed: Pa
     assert ran.code == 0
     assert not [one for one in report["findings"] if one["severity"] == "error"]
     norm = "model.layers.1.input_layernorm.weight"
-    ran = vexport("check", spoiled(smoothed, tmp_path / "spoiled", put(norm, times(2))), "--source", source)
+    ran = vexport(
+        "check", spoiled(smoothed, tmp_path / "spoiled", put(norm, times(2))), "--source", source
+    )
     assert ran.code == 1
     assert norm in ran.stdout
 
@@ -160,11 +174,16 @@ NORM = "model.layers.0.input_layernorm.weight"
     ("content", "said"),
     [
         (f'{{"tensors": {{"{NORM}": {{"rows": "AAAA"}}}}}}', "[256]"),
-        (json.dumps({"tensors": {f"a.{number}": {} for number in range(1000)}}), "(and 999 more tensors)"),
+        (
+            json.dumps({"tensors": {f"a.{number}": {} for number in range(1000)}}),
+            "(and 999 more tensors)",
+        ),
         (None, "a pipe or a device"),
     ],
 )
-def test_bad_exponents(source: Path, smoothed: Path, tmp_path: Path, content: str | None, said: str) -> None:
+def test_bad_exponents(
+    source: Path, smoothed: Path, tmp_path: Path, content: str | None, said: str
+) -> None:
     checkpoint = copytree(smoothed, tmp_path / "checkpoint")
     if content is None:
         (checkpoint / SMOOTHING).unlink()
@@ -185,7 +204,9 @@ FORGED = {
 
 
 @pytest.mark.parametrize("how", FORGED)
-def test_exponents_that_cancel_in_no_product_do_not_pass(source: Path, tmp_path: Path, how: str) -> None:
+def test_exponents_that_cancel_in_no_product_do_not_pass(
+    source: Path, tmp_path: Path, how: str
+) -> None:
     """All weights are those that the file says, and the model is another one."""
     rows, readers = FORGED[how]
     layer, index = "model.layers.1.", read_index(source)
@@ -196,7 +217,9 @@ def test_exponents_that_cancel_in_no_product_do_not_pass(source: Path, tmp_path:
     forged |= {name: Smoothing(columns=encode(-exponents)) for name in names}
     model = copytree(source, tmp_path / "model")
     with reader_of(forged) as reader:
-        tensors = {name: read_tensor(reader, tensor).clone() for name, tensor in index.tensors.items()}
+        tensors = {
+            name: read_tensor(reader, tensor).clone() for name, tensor in index.tensors.items()
+        }
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     out = quantize(model, tmp_path / "out", "W8A16")
     write_smoothing(forged, out)
@@ -206,7 +229,9 @@ def test_exponents_that_cancel_in_no_product_do_not_pass(source: Path, tmp_path:
     assert "smoothing.json: model.layers.1" in ran.errors[0]
 
 
-def test_repair_compares_a_smoothed_checkpoint(source: Path, smoothed: Path, tmp_path: Path) -> None:
+def test_repair_compares_a_smoothed_checkpoint(
+    source: Path, smoothed: Path, tmp_path: Path
+) -> None:
     ran = vexport("repair", smoothed, tmp_path / "out", "--source", source)
     assert ran.code == 0, ran.stderr
     assert f"compared with {source}" in ran.stdout
@@ -214,7 +239,9 @@ def test_repair_compares_a_smoothed_checkpoint(source: Path, smoothed: Path, tmp
     assert vexport("repair", smoothed, tmp_path / "again").code == 0
 
 
-def test_a_recipe_with_smoothquant(source: Path, text: Path, smoothed: Path, tmp_path: Path) -> None:
+def test_a_recipe_with_smoothquant(
+    source: Path, text: Path, smoothed: Path, tmp_path: Path
+) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "quant_stage:\n  quant_modifiers:\n    SmoothQuantModifier: {smoothing_strength: 0.5}\n"

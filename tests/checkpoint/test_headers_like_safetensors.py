@@ -80,7 +80,9 @@ def test_keys_that_occur_twice(tmp_path: Path, name: str) -> None:
 
 def test_check_names_file_and_cause(tmp_path: Path) -> None:
     file = write(tmp_path, HEADERS["field twice"])
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}'
+    )
     ran = vexport("check", tmp_path, "--static")
     assert ran.code == 1
     shown = " ".join(ran.stdout.split())

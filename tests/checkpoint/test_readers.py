@@ -44,8 +44,12 @@ def read_bytes() -> int:
     return int(lines["rchar"])
 
 
-@pytest.mark.parametrize(("row", "broken"), [(slice(None), False), (slice(None), True), (slice(3, 4), True)])
-def test_zero_scales_need_zero_weights(good: Good, tmp_path: Path, row: slice, broken: bool) -> None:
+@pytest.mark.parametrize(
+    ("row", "broken"), [(slice(None), False), (slice(None), True), (slice(3, 4), True)]
+)
+def test_zero_scales_need_zero_weights(
+    good: Good, tmp_path: Path, row: slice, broken: bool
+) -> None:
     """Of a whole scale and of one row; where the weight is no zero, that is an error."""
     layer = "model.layers.1.mlp.down_proj"
 
@@ -55,9 +59,13 @@ def test_zero_scales_need_zero_weights(good: Good, tmp_path: Path, row: slice, b
         return changed
 
     names = [f"{layer}.weight_scale", *([] if broken else [f"{layer}.weight_packed"])]
-    folder = spoiled(good("NVFP4A16"), tmp_path / "spoiled", all_of(*(put(name, zeros) for name in names)))
+    folder = spoiled(
+        good("NVFP4A16"), tmp_path / "spoiled", all_of(*(put(name, zeros) for name in names))
+    )
     errors = [one for one in check_checkpoint(str(folder)).findings if one.severity == "error"]
-    assert any(one.where == f"{layer}.weight_scale" and "zero" in one.got for one in errors) == broken, errors
+    assert (
+        any(one.where == f"{layer}.weight_scale" and "zero" in one.got for one in errors) == broken
+    ), errors
 
 
 LAYER = "model.layers.0."

@@ -1,4 +1,6 @@
-"""Micro checkpoints of other quantization methods, packed as their producers pack (read in their sources)."""
+"""Micro checkpoints of other quantization methods, packed as their producers pack (read in their
+sources).
+"""
 
 import re
 from collections.abc import Callable, Mapping
@@ -22,7 +24,9 @@ FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def packed_along_rows(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Words of 32 bits, the first of the values that share a word in its lowest bits (AutoGPTQ's pack)."""
+    """Words of 32 bits, the first of the values that share a word in its lowest bits (AutoGPTQ's
+    pack).
+    """
     words = values.to(torch.int64).reshape(-1, 32 // bits, values.shape[1])
     shifts = torch.arange(0, 32, bits).reshape(1, -1, 1)
     return (words << shifts).sum(dim=1).to(torch.uint32).view(torch.int32)
@@ -49,7 +53,9 @@ def symmetric(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def gptq(weight: torch.Tensor, bits: int = 4, *, stored_zero: int = -1) -> Packed:
-    """Symmetric codes; `stored_zero` is added to the zero points: -1 in checkpoint_format gptq, 0 in v2."""
+    """Symmetric codes; `stored_zero` is added to the zero points: -1 in checkpoint_format gptq, 0
+    in v2.
+    """
     half = 1 << (bits - 1)
     scales, signed, meant = symmetric(weight, bits)
     stored = {
@@ -109,7 +115,9 @@ def nvfp4(weight: torch.Tensor, largest: torch.Tensor) -> Packed:
 
 
 def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, two to the byte, and biased exponents of groups of 32 along the last side; what they mean."""
+    """Codes, two to the byte, and biased exponents of groups of 32 along the last side; what they
+    mean.
+    """
     grouped = weight.float().reshape(*weight.shape[:-1], -1, 32)
     exponent = grouped.abs().amax(dim=-1).clamp_min(2.0**-100).log2().floor() - 2
     codes, values = e2m1((grouped / exponent.exp2()[..., None]).clamp(-6, 6))
@@ -151,13 +159,21 @@ def _integers(method: str, bits: int = 4, **more: Json) -> Mapping[str, Json]:
 
 def _modelopt(algo: str, **more: Json) -> Mapping[str, Json]:
     header: Json = {"name": "modelopt", "version": "0.44.0"}
-    return {"quant_method": "modelopt", "quant_algo": algo, "ignore": ["lm_head"], "producer": header, **more}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": algo,
+        "ignore": ["lm_head"],
+        "producer": header,
+        **more,
+    }
 
 
 def _auto_round(layout: str, **more: Json) -> Mapping[str, Json]:
     """As AutoRound 0.16 writes it."""
     kept: Json = {"lm_head": {"bits": 16, "data_type": "fp"}}
-    usual = _integers("auto-round", data_type="int", sym=True, packing_format=f"auto_round:{layout}")
+    usual = _integers(
+        "auto-round", data_type="int", sym=True, packing_format=f"auto_round:{layout}"
+    )
     where: Mapping[str, Json] = {"block_name_to_quantize": "model.layers", "extra_config": kept}
     return {**usual, **where, "autoround_version": "0.16.1", **more}
 
@@ -182,7 +198,9 @@ def _side(dtype: str, qscheme: str, **more: Json) -> dict[str, Json]:
 
 QUARK_FP8 = _side("fp8_e4m3", "per_tensor")
 QUARK_EXPORT: Json = {"kv_cache_group": ["*k_proj", "*v_proj"], "pack_method": "reorder"}
-QUARK_CACHE: Json = dict.fromkeys(("weight", "input_tensors", "output_tensors"), QUARK_FP8) | {"bias": None}
+QUARK_CACHE: Json = dict.fromkeys(("weight", "input_tensors", "output_tensors"), QUARK_FP8) | {
+    "bias": None
+}
 QUARK_LAYERS: Json = {"*k_proj": QUARK_CACHE, "*v_proj": QUARK_CACHE}
 QUARK_FP4: Mapping[str, Json] = {"group_size": 32, "scale_format": "e8m0"}
 GPTQ_CONFIG = _integers("gptq", desc_act=False, sym=True)
@@ -195,7 +213,8 @@ def alone(pack: Callable[..., Packed], **options: str | int) -> Pack:
     return lambda weight, largest: pack(weight, **options)
 
 
-# The config of each, and its layers from a weight and the largest weight of those that vLLM runs as one.
+# The config of each, and its layers from a weight and the largest weight of those that vLLM runs as
+# one.
 CHECKPOINTS: Mapping[str, tuple[Mapping[str, Json], Pack]] = {
     "gptq": ({**GPTQ_CONFIG, "lm_head": False}, alone(gptq)),
     "gptq_v2": ({**GPTQ_CONFIG, "checkpoint_format": "gptq_v2"}, alone(gptq, stored_zero=0)),
@@ -207,8 +226,14 @@ CHECKPOINTS: Mapping[str, tuple[Mapping[str, Json], Pack]] = {
         _auto_round("llm_compressor", data_type="mx_fp", group_size=32, act_bits=4),
         alone(stored_mxfp4, name="weight_packed"),
     ),
-    "fp8-block": ({**FP8_CONFIG, "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}, alone(fp8_block)),
-    "fp8-static": ({**FP8_CONFIG, "activation_scheme": "static", "ignored_layers": ["lm_head"]}, fp8_tensor),
+    "fp8-block": (
+        {**FP8_CONFIG, "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]},
+        alone(fp8_block),
+    ),
+    "fp8-static": (
+        {**FP8_CONFIG, "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        fp8_tensor,
+    ),
     "fp8-dynamic": (FP8_CONFIG, partial(fp8_tensor, static=False)),
     "quark-fp8": (
         quark_config(QUARK_FP8, QUARK_FP8, export=QUARK_EXPORT, layer_quant_config=QUARK_LAYERS),
@@ -218,13 +243,18 @@ CHECKPOINTS: Mapping[str, tuple[Mapping[str, Json], Pack]] = {
         quark_config(_side("int8", "per_channel"), _side("int8", "per_channel", is_dynamic=True)),
         alone(quark_int8),
     ),
-    "quark-int4": (quark_config(_side("int4", "per_group", group_size=GROUP), None), alone(quark_int4)),
+    "quark-int4": (
+        quark_config(_side("int4", "per_group", group_size=GROUP), None),
+        alone(quark_int4),
+    ),
     "quark-uint4": (
         quark_config({"dtype": "uint4", "group_size": GROUP, "symmetric": False}, None),
         alone(quark_uint4),
     ),
     "quark-mxfp4": (
-        quark_config(_side("fp4", "per_group", **QUARK_FP4), _side("fp4", "per_group", is_dynamic=True)),
+        quark_config(
+            _side("fp4", "per_group", **QUARK_FP4), _side("fp4", "per_group", is_dynamic=True)
+        ),
         alone(stored_mxfp4, name="weight"),
     ),
     "modelopt-fp8": (_modelopt("FP8"), fp8_tensor),
@@ -240,7 +270,9 @@ QUANTIZED = re.compile(r"(_proj(_with_mqa)?|\.w[123])\.weight$")
 
 
 def write(name: str, source: Path, folder: Path, **changes: Json) -> Path:
-    """The checkpoint `source` quantized by a method, in a new folder; `changes` go to its config."""
+    """The checkpoint `source` quantized by a method, in a new folder; `changes` go to its
+    config.
+    """
     settings, pack = CHECKPOINTS[name]
 
     @tensors
@@ -264,7 +296,9 @@ def write(name: str, source: Path, folder: Path, **changes: Json) -> Path:
 
 
 def write_experts(name: str, source: Path, folder: Path) -> Path:
-    """A mixture of experts quantized by a method, whose list names the routers, as its producers do."""
+    """A mixture of experts quantized by a method, whose list names the routers, as its producers
+    do.
+    """
     gates: list[Json] = [f"model.layers.{number}.mlp.gate" for number in range(2)]
     lists: Mapping[str, dict[str, Json]] = {
         "fp8-block": {"modules_to_not_convert": ["lm_head", *gates]},
@@ -275,7 +309,9 @@ def write_experts(name: str, source: Path, folder: Path) -> Path:
 
 @tensors
 def _experts_in_mxfp4(values: Tensors) -> None:
-    for name in [name for name in values if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))]:
+    for name in [
+        name for name in values if name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
+    ]:
         blocks, scales, _ = mxfp4(values.pop(name).transpose(1, 2).contiguous())
         values |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
 

@@ -1,4 +1,6 @@
-"""Ways to spoil checkpoints of other quantization methods, each with the check that finds it and where."""
+"""Ways to spoil checkpoints of other quantization methods, each with the check that finds it and
+where.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -104,8 +106,14 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "codes of the inputs last": of_form("qweight", transposed),
         "codes of another dtype": of_form("qweight", torch.Tensor.float),
         "a part that is not quantized": in_bfloat16(K, (128, 256), QKV),
-        "a rule that keeps what is quantized": says("targets", DOWN, dynamic={"-:.*layers.1.mlp.down": {}}),
-        "a layer's norm gone": (drop(f"{LAYER}.input_layernorm.weight"), "completeness", "input_layernorm"),
+        "a rule that keeps what is quantized": says(
+            "targets", DOWN, dynamic={"-:.*layers.1.mlp.down": {}}
+        ),
+        "a layer's norm gone": (
+            drop(f"{LAYER}.input_layernorm.weight"),
+            "completeness",
+            "input_layernorm",
+        ),
         "codes all zero": all_zero("qweight"),
     },
     "awq": {
@@ -141,7 +149,9 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "a pattern with other bits": says(
             "shapes", f"{DOWN}.qweight", extra_config={r"layers\.1\.mlp\.down": {"bits": 8}}
         ),
-        "blocks that are not quantized": says("targets", DOWN, block_name_to_quantize="model.layers.0"),
+        "blocks that are not quantized": says(
+            "targets", DOWN, block_name_to_quantize="model.layers.0"
+        ),
         "no scales": lacks("scales"),
         "a scale that is NaN": of_value("scales", element(NAN)),
         "codes of the inputs last": of_form("qweight", transposed),
@@ -178,7 +188,11 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "no scale of inputs": lacks("input_scale"),
         "a scale upside down": of_value("weight_scale", inverse),
         "inputs of one layer scaled otherwise": input_of(K),
-        "a scale of keys that is zero": (put(f"{K}.output_scale", element(0.0)), "kv_cache", "output_scale"),
+        "a scale of keys that is zero": (
+            put(f"{K}.output_scale", element(0.0)),
+            "kv_cache",
+            "output_scale",
+        ),
         "a weight in e5m2": of_form("weight", e5m2),
     },
     "quark-int4": {
@@ -244,9 +258,13 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
     "modelopt-fp8": {
         "no scale of inputs": lacks("input_scale"),
         "another algorithm": says("config", "quant_algo", quant_algo="FP9"),
-        "another algorithm's scales": says("shapes", "weight_scale", quant_algo="FP8_PER_CHANNEL_PER_TOKEN"),
+        "another algorithm's scales": says(
+            "shapes", "weight_scale", quant_algo="FP8_PER_CHANNEL_PER_TOKEN"
+        ),
         "a head that is not kept": says("targets", "lm_head", ignore=[]),
-        "a pattern that keeps what is quantized": says("targets", DOWN, ignore=["lm_head", "*layers.1.mlp*"]),
+        "a pattern that keeps what is quantized": says(
+            "targets", DOWN, ignore=["lm_head", "*layers.1.mlp*"]
+        ),
         "a scale upside down": of_value("weight_scale", inverse),
         "inputs of one layer scaled otherwise": input_of(V),
         "a layer that is not quantized": in_bfloat16(DOWN, (256, 512), DOWN),
@@ -256,7 +274,11 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
     "modelopt-nvfp4": {
         "no second scale": lacks("weight_scale_2"),
         "a second scale upside down": of_value("weight_scale_2", inverse),
-        "a second scale of another layer": (put(f"{K}.weight_scale_2", times(2)), "fusion", "weight_scale_2"),
+        "a second scale of another layer": (
+            put(f"{K}.weight_scale_2", times(2)),
+            "fusion",
+            "weight_scale_2",
+        ),
         "a second scale that is zero": of_value("weight_scale_2", element(0.0)),
         "inputs of one layer scaled otherwise": input_of(Q),
         "no scale of inputs": lacks("input_scale"),

@@ -56,10 +56,16 @@ def test_a_slow_expression_in_ignore_is_one_error(check: Callable[[Change], Ran]
     [
         {"num_hidden_layers": 10**9},
         {"text_config": {"num_hidden_layers": 10**9, "num_attention_heads": 4}},
-        {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 10**9},
+        {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_local_experts": 10**9,
+        },
     ],
 )
-def test_too_large_numbers_are_one_error(check: Callable[[Change], Ran], changes: dict[str, Json]) -> None:
+def test_too_large_numbers_are_one_error(
+    check: Callable[[Change], Ran], changes: dict[str, Json]
+) -> None:
     ran = check(config(WHOLE, **changes))
     assert ran.code == 1
     assert "1e+09 in a checkpoint of" in ran.stdout
@@ -73,4 +79,7 @@ def test_no_vllm_is_started_for_them(command: tuple[str, ...], llama: Path, tmp_
     more = (llama, "--task", make_tasks(tmp_path, 3)[0]) if "eval" in command else ()
     ran = vexport(*command, *more[:1], folder, *more[1:], "--quiet")
     assert (ran.code, len(ran.errors)) == (2, 1), ran
-    assert f"{folder / 'config.json'}: num_hidden_layers: got 1e+09 in a checkpoint of" in ran.errors[0]
+    assert (
+        f"{folder / 'config.json'}: num_hidden_layers: got 1e+09 in a checkpoint of"
+        in ran.errors[0]
+    )

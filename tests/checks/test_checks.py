@@ -34,7 +34,8 @@ def padded_words(packed: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(packed, (0, -(-columns // 10) - packed.shape[1]))
 
 
-# The family and the place of an error; that there is one is held by the recorded mutations (tests/mutations).
+# The family and the place of an error; that there is one is held by the recorded mutations
+# (tests/mutations).
 TENSOR_MUTATIONS = [
     ("W4A8", drop(f"{DOWN}.weight_scale"), "completeness", f"{DOWN}.weight_scale"),
     (
@@ -43,7 +44,12 @@ TENSOR_MUTATIONS = [
         "fusion",
         "layers.1.self_attn.qkv_proj",
     ),
-    ("NVFP4", put(f"{DOWN}.weight_global_scale", lambda t: 1 / t), "values", f"{DOWN}.weight_global_scale"),
+    (
+        "NVFP4",
+        put(f"{DOWN}.weight_global_scale", lambda t: 1 / t),
+        "values",
+        f"{DOWN}.weight_global_scale",
+    ),
     ("FP8_BLOCK", put(f"{DOWN}.weight_scale", lambda t: t[:-1]), "shapes", f"{DOWN}.weight_scale"),
     ("MXFP8", put(f"{DOWN}.weight_scale", e8m0), "shapes", f"{DOWN}.weight_scale"),
     ("W3A16", put(f"{DOWN}.weight_packed", padded_words), "shapes", DOWN),
@@ -63,8 +69,16 @@ def test_broken_tensors_are_found(
     [
         ("FP8_DYNAMIC", put(f"{DOWN}.weight", lambda t: t.to(torch.bfloat16)), f"{DOWN}.weight"),
         ("W4A16", drop(f"{DOWN}.weight_shape"), f"{DOWN}.weight_shape"),
-        ("NVFP4", put(f"{DOWN}.weight_scale", lambda t: t.to(torch.bfloat16)), f"{DOWN}.weight_scale"),
-        ("NVFP4", put(f"{DOWN}.input_global_scale", lambda t: t.bfloat16()), f"{DOWN}.input_global_scale"),
+        (
+            "NVFP4",
+            put(f"{DOWN}.weight_scale", lambda t: t.to(torch.bfloat16)),
+            f"{DOWN}.weight_scale",
+        ),
+        (
+            "NVFP4",
+            put(f"{DOWN}.input_global_scale", lambda t: t.bfloat16()),
+            f"{DOWN}.input_global_scale",
+        ),
     ],
 )
 def test_what_vllm_casts_without_a_loss_is_a_warning(
@@ -74,12 +88,20 @@ def test_what_vllm_casts_without_a_loss_is_a_warning(
     assert [(finding.severity, finding.where) for finding in found] == [("warning", where)]
 
 
-@pytest.mark.parametrize(("scheme", "scale"), [("NVFP4", "input_global_scale"), ("FP8", "input_scale")])
-def test_passed_over_input_scales_are_a_warning(good: Good, tmp_path: Path, scheme: str, scale: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "scale"), [("NVFP4", "input_global_scale"), ("FP8", "input_scale")]
+)
+def test_passed_over_input_scales_are_a_warning(
+    good: Good, tmp_path: Path, scheme: str, scale: str
+) -> None:
     """Two of three have the largest, which vLLM takes; where one alone has it, that is an error."""
-    found = problems(spoiled(good(scheme), tmp_path / "smaller", put(f"{Q}.{scale}", lambda old: old / 3)))
+    found = problems(
+        spoiled(good(scheme), tmp_path / "smaller", put(f"{Q}.{scale}", lambda old: old / 3))
+    )
     assert [(finding.severity, finding.check) for finding in found] == [("warning", "fusion")]
-    found = problems(spoiled(good(scheme), tmp_path / "larger", put(f"{Q}.{scale}", lambda old: old * 3)))
+    found = problems(
+        spoiled(good(scheme), tmp_path / "larger", put(f"{Q}.{scale}", lambda old: old * 3))
+    )
     assert [(finding.severity, finding.check) for finding in found] == [("error", "fusion")]
 
 
@@ -102,7 +124,9 @@ def test_inputs_that_vllm_leaves_in_16_bits_are_a_warning(
 
 def test_routed_experts_need_inputs_that_vllm_quantizes(tmp_path: Path) -> None:
     """get_moe_method has none with inputs in 16 bits."""
-    checkpoint = quantize(save_family("qwen3-moe", tmp_path / "model"), tmp_path / "out", "FP8_DYNAMIC")
+    checkpoint = quantize(
+        save_family("qwen3-moe", tmp_path / "model"), tmp_path / "out", "FP8_DYNAMIC"
+    )
     assert errors(checkpoint) == []
     config(INPUTS, type="int")(checkpoint)
     (finding,) = [each for each in errors(checkpoint) if each.check == "config"]
@@ -128,5 +152,12 @@ def test_check_answers_with_a_list_and_exit_codes(good: Good, tmp_path: Path) ->
     reports = json.loads(ran.stdout)
     assert [report["checkpoint"] for report in reports] == [str(good("NVFP4")), str(broken)]
     assert [report["ok"] for report in reports] == [True, False]
-    assert set(reports[1]["findings"][0]) == {"check", "severity", "where", "expected", "got", "fix"}
+    assert set(reports[1]["findings"][0]) == {
+        "check",
+        "severity",
+        "where",
+        "expected",
+        "got",
+        "fix",
+    }
     assert vexport("check", good("NVFP4"), "--format", "json").code == 0

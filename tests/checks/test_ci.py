@@ -23,7 +23,9 @@ ROOT = Path(__file__).parent.parent.parent
 DOWN = "model.layers.2.mlp.down_proj"
 
 
-def test_one_that_is_no_checkpoint_hides_no_other(good: Good, tmp_path: Path, three: list[Path]) -> None:
+def test_one_that_is_no_checkpoint_hides_no_other(
+    good: Good, tmp_path: Path, three: list[Path]
+) -> None:
     ran = vexport("check", tmp_path / "none", good("FP8"), "--format", "json", "--quiet")
     none, sound = json.loads(ran.stdout)
     assert (ran.code, none["ok"], sound["ok"]) == (2, False, True)
@@ -34,7 +36,9 @@ def test_one_that_is_no_checkpoint_hides_no_other(good: Good, tmp_path: Path, th
     assert [report["ok"] for report in json.loads(ran.stdout)] == [True, False, True]
 
 
-def test_annotations_stand_at_the_line(good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_annotations_stand_at_the_line(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "repository" / "models" / "broken"
     folder.parent.mkdir(parents=True)
     spoil = put(f"{DOWN}.weight_scale", element(float("nan")))
@@ -62,7 +66,10 @@ def run_action(checkpoint: Path, command: str, folder: Path) -> tuple[int, dict[
     """(exit code, outputs) of the action's step that judges, as GitHub's runner runs it."""
     action = yaml.safe_load((ROOT / ".github/action/action.yml").read_text())
     step = next(step for step in action["runs"]["steps"] if step.get("id") == "gate")
-    assert step["env"] == {"COMMAND": "${{ inputs.command }}", "CHECKPOINT": "${{ inputs.checkpoint }}"}
+    assert step["env"] == {
+        "COMMAND": "${{ inputs.command }}",
+        "CHECKPOINT": "${{ inputs.checkpoint }}",
+    }
     folder.mkdir()
     (folder / "step.sh").write_text(step["run"])
     environment = {
@@ -75,14 +82,18 @@ def run_action(checkpoint: Path, command: str, folder: Path) -> tuple[int, dict[
         "GITHUB_STEP_SUMMARY": str(folder / "summary.md"),
     }
     shell = ["bash", "--noprofile", "--norc", "-eo", "pipefail", str(folder / "step.sh")]
-    code = subprocess.run(shell, env=environment, cwd=folder, capture_output=True, check=False).returncode
+    code = subprocess.run(
+        shell, env=environment, cwd=folder, capture_output=True, check=False
+    ).returncode
     outputs = dict(line.split("=", 1) for line in (folder / "output").read_text().splitlines())
     assert outputs.keys() == action["outputs"].keys()
     return code, outputs
 
 
 def test_the_action_tells_the_verdict_and_where_the_report_is(good: Good, tmp_path: Path) -> None:
-    broken = spoiled(good("W8A8"), tmp_path / "broken", put(f"{DOWN}.weight_scale", element(float("nan"))))
+    broken = spoiled(
+        good("W8A8"), tmp_path / "broken", put(f"{DOWN}.weight_scale", element(float("nan")))
+    )
     checked = "check --static --sm 90"
     for checkpoint, command, code, verdict in (
         (good("W8A8"), checked, 0, "PASS"),
@@ -110,14 +121,18 @@ def three(good: Good, tmp_path: Path) -> list[Path]:
     return [good("W4A16"), tmp_path / "bad", good("FP8_BLOCK")]
 
 
-def test_a_mistake_in_one_check_leaves_others(three: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_in_one_check_leaves_others(
+    three: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Miscopy injection: what is left of a family that raises, in each form of the answer."""
     monkeypatch.setattr(
         "vexport.checks.CHECKS", {**CHECKS, "values": Check(description="values", run=_broken)}
     )
     ran = vexport("check", *three, "--format", "json")
     assert ran.code == 4
-    assert [line for line in ran.errors if "internal error in the check values" in line] == ran.errors
+    assert [
+        line for line in ran.errors if "internal error in the check values" in line
+    ] == ran.errors
     reports = json.loads(ran.stdout)
     assert [report["ok"] for report in reports] == [True, False, True]
     findings = {finding["check"]: finding for finding in reports[1]["findings"]}

@@ -1,4 +1,6 @@
-"""`vexport check --tp --sm --vllm`: what runs where, and what other versions of vLLM do otherwise."""
+"""`vexport check --tp --sm --vllm`: what runs where, and what other versions of vLLM do
+otherwise.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +17,9 @@ SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 192}
 
 def judged(checkpoint: Path, *options: object) -> list[dict[str, str]]:
     """What is said for the devices and the version."""
-    return [one for one in findings(checkpoint, *options) if one["check"] in ("devices", "versions")]
+    return [
+        one for one in findings(checkpoint, *options) if one["check"] in ("devices", "versions")
+    ]
 
 
 def errors(found: list[dict[str, str]]) -> list[str]:
@@ -25,9 +29,24 @@ def errors(found: list[dict[str, str]]) -> list[str]:
 @pytest.mark.parametrize(
     ("changes", "preset", "tp", "words"),
     [
-        ({"intermediate_size": 384}, "W4A16", 2, "in_features 192 is not a multiple of group size 128"),
-        ({"intermediate_size": 336}, "NVFP4A16", 2, "in_features 168 is not a multiple of group size 16"),
-        ({"intermediate_size": 510}, "FP8_DYNAMIC", 4, "out_features 510 is not a multiple of 4 ranks"),
+        (
+            {"intermediate_size": 384},
+            "W4A16",
+            2,
+            "in_features 192 is not a multiple of group size 128",
+        ),
+        (
+            {"intermediate_size": 336},
+            "NVFP4A16",
+            2,
+            "in_features 168 is not a multiple of group size 16",
+        ),
+        (
+            {"intermediate_size": 510},
+            "FP8_DYNAMIC",
+            4,
+            "out_features 510 is not a multiple of 4 ranks",
+        ),
         ({**SIX_HEADS, "num_key_value_heads": 6}, "FP8_DYNAMIC", 4, "6 attention"),
         ({**SIX_HEADS, "num_key_value_heads": 3}, "FP8_DYNAMIC", 2, "3 key and"),
     ],
@@ -42,7 +61,9 @@ def test_what_ranks_cut_is_found(
     assert errors(judged(checkpoint, "--tp", 1)) == []
 
 
-def test_few_key_heads_are_repeated_and_experts_are_cut_by_their_own_size(good: Good, tmp_path: Path) -> None:
+def test_few_key_heads_are_repeated_and_experts_are_cut_by_their_own_size(
+    good: Good, tmp_path: Path
+) -> None:
     assert judged(good("FP8_DYNAMIC"), "--tp", "1,2,4") == []
     source = save_family("qwen3-moe", tmp_path / "model", moe_intermediate_size=256)
     checkpoint = quantize(source, tmp_path / "out", "W4A16")
@@ -50,7 +71,8 @@ def test_few_key_heads_are_repeated_and_experts_are_cut_by_their_own_size(good: 
     assert any("experts.*.down_proj" in where for where in errors(judged(checkpoint, "--tp", 4)))
 
 
-# scheme: capabilities that refuse it, and those that run it in another precision with that precision.
+# scheme: capabilities that refuse it, and those that run it in another precision with that
+# precision.
 GRID: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "NVFP4": ("70", {"75/80/89/90": "W4A16"}),
     "NVFP4A16": ("70", {}),
@@ -70,13 +92,21 @@ GRID: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 @pytest.mark.parametrize("scheme", GRID)
 def test_capabilities_refuse_or_run_otherwise(good: Good, scheme: str) -> None:
-    """What vLLM 0.32's dry load said of the same schemes; tests/engine/test_dry_load.py asks it again."""
+    """What vLLM 0.32's dry load said of the same schemes; tests/engine/test_dry_load.py asks it
+    again.
+    """
     refused, other = GRID[scheme]
     found = judged(good(scheme), "--sm", "70,75,80,89,90,100")
     assert [where.partition("sm ")[2] for where in errors(found)] == [f"{refused})"]
-    warnings = {one["where"].partition("sm ")[2]: one["got"] for one in found if one["severity"] == "warning"}
+    warnings = {
+        one["where"].partition("sm ")[2]: one["got"]
+        for one in found
+        if one["severity"] == "warning"
+    }
     assert warnings.keys() == {f"{capabilities})" for capabilities in other}
-    assert all(warnings[f"{capabilities})"].startswith(bits) for capabilities, bits in other.items())
+    assert all(
+        warnings[f"{capabilities})"].startswith(bits) for capabilities, bits in other.items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +121,9 @@ def test_capabilities_refuse_or_run_otherwise(good: Good, scheme: str) -> None:
 def test_versions_differ_where_they_are_known_to(
     good: Good, tmp_path: Path, scheme: str, version: str, severities: list[str]
 ) -> None:
-    checkpoint = spoiled(good(scheme), tmp_path / "checkpoint", config((), max_position_embeddings=256))
+    checkpoint = spoiled(
+        good(scheme), tmp_path / "checkpoint", config((), max_position_embeddings=256)
+    )
     found = [one["severity"] for one in judged(checkpoint, "--vllm", version)]
     assert [severity for severity in found if severity != "info"] == severities
 

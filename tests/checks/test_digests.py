@@ -19,7 +19,9 @@ DOWN = "model.layers.0.mlp.down_proj"
 
 
 def flip(folder: Path, parameter: str = "weight_packed") -> None:
-    """Other values in 64 bytes of the first tensor of a kind, which are as plausible as the old ones."""
+    """Other values in 64 bytes of the first tensor of a kind, which are as plausible as the old
+    ones.
+    """
     tensors = read_index(folder).tensors
     tensor = next(tensor for name, tensor in tensors.items() if name.endswith(parameter))
     with tensor.file.open("r+b") as file:
@@ -38,7 +40,9 @@ def test_the_record_is_of_each_file_whole(llama: Path, tmp_path: Path) -> None:
     quantize(llama, tmp_path / "out", "W4A16", "--max-shard-size", "100KB")
     weights = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(weights) > 2
-    expected = {file.name: f"xxh3:{xxhash.xxh3_64_hexdigest(file.read_bytes())}" for file in weights}
+    expected = {
+        file.name: f"xxh3:{xxhash.xxh3_64_hexdigest(file.read_bytes())}" for file in weights
+    }
     assert digests_of(tmp_path / "out") == expected
 
 
@@ -53,7 +57,9 @@ def test_a_flipped_byte_is_found(good: Good, tmp_path: Path) -> None:
     assert not (tmp_path / "repaired").exists()
 
 
-def test_large_files_wait_to_be_asked(good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_wait_to_be_asked(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shards, "MOST_BYTES", 1000)
     folder = copytree(good("W4A16"), tmp_path / "out")
     flip(folder)
@@ -69,7 +75,9 @@ def test_a_list_of_sha256sum(option: str, llama: Path, tmp_path: Path) -> None:
     folder = copytree(llama, tmp_path / "other")
     (folder / "README.md").write_text("a model\n")
     names = sorted(file.name for file in folder.iterdir())
-    wrote = subprocess.run(["sha256sum", option, *names], cwd=folder, capture_output=True, check=True)
+    wrote = subprocess.run(
+        ["sha256sum", option, *names], cwd=folder, capture_output=True, check=True
+    )
     listed = tmp_path / "SHA256SUMS"
     listed.write_bytes(wrote.stdout)
     assert vexport("check", folder, "--digests", listed).code == 0
@@ -80,7 +88,9 @@ def test_a_list_of_sha256sum(option: str, llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["/etc/passwd", "no digest", "sub/../../config.json", None])
-def test_a_list_that_cannot_be_used_is_bad_input(line: str | None, llama: Path, tmp_path: Path) -> None:
+def test_a_list_that_cannot_be_used_is_bad_input(
+    line: str | None, llama: Path, tmp_path: Path
+) -> None:
     listed = tmp_path / "SHA256SUMS"
     if line is not None:
         digest = hashlib.sha256(b"").hexdigest()

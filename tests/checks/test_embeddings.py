@@ -69,7 +69,9 @@ def test_tables_of_tokens(
         packed(folder)
     if state == "tied":
         drop("lm_head.weight")(folder)
-    found = [each.got for each in problems(folder) if (each.check, each.where) == ("targets", TABLE)]
+    found = [
+        each.got for each in problems(folder) if (each.check, each.where) == ("targets", TABLE)
+    ]
     assert bool(found) is bool(words)
     assert words in " ".join(found)
 
@@ -78,12 +80,16 @@ ATTENTION = "model.layers.0.self_attn"
 QKV = tuple(f"{ATTENTION}.{leaf}_proj" for leaf in "qkv")
 EXPERTS = "model.layers.0.mlp.experts"
 OF_LLAMA = Architecture(
-    fused={"qkv_proj": ("q_proj", "k_proj", "v_proj")}, resolved=("qkv_proj",), row_parallel=("o_proj",)
+    fused={"qkv_proj": ("q_proj", "k_proj", "v_proj")},
+    resolved=("qkv_proj",),
+    row_parallel=("o_proj",),
 )
 
 
 def group(name: str, *targets: str) -> ConfigGroup:
-    parsed = parse_group(name, {"targets": [*targets], "weights": {"num_bits": 8}}, "pack-quantized")
+    parsed = parse_group(
+        name, {"targets": [*targets], "weights": {"num_bits": 8}}, "pack-quantized"
+    )
     assert isinstance(parsed, ConfigGroup)
     return parsed
 

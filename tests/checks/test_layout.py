@@ -1,4 +1,6 @@
-"""The tensors of a model are those that vLLM's classes build, by their config; what is not judged is said."""
+"""The tensors of a model are those that vLLM's classes build, by their config; what is not judged
+is said.
+"""
 
 import json
 from pathlib import Path
@@ -9,7 +11,17 @@ from safetensors.torch import load_file, save_file
 
 from tests.architectures.families import save_family
 from tests.models import errors, quantize
-from tests.mutations.edits import WEIGHTS, WHOLE, Change, Tensors, config, lost, spoiled, tensors, without
+from tests.mutations.edits import (
+    WEIGHTS,
+    WHOLE,
+    Change,
+    Tensors,
+    config,
+    lost,
+    spoiled,
+    tensors,
+    without,
+)
 from vexport.architectures import architecture_table
 from vexport.architectures.layouts import get_layout, layouts
 from vexport.checkpoint.index import read_index
@@ -27,7 +39,9 @@ def test_experts_of_a_layout_are_those_of_the_class() -> None:
     for name in layouts().keys() & table.architectures.keys():
         entry, experts = get_layout(name), table.architectures[name].experts
         assert entry is not None
-        own = {each.split(".")[-2] for row in entry.rows for each in row.names if ".experts.*." in each}
+        own = {
+            each.split(".")[-2] for row in entry.rows for each in row.names if ".experts.*." in each
+        }
         assert experts is None or own <= {*experts}, name
 
 
@@ -37,7 +51,9 @@ def dropped(start: str) -> Change:
 
 @tensors
 def stacked(values: Tensors) -> None:
-    """The experts of the second layer in one tensor each, under a name that no loader of vLLM knows."""
+    """The experts of the second layer in one tensor each, under a name that no loader of vLLM
+    knows.
+    """
     start = "model.layers.1.mlp.experts."
     experts = {name: values.pop(name) for name in [*values] if name.startswith(start)}
     down = [value for name, value in experts.items() if name.endswith("down_proj.weight_packed")]
@@ -49,8 +65,16 @@ def stacked(values: Tensors) -> None:
     [
         ("qwen3-moe", dropped("model.layers.1.mlp.experts.2."), "model.layers.1.mlp.experts.2"),
         ("qwen3-moe", stacked, "model.layers.1.mlp.experts.down_proj_packed"),
-        ("qwen3-next", dropped("model.layers.0.linear_attn.A_log"), "model.layers.0.linear_attn.A_log"),
-        ("llama4", dropped("model.layers.0.feed_forward.experts."), "model.layers.0.feed_forward.experts"),
+        (
+            "qwen3-next",
+            dropped("model.layers.0.linear_attn.A_log"),
+            "model.layers.0.linear_attn.A_log",
+        ),
+        (
+            "llama4",
+            dropped("model.layers.0.feed_forward.experts."),
+            "model.layers.0.feed_forward.experts",
+        ),
         ("gemma3-vision", dropped(NORM), NORM),
         ("qwen2.5-vl", dropped("visual.blocks.0.attn.qkv.bias"), "visual.blocks.0.attn.qkv.bias"),
         ("gpt2", dropped("transformer.wpe"), "transformer.wpe.weight"),
@@ -59,12 +83,17 @@ def stacked(values: Tensors) -> None:
 def test_the_first_cause_is_named(family: str, spoil: Change, where: str, tmp_path: Path) -> None:
     folder = quantize(save_family(family, tmp_path / "source"), tmp_path / "out", "NVFP4A16")
     assert errors(folder) == []
-    assert [finding.where for finding in errors(spoiled(folder, tmp_path / "spoiled", spoil))][:1] == [where]
+    assert [finding.where for finding in errors(spoiled(folder, tmp_path / "spoiled", spoil))][
+        :1
+    ] == [where]
 
 
 @pytest.mark.parametrize(
     ("family", "part", "key"),
-    [("mistral3", "text_config", "intermediate_size"), ("qwen2.5-vl", "vision_config", "hidden_size")],
+    [
+        ("mistral3", "text_config", "intermediate_size"),
+        ("qwen2.5-vl", "vision_config", "hidden_size"),
+    ],
 )
 def test_sizes_of_nested_configs_count(family: str, part: str, key: str, tmp_path: Path) -> None:
     folder = quantize(save_family(family, tmp_path / "source"), tmp_path / "out", "FP8_DYNAMIC")
@@ -95,12 +124,19 @@ def test_tensors_of_which_nothing_is_known_are_named(tmp_path: Path) -> None:
 WRAPPERS = {
     "text_config": ("LlavaForConditionalGeneration", "llava", "language_model.", ("text_config",)),
     "llm_config": ("InternVLChatModel", "internvl_chat", "language_model.", ("llm_config",)),
-    "thinker_config": ("Qwen2_5OmniModel", "qwen2_5_omni", "thinker.", ("thinker_config", "text_config")),
+    "thinker_config": (
+        "Qwen2_5OmniModel",
+        "qwen2_5_omni",
+        "thinker.",
+        ("thinker_config", "text_config"),
+    ),
 }
 
 
 def wrapped(llama: Path, folder: Path, kind: str, *, last_layer: bool = True) -> Path:
-    """A Llama of three layers as the language model of another class, with or without its last layer."""
+    """A Llama of three layers as the language model of another class, with or without its last
+    layer.
+    """
     architecture, model_type, prefix, keys = WRAPPERS[kind]
     folder.mkdir()
     stored: Tensors = load_file(llama / WEIGHTS)
@@ -110,12 +146,16 @@ def wrapped(llama: Path, folder: Path, kind: str, *, last_layer: bool = True) ->
     for key in reversed(keys):
         inner = {key: inner}
     outer = {"architectures": [architecture], "model_type": model_type, "dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps({**outer, **(inner if isinstance(inner, dict) else {})}))
+    (folder / "config.json").write_text(
+        json.dumps({**outer, **(inner if isinstance(inner, dict) else {})})
+    )
     return folder
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_a_whole_model_is_clean_and_a_missing_layer_is_found(llama: Path, tmp_path: Path, kind: str) -> None:
+def test_a_whole_model_is_clean_and_a_missing_layer_is_found(
+    llama: Path, tmp_path: Path, kind: str
+) -> None:
     model = wrapped(llama, tmp_path / "model", kind)
     assert errors(model) == []
     assert vocab_size(read_index(model)) == 384

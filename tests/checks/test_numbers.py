@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from tests.models import Good, errors
-from tests.mutations.edits import Change, Tensors, add, all_of, every, inverse, put, spoiled, tensors
+from tests.mutations.edits import (
+    Change,
+    Tensors,
+    add,
+    all_of,
+    every,
+    inverse,
+    put,
+    spoiled,
+    tensors,
+)
 from vexport.checks import Against, check_checkpoint
 from vexport.formats.arguments import parse_args
 from vexport.records import Json
@@ -46,7 +56,9 @@ def test_arguments_are_refused_as_compressed_tensors_does(arguments: Json, refus
     assert accepted is not refused
 
 
-@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"])
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"]
+)
 def test_what_is_not_quantized_is_not_all_zero(good: Good, tmp_path: Path, name: str) -> None:
     assert found(good("W8A8"), tmp_path / "zero", put(name, every(0.0))) == [name]
 
@@ -71,7 +83,9 @@ def test_bounds_may_be_infinite_and_weights_not(
     folder = spoiled(good("W8A8"), tmp_path / "changed", change)
     findings = check_checkpoint(str(folder)).findings
     assert [one.where for one in findings if one.check == "values"] == [name] * wrong
-    other = spoiled(good("W8A8"), tmp_path / "other", add(name, torch.zeros(shape, dtype=torch.bfloat16)))
+    other = spoiled(
+        good("W8A8"), tmp_path / "other", add(name, torch.zeros(shape, dtype=torch.bfloat16))
+    )
     for source, found in ((folder, 0), (other, int(wrong))):
         against = Against(root=source, run=lambda view: iter(()))
         findings = check_checkpoint(str(folder), against=against).findings
@@ -79,8 +93,12 @@ def test_bounds_may_be_infinite_and_weights_not(
 
 
 @pytest.mark.parametrize("scheme", ["W8A8", "FP8_DYNAMIC"])
-def test_a_transposed_weight_leaves_ranges_unfilled(good: Good, tmp_path: Path, scheme: str) -> None:
-    assert found(good(scheme), tmp_path / "turned", put(f"{Q}.weight", lambda value: value.T)) == [Q]
+def test_a_transposed_weight_leaves_ranges_unfilled(
+    good: Good, tmp_path: Path, scheme: str
+) -> None:
+    assert found(good(scheme), tmp_path / "turned", put(f"{Q}.weight", lambda value: value.T)) == [
+        Q
+    ]
 
 
 def test_rows_that_are_all_zero_fill_no_range(good: Good, tmp_path: Path) -> None:
@@ -114,14 +132,19 @@ def test_layers_may_be_stored_as_vllm_fuses_them(good: Good, tmp_path: Path) -> 
         values[name] = values[name][:-1].clone()
 
     assert found(good("W8A8"), tmp_path / "fused", tensors(fused)) == []
-    assert found(good("W8A8"), tmp_path / "cut", tensors(cut)) == [f"{LAYER}.self_attn.qkv_proj.weight_scale"]
+    assert found(good("W8A8"), tmp_path / "cut", tensors(cut)) == [
+        f"{LAYER}.self_attn.qkv_proj.weight_scale"
+    ]
 
 
 def test_a_sign_that_cancels_hides_nothing(good: Good, tmp_path: Path) -> None:
     """The layer's other numbers are looked at beside the warning."""
     change = all_of(
-        put(f"{Q}.input_scale", lambda scale: -scale), put(f"{Q}.weight_scale", lambda scale: scale * 1e6)
+        put(f"{Q}.input_scale", lambda scale: -scale),
+        put(f"{Q}.weight_scale", lambda scale: scale * 1e6),
     )
     report = check_checkpoint(str(spoiled(good("FP8"), tmp_path / "bad", change)))
-    severities = {finding.where: finding.severity for finding in report.findings if finding.check == "values"}
+    severities = {
+        finding.where: finding.severity for finding in report.findings if finding.check == "values"
+    }
     assert severities == {f"{Q}.input_scale": "warning", f"{Q}.weight_scale": "error"}

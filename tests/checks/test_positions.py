@@ -12,14 +12,21 @@ from vexport.checks.vllm.rotary import table_bytes, wrong_numbers
 from vexport.files import to_json
 from vexport.records import Json
 
-HEADS: dict[str, Json] = {"hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 1 << 20}
+HEADS: dict[str, Json] = {
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 1 << 20,
+}
 
 
 @pytest.mark.parametrize(
     ("rope", "rows"),
     [
         ({}, 1 << 20),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1 << 19}, 1 << 21),
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1 << 19},
+            1 << 21,
+        ),
         ({"type": "linear", "factor": 8.0}, 1 << 23),
         ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}, 1 << 20),
         ({"rope_type": "longrope", "original_max_position_embeddings": 4096}, (1 << 20) + 4096),
@@ -36,11 +43,17 @@ def test_rows_as_vllm_computes_them(rope: Json, rows: int) -> None:
 def test_bases_that_make_no_angle(key: str, value: Json) -> None:
     nested: Json = {"rope_parameters": {"full_attention": {key: value}}}
     assert [each.key for each in wrong_numbers({key: value})] == [key]
-    assert [each.key for each in wrong_numbers({"a": nested})] == [f"a.rope_parameters.full_attention.{key}"]
+    assert [each.key for each in wrong_numbers({"a": nested})] == [
+        f"a.rope_parameters.full_attention.{key}"
+    ]
 
 
 def test_sound_bases() -> None:
-    sound: Json = {"rope_theta": 1e4, "partial_rotary_factor": 0.25, "vision_config": {"rope_theta": None}}
+    sound: Json = {
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.25,
+        "vision_config": {"rope_theta": None},
+    }
     assert not [*wrong_numbers({"text_config": sound})]
 
 
@@ -48,7 +61,9 @@ def test_sound_bases() -> None:
 def test_large_tables_are_warnings(tmp_path: Path, positions: int, severities: list[str]) -> None:
     folder = save_llama(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": positions}))
+    (folder / "config.json").write_text(
+        json.dumps({**config, "max_position_embeddings": positions})
+    )
     found = check_checkpoint(str(folder)).findings
     places = [each.severity for each in found if each.where.endswith("max_position_embeddings")]
     assert places == severities
@@ -68,7 +83,9 @@ def test_classes_of_the_registry() -> None:
 
 def test_unquantized_checkpoints_are_warned_of(tmp_path: Path) -> None:
     report = check_checkpoint(str(save_llama(tmp_path / "model")))
-    warned = [each for each in report.findings if each.check == "config" and each.severity == "warning"]
+    warned = [
+        each for each in report.findings if each.check == "config" and each.severity == "warning"
+    ]
     assert report.ok
     assert len(warned) == 1
     assert [each.what for each in report.idle] == ["digests"]

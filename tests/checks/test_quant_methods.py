@@ -1,4 +1,6 @@
-"""Checkpoints of other quantization methods: sound ones have no error, spoiled ones have, in their names."""
+"""Checkpoints of other quantization methods: sound ones have no error, spoiled ones have, in their
+names.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -73,12 +75,16 @@ CASES = [(method, name) for method, changes in ALL_SPOILED.items() for name in c
 
 
 @pytest.mark.parametrize(("method", "name"), CASES)
-def test_a_spoiled_checkpoint_is_found(written: Good, tmp_path: Path, method: str, name: str) -> None:
+def test_a_spoiled_checkpoint_is_found(
+    written: Good, tmp_path: Path, method: str, name: str
+) -> None:
     change, family, where = ALL_SPOILED[method][name]
     findings = errors(spoiled(written(method), tmp_path / "spoiled", change))
     assert any(each.check == family and where in each.where for each in findings), findings
     translated = "weight_packed" if method != "auto-round-mxfp4" else "qweight"
-    assert not any(translated in each.where or each.check == "internal" for each in findings), findings
+    assert not any(translated in each.where or each.check == "internal" for each in findings), (
+        findings
+    )
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "auto-round"])
@@ -86,7 +92,9 @@ def test_a_spoiled_checkpoint_is_found(written: Good, tmp_path: Path, method: st
 def test_no_code_has_such_bits(written: Good, tmp_path: Path, method: str, bits: Json) -> None:
     """Nothing else may be taken in their place."""
     findings = errors(spoiled(written(method), tmp_path / "spoiled", quantization(bits=bits)))
-    assert [each.where.rpartition(".")[2] for each in findings if each.check == "config"] == ["bits"]
+    assert [each.where.rpartition(".")[2] for each in findings if each.check == "config"] == [
+        "bits"
+    ]
 
 
 def test_gpt_oss_is_judged(written: Good) -> None:
@@ -96,14 +104,22 @@ def test_gpt_oss_is_judged(written: Good) -> None:
     assert all("sm 75" in each.where for each in report.findings if each.check == "devices")
 
 
-def first_expert(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def first_expert(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda value: torch.cat([change(value[:1]), value[1:]])
 
 
 # Of gpt-oss what only the source shows: what is done, and where.
 UNLIKE_THE_SOURCE: Mapping[str, tuple[Change, str]] = {
-    "experts in another order": (put(BLOCKS, lambda value: value.roll(1, 0)), f"{EXPERTS}.gate_up_proj"),
-    "one expert twice as large": (put(SCALES, first_expert(lambda value: value + 1)), f"{EXPERTS}.down_proj"),
+    "experts in another order": (
+        put(BLOCKS, lambda value: value.roll(1, 0)),
+        f"{EXPERTS}.gate_up_proj",
+    ),
+    "one expert twice as large": (
+        put(SCALES, first_expert(lambda value: value + 1)),
+        f"{EXPERTS}.down_proj",
+    ),
     "codes of the other half of a byte": (
         put(BLOCKS, lambda value: value << 4 | value >> 4),
         f"{EXPERTS}.gate_up_proj",
@@ -120,13 +136,19 @@ def compared(source: Path, *checkpoints: Path) -> list[set[str]]:
     ran = vexport("check", *checkpoints, "--source", source, "--format", "json", "--quiet")
     reports = json.loads(ran.stdout)
     assert [report["checkpoint"] for report in reports] == [*map(str, checkpoints)]
-    return [{one["where"] for one in each["findings"] if one["severity"] == "error"} for each in reports]
+    return [
+        {one["where"] for one in each["findings"] if one["severity"] == "error"} for each in reports
+    ]
 
 
 def test_experts_of_gpt_oss_are_compared_with_the_source(written: Good, tmp_path: Path) -> None:
-    """Stored by (experts, out, in) blocks, in the source by (experts, in, out), some of them square."""
+    """Stored by (experts, out, in) blocks, in the source by (experts, in, out), some of them
+    square.
+    """
     gpt_oss = written(GPT_OSS)
-    wrong = [spoiled(gpt_oss, tmp_path / name, change) for name, (change, _) in UNLIKE_THE_SOURCE.items()]
+    wrong = [
+        spoiled(gpt_oss, tmp_path / name, change) for name, (change, _) in UNLIKE_THE_SOURCE.items()
+    ]
     errors = compared(gpt_oss.with_name("gpt-oss-source"), gpt_oss, *wrong)
     assert errors == [set(), *({where} for _, where in UNLIKE_THE_SOURCE.values())]
 
@@ -143,7 +165,9 @@ def test_experts_are_judged_as_vllm_fuses_them(experts: Path, tmp_path: Path, na
     sound = write_experts(name, experts, tmp_path / "sound")
     assert problems(sound) == []
     expert = f"{LAYER}.mlp.experts.1.gate_proj"
-    scale = {"gptq": "scales", "awq": "scales", "fp8-block": "weight_scale_inv"}.get(name, "weight_scale_2")
+    scale = {"gptq": "scales", "awq": "scales", "fp8-block": "weight_scale_inv"}.get(
+        name, "weight_scale_2"
+    )
     (finding,) = errors(spoiled(sound, tmp_path / "spoiled", drop(f"{expert}.{scale}")))
     assert (finding.check, finding.where) == ("completeness", f"{expert}.{scale}")
 
@@ -173,9 +197,14 @@ def test_what_harms_nothing_is_a_warning(written: Good, tmp_path: Path) -> None:
     """In AWQ's format: symmetric codes whose zero points are stored, and a model in float16."""
     change = all_of(quantization(zero_point=False), config((), dtype="float16"))
     findings = problems(spoiled(written("awq"), tmp_path / "written", change))
-    assert {(each.check, each.severity) for each in findings} == {("config", "warning"), ("model", "warning")}
+    assert {(each.check, each.severity) for each in findings} == {
+        ("config", "warning"),
+        ("model", "warning"),
+    }
     # vLLM reads neither zero points of symmetric codes nor the order of columns, other loaders do.
-    mislabelled = spoiled(written("gptq"), tmp_path / "v2", quantization(checkpoint_format="gptq_v2"))
+    mislabelled = spoiled(
+        written("gptq"), tmp_path / "v2", quantization(checkpoint_format="gptq_v2")
+    )
     assert {each.severity for each in problems(mislabelled)} == {"warning"}
     assert "gptq stores them" in problems(mislabelled)[0].got
     less = spoiled(written("gptq"), tmp_path / "less", drop(f"{DOWN}.qzeros", f"{DOWN}.g_idx"))
@@ -184,8 +213,14 @@ def test_what_harms_nothing_is_a_warning(written: Good, tmp_path: Path) -> None:
 
 
 def test_the_older_file_of_modelopt_is_judged(written: Good, tmp_path: Path) -> None:
-    older = spoiled(written("modelopt-nvfp4"), tmp_path / "older", without((), "quantization_config"))
-    settings: dict[str, Json] = {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8"}
+    older = spoiled(
+        written("modelopt-nvfp4"), tmp_path / "older", without((), "quantization_config")
+    )
+    settings: dict[str, Json] = {
+        "quant_algo": "NVFP4",
+        "group_size": 16,
+        "kv_cache_quant_algo": "FP8",
+    }
     settings["exclude_modules"] = ["lm_head"]
     content = {"producer": {"name": "modelopt"}, "quantization": settings}
     file = older / "hf_quant_config.json"
@@ -198,7 +233,9 @@ def test_the_older_file_of_modelopt_is_judged(written: Good, tmp_path: Path) -> 
 
 
 def test_gpus_that_run_no_fp8_cache_are_told(written: Good, tmp_path: Path) -> None:
-    """Triton's attention refuses it below SM 89, FlashInfer's runs it from 80 on with usual heads."""
+    """Triton's attention refuses it below SM 89, FlashInfer's runs it from 80 on with usual
+    heads.
+    """
 
     def refused(root: Path) -> list[str]:
         report = check_checkpoint(str(root), Target(sm=(75, 80, 89)))
@@ -249,7 +286,9 @@ def test_vllm_refuses_only_the_spoiled(written: Good, experts: Path, tmp_path: P
         for method, name in REFUSED
     ]
     missing = tmp_path / "missing"  # leaves the answers on the others
-    ran = vexport("load", "--dry", *sound, missing, *broken, "--sm", "90", "--format", "json", "--quiet")
+    ran = vexport(
+        "load", "--dry", *sound, missing, *broken, "--sm", "90", "--format", "json", "--quiet"
+    )
     answers = {answer["checkpoint"]: answer for answer in json.loads(ran.stdout)}
     assert [*answers] == [*map(str, (*sound, missing, *broken))]
     assert (ran.code, len(ran.errors)) == (2, 1)

@@ -44,12 +44,16 @@ MODELOPT = PRODUCERS / "methods" / "modelopt-llama-NVFP4-KV"
 ASYMMETRIC = PRODUCERS / "checkpoints" / "llmcompressor-llama-GPTQ-ASYM"
 LAYER = "model.layers.0"
 Q, DOWN, GATE = f"{LAYER}.self_attn.q_proj", f"{LAYER}.mlp.down_proj", f"{LAYER}.mlp.gate"
-MERGING, PROJECTOR = (f"multi_modal_projector.{name}" for name in ("patch_merger.merging_layer", "linear_1"))
+MERGING, PROJECTOR = (
+    f"multi_modal_projector.{name}" for name in ("patch_merger.merging_layer", "linear_1")
+)
 DRAFTS = "num_nextn_predict_layers"
 
 
 class Reported(NamedTuple):
-    """A sound checkpoint, what the reported one had otherwise; family, place and advice of the finding."""
+    """A sound checkpoint, what the reported one had otherwise; family, place and advice of the
+    finding.
+    """
 
     sound: Path
     change: Change
@@ -86,20 +90,32 @@ def head_in_nvfp4(values: Tensors) -> None:
     rows, columns = values["lm_head.weight"].shape
     values["lm_head.weight"] = torch.full((rows, columns // 2), 17, dtype=torch.uint8)
     values["lm_head.weight_scale"] = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
-    values |= {"lm_head.weight_scale_2": torch.tensor(0.01), "lm_head.input_scale": torch.tensor(0.01)}
+    values |= {
+        "lm_head.weight_scale_2": torch.tensor(0.01),
+        "lm_head.input_scale": torch.tensor(0.01),
+    }
 
 
 @tensors
 def experts_packed_together(values: Tensors) -> None:
     """As gate_up_proj_packed and the like, (experts, out, in)."""
-    for mlp in [name.removesuffix(".gate.weight") for name in values if name.endswith(".mlp.gate.weight")]:
-        for new, parts in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.items():
+    for mlp in [
+        name.removesuffix(".gate.weight") for name in values if name.endswith(".mlp.gate.weight")
+    ]:
+        for new, parts in {
+            "gate_up_proj": ("gate_proj", "up_proj"),
+            "down_proj": ("down_proj",),
+        }.items():
             for parameter in ("weight_packed", "weight_scale", "weight_global_scale"):
                 single = [
-                    torch.cat([values.pop(f"{mlp}.experts.{one}.{part}.{parameter}") for part in parts])
+                    torch.cat(
+                        [values.pop(f"{mlp}.experts.{one}.{part}.{parameter}") for part in parts]
+                    )
                     for one in range(len(values[f"{mlp}.gate.weight"]))
                 ]
-                values[f"{mlp}.experts.{new}_{parameter.removeprefix('weight_')}"] = torch.stack(single)
+                values[f"{mlp}.experts.{new}_{parameter.removeprefix('weight_')}"] = torch.stack(
+                    single
+                )
 
 
 def with_tokenizer(folder: Path) -> None:
@@ -130,7 +146,10 @@ REPORTED: Mapping[str, Reported] = {
         MOE, ROUTER_OF_GEMMA, "targets", "router", "do not quantize it"
     ),
     "vllm-project/llm-compressor/issues/2568": Reported(
-        LLAMA, moved("model.", "model.language_model.model."), "completeness", "model.language_model.model"
+        LLAMA,
+        moved("model.", "model.language_model.model."),
+        "completeness",
+        "model.language_model.model",
     ),
     "vllm-project/llm-compressor/issues/2255": Reported(
         ASYMMETRIC, SYMMETRIC, "completeness", "weight_zero_point"
@@ -144,10 +163,15 @@ REPORTED: Mapping[str, Reported] = {
         MOE, renamed(under_their_projection), "completeness", f"{LAYER}.mlp.experts"
     ),
     "unslothai/unsloth/issues/6224": Reported(MOE, experts_packed_together, "dry-load", "experts"),
-    "NVIDIA/Model-Optimizer/pull/2038": Reported(MODELOPT, HALF_SCALES, "shapes", f"{Q}.weight_scale"),
+    "NVIDIA/Model-Optimizer/pull/2038": Reported(
+        MODELOPT, HALF_SCALES, "shapes", f"{Q}.weight_scale"
+    ),
     "vllm-project/llm-compressor/issues/2641": Reported(LLAMA, IN_16_BITS, "targets", DOWN, LISTED),
     "kekzl/imp/pull/1433": Reported(
-        PEER / "llama-NVFP4A16", each("weight_global_scale", inverse), "values", f"{Q}.weight_global_scale"
+        PEER / "llama-NVFP4A16",
+        each("weight_global_scale", inverse),
+        "values",
+        f"{Q}.weight_global_scale",
     ),
     "vllm-project/vllm/issues/34771": Reported(LLAMA, LLAVA, "targets", PROJECTOR),
     "vllm-project/vllm/pull/35548": Reported(
@@ -170,7 +194,9 @@ IDS = [
 
 
 @pytest.mark.parametrize("thread", IDS)
-def test_what_was_reported_is_found(thread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_reported_is_found(
+    thread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row = REPORTED[thread]
     dry = row.check == "dry-load"
     if dry:
@@ -185,22 +211,30 @@ def test_what_was_reported_is_found(thread: str, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize(("width", "refused"), [(384, {8}), (320, {1, 2, 4, 8})])
 def test_blocks_of_experts_that_ranks_cut(width: int, refused: set[int], tmp_path: Path) -> None:
-    """vllm-project/vllm#54178 and #52997: vLLM 0.32 takes blocks of experts apart, down to 32 x 32."""
+    """vllm-project/vllm#54178 and #52997: vLLM 0.32 takes blocks of experts apart, down to 32 x
+    32.
+    """
     source = save_family("qwen3-moe", tmp_path / "model", moe_intermediate_size=width)
     folder = write_experts("fp8-block", source, tmp_path / "fp8")
     for ranks in (1, 2, 4, 8):
         findings = check_checkpoint(str(folder), Target(tp=(ranks,))).findings
-        found = [one for one in findings if one.check in ("devices", "shapes") and "experts" in one.where]
+        found = [
+            one for one in findings if one.check in ("devices", "shapes") and "experts" in one.where
+        ]
         assert bool(found) is (ranks in refused), (ranks, found)
 
 
 def test_an_expert_without_its_input_scale(calibration: Path, tmp_path: Path) -> None:
-    """https://github.com/vllm-project/vllm/issues/45212: zero in vLLM's memory, NaN where it is routed to."""
+    """https://github.com/vllm-project/vllm/issues/45212: zero in vLLM's memory, NaN where it is
+    routed to.
+    """
     source = save_family("qwen3-moe", tmp_path / "model")
     folder = quantize(source, tmp_path / "out", "NVFP4", "--calibration", calibration)
     name = f"{LAYER}.mlp.experts.1.down_proj.input_global_scale"
     drop(name)(folder)
-    assert name in [each.where for each in check(folder, static=True).findings if each.severity == "error"]
+    assert name in [
+        each.where for each in check(folder, static=True).findings if each.severity == "error"
+    ]
 
 
 def test_an_adapter_is_no_model(tmp_path: Path) -> None:

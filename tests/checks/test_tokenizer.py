@@ -11,7 +11,11 @@ from tests.models import Good, errors, write_tokenizer
 from tests.mutations.edits import Change, all_of, file_bytes, json_file, spoiled, without_files
 from vexport.records import Json
 
-TOKENIZER, SETTINGS, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+TOKENIZER, SETTINGS, GENERATION = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+)
 
 
 def written(name: str, content: Json) -> Change:
@@ -25,7 +29,10 @@ REFUSED: list[tuple[str, Change]] = [
     (TOKENIZER, without_files(TOKENIZER)),
     (f"{TOKENIZER}:1", file_bytes(TOKENIZER, lambda data: b"")),
     (TOKENIZER, json_file(TOKENIZER, lambda content: content.pop("model"))),
-    (f"{TOKENIZER}: added_tokens", json_file(TOKENIZER, lambda content: content.pop("added_tokens"))),
+    (
+        f"{TOKENIZER}: added_tokens",
+        json_file(TOKENIZER, lambda content: content.pop("added_tokens")),
+    ),
     (SETTINGS, written(SETTINGS, [])),
 ]
 # What transformers judges, and `load --dry` with it.
@@ -38,7 +45,9 @@ STARTED: list[Change] = [
     without_files(SETTINGS),
     without_files(TOKENIZER, SETTINGS),
     written(SETTINGS, {"tokenizer_class": "NoSuchTokenizer"}),
-    written(GENERATION, {"eos_token_id": [2, 3], "temperature": 0.6, "top_k": 20, "do_sample": True}),
+    written(
+        GENERATION, {"eos_token_id": [2, 3], "temperature": 0.6, "top_k": 20, "do_sample": True}
+    ),
     all_of(written(GENERATION, {}), file_bytes(GENERATION, lambda data: b"{,")),
     written("special_tokens_map.json", {"eos_token": {"content": "</s>", "lstrip": False}}),
 ]
@@ -48,7 +57,9 @@ STARTED: list[Change] = [
     ("places", "change"),
     [*(([where], change) for where, change in REFUSED), *(([], change) for change in STARTED)],
 )
-def test_vllm_starts_without_findings(good: Good, tmp_path: Path, places: list[str], change: Change) -> None:
+def test_vllm_starts_without_findings(
+    good: Good, tmp_path: Path, places: list[str], change: Change
+) -> None:
     folder = spoiled(good("W8A8"), tmp_path / "changed", all_of(write_tokenizer, change))
     assert [error.where.replace(f"{folder}/", "") for error in errors(folder)] == places
 
@@ -60,5 +71,7 @@ def test_the_dry_load_asks_transformers(good: Good, tmp_path: Path) -> None:
         write_tokenizer(folder)
     for folder, change in zip(folders[1:], JUDGED_BY_TRANSFORMERS, strict=True):
         change(folder)
-    ran = vexport("load", "--dry", *folders, "--tp", "1", "--sm", "90", "--format", "json", "--quiet")
+    ran = vexport(
+        "load", "--dry", *folders, "--tp", "1", "--sm", "90", "--format", "json", "--quiet"
+    )
     assert [report["ok"] for report in json.loads(ran.stdout)] == [True, False, False, False]

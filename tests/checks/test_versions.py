@@ -44,12 +44,17 @@ def test_the_pinned_versions_file_is_what_is_installed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "vllm", "known"), [("DoryForCausalLM", (0, 33), True), ("ExaoneMoEForCausalLM", (0, 30), False)]
+    ("name", "vllm", "known"),
+    [("DoryForCausalLM", (0, 33), True), ("ExaoneMoEForCausalLM", (0, 30), False)],
 )
-def test_classes_come_and_go(good: Good, tmp_path: Path, name: str, vllm: Version, known: bool) -> None:
+def test_classes_come_and_go(
+    good: Good, tmp_path: Path, name: str, vllm: Version, known: bool
+) -> None:
     changed = spoiled(good("W8A8"), tmp_path / "changed", config(WHOLE, architectures=[name]))
     found = check_checkpoint(str(changed), Target(vllm=vllm)).findings
-    assert any("architectures" in one.where for one in found if one.severity == "error") is not known
+    assert (
+        any("architectures" in one.where for one in found if one.severity == "error") is not known
+    )
 
 
 # As the producers write them, shortened.
@@ -72,12 +77,18 @@ def test_another_method_is_not_judged(good: Good, tmp_path: Path, producer: str)
     ran = vexport("check", other, "--static", "--strict", "--format", "json")
     (report,) = json.loads(ran.stdout)
     assert {each["what"] for each in report["not_judged"]} == {NAMES, NUMBERS}
-    assert all(repr(CONFIGS[producer]["quant_method"]) in each["why"] for each in report["not_judged"])
+    assert all(
+        repr(CONFIGS[producer]["quant_method"]) in each["why"] for each in report["not_judged"]
+    )
     refused = producer == "bitsandbytes"
     assert ran.code == (1 if refused else 3)
     assert [finding["check"] for finding in report["findings"]] == ["config"] * refused
     ran = vexport("repair", other, tmp_path / "out", "--format", "json", "--quiet")
-    assert (ran.code, json.loads(ran.stdout)["repairs"], (tmp_path / "out").exists()) == (1, [], False)
+    assert (ran.code, json.loads(ran.stdout)["repairs"], (tmp_path / "out").exists()) == (
+        1,
+        [],
+        False,
+    )
 
 
 def test_the_file_of_modelopt_is_read(good: Good, tmp_path: Path) -> None:

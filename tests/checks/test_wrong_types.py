@@ -1,4 +1,6 @@
-"""Every key of a checkpoint's JSON files with values of wrong types: findings, never an internal error."""
+"""Every key of a checkpoint's JSON files with values of wrong types: findings, never an internal
+error.
+"""
 
 import json
 import math
@@ -70,7 +72,9 @@ W4A16: Json = {
         "dynamic": False,
     },
     "sparsity_config": {},
-    "transform_config": {"config_groups": {"R3": {"type": "hadamard", "apply": [{"location": "input"}]}}},
+    "transform_config": {
+        "config_groups": {"R3": {"type": "hadamard", "apply": [{"location": "input"}]}}
+    },
 }
 SIZES: Mapping[str, Json] = {
     "hidden_size": 64,
@@ -104,7 +108,12 @@ EXPERTS: Mapping[str, Json] = {
 }
 FAMILIES: Mapping[str, dict[str, Json]] = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **SIZES},
-    "moe": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **SIZES, **EXPERTS},
+    "moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        **SIZES,
+        **EXPERTS,
+    },
     "multimodal": {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "model_type": "gemma3",
@@ -114,12 +123,22 @@ FAMILIES: Mapping[str, dict[str, Json]] = {
 }
 OTHER_METHODS: Mapping[str, dict[str, Json]] = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+    "awq": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 32,
+        "zero_point": True,
+        "version": "gemm",
+    },
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
 }
 SIDE_FILES: Mapping[str, dict[str, Json]] = {
     "generation_config.json": {"eos_token_id": [1], "temperature": 0.7, "do_sample": True},
-    "tokenizer_config.json": {"chat_template": "x", "eos_token": "a", "added_tokens_decoder": {"1": {}}},
+    "tokenizer_config.json": {
+        "chat_template": "x",
+        "eos_token": "a",
+        "added_tokens_decoder": {"1": {}},
+    },
     "vexport.json": {
         "vexport": "1",
         "digests": {"model.safetensors": "xxh3_64:0123456789abcdef"},
@@ -206,18 +225,26 @@ def test_other_methods(tmp_path: Path, method: str) -> None:
         "quantization_config": {**OTHER_METHODS[method], "modules_to_not_convert": ["lm_head"]}
     }
     (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
-    fixed = {key: value for key, value in FAMILIES["qwen3"].items() if key in ("architectures", "model_type")}
+    fixed = {
+        key: value
+        for key, value in FAMILIES["qwen3"].items()
+        if key in ("architectures", "model_type")
+    }
     assert internal(folder, "config.json", {**fixed, **quantization}) == []
 
 
 @pytest.mark.parametrize("file", SIDE_FILES)
 def test_side_files(tmp_path: Path, file: str) -> None:
     folder = tiny(tmp_path / "model")
-    (folder / "config.json").write_text(json.dumps({**FAMILIES["qwen3"], "quantization_config": W4A16}))
+    (folder / "config.json").write_text(
+        json.dumps({**FAMILIES["qwen3"], "quantization_config": W4A16})
+    )
     assert internal(folder, file, SIDE_FILES[file]) == []
 
 
-@pytest.mark.parametrize("key", ["num_local_experts", "num_hidden_layers", "vocab_size", "head_dim"])
+@pytest.mark.parametrize(
+    "key", ["num_local_experts", "num_hidden_layers", "vocab_size", "head_dim"]
+)
 def test_sizes_beyond_all_memory(tmp_path: Path, key: str) -> None:
     folder = tiny(tmp_path / "model")
     for value in (10**9, 10**30, 10**400):

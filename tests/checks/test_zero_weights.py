@@ -28,7 +28,9 @@ def emptied(scheme: str, scale: float, *, rows: slice = slice(None), codes: bool
         parameter, zero = CODES[scheme]
         if codes:
             weight = values[f"{DOWN}.{parameter}"]
-            zeros = torch.full_like(weight.view(torch.uint8) if weight.is_floating_point() else weight, zero)
+            zeros = torch.full_like(
+                weight.view(torch.uint8) if weight.is_floating_point() else weight, zero
+            )
             weight[rows] = zeros.view(weight.dtype)[rows]
         if scheme == "FP8_BLOCK":
             values[f"{DOWN}.weight_scale"][:] = scale
@@ -87,7 +89,9 @@ def test_other_methods(llama: Path, tmp_path: Path, method: str, zeros: str) -> 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8-block", "modelopt-nvfp4"])
 def test_dead_expert(tmp_path: Path, method: str) -> None:
-    model = save_family("qwen3-moe", tmp_path / "model", num_key_value_heads=4, tie_word_embeddings=False)
+    model = save_family(
+        "qwen3-moe", tmp_path / "model", num_key_value_heads=4, tie_word_embeddings=False
+    )
     parts = tuple(f"1.mlp.experts.2.{part}_proj.weight" for part in ("gate", "up", "down"))
     source = spoiled(model, tmp_path / "source", without(parts, slice(None)))
     assert errors(write_experts(method, source, tmp_path / "quantized")) == []

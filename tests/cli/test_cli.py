@@ -37,7 +37,9 @@ from tests.command import ALL_COMMANDS, vexport
         ("compare LLAMA --schemes W4A17", ["W4A17"]),
     ],
 )
-def test_bad_input_is_one_line_code_2(arguments: str, words: list[str], llama: Path, tmp_path: Path) -> None:
+def test_bad_input_is_one_line_code_2(
+    arguments: str, words: list[str], llama: Path, tmp_path: Path
+) -> None:
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "BROKEN").write_text('{"input_ids": [5, 6, 7]}\n{"input_ids": [5, 6\n')
     task = Path(__file__).parents[2] / "scenarios" / "demo" / "tasks" / "addition.yaml"
@@ -54,7 +56,9 @@ def test_bad_input_is_one_line_code_2(arguments: str, words: list[str], llama: P
 
 
 @pytest.mark.parametrize("words", [("verdict",), ("load", "--dry"), ("report",)])
-def test_missing_input_named(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_input_named(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     ran = vexport(*words, "A", "B")
     assert ran.code == 2
@@ -66,14 +70,20 @@ def test_vllm_not_installed_is_exit_4_before_anything_is_done(tmp_path: Path) ->
     python.write_text('#!/bin/sh\nexec python3 -I -S "$@"\n')
     python.chmod(0o755)
     scenario = Path(__file__).parents[2] / "scenarios" / "demo-nvfp4.yaml"
-    ran = vexport("run", scenario, "--run-dir", tmp_path / "run", "--vllm-python", python, "--quiet")
+    ran = vexport(
+        "run", scenario, "--run-dir", tmp_path / "run", "--vllm-python", python, "--quiet"
+    )
     assert ran.code == 4
     (line,) = ran.errors
-    assert "install vLLM there (python -m pip install vllm), or choose another --vllm-python" in line
+    assert (
+        "install vLLM there (python -m pip install vllm), or choose another --vllm-python" in line
+    )
     assert not (tmp_path / "run").exists()
 
 
-def test_a_torchvision_for_another_torch_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torchvision_for_another_torch_is_named(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """transformers turns what torchvision says into another error."""
 
     def broken(root: Path) -> None:
@@ -90,7 +100,9 @@ def test_a_torchvision_for_another_torch_is_named(llama: Path, monkeypatch: pyte
     assert "pip uninstall torchvision torchaudio torchcodec" in line
 
 
-def test_an_internal_error_is_one_line_without_debug(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_is_one_line_without_debug(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vexport.checks.read_index", lambda root: 1 / 0)
     ran = vexport("check", llama)
     assert ran.code == 4
@@ -105,15 +117,20 @@ def test_progress_goes_to_stderr_and_json_alone_to_stdout(llama: Path, tmp_path:
     assert "quantize (bytes)" in ran.stderr
     assert "quantize (bytes)" not in ran.stdout
     assert "W8A8" in ran.stdout
-    assert json.loads(vexport("plan", llama, "--scheme", "W8A8", "--format", "json").stdout)["groups"]
+    assert json.loads(vexport("plan", llama, "--scheme", "W8A8", "--format", "json").stdout)[
+        "groups"
+    ]
 
 
-def test_calls_overrule_a_files_options(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_overrule_a_files_options(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The narrower place wins; a list is several values, or the parts of one."""
     monkeypatch.chdir(tmp_path)
     project = tmp_path / "pyproject.toml"
     project.write_text(
-        '[tool.vexport]\nformat = "json"\n[tool.vexport.plan]\ntp = [1, 3]\nignore = ["re:.*o_proj"]\n'
+        '[tool.vexport]\nformat = "json"\n[tool.vexport.plan]\ntp = [1, 3]\nignore = '
+        '["re:.*o_proj"]\n'
     )
     call = ("plan", llama, "--scheme", "FP8_DYNAMIC")
     refused = vexport(*call)  # three ranks cannot share what they are given
@@ -144,11 +161,17 @@ def test_calls_overrule_a_files_options(llama: Path, tmp_path: Path, monkeypatch
         ("[check]\ntp = [[1]]\n", "vexport.toml: check.tp: got [[1]], need"),
         ("[check]\nstrict = 'yes'\n", "vexport.toml: check.strict: got 'yes', need true or false"),
         ("check.tp.a = 1\n", "vexport.toml: check.tp: got {'a': 1}, need"),
-        ("check.tp = 0x" + "f" * 5000, "vexport.toml: check.tp: got a int that is too large to show"),
+        (
+            "check.tp = 0x" + "f" * 5000,
+            "vexport.toml: check.tp: got a int that is too large to show",
+        ),
         ("check.a = " + "[" * 50_000, "vexport.toml: got values too deep in each other"),
         ("a." * 50_000 + "a = 1", "vexport.toml:1: got a key of more than 20 parts"),
         ("#" * 1_000_001, "vexport.toml: got more than 1 MB"),
-        ("[check]\noutput = '../x.json'\n", "vexport.toml: check.output: it may run code, or write"),
+        (
+            "[check]\noutput = '../x.json'\n",
+            "vexport.toml: check.output: it may run code, or write",
+        ),
         ("[check]\noutput-file = 'x.json'\n", "vexport.toml: check.output-file: got no option"),
         ("[eval]\noutput-dir = 'x'\naccept = 'y'\n", "only a call itself says so"),
         ("run-dir = '../x'\n", "only a call itself says so"),
@@ -166,7 +189,16 @@ def test_a_file_that_sets_what_it_may_not_is_refused(
 
 
 def test_flags_of_vllm_are_arguments_of_its_engine() -> None:
-    words = ("load", "MODEL", "--max-num-seqs", "4", "--gpu-memory-utilization", "0.5", "--dtype", "float16")
+    words = (
+        "load",
+        "MODEL",
+        "--max-num-seqs",
+        "4",
+        "--gpu-memory-utilization",
+        "0.5",
+        "--dtype",
+        "float16",
+    )
     context = ALL_COMMANDS["load"].make_context("load", list(words[1:]))
     expected = {"max_num_seqs": 4, "gpu_memory_utilization": 0.5, "dtype": "float16"}
     assert context.params["engine_args"] == expected

@@ -28,7 +28,9 @@ def test_importance_without_data_takes_those_that_ship(llama: Path, tmp_path: Pa
     assert "no usable tokenizer" in ran.errors[0]
 
 
-def test_options_that_need_a_scenario_or_contradict_one_are_refused(llama: Path, tmp_path: Path) -> None:
+def test_options_that_need_a_scenario_or_contradict_one_are_refused(
+    llama: Path, tmp_path: Path
+) -> None:
     path = scenario(tmp_path, llama)
     ran = vexport("plan", path, "--scheme", "FP8_DYNAMIC", "--kv-cache", "fp8", "--tp", "2")
     assert ran.code == 2
@@ -60,10 +62,15 @@ def test_heads_are_refused_as_check_refuses_them(tmp_path: Path) -> None:
     assert planned.code == 2
     assert "9 attention heads" in planned.stdout
     assert "1, 3 or 9 GPUs" in planned.stdout
-    assert vexport("quantize", source, tmp_path / "no", "--scheme", "NVFP4A16", "--tp", "2").code == 2
+    assert (
+        vexport("quantize", source, tmp_path / "no", "--scheme", "NVFP4A16", "--tp", "2").code == 2
+    )
     assert not (tmp_path / "no").exists()
     out = tmp_path / "out"
-    assert vexport("quantize", source, out, "--scheme", "NVFP4A16", "--tp", "1,3,9", "--quiet").code == 0
+    assert (
+        vexport("quantize", source, out, "--scheme", "NVFP4A16", "--tp", "1,3,9", "--quiet").code
+        == 0
+    )
     checked = vexport("check", out, "--tp", "2")
     assert checked.code == 1
     assert "9 attention heads" in checked.stdout
@@ -77,7 +84,9 @@ def test_layers_that_stay_16_bit_must_fit_the_ranks_too(tmp_path: Path) -> None:
     assert ran.code == 2
     assert "321 is not a multiple of 2 ranks" in ran.stdout
     assert "serve it on another number of GPUs" in ran.stdout
-    ran = vexport("plan", source, "--scheme", "FP8_DYNAMIC", "--tp", "2", "--on-unsupported-shape", "keep")
+    ran = vexport(
+        "plan", source, "--scheme", "FP8_DYNAMIC", "--tp", "2", "--on-unsupported-shape", "keep"
+    )
     assert ran.code == 2
     assert "321 is not a multiple of 2 ranks" in ran.stdout
 
@@ -98,7 +107,9 @@ def test_a_shape_that_does_not_fit_names_what_to_do(tmp_path: Path) -> None:
     assert "--" not in line
 
 
-def test_a_rule_whose_layers_all_have_an_earlier_match_is_named(llama: Path, tmp_path: Path) -> None:
+def test_a_rule_whose_layers_all_have_an_earlier_match_is_named(
+    llama: Path, tmp_path: Path
+) -> None:
     rules = "[{match: Linear, scheme: W8A8}, {match: down_proj, scheme: keep}]"
     ran = vexport("plan", scenario(tmp_path, llama, rules=rules))
     assert ran.code == 0, ran.stderr
@@ -108,10 +119,19 @@ def test_a_rule_whose_layers_all_have_an_earlier_match_is_named(llama: Path, tmp
     assert "earlier rule" not in vexport("plan", scenario(tmp_path, llama, rules=in_order)).stdout
 
 
-def test_a_run_without_its_calibration_data_ends_before_anything_starts(llama: Path, tmp_path: Path) -> None:
+def test_a_run_without_its_calibration_data_ends_before_anything_starts(
+    llama: Path, tmp_path: Path
+) -> None:
     """Even where the data would not be read."""
     path = scenario(tmp_path, llama, "calibration: {data: nothing.jsonl}\n")
-    data_free = ("quantize", llama, tmp_path / "run", *DATA_FREE, "--calibration", tmp_path / "nothing.jsonl")
+    data_free = (
+        "quantize",
+        llama,
+        tmp_path / "run",
+        *DATA_FREE,
+        "--calibration",
+        tmp_path / "nothing.jsonl",
+    )
     for command in (("run", path, "--run-dir", tmp_path / "run", "--quiet"), data_free):
         ran = vexport(*command)
         assert ran.code == 2

@@ -1,4 +1,6 @@
-"""Manners of the command line: help, errors, colour, the answer's file and the environment's options."""
+"""Manners of the command line: help, errors, colour, the answer's file and the environment's
+options.
+"""
 
 import json
 import os
@@ -47,12 +49,17 @@ def test_a_usage_error_is_one_line() -> None:
     assert "Missing argument 'CHECKPOINT...'" in line
 
 
-def test_commands_stand_in_the_order_of_work_with_whole_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_stand_in_the_order_of_work_with_whole_sentences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = vexport("--help").stdout
     listed = re.findall(r"^  (\w+) +[A-Z]", text.partition("Commands:")[2], flags=re.MULTILINE)
     assert listed == [*ALL_COMMANDS]
-    order = [listed.index(name) for name in ("plan", "quantize", "check", "load", "eval", "run", "report")]
+    order = [
+        listed.index(name)
+        for name in ("plan", "quantize", "check", "load", "eval", "run", "report")
+    ]
     assert order == sorted(order)
     assert "..." not in text.partition("Commands:")[2].partition("Options:")[0]
     assert text.count("Exit codes:") == 1
@@ -61,7 +68,9 @@ def test_commands_stand_in_the_order_of_work_with_whole_sentences(monkeypatch: p
 
 
 @pytest.mark.parametrize("command", ALL_COMMANDS.values(), ids=lambda command: str(command.name))
-def test_help_has_right_parts_and_examples(command: click.Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_has_right_parts_and_examples(
+    command: click.Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     text = vexport(command.name, "--help").stdout.replace("--[no-]", "--")
     assert text.startswith(f"Usage: vexport {command.name} ")
@@ -76,7 +85,9 @@ def test_help_has_right_parts_and_examples(command: click.Command, monkeypatch: 
     assert len(names) == len(set(names))
     visible = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
     assert all(one.help for one in visible)
-    assert all({*one.opts, *one.secondary_opts} & {*re.findall(r"--[\w-]+", listed)} for one in visible)
+    assert all(
+        {*one.opts, *one.secondary_opts} & {*re.findall(r"--[\w-]+", listed)} for one in visible
+    )
     examples = re.findall(r"^    vexport (\w+) (.*)$", text, flags=re.MULTILINE)
     assert examples
     options = {name for parameter in command.params for name in parameter.opts}
@@ -111,7 +122,9 @@ def test_the_answer_goes_to_a_file_in_the_form_of_its_ending(broken: Path, tmp_p
 
 
 def test_every_command_with_an_answer_takes_a_file(llama: Path, tmp_path: Path) -> None:
-    for number, arguments in enumerate([("list", "schemes"), ("plan", llama, "--scheme", "FP8_DYNAMIC")]):
+    for number, arguments in enumerate(
+        [("list", "schemes"), ("plan", llama, "--scheme", "FP8_DYNAMIC")]
+    ):
         file = tmp_path / f"{number}.json"
         ran = vexport(*arguments, "-o", file, "-q")
         assert (ran.code, ran.stdout) == (0, ""), ran
@@ -123,7 +136,9 @@ def test_every_command_with_an_answer_takes_a_file(llama: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("no_colour", [False, True])
-def test_a_terminal_has_colour(no_colour: bool, broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_has_colour(
+    no_colour: bool, broken: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "xterm")
     if no_colour:
         monkeypatch.setenv("NO_COLOR", "1")
@@ -148,13 +163,18 @@ def test_error_lines_are_escaped_and_bounded() -> None:
 @pytest.mark.parametrize("spelling", ["90", "9.0", "sm90", "SM_90", "sm 9.0", "90a"])
 def test_capabilities_in_any_spelling(spelling: str, good: Good) -> None:
     wanted = vexport("check", good("W4A16"), "--sm", "90", "--format", "json")
-    assert vexport("check", good("W4A16"), "--sm", spelling, "--format", "json").stdout == wanted.stdout
+    assert (
+        vexport("check", good("W4A16"), "--sm", spelling, "--format", "json").stdout
+        == wanted.stdout
+    )
 
 
 def test_a_check_says_what_it_was_judged_for(good: Good, tmp_path: Path) -> None:
     path = spoiled(good("W8A8"), tmp_path / "served", write_tokenizer)
     (path / "chat_template.jinja").write_text("{{ messages }}")
-    assert vexport("check", path).stdout == f"PASS  {path}\nno findings for vLLM 0.32, TP 1, any GPU\n"
+    assert (
+        vexport("check", path).stdout == f"PASS  {path}\nno findings for vLLM 0.32, TP 1, any GPU\n"
+    )
     options = ("--tp", "1,2", "--sm", "80,9.0", "--vllm", "0.30")
     assert "for vLLM 0.30, TP 1, 2, SM 80, 90\n" in vexport("check", path, *options).stdout
     assert "vLLM 0.32, TP 1, any GPU" in vexport("check", path, "--format", "github").stdout

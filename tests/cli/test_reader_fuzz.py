@@ -1,4 +1,6 @@
-"""Damaged files of every kind are input errors: a fixed seed, no traceback, no internal error, no hang."""
+"""Damaged files of every kind are input errors: a fixed seed, no traceback, no internal error, no
+hang.
+"""
 
 import json
 import random
@@ -105,7 +107,9 @@ def damaged(text: bytes, chance: random.Random) -> bytes:
     return bytes(data)
 
 
-def places(value: object) -> Iterator[tuple[dict[object, object], object] | tuple[list[object], int]]:
+def places(
+    value: object,
+) -> Iterator[tuple[dict[object, object], object] | tuple[list[object], int]]:
     """Each container in a JSON value with each of its keys."""
     if isinstance(value, dict):
         for key, inner in list(value.items()):
@@ -160,7 +164,9 @@ def files(
     for side in ("old", "new"):
         (root / side).mkdir()
         (root / side / "results_2026-01-01T00-00-00.000000.json").write_text(json.dumps(RESULTS))
-        (root / side / "samples_sums_2026-01-01T00-00-00.000000.jsonl").write_text(json.dumps(ROW) + "\n")
+        (root / side / "samples_sums_2026-01-01T00-00-00.000000.jsonl").write_text(
+            json.dumps(ROW) + "\n"
+        )
     accepted = root / "accepted.json"
     accept_results(root / "old", accepted, {})
     (root / MANIFEST).write_text('"report.json"\n"a/b"\n')
@@ -192,7 +198,17 @@ def files(
 
 
 KINDS = (
-    *("index", "header", "recipe", "scenario", "vexport.json", "digests", "sums", "task", "options"),
+    *(
+        "index",
+        "header",
+        "recipe",
+        "scenario",
+        "vexport.json",
+        "digests",
+        "sums",
+        "task",
+        "options",
+    ),
     *("results", "samples", "accepted", "manifest", "report"),
 )
 
@@ -230,7 +246,9 @@ def test_tampered_reports_are_input_errors(tmp_path: Path) -> None:
     sound, chance = REPORT.read_bytes(), random.Random(0)
     for _ in range(25):
         (tmp_path / "report.json").write_bytes(replaced(sound, chance))
-        ran = vexport("report", tmp_path, "--format", chance.choice(("html", "text", "markdown", "junit")))
+        ran = vexport(
+            "report", tmp_path, "--format", chance.choice(("html", "text", "markdown", "junit"))
+        )
         assert ran.code in (0, 1, 2, 3), ran.stderr
         assert "internal error" not in ran.stderr
     assert render(from_json(Report, REPORT), "text")

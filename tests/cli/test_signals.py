@@ -1,4 +1,6 @@
-"""SIGINT and SIGTERM at any moment: one line, an exit code, soon, nothing left; the same call goes on."""
+"""SIGINT and SIGTERM at any moment: one line, an exit code, soon, nothing left; the same call goes
+on.
+"""
 
 import os
 import random
@@ -32,10 +34,12 @@ def strike(
     until: str = "",
     times: int = 1,
 ) -> tuple[int, list[str]]:
-    """Start `vexport ARGUMENTS...` in a folder and send the signal `delay` seconds after its handlers stand.
+    """Start `vexport ARGUMENTS...` in a folder and send the signal `delay` seconds after its
+    handlers stand.
 
-    With `until` after a line on stderr that begins so; it is sent `times` times. The answer is the exit code
-    and the errors of the command, which ends soon and leaves no process and nothing in its TMPDIR.
+    With `until` after a line on stderr that begins so; it is sent `times` times. The answer is the
+    exit code and the errors of the command, which ends soon and leaves no process and nothing in
+    its TMPDIR.
     """
     with TemporaryDirectory(prefix="struck-") as temporary:
         process = subprocess.Popen(
@@ -61,7 +65,9 @@ def strike(
         _, stderr = process.communicate(timeout=60)
         assert time.perf_counter() - sent < SOON
         assert leftovers(Path(temporary)) == []
-    errors = re.findall("^error.*|.*(?:Traceback|Exception).*", "".join(lines) + stderr, re.MULTILINE)
+    errors = re.findall(
+        "^error.*|.*(?:Traceback|Exception).*", "".join(lines) + stderr, re.MULTILINE
+    )
     return process.returncode, errors
 
 
@@ -76,16 +82,22 @@ def await_handlers(process: "subprocess.Popen[str]") -> None:
 
 
 def leftovers(temporary: Path) -> list[str]:
-    """Processes that have the folder as TMPDIR, and what is in it, but for what torch keeps of compiling."""
+    """Processes that have the folder as TMPDIR, and what is in it, but for what torch keeps of
+    compiling.
+    """
     mark = f"TMPDIR={temporary}".encode()
-    left = [f"process {process}" for process in Path("/proc").glob("[0-9]*") if _begins(process, mark)]
+    left = [
+        f"process {process}" for process in Path("/proc").glob("[0-9]*") if _begins(process, mark)
+    ]
     files = sorted(path.name for path in temporary.iterdir())
     return left + [name for name in files if not name.startswith("torchinductor_")]
 
 
 def _begins(process: Path, mark: bytes) -> bool:
     try:
-        return any(entry.startswith(mark) for entry in (process / "environ").read_bytes().split(b"\0"))
+        return any(
+            entry.startswith(mark) for entry in (process / "environ").read_bytes().split(b"\0")
+        )
     except OSError:
         return False
 
@@ -146,5 +158,7 @@ def test_a_signal_while_vllm_is_imported(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_signal_while_vllm_loads_a_model(tmp_path: Path) -> None:
     """The reference, another process, goes too."""
-    ended = strike(("load", MODEL), signal.SIGINT, 0.02, folder=tmp_path, until="load model: load ...")
+    ended = strike(
+        ("load", MODEL), signal.SIGINT, 0.02, folder=tmp_path, until="load model: load ..."
+    )
     assert ended == (130, [RESUME])

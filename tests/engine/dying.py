@@ -1,4 +1,6 @@
-"""A worker that dies as a vLLM may: `python -m tests.engine.dying REQUEST RESULT`, the request is how."""
+"""A worker that dies as a vLLM may: `python -m tests.engine.dying REQUEST RESULT`, the request is
+how.
+"""
 
 import json
 import os

@@ -26,7 +26,9 @@ def offered() -> int:
     return sum("Emulation" in kernel.__name__ for kernel in kernels)
 
 
-def weight(words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, *, flipped: bool) -> torch.Tensor:
+def weight(
+    words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, *, flipped: bool
+) -> torch.Tensor:
     """The weight of a layer whose outputs come first, or (flipped) as GPTQ and AWQ store it."""
     layer = torch.nn.Module()
     for name, data in (("weight", words), ("scales", scales), ("zeros", zeros)):
@@ -40,7 +42,9 @@ def weight(words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, *, fl
 
 def dequantizes_int4(*, flipped: bool) -> bool:
     torch.manual_seed(0)
-    words, zeros = (torch.randint(-(2**31), 2**31 - 1, size, dtype=torch.int32) for size in ((32, 8), (4, 2)))
+    words, zeros = (
+        torch.randint(-(2**31), 2**31 - 1, size, dtype=torch.int32) for size in ((32, 8), (4, 2))
+    )
     scales = torch.rand(32, 2, dtype=torch.bfloat16)
     shifts = 4 * torch.arange(8)
     codes = (words[:, :, None] >> shifts & 15).reshape(32, 2, 32)

@@ -36,13 +36,17 @@ class Section:
         (Section, {"mod": 3}, "a key of Section instead of 'mod' (did you mean mode?)"),
     ],
 )
-def test_a_value_is_judged_by_the_type_that_vllm_declares(kind: object, value: JsonValue, need: str) -> None:
+def test_a_value_is_judged_by_the_type_that_vllm_declares(
+    kind: object, value: JsonValue, need: str
+) -> None:
     assert unfit(kind, value) == need
 
 
 @pytest.mark.parametrize("command", ["load", "eval"])
 def test_heads_that_cannot_be_cut_are_refused_with_what_can(command: str, tmp_path: Path) -> None:
-    model = spoiled(DEMO, tmp_path / "model", config((), num_attention_heads=9, num_key_value_heads=3))
+    model = spoiled(
+        DEMO, tmp_path / "model", config((), num_attention_heads=9, num_key_value_heads=3)
+    )
     baseline = ("--baseline", DEMO, "--task", "gsm8k", "--output-dir", tmp_path / "o")
     asked = () if command == "load" else baseline
     ran = vexport(command, model, *asked, "--tp", "2")
@@ -53,8 +57,15 @@ def test_heads_that_cannot_be_cut_are_refused_with_what_can(command: str, tmp_pa
 
 @pytest.mark.vllm
 def test_all_unknown_arguments_are_named_at_once() -> None:
-    given = ("max_num_sqs=8", "kv_cache_dtype=fp9", 'compilation_config={"mod": 3}', "block_size=big")
-    ran = vexport("load", DEMO, "--quiet", *(part for one in given for part in ("--engine-arg", one)))
+    given = (
+        "max_num_sqs=8",
+        "kv_cache_dtype=fp9",
+        'compilation_config={"mod": 3}',
+        "block_size=big",
+    )
+    ran = vexport(
+        "load", DEMO, "--quiet", *(part for one in given for part in ("--engine-arg", one))
+    )
     assert (ran.code, ran.stdout) == (2, "")
     found = {line.split("argument ")[1].partition(":")[0]: line for line in ran.errors}
     assert set(found) == {"max_num_sqs", "kv_cache_dtype", "compilation_config", "block_size"}
@@ -65,7 +76,9 @@ def test_all_unknown_arguments_are_named_at_once() -> None:
 
 @pytest.mark.vllm
 def test_ray_that_is_not_installed_is_the_environment_s_fault() -> None:
-    ran = vexport("load", DEMO, "--quiet", "--tp", "2", "--engine-arg", "distributed_executor_backend=ray")
+    ran = vexport(
+        "load", DEMO, "--quiet", "--tp", "2", "--engine-arg", "distributed_executor_backend=ray"
+    )
     assert ran.code == 4
     assert "got no module ray" in ran.stderr
 

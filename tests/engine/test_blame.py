@@ -15,16 +15,24 @@ from vexport.formats.schemes import get_scheme
 from vexport.records import IN_FULL, DryLoadReport, Finding
 
 CELL = Cell(tp=1, sm=90)
-REFUSED = CellResult(cell=CELL, outcome="refused", reason="KeyError: 'layers.1.mlp.gate.bias'", built=True)
+REFUSED = CellResult(
+    cell=CELL, outcome="refused", reason="KeyError: 'layers.1.mlp.gate.bias'", built=True
+)
 BIAS = "model.layers.1.mlp.experts.e_score_correction_bias"
 
 
 def missing(where: str) -> Miscopy:
-    return Miscopy(kind="missing", where=where, layer="", got="0 of 4 elements", expected="shape [4]")
+    return Miscopy(
+        kind="missing", where=where, layer="", got="0 of 4 elements", expected="shape [4]"
+    )
 
 
 def with_control(
-    result: CellResult, kind: ControlKind = "source", *, loads_elsewhere: bool = False, **changes: object
+    result: CellResult,
+    kind: ControlKind = "source",
+    *,
+    loads_elsewhere: bool = False,
+    **changes: object,
 ) -> CellResult:
     """The result with an unquantized model that does the same, but for `changes`."""
     control = Control(
@@ -50,7 +58,9 @@ def test_shared_refusal_is_a_doubt(kind: ControlKind) -> None:
     assert outcome.startswith("vLLM")
 
 
-@pytest.mark.parametrize("result", [REFUSED, with_control(REFUSED, reason="ValueError: something else")])
+@pytest.mark.parametrize(
+    "result", [REFUSED, with_control(REFUSED, reason="ValueError: something else")]
+)
 def test_own_refusal_stays_an_error(result: CellResult) -> None:
     outcome = errors_or_doubt(judged(result))
     assert isinstance(outcome, list)
@@ -105,7 +115,9 @@ def finding(check: str, expected: str, where: str = "a.weight") -> Finding:
     return Finding(check=check, severity="error", where=where, expected=expected, got="", fix="")
 
 
-STRETCHED = Miscopy(kind="stretched", where="a.weight", layer="", got="shape [1]", expected="shape [4]")
+STRETCHED = Miscopy(
+    kind="stretched", where="a.weight", layer="", got="shape [1]", expected="shape [4]"
+)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +178,8 @@ def test_one_finding_for_one_cause() -> None:
     reasons = [f"{NO_KERNEL} on SM {sm}" for sm in (80, 89)]
     cells = [Cell(tp=1, sm=sm) for sm in (80, 89)]
     refused = [
-        replace(REFUSED, cell=cell, reason=reason) for cell, reason in zip(cells, reasons, strict=True)
+        replace(REFUSED, cell=cell, reason=reason)
+        for cell, reason in zip(cells, reasons, strict=True)
     ]
     (found,) = judged(*refused).findings
     assert "on SM 80 and 89" in found.brief.got

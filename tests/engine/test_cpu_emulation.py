@@ -10,13 +10,21 @@ import torch
 from compressed_tensors.quantization import preset_name_to_scheme
 
 from vexport.engine.cpu_emulation import SWITCH
-from vexport.engine.cpu_emulation.rounding import fake_fp8, fake_mxfp4, fake_nvfp4, round_fp4, round_fp8
+from vexport.engine.cpu_emulation.rounding import (
+    fake_fp8,
+    fake_mxfp4,
+    fake_nvfp4,
+    round_fp4,
+    round_fp8,
+)
 from vexport.engine.session import Worker
 from vexport.formats.input_rounding import round_activations
 from vexport.records import silent
 
 
-def by_compressed_tensors(activations: torch.Tensor, preset: str, **scales: torch.Tensor) -> torch.Tensor:
+def by_compressed_tensors(
+    activations: torch.Tensor, preset: str, **scales: torch.Tensor
+) -> torch.Tensor:
     args = preset_name_to_scheme(preset, ["Linear"]).input_activations
     return round_activations(activations, args, scales, torch.nn.Linear(1, 1))
 
@@ -33,12 +41,15 @@ def test_register_is_inert_unless_asked() -> None:
     code = "import sys; from vexport.engine.cpu_emulation import register; register();"
     code += "sys.exit(bool({'torch', 'vllm'} & set(sys.modules)))"
     environment = {name: value for name, value in os.environ.items() if name != SWITCH}
-    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+    )
 
 
 @pytest.mark.vllm
 def test_kernels_are_offered_once_and_only_when_asked_and_dequantize_int4(tmp_path: Path) -> None:
-    """MXFP4 with the inputs that are rounded here: vLLM 0.33 asks, as an engine argument may name others.
+    """MXFP4 with the inputs that are rounded here: vLLM 0.33 asks, as an engine argument may name
+    others.
 
     Without numba: vLLM's search for kernels in all modules trips over llvmlite.
     """
@@ -51,7 +62,12 @@ def test_kernels_are_offered_once_and_only_when_asked_and_dequantize_int4(tmp_pa
         timeout=120,
     )
     inputs, int4 = [True, True, True, False, False], [True, True]
-    assert worker.run(silent) == {"numba": False, "offered": [0, 6, 6], "inputs": inputs, "int4": int4}
+    assert worker.run(silent) == {
+        "numba": False,
+        "offered": [0, 6, 6],
+        "inputs": inputs,
+        "int4": int4,
+    }
 
 
 def test_fp4_rounds_ties_to_even() -> None:
@@ -68,8 +84,12 @@ def test_fp4_activations_are_compressed_tensors(activations: torch.Tensor) -> No
     assert torch.equal(fake_nvfp4(activations, global_scale), expected)
 
 
-@pytest.mark.parametrize(("preset", "group"), [("FP8_BLOCK", 128), ("FP8_DYNAMIC", -1), ("FP8", None)])
-def test_fp8_inputs_are_compressed_tensors(activations: torch.Tensor, preset: str, group: int | None) -> None:
+@pytest.mark.parametrize(
+    ("preset", "group"), [("FP8_BLOCK", 128), ("FP8_DYNAMIC", -1), ("FP8", None)]
+)
+def test_fp8_inputs_are_compressed_tensors(
+    activations: torch.Tensor, preset: str, group: int | None
+) -> None:
     scale = torch.tensor([8.0 / 448])
     expected = by_compressed_tensors(activations, preset, input_scale=scale)
     if group is None:

@@ -1,4 +1,6 @@
-"""The dry load of a target with its drafter: vLLM's own draft classes judge what is kept or quantized."""
+"""The dry load of a target with its drafter: vLLM's own draft classes judge what is kept or
+quantized.
+"""
 
 import json
 from pathlib import Path
@@ -34,14 +36,23 @@ RULES = (
 
 
 def eagle(target: Path, folder: Path, without: str) -> Path:
-    """An EAGLE-3 drafter of a Llama: a decoder layer over two hidden states, a smaller vocabulary."""
+    """An EAGLE-3 drafter of a Llama: a decoder layer over two hidden states, a smaller
+    vocabulary.
+    """
     tensors = load_file(target / "model.safetensors")
-    layer = {name.partition("layers.0.")[2]: value for name, value in tensors.items() if "layers.0." in name}
+    layer = {
+        name.partition("layers.0.")[2]: value
+        for name, value in tensors.items()
+        if "layers.0." in name
+    }
     norm, head = layer["input_layernorm.weight"], tensors["lm_head.weight"][:128]
     for name in ("q_proj", "k_proj", "v_proj"):
         layer[f"self_attn.{name}.weight"] = layer[f"self_attn.{name}.weight"].repeat(1, 2)
     drafts = {
-        **{f"midlayer.{name}": value for name, value in {**layer, "hidden_norm.weight": norm}.items()},
+        **{
+            f"midlayer.{name}": value
+            for name, value in {**layer, "hidden_norm.weight": norm}.items()
+        },
         "fc.weight": torch.zeros(len(norm), 3 * len(norm), dtype=norm.dtype),
         "norm.weight": norm,
         "lm_head.weight": head,
@@ -52,7 +63,9 @@ def eagle(target: Path, folder: Path, without: str) -> Path:
     stored = {name: value.clone() for name, value in drafts.items() if name != without}
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     copy(target / "config.json", folder)
-    config((), architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1, draft_vocab_size=128)(folder)
+    config((), architectures=["LlamaForCausalLMEagle3"], num_hidden_layers=1, draft_vocab_size=128)(
+        folder
+    )
     return folder
 
 
@@ -64,7 +77,9 @@ def broken(out: Path, folder: Path) -> dict[Path, str]:
     without = save_family("deepseek-v3", folder / "without", num_nextn_predict_layers=1)
     return {
         spoiled(out, folder / "missing", drop(UP)): f"{EXPERTS}.w13_weight: ",
-        spoiled(out, folder / "renamed", rename(UP, UP.replace("up_proj", "up"))): f"{EXPERTS}.w13_weight: ",
+        spoiled(
+            out, folder / "renamed", rename(UP, UP.replace("up_proj", "up"))
+        ): f"{EXPERTS}.w13_weight: ",
         spoiled(out, folder / "half", half_ignored): f"{EXPERTS}.w2_weight_scale: 0 of",
         without: "checkpoint: ValueError: MTP speculative decoding layer 2 weights missing",
     }

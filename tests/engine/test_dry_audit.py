@@ -81,7 +81,9 @@ def test_floats_of_another_width_are_no_fault(dtype: torch.dtype) -> None:
     assert faults((stored(4, 4, dtype=dtype), rows(0, 4)), *WHOLE[1:]) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8, torch.float8_e5m2, torch.float8_e8m0fnu])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.uint8, torch.float8_e5m2, torch.float8_e8m0fnu]
+)
 def test_values_cast_to_another_kind_are_a_fault(dtype: torch.dtype) -> None:
     (fault,) = faults(*WHOLE[:2], (stored(2, 4, dtype=dtype), expert(0)), *WHOLE[3:])
     assert (fault.kind, fault.where, fault.layer) == ("cast", "t2", "")

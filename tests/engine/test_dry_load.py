@@ -1,4 +1,6 @@
-"""vLLM's own loaders on sound and on broken checkpoints, from headers; one worker for each group of tests."""
+"""vLLM's own loaders on sound and on broken checkpoints, from headers; one worker for each group of
+tests.
+"""
 
 import json
 from collections.abc import Mapping
@@ -30,19 +32,30 @@ EXPERT, ROUTED = f"{MLP}.experts.2.down_proj", f"{MLP}.experts.routed_experts.w2
 # Of checkpoints that ranks cut: the scheme and the sizes.
 CUT: Mapping[str, tuple[str, Mapping[str, int]]] = {
     "NVFP4 groups": ("NVFP4A16", {"intermediate_size": 336}),
-    "heads": ("FP8_DYNAMIC", {"num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 320}),
+    "heads": (
+        "FP8_DYNAMIC",
+        {"num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 320},
+    ),
 }
 FAULTY, REFUSED = ["faulty", "faulty"], ["refused", "refused"]
 # Checkpoint -> whether vLLM takes it at tp 1 and tp 2; where the finding is, words of it.
 FAULTS: Mapping[str, tuple[list[str], str, str]] = {
-    "a member's scale missing": (FAULTY, f"{ATTENTION}.qkv_proj.weight_scale", "384 of 512 elements"),
+    "a member's scale missing": (
+        FAULTY,
+        f"{ATTENTION}.qkv_proj.weight_scale",
+        "384 of 512 elements",
+    ),
     "bf16 in an fp8 weight": (FAULTY, DOWN, "bfloat16"),
     "too many rows": (FAULTY, GATE, "[640, 256]"),
     "too few rows": (REFUSED, V, "exceeds dimension size"),
     "a wrong name": (REFUSED, f"{MLP}.down_projection.weight", "down_projection"),
     "an expert's weight missing": (FAULTY, ROUTED, "short: expert 2"),
     "NVFP4 groups": (["loads", "faulty"], "model.layers.", "shape [256, 21]"),
-    "heads": (["loads", "refused"], "checkpoint (tp 2, sm 90)", "divisible by tensor parallel size"),
+    "heads": (
+        ["loads", "refused"],
+        "checkpoint (tp 2, sm 90)",
+        "divisible by tensor parallel size",
+    ),
 }
 
 
@@ -81,7 +94,9 @@ def reports(good: Good, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str
     experts = save_family("qwen3-moe", root / "experts", moe_intermediate_size=256)
     made = {f"experts {scheme}": quantize(experts, root / scheme, scheme) for scheme in OF_EXPERTS}
     made |= {f"llama {scheme}": good(scheme) for scheme in ("NVFP4A16", "FP8_DYNAMIC")}
-    made |= {name: spoiled(good("FP8_DYNAMIC"), root / name, change) for name, change in CHANGES.items()}
+    made |= {
+        name: spoiled(good("FP8_DYNAMIC"), root / name, change) for name, change in CHANGES.items()
+    }
     for name, other, change in (
         ("no weight_shape", good("W4A16"), drop(f"{DOWN}_shape")),
         ("an expert's weight missing", root / "W4A16", drop(f"{EXPERT}.weight_packed")),
@@ -89,7 +104,9 @@ def reports(good: Good, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str
         made[name] = spoiled(other, root / name, change)
     for name, (scheme, sizes) in CUT.items():
         made[name] = quantize(save_llama(root / f"{name} source", **sizes), root / name, scheme)
-    return dict(zip(made, DryLoad(checkpoints=list(made.values()), tp=(1, 2)).reports(), strict=True))
+    return dict(
+        zip(made, DryLoad(checkpoints=list(made.values()), tp=(1, 2)).reports(), strict=True)
+    )
 
 
 def errors(report: DryLoadReport) -> list[Finding]:
@@ -103,7 +120,9 @@ def kernels(report: DryLoadReport, sm: int) -> set[tuple[str, str, str]]:
 
 
 def test_kernels_are_those_that_vllm_documents(demo: Mapping[str, DryLoadReport]) -> None:
-    """Rules 29 to 31: Machete only on Hopper, W8A16 below SM 89, FP4 multiplication only on Blackwell."""
+    """Rules 29 to 31: Machete only on Hopper, W8A16 below SM 89, FP4 multiplication only on
+    Blackwell.
+    """
     for report in map(demo.get, SCHEMES):
         assert report is not None
         assert report.ok, report.findings
@@ -115,26 +134,40 @@ def test_kernels_are_those_that_vllm_documents(demo: Mapping[str, DryLoadReport]
     assert kernels(demo["FP8_DYNAMIC"], 80) == {
         ("other precision", "W8A16", "HummingFP8ScaledMMLinearKernel")
     }
-    assert {(status, runs) for status, runs, _ in kernels(demo["FP8_DYNAMIC"], 89)} == {("loads", "W8A8")}
+    assert {(status, runs) for status, runs, _ in kernels(demo["FP8_DYNAMIC"], 89)} == {
+        ("loads", "W8A8")
+    }
     assert kernels(demo["NVFP4"], 90) == {("other precision", "W4A16", "HummingNvFp4LinearKernel")}
-    assert {(status, runs) for status, runs, _ in kernels(demo["NVFP4"], 100)} == {("loads", "W4A4")}
-    assert [cell.status for cell in demo["FP8_DYNAMIC"].cells] == ["other precision", *["loads"] * 3]
+    assert {(status, runs) for status, runs, _ in kernels(demo["NVFP4"], 100)} == {
+        ("loads", "W4A4")
+    }
+    assert [cell.status for cell in demo["FP8_DYNAMIC"].cells] == [
+        "other precision",
+        *["loads"] * 3,
+    ]
     report = demo["W4AFP8"]
     assert [cell.status for cell in report.cells] == ["refused", "refused", "loads", "refused"]
     assert kernels(report, 90) == {("loads", "W4A8", "CutlassW4A8LinearKernel")}
     assert not report.ok
     assert "scheme was found" in errors(report)[0].got
-    # Rule 31: on Blackwell vLLM multiplies a weight-only MXFP4 checkpoint with FP4 activations. On Hopper its
-    # kernel takes them in FP8, as an H100 showed.
+    # Rule 31: on Blackwell vLLM multiplies a weight-only MXFP4 checkpoint with FP4 activations. On
+    # Hopper its kernel takes them in FP8, as an H100 showed.
     report = demo["MXFP4A16"]
-    assert {(status, runs) for status, runs, _ in kernels(report, 100)} == {("other precision", "W4A4")}
-    assert {(status, runs) for status, runs, _ in kernels(report, 90)} == {("other precision", "W4A8")}
+    assert {(status, runs) for status, runs, _ in kernels(report, 100)} == {
+        ("other precision", "W4A4")
+    }
+    assert {(status, runs) for status, runs, _ in kernels(report, 90)} == {
+        ("other precision", "W4A8")
+    }
     assert {(status, runs) for status, runs, _ in kernels(report, 89)} == {("loads", "W4A16")}
     assert [(finding.severity, finding.got.split()[0]) for finding in report.findings] == [
         ("warning", "W4A8"),
         ("warning", "W4A4"),
     ]
-    assert ["sm 90" in report.findings[0].where, "sm 100" in report.findings[1].where] == [True, True]
+    assert ["sm 90" in report.findings[0].where, "sm 100" in report.findings[1].where] == [
+        True,
+        True,
+    ]
 
 
 def test_sound_checkpoints_load(reports: Mapping[str, DryLoadReport]) -> None:
@@ -191,7 +224,8 @@ def test_the_command(good: Good, tmp_path: Path) -> None:
 
 SM = (75, 80, 89, 90, 100)
 COMPARED = ("NVFP4", "MXFP4XFP8", "MXFP8", "FP8_BLOCK", "W4AFP8", "W4A16_ASYM")
-# An FP8 cache runs in FlashInfer from SM 80 on, with heads of 64, 128, 256 or 512 numbers; else from SM 89.
+# An FP8 cache runs in FlashInfer from SM 80 on, with heads of 64, 128, 256 or 512 numbers; else
+# from SM 89.
 CACHES: Mapping[str, Mapping[str, int]] = {
     "heads of 32": {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32},
     "heads of 64": {},
@@ -203,14 +237,22 @@ def static(checkpoint: Path, tp: int, sm: int) -> str:
         view = CheckpointView(read_index(checkpoint), reader, Target(tp=(tp,), sm=(sm,)))
         found = list(devices.run(view))
     severities = {finding.severity for finding in found}
-    return "refused" if "error" in severities else "other precision" if "warning" in severities else "loads"
+    return (
+        "refused"
+        if "error" in severities
+        else "other precision"
+        if "warning" in severities
+        else "loads"
+    )
 
 
 def test_check_and_dry_load_agree(good: Good, calibration: Path, tmp_path: Path) -> None:
     """Also of few key heads and of experts, whose own size ranks cut."""
     cache = ("--kv-cache", "fp8", "--calibration", calibration)
     caches = [
-        quantize(save_llama(tmp_path / f"{name} source", **sizes), tmp_path / name, "FP8_DYNAMIC", *cache)
+        quantize(
+            save_llama(tmp_path / f"{name} source", **sizes), tmp_path / name, "FP8_DYNAMIC", *cache
+        )
         for name, sizes in CACHES.items()
     ]
     model = save_family("qwen3-moe", tmp_path / "model", moe_intermediate_size=256)
@@ -223,5 +265,6 @@ def test_check_and_dry_load_agree(good: Good, calibration: Path, tmp_path: Path)
                 status = static(Path(report.checkpoint), tp, cell.sm)
                 if status != ("refused" if cell.status == "faulty" else cell.status):
                     differ.append((Path(report.checkpoint).name, tp, cell.sm, cell.status, status))
-    # Ranks' parts of fewer than 128 rows: only the dry load knows that no kernel quantizes their inputs.
+    # Ranks' parts of fewer than 128 rows: only the dry load knows that no kernel quantizes their
+    # inputs.
     assert differ == [("MXFP8", 4, 100, "other precision", "loads")]

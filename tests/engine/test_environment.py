@@ -1,4 +1,6 @@
-"""Variables of the environment: those that are part of how a model was run, and how many threads compute."""
+"""Variables of the environment: those that are part of how a model was run, and how many threads
+compute.
+"""
 
 import os
 
@@ -22,7 +24,11 @@ def test_variables_that_choose_kernels_are_named_and_no_others() -> None:
         "PATH": "/bin",
     }
     assert answer_environment(others) == "none"
-    chosen = {"VLLM_MARLIN_INPUT_DTYPE": "fp8", "VLLM_BATCH_INVARIANT": "1", "VLLM_DISABLED_KERNELS": "A,B"}
+    chosen = {
+        "VLLM_MARLIN_INPUT_DTYPE": "fp8",
+        "VLLM_BATCH_INVARIANT": "1",
+        "VLLM_DISABLED_KERNELS": "A,B",
+    }
     told = "VLLM_BATCH_INVARIANT=1 VLLM_DISABLED_KERNELS=A,B VLLM_MARLIN_INPUT_DTYPE=fp8"
     assert answer_environment(chosen | others) == told
 

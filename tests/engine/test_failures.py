@@ -10,9 +10,12 @@ from vexport.engine.process import explain, failure_from_exit
 from vexport.engine.session import EngineFault, Worker, run_session
 from vexport.records import silent
 
-WRAPPER = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+WRAPPER = (
+    "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+)
 NO_COMPILER = (
-    "torch._inductor.exc.InductorError: InvalidCxxCompiler: No working C++ compiler found in ('g++',)"
+    "torch._inductor.exc.InductorError: InvalidCxxCompiler: No working C++ compiler "
+    "found in ('g++',)"
 )
 NO_EXPERTS = "NotImplementedError: No Int8 MoE backend supports the deployment configuration"
 LOG = """\
@@ -46,18 +49,27 @@ NO_KERNEL = "ValueError: Failed to find a kernel that can implement the WNA16 la
 def test_root_cause_decides(tmp_path: Path, cause: str, platform: str, kind: FailureKind) -> None:
     log = tmp_path / "log"
     log.write_text(LOG.format(cause=cause))
-    failure = explain(EngineFailure(kind="refused", message=WRAPPER, log_tail=""), log, platform=platform)
+    failure = explain(
+        EngineFailure(kind="refused", message=WRAPPER, log_tail=""), log, platform=platform
+    )
     assert (failure.kind, failure.message) == (kind, cause)
     assert failure.log_tail.endswith(WRAPPER)
 
 
 def test_an_assertion_is_told_by_its_code_and_a_signal_by_its_name(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    log.write_text(LOG.format(cause="    assert scheme == BLOCK\n           ^^^^^^^^^^^^^^^\nAssertionError"))
-    failure = explain(EngineFailure(kind="refused", message=WRAPPER, log_tail=""), log, platform="cpu")
+    log.write_text(
+        LOG.format(cause="    assert scheme == BLOCK\n           ^^^^^^^^^^^^^^^\nAssertionError")
+    )
+    failure = explain(
+        EngineFailure(kind="refused", message=WRAPPER, log_tail=""), log, platform="cpu"
+    )
     assert (failure.kind, failure.message) == ("refused", "AssertionError: assert scheme == BLOCK")
     assert failure_from_exit(tmp_path / "none", -9).kind == "out of memory"
-    assert failure_from_exit(tmp_path / "none", -4).message == "the worker ended with signal 4 (SIGILL)"
+    assert (
+        failure_from_exit(tmp_path / "none", -4).message
+        == "the worker ended with signal 4 (SIGILL)"
+    )
 
 
 def test_interpreter_without_vllm(tmp_path: Path) -> None:
@@ -65,7 +77,9 @@ def test_interpreter_without_vllm(tmp_path: Path) -> None:
     request = SessionRequest(checkpoint=tmp_path)
     for python in (tmp_path / "bare" / "bin" / "python", tmp_path / "absent"):
         with pytest.raises(EngineFault) as caught:
-            run_session(request, log=tmp_path / "log", timeout=60, vllm_python=python, on_progress=silent)
+            run_session(
+                request, log=tmp_path / "log", timeout=60, vllm_python=python, on_progress=silent
+            )
         assert caught.value.exit_code == 4
         assert caught.value.failure.kind == "missing"
         assert "python -m pip install vllm" in str(caught.value)
@@ -83,7 +97,9 @@ def test_interpreter_without_vllm(tmp_path: Path) -> None:
         ("sleep", "timed out", "not finished after 1 s"),
     ],
 )
-def test_however_a_worker_dies_it_is_said(tmp_path: Path, how: str, kind: FailureKind, words: str) -> None:
+def test_however_a_worker_dies_it_is_said(
+    tmp_path: Path, how: str, kind: FailureKind, words: str
+) -> None:
     with pytest.raises(EngineFault) as caught:
         Worker(
             module="tests.engine.dying",

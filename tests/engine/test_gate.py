@@ -34,7 +34,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.vllm
 @pytest.mark.usefixtures("asked")
 def test_vllm_judges_while_the_files_are_read(good: Good, tmp_path: Path) -> None:
-    """A sound checkpoint, one that transformers alone can judge, and one whose package is missing here."""
+    """A sound checkpoint, one that transformers alone can judge, and one whose package is missing
+    here.
+    """
     change = config(WHOLE, quantization_config={"quant_method": "torchao"})
     other = spoiled(good("W8A8"), tmp_path / "torchao", change)
     refused = spoiled(good("W4A16"), tmp_path / "refused", config(QUANTIZATION))
@@ -200,11 +202,16 @@ def test_memory_of_a_checkpoint_is_limited(good: Good, tmp_path: Path) -> None:
     unjudged, refused = json.loads(answer.read_text())
     (entry,) = [each for each in unjudged["not_judged"] if each["what"] == DRY_LOAD]
     assert "4 GiB of memory" in entry["why"]
-    assert [each["check"] for each in refused["findings"] if each["severity"] == "error"] == ["dry-load"]
+    assert [each["check"] for each in refused["findings"] if each["severity"] == "error"] == [
+        "dry-load"
+    ]
 
 
 def test_neither_reading_nor_asking_imports_torch(good: Good) -> None:
-    code = "import sys; import vexport.api, vexport.engine.gate; vexport.api.check(sys.argv[1], static=True);"
+    code = (
+        "import sys; import vexport.api, vexport.engine.gate; "
+        "vexport.api.check(sys.argv[1], static=True);"
+    )
     code += "print([name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])"
     ran = subprocess.run(
         [sys.executable, "-c", code, good("W8A8")], capture_output=True, text=True, check=True
@@ -219,7 +226,13 @@ def finding(check: str) -> Finding:
 def loaded(*findings: Finding, vllm: str = "0.32.1", status: CellStatus = "loads") -> DryLoadReport:
     cell = MatrixCell(tp=1, sm=90, status=status, reason="" if status == "loads" else "why")
     return DryLoadReport(
-        checkpoint="a", ok=not findings, findings=findings, vllm=vllm, cells=(cell,), rows=(), blind_spots=()
+        checkpoint="a",
+        ok=not findings,
+        findings=findings,
+        vllm=vllm,
+        cells=(cell,),
+        rows=(),
+        blind_spots=(),
     )
 
 
@@ -230,7 +243,13 @@ def loaded(*findings: Finding, vllm: str = "0.32.1", status: CellStatus = "loads
         ("completeness", loaded(), True, ["warning"], []),
         ("values", loaded(), False, ["error"], []),
         # A refusal stands next to what the check has found.
-        ("values", loaded(finding("dry-load"), status="faulty"), False, ["error", "error"], [NAMES]),
+        (
+            "values",
+            loaded(finding("dry-load"), status="faulty"),
+            False,
+            ["error", "error"],
+            [NAMES],
+        ),
         # What cannot be told, on this or for another vLLM, leaves the check's own answer.
         ("completeness", loaded(status="not shown"), False, ["error"], [NAMES, DRY_LOAD]),
         ("completeness", loaded(vllm="0.3.2"), False, ["error"], [NAMES, DRY_LOAD]),
@@ -239,7 +258,9 @@ def loaded(*findings: Finding, vllm: str = "0.32.1", status: CellStatus = "loads
 def test_where_both_disagree(
     found: str, load: DryLoadReport, ok: bool, severities: list[str], left: list[str]
 ) -> None:
-    report = CheckReport(checkpoint="a", ok=False, findings=(finding(found),), not_judged=(UNKNOWN,))
+    report = CheckReport(
+        checkpoint="a", ok=False, findings=(finding(found),), not_judged=(UNKNOWN,)
+    )
     joined = with_load(report, load, Target(vllm=(0, 32)), "any")
     assert (joined.ok, [each.severity for each in joined.findings]) == (ok, severities)
     assert [each.what for each in joined.not_judged] == left

@@ -22,7 +22,9 @@ from vexport.errors import InputError
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Canary
 
-GOOD = Canary(prompt="The sky", text=" is blue and the grass is green.", tokens=8, finish_reason="length")
+GOOD = Canary(
+    prompt="The sky", text=" is blue and the grass is green.", tokens=8, finish_reason="length"
+)
 STUCK = replace(GOOD, text=" is the the the the")
 SILENT = replace(GOOD, text="", tokens=1, finish_reason="stop")
 ENDLESS = replace(GOOD, text=" one of the many things that a long text may be about", tokens=200)
@@ -45,7 +47,9 @@ def test_a_checkpoint_without_a_tokenizer_is_bad_input(llama: Path) -> None:
         ({}, 512),
     ],
 )
-def test_sequences_are_as_long_as_allowed(config: dict[str, object], length: int, tmp_path: Path) -> None:
+def test_sequences_are_as_long_as_allowed(
+    config: dict[str, object], length: int, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert shortest_length(tmp_path) == length
 
@@ -66,17 +70,23 @@ def test_symptoms(text: str, expected: str | None) -> None:
 
 
 def test_baseline_tells_habit_from_damage() -> None:
-    assert [finding.severity for finding in canary_findings([GOOD, STUCK, SILENT])] == ["warning"] * 2
+    assert [finding.severity for finding in canary_findings([GOOD, STUCK, SILENT])] == [
+        "warning"
+    ] * 2
     assert canary_findings([STUCK], baseline=[SILENT]) == []
     assert [finding.severity for finding in canary_findings([STUCK], baseline=[GOOD])] == ["error"]
-    assert [f.severity for f in canary_findings([STUCK, GOOD, GOOD], baseline=[GOOD])] == ["warning"]
+    assert [f.severity for f in canary_findings([STUCK, GOOD, GOOD], baseline=[GOOD])] == [
+        "warning"
+    ]
     (stuck,) = canary_findings([STUCK], baseline=[GOOD], agrees=True)
     assert stuck.severity == "warning"
     assert "if the evaluation passes" in stuck.fix
     (broken,) = canary_findings([replace(GOOD, non_finite=3)], baseline=[GOOD], agrees=True)
     assert broken.severity == "error"
     loop = "The melting point of water is 100 degrees, which is why one says so."
-    words = replace(ENDLESS, text=f" one hundred degrees. {loop} And again: {loop} In short: {loop} It ends")
+    words = replace(
+        ENDLESS, text=f" one hundred degrees. {loop} And again: {loop} In short: {loop} It ends"
+    )
     assert canary_findings([replace(ENDLESS, ended_after=20)], baseline=[words]) == []
     assert canary_findings([STUCK], baseline=[words]) == []
 
@@ -91,11 +101,17 @@ def test_baseline_tells_habit_from_damage() -> None:
         (replace(ENDLESS, ended_after=120), ENDLESS, []),
         (replace(ENDLESS, ended_after=87), ENDLESS, []),
         (replace(GOOD, ended_after=1), replace(GOOD, ended_after=3), []),
-        (replace(ENDLESS, text="одна из тех вещей, о которых может быть текст"), ENDLESS, ["error"]),
+        (
+            replace(ENDLESS, text="одна из тех вещей, о которых может быть текст"),
+            ENDLESS,
+            ["error"],
+        ),
         (replace(ENDLESS, text="одна из тех вещей"), ENDLESS, []),
     ],
 )
-def test_what_long_continuations_show(canary: Canary, baseline: Canary | None, severities: list[str]) -> None:
+def test_what_long_continuations_show(
+    canary: Canary, baseline: Canary | None, severities: list[str]
+) -> None:
     others = None if baseline is None else [baseline]
     assert [finding.severity for finding in canary_findings([canary], others)] == severities
 
@@ -125,7 +141,9 @@ def test_prompts_fit_the_tokenizer(tiny_llama: Path) -> None:
     assert not seeded.natural
     assert seeded == fixed_prompts(tiny_llama)
     assert len(seeded.tokens) <= 8
-    assert all(tokens[0] == 1 and min(tokens[1:]) > 3 and len(tokens) <= 64 for tokens in seeded.tokens)
+    assert all(
+        tokens[0] == 1 and min(tokens[1:]) > 3 and len(tokens) <= 64 for tokens in seeded.tokens
+    )
     more = fixed_prompts(tiny_llama, count=16)
     assert len(more.tokens) == 16
     assert more.tokens[: len(seeded.tokens)] == seeded.tokens
@@ -137,9 +155,14 @@ def test_prompts_fit_the_tokenizer(tiny_llama: Path) -> None:
     assert (len(many.texts), many.tokens) == (CONTINUED, ((5, 5), (6, 6)))
 
 
-def test_a_checkpoint_that_amplifies_rounding_has_its_own_limit(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_amplifies_rounding_has_its_own_limit(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
     """Three times what half a unit in the last place of its embeddings does to its answers."""
-    checkpoint, prompts = quantize(tiny_llama, tmp_path / "fp8", "FP8_DYNAMIC"), [[5, 7, 11, 13, 17, 19]]
+    checkpoint, prompts = (
+        quantize(tiny_llama, tmp_path / "fp8", "FP8_DYNAMIC"),
+        [[5, 7, 11, 13, 17, 19]],
+    )
     kept = tmp_path / REFERENCE_FILE
     reference = remembered_reference(checkpoint, prompts, kept)
     moved = reference_logprobs(checkpoint, prompts, jitter=BFLOAT16_ROUNDING)
@@ -148,6 +171,11 @@ def test_a_checkpoint_that_amplifies_rounding_has_its_own_limit(tiny_llama: Path
     assert least < 3 * noise < KL_LIMITS[8]
     found = [
         agreement_limit(checkpoint, prompts, kept, mean_kl=mean_kl, limit=limit)
-        for mean_kl, limit in ((1.0, least), (1.0, KL_LIMITS[8]), (least, least), (1.0, KL_LIMITS[16]))
+        for mean_kl, limit in (
+            (1.0, least),
+            (1.0, KL_LIMITS[8]),
+            (least, least),
+            (1.0, KL_LIMITS[16]),
+        )
     ]
     assert found == [pytest.approx(3 * noise), KL_LIMITS[8], least, KL_LIMITS[16]]

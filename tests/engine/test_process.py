@@ -22,14 +22,16 @@ CHILD = (
 PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}, sys.argv[1]])"
 REPORTING = (
     "import os; fd = int(os.environ['VEXPORT_PROGRESS_FD']);"
-    "os.write(fd, b'[\"load\", 0, 1]\\n[\"load\", '); os.write(fd, b'1, 1]\\n'); print('hello'); exit(7)"
+    "os.write(fd, b'[\"load\", 0, 1]\\n[\"load\", '); os.write(fd, b'1, 1]\\n'); "
+    "print('hello'); exit(7)"
 )
 # Starts such a child, then writes into the pipe and the log without end.
 FLOODING = (
     f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {CHILD!r}, sys.argv[1]]);"
     "import os, threading; fd = int(os.environ['VEXPORT_PROGRESS_FD']);"
     "line = b'[\"' + b'x' * 70_000 + b'\", 0, 1]\\n[[[\\n[1,2,3]\\n';"
-    "threading.Thread(target=lambda: [os.write(fd, line) for _ in iter(int, 1)], daemon=True).start();"
+    "threading.Thread(target=lambda: [os.write(fd, line) for _ in iter(int, 1)], "
+    "daemon=True).start();"
     "[os.write(1, b'a line\\n' * 1000) for _ in iter(int, 1)]"
 )
 # The engine's own worker with an engine that hangs in C when it is torn down, whose child is deaf.

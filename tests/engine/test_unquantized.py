@@ -1,4 +1,6 @@
-"""What vLLM's class refuses of any checkpoint with a config is no error, unless a value in it is wrong."""
+"""What vLLM's class refuses of any checkpoint with a config is no error, unless a value in it is
+wrong.
+"""
 
 import json
 from pathlib import Path
@@ -51,7 +53,9 @@ def test_sound_config(fp8: Path, tmp_path: Path, values: dict[str, Json], sound:
     assert is_sound(checkpoint, control) is sound
 
 
-def test_default_config_of_transformers(fp8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_config_of_transformers(
+    fp8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM registers config classes of its own for some types."""
 
     class OfVllm(transformers.LlamaConfig):  # type: ignore[misc]

@@ -16,7 +16,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 def test_scales_that_are_not_shared_and_a_refusal_fail(tiny_llama: Path, tmp_path: Path) -> None:
     sound = quantize(tiny_llama, tmp_path / "sound", "NVFP4A16")
-    misread = spoiled(sound, tmp_path / "misread", each("k_proj.weight_global_scale", lambda old: 1.5 * old))
+    misread = spoiled(
+        sound, tmp_path / "misread", each("k_proj.weight_global_scale", lambda old: 1.5 * old)
+    )
     refused = quantize(tiny_llama, tmp_path / "refused", "FP8_DYNAMIC")
     config(GROUP, targets=["Convolution"])(refused)
     ran = vexport("load", misread, refused, "--format", "json", "--quiet")
@@ -26,7 +28,9 @@ def test_scales_that_are_not_shared_and_a_refusal_fail(tiny_llama: Path, tmp_pat
     assert "weight_scale" in findings[1][0]["got"]
 
 
-def test_quantizing_what_is_quantized_is_an_error_of_the_argument(tiny_llama: Path, tmp_path: Path) -> None:
+def test_quantizing_what_is_quantized_is_an_error_of_the_argument(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
     checkpoint = quantize(tiny_llama, tmp_path / "quantized", "FP8_DYNAMIC")
     given = 'quantization_config={"linear": {"weight": "fp8_per_channel_static"}}'
     ran = vexport("load", checkpoint, "--engine-arg", given, "--quiet")
@@ -38,7 +42,8 @@ OTHER = os.environ.get("VEXPORT_OTHER_VLLM_PYTHON", "")
 
 
 @pytest.mark.skipif(
-    not OTHER, reason="VEXPORT_OTHER_VLLM_PYTHON names no interpreter (scripts/setup-vllm makes one)"
+    not OTHER,
+    reason="VEXPORT_OTHER_VLLM_PYTHON names no interpreter (scripts/setup-vllm makes one)",
 )
 def test_loads_in_two_versions(tiny_llama: Path, tmp_path: Path) -> None:
     checkpoint = quantize(tiny_llama, tmp_path / "nvfp4", "NVFP4A16")

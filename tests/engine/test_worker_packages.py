@@ -1,4 +1,6 @@
-"""A worker runs in any environment that has vLLM (`--vllm-python`), without other packages of vexport's."""
+"""A worker runs in any environment that has vLLM (`--vllm-python`), without other packages of
+vexport's.
+"""
 
 import subprocess
 import sys
@@ -11,10 +13,15 @@ from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).parents[2]
 WORKERS = {
-    "dry load": ("vexport.engine.dry.worker", "vexport.engine.dry.cell", "vexport.engine.dry.fake_platform"),
+    "dry load": (
+        "vexport.engine.dry.worker",
+        "vexport.engine.dry.cell",
+        "vexport.engine.dry.fake_platform",
+    ),
     "engine": ("vexport.engine.worker", "vexport.engine.generate"),
 }
-# Hides the modules named on the command line, as if they were not installed, then imports the others.
+# Hides the modules named on the command line, as if they were not installed, then imports the
+# others.
 IMPORT_WITHOUT = """
 import importlib, sys
 from importlib.machinery import PathFinder
@@ -24,7 +31,9 @@ hidden, modules = sys.argv[1].split(","), sys.argv[2].split(",")
 class Hide(PathFinder):
     @classmethod
     def find_spec(cls, fullname, path=None, target=None):
-        return None if fullname.partition(".")[0] in hidden else super().find_spec(fullname, path, target)
+        if fullname.partition(".")[0] in hidden:
+            return None
+        return super().find_spec(fullname, path, target)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Hide
 for module in modules:
@@ -33,7 +42,9 @@ for module in modules:
 
 
 def required_by(name: str) -> set[str]:
-    """Return the distributions that `name` requires, directly or through another, and `name` itself."""
+    """Return the distributions that `name` requires, directly or through another, and `name`
+    itself.
+    """
     collected, waiting = set[str](), [Requirement(name)]
     while waiting:
         requirement = waiting.pop()
@@ -47,7 +58,9 @@ def required_by(name: str) -> set[str]:
             continue
         extras = {"", *requirement.extras}
         for each in map(Requirement, listed):
-            if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in extras):
+            if each.marker is None or any(
+                each.marker.evaluate({"extra": extra}) for extra in extras
+            ):
                 waiting.append(each)
     return collected
 

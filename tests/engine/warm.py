@@ -1,7 +1,8 @@
 """Starts vexport's workers as forks of a process that has imported what they import, for tests.
 
-An import of vLLM takes 10 s of a core, and most tests of the engine need one. A worker is forked only where
-its environment is that of the process it is forked from, but for what is read after the imports.
+An import of vLLM takes 10 s of a core, and most tests of the engine need one. A worker is forked
+only where its environment is that of the process it is forked from, but for what is read after the
+imports.
 """
 
 import fcntl
@@ -26,19 +27,44 @@ DRY = "vexport.engine.dry.worker"
 KINDS = ("dry", "engine")
 # Modules that every engine imports while it starts.
 _ENGINE = (
-    *("transformers", "lm_eval.evaluator", "vexport.evaluation.lm_eval_runner", "vexport.engine.generate"),
-    *("vexport.engine.cpu_emulation.kernels", "vllm.v1.worker.cpu_worker", "vllm.v1.core.sched.scheduler"),
-    *("vllm.v1.attention.backends.cpu_attn", "vllm.model_executor.layers.quantization.online.nvfp4"),
+    *(
+        "transformers",
+        "lm_eval.evaluator",
+        "vexport.evaluation.lm_eval_runner",
+        "vexport.engine.generate",
+    ),
+    *(
+        "vexport.engine.cpu_emulation.kernels",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.v1.core.sched.scheduler",
+    ),
+    *(
+        "vllm.v1.attention.backends.cpu_attn",
+        "vllm.model_executor.layers.quantization.online.nvfp4",
+    ),
     *("vllm.entrypoints.launchers.cli_args", "vllm.distributed.elastic_ep.elastic_execute"),
 )
-# Read by a worker after its imports, or set by what tests or vLLM import: the order of tests would decide.
+# Read by a worker after its imports, or set by what tests or vLLM import: the order of tests would
+# decide.
 LATE = frozenset(
     {
         *("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_COMPILE_THREADS"),
         *("TILELANG_CLEANUP_TEMP_FILES", "TRITON_CACHE_AUTOTUNING"),
         *(PROGRESS_FD, SWITCH, "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TORCHDYNAMO_DISABLE"),
-        *("PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER", "VEXPORT_NO_VERIFY", "COLUMNS", "NO_COLOR", "PWD"),
-        *("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "AITER_SITUV2_A4W4", "HF_XET_HIGH_PERFORMANCE"),
+        *(
+            "PYTEST_CURRENT_TEST",
+            "PYTEST_XDIST_WORKER",
+            "VEXPORT_NO_VERIFY",
+            "COLUMNS",
+            "NO_COLOR",
+            "PWD",
+        ),
+        *(
+            "KMP_DUPLICATE_LIB_OK",
+            "KMP_INIT_AT_FORK",
+            "AITER_SITUV2_A4W4",
+            "HF_XET_HIGH_PERFORMANCE",
+        ),
         *("LD_LIBRARY_PATH", "HF_HUB_DISABLE_PROGRESS_BARS", "VEXPORT_API_KEY"),
     }
 )
@@ -49,8 +75,8 @@ _BYTES = 1 << 20
 class Warm:
     """The processes that workers are forked from, by what they have imported.
 
-    Those that share a folder share them: the first that needs one starts it, and it ends after the last of
-    them, when nobody holds its stdin open any more.
+    Those that share a folder share them: the first that needs one starts it, and it ends after the
+    last of them, when nobody holds its stdin open any more.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -78,7 +104,10 @@ class Warm:
 
     def _address(self, module: str, environment: Mapping[str, str]) -> str:
         """Where to ask for a worker; empty where the environment is another one."""
-        kind, early = "dry" if module == DRY else "engine", json.dumps(_early(environment), sort_keys=True)
+        kind, early = (
+            "dry" if module == DRY else "engine",
+            json.dumps(_early(environment), sort_keys=True),
+        )
         address = self.folder / kind
         with (self.folder / f"{kind}.environment").open("a+") as started:
             fcntl.flock(started, fcntl.LOCK_EX)
@@ -118,7 +147,8 @@ def server(kind: str, address: str) -> int:
         import_module("vllm").LLM  # noqa: B018
         for module in _ENGINE:
             import_module(module)
-    # An engine collects garbage seven times as it starts, which would copy every page of this process.
+    # An engine collects garbage seven times as it starts, which would copy every page of this
+    # process.
     gc.freeze()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)

@@ -1,7 +1,7 @@
 """`warm_client.py VARIABLE ADDRESS MODULE ARGUMENTS...`: has a worker forked, and ends as it ends.
 
-The worker has our descriptors, that which the variable names among them, and our environment. Nothing but the
-standard library is imported: it starts in 20 ms.
+The worker has our descriptors, that which the variable names among them, and our environment.
+Nothing but the standard library is imported: it starts in 20 ms.
 """
 
 import json
@@ -13,7 +13,9 @@ from pathlib import Path
 
 
 def main(variable: str, address: str, *arguments: str) -> int:
-    """The exit code of the worker; it ends by itself when its stdin closes, of which SIGTERM comes after."""
+    """The exit code of the worker; it ends by itself when its stdin closes, of which SIGTERM comes
+    after.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)

@@ -1,4 +1,6 @@
-"""A model that adds, and errs where it is told to, evaluated by the real lm-eval: output folders to read."""
+"""A model that adds, and errs where it is told to, evaluated by the real lm-eval: output folders to
+read.
+"""
 
 import re
 import sys
@@ -53,7 +55,10 @@ def main(arguments: list[str]) -> int:
     request = from_json(Runs, request_file)
     tasks = request.tasks
     groups = [Path(task) for task in tasks if task.endswith(".group.yaml")]
-    names = [Path(task).name.removesuffix(".group.yaml") if Path(task) in groups else task for task in tasks]
+    names = [
+        Path(task).name.removesuffix(".group.yaml") if Path(task) in groups else task
+        for task in tasks
+    ]
     manager = TaskManager(
         include_path=[str(group.parent) for group in groups] or None, include_defaults=False
     )

@@ -13,7 +13,9 @@ DOCUMENTS = 400
 
 @pytest.fixture(scope="session")
 def lm_eval_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs over the same 400 additions: baseline (errs on 5), its twin, doubtful, worse."""
+    """A folder of runs over the same 400 additions: baseline (errs on 5), its twin, doubtful,
+    worse.
+    """
     pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("runs")
     tasks = resolve_tasks(

@@ -48,7 +48,9 @@ def near(doc, results):
 
 
 def make_tasks(folder: Path, documents: int) -> list[str]:
-    """Write `sums` (generation), `choices` (multiple choice) and `near` (graded by Python) over additions."""
+    """Write `sums` (generation), `choices` (multiple choice) and `near` (graded by Python) over
+    additions.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{"a": i % 20, "b": i // 20, "sum": i % 20 + i // 20} for i in range(documents)]
     (folder / "additions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -63,7 +65,9 @@ def make_group(folder: Path, subjects: int, documents: int) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     for subject in range(subjects):
         rows = [{"a": i, "b": subject, "sum": i + subject} for i in range(documents)]
-        (folder / f"additions{subject}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"additions{subject}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
         text = CHOICES.replace("additions.jsonl", f"additions{subject}.jsonl")
         (folder / f"subject{subject}.yaml").write_text(
             text.replace("task: choices", f"task: subject{subject}")
@@ -117,7 +121,9 @@ def run_lm_eval(tasks: Sequence[str], runs: Mapping[Path, Sequence[int]]) -> Non
     folder = next(iter(runs)).parent
     Worker(
         module="tests.evaluation.adder",
-        request=Runs(tasks=tuple(tasks), wrong={str(run): tuple(wrong) for run, wrong in runs.items()}),
+        request=Runs(
+            tasks=tuple(tasks), wrong={str(run): tuple(wrong) for run, wrong in runs.items()}
+        ),
         kind=Runs,
         where="lm-eval",
         log=folder / "lm_eval.log",
@@ -126,7 +132,9 @@ def run_lm_eval(tasks: Sequence[str], runs: Mapping[Path, Sequence[int]]) -> Non
 
 
 def exact_power(documents: int, disagreement: float, margin: float, alpha: float = 0.05) -> float:
-    """The chance, by scipy alone, of a PASS where nothing is lost and such a share of the answers changes."""
+    """The chance, by scipy alone, of a PASS where nothing is lost and such a share of the answers
+    changes.
+    """
     critical, power = float(stats.norm.isf(alpha)), 0.0
     low, high = stats.binom.interval(1 - 1e-6, documents, disagreement)
     for changed in range(int(low), int(high) + 1):
@@ -134,7 +142,9 @@ def exact_power(documents: int, disagreement: float, margin: float, alpha: float
         def statistic(wins: int, changed: int = changed) -> float:
             return tango_statistic(wins, changed - wins, documents, -margin)
 
-        least = bisect_right(range(changed + 1), critical, key=statistic)  # wins; it grows with them
+        least = bisect_right(
+            range(changed + 1), critical, key=statistic
+        )  # wins; it grows with them
         chance = stats.binom.pmf(changed, documents, disagreement)
         power += float(chance * stats.binom.sf(least - 1, changed, 0.5))
     return power

@@ -1,4 +1,6 @@
-"""A server of the OpenAI API that adds up the token ids of a prompt, and misbehaves as it is told to."""
+"""A server of the OpenAI API that adds up the token ids of a prompt, and misbehaves as it is told
+to.
+"""
 
 import json
 import threading
@@ -9,18 +11,27 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 Fault = str | int
-"""A status of HTTP, `cut off` (in the middle of the body), `abort` (by the engine), `slow` or `closed`."""
+"""A status of HTTP, `cut off` (in the middle of the body), `abort` (by the engine), `slow` or
+`closed`.
+"""
 
 
 class AddingServer(ThreadingHTTPServer):
-    """What is served, the prompts that were answered, and the faults to come, one for each completion."""
+    """What is served, the prompts that were answered, and the faults to come, one for each
+    completion.
+    """
 
     daemon_threads = True
     request_queue_size = 128
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.name, self.root, self.version, self.gives_scores = "adder", "models/adder", "0.32.0", True
+        self.name, self.root, self.version, self.gives_scores = (
+            "adder",
+            "models/adder",
+            "0.32.0",
+            True,
+        )
         self.finish_reason: str | None = "stop"
         self.answered: list[list[int]] = []
         self.drafts: tuple[int, int, int] | None = None
@@ -35,9 +46,14 @@ class AddingServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
     def metrics(self) -> str:
-        """Counters in the form of Prometheus; each answer drafts alike, and other clients ask as often."""
+        """Counters in the form of Prometheus; each answer drafts alike, and other clients ask as
+        often.
+        """
         answered = len(self.answered)
-        totals = {"request_success_total": answered * (1 + self.others), "num_requests_running": self.running}
+        totals = {
+            "request_success_total": answered * (1 + self.others),
+            "num_requests_running": self.running,
+        }
         names = ("drafts", "draft_tokens", "accepted_tokens")
         for name, each in zip(names, self.drafts or (), strict=False):
             totals[f"spec_decode_num_{name}_total"] = answered * each
@@ -75,7 +91,11 @@ class _Handler(BaseHTTPRequestHandler):
             if fault is None:
                 self.server.answered.append(body["prompt"])
         text = str(sum(body["prompt"]))
-        choice: dict[str, object] = {"index": 0, "text": text, "finish_reason": self.server.finish_reason}
+        choice: dict[str, object] = {
+            "index": 0,
+            "text": text,
+            "finish_reason": self.server.finish_reason,
+        }
         choice["logprobs"] = None
         if body.get("echo") and self.server.gives_scores:
             choice["logprobs"] = _scores(body["prompt"])
@@ -111,14 +131,20 @@ class _Handler(BaseHTTPRequestHandler):
 def _scores(prompt: list[int]) -> dict[str, object]:
     """Each token costs a hundredth of its id; token 7 is likelier than those of a higher id."""
     own = [None, *(-token / 100 for token in prompt[1:]), -1.0]
-    best = [None, *({f"token_id:{token}": -token / 100, "token_id:7": -0.07} for token in prompt[1:]), {}]
+    best = [
+        None,
+        *({f"token_id:{token}": -token / 100, "token_id:7": -0.07} for token in prompt[1:]),
+        {},
+    ]
     return {"token_logprobs": own, "top_logprobs": best}
 
 
 @contextmanager
 def adding_server() -> Iterator[AddingServer]:
     with AddingServer() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        )
         thread.start()
         try:
             yield server

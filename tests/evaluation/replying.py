@@ -53,7 +53,11 @@ def described(**fields: object) -> Reply:
     """A sound server whose model has other fields in the list of models."""
 
     def reply(path: str, body: dict[str, object]) -> Sent:
-        return Sent(content={"data": [{**CARD, **fields}]}) if path == "/v1/models" else sound(path, body)
+        return (
+            Sent(content={"data": [{**CARD, **fields}]})
+            if path == "/v1/models"
+            else sound(path, body)
+        )
 
     return reply
 
@@ -73,7 +77,11 @@ def replying(reply: Reply) -> Iterator[str]:
             self._send(reply(urlsplit(self.path).path, body))
 
         def _send(self, sent: Sent) -> None:
-            content = sent.content if isinstance(sent.content, bytes) else json.dumps(sent.content).encode()
+            content = (
+                sent.content
+                if isinstance(sent.content, bytes)
+                else json.dumps(sent.content).encode()
+            )
             self.send_response(sent.status)
             self.send_header("Content-Length", str(len(content)))
             for name, value in sent.headers.items():
@@ -95,7 +103,9 @@ def replying(reply: Reply) -> Iterator[str]:
 
 @contextmanager
 def sending(parts: Callable[[], Iterator[bytes]]) -> Iterator[tuple[str, list[int]]]:
-    """Send the parts on each connection, whatever is asked; yields the address and the bytes sent so far."""
+    """Send the parts on each connection, whatever is asked; yields the address and the bytes sent
+    so far.
+    """
     count = [0]
 
     class Handler(socketserver.BaseRequestHandler):

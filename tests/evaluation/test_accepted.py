@@ -1,4 +1,6 @@
-"""Accepted baselines: small, readable in a diff, paired by document; what could change a score, by name."""
+"""Accepted baselines: small, readable in a diff, paired by document; what could change a score, by
+name.
+"""
 
 import difflib
 import json
@@ -13,7 +15,12 @@ from tests.evaluation.make import edit_results, edit_sample, samples_file
 from tests.reports.sample import engine
 from vexport.errors import InputError
 from vexport.evaluation.accepted import accept_results, choice_of, lost_answers, read_accepted
-from vexport.evaluation.fingerprint import changed_names, changes, engine_fingerprint, write_fingerprint
+from vexport.evaluation.fingerprint import (
+    changed_names,
+    changes,
+    engine_fingerprint,
+    write_fingerprint,
+)
 from vexport.evaluation.lost import LETTERS, Ending, State, count_answers, letter_of
 from vexport.evaluation.results import read_results
 from vexport.evaluation.verdict import decide
@@ -26,7 +33,9 @@ def accepted(lm_eval_runs: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["doubtful", "worse"])
-def test_the_verdict_is_that_of_the_two_folders(lm_eval_runs: Path, accepted: Path, name: str) -> None:
+def test_the_verdict_is_that_of_the_two_folders(
+    lm_eval_runs: Path, accepted: Path, name: str
+) -> None:
     full = decide(lm_eval_runs / "baseline", lm_eval_runs / name, margin=0.02, alpha=0.05)
     kept = decide(accepted, lm_eval_runs / name, margin=0.02, alpha=0.05)
     assert kept.reason == full.reason
@@ -37,14 +46,18 @@ def test_the_verdict_is_that_of_the_two_folders(lm_eval_runs: Path, accepted: Pa
         assert [flip.doc_id for flip in one.flips] == [flip.doc_id for flip in other.flips]
 
 
-def test_a_changed_answer_is_one_line_of_a_diff(lm_eval_runs: Path, accepted: Path, tmp_path: Path) -> None:
+def test_a_changed_answer_is_one_line_of_a_diff(
+    lm_eval_runs: Path, accepted: Path, tmp_path: Path
+) -> None:
     old = accepted.read_text()
     assert len(old) < 15 * 3 * 400  # three tasks of 400 documents, one of them not 0/1
     shutil.copytree(lm_eval_runs / "baseline", tmp_path / "changed")
     edit_sample(tmp_path / "changed", 250, exact_match=0.0)
     accept_results(tmp_path / "changed", accepted, {})
     diff = [line for line in difflib.ndiff(old.splitlines(), accepted.read_text().splitlines())]
-    assert sum(line.startswith("- ") for line in diff) == 2  # the score, and the line of documents 200-299
+    assert (
+        sum(line.startswith("- ") for line in diff) == 2
+    )  # the score, and the line of documents 200-299
     (removed,) = [line for line in diff if line.startswith("- ") and "200-299" in line]
     (added,) = [line for line in diff if line.startswith("+ ") and "200-299" in line]
     assert sum(one != other for one, other in zip(removed[2:], added[2:], strict=True)) == 1
@@ -53,7 +66,9 @@ def test_a_changed_answer_is_one_line_of_a_diff(lm_eval_runs: Path, accepted: Pa
 def cut_answers(folder: Path, number: int) -> None:
     """Let the first answers of `sums` be cut, without a right answer."""
     for line in range(number):
-        edit_sample(folder, line, exact_match=0.0, finish_reason=[["length"]], resps=[["I will now"]])
+        edit_sample(
+            folder, line, exact_match=0.0, finish_reason=[["length"]], resps=[["I will now"]]
+        )
     filtered = json.loads(samples_file(folder).read_text().splitlines()[0])["filtered_resps"]
     assert len(filtered) == 1
     for line in range(number):
@@ -65,7 +80,9 @@ def test_cut_answers_of_the_baseline_are_counted(copies: Path, tmp_path: Path) -
     cut_answers(copies / "baseline", 80)
     cut_answers(copies / "twin", 120)
     accepted = accept_results(copies / "baseline", file, {})
-    assert lost_answers(accepted, alpha=0.05)[0].startswith("sums: the quantized model was cut in 20%")
+    assert lost_answers(accepted, alpha=0.05)[0].startswith(
+        "sums: the quantized model was cut in 20%"
+    )
     endings = read_accepted(file).tasks["sums"].endings
     assert endings == {"0-99": "c" * 80 + "." * 20}
     assert read_accepted(file).tasks["choices"].endings is None
@@ -89,7 +106,9 @@ def test_older_files_have_no_endings(copies: Path, accepted: Path) -> None:
     assert all(task.baseline_answers is None for task in verdict.tasks)
 
 
-@pytest.mark.parametrize("endings", [{"0-99": "c"}, {"0-99": "x" * 100}, {"5-9": "....."}, {"a": "."}])
+@pytest.mark.parametrize(
+    "endings", [{"0-99": "c"}, {"0-99": "x" * 100}, {"5-9": "....."}, {"a": "."}]
+)
 def test_damaged_endings(accepted: Path, endings: dict[str, str]) -> None:
     content = json.loads(accepted.read_text())
     content["tasks"]["sums"]["endings"] = endings
@@ -107,7 +126,9 @@ def test_letters_keep_what_counts(state: State, is_whole: bool) -> None:
     restored = LETTERS[letter_of(ending)]
     scores = np.array([0.0, 1.0, 0.0])
     others = [Ending(state=""), Ending(state="", is_cut=True)]
-    counts = [count_answers([each, *others], scores, sign=1, alpha=0.05) for each in (ending, restored)]
+    counts = [
+        count_answers([each, *others], scores, sign=1, alpha=0.05) for each in (ending, restored)
+    ]
     assert counts[0] == counts[1]
 
 
@@ -127,10 +148,15 @@ def test_a_changed_circumstance_is_named(copies: Path, tmp_path: Path) -> None:
     assert verdict.warnings == ("vllm: 0.31.0 in the baseline, 0.32.0 in the results",)
 
 
-def test_other_questions_are_refused_by_document_and_with_what_changed(copies: Path, accepted: Path) -> None:
+def test_other_questions_are_refused_by_document_and_with_what_changed(
+    copies: Path, accepted: Path
+) -> None:
     edit_sample(copies / "twin", 123, prompt_hash="0")
     edit_results(copies / "twin", lambda content: content.update(lm_eval_version="0.4.14"))
-    message = r"task sums: got another question in document 123 \(changed since it was accepted: lm-eval\)"
+    message = (
+        r"task sums: got another question in document 123 \(changed since it was "
+        r"accepted: lm-eval\)"
+    )
     with pytest.raises(InputError, match=message):
         decide(accepted, copies / "twin", margin=0.02, alpha=0.05)
 
@@ -174,7 +200,9 @@ def test_a_chat_template_is_named_wherever_it_stands(model: Path) -> None:
     assert changed_names(before, in_file) == ["model", "model's chat template"]
     (model / "chat_template.jinja").unlink()
     settings = model / "tokenizer_config.json"
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": "{{ messages }}"}))
+    settings.write_text(
+        json.dumps(json.loads(settings.read_text()) | {"chat_template": "{{ messages }}"})
+    )
     in_settings = engine_fingerprint(model, engine())
     assert in_settings["model's chat template"] == in_file["model's chat template"]
 
@@ -187,7 +215,11 @@ def test_what_ran_the_model_and_how_is_named(model: Path) -> None:
         engine_fingerprint(model, replace(engine(), settings=settings))
         for settings in (
             {"tensor_parallel_size": "1", "kv_cache_dtype": "auto", "engine_args": "none"},
-            {"tensor_parallel_size": "2", "kv_cache_dtype": "auto", "engine_args": '{"block_size": 32}'},
+            {
+                "tensor_parallel_size": "2",
+                "kv_cache_dtype": "auto",
+                "engine_args": '{"block_size": 32}',
+            },
         )
     )
     assert changes(one, two, where=("when accepted", "now")) == (

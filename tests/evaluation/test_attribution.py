@@ -48,8 +48,12 @@ def computed(checkpoint: Path, tokens: tuple[tuple[int, ...], ...]) -> torch.Ten
     return reference_logprobs(checkpoint, tokens)
 
 
-def answered(checkpoint: Path, prompts: Prompts, folder: Path, *, by: Path, noise: float = 0.0) -> Served:
-    """A session on `checkpoint` whose engine computes what `by` says, to within `noise` of a logit."""
+def answered(
+    checkpoint: Path, prompts: Prompts, folder: Path, *, by: Path, noise: float = 0.0
+) -> Served:
+    """A session on `checkpoint` whose engine computes what `by` says, to within `noise` of a
+    logit.
+    """
     folder.mkdir(parents=True)
     matrix = computed(by, prompts.tokens)
     matrix = matrix + noise * torch.randn(matrix.shape, generator=torch.Generator().manual_seed(0))
@@ -90,14 +94,18 @@ def test_a_sound_export_is_nobodys_fault(tmp_path: Path, prompts: Prompts, expor
     assert found.quantization
     assert found.total
     share = computed(DEMO / "model", prompts.tokens).exp()
-    expected = 0.02**2 / 2 * float((1 - share.square().sum(-1)).mean())  # of Gaussian noise on the logits
+    expected = (
+        0.02**2 / 2 * float((1 - share.square().sum(-1)).mean())
+    )  # of Gaussian noise on the logits
     assert found.noise.mean_kl == pytest.approx(expected, rel=0.5)
     assert found.engine.mean_kl < found.engine.limit
     assert found.noise.mean_kl < found.quantization.mean_kl < LIMIT
     assert found.total.mean_kl == pytest.approx(found.quantization.mean_kl, rel=0.3)
 
 
-def test_swapped_scales_are_the_exports_fault(tmp_path: Path, prompts: Prompts, export: Path) -> None:
+def test_swapped_scales_are_the_exports_fault(
+    tmp_path: Path, prompts: Prompts, export: Path
+) -> None:
     broken = with_swapped_scales(export, tmp_path / "swapped")
     found = blamed(tmp_path, prompts, broken, by=broken)
     assert found.cause == "quantization"
@@ -107,7 +115,9 @@ def test_swapped_scales_are_the_exports_fault(tmp_path: Path, prompts: Prompts, 
     assert found.engine.mean_kl < found.engine.limit
 
 
-def test_other_answers_are_the_kernels_fault(tmp_path: Path, prompts: Prompts, export: Path) -> None:
+def test_other_answers_are_the_kernels_fault(
+    tmp_path: Path, prompts: Prompts, export: Path
+) -> None:
     found = blamed(tmp_path, prompts, export, by=with_swapped_scales(export, tmp_path / "swapped"))
     assert found.cause == "kernel"
     assert found.engine
@@ -117,7 +127,9 @@ def test_other_answers_are_the_kernels_fault(tmp_path: Path, prompts: Prompts, e
     assert "loads all of them as they are stored" in found.reason
 
 
-def test_broken_rules_of_loaders_are_the_loaders(tmp_path: Path, prompts: Prompts, export: Path) -> None:
+def test_broken_rules_of_loaders_are_the_loaders(
+    tmp_path: Path, prompts: Prompts, export: Path
+) -> None:
     broken = with_own_global_scales(export, tmp_path / "own")
     found = blamed(tmp_path, prompts, broken, by=with_swapped_scales(export, tmp_path / "swapped"))
     assert found.cause == "loader"
@@ -127,20 +139,29 @@ def test_broken_rules_of_loaders_are_the_loaders(tmp_path: Path, prompts: Prompt
     assert found.quantization.mean_kl < LIMIT  # the export itself is sound
 
 
-def test_a_wrong_chat_template_is_the_harness(tmp_path: Path, prompts: Prompts, export: Path) -> None:
+def test_a_wrong_chat_template_is_the_harness(
+    tmp_path: Path, prompts: Prompts, export: Path
+) -> None:
     right = with_template(DEMO / "model", tmp_path / "right", TEMPLATE)
     wrong = with_template(export, tmp_path / "wrong", WRONG_TEMPLATE)
     found = blamed(tmp_path, prompts, wrong, by=export, baseline=right)
     assert found.cause == "harness"
     assert "chat template: a conversation becomes" in found.reason
     same = with_template(export, tmp_path / "same", TEMPLATE)
-    assert blamed(tmp_path / "again", prompts, same, by=export, baseline=right, outcome="PASS").harness == ()
+    assert (
+        blamed(tmp_path / "again", prompts, same, by=export, baseline=right, outcome="PASS").harness
+        == ()
+    )
 
 
-def test_other_tokens_are_the_harness_and_nothing_is_measured(tmp_path: Path, prompts: Prompts) -> None:
+def test_other_tokens_are_the_harness_and_nothing_is_measured(
+    tmp_path: Path, prompts: Prompts
+) -> None:
     model = DEMO / "model"
     one = answered(model, prompts, tmp_path / "one", by=model)
-    other = replace(one, prompts=replace(prompts, tokens=tuple(ids[::-1] for ids in prompts.tokens)))
+    other = replace(
+        one, prompts=replace(prompts, tokens=tuple(ids[::-1] for ids in prompts.tokens))
+    )
     found = attribute(one, other, limit=LIMIT, outcome="FAIL", vllm_python=NO_VLLM)
     assert found is not None
     assert (found.cause, found.engine) == ("harness", None)

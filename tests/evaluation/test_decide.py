@@ -27,7 +27,12 @@ def test_a_folder_against_its_copy_passes_without_a_difference(lm_eval_runs: Pat
     verdict = compare(lm_eval_runs, "twin")
     assert verdict.outcome == "PASS"
     for task in verdict.tasks:
-        assert (task.difference, task.right_to_wrong, task.wrong_to_right, task.flips) == (0, 0, 0, ())
+        assert (task.difference, task.right_to_wrong, task.wrong_to_right, task.flips) == (
+            0,
+            0,
+            0,
+            (),
+        )
         assert task.low < 0 < task.high
         assert task.recovery == 1
 
@@ -43,7 +48,10 @@ def test_a_real_loss_fails_and_shows_its_documents(lm_eval_runs: Path, tmp_path:
     assert (first.baseline, first.candidate, first.direction) == ("5", "6", "right to wrong")
     chosen = task_of(verdict, "choices").flips[0]
     assert (chosen.target, chosen.baseline, chosen.candidate) == ("5", "5", "none of them")
-    assert verdict.reason == "all 3 tasks lose more than 2 points (worst: choices -13.0, at best -9.49)"
+    assert (
+        verdict.reason
+        == "all 3 tasks lose more than 2 points (worst: choices -13.0, at best -9.49)"
+    )
     assert "upper bounds corrected for 3 tasks (Holm)" in verdict.method
     assert compare(lm_eval_runs, "worse", margin=0.25).outcome == "PASS"
     file = tmp_path / "verdict.json"

@@ -28,9 +28,13 @@ def prompts() -> Prompts:
 
 def scored(folder: Path, prompts: Prompts, logits: list[torch.Tensor]) -> Served:
     folder.mkdir()
-    tensors = {f"prompt.{number}": functional.log_softmax(one, -1) for number, one in enumerate(logits)}
+    tensors = {
+        f"prompt.{number}": functional.log_softmax(one, -1) for number, one in enumerate(logits)
+    }
     save_file(tensors, folder / "logprobs.safetensors")
-    result = SessionResult(checkpoint=DEMO, platform="cpu", logprobs_file=folder / "logprobs.safetensors")
+    result = SessionResult(
+        checkpoint=DEMO, platform="cpu", logprobs_file=folder / "logprobs.safetensors"
+    )
     return Served(result=result, prompts=prompts)
 
 
@@ -39,9 +43,13 @@ def logits(prompts: Prompts, seed: int = 0) -> list[torch.Tensor]:
     return [torch.randn(len(ids) - 1, VOCABULARY, generator=generator) for ids in prompts.tokens]
 
 
-def test_kl_and_nll_are_torchs_by_token_prompt_and_over_all(tmp_path: Path, prompts: Prompts) -> None:
+def test_kl_and_nll_are_torchs_by_token_prompt_and_over_all(
+    tmp_path: Path, prompts: Prompts
+) -> None:
     old = logits(prompts)
-    new = [one + scale * torch.randn_like(one) for one, scale in zip(old, (0.1, 0.8, 0.3), strict=True)]
+    new = [
+        one + scale * torch.randn_like(one) for one, scale in zip(old, (0.1, 0.8, 0.3), strict=True)
+    ]
     drift = measure_drift(
         scored(tmp_path / "a", prompts, old), scored(tmp_path / "b", prompts, new), SETTINGS
     )
@@ -57,7 +65,9 @@ def test_kl_and_nll_are_torchs_by_token_prompt_and_over_all(tmp_path: Path, prom
         nll = functional.cross_entropy(after, ids, reduction="none")
         shown = next(prompt for prompt in drift.worst if prompt.prompt == text)
         assert [token.kl for token in shown.tokens] == pytest.approx(kl.tolist(), abs=1e-6)
-        assert [token.candidate_nll for token in shown.tokens] == pytest.approx(nll.tolist(), abs=1e-5)
+        assert [token.candidate_nll for token in shown.tokens] == pytest.approx(
+            nll.tolist(), abs=1e-5
+        )
         assert shown.kl == pytest.approx(float(kl.mean()), abs=1e-6)
         kls.append(kl)
         costs.append(nll)
@@ -68,7 +78,9 @@ def test_kl_and_nll_are_torchs_by_token_prompt_and_over_all(tmp_path: Path, prom
     assert drift.top1_agreement == pytest.approx(float(agree.double().mean()))
 
 
-def test_the_same_model_does_not_drift_and_others_are_not_compared(tmp_path: Path, prompts: Prompts) -> None:
+def test_the_same_model_does_not_drift_and_others_are_not_compared(
+    tmp_path: Path, prompts: Prompts
+) -> None:
     one = scored(tmp_path / "a", prompts, logits(prompts))
     drift = measure_drift(one, one, SETTINGS)
     assert drift is not None
@@ -87,7 +99,9 @@ def test_the_same_model_does_not_drift_and_others_are_not_compared(tmp_path: Pat
 
 
 def test_each_limit_warns_by_its_name(tmp_path: Path, prompts: Prompts) -> None:
-    old, new = (scored(tmp_path / name, prompts, logits(prompts, seed)) for seed, name in enumerate("ab"))
+    old, new = (
+        scored(tmp_path / name, prompts, logits(prompts, seed)) for seed, name in enumerate("ab")
+    )
     drift = measure_drift(old, new, SETTINGS.model_copy(update={"kl_limit": 0.1, "nll_limit": 100}))
     assert drift is not None
     (warning,) = drift_warnings(drift)
@@ -105,7 +119,11 @@ def test_the_kl_of_what_two_servers_tell_is_a_lower_bound() -> None:
     exact = kl_divergence(old, new)
     torch.testing.assert_close(least_kl(old, new), exact, atol=1e-5, rtol=1e-5)
     told = [side.masked_fill(side < side.topk(20).values[:, -1:], torch.nan) for side in (old, new)]
-    for first, second in ((told[0], told[1]), (old, told[1]), (told[0], new[:, :299].log_softmax(-1))):
+    for first, second in (
+        (told[0], told[1]),
+        (old, told[1]),
+        (told[0], new[:, :299].log_softmax(-1)),
+    ):
         assert bool((least_kl(first, second) >= 0).all())
     assert bool((least_kl(*told) <= exact + 1e-6).all())
     assert float(least_kl(old, told[1]).mean()) > 0.1 * float(exact.mean())

@@ -29,7 +29,9 @@ def endpoint(server: AddingServer, *, retry: float = 30.0, timeout: float = 30.0
     )
 
 
-def ask(asked: Endpoint, file: Path, prompts: list[list[int]] = PROMPTS, *, again: int = 0) -> list[str]:
+def ask(
+    asked: Endpoint, file: Path, prompts: list[list[int]] = PROMPTS, *, again: int = 0
+) -> list[str]:
     model = EndpointModel(Server(asked), KeptAnswers(file), lambda *_: None)
     model.expect("", len(prompts))
     for _ in range(again):
@@ -69,7 +71,9 @@ def test_finish_reason_is_kept(server: AddingServer) -> None:
     assert (answer.text, answer.finish_reason) == ("7", "stop")
 
 
-def test_an_answer_that_is_cut_off_in_the_file_is_asked_again(server: AddingServer, tmp_path: Path) -> None:
+def test_an_answer_that_is_cut_off_in_the_file_is_asked_again(
+    server: AddingServer, tmp_path: Path
+) -> None:
     file = tmp_path / "kept"
     ask(endpoint(server), file, PROMPTS[:3])
     whole = file.read_bytes()
@@ -83,7 +87,9 @@ def test_an_answer_that_is_cut_off_in_the_file_is_asked_again(server: AddingServ
 
 
 @pytest.mark.parametrize(("given", "kept"), [("length", "length"), ("eos", "stop"), (None, "")])
-def test_finish_reasons_are_kept(given: str | None, kept: str, server: AddingServer, tmp_path: Path) -> None:
+def test_finish_reasons_are_kept(
+    given: str | None, kept: str, server: AddingServer, tmp_path: Path
+) -> None:
     """A server that never tells a finish reason is asked once for each answer."""
     server.finish_reason = given
     model = EndpointModel(Server(endpoint(server)), KeptAnswers(tmp_path / "kept"), lambda *_: None)
@@ -112,7 +118,9 @@ def test_drafts_are_counted_for_each_prompt(server: AddingServer) -> None:
     assert [(c.drafts, c.draft_tokens, c.accepted_tokens) for c in counts] == [server.drafts] * 3
     assert server.answered == PROMPTS[:3]
     server.others = 1
-    with pytest.raises(EnvironmentFault, match=r"got 2 answers where 1 was asked for, .* no other client"):
+    with pytest.raises(
+        EnvironmentFault, match=r"got 2 answers where 1 was asked for, .* no other client"
+    ):
         count_drafts(asked, PROMPTS[:1], silent)
     server.others, server.running = 0, 1
     with pytest.raises(EnvironmentFault, match="1 more under way"):
@@ -127,7 +135,9 @@ def test_another_model_behind_the_address_ends_it(server: AddingServer, tmp_path
     model = EndpointModel(Server(endpoint(server)), kept, lambda *_: None)
     model.expect("", 1)
     server.root = "models/subtracter"
-    with pytest.raises(EnvironmentFault, match=r"another model .* \(models/subtracter, vLLM 0.32.0\)"):
+    with pytest.raises(
+        EnvironmentFault, match=r"another model .* \(models/subtracter, vLLM 0.32.0\)"
+    ):
         model.generate([{"prompt_token_ids": [3, 4]}], [{}], False, None)
     server.name = "subtracter"
     with pytest.raises(EnvironmentFault, match="another model .* no model adder"):
@@ -139,12 +149,16 @@ def test_log_probabilities_are_those_of_the_prompts_tokens(server: AddingServer)
     asked = Server(endpoint(server))
     assert asked.score([5, 3, 9], 1) == [{3: -0.03, 7: -0.07}, {9: -0.09, 7: -0.07}]
     server.gives_scores = False
-    with pytest.raises(InputError, match="no log-probabilities of prompts .* need completions with echo"):
+    with pytest.raises(
+        InputError, match="no log-probabilities of prompts .* need completions with echo"
+    ):
         asked.score([5, 3, 9], 1)
 
 
 @pytest.mark.parametrize("status", [404, 405])
-def test_a_server_of_chats_alone_is_refused(status: int, server: AddingServer, tmp_path: Path) -> None:
+def test_a_server_of_chats_alone_is_refused(
+    status: int, server: AddingServer, tmp_path: Path
+) -> None:
     server.faults.extend([status] * 8)
     with pytest.raises(
         InputError, match=f"no completions .HTTP {status}.*behind the gateway.*vexport verdict"
@@ -152,7 +166,9 @@ def test_a_server_of_chats_alone_is_refused(status: int, server: AddingServer, t
         ask(endpoint(server), tmp_path / "kept")
 
 
-def test_nobody_sees_the_key(server: AddingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_sees_the_key(
+    server: AddingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(API_KEY, KEY)
     server.faults.extend([401] * 8)
     with pytest.raises(InputError, match=f"HTTP 401.*set {API_KEY}") as error:
@@ -164,14 +180,17 @@ def test_nobody_sees_the_key(server: AddingServer, tmp_path: Path, monkeypatch: 
 
 
 def test_a_server_that_is_not_there_is_named(server: AddingServer) -> None:
-    with pytest.raises(InputError, match="got 2 models, need one of adder, other; name one with --model"):
+    with pytest.raises(
+        InputError, match="got 2 models, need one of adder, other; name one with --model"
+    ):
         Server(Endpoint(url=server.url))
     with pytest.raises(EnvironmentFault, match="ConnectionRefusedError"):
         Server(Endpoint(url="http://127.0.0.1:9/v1", retry_seconds=0))
 
 
 @pytest.mark.parametrize(
-    "url", ["http://", "https://me:secret@host/v1", "http://host/v1?key=secret", "http://host:99999/v1"]
+    "url",
+    ["http://", "https://me:secret@host/v1", "http://host/v1?key=secret", "http://host:99999/v1"],
 )
 def test_an_address_has_no_secrets(url: str) -> None:
     with pytest.raises(InputError) as error:

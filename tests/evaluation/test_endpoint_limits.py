@@ -1,4 +1,6 @@
-"""A server that sends too much, too slowly or nonsense ends a request within its limits, with one line."""
+"""A server that sends too much, too slowly or nonsense ends a request within its limits, with one
+line.
+"""
 
 import copy
 import gzip
@@ -51,7 +53,9 @@ FLOODS: dict[str, Callable[[], Iterator[bytes]]] = {
     "endless chunks": lambda: endless(
         OK + b"Transfer-Encoding: chunked\r\n\r\n", b"10000\r\n" + b"[" * 65536 + b"\r\n"
     ),
-    "huge length": lambda: endless(OK + b"Content-Length: 1000000000000000000\r\n\r\n", b"[" * 65536),
+    "huge length": lambda: endless(
+        OK + b"Content-Length: 1000000000000000000\r\n\r\n", b"[" * 65536
+    ),
     "gzip bomb": lambda: iter(
         [OK + b"Content-Encoding: gzip\r\n\r\n", gzip.compress(b"[" * 100 * MEBIBYTE, 1)]
     ),
@@ -92,7 +96,9 @@ def with_choice(**fields: object) -> Callable[[str, dict[str, object]], Sent]:
     def reply(path: str, body: dict[str, object]) -> Sent:
         if path != "/v1/completions":
             return sound(path, body)
-        return Sent(content={"choices": [{**choice(body), **fields}], "usage": {"completion_tokens": 4}})
+        return Sent(
+            content={"choices": [{**choice(body), **fields}], "usage": {"completion_tokens": 4}}
+        )
 
     return reply
 
@@ -118,14 +124,24 @@ def test_answers_of_other_servers(fields: dict[str, object], text: str, reason: 
 
 
 def places(value: object) -> dict[str, object]:
-    return {"logprobs": {"token_logprobs": [None, -0.1, -0.1], "top_logprobs": [None, value, value]}}
+    return {
+        "logprobs": {"token_logprobs": [None, -0.1, -0.1], "top_logprobs": [None, value, value]}
+    }
 
 
 def own(value: object) -> dict[str, object]:
     return {"logprobs": {"token_logprobs": [None, value, value], "top_logprobs": [None, {}, {}]}}
 
 
-TOP: list[object] = [None, [], "text", 3, {"token_id:5": None}, {"token_id:5": [1]}, {"token_id:5": math.nan}]
+TOP: list[object] = [
+    None,
+    [],
+    "text",
+    3,
+    {"token_id:5": None},
+    {"token_id:5": [1]},
+    {"token_id:5": math.nan},
+]
 NAMES = ["token_id:", "token_id:-5", "token_id:x", "token_id:3000000000", "token_id:" + "9" * 5000]
 OWN: list[object] = [None, "x", True, [], math.nan, -math.inf, 3.5, 10**400, -(10**400)]
 WRONG_SCORES = {
@@ -141,9 +157,14 @@ def test_wrong_log_probabilities_are_the_servers_fault(fields: dict[str, object]
         asked(url).score([3, 2, 4], 1, vocabulary=100)
 
 
-@pytest.mark.parametrize("logprobs", [None, [], {}, {"token_logprobs": [None], "top_logprobs": None}])
+@pytest.mark.parametrize(
+    "logprobs", [None, [], {}, {"token_logprobs": [None], "top_logprobs": None}]
+)
 def test_missing_log_probabilities_are_named(logprobs: object) -> None:
-    with replying(with_choice(logprobs=logprobs)) as url, pytest.raises(InputError, match="leave out --text"):
+    with (
+        replying(with_choice(logprobs=logprobs)) as url,
+        pytest.raises(InputError, match="leave out --text"),
+    ):
         asked(url).score([3, 2, 4], 1)
 
 
@@ -174,7 +195,9 @@ def test_other_content_is_the_servers_fault(content: bytes) -> None:
         asked(url).generate([3], PARAMETERS)
 
 
-def of_status(status: int, content: object = b"<html>no</html>", **headers: str) -> Callable[..., Sent]:
+def of_status(
+    status: int, content: object = b"<html>no</html>", **headers: str
+) -> Callable[..., Sent]:
     def reply(path: str, body: dict[str, object]) -> Sent:
         return Sent(content=content, status=status, headers=headers) if body else sound(path, body)
 
@@ -208,19 +231,28 @@ def test_a_kind_of_request_that_always_fails_is_given_up(status: int) -> None:
         began = time.monotonic()
         with pytest.raises(EnvironmentFault, match=f"prompt as token ids .*HTTP {status}: <html>"):
             server.generate([3], PARAMETERS)
-        with pytest.raises(EnvironmentFault, match=f"echo and logprobs .*HTTP {status}.*leave out --text"):
+        with pytest.raises(
+            EnvironmentFault, match=f"echo and logprobs .*HTTP {status}.*leave out --text"
+        ):
             server.score([3, 4], 1)
     assert time.monotonic() - began < 10
     assert len(lines) == 1
     assert "trying again for 300 s (--retry-seconds)" in lines[0]
 
 
-BUSY = [of_status(429), of_status(503), of_status(200, {"error": {"message": "slow down", "code": 429}})]
+BUSY = [
+    of_status(429),
+    of_status(503),
+    of_status(200, {"error": {"message": "slow down", "code": 429}}),
+]
 BUSY += [
     of_status(200, {"error": {"code": "rate_limit_exceeded"}}),
     of_status(500, {"error": {"code": "429"}}),
 ]
-BUSY += [of_status(429, Retry_After="Wed, 21 Oct 2026 07:28:00 GMT"), of_status(503, **{"Retry-After": "x"})]
+BUSY += [
+    of_status(429, Retry_After="Wed, 21 Oct 2026 07:28:00 GMT"),
+    of_status(503, **{"Retry-After": "x"}),
+]
 
 
 @pytest.mark.parametrize("busy", BUSY)
@@ -271,7 +303,10 @@ def test_an_unusable_length_is_unknown(longest: object) -> None:
 
 @pytest.mark.parametrize("name", ["\ud800", "", None, 3, ["x"], "a\nb"])
 def test_a_model_needs_a_name(name: object) -> None:
-    with replying(described(id=name)) as url, pytest.raises(EnvironmentFault, match="no answer: a list"):
+    with (
+        replying(described(id=name)) as url,
+        pytest.raises(EnvironmentFault, match="no answer: a list"),
+    ):
         asked(url)
 
 
@@ -295,7 +330,20 @@ def test_an_echoed_key_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
         assert server.masked(server.model.name) == "***"
 
 
-VALUES: list[object] = [None, True, -1, 10**30, 1.5, float("nan"), "", "\ud800", [], {}, [[]], {"a": None}]
+VALUES: list[object] = [
+    None,
+    True,
+    -1,
+    10**30,
+    1.5,
+    float("nan"),
+    "",
+    "\ud800",
+    [],
+    {},
+    [[]],
+    {"a": None},
+]
 
 
 def mutated(value: object, rng: random.Random) -> object:

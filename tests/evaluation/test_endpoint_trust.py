@@ -16,7 +16,9 @@ from vexport.scenario.serve import Serve
 
 
 def options_of(*, trust: bool) -> EngineOptions:
-    return EngineOptions(serve=Serve(), vllm_python=None, trust_remote_code=trust, on_progress=silent)
+    return EngineOptions(
+        serve=Serve(), vllm_python=None, trust_remote_code=trust, on_progress=silent
+    )
 
 
 def asked(url: str) -> Server:
@@ -30,7 +32,9 @@ def test_a_server_names_no_folder_without_a_tokenizer(root: str) -> None:
         tokenizer_of("candidate", url, settings, options)
 
 
-def test_a_folder_of_another_machine_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_machine_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     settings, options = Evaluate(tasks=("x",)), options_of(trust=True)
     with replying(described(root=str(tmp_path))) as url:
@@ -38,7 +42,9 @@ def test_a_folder_of_another_machine_is_not_taken(tmp_path: Path, monkeypatch: p
         assert (here.folder, here.is_trusted) == (tmp_path, False)
         chosen = settings.model_copy(update={"tokenizer": str(tmp_path)})
         assert tokenizer_of("candidate", url, chosen, options).is_trusted
-        monkeypatch.setenv("http_proxy", url.removesuffix("/v1"))  # a name that only the proxy knows
+        monkeypatch.setenv(
+            "http_proxy", url.removesuffix("/v1")
+        )  # a name that only the proxy knows
         with pytest.raises(InputError, match="no folder of this machine.*--tokenizer"):
             tokenizer_of("candidate", "http://elsewhere.invalid/v1", settings, options)
 
@@ -51,7 +57,13 @@ def test_a_server_elsewhere_chooses_no_download(monkeypatch: pytest.MonkeyPatch)
             tokenizer_of("candidate", "http://elsewhere.invalid/v1", settings, options)
 
 
-METRICS = [b"\xff\xfe", b"words", b"vllm:request_success_total x", b"vllm:request_success_total NaN", b""]
+METRICS = [
+    b"\xff\xfe",
+    b"words",
+    b"vllm:request_success_total x",
+    b"vllm:request_success_total NaN",
+    b"",
+]
 METRICS += [b"vllm:spec_decode_num_drafts_total 1e400", b"vllm:spec_decode_num_drafts_total 3\n"]
 
 

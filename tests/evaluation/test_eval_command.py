@@ -1,4 +1,6 @@
-"""`vexport eval` and `vexport verdict` at the command line: what is refused before an engine starts."""
+"""`vexport eval` and `vexport verdict` at the command line: what is refused before an engine
+starts.
+"""
 
 import json
 from pathlib import Path
@@ -52,7 +54,9 @@ def test_something_else_is_not_replaced_by_an_accepted_baseline(tmp_path: Path) 
     assert (tmp_path / "notes.md").read_text() == "mine"
 
 
-def test_a_gate_or_an_accepted_baseline_goes_with_given_folders(lm_eval_runs: Path, tmp_path: Path) -> None:
+def test_a_gate_or_an_accepted_baseline_goes_with_given_folders(
+    lm_eval_runs: Path, tmp_path: Path
+) -> None:
     folders = (lm_eval_runs / "baseline", lm_eval_runs / "twin")
     done = vexport("verdict", *folders, "--gate", "choices=acc_norm,none", "--format", "json")
     assert done.code == 0

@@ -33,7 +33,9 @@ def test_equal_tasks_are_accepted() -> None:
         (["sums", "parts"], [], 0.25, "task sums: got 100 documents"),
     ],
 )
-def test_others_are_refused(names: list[str], exact: list[str], limit: float | None, words: str) -> None:
+def test_others_are_refused(
+    names: list[str], exact: list[str], limit: float | None, words: str
+) -> None:
     with pytest.raises(InputError) as caught:
         require_answers_to(GIVEN, names, exact, limit)
     caught.match(f"(?s).*{words}")

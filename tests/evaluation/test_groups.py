@@ -1,4 +1,6 @@
-"""Groups of tasks: what lm-eval writes of them, which metric decides, what clustered documents are worth."""
+"""Groups of tasks: what lm-eval writes of them, which metric decides, what clustered documents are
+worth.
+"""
 
 import json
 import math
@@ -35,7 +37,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A group of 12 subjects of 30 documents: the baseline errs on one of each, `worse` on five."""
     pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("group")
-    (group,) = resolve_tasks([make_group(folder / "tasks", SUBJECTS, DOCUMENTS)], folder=folder / "resolved")
+    (group,) = resolve_tasks(
+        [make_group(folder / "tasks", SUBJECTS, DOCUMENTS)], folder=folder / "resolved"
+    )
     run_lm_eval([group], {folder / "baseline": [0], folder / "worse": range(5)})
     return folder
 
@@ -43,10 +47,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_group_is_one_task_clustered_by_subject(runs: Path) -> None:
     verdict = decide(runs / "baseline", runs / "worse", margin=0.02, alpha=0.05)
     (task,) = verdict.tasks
-    assert (task.task, task.metric, task.documents, task.clusters) == ("subjects", "acc", 360, SUBJECTS)
+    assert (task.task, task.metric, task.documents, task.clusters) == (
+        "subjects",
+        "acc",
+        360,
+        SUBJECTS,
+    )
     assert (task.outcome, task.right_to_wrong) == ("FAIL", 48)
     assert "Tango's score interval clustered by task" in verdict.method
-    aggregate = json.loads(read_results(runs / "worse").file.read_text())["groups"]["subjects"]["acc,none"]
+    aggregate = json.loads(read_results(runs / "worse").file.read_text())["groups"]["subjects"][
+        "acc,none"
+    ]
     assert task.candidate.value == pytest.approx(aggregate)
     names = [(one.task, one.metric) for one in task.also]
     assert names[0] == ("subjects", "acc_norm")
@@ -82,7 +93,9 @@ def test_another_metric_may_decide(runs: Path, choice: dict[str, str]) -> None:
         ({"subject1": "acc"}, "gate: got no task subject1, need one of subjects"),
     ],
 )
-def test_a_gate_that_is_not_there_is_named(runs: Path, choice: dict[str, str], message: str) -> None:
+def test_a_gate_that_is_not_there_is_named(
+    runs: Path, choice: dict[str, str], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         decide(runs / "baseline", runs / "worse", margin=0.02, alpha=0.05, gate=choice)
 
@@ -117,7 +130,9 @@ def draw(rng: np.random.Generator, sizes: Sequence[int], loss: float, spread: fl
 
 
 def test_clustered_bounds_err_as_promised_where_plain_ones_do_not() -> None:
-    """2000 draws of 40 subjects: 5 % + 3 standard errors (1.5 points) at most; the plain one far more."""
+    """2000 draws of 40 subjects: 5 % + 3 standard errors (1.5 points) at most; the plain one far
+    more.
+    """
     rng = np.random.default_rng(1)
     sizes = rng.integers(30, 120, 40).tolist()
     clusters = np.repeat(np.arange(40), sizes)

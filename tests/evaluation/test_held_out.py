@@ -78,7 +78,11 @@ def test_text_decides(tmp_path: Path, rows: int, noise: float, outcome: str) -> 
     assert (verdict.outcome, verdict.tasks) == (outcome, ())
     text = verdict.text
     assert text is not None
-    assert (text.rows, text.tokens, text.positions) == (rows, rows * (TOKENS - 1), rows * (KL_TOKENS - 1))
+    assert (text.rows, text.tokens, text.positions) == (
+        rows,
+        rows * (TOKENS - 1),
+        rows * (KL_TOKENS - 1),
+    )
     first, second = text.limits
     assert first.measure == "KL to the baseline"
     assert second.value == pytest.approx(text.candidate_nll - text.baseline_nll, abs=1e-5)
@@ -101,7 +105,9 @@ def test_text_decides(tmp_path: Path, rows: int, noise: float, outcome: str) -> 
     assert "text (rise of the NLL)" in junit
 
 
-def test_other_tokens_and_numbers_that_are_not_finite_are_a_fault_of_the_checkpoint(tmp_path: Path) -> None:
+def test_other_tokens_and_numbers_that_are_not_finite_are_a_fault_of_the_checkpoint(
+    tmp_path: Path,
+) -> None:
     old, new = models(tmp_path, 9, 0.1)
     moved = replace(new, rows=(*new.rows[:4], new.rows[0], *new.rows[5:]))
     with pytest.raises(CheckpointFailed, match="row 5 of the text"):
@@ -149,7 +155,9 @@ def test_the_fall_of_the_acceptance_length_is_that_of_resampled_prompts() -> Non
     assert parts.std(ddof=1) / 60**0.5 == pytest.approx(np.std(resampled), rel=0.05)
 
 
-@pytest.mark.parametrize(("rate", "outcome"), [(0.6, "PASS"), (0.5, "FAIL"), (0.555, "INCONCLUSIVE")])
+@pytest.mark.parametrize(
+    ("rate", "outcome"), [(0.6, "PASS"), (0.5, "FAIL"), (0.555, "INCONCLUSIVE")]
+)
 def test_drafts_decide_next_to_the_text(tmp_path: Path, rate: float, outcome: str) -> None:
     old, new = models(tmp_path, 32, 0.05)
     rng, steps = np.random.default_rng(1), [60] * 32

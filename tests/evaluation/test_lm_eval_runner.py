@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,10 +97,15 @@ def test_lm_evals_own_files_are_written_and_read(evaluated: Evaluated) -> None:
     folder, outcomes = evaluated
     assert outcomes.errors[0] == ""
     results = read_results(folder / "first")
-    assert {name: len(task.samples) for name, task in results.tasks.items()} == {"sums": 50, "choices": 50}
+    assert {name: len(task.samples) for name, task in results.tasks.items()} == {
+        "sums": 50,
+        "choices": 50,
+    }
     content = json.loads(results.file.read_text())
     assert content["config"]["model_args"]["pretrained"] == str(folder / "model")
-    assert {content["config"][f"{name}_seed"] for name in ("random", "numpy", "torch", "fewshot")} == {0}
+    assert {
+        content["config"][f"{name}_seed"] for name in ("random", "numpy", "torch", "fewshot")
+    } == {0}
     assert {("sums", 50, 50), ("choices", 150, 150)} <= set(outcomes.progress[0])
     assert not (folder / "datasets").exists()
 
@@ -111,16 +117,23 @@ def test_the_same_engine_gives_the_same_answers(evaluated: Evaluated) -> None:
     assert all(task.outcome == "PASS" or task.uninformative for task in verdict.tasks)
     assert verdict.method.endswith("; asked again, 0 of 100 answers changed")
     first, second = (
-        sorted(line for file in (folder / name).glob("samples_*") for line in file.read_text().splitlines())
+        sorted(
+            line
+            for file in (folder / name).glob("samples_*")
+            for line in file.read_text().splitlines()
+        )
         for name in ("first", "second")
     )
     assert first == second
     assert all(
-        task.changed_wrong == task.right_to_wrong == task.wrong_to_right == 0 for task in verdict.tasks
+        task.changed_wrong == task.right_to_wrong == task.wrong_to_right == 0
+        for task in verdict.tasks
     )
 
 
-def test_prompts_that_do_not_fit_and_templates_with_python_are_refused(evaluated: Evaluated) -> None:
+def test_prompts_that_do_not_fit_and_templates_with_python_are_refused(
+    evaluated: Evaluated,
+) -> None:
     errors = evaluated[1].errors
     assert errors[2].startswith(
         "InputError: task long, document 0: got a prompt of 4 tokens and 300 to generate"
@@ -130,11 +143,15 @@ def test_prompts_that_do_not_fit_and_templates_with_python_are_refused(evaluated
 
 
 def expected_prompts(folder: Path) -> list[str]:
-    """What transformers makes of the conversation about each document; examples as lm-eval draws them."""
+    """What transformers makes of the conversation about each document; examples as lm-eval draws
+    them.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    rows = [json.loads(line) for line in (folder / "tasks/additions.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "tasks/additions.jsonl").read_text().splitlines()
+    ]
     random_state, prompts = random.Random(0), []
     for row in rows[: DOCUMENTS - 10]:
         examples = [other for other in random_state.sample(rows, 3) if other != row][:2]
@@ -143,7 +160,9 @@ def expected_prompts(folder: Path) -> list[str]:
             messages.append({"role": "user", "content": f"{example['a']} + {example['b']} ="})
             messages.append({"role": "assistant", "content": str(example["sum"])})
         messages.append({"role": "user", "content": f"{row['a']} + {row['b']} ="})
-        prompts.append(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        prompts.append(
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        )
     return prompts
 
 
@@ -160,8 +179,8 @@ def test_a_chat_model_is_asked_as_its_template_says(evaluated: Evaluated) -> Non
     assert [row["arguments"]["gen_args_0"]["arg_0"] for row in generated] == expected
     assert [row["arguments"]["gen_args_0"]["arg_0"] for row in chosen] == expected
     assert [row["arguments"]["gen_args_2"]["arg_1"] for row in chosen] == ["0"] * len(expected)
-    until, most = (generated[0]["arguments"]["gen_args_0"]["arg_1"][key] for key in ("until", "max_gen_toks"))  # type: ignore[index]
-    assert (until, most) == (["."], 3)
+    settings: Any = generated[0]["arguments"]["gen_args_0"]["arg_1"]
+    assert (settings["until"], settings["max_gen_toks"]) == (["."], 3)
 
 
 def test_how_it_was_asked_is_recorded_as_lm_eval_does(evaluated: Evaluated) -> None:
@@ -189,5 +208,7 @@ def test_sampled_answers_are_those_of_their_seeds(evaluated: Evaluated) -> None:
     repeated = read_repeated(folder / "sampled")
     assert repeated is not None
     assert (repeated.changed, repeated.sampled) == (0, True)
-    (choices, sums) = decide(folder / "sampled", folder / "sampled again", margin=0.02, alpha=0.05).tasks
+    (choices, sums) = decide(
+        folder / "sampled", folder / "sampled again", margin=0.02, alpha=0.05
+    ).tasks
     assert [(task.documents, task.seeds) for task in (sums, choices)] == [(30, 3), (30, 1)]

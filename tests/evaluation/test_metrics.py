@@ -79,9 +79,13 @@ def test_table_is_lm_evals() -> None:
 
 
 def test_perplexity_cannot_decide(runs: tuple[Path, Path]) -> None:
-    with pytest.raises(InputError, match=r"gate: got perplexity, which cannot decide.*nats.*acc,none"):
+    with pytest.raises(
+        InputError, match=r"gate: got perplexity, which cannot decide.*nats.*acc,none"
+    ):
         _decide(runs, "perplexity")
-    with pytest.raises(InputError, match="gate of task last_word: got perplexity,none, which cannot decide"):
+    with pytest.raises(
+        InputError, match="gate of task last_word: got perplexity,none, which cannot decide"
+    ):
         decide(*runs, margin=0.02, alpha=0.05, gate={"last_word": "perplexity,none"})
 
 
@@ -104,9 +108,13 @@ def test_perplexity_is_shown_in_nats(runs: tuple[Path, Path]) -> None:
 def test_perplexity_alone_is_refused(runs: tuple[Path, Path]) -> None:
     for run in runs:
         file = samples_file(run, "last_word")
-        lines = [json.loads(line) | {"metrics": ["perplexity"]} for line in file.read_text().splitlines()]
+        lines = [
+            json.loads(line) | {"metrics": ["perplexity"]} for line in file.read_text().splitlines()
+        ]
         file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    with pytest.raises(InputError, match="task last_word: got metrics of the whole corpus only: perplexity"):
+    with pytest.raises(
+        InputError, match="task last_word: got metrics of the whole corpus only: perplexity"
+    ):
         _decide(runs)
 
 
@@ -118,12 +126,18 @@ def test_perplexity_alone_is_refused(runs: tuple[Path, Path]) -> None:
         ("mean", -1.0),
     ],
 )
-def test_other_names_of_log_likelihoods(aggregation: str, aggregate: float, runs: tuple[Path, Path]) -> None:
+def test_other_names_of_log_likelihoods(
+    aggregation: str, aggregate: float, runs: tuple[Path, Path]
+) -> None:
     """A metric's name is free, and lm-eval records a function as its source text."""
 
     def rename(content: dict[str, Any]) -> None:
         config = content["configs"]["last_word"]
-        config["metric_list"][0] = {"metric": "ppl", "aggregation": aggregation, "higher_is_better": False}
+        config["metric_list"][0] = {
+            "metric": "ppl",
+            "aggregation": aggregation,
+            "higher_is_better": False,
+        }
         content["higher_is_better"]["last_word"] = {"ppl": False, "acc": True}
         content["results"]["last_word"]["ppl,none"] = aggregate
 

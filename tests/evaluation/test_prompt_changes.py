@@ -1,4 +1,6 @@
-"""Two runs that were asked differently: what is refused, what is a warning, and how the cause is named."""
+"""Two runs that were asked differently: what is refused, what is a warning, and how the cause is
+named.
+"""
 
 import hashlib
 import json
@@ -16,7 +18,11 @@ from tests.evaluation.make import edit_results
 from vexport.evaluation.accepted import accept_results
 
 Changes = Mapping[str, object]
-TEMPLATE = {"chat_template": "{{ x }}", "chat_template_sha": "ab12" * 16, "fewshot_as_multiturn": True}
+TEMPLATE = {
+    "chat_template": "{{ x }}",
+    "chat_template_sha": "ab12" * 16,
+    "fewshot_as_multiturn": True,
+}
 
 
 def changed(folder: Path, changes: Changes, *, prompts: str | None = None) -> None:
@@ -30,7 +36,9 @@ def changed(folder: Path, changes: Changes, *, prompts: str | None = None) -> No
     edit_results(folder, change)
     for answers in folder.rglob("samples_*.jsonl"):
         if prompts is not None:
-            rows = [prefixed(prompts, json.loads(line)) for line in answers.read_text().splitlines()]
+            rows = [
+                prefixed(prompts, json.loads(line)) for line in answers.read_text().splitlines()
+            ]
             answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -43,7 +51,9 @@ def prefixed(start: str, row: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def pair(lm_eval_runs: Path, tmp_path: Path) -> tuple[Path, Path]:
-    old, new = (Path(shutil.copytree(lm_eval_runs / "twin", tmp_path / name)) for name in ("old", "new"))
+    old, new = (
+        Path(shutil.copytree(lm_eval_runs / "twin", tmp_path / name)) for name in ("old", "new")
+    )
     return old, new
 
 
@@ -54,13 +64,16 @@ def warnings_of(pair: tuple[Path, Path]) -> list[str]:
     return warnings
 
 
-def test_another_chat_template_is_named_where_prompts_differ(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_another_chat_template_is_named_where_prompts_differ(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     old, new = pair
     changed(new, TEMPLATE, prompts="<|user|> ")
     done = vexport("verdict", old, new)
     assert done.code == 2
     prompts = (
-        "a prompt that goes on with '<|user|> 0 + 0 =' after 0 characters, the baseline's with '0 + 0 ='"
+        "a prompt that goes on with '<|user|> 0 + 0 =' after 0 characters, the "
+        "baseline's with '0 + 0 ='"
     )
     assert prompts in done.stderr
     differs = "chat template (sha ab12ab12ab12ab12, the baseline's: not applied)"
@@ -111,7 +124,9 @@ def test_without_samples_there_is_nothing_to_pair(pair: tuple[Path, Path]) -> No
     ("changes", "warning"),
     [
         (
-            dict.fromkeys(("config/gen_kwargs", "configs/sums/generation_kwargs"), {"temperature": 0.7}),
+            dict.fromkeys(
+                ("config/gen_kwargs", "configs/sums/generation_kwargs"), {"temperature": 0.7}
+            ),
             'gen kwargs: the tasks\' own in the baseline, {"temperature": 0.7} in the results',
         ),
         (
@@ -130,7 +145,9 @@ def test_without_samples_there_is_nothing_to_pair(pair: tuple[Path, Path]) -> No
     ],
     ids=["gen_kwargs", "task", "thinking", "length", "lm-eval's command line"],
 )
-def test_other_generation_is_warned(changes: Changes, warning: str | None, pair: tuple[Path, Path]) -> None:
+def test_other_generation_is_warned(
+    changes: Changes, warning: str | None, pair: tuple[Path, Path]
+) -> None:
     changed(pair[1], changes)
     warnings = warnings_of(pair)
     assert len(warnings) == bool(warning)
@@ -138,10 +155,17 @@ def test_other_generation_is_warned(changes: Changes, warning: str | None, pair:
 
 
 def test_the_verdict_says_how_it_asked(pair: tuple[Path, Path]) -> None:
-    shot = {"n-shot/sums": 2, "n-shot/near": 2, "n-shot/choices": 2, "config/gen_kwargs": {"temperature": 0}}
+    shot = {
+        "n-shot/sums": 2,
+        "n-shot/near": 2,
+        "n-shot/choices": 2,
+        "config/gen_kwargs": {"temperature": 0},
+    }
     for folder in pair:
         changed(folder, {**TEMPLATE, **shot})
-    expected = 'chat template: applied (sha ab12ab12), 2-shot as multiturn, gen_kwargs {"temperature": 0}'
+    expected = (
+        'chat template: applied (sha ab12ab12), 2-shot as multiturn, gen_kwargs {"temperature": 0}'
+    )
     done = vexport("verdict", *pair)
     assert done.code == 0
     assert expected in " ".join(done.stdout.split())
@@ -156,7 +180,9 @@ def test_the_verdict_says_how_it_asked(pair: tuple[Path, Path]) -> None:
         ({"enable_thinking": True}, True),
     ],
 )
-def test_thinking_not_cut_off_is_warned(arguments: Changes, warned: bool, pair: tuple[Path, Path]) -> None:
+def test_thinking_not_cut_off_is_warned(
+    arguments: Changes, warned: bool, pair: tuple[Path, Path]
+) -> None:
     for folder in pair:
         template = {**TEMPLATE, "chat_template": "{{ x }}<think></think>"}
         changed(folder, {**template, "config/model_args": {"pretrained": "x", **arguments}})

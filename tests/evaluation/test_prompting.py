@@ -78,8 +78,18 @@ def test_a_template_is_applied_where_the_models_have_one(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("old", "new", "settings", "message"),
     [
-        ({}, {}, {"apply_chat_template": True}, "baseline: chat template: got none, need one, to be applied"),
-        ({}, {}, {"fewshot_as_multiturn": True}, "got no chat template, need one, for fewshot_as_multiturn"),
+        (
+            {},
+            {},
+            {"apply_chat_template": True},
+            "baseline: chat template: got none, need one, to be applied",
+        ),
+        (
+            {},
+            {},
+            {"fewshot_as_multiturn": True},
+            "got no chat template, need one, for fewshot_as_multiturn",
+        ),
         (CHAT, {}, {}, "candidate: chat template: got none"),
         ({}, CHAT, {}, "baseline: chat template: got none"),
         (
@@ -88,7 +98,12 @@ def test_a_template_is_applied_where_the_models_have_one(tmp_path: Path) -> None
             {},
             "new: got chat template: a conversation becomes ' <ass",
         ),
-        (CHAT, CHAT, {"apply_chat_template": "rag"}, "got no template named rag, need one of default"),
+        (
+            CHAT,
+            CHAT,
+            {"apply_chat_template": "rag"},
+            "got no template named rag, need one of default",
+        ),
         (
             {**RAG, "additional_chat_templates/tool.jinja": TEMPLATE},
             RAG,
@@ -98,7 +113,11 @@ def test_a_template_is_applied_where_the_models_have_one(tmp_path: Path) -> None
     ],
 )
 def test_models_that_cannot_be_asked_alike_are_refused(
-    old: dict[str, str], new: dict[str, str], settings: dict[str, bool | str], message: str, tmp_path: Path
+    old: dict[str, str],
+    new: dict[str, str],
+    settings: dict[str, bool | str],
+    message: str,
+    tmp_path: Path,
 ) -> None:
     models = {"baseline": model(tmp_path / "old", old), "candidate": model(tmp_path / "new", new)}
     with pytest.raises(InputError) as caught:
@@ -117,7 +136,9 @@ def test_models_that_cannot_be_asked_alike_are_refused(
         (("until=Q:",), {"until": "Q:"}),
     ],
 )
-def test_generation_arguments_are_lm_evals(given: tuple[str, ...], expected: dict[str, object]) -> None:
+def test_generation_arguments_are_lm_evals(
+    given: tuple[str, ...], expected: dict[str, object]
+) -> None:
 
     @prompting_options
     def read(gen_kwargs: dict[str, object], **others: object) -> None:
@@ -132,7 +153,9 @@ def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("vexport.evaluation.lm_eval_model.TEMPLATE_SECONDS", 0.3)
     chat = ServedChat()
     chat.tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    chat.hf_chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    chat.hf_chat_template = (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    )
     chat.enable_thinking = None
     chat.settings = LmEvalSettings()
     with pytest.raises(InputError, match=r"chat template: got not finished after 0.3 s"):

@@ -64,7 +64,10 @@ def test_the_newest_run_of_a_folder_counts(copies: Path) -> None:
 
 def grouped(content: dict[str, Any]) -> None:
     content["configs"]["more"] = content["configs"]["sums"]
-    content |= {"group_subtasks": {"all": ["inner"], "inner": ["sums", "more"]}, "groups": {"all": {}}}
+    content |= {
+        "group_subtasks": {"all": ["inner"], "inner": ["sums", "more"]},
+        "groups": {"all": {}},
+    }
 
 
 def test_a_group_with_an_aggregate_counts_as_one_task(copies: Path) -> None:
@@ -120,7 +123,10 @@ DEEP = b"[" * 100_000
 BREAKS: dict[str, tuple[Break, str]] = {
     "nothing in the file": (replace_results(b""), "need valid JSON"),
     "nested without end": (replace_results(DEEP), "broken JSON"),
-    "a task that climbs": (another_tasks_name("../../../etc/passwd"), "need a name without folders"),
+    "a task that climbs": (
+        another_tasks_name("../../../etc/passwd"),
+        "need a name without folders",
+    ),
     "two models": (nobodys_results, "results of 2 models"),
     "a device for samples": (endless_samples, "got a pipe or a device"),
     "samples cut short": (cut_short, "broken JSON"),

@@ -29,10 +29,16 @@ def quantiles(correlation: float, mean: float) -> Scores:
     return found
 
 
-def gains(documents: int, correlation: float, right: float, loss: float, rng: np.random.Generator) -> Scores:
-    """Gains of answers of two models to the same documents, whose difficulty both share (beta-binomial)."""
+def gains(
+    documents: int, correlation: float, right: float, loss: float, rng: np.random.Generator
+) -> Scores:
+    """Gains of answers of two models to the same documents, whose difficulty both share
+    (beta-binomial).
+    """
     difficulty = rng.random(documents)
-    shares = [np.interp(difficulty, GRID, quantiles(correlation, mean)) for mean in (right, right - loss)]
+    shares = [
+        np.interp(difficulty, GRID, quantiles(correlation, mean)) for mean in (right, right - loss)
+    ]
     baseline, candidate = (rng.random((documents, SEEDS)) < share[:, None] for share in shares)
     gain: Scores = (candidate.astype(float) - baseline).reshape(-1)
     return gain
@@ -71,7 +77,9 @@ def test_answers_that_repeat_each_other_are_worth_one() -> None:
 
 
 def with_seeds(folder: Path, out: Path, flips: int) -> Path:
-    """A run whose generated answers were sampled twice; in the second, so many more documents are wrong."""
+    """A run whose generated answers were sampled twice; in the second, so many more documents are
+    wrong.
+    """
     shutil.copytree(folder, out)
     file = samples_file(out)
     rows = [json.loads(line) for line in file.read_text().splitlines()]

@@ -18,7 +18,12 @@ SCORES = {"a": 1.0, "b": 0.0, "c": 1.0}
 def run(documents: Mapping[int, str], scores: Mapping[str, float] = SCORES) -> TaskSamples:
     """A task's samples: the content of each document by its id."""
     samples = [
-        replace(SAMPLE, doc_id=number, hashes=(content, content, content), scores={"acc": scores[content]})
+        replace(
+            SAMPLE,
+            doc_id=number,
+            hashes=(content, content, content),
+            scores={"acc": scores[content]},
+        )
         for number, content in documents.items()
     ]
     return TaskSamples(
@@ -45,7 +50,9 @@ def test_shifted_ids_are_paired_by_content() -> None:
 def test_shifted_ids_with_doubled_documents(ids: tuple[int, int, int]) -> None:
     """It is unknown which of two equal documents belongs to which."""
     left, right = run({0: "a", 1: "a", 2: "b"}), run(dict(zip(ids, "aab", strict=True)))
-    with pytest.raises(InputError, match=r"documents 0 and 1 are the same.*doc_hash.*--samples") as error:
+    with pytest.raises(
+        InputError, match=r"documents 0 and 1 are the same.*doc_hash.*--samples"
+    ) as error:
         only(left, right)
     assert "task sums" in str(error.value)
 

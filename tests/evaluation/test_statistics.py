@@ -28,7 +28,8 @@ Z = 1.6448536269514722
 @pytest.mark.parametrize(
     ("wins", "losses", "documents", "alpha", "low", "high"),
     [
-        # Fagerland, Lydersen and Laake, Statistics in Medicine 33, 2014, table II: airway data (1, 1, 7, 12).
+        # Fagerland, Lydersen and Laake, Statistics in Medicine 33, 2014, table II: airway data (1,
+        # 1, 7, 12).
         (1, 7, 21, 0.025, -0.517, -0.026),
         # R, PropCIs::scoreci.mp(25, 28, 618, conf.level = 0.90), whose estimate is (28 - 25) / 618.
         (28, 25, 618, 0.05, -0.0148, 0.0247),
@@ -43,7 +44,9 @@ def test_tango_matches_published_intervals(
 
 
 def numeric_statistic(wins: int, losses: int, documents: int, difference: float) -> float:
-    """The score statistic with the restricted maximum found numerically instead of in closed form."""
+    """The score statistic with the restricted maximum found numerically instead of in closed
+    form.
+    """
     same = documents - wins - losses
 
     def loss(p_loss: float) -> float:
@@ -51,13 +54,17 @@ def numeric_statistic(wins: int, losses: int, documents: int, difference: float)
         return -float(np.dot([wins, losses, same], np.log(shares)))
 
     bounds = (max(0.0, -difference), (1 - difference) / 2)
-    p_loss = optimize.minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-12}).x
+    p_loss = optimize.minimize_scalar(
+        loss, bounds=bounds, method="bounded", options={"xatol": 1e-12}
+    ).x
     variance = documents * (2 * p_loss + difference - difference**2)
     return float((wins - losses - documents * difference) / math.sqrt(variance))
 
 
 @pytest.mark.parametrize(("wins", "losses", "documents"), [(2, 12, 50), (0, 0, 25)])
-def test_tango_ends_where_a_grid_of_score_tests_turns(wins: int, losses: int, documents: int) -> None:
+def test_tango_ends_where_a_grid_of_score_tests_turns(
+    wins: int, losses: int, documents: int
+) -> None:
     grid = np.arange(-0.995, 0.995, 0.001)
     kept = [d for d in grid if abs(numeric_statistic(wins, losses, documents, float(d))) <= Z]
     interval = tango_interval(wins, losses, documents, 0.05)
@@ -77,7 +84,9 @@ def test_no_change_at_all_still_has_a_width(documents: int) -> None:
 @pytest.mark.parametrize("rest", [1, 2, 200])
 def test_tango_contains_the_estimate_and_mirrors(wins: int, losses: int, rest: int) -> None:
     documents = wins + losses + rest
-    interval, mirrored = (tango_interval(*pair, documents, 0.05) for pair in ((wins, losses), (losses, wins)))
+    interval, mirrored = (
+        tango_interval(*pair, documents, 0.05) for pair in ((wins, losses), (losses, wins))
+    )
     assert -1 <= interval.low <= (wins - losses) / documents <= interval.high <= 1
     assert interval.low == pytest.approx(-mirrored.high, abs=1e-9)
 
@@ -97,8 +106,12 @@ def test_impossible_counts_are_refused(wins: int, losses: int, documents: int) -
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 12), (7, 12), (12, 12), (990, 1000)])
 def test_wilson_is_scipys(successes: int, trials: int) -> None:
-    expected = stats.binomtest(successes, trials).proportion_ci(confidence_level=0.9, method="wilson")
-    assert wilson_interval(successes, trials, 0.05) == pytest.approx((expected.low, expected.high), abs=1e-9)
+    expected = stats.binomtest(successes, trials).proportion_ci(
+        confidence_level=0.9, method="wilson"
+    )
+    assert wilson_interval(successes, trials, 0.05) == pytest.approx(
+        (expected.low, expected.high), abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("gain", [[0.0], [0.0, -0.25], [1.0, -0.25], [0.5, 0.5, 1.0, 0.0, -0.25]])
@@ -113,16 +126,27 @@ def test_the_permutation_test_counts_all_signs(gain: list[float]) -> None:
 
 @pytest.mark.parametrize(("loss", "win"), [(0.10, 0.02), (0.02, 0.02)])
 def test_one_sided_bounds_miss_as_often_as_promised(loss: float, win: float) -> None:
-    """4000 draws of 500 documents: 5 % misses, within 4 standard errors of the simulation (1.4 points)."""
+    """4000 draws of 500 documents: 5 % misses, within 4 standard errors of the simulation (1.4
+    points).
+    """
     bounds = cache(lambda wins, losses: tango_interval(wins, losses, 500, 0.05))
     rng = np.random.default_rng(1)
-    drawn = [bounds(int(w), int(lo)) for w, lo, _ in rng.multinomial(500, [win, loss, 1 - win - loss], 4000)]
-    assert np.mean([interval.low > win - loss for interval in drawn]) == pytest.approx(0.05, abs=0.014)
-    assert np.mean([interval.high < win - loss for interval in drawn]) == pytest.approx(0.05, abs=0.014)
+    drawn = [
+        bounds(int(w), int(lo))
+        for w, lo, _ in rng.multinomial(500, [win, loss, 1 - win - loss], 4000)
+    ]
+    assert np.mean([interval.low > win - loss for interval in drawn]) == pytest.approx(
+        0.05, abs=0.014
+    )
+    assert np.mean([interval.high < win - loss for interval in drawn]) == pytest.approx(
+        0.05, abs=0.014
+    )
 
 
 def test_recovery_covers_the_true_ratio() -> None:
-    """2000 draws of 300 documents, true ratio .75 / .80: the 90 % interval holds it 88 to 94 times in 100."""
+    """2000 draws of 300 documents, true ratio .75 / .80: the 90 % interval holds it 88 to 94 times
+    in 100.
+    """
     rng = np.random.default_rng(2)
     hits = 0
     for both, losses, wins, _ in rng.multinomial(300, [0.70, 0.10, 0.05, 0.15], 2000):
@@ -153,7 +177,9 @@ def test_planned_documents_have_the_planned_power() -> None:
 @pytest.mark.parametrize("margin", [0.01, 0.02, 0.03, 0.05, 0.1])
 @pytest.mark.parametrize("disagreement", [0.01, 0.05, 0.2])
 def test_planned_documents_suffice_at_any_margin(margin: float, disagreement: float) -> None:
-    """The exact power. (1.645 + 0.842)^2 * disagreement / margin^2 has 0.001 at a margin of 0.1 and 0.01."""
+    """The exact power. (1.645 + 0.842)^2 * disagreement / margin^2 has 0.001 at a margin of 0.1 and
+    0.01.
+    """
     documents = documents_for_power(margin, disagreement, 0.05)
     power = exact_power(documents, disagreement, margin) if documents < 5000 else 0.8
     assert 0.75 < power < 0.9

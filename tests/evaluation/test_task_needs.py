@@ -1,4 +1,6 @@
-"""What tasks of the suites need besides documents is named, with what brings it, before an engine starts."""
+"""What tasks of the suites need besides documents is named, with what brings it, before an engine
+starts.
+"""
 
 from pathlib import Path
 
@@ -23,7 +25,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 @pytest.fixture
 def cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder without anything of the hub, which is not reached; workers read it when they import."""
+    """A folder without anything of the hub, which is not reached; workers read it when they
+    import.
+    """
     monkeypatch.setattr("vexport.engine.session.started_group", started_group)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -37,16 +41,27 @@ def write_task(folder: Path, name: str, file: str, **keys: object) -> None:
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
 
 
-def test_python_needs_trust_and_documents_and_metrics_must_be_had(cut_off: Path, llama: Path) -> None:
-    """Of generated text a metric may be the hub's; lm-eval itself would answer all, and then fail."""
-    write_task(cut_off, "own", "own.jsonl", output_type="loglikelihood", metric_list=[{"metric": "acc"}])
-    write_task(cut_off, "other", "other.jsonl", output_type="generate_until", metric_list=[UNKNOWN_METRIC])
+def test_python_needs_trust_and_documents_and_metrics_must_be_had(
+    cut_off: Path, llama: Path
+) -> None:
+    """Of generated text a metric may be the hub's; lm-eval itself would answer all, and then
+    fail.
+    """
+    write_task(
+        cut_off, "own", "own.jsonl", output_type="loglikelihood", metric_list=[{"metric": "acc"}]
+    )
+    write_task(
+        cut_off, "other", "other.jsonl", output_type="generate_until", metric_list=[UNKNOWN_METRIC]
+    )
     (cut_off / "other.jsonl").write_text('{"text": "a", "answer": " b"}\n')
     tasks = f"{SUITE_TASKS['code']},own,{cut_off / 'other.yaml'}"
     ran = vexport("eval", llama, "--baseline", llama, "--tasks", tasks, "--include-path", cut_off)
     assert ran.code == 2
     for task in ("humaneval", "mbpp"):
-        assert f"task {task}: it runs Python that the model writes; add --trust-remote-code" in ran.stderr
+        assert (
+            f"task {task}: it runs Python that the model writes; add --trust-remote-code"
+            in ran.stderr
+        )
     assert "task own: data_files: got no file own.jsonl" in ran.stderr
     assert "task other: metric exact_mtch: lm-eval does not have it" in ran.stderr
 
@@ -78,15 +93,24 @@ def test_trusted_tasks_need_their_metric_nltk_and_documents(
     assert "evaluate.load('code_eval')" in ran.stderr
     assert "task ifeval: NLTK's punkt_tab, which cuts sentences, is missing" in ran.stderr
     assert "python -m nltk.downloader punkt_tab" in ran.stderr
-    for name in ("openai_humaneval", "mbpp", "google/IFEval", "openai/gsm8k", "truthfulqa/truthful_qa"):
+    for name in (
+        "openai_humaneval",
+        "mbpp",
+        "google/IFEval",
+        "openai/gsm8k",
+        "truthfulqa/truthful_qa",
+    ):
         assert name in ran.stderr
     assert "fetch it before with `hf download`" in ran.stderr
 
 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it() -> None:
-    fault = missing(ModuleNotFoundError("No module named 'langdetect'", name="langdetect"), "ifeval")
+    fault = missing(
+        ModuleNotFoundError("No module named 'langdetect'", name="langdetect"), "ifeval"
+    )
     assert fault is not None
     assert str(fault) == (
-        "task ifeval: it scores with the module langdetect, which is missing; `pip install 'lm-eval[ifeval]'`"
+        "task ifeval: it scores with the module langdetect, which is missing; `pip install "
+        "'lm-eval[ifeval]'`"
     )
     assert missing(ValueError("a broken template"), "mine") is None

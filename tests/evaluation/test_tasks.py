@@ -1,4 +1,6 @@
-"""Tasks by name and by file: what is written, what is refused, and that no Python of a task runs."""
+"""Tasks by name and by file: what is written, what is refused, and that no Python of a task
+runs.
+"""
 
 from pathlib import Path
 
@@ -22,13 +24,17 @@ def test_relative_data_files_become_absolute(tmp_path: Path) -> None:
     (task,) = resolve_tasks([sums], folder=tmp_path / "run")
     assert task == str(tmp_path / "run/sums/sums.yaml")
     config = yaml.safe_load(Path(task).read_text())
-    assert config["dataset_kwargs"]["data_files"] == {"test": str(tmp_path / "tasks/additions.jsonl")}
+    assert config["dataset_kwargs"]["data_files"] == {
+        "test": str(tmp_path / "tasks/additions.jsonl")
+    }
     assert config["doc_to_text"] == "{{a}} + {{b}} ="
 
 
 def test_an_include_is_merged_and_its_paths_are_its_own(tmp_path: Path) -> None:
     make_tasks(tmp_path / "base", 3)
-    task = write(tmp_path / "other.yaml", "include: base/sums.yaml\ntask: other\ndoc_to_text: '{{a}}'\n")
+    task = write(
+        tmp_path / "other.yaml", "include: base/sums.yaml\ntask: other\ndoc_to_text: '{{a}}'\n"
+    )
     (found,) = resolve_tasks([task], folder=tmp_path / "run")
     config = yaml.safe_load(Path(found).read_text())
     assert (config["task"], config["doc_to_text"]) == ("other", "{{a}}")
@@ -37,14 +43,18 @@ def test_an_include_is_merged_and_its_paths_are_its_own(tmp_path: Path) -> None:
 
 def test_python_in_a_task_is_refused_by_place(tmp_path: Path) -> None:
     *_, near = make_tasks(tmp_path / "tasks", 3)
-    with pytest.raises(InputError, match=r"near\.yaml:10: got !function score\.near.*--trust-remote-code"):
+    with pytest.raises(
+        InputError, match=r"near\.yaml:10: got !function score\.near.*--trust-remote-code"
+    ):
         resolve_tasks([near], folder=tmp_path / "run")
 
 
 def test_a_trusted_function_travels_with_its_module(tmp_path: Path) -> None:
     *_, near = make_tasks(tmp_path / "base", 3)
     resolve_tasks([near], folder=tmp_path / "run", trust_remote_code=True)
-    assert "process_results: !function 'score.near'" in (tmp_path / "run/near/near.yaml").read_text()
+    assert (
+        "process_results: !function 'score.near'" in (tmp_path / "run/near/near.yaml").read_text()
+    )
     assert (tmp_path / "run/near/score.py").is_file()
     task = write(tmp_path / "other.yaml", "include: base/near.yaml\ntask: other\n")
     resolve_tasks([task], folder=tmp_path / "run", trust_remote_code=True)
@@ -57,7 +67,10 @@ def test_a_trusted_function_travels_with_its_module(tmp_path: Path) -> None:
         ("task: [", r"t\.yaml:[12]: got .*correct the file"),
         ("task: &a [*a]\n", r"t\.yaml:1: got an alias inside"),
         ("- task", r"t\.yaml: got a list, need a mapping"),
-        ("task: !!python/object/apply:os.getcwd []", r"t\.yaml:1: got could not determine a constructor"),
+        (
+            "task: !!python/object/apply:os.getcwd []",
+            r"t\.yaml:1: got could not determine a constructor",
+        ),
         (SUMS.replace("additions", "missing"), r"t\.yaml: got no file .*missing\.jsonl"),
         (SUMS.replace("task: sums", "task: ../sums"), r"t\.yaml: task: got \.\./sums"),
         (SUMS.replace("test_split: test\n", ""), "got no key test_split or validation_split"),
@@ -68,7 +81,8 @@ def test_a_trusted_function_travels_with_its_module(tmp_path: Path) -> None:
         ("group: all\ntask: [{task: sums}]\n", "got no key dataset_path"),
         (
             SUMS.replace("generate_until", "loglikelihood").replace("exact_match", "acuracy"),
-            r"t\.yaml: metric: got acuracy, need one of acc, perplexity \(loglikelihood\); correct it",
+            r"t\.yaml: metric: got acuracy, need one of acc, perplexity \(loglikelihood\); "
+            r"correct it",
         ),
     ],
 )
@@ -107,7 +121,9 @@ def with_metric(name: str) -> str:
     return SUMS.replace("metric: exact_match", f"metric: {name}")
 
 
-@pytest.mark.parametrize("name", ["own/own.py", "./own", "own", "someone/metric", "{folder}/own/own.py"])
+@pytest.mark.parametrize(
+    "name", ["own/own.py", "./own", "own", "someone/metric", "{folder}/own/own.py"]
+)
 def test_a_metric_that_is_a_program_needs_the_flag(name: str, mark: Path) -> None:
     (mark.parent / "t.yaml").write_text(with_metric(name.format(folder=mark.parent)))
     (mark.parent / "all.yaml").write_text("group: all\ntask: [t]\n")
@@ -130,7 +146,9 @@ def load(folder: Path, name: str) -> None:
 
     asked = SessionRequest(checkpoint=folder, tasks=(name,), include_paths=(folder,))
     with tasks_as_data():
-        load_tasks(asked, TaskManager(include_path=[str(folder)], include_defaults=False), asked.tasks)
+        load_tasks(
+            asked, TaskManager(include_path=[str(folder)], include_defaults=False), asked.tasks
+        )
 
 
 def test_no_metric_of_a_folder_of_tasks_runs(mark: Path) -> None:

@@ -59,7 +59,9 @@ def judge(pairs: Sequence[TaskPair], margin: float = MARGIN) -> list[TaskVerdict
 
 
 def rates(loss: float, win: float, tasks: int, draws: int) -> dict[Outcome, float]:
-    """How often each outcome comes up for `tasks` tasks with these true shares of changed documents."""
+    """How often each outcome comes up for `tasks` tasks with these true shares of changed
+    documents.
+    """
     rng = np.random.default_rng(7)
     counts: dict[Outcome, int] = {"PASS": 0, "FAIL": 0, "INCONCLUSIVE": 0}
     for drawn in rng.multinomial(DOCUMENTS, [win, loss, 1 - win - loss], (draws, tasks)):
@@ -81,7 +83,9 @@ def test_a_broken_model_fails_and_a_good_one_passes_by_the_bounds_shown() -> Non
     rng = np.random.default_rng(9)
     for drawn in rng.multinomial(DOCUMENTS, [0.02, 0.06, 0.92], (60, 4)):
         for task in judge([from_counts(int(w), int(b)) for w, b, _ in drawn]):
-            expected = "PASS" if task.low > -MARGIN else "FAIL" if task.high < -MARGIN else "INCONCLUSIVE"
+            expected = (
+                "PASS" if task.low > -MARGIN else "FAIL" if task.high < -MARGIN else "INCONCLUSIVE"
+            )
             assert task.outcome == expected
 
 
@@ -94,7 +98,8 @@ def test_holm_steps_from_the_strictest_level() -> None:
 def test_no_change_passes_only_with_enough_documents() -> None:
     (few,), (many,) = judge([from_counts(0, 0, 100)]), judge([from_counts(0, 0, 200)])
     assert (few.outcome, many.outcome) == ("INCONCLUSIVE", "PASS")
-    # (1.645 * 0.14 + 0.842 * (1 / 102)^0.5)^2 / 0.02^2: one change in 102, where none was seen in 100
+    # (1.645 * 0.14 + 0.842 * (1 / 102)^0.5)^2 / 0.02^2: one change in 102, where none was seen in
+    # 100
     assert few.documents_needed == 246
     assert (many.difference, many.flip_rate, many.mcnemar_p) == (0, 0, 1)
     (task,) = judge([from_counts(0, 0)], margin=0)
@@ -132,7 +137,10 @@ def test_flips_are_limited_and_losses_come_first() -> None:
 
 def test_a_task_that_the_baseline_cannot_do_is_named() -> None:
     """It has nothing to lose: PASS says nothing there."""
-    hopeless, fair = paired([1] + [0] * 399, [0] * 400), paired([1] * 200 + [0] * 200, [1] * 200 + [0] * 200)
+    hopeless, fair = (
+        paired([1] + [0] * 399, [0] * 400),
+        paired([1] * 200 + [0] * 200, [1] * 200 + [0] * 200),
+    )
     verdict = judge_tasks([hopeless, fair], margin=MARGIN, alpha=ALPHA)
     assert verdict.outcome == "INCONCLUSIVE"
     assert "shows nothing: the baseline scores 0.25%" in verdict.reason
@@ -140,7 +148,9 @@ def test_a_task_that_the_baseline_cannot_do_is_named() -> None:
     assert judge_tasks([fair], margin=MARGIN, alpha=ALPHA).outcome == "PASS"
 
 
-def task(name: str, difference: float, low: float, high: float, *, needed: int | None = None) -> TaskVerdict:
+def task(
+    name: str, difference: float, low: float, high: float, *, needed: int | None = None
+) -> TaskVerdict:
     """A task of 1,382 documents, judged against a margin of 2 points."""
     outcome: Outcome = "PASS" if low > -0.02 else "FAIL" if high < -0.02 else "INCONCLUSIVE"
     made = sample.verdict().tasks[1]
@@ -185,15 +195,20 @@ HOPELESS = task("facts", -0.02, -0.03, -0.01)
         ([BAD], "addition loses 22.1 points (at least 20.3), 2 points were accepted"),
         (
             [BAD, SAME],
-            "addition loses 22.1 points (at least 20.3), 2 points were accepted; the other task passes",
+            "addition loses 22.1 points (at least 20.3), 2 points were accepted; the other "
+            "task passes",
         ),
         (
             [SAME, BAD, GOOD],
-            "addition loses 22.1 points (at least 20.3), 2 points were accepted; the other 2 tasks pass",
+            "addition loses 22.1 points (at least 20.3), 2 points were accepted; the other 2 "
+            "tasks pass",
         ),
         ([BAD, OPEN], "addition loses 22.1 points (at least 20.3), 2 points were accepted"),
         ([BAD, WORSE], "both tasks lose more than 2 points (worst: facts -38.6, at best -34.9)"),
-        ([BAD, WORSE, GOOD], "2 of 3 tasks lose more than 2 points (worst: facts -38.6, at best -34.9)"),
+        (
+            [BAD, WORSE, GOOD],
+            "2 of 3 tasks lose more than 2 points (worst: facts -38.6, at best -34.9)",
+        ),
         (
             [OPEN, SAME],
             "addition is not settled after 1,382 documents: -1.41 points, between -2.52 and -0.47, "
@@ -217,7 +232,8 @@ HOPELESS = task("facts", -0.02, -0.03, -0.01)
         ),
         (
             [own_units("wikitext", -0.31, -0.4, -0.2)],
-            "wikitext loses 0.31 in word_perplexity (at least 0.20), 0.02 in word_perplexity was accepted",
+            "wikitext loses 0.31 in word_perplexity (at least 0.20), 0.02 in word_perplexity "
+            "was accepted",
         ),
         (
             [GOOD, own_units("wikitext", 0.31, 0.2, 0.4)],
@@ -242,7 +258,9 @@ def test_every_outcome_has_one_sentence(tasks: Sequence[TaskVerdict], sentence: 
         (0.0, [CLEARLY_BETTER, CLEARLY_BETTER], "both tasks lose nothing"),
     ],
 )
-def test_what_was_accepted_reads_as_english(margin: float, tasks: Sequence[TaskVerdict], words: str) -> None:
+def test_what_was_accepted_reads_as_english(
+    margin: float, tasks: Sequence[TaskVerdict], words: str
+) -> None:
     assert words in reason_for(overall_outcome(tasks), tasks, margin=margin)
 
 

@@ -30,7 +30,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_columns(source: Path, name: str, scheme: str, factor: float) -> Path:
-    """Quantize a source whose columns of large weights have another factor, as a refit gives them."""
+    """Quantize a source whose columns of large weights have another factor, as a refit gives
+    them.
+    """
 
     def change(values: Tensors) -> None:
         values[f"{DOWN}.weight"][:, COLUMNS] *= factor
@@ -76,8 +78,14 @@ WRONG: list[tuple[str, Change]] = [
     ("rows in reverse order", put(SCALE, lambda scale: scale.flip(0))),
     ("groups shifted", put(SCALE, lambda scale: scale.roll(1, dims=1))),
     ("some rows too large", put(SCALE, some_rows)),
-    ("a block of all rows too small", put(SCALE, lambda scale: scale * torch.tensor([1, 1, 0.7, 1]))),
-    ("blocks of all rows too large", put(SCALE, lambda scale: scale * torch.tensor([1, 1.25, 1, 1.25]))),
+    (
+        "a block of all rows too small",
+        put(SCALE, lambda scale: scale * torch.tensor([1, 1, 0.7, 1])),
+    ),
+    (
+        "blocks of all rows too large",
+        put(SCALE, lambda scale: scale * torch.tensor([1, 1.25, 1, 1.25])),
+    ),
 ]
 
 
@@ -90,7 +98,9 @@ def test_wrong_scales_next_to_such_columns(
 
 def test_message_names_place_and_remedy(refitted: Path, source: Path, tmp_path: Path) -> None:
     wrong = spoiled(refitted, tmp_path / "wrong", put(SCALE, lambda scale: scale.flip(1)))
-    (finding,) = [each for each in findings(wrong, "--source", source) if each["severity"] == "error"]
+    (finding,) = [
+        each for each in findings(wrong, "--source", source) if each["severity"] == "error"
+    ]
     assert finding["where"] == DOWN
     assert "within the layer" in finding["got"]
     assert "dB" in finding["expected"]

@@ -1,4 +1,6 @@
-"""`check --source` of what vexport rounded: large changes are a warning if the bytes are vexport's own."""
+"""`check --source` of what vexport rounded: large changes are a warning if the bytes are vexport's
+own.
+"""
 
 import json
 from pathlib import Path
@@ -22,13 +24,19 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def rounded(source: Path) -> Path:
     text = write_calibration(source.with_name("text.jsonl"), rows=7, vocabulary=40)
-    return quantize(source, source.with_name("out"), "W4A16", "--rounding", "refit", "--calibration", text)
+    return quantize(
+        source, source.with_name("out"), "W4A16", "--rounding", "refit", "--calibration", text
+    )
 
 
 def severities(checkpoint: Path, source: Path) -> dict[str, str]:
     """Return the severity of each finding of the comparison with the source that is no summary."""
     listed = findings(checkpoint, "--source", source)
-    return {each["where"]: each["severity"] for each in listed if each["check"] == "source" and each["fix"]}
+    return {
+        each["where"]: each["severity"]
+        for each in listed
+        if each["check"] == "source" and each["fix"]
+    }
 
 
 def record(checkpoint: Path, **changes: object) -> None:
@@ -81,5 +89,7 @@ def test_repaired_weights_are_not_own(moved: Path, source: Path) -> None:
 
 def test_another_source_is_an_error(rounded: Path, source: Path, tmp_path: Path) -> None:
     """The same config and headers, other weights: the digests prove nothing about this source."""
-    other = spoiled(source, tmp_path / "other", put(f"{LAYER}.weight", lambda weight: weight.flip(0)))
+    other = spoiled(
+        source, tmp_path / "other", put(f"{LAYER}.weight", lambda weight: weight.flip(0))
+    )
     assert severities(rounded, other) == {LAYER: "error"}

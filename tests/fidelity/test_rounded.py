@@ -1,4 +1,6 @@
-"""`check --source` of weights that were rounded by their inputs: sound ones pass, spoiled ones are found."""
+"""`check --source` of weights that were rounded by their inputs: sound ones pass, spoiled ones are
+found.
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -23,7 +25,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text(source: Path) -> Path:
-    """Of few words: inputs are correlated, which lets a refit move weights far; one strength is tried."""
+    """Of few words: inputs are correlated, which lets a refit move weights far; one strength is
+    tried.
+    """
     return write_calibration(source.with_name("text.jsonl"), rows=7, vocabulary=40)
 
 
@@ -56,7 +60,9 @@ def change(part: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
     return apply
 
 
-def first_rows(edit: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+def first_rows(
+    edit: Callable[[torch.Tensor], torch.Tensor],
+) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda value: torch.cat([edit(value[:32]), value[32:]])
 
 
@@ -81,7 +87,9 @@ SPOILED: Mapping[str, Edit] = {
     LAYER.format(1, "mlp.down_proj"): change("packed", lambda words: ~words),
     LAYER.format(1, "self_attn.k_proj"): change("scale", first_rows(lambda rows: rows * 2)),
     LAYER.format(2, "mlp.gate_proj"): change("packed", lambda words: words.flip(1)),
-    LAYER.format(2, "self_attn.o_proj"): change("scale", lambda scale: scale * torch.tensor([[1.4, 0.6]])),
+    LAYER.format(2, "self_attn.o_proj"): change(
+        "scale", lambda scale: scale * torch.tensor([[1.4, 0.6]])
+    ),
     LAYER.format(2, "mlp.down_proj"): change("packed", first_rows(lambda rows: ~rows)),
 }
 

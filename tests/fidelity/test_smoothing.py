@@ -1,4 +1,6 @@
-"""Smoothed weights against the model before that step: factors that are undone are none of the errors."""
+"""Smoothed weights against the model before that step: factors that are undone are none of the
+errors.
+"""
 
 from pathlib import Path
 
@@ -77,13 +79,18 @@ def halved(rows: slice, columns: slice) -> Change:
 @pytest.mark.parametrize(
     ("change", "where"),
     [
-        (put(f"{LAYER}.input_layernorm.weight", lambda value: value * 1.5), "input_layernorm.weight"),
+        (
+            put(f"{LAYER}.input_layernorm.weight", lambda value: value * 1.5),
+            "input_layernorm.weight",
+        ),
         (put(f"{LAYER}.post_attention_layernorm.weight", torch.ones_like), "mlp.up_proj"),
         (halved(slice(None), slice(None)), "mlp.down_proj"),
         (halved(slice(0, 2), slice(None)), "mlp.down_proj"),
     ],
 )
-def test_factors_nothing_undoes_are_errors(source: Path, tmp_path: Path, change: Change, where: str) -> None:
+def test_factors_nothing_undoes_are_errors(
+    source: Path, tmp_path: Path, change: Change, where: str
+) -> None:
     checkpoint = write("awq", smoothed(source, tmp_path / "smoothed"), tmp_path / "quantized")
     change(checkpoint)
     errors = [each.where for each in found(checkpoint, source) if each.severity == "error"]
@@ -91,7 +98,9 @@ def test_factors_nothing_undoes_are_errors(source: Path, tmp_path: Path, change:
 
 
 def test_autoawqs_own_checkpoint_differs_where_its_factors_do() -> None:
-    """On a CPU AutoAWQ left factors between up_proj and down_proj that do not cancel (0.8 to 1.2)."""
+    """On a CPU AutoAWQ left factors between up_proj and down_proj that do not cancel (0.8 to
+    1.2).
+    """
     checkpoint = PEER / "producers" / "methods" / "autoawq-llama-GEMM"
     findings = found(checkpoint, PEER / "peer" / "llama")
     (error,) = [each for each in findings if each.severity == "error"]

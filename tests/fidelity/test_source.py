@@ -37,7 +37,9 @@ PEER = Path(__file__).parent.parent / "peer"
 
 
 def compared(checkpoint: Path, source: Path, *, notes: bool = False) -> list[dict[str, str]]:
-    """The notes on a checkpoint next to its source, or all else but that micro models have no tokenizer."""
+    """The notes on a checkpoint next to its source, or all else but that micro models have no
+    tokenizer.
+    """
     found = findings(checkpoint, "--source", source)
     chosen = [each for each in found if (each["severity"] == "info") is notes]
     return [each for each in chosen if not each["got"].startswith("no tokenizer")]
@@ -58,9 +60,13 @@ def test_the_ratio_is_that_of_compressed_tensors(good: Good, llama: Path) -> Non
         weight = exact[f"{name}.weight"].double()
         error = dequantized(good("W4A16"), name) - weight
         ratios.append(float(10 * torch.log10(weight.square().sum() / error.square().sum())))
-    (note,) = [note for note in compared(good("W4A16"), llama, notes=True) if "down_proj" in note["where"]]
+    (note,) = [
+        note for note in compared(good("W4A16"), llama, notes=True) if "down_proj" in note["where"]
+    ]
     least, median, most = sorted(ratios)
-    assert note["got"].startswith(f"signal-to-noise {least:.1f} to {most:.1f} dB, median {median:.1f}, ")
+    assert note["got"].startswith(
+        f"signal-to-noise {least:.1f} to {most:.1f} dB, median {median:.1f}, "
+    )
 
 
 def first_rows(factor: float, rows: int = 1) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -74,16 +80,28 @@ def first_rows(factor: float, rows: int = 1) -> Callable[[torch.Tensor], torch.T
 
 ZEROS = f"{DOWN}.weight_zero_point"
 WRONG: list[tuple[str, str, Change, str]] = [
-    ("W4A16", "scales a tenth too large", put(f"{DOWN}.weight_scale", times(1.1)), "times as large"),
+    (
+        "W4A16",
+        "scales a tenth too large",
+        put(f"{DOWN}.weight_scale", times(1.1)),
+        "times as large",
+    ),
     ("W8A8", "rows turned around", put(f"{DOWN}.weight", lambda t: t.flip(0)), "dB"),
     ("W4A16", "words in another order", put(f"{DOWN}.weight_packed", lambda t: t.flip(1)), "dB"),
     ("W4A16", "one scale doubled", put(f"{DOWN}.weight_scale", first_rows(2.0)), "1 of 1024 parts"),
-    ("W4A16_ASYM", "other zero points", put(ZEROS, lambda t: t.flip(0)), "zero points that are off"),
+    (
+        "W4A16_ASYM",
+        "other zero points",
+        put(ZEROS, lambda t: t.flip(0)),
+        "zero points that are off",
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("scheme", "change", "words"), [(one[0], *one[2:]) for one in WRONG], ids=[one[1] for one in WRONG]
+    ("scheme", "change", "words"),
+    [(one[0], *one[2:]) for one in WRONG],
+    ids=[one[1] for one in WRONG],
 )
 def test_a_weight_that_is_not_the_sources_is_found(
     good: Good, llama: Path, tmp_path: Path, scheme: str, change: Change, words: str
@@ -103,24 +121,34 @@ def test_kept_tensors_are_those_of_the_source(good: Good, llama: Path, tmp_path:
     assert severities == {"model.norm.weight": "error", "model.embed_tokens.weight": "warning"}
 
 
-def test_exchanged_layers_and_values_not_finite_are_found(good: Good, llama: Path, tmp_path: Path) -> None:
+def test_exchanged_layers_and_values_not_finite_are_found(
+    good: Good, llama: Path, tmp_path: Path
+) -> None:
     one, other = (f"model.layers.{number}.mlp.down_proj.weight" for number in (0, 1))
     found = compared(spoiled(good("W8A8"), tmp_path / "wrong", swap(one, other)), llama)
     assert {f"{finding['where']}.weight" for finding in found} == {one, other}
-    checkpoint = spoiled(good("W8A8"), tmp_path / "nan", put(f"{DOWN}.weight_scale", element(float("nan"))))
+    checkpoint = spoiled(
+        good("W8A8"), tmp_path / "nan", put(f"{DOWN}.weight_scale", element(float("nan")))
+    )
     assert ("source", DOWN) in {(one["check"], one["where"]) for one in compared(checkpoint, llama)}
 
 
-def test_a_tensor_of_the_source_that_is_nowhere_is_named(good: Good, llama: Path, tmp_path: Path) -> None:
+def test_a_tensor_of_the_source_that_is_nowhere_is_named(
+    good: Good, llama: Path, tmp_path: Path
+) -> None:
     source = spoiled(llama, tmp_path / "source", add("model.extra.weight", torch.ones(3)))
-    assert [finding["where"] for finding in compared(good("W8A8"), source)] == ["model.extra.weight"]
+    assert [finding["where"] for finding in compared(good("W8A8"), source)] == [
+        "model.extra.weight"
+    ]
     broken = spoiled(good("W8A8"), tmp_path / "broken", drop("model.norm.weight"))
     places = {(one["check"], one["where"]) for one in compared(broken, llama)}
     assert ("source", "model.norm.weight") in places
 
 
 def test_a_source_that_stores_layers_fused(good: Good, llama: Path, tmp_path: Path) -> None:
-    """q/k/v and gate/up in one tensor each, as Phi-3 has them, against a checkpoint that has them apart."""
+    """q/k/v and gate/up in one tensor each, as Phi-3 has them, against a checkpoint that has them
+    apart.
+    """
 
     def fuse(values: Tensors) -> None:
         for layer in range(3):
@@ -137,7 +165,9 @@ def test_norms_may_be_rounded_as_one_plus_weight(good: Good, llama: Path, tmp_pa
     """What llm-compressor leaves of norms that multiply by 1 + weight (Gemma's)."""
     name = "model.norm.weight"
     source = spoiled(llama, tmp_path / "source", put(name, lambda norm: norm * 0.1318))
-    rounded = spoiled(good("W8A8"), tmp_path / "rounded", put(name, lambda norm: (norm * 0.1318 + 1) - 1))
+    rounded = spoiled(
+        good("W8A8"), tmp_path / "rounded", put(name, lambda norm: (norm * 0.1318 + 1) - 1)
+    )
     other = spoiled(good("W8A8"), tmp_path / "other", put(name, lambda norm: norm * 0.14))
     assert compared(rounded, source) == []
     assert [finding["where"] for finding in compared(other, source)] == [name]
@@ -151,8 +181,12 @@ def test_norms_may_be_rounded_as_one_plus_weight(good: Good, llama: Path, tmp_pa
         put(f"{DOWN}.weight", lambda weight: torch.cat([weight, weight], dim=1)),
     ],
 )
-def test_what_vllm_reads_alike_is_the_source(good: Good, llama: Path, tmp_path: Path, change: Change) -> None:
-    """Another format, a cast without a loss, a weight of which vLLM drops the end: no other weight."""
+def test_what_vllm_reads_alike_is_the_source(
+    good: Good, llama: Path, tmp_path: Path, change: Change
+) -> None:
+    """Another format, a cast without a loss, a weight of which vLLM drops the end: no other
+    weight.
+    """
     found = compared(spoiled(good("FP8_DYNAMIC"), tmp_path / "changed", change), llama)
     assert [finding for finding in found if finding["check"] == "source"] == []
 
@@ -172,7 +206,9 @@ def pair(good: Good, llama: Path, tmp_path: Path) -> tuple[Path, Path]:
     for folder in (source, checkpoint):
         write_tokenizer(folder)
         (folder / "chat_template.jinja").write_text("{{ messages }}")
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "temperature": 0.6}))
+        (folder / "generation_config.json").write_text(
+            json.dumps({"eos_token_id": 2, "temperature": 0.6})
+        )
     return checkpoint, source
 
 
@@ -182,14 +218,19 @@ def test_files_that_say_the_same_are_no_finding(pair: tuple[Path, Path]) -> None
         without_files("chat_template.jinja"),
         json_file(SETTINGS, lambda settings: settings.update(chat_template="{{ messages }}")),
         json_file("tokenizer.json", lambda tokenizer: tokenizer.update(truncation=None)),
-        json_file(GENERATION, lambda values: values.update(eos_token_id=[2], transformers_version="5")),
+        json_file(
+            GENERATION, lambda values: values.update(eos_token_id=[2], transformers_version="5")
+        ),
     )(checkpoint)
     assert compared(checkpoint, source) == []
 
 
 FILES: list[tuple[Change, str]] = [
     (without_files("tokenizer.json"), "tokenizer.json"),
-    (json_file("tokenizer.json", lambda t: t.update(pre_tokenizer=None)), "tokenizer.json: pre_tokenizer"),
+    (
+        json_file("tokenizer.json", lambda t: t.update(pre_tokenizer=None)),
+        "tokenizer.json: pre_tokenizer",
+    ),
     (json_file(SETTINGS, lambda t: t.update(eos_token="<s>")), f"{SETTINGS}: eos_token"),
     (without_files("chat_template.jinja"), "chat_template.jinja"),
     (file_bytes("chat_template.jinja", lambda old: b"x" + old), "chat_template.jinja"),
@@ -202,14 +243,22 @@ FILES: list[tuple[Change, str]] = [
 @pytest.mark.parametrize(
     ("change", "where"), FILES, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_a_file_that_says_otherwise_is_an_error(pair: tuple[Path, Path], change: Change, where: str) -> None:
+def test_a_file_that_says_otherwise_is_an_error(
+    pair: tuple[Path, Path], change: Change, where: str
+) -> None:
     checkpoint, source = pair
     change(checkpoint)
-    places = [one["where"] for one in findings(checkpoint, "--source", source) if one["severity"] == "error"]
+    places = [
+        one["where"]
+        for one in findings(checkpoint, "--source", source)
+        if one["severity"] == "error"
+    ]
     assert any(place.endswith(where) for place in places), places
 
 
-def test_a_quantized_source_is_refused_and_another_shape_no_traceback(good: Good, tmp_path: Path) -> None:
+def test_a_quantized_source_is_refused_and_another_shape_no_traceback(
+    good: Good, tmp_path: Path
+) -> None:
     ran = vexport("check", good("W8A8"), "--source", good("W8A8"))
     assert ran.code == 2
     assert "need the unquantized one" in ran.errors[0]

@@ -40,7 +40,8 @@ def test_a_scale_a_row_is_stored_as_its_inputs_ask() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["NVFP4_G32", "FP8_DYNAMIC_G64", "MXFP4_CHANNEL", "W4A16_G0", "W4A16_G64_G32", "W4AFP8_G64"]
+    "name",
+    ["NVFP4_G32", "FP8_DYNAMIC_G64", "MXFP4_CHANNEL", "W4A16_G0", "W4A16_G64_G32", "W4AFP8_G64"],
 )
 def test_floats_have_the_groups_of_their_format(name: str) -> None:
     with pytest.raises(InputError, match="scheme"):
@@ -59,7 +60,9 @@ def test_floats_have_the_groups_of_their_format(name: str) -> None:
     ],
 )
 def test_gpus_depend_on_the_groups(name: str, capability: int, package: str) -> None:
-    """MARLIN_SUPPORTED_GROUP_SIZES, TRITON_W4A16_SUPPORTED_GROUP_SIZES and `can_implement` of CUTLASS."""
+    """MARLIN_SUPPORTED_GROUP_SIZES, TRITON_W4A16_SUPPORTED_GROUP_SIZES and `can_implement` of
+    CUTLASS.
+    """
     scheme = get_scheme(name)
     support = scheme.format.gpu_support(scheme.args)
     assert support.package == package

@@ -1,4 +1,6 @@
-"""Scales of the KV cache are those of what a whole model caches; plans and checks know whose they are."""
+"""Scales of the KV cache are those of what a whole model caches; plans and checks know whose they
+are.
+"""
 
 import json
 from pathlib import Path
@@ -28,15 +30,22 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def written(
-    source: Path, calibration: Path, tmp_path_factory: pytest.TempPathFactory, own_products_in_module: None
+    source: Path,
+    calibration: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    own_products_in_module: None,
 ) -> dict[KvCache, Path]:
     """A checkpoint with each kind of cache; read it, never write to it."""
     root, options = tmp_path_factory.mktemp("written"), ("--calibration", calibration)
-    return {kind: quantize(source, root / kind, SCHEME, "--kv-cache", kind, *options) for kind in KINDS}
+    return {
+        kind: quantize(source, root / kind, SCHEME, "--kv-cache", kind, *options) for kind in KINDS
+    }
 
 
 def planned(source: Path, kind: KvCache) -> Plan:
-    _, plan = plan_source(str(source), rules_for(PlanRequest(scheme=SCHEME)), PlanSettings(kv_cache=kind))
+    _, plan = plan_source(
+        str(source), rules_for(PlanRequest(scheme=SCHEME)), PlanSettings(kv_cache=kind)
+    )
     return plan
 
 
@@ -50,7 +59,9 @@ def test_scales_are_of_the_models_cache(
     largest: dict[str, torch.Tensor] = {}
     with torch.inference_mode():
         for row in rows:
-            cache = model(torch.tensor([json.loads(row)["input_ids"]]), use_cache=True).past_key_values
+            cache = model(
+                torch.tensor([json.loads(row)["input_ids"]]), use_cache=True
+            ).past_key_values
             for number, layer in enumerate(cache.layers):
                 for name, states in (("k_scale", layer.keys), ("v_scale", layer.values)):
                     heads = states.float().abs().amax((0, 2, 3))
@@ -66,8 +77,12 @@ def test_scales_are_of_the_models_cache(
     assert str(scheme.strategy) == {"fp8": "tensor", "fp8_per_head": "attn_head"}[kind]
     assert problems(written[kind]) == []
     plan = planned(source, kind)
-    assert plan.output_bytes == sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    assert [layer.name for layer in plan.attention] == [f"model.layers.{i}.self_attn" for i in range(3)]
+    assert plan.output_bytes == sum(
+        tensor.numel() * tensor.element_size() for tensor in tensors.values()
+    )
+    assert [layer.name for layer in plan.attention] == [
+        f"model.layers.{i}.self_attn" for i in range(3)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +93,12 @@ def test_scales_are_of_the_models_cache(
         ("gemma3-vision", [f"language_model.model.layers.{i}.self_attn" for i in range(2)]),
     ],
 )
-def test_layers_with_keys_and_values_are_found(tmp_path: Path, family: str, modules: list[str]) -> None:
-    """Also where queries, keys and values are one weight, between linear attention, and beside a tower."""
+def test_layers_with_keys_and_values_are_found(
+    tmp_path: Path, family: str, modules: list[str]
+) -> None:
+    """Also where queries, keys and values are one weight, between linear attention, and beside a
+    tower.
+    """
     plan = planned(save_family(family, tmp_path / "source"), "fp8_per_head")
     assert plan.refusals == ()
     assert [layer.name for layer in plan.attention] == modules
@@ -93,7 +112,9 @@ def test_latent_attention_is_refused(tmp_path: Path) -> None:
 
 
 def test_scales_lie_where_vllm_looks() -> None:
-    """Its own attention is the attribute `attn` of the model's; it adds that name unless it ends so."""
+    """Its own attention is the attribute `attn` of the model's; it adds that name unless it ends
+    so.
+    """
     short = kv_layout(AttentionLayer(name="h.0.attn", heads=None))
     assert [spec.name for spec in short] == ["h.0.attn.attn.k_scale", "h.0.attn.attn.v_scale"]
     usual = kv_layout(AttentionLayer(name="layers.0.self_attn", heads=4))

@@ -1,7 +1,8 @@
-"""What the kernels pack is to the bit what compressed-tensors' own compressors make of the same scales.
+"""What the kernels pack is to the bit what compressed-tensors' own compressors make of the same
+scales.
 
-So it is for golden values of version 0.19, which packs all widths as vLLM reads them; no scheme loses more of
-a weight than llm-compressor does.
+So it is for golden values of version 0.19, which packs all widths as vLLM reads them; no scheme
+loses more of a weight than llm-compressor does.
 """
 
 import json
@@ -68,11 +69,15 @@ def pack(scheme: Scheme, weight: torch.Tensor, scales: Scales | None) -> dict[st
     first, *others = (
         spec for spec in scheme.layout(member, dtype) if not spec.name.startswith("layer.input")
     )
-    data = {first: np.concatenate([parts[start].reshape(-1).view(np.uint8) for start in sorted(parts)])}
+    data = {
+        first: np.concatenate([parts[start].reshape(-1).view(np.uint8) for start in sorted(parts)])
+    }
     for spec in others:
         tensor = np.ascontiguousarray(packing.tensor(spec.name.removeprefix("layer.")))
         data[spec] = tensor.reshape(-1).view(np.uint8)
-    return {spec.name.removeprefix("layer."): as_tensor(value, spec) for spec, value in data.items()}
+    return {
+        spec.name.removeprefix("layer."): as_tensor(value, spec) for spec, value in data.items()
+    }
 
 
 # Without the widths of which the pinned compressed-tensors leaves bits of a word empty.
@@ -112,7 +117,10 @@ def reference(scheme: Scheme, weight: torch.Tensor, qparams: QParamsDict) -> dic
     compressor = BaseCompressor.get_value_from_registry(scheme.format.name)
     stored = compressor.compress(state, ct_scheme(scheme.args))
     layer = LinearPlan(
-        name="layer", weight="layer.weight", out_features=weight.shape[0], in_features=weight.shape[1]
+        name="layer",
+        weight="layer.weight",
+        out_features=weight.shape[0],
+        in_features=weight.shape[1],
     )
     names = [spec.name.removeprefix("layer.") for spec in scheme.layout(layer, NAMES[weight.dtype])]
     return {name: raw(stored[name]) for name in names if not name.startswith("input")}
@@ -125,7 +133,11 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 def shapes_for(scheme: Scheme) -> list[tuple[int, int]]:
     """Rows that fill no run and no word, several groups; ragged blocks where there are blocks."""
-    return [(130, 300), (256, 128)] if scheme.args.weights.strategy == "block" else [(13, 384), (64, 4352)]
+    return (
+        [(130, 300), (256, 128)]
+        if scheme.args.weights.strategy == "block"
+        else [(13, 384), (64, 4352)]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -148,7 +160,9 @@ def assert_same(got: Mapping[str, torch.Tensor], expected: Mapping[str, bytes]) 
 
 
 def without_negative_zeros(packed: bytes) -> bytes:
-    """Two e2m1 codes to the byte, -0 as 0: compressed-tensors loses the sign of a zero, kernels keep it."""
+    """Two e2m1 codes to the byte, -0 as 0: compressed-tensors loses the sign of a zero, kernels
+    keep it.
+    """
     codes = np.frombuffer(packed, np.uint8)
     halves = (np.where(half == 8, 0, half).astype(np.uint8) for half in (codes & 15, codes >> 4))
     low, high = halves
@@ -165,7 +179,9 @@ def test_a_scale_that_its_dtype_stores_as_zero_makes_the_codes_of_zero() -> None
 @pytest.mark.parametrize(
     ("dtype", "value"), [("BF16", float("nan")), ("F16", float("inf")), ("F32", -float("inf"))]
 )
-@pytest.mark.parametrize("name", ["FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4A16", "W4A16_ASYM", "MXFP4A16"])
+@pytest.mark.parametrize(
+    "name", ["FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4A16", "W4A16_ASYM", "MXFP4A16"]
+)
 def test_a_weight_that_is_not_finite_is_named(name: str, dtype: str, value: float) -> None:
     weight = heavy_tailed(64, 256, dtype)
     weight[40, 77] = value
@@ -188,11 +204,15 @@ def test_the_largest_magnitude_is_infinite_where_a_value_is_not_finite(dtype: st
 def test_every_code_is_the_nearest_number_with_ties_to_even() -> None:
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
     between = (codes[1:] + codes[:-1]) / 2
-    for value in torch.cat([codes, between, between * (1 + 1e-6), torch.tensor([500.0, 1e30])]).tolist():
+    for value in torch.cat(
+        [codes, between, between * (1 + 1e-6), torch.tensor([500.0, 1e30])]
+    ).tolist():
         expected = int(torch.tensor(min(value, 448.0)).to(torch.float8_e4m3fn).view(torch.uint8))
         assert e4m3_code(F32(value), F32(1)) == expected
         assert e4m3_code(F32(-value), F32(1)) == expected | 0x80
-        assert e4m3_value(np.uint8(expected)) == min(codes.tolist(), key=lambda c: abs(c - codes[expected]))
+        assert e4m3_value(np.uint8(expected)) == min(
+            codes.tolist(), key=lambda c: abs(c - codes[expected])
+        )
     assert E4M3.high == codes[-1]
     ties = {0.25: 0, 0.75: 2, 1.25: 2, 1.75: 4, 2.5: 4, 3.5: 6, 5.0: 6, 100.0: 7}
     for value, code in ties.items():
@@ -258,13 +278,19 @@ def given(scheme: str) -> QParamsDict:
 def same_weights(scheme: str) -> str:
     """The scheme itself, or one of those that the peer has and that stores weights alike."""
     peers = dict.fromkeys(name.partition("/")[0] for name in VALUES if "/" in name)
-    known = [name for name in peers if get_scheme(name).args.weights == get_scheme(scheme).args.weights]
+    known = [
+        name for name in peers if get_scheme(name).args.weights == get_scheme(scheme).args.weights
+    ]
     return scheme if scheme in known else known[0]
 
 
 def golden(scheme: str) -> Mapping[str, torch.Tensor]:
     prefix = f"{scheme}/stored/"
-    return {name.removeprefix(prefix): value for name, value in VALUES.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value
+        for name, value in VALUES.items()
+        if name.startswith(prefix)
+    }
 
 
 @pytest.mark.parametrize("scheme", scheme_names())
@@ -291,8 +317,8 @@ def test_what_is_packed_comes_back(bits: int, columns: int) -> None:
 
 
 PEER = json.loads((Path(__file__).parent / "golden" / "errors.json").read_text())
-# The peer's scales and ranges are rounded to bf16 on the way, vexport's are not: which of two neighbouring
-# scales a group gets differs then, to the better or worse of either.
+# The peer's scales and ranges are rounded to bf16 on the way, vexport's are not: which of two
+# neighbouring scales a group gets differs then, to the better or worse of either.
 CHANCE = 1e-3
 OBSERVERS = ("memoryless_minmax", "memoryless_mse")
 
@@ -306,7 +332,11 @@ def test_the_peers_schemes_are_all() -> None:
 def test_error_is_not_above_the_peers(scheme: str, observer: str) -> None:
     weight = VALUES["ragged" if scheme == "FP8_BLOCK" else "weight"].to(torch.bfloat16)
     args, format_ = get_scheme(scheme).args, get_scheme(scheme).format.name
-    weights = replace(args.weights, scale_dtype="bfloat16") if format_ == "pack-quantized" else args.weights
+    weights = (
+        replace(args.weights, scale_dtype="bfloat16")
+        if format_ == "pack-quantized"
+        else args.weights
+    )
     qparams = load_observer(observer, "weight", weights).forward(weight).get_qparams()
     stored = pack(get_scheme(scheme), weight, scales_of(qparams))
     back = get_scheme(scheme).format.dequantize(args, stored).double()

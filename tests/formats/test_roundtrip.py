@@ -1,4 +1,6 @@
-"""What was written is read back and compared with the source, for every scheme and way of storing weights."""
+"""What was written is read back and compared with the source, for every scheme and way of storing
+weights.
+"""
 
 from pathlib import Path
 
@@ -44,7 +46,9 @@ def all_linears(scheme: str) -> tuple[Rule, ...]:
 
 
 @pytest.mark.parametrize("scheme", scheme_names())
-def test_layers_come_back(llama: Path, good: Good, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_come_back(
+    llama: Path, good: Good, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index, back, plan = read_back(llama, good(scheme), all_linears(scheme))
     errors = layer_errors(index, back, plan)
     assert len(errors) == 21
@@ -60,7 +64,9 @@ def test_ragged_blocks_come_back(tmp_path: Path) -> None:
     out = quantize(source, tmp_path / "out", "FP8_BLOCK", "--on-unsupported-shape", "keep")
     keeping = PlanSettings(on_unsupported_shape="keep")
     index, back, plan = read_back(source, out, all_linears("FP8_BLOCK"), keeping)
-    errors = {error.name.rpartition(".")[2]: error.snr_db for error in layer_errors(index, back, plan)}
+    errors = {
+        error.name.rpartition(".")[2]: error.snr_db for error in layer_errors(index, back, plan)
+    }
     assert errors.keys() == {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"}
     assert min(errors.values()) > LEAST["FP8_BLOCK"]
     assert back.tensors["model.layers.0.mlp.down_proj.weight"].shape == (256, 500)

@@ -38,7 +38,9 @@ def test_blocks_are_refused_as_vllm_does(ranks: int, split: Split) -> None:
                     input_size=columns,
                     output_size=sum(rows),
                     input_size_per_partition=columns // (ranks if split == "in" else 1),
-                    output_partition_sizes=[size // (ranks if split == "out" else 1) for size in rows],
+                    output_partition_sizes=[
+                        size // (ranks if split == "out" else 1) for size in rows
+                    ],
                     block_size=[128, 128],
                 )
             refused = False
@@ -66,21 +68,35 @@ def head(rows: int) -> tuple[LinearPlan, ...]:
         ("W3A16", layers(64, columns=192), "in_features 192 is not a multiple of group size 128"),
         ("W4A16_ASYM", layers(64, 12, columns=128), "out_features 12: zero points of 4 bits"),
         ("W4AFP8", layers(64, 32, columns=128), "out_features 96 is not a multiple of 128"),
-        ("FP8_BLOCK", layers(100, 128, columns=128), "out_features 100 is not a multiple of the block's 128"),
+        (
+            "FP8_BLOCK",
+            layers(100, 128, columns=128),
+            "out_features 100 is not a multiple of the block's 128",
+        ),
         # Merged layers, experts and heads have rules of their own.
         ("FP8_BLOCK", layers(128, 100, columns=100), ""),
-        ("FP8_BLOCK", expert(128, 100, columns=128), "out_features 100 is not a multiple of the block's 128"),
+        (
+            "FP8_BLOCK",
+            expert(128, 100, columns=128),
+            "out_features 100 is not a multiple of the block's 128",
+        ),
         ("FP8_BLOCK", head(1000), "an output head, whose scales vLLM does not load in blocks"),
         ("W4A16_ASYM", head(1000), ""),
         ("W4A16_ASYM", head(1001), "out_features 1001: zero points of 4 bits"),
         ("W4A16", head(1001), ""),
         ("W4AFP8", layers(384, 384, columns=512), ""),
         ("W4AFP8", expert(384, 384, columns=512), "out_features 384 is not a multiple of 256"),
-        ("W4A8", expert(384, 384, columns=512), "routed experts, which vLLM runs in this scheme on no GPU"),
+        (
+            "W4A8",
+            expert(384, 384, columns=512),
+            "routed experts, which vLLM runs in this scheme on no GPU",
+        ),
         ("W4A16", expert(384, 384, columns=512), ""),
     ],
 )
-def test_unsupported_shapes_name_sizes(scheme: str, members: tuple[LinearPlan, ...], reason: str) -> None:
+def test_unsupported_shapes_name_sizes(
+    scheme: str, members: tuple[LinearPlan, ...], reason: str
+) -> None:
     found = get_scheme(scheme).unsupported_shape(members) or ""
     assert found.startswith(reason)
     assert bool(found) is bool(reason)

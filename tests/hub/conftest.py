@@ -1,4 +1,6 @@
-"""A hub on localhost with a model and a dataset, and vexport as a user would call it with that hub."""
+"""A hub on localhost with a model and a dataset, and vexport as a user would call it with that
+hub.
+"""
 
 import json
 import os
@@ -32,7 +34,12 @@ def repositories(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[
     """The folders of the model, with what a real repository also has, and of the dataset."""
     root = tmp_path_factory.mktemp("repositories")
     shutil.copytree(llama, root / "model")
-    for name in ("pytorch_model.bin", "consolidated.safetensors", "model.gguf", "original/a.safetensors"):
+    for name in (
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "model.gguf",
+        "original/a.safetensors",
+    ):
         file = root / "model" / name
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(b"x" * 1000)
@@ -60,11 +67,15 @@ class Machine:
 
     @contextmanager
     def connected(self, **variables: str) -> Iterator[None]:
-        """This process in `folder` with these variables, some of which huggingface_hub reads once."""
+        """This process in `folder` with these variables, some of which huggingface_hub reads
+        once.
+        """
         endpoint = variables.get("HF_ENDPOINT", self.url)
         constants = {
             "ENDPOINT": endpoint,
-            "HUGGINGFACE_CO_URL_TEMPLATE": f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+            "HUGGINGFACE_CO_URL_TEMPLATE": (
+                f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+            ),
             "HF_HUB_CACHE": str(self.folder / "cache" / "hub"),
             "HF_HUB_OFFLINE": "HF_HUB_OFFLINE" in variables,
         }
@@ -89,7 +100,9 @@ class Machine:
         own = {name: value for name, value in os.environ.items() if name not in HUB_VARIABLES}
         cache = str(self.folder / "cache")
         known = {"VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "vllm")}
-        environment = own | known | {"HF_ENDPOINT": self.url, "HF_HOME": cache, "HOME": cache} | variables
+        environment = (
+            own | known | {"HF_ENDPOINT": self.url, "HF_HOME": cache, "HOME": cache} | variables
+        )
         environment["PYTHONPATH"] = str(Path(__file__).parents[2])
         done = subprocess.run(
             command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False

@@ -1,4 +1,5 @@
-"""A small hub on localhost that speaks the Hugging Face hub's own protocol, and counts what it is asked.
+"""A small hub on localhost that speaks the Hugging Face hub's own protocol, and counts what it is
+asked.
 
 Model and dataset repositories of one commit each: repository info, file trees, `resolve` with ETag,
 commit and ranges, and the hub's errors. Used through HF_ENDPOINT.
@@ -69,7 +70,11 @@ class Hub:
         return [one.path for one in self.requests if method in (None, one.method)]
 
     def content(self, suffix: str) -> int:
-        return sum(one.sent for one in self.requests if "/resolve/" in one.path and one.path.endswith(suffix))
+        return sum(
+            one.sent
+            for one in self.requests
+            if "/resolve/" in one.path and one.path.endswith(suffix)
+        )
 
 
 @contextmanager
@@ -114,7 +119,9 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._fail(404, "", "Not found")
 
-    def _repository(self, kind: str, name: str, revision: str | None, *, content: bool) -> Repository | None:
+    def _repository(
+        self, kind: str, name: str, revision: str | None, *, content: bool
+    ) -> Repository | None:
         """The repository; None after the answer that it cannot be had."""
         token = self.headers.get("Authorization")
         repository = self.state.repositories.get(name)
@@ -123,7 +130,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif repository is None or repository.kind != kind:
             self._fail(404 if token else 401, "RepoNotFound", "Repository not found")
         elif content and repository.gated:
-            self._fail(403 if token else 401, "GatedRepo", f"Access to {kind[:-1]} {name} is restricted.")
+            self._fail(
+                403 if token else 401, "GatedRepo", f"Access to {kind[:-1]} {name} is restricted."
+            )
         elif revision not in (None, *repository.branches, repository.commit):
             self._fail(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         else:
@@ -136,9 +145,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         data = repository.files().get(path)
         if data is None:
-            self._fail(404, "EntryNotFound", "Entry not found", {"X-Repo-Commit": repository.commit})
+            self._fail(
+                404, "EntryNotFound", "Entry not found", {"X-Repo-Commit": repository.commit}
+            )
             return
-        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": repository.commit}
+        headers = {
+            "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+            "X-Repo-Commit": repository.commit,
+        }
         if path.endswith(_LARGE):
             headers |= {"X-Linked-Size": str(len(data)), "X-Linked-ETag": headers["ETag"]}
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
@@ -158,22 +172,38 @@ class _Handler(BaseHTTPRequestHandler):
         if what == "tree":
             below = unquote(urlsplit(self.path).path).partition(f"/tree/{revision}")[2].strip("/")
             start = f"{below}/" if below else ""
-            self._json([_entry(path, data) for path, data in files.items() if path.startswith(start)])
+            self._json(
+                [_entry(path, data) for path, data in files.items() if path.startswith(start)]
+            )
         else:
             siblings = [{"rfilename": path, "size": len(data)} for path, data in files.items()]
             gated = "auto" if repository.gated else False
             self._json(
-                {"id": name, "sha": repository.commit, "siblings": siblings, "gated": gated, "tags": []}
+                {
+                    "id": name,
+                    "sha": repository.commit,
+                    "siblings": siblings,
+                    "gated": gated,
+                    "tags": [],
+                }
             )
 
     def _json(self, value: object) -> None:
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-    def _fail(self, status: int, code: str, message: str, headers: dict[str, str] | None = None) -> None:
-        extra = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {}) | (headers or {})
+    def _fail(
+        self, status: int, code: str, message: str, headers: dict[str, str] | None = None
+    ) -> None:
+        extra = (
+            {"X-Error-Message": message}
+            | ({"X-Error-Code": code} if code else {})
+            | (headers or {})
+        )
         self._send(status, json.dumps({"error": message}).encode(), extra)
 
-    def _send(self, status: int, data: bytes, headers: dict[str, str], *, cut: int | None = None) -> None:
+    def _send(
+        self, status: int, data: bytes, headers: dict[str, str], *, cut: int | None = None
+    ) -> None:
         self.send_response(status)
         for key, value in {"Content-Length": str(len(data)), **headers}.items():
             self.send_header(key, value)
@@ -181,7 +211,9 @@ class _Handler(BaseHTTPRequestHandler):
         sent = b"" if self.command == "HEAD" else data[:cut]
         path = unquote(urlsplit(self.path).path)
         part = self.headers.get("Range")
-        self.state.requests.append(Request(method=self.command, path=path, range=part, sent=len(sent)))
+        self.state.requests.append(
+            Request(method=self.command, path=path, range=part, sent=len(sent))
+        )
         try:
             self.wfile.write(sent)
         except (BrokenPipeError, ConnectionResetError):

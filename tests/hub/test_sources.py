@@ -26,7 +26,12 @@ def test_only_what_is_needed_is_fetched_and_once(machine: Machine, hub: Hub) -> 
     assert "model.safetensors" in recipe["files"]
     weights = hub.repositories[MODEL].folder / "model.safetensors"
     assert hub.content("/model.safetensors") == weights.stat().st_size
-    unwanted = ("pytorch_model.bin", "consolidated.safetensors", "model.gguf", "original/a.safetensors")
+    unwanted = (
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "model.gguf",
+        "original/a.safetensors",
+    )
     assert not [path for path in hub.paths("GET") if path.endswith(unwanted)]
     hub.requests.clear()
     again = machine.python("-m", "vexport", "quantize", MODEL, "again", *FP8, "--quiet")
@@ -40,7 +45,9 @@ def test_a_local_folder_asks_the_hub_for_nothing(machine: Machine, hub: Hub, lla
     assert not hub.requests
 
 
-def test_a_download_that_is_cut_off_goes_on_where_it_was(machine: Machine, hub: Hub, tmp_path: Path) -> None:
+def test_a_download_that_is_cut_off_goes_on_where_it_was(
+    machine: Machine, hub: Hub, tmp_path: Path
+) -> None:
     size, chunk = 25_000_000, 10 * 1024 * 1024  # huggingface_hub writes 10 MiB at once
     repository = tmp_path / "large"
     repository.mkdir()
@@ -51,7 +58,10 @@ def test_a_download_that_is_cut_off_goes_on_where_it_was(machine: Machine, hub: 
     with machine.connected():
         assert (resolve_source("acme/large") / "model.safetensors").stat().st_size == size
     parts = [one for one in hub.requests if one.path.endswith("/model.safetensors") and one.sent]
-    assert [(one.range, one.sent) for one in parts] == [(None, 15_000_000), (f"bytes={chunk}-", size - chunk)]
+    assert [(one.range, one.sent) for one in parts] == [
+        (None, 15_000_000),
+        (f"bytes={chunk}-", size - chunk),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +101,9 @@ def test_a_plan_reads_headers_only(machine: Machine, hub: Hub) -> None:
     assert (read.method, read.range) == ("GET", "bytes=0-99999")
     assert read.sent <= 100_000 < weights.stat().st_size
     local = machine.run("plan", hub.repositories[MODEL].folder, *FP8)
-    assert local.stdout.splitlines()[1:-1] == ran.stdout.splitlines()[1:-1]  # but for the names of the model
+    assert (
+        local.stdout.splitlines()[1:-1] == ran.stdout.splitlines()[1:-1]
+    )  # but for the names of the model
     assert ran.stdout.splitlines()[-1].split()[:4] == ["next", "vexport", "quantize", MODEL]
     hub.requests.clear()
     hub.ranges = False
@@ -111,7 +123,9 @@ def test_the_files_of_an_index_are_read(machine: Machine, hub: Hub, tmp_path: Pa
     for command in (("plan", "tests/sharded", *FP8), ("check", "tests/sharded")):
         hub.requests.clear()
         assert machine.run(*command).code in (0, 2)
-        read = {one.path.rpartition("/")[2] for one in hub.requests if one.path.endswith(".safetensors")}
+        read = {
+            one.path.rpartition("/")[2] for one in hub.requests if one.path.endswith(".safetensors")
+        }
         assert sorted(read) == names
 
 
@@ -129,7 +143,9 @@ def test_a_revision_is_one_of_the_hub_and_recorded(machine: Machine, hub: Hub) -
 
 
 def test_a_scenario_has_a_revision(tmp_path: Path) -> None:
-    text = "name: s\nsource: acme/llama\nrevision: v1\nrules: [{match: Linear, scheme: FP8_DYNAMIC}]\n"
+    text = (
+        "name: s\nsource: acme/llama\nrevision: v1\nrules: [{match: Linear, scheme: FP8_DYNAMIC}]\n"
+    )
     (tmp_path / "s.yaml").write_text(text)
     assert read_scenario(tmp_path / "s.yaml").source == "acme/llama@v1"
     (tmp_path / "s.yaml").write_text(text.replace("acme/llama", "."))
@@ -161,6 +177,11 @@ def test_without_network_a_whole_copy_in_the_cache_is_used(machine: Machine, hub
     assert "offline mode is enabled" in broken.stderr
 
 
-@pytest.mark.parametrize("name", ["/etc/x.json", "../x.json", "a/../../x.json", "//x.json", ".x.json"])
+@pytest.mark.parametrize(
+    "name", ["/etc/x.json", "../x.json", "a/../../x.json", "//x.json", ".x.json"]
+)
 def test_names_that_lead_elsewhere_are_no_files(name: str) -> None:
-    assert side_files([name, "config.json", "a/tokenizer.json"]) == ["a/tokenizer.json", "config.json"]
+    assert side_files([name, "config.json", "a/tokenizer.json"]) == [
+        "a/tokenizer.json",
+        "config.json",
+    ]

@@ -15,14 +15,20 @@ MODEL = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_no_engine_starts_without_the_data_and_offline_the_cache_has_them(machine: Machine, hub: Hub) -> None:
-    hub.repositories[CITIES] = Repository(folder=hub.repositories[DATA].folder, kind="datasets", gated=True)
+def test_no_engine_starts_without_the_data_and_offline_the_cache_has_them(
+    machine: Machine, hub: Hub
+) -> None:
+    hub.repositories[CITIES] = Repository(
+        folder=hub.repositories[DATA].folder, kind="datasets", gated=True
+    )
     task = (machine.folder / "task.yaml").read_text()
     for name in ("cities", "tools"):
         other = task.replace(DATA, f"acme/{name}").replace("hub_sums", name)
         (machine.folder / f"{name}.yaml").write_text(other)
     evaluate = ("eval", MODEL, "--accept", "accepted.json", "--limit", "5", "--task", "task.yaml")
-    ran = machine.python("-m", "vexport", *evaluate, "--task", "cities.yaml", "--task", "tools.yaml")
+    ran = machine.python(
+        "-m", "vexport", *evaluate, "--task", "cities.yaml", "--task", "tools.yaml"
+    )
     assert ran.code == 2, ran.stderr
     assert f"task data {DATA}" in ran.stderr
     assert [name for name in (DATA, CITIES, "acme/tools") if f"dataset {name}: " in ran.stderr] == [
@@ -31,18 +37,26 @@ def test_no_engine_starts_without_the_data_and_offline_the_cache_has_them(machin
     ]
     assert "gated" in ran.stderr
     assert not (machine.folder / "runs").exists()
-    assert len([path for path in hub.paths("GET") if DATA in path and path.endswith("/test.jsonl")]) == 1
+    assert (
+        len([path for path in hub.paths("GET") if DATA in path and path.endswith("/test.jsonl")])
+        == 1
+    )
     assert not [path for path in hub.paths() if "/demo/model" in path]
 
     hub.repositories[CITIES].gated = False
     cache = machine.folder / "cache" / "hub"
-    snapshot_download(CITIES, repo_type="dataset", cache_dir=cache, endpoint=hub.url)  # as `hf download` does
+    snapshot_download(
+        CITIES, repo_type="dataset", cache_dir=cache, endpoint=hub.url
+    )  # as `hf download` does
     hub.requests.clear()
     ran = machine.python("-m", "vexport", *evaluate, "--task", "cities.yaml", HF_HUB_OFFLINE="1")
     assert ran.code == 0, ran.stderr
     (results,) = (machine.folder / "runs/eval-model/candidate").glob("results_*.json")
     samples = json.loads(results.read_text())["n-samples"]
-    assert {name: sample["effective"] for name, sample in samples.items()} == {"hub_sums": 5, "cities": 5}
+    assert {name: sample["effective"] for name, sample in samples.items()} == {
+        "hub_sums": 5,
+        "cities": 5,
+    }
     assert not hub.requests
 
 

@@ -78,7 +78,9 @@ def renamed(new: Callable[[str], str | None]) -> Change:
     def apply(values: Tensors) -> None:
         old = dict(values)
         values.clear()
-        values.update({other: value for name, value in old.items() if (other := new(name)) is not None})
+        values.update(
+            {other: value for name, value in old.items() if (other := new(name)) is not None}
+        )
 
     return tensors(apply)
 
@@ -103,7 +105,11 @@ def copied(old: str, new: str) -> Change:
     """Store the tensors whose names begin so once more."""
     return tensors(
         lambda values: values.update(
-            {new + name.removeprefix(old): values[name].clone() for name in values if name.startswith(old)}
+            {
+                new + name.removeprefix(old): values[name].clone()
+                for name in values
+                if name.startswith(old)
+            }
         )
     )
 
@@ -111,7 +117,9 @@ def copied(old: str, new: str) -> Change:
 def each(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     """Replace all tensors whose names end so."""
     return tensors(
-        lambda values: values.update({name: change(values[name]) for name in values if name.endswith(ending)})
+        lambda values: values.update(
+            {name: change(values[name]) for name in values if name.endswith(ending)}
+        )
     )
 
 
@@ -175,7 +183,9 @@ def copied_group(*, first: bool = False, num_bits: int = 0) -> Change:
             node(group, ("weights",))["num_bits"] = num_bits
         quantization = node(whole, QUANTIZATION)
         groups = node(quantization, ("config_groups",))
-        quantization["config_groups"] = {"copy": group, **groups} if first else {**groups, "copy": group}
+        quantization["config_groups"] = (
+            {"copy": group, **groups} if first else {**groups, "copy": group}
+        )
 
     return json_config(change)
 

@@ -1,4 +1,6 @@
-"""Checkpoints of other quantization methods than compressed-tensors, and ways to spoil them or not to."""
+"""Checkpoints of other quantization methods than compressed-tensors, and ways to spoil them or not
+to.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
@@ -10,14 +12,34 @@ from tests.architectures.families import split
 from tests.checks.quant_methods import CHECKPOINTS, write
 from tests.checks.spoiled_methods import LAYER, SPOILED, quantization
 from tests.models import save_llama
-from tests.mutations.edits import WEIGHTS, Change, Tensors, all_of, drop, file_bytes, header, put, tensors
+from tests.mutations.edits import (
+    WEIGHTS,
+    Change,
+    Tensors,
+    all_of,
+    drop,
+    file_bytes,
+    header,
+    put,
+    tensors,
+)
 from tests.mutations.good import vary_norms
 from tests.mutations.recorded import FOLDER
 
 METHOD_RECORDS = FOLDER / "methods-0.32.0.jsonl"
-# What vLLM's CPU build has run of them: those for which it has kernels, or vexport stands in for one.
+# What vLLM's CPU build has run of them: those for which it has kernels, or vexport stands in for
+# one.
 RUN = (
-    *("gptq", "gptq_v2", "awq", "auto-round", "auto-round-mxfp4", "fp8-static", "fp8-dynamic", "fp8-block"),
+    *(
+        "gptq",
+        "gptq_v2",
+        "awq",
+        "auto-round",
+        "auto-round-mxfp4",
+        "fp8-static",
+        "fp8-dynamic",
+        "fp8-block",
+    ),
     *("quark-fp8", "quark-int8", "quark-int4", "quark-uint4", "quark-mxfp4", "modelopt-fp8"),
     "modelopt-nvfp4",
 )
@@ -30,7 +52,9 @@ Edit = Callable[[torch.Tensor], torch.Tensor]
 
 
 def write_methods(root: Path, names: Iterable[str] = CHECKPOINTS) -> Path:
-    """The sound checkpoints of these names, each in a folder of its name below `root`, and their source."""
+    """The sound checkpoints of these names, each in a folder of its name below `root`, and their
+    source.
+    """
     source = save_llama(root / SOURCE)
     vary_norms(source)
     for name in names:
@@ -69,7 +93,9 @@ def dropped(module: str, parameters: tuple[str, ...]) -> Change:
 
 def _worst(value: torch.Tensor) -> torch.Tensor:
     """A NaN in front; of exponents 255."""
-    flat = value.flatten().clone() if value.dtype == torch.uint8 else value.float().flatten().clone()
+    flat = (
+        value.flatten().clone() if value.dtype == torch.uint8 else value.float().flatten().clone()
+    )
     flat[0] = 255 if value.dtype == torch.uint8 else float("nan")
     return flat.reshape(value.shape).to(value.dtype)
 

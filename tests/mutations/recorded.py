@@ -1,4 +1,6 @@
-"""What the real vLLM did with each mutation, as scripts/mutations/record.py saw it; what does no harm."""
+"""What the real vLLM did with each mutation, as scripts/mutations/record.py saw it; what does no
+harm.
+"""
 
 import json
 from collections.abc import Mapping
@@ -13,13 +15,17 @@ PINNED_RECORDS = FOLDER / "vllm-0.32.0.jsonl"
 _ANOTHER_SCHEME = "a sound checkpoint of another scheme, weights and all"
 _SIXTEEN_BITS = "a scale moves by .4 % at most"
 _WHOLE = "a global scale of thousands, as a whole number"
-# Other answers, as near to the unquantized model's as those of the sound checkpoint: no loss to be found.
+# Other answers, as near to the unquantized model's as those of the sound checkpoint: no loss to be
+# found.
 AS_GOOD: Mapping[str, str] = {
-    "all weight_scale as bfloat16": "what others write; rounded afterwards it costs less than codes do",
+    "all weight_scale as bfloat16": "what others write; rounded afterwards it costs less than "
+    "codes do",
     "no inputs": _ANOTHER_SCHEME,
     "inputs of integers": _ANOTHER_SCHEME,
-    "k_scale and v_scale exchanged": "keys and values of one size: the scales differ by a hundredth",
-    "input_scale of down_proj tenfold": "e4m3 has exponents left: what is rounded away was next to nothing",
+    "k_scale and v_scale exchanged": "keys and values of one size: the scales differ by a "
+    "hundredth",
+    "input_scale of down_proj tenfold": "e4m3 has exponents left: what is rounded away was "
+    "next to nothing",
     "input_global_scale of o_proj as bfloat16": "what enters a layer moves by .4 % at most, alike",
     "input_global_scale of o_proj as float16": "what enters a layer moves by .05 % at most, alike",
     "weight_scale of o_proj as bfloat16": _SIXTEEN_BITS,
@@ -32,14 +38,19 @@ AS_GOOD: Mapping[str, str] = {
     "input_global_scale as int32": _WHOLE,
     "a code of -128": "one weight of a layer, by less than rounding takes from all of them",
 }
-# What a checkpoint says and vLLM does not read: it answers as before, and not with what the checkpoint means.
+# What a checkpoint says and vLLM does not read: it answers as before, and not with what the
+# checkpoint means.
 UNREAD: Mapping[tuple[str, str], str] = {
-    ("gptq", "columns in another order"): "g_idx is dropped: the columns take other columns' scales",
+    (
+        "gptq",
+        "columns in another order",
+    ): "g_idx is dropped: the columns take other columns' scales",
     ("gptq", "zero points that vLLM drops"): "8 is taken for all of them",
     ("awq", "another layout"): "codes packed by GEMV are unpacked as GEMM packs them",
     ("quark-fp8", "a scale of keys that is zero"): "the CPU's KV cache is not quantized",
 }
-# Wrong scales of inputs, as large as inputs could be: only text that runs through the model shows it.
+# Wrong scales of inputs, as large as inputs could be: only text that runs through the model shows
+# it.
 ONLY_RUNNING_SHOWS = {
     "FP8: input_scale of down_proj thousandfold: wrong",
     "FP8: input_scale of down_proj times 10000: wrong",
@@ -55,18 +66,19 @@ ONLY_LOADERS_SHOW = {
     *(f"{good}: dtype auto: raises" for good in ("FP8_BLOCK", "W4A16_ASYM of Gemma")),
     "FP8_BLOCK: activation null: raises",
 }
-# Up to this multiple of the sound checkpoint's divergence from the unquantized model answers are as near.
+# Up to this multiple of the sound checkpoint's divergence from the unquantized model answers are as
+# near.
 AS_NEAR = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One mutation: `outcome` is "raises", "wrong" (loads and answers otherwise) or "alike"; "loads" where
-    only a dry load was asked, which computes nothing.
+    """One mutation: `outcome` is "raises", "wrong" (loads and answers otherwise) or "alike";
+    "loads" where only a dry load was asked, which computes nothing.
 
-    `detail` is vLLM's message, or the largest difference of a log-probability. `further` is how far the
-    answers are from the unquantized model's (mean KL divergence) as a multiple of how far the sound
-    checkpoint's are, where that was recorded.
+    `detail` is vLLM's message, or the largest difference of a log-probability. `further` is how far
+    the answers are from the unquantized model's (mean KL divergence) as a multiple of how far the
+    sound checkpoint's are, where that was recorded.
     """
 
     good: str
@@ -86,7 +98,10 @@ def read_records(file: Path = PINNED_RECORDS) -> list[Record]:
 def write_record(record: Record, file: Path) -> None:
     """Add a record, in the place of the one that there is of this mutation."""
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-    line = json.dumps({key: value for key, value in asdict(record).items() if value is not None}) + "\n"
+    line = (
+        json.dumps({key: value for key, value in asdict(record).items() if value is not None})
+        + "\n"
+    )
     start = json.dumps({"good": record.good, "name": record.name})[:-1] + ","
     places = [number for number, known in enumerate(lines) if known.startswith(start)]
     for number in places or [len(lines)]:

@@ -11,7 +11,13 @@ from tests.models import problems
 from tests.mutations.edits import Change, forget_digests
 from tests.mutations.good import GOOD, source_of, write_good
 from tests.mutations.kinds import PARTS, mutations
-from tests.mutations.methods import METHOD_RECORDS, RUN_RECORDS, SOURCE, method_mutations, write_methods
+from tests.mutations.methods import (
+    METHOD_RECORDS,
+    RUN_RECORDS,
+    SOURCE,
+    method_mutations,
+    write_methods,
+)
 from tests.mutations.recorded import (
     AS_GOOD,
     ONLY_LOADERS_SHOW,
@@ -28,16 +34,20 @@ from vexport.fidelity.compare import against
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """The sound checkpoints below `root`, a folder for one that is spoiled, whether all records are asked."""
+    """The sound checkpoints below `root`, a folder for one that is spoiled, whether all records are
+    asked.
+    """
 
     root: Path
     scratch: Path
     whole: bool
 
     def agree(self, every: Sequence[Record], kind: Callable[[Record], object]) -> None:
-        """Compare the check with a sample of records (all with --whole), but for what recorded.py lists.
+        """Compare the check with a sample of records (all with --whole), but for what recorded.py
+        lists.
 
-        What only a dry load has accepted is not counted: it computes nothing. Nor is what vLLM does not read.
+        What only a dry load has accepted is not counted: it computes nothing. Nor is what vLLM does
+        not read.
         """
         sampled: dict[object, Record] = {}
         for record in every:
@@ -47,14 +57,19 @@ class Bench:
         named = {f"{record.good}: {record.name}: {record.outcome}": record for record in records}
         counted = {name: record for name, record in named.items() if is_counted(record)}
         answers = {name: self._answer(record) for name, record in counted.items()}
-        harmful = {name for name, record in counted.items() if record.outcome in ("raises", "wrong")}
+        harmful = {
+            name for name, record in counted.items() if record.outcome in ("raises", "wrong")
+        }
         as_good = {name for name, record in counted.items() if is_as_good(record)}
         missed = {name for name in harmful - as_good if answers[name] == "passes"}
         print(
-            f"{len(records)} mutations, {len(counted)} counted, {len(harmful)} harmful, {len(missed)} missed"
+            f"{len(records)} mutations, {len(counted)} counted, {len(harmful)} harmful, "
+            f"{len(missed)} missed"
         )
         assert missed == (ONLY_RUNNING_SHOWS | ONLY_LOADERS_SHOW) & named.keys()
-        assert [name for name, answer in answers.items() if answer == "fails" and name not in harmful] == []
+        assert [
+            name for name, answer in answers.items() if answer == "fails" and name not in harmful
+        ] == []
 
     def _answer(self, record: Record) -> str:
         """Make a mutation: the check fails it, fails it with the source, or passes it."""
@@ -99,7 +114,9 @@ def test_sound_checkpoints_are_clean(bench: Bench, name: str) -> None:
 def test_errors_are_what_vllm_refuses_or_answers_wrongly(bench: Bench) -> None:
     """Of each mutation one record, and of each kind in each scheme one of every answer."""
     made = {(good, name): part for good in GOOD for part in PARTS for name, _ in part(GOOD[good])}
-    bench.agree(read_records(), lambda record: (made[record.good, record.name], GOOD[record.good].scheme))
+    bench.agree(
+        read_records(), lambda record: (made[record.good, record.name], GOOD[record.good].scheme)
+    )
 
 
 @pytest.mark.slow
@@ -117,7 +134,11 @@ def test_every_limit_is_of_a_recorded_mutation() -> None:
 
 @pytest.mark.parametrize(
     ("file", "made"),
-    [(PINNED_RECORDS, mutations), (METHOD_RECORDS, method_mutations), (RUN_RECORDS, method_mutations)],
+    [
+        (PINNED_RECORDS, mutations),
+        (METHOD_RECORDS, method_mutations),
+        (RUN_RECORDS, method_mutations),
+    ],
 )
 def test_every_record_is_of_a_mutation_that_is_still_made(
     file: Path, made: Callable[[str], Mapping[str, Change]]

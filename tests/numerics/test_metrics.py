@@ -1,4 +1,6 @@
-"""Distances between tensors and between distributions, against scipy, also where a value is not finite."""
+"""Distances between tensors and between distributions, against scipy, also where a value is not
+finite.
+"""
 
 import math
 import os
@@ -38,7 +40,11 @@ def test_parts_add_up() -> None:
     other = exact.round(decimals=1)
     parts = quantization_error(exact[:20], other[:20]) + quantization_error(exact[20:], other[20:])
     whole = quantization_error(exact, other)
-    assert parts.sqnr_db == whole.sqnr_db == pytest.approx(20 * math.log10(1 / whole.relative), abs=1e-3)
+    assert (
+        parts.sqnr_db
+        == whole.sqnr_db
+        == pytest.approx(20 * math.log10(1 / whole.relative), abs=1e-3)
+    )
     assert sqnr_db(100.0, 1.0) == 20
     assert sqnr_db(1.0, 0.0) == EXACT_DB
     assert sqnr_db(0.0, 1.0) == -EXACT_DB
@@ -91,7 +97,9 @@ def python(package: Path, folder: Path, *arguments: object) -> subprocess.Comple
     changes = {"PYTHONPATH": str(package.parent), "NUMBA_CACHE_DIR": str(folder / "cache")}
     command = [sys.executable, *map(str, arguments)]
     environment = {**os.environ, **changes}
-    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=folder, env=environment)
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, cwd=folder, env=environment
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""The names of llm-compressor's documents, old and new: each works here, or is refused with its replacement.
+"""The names of llm-compressor's documents, old and new: each works here, or is refused with its
+replacement.
 
 Golden values are formulas of the documents in plain torch, or compressed-tensors' own functions.
 """
@@ -28,7 +29,11 @@ BLOCK = QuantArgs(num_bits=8, type="float", strategy="block", block_structure=(8
 TOKEN = QuantArgs(num_bits=8, type="int", strategy="token")
 HEAD = QuantArgs(num_bits=8, type="float", strategy="attn_head")
 NVFP4 = QuantArgs(
-    num_bits=4, type="float", strategy="tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn"
+    num_bits=4,
+    type="float",
+    strategy="tensor_group",
+    group_size=16,
+    scale_dtype="torch.float8_e4m3fn",
 )
 OF_WEIGHTS = [TENSOR, CHANNEL, GROUP, BLOCK, NVFP4]
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -177,7 +182,9 @@ def test_overridden_methods_decide_weights(kind: type[Observer], args: QuantArgs
     plain = load_observer("memoryless_minmax", "weight", args)
     if args.strategy == "tensor_group" and kind in OF_WHOLE:
         plain(weight)
-        torch.testing.assert_close(qparams["global_scale"], plain.qparams()["global_scale"], rtol=0, atol=0)
+        torch.testing.assert_close(
+            qparams["global_scale"], plain.qparams()["global_scale"], rtol=0, atol=0
+        )
         expected = (plain.qparams()["scale"] / 2).to(torch.float8_e4m3fn).float()
         torch.testing.assert_close(qparams["scale"], expected, rtol=0.07, atol=0)
         return
@@ -187,7 +194,9 @@ def test_overridden_methods_decide_weights(kind: type[Observer], args: QuantArgs
         assert (found is None) == (expected_value is None)
         if expected_value is not None:
             torch.testing.assert_close(found, expected_value, rtol=1e-6, atol=0)
-    torch.testing.assert_close(observer.max_vals.abs().amax(), (weight / 2).abs().amax(), rtol=0.07, atol=0)
+    torch.testing.assert_close(
+        observer.max_vals.abs().amax(), (weight / 2).abs().amax(), rtol=0.07, atol=0
+    )
 
 
 @pytest.mark.parametrize("kind", [*HALVING, HalvedAlong])
@@ -297,7 +306,9 @@ def test_a_hook_after_scales_alone() -> None:
 
 
 class Global(Observer):
-    """A global scale of its own, a quarter of the usual; scales relative to it are the usual ones."""
+    """A global scale of its own, a quarter of the usual; scales relative to it are the usual
+    ones.
+    """
 
     def calculate_gparam(self, observed: torch.Tensor) -> torch.Tensor:
         return 448 * 6 / (4 * observed.abs().max())
@@ -321,7 +332,9 @@ def test_an_overridden_global_scale(base_name: str) -> None:
 def test_fused_layers_share_what_overrides_say() -> None:
     weights = normal(8, 32), normal(8, 32, seed=1) * 5
     for args in (NVFP4, replace(TENSOR, type="float")):
-        own, plain = ([kind("weight", args) for _ in weights] for kind in (Halved, MemorylessMinMaxObserver))
+        own, plain = (
+            [kind("weight", args) for _ in weights] for kind in (Halved, MemorylessMinMaxObserver)
+        )
         for observers in (own, plain):
             Observer.fuse(observers)
             for observer, weight in zip(observers, weights, strict=True):
@@ -382,7 +395,9 @@ def test_wrong_scales_of_an_override_are_refused() -> None:
         def calculate_qparams(self, observed: torch.Tensor, reduce_dims: object = None) -> Pair:  # type: ignore[override]
             return torch.ones(1)  # type: ignore[return-value]
 
-    with pytest.raises(ValueError, match=r"Wrong: weight: got scales of shape \(1,\), need \(4, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"Wrong: weight: got scales of shape \(1,\), need \(4, 1\)"
+    ):
         Wrong("weight", CHANNEL)(normal(4, 8))
     with pytest.raises(ValueError, match="got Tensor, need a scale and a zero point"):
         Nothing("weight", TENSOR)(normal(4, 8))
@@ -402,7 +417,9 @@ def test_older_constructors() -> None:
         assert isinstance(latest, tuple)
         assert torch.equal(latest[0], scale)
         assert torch.equal(latest[1], zero_point)
-    searching = MovingAverageMSEObserver(TENSOR, maxshrink=0.5, patience=7, averaging_constant=0.1, grid=50.0)
+    searching = MovingAverageMSEObserver(
+        TENSOR, maxshrink=0.5, patience=7, averaging_constant=0.1, grid=50.0
+    )
     same = load_observer("mse", "weight", TENSOR, {"maxshrink": 0.5, "patience": 7, "grid": 50.0})
     assert searching.averaging_constant == 0.1
     assert torch.equal(searching(weight)[0], same(weight)[0])
@@ -440,7 +457,9 @@ class Mine(Observer):
         tensor_id: object = None,
         global_scale: torch.Tensor | None = None,
     ) -> Pair:
-        scale, zero_point = super().calculate_qparams(observed, reduce_dims, tensor_id, global_scale)
+        scale, zero_point = super().calculate_qparams(
+            observed, reduce_dims, tensor_id, global_scale
+        )
         return scale * self.part, zero_point
 
 
@@ -477,7 +496,9 @@ def test_the_older_calls() -> None:
         along, zeros = load_observer(name, "weight", CHANNEL).get_qparams_along_dim(weight, 0)
         torch.testing.assert_close(along, weight.abs().amax(1, keepdim=True) / 127.5)
         assert zeros.shape == (8, 1)
-    both, _ = load_observer("minmax", "weight", CHANNEL).get_qparams_along_dim(normal(2, 3, 4), {0, 1})
+    both, _ = load_observer("minmax", "weight", CHANNEL).get_qparams_along_dim(
+        normal(2, 3, 4), {0, 1}
+    )
     assert both.shape == (2, 3, 1)
     answer = load_observer("minmax", "weight", CHANNEL)(weight)
     assert torch.equal(answer[0], answer.get_qparams()["scale"])
@@ -611,7 +632,9 @@ def test_uniform_weights_get_a_fitted_global_scale() -> None:
         if fitted:
             fit_global_scale(observers)
         assert torch.equal(*(observer.qparams()["global_scale"] for observer in observers))  # type: ignore[arg-type]
-        losses.append(sum(loss(each, weight) for each, weight in zip(observers, weights, strict=True)))
+        losses.append(
+            sum(loss(each, weight) for each, weight in zip(observers, weights, strict=True))
+        )
     assert losses[1] < losses[0]
 
 

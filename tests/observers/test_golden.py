@@ -69,8 +69,11 @@ def test_min_max_in_float32_is_the_peers_within_its_rounding(name: str) -> None:
         if case.observer != name:
             continue
         observer = observe(case)
-        # Stored scales have three bits of mantissa or are powers of two: a rounding apart is a step.
-        stored = {"torch.float8_e4m3fn": 0.13, "torch.uint8": 1.0}.get(str(case.args.get("scale_dtype")), 0.0)
+        # Stored scales have three bits of mantissa or are powers of two: a rounding apart is a
+        # step.
+        stored = {"torch.float8_e4m3fn": 0.13, "torch.uint8": 1.0}.get(
+            str(case.args.get("scale_dtype")), 0.0
+        )
         low, high = observer.range()
         for key, value in {"low": low, "high": high, **observer.get_qparams()}.items():
             expected = VALUES.get(f"{number}.{key}")
@@ -82,7 +85,12 @@ def test_min_max_in_float32_is_the_peers_within_its_rounding(name: str) -> None:
 
 def require_close(case: Case, value: object, expected: object, tolerance: float) -> None:
     torch.testing.assert_close(
-        value, expected, rtol=tolerance, atol=0.0, check_dtype=False, msg=lambda text: f"{case}: {text}"
+        value,
+        expected,
+        rtol=tolerance,
+        atol=0.0,
+        check_dtype=False,
+        msg=lambda text: f"{case}: {text}",
     )
 
 

@@ -1,4 +1,6 @@
-"""What observers do besides their formulas: names, keywords, tokens, importance, activation ordering."""
+"""What observers do besides their formulas: names, keywords, tokens, importance, activation
+ordering.
+"""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -26,7 +28,11 @@ GROUP = QuantArgs(num_bits=4, type="int", strategy="group", group_size=4)
 BLOCK = QuantArgs(num_bits=8, type="float", strategy="block", block_structure=(2, 8))
 TENSOR = QuantArgs(num_bits=8, type="float", strategy="tensor")
 NVFP4 = QuantArgs(
-    num_bits=4, type="float", strategy="tensor_group", group_size=16, scale_dtype="torch.float8_e4m3fn"
+    num_bits=4,
+    type="float",
+    strategy="tensor_group",
+    group_size=16,
+    scale_dtype="torch.float8_e4m3fn",
 )
 
 
@@ -43,7 +49,9 @@ def test_what_is_unknown_is_an_error_that_lists_what_is_known() -> None:
         load_observer("minmax", "weight", replace(CHANNEL, observer_kwargs={"norm": 2.0}))
     with pytest.raises(ValueError, match="norm: got 2.0, need no keyword"):
         Observer.load_from_registry("static_minmax", base_name="input", args=TENSOR, norm=2.0)
-    with pytest.raises(ValueError, match="grid: got 0, need a finite positive number; norm: got -1"):
+    with pytest.raises(
+        ValueError, match="grid: got 0, need a finite positive number; norm: got -1"
+    ):
         Observer.load_from_registry("mse", base_name="weight", args=CHANNEL, grid=0, norm=-1)
     with pytest.raises(ValueError, match="grid: got 'many', need a number"):
         Observer.load_from_registry("mse", base_name="weight", args=CHANNEL, grid="many")
@@ -198,7 +206,9 @@ def test_without_importance_errors_are_weighted_alike_after_one_warning(args: Qu
 
 @pytest.mark.parametrize("name", ["memoryless_minmax", "memoryless_mse", "nvfp4_expanded_mse"])
 @pytest.mark.parametrize("args", [NVFP4, GROUP, CHANNEL, TENSOR])
-def test_tiles_do_not_change_the_result(name: str, args: QuantArgs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_do_not_change_the_result(
+    name: str, args: QuantArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight = normal(33, 64)
     whole = load_observer(name, "weight", args)(weight).get_qparams()["scale"]
     monkeypatch.setattr("vexport.observers.flatten.TILE_ELEMENTS", 256)
@@ -213,7 +223,11 @@ def test_patience_counts_over_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     for elements in (1 << 20, 64):
         monkeypatch.setattr("vexport.observers.flatten.TILE_ELEMENTS", elements)
         observer = Observer.load_from_registry(
-            "memoryless_mse", base_name="weight", args=replace(CHANNEL, num_bits=4), maxshrink=0.9, patience=2
+            "memoryless_mse",
+            base_name="weight",
+            args=replace(CHANNEL, num_bits=4),
+            maxshrink=0.9,
+            patience=2,
         )
         results.append(observer(weight).range()[1])
     assert torch.equal(*results)
@@ -246,7 +260,11 @@ def test_names_are_looked_up_as_the_peer_does() -> None:
     class TestNamedByItself(MemorylessMinMaxObserver):
         """Its own name."""
 
-    for name, kind in (("test_wide", Wide), ("Test-Wider", Wide), ("testnamedbyitself", TestNamedByItself)):
+    for name, kind in (
+        ("test_wide", Wide),
+        ("Test-Wider", Wide),
+        ("testnamedbyitself", TestNamedByItself),
+    ):
         assert type(load_observer(name, "weight", CHANNEL)) is kind
     with pytest.raises(ValueError, match="a second class of that name"):
         Observer.register("minmax")(Wide)
@@ -259,7 +277,10 @@ class Quantile(Observer):
 
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         keep = float((self.args.observer_kwargs or {}).get("keep", 1.0))
-        low, high = torch.amin(observed, dim=(0, -1)) * keep, torch.amax(observed, dim=(0, -1)) * keep
+        low, high = (
+            torch.amin(observed, dim=(0, -1)) * keep,
+            torch.amax(observed, dim=(0, -1)) * keep,
+        )
         if self.has_statistics:
             low, high = torch.minimum(low, self.min_vals), torch.maximum(high, self.max_vals)
         self.min_vals, self.max_vals = low, high

@@ -20,7 +20,9 @@ CHANNEL = QuantArgs(num_bits=8, type="int", strategy="channel")
 
 def samples() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
-    return [(torch.randn(7, 32, generator=generator) * (n + 1)).to(torch.bfloat16) for n in range(6)]
+    return [
+        (torch.randn(7, 32, generator=generator) * (n + 1)).to(torch.bfloat16) for n in range(6)
+    ]
 
 
 def share(rank: int) -> list[torch.Tensor]:
@@ -35,7 +37,10 @@ def observed(name: str, args: QuantArgs, values: list[torch.Tensor]) -> Observer
 
 
 def gathered(values: list[torch.Tensor]) -> IMatrixMSEObserver:
-    observer, layer = IMatrixMSEObserver("weight", CHANNEL), torch.nn.Linear(32, 2, dtype=torch.bfloat16)
+    observer, layer = (
+        IMatrixMSEObserver("weight", CHANNEL),
+        torch.nn.Linear(32, 2, dtype=torch.bfloat16),
+    )
     observer.attach(layer)
     for value in values:
         layer(value)
@@ -117,7 +122,9 @@ class DeclaredNothing(Declared):
 
 
 def check_declared(rank: int) -> None:
-    """Each attribute is reduced by its own operation; a rank that saw nothing gets the others' values."""
+    """Each attribute is reduced by its own operation; a rank that saw nothing gets the others'
+    values.
+    """
     parts = [torch.stack(share(other)) for other in range(RANKS)]
     observer = Declared("input", TENSOR)
     observer(parts[rank])
@@ -156,9 +163,17 @@ def test_declared_reductions(operation: object, value: float) -> None:
 
 def run_rank(rank: int, store: str) -> None:
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS
+    )
     try:
-        for check in (check_extremes, check_averages, check_importance, check_memoryless, check_declared):
+        for check in (
+            check_extremes,
+            check_averages,
+            check_importance,
+            check_memoryless,
+            check_declared,
+        ):
             check(rank)
     finally:
         distributed.destroy_process_group()

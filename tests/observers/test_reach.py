@@ -45,14 +45,25 @@ def extremes_of_samples(llama: Path, text: Path) -> Sequence[float]:
 
 
 def test_inputs_are_observed_as_asked_for(llama: Path, text: Path, tmp_path: Path) -> None:
-    """By an option, a rule and a recipe; the moving average is the one over the samples in order."""
+    """By an option, a rule and a recipe; the moving average is the one over the samples in
+    order.
+    """
     options = ("--calibration", text, "--samples", "5")
     for name in ("static_minmax", "MinMax"):
         ran = vexport(
-            "quantize", llama, tmp_path / name, "--scheme", "FP8", "--input-observer", name, *options
+            "quantize",
+            llama,
+            tmp_path / name,
+            "--scheme",
+            "FP8",
+            "--input-observer",
+            name,
+            *options,
         )
         assert ran.code == 0, ran.stderr
-    (tmp_path / "recipe.yaml").write_text("QuantizationModifier: {scheme: FP8, input_observer: minmax}\n")
+    (tmp_path / "recipe.yaml").write_text(
+        "QuantizationModifier: {scheme: FP8, input_observer: minmax}\n"
+    )
     recipe = ("--recipe", tmp_path / "recipe.yaml", "--ignore", "lm_head")
     ran = vexport("quantize", llama, tmp_path / "recipe", *recipe, *options)
     assert ran.code == 0, ran.stderr
@@ -70,9 +81,9 @@ def test_inputs_are_observed_as_asked_for(llama: Path, text: Path, tmp_path: Pat
     newest = input_scales(tmp_path / "last")
     for scales, expected in ((averaged, average), (running, max(seen)), (newest, seen[-1])):
         assert scales[key] == pytest.approx(expected / 448, rel=0.01)
-    (group,) = yaml.safe_load((tmp_path / "last" / "config.json").read_text())["quantization_config"][
-        "config_groups"
-    ].values()
+    (group,) = yaml.safe_load((tmp_path / "last" / "config.json").read_text())[
+        "quantization_config"
+    ]["config_groups"].values()
     assert group["input_activations"]["observer"] == "minmax"
     assert group["input_activations"]["observer_kwargs"] == {"averaging_constant": 1.0}
     assert vexport("check", tmp_path / "last").code == 0
@@ -80,7 +91,9 @@ def test_inputs_are_observed_as_asked_for(llama: Path, text: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("name", FOR_INPUTS)
 @pytest.mark.parametrize("scheme", ["FP8", "NVFP4"])
-def test_every_observer_of_inputs(name: str, scheme: str, llama: Path, text: Path, tmp_path: Path) -> None:
+def test_every_observer_of_inputs(
+    name: str, scheme: str, llama: Path, text: Path, tmp_path: Path
+) -> None:
     rule = Rule(match="Linear", scheme=scheme, input_observer=name, rounding="nearest")
     quantize(llama, tmp_path / "out", rules=[rule], calibration=str(text))
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -101,7 +114,10 @@ def test_every_keyword_of_an_observer_is_read(name: str, tmp_path: Path) -> None
     rule = {"match": "Linear", "scheme": "W4A16", "observer": name, "observer_kwargs": given}
     assert Rule.model_validate(rule).observer_kwargs == given
     wrong = {**rule, "observer_kwargs": {**{key: -1 for key in given}, "numerics": "reference"}}
-    with pytest.raises(Exception, match="observer_kwargs") as caught, problems_at("scenario.yaml: rules.0"):
+    with (
+        pytest.raises(Exception, match="observer_kwargs") as caught,
+        problems_at("scenario.yaml: rules.0"),
+    ):
         Rule.model_validate(wrong)
     lines = str(caught.value).splitlines()
     assert len(lines) == len(given) + 1
@@ -113,7 +129,10 @@ def test_every_keyword_of_an_observer_is_read(name: str, tmp_path: Path) -> None
     [
         ("{scheme: FP8_DYNAMIC, input_observer: minmax}", "need a scheme with static"),
         ("{scheme: W4A16, input_observer: minmax}", "leaves its inputs as they are"),
-        ("{scheme: FP8, input_observer: imatrix_mse}", "importance is that of a weight's input channels"),
+        (
+            "{scheme: FP8, input_observer: imatrix_mse}",
+            "importance is that of a weight's input channels",
+        ),
         ("{scheme: FP8_BLOCK, observer: imatrix_mse}", "one scale a block"),
         ("{scheme: FP8, observer: msse}", "did you mean mse?"),
         ("{scheme: FP8, input_observer: mse, input_observer_kwargs: {grids: 9}}", "_kwargs.grids"),
@@ -122,7 +141,9 @@ def test_every_keyword_of_an_observer_is_read(name: str, tmp_path: Path) -> None
         ("{scheme: FP8, observer: 'nowhere.of:It'}", "ModuleNotFoundError"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_place(rule: str, words: str, llama: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused_with_its_place(
+    rule: str, words: str, llama: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "scenario.yaml"
     path.write_text(f"name: a\nsource: {llama}\nrules:\n  - {{match: Linear, {rule[1:]}\n")
     ran = vexport("plan", path)
@@ -131,15 +152,21 @@ def test_what_cannot_be_is_refused_with_its_place(rule: str, words: str, llama: 
     assert "rules.0" in ran.stderr or "rule 'Linear': observer" in ran.stderr
 
 
-def test_an_observer_of_another_package(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_observer_of_another_package(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The page's class by package.module:Class: half the range, half the scale."""
     page = Path(__file__).parents[2] / "vexport" / "docs" / "observers.md"
-    code = page.read_text(encoding="utf-8").partition("## An observer of your own")[2].split("```")[1]
+    code = (
+        page.read_text(encoding="utf-8").partition("## An observer of your own")[2].split("```")[1]
+    )
     (tmp_path / "halves.py").write_text(code.removeprefix("python"))
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for name, out in (("halves:HalfRange", "half"), ("memoryless_minmax", "whole")):
-        ran = vexport("quantize", llama, tmp_path / out, "--scheme", "FP8_DYNAMIC", "--observer", name)
+        ran = vexport(
+            "quantize", llama, tmp_path / out, "--scheme", "FP8_DYNAMIC", "--observer", name
+        )
         assert ran.code == 0, ran.stderr
     half, whole = (load_file(tmp_path / out / "model.safetensors") for out in ("half", "whole"))
     key = f"{LAYER}.weight_scale"
@@ -153,7 +180,9 @@ from vexport.observers import Observer
 
 class Halved(Observer):
     def calculate_qparams(self, observed, reduce_dims=None, tensor_id=None, global_scale=None):
-        scale, zero_point = super().calculate_qparams(observed, reduce_dims, tensor_id, global_scale)
+        scale, zero_point = super().calculate_qparams(
+            observed, reduce_dims, tensor_id, global_scale
+        )
         return scale / 2, zero_point
 
 
@@ -166,7 +195,9 @@ class Ignored(Observer):
 def test_observers_of_the_older_documents(
     llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half the scale of weights and inputs; a method that nothing calls is refused with its replacement."""
+    """Half the scale of weights and inputs; a method that nothing calls is refused with its
+    replacement.
+    """
     (tmp_path / "older.py").write_text(OLDER)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

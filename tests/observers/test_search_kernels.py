@@ -1,7 +1,7 @@
 """The compiled searches against a plain float64 search over all candidates.
 
-Choices may differ where two candidates are equal to rounding, so it is the error of the choice that is
-compared: never above the least error by more than TOLERANCE.
+Choices may differ where two candidates are equal to rounding, so it is the error of the choice that
+is compared: never above the least error by more than TOLERANCE.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,7 +49,9 @@ def heavy_tailed(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> 
     return torch.where(outliers, weight * 8, weight).to(dtype)
 
 
-def rounded_float(scaled: Doubles, largest: float, smallest_exponent: int, mantissa_bits: int) -> Doubles:
+def rounded_float(
+    scaled: Doubles, largest: float, smallest_exponent: int, mantissa_bits: int
+) -> Doubles:
     exponent = np.frexp(scaled)[1] - 1
     step = np.exp2(np.maximum(exponent, smallest_exponent) - mantissa_bits)
     return np.asarray(np.clip(np.rint(scaled / step) * step, -largest, largest))
@@ -68,7 +70,9 @@ def as_stored(scale: np.float32, form: NumberFormat) -> np.float32:
     return np.float32(stored.float().item())
 
 
-def errors_of_range(values: Doubles, low: np.float32, high: np.float32, form: NumberFormat) -> Doubles:
+def errors_of_range(
+    values: Doubles, low: np.float32, high: np.float32, form: NumberFormat
+) -> Doubles:
     """|q - x| of every value with the float32 scale and zero point of a range."""
     low, high = np.minimum(low, np.float32(0)), np.maximum(high, np.float32(0))
     least, most = float(form.low), float(form.high)
@@ -77,7 +81,9 @@ def errors_of_range(values: Doubles, low: np.float32, high: np.float32, form: Nu
         scale = as_stored(np.float32(np.float32(high - low) / np.float32(most - least)), form)
         zero = float(np.clip(np.rint(np.float32(least) - low / scale), least, most))
     else:
-        scale = as_stored(np.float32(max(abs(low), abs(high)) / np.float32((most - least) / 2)), form)
+        scale = as_stored(
+            np.float32(max(abs(low), abs(high)) / np.float32((most - least) / 2)), form
+        )
     step = float(scale) or 2.0**-23
     scaled = values / step + zero
     rounded = FLOATS[form](scaled) if form in FLOATS else np.clip(np.rint(scaled), least, most)
@@ -93,7 +99,9 @@ def assert_least_error(
     expand: float = 1.0,
     importance: torch.Tensor | None = None,
 ) -> None:
-    found = search_grid_groups(groups, form, shrinks, norm=norm, expand=expand, importance=importance)
+    found = search_grid_groups(
+        groups, form, shrinks, norm=norm, expand=expand, importance=importance
+    )
     lows, highs = (end.numpy() for end in ranges_of_groups(groups))
     factors = np.asarray(shrinks, dtype=np.float32)
     for group, values in enumerate(groups.double().numpy()):
@@ -101,8 +109,12 @@ def assert_least_error(
         if expand == 1.0:
             assert (lows[group], highs[group]) == (low, high)
         assert (float(found.low[group]), float(found.high[group])) == (float(low), float(high))
-        distances = [errors_of_range(values, low * factor, high * factor, form) for factor in factors]
-        weights = 1.0 if importance is None else importance[group % importance.shape[0]].double().numpy()
+        distances = [
+            errors_of_range(values, low * factor, high * factor, form) for factor in factors
+        ]
+        weights = (
+            1.0 if importance is None else importance[group % importance.shape[0]].double().numpy()
+        )
         errors = [float((weights * distance**norm).sum()) for distance in distances]
         assert errors[found.step[group]] <= min(errors) * (1 + TOLERANCE)
 
@@ -110,9 +122,19 @@ def assert_least_error(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("size", "form"),
-    [(128, INT4), (32, INT4_ASYMMETRIC), (16, E2M1), (1536, INT8), (1536, E4M3), (3 * 1536, E4M3), (7, INT8)],
+    [
+        (128, INT4),
+        (32, INT4_ASYMMETRIC),
+        (16, E2M1),
+        (1536, INT8),
+        (1536, E4M3),
+        (3 * 1536, E4M3),
+        (7, INT8),
+    ],
 )
-def test_the_error_is_the_least_of_all_candidates(size: int, form: NumberFormat, dtype: torch.dtype) -> None:
+def test_the_error_is_the_least_of_all_candidates(
+    size: int, form: NumberFormat, dtype: torch.dtype
+) -> None:
     weight = heavy_tailed(6 if size > 1536 else 7, min(1536, 24 * size), dtype)
     assert_least_error(weight.reshape(-1, size), form)
     assert_least_error(weight.reshape(1, -1), form)
@@ -124,7 +146,9 @@ def test_expanded_subnormal_and_turned_groups_and_another_dtype() -> None:
     weight = heavy_tailed(128, 64, torch.bfloat16)
     assert_least_error(weight.T, INT4)
     groups = heavy_tailed(8, 128, torch.float32)
-    found, other = (search_grid_groups(each, INT4, SHRINKS, norm=2.4) for each in (groups, groups.double()))
+    found, other = (
+        search_grid_groups(each, INT4, SHRINKS, norm=2.4) for each in (groups, groups.double())
+    )
     assert torch.equal(found.step, other.step)
 
 
@@ -172,13 +196,17 @@ def test_the_first_of_equal_candidates_is_taken(dtype: torch.dtype) -> None:
     assert not found.step.any()
     assert found.improved == [True] + [False] * 19
     zeros = torch.zeros(2, 2, 16, dtype=dtype)
-    scales = block_scales(zeros, torch.ones(1), Search(factors=(1.0,), expand=1.8, norm=2.4, patience=0))
+    scales = block_scales(
+        zeros, torch.ones(1), Search(factors=(1.0,), expand=1.8, norm=2.4, patience=0)
+    )
     assert (scales == 0.125).all()
 
 
 def test_a_step_improved_when_it_was_the_best_so_far_for_a_group() -> None:
     groups = heavy_tailed(5, 128, torch.float32)
-    flags = [search_grid_groups(group.unsqueeze(0), INT4, SHRINKS, norm=2.4).improved for group in groups]
+    flags = [
+        search_grid_groups(group.unsqueeze(0), INT4, SHRINKS, norm=2.4).improved for group in groups
+    ]
     together = search_grid_groups(groups, INT4, SHRINKS, norm=2.4).improved
     assert together == [any(column) for column in zip(*flags, strict=True)]
 
@@ -205,7 +233,9 @@ def test_the_nvfp4_error_is_the_least_of_all_candidates(
     # With a unit, another layer of the fusion group has the largest value: scales become subnormal.
     global_scale = torch.tensor(2688.0 * unit) / weight.abs().max().float()
     importance = (
-        torch.rand(256, generator=torch.Generator().manual_seed(2)) if norm == 3.0 else torch.ones(256)
+        torch.rand(256, generator=torch.Generator().manual_seed(2))
+        if norm == 3.0
+        else torch.ones(256)
     )
     search = Search(factors=(1.0, smallest / largest), expand=largest, norm=norm, patience=0)
     scales = block_scales(weight.view(7, 16, 16), global_scale, search, importance)
@@ -221,7 +251,10 @@ def test_the_nvfp4_error_is_the_least_of_all_candidates(
         def error(number: float, values: Doubles, weights: Doubles) -> float:
             step = number / float(global_scale)
             return float(
-                (weights * np.abs(rounded_float(values / step, 6.0, 0, 1) * step - values) ** norm).sum()
+                (
+                    weights
+                    * np.abs(rounded_float(values / step, 6.0, 0, 1) * step - values) ** norm
+                ).sum()
             )
 
         candidates = [number for number in numbers.float().tolist() if least <= number <= most]

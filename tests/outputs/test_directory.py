@@ -1,4 +1,6 @@
-"""The hidden folder next to OUT: ours or refused, and OUT is the old or the new folder at any time."""
+"""The hidden folder next to OUT: ours or refused, and OUT is the old or the new folder at any
+time.
+"""
 
 import os
 import resource
@@ -134,7 +136,11 @@ def write(out: Path, text: str, *, input_digest: str = "x", stop: bool = False) 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, SystemExit, OSError])
 def test_broken_off_at_the_last_steps_the_old_or_the_new_is_there(
-    step: int, moment: str, fault: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: int,
+    moment: str,
+    fault: type[BaseException],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out, rename, steps = tmp_path / "out", Path.rename, []
     write(out, "old")
@@ -189,7 +195,9 @@ def test_what_came_to_be_at_out_meanwhile_is_not_replaced(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("largest", [0, 300_000])
 def test_a_quota_is_one_line_and_the_next_call_completes(largest: int, tmp_path: Path) -> None:
-    """At the first byte, in the middle of a shard: the system cuts files at `largest` bytes (EFBIG)."""
+    """At the first byte, in the middle of a shard: the system cuts files at `largest` bytes
+    (EFBIG).
+    """
     source = write_model(tmp_path / "source", hidden=512, layers=2)
     out, whole = tmp_path / "out", tmp_path / "whole"
     options = ("--scheme", "W8A8", "--quiet", "--max-shard-size", "1MB")
@@ -214,7 +222,9 @@ def test_a_quota_is_one_line_and_the_next_call_completes(largest: int, tmp_path:
 def test_a_full_disk_of_another_library_names_the_file(tmp_path: Path) -> None:
     def write(path: Path) -> None:
         with atomic_path(path):
-            raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+            raise RuntimeError(
+                "Error while serializing: I/O error: No space left on device (os error 28)"
+            )
 
     with pytest.raises(EnvironmentFault, match=r"layer\.safetensors: the disk is full"):
         write(tmp_path / "layer.safetensors")

@@ -59,7 +59,9 @@ def refused(run: Run, command: str, root: Path, *words: str) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("kind", ["papers", "model", "peer", "results"])
-def test_folder_of_others_is_refused(command: str, kind: str, run: Run, tmp_path: Path, llama: Path) -> None:
+def test_folder_of_others_is_refused(
+    command: str, kind: str, run: Run, tmp_path: Path, llama: Path
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.txt").write_text("years of work")
@@ -76,8 +78,12 @@ def test_folder_of_others_is_refused(command: str, kind: str, run: Run, tmp_path
 
 
 @pytest.mark.parametrize("command", ["quantize", "repair"])
-@pytest.mark.parametrize("extra", ["notes.md", "plots/loss.svg", "model.safetensors/x", ".git/HEAD"])
-def test_what_a_person_put_in_a_checkpoint_stays(command: str, extra: str, run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "extra", ["notes.md", "plots/loss.svg", "model.safetensors/x", ".git/HEAD"]
+)
+def test_what_a_person_put_in_a_checkpoint_stays(
+    command: str, extra: str, run: Run, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     assert run(command)[0] == 0
     if extra.startswith("model."):
@@ -126,11 +132,31 @@ def plant(root: Path, extra: str) -> None:
 @pytest.mark.parametrize(
     "extra",
     [
-        *("notes.md", "figures/a.png", "mine.yaml", "report.docx", "report.json.bak", ".report.json.mine"),
+        *(
+            "notes.md",
+            "figures/a.png",
+            "mine.yaml",
+            "report.docx",
+            "report.json.bak",
+            ".report.json.mine",
+        ),
         *("eval/mine/notes.txt", "eval/baseline/notes.txt", "calibration/notes.txt", "eval/empty/"),
-        *("checkpoint/README.md", "checkpoint/plots/loss.svg", "checkpoint/empty/", "checkpoint/a -> ../b"),
-        *(".checkpoint.partial/new/a.txt", ".checkpoint.partial/aside/b/c.txt", ".checkpoint.partial/d"),
-        *("report.md -> ../elsewhere", "eval/candidate -> ../..", "eval/baseline/vllm.log -> /dev/null"),
+        *(
+            "checkpoint/README.md",
+            "checkpoint/plots/loss.svg",
+            "checkpoint/empty/",
+            "checkpoint/a -> ../b",
+        ),
+        *(
+            ".checkpoint.partial/new/a.txt",
+            ".checkpoint.partial/aside/b/c.txt",
+            ".checkpoint.partial/d",
+        ),
+        *(
+            "report.md -> ../elsewhere",
+            "eval/candidate -> ../..",
+            "eval/baseline/vllm.log -> /dev/null",
+        ),
     ],
 )
 def test_a_person_s_files_in_a_run_directory_stay(extra: str, tmp_path: Path, good: Good) -> None:
@@ -164,7 +190,9 @@ def test_a_person_s_files_among_unfinished_work_stay(name: str, tmp_path: Path, 
     mine.parent.mkdir(exist_ok=True)
     mine.write_text("mine")
     before = tree(root)
-    with pytest.raises(InputError, match=rf"\.checkpoint\.partial/{name}', which vexport did not write"):
+    with pytest.raises(
+        InputError, match=rf"\.checkpoint\.partial/{name}', which vexport did not write"
+    ):
         RunDirectory(root).begin(overwrite=True)
     with pytest.raises(InputError, match=name):
         killed_before_the_end(root / "checkpoint")
@@ -312,7 +340,15 @@ def test_named_templates_belong_to_a_checkpoint(tmp_path: Path, llama: Path) -> 
     shutil.copytree(llama, source)
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "rag.jinja").write_text("x")
-    words = ("quantize", source, tmp_path / "out", "--scheme", "FP8_DYNAMIC", "--no-verify", "--overwrite")
+    words = (
+        "quantize",
+        source,
+        tmp_path / "out",
+        "--scheme",
+        "FP8_DYNAMIC",
+        "--no-verify",
+        "--overwrite",
+    )
     for _ in range(2):
         assert vexport(*words).code == 0
     (tmp_path / "out" / "additional_chat_templates" / "mine.jinja").write_text("mine")

@@ -1,4 +1,6 @@
-"""No command writes over, around or into what it reads: exit code 2, one line, every byte as it was."""
+"""No command writes over, around or into what it reads: exit code 2, one line, every byte as it
+was.
+"""
 
 import os
 import shutil
@@ -14,7 +16,17 @@ from vexport.cli.options import DRAFTER, INPUTS, OUTPUTS
 
 # Parameters whose text is no path.
 NO_PATHS = {
-    *("scheme", "observer", "input_observer", "ignore", "revision", "device", "dtype", "engine_args", "name"),
+    *(
+        "scheme",
+        "observer",
+        "input_observer",
+        "ignore",
+        "revision",
+        "device",
+        "dtype",
+        "engine_args",
+        "name",
+    ),
     *("model", "baseline_model", "chat_template", "gate", "gen_kwargs", "system_instruction"),
     "think_end_token",
 }
@@ -45,7 +57,9 @@ def tree(root: Path) -> Tree:
 
 @pytest.fixture
 def home(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A person's folder, the current one: a model, the same as the hub's cache keeps it, data and a task."""
+    """A person's folder, the current one: a model, the same as the hub's cache keeps it, data and a
+    task.
+    """
     monkeypatch.chdir(tmp_path)
     shutil.copytree(llama, tmp_path / "model")
     snapshot, blobs = tmp_path / "hub" / "snapshots" / "main", tmp_path / "hub" / "blobs"
@@ -112,7 +126,14 @@ def test_an_output_that_overlaps_an_input_is_refused(case: tuple[str, ...], home
 
 
 def test_apart_is_what_shares_a_parent_a_name_or_its_beginning(home: Path) -> None:
-    for out in ("model-FP8", "mode", "data/out", "runs/model", "hub/snapshots/out", "data/../tasks/model"):
+    for out in (
+        "model-FP8",
+        "mode",
+        "data/out",
+        "runs/model",
+        "hub/snapshots/out",
+        "data/../tasks/model",
+    ):
         ran = vexport("quantize", "model", out, "--scheme", "FP8_DYNAMIC", *CALIBRATION, "--quiet")
         assert ran.code == 0, ran.stderr
     assert vexport("check", "runs/model", "--quiet").code == 0
@@ -135,7 +156,15 @@ def test_apart_is_what_shares_a_parent_a_name_or_its_beginning(home: Path) -> No
         ("quantize", "model", "new", "--scheme", "FP8_DYNAMIC", "-o", "model/config.json"),
         ("quantize", "model", "new", "--recipe", "r.yaml", "-o", "r.yaml"),
         ("quantize", "model", "new", "--scheme", "W8A8", *CALIBRATION, "-o", "data/rows.jsonl"),
-        ("repair", "model", "new", "--source", "hub/snapshots/main", "-o", "hub/snapshots/main/config.json"),
+        (
+            "repair",
+            "model",
+            "new",
+            "--source",
+            "hub/snapshots/main",
+            "-o",
+            "hub/snapshots/main/config.json",
+        ),
         ("plan", "model", "-o", "model/config.json"),
         ("plan", "s.yaml", "-o", "s.yaml"),
         ("plan", "s.yaml", "-o", "data/rows.jsonl"),
@@ -158,8 +187,28 @@ def test_apart_is_what_shares_a_parent_a_name_or_its_beginning(home: Path) -> No
         (*EVAL, "model", "--accept", "new.json", "-o", "tasks/documents.jsonl"),
         (*EVAL, "model", "--accept", "new.json", "-o", "new.json"),
         (*EVAL, "results", "--against", "data/accepted.json", "-o", "results/results_1.json"),
-        ("eval", "model", "--baseline", "hub/snapshots/main", "--text", "data", "-o", "data/new.json"),
-        ("eval", "http://x:1/v1", "--task", "a", "--accept", "b", "--tokenizer", "model", "-o", "model/x"),
+        (
+            "eval",
+            "model",
+            "--baseline",
+            "hub/snapshots/main",
+            "--text",
+            "data",
+            "-o",
+            "data/new.json",
+        ),
+        (
+            "eval",
+            "http://x:1/v1",
+            "--task",
+            "a",
+            "--accept",
+            "b",
+            "--tokenizer",
+            "model",
+            "-o",
+            "model/x",
+        ),
     ],
     ids=" ".join,
 )
@@ -167,11 +216,18 @@ def test_an_answer_does_not_overlap_an_input(case: tuple[str, ...], home: Path) 
     for name in ("run", "second", "results", "drafter", "runs/mine"):
         (home / name).mkdir(parents=True)
         (home / name / "config.json").write_text("{}")
-    for name in ("run/report.json", "run/stages.json", "results/results_1.json", "tasks/documents.jsonl"):
+    for name in (
+        "run/report.json",
+        "run/stages.json",
+        "results/results_1.json",
+        "tasks/documents.jsonl",
+    ):
         (home / name).write_text("{}")
     (home / "sums.txt").write_text(f"{'0' * 64}  config.json\n")
     (home / "r.yaml").write_text("QuantizationModifier: {scheme: FP8_DYNAMIC}\n")
-    (home / "tasks" / "base.yaml").write_text("dataset_kwargs: {data_files: {test: documents.jsonl}}\n")
+    (home / "tasks" / "base.yaml").write_text(
+        "dataset_kwargs: {data_files: {test: documents.jsonl}}\n"
+    )
     (home / "tasks" / "sums.yaml").write_text("task: sums\ninclude: base.yaml\n")
     (home / "hard.json").hardlink_to(home / "model" / "config.json")
     (home / "model" / "inside").mkdir()

@@ -1,4 +1,6 @@
-"""Group sizes and own schemes: on the command line, in rules and candidates; what fits is named and taken."""
+"""Group sizes and own schemes: on the command line, in rules and candidates; what fits is named and
+taken.
+"""
 
 import json
 import re
@@ -73,7 +75,9 @@ def test_layers_take_the_largest_group_that_fits(narrow: Path, tmp_path: Path) -
     ran = vexport("quantize", narrow, out, "--scheme", "W4A16", *SMALLER, "--quiet")
     assert ran.code == 0, ran.stderr
     assert "quantized in groups of 64 (W4A16_G64)" in ran.stderr
-    groups = json.loads((out / "config.json").read_text())["quantization_config"]["config_groups"].values()
+    groups = json.loads((out / "config.json").read_text())["quantization_config"][
+        "config_groups"
+    ].values()
     assert sorted(group["weights"]["group_size"] for group in groups) == [64, 128]
     checked = vexport("check", out, "--source", narrow, "--format", "json")
     assert checked.code == 0, checked.stdout
@@ -105,7 +109,10 @@ def test_what_no_size_fits_is_refused_still(tmp_path: Path) -> None:
         ("scheme: W4A16, group_size: 64", "W4A16_G64"),
         ("scheme: w4a16, group_size: channel", "W4A16_CHANNEL"),
         ("scheme: W4A16, group_size: -1", "W4A16_CHANNEL"),
-        ("weights: {num_bits: 4, strategy: group, group_size: 64, symmetric: false}", "W4A16_ASYM_G64"),
+        (
+            "weights: {num_bits: 4, strategy: group, group_size: 64, symmetric: false}",
+            "W4A16_ASYM_G64",
+        ),
         ("weights: {num_bits: 3, group_size: 32, symmetric: false}", "INT3_GROUP32_ASYM.A16"),
         ("weights: {num_bits: 8, type: float, strategy: channel}", "FP8_CHANNEL.A16"),
         (
@@ -115,12 +122,15 @@ def test_what_no_size_fits_is_refused_still(tmp_path: Path) -> None:
         ),
         (
             "weights: {num_bits: 8, type: float, strategy: block, block_structure: [64, 64]}, "
-            "input_activations: {num_bits: 8, type: float, strategy: group, group_size: 64, dynamic: true}",
+            "input_activations: {num_bits: 8, type: float, strategy: group, group_size: 64, "
+            "dynamic: true}",
             "FP8_BLOCK64X64.FP8_GROUP64_DYNAMIC",
         ),
     ],
 )
-def test_a_rule_takes_sizes_and_arguments(narrow: Path, tmp_path: Path, keys: str, scheme: str) -> None:
+def test_a_rule_takes_sizes_and_arguments(
+    narrow: Path, tmp_path: Path, keys: str, scheme: str
+) -> None:
     for asked in (keys, f"scheme: {scheme}"):
         assert schemes_of(tmp_path, narrow, asked) == (scheme,)
 
@@ -128,7 +138,9 @@ def test_a_rule_takes_sizes_and_arguments(narrow: Path, tmp_path: Path, keys: st
 def test_weights_have_an_observer_and_candidates_sizes(narrow: Path, tmp_path: Path) -> None:
     path = tmp_path / "scenario.yaml"
     path.write_text(
-        RULE.format(source=narrow, keys="weights: {num_bits: 4, group_size: 32, observer: memoryless_mse}")
+        RULE.format(
+            source=narrow, keys="weights: {num_bits: 4, group_size: 32, observer: memoryless_mse}"
+        )
     )
     (rule,) = read_scenario(path).rules
     assert (rule.scheme, rule.observer) == ("W4A16_G32", "memoryless_mse")
@@ -145,7 +157,12 @@ def test_weights_have_an_observer_and_candidates_sizes(narrow: Path, tmp_path: P
 def test_own_schemes_are_written_checked_and_read_back(narrow: Path, tmp_path: Path) -> None:
     for number, name in enumerate(
         (
-            *("INT3_GROUP32_ASYM.A16", "FP8_CHANNEL.A16", "FP8_TENSOR.FP8_TOKEN_DYNAMIC", "W5A16_CHANNEL"),
+            *(
+                "INT3_GROUP32_ASYM.A16",
+                "FP8_CHANNEL.A16",
+                "FP8_TENSOR.FP8_TOKEN_DYNAMIC",
+                "W5A16_CHANNEL",
+            ),
             *("W4A16_G64", "W4A16_ASYM_G32", "W3A16_G64"),
         )
     ):

@@ -23,7 +23,9 @@ def plan_of(model: Path, *rules: tuple[str, str], settings: PlanSettings = DEFAU
 
 
 def test_the_first_rule_that_matches_wins_and_splits_no_fused_group(llama: Path) -> None:
-    plan = plan_of(llama, ("re:.*layers.0.*", "keep"), ("mlp.down_proj", "W8A8"), ("Linear", "W4A16"))
+    plan = plan_of(
+        llama, ("re:.*layers.0.*", "keep"), ("mlp.down_proj", "W8A8"), ("Linear", "W4A16")
+    )
     schemes = {group.name: group.scheme for group in plan.groups}
     assert not any(".0." in name for name in schemes)
     assert schemes["model.layers.1.mlp.down_proj"] == "W8A8"
@@ -36,7 +38,9 @@ def test_the_first_rule_that_matches_wins_and_splits_no_fused_group(llama: Path)
     assert "q_proj, k_proj, v_proj" in plan.refusals[0].fix
 
 
-def test_an_unsupported_shape_names_layer_size_and_rule_and_nothing_is_written(tmp_path: Path) -> None:
+def test_an_unsupported_shape_names_layer_size_and_rule_and_nothing_is_written(
+    tmp_path: Path,
+) -> None:
     model = save_llama(tmp_path / "model", intermediate_size=328)
     plan = plan_of(model, ("Linear", "NVFP4A16"))
     assert [refusal.where for refusal in plan.refusals] == [
@@ -44,9 +48,12 @@ def test_an_unsupported_shape_names_layer_size_and_rule_and_nothing_is_written(t
     ]
     assert plan.refusals[0].got == "in_features 328 is not a multiple of group size 16"
     assert plan_of(model, ("down_proj", "keep"), ("Linear", "NVFP4A16")).refusals == ()
-    # Every part of a merged layer but the last must be whole blocks; a layer of its own may end ragged.
+    # Every part of a merged layer but the last must be whole blocks; a layer of its own may end
+    # ragged.
     refusals = plan_of(model, ("Linear", "FP8_BLOCK")).refusals
-    assert [refusal.where for refusal in refusals] == [f"model.layers.{i}.mlp.gate_up_proj" for i in range(3)]
+    assert [refusal.where for refusal in refusals] == [
+        f"model.layers.{i}.mlp.gate_up_proj" for i in range(3)
+    ]
     assert refusals[0].got == "out_features 328 is not a multiple of the block's 128"
     assert "--ignore gate_proj --ignore up_proj" in refusals[0].fix
     ran = vexport("quantize", model, tmp_path / "out", "--scheme", "W4A16", "--quiet")
@@ -79,7 +86,9 @@ def test_a_quantized_source_is_refused(good: Good) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "refused"), [((1,), 0), ((1, 2), 6), ((4,), 6)])
-def test_shares_of_ranks_must_be_whole_blocks(ranks: tuple[int, ...], refused: int, tmp_path: Path) -> None:
+def test_shares_of_ranks_must_be_whole_blocks(
+    ranks: tuple[int, ...], refused: int, tmp_path: Path
+) -> None:
     """384 columns of down_proj and rows of gate and up: 3 blocks, which 2 ranks cannot share."""
     model = save_llama(tmp_path / "model", intermediate_size=384)
     rules = (("re:.*mlp.*", "FP8_BLOCK"),)
@@ -90,7 +99,9 @@ def test_shares_of_ranks_must_be_whole_blocks(ranks: tuple[int, ...], refused: i
 
 def test_keys_and_values_of_few_heads_are_repeated_on_many_ranks(tmp_path: Path) -> None:
     """Two heads on four ranks: vLLM gives each rank one whole head."""
-    model = save_llama(tmp_path / "model", num_attention_heads=8, head_dim=128, num_key_value_heads=2)
+    model = save_llama(
+        tmp_path / "model", num_attention_heads=8, head_dim=128, num_key_value_heads=2
+    )
     plan = plan_of(model, ("re:.*self_attn.*", "FP8_BLOCK"), settings=PlanSettings(ranks=(4,)))
     assert plan.refusals == ()
 
@@ -104,21 +115,31 @@ def test_what_does_not_fit_can_be_kept(tmp_path: Path) -> None:
     kept = [f"model.layers.{i}.mlp.{part}_proj" for i in range(3) for part in ("gate", "up")]
     assert sorted(config["ignore"]) == sorted(["lm_head", *kept])
     assert vexport("check", tmp_path / "out").code == 0
-    plan = plan_of(model, ("Linear", "FP8_BLOCK"), settings=PlanSettings(on_unsupported_shape="keep"))
-    assert [note.where for note in plan.notes] == [f"model.layers.{i}.mlp.gate_up_proj" for i in range(3)]
+    plan = plan_of(
+        model, ("Linear", "FP8_BLOCK"), settings=PlanSettings(on_unsupported_shape="keep")
+    )
+    assert [note.where for note in plan.notes] == [
+        f"model.layers.{i}.mlp.gate_up_proj" for i in range(3)
+    ]
     assert "328" in plan.notes[0].got
 
 
 def test_experts_of_a_layer_are_kept_together(tmp_path: Path) -> None:
-    """An expert's down projection that does not fit keeps all experts, by a pattern that vLLM resolves."""
+    """An expert's down projection that does not fit keeps all experts, by a pattern that vLLM
+    resolves.
+    """
     model = save_family("qwen3-moe", tmp_path / "model", moe_intermediate_size=136)
-    plan = plan_of(model, ("Linear", "NVFP4A16"), settings=PlanSettings(on_unsupported_shape="keep"))
+    plan = plan_of(
+        model, ("Linear", "NVFP4A16"), settings=PlanSettings(on_unsupported_shape="keep")
+    )
     assert not any("experts" in group.name for group in plan.groups)
     assert [entry for entry in plan.ignore if "experts" in entry] == [
         rf"re:.*\blayers\.{i}\.mlp\.experts\..*" for i in range(2)
     ]
     assert len(plan.refusals) == 0
-    assert {note.where for note in plan.notes} == {f"model.layers.{i}.mlp.experts" for i in range(2)}
+    assert {note.where for note in plan.notes} == {
+        f"model.layers.{i}.mlp.experts" for i in range(2)
+    }
 
 
 def test_routed_experts_of_a_layer_have_one_scheme(tmp_path: Path) -> None:
@@ -133,7 +154,9 @@ def test_routed_experts_of_a_layer_have_one_scheme(tmp_path: Path) -> None:
     assert mixed.schemes == ("FP8_DYNAMIC", "NVFP4A16")
 
 
-def test_what_vllm_builds_unquantized_is_refused_by_name_and_skipped_by_pattern(tmp_path: Path) -> None:
+def test_what_vllm_builds_unquantized_is_refused_by_name_and_skipped_by_pattern(
+    tmp_path: Path,
+) -> None:
     model = save_family("qwen3-next", tmp_path / "model")
     refused = plan_of(model, ("mlp.shared_expert_gate", "FP8_DYNAMIC"), ("Linear", "FP8_DYNAMIC"))
     assert len(refused.refusals) == 4
@@ -142,7 +165,9 @@ def test_what_vllm_builds_unquantized_is_refused_by_name_and_skipped_by_pattern(
     assert {"lm_head", "model.layers.0.mlp.gate"} <= set(plan.kept_linears)
 
 
-def test_a_fused_module_that_vllm_does_not_take_apart_is_ignored_by_its_own_name(tmp_path: Path) -> None:
+def test_a_fused_module_that_vllm_does_not_take_apart_is_ignored_by_its_own_name(
+    tmp_path: Path,
+) -> None:
     """Qwen2MoeForCausalLM.packed_modules_mapping has gate_up_proj only for some configs."""
     model = save_family("qwen2-moe", tmp_path / "model")
     plan = plan_of(model, ("re:.*shared_expert.*", "keep"), ("Linear", "FP8_DYNAMIC"))
@@ -163,7 +188,12 @@ def test_a_wrapper_with_an_unknown_language_model_says_what_it_assumes(tmp_path:
 
 @pytest.mark.parametrize(
     ("family", "scheme"),
-    [("llama", "W8A8"), ("llama", "MXFP4A16"), ("deepseek-v3", "FP8_BLOCK"), ("granite-moe", "NVFP4A16")],
+    [
+        ("llama", "W8A8"),
+        ("llama", "MXFP4A16"),
+        ("deepseek-v3", "FP8_BLOCK"),
+        ("granite-moe", "NVFP4A16"),
+    ],
 )
 def test_the_predicted_size_is_the_written_one(family: str, scheme: str, tmp_path: Path) -> None:
     model = save_family(family, tmp_path / "model")
@@ -174,7 +204,9 @@ def test_the_predicted_size_is_the_written_one(family: str, scheme: str, tmp_pat
 
 
 def test_rows_that_vllm_orders_anew_keep_their_scales_by_row(tmp_path: Path) -> None:
-    """Llama 4's rotary order: vLLM says itself that blocks do not allow it, and forgets zero points."""
+    """Llama 4's rotary order: vLLM says itself that blocks do not allow it, and forgets zero
+    points.
+    """
     model = save_family("llama4", tmp_path / "model")
     for scheme, what in (
         ("FP8_BLOCK", "weight_scale [2, 2] of q_proj"),
@@ -194,7 +226,9 @@ def test_layers_that_are_fused_on_disk_are_judged_by_their_parts(tmp_path: Path)
     assert plan_of(model, ("qkv_proj", "FP8_BLOCK")).refusals == ()
     refused = plan_of(model, ("qkv_proj", "FP8_BLOCK"), settings=PlanSettings(ranks=(2,))).refusals
     assert len(refused) == 2
-    assert "out_features 64 is not a multiple of the block's 128 on each of 2 ranks" in refused[0].got
+    assert (
+        "out_features 64 is not a multiple of the block's 128 on each of 2 ranks" in refused[0].got
+    )
     ragged = save_family("phi3", tmp_path / "ragged", intermediate_size=328)
     assert len(plan_of(ragged, ("gate_up_proj", "FP8_BLOCK")).refusals) == 2
 
@@ -204,19 +238,31 @@ def test_layers_that_are_fused_on_disk_are_judged_by_their_parts(tmp_path: Path)
     [
         (["model.Q4_K_M.gguf"], "", "a GGUF file (model.Q4_K_M.gguf)", "converted from"),
         (["model.gguf"], "model.gguf", "a GGUF file", "converted from"),
-        (["model_index.json", "transformer/config.json"], "", "a pipeline of Diffusers", "a language model"),
+        (
+            ["model_index.json", "transformer/config.json"],
+            "",
+            "a pipeline of Diffusers",
+            "a language model",
+        ),
         (
             ["config.json", "pytorch_model.bin"],
             "",
             "pickled weights alone (pytorch_model.bin)",
             "save_pretrained",
         ),
-        (["checkpoint-10/config.json", "trainer_state.json"], "", "a training run", "checkpoint-10"),
+        (
+            ["checkpoint-10/config.json", "trainer_state.json"],
+            "",
+            "a training run",
+            "checkpoint-10",
+        ),
         (["snapshots/abc/config.json", "refs/main"], "", "the hub's cache", "snapshots/abc"),
         (["models--A--B/snapshots/abc/config.json"], "", "the hub's cache", "snapshots/abc"),
     ],
 )
-def test_no_checkpoint_is_named(files: list[str], name: str, got: str, fix: str, tmp_path: Path) -> None:
+def test_no_checkpoint_is_named(
+    files: list[str], name: str, got: str, fix: str, tmp_path: Path
+) -> None:
     for file in files:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("{}")

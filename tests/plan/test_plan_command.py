@@ -1,4 +1,6 @@
-"""What a plan says before hours are spent, what `quantize` answers, and the recipe that it leaves."""
+"""What a plan says before hours are spent, what `quantize` answers, and the recipe that it
+leaves.
+"""
 
 import json
 from importlib.resources import files
@@ -60,13 +62,16 @@ def test_the_table_names_reason_size_and_gpu_and_json_follows_its_schema(narrow:
 
 
 def test_a_plan_says_what_stays_why_and_what_comes_next(narrow: Path) -> None:
-    ran = vexport("plan", narrow, "--scheme", "w4a16", "--on-unsupported-shape", "keep", "--tp", "1,2")
+    ran = vexport(
+        "plan", narrow, "--scheme", "w4a16", "--on-unsupported-shape", "keep", "--tp", "1,2"
+    )
     assert ran.code == 0, ran.stderr
     for words in ("W4A16", "stay 16 bit", "lm_head", "down_proj", "SM 75 (Turing)"):
         assert words in ran.stdout
     assert ran.stdout.splitlines()[-1].split(maxsplit=1) == [
         "next",
-        f"vexport quantize {narrow} model-W4A16 --scheme w4a16 --on-unsupported-shape keep --tp 1,2",
+        f"vexport quantize {narrow} model-W4A16 --scheme w4a16 --on-unsupported-shape keep "
+        f"--tp 1,2",
     ]
     refused = vexport("plan", narrow, "--scheme", "W4A16")
     assert "vexport quantize" not in refused.stdout
@@ -84,7 +89,9 @@ def test_a_scenario_ends_with_the_run(narrow: Path, tmp_path: Path) -> None:
 
 def test_quantize_says_how_much_it_did_and_warns_of_little(narrow: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    ran = vexport("quantize", narrow, out, "--scheme", "W4A16", "--on-unsupported-shape", "keep", "--quiet")
+    ran = vexport(
+        "quantize", narrow, out, "--scheme", "W4A16", "--on-unsupported-shape", "keep", "--quiet"
+    )
     assert ran.code == 0, ran.stderr
     assert f"{out}: W4A16: 4 of 15 linear layers" in ran.stdout
     assert f"vexport check {out}" in ran.stdout
@@ -103,7 +110,9 @@ def test_quantize_says_how_much_it_did_and_warns_of_little(narrow: Path, tmp_pat
     assert answer["warnings"] == []
 
 
-def test_the_recipe_makes_the_same_checkpoint_again(llama: Path, tmp_path: Path, calibration: Path) -> None:
+def test_the_recipe_makes_the_same_checkpoint_again(
+    llama: Path, tmp_path: Path, calibration: Path
+) -> None:
     options = ("--calibration", calibration, "--samples", 3, "--seq-len", 16, "--quiet")
     choice: tuple[str, ...] = ("--scheme", "NVFP4", "--rounding", "nearest", "--ignore", "o_proj")
     choice += ("--kv-cache", "fp8", "--tp", "1,2")
@@ -129,7 +138,9 @@ def test_the_recipe_makes_the_same_checkpoint_again(llama: Path, tmp_path: Path,
 SOURCE = PACKAGE.parent / "scenarios"
 
 
-def test_the_demo_is_written_and_can_be_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_is_written_and_can_be_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     ran = vexport("demo")
     assert ran.code == 0
@@ -145,11 +156,17 @@ def test_every_scenario_of_the_demo_has_its_files(tmp_path: Path) -> None:
     """What the scenarios name lies below the folder: nothing is read from where they came from."""
     assert vexport("demo", tmp_path / "demo").code == 0
     written = sorted((tmp_path / "demo").glob("*.yaml"))
-    assert [path.name for path in written] == sorted(path.name for path in SOURCE.glob("demo-*.yaml"))
+    assert [path.name for path in written] == sorted(
+        path.name for path in SOURCE.glob("demo-*.yaml")
+    )
     for path in written:
         scenario = read_scenario(path)
         assert scenario.evaluate is not None
-        named = [scenario.source, *scenario.evaluate.tasks, scenario.evaluate.baseline or scenario.source]
+        named = [
+            scenario.source,
+            *scenario.evaluate.tasks,
+            scenario.evaluate.baseline or scenario.source,
+        ]
         named += [str(scenario.calibration.data)] if scenario.calibration else []
         for name in named:
             assert Path(name).is_relative_to(tmp_path / "demo")
@@ -172,4 +189,6 @@ def test_what_exists_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     (tmp_path / "other" / "demo-nvfp4.yaml").write_text("changed")
     assert vexport("demo", tmp_path / "other").code == 2
     assert vexport("demo", tmp_path / "other", "--overwrite").code == 0
-    assert (tmp_path / "other" / "demo-nvfp4.yaml").read_bytes() == (SOURCE / "demo-nvfp4.yaml").read_bytes()
+    assert (tmp_path / "other" / "demo-nvfp4.yaml").read_bytes() == (
+        SOURCE / "demo-nvfp4.yaml"
+    ).read_bytes()

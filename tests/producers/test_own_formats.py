@@ -1,4 +1,6 @@
-"""Checkpoints in their own formats, as AutoRound, AutoAWQ, GPTQModel, ModelOpt and Quark wrote them."""
+"""Checkpoints in their own formats, as AutoRound, AutoAWQ, GPTQModel, ModelOpt and Quark wrote
+them.
+"""
 
 import json
 from pathlib import Path
@@ -45,9 +47,12 @@ def test_what_producers_write_has_no_error(name: str) -> None:
 def test_what_is_spoiled_is_found(name: str, tmp_path: Path) -> None:
     sound = CHECKPOINTS / name
     broken = [
-        spoiled(sound, tmp_path / str(number), change) for number, change in enumerate(CHANGES.values())
+        spoiled(sound, tmp_path / str(number), change)
+        for number, change in enumerate(CHANGES.values())
     ]
-    ran = vexport("check", sound, *broken, "--source", source_of(name), "--format", "json", "--quiet")
+    ran = vexport(
+        "check", sound, *broken, "--source", source_of(name), "--format", "json", "--quiet"
+    )
     right, *wrong = (report["ok"] for report in json.loads(ran.stdout))
     passed = [what for what, ok in zip(CHANGES, wrong, strict=True) if ok]
     assert (ran.code, right, passed) == (1, True, [])

@@ -1,7 +1,8 @@
-"""Checkpoints as AutoRound and llm-compressor's calibrated path wrote them, with what vexport never writes.
+"""Checkpoints as AutoRound and llm-compressor's calibrated path wrote them, with what vexport never
+writes.
 
-AutoRound: scales of either sign, an output head that its targets mean. llm-compressor: rotations of the
-running model, groups for attention, no group at all.
+AutoRound: scales of either sign, an output head that its targets mean. llm-compressor: rotations of
+the running model, groups for attention, no group at all.
 """
 
 import json
@@ -39,7 +40,8 @@ ROTATED = "llmcompressor-llama-QUIP"
 # What no other test has in the real vLLM, whose CPU build multiplies experts of INT4 by AMX alone.
 SERVED = (EXPERTS_OF_INT4 if torch.cpu._is_amx_tile_supported() else SIGNED[0], ROTATED)
 SOURCE = Path(__file__).parent.parent / "peer" / "llama"
-# Mean KL of random weights and tokens from their source; a reference that misses a rotation or scale has 1.
+# Mean KL of random weights and tokens from their source; a reference that misses a rotation or
+# scale has 1.
 QUANTIZATION_KL = 0.1
 VOCABULARY = 64
 Q = "model.layers.0.self_attn.q_proj"
@@ -58,7 +60,9 @@ def test_nothing_is_found_or_repaired(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "-llama-" in name])
 def test_the_reference_is_near_the_source(name: str) -> None:
-    prompts = [torch.randint(3, VOCABULARY, (32,), generator=torch.Generator().manual_seed(1)).tolist()]
+    prompts = [
+        torch.randint(3, VOCABULARY, (32,), generator=torch.Generator().manual_seed(1)).tolist()
+    ]
     source = reference_logprobs(SOURCE, prompts)
     quantized = reference_logprobs(CHECKPOINTS / name, prompts)
     divergence = (source.exp() * (source - quantized)).sum(dim=-1).mean()
@@ -111,7 +115,9 @@ def rotation(**changes: Json) -> Change:
     ],
     ids=["no matrix", "of attention", "of one of the fused", "beside a bias"],
 )
-def test_rotations_that_vllm_does_not_compute_are_found(change: Change, where: str, tmp_path: Path) -> None:
+def test_rotations_that_vllm_does_not_compute_are_found(
+    change: Change, where: str, tmp_path: Path
+) -> None:
     report = check_checkpoint(str(spoiled(CHECKPOINTS / ROTATED, tmp_path / "bad", change)))
     assert not report.ok
     assert any(one.check == "transforms" and one.where.endswith(where) for one in report.findings)
@@ -119,15 +125,23 @@ def test_rotations_that_vllm_does_not_compute_are_found(change: Change, where: s
 
 def test_rotations_run_on_one_rank_only() -> None:
     report = check_checkpoint(str(CHECKPOINTS / ROTATED), Target(tp=(1, 2)))
-    refused = [one.where.rpartition(" (")[2] for one in report.findings if one.check == "transforms"]
+    refused = [
+        one.where.rpartition(" (")[2] for one in report.findings if one.check == "transforms"
+    ]
     assert refused == ["tp 2)"]
 
 
-def scheme(numbers: dict[str, Json], weights: str, inputs: str | None, *, dynamic: bool = False) -> Change:
+def scheme(
+    numbers: dict[str, Json], weights: str, inputs: str | None, *, dynamic: bool = False
+) -> Change:
     """Another scheme for the routed experts; vLLM refuses it before it looks at a tensor."""
     format_ = f"{numbers['type']}-quantized"
     activations: Json = {**numbers, "strategy": inputs, "dynamic": dynamic} if inputs else None
-    group = {"weights": {**numbers, "strategy": weights}, "input_activations": activations, "format": format_}
+    group = {
+        "weights": {**numbers, "strategy": weights},
+        "input_activations": activations,
+        "format": format_,
+    }
     return all_of(config(EXPERTS, **group), config(QUANTIZATION, format=format_))
 
 
@@ -141,7 +155,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
 def test_schemes_that_experts_do_not_have_are_found(change: Change, tmp_path: Path) -> None:
-    report = check_checkpoint(str(spoiled(CHECKPOINTS / "autoround-moe-W4A16", tmp_path / "bad", change)))
+    report = check_checkpoint(
+        str(spoiled(CHECKPOINTS / "autoround-moe-W4A16", tmp_path / "bad", change))
+    )
     assert any(one.check == "config" and "routed experts" in one.got for one in report.findings)
 
 

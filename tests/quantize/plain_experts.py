@@ -1,4 +1,6 @@
-"""A model with code of its own whose experts are a plain list of modules, as Mixtral's once were."""
+"""A model with code of its own whose experts are a plain list of modules, as Mixtral's once
+were.
+"""
 
 import torch
 from torch import nn
@@ -30,7 +32,9 @@ class Mixture(nn.Module):
         out = torch.zeros_like(hidden)
         for number, expert in enumerate(self.experts):
             token, place = torch.where(chosen == number)
-            out.index_add_(0, token, expert(hidden[token]) * shares[token, place, None].to(hidden.dtype))
+            out.index_add_(
+                0, token, expert(hidden[token]) * shares[token, place, None].to(hidden.dtype)
+            )
         return out.view_as(states)
 
 
@@ -49,5 +53,7 @@ class PlainMixtral(LlamaForCausalLM):  # type: ignore[misc]
 def _forward(self: LlamaDecoderLayer, hidden_states: torch.Tensor, **call: object) -> torch.Tensor:
     attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **call)
     hidden_states = hidden_states + attended
-    answer: torch.Tensor = hidden_states + self.block_sparse_moe(self.post_attention_layernorm(hidden_states))
+    answer: torch.Tensor = hidden_states + self.block_sparse_moe(
+        self.post_attention_layernorm(hidden_states)
+    )
     return answer

@@ -1,6 +1,7 @@
 """A device of torch next to the CPU, in Python: no numpy of its tensors, no product with the CPU's.
 
-Its arithmetic is the CPU's own: a path for GPUs runs where there is none and comes to the same codes.
+Its arithmetic is the CPU's own: a path for GPUs runs where there is none and comes to the same
+codes.
 """
 
 import json
@@ -34,7 +35,11 @@ class Second(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "Second":
         made: Second = torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=torch.device(NAME, 0)
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            dtype=inner.dtype,
+            device=torch.device(NAME, 0),
         )
         made.host = inner
         return made
@@ -54,7 +59,9 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(leaf, Second):
             here[id(leaf.host)] = leaf
         elif isinstance(leaf, torch.Tensor) and leaf.dim() and name not in COPIES:
-            raise RuntimeError(f"{name}: got tensors of {NAME} and of {leaf.device}, need one device")
+            raise RuntimeError(
+                f"{name}: got tensors of {NAME} and of {leaf.device}, need one device"
+            )
     own, keywords = pytree.tree_map(_down, (args, kwargs))
     if name in ("aten::copy_", "aten::_copy_from"):
         target, source = own[:2] if name == "aten::copy_" else own[1::-1]
@@ -105,8 +112,8 @@ def on_second_device(*words: object) -> None:
 def read_ahead(device: str, whole: Path, broken: Path) -> None:
     """Walk through two models on a device, in a process of its own; print JSON.
 
-    Of the whole one: the threads that read layers, whether their weights are the file's, what is left of the
-    threads when the walk is broken off. Of the broken one, the error.
+    Of the whole one: the threads that read layers, whether their weights are the file's, what is
+    left of the threads when the walk is broken off. Of the broken one, the error.
     """
     registered = register() if device == NAME else None
     threads, read = list[str](), Weights.read
@@ -129,7 +136,9 @@ def read_ahead(device: str, whole: Path, broken: Path) -> None:
             for _ in walk.forward():
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
-        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
+        left = [
+            thread.name for thread in threading.enumerate() if thread.name.startswith("read-ahead")
+        ]
     try:
         walk = LayerWalk(read_index(broken), device=device)
         with walk.text(TEXT):
@@ -139,4 +148,8 @@ def read_ahead(device: str, whole: Path, broken: Path) -> None:
     except InputError as error:
         told = str(error)
     del registered
-    print(json.dumps({"readers": readers, "equal": equal, "left": left, "reached": reached, "error": told}))
+    print(
+        json.dumps(
+            {"readers": readers, "equal": equal, "left": left, "reached": reached, "error": told}
+        )
+    )

@@ -1,4 +1,6 @@
-"""The world changes while a checkpoint is written: nothing wrong is published, what changed is told."""
+"""The world changes while a checkpoint is written: nothing wrong is published, what changed is
+told.
+"""
 
 import os
 import subprocess
@@ -58,7 +60,9 @@ def test_what_is_written_is_not_written_again(source: Path, tmp_path: Path) -> N
 
 
 def rewrite(source: Path) -> None:
-    """As a download that is repeated; not cut on the way, which ends a process that has the file mapped."""
+    """As a download that is repeated; not cut on the way, which ends a process that has the file
+    mapped.
+    """
     file = next(source.glob("*.safetensors"))
     with file.open("r+b") as stream:
         stream.write(file.read_bytes())
@@ -91,7 +95,10 @@ def test_sources_replaced_meanwhile_are_unpublished(
     with pytest.raises((InputError, FileNotFoundError)) as caught:
         quantize(link, tmp_path / "out", change)
     assert str(link) in str(caught.value)
-    assert {path.name for path in tmp_path.iterdir()} - {"other", ".out.partial"} == {"link", "source"}
+    assert {path.name for path in tmp_path.iterdir()} - {"other", ".out.partial"} == {
+        "link",
+        "source",
+    }
 
 
 def test_what_was_written_of_another_source_is_not_continued(source: Path, tmp_path: Path) -> None:
@@ -166,7 +173,9 @@ def test_a_damaged_kernel_cache_is_made_again(tmp_path: Path) -> None:
         assert run() == first
 
 
-def test_nothing_is_written_into_the_folder_that_another_call_began(source: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_into_the_folder_that_another_call_began(
+    source: Path, tmp_path: Path
+) -> None:
     work, begun = tmp_path / ".out.partial", list[object]()
 
     def begin_again(source: Path) -> None:

@@ -1,4 +1,6 @@
-"""Calibration and rounding on another device than the CPU, and the rehearsal of what measures a GPU."""
+"""Calibration and rounding on another device than the CPU, and the rehearsal of what measures a
+GPU.
+"""
 
 import json
 import subprocess
@@ -18,19 +20,35 @@ from tests.quantize.second_device import on_second_device, read_ahead
 ROOT = Path(__file__).parent.parent.parent
 STAGES = ("device", "kernels", "pipeline")
 CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+    "cuda",
+    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")],
 )
 
 
 @pytest.mark.slow
 def test_codes_of_another_device_are_the_cpus(tmp_path: Path) -> None:
-    """Of the first layer's inputs, which both compute alike; from there on attention rounds otherwise."""
+    """Of the first layer's inputs, which both compute alike; from there on attention rounds
+    otherwise.
+    """
     source = save_family(
-        "qwen3-moe", tmp_path / "source", num_hidden_layers=1, hidden_size=128, num_attention_heads=2
+        "qwen3-moe",
+        tmp_path / "source",
+        num_hidden_layers=1,
+        hidden_size=128,
+        num_attention_heads=2,
     )
     text = write_calibration(tmp_path / "text.jsonl", length=16)
     # Smoothing sets `data` of parameters, which the second device cannot.
-    options = ["--scheme", "W4A16_G32", "--rounding", "refit", "--calibration", text, "--smoothing", "0"]
+    options = [
+        "--scheme",
+        "W4A16_G32",
+        "--rounding",
+        "refit",
+        "--calibration",
+        text,
+        "--smoothing",
+        "0",
+    ]
     words = ("quantize", source, tmp_path / "second", *options, "--device", "second")
     log = tmp_path / "log"
     finish(start(log, on_second_device, *words), log)
@@ -47,8 +65,13 @@ def test_codes_of_another_device_are_the_cpus(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["second", CUDA])
 def test_the_next_layer_is_read_by_a_thread(device: str, tmp_path: Path) -> None:
-    """The same weights as on the CPU; its errors are raised where the layer is needed, and it ends."""
-    whole, broken = save_family("qwen3-moe", tmp_path / "whole"), save_family("llama", tmp_path / "broken")
+    """The same weights as on the CPU; its errors are raised where the layer is needed, and it
+    ends.
+    """
+    whole, broken = (
+        save_family("qwen3-moe", tmp_path / "whole"),
+        save_family("llama", tmp_path / "broken"),
+    )
     file = next(broken.glob("*.safetensors"))
     tensors = load_file(file)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -69,7 +92,15 @@ def test_every_stage_comes_to_its_end(device: str, tmp_path: Path) -> None:
     """But for `vllm` on the CPU, where `vexport load` and `eval` have tests of their own."""
     stages = STAGES if device == "cpu" else (*STAGES, "vllm")
     names = [word for stage in stages for word in ("--stage", stage)]
-    command = [sys.executable, ROOT / "scripts" / "gpu", "--device", device, "--out", tmp_path, *names]
+    command = [
+        sys.executable,
+        ROOT / "scripts" / "gpu",
+        "--device",
+        device,
+        "--out",
+        tmp_path,
+        *names,
+    ]
     ran = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     rows = json.loads((tmp_path / "gpu.json").read_text())

@@ -16,7 +16,12 @@ from vexport.records.calibration import Rounding
 from vexport.scenario import Calibration, Rule
 
 # What vLLM runs as one parameter has one scheme: so many of them fit into a layer.
-PARTS = ("self_attn[.](q|k|v)_proj", "self_attn[.]o_proj", "mlp[.](gate|up)_proj", "mlp[.]down_proj")
+PARTS = (
+    "self_attn[.](q|k|v)_proj",
+    "self_attn[.]o_proj",
+    "mlp[.](gate|up)_proj",
+    "mlp[.]down_proj",
+)
 SCHEMES = scheme_names()
 LAYERS = -(-len(SCHEMES) // len(PARTS))
 USED = (PARTS * LAYERS)[: len(SCHEMES)]
@@ -32,14 +37,18 @@ def quantize(source: Path, rounding: Rounding) -> Path:
     out, data = source.with_name(rounding), write_calibration(source.with_name("text.jsonl"))
     settings = Calibration(data=data)
     rules.append(Rule(match="Linear", scheme="keep"))
-    quantize_source(QuantizeJob(source=str(source), out=out, rules=tuple(rules), calibration=settings))
+    quantize_source(
+        QuantizeJob(source=str(source), out=out, rules=tuple(rules), calibration=settings)
+    )
     return out
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_every_scheme_in_one_model(tmp_path: Path) -> None:
-    source = save_llama(tmp_path / "llama", num_hidden_layers=LAYERS, bos_token_id=1, eos_token_id=2)
+    source = save_llama(
+        tmp_path / "llama", num_hidden_layers=LAYERS, bos_token_id=1, eos_token_id=2
+    )
     write_tokenizer(source)
     nearest = load_file(quantize(source, "nearest") / "model.safetensors")
     refit = load_file(quantize(source, "refit") / "model.safetensors")
@@ -52,7 +61,8 @@ def test_every_scheme_in_one_model(tmp_path: Path) -> None:
     assert report.ok, report.findings
     assert report.logprobs is not None
     assert report.engine is not None
-    # The limit follows the inputs: those of 4 bits round to other codes where a sum has another order.
+    # The limit follows the inputs: those of 4 bits round to other codes where a sum has another
+    # order.
     assert 0 < report.logprobs.mean_kl < report.logprobs.limit
     assert report.logprobs.positions >= 100
     assert not report.engine.multiprocess, "one import of vLLM is enough"

@@ -17,8 +17,20 @@ from vexport.files import to_json
 from vexport.formats.schemes import KEEP
 from vexport.plan.build import PlanSettings, build_plan
 from vexport.quantize.auto import Budget, best_mixtures, choose_schemes
-from vexport.quantize.layer_groups import LayerGroup, find_layer_groups, rest_bytes, rules_with, smallest
-from vexport.records import GroupSensitivities, GroupSensitivity, MixedScheme, SchemeChoice, SchemeLoss
+from vexport.quantize.layer_groups import (
+    LayerGroup,
+    find_layer_groups,
+    rest_bytes,
+    rules_with,
+    smallest,
+)
+from vexport.records import (
+    GroupSensitivities,
+    GroupSensitivity,
+    MixedScheme,
+    SchemeChoice,
+    SchemeLoss,
+)
 from vexport.scenario import Auto, Rule
 
 MOE = Path(__file__).parents[1] / "peer" / "moe"
@@ -57,7 +69,9 @@ def test_experts_of_a_layer_are_one_unit() -> None:
     assert plan.refusals == ()
     quantized = {member.name for group in plan.groups for member in group.members}
     assert not quantized & set(experts[0].layers)
-    assert {layer for unit in units if unit not in experts[:1] for layer in unit.layers} == quantized
+    assert {
+        layer for unit in units if unit not in experts[:1] for layer in unit.layers
+    } == quantized
 
 
 @pytest.mark.parametrize("scheme", CANDIDATES)
@@ -126,7 +140,9 @@ def test_a_plan_takes_what_a_run_has_measured(llama: Path, tmp_path: Path) -> No
                     num_bytes=one.num_bytes,
                     loss=loss,
                 )
-                for one, loss in zip(unit.options, (1.0 if unit.name == worst else 0.01, 0.001), strict=True)
+                for one, loss in zip(
+                    unit.options, (1.0 if unit.name == worst else 0.01, 0.001), strict=True
+                )
             ),
         )
         for unit in units
@@ -147,7 +163,9 @@ def test_a_plan_takes_what_a_run_has_measured(llama: Path, tmp_path: Path) -> No
     other = scenario(tmp_path, llama, f"bytes: {most}")
     other.write_text(other.read_text().replace("scheme: auto}", "scheme: auto, rounding: nearest}"))
     ran = vexport("plan", other, "--run-dir", tmp_path / "run", "--format", "json")
-    assert [note["check"] for note in json.loads(ran.stdout)["notes"]] == ["auto"], "losses of a refit"
+    assert [note["check"] for note in json.loads(ran.stdout)["notes"]] == ["auto"], (
+        "losses of a refit"
+    )
 
 
 REST = 1000
@@ -159,7 +177,9 @@ def groups(seed: int, number: int) -> list[GroupSensitivity]:
     made = []
     for name in map(str, range(number)):
         size = chance.choice((64, 96, 256)) * 16
-        losses = sorted((chance.expovariate(20), chance.expovariate(200)), reverse=chance.random() < 0.9)
+        losses = sorted(
+            (chance.expovariate(20), chance.expovariate(200)), reverse=chance.random() < 0.9
+        )
         schemes = tuple(
             SchemeLoss(scheme=scheme, observer="", num_bytes=size * bits // 16, loss=loss)
             for scheme, bits, loss in zip(CANDIDATES, (5, 9), losses, strict=False)
@@ -175,7 +195,8 @@ def groups(seed: int, number: int) -> list[GroupSensitivity]:
 def every_mixture(made: Sequence[GroupSensitivity]) -> Iterator[tuple[int, float]]:
     """(bytes of the whole output, loss) of every mixture."""
     options = [
-        [*((one.num_bytes, one.loss) for one in group.schemes), (group.source_bytes, 0.0)] for group in made
+        [*((one.num_bytes, one.loss) for one in group.schemes), (group.source_bytes, 0.0)]
+        for group in made
     ]
     for picked in itertools.product(*options):
         yield REST + sum(size for size, _ in picked), sum(loss for _, loss in picked)
@@ -259,13 +280,19 @@ def test_a_budget_out_of_reach_says_what_is_in_reach(key: str, limit: float) -> 
     assert said[key] in str(caught.value)
 
 
-def test_a_size_that_no_candidate_reaches_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+def test_a_size_that_no_candidate_reaches_is_refused_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
     scenarios = Path(__file__).parent.parent.parent / "scenarios"
-    text = (scenarios / "demo-auto.yaml").read_text(encoding="utf-8").replace("bits: 7.0", "bits: 5.0")
+    text = (
+        (scenarios / "demo-auto.yaml").read_text(encoding="utf-8").replace("bits: 7.0", "bits: 5.0")
+    )
     scenario = tmp_path / "tight.yaml"
     scenario.write_text(text.replace("demo/", f"{scenarios}/demo/"))
     for command in (("plan", scenario), ("run", scenario, "--run-dir", tmp_path / "run")):
         ran = vexport(*command)
         assert ran.code == 2
-        assert "auto.bits: got 5, need at least 5.660 bits per weight of the whole model" in ran.stderr
+        assert (
+            "auto.bits: got 5, need at least 5.660 bits per weight of the whole model" in ran.stderr
+        )
     assert not (tmp_path / "run" / "calibration").exists()

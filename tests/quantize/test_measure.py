@@ -1,4 +1,6 @@
-"""Losses of groups on the demo model: those of a checkpoint in which only that group is quantized."""
+"""Losses of groups on the demo model: those of a checkpoint in which only that group is
+quantized.
+"""
 
 from pathlib import Path
 
@@ -32,7 +34,9 @@ def samples(model: Path) -> Samples:
     return read_samples(data, model, vocab_size=384)
 
 
-def units_of(index: SourceIndex, *candidates: str, rules: tuple[Rule, ...] = RULES) -> tuple[LayerGroup, ...]:
+def units_of(
+    index: SourceIndex, *candidates: str, rules: tuple[Rule, ...] = RULES
+) -> tuple[LayerGroup, ...]:
     auto = Auto(candidates=(*candidates, KEEP), share=0.5)
     return find_layer_groups(index, rules, auto, PlanSettings())
 
@@ -71,7 +75,9 @@ def loss_of(model: Path, rules: tuple[Rule, ...], out: Path) -> float:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory, own_products_in_module: None) -> GroupSensitivities:
+def measured(
+    tmp_path_factory: pytest.TempPathFactory, own_products_in_module: None
+) -> GroupSensitivities:
     """Computed as the reference does: what NVFP4 makes of inputs depends on their last bits."""
     folder = tmp_path_factory.mktemp("measured")
     return run(DEMO / "model-x16", folder / "trials.json", "NVFP4", "W4A16")
@@ -82,7 +88,9 @@ def losses(found: GroupSensitivities) -> dict[tuple[str, str], SchemeLoss]:
 
 
 def test_the_outliers_are_found(measured: GroupSensitivities) -> None:
-    """The variant scales columns of q, k, v, gate and up only: INT4 in groups of 128 loses those."""
+    """The variant scales columns of q, k, v, gate and up only: INT4 in groups of 128 loses
+    those.
+    """
     easy, hard = list[float](), list[float]()
     for (name, scheme), loss in losses(measured).items():
         if scheme == "W4A16":
@@ -100,7 +108,9 @@ def test_a_loss_is_that_of_a_checkpoint_with_only_this_group(
 ) -> None:
     model = DEMO / "model-x16"
     (unit,) = (one for one in units_of(read_index(model), "NVFP4", "W4A16") if one.name == name)
-    loss = loss_of(model, (*unit.rules(scheme), Rule(match="Linear", scheme=KEEP)), tmp_path / "one")
+    loss = loss_of(
+        model, (*unit.rules(scheme), Rule(match="Linear", scheme=KEEP)), tmp_path / "one"
+    )
     assert losses(measured)[name, scheme].loss == pytest.approx(loss, rel=TOLERANCE)
 
 
@@ -121,8 +131,8 @@ def test_a_second_call_runs_nothing_again(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("own_products")
 def test_a_loss_is_that_of_the_rounding_that_is_written(tmp_path: Path) -> None:
-    """With nothing quantized in front of it a refit of weights alone is GPTQ. Losses that another rounding
-    has left in the file are not taken."""
+    """With nothing quantized in front of it a refit of weights alone is GPTQ. Losses that another
+    rounding has left in the file are not taken."""
     model, projection = DEMO / "model-x16", r"re:model\.layers\.0\.mlp\.down_proj"
     kept, found = Rule(match="Linear", scheme=KEEP), dict[str, float]()
     roundings: tuple[Rounding, Rounding] = ("refit", "nearest")

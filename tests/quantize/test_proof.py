@@ -28,9 +28,13 @@ def incomplete(llama: Path, tmp_path: Path) -> Path:
     return spoiled(llama, tmp_path / "incomplete", drop("model.norm.weight"))
 
 
-def test_an_output_that_vllm_would_misread_is_not_called_out(incomplete: Path, tmp_path: Path) -> None:
+def test_an_output_that_vllm_would_misread_is_not_called_out(
+    incomplete: Path, tmp_path: Path
+) -> None:
     for _ in range(2):  # the second one replaces what the first one left
-        ran = vexport("quantize", incomplete, tmp_path / "out", "--scheme", "W8A16", "--rounding", "nearest")
+        ran = vexport(
+            "quantize", incomplete, tmp_path / "out", "--scheme", "W8A16", "--rounding", "nearest"
+        )
         assert ran.code == 1
         (error,) = ran.errors
         assert f"{tmp_path / 'out'}: model.norm.weight: got no such tensor" in error
@@ -45,7 +49,9 @@ def test_an_output_that_vllm_would_misread_is_not_called_out(incomplete: Path, t
 def test_what_others_put_there_is_not_replaced(incomplete: Path, tmp_path: Path) -> None:
     (tmp_path / "out.failed").mkdir()
     (tmp_path / "out.failed" / "mine").write_text("mine")
-    ran = vexport("quantize", incomplete, tmp_path / "out", "--scheme", "W8A16", "--rounding", "nearest")
+    ran = vexport(
+        "quantize", incomplete, tmp_path / "out", "--scheme", "W8A16", "--rounding", "nearest"
+    )
     assert ran.code == 1
     assert [path.name for path in (tmp_path / "out.failed").iterdir()] == ["mine"]
 
@@ -82,17 +88,25 @@ def test_the_layer_at_fault_is_named_so_that_it_can_be_kept(
 
 @pytest.mark.vllm
 def test_vllm_loads_an_output_dry(
-    calibration: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    calibration: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On a GPU that runs what was asked for: no other than SM 90 has a KV cache with scales by head."""
+    """On a GPU that runs what was asked for: no other than SM 90 has a KV cache with scales by
+    head.
+    """
     monkeypatch.delenv("VEXPORT_NO_VERIFY")
     source = save_llama(tmp_path / "source", num_hidden_layers=2, head_dim=80)
     cache = ("--kv-cache", "fp8_per_head", "--calibration", calibration, "--format", "json")
     ran = vexport("quantize", source, tmp_path / "out", "--scheme", "NVFP4A16", *cache)
     assert ran.code == 0, ran.stderr
     assert "dry load" in ran.stderr
-    assert json.loads(ran.stdout)["next_commands"][-1] == shlex.join(["vllm", "serve", str(tmp_path / "out")])
-    # Four heads for three ranks, which vLLM refuses with the source as well: no fault of the quantization.
+    assert json.loads(ran.stdout)["next_commands"][-1] == shlex.join(
+        ["vllm", "serve", str(tmp_path / "out")]
+    )
+    # Four heads for three ranks, which vLLM refuses with the source as well: no fault of the
+    # quantization.
     assert failure_of(source, tmp_path / "out", tp=(3,)) is None
     told = capsys.readouterr().out
     assert "does the same with the unquantized source" in told

@@ -1,4 +1,6 @@
-"""Written checkpoints against compressed-tensors: its dequantization, its config model, its packing."""
+"""Written checkpoints against compressed-tensors: its dequantization, its config model, its
+packing.
+"""
 
 import json
 from pathlib import Path
@@ -16,10 +18,14 @@ SCHEMES = ("NVFP4", "NVFP4A16", "FP8", "FP8_DYNAMIC", "W8A8", "W4A16")
 
 
 def test_global_scale_is_the_divisor_of_the_largest_member(llama: Path, good: Good) -> None:
-    original, tensors = (load_file(folder / "model.safetensors") for folder in (llama, good("NVFP4")))
+    original, tensors = (
+        load_file(folder / "model.safetensors") for folder in (llama, good("NVFP4"))
+    )
     names = [f"model.layers.1.self_attn.{member}_proj" for member in "qkv"]
     largest = max(original[f"{name}.weight"].abs().max().item() for name in names)
-    assert tensors[f"{names[0]}.weight_global_scale"].item() == pytest.approx(448 * 6 / largest, rel=1e-6)
+    assert tensors[f"{names[0]}.weight_global_scale"].item() == pytest.approx(
+        448 * 6 / largest, rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -36,19 +42,30 @@ def test_config_is_one_that_compressed_tensors_reads(scheme: str, good: Good) ->
 
 def test_what_is_kept_is_copied_to_the_byte(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert vexport("quantize", llama, out, "--scheme", "W8A8", "--ignore", "down_proj", "--quiet").code == 0
+    assert (
+        vexport("quantize", llama, out, "--scheme", "W8A8", "--ignore", "down_proj", "--quiet").code
+        == 0
+    )
     before, after = load_file(llama / "model.safetensors"), load_file(out / "model.safetensors")
     kept = [name for name in before if "_proj" not in name or "down_proj" in name]
     assert len(kept) > 9
     for name in kept:
         assert torch.equal(before[name].view(torch.int16), after[name].view(torch.int16)), name
     ignore = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
-    assert sorted(ignore) == ["lm_head", *(f"model.layers.{layer}.mlp.down_proj" for layer in range(3))]
+    assert sorted(ignore) == [
+        "lm_head",
+        *(f"model.layers.{layer}.mlp.down_proj" for layer in range(3)),
+    ]
 
 
 def test_side_files_travel(tmp_path: Path) -> None:
     source = save_llama(tmp_path / "source")
-    names = ("preprocessor_config.json", "processor_config.json", "tokenizer.model", "tokenizer.json")
+    names = (
+        "preprocessor_config.json",
+        "processor_config.json",
+        "tokenizer.model",
+        "tokenizer.json",
+    )
     for name in names:
         (source / name).write_text('{"a": 1}')
     (source / "chat_template.jinja").write_text("{{ messages }}")
@@ -74,7 +91,9 @@ def test_shards_and_index(tmp_path: Path, llama: Path, good: Good) -> None:
             assert torch.equal(value.view(torch.uint8), one[name].view(torch.uint8)), name
 
 
-def test_importance_is_gathered_for_weights_alone(llama: Path, calibration: Path, tmp_path: Path) -> None:
+def test_importance_is_gathered_for_weights_alone(
+    llama: Path, calibration: Path, tmp_path: Path
+) -> None:
     written = set()
     for observer in ("memoryless_mse", "imatrix_mse"):
         options = ("--observer", observer, "--calibration", calibration)

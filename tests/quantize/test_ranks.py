@@ -33,17 +33,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def call(folder: Path, out: Path, scheme: str, *options: str) -> list[object]:
     words = ["quantize", folder / "model", out, "--scheme", scheme, "--device", "cpu", *options]
-    return [*words, "--calibration", folder / "text.jsonl", "--smoothing", "0", "--max-shard-size", "200KB"]
+    return [
+        *words,
+        "--calibration",
+        folder / "text.jsonl",
+        "--smoothing",
+        "0",
+        "--max-shard-size",
+        "200KB",
+    ]
 
 
 def two_ranks(words: list[object], folder: Path, environment: Mapping[str, str]) -> str:
     """What two ranks say, which must come to a good end; one rank speaks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+        at = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free.getsockname()[1]),
+            "WORLD_SIZE": "2",
+        }
     logs = [folder / f"rank-{rank}.log" for rank in "01"]
     ranks = [
-        start(log, command, *words, environment={**environment, **at, "RANK": rank, "LOCAL_RANK": rank})
+        start(
+            log,
+            command,
+            *words,
+            environment={**environment, **at, "RANK": rank, "LOCAL_RANK": rank},
+        )
         for log, rank in zip(logs, "01", strict=True)
     ]
     first, second = map(finish, ranks, logs)
@@ -53,7 +70,9 @@ def two_ranks(words: list[object], folder: Path, environment: Mapping[str, str])
 
 
 def tensors(out: Path) -> dict[str, torch.Tensor]:
-    return {name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()}
+    return {
+        name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()
+    }
 
 
 def codes(packed: torch.Tensor) -> torch.Tensor:
@@ -72,7 +91,9 @@ def test_statistics_of_two_ranks_are_those_of_one(folder: Path, tmp_path: Path) 
     assert len(list(two.glob("*.safetensors"))) >= 2
 
 
-def test_a_rank_that_dies_ends_the_other_and_a_second_call_goes_on(folder: Path, tmp_path: Path) -> None:
+def test_a_rank_that_dies_ends_the_other_and_a_second_call_goes_on(
+    folder: Path, tmp_path: Path
+) -> None:
     """What it writes differs from one rank's by the order of sums."""
     out = tmp_path / "two" / "out"
     words = call(folder, out, "W4A16", "--rounding", "gptq")
@@ -103,7 +124,8 @@ def test_a_rank_that_dies_ends_the_other_and_a_second_call_goes_on(folder: Path,
     packed = [name for name in one if name.endswith("weight_packed")]
     assert len(packed) == 14
     equal = {name: float((codes(one[name]) == codes(two[name])).float().mean()) for name in packed}
-    # One code that a sum tips over changes what follows in its row, and a little in all layers behind it.
+    # One code that a sum tips over changes what follows in its row, and a little in all layers
+    # behind it.
     assert min(equal[name] for name in packed if ".layers.0.self_attn." in name) > 0.999, equal
     assert sum(equal.values()) / len(equal) > 0.7, equal
 

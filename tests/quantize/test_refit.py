@@ -1,8 +1,8 @@
 """A full refit is brevitas' Qronos, whose golden values were recorded.
 
-Qronos chooses the first column for the others as they were, without damping, and refits the others to it;
-here all columns are refitted, then rounded one after another. Where both round the first column of a row
-alike, all others follow from the same formula.
+Qronos chooses the first column for the others as they were, without damping, and refits the others
+to it; here all columns are refitted, then rounded one after another. Where both round the first
+column of a row alike, all others follow from the same formula.
 """
 
 import json
@@ -72,13 +72,19 @@ def test_codes_are_those_of_qronos_and_the_output_as_close_to_the_sources() -> N
     # So many that what follows is about most rows.
     assert same.float().mean() > 0.6
     assert (found == expected)[same].float().mean() >= 0.999
-    qronos, full, gptq = (error(values) for values in (GOLDEN["rounded"], rounded(1.0), rounded(0.0)))
+    qronos, full, gptq = (
+        error(values) for values in (GOLDEN["rounded"], rounded(1.0), rounded(0.0))
+    )
     assert qronos < gptq
     assert full < qronos + 0.02 * (gptq - qronos)
 
 
-@pytest.mark.parametrize(("scheme", "bits"), [("W4A16", 16), ("W8A8", 8), ("NVFP4", 4), ("MXFP4", 4)])
-def test_a_refit_is_as_strong_as_the_table_or_a_rule_says(scheme: str, bits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "bits"), [("W4A16", 16), ("W8A8", 8), ("NVFP4", 4), ("MXFP4", 4)]
+)
+def test_a_refit_is_as_strong_as_the_table_or_a_rule_says(
+    scheme: str, bits: int, tmp_path: Path
+) -> None:
     folder = save_llama(tmp_path / "llama")
 
     def found(rounding: object) -> Strength:
@@ -93,7 +99,9 @@ def test_a_refit_is_as_strong_as_the_table_or_a_rule_says(scheme: str, bits: int
     assert found({"method": "refit", "strength": 1, "ridge": 0.01}).ridge == 0.01
 
 
-@pytest.mark.parametrize("rounding", [{"strength": 1.5}, {"ridge": 0}, {"method": "gptq", "strength": 0.5}])
+@pytest.mark.parametrize(
+    "rounding", [{"strength": 1.5}, {"ridge": 0}, {"method": "gptq", "strength": 0.5}]
+)
 def test_what_is_no_strength_is_refused(rounding: object) -> None:
     with pytest.raises(ValueError, match="strength|ridge|refit"):
         Rule.model_validate({"match": "Linear", "scheme": "W4A16", "rounding": rounding})
@@ -110,7 +118,10 @@ def test_refit_leaves_a_quarter_of_the_divergence(tmp_path: Path) -> None:
     assert {**same, "rounding": "refit"} == layers
     source, data = SCENARIOS / scenario["source"], SCENARIOS / scenario["calibration"]["data"]
     tokenizer = AutoTokenizer.from_pretrained(source)
-    rows = [tokenizer(json.loads(line)["text"])["input_ids"] for line in data.read_text().splitlines()[-8:]]
+    rows = [
+        tokenizer(json.loads(line)["text"])["input_ids"]
+        for line in data.read_text().splitlines()[-8:]
+    ]
     left, options = [], ("--scheme", layers["scheme"], "--calibration", data, "--samples", 24)
     for rounding in ("nearest", layers["rounding"]):
         ran = vexport("quantize", source, tmp_path / rounding, *options, "--rounding", rounding)

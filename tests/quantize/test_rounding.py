@@ -50,21 +50,35 @@ def rows_of(text: Path) -> list[list[int]]:
 
 
 def divergence(source: Path, checkpoint: Path, rows: list[list[int]]) -> float:
-    """KL(source || quantized) over rows, by transformers with dequantized weights and rounded inputs."""
+    """KL(source || quantized) over rows, by transformers with dequantized weights and rounded
+    inputs.
+    """
     model = AutoModelForCausalLM.from_pretrained(source)
     with torch.inference_mode():
         exact = torch.cat([model(torch.tensor([row])).logits[0, :-1].float() for row in rows])
-    return float(kl_divergence(torch.log_softmax(exact, dim=-1), reference_logprobs(checkpoint, rows)).mean())
+    return float(
+        kl_divergence(torch.log_softmax(exact, dim=-1), reference_logprobs(checkpoint, rows)).mean()
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_answers_are_closer_than_to_nearest(scheme: str, source: Path, text: Path, tmp_path: Path) -> None:
+def test_answers_are_closer_than_to_nearest(
+    scheme: str, source: Path, text: Path, tmp_path: Path
+) -> None:
     found = {}
     for rounding in ("nearest", *SCHEMES[scheme]):
         out = tmp_path / rounding
         ran = vexport(
-            "quantize", source, out, "--scheme", scheme, "--rounding", rounding, "--calibration", text
+            "quantize",
+            source,
+            out,
+            "--scheme",
+            scheme,
+            "--rounding",
+            rounding,
+            "--calibration",
+            text,
         )
         assert ran.code == 0, ran.stderr
         assert vexport("check", out).code == 0
@@ -74,7 +88,9 @@ def test_answers_are_closer_than_to_nearest(scheme: str, source: Path, text: Pat
 
 
 @pytest.mark.slow
-def test_scales_are_searched_by_what_enters_the_layer(source: Path, text: Path, tmp_path: Path) -> None:
+def test_scales_are_searched_by_what_enters_the_layer(
+    source: Path, text: Path, tmp_path: Path
+) -> None:
     """Unless an observer is named: plain GPTQ stays what other tools do."""
     call = ("quantize", source, "--scheme", "W4A16", "--rounding", "gptq", "--calibration", text)
     observers = {(): "imatrix_mse", ("--observer", "memoryless_minmax"): "memoryless_minmax"}
@@ -82,16 +98,28 @@ def test_scales_are_searched_by_what_enters_the_layer(source: Path, text: Path, 
     for number, (option, observer) in enumerate(observers.items()):
         out = tmp_path / str(number)
         assert vexport(*call, out, *option).code == 0
-        groups = json.loads((out / "config.json").read_text())["quantization_config"]["config_groups"]
+        groups = json.loads((out / "config.json").read_text())["quantization_config"][
+            "config_groups"
+        ]
         assert [group["weights"]["observer"] for group in groups.values()] == [observer]
         found[observer] = divergence(source, out, rows_of(text))
     assert found["imatrix_mse"] < found["memoryless_minmax"]
 
 
 @pytest.mark.slow
-def test_with_text_weights_are_refitted_and_it_is_told(source: Path, text: Path, tmp_path: Path) -> None:
+def test_with_text_weights_are_refitted_and_it_is_told(
+    source: Path, text: Path, tmp_path: Path
+) -> None:
     ran = vexport(
-        "quantize", source, tmp_path / "out", "--scheme", "W4A16", "--calibration", text, "--format", "json"
+        "quantize",
+        source,
+        tmp_path / "out",
+        "--scheme",
+        "W4A16",
+        "--calibration",
+        text,
+        "--format",
+        "json",
     )
     assert ran.code == 0, ran.stderr
     rounding = json.loads(ran.stdout)["rounding"]
@@ -104,7 +132,9 @@ def test_with_text_weights_are_refitted_and_it_is_told(source: Path, text: Path,
 
 
 @pytest.mark.slow
-def test_killed_between_layers_it_goes_on_to_the_same_bytes(source: Path, text: Path, tmp_path: Path) -> None:
+def test_killed_between_layers_it_goes_on_to_the_same_bytes(
+    source: Path, text: Path, tmp_path: Path
+) -> None:
     call = ("quantize", source, "--scheme", "W4A16", "--rounding", "refit", "--calibration", text)
     whole = tmp_path / "whole"
     assert vexport(*call, whole).code == 0
@@ -134,11 +164,15 @@ def test_time_is_told_before_the_work_and_the_time_left_is_that_of_all_steps(
     monkeypatch.setattr("vexport.quantize.text.SMALL_WORK", 0.0)
     ran = vexport(*call, tmp_path / "out", "--no-verify")
     assert ran.code == 0, ran.stderr
-    first, second = (digest_file(tmp_path / name / "model.safetensors") for name in ("unmeasured", "out"))
+    first, second = (
+        digest_file(tmp_path / name / "model.safetensors") for name in ("unmeasured", "out")
+    )
     assert first == second
 
     names = ("look back", "round weights")
-    told = re.search(r"note: with this text: about (\S+) s, in 2 steps: look back \S+ s, round", ran.stderr)
+    told = re.search(
+        r"note: with this text: about (\S+) s, in 2 steps: look back \S+ s, round", ran.stderr
+    )
     done = re.search(r"calibrate \(seconds as estimated\): done in (\S+) s", ran.stderr)
     assert told
     assert done
@@ -166,7 +200,9 @@ def test_no_more_wait_than_half_of_what_the_control_group_has(
     assert most_waiting() == (2**19 if "1048576" in limit else whole)
 
 
-def test_too_much_text_is_refused_with_what_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_much_text_is_refused_with_what_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing else depends on the memory that there is."""
     folder = save(configs()["llama"], tmp_path / "llama")
     rules = [Rule(match="Linear", scheme="W4A16_CHANNEL", rounding="gptq")]

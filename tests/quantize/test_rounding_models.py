@@ -1,4 +1,6 @@
-"""Every family that calibrates is rounded by its text, in every wrapping: experts, heads, multimodal ones."""
+"""Every family that calibrates is rounded by its text, in every wrapping: experts, heads,
+multimodal ones.
+"""
 
 import json
 from pathlib import Path
@@ -86,7 +88,9 @@ FAMILIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_groups_are_rounded_by_what_enters_them(family: str, text: Path, tmp_path: Path) -> None:
+def test_all_groups_are_rounded_by_what_enters_them(
+    family: str, text: Path, tmp_path: Path
+) -> None:
     stacked, scheme, present = FAMILIES[family]
     source = save(CONFIGS[family], tmp_path / family, stacked=stacked)
     _, report = rounded(source, tmp_path / "out", text, "gptq", scheme, head=family == "qwen3")
@@ -127,7 +131,9 @@ def test_the_cache_is_calibrated_in_the_quantized_stream(text: Path, tmp_path: P
     source = save(CONFIGS["llama"], tmp_path / "llama")
     plan, report = rounded(source, tmp_path / "out", text, "gptq", kv_cache="fp8")
     assert report is not None
-    rows = read_samples(CalibrationData(name=str(text), samples=8, seq_len=24), source, vocab_size=100)
+    rows = read_samples(
+        CalibrationData(name=str(text), samples=8, seq_len=24), source, vocab_size=100
+    )
     copy = dequantized(source, tmp_path / "out", tmp_path / "copy")
     exact, quantized = (
         calibrate(LayerWalk(read_index(folder)), plan, rows).kv_ranges for folder in (source, copy)
@@ -167,7 +173,12 @@ def _plain(folder: Path) -> None:
 
 def _tied(folder: Path) -> None:
     """Tied by its config; the head's own copy is in the file, as some exports leave it."""
-    save(Qwen3Config(**{**LLAMA_LIKE, "num_hidden_layers": 2}, head_dim=16, tie_word_embeddings=True), folder)
+    save(
+        Qwen3Config(
+            **{**LLAMA_LIKE, "num_hidden_layers": 2}, head_dim=16, tie_word_embeddings=True
+        ),
+        folder,
+    )
     copied("model.embed_tokens.weight", "lm_head.weight")(folder)
 
 
@@ -193,7 +204,9 @@ def logprobs(folder: Path, text: Path, *, wrapped: bool) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*WRAPPED, "plain", "phi3", "tied", "qwen3_moe"])
-def test_it_is_closer_than_to_nearest_and_like_its_source(name: str, text: Path, tmp_path: Path) -> None:
+def test_it_is_closer_than_to_nearest_and_like_its_source(
+    name: str, text: Path, tmp_path: Path
+) -> None:
     source, wrapped = made(tmp_path / "source", name), name in WRAPPED
     exact, divergence = logprobs(source, text, wrapped=wrapped), list[float]()
     ways: tuple[Rounding, Rounding] = ("nearest", "refit")
@@ -205,7 +218,11 @@ def test_it_is_closer_than_to_nearest_and_like_its_source(name: str, text: Path,
         assert ("lm_head" in {group.name for group in plan.groups}) == (name == "tied")
         ran = vexport("check", out, "--source", source, "--format", "json", "--quiet")
         (told,) = json.loads(ran.stdout)
-        assert not [one for one in told["findings"] if (one["check"], one["severity"]) == ("source", "error")]
+        assert not [
+            one
+            for one in told["findings"]
+            if (one["check"], one["severity"]) == ("source", "error")
+        ]
         copy = dequantized(source, out, tmp_path / f"{rounding}-copy")
         divergence.append(float(kl_divergence(exact, logprobs(copy, text, wrapped=wrapped)).mean()))
     assert divergence[1] < 0.9 * divergence[0]

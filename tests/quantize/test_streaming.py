@@ -1,4 +1,6 @@
-"""Streaming: broken off and continued, parts of stored tensors, memory that does not grow with the model."""
+"""Streaming: broken off and continued, parts of stored tensors, memory that does not grow with the
+model.
+"""
 
 import contextlib
 import hashlib
@@ -34,7 +36,10 @@ def write_model(folder: Path, *, hidden: int, layers: int) -> Path:
 
 def digests(folder: Path) -> Mapping[str, str]:
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+    }
 
 
 @pytest.mark.slow
@@ -47,7 +52,9 @@ def test_killed_twice_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
         process, written = start(log, command, "quantize", source, out, *options), 0
         while written < least and process.is_alive():
             time.sleep(0.002)
-            written = sum(file.stat().st_size for file in tmp_path.glob(".out.partial/new/*.safetensors"))
+            written = sum(
+                file.stat().st_size for file in tmp_path.glob(".out.partial/new/*.safetensors")
+            )
         process.kill()
         process.join()
         assert process.exitcode == -signal.SIGKILL
@@ -62,7 +69,9 @@ def break_off(out: Path, input_digest: str) -> list[str]:
     found: list[str] = []
     with (
         contextlib.suppress(KeyboardInterrupt),
-        resumable_directory(out, input_digest=input_digest, overwrite=False, note=found.append) as folder,
+        resumable_directory(
+            out, input_digest=input_digest, overwrite=False, note=found.append
+        ) as folder,
     ):
         found += sorted(path.name for path in folder.iterdir())
         for name in ("model.safetensors", "config.json"):

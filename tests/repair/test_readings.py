@@ -1,4 +1,6 @@
-"""Faults with several explanations: `repair` asks the source, or refuses, and states what it assumes."""
+"""Faults with several explanations: `repair` asks the source, or refuses, and states what it
+assumes.
+"""
 
 import json
 from pathlib import Path
@@ -43,15 +45,23 @@ def repaired(checkpoint: Path, out: Path, *options: object) -> dict[str, list[di
 
 def same_tensors(one: Path, other: Path) -> bool:
     left, right = load_file(one / WEIGHTS), load_file(other / WEIGHTS)
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 AMBIGUOUS = [
     (put(Q, times(4)), "qkv_proj"),
     (put(Q, times(0.25)), "qkv_proj"),
     (put(GATE, times(4)), "gate_up_proj"),
-    (all_of(put(Q, times(4)), put(f"{ATTENTION}.k_proj.weight_global_scale", times(3))), "qkv_proj"),
-    (all_of(*(put(GATE.replace(".2.", f".{layer}."), times(4)) for layer in range(3))), "gate_up_proj"),
+    (
+        all_of(put(Q, times(4)), put(f"{ATTENTION}.k_proj.weight_global_scale", times(3))),
+        "qkv_proj",
+    ),
+    (
+        all_of(*(put(GATE.replace(".2.", f".{layer}."), times(4)) for layer in range(3))),
+        "gate_up_proj",
+    ),
     (put(Q, lambda scale: inverse(scale) * 4), "qkv_proj"),
 ]
 
@@ -87,11 +97,15 @@ def test_wrong_source_is_refused(good: Good, tmp_path: Path) -> None:
     assert ran.code == 1
     assert "source" in ran.errors[0]
     assert not (tmp_path / "out").exists()
-    quantized = vexport("repair", checkpoint, tmp_path / "out", SOURCE_NAMED, good("W8A8"), "--quiet")
+    quantized = vexport(
+        "repair", checkpoint, tmp_path / "out", SOURCE_NAMED, good("W8A8"), "--quiet"
+    )
     assert quantized.code == 2
 
 
-def test_scale_of_one_layer_alone_is_found_with_source(good: Good, llama: Path, tmp_path: Path) -> None:
+def test_scale_of_one_layer_alone_is_found_with_source(
+    good: Good, llama: Path, tmp_path: Path
+) -> None:
     """Nothing but the source shows it: the repair without a source claims nothing about values."""
     name = f"{ATTENTION}.o_proj.weight_global_scale"
     checkpoint = spoiled(good("NVFP4A16"), tmp_path / "broken", put(name, times(4)))
@@ -133,7 +147,9 @@ def test_layer_that_fits_two_groups_is_refused(good: Good, tmp_path: Path) -> No
         group |= {"input_activations": None, "targets": ["re:.*no_such_layer"]}
 
     change = all_of(
-        copied_group(), json_config(without_inputs), config(GROUP, targets=["re:.*mlp.*"], ignore=[])
+        copied_group(),
+        json_config(without_inputs),
+        config(GROUP, targets=["re:.*mlp.*"], ignore=[]),
     )
     checkpoint = spoiled(good("MXFP4"), tmp_path / "broken", change)
     ran = vexport("repair", checkpoint, tmp_path / "out", "--quiet")
@@ -161,7 +177,9 @@ def test_smoothed_checkpoint_is_compared_with_smoothed_source(llama: Path, tmp_p
     repaired(spoiled(smoothed, tmp_path / "broken", put(Q, times(4))), out, SOURCE_NAMED, llama)
     assert same_tensors(out, smoothed)
     assert (out / SMOOTHING).read_bytes() == (smoothed / SMOOTHING).read_bytes()
-    other = spoiled(smoothed, tmp_path / "other", put(f"{ATTENTION}.o_proj.weight_global_scale", times(4)))
+    other = spoiled(
+        smoothed, tmp_path / "other", put(f"{ATTENTION}.o_proj.weight_global_scale", times(4))
+    )
     assert vexport("repair", other, tmp_path / "no", SOURCE_NAMED, llama, "--quiet").code == 1
 
 

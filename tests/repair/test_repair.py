@@ -1,4 +1,6 @@
-"""What is repaired passes the check at the cost that is said; what is not is named, and nothing written."""
+"""What is repaired passes the check at the cost that is said; what is not is named, and nothing
+written.
+"""
 
 import json
 from pathlib import Path
@@ -33,13 +35,21 @@ Q = "model.layers.1.self_attn.q_proj"
 DOWN = "model.layers.2.mlp.down_proj"
 
 
-def repair(checkpoint: Path, out: Path, *options: object) -> tuple[Ran, dict[str, list[dict[str, object]]]]:
+def repair(
+    checkpoint: Path, out: Path, *options: object
+) -> tuple[Ran, dict[str, list[dict[str, object]]]]:
     ran = vexport("repair", checkpoint, out, "--quiet", "--format", "json", *options)
     assert ran.stdout, ran.stderr
     return ran, json.loads(ran.stdout)
 
 
-GPTQ: dict[str, Json] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+GPTQ: dict[str, Json] = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 128,
+    "desc_act": False,
+    "sym": True,
+}
 DENSE: Json = {"format": "dense", "targets": ["Linear"]}
 WITHOUT_LOSS = [
     ("W8A8", config(QUANTIZATION, quant_method=None), "config"),
@@ -59,7 +69,9 @@ WITHOUT_LOSS = [
 
 
 @pytest.mark.parametrize(("scheme", "change", "family"), WITHOUT_LOSS)
-def test_repairs_without_loss(good: Good, tmp_path: Path, scheme: str, change: Change, family: str) -> None:
+def test_repairs_without_loss(
+    good: Good, tmp_path: Path, scheme: str, change: Change, family: str
+) -> None:
     checkpoint = spoiled(good(scheme), tmp_path / "broken", change)
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     ran, report = repair(checkpoint, tmp_path / "out")
@@ -68,7 +80,10 @@ def test_repairs_without_loss(good: Good, tmp_path: Path, scheme: str, change: C
     assert problems(tmp_path / "out") == []
     for layer in (Q, DOWN):
         torch.testing.assert_close(
-            dequantized(tmp_path / "out", layer), dequantized(good(scheme), layer), rtol=1e-6, atol=0
+            dequantized(tmp_path / "out", layer),
+            dequantized(good(scheme), layer),
+            rtol=1e-6,
+            atol=0,
         )
     assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before
 
@@ -76,22 +91,32 @@ def test_repairs_without_loss(good: Good, tmp_path: Path, scheme: str, change: C
 @pytest.mark.slow
 @pytest.mark.parametrize("with_source", [False, True])
 def test_experts_of_the_peer_get_shared_global_scales(tmp_path: Path, with_source: bool) -> None:
-    """Rescaled or quantized again, the weights stay within half a step of e4m3 of what they were."""
+    """Rescaled or quantized again, the weights stay within half a step of e4m3 of what they
+    were.
+    """
     checkpoint, out = PEER / "moe-NVFP4A16", tmp_path / "out"
     found = [finding.where for finding in problems(checkpoint)]
     assert found == [f"model.layers.0.mlp.experts.{i}.w13: weight_global_scale" for i in range(2)]
     ran, report = repair(checkpoint, out, *(["--source", PEER / "moe"] if with_source else []))
     assert ran.code == 0, ran.stderr
     assert problems(out) == []
-    written, source = load_file(out / "model.safetensors"), load_file(PEER / "moe" / "model.safetensors")
+    written, source = (
+        load_file(out / "model.safetensors"),
+        load_file(PEER / "moe" / "model.safetensors"),
+    )
     old = load_file(checkpoint / "model.safetensors")
     repaired = {repair["layer"]: repair["change"] for repair in report["repairs"]}
     for expert in range(2):
-        layers = [f"model.layers.0.mlp.experts.{expert}.{leaf}" for leaf in ("gate_proj", "up_proj")]
+        layers = [
+            f"model.layers.0.mlp.experts.{expert}.{leaf}" for leaf in ("gate_proj", "up_proj")
+        ]
         values = [old[f"{layer}.weight_global_scale"] for layer in layers]
         assert [written[f"{layer}.weight_global_scale"] for layer in layers] == [min(values)] * 2
         for layer in layers:
-            before, after = dequantized(checkpoint, layer).double(), dequantized(out, layer).double()
+            before, after = (
+                dequantized(checkpoint, layer).double(),
+                dequantized(out, layer).double(),
+            )
             exact = source[f"{layer}.weight"].double()
             if layer not in repaired:
                 assert torch.equal(before, after)
@@ -108,19 +133,25 @@ def test_experts_of_the_peer_get_shared_global_scales(tmp_path: Path, with_sourc
     same = [name for name in old if "experts" not in name]
     assert all(torch.equal(old[name], written[name]) for name in same)
     text = vexport("repair", checkpoint, tmp_path / "again", "--quiet").stdout
-    scale = "experts.0.gate_proj.weight_global_scale: 7136, not that of the layers it runs with -> 6080"
+    scale = (
+        "experts.0.gate_proj.weight_global_scale: 7136, not that of the layers it runs with -> 6080"
+    )
     assert scale in text
     assert "2 weights moved" in text
 
 
 @pytest.mark.parametrize(("layer", "factor"), [(Q, 2), (Q, 1 / 3), (f"{Q[:14]}.mlp.gate_proj", 2)])
-def test_global_scales_of_inputs_follow_most(good: Good, tmp_path: Path, layer: str, factor: float) -> None:
+def test_global_scales_of_inputs_follow_most(
+    good: Good, tmp_path: Path, layer: str, factor: float
+) -> None:
     """Also where vLLM takes that of the majority already; of two the smaller one."""
     name = f"{layer}.input_global_scale"
     checkpoint = spoiled(good("NVFP4"), tmp_path / "broken", put(name, lambda t: t * factor))
     ran, _ = repair(checkpoint, tmp_path / "out")
     assert ran.code == 0, ran.stderr
-    written, right = (load_file(root / "model.safetensors") for root in (tmp_path / "out", good("NVFP4")))
+    written, right = (
+        load_file(root / "model.safetensors") for root in (tmp_path / "out", good("NVFP4"))
+    )
     assert all(torch.equal(written[key], value) for key, value in right.items())
 
 
@@ -138,7 +169,13 @@ def test_missing_scales_of_the_kv_cache_are_one_and_said(good: Good, tmp_path: P
     assert all(torch.equal(scale, torch.ones(1)) for scale in scales)
 
 
-KV_SCHEME: Json = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+KV_SCHEME: Json = {
+    "num_bits": 8,
+    "type": "float",
+    "strategy": "tensor",
+    "symmetric": True,
+    "dynamic": False,
+}
 REFUSED = [
     ("W4A16", drop(f"{Q}.weight_packed"), f"{Q}.weight_packed"),
     (
@@ -154,7 +191,11 @@ REFUSED = [
     ("FP8", drop(f"{DOWN}.input_scale"), f"{DOWN}.input_scale"),
     ("W8A8", put(f"{DOWN}.weight_scale", lambda t: t[:-1]), f"{DOWN}.weight_scale"),
     ("FP8_DYNAMIC", config(ARGUMENTS, num_bits=3), "config_groups.group_0"),
-    ("W8A8", lambda folder: (folder / "model.safetensors").write_bytes(b"12345678"), "model.safetensors"),
+    (
+        "W8A8",
+        lambda folder: (folder / "model.safetensors").write_bytes(b"12345678"),
+        "model.safetensors",
+    ),
     ("W8A8", config(WHOLE, quantization_config={**GPTQ}), "quantization_config"),
 ]
 

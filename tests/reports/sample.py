@@ -24,10 +24,12 @@ from vexport.records import (
 
 HOSTILE = (
     "<script>alert(1)</script> ]]> \"'`|*_[x](http://evil.example/a) @team\n::error::x\x1b[31mred"
-    "\x00\x9b2J\u202eabc\ud800\ufffe &amp; {{ 7*7 }} {% raw %} [bold]b[/bold] %0A##[error]y www.evil.example"
+    "\x00\x9b2J\u202eabc\ud800\ufffe &amp; {{ 7*7 }} {% raw %} [bold]b[/bold] %0A##[error]y "
+    "www.evil.example"
 )
 WHOLE = from_json(Report, Path(__file__).with_name("report.json"))
-# Of the task that decides: difference, low, high, documents lost and gained; the sentence of the verdict.
+# Of the task that decides: difference, low, high, documents lost and gained; the sentence of the
+# verdict.
 _ADDITION = {
     "PASS": (-0.0047, -0.0128, 0.0031, 5, 2),
     "FAIL": (-0.1051, -0.1268, -0.0853, 69, 2),
@@ -35,8 +37,10 @@ _ADDITION = {
 }
 _REASONS = {
     "PASS": "both tasks lose less than 2 points (worst: addition -0.47, at worst -1.28)",
-    "FAIL": "addition loses 10.5 points (at least 8.53), 2 points were accepted; the other task passes",
-    "INCONCLUSIVE": "addition is not settled after 640 documents: -1.41 points, between -2.52 and -0.47, "
+    "FAIL": "addition loses 10.5 points (at least 8.53), 2 points were accepted; the other "
+    "task passes",
+    "INCONCLUSIVE": "addition is not settled after 640 documents: -1.41 points, between -2.52 "
+    "and -0.47, "
     "2 points were accepted; about 2,900 would settle it; the other task passes",
 }
 
@@ -116,13 +120,17 @@ def dry_load() -> DryLoadReport:
 
 
 def unloaded() -> Report:
-    """A run that ended at the check: the engine never started with the checkpoint, no verdict on accuracy."""
+    """A run that ended at the check: the engine never started with the checkpoint, no verdict on
+    accuracy.
+    """
     error = finding("error", where="model.layers.0.self_attn.qkv_proj")
     checkpoint = "runs/demo-nvfp4/checkpoint"
     return replace(
         report("FAIL"),
         reason=f"check: {error}",
-        check=CheckReport(checkpoint=checkpoint, ok=False, findings=(finding(), error, finding("info"))),
+        check=CheckReport(
+            checkpoint=checkpoint, ok=False, findings=(finding(), error, finding("info"))
+        ),
         load=LoadReport(checkpoint=checkpoint, ok=False, findings=()),
         verdict=None,
         seconds={"plan": 0.21, "check": 0.9},
@@ -132,13 +140,17 @@ def unloaded() -> Report:
 def hostile() -> Report:
     """HOSTILE wherever a checkpoint, a model or a data set has a say."""
     base = full("FAIL")
-    bad = Finding(check=HOSTILE, severity="error", where=HOSTILE, expected=HOSTILE, got=HOSTILE, fix=HOSTILE)
+    bad = Finding(
+        check=HOSTILE, severity="error", where=HOSTILE, expected=HOSTILE, got=HOSTILE, fix=HOSTILE
+    )
     said = dict.fromkeys(("prompt", "target", "baseline", "candidate"), HOSTILE)
     flip = Flip(doc_id=1, direction="right to wrong", **said)
     canary = Canary(prompt=HOSTILE, text=HOSTILE, tokens=3, finish_reason=HOSTILE)
     judged = verdict("FAIL")
     words = zip(HOSTILE.split(" "), (0.0, 0.02, 0.4, 3.0, 40.0), strict=False)
-    tokens = tuple(TokenDrift(token=word, kl=kl, baseline_nll=0.01, candidate_nll=0.2) for word, kl in words)
+    tokens = tuple(
+        TokenDrift(token=word, kl=kl, baseline_nll=0.01, candidate_nll=0.2) for word, kl in words
+    )
     tasks = tuple(
         replace(
             task,
@@ -164,7 +176,11 @@ def hostile() -> Report:
         command=HOSTILE,
         reason=HOSTILE,
         plan=replace(
-            base.plan, source=HOSTILE, architecture=HOSTILE, kept_linears=(HOSTILE,), refusals=(bad,)
+            base.plan,
+            source=HOSTILE,
+            architecture=HOSTILE,
+            kept_linears=(HOSTILE,),
+            refusals=(bad,),
         ),
         layers=(LayerError(name=HOSTILE, scheme=HOSTILE, snr_db=12.0), *base.layers),
         check=CheckReport(checkpoint=HOSTILE, ok=False, findings=(bad,)),

@@ -1,4 +1,6 @@
-"""The model card is one that huggingface_hub reads, and it inherits what stays true of the source."""
+"""The model card is one that huggingface_hub reads, and it inherits what stays true of the
+source.
+"""
 
 import os
 from dataclasses import replace
@@ -38,10 +40,15 @@ def test_a_local_source_is_no_base_model_but_a_copy_in_the_hubs_cache() -> None:
     assert "base_model" not in data.to_dict()
     assert "# NVFP4 of llama\n" in render(report, "card")
     assert "/models" not in render(report, "card")
-    report = replace(sample.full(), source="/cache/abc", source_name="Qwen/Qwen3-0.6B", source_card={})
+    report = replace(
+        sample.full(), source="/cache/abc", source_name="Qwen/Qwen3-0.6B", source_card={}
+    )
     card = ModelCard(render(report, "card"))
     data = card.data
-    assert (data.base_model, data.to_dict()["base_model_relation"]) == ("Qwen/Qwen3-0.6B", "quantized")
+    assert (data.base_model, data.to_dict()["base_model_relation"]) == (
+        "Qwen/Qwen3-0.6B",
+        "quantized",
+    )
     assert [one.dataset_name for one in data.eval_results] == ["facts", "addition"]
     assert data.model_name == "NVFP4 of Qwen/Qwen3-0.6B"
     assert card.text.strip().startswith("# NVFP4 of Qwen/Qwen3-0.6B\n")
@@ -65,7 +72,9 @@ def test_the_card_says_how_to_install_serve_and_what_was_kept() -> None:
         ("All rights reserved", None),
     ],
 )
-def test_a_license_file_is_read_if_no_card_names_one(tmp_path: Path, text: str, license_: str | None) -> None:
+def test_a_license_file_is_read_if_no_card_names_one(
+    tmp_path: Path, text: str, license_: str | None
+) -> None:
     (tmp_path / "LICENSE").write_text(text, encoding="utf-8")
     assert inherited_card(tmp_path).get("license") == license_
     (tmp_path / "README.md").write_text("---\nlicense: gemma\n---\n", encoding="utf-8")

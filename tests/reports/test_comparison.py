@@ -33,7 +33,11 @@ def rows() -> tuple[ComparedRun, ...]:
 
 
 def test_the_smallest_that_passes_is_marked() -> None:
-    assert {row.name: row.smallest for row in rows()} == {"third": False, "first": False, "second": True}
+    assert {row.name: row.smallest for row in rows()} == {
+        "third": False,
+        "first": False,
+        "second": True,
+    }
     text = render_comparison(rows(), "text")
     assert "second is the smallest that passes" in text
     (line,) = [line for line in text.splitlines() if line.lstrip().startswith("runs/second *")]
@@ -44,7 +48,9 @@ def test_the_smallest_that_passes_is_marked() -> None:
 
 
 def test_a_scheme_of_which_nothing_came_says_why() -> None:
-    refused = ComparedRun(name="m-W4A8", folder="runs/W4A8", schemes="W4A8", reason="576 is no multiple")
+    refused = ComparedRun(
+        name="m-W4A8", folder="runs/W4A8", schemes="W4A8", reason="576 is no multiple"
+    )
     for format_ in ("text", "markdown", "html"):
         text = render_comparison(marked([*rows(), refused]), format_)
         assert "not made" in text
@@ -69,7 +75,9 @@ def test_hostile_names_are_text(format_: str) -> None:
 
 
 def test_a_report_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
-    """In the middle of three; its line names the file, and the answer, the oldest first, is whole."""
+    """In the middle of three; its line names the file, and the answer, the oldest first, is
+    whole.
+    """
     for run in runs():
         (tmp_path / run.name).mkdir()
         (tmp_path / run.name / "report.json").write_text(to_json(run))
@@ -88,4 +96,6 @@ def test_a_folder_of_runs_is_answered_by_how_to_name_them(tmp_path: Path) -> Non
     assert ran.code == 2
     assert "call `vexport run` first" in ran.stderr
     (tmp_path / "monday" / "report.json").write_text("{}")
-    assert f"name the runs in it: `vexport report {tmp_path}/*`" in vexport("report", tmp_path).stderr
+    assert (
+        f"name the runs in it: `vexport report {tmp_path}/*`" in vexport("report", tmp_path).stderr
+    )

@@ -6,7 +6,12 @@ import pytest
 
 from tests.reports import sample
 from vexport.records import CalibrationRecord, ExpertCoverage
-from vexport.records.calibration import GroupRounding, LayerRounding, RoundingReport, expert_coverage
+from vexport.records.calibration import (
+    GroupRounding,
+    LayerRounding,
+    RoundingReport,
+    expert_coverage,
+)
 from vexport.reports import render
 from vexport.reports.formatting import coverage_lines
 from vexport.reports.layers import (
@@ -24,7 +29,9 @@ ROUTED = {
     "layers.1.experts": (0, 0, 0, 1000),
     "layers.2.experts": (1, 1, 1, 3),
 }
-COVERAGE = expert_coverage(CalibrationRecord(rows=(1,), digest="", tokens=8, ranges={}, routed=ROUTED))
+COVERAGE = expert_coverage(
+    CalibrationRecord(rows=(1,), digest="", tokens=8, ranges={}, routed=ROUTED)
+)
 LINES = (
     "12 experts in 3 layers: 0 to 1,000 calibration tokens routed to each, median 1",
     "no token was routed to 4 experts: layers.0.experts 1; layers.1.experts 0, 1, 2",
@@ -37,7 +44,9 @@ def test_lines_say_what_was_reached_and_name_what_was_not() -> None:
         "4 experts in 1 layer: 1 to 3 calibration tokens routed to each, median 1",
     )
     assert not [*coverage_lines(())]
-    many = tuple(replace(COVERAGE[1], name=str(number), none=tuple(range(9))) for number in range(10))
+    many = tuple(
+        replace(COVERAGE[1], name=str(number), none=tuple(range(9))) for number in range(10)
+    )
     (_, line) = coverage_lines(many)
     assert line.startswith("no token was routed to 90 experts: 0 0, 1, 2, 3; 1 0, 1, 2, 3;")
     assert line.endswith(" and 74 more")
@@ -99,7 +108,8 @@ def test_too_little_text_is_told_once() -> None:
     layers = [
         LayerRounding(
             groups=tuple(
-                replace(group, name=group.name.replace(".0.", f".{number}.")) for group in (QKV, down)
+                replace(group, name=group.name.replace(".0.", f".{number}."))
+                for group in (QKV, down)
             ),
             state_error=0.0,
         )

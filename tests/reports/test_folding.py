@@ -1,4 +1,6 @@
-"""Findings of one kind are one, and what follows from a wrong config stands under it; JSON has them all."""
+"""Findings of one kind are one, and what follows from a wrong config stands under it; JSON has them
+all.
+"""
 
 import json
 import re
@@ -100,7 +102,11 @@ def test_a_spoiled_checkpoint_reads_on_one_screen(what: str, good: Good, tmp_pat
 def test_the_cause_comes_first_in_every_format(good: Good, tmp_path: Path) -> None:
     broken = served(good("FP8_DYNAMIC"), tmp_path / "broken", SPOILED["bits"][1])
     text = vexport("check", broken).stdout
-    assert text.index("floats of 7 bits") < text.index("may follow from it") < text.index("weight_packed")
+    assert (
+        text.index("floats of 7 bits")
+        < text.index("may follow from it")
+        < text.index("weight_packed")
+    )
     number = len(json.loads(vexport("check", broken, "--format", "json").stdout)[0]["findings"])
     (line,) = vexport("check", broken, "--format", "github").stdout.splitlines()
     assert f"({number - 1} more findings may follow from it)" in line
@@ -111,8 +117,12 @@ def test_the_cause_comes_first_in_every_format(good: Good, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_however_many_kinds_there_are_a_page_shows_so_many() -> None:
-    """10,000 findings that all differ in words, half of them under a cause: counted; JSON has every one."""
-    words = ["".join("abcdefghij"[int(digit)] for digit in f"{number:04}") for number in range(5000)]
+    """10,000 findings that all differ in words, half of them under a cause: counted; JSON has every
+    one.
+    """
+    words = [
+        "".join("abcdefghij"[int(digit)] for digit in f"{number:04}") for number in range(5000)
+    ]
     cause = replace(finding("quantization_config.ignore", check="config"), got="a wrong list")
     own = [finding(f"model.{word}", check="tokenizer") for word in words]
     own = [replace(each, got=f"{word} tokens") for each, word in zip(own, words, strict=True)]
@@ -122,4 +132,6 @@ def test_however_many_kinds_there_are_a_page_shows_so_many() -> None:
     for form in ("text", "github"):
         shown = render_checks([report], form, ("files",))
         assert len(shown) < 20_000
-        assert re.search(r"[\d,]{5} (more finding|of other kinds|more annotation)", shown), shown[-500:]
+        assert re.search(r"[\d,]{5} (more finding|of other kinds|more annotation)", shown), shown[
+            -500:
+        ]

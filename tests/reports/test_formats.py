@@ -37,7 +37,8 @@ SAMPLES: dict[str, Callable[[], Report]] = {
     "unloaded": sample.unloaded,
     "hostile": sample.hostile,
 }
-# What no format may let through: terminal escapes, controls that XML forbids, text that reads backwards.
+# What no format may let through: terminal escapes, controls that XML forbids, text that reads
+# backwards.
 RAW = ("\x1b", "\x00", "\x9b", "\u202e", "\ud800", "\ufffe")
 
 
@@ -72,10 +73,17 @@ def test_the_numbers_stand_in_what_people_read(format: str) -> None:
     numbers = [size(report.plan.source_bytes), size(report.plan.output_bytes)]
     numbers += [bits_per_weight(report.plan.output_bytes, report.plan.parameters)]
     numbers += [small(report.load.logprobs.mean_kl), small(report.load.logprobs.max_kl)]
-    numbers += [percent(report.load.logprobs.top1_agreement), duration(sum(report.seconds.values()))]
+    numbers += [
+        percent(report.load.logprobs.top1_agreement),
+        duration(sum(report.seconds.values())),
+    ]
     for task in report.verdict.tasks:
         scale = scale_of(task)
-        numbers += [scale.change(task.difference), scale.changes(task.low, task.high), count(task.documents)]
+        numbers += [
+            scale.change(task.difference),
+            scale.changes(task.low, task.high),
+            count(task.documents),
+        ]
         numbers += [scale.value(side.value) for side in (task.baseline, task.candidate)]
         numbers += [percent(task.recovery), str(task.right_to_wrong), str(task.wrong_to_right)]
         numbers += [p_value(task.mcnemar_p).replace("<", "&lt;" if format != "text" else "<")]
@@ -113,7 +121,16 @@ def test_check_json_is_a_list_in_order_with_the_promised_keys() -> None:
     reports = [sample.unloaded().check, CheckReport(checkpoint="other", ok=True, findings=())]
     answer = json.loads(render_checks(reports, "json"))
     assert [entry["checkpoint"] for entry in answer] == ["runs/demo-nvfp4/checkpoint", "other"]
-    assert set(answer[0]) == {"schema", "checkpoint", "ok", "findings", "not_judged", "vllm", "tp", "sm"}
+    assert set(answer[0]) == {
+        "schema",
+        "checkpoint",
+        "ok",
+        "findings",
+        "not_judged",
+        "vllm",
+        "tp",
+        "sm",
+    }
     assert set(answer[0]["findings"][0]) == {"check", "severity", "where", "expected", "got", "fix"}
     assert json.loads(render_checks([], "json")) == []
     schema = json.loads((FOLDER / "check.schema.json").read_text(encoding="utf-8"))
@@ -131,8 +148,14 @@ def test_junit_has_a_case_for_every_gate_and_skips_what_was_not_run() -> None:
     assert failed == ["addition (exact_match)", "overall"]
     assert suite.get("failures") == "2"
     suite = ElementTree.fromstring(render(sample.unloaded(), "junit"))[0]
-    assert [case.get("name") for case in suite if case.find("skipped") is not None] == ["load", "evaluate"]
-    assert [case.get("name") for case in suite if case.find("failure") is not None] == ["check", "overall"]
+    assert [case.get("name") for case in suite if case.find("skipped") is not None] == [
+        "load",
+        "evaluate",
+    ]
+    assert [case.get("name") for case in suite if case.find("failure") is not None] == [
+        "check",
+        "overall",
+    ]
     root = ElementTree.fromstring(render(sample.hostile(), "junit"))
     assert {element.tag for element in root.iter()} <= {
         "testsuites", "testsuite", "testcase", "failure", "system-out", "skipped"
@@ -188,7 +211,9 @@ def test_what_ran_the_model_stands_next_to_the_answer(format: str) -> None:
     assert "PASS on CPU, emulated" in text
     loaded = sample.report("FAIL").load
     assert loaded.engine is not None
-    gpu = replace(loaded.engine, platform="cuda", processor="NVIDIA H100", emulated=False, compilation="3")
+    gpu = replace(
+        loaded.engine, platform="cuda", processor="NVIDIA H100", emulated=False, compilation="3"
+    )
     on_gpu = replace(sample.report("FAIL"), load=replace(loaded, engine=gpu))
     text = re.sub(r"<[^>]*>", "", render(on_gpu, format)).replace("%2C", ",")
     assert "FAIL on NVIDIA H100, compiled" in text
@@ -196,7 +221,12 @@ def test_what_ran_the_model_stands_next_to_the_answer(format: str) -> None:
 
 @pytest.mark.parametrize("format", ["text", "markdown", "html", "card"])
 def test_how_the_model_was_served_stands_with_the_engine(format: str) -> None:
-    text = render(sample.report("PASS"), format).replace("&#34;", '"').replace("\\", "").replace("\n", " ")
+    text = (
+        render(sample.report("PASS"), format)
+        .replace("&#34;", '"')
+        .replace("\\", "")
+        .replace("\n", " ")
+    )
     told = 'tensor_parallel_size 2, kv_cache_dtype fp8, engine_args {"block_size": 32}'
     assert told in " ".join(text.split())
     assert "distributed_executor_backend" not in text
@@ -217,7 +247,9 @@ FOLDER: Path = MADE["FOLDER"]
 SCHEMAS: dict[str, str] = MADE["SCHEMAS"]
 
 
-@pytest.mark.parametrize("report", [sample.report("INCONCLUSIVE"), sample.unloaded(), sample.hostile()])
+@pytest.mark.parametrize(
+    "report", [sample.report("INCONCLUSIVE"), sample.unloaded(), sample.hostile()]
+)
 def test_json_is_valid_and_reads_back(report: Report, tmp_path: Path) -> None:
     schema, text = (
         json.loads((FOLDER / "report.schema.json").read_text(encoding="utf-8")),
@@ -233,7 +265,9 @@ def test_json_is_valid_and_reads_back(report: Report, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_committed_schemas_are_not_stale_and_answers_name_theirs(name: str) -> None:
     """Within its number fields are added, not changed."""
-    assert (FOLDER / name).read_text(encoding="utf-8") == SCHEMAS[name], "run scripts/generate_schemas.py"
+    assert (FOLDER / name).read_text(encoding="utf-8") == SCHEMAS[name], (
+        "run scripts/generate_schemas.py"
+    )
     schema = json.loads(SCHEMAS[name])
     record = schema.get("items", schema)
     if "properties" not in record:

@@ -22,7 +22,14 @@ from vexport.reports.layers import layer_kind
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+    ),
     *("--disable-background-networking", "--disable-component-update", "--enable-logging=stderr"),
     *("--window-size=1280,900", "--hide-scrollbars"),
 )
@@ -31,7 +38,12 @@ MEASURE = """
   const root = page.documentElement;
   const over = [...page.querySelectorAll("section.card")].filter(one => one.scrollWidth > one.clientWidth);
   return root.clientWidth + " " + root.scrollWidth + (over.length ? " beyond its card" : "");"""
-SAMPLES: tuple[Callable[[], Report], ...] = (sample.report, sample.full, sample.unloaded, sample.hostile)
+SAMPLES: tuple[Callable[[], Report], ...] = (
+    sample.report,
+    sample.full,
+    sample.unloaded,
+    sample.hostile,
+)
 
 
 class Page(HTMLParser):
@@ -67,7 +79,9 @@ def test_the_page_is_well_formed_and_refers_to_nothing_outside(build: Callable[[
     text = render(build(), "html")
     page = Page(text)
     assert page.open == []
-    assert page.tags.isdisjoint({"script", "link", "img", "iframe", "object", "embed", "form", "base"})
+    assert page.tags.isdisjoint(
+        {"script", "link", "img", "iframe", "object", "embed", "form", "base"}
+    )
     names = {name for name, _ in page.attributes}
     anchors = {value for name, value in page.attributes if name == "id"}
     links = [value for name, value in page.attributes if name == "href"]
@@ -106,7 +120,15 @@ def test_what_was_not_run_blind_spots_and_provenance_are_said() -> None:
 def test_the_forest_places_every_interval_and_layers_are_grouped() -> None:
     (chart,) = forests(sample.verdict("FAIL"))
     facts, addition = chart.tasks
-    places = [addition.low, addition.difference, addition.high, -chart.margin, facts.low, 0.0, facts.high]
+    places = [
+        addition.low,
+        addition.difference,
+        addition.high,
+        -chart.margin,
+        facts.low,
+        0.0,
+        facts.high,
+    ]
     assert [*map(chart.at, places)] == sorted(map(chart.at, places))
     labels = {label: at for at, label in chart.ticks}
     assert all(0 <= at <= 100 for at in labels.values())
@@ -156,7 +178,13 @@ def _browse(page: str, folder: Path) -> subprocess.CompletedProcess[str]:
     outer = folder / "outer.html"
     outer.write_text(page, encoding="utf-8")
     return subprocess.run(
-        [str(CHROMIUM), *FLAGS, f"--user-data-dir={folder / 'profile'}", "--dump-dom", outer.as_uri()],
+        [
+            str(CHROMIUM),
+            *FLAGS,
+            f"--user-data-dir={folder / 'profile'}",
+            "--dump-dom",
+            outer.as_uri(),
+        ],
         capture_output=True,
         text=True,
         timeout=90,
@@ -170,7 +198,9 @@ def _titles(dom: str) -> list[str]:
 
 
 def _framed(page: str, script: str, *widths: int) -> str:
-    """The page in frames: a window is never narrower than 500 px. The title has what the script returns."""
+    """The page in frames: a window is never narrower than 500 px. The title has what the script
+    returns.
+    """
     source = json.dumps(page).replace("<", "\\u003c")
     return f"""<!DOCTYPE html><body><script>
 for (const width of {list(widths)}) {{
@@ -203,8 +233,16 @@ def test_the_page_in_a_run_directory_links_to_what_is_there_wherever_it_is(tmp_p
     for name in ("report.json", "junit.xml", "eval/candidate/vllm.log", "unknown.txt"):
         (folder / name).write_text("", encoding="utf-8")
     page = Page(render(sample.full(), "html", folder=folder))
-    links = [value for name, value in page.attributes if name == "href" and not value.startswith("#")]
-    assert links == ["checkpoint/", "report.json", "junit.xml", "eval/candidate/vllm.log", "eval/candidate/"]
+    links = [
+        value for name, value in page.attributes if name == "href" and not value.startswith("#")
+    ]
+    assert links == [
+        "checkpoint/",
+        "report.json",
+        "junit.xml",
+        "eval/candidate/vllm.log",
+        "eval/candidate/",
+    ]
     moved = folder.rename(tmp_path / "moved")
     assert all((moved / unquote(link)).exists() for link in links)
     assert str(tmp_path) not in render(sample.full(), "html", folder=moved)
@@ -241,7 +279,9 @@ def test_findings_of_a_kind_are_one_row_and_what_follows_is_folded() -> None:
         replace(sample.finding("error", where=f"model.layers.{n}.mlp.up_proj"), check="values")
         for n in range(120)
     )
-    cause = replace(sample.finding("error", where="config.json: quantization_config"), check="config")
+    cause = replace(
+        sample.finding("error", where="config.json: quantization_config"), check="config"
+    )
     base = sample.unloaded()
     text = render(replace(base, check=replace(base.check, findings=many)), "html")
     assert "model.layers.0-119.mlp.up_proj" in text
@@ -252,6 +292,8 @@ def test_findings_of_a_kind_are_one_row_and_what_follows_is_folded() -> None:
 
 
 def test_every_part_of_a_document_can_be_drawn() -> None:
-    macros = (Path(document.__file__).parent / "templates" / "parts.html").read_text(encoding="utf-8")
+    macros = (Path(document.__file__).parent / "templates" / "parts.html").read_text(
+        encoding="utf-8"
+    )
     names = {kind.__name__.lower() for kind in get_args(document.Part)} - {"findinglist"}
     assert names <= set(re.findall(r"\{% macro (\w+)\(", macros))

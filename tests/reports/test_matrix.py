@@ -66,7 +66,13 @@ def test_json_is_a_list_valid_against_its_schema() -> None:
     listed = json.loads(render_loads([REPORT, replace(REPORT, checkpoint="b")], "json"))
     jsonschema.validate(listed, json.loads(SCHEMA.read_text()))
     assert [report["checkpoint"] for report in listed] == ["out/model", "b"]
-    cell = {"tp": 1, "sm": 80, "status": "loads", "precision": "W4A16", "kernel": "MarlinLinearKernel"}
+    cell = {
+        "tp": 1,
+        "sm": 80,
+        "status": "loads",
+        "precision": "W4A16",
+        "kernel": "MarlinLinearKernel",
+    }
     assert listed[0]["rows"][0]["cells"][0] == {**cell, "reason": "", "needed": True}
 
 
@@ -104,7 +110,11 @@ REFUSED = LoadReport(
     checkpoint="out/model", ok=False, findings=(finding("load"),), vllm="0.31.0", vllm_python=OTHER
 )
 DIED = replace(
-    REFUSED, checkpoint="out/other", findings=(finding(ENGINE_CHECK),), vllm="", log_tail="last words"
+    REFUSED,
+    checkpoint="out/other",
+    findings=(finding(ENGINE_CHECK),),
+    vllm="",
+    log_tail="last words",
 )
 MATRIX = [LOADS, REFUSED, replace(LOADS, checkpoint="out/other"), DIED]
 

@@ -47,7 +47,11 @@ def test_a_stage_that_failed_is_named_with_its_first_error_and_their_number(stag
 @pytest.mark.parametrize(
     ("source", "folder", "name"),
     [
-        ("Qwen/Qwen3-0.6B", "hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de289a0", "Qwen/Qwen3-0.6B"),
+        (
+            "Qwen/Qwen3-0.6B",
+            "hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de289a0",
+            "Qwen/Qwen3-0.6B",
+        ),
         ("hub/models--Qwen--Qwen3-0.6B/snapshots/c1899", "elsewhere", "Qwen/Qwen3-0.6B"),
         ("Qwen/Qwen3-0.6B", "local", "Qwen/Qwen3-0.6B"),
         ("/no/Llama-3.1-8B", "Llama-3.1-8B", "Llama-3.1-8B"),
@@ -55,14 +59,28 @@ def test_a_stage_that_failed_is_named_with_its_first_error_and_their_number(stag
         ("/no/tiny/model/checkpoint", "tiny/model/checkpoint", "tiny"),
     ],
 )
-def test_a_model_has_the_name_that_people_know(tmp_path: Path, source: str, folder: str, name: str) -> None:
+def test_a_model_has_the_name_that_people_know(
+    tmp_path: Path, source: str, folder: str, name: str
+) -> None:
     assert source_name(source, tmp_path / folder) == name
 
 
-def test_a_command_is_told_without_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_is_told_without_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    words = [f"{tmp_path}/scenarios/a.yaml", f"--run-dir={tmp_path}/runs/a", "/elsewhere/b", "--limit=3"]
-    assert list(map(portable, words)) == ["scenarios/a.yaml", "--run-dir=runs/a", "/elsewhere/b", "--limit=3"]
+    words = [
+        f"{tmp_path}/scenarios/a.yaml",
+        f"--run-dir={tmp_path}/runs/a",
+        "/elsewhere/b",
+        "--limit=3",
+    ]
+    assert list(map(portable, words)) == [
+        "scenarios/a.yaml",
+        "--run-dir=runs/a",
+        "/elsewhere/b",
+        "--limit=3",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -84,5 +102,9 @@ def test_a_tensor_belongs_to_one_kind(name: str, kind: str) -> None:
 def test_the_kinds_together_have_all_bytes(tmp_path: Path) -> None:
     index = read_index(save_llama(tmp_path / "model"))
     sizes = size_by_kind(index, index)
-    assert sum(one.source_bytes for one in sizes) == sum(one.output_bytes for one in sizes) == index.num_bytes
+    assert (
+        sum(one.source_bytes for one in sizes)
+        == sum(one.output_bytes for one in sizes)
+        == index.num_bytes
+    )
     assert {"self_attn", "mlp", "embed_tokens"} <= {one.kind for one in sizes}

@@ -1,4 +1,6 @@
-"""Held-out text, tasks and a real `vllm serve` decide; the scores come before what explains them."""
+"""Held-out text, tasks and a real `vllm serve` decide; the scores come before what explains
+them.
+"""
 
 import json
 import os
@@ -66,7 +68,13 @@ def serving(log: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(DEMO / "model")]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(DEMO / "model"),
+    ]
     command += ["--host", "127.0.0.1", "--port", port, "--enforce-eager", "--max-num-seqs", "16"]
     command += ["--distributed-executor-backend", "uni"]  # a process less to import vLLM
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}
@@ -86,7 +94,11 @@ def serving(log: Path) -> Iterator[str]:
 
 
 def answers(folder: Path) -> list[tuple[object, object, object]]:
-    rows = [json.loads(line) for file in folder.glob("samples_*") for line in file.read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for file in folder.glob("samples_*")
+        for line in file.read_text().splitlines()
+    ]
     return sorted((row["prompt_hash"], row["doc_id"], row["resps"]) for row in rows)
 
 
@@ -115,4 +127,6 @@ def test_a_server_answers_as_an_engine_and_the_cause_of_a_loss_comes_last(
     assert not (served / "reference.safetensors").exists()
     assert (engine / "reference.safetensors").exists()
     files = [file.read_bytes() for file in out.rglob("*") if file.is_file()]
-    assert not any(KEY.encode() in content for content in (*files, ran.stdout.encode(), ran.stderr.encode()))
+    assert not any(
+        KEY.encode() in content for content in (*files, ran.stdout.encode(), ran.stderr.encode())
+    )

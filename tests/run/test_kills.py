@@ -1,4 +1,6 @@
-"""`run` and `eval` are ended three times in different stages; the next call goes on to the same report."""
+"""`run` and `eval` are ended three times in different stages; the next call goes on to the same
+report.
+"""
 
 import json
 import os
@@ -97,7 +99,9 @@ def report_of(folder: Path, name: str) -> Json:
     return without_times(json.loads(text))
 
 
-def test_a_run_that_is_ended_three_times(whole: tuple[Path, Path], warm_folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_ended_three_times(
+    whole: tuple[Path, Path], warm_folder: Path, tmp_path: Path
+) -> None:
     scenario, reference = whole
     folder = tmp_path / "run"
     call = ("run", scenario, "--run-dir", folder, "--quiet")
@@ -121,7 +125,16 @@ def test_an_evaluation_that_is_ended_three_times(
     whole: tuple[Path, Path], warm_folder: Path, tmp_path: Path
 ) -> None:
     reports = list[Json]()
-    call = ("eval", whole[1] / "checkpoint", "--baseline", DEMO / "model", "--task", TASK, "--limit", LIMIT)
+    call = (
+        "eval",
+        whole[1] / "checkpoint",
+        "--baseline",
+        DEMO / "model",
+        "--task",
+        TASK,
+        "--limit",
+        LIMIT,
+    )
     moments: list[Moment] = [
         (signal.SIGINT, has_lines("baseline/vllm.log")),
         (signal.SIGKILL, has_lines("baseline/answers-*.jsonl")),

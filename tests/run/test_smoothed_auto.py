@@ -1,4 +1,6 @@
-"""`scheme: auto` with candidates whose inputs are smoothed: they are measured as they are written."""
+"""`scheme: auto` with candidates whose inputs are smoothed: they are measured as they are
+written.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""A stage reads what earlier ones left; what is done, or was interrupted, is there for the next call."""
+"""A stage reads what earlier ones left; what is done, or was interrupted, is there for the next
+call.
+"""
 
 import json
 from collections.abc import Callable
@@ -51,10 +53,15 @@ def test_a_second_call_in_the_same_folder_is_refused(name: str, tmp_path: Path) 
     calls: dict[str, Callable[[], object]] = {
         "run": lambda: run_scenario(scenario, folder, options, overwrite=False),
         "eval": lambda: evaluate_checkpoints(
-            EvalJob(checkpoints=(scenario.source,), settings=settings, folder=folder, options=options)
+            EvalJob(
+                checkpoints=(scenario.source,), settings=settings, folder=folder, options=options
+            )
         ),
     }
-    with written_alone(folder, "--run-dir"), pytest.raises(InputError, match="another process is writing it"):
+    with (
+        written_alone(folder, "--run-dir"),
+        pytest.raises(InputError, match="another process is writing it"),
+    ):
         calls[name]()
     assert {entry.name for entry in folder.iterdir()} == {kind.mark, MANIFEST}
 
@@ -118,10 +125,16 @@ def test_weights_of_a_model_with_its_own_code_are_rounded(tmp_path: Path) -> Non
     (source / "own.py").write_text(OWN_CODE)
     config = json.loads((source / "config.json").read_text())
     own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    (source / "config.json").write_text(json.dumps({**config, "model_type": "own-llama", "auto_map": own}))
+    (source / "config.json").write_text(
+        json.dumps({**config, "model_type": "own-llama", "auto_map": own})
+    )
     data = write_calibration(tmp_path / "text.jsonl")
     rule = {"match": "Linear", "scheme": "W4A16_G64", "rounding": "gptq"}
-    text = {"name": "own", "source": str(source), "rules": [{"match": "lm_head", "scheme": "keep"}, rule]}
+    text = {
+        "name": "own",
+        "source": str(source),
+        "rules": [{"match": "lm_head", "scheme": "keep"}, rule],
+    }
     scenario = tmp_path / "own.yaml"
     scenario.write_text(json.dumps({**text, "calibration": {"data": str(data), "samples": 4}}))
     read = read_scenario(scenario)
@@ -156,7 +169,9 @@ def test_answers_outlive_an_unfinished_session(tmp_path: Path) -> None:
         write_text(session / name, "kept\n")
     (session / ".vllm.log.0123abcd").write_text("of a killed call")
     (session / "tasks" / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match=r"candidate/tasks/notes.txt', which vexport did not write"):
+    with pytest.raises(
+        InputError, match=r"candidate/tasks/notes.txt', which vexport did not write"
+    ):
         clear_session(session, tmp_path)
     assert (session / "vllm.log").exists()
     (session / "tasks" / "notes.txt").unlink()
@@ -176,7 +191,9 @@ def edit_tokenizer(model: Path) -> None:
 @pytest.mark.parametrize(
     "change", [lambda model: flip(model / "model-00001-of-00002.safetensors"), edit_tokenizer]
 )
-def test_a_stage_knows_checkpoints_by_their_files(change: Callable[[Path], object], tmp_path: Path) -> None:
+def test_a_stage_knows_checkpoints_by_their_files(
+    change: Callable[[Path], object], tmp_path: Path
+) -> None:
     """What it was made from, and what it has made."""
     source = write_model(tmp_path / "source", hidden=64, layers=1)
     made = copytree(source, tmp_path / "run" / "checkpoint")
@@ -198,7 +215,10 @@ def test_a_stage_knows_checkpoints_by_their_files(change: Callable[[Path], objec
 
 @pytest.mark.vllm
 def test_a_scheme_that_no_run_comes_of_is_an_error_without_another(tmp_path: Path) -> None:
-    call, missing = ("--schemes", "W4A16", "--scenario", SCENARIO, "--run-dir"), tmp_path / "missing"
+    call, missing = (
+        ("--schemes", "W4A16", "--scenario", SCENARIO, "--run-dir"),
+        tmp_path / "missing",
+    )
     ran = vexport("compare", missing, *call, tmp_path / "c")
     assert ran.code == 2
     assert f"{missing}: got no such folder, need a checkpoint folder" in ran.errors[-1]

@@ -1,4 +1,6 @@
-"""The main job in the real vLLM: whole scenarios, schemes compared, and the functions that start vLLM."""
+"""The main job in the real vLLM: whole scenarios, schemes compared, and the functions that start
+vLLM.
+"""
 
 import json
 import re
@@ -54,7 +56,9 @@ def report_of(folder: Path) -> dict[str, Any]:
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     schema = json.loads((ROOT / "vexport" / "reports" / "report.schema.json").read_text())
     jsonschema.validate(report, schema)
-    KIND.require_replaceable(folder, overwrite=True)  # raises where a run writes what its list lacks
+    KIND.require_replaceable(
+        folder, overwrite=True
+    )  # raises where a run writes what its list lacks
     return report
 
 
@@ -68,7 +72,16 @@ def answers_in(folder: Path) -> int:
 
 def kill_while_answering(scenario: Path, folder: Path) -> int:
     """Kill a run whose baseline has given answers; how many are kept."""
-    command = [sys.executable, "-m", "vexport", "run", str(scenario), "--run-dir", str(folder), "--quiet"]
+    command = [
+        sys.executable,
+        "-m",
+        "vexport",
+        "run",
+        str(scenario),
+        "--run-dir",
+        str(folder),
+        "--quiet",
+    ]
     with subprocess.Popen(command) as process:
         while not answers_in(folder / "eval" / "baseline"):
             assert process.poll() is None, "it ended before it was killed"
@@ -139,11 +152,19 @@ def test_int4_on_outliers_fails_and_says_why(hard: Path, int4: Ran) -> None:
 
 
 @pytest.mark.usefixtures("int4")
-def test_after_a_failed_load_the_answers_are_shown_and_decide_nothing(hard: Path, tmp_path: Path) -> None:
+def test_after_a_failed_load_the_answers_are_shown_and_decide_nothing(
+    hard: Path, tmp_path: Path
+) -> None:
     """A load gate is failed by hand: what does it in vLLM would need an engine more."""
     folder = Path(shutil.copytree(hard.parent / "runs" / "W4A16", tmp_path / "run"))
     load = json.loads((folder / "load.json").read_text())
-    finding = {"check": "canary", "severity": "error", "where": "a prompt", "got": "a loop", "fix": "no"}
+    finding = {
+        "check": "canary",
+        "severity": "error",
+        "where": "a prompt",
+        "got": "a loop",
+        "fix": "no",
+    }
     load |= {"ok": False, "findings": [{**finding, "expected": "text"}]}
     (folder / "load.json").write_text(json.dumps(load))
     ran = run(hard, folder)
@@ -165,10 +186,24 @@ def rows(hard: Path, int4: Ran) -> Sequence[ComparedRun]:
     return compared
 
 
-def test_schemes_are_compared_and_the_baseline_served_once(hard: Path, rows: Sequence[ComparedRun]) -> None:
+def test_schemes_are_compared_and_the_baseline_served_once(
+    hard: Path, rows: Sequence[ComparedRun]
+) -> None:
     source, out = DEMO / "model-x16", hard.parent / "runs"
-    assert [(row.schemes, row.outcome) for row in rows] == [("W4A16", "FAIL"), ("FP8_DYNAMIC", "PASS")]
-    call = ("compare", source, "--schemes", "w4a16,FP8_DYNAMIC", "--scenario", hard, "--run-dir", out)
+    assert [(row.schemes, row.outcome) for row in rows] == [
+        ("W4A16", "FAIL"),
+        ("FP8_DYNAMIC", "PASS"),
+    ]
+    call = (
+        "compare",
+        source,
+        "--schemes",
+        "w4a16,FP8_DYNAMIC",
+        "--scenario",
+        hard,
+        "--run-dir",
+        out,
+    )
     ran = vexport(*call, "--quiet", "--format", "json")
     assert ran.code == 0, ran.stderr
     shown = json.loads(ran.stdout)
@@ -179,7 +214,9 @@ def test_schemes_are_compared_and_the_baseline_served_once(hard: Path, rows: Seq
         assert row["mean_kl"] > 0
         assert row["worst"]["low"] <= row["worst"]["difference"] <= row["worst"]["high"]
         assert row["folder"] == str(out / row["schemes"])
-    stages = [json.loads((Path(row["folder"]) / "stages.json").read_text())["stages"] for row in shown]
+    stages = [
+        json.loads((Path(row["folder"]) / "stages.json").read_text())["stages"] for row in shown
+    ]
     assert len({json.dumps(each["serve baseline"]) for each in stages}) == 1, "made once"
     reports = vexport("report", *(out / scheme for scheme in SCHEMES), "--format", "json")
     assert json.loads(reports.stdout) == shown

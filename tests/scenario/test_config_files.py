@@ -37,7 +37,10 @@ HOSTILE: dict[str, tuple[str | bytes, str]] = {
     "itself": ("&a [*a]", "an alias inside the value that it stands for"),
     "keys": ("&a {*a : 1}", "an alias inside the value that it stands for"),
     "deep": ("[" * 100_000, "levels with every alias written out"),
-    "many": ("a: &a [" + "1," * 999 + "]\nb: [" + "*a," * 100 + "]", "values with every alias written out"),
+    "many": (
+        "a: &a [" + "1," * 999 + "]\nb: [" + "*a," * 100 + "]",
+        "values with every alias written out",
+    ),
     "scalar": ("name: " + "x" * 20_000_000, "got more than 4 MB"),
     "digits": ("name: " + "1" * 5000, "a number of 5,000 digits"),
     "base 60": ("name: " + ":".join(["1"] * 100_000), "a number of 199,999 digits"),
@@ -81,7 +84,9 @@ def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
 def test_number_of_includes(shape: str, tmp_path: Path) -> None:
     def write(number: int) -> Path:
         for each in range(number + 1):
-            text = f"include: {each + 1}.yaml\n" if shape == "chain" and each < number else "task: t\n"
+            text = (
+                f"include: {each + 1}.yaml\n" if shape == "chain" and each < number else "task: t\n"
+            )
             (tmp_path / f"{each}.yaml").write_text(text)
         if shape == "list":
             includes = [f"{each}.yaml" for each in range(1, number + 1)]

@@ -1,4 +1,6 @@
-"""Recipes of llm-compressor become rules; what vexport does not do is refused by name, all at once."""
+"""Recipes of llm-compressor become rules; what vexport does not do is refused by name, all at
+once.
+"""
 
 import json
 from pathlib import Path
@@ -56,7 +58,8 @@ def test_schemes_by_name_by_target_and_in_flat_recipes(tmp_path: Path) -> None:
     text = SIMPLE.format(modifier="GPTQModifier", keys="scheme: W4A16\n      weight_observer: mse")
     assert rules(recipe(tmp_path, text))[1] == ("Linear", "W4A16", "mse", "gptq")
     text = (
-        "QuantizationModifier: {scheme: {FP8_DYNAMIC: [Linear], NVFP4A16: ['re:.*mlp.*']}, ignore: lm_head}"
+        "QuantizationModifier: {scheme: {FP8_DYNAMIC: [Linear], NVFP4A16: ['re:.*mlp.*']}, "
+        "ignore: lm_head}"
     )
     found = [rule[:2] for rule in rules(recipe(tmp_path, text))]
     assert found == [("lm_head", "keep"), ("re:.*mlp.*", "NVFP4A16"), ("Linear", "FP8_DYNAMIC")]
@@ -71,7 +74,9 @@ def test_config_groups_observers_cache_and_gptq(tmp_path: Path, llama: Path) -> 
     read = recipe(tmp_path, GROUPS)
     down = ("re:.*down_proj", "W4A16_ASYM_G64", "mse", "gptq")
     assert rules(read)[2:] == [down, ("Linear", "FP8_DYNAMIC", None, "gptq")]
-    assert recipe(tmp_path, GROUPS.replace('["re:.*down_proj"]', "re:.*down_proj")).rules == read.rules
+    assert (
+        recipe(tmp_path, GROUPS.replace('["re:.*down_proj"]', "re:.*down_proj")).rules == read.rules
+    )
     assert read.kv_cache == "fp8"
     assert "dampening_frac 0.05 is not taken over" in read.notes[0]
     ran = vexport("plan", llama, "--recipe", tmp_path / "recipe.yaml")
@@ -82,7 +87,9 @@ def test_config_groups_observers_cache_and_gptq(tmp_path: Path, llama: Path) -> 
 
 
 def test_presets_as_config_groups_and_lists_of_modifiers(tmp_path: Path, llama: Path) -> None:
-    """compressed-tensors takes a preset's name with its targets; a stage's modifiers may be a list."""
+    """compressed-tensors takes a preset's name with its targets; a stage's modifiers may be a
+    list.
+    """
     text = (
         "default_stage:\n  default_modifiers:\n  - QuantizationModifier:\n"
         "      config_groups: {FP8_DYNAMIC: ['re:.*mlp.*'], W8A8: ['re:.*self_attn.*']}\n"
@@ -90,7 +97,8 @@ def test_presets_as_config_groups_and_lists_of_modifiers(tmp_path: Path, llama: 
     )
     found = [rule[:2] for rule in rules(recipe(tmp_path, text))]
     assert found[3:] == [("re:.*mlp.*", "FP8_DYNAMIC"), ("re:.*self_attn.*", "W8A8")]
-    # A recipe's ignore is written for many models: what this one does not have is a warning at most.
+    # A recipe's ignore is written for many models: what this one does not have is a warning at
+    # most.
     ran = vexport("plan", llama, "--recipe", tmp_path / "recipe.yaml")
     assert ran.code == 0, ran.stderr
     assert "ignore re:visual.*: got none in this model" in ran.stdout
@@ -102,7 +110,8 @@ def test_presets_as_config_groups_and_lists_of_modifiers(tmp_path: Path, llama: 
 def test_what_is_wrong_with_a_group_is_said_once(tmp_path: Path) -> None:
     text = SIMPLE.format(
         modifier="QuantizationModifier",
-        keys="config_groups: {a: {targets: [q_proj]}, b: {targets: [q_proj, k_proj, v_proj], weights: "
+        keys="config_groups: {a: {targets: [q_proj]}, b: {targets: [q_proj, k_proj, v_proj], "
+        "weights: "
         "{num_bits: 4, type: int, strategy: group, group_size: 64, observer_kwargs: {grid: 9}}}}",
     )
     (tmp_path / "recipe.yaml").write_text(text)
@@ -113,13 +122,17 @@ def test_what_is_wrong_with_a_group_is_said_once(tmp_path: Path) -> None:
 
 
 def test_a_recipe_as_llm_compressor_saves_it(tmp_path: Path) -> None:
-    """With the mappings that SmoothQuant has found, and observers that change nothing for inputs by token."""
+    """With the mappings that SmoothQuant has found, and observers that change nothing for inputs by
+    token.
+    """
     smoothing = (
         "    SmoothQuantModifier:\n      smoothing_strength: 0.8\n      mappings:\n"
         "      - - ['re:.*q_proj', 're:.*k_proj', 're:.*v_proj']\n        - re:.*input_layernorm\n"
         "      ignore: []\n      num_calibration_steps: null\n"
     )
-    text = GROUPS.replace("0.05", "0.01").replace("dynamic: true", "dynamic: true, observer: memoryless")
+    text = GROUPS.replace("0.05", "0.01").replace(
+        "dynamic: true", "dynamic: true, observer: memoryless"
+    )
     read = recipe(tmp_path, text.replace("    GPTQModifier", f"{smoothing}    GPTQModifier"))
     assert read.rules == recipe(tmp_path, GROUPS).rules
     assert read.smoothing == 0.8
@@ -148,8 +161,16 @@ def test_quantize_follows_a_recipe(tmp_path: Path, llama: Path) -> None:
         ("GPTQModifier", "{scheme: W4A16, actorder: group}", "actorder: got 'group'"),
         ("QuantizationModifier", "scheme: W4A17", "scheme: got 'W4A17'"),
         ("QuantizationModifier", "schema: W4A16", "(did you mean scheme?)"),
-        ("QuantizationModifier", "{scheme: FP8, input_observer: mine}", "input_observer: got 'mine'"),
-        ("QuantizationModifier", "{scheme: FP8, input_observer: imatrix_mse}", "importance is that of a"),
+        (
+            "QuantizationModifier",
+            "{scheme: FP8, input_observer: mine}",
+            "input_observer: got 'mine'",
+        ),
+        (
+            "QuantizationModifier",
+            "{scheme: FP8, input_observer: imatrix_mse}",
+            "importance is that of a",
+        ),
         (
             "QuantizationModifier",
             "{scheme: FP8, kv_cache_scheme: {num_bits: 8, type: float, observer: minmax}}",
@@ -160,12 +181,14 @@ def test_quantize_follows_a_recipe(tmp_path: Path, llama: Path) -> None:
         ("QuantizationModifier", "{scheme: FP8, weight_observer: mine}", "observer"),
         (
             "QuantizationModifier",
-            "config_groups: {g: {targets: [Linear], weights: {num_bits: 4, type: float, strategy: channel}}}",
+            "config_groups: {g: {targets: [Linear], weights: {num_bits: 4, type: float, "
+            "strategy: channel}}}",
             "config_groups.g",
         ),
         (
             "QuantizationModifier",
-            "config_groups: {g: {targets: [Linear], weights: {num_bits: 8}, output_activations: {a: 8}}}",
+            "config_groups: {g: {targets: [Linear], weights: {num_bits: 8}, "
+            "output_activations: {a: 8}}}",
             "output_activations: got quantized outputs",
         ),
         (
@@ -175,7 +198,9 @@ def test_quantize_follows_a_recipe(tmp_path: Path, llama: Path) -> None:
         ),
     ],
 )
-def test_unknown_ones_are_refused(tmp_path: Path, llama: Path, modifier: str, keys: str, words: str) -> None:
+def test_unknown_ones_are_refused(
+    tmp_path: Path, llama: Path, modifier: str, keys: str, words: str
+) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(f"{modifier}: {keys if keys.startswith('{') else f'{{{keys}}}'}\n")
     ran = vexport("quantize", llama, tmp_path / "out", "--recipe", path)
@@ -195,11 +220,16 @@ def test_a_recipe_stands_alone(tmp_path: Path, llama: Path) -> None:
 
 def test_a_refused_modifier_does_not_spoil_the_others(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text("AWQModifier: {duo_scaling: true}\nGPTQModifier: {scheme: W8A8, ignore: [lm_head]}\n")
+    path.write_text(
+        "AWQModifier: {duo_scaling: true}\nGPTQModifier: {scheme: W8A8, ignore: [lm_head]}\n"
+    )
     with pytest.raises(InputError) as caught:
         read_recipe(path)
     assert "AWQModifier" in str(caught.value)
-    assert "GPTQModifier" not in str(caught.value).partition("need QuantizationModifier or GPTQModifier")[2]
+    assert (
+        "GPTQModifier"
+        not in str(caught.value).partition("need QuantizationModifier or GPTQModifier")[2]
+    )
     path.write_text('recipe = [GPTQModifier(scheme="W8A8", targets="Linear")]\n')
     with pytest.raises(InputError, match="write it as YAML"):
         read_recipe(path)
@@ -234,7 +264,9 @@ def test_each_modifier_has_its_ignore(targets: str, own: str, tmp_path: Path, ll
     ran = vexport("plan", llama, "--recipe", file, "--format", "json", "--quiet")
     assert ran.code == 0, ran.stderr
     plan = json.loads(ran.stdout)
-    schemes = {str(member): group["scheme"] for group in plan["groups"] for member in group["members"]}
+    schemes = {
+        str(member): group["scheme"] for group in plan["groups"] for member in group["members"]
+    }
     assert len(schemes) == 21
     for name, scheme in schemes.items():
         assert scheme == ("FP8_DYNAMIC" if "self_attn" in name else "W4A16"), name
@@ -242,7 +274,8 @@ def test_each_modifier_has_its_ignore(targets: str, own: str, tmp_path: Path, ll
 
 
 @pytest.mark.parametrize(
-    ("targets", "own"), [("Linear", "re:.*mlp.*"), ("'re:.*attn.*'", r"re:.*(m)lp.*\1.*"), ("a", "re:[")]
+    ("targets", "own"),
+    [("Linear", "re:.*mlp.*"), ("'re:.*attn.*'", r"re:.*(m)lp.*\1.*"), ("a", "re:[")],
 )
 def test_unclear_ignore_names_the_remedy(targets: str, own: str, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
@@ -263,7 +296,8 @@ def test_recipe_of_a_cache_alone(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     cache = "{num_bits: 8, type: float, symmetric: true, strategy: tensor, dynamic: false}"
     file.write_text(
-        f"QuantizationModifier: {{config_groups: {{group_0: {{targets: []}}}}, kv_cache_scheme: {cache}}}"
+        f"QuantizationModifier: {{config_groups: {{group_0: {{targets: []}}}}, "
+        f"kv_cache_scheme: {cache}}}"
     )
     recipe = read_recipe(file)
     assert (recipe.rules, recipe.kv_cache) == ((), "fp8")

@@ -24,7 +24,8 @@ from vexport.plan.own_code import untrusted_place
 ROOT = Path(__file__).parents[2]
 CODE = "from pathlib import Path\nPath({ran!r}).write_text('ran')\n"
 OBSERVER = (
-    "from vexport.observers import MemorylessMinMaxObserver\nclass C(MemorylessMinMaxObserver):\n    pass\n"
+    "from vexport.observers import MemorylessMinMaxObserver\nclass "
+    "C(MemorylessMinMaxObserver):\n    pass\n"
 )
 
 
@@ -32,7 +33,9 @@ class Place:
     """A current folder, a folder of PYTHONPATH and a folder of installed packages."""
 
     def __init__(self, root: Path) -> None:
-        self.current, self.named, self.installed = (root / name for name in ("current", "named", "installed"))
+        self.current, self.named, self.installed = (
+            root / name for name in ("current", "named", "installed")
+        )
         self.ran = root / "ran"
         for folder in (self.current, self.named, self.installed):
             folder.mkdir()
@@ -55,7 +58,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setattr(own_code, "_installed", lambda: [place.installed])
     importlib.invalidate_caches()
     yield place
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("evil", "good", "parent")]:
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] in ("evil", "good", "parent")
+    ]:
         del sys.modules[name]
 
 
@@ -111,7 +116,9 @@ def test_folders_next_to_a_scenario_are_not_trusted(place: Place) -> None:
     assert not refused("other", place, place.installed.parent)  # a virtual environment in a project
 
 
-@pytest.mark.parametrize("value", ["", ":", ".", "{current}", ":{current}:", "sub", "{current}/sub"])
+@pytest.mark.parametrize(
+    "value", ["", ":", ".", "{current}", ":{current}:", "sub", "{current}/sub"]
+)
 def test_pythonpath_cannot_name_the_current_folder(
     value: str, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,8 +210,12 @@ def recipe(folder: Path) -> Path:
     return path
 
 
-def test_commands_ask(llama: Path, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`plan`, `quantize` and `run` refuse it and name the flag: from scenario, recipe and option."""
+def test_commands_ask(
+    llama: Path, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`plan`, `quantize` and `run` refuse it and name the flag: from scenario, recipe and
+    option.
+    """
     folder = tmp_path / "theirs"
     folder.mkdir()
     place.write(folder / "evil.py")

@@ -1,4 +1,6 @@
-"""Scenarios: those of the repository parse, suites, the engine; what is wrong in one is reported at once."""
+"""Scenarios: those of the repository parse, suites, the engine; what is wrong in one is reported at
+once.
+"""
 
 from pathlib import Path
 
@@ -41,7 +43,8 @@ def test_a_scenario_decides_about_cache_and_shapes(tmp_path: Path) -> None:
     """60 rows of a merged layer are no blocks: refused, or kept where the scenario says so."""
     source = save_llama(tmp_path / "model", num_hidden_layers=1, intermediate_size=60)
     text = (
-        f"name: a\nsource: {source}\nrules: [{{match: Linear, scheme: FP8_BLOCK}}]\nkv_cache: fp8_per_head\n"
+        f"name: a\nsource: {source}\nrules: [{{match: Linear, scheme: "
+        f"FP8_BLOCK}}]\nkv_cache: fp8_per_head\n"
     )
     _, refused = plan_scenario(read(tmp_path, text))
     more = "on_unsupported_shape: keep\nserve: {tensor_parallel: [1, 2]}\n"
@@ -60,12 +63,16 @@ def problems(tmp_path: Path, text: str) -> list[str]:
 
 def test_paths_are_relative_to_the_scenario(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    assert read(tmp_path, MINIMAL.replace("source: b", "source: model")).source == str(tmp_path / "model")
+    assert read(tmp_path, MINIMAL.replace("source: b", "source: model")).source == str(
+        tmp_path / "model"
+    )
     tasks = evaluated(tmp_path, "tasks: [t/a.yaml, gsm8k]").tasks
     assert tasks == (str(tmp_path / "t" / "a.yaml"), "gsm8k")
 
 
-def test_unknown_keys_and_schemes_name_the_nearest_and_a_syntax_error_its_line(tmp_path: Path) -> None:
+def test_unknown_keys_and_schemes_name_the_nearest_and_a_syntax_error_its_line(
+    tmp_path: Path,
+) -> None:
     lines = problems(tmp_path, MINIMAL + "evalute: {}\ncalibration: {data: x, sampels: 3}\n")
     assert len(lines) == 2
     assert any("evalute" in line and "did you mean evaluate?" in line for line in lines)
@@ -82,9 +89,15 @@ def test_unknown_keys_and_schemes_name_the_nearest_and_a_syntax_error_its_line(t
     [
         ("evaluate: {tasks: [a], fewshot: 2}", "evaluate.fewshot: got the unknown key 'fewshot'"),
         ("evaluate: {tasks: [a], fewshot: 2}", "write evaluate.num_fewshot"),
-        ("evaluate: {tasks: [a], chat_template: x}", "write evaluate.apply_chat_template (true, false"),
+        (
+            "evaluate: {tasks: [a], chat_template: x}",
+            "write evaluate.apply_chat_template (true, false",
+        ),
         ("evaluate: {tasks: [a], num_fewshots: 2}", "(did you mean num_fewshot?)"),
-        ("evaluate: {tasks: [a], temperature: 0}", "move it to evaluate.gen_kwargs: {temperature: ...}"),
+        (
+            "evaluate: {tasks: [a], temperature: 0}",
+            "move it to evaluate.gen_kwargs: {temperature: ...}",
+        ),
         ("evaluate: {tasks: [a], max_model_len: 9}", "move it to serve"),
         ("num_fewshot: 2", "move it to evaluate"),
         ("evaluate: {text: a, endpoint: 'http://a/v1'}", "need tasks alone: text is read here"),
@@ -92,7 +105,10 @@ def test_unknown_keys_and_schemes_name_the_nearest_and_a_syntax_error_its_line(t
         ("evaluate: {suite: quik}", "evaluate.suite"),
         ("evaluate: {suite: quick, tasks: [gsm8k]}", "evaluate.tasks"),
         ("evaluate: {margin: 0.02}", "evaluate.tasks"),
-        ("evaluate: {tasks: [a], gen_kwargs: {temprature: 0}}", "not temprature (did you mean temperature?)"),
+        (
+            "evaluate: {tasks: [a], gen_kwargs: {temprature: 0}}",
+            "not temprature (did you mean temperature?)",
+        ),
     ],
 )
 def test_an_unknown_key_says_where_it_goes(text: str, fix: str, tmp_path: Path) -> None:
@@ -104,7 +120,8 @@ def test_how_models_are_asked_has_the_names_of_lm_eval(tmp_path: Path) -> None:
     evaluate = evaluated(
         tmp_path,
         "tasks: [a], num_fewshot: 2, apply_chat_template: rag, fewshot_as_multiturn: false, "
-        "system_instruction: Be brief., gen_kwargs: {temperature: 0, until: [x], do_sample: false}, "
+        "system_instruction: Be brief., gen_kwargs: {temperature: 0, until: [x], do_sample: "
+        "false}, "
         "max_gen_toks: 9, think_end_token: </think>, enable_thinking: true, include_path: more, "
         "batch_size: 8, limit: 0.5",
     )
@@ -184,7 +201,8 @@ def served(folder: Path, serve: str) -> Serve:
 def test_every_argument_of_vllm_can_be_given_and_the_baseline_gets_its_own(tmp_path: Path) -> None:
     serve = served(
         tmp_path,
-        "{tensor_parallel_size: 2, kv_cache_dtype: fp8, engine_args: {block-size: 32, max_num_seqs: 8,"
+        "{tensor_parallel_size: 2, kv_cache_dtype: fp8, engine_args: {block-size: 32, "
+        "max_num_seqs: 8,"
         " enable_prefix_caching: false}}",
     )
     own = {"tensor_parallel_size": 2, "max_num_seqs": 8, "kv_cache_dtype": "fp8"}
@@ -192,11 +210,14 @@ def test_every_argument_of_vllm_can_be_given_and_the_baseline_gets_its_own(tmp_p
     assert (serve.devices, serve.dry_ranks, serve.planned_ranks) == (2, (2,), (2,))
     serve = served(
         tmp_path,
-        "{kv_cache_dtype: fp8, pipeline_parallel_size: 2, engine_args: {quantization: fp8, block_size: 32}}",
+        "{kv_cache_dtype: fp8, pipeline_parallel_size: 2, engine_args: {quantization: fp8, "
+        "block_size: 32}}",
     )
     assert set(serve.arguments(is_baseline=True)) == {"pipeline_parallel_size", "block_size"}
     assert serve.arguments(is_baseline=False) == serve.given
-    old, new = (served(tmp_path, f"{{{key}: [1, 4]}}") for key in ("tensor_parallel", "dry_tensor_parallel"))
+    old, new = (
+        served(tmp_path, f"{{{key}: [1, 4]}}") for key in ("tensor_parallel", "dry_tensor_parallel")
+    )
     assert old == new
     assert (new.dry_ranks, new.ranks) == ((1, 4), 1)
     serve = served(tmp_path, "{tensor_parallel_size: 4, dry_tensor_parallel: [1, 2]}")
@@ -205,23 +226,31 @@ def test_every_argument_of_vllm_can_be_given_and_the_baseline_gets_its_own(tmp_p
 
 def test_all_contradictions_and_refusals_at_once(tmp_path: Path) -> None:
     serve = (
-        "{tensor_parallel_size: 2, gpu_memory_utilization: 1.5, engine_args: {tensor_parallel_size: 4, "
+        "{tensor_parallel_size: 2, gpu_memory_utilization: 1.5, engine_args: "
+        "{tensor_parallel_size: 4, "
         "enable_prefix_caching: true, seed: 3, model: x, load_format: dummy}}"
     )
     lines = problems(tmp_path, SERVED.format(source=DEMO, serve=serve))
     found = {line.partition("serve.")[2].partition(":")[0]: line for line in lines}
     assert list(found) == [
         "gpu_memory_utilization",
-        *(f"engine_args.{name}" for name in ("tensor_parallel_size", "enable_prefix_caching", "seed")),
+        *(
+            f"engine_args.{name}"
+            for name in ("tensor_parallel_size", "enable_prefix_caching", "seed")
+        ),
         *(f"engine_args.{name}" for name in ("model", "load_format")),
     ]
-    assert "got 4, need 2, as tensor_parallel_size has it" in found["engine_args.tensor_parallel_size"]
+    assert (
+        "got 4, need 2, as tensor_parallel_size has it" in found["engine_args.tensor_parallel_size"]
+    )
     assert "log-probabilities" in found["engine_args.enable_prefix_caching"]
     assert "need evaluate.seed" in found["engine_args.seed"]
 
 
 def test_the_command_line_replaces_what_a_scenario_says() -> None:
-    serve = Serve(tensor_parallel_size=4, max_num_seqs=8, engine_args={"block_size": 16, "dtype": "float32"})
+    serve = Serve(
+        tensor_parallel_size=4, max_num_seqs=8, engine_args={"block_size": 16, "dtype": "float32"}
+    )
     changed = with_options(
         serve, {"tensor_parallel_size": 2}, {"block_size": 32, "gpu_memory_utilization": 0.5}
     )

@@ -60,11 +60,12 @@ def load(
     engine: Engine | None = None,
     on_progress: OnProgress = silent,
 ) -> LoadReport | DryLoadReport:
-    """Load a checkpoint in vLLM, as `vexport load` does; with `dry` from headers, for `tp`, `sm` and `gpu`.
+    """Load a checkpoint in vLLM, as `vexport load` does; with `dry` from headers, for `tp`, `sm`
+    and `gpu`.
 
-    A real load has the tensor parallel size of `engine.serve`. `gpu` has names, as "H100", whose room is
-    compared with what the model takes; with `speculative`, METHOD or METHOD=FOLDER, the drafter is loaded
-    next to the model.
+    A real load has the tensor parallel size of `engine.serve`. `gpu` has names, as "H100", whose
+    room is compared with what the model takes; with `speculative`, METHOD or METHOD=FOLDER, the
+    drafter is loaded next to the model.
     """
     engine_settings = engine or Engine()
     if dry:
@@ -81,10 +82,16 @@ def load(
         )
         return dry_report
     if sm is not None or gpu or speculative or tuple(tp) != (1,):
-        raise ValueError("load: got tp, sm, gpu or speculative without dry, need dry=True, or engine.serve")
+        raise ValueError(
+            "load: got tp, sm, gpu or speculative without dry, need dry=True, or engine.serve"
+        )
     options = engine_settings.options(on_progress)
     (report,) = load_checkpoints(
-        (str(checkpoint),), (engine_settings.vllm_python,), [engine_settings.serve], (mode,), options
+        (str(checkpoint),),
+        (engine_settings.vllm_python,),
+        [engine_settings.serve],
+        (mode,),
+        options,
     )
     return report
 
@@ -104,10 +111,10 @@ def evaluate(
 ) -> Verdict | None:
     """Compare a checkpoint by lm-eval with `settings.baseline`, or `against` an accepted baseline.
 
-    As `vexport eval` does; lm-eval's results and the logs of vLLM go to `folder`. The answers become the
-    accepted baseline `accept` unless they fail; with that alone nothing is compared, and None returned.
-    The cause of a loss is looked for where `attribution` says so, without it unless the verdict is PASS, for
-    `attribution_seconds` at most.
+    As `vexport eval` does; lm-eval's results and the logs of vLLM go to `folder`. The answers
+    become the accepted baseline `accept` unless they fail; with that alone nothing is compared, and
+    None returned. The cause of a loss is looked for where `attribution` says so, without it unless
+    the verdict is PASS, for `attribution_seconds` at most.
     """
     if (settings.baseline and against) or not (settings.baseline or against or accept):
         raise ValueError(
@@ -172,7 +179,9 @@ def compare(
     engine: Engine | None = None,
     on_progress: OnProgress = silent,
 ) -> tuple[ComparedRun, ...]:
-    """A run for each scheme with one baseline, as `vexport compare` does; the first fault is raised."""
+    """A run for each scheme with one baseline, as `vexport compare` does; the first fault is
+    raised.
+    """
     if not schemes:
         raise ValueError("compare: got no scheme, need one or more")
     base = base_scenario(str(source), schemes[0], None if scenario is None else Path(scenario))

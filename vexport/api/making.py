@@ -61,9 +61,9 @@ def plan(
 ) -> Plan:
     """Plan from headers alone, as `vexport plan` does; its `refusals` are not raised.
 
-    One of `scheme`, `recipe` and `rules` says how; `has_text` says whether there will be calibration text. Or
-    `source` is the file of a scenario, which says all; `run_dir` has what its `scheme: auto` chooses by.
-    Observers from any folder are imported only with `trust_remote_code`.
+    One of `scheme`, `recipe` and `rules` says how; `has_text` says whether there will be
+    calibration text. Or `source` is the file of a scenario, which says all; `run_dir` has what its
+    `scheme: auto` chooses by. Observers from any folder are imported only with `trust_remote_code`.
     """
     request = PlanRequest(
         scheme=scheme,
@@ -134,13 +134,15 @@ def quantize(
 ) -> Quantized:
     """Quantize a folder or a model of the hub into the folder `out`, as `vexport quantize` does.
 
-    `scheme` is for all linear layers but those to `ignore`; `rules` say the same layer by layer, `recipe` is
-    a file of llm-compressor. `calibration` may be the name of the data alone; without any a scheme that needs
-    samples takes the text that ships with vexport. What was written is checked before it becomes `out`; with
-    `verify`, where vLLM is installed and VEXPORT_NO_VERIFY not set, by a dry load too: CheckpointFailed, and
-    OUT.failed, where it fails.
+    `scheme` is for all linear layers but those to `ignore`; `rules` say the same layer by layer,
+    `recipe` is a file of llm-compressor. `calibration` may be the name of the data alone; without
+    any a scheme that needs samples takes the text that ships with vexport. What was written is
+    checked before it becomes `out`; with `verify`, where vLLM is installed and VEXPORT_NO_VERIFY
+    not set, by a dry load too: CheckpointFailed, and OUT.failed, where it fails.
     """
-    data = Calibration(data=str(calibration)) if isinstance(calibration, str | Path) else calibration
+    data = (
+        Calibration(data=str(calibration)) if isinstance(calibration, str | Path) else calibration
+    )
     request = PlanRequest(
         scheme=scheme,
         recipe=None if recipe is None else Path(recipe),

@@ -31,9 +31,11 @@ def check(
     trust_remote_code: bool = False,
     on_progress: OnProgress = silent,
 ) -> CheckReport:
-    """Return whether vLLM loads a checkpoint, as `vexport check` says; `source` compares the weights as well.
+    """Return whether vLLM loads a checkpoint, as `vexport check` says; `source` compares the
+    weights as well.
 
-    Where vLLM is installed its own loaders are asked too, unless `static` or VEXPORT_NO_VERIFY is set.
+    Where vLLM is installed its own loaders are asked too, unless `static` or VEXPORT_NO_VERIFY is
+    set.
     """
     against = None
     if source is not None:
@@ -75,7 +77,9 @@ def verdict(
 
     with problems_at("verdict"):
         Evaluate(tasks=("any",), margin=margin, alpha=alpha, gate=dict(gate or {}))
-    return decide(Path(baseline_results), Path(results), margin=margin, alpha=alpha, gate=gate or {})
+    return decide(
+        Path(baseline_results), Path(results), margin=margin, alpha=alpha, gate=gate or {}
+    )
 
 
 def report(run_dir: Name) -> Report:
@@ -93,5 +97,7 @@ def entries(what: str) -> Rows:
 
 
 def explain(name: str) -> str:
-    """The section of the reference with that heading, in Markdown; InputError where there is none."""
+    """The section of the reference with that heading, in Markdown; InputError where there is
+    none.
+    """
     return find_section(name).text

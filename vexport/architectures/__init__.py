@@ -1,5 +1,5 @@
-"""The layers of each model class in vLLM: fused, renamed, cut; tables generated for each vLLM version
-(scripts/generate_architectures.py, generate_modules.py)."""
+"""The layers of each model class in vLLM: fused, renamed, cut; tables generated for each vLLM
+version (scripts/generate_architectures.py, generate_modules.py)."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -14,8 +14,8 @@ from vexport.errors import InputError
 from vexport.records import Finding, Json, Severity
 
 T = TypeVar("T")
-# linear: asks the quantization config how it is stored, by its name. plain: a matrix that is built without
-# one. table: embeddings that ask, lookup: embeddings that do not. head: the output head.
+# linear: asks the quantization config how it is stored, by its name. plain: a matrix that is built
+# without one. table: embeddings that ask, lookup: embeddings that do not. head: the output head.
 ModuleKind = Literal["linear", "plain", "table", "lookup", "head"]
 # Numbers of layers and experts in a name.
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
@@ -25,9 +25,11 @@ STACK = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNames:
-    """The kinds of one class's modules, named as `Architecture.vllm_name` says, `*` for each number.
+    """The kinds of one class's modules, named as `Architecture.vllm_name` says, `*` for each
+    number.
 
-    `asked` are other names under which vLLM asks its quantization config for modules, decoder layers' too.
+    `asked` are other names under which vLLM asks its quantization config for modules, decoder
+    layers' too.
     """
 
     kinds: dict[str, ModuleKind] = field(default_factory=dict)
@@ -36,7 +38,9 @@ class ModuleNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTable:
-    """The modules by class for one version of vLLM; `unknown` are classes that could not be built."""
+    """The modules by class for one version of vLLM; `unknown` are classes that could not be
+    built.
+    """
 
     vllm: str
     unknown: frozenset[str]
@@ -73,7 +77,8 @@ USUAL: FusedModules = {
 USUAL_PARTS = {"qkv_proj": ("queries", "keys", "values"), "gate_up_proj": ("1", "1")}
 USUAL_EXPERTS = ("gate_proj", "down_proj", "up_proj")
 USUAL_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
-# Tables of embeddings of a module that is not in the table of modules, by the last part of its name.
+# Tables of embeddings of a module that is not in the table of modules, by the last part of its
+# name.
 TABLE_NAMES = re.compile(
     r"wte|wpe|(?!.*patch)\w*embed(?:ding)?s?|embed_(?:tokens(?:_per_layer)?|positions|in)"
 )
@@ -81,16 +86,19 @@ TABLE_NAMES = re.compile(
 
 # How vLLM finds a class's token embedding for quantization: by name or class, or by class alone.
 TableLookup = Literal["name", "class"]
-# Which tensors of a layer follow when vLLM's loader orders its rows again. scales by row: the weight and a
-# scale of each row or of all. every tensor: each is taken for a row of values for each row of the weight.
-# whole heads: each that has an output dimension, cut by heads. plain weight: `weight` alone, packed ones and
-# scales do not. transposed: `weight` alone is stored (in, out) and turned around.
+# Which tensors of a layer follow when vLLM's loader orders its rows again. scales by row: the
+# weight and a scale of each row or of all. every tensor: each is taken for a row of values for each
+# row of the weight. whole heads: each that has an output dimension, cut by heads. plain weight:
+# `weight` alone, packed ones and scales do not. transposed: `weight` alone is stored (in, out) and
+# turned around.
 Reordering = Literal["scales by row", "every tensor", "whole heads", "plain weight", "transposed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renames:
-    """The way from a checkpoint's names to vLLM's: `WeightsMapper` in models/utils.py, in this order."""
+    """The way from a checkpoint's names to vLLM's: `WeightsMapper` in models/utils.py, in this
+    order.
+    """
 
     regex: Mapping[str, str] = field(default_factory=dict)
     substr: Mapping[str, str] = field(default_factory=dict)
@@ -111,21 +119,22 @@ class Renames:
 class Architecture:
     """One model class of vLLM, in the names of a checkpoint's modules.
 
-    `resolved` are the fused modules whose members vLLM's quantization config knows (for the others it looks
-    for the fused name itself). `experts` are the names of an expert's gate, down and up projections, up None
-    where it has no gate; `stacked_experts` other endings of the tensors that hold all experts, to vLLM's own;
-    `transposed_experts` whether these are (experts, in, out). `reordered` layers get their rows in another
-    order when vLLM loads them. `unquantized` layers are built without a quantization config, `routers` with
-    one: vLLM quantizes them unless `ignore` names them. `parts` are the sizes of what layers are merged of,
-    also where a checkpoint stores them as one (`parts.py`), `groups` the number of groups of which each rank
-    needs whole ones. `row_parallel` layers are cut along in_features by tensor parallelism, `replicated` ones
-    not at all, the rest along out_features. `embedding` says how vLLM looks for the config group of the
-    table of tokens, None where it never quantizes it. `language_model` are the attributes of a multimodal
-    class that hold one, empty for a text model; `inner_unknown` where the checkpoint's config chooses its
-    class. `kinds` are modules outside the decoder layers, and `asked` names under which vLLM asks for
-    modules, both in vLLM's names with `*` for numbers (`modules.py`). `backend` is "transformers" for a
-    class that vLLM runs with transformers' code, in which it replaces and fuses the layers that it
-    recognizes.
+    `resolved` are the fused modules whose members vLLM's quantization config knows (for the others
+    it looks for the fused name itself). `experts` are the names of an expert's gate, down and up
+    projections, up None where it has no gate; `stacked_experts` other endings of the tensors that
+    hold all experts, to vLLM's own; `transposed_experts` whether these are (experts, in, out).
+    `reordered` layers get their rows in another order when vLLM loads them. `unquantized` layers
+    are built without a quantization config, `routers` with one: vLLM quantizes them unless `ignore`
+    names them. `parts` are the sizes of what layers are merged of, also where a checkpoint stores
+    them as one (`parts.py`), `groups` the number of groups of which each rank needs whole ones.
+    `row_parallel` layers are cut along in_features by tensor parallelism, `replicated` ones not at
+    all, the rest along out_features. `embedding` says how vLLM looks for the config group of the
+    table of tokens, None where it never quantizes it. `language_model` are the attributes of a
+    multimodal class that hold one, empty for a text model; `inner_unknown` where the checkpoint's
+    config chooses its class. `kinds` are modules outside the decoder layers, and `asked` names
+    under which vLLM asks for modules, both in vLLM's names with `*` for numbers (`modules.py`).
+    `backend` is "transformers" for a class that vLLM runs with transformers' code, in which it
+    replaces and fuses the layers that it recognizes.
     """
 
     backend: Literal["transformers"] | None = None
@@ -159,18 +168,18 @@ class Architecture:
         return name if pattern is None else with_numbers(pattern, name)
 
     def matched(self, entry: str) -> str:
-        """Return what vLLM makes of an entry of `ignore` or of targets: it renames what names a layer
-        (apply_vllm_mapper in compressed_tensors.py)."""
+        """Return what vLLM makes of an entry of `ignore` or of targets: it renames what names a
+        layer (apply_vllm_mapper in compressed_tensors.py)."""
         return self.renames(entry) if "." in entry and not entry.startswith("re:") else entry
 
     def kind(self, module: str) -> ModuleKind | None:
-        """The kind of module that vLLM builds for a checkpoint's outside decoder layers; None where that is
-        unknown."""
+        """The kind of module that vLLM builds for a checkpoint's outside decoder layers; None where
+        that is unknown."""
         return self.kinds.get(with_stars(self.vllm_name(module)))
 
     def is_table(self, module: str) -> bool:
-        """Return whether a module with a two-dimensional weight holds embeddings: as it is built, else by
-        name."""
+        """Return whether a module with a two-dimensional weight holds embeddings: as it is built,
+        else by name."""
         kind = self.kind(module)
         if kind is not None:
             return kind in ("table", "lookup")
@@ -179,10 +188,11 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchitectureTable:
-    """One vLLM version's classes with a language model, and the text ones by transformers' model type.
+    """One vLLM version's classes with a language model, and the text ones by transformers' model
+    type.
 
-    `transformers` is the version whose code the Transformers backend was asked about, `left_out` why a class
-    that vLLM or transformers has is not among the architectures.
+    `transformers` is the version whose code the Transformers backend was asked about, `left_out`
+    why a class that vLLM or transformers has is not among the architectures.
     """
 
     vllm: str
@@ -220,7 +230,9 @@ REMOVED = "vLLM had it until"
 
 
 def left_out(name: str) -> str | None:
-    """Return why a class of vLLM's registry is not in the table, or None if the registry does not have it."""
+    """Return why a class of vLLM's registry is not in the table, or None if the registry does not
+    have it.
+    """
     table = architecture_table()
     if name in table.left_out:
         return table.left_out[name]
@@ -237,7 +249,8 @@ def get_architecture(name: str) -> Architecture:
     if name in table.architectures:
         return _with_modules(name, table.architectures[name])
     unknown = (
-        f"neither a class of vLLM nor one with a tensor parallel plan of transformers {table.transformers}"
+        f"neither a class of vLLM nor one with a tensor parallel plan of transformers "
+        f"{table.transformers}"
     )
     raise InputError(
         f"architecture {name}",
@@ -248,7 +261,8 @@ def get_architecture(name: str) -> Architecture:
 
 
 def resolve(name: str, config: Mapping[str, Json]) -> tuple[Architecture, tuple[Finding, ...]]:
-    """A model class with the language model that the config puts into it, and what had to be assumed.
+    """A model class with the language model that the config puts into it, and what had to be
+    assumed.
 
     Raises InputError where this vLLM does not know the class.
     """
@@ -272,7 +286,9 @@ def _with_modules(name: str, architecture: Architecture) -> Architecture:
 
 
 def _text_models(config: Mapping[str, Json]) -> Iterator[str]:
-    """The text models that the nested configs name, by architecture or by transformers' model type."""
+    """The text models that the nested configs name, by architecture or by transformers' model
+    type.
+    """
     table = architecture_table()
     for nested in config.values():
         if not isinstance(nested, dict):
@@ -283,7 +299,8 @@ def _text_models(config: Mapping[str, Json]) -> Iterator[str]:
         yield from (
             str(candidate)
             for candidate in candidates
-            if candidate in table.architectures and not table.architectures[str(candidate)].language_model
+            if candidate in table.architectures
+            and not table.architectures[str(candidate)].language_model
         )
         yield from _text_models(nested)
 
@@ -301,7 +318,11 @@ def _joined(outer: Architecture, inner: Architecture) -> Architecture:
         language_model=outer.language_model,
         kinds={f"{holder}.{name}": kind for holder in holders for name, kind in inner.kinds.items()}
         | outer.kinds,
-        asked={f"{holder}.{old}": f"{holder}.{new}" for holder in holders for old, new in inner.asked.items()}
+        asked={
+            f"{holder}.{old}": f"{holder}.{new}"
+            for holder in holders
+            for old, new in inner.asked.items()
+        }
         | outer.asked,
     )
 
@@ -313,7 +334,13 @@ def _unknown_modules(name: str) -> tuple[Finding, ...]:
     expected = "a class whose modules outside the language model are known"
     got = "one that is known by its source alone: embeddings and layers there are told by name"
     return (
-        _note("warning", name, expected, got, "load the output (`vexport load --dry`) before it is used"),
+        _note(
+            "warning",
+            name,
+            expected,
+            got,
+            "load the output (`vexport load --dry`) before it is used",
+        ),
     )
 
 
@@ -330,7 +357,8 @@ def _backed(name: str, architecture: Architecture) -> tuple[Finding, ...]:
         return ()
     table = architecture_table()
     got = (
-        f"vLLM {table.vllm}'s Transformers backend: it fuses what it recognizes in the model's code, "
+        f"vLLM {table.vllm}'s Transformers backend: it fuses what it recognizes in the model's "
+        f"code, "
         f"here of transformers {table.transformers}"
     )
     fix = "another transformers may be fused otherwise: ask it with `vexport load --dry`"
@@ -338,7 +366,9 @@ def _backed(name: str, architecture: Architecture) -> tuple[Finding, ...]:
 
 
 def _note(severity: Severity, name: str, expected: str, got: str, fix: str) -> Finding:
-    return Finding(check="architecture", severity=severity, where=name, expected=expected, got=got, fix=fix)
+    return Finding(
+        check="architecture", severity=severity, where=name, expected=expected, got=got, fix=fix
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,4 +395,6 @@ def transformers_models(kind: str) -> tuple[str, ...] | None:
 
 
 def _generated(table: type[T], file: str) -> T:
-    return TypeAdapter(table).validate_json(files(__name__).joinpath(file).read_text(encoding="utf-8"))
+    return TypeAdapter(table).validate_json(
+        files(__name__).joinpath(file).read_text(encoding="utf-8")
+    )

@@ -1,9 +1,10 @@
-"""Sizes that a model's config.json tells: its language part, and expressions of the generated tables.
+"""Sizes that a model's config.json tells: its language part, and expressions of the generated
+tables.
 
-Expressions are Python: keys of config.json (`text_config.hidden_size`), `i` for the number of a layer of
-`layers`, whole numbers and words; those of the parts of merged layers (scripts/model_classes.py) also know
-`queries`, `keys` and `values` of attention. Only what comes with the package is evaluated, and reaches a
-config's values alone.
+Expressions are Python: keys of config.json (`text_config.hidden_size`), `i` for the number of a
+layer of `layers`, whole numbers and words; those of the parts of merged layers
+(scripts/model_classes.py) also know `queries`, `keys` and `values` of attention. Only what comes
+with the package is evaluated, and reaches a config's values alone.
 """
 
 from collections import defaultdict
@@ -14,9 +15,9 @@ from types import CodeType
 from vexport.architectures import Architecture
 from vexport.records import Json
 
-# Keys of nested configs: of most models; of InternVL, Nemotron VL and NVLM, which vLLM reads as text_config
-# (_CONFIG_ATTRS_MAPPING in transformers_utils/config.py); of DeepSeek-VL2; of Qwen Omni and Qwen3-ASR, around
-# another text_config (`get_text_config` of their configs).
+# Keys of nested configs: of most models; of InternVL, Nemotron VL and NVLM, which vLLM reads as
+# text_config (_CONFIG_ATTRS_MAPPING in transformers_utils/config.py); of DeepSeek-VL2; of Qwen Omni
+# and Qwen3-ASR, around another text_config (`get_text_config` of their configs).
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 # Keys that count the routed experts of a layer.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -28,17 +29,26 @@ QUERIES, KEYS, VALUES = "queries", "keys", "values"
 
 
 def text_config(config: Mapping[str, Json]) -> Mapping[str, Json]:
-    """The part of a config.json that describes the language model: the whole of it for a text model."""
+    """The part of a config.json that describes the language model: the whole of it for a text
+    model.
+    """
     nested = (config.get(key) for key in TEXT_CONFIGS)
     inner = next((value for value in nested if isinstance(value, dict)), None)
     return config if inner is None else text_config(inner)
 
 
 def shown(value: Json) -> str:
-    """Return a value of a config as messages show it: at most 80 characters, large numbers in short."""
+    """Return a value of a config as messages show it: at most 80 characters, large numbers in
+    short.
+    """
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= LONG:
-        # A float holds no larger numbers; Python refuses to write out numbers of thousands of digits.
-        return f"{value:.6g}" if abs(value) < LARGEST_FLOAT else f"a number of {value.bit_length()} bits"
+        # A float holds no larger numbers; Python refuses to write out numbers of thousands of
+        # digits.
+        return (
+            f"{value:.6g}"
+            if abs(value) < LARGEST_FLOAT
+            else f"a number of {value.bit_length()} bits"
+        )
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
 
@@ -79,12 +89,21 @@ def wrapped(value: Json) -> object:
     return value
 
 
-def evaluate(expression: str, values: Mapping[str, object], *, i: int = -1, layers: int = -1) -> object:
+def evaluate(
+    expression: str, values: Mapping[str, object], *, i: int = -1, layers: int = -1
+) -> object:
     """The value of an expression. Raises Unknown where the values do not tell."""
     known = {"__builtins__": {}, "len": len, "i": i, "layers": layers}
     try:
         return eval(_compiled(expression), known, values)
-    except (TypeError, ValueError, ArithmeticError, AttributeError, NameError, SyntaxError) as error:
+    except (
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        AttributeError,
+        NameError,
+        SyntaxError,
+    ) as error:
         raise Unknown(f"{expression}: {error}") from error
 
 
@@ -104,8 +123,8 @@ def _compiled(expression: str) -> CodeType:
 def part_sizes(
     layer: str, rows: int, architecture: Architecture, text: Mapping[str, Json]
 ) -> tuple[int, ...]:
-    """The out_features of the parts of a layer of so many, by the last part of its name; none where they are
-    not known or not these."""
+    """The out_features of the parts of a layer of so many, by the last part of its name; none where
+    they are not known or not these."""
     expressions = architecture.parts.get(layer, ())
     if len({*expressions}) == 1 and rows % len(expressions) == 0:
         return (rows // len(expressions),) * len(expressions)
@@ -127,7 +146,11 @@ def head_width(text: Mapping[str, Json]) -> int:
 
 def known_size(expression: str, values: Mapping[str, Json]) -> int:
     """A size; 0 where the config does not tell."""
-    sizes = {key: value for key, value in values.items() if isinstance(value, int) and 0 < value <= LARGEST}
+    sizes = {
+        key: value
+        for key, value in values.items()
+        if isinstance(value, int) and 0 < value <= LARGEST
+    }
     try:
         return size(expression, defaultdict(int, sizes))
     except Unknown:

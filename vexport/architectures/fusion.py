@@ -14,9 +14,9 @@ NO_UP = "None"
 def fuse(names: Iterable[str], architecture: Architecture) -> dict[str, tuple[str, ...]]:
     """Linear layers by the module that vLLM makes of them, members in vLLM's order.
 
-    The groups come in the order of their first member; a layer that nothing is fused with is its own group.
-    Where a layer could belong to several fused modules (attention with and without a gate, say), the one
-    counts of which most members are there and fewest are missing.
+    The groups come in the order of their first member; a layer that nothing is fused with is its
+    own group. Where a layer could belong to several fused modules (attention with and without a
+    gate, say), the one counts of which most members are there and fewest are missing.
     """
     siblings: dict[str, list[str]] = {}
     for name in names:
@@ -33,14 +33,16 @@ def fuse(names: Iterable[str], architecture: Architecture) -> dict[str, tuple[st
 
 
 def moe_layer(name: str) -> str | None:
-    """The routed experts that a layer is one of (`model.layers.1.mlp.experts`), None for other layers."""
+    """The routed experts that a layer is one of (`model.layers.1.mlp.experts`), None for other
+    layers.
+    """
     match = EXPERT.match(name.rpartition(".")[0])
     return match["layer"] if match else None
 
 
 def looked_up(name: str, members: Sequence[str], architecture: Architecture) -> tuple[str, ...]:
-    """The names by which vLLM's quantization config knows a fused module: those of its parts, of which a
-    layer may lack some (values that are the keys), where it takes the module apart."""
+    """The names by which vLLM's quantization config knows a fused module: those of its parts, of
+    which a layer may lack some (values that are the keys), where it takes the module apart."""
     prefix, dot, last_part = name.rpartition(".")
     fused = len(members) > 1 and last_part in architecture.resolved
     parts = architecture.fused.get(last_part, ()) if fused else ()
@@ -50,10 +52,17 @@ def looked_up(name: str, members: Sequence[str], architecture: Architecture) -> 
 def also_asked(
     name: str, members: Sequence[str], entries: Sequence[str], architecture: Architecture
 ) -> Iterator[str]:
-    """The entry for the name under which vLLM asks for a module, where none of its entries means that."""
-    asked, renamed = architecture.asked_name(name), [architecture.matched(entry) for entry in entries]
+    """The entry for the name under which vLLM asks for a module, where none of its entries means
+    that.
+    """
+    asked, renamed = (
+        architecture.asked_name(name),
+        [architecture.matched(entry) for entry in entries],
+    )
     parts = {architecture.asked_name(member) for member in members}
-    if moe_layer(members[0]) or all(any(matches(entry, part) for entry in renamed) for part in parts):
+    if moe_layer(members[0]) or all(
+        any(matches(entry, part) for entry in renamed) for part in parts
+    ):
         return
     if not any(matches(entry, asked) for entry in renamed):
         holder, dot, _ = name.rpartition(".")
@@ -91,12 +100,15 @@ def _owners(
     return owners
 
 
-def below(module: str, ending: str, architecture: Architecture, others: Iterable[str]) -> Iterator[str]:
-    """Patterns for what is below a module and ends so, in the file's names and in vLLM's, which match none of
-    `others`: each begins as far to the right as it can, at the number of the module's layer at most.
+def below(
+    module: str, ending: str, architecture: Architecture, others: Iterable[str]
+) -> Iterator[str]:
+    """Patterns for what is below a module and ends so, in the file's names and in vLLM's, which
+    match none of `others`: each begins as far to the right as it can, at the number of the module's
+    layer at most.
 
-    vLLM translates names but not patterns where its modules are nested differently: to the right of the
-    list of layers both agree.
+    vLLM translates names but not patterns where its modules are nested differently: to the right of
+    the list of layers both agree.
     """
     for name in dict.fromkeys((module, architecture.vllm_name(module))):
         stack = STACK.search(f"{name}.")
@@ -108,7 +120,9 @@ def below(module: str, ending: str, architecture: Architecture, others: Iterable
 
 
 def all_names(modules: Iterable[str], architecture: Architecture) -> tuple[str, ...]:
-    """Modules by the names of the file, of vLLM and of what it asks for; of routed experts the first."""
+    """Modules by the names of the file, of vLLM and of what it asks for; of routed experts the
+    first.
+    """
     names = dict.fromkeys(map(_of_one_expert, modules))
     asked = map(architecture.asked_name, names)
     return tuple(dict.fromkeys((*names, *map(architecture.vllm_name, names), *asked)))

@@ -21,12 +21,13 @@ PER_LAYER = "per_layer_config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRow:
-    """Tensors of one kind and shape: their names with `*` for numbers, in which layers they are, how large.
+    """Tensors of one kind and shape: their names with `*` for numbers, in which layers they are,
+    how large.
 
-    Expressions with `i` for the number of the layer (the first `*`) of `layers`; an empty one is not
-    known, nor is a shape that is None. `kind` says what vLLM makes of them: the kind of a weight's module
-    (`ModuleKind`), "experts", "norm", "norm above one" (it multiplies by one more than the weight),
-    "dropped", "" for others.
+    Expressions with `i` for the number of the layer (the first `*`) of `layers`; an empty one is
+    not known, nor is a shape that is None. `kind` says what vLLM makes of them: the kind of a
+    weight's module (`ModuleKind`), "experts", "norm", "norm above one" (it multiplies by one more
+    than the weight), "dropped", "" for others.
     """
 
     names: Sequence[str]
@@ -44,11 +45,11 @@ class LayoutRow:
 class ClassLayout:
     """The tensors of a class.
 
-    `types` are the model types of its config ("") and of those in it: of others its tensors are not known.
-    `counts` says how many there are at a `*`, by the name up to it; `defaults` and `nulls` what a key stands
-    for that a config lacks or that is null, `lists` the same for lists: how many, and a condition for each
-    word; `aliases` other names of a key. `drops` are the modules (with stars, "" the model) in which vLLM
-    passes over names that it does not know.
+    `types` are the model types of its config ("") and of those in it: of others its tensors are not
+    known. `counts` says how many there are at a `*`, by the name up to it; `defaults` and `nulls`
+    what a key stands for that a config lacks or that is null, `lists` the same for lists: how many,
+    and a condition for each word; `aliases` other names of a key. `drops` are the modules (with
+    stars, "" the model) in which vLLM passes over names that it does not know.
     """
 
     types: Mapping[str, str]
@@ -62,7 +63,9 @@ class ClassLayout:
 
     @property
     def keys(self) -> frozenset[str]:
-        """The keys of a config, by their paths, that numbers and sizes of tensors are computed from."""
+        """The keys of a config, by their paths, that numbers and sizes of tensors are computed
+        from.
+        """
         sides = (side for row in self.rows for side in row.shape or ())
         texts = (*self.counts.values(), *sides, *(row.condition for row in self.rows))
         used = {path for text in texts for path in PATH.findall(text)}
@@ -70,8 +73,8 @@ class ClassLayout:
         return frozenset(used.union(*(aliases for aliases in names.values())))
 
     def knows(self, config: Mapping[str, Json]) -> bool:
-        """Return whether the configs in a config are of the types whose tensors are known, alike in all
-        layers."""
+        """Return whether the configs in a config are of the types whose tensors are known, alike in
+        all layers."""
         for path, kind in self.types.items():
             part: Json = {**config}
             for key in path.split(".") if path else ():
@@ -84,7 +87,9 @@ class ClassLayout:
 
 
 class ConfigValues(Mapping[str, object]):
-    """The keys of a config as transformers reads it, those of a config in it as attributes of its key."""
+    """The keys of a config as transformers reads it, those of a config in it as attributes of its
+    key.
+    """
 
     def __init__(
         self,
@@ -117,7 +122,9 @@ class ConfigValues(Mapping[str, object]):
     def _read(self, key: str) -> object:
         path = f"{self._path}{key}"
         names = (key, *self._layout.aliases.get(path, ()))
-        value = next((self._config[name] for name in names if self._config.get(name) is not None), None)
+        value = next(
+            (self._config[name] for name in names if self._config.get(name) is not None), None
+        )
         if isinstance(value, dict):
             return ConfigValues(value, self._layout, outer=self._outer, path=f"{path}.")
         if value is not None:
@@ -145,7 +152,9 @@ class ConfigValues(Mapping[str, object]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """A tensor that a class has, or may have: its shape, None for a size or all where that is not known."""
+    """A tensor that a class has, or may have: its shape, None for a size or all where that is not
+    known.
+    """
 
     shape: tuple[int | None, ...] | None
     kind: str
@@ -191,7 +200,9 @@ def _tensors(
                 yield ".".join(parts), each
 
 
-def _shape(row: LayoutRow, values: ConfigValues, i: int, layers: int) -> tuple[int | None, ...] | None:
+def _shape(
+    row: LayoutRow, values: ConfigValues, i: int, layers: int
+) -> tuple[int | None, ...] | None:
     if row.shape is None:
         return None
     sides = tuple(size(side, values, i=i, layers=layers) if side else None for side in row.shape)

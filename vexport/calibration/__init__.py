@@ -1,8 +1,9 @@
 """Calibration: samples go through the model while observers watch.
 
-Two ways in. `calibrate` runs a checkpoint layer by layer for a plan. For any torch.nn.Module, observers are
-attached by hand (llm-compressor's names): set `module.quantization_scheme`, call `initialize_observer`,
-register the hooks or call `observe`, run the module, then `update_qparams` and `freeze_module_quantization`.
+Two ways in. `calibrate` runs a checkpoint layer by layer for a plan. For any torch.nn.Module,
+observers are attached by hand (llm-compressor's names): set `module.quantization_scheme`, call
+`initialize_observer`, register the hooks or call `observe`, run the module, then `update_qparams`
+and `freeze_module_quantization`.
 """
 
 from vexport.calibration.data import Samples, read_samples

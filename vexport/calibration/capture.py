@@ -1,8 +1,9 @@
-"""The calls of a model's decoder layers and of its attention, without knowledge of the model's class.
+"""The calls of a model's decoder layers and of its attention, without knowledge of the model's
+class.
 
-Keys and values are seen where transformers hands them to the attention: keys after rotary embedding, before
-they are repeated for the query heads. Multi-head latent attention (DeepSeek) caches something else; vLLM
-reads no scales for it and plans refuse them.
+Keys and values are seen where transformers hands them to the attention: keys after rotary
+embedding, before they are repeated for the query heads. Multi-head latent attention (DeepSeek)
+caches something else; vLLM reads no scales for it and plans refuse them.
 
 Products of 16-bit layers and of attention are made in float32 where a CPU computes them faster so.
 """
@@ -52,7 +53,9 @@ def as_output(states: torch.Tensor, rest: Rest) -> object:
 
 
 class Interner:
-    """Stores equal tensors once: masks and positions are the same for all layers and most samples."""
+    """Stores equal tensors once: masks and positions are the same for all layers and most
+    samples.
+    """
 
     def __init__(self) -> None:
         self._recent = deque[torch.Tensor](maxlen=RECENT)
@@ -73,7 +76,8 @@ class Interner:
 class Recorder:
     """Stands in for the layers' forwards: records the calls of each and passes the states through.
 
-    `rest` is what layers return after the hidden states: for the first batch the first layer really runs.
+    `rest` is what layers return after the hidden states: for the first batch the first layer really
+    runs.
     """
 
     def __init__(self, name: str, layers: torch.nn.ModuleList, hidden: HiddenStates) -> None:
@@ -112,14 +116,17 @@ class Recorder:
         return InputError(
             f"{self._name}.{number}",
             got=got,
-            need="decoder layers that run one after the other, each on the output of the one before",
+            need="decoder layers that run one after the other, each on the output of the one "
+            "before",
             fix="use a weight-only scheme",
         )
 
 
 @contextmanager
 def replaced_forwards(layers: Sequence[torch.nn.Module], forward: Forward) -> Iterator[None]:
-    """Within the block each layer runs `forward(number, own, ...)`, which gets its number and own forward."""
+    """Within the block each layer runs `forward(number, own, ...)`, which gets its number and own
+    forward.
+    """
     before = [layer.__dict__.get("forward") for layer in layers]
     for number, layer in enumerate(layers):
         layer.forward = partial(forward, number, layer.forward)
@@ -141,8 +148,8 @@ def capture_layer_calls(
 ) -> Recorder:
     """The calls of each layer by the model for each batch; the first layer's inputs go to `hidden`.
 
-    `batches` are token ids (samples, tokens). The first layer must be loaded, the others need not. Raises
-    InputError for a model that does not run its layers one after the other.
+    `batches` are token ids (samples, tokens). The first layer must be loaded, the others need not.
+    Raises InputError for a model that does not run its layers one after the other.
     """
     recorder = Recorder(name, layers, hidden)
     with replaced_forwards(list(layers), recorder.record):
@@ -157,7 +164,9 @@ def capture_layer_calls(
 
 @contextmanager
 def replayed_layers(layers: torch.nn.ModuleList, final: torch.Tensor, rest: Rest) -> Iterator[None]:
-    """Run the model without its layers' weights: the last layer returns the hidden states `final`."""
+    """Run the model without its layers' weights: the last layer returns the hidden states
+    `final`.
+    """
 
     def replay(number: int, forward: Forward, *args: object, **kwargs: object) -> object:
         hidden_states = args[0] if args else kwargs["hidden_states"]
@@ -175,7 +184,9 @@ Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 def head_ranges(states: torch.Tensor) -> HeadRanges:
     """The range of each head of states (batch, heads, tokens, head size)."""
     heads, size = states.shape[1], states.shape[3]
-    low, high = channel_extremes(states.transpose(1, 2).reshape(-1, heads * size)).view(2, heads, size)
+    low, high = channel_extremes(states.transpose(1, 2).reshape(-1, heads * size)).view(
+        2, heads, size
+    )
     low, high = torch.stack((low.amin(-1), high.amax(-1))).tolist()  # a GPU is waited for once
     return HeadRanges(low=tuple(low), high=tuple(high))
 
@@ -187,7 +198,9 @@ def watching_attention(
     stored_name: Callable[[str], str],
     seen: dict[str, KeyValueRanges],
 ) -> Iterator[None]:
-    """Collect the head ranges of the attention layers below `module` in `seen`, by name in the checkpoint."""
+    """Collect the head ranges of the attention layers below `module` in `seen`, by name in the
+    checkpoint.
+    """
     names = {id(child): joined(prefix, name) for name, child in module.named_modules()}
 
     def observing(
@@ -200,7 +213,9 @@ def watching_attention(
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         tokens = key.shape[0] * key.shape[2]
-        key_value_ranges = KeyValueRanges(key=head_ranges(key), value=head_ranges(value), tokens=tokens)
+        key_value_ranges = KeyValueRanges(
+            key=head_ranges(key), value=head_ranges(value), tokens=tokens
+        )
         name = stored_name(names[id(attention)])
         seen[name] = seen[name] + key_value_ranges if name in seen else key_value_ranges
         function: Attend = attend or sys.modules[type(attention).__module__].eager_attention_forward
@@ -233,8 +248,8 @@ WIDENED = (torch.bfloat16, torch.float16)
 def widens(device: str) -> bool:
     """True where float32 products are the faster ones: on Intel's CPUs without AMX.
 
-    On one of Sapphire Rapids whose AMX is hidden by its hypervisor torch 2.13 multiplies bf16 at 84 GFLOPS
-    and float32 at 154 (one thread, 512 tokens, 576 x 1536).
+    On one of Sapphire Rapids whose AMX is hidden by its hypervisor torch 2.13 multiplies bf16 at 84
+    GFLOPS and float32 at 154 (one thread, 512 tokens, 576 x 1536).
     """
     if device != "cpu" or not hasattr(torch.cpu, "get_capabilities"):  # an older torch
         return False
@@ -246,17 +261,21 @@ def widens(device: str) -> bool:
 
 @contextmanager
 def fast_products(model: torch.nn.Module, device: str) -> Iterator[None]:
-    """Multiply 16-bit linear layers and attention in float32 inside the block, where that is faster.
+    """Multiply 16-bit linear layers and attention in float32 inside the block, where that is
+    faster.
 
-    Linear layers add up in float32 either way and round the sum once to their dtype: only the order of the
-    sum differs. Attention no longer rounds its probabilities.
+    Linear layers add up in float32 either way and round the sum once to their dtype: only the order
+    of the sum differs. Attention no longer rounds its probabilities.
     """
     if not widens(device):
         yield
         return
     linears = [module for module in model.modules() if type(module) is torch.nn.Linear]
     attend = partial(_wide_attention, ALL_ATTENTION_FUNCTIONS["sdpa"])
-    with replaced_forwards(linears, partial(_wide_product, linears)), replaced_attention({"sdpa": attend}):
+    with (
+        replaced_forwards(linears, partial(_wide_product, linears)),
+        replaced_attention({"sdpa": attend}),
+    ):
         yield
 
 
@@ -267,7 +286,9 @@ def _wide_product(
     if value.dtype not in WIDENED or module.weight.dtype != value.dtype:
         return forward(value)
     bias = None if module.bias is None else module.bias.to(torch.float32)
-    output = torch.nn.functional.linear(value.to(torch.float32), module.weight.to(torch.float32), bias)
+    output = torch.nn.functional.linear(
+        value.to(torch.float32), module.weight.to(torch.float32), bias
+    )
     return output.to(value.dtype)
 
 

@@ -1,10 +1,11 @@
-"""Conversations as vLLM's chat endpoint hands them to a chat template, and the renders of templates.
+"""Conversations as vLLM's chat endpoint hands them to a chat template, and the renders of
+templates.
 
 The rules are those of vLLM 0.32. `ChatCompletionRequest` in
-vllm/entrypoints/openai/chat_completion/protocol.py has reasoning_content and tools, `parse_chat_messages` and
-`_postprocess_messages` in vllm/renderers/chat_utils.py have contents and tool calls, `_detect_content_format`
-and `_convert_developer_to_system` in vllm/renderers/hf.py have what a template expects. A test holds
-`as_served` to vLLM.
+vllm/entrypoints/openai/chat_completion/protocol.py has reasoning_content and tools,
+`parse_chat_messages` and `_postprocess_messages` in vllm/renderers/chat_utils.py have contents and
+tool calls, `_detect_content_format` and `_convert_developer_to_system` in vllm/renderers/hf.py have
+what a template expects. A test holds `as_served` to vLLM.
 """
 
 import json
@@ -34,22 +35,37 @@ _TEXT_OF_PART = {
 }
 # Keys of content parts that vLLM reads itself; other keys are handed on to the template.
 _KEYS_OF_PARTS = frozenset(
-    ("type", "text", "refusal", "thinking", "closed", "name", "data", "uuid", "file", "tool_reference")
+    (
+        "type",
+        "text",
+        "refusal",
+        "thinking",
+        "closed",
+        "name",
+        "data",
+        "uuid",
+        "file",
+        "tool_reference",
+    )
 )
 _MEDIA_PART = re.compile(
     r"(input_|output_)?(image|img|picture|photo|video|audio|sound|speech|voice|file|document|media)s?"
     r"([_-]?(url|urls|pil|embeds|path|paths|data|file|id|bytes|base64|tensor|blob))?|inline_?data|file_?data",
     re.IGNORECASE,
 )
-# Clients put this line into system prompts; vLLM removes it, since it is another one in every request.
+# Clients put this line into system prompts; vLLM removes it, since it is another one in every
+# request.
 _BILLING_HEADER = "x-anthropic-billing-header"
-# What a template is rendered with, to see whether it shows the calls, the results and the tools of a row.
+# What a template is rendered with, to see whether it shows the calls, the results and the tools of
+# a row.
 _PROBE = "vexport_probe"
 TOOLS, CALLS, RESULTS = "tools", "tool_calls", "results of tools"
 
 
 class MultimodalRowError(ValueError):
-    """A row with an image, a video or sound, which calibration of the language model cannot read."""
+    """A row with an image, a video or sound, which calibration of the language model cannot
+    read.
+    """
 
 
 class RefusedTurnsError(ValueError):
@@ -58,7 +74,9 @@ class RefusedTurnsError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """The turns of a conversation as messages of OpenAI's chat API, and the tools that the model may call."""
+    """The turns of a conversation as messages of OpenAI's chat API, and the tools that the model
+    may call.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[Message, ...] = ()
@@ -75,7 +93,8 @@ class ChatTokenizer(Protocol):
 def as_served(messages: Sequence[Message], template: str) -> list[Message]:
     """Return the messages that vLLM hands to this chat template for these messages of a request.
 
-    Raises ValueError if vLLM would refuse the request, MultimodalRowError for content that is not text.
+    Raises ValueError if vLLM would refuse the request, MultimodalRowError for content that is not
+    text.
     """
     is_openai = content_format(template) == "openai"
     served = [_served_message(message, is_openai=is_openai) for message in messages]
@@ -86,7 +105,8 @@ def as_served(messages: Sequence[Message], template: str) -> list[Message]:
 
 
 def rendered(tokenizer: ChatTokenizer, template: str, conversation: Conversation) -> str:
-    """Return the text of a conversation. Raises RefusedTurnsError with the reason if the template refuses it.
+    """Return the text of a conversation. Raises RefusedTurnsError with the reason if the template
+    refuses it.
 
     A chat template is a program of the checkpoint: its time and its memory are bounded.
     """
@@ -94,7 +114,10 @@ def rendered(tokenizer: ChatTokenizer, template: str, conversation: Conversation
     try:
         with time_limit(TEMPLATE_SECONDS), memory_limit(TEMPLATE_BYTES):
             return tokenizer.apply_chat_template(
-                messages, tools=list(conversation.tools) or None, chat_template=template, tokenize=False
+                messages,
+                tools=list(conversation.tools) or None,
+                chat_template=template,
+                tokenize=False,
             )
     except MemoryError:
         reason = f"it takes more than {TEMPLATE_BYTES >> 30} GB"
@@ -103,16 +126,25 @@ def rendered(tokenizer: ChatTokenizer, template: str, conversation: Conversation
     raise RefusedTurnsError(f"turns that the chat template refuses ({reason})")
 
 
-def unrendered(conversation: Conversation, text: str, render: Callable[[Conversation], str]) -> Iterator[str]:
-    """Yield the parts of a conversation that its rendered `text` does not show: TOOLS, CALLS, RESULTS.
+def unrendered(
+    conversation: Conversation, text: str, render: Callable[[Conversation], str]
+) -> Iterator[str]:
+    """Yield the parts of a conversation that its rendered `text` does not show: TOOLS, CALLS,
+    RESULTS.
 
-    The conversation is rendered again with another value of each part. A template shows the part if the text
-    changes, or if it refuses the value.
+    The conversation is rendered again with another value of each part. A template shows the part if
+    the text changes, or if it refuses the value.
     """
     for part, changed in (
         (TOOLS, replace(conversation, tools=())),
-        (CALLS, replace(conversation, messages=tuple(map(_with_other_calls, conversation.messages)))),
-        (RESULTS, replace(conversation, messages=tuple(map(_with_other_result, conversation.messages)))),
+        (
+            CALLS,
+            replace(conversation, messages=tuple(map(_with_other_calls, conversation.messages))),
+        ),
+        (
+            RESULTS,
+            replace(conversation, messages=tuple(map(_with_other_result, conversation.messages))),
+        ),
     ):
         if changed == conversation:
             continue
@@ -125,7 +157,9 @@ def unrendered(conversation: Conversation, text: str, render: Callable[[Conversa
 
 
 def media_of_part(part: Mapping[str, object]) -> str | None:
-    """Return the name under which a content part has an image, a video, sound or a file; None for text."""
+    """Return the name under which a content part has an image, a video, sound or a file; None for
+    text.
+    """
     kind = part.get("type")
     if isinstance(kind, str) and _MEDIA_PART.fullmatch(kind):
         return kind
@@ -181,7 +215,9 @@ def _text_parts(message: Message, *, is_openai: bool) -> Iterator[Message]:
     if content is None:
         return
     if not isinstance(content, Sequence):
-        raise ValueError(f"a content that is {type(content).__name__}, no text and no list of parts")
+        raise ValueError(
+            f"a content that is {type(content).__name__}, no text and no list of parts"
+        )
     for part in [content] if isinstance(content, str) else content:
         if isinstance(part, str):
             yield {"type": "text", "text": part}
@@ -192,7 +228,11 @@ def _text_parts(message: Message, *, is_openai: bool) -> Iterator[Message]:
         elif part.get("type") == "tool_reference":
             yield {"type": "tool_reference", "name": part.get("name")}
         elif (text := _text_of_part(part)) is not None:
-            others = {key: part[key] for key in part if key not in _KEYS_OF_PARTS and part[key] is not None}
+            others = {
+                key: part[key]
+                for key in part
+                if key not in _KEYS_OF_PARTS and part[key] is not None
+            }
             yield {"type": "text", "text": text, **(others if is_openai else {})}
 
 
@@ -205,12 +245,16 @@ def _text_of_part(part: Message) -> str | None:
         raise ValueError(f"a content part of type {kind!r}, none of {', '.join(_TEXT_OF_PART)}")
     text = part.get(_TEXT_OF_PART[kind])
     if text is not None and not isinstance(text, str):
-        raise ValueError(f"a content part whose {_TEXT_OF_PART[kind]} is {type(text).__name__}, no text")
+        raise ValueError(
+            f"a content part whose {_TEXT_OF_PART[kind]} is {type(text).__name__}, no text"
+        )
     return text
 
 
 def _joined(parts: Sequence[Message]) -> str:
-    return "\n".join(str(part["text"] if part["type"] == "text" else part["name"]) for part in parts)
+    return "\n".join(
+        str(part["text"] if part["type"] == "text" else part["name"]) for part in parts
+    )
 
 
 def _without_billing_header(parts: Sequence[Message]) -> Iterator[Message]:
@@ -236,7 +280,9 @@ def _served_call(call: object) -> Message:
 
 
 def arguments_of(function: Mapping[str, object]) -> Mapping[str, object] | None:
-    """Return the arguments of a call as an object; None if they are no object, nor JSON of an object."""
+    """Return the arguments of a call as an object; None if they are no object, nor JSON of an
+    object.
+    """
     arguments = function.get("arguments")
     if not arguments:
         return {}
@@ -298,7 +344,8 @@ class _UnknownShapeError(ValueError):
 
 @lru_cache(maxsize=32)
 def content_format(template: str) -> ContentFormat:
-    """Return `openai` if a template loops over the parts of a message's content, `string` if it wants text.
+    """Return `openai` if a template loops over the parts of a message's content, `string` if it
+    wants text.
 
     vLLM decides so by the template's syntax tree; what it cannot follow is `string`.
     """
@@ -313,7 +360,9 @@ def content_format(template: str) -> ContentFormat:
 
 
 def _loops_over_content(root: nodes.Template) -> bool:
-    """Return whether a loop goes over `message.content`, or over a macro's parameter that is given it."""
+    """Return whether a loop goes over `message.content`, or over a macro's parameter that is given
+    it.
+    """
     loops = list(root.find_all(nodes.For))
     lists_of_messages = _names_of(root, "messages")
     items = [
@@ -334,7 +383,9 @@ def _loops_over_content(root: nodes.Template) -> bool:
 
 
 def _loops_in_macros(root: nodes.Template, items: Sequence[str]) -> Mapping[int, set[str]]:
-    """Return, for each loop inside a macro, the macro's parameters that are given a message's content."""
+    """Return, for each loop inside a macro, the macro's parameters that are given a message's
+    content.
+    """
     found: dict[int, set[str]] = {}
     calls = [call for call in root.find_all(nodes.Call) if isinstance(call.node, nodes.Name)]
     for macro in root.find_all(nodes.Macro):
@@ -343,7 +394,10 @@ def _loops_in_macros(root: nodes.Template, items: Sequence[str]) -> Mapping[int,
         for call in calls:
             if not isinstance(call.node, nodes.Name) or call.node.name != macro.name:
                 continue
-            values = [*zip(names, call.args, strict=False), *((pair.key, pair.value) for pair in call.kwargs)]
+            values = [
+                *zip(names, call.args, strict=False),
+                *((pair.key, pair.value) for pair in call.kwargs),
+            ]
             given |= {
                 name
                 for name, value in values
@@ -371,7 +425,9 @@ def _name(node: nodes.Node) -> str:
 
 
 def _reads(node: nodes.Node | None, variable: str, key: str | None = None) -> bool:
-    """Return whether an expression is a variable, or its `key`, behind any filters, tests and slices."""
+    """Return whether an expression is a variable, or its `key`, behind any filters, tests and
+    slices.
+    """
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

@@ -1,4 +1,6 @@
-"""Calibration samples: rows of text, turns of a conversation or token ids, as token ids of the model."""
+"""Calibration samples: rows of text, turns of a conversation or token ids, as token ids of the
+model.
+"""
 
 import json
 import re
@@ -33,13 +35,17 @@ from vexport.records import CalibrationData
 
 # Characters tokenized per token that is needed: the rest of a text would be cut after tokenizing.
 CHARACTERS = 64
-# Broken rows after which reading ends, and rows with images after which it ends if there is no other row.
+# Broken rows after which reading ends, and rows with images after which it ends if there is no
+# other row.
 MOST_BROKEN, MOST_MULTIMODAL = 10, 10_000
 # The template that transformers takes if there are tools, and it has several.
 TOOL_TEMPLATE = "tool_use"
-# Keys of config.json whose value is a token that stands for an image, a video or sound, and such tokens.
+# Keys of config.json whose value is a token that stands for an image, a video or sound, and such
+# tokens.
 _MEDIA_ID = re.compile(r"(image|img|video|vision|audio|speech|media|boi|eoi|boa|eoa)\w*_(id|index)")
-_MEDIA_TOKEN = re.compile(r"[<\[].*(image|img|video|vision|audio|speech|media_|pixel).*[>\]]", re.IGNORECASE)
+_MEDIA_TOKEN = re.compile(
+    r"[<\[].*(image|img|video|vision|audio|speech|media_|pixel).*[>\]]", re.IGNORECASE
+)
 
 
 class Tokenizer(ChatTokenizer, Protocol):
@@ -59,7 +65,8 @@ class Tokenizer(ChatTokenizer, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Token ids of each sample and the row (from 1) that it came from, or began in; `data` names the set.
+    """Token ids of each sample and the row (from 1) that it came from, or began in; `data` names
+    the set.
 
     `notes` are sentences on rows that were left out, and on what the chat template leaves out.
     """
@@ -95,9 +102,9 @@ def read_samples(
 ) -> Samples:
     """Read rows as token ids, as many and as long as `data` asks for, and no more.
 
-    A row has the forms of `read_row`. Conversations go through the chat template as in vLLM's chat endpoint.
-    Rows with images, video or sound are left out, with a note. Broken rows are reported together. Raises
-    InputError, and EnvironmentFault if the hub cannot be reached.
+    A row has the forms of `read_row`. Conversations go through the chat template as in vLLM's chat
+    endpoint. Rows with images, video or sound are left out, with a note. Broken rows are reported
+    together. Raises InputError, and EnvironmentFault if the hub cannot be reached.
     """
     reader = _Reader(data, checkpoint, vocab_size, trust_remote_code)
     rows = (
@@ -135,7 +142,9 @@ def _plain_texts(data: CalibrationData) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
-    """The token ids of a row. A packed sample that starts inside the row begins with the tokens `start`."""
+    """The token ids of a row. A packed sample that starts inside the row begins with the tokens
+    `start`.
+    """
 
     number: int
     ids: Sequence[int]
@@ -143,7 +152,9 @@ class _Tokens:
 
 
 class _Reader:
-    """Tokenizes the rows of a data set, and collects the errors of broken rows and notes on others."""
+    """Tokenizes the rows of a data set, and collects the errors of broken rows and notes on
+    others.
+    """
 
     def __init__(
         self, data: CalibrationData, checkpoint: Path, vocab_size: int, trust_remote_code: bool
@@ -159,7 +170,9 @@ class _Reader:
         # Rows are joined if asked, or if they are paragraphs of one text.
         file = parse_data(data.name).path
         paragraphs = (
-            file.suffix.lower() in (".txt", ".md") and bool(first) and isinstance(first[0].content, dict)
+            file.suffix.lower() in (".txt", ".md")
+            and bool(first)
+            and isinstance(first[0].content, dict)
         )
         self.packs = paragraphs if data.pack is None else data.pack
 
@@ -186,7 +199,9 @@ class _Reader:
 
     @cached_property
     def _media_ids(self) -> frozenset[int]:
-        """The tokens that stand for an image, a video or sound, by the config and by their names."""
+        """The tokens that stand for an image, a video or sound, by the config and by their
+        names.
+        """
         config = self._checkpoint / "config.json"
         ids = set(_media_ids(read_json_object(config))) if config.is_file() else set()
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
@@ -263,7 +278,8 @@ class _Reader:
                 yield f"{name}: {rows} with {part} that the chat template does not render: {words}"
         if self._omitted["arguments"]:
             yield (
-                f"{name}: {_rows(self._omitted['arguments'])} with tool_calls whose arguments are no JSON "
+                f"{name}: {_rows(self._omitted['arguments'])} with tool_calls whose arguments "
+                f"are no JSON "
                 "object: rendered without arguments, as by vLLM"
             )
 
@@ -283,7 +299,8 @@ class _Reader:
         return _Tokens(number=raw.number, ids=ids if is_ended else (*ids, end), start=start)  # type: ignore[arg-type]
 
     def _ids(self, row: Row, most: int, *, begins: bool) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the ids of a row, of no more text than `most` tokens can need, and how its samples start.
+        """Return the ids of a row, of no more text than `most` tokens can need, and how its samples
+        start.
 
         `begins` a text of its own. Raises ValueError if the row cannot be rendered or tokenized,
         MultimodalRowError if it has tokens that stand for an image, a video or sound.
@@ -293,7 +310,9 @@ class _Reader:
                 raise MultimodalRowError(f"token id {min(found)}")
             return row.ids, ()
         words = self._media_words
-        if words and (word := next((word for text in row.texts() for word in words if word in text), None)):
+        if words and (
+            word := next((word for text in row.texts() for word in words if word in text), None)
+        ):
             raise MultimodalRowError(word)
         conversation, text = row.conversation, row.text
         template = self._template(conversation) if conversation is not None else None
@@ -316,7 +335,9 @@ class _Reader:
 
     @cached_property
     def _media_ids_of_rows(self) -> frozenset[int]:
-        """The tokens of images for rows of token ids, which need no tokenizer: those of the config alone."""
+        """The tokens of images for rows of token ids, which need no tokenizer: those of the config
+        alone.
+        """
         config = self._checkpoint / "config.json"
         return frozenset(_media_ids(read_json_object(config))) if config.is_file() else frozenset()
 
@@ -364,7 +385,9 @@ def _rows(number: int) -> str:
 
 
 def _media_ids(config: Mapping[str, object]) -> Iterator[int]:
-    """Yield the token ids of a config that stand for an image, a video or sound, also of its parts."""
+    """Yield the token ids of a config that stand for an image, a video or sound, also of its
+    parts.
+    """
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _media_ids(value)
@@ -374,7 +397,8 @@ def _media_ids(config: Mapping[str, object]) -> Iterator[int]:
 
 
 def _packed(rows: Iterable[_Tokens], data: CalibrationData) -> Iterator[tuple[int, Sequence[int]]]:
-    """Concatenate the rows and cut them into samples of `seq_len` tokens; the rest is the last sample.
+    """Concatenate the rows and cut them into samples of `seq_len` tokens; the rest is the last
+    sample.
 
     Every sample starts as a served prompt does, with the tokenizer's BOS if it has one.
     """
@@ -415,7 +439,9 @@ def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> Tokenizer:
         own_code = "trust_remote_code" in str(error)
         raise InputError(
             str(checkpoint),
-            got="a tokenizer with its own code" if own_code else f"no usable tokenizer ({first_line(error)})",
+            got="a tokenizer with its own code"
+            if own_code
+            else f"no usable tokenizer ({first_line(error)})",
             need="the tokenizer of the model",
             fix="read that code, then add --trust-remote-code"
             if own_code

@@ -1,9 +1,10 @@
 """A walk up through a model's layers and back, with the gradients of its own answers.
 
-Gradients are those of the log-probability of tokens drawn from the model's own answer: their second moments
-are the Fisher information, by which a small error of an input moves the KL divergence. By them each token is
-weighed (GuidedQuant, arXiv 2505.07004): most attention rests on the first, whose errors change every answer.
-The root of the mean square, averaged over places in the text, left less KL than the mean (docs/rounding.md).
+Gradients are those of the log-probability of tokens drawn from the model's own answer: their second
+moments are the Fisher information, by which a small error of an input moves the KL divergence. By
+them each token is weighed (GuidedQuant, arXiv 2505.07004): most attention rests on the first, whose
+errors change every answer. The root of the mean square, averaged over places in the text, left less
+KL than the mean (docs/rounding.md).
 """
 
 import logging
@@ -41,11 +42,15 @@ class GradientWatcher(Protocol):
 
 
 class Gradients:
-    """The states of a walk on its way up, and the gradients on the way back; None where there is none."""
+    """The states of a walk on its way up, and the gradients on the way back; None where there is
+    none.
+    """
 
     def __init__(self, walk: LayerWalk, watchers: Sequence[GradientWatcher]) -> None:
         self._walk, self._watchers, self._entered = walk, watchers, HiddenStates(ENTERED_BYTES)
-        self._generator = torch.Generator().manual_seed(0)  # of the CPU: the same draws on any device
+        self._generator = torch.Generator().manual_seed(
+            0
+        )  # of the CPU: the same draws on any device
         self._behind: list[torch.Tensor | None] = []
 
     def run(self, samples: Samples, on_progress: OnProgress = silent) -> None:
@@ -60,7 +65,9 @@ class Gradients:
                     self._entered.append(hidden[position])
                     hidden[position] = walk.through(layer, position, self._before(layer, position))
             walk.model.requires_grad_(False)
-            self._behind = [self._of_logits(position, hidden[position]) for position in range(len(walk.ids))]
+            self._behind = [
+                self._of_logits(position, hidden[position]) for position in range(len(walk.ids))
+            ]
             for layer in walk.backward(1, 2):
                 self._back(layer)
 
@@ -76,15 +83,21 @@ class Gradients:
 
     def _before(self, layer: Layer, position: int) -> torch.Tensor:
         """A copy of a layer's inputs on the device."""
-        states = self._entered[self._walk.numbers.index(layer.number) * len(self._walk.ids) + position]
+        states = self._entered[
+            self._walk.numbers.index(layer.number) * len(self._walk.ids) + position
+        ]
         return states.to(self._walk.device, copy=True)
 
-    def _through(self, layer: Layer, position: int, behind: torch.Tensor | None) -> torch.Tensor | None:
+    def _through(
+        self, layer: Layer, position: int, behind: torch.Tensor | None
+    ) -> torch.Tensor | None:
         """The gradient by the inputs of a layer; without one the sample still runs through it."""
         gradient = None
         if behind is not None:
             states = self._before(layer, position)
-            gradient = _gradient(states, lambda states: layer.run(position, states), lambda _: behind)
+            gradient = _gradient(
+                states, lambda states: layer.run(position, states), lambda _: behind
+            )
         if gradient is None:
             layer.run(position, self._before(layer, position))
         return gradient
@@ -95,14 +108,20 @@ class Gradients:
         return _gradient(states, lambda states: self._walk.logits(position, states), self._errors)
 
     def _errors(self, logits: torch.Tensor) -> torch.Tensor:
-        """The gradient by logits (1, tokens, vocabulary): probabilities, less 1 at a token that is drawn."""
+        """The gradient by logits (1, tokens, vocabulary): probabilities, less 1 at a token that is
+        drawn.
+        """
         errors = torch.empty_like(logits)
         rows = max(1, RUN_ELEMENTS // logits.shape[-1])
-        for part, error in zip(torch.split(logits[0], rows), torch.split(errors[0], rows), strict=True):
+        for part, error in zip(
+            torch.split(logits[0], rows), torch.split(errors[0], rows), strict=True
+        ):
             probabilities = torch.softmax(part.to(torch.float32), -1)
             ends = probabilities.cumsum(-1)
             share = torch.rand(len(probabilities), 1, generator=self._generator).to(logits.device)
-            drawn = torch.searchsorted(ends, share * ends[:, -1:]).clamp_max(probabilities.shape[-1] - 1)
+            drawn = torch.searchsorted(ends, share * ends[:, -1:]).clamp_max(
+                probabilities.shape[-1] - 1
+            )
             error.copy_(probabilities.scatter_add_(1, drawn, torch.full_like(share, -1.0)))
         return errors
 
@@ -114,7 +133,8 @@ def _gradient(
 ) -> torch.Tensor | None:
     """The gradient by `states` where `behind` gives that by what `forward` makes of them.
 
-    None where the model cannot be differentiated: an operation of it has no gradient, or one that overflows.
+    None where the model cannot be differentiated: an operation of it has no gradient, or one that
+    overflows.
     """
     states.requires_grad_()
     try:
@@ -130,16 +150,18 @@ def _gradient(
 # A token's weight is within this many octaves of the mean.
 MOST_OCTAVES = 10
 
-# The mean square of the gradient behind each module, by octaves of the token's place in its row: the tokens
-# 0, 1, 2 and 3, 4 to 7 and so on. Without a module its tokens all count the same.
+# The mean square of the gradient behind each module, by octaves of the token's place in its row:
+# the tokens 0, 1, 2 and 3, 4 to 7 and so on. Without a module its tokens all count the same.
 TokenWeights = Mapping[str, tuple[float, ...]]
 
 
-def weights_of(mean_squares: TokenWeights, modules: Sequence[str], tokens: int) -> torch.Tensor | None:
+def weights_of(
+    mean_squares: TokenWeights, modules: Sequence[str], tokens: int
+) -> torch.Tensor | None:
     """The weights of a row's tokens for these modules together, (tokens,) float32.
 
-    They go by the root mean square of the gradient, and their mean is about 1; powers of two, so that a
-    16-bit input times its weight loses no digit. None where nothing is known of any.
+    They go by the root mean square of the gradient, and their mean is about 1; powers of two, so
+    that a 16-bit input times its weight loses no digit. None where nothing is known of any.
     """
     known = [torch.tensor(mean_squares[name]) for name in modules if name in mean_squares]
     if not known:
@@ -149,7 +171,9 @@ def weights_of(mean_squares: TokenWeights, modules: Sequence[str], tokens: int) 
     weights = gradients[octaves(tokens).clamp_max(length - 1)]
     mean = weights.mean()
     return (
-        torch.exp2((weights / mean).log2().round().clamp(-MOST_OCTAVES, MOST_OCTAVES)) if mean > 0 else None
+        torch.exp2((weights / mean).log2().round().clamp(-MOST_OCTAVES, MOST_OCTAVES))
+        if mean > 0
+        else None
     )
 
 
@@ -160,7 +184,9 @@ def octaves(tokens: int) -> torch.Tensor:
 
 
 class TokenWeigher:
-    """Adds up the gradients behind the linear modules and experts of layers; rows have these `lengths`."""
+    """Adds up the gradients behind the linear modules and experts of layers; rows have these
+    `lengths`.
+    """
 
     def __init__(self, lengths: Sequence[int]) -> None:
         # Sums of squares and how many, (2, octaves), by module.
@@ -175,7 +201,9 @@ class TokenWeigher:
         with ExitStack() as block:
             for name, module in layer.module.named_modules():
                 if isinstance(module, torch.nn.Linear) or arithmetic_of(module) is not None:
-                    handle = module.register_forward_hook(partial(self._see, joined(layer.name, name)))
+                    handle = module.register_forward_hook(
+                        partial(self._see, joined(layer.name, name))
+                    )
                     block.callback(handle.remove)
             yield
         for name, squares in self._seen:

@@ -1,8 +1,8 @@
 """The inputs of fusion groups while a model runs.
 
-Linear modules show theirs to a hook. Of experts held as three-dimensional parameters the input of their
-module is seen: gate and up take all tokens of the text, an expert's down projection its own. A new kind of
-experts is one class like `Arithmetic` and one entry in KINDS.
+Linear modules show theirs to a hook. Of experts held as three-dimensional parameters the input of
+their module is seen: gate and up take all tokens of the text, an expert's down projection its own.
+A new kind of experts is one class like `Arithmetic` and one entry in KINDS.
 """
 
 import inspect
@@ -25,8 +25,9 @@ LAYOUT = ("has_gate", "has_bias", "is_transposed", "down_proj")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entered:
-    """The input of a module of experts: all tokens (tokens, hidden size), in the order of the text, and for
-    each expert which of them it gets and by how much its answer to each counts (routed, 1)."""
+    """The input of a module of experts: all tokens (tokens, hidden size), in the order of the text,
+    and for each expert which of them it gets and by how much its answer to each counts (routed, 1).
+    """
 
     tokens: torch.Tensor
     routes: tuple[torch.Tensor, ...]
@@ -43,23 +44,34 @@ class Arithmetic:
         """True for a module of this kind."""
         return all(hasattr(module, part) for part in LAYOUT)
 
-    def enter(self, module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Entered:
+    def enter(
+        self, module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> Entered:
         """The tokens and routes in a call of the module's forward."""
-        arguments = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments.values()
+        arguments = (
+            inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments.values()
+        )
         _, hidden, chosen, weights = arguments
         assert isinstance(hidden, torch.Tensor)
         assert isinstance(chosen, torch.Tensor)
         assert isinstance(weights, torch.Tensor)
         # The places of (tokens, chosen) by expert: the host waits for the counts alone.
-        experts, places = len(module.get_parameter("down_proj")), chosen.flatten().argsort(stable=True)
+        experts, places = (
+            len(module.get_parameter("down_proj")),
+            chosen.flatten().argsort(stable=True),
+        )
         counts = chosen.flatten().bincount(minlength=experts).tolist()
         routes, shares = places // chosen.shape[-1], weights.flatten()[places].unsqueeze(-1)
-        return Entered(tokens=hidden, routes=torch.split(routes, counts), shares=torch.split(shares, counts))
+        return Entered(
+            tokens=hidden, routes=torch.split(routes, counts), shares=torch.split(shares, counts)
+        )
 
     def between(self, module: torch.nn.Module, expert: int, tokens: torch.Tensor) -> torch.Tensor:
         """The input (tokens, intermediate size) of an expert's down projection."""
         experts = cast(Experts, module)
-        output = self._product(experts, "gate_up_proj" if experts.has_gate else "up_proj", expert, tokens)
+        output = self._product(
+            experts, "gate_up_proj" if experts.has_gate else "up_proj", expert, tokens
+        )
         return experts._apply_gate(output) if experts.has_gate else experts.act_fn(output)
 
     def down(self, module: torch.nn.Module, expert: int, between: torch.Tensor) -> torch.Tensor:
@@ -67,7 +79,8 @@ class Arithmetic:
         return self._product(cast(Experts, module), "down_proj", expert, between)
 
     def leave(self, entered: Entered, answers: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The module's output of each expert's answers (routed, hidden size) to the tokens that it got.
+        """The module's output of each expert's answers (routed, hidden size) to the tokens that it
+        got.
 
         The answers to a token are added up in the order of the experts, in float32.
         """
@@ -76,7 +89,9 @@ class Arithmetic:
             total.index_add_(0, route, (answer * share).to(torch.float32))
         return total.to(entered.tokens.dtype)
 
-    def _product(self, experts: "Experts", parameter: str, expert: int, tokens: torch.Tensor) -> torch.Tensor:
+    def _product(
+        self, experts: "Experts", parameter: str, expert: int, tokens: torch.Tensor
+    ) -> torch.Tensor:
         weight = experts.get_parameter(parameter)[expert]
         output = torch.nn.functional.linear(tokens, weight.T if experts.is_transposed else weight)
         if experts.has_bias:
@@ -100,15 +115,17 @@ class Llama4(Arithmetic):
     """Llama 4's experts: the router's weight scales what enters an expert, not what leaves it.
 
     Source: Llama4TextMoe of transformers; vLLM does the same before it quantizes an expert's input
-    (`apply_router_weight_on_input`, fused_moe/prepare_finalize/no_dp_ep.py). The module gets all tokens once
-    for each expert, zeros where the token is not routed to it, and returns as many. A token comes scaled by
-    its router's weight; where it is routed to several experts, by their sum.
+    (`apply_router_weight_on_input`, fused_moe/prepare_finalize/no_dp_ep.py). The module gets all
+    tokens once for each expert, zeros where the token is not routed to it, and returns as many. A
+    token comes scaled by its router's weight; where it is routed to several experts, by their sum.
     """
 
     def serves(self, module: torch.nn.Module) -> bool:
         return type(module).__name__ == "Llama4TextExperts"
 
-    def enter(self, module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Entered:
+    def enter(
+        self, module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> Entered:
         scaled = args[0] if args else kwargs["hidden_states"]
         assert isinstance(scaled, torch.Tensor)
         tokens = scaled.view(len(module.get_parameter("down_proj")), -1, scaled.shape[-1])
@@ -148,7 +165,9 @@ Noted = Mapping[str, Value]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayer:
-    """A place in a module of experts: an expert's down projection, or what takes the tokens (gate and up)."""
+    """A place in a module of experts: an expert's down projection, or what takes the tokens (gate
+    and up).
+    """
 
     expert: int
     is_down: bool
@@ -173,11 +192,15 @@ class Places:
     def linear(self, member: LinearPlan) -> torch.nn.Module | None:
         """The module that multiplies its input by the layer's weight alone, if there is one."""
         owner, parameter = self._owner(member)
-        is_product = parameter == "weight" and owner is not None and owner.get_parameter("weight").dim() == 2
+        is_product = (
+            parameter == "weight" and owner is not None and owner.get_parameter("weight").dim() == 2
+        )
         return owner if is_product and not isinstance(owner, torch.nn.Embedding) else None
 
     def expert(self, member: LinearPlan) -> tuple[torch.nn.Module, ExpertLayer] | None:
-        """The module of experts that holds a layer's weight, and which expert's it is; None for any other."""
+        """The module of experts that holds a layer's weight, and which expert's it is; None for any
+        other.
+        """
         owner, parameter = self._owner(member)
         if owner is None or owner.get_parameter(parameter).dim() != 3:
             return None
@@ -199,11 +222,13 @@ class _AllNoted(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """An input (..., columns) that groups share: of the module `module`, there of all experts or of one.
+    """An input (..., columns) that groups share: of the module `module`, there of all experts or of
+    one.
 
-    `expert` is None for a linear module and for what all experts take. `is_aligned` says whether both streams
-    bring the same tokens in the same order: not where a router in front of the module chooses them. Of the
-    `groups` some may be rounded to nearest, and need static scales or importance alone.
+    `expert` is None for a linear module and for what all experts take. `is_aligned` says whether
+    both streams bring the same tokens in the same order: not where a router in front of the module
+    chooses them. Of the `groups` some may be rounded to nearest, and need static scales or
+    importance alone.
     """
 
     name: str
@@ -253,7 +278,9 @@ class GroupInputs:
         """The module and expert that a group's input belongs to, or why it cannot be seen."""
         member = group.members[0]
         name, expert = self._module_of(member), self._places.expert(member)
-        linears = [linear for one in group.members if (linear := self._places.linear(one)) is not None]
+        linears = [
+            linear for one in group.members if (linear := self._places.linear(one)) is not None
+        ]
         if len(linears) == len(group.members):
             self._modules[name] = linears
             return name, None
@@ -278,7 +305,9 @@ class GroupInputs:
 
     def names_of(self, site: Site) -> list[str]:
         """The names of all modules that take a site's input."""
-        return sorted({self._module_of(member) for group in site.groups for member in group.members})
+        return sorted(
+            {self._module_of(member) for group in site.groups for member in group.members}
+        )
 
     def first_of(self, site: Site) -> FusionGroup | None:
         """The group that makes the input of an expert's down projection."""
@@ -329,15 +358,21 @@ class GroupInputs:
         with suppress(_AllNoted), self.shown(note):
             yield noted
 
-    def values(self, site: Site, value: Value, *, all_experts: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """The inputs of a site's layers by name: for experts all tokens, or those that each gets."""
+    def values(
+        self, site: Site, value: Value, *, all_experts: bool
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The inputs of a site's layers by name: for experts all tokens, or those that each
+        gets.
+        """
         members = [member for group in site.groups for member in group.members]
         if not isinstance(value, Entered):
             yield from ((member.name, value) for member in members)
             return
         tokens = value.tokens
         if site.expert is not None:
-            tokens = self.between(site, tokens if all_experts else tokens[value.routes[site.expert]])
+            tokens = self.between(
+                site, tokens if all_experts else tokens[value.routes[site.expert]]
+            )
         for member in members:
             place = self._places.expert(member)
             assert place is not None

@@ -1,4 +1,6 @@
-"""A model of transformers without its weights, the devices of torch, and the hidden states between layers."""
+"""A model of transformers without its weights, the devices of torch, and the hidden states between
+layers.
+"""
 
 import mmap
 import os
@@ -18,13 +20,15 @@ from vexport.errors.extras import mismatch_of
 def build_on_meta(
     root: Path, *, trust_remote_code: bool, device: str = "cpu"
 ) -> transformers.PreTrainedModel:
-    """The model in eval mode and its own dtype: parameters on the meta device, buffers real on `device`.
+    """The model in eval mode and its own dtype: parameters on the meta device, buffers real on
+    `device`.
 
-    It is of the class that the checkpoint names, a language model within a multimodal one too, or of the
-    class that transformers has for text. InputError where it has none.
+    It is of the class that the checkpoint names, a language model within a multimodal one too, or
+    of the class that transformers has for text. InputError where it has none.
 
-    From here on torch computes with numba's number of threads. Numba gives it that number at its first
-    kernel, and sums depend on it: a call that is continued would compute other bytes until then.
+    From here on torch computes with numba's number of threads. Numba gives it that number at its
+    first kernel, and sums depend on it: a call that is continued would compute other bytes until
+    then.
     """
     torch.set_num_threads(numba.get_num_threads())
     try:
@@ -35,7 +39,9 @@ def build_on_meta(
         own_code = not trust_remote_code and "trust_remote_code" in str(error)
         raise InputError(
             str(root / "config.json"),
-            got="a model with its own code" if own_code else f"one that it refuses ({first_line(error)})",
+            got="a model with its own code"
+            if own_code
+            else f"one that it refuses ({first_line(error)})",
             need="a model that transformers can build, to calibrate it",
             fix="read that code, then add --trust-remote-code" if own_code else "correct it",
         ) from error
@@ -64,7 +70,8 @@ def _build(root: Path, trust_remote_code: bool) -> transformers.PreTrainedModel:
 def parameters_on_meta() -> Iterator[None]:
     """Create the parameters of all modules on the meta device inside the block.
 
-    Buffers stay real: rotary frequencies are computed by the constructor and stored in no checkpoint.
+    Buffers stay real: rotary frequencies are computed by the constructor and stored in no
+    checkpoint.
     """
     register = torch.nn.Module.register_parameter
 
@@ -81,7 +88,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def decoder_layers(model: transformers.PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
-    """Name and list of the decoder layers: of the text model's lists of modules the one with most parameters.
+    """Name and list of the decoder layers: of the text model's lists of modules the one with most
+    parameters.
 
     Raises InputError for a model without a list of modules.
     """
@@ -145,10 +153,11 @@ MEMORY_BYTES = 2**30
 
 
 class HiddenStates:
-    """The hidden states of every batch, overwritten layer after layer; in main memory, pinned for a GPU.
+    """The hidden states of every batch, overwritten layer after layer; in main memory, pinned for a
+    GPU.
 
-    The first `memory_bytes` stay in memory. Others lie in unnamed files of the temporary folder (TMPDIR), and
-    their pages leave the process's memory as soon as they are written.
+    The first `memory_bytes` stay in memory. Others lie in unnamed files of the temporary folder
+    (TMPDIR), and their pages leave the process's memory as soon as they are written.
     """
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -164,12 +173,18 @@ class HiddenStates:
         """Copy the states of the next batch."""
         if states.nbytes <= self._room:
             self._room -= states.nbytes
-            pinned = states.device.type == "cuda" or states.is_pinned()  # copied at the speed of the bus
-            self._states.append(torch.empty_like(states, device="cpu", pin_memory=pinned).copy_(states))
+            pinned = (
+                states.device.type == "cuda" or states.is_pinned()
+            )  # copied at the speed of the bus
+            self._states.append(
+                torch.empty_like(states, device="cpu", pin_memory=pinned).copy_(states)
+            )
             return
         with tempfile.TemporaryFile(prefix="vexport-hidden-") as file:
             try:
-                os.posix_fallocate(file.fileno(), 0, states.nbytes)  # a hole would be SIGBUS on a full disk
+                os.posix_fallocate(
+                    file.fileno(), 0, states.nbytes
+                )  # a hole would be SIGBUS on a full disk
             except OSError as error:
                 error.filename = tempfile.gettempdir()
                 raise
@@ -187,4 +202,6 @@ class HiddenStates:
         assert states.shape == kept.shape, (states.shape, kept.shape)
         kept.copy_(states)
         if batch in self._pages:
-            self._pages[batch].madvise(mmap.MADV_DONTNEED)  # a shared mapping: its data stay in the file
+            self._pages[batch].madvise(
+                mmap.MADV_DONTNEED
+            )  # a shared mapping: its data stay in the file

@@ -1,8 +1,9 @@
-"""Observers attached to modules: calibrate any torch.nn.Module and read its quantization parameters.
+"""Observers attached to modules: calibrate any torch.nn.Module and read its quantization
+parameters.
 
-A module's `quantization_scheme` is compressed-tensors' `QuantizationScheme` or vexport's `SchemeArgs`. Names
-and meaning are llm-compressor's (modifiers/quantization/calibration.py), formulas those of
-`vexport.observers`.
+A module's `quantization_scheme` is compressed-tensors' `QuantizationScheme` or vexport's
+`SchemeArgs`. Names and meaning are llm-compressor's (modifiers/quantization/calibration.py),
+formulas those of `vexport.observers`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,18 +36,21 @@ Modules = torch.nn.Module | Iterable[torch.nn.Module]
 
 
 class QuantizationArguments(ObserverArgs, Protocol):
-    """Arguments that also name the observer: compressed-tensors' `QuantizationArgs` and our `QuantArgs`."""
+    """Arguments that also name the observer: compressed-tensors' `QuantizationArgs` and our
+    `QuantArgs`.
+    """
 
     @property
     def observer(self) -> str | None: ...
 
 
 def initialize_observer(module: torch.nn.Module, base_name: str) -> None:
-    """Attach the observer of a module's "weight", "input", "output", "q", "k" or "v" as a submodule.
+    """Attach the observer of a module's "weight", "input", "output", "q", "k" or "v" as a
+    submodule.
 
-    Nothing is attached where the scheme has no such part or quantizes it dynamically; with dynamic "local"
-    (NVFP4 inputs) the observer serves the global scale. A weight's observer is always memoryless. Raises
-    ValueError for another base name or an unknown observer.
+    Nothing is attached where the scheme has no such part or quantizes it dynamically; with dynamic
+    "local" (NVFP4 inputs) the observer serves the global scale. A weight's observer is always
+    memoryless. Raises ValueError for another base name or an unknown observer.
     """
     args = arguments_of(module, base_name)
     if args is None or args.dynamic is True:
@@ -62,8 +66,8 @@ def initialize_observer(module: torch.nn.Module, base_name: str) -> None:
 def observe(module: Modules, base_name: str, value: torch.Tensor | None = None) -> None:
     """Show a value to the observers of that base name; modules without one are passed over.
 
-    Without `value` each module shows its own tensor of that name (its weight). A map of columns to groups,
-    `weight_g_idx` of compressed-tensors, goes with it.
+    Without `value` each module shows its own tensor of that name (its weight). A map of columns to
+    groups, `weight_g_idx` of compressed-tensors, goes with it.
     """
     for part in _each(module):
         if (observer := observer_of(part, base_name)) is not None:
@@ -71,14 +75,18 @@ def observe(module: Modules, base_name: str, value: torch.Tensor | None = None) 
             observer(shown, getattr(part, f"{base_name}_g_idx", None))
 
 
-def update_qparams(module: Modules, base_name: str | Iterable[str], only_update_onload: bool = False) -> None:
-    """Write what the observers found to the modules: `{base_name}_scale`, `_zero_point`, `_global_scale`.
+def update_qparams(
+    module: Modules, base_name: str | Iterable[str], only_update_onload: bool = False
+) -> None:
+    """Write what the observers found to the modules: `{base_name}_scale`, `_zero_point`,
+    `_global_scale`.
 
-    Parameters that exist keep their dtype and shape, others are registered: scales float32, zero point int32.
-    Dynamic "local" writes the global scale alone. If observers of NVFP4 weights search above the range, the
-    global scale that fused weights share is chosen first (`fit_global_scale`). With `only_update_onload` the
-    parameters of an offloaded module change on the device that computes, and their offloaded copies do not.
-    CheckpointFailed names modules whose observer saw nothing, or values that are not finite.
+    Parameters that exist keep their dtype and shape, others are registered: scales float32, zero
+    point int32. Dynamic "local" writes the global scale alone. If observers of NVFP4 weights search
+    above the range, the global scale that fused weights share is chosen first (`fit_global_scale`).
+    With `only_update_onload` the parameters of an offloaded module change on the device that
+    computes, and their offloaded copies do not. CheckpointFailed names modules whose observer saw
+    nothing, or values that are not finite.
     """
     base_names = [base_name] if isinstance(base_name, str) else list(base_name)
     for part in _each(module):
@@ -118,7 +126,8 @@ def calibrate_value_hook(module: torch.nn.Module, value_states: torch.Tensor) ->
 
 
 def freeze_module_quantization(module: torch.nn.Module) -> None:
-    """Remove a module's observers and mark it frozen; `model.apply(freeze_module_quantization)` for all.
+    """Remove a module's observers and mark it frozen; `model.apply(freeze_module_quantization)` for
+    all.
 
     Modules without a scheme, and frozen ones, stay as they are.
     """
@@ -135,10 +144,11 @@ def freeze_module_quantization(module: torch.nn.Module) -> None:
 
 
 def get_modules(parents: Modules, base_name: str | None = None) -> list[torch.nn.Module]:
-    """The modules in one parent or several that have a quantization scheme, or an observer of `base_name`.
+    """The modules in one parent or several that have a quantization scheme, or an observer of
+    `base_name`.
 
-    Each module comes once, however many names and parents it has, in the order of registration: ranks that
-    built the same model agree on it.
+    Each module comes once, however many names and parents it has, in the order of registration:
+    ranks that built the same model agree on it.
     """
     modules = dict.fromkeys(module for parent in _each(parents) for module in parent.modules())
     if base_name is None:
@@ -149,7 +159,8 @@ def get_modules(parents: Modules, base_name: str | None = None) -> list[torch.nn
 def sync_activation_stats(model: Modules) -> None:
     """Reduce the statistics of all activation observers over the ranks of the process group.
 
-    Every rank calls it once, after the last observation, with the same model; alone it does nothing.
+    Every rank calls it once, after the last observation, with the same model; alone it does
+    nothing.
     """
     for base_name in ACTIVATIONS:
         for module in get_modules(model, base_name):
@@ -158,7 +169,9 @@ def sync_activation_stats(model: Modules) -> None:
 
 
 def observer_of(module: torch.nn.Module, base_name: str) -> Observer | None:
-    """The observer attached under a base name; None where there is none. ValueError for another base name."""
+    """The observer attached under a base name; None where there is none. ValueError for another
+    base name.
+    """
     _require_base_name(base_name)
     observer = getattr(module, f"{base_name}_observer", None)
     return observer if isinstance(observer, Observer) else None
@@ -173,7 +186,9 @@ def arguments_of(module: torch.nn.Module, base_name: str) -> QuantizationArgumen
 
 def _require_base_name(base_name: str) -> None:
     if base_name not in ARGUMENTS:
-        raise ValueError(f"base name {base_name!r}: got an unknown name, need one of {', '.join(ARGUMENTS)}")
+        raise ValueError(
+            f"base name {base_name!r}: got an unknown name, need one of {', '.join(ARGUMENTS)}"
+        )
 
 
 def _each(module: Modules) -> Iterator[torch.nn.Module]:
@@ -207,7 +222,9 @@ def _require_statistics(module: torch.nn.Module, base_name: str, observer: Obser
 
 
 def _fit_once(observer: Observer) -> None:
-    """Choose the global scale of fused weights once all of them were observed, the same for each of them."""
+    """Choose the global scale of fused weights once all of them were observed, the same for each of
+    them.
+    """
     fused = observer.fused()
     if observer.base_name == "weight" and not observer.is_fitted:
         if all(member.has_statistics for member in fused):

@@ -1,7 +1,7 @@
 """Rows of calibration data as people store them: each becomes text, a conversation or token ids.
 
-Conversations become messages of OpenAI's chat API, whatever their spelling. What vLLM makes of such messages
-before it renders them is in `conversations.py`.
+Conversations become messages of OpenAI's chat API, whatever their spelling. What vLLM makes of such
+messages before it renders them is in `conversations.py`.
 """
 
 import json
@@ -10,13 +10,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 
-from vexport.calibration.conversations import Conversation, Message, MultimodalRowError, media_of_part
+from vexport.calibration.conversations import (
+    Conversation,
+    Message,
+    MultimodalRowError,
+    media_of_part,
+)
 from vexport.calibration.sources import key_of_rows
 from vexport.errors import clip
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
-# Further names of conversations, and of a question with its answer, which a row's `text` goes before.
-_MORE_CONVERSATIONS = ("dialog", "dialogue", "dialogs", "chat", "chats", "turns", "chosen", "prompt")
+# Further names of conversations, and of a question with its answer, which a row's `text` goes
+# before.
+_MORE_CONVERSATIONS = (
+    "dialog",
+    "dialogue",
+    "dialogs",
+    "chat",
+    "chats",
+    "turns",
+    "chosen",
+    "prompt",
+)
 _ANSWERS_OF_PROMPT = ("completion", "response")
 _QUESTIONS = ("instruction", "query", "question", "prompt", "problem", "input", "inputs", "user")
 _ANSWERS = (
@@ -36,7 +51,8 @@ _SYSTEM = ("system", "system_prompt")
 # Where logs of OpenAI's API keep the request, and the answer to it.
 _REQUESTS = ("body", "request", "kwargs")
 FORMS = (
-    "a row with text, messages or conversations (and tools), input_ids, or a pair such as prompt and "
+    "a row with text, messages or conversations (and tools), input_ids, or a pair such as "
+    "prompt and "
     "completion, instruction and output, query and response, question and answer"
 )
 FIX = "name the column of the text or the turns (DATA:COLUMN), or correct the row"
@@ -44,8 +60,12 @@ CORRECT = "correct or remove the row"
 # ShareGPT's names of the speakers, and those of other data sets and APIs.
 _SPEAKERS = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "assistant", "model", "ai", "bot"), "assistant"),
-    **dict.fromkeys(("observation", "function_response", "function-response", "tool_response"), "tool"),
+    **dict.fromkeys(
+        ("gpt", "chatgpt", "bard", "bing", "assistant", "model", "ai", "bot"), "assistant"
+    ),
+    **dict.fromkeys(
+        ("observation", "function_response", "function-response", "tool_response"), "tool"
+    ),
 }
 _CALL_ROLES = ("function_call", "function-call", "tool_call", "tool-call")
 _ROLE_KEYS = ("role", "from", "speaker")
@@ -61,21 +81,26 @@ _MEDIA_COLUMN = re.compile(
 # A placeholder of an image, a video or sound: <image>, <image_1>, <|image_pad|>, <start_of_image>.
 _MARK = r"<\|?(?:[a-z]+_)*(?:image|img|vision|video|audio|speech)(?:here|_[a-z0-9_]+| ?\d+)?\|?>"
 _ANY_PLACEHOLDER = re.compile(_MARK, re.IGNORECASE)
-# As data for such models have it: at the start or the end of a turn, on a line of its own, or with a path.
+# As data for such models have it: at the start or the end of a turn, on a line of its own, or with
+# a path.
 _PLACEHOLDER = re.compile(
-    rf"\A\s*{_MARK}|{_MARK}\s*\Z|^[ \t]*{_MARK}[ \t]*$|<img>[^<>\n]+</img>", re.MULTILINE | re.IGNORECASE
+    rf"\A\s*{_MARK}|{_MARK}\s*\Z|^[ \t]*{_MARK}[ \t]*$|<img>[^<>\n]+</img>",
+    re.MULTILINE | re.IGNORECASE,
 )
 
 
 class UnknownFormError(ValueError):
-    """A row whose keys are none of those that a text, a conversation or token ids are known to have."""
+    """A row whose keys are none of those that a text, a conversation or token ids are known to
+    have.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """The content of one row: exactly one of `ids`, `conversation` and `text`.
 
-    `flat` is the text of a conversation for a model without a chat template; None if that is an error.
+    `flat` is the text of a conversation for a model without a chat template; None if that is an
+    error.
     """
 
     ids: tuple[int, ...] | None = None
@@ -126,9 +151,13 @@ def _by_its_keys(raw: Mapping[object, object]) -> Row:
 
 
 def _by_rarer_keys(raw: Mapping[object, object]) -> Row:
-    """Read a row without any of the usual keys. Raises UnknownFormError if it has no rarer one either."""
+    """Read a row without any of the usual keys. Raises UnknownFormError if it has no rarer one
+    either.
+    """
     for question, answer in product(_QUESTIONS, _ANSWERS):
-        if question != answer and all(isinstance(raw.get(key), str | list) for key in (question, answer)):
+        if question != answer and all(
+            isinstance(raw.get(key), str | list) for key in (question, answer)
+        ):
             return _of_pair(raw, question, answer)
     column = next((key for key in _MORE_CONVERSATIONS if isinstance(raw.get(key), list)), None)
     if column is not None:
@@ -148,7 +177,10 @@ def _without_form(raw: Mapping[object, object]) -> str:
         return "an empty object"
     if len(raw) == 1 and (key := key_of_rows(raw)) is not None:
         number = len(raw[key])  # type: ignore[arg-type]
-        return f"an object whose key {key} is a list of {number:,} objects, not one of them on each line"
+        return (
+            f"an object whose key {key} is a list of {number:,} objects, not one of them on "
+            f"each line"
+        )
     return f"a row with the keys {_keys(raw)}"
 
 
@@ -176,7 +208,9 @@ def _parsed_turns(value: object, key: str) -> object:
         parsed = json.loads(value)
     except (ValueError, RecursionError):
         if key in CONVERSATIONS:
-            raise ValueError(f"{key} that is a text, but no JSON: {clip(value.strip(), 60)!r}") from None
+            raise ValueError(
+                f"{key} that is a text, but no JSON: {clip(value.strip(), 60)!r}"
+            ) from None
         return value
     turns = [parsed] if isinstance(parsed, Mapping) else parsed
     is_conversation = key in CONVERSATIONS or (bool(turns) and all(map(_is_turn, turns)))
@@ -189,7 +223,9 @@ def _of_pair(raw: Mapping[object, object], question: str, answer: str) -> Row:
     if isinstance(asked, str) and isinstance(answered, str):
         contexts = () if question == "prompt" else _CONTEXTS
         parts = [raw.get(key) for key in contexts if key not in (question, answer)]
-        whole = "\n".join([asked, *(part for part in parts if isinstance(part, str) and part.strip())])
+        whole = "\n".join(
+            [asked, *(part for part in parts if isinstance(part, str) and part.strip())]
+        )
         turns = [*_history(raw), _turn("user", whole), _turn("assistant", answered)]
         glue = "" if question == "prompt" else "\n"
         return Row(conversation=_conversation(raw, turns), flat=f"{whole}{glue}{answered}")
@@ -199,7 +235,9 @@ def _of_pair(raw: Mapping[object, object], question: str, answer: str) -> Row:
     if isinstance(answered, str) and not isinstance(lists[0], str):
         lists[1] = [_turn("assistant", answered)]
     if not all(isinstance(each, Sequence) for each in lists):
-        raise ValueError(f"a {question} and {answer} that are not two strings or two lists of messages")
+        raise ValueError(
+            f"a {question} and {answer} that are not two strings or two lists of messages"
+        )
     messages = [
         message
         for key, part in zip((question, answer), lists, strict=True)
@@ -225,7 +263,11 @@ def _history(raw: Mapping[object, object]) -> Iterator[Message]:
     """Yield the earlier turns of an instruction, which Alpaca's data keep as pairs."""
     history = raw.get("history")
     for pair in history if isinstance(history, list) else ():
-        if isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(text, str) for text in pair):
+        if (
+            isinstance(pair, Sequence)
+            and len(pair) == 2
+            and all(isinstance(text, str) for text in pair)
+        ):
             yield _turn("user", pair[0])
             yield _turn("assistant", pair[1])
 
@@ -235,14 +277,20 @@ def _turn(role: str, content: str) -> Message:
 
 
 def _conversation(raw: Mapping[object, object], messages: Sequence[Message]) -> Conversation:
-    """Return the messages of a row with its tools, and its system prompt if it stands beside them."""
+    """Return the messages of a row with its tools, and its system prompt if it stands beside
+    them.
+    """
     if not messages:
         raise ValueError("a conversation without turns")
     if messages[0]["role"] != "system":
-        system = next((raw[key] for key in _SYSTEM if isinstance(raw.get(key), str) and raw[key]), None)
+        system = next(
+            (raw[key] for key in _SYSTEM if isinstance(raw.get(key), str) and raw[key]), None
+        )
         if isinstance(system, str):
             messages = [_turn("system", system), *messages]
-    value = next((raw[key] for key in ("tools", "functions") if raw.get(key) not in (None, "", [])), None)
+    value = next(
+        (raw[key] for key in ("tools", "functions") if raw.get(key) not in (None, "", [])), None
+    )
     tools = () if value is None else tuple(map(_tool, _listed(value, "tools")))
     return Conversation(messages=tuple(messages), tools=tools)
 
@@ -274,7 +322,9 @@ def _parsed(value: object, key: str) -> object:
     try:
         parsed: object = json.loads(value)
     except (ValueError, RecursionError):
-        raise ValueError(f"{key} that is a text, but no JSON: {clip(value.strip(), 60)!r}") from None
+        raise ValueError(
+            f"{key} that is a text, but no JSON: {clip(value.strip(), 60)!r}"
+        ) from None
     return parsed
 
 
@@ -300,7 +350,9 @@ def _messages(items: Sequence[object], key: str) -> Iterator[Message]:
     calls: Message | None = None
     for item in items:
         if not isinstance(item, Mapping):
-            raise ValueError(f"{key} with a turn that is {_kind(item)}, no object with role and content")
+            raise ValueError(
+                f"{key} with a turn that is {_kind(item)}, no object with role and content"
+            )
         if _is_call(item):
             made = _calls_of_text(_content(item))
             before = calls.get("tool_calls") if calls is not None else None
@@ -324,18 +376,27 @@ def _message(item: Mapping[object, object], key: str) -> Iterator[Message]:
     if spoken is None:
         pair = [
             (role, item[name])
-            for names, role in ((("human", "user"), "user"), (("assistant", "gpt", "bot"), "assistant"))
+            for names, role in (
+                (("human", "user"), "user"),
+                (("assistant", "gpt", "bot"), "assistant"),
+            )
             for name in names
             if isinstance(item.get(name), str)
         ]
         if len(pair) != 2:
-            raise ValueError(f"{key} with a turn without role and content (or from and value): {_keys(item)}")
+            raise ValueError(
+                f"{key} with a turn without role and content (or from and value): {_keys(item)}"
+            )
         yield from (_turn(role, str(text)) for role, text in pair)
         return
     role = _SPEAKERS.get(str(spoken).lower(), str(spoken))
     content = _content(item)
     known = (*_ROLE_KEYS, *_CONTENT_KEYS)
-    more = {str(name): value for name, value in item.items() if name not in known and not _is_missing(value)}
+    more = {
+        str(name): value
+        for name, value in item.items()
+        if name not in known and not _is_missing(value)
+    }
     calls = _calls(more.pop("tool_calls", None), more.pop("function_call", None))
     if role == "function":
         role = "tool"  # the name of such turns before there were tools
@@ -343,7 +404,8 @@ def _message(item: Mapping[object, object], key: str) -> Iterator[Message]:
         content = json.dumps(content, ensure_ascii=False)
     if not isinstance(content, str | list) and content is not None:
         raise ValueError(
-            f"{key} with a {role} turn whose content is {_kind(content)}, no text and no list of parts"
+            f"{key} with a {role} turn whose content is {_kind(content)}, no text and no list "
+            f"of parts"
         )
     if content is None and role not in _MAY_BE_EMPTY:
         raise ValueError(f"{key} with a {role} turn without content: {_keys(item)}")
@@ -352,7 +414,10 @@ def _message(item: Mapping[object, object], key: str) -> Iterator[Message]:
 
 def _is_call(item: Mapping[object, object]) -> bool:
     """Return whether a turn is a call of a tool by its role, as in ShareGPT's data with tools."""
-    return any(isinstance(item.get(key), str) and str(item[key]).lower() in _CALL_ROLES for key in _ROLE_KEYS)
+    return any(
+        isinstance(item.get(key), str) and str(item[key]).lower() in _CALL_ROLES
+        for key in _ROLE_KEYS
+    )
 
 
 def _content(item: Mapping[object, object]) -> object:
@@ -367,14 +432,24 @@ def _is_missing(content: object) -> bool:
 
 
 def _calls(calls: object, legacy: object) -> list[Message]:
-    """Return tool calls as OpenAI's API has them; `legacy` is the one `function_call` of earlier logs."""
-    listed = list(_listed(calls, "tool_calls")) if calls not in (None, "") and not _is_missing(calls) else []
+    """Return tool calls as OpenAI's API has them; `legacy` is the one `function_call` of earlier
+    logs.
+    """
+    listed = (
+        list(_listed(calls, "tool_calls"))
+        if calls not in (None, "") and not _is_missing(calls)
+        else []
+    )
     if legacy not in (None, "", {}) and not _is_missing(legacy):
         listed += _listed(legacy, "function_call")
     made: list[Message] = []
     for value in listed:
         call = _parsed(value, "tool_calls")
-        if isinstance(call, Mapping) and "function" not in call and isinstance(call.get("name"), str):
+        if (
+            isinstance(call, Mapping)
+            and "function" not in call
+            and isinstance(call.get("name"), str)
+        ):
             arguments = call.get("arguments", call.get("args", call.get("parameters")))
             identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
             call = {
@@ -400,7 +475,8 @@ def _calls_of_text(content: object) -> Message:
 
 
 def _refuse_media(raw: Mapping[object, object], row: Row, column: str | None) -> None:
-    """Raise MultimodalRowError if a row has a column of images, video or sound, a part or a placeholder.
+    """Raise MultimodalRowError if a row has a column of images, video or sound, a part or a
+    placeholder.
 
     If the column of the text was named, other columns count only if the text refers to them.
     """
@@ -430,7 +506,9 @@ def _media_column(raw: Mapping[object, object] | Message, column: str | None) ->
 
 
 def _placeholder(text: str) -> str | None:
-    """Return the placeholder in a turn, if there is one; a tag of HTML, which is closed, is none."""
+    """Return the placeholder in a turn, if there is one; a tag of HTML, which is closed, is
+    none.
+    """
     for found in _PLACEHOLDER.finditer(text):
         mark = found[0].strip()
         if f"</{mark[1:]}" not in text or mark.lower() == "<img>":

@@ -1,10 +1,11 @@
 """Channels of a model scaled without changing its function, so that rounded inputs lose less.
 
-Where a norm, or a linear layer with nothing but products behind it, makes an input, its channels can be
-scaled there and back in the weights that read it, as SmoothQuant does (arXiv 2211.10438): by a_j^s / g_j^(1 -
-s), with the root mean squares of channel j and of its gradient, and the strength s. (The paper's largest
-magnitudes leave more KL: docs/rounding.md.) Scales are powers of two, so that a folded layer computes the
-same bits; each fold is tried on a row of text and kept where it does.
+Where a norm, or a linear layer with nothing but products behind it, makes an input, its channels
+can be scaled there and back in the weights that read it, as SmoothQuant does (arXiv 2211.10438): by
+a_j^s / g_j^(1 - s), with the root mean squares of channel j and of its gradient, and the strength
+s. (The paper's largest magnitudes leave more KL: docs/rounding.md.) Scales are powers of two, so
+that a folded layer computes the same bits; each fold is tried on a row of text and kept where it
+does.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,13 @@ import torch
 from vexport.architectures.config import text_config
 from vexport.architectures.fusion import moe_layer
 from vexport.calibration.data import Samples
-from vexport.calibration.gradients import Again, Gradients, GradientWatcher, TokenWeigher, TokenWeights
+from vexport.calibration.gradients import (
+    Again,
+    Gradients,
+    GradientWatcher,
+    TokenWeigher,
+    TokenWeights,
+)
 from vexport.calibration.model import joined
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.calibration.weights import Weights
@@ -40,7 +47,9 @@ class _Fold:
 
 
 class Smoother:
-    """Folds the inputs of some groups, layer by layer, when they and their gradients have been seen."""
+    """Folds the inputs of some groups, layer by layer, when they and their gradients have been
+    seen.
+    """
 
     def __init__(self, groups: Sequence[FusionGroup], strength: float, weights: Weights) -> None:
         # Exponents by the name of the stored tensor.
@@ -95,7 +104,9 @@ class Smoother:
         }
 
     def _folds(self, layer: Layer, again: Again) -> Iterator[_Fold]:
-        """Every pair that may be scaled against each other: norms first, then layers of the same module."""
+        """Every pair that may be scaled against each other: norms first, then layers of the same
+        module.
+        """
         wanted, (inputs, outputs) = self._wanted(layer), _traced(layer.module, again)
         parameters = dict(layer.module.named_parameters())
         behind_norms = set[str]()
@@ -122,8 +133,12 @@ class Smoother:
 
     def _try(self, layer: Layer, fold: _Fold, is_same: Callable[[], bool]) -> None:
         """Scale the parameters, and undo it where the layer's output changes."""
-        parameters = {name: layer.module.get_parameter(name) for name in (*fold.rows, *fold.columns)}
-        tensors = {name: self._weights.plain_tensor(joined(layer.name, name)) for name in parameters}
+        parameters = {
+            name: layer.module.get_parameter(name) for name in (*fold.rows, *fold.columns)
+        }
+        tensors = {
+            name: self._weights.plain_tensor(joined(layer.name, name)) for name in parameters
+        }
         if not all(tensors.values()) or any(
             name in self.found
             and (self.found[name].rows if name_in_layer in fold.rows else self.found[name].columns)
@@ -147,7 +162,9 @@ class Smoother:
                 parameter.data = before[name]
             return
         up, down = (encode((sign * exponents).to(torch.int8).cpu().numpy()) for sign in (1, -1))
-        readers = tuple(stored for name_in_layer in fold.columns if (stored := tensors[name_in_layer]))
+        readers = tuple(
+            stored for name_in_layer in fold.columns if (stored := tensors[name_in_layer])
+        )
         for name_in_layer, stored in tensors.items():
             assert stored is not None
             known = self.found.get(stored, Smoothing())
@@ -159,7 +176,9 @@ class Smoother:
 
     def _exponents(self, parameters: Mapping[str, torch.Tensor], fold: _Fold) -> torch.Tensor:
         """Exponents that divide rows and multiply columns, as whole numbers in float32."""
-        inputs, gradients = (_largest_of(seen, fold.columns) for seen in (self._squares, self._gradients))
+        inputs, gradients = (
+            _largest_of(seen, fold.columns) for seen in (self._squares, self._gradients)
+        )
         assert inputs is not None
         if gradients is None:  # of a model that could not be differentiated
             squares = [parameters[name].to(torch.float32).square().mean(0) for name in fold.columns]
@@ -177,7 +196,9 @@ def _add(sums: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
 
 
 def _largest_of(squares: Mapping[str, torch.Tensor], weights: Iterable[str]) -> torch.Tensor | None:
-    """The largest roots of what these weights read, (channels,) float32, but for a factor that all share."""
+    """The largest roots of what these weights read, (channels,) float32, but for a factor that all
+    share.
+    """
     names = (name.removesuffix(".weight") for name in weights)
     channels = [squares[name] for name in names if name in squares]
     return torch.stack(channels).amax(0).sqrt() if channels else None
@@ -207,7 +228,9 @@ def _own(parameters: Mapping[str, torch.Tensor], module: str) -> tuple[str, ...]
 
 
 def _before(layer: torch.nn.Module, name: str) -> list[str]:
-    """The linear layers of the same module, the last one first: values before keys, up before gate."""
+    """The linear layers of the same module, the last one first: values before keys, up before
+    gate.
+    """
     parent = name.rpartition(".")[0]
     children = [joined(parent, child) for child, _ in layer.get_submodule(parent).named_children()]
     found = [
@@ -243,8 +266,8 @@ def look_back(
 ) -> tuple[Mapping[str, Smoothing], TokenWeights]:
     """The scales of the inputs of the groups `smoothed`, and the weights of tokens where asked.
 
-    Both come from the same gradients, of all `samples`; the first rank finds them for all. Raises as
-    `calibrate`.
+    Both come from the same gradients, of all `samples`; the first rank finds them for all. Raises
+    as `calibrate`.
     """
 
     def find() -> tuple[Mapping[str, Smoothing], TokenWeights]:
@@ -263,7 +286,8 @@ TOKENS = 16
 
 @torch.no_grad()
 def changed_by(index: SourceIndex, smoothing: Mapping[str, Smoothing], device: str) -> list[str]:
-    """The decoder layers that compute something else when smoothed, and the smoothed tensors of no layer.
+    """The decoder layers that compute something else when smoothed, and the smoothed tensors of no
+    layer.
 
     InputError where the model cannot run layer by layer, or a tensor does not fit its exponents;
     CheckpointFailed where what the source computes is not finite.

@@ -23,7 +23,8 @@ SHUFFLED = 10_000
 # Bytes of a line or a paragraph, and of a file that is one JSON list: a device has no end.
 LONGEST_LINE, LARGEST_LIST = 1 << 26, 1 << 30
 TEXT, PARQUET = (".txt", ".md"), ".parquet"
-# The bytes of a file's start by which its kind is told, and of a file that is looked at whole for it.
+# The bytes of a file's start by which its kind is told, and of a file that is looked at whole for
+# it.
 START, LOOKED_AT = 4096, 1 << 26
 # How the files of other formats begin, with what to do about them.
 _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
@@ -53,7 +54,9 @@ class RawRow:
 
 
 def raw_rows(data: CalibrationData) -> Iterator[RawRow]:
-    """The rows of a set of data in order, or in that of its seed. Raises InputError, EnvironmentFault."""
+    """The rows of a set of data in order, or in that of its seed. Raises InputError,
+    EnvironmentFault.
+    """
     name = parse_data(data.name)
     if name.kind == "hub":
         rows = _of_hub(data, name)
@@ -99,8 +102,12 @@ def _of_file(path: Path) -> Iterator[RawRow]:
             yield from _paragraphs(path, stream) if suffix in TEXT else _of_json(path, stream)
     except OSError as error:
         require_working_disk(error, path)
-        reason = "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror or error)
-        raise InputError(str(path), got=reason, need="a readable file", fix="check the path") from None
+        reason = (
+            "no such file" if isinstance(error, FileNotFoundError) else str(error.strerror or error)
+        )
+        raise InputError(
+            str(path), got=reason, need="a readable file", fix="check the path"
+        ) from None
 
 
 def _opened(path: Path) -> BinaryIO:
@@ -143,7 +150,10 @@ def _require_lines(path: Path, first: bytes) -> None:
     except (ValueError, RecursionError):
         return
     rest = text.lstrip()[end:].strip()
-    got, fix = "a JSON object that takes several lines", f"write one row a line: `jq -c . {path.name}`"
+    got, fix = (
+        "a JSON object that takes several lines",
+        f"write one row a line: `jq -c . {path.name}`",
+    )
     if not rest and (key := key_of_rows(value)) is not None:
         got = f"one JSON object whose key {key} is a list of {len(value[key]):,} objects"
         fix = f"write one row a line: `jq -c '.{key}[]' {path.name}`"
@@ -151,10 +161,17 @@ def _require_lines(path: Path, first: bytes) -> None:
 
 
 def key_of_rows(value: Mapping[str, object] | Mapping[object, object]) -> object:
-    """Return the key whose value is a list of objects, but no turns of a conversation; None without one."""
+    """Return the key whose value is a list of objects, but no turns of a conversation; None without
+    one.
+    """
     for key, items in value.items():
         is_list = isinstance(items, list) and all(isinstance(item, Mapping) for item in items)
-        if isinstance(items, list) and items and is_list and not {"role", "from"}.intersection(items[0]):
+        if (
+            isinstance(items, list)
+            and items
+            and is_list
+            and not {"role", "from"}.intersection(items[0])
+        ):
             return key
     return None
 
@@ -177,21 +194,29 @@ def _require_text(path: Path, start: bytes) -> None:
 
 
 def undecodable(place: str, error: UnicodeDecodeError) -> InputError:
-    """Return the error of a text that is not UTF-8; the encoding that it is likely to have is named."""
+    """Return the error of a text that is not UTF-8; the encoding that it is likely to have is
+    named.
+    """
     byte = error.object[error.start]
     what, fix = "text that is not UTF-8", "convert the file to UTF-8"
     if _is_western(error.object):
-        what, fix = "text in Latin-1 (or Windows-1252)", "convert the file: `iconv -f latin1 -t utf-8`"
+        what, fix = (
+            "text in Latin-1 (or Windows-1252)",
+            "convert the file: `iconv -f latin1 -t utf-8`",
+        )
     got = f"{what}: byte 0x{byte:02x} at {error.start}"
     return InputError(place, got=got, need="text in UTF-8", fix=fix)
 
 
 def _is_western(text: bytes) -> bool:
-    """Return whether a text looks like Latin-1: few bytes beyond ASCII, mostly letters, none in UTF-8."""
+    """Return whether a text looks like Latin-1: few bytes beyond ASCII, mostly letters, none in
+    UTF-8.
+    """
     high = [byte for byte in text if byte >= 0x80]
     letters = sum(byte >= 0xC0 for byte in high)
     has_utf8 = any(
-        character > "\x7f" and character != "\ufffd" for character in text.decode("utf-8", "replace")
+        character > "\x7f" and character != "\ufffd"
+        for character in text.decode("utf-8", "replace")
     )
     return not has_utf8 and 5 * len(high) <= 2 * len(text) and 2 * letters >= len(high)
 
@@ -217,7 +242,9 @@ def _of_list(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
         raise undecodable(str(path), error) from None
     except (ValueError, RecursionError) as error:
         need = "a JSON list of objects, or JSON lines"
-        raise InputError(str(path), got=first_line(error), need=need, fix="correct the file") from None
+        raise InputError(
+            str(path), got=first_line(error), need=need, fix="correct the file"
+        ) from None
     for number, item in enumerate(items, start=1):
         yield RawRow(place=f"{path}: item {number}", number=number, content=item)
 
@@ -257,7 +284,9 @@ def _of_parquet(path: Path) -> Iterator[RawRow]:
                     yield RawRow(place=f"{path}: row {number}", number=number, content=record)
     except (pyarrow.ArrowException, OSError) as error:
         need = "a parquet file"
-        raise InputError(str(path), got=first_line(error), need=need, fix="check the file") from None
+        raise InputError(
+            str(path), got=first_line(error), need=need, fix="check the file"
+        ) from None
 
 
 def _of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:
@@ -270,14 +299,18 @@ def _of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:
     path, revision = (copy, None) if copy else (name.hub.id, name.hub.revision)
     try:
         split = data.split or name.split or _first_split(path, data.subset, revision)
-        stream = datasets.load_dataset(path, data.subset, split=split, revision=revision, streaming=True)
+        stream = datasets.load_dataset(
+            path, data.subset, split=split, revision=revision, streaming=True
+        )
         for number, record in enumerate(stream, start=1):
             yield RawRow(place=f"{name.name} row {number}", number=number, content=record)
     except GeneratorExit:
         raise
     except Exception as error:
         is_lost = not copy and is_of_the_hub(error)
-        raise (explain(error, name.hub, "dataset") if is_lost else _unreadable(error, name)) from None
+        raise (
+            explain(error, name.hub, "dataset") if is_lost else _unreadable(error, name)
+        ) from None
 
 
 def _downloaded(hub: HubName) -> str | None:

@@ -1,8 +1,9 @@
 """Statistics of layers' inputs that static scales and searches by importance need.
 
-Any minimum and maximum over groups of channels follows from those of each channel, so that an observer of
-ranges sees these two rows in place of the activation. torch reduces 16-bit floats over tokens several times
-more slowly than the integers that they are stored as, and over groups of 16 channels fifty times.
+Any minimum and maximum over groups of channels follows from those of each channel, so that an
+observer of ranges sees these two rows in place of the activation. torch reduces 16-bit floats over
+tokens several times more slowly than the integers that they are stored as, and over groups of 16
+channels fifty times.
 """
 
 import base64
@@ -47,7 +48,8 @@ from vexport.records import (
 from vexport.records.calibration import CALIBRATE
 
 DEFAULT_INPUT_OBSERVER = "static_minmax"
-# Observers whose statistics follow from the extremes of an observation, and strategies that group channels.
+# Observers whose statistics follow from the extremes of an observation, and strategies that group
+# channels.
 OF_RANGES = (MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver)
 OF_CHANNELS = ("tensor", "group", "tensor_group")
 
@@ -56,8 +58,9 @@ OF_CHANNELS = ("tensor", "group", "tensor_group")
 class Statistics:
     """Statistics of inputs so far.
 
-    `inputs` and `importance` go by the name of the linear layer whose input they see; `routed` counts tokens
-    by module of experts and expert. With `all_experts` the experts' statistics see all tokens.
+    `inputs` and `importance` go by the name of the linear layer whose input they see; `routed`
+    counts tokens by module of experts and expert. With `all_experts` the experts' statistics see
+    all tokens.
     """
 
     inputs: Mapping[str, Observer]
@@ -81,7 +84,9 @@ class Statistics:
 
     def wants(self, group: FusionGroup) -> bool:
         """Return whether statistics of a group's input are needed."""
-        return any(member.name in self.inputs or member.name in self.importance for member in group.members)
+        return any(
+            member.name in self.inputs or member.name in self.importance for member in group.members
+        )
 
     def only(self, groups: Sequence[FusionGroup]) -> "Statistics":
         """The statistics of these groups' inputs, and none of routing."""
@@ -92,8 +97,11 @@ class Statistics:
             all_experts=self.all_experts,
         )
 
-    def take(self, inputs: GroupInputs, module: str, value: Value) -> list[tuple[str, torch.Tensor]]:
-        """Add the inputs of a module in one forward; yields a layer and whether its input is finite.
+    def take(
+        self, inputs: GroupInputs, module: str, value: Value
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Add the inputs of a module in one forward; yields a layer and whether its input is
+        finite.
 
         A GPU is not waited for.
         """
@@ -124,7 +132,9 @@ class Statistics:
         add_up(self.routed)
 
     def ranges(self) -> dict[str, InputRange]:
-        """The ranges of the input observers, by layer; CheckpointFailed where one observed nothing."""
+        """The ranges of the input observers, by layer; CheckpointFailed where one observed
+        nothing.
+        """
         ranges = dict[str, InputRange]()
         for name, observer in self.inputs.items():
             _require_tokens(name, observer.tokens, "its static input scale")
@@ -133,10 +143,14 @@ class Statistics:
         return ranges
 
     def importances(self) -> dict[str, str]:
-        """The importance of the channels of inputs, by layer; CheckpointFailed where nothing was seen."""
+        """The importance of the channels of inputs, by layer; CheckpointFailed where nothing was
+        seen.
+        """
         for name, gathered in self.importance.items():
             _require_tokens(name, gathered.tokens, "the importance of its input channels")
-        return {name: encode_channels(gathered.mean()) for name, gathered in self.importance.items()}
+        return {
+            name: encode_channels(gathered.mean()) for name, gathered in self.importance.items()
+        }
 
     def routing(self) -> dict[str, tuple[int, ...]]:
         """The numbers of tokens that experts got, by module of experts."""
@@ -144,19 +158,25 @@ class Statistics:
 
 
 def input_observers(plan: Plan) -> dict[str, Observer]:
-    """An observer for the input of every layer whose scheme has a static input scale, by layer name."""
+    """An observer for the input of every layer whose scheme has a static input scale, by layer
+    name.
+    """
     observers = {}
     for group in plan.groups:
         inputs = get_scheme(group.scheme).args.input_activations
         if inputs is not None and inputs.dynamic is not True:
             for member in group.members:
                 name = group.input_observer or inputs.observer or DEFAULT_INPUT_OBSERVER
-                observers[member.name] = load_observer(name, "input", inputs, group.input_observer_kwargs)
+                observers[member.name] = load_observer(
+                    name, "input", inputs, group.input_observer_kwargs
+                )
     return observers
 
 
 def show(observer: Observer, value: torch.Tensor, rows: torch.Tensor) -> None:
-    """Show an activation to an observer; a range observer gets its extremes, which give the same range."""
+    """Show an activation to an observer; a range observer gets its extremes, which give the same
+    range.
+    """
     if type(observer) in OF_RANGES and observer.strategy in OF_CHANNELS:
         observer(rows)
         observer.tokens += value.numel() // value.shape[-1] - len(rows)
@@ -175,7 +195,8 @@ def _require_tokens(name: str, tokens: int, purpose: str) -> None:
             name,
             got="0 tokens in calibration",
             need=f"at least one for {purpose}",
-            fix="add samples that reach this layer (an expert: calibrate all), or choose a dynamic scheme",
+            fix="add samples that reach this layer (an expert: calibrate all), or choose a "
+            "dynamic scheme",
         )
 
 
@@ -189,13 +210,17 @@ def calibrate(
     smoothing: Mapping[str, Smoothing] | None = None,
     token_weights: TokenWeights | None = None,
 ) -> CalibrationRecord:
-    """Run the samples through the smoothed source and record ranges, importance and those of the KV cache.
+    """Run the samples through the smoothed source and record ranges, importance and those of the KV
+    cache.
 
-    With `all_experts` the statistics of every expert see all tokens, else those routed to it. Ranks deal the
-    samples and end with the statistics of all. Raises CheckpointFailed where an activation is not finite or a
-    layer saw no token, InputError for a model that cannot run layer by layer.
+    With `all_experts` the statistics of every expert see all tokens, else those routed to it. Ranks
+    deal the samples and end with the statistics of all. Raises CheckpointFailed where an activation
+    is not finite or a layer saw no token, InputError for a model that cannot run layer by layer.
     """
-    statistics, cached = Statistics.needed_by(plan, all_experts=all_experts), dict[str, KeyValueRanges]()
+    statistics, cached = (
+        Statistics.needed_by(plan, all_experts=all_experts),
+        dict[str, KeyValueRanges](),
+    )
     if statistics.inputs or statistics.importance or plan.kv_cache:
         with process_group():
             rank, size = rank_and_size()
@@ -243,7 +268,9 @@ class _Watch:
     def layer(self, layer: Layer) -> None:
         """Run all samples through a decoder layer."""
         inputs = self._inputs(self._places.below(f"{layer.name}.", self._groups))
-        watching = watching_attention(layer.module, layer.name, self._walk.weights.stored_name, self._cached)
+        watching = watching_attention(
+            layer.module, layer.name, self._walk.weights.stored_name, self._cached
+        )
         with watching if self._watches_cache else nullcontext():
             for position in range(len(self._hidden)):
                 run = partial(layer.run, position, self._walk.on_device(self._hidden[position]))
@@ -264,7 +291,10 @@ class _Watch:
         """The inputs of groups; InputError where that of one cannot be seen."""
         inputs = GroupInputs(self._places, groups)
         for name, reason in inputs.unreachable.items():
-            need, fix = "a layer whose input can be seen", "use a weight-only or dynamic scheme for it"
+            need, fix = (
+                "a layer whose input can be seen",
+                "use a weight-only or dynamic scheme for it",
+            )
             raise InputError(name, got=reason, need=need, fix=fix)
         return inputs
 
@@ -276,9 +306,13 @@ class _Watch:
         position: int,
         run: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
-        """Run a sample through a module and take in what enters the groups; what leaves a layer is finite."""
+        """Run a sample through a module and take in what enters the groups; what leaves a layer is
+        finite.
+        """
         finite = list[tuple[str, torch.Tensor]]()
-        with inputs.shown(lambda at, value: finite.extend(self._seen.take(inputs, at, value)), once=True):
+        with inputs.shown(
+            lambda at, value: finite.extend(self._seen.take(inputs, at, value)), once=True
+        ):
             output = run()
         broken = next((layer for layer, flag in finite if not flag), None)
         if broken or (name and not is_finite(output)):

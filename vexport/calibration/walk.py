@@ -10,7 +10,12 @@ from functools import partial
 
 import torch
 
-from vexport.calibration.capture import LayerCall, capture_layer_calls, fast_products, replayed_layers
+from vexport.calibration.capture import (
+    LayerCall,
+    capture_layer_calls,
+    fast_products,
+    replayed_layers,
+)
 from vexport.calibration.data import Samples
 from vexport.calibration.model import (
     HiddenStates,
@@ -37,11 +42,14 @@ def is_finite(value: torch.Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-def first_not_finite(module: torch.nn.Module, name: str, run: Callable[[], object]) -> tuple[str, str] | None:
-    """Run a forward of `module`; return the module whose input or output first is not finite, and which.
+def first_not_finite(
+    module: torch.nn.Module, name: str, run: Callable[[], object]
+) -> tuple[str, str] | None:
+    """Run a forward of `module`; return the module whose input or output first is not finite, and
+    which.
 
-    First means in the order of execution: an input is seen before the output that comes of it, a child's
-    output before its parent's.
+    First means in the order of execution: an input is seen before the output that comes of it, a
+    child's output before its parent's.
     """
     places: list[tuple[str, str]] = []
 
@@ -55,7 +63,9 @@ def first_not_finite(module: torch.nn.Module, name: str, run: Callable[[], objec
 
     with ExitStack() as block:
         for child_name, child in module.named_modules():
-            before, behind = (partial(look, joined(name, child_name), side) for side in ("input", "output"))
+            before, behind = (
+                partial(look, joined(name, child_name), side) for side in ("input", "output")
+            )
             block.callback(child.register_forward_pre_hook(before).remove)
             block.callback(child.register_forward_hook(behind).remove)
         run()
@@ -79,14 +89,16 @@ class Layer:
 class LayerWalk:
     """The model of a checkpoint, built once, for samples of text on their way through its layers.
 
-    `text` runs what is in front of the decoder layers; `forward` and `backward` load one layer after the
-    other, for any number of streams of hidden states; `logits` runs what is behind them. Samples run one by
-    one: in bf16 a batched product rounds differently, and a moving average takes one step per forward. Layers
-    run on `device`, hidden states wait in main memory, beyond a size on disk. Raises InputError for an
-    unusable device and a model that transformers cannot build.
+    `text` runs what is in front of the decoder layers; `forward` and `backward` load one layer
+    after the other, for any number of streams of hidden states; `logits` runs what is behind them.
+    Samples run one by one: in bf16 a batched product rounds differently, and a moving average takes
+    one step per forward. Layers run on `device`, hidden states wait in main memory, beyond a size
+    on disk. Raises InputError for an unusable device and a model that transformers cannot build.
     """
 
-    def __init__(self, index: SourceIndex, *, trust_remote_code: bool = False, device: str = "cpu") -> None:
+    def __init__(
+        self, index: SourceIndex, *, trust_remote_code: bool = False, device: str = "cpu"
+    ) -> None:
         require_device(device)
         self.index, self.device = index, device
         self.model = build_on_meta(index.root, trust_remote_code=trust_remote_code, device=device)
@@ -108,10 +120,11 @@ class LayerWalk:
         stage: str = "layers",
         on_progress: OnProgress = silent,
     ) -> Iterator[HiddenStates]:
-        """Run samples through the smoothed model up to its layers, whose calls are valid inside the block.
+        """Run samples through the smoothed model up to its layers, whose calls are valid inside the
+        block.
 
-        Each layer that they go through is a step of the `stage` that `on_progress` is told. Raises InputError
-        for a model that cannot run layer by layer.
+        Each layer that they go through is a step of the `stage` that `on_progress` is told. Raises
+        InputError for a model that cannot run layer by layer.
         """
         self.ids = [torch.tensor([ids], device=self.device) for ids in samples.token_ids]
         self._rows = samples.rows
@@ -126,11 +139,15 @@ class LayerWalk:
         ):
             self._load(0)
             hidden = HiddenStates()
-            self._captured = capture_layer_calls(self.model, self.name, self.layers, self.ids, hidden)
+            self._captured = capture_layer_calls(
+                self.model, self.name, self.layers, self.ids, hidden
+            )
             yield hidden
 
     def forward(self, part: int = 0, parts: int = 1) -> Iterator[Layer]:
-        """Yield every layer with its weights, first to last, as one of several parts of the stage."""
+        """Yield every layer with its weights, first to last, as one of several parts of the
+        stage.
+        """
         return self._each(self.numbers, part, parts)
 
     def backward(self, part: int = 0, parts: int = 1) -> Iterator[Layer]:
@@ -138,7 +155,9 @@ class LayerWalk:
         return self._each(list(reversed(self.numbers)), part, parts)
 
     def on_device(self, states: torch.Tensor) -> torch.Tensor:
-        """Hidden states on the device; nobody waits for pinned ones, which the device alone changes."""
+        """Hidden states on the device; nobody waits for pinned ones, which the device alone
+        changes.
+        """
         return states.to(self.device, non_blocking=True)
 
     def through(self, layer: Layer, position: int, states: torch.Tensor) -> torch.Tensor:
@@ -163,10 +182,11 @@ class LayerWalk:
         run: Callable[[], object],
         layer: str | None = None,
     ) -> CheckpointFailed:
-        """The error that says where a value of a sample first is not finite: `run` runs it once more.
+        """The error that says where a value of a sample first is not finite: `run` runs it once
+        more.
 
-        Where no module shows it, or only a module of experts as a whole, it is the input of the watched
-        `layer`.
+        Where no module shows it, or only a module of experts as a whole, it is the input of the
+        watched `layer`.
         """
         name, side = first_not_finite(module, name, run) or (name, "output")
         name = self.weights.stored_name(name)

@@ -1,8 +1,9 @@
 """The weights of a model of transformers, read from a checkpoint when a part of the model runs.
 
-Names and conversions of weights are transformers' own for loading this model: renamed tensors (`embed_out` is
-`lm_head` in its GPT-NeoX), those of a bare base model (`h.0` in many a GPT-2), and parameters made of several
-tensors (the experts of a layer, stored one by one, become one three-dimensional parameter).
+Names and conversions of weights are transformers' own for loading this model: renamed tensors
+(`embed_out` is `lm_head` in its GPT-NeoX), those of a bare base model (`h.0` in many a GPT-2), and
+parameters made of several tensors (the experts of a layer, stored one by one, become one
+three-dimensional parameter).
 """
 
 import re
@@ -43,8 +44,9 @@ Filling = tuple[torch.nn.Module, str, torch.Tensor]
 class ParameterRecipe:
     """A conversion of tensors of the checkpoint into parameters.
 
-    `tensors` are by the pattern of transformers' rule that they matched, in the rule's order; without a rule
-    the one tensor is the parameter. With one, `target` is the first parameter that it makes.
+    `tensors` are by the pattern of transformers' rule that they matched, in the rule's order;
+    without a rule the one tensor is the parameter. With one, `target` is the first parameter that
+    it makes.
     """
 
     target: str
@@ -57,7 +59,9 @@ class ParameterRecipe:
         return tuple(tensor for tensors in self.tensors.values() for tensor in tensors)
 
     def values(self, read: Read, model: transformers.PreTrainedModel) -> Mapping[str, torch.Tensor]:
-        """The parameters by name. ValueError or RuntimeError where the tensors do not fit together."""
+        """The parameters by name. ValueError or RuntimeError where the tensors do not fit
+        together.
+        """
         if self.rule is None:
             return {self.target: read(self.stored[0])}
         rule = deepcopy(self.rule)  # it collects what it converts
@@ -65,14 +69,21 @@ class ParameterRecipe:
             for tensor in tensors:
                 rule.add_tensor(self.target, tensor.name, pattern, partial(read, tensor))
         converted = rule.convert(self.target, model=model, config=model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+        return {
+            name: value[0] if isinstance(value, list) else value
+            for name, value in converted.items()
+        }
 
 
 class Weights:
     """Fills the parameters and stored buffers of modules from a checkpoint, on `device`."""
 
     def __init__(
-        self, index: SourceIndex, reader: Reader, model: transformers.PreTrainedModel, device: str = "cpu"
+        self,
+        index: SourceIndex,
+        reader: Reader,
+        model: transformers.PreTrainedModel,
+        device: str = "cpu",
     ) -> None:
         self.root = index.root
         self.reader = reader
@@ -88,18 +99,23 @@ class Weights:
         self._float32 = tuple(model._get_dtype_plan(model.dtype))
 
     def stored_as(self, parameter: str) -> tuple[tuple[str, ...], ...]:
-        """The tensors that a parameter is made of: one tuple for each part of it, in it one name an expert.
+        """The tensors that a parameter is made of: one tuple for each part of it, in it one name an
+        expert.
 
-        A tensor that makes several parameters belongs to the first of them. Empty for what the checkpoint
-        does not have.
+        A tensor that makes several parameters belongs to the first of them. Empty for what the
+        checkpoint does not have.
         """
         recipe = self._recipes.get(parameter)
         if recipe is None or recipe.target != parameter:
             return ()
-        return tuple(tuple(tensor.name for tensor in tensors) for tensors in recipe.tensors.values())
+        return tuple(
+            tuple(tensor.name for tensor in tensors) for tensors in recipe.tensors.values()
+        )
 
     def stored_name(self, module: str) -> str:
-        """The name in the checkpoint of a module, as far as its own or its parents' tensors tell it."""
+        """The name in the checkpoint of a module, as far as its own or its parents' tensors tell
+        it.
+        """
         for parameter, recipe in self._recipes.items():
             ending, name = parameter.removeprefix(module), recipe.stored[0].name
             if ending != parameter and ending.startswith(".") and name.endswith(ending):
@@ -108,11 +124,15 @@ class Weights:
         return joined(self.stored_name(parent), leaf) if parent else module
 
     def parameters_of(self, stored: str) -> tuple[str, ...]:
-        """The parameters into which a stored tensor goes; empty where the model has no use for it."""
+        """The parameters into which a stored tensor goes; empty where the model has no use for
+        it.
+        """
         return self._parameters.get(stored, ())
 
     def plain_tensor(self, parameter: str) -> str | None:
-        """The stored tensor that is a parameter and nothing else, as it is; None where there is none."""
+        """The stored tensor that is a parameter and nothing else, as it is; None where there is
+        none.
+        """
         recipe = self._recipes.get(parameter)
         if recipe is None or recipe.rule is not None or len(recipe.stored) != 1:
             return None
@@ -120,7 +140,8 @@ class Weights:
         return name if self.parameters_of(name) == (parameter,) else None
 
     def parameters_from(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The parameters that these tensors make, by name; other tensors they need are the checkpoint's.
+        """The parameters that these tensors make, by name; other tensors they need are the
+        checkpoint's.
 
         They are on the device, in the dtype that the model computes in.
         """
@@ -148,7 +169,9 @@ class Weights:
 
     def _dtype(self, name: str, present: torch.Tensor) -> torch.dtype:
         """The dtype in which transformers loads what now has the value `present`."""
-        return torch.float32 if any(re.search(part, name) for part in self._float32) else present.dtype
+        return (
+            torch.float32 if any(re.search(part, name) for part in self._float32) else present.dtype
+        )
 
     def load(self, module: torch.nn.Module, prefix: str) -> None:
         """Fill the module named `prefix`; InputErrors name what the checkpoint lacks."""
@@ -160,11 +183,16 @@ class Weights:
         Parameters that the checkpoint does not have (a tied output head) stay on the meta device.
         """
         owners = _owners(self._model, "")
-        around = {name: owner for name, owner in owners.items() if not name.startswith(f"{layers_name}.")}
+        around = {
+            name: owner for name, owner in owners.items() if not name.startswith(f"{layers_name}.")
+        }
         put(self._values(around, self._plain))
 
-    def read(self, module: torch.nn.Module, prefix: str, place: Place | None = None) -> list[Filling]:
-        """The values of the module named `prefix`, which itself stays as it is: `place` copies each.
+    def read(
+        self, module: torch.nn.Module, prefix: str, place: Place | None = None
+    ) -> list[Filling]:
+        """The values of the module named `prefix`, which itself stays as it is: `place` copies
+        each.
 
         InputErrors name what the checkpoint lacks.
         """
@@ -184,7 +212,9 @@ class Weights:
         return list(self._values(owners, place or self._plain))
 
     def _values(self, owners: Mapping[str, torch.nn.Module], place: Place) -> Iterator[Filling]:
-        """The checkpoint's values of these parameters and buffers, in the dtypes that transformers loads."""
+        """The checkpoint's values of these parameters and buffers, in the dtypes that transformers
+        loads.
+        """
         needed = {recipe.target: recipe for name in owners if (recipe := self._recipes.get(name))}
         for recipe in needed.values():
             try:
@@ -214,7 +244,9 @@ def put(values: Iterable[Filling]) -> None:
     """Fill parameters and buffers of modules."""
     for owner, name, value in values:
         is_parameter = name in owner._parameters
-        setattr(owner, name, torch.nn.Parameter(value, requires_grad=False) if is_parameter else value)
+        setattr(
+            owner, name, torch.nn.Parameter(value, requires_grad=False) if is_parameter else value
+        )
 
 
 # A GPU holds two layers while one is read ahead: each takes at most this share of its memory.
@@ -226,9 +258,9 @@ STAGED_BYTES = 1 << 26
 class ReadAhead:
     """Reads the weights of the next layer in a thread while this one is calibrated or rounded.
 
-    They go through a buffer of pinned host memory, on a stream of their own. Nothing is read ahead for a CPU,
-    whose cores are busy (reading is a hundredth of what they do), nor for Metal, whose queue is one thread's.
-    Leaving the block waits for the thread.
+    They go through a buffer of pinned host memory, on a stream of their own. Nothing is read ahead
+    for a CPU, whose cores are busy (reading is a hundredth of what they do), nor for Metal, whose
+    queue is one thread's. Leaving the block waits for the thread.
     """
 
     def __init__(self, weights: Weights, device: str) -> None:
@@ -296,9 +328,11 @@ def last_part(name: str) -> str:
 def recipes(
     model: transformers.PreTrainedModel, stored: Mapping[str, TensorInfo]
 ) -> Iterator[ParameterRecipe]:
-    """The conversions of stored tensors into the model's parameters and buffers; others are left out.
+    """The conversions of stored tensors into the model's parameters and buffers; others are left
+    out.
 
-    This is the matching of transformers' `convert_and_load_state_dict_in_model` (core_model_loading.py).
+    This is the matching of transformers' `convert_and_load_state_dict_in_model`
+    (core_model_loading.py).
     """
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]

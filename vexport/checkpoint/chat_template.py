@@ -1,7 +1,8 @@
 """The chat templates of a checkpoint, read without running any code.
 
 Places and their order: `from_pretrained` of tokenizers and processors in transformers 5.19, and
-`resolve_chat_template` in vllm/renderers/hf.py (0.32), which asks the processor before the tokenizer.
+`resolve_chat_template` in vllm/renderers/hf.py (0.32), which asks the processor before the
+tokenizer.
 """
 
 import shutil
@@ -49,7 +50,9 @@ def copy_named_templates(root: Path, folder: Path) -> None:
 
 
 def template_digest(text: str) -> str:
-    """The first digits of a template's SHA-256; lm-eval records all of them as `chat_template_sha`."""
+    """The first digits of a template's SHA-256; lm-eval records all of them as
+    `chat_template_sha`.
+    """
     return digest_bytes(text.encode())[:DIGITS]
 
 

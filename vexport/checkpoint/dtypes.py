@@ -52,7 +52,8 @@ def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def to_numpy(data: memoryview | bytes, dtype: str) -> npt.NDArray[np.generic]:
-    """Decode raw little-endian bytes to a flat numpy array; BF16 and the 8-bit floats become float32.
+    """Decode raw little-endian bytes to a flat numpy array; BF16 and the 8-bit floats become
+    float32.
 
     Raises ValueError for a dtype that has no decoder here (F4, C64).
     """
@@ -60,7 +61,9 @@ def to_numpy(data: memoryview | bytes, dtype: str) -> npt.NDArray[np.generic]:
         plain: npt.NDArray[np.generic] = np.frombuffer(data, dtype=_NUMPY[dtype])
         return plain
     if dtype == "BF16":
-        bits: npt.NDArray[np.uint32] = np.left_shift(np.frombuffer(data, dtype="<u2"), 16, dtype=np.uint32)
+        bits: npt.NDArray[np.uint32] = np.left_shift(
+            np.frombuffer(data, dtype="<u2"), 16, dtype=np.uint32
+        )
         return bits.view(np.float32)
     if dtype in _DECODERS:
         codes: npt.NDArray[np.uint8] = np.frombuffer(data, dtype="u1")
@@ -74,7 +77,9 @@ _CODES = np.arange(256, dtype=np.uint16)
 
 
 def _e4m3_table() -> npt.NDArray[np.float32]:
-    """Seven bits of magnitude and a sign, no infinity; NaN is all ones (OCP 8-bit Floating Point, 5)."""
+    """Seven bits of magnitude and a sign, no infinity; NaN is all ones (OCP 8-bit Floating Point,
+    5).
+    """
     exponent, fraction = (_CODES >> 3 & 15).astype(np.int32), (_CODES & 7) / 8
     values = np.where(exponent, np.ldexp(1 + fraction, exponent - 7), np.ldexp(fraction, -6))
     values[_CODES & 127 == 127] = np.nan

@@ -1,4 +1,6 @@
-"""Models of the Hugging Face hub: names, errors, and downloads of what is needed into the hub's cache."""
+"""Models of the Hugging Face hub: names, errors, and downloads of what is needed into the hub's
+cache.
+"""
 
 import glob
 import re
@@ -25,19 +27,40 @@ _NAME = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w
 _SNAPSHOT = re.compile(r"models--(?P<id>.+)/snapshots/(?P<commit>[0-9a-f]{40})$")
 RepoKind = Literal["model", "dataset"]
 # Classes of huggingface_hub and datasets, by name: a wrong name or revision, or no access to it.
-_INPUT = {"RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError", "RemoteEntryNotFoundError"}
+_INPUT = {
+    "RepositoryNotFoundError",
+    "RevisionNotFoundError",
+    "GatedRepoError",
+    "RemoteEntryNotFoundError",
+}
 _INPUT |= {"HFValidationError", "DatasetNotFoundError"}
 # Exceptions of httpx, Python and huggingface_hub: no connection, or offline mode.
-_UNREACHABLE = {"TransportError", "ConnectionError", "OfflineModeIsEnabled", "LocalEntryNotFoundError"}
+_UNREACHABLE = {
+    "TransportError",
+    "ConnectionError",
+    "OfflineModeIsEnabled",
+    "LocalEntryNotFoundError",
+}
 CONFIG = "config.json"
 # Seconds before a download whose connection was reset is tried again.
 _WAITS = (1.0, 4.0, 16.0)
-# Config, tokenizer, chat templates, code, card and license; other formats of the weights are never fetched.
+# Config, tokenizer, chat templates, code, card and license; other formats of the weights are never
+# fetched.
 _SIDE_FILES = re.compile(
     r".*\.(json|txt|model|jinja|py|tiktoken|vocab|bpe)|README\.md|(LICENSE|NOTICE|USE_POLICY).*"
 )
 # Folders that hold the same weights in another format, and their configs.
-_OTHER_FORMATS = {"original", "onnx", "openvino", "gguf", "coreml", "metal", "mlx", "tflite", "flax"}
+_OTHER_FORMATS = {
+    "original",
+    "onnx",
+    "openvino",
+    "gguf",
+    "coreml",
+    "metal",
+    "mlx",
+    "tflite",
+    "flax",
+}
 _OTHER_INDEX = re.compile(r".*\.(safetensors|bin|msgpack|h5)\.index\.json")
 
 
@@ -50,7 +73,9 @@ class HubName:
 
     @classmethod
     def parse(cls, name: str) -> Self | None:
-        """Parse ORG/NAME or ORG/NAME@REVISION; None for anything else. Local folders are not considered."""
+        """Parse ORG/NAME or ORG/NAME@REVISION; None for anything else. Local folders are not
+        considered.
+        """
         match = _NAME.fullmatch(name)
         return cls(id=match["id"], revision=match["revision"]) if match else None
 
@@ -67,7 +92,8 @@ def pinned_name(root: Path) -> str | None:
 def explain(error: BaseException, name: HubName, kind: RepoKind = "model") -> VexportError:
     """Translate an error that a library raised while it looked for `name`.
 
-    InputError where the name, the revision or the access to it is wrong; EnvironmentFault for all else.
+    InputError where the name, the revision or the access to it is wrong; EnvironmentFault for all
+    else.
     """
     words = " ".join(f"{type(error).__name__}: {error}".split())
     got = f"it cannot be fetched from the hub: {words}"
@@ -98,11 +124,15 @@ def is_of_the_hub(error: BaseException) -> bool:
 
 
 def downloaded(name: HubName) -> str | None:
-    """The folder of a data set in the cache that `hf download` has filled; None where there is none."""
+    """The folder of a data set in the cache that `hf download` has filled; None where there is
+    none.
+    """
     from huggingface_hub import snapshot_download
 
     try:
-        return snapshot_download(name.id, repo_type="dataset", revision=name.revision, local_files_only=True)
+        return snapshot_download(
+            name.id, repo_type="dataset", revision=name.revision, local_files_only=True
+        )
     except Exception:
         return None
 
@@ -132,8 +162,8 @@ class RepoListing:
 def download(name: HubName, on_progress: OnProgress) -> Path:
     """The folder in the hub's cache with the model's config, tokenizer and safetensors.
 
-    Raises InputError where the hub has no such model or gives no access to it, EnvironmentFault where the
-    hub cannot be reached and the cache has no whole copy.
+    Raises InputError where the hub has no such model or gives no access to it, EnvironmentFault
+    where the hub cannot be reached and the cache has no whole copy.
     """
     try:
         listing = list_files(name)
@@ -154,7 +184,9 @@ def require_model(name: HubName) -> None:
 
 
 def list_files(name: HubName) -> RepoListing:
-    """Resolve the revision to a commit and list its files; fetches the config. Raises as `explain`."""
+    """Resolve the revision to a commit and list its files; fetches the config. Raises as
+    `explain`.
+    """
     from huggingface_hub import HfApi
 
     with explained(name):
@@ -165,7 +197,9 @@ def list_files(name: HubName) -> RepoListing:
 
 
 def _fetch_config(name: HubName) -> Path:
-    """The config in the cache, in the folder of its commit; notes which commit a branch or tag is."""
+    """The config in the cache, in the folder of its commit; notes which commit a branch or tag
+    is.
+    """
     from huggingface_hub import hf_hub_download
 
     with explained(name):
@@ -173,9 +207,11 @@ def _fetch_config(name: HubName) -> Path:
 
 
 def needed_weights(listing: RepoListing, folder: Path) -> list[str]:
-    """The weight files that are read: those of the index in `folder`, the single one, or all at the top.
+    """The weight files that are read: those of the index in `folder`, the single one, or all at the
+    top.
 
-    A file that the index names and the repository lacks is among them. InputError where there is none.
+    A file that the index names and the repository lacks is among them. InputError where there is
+    none.
     """
     paths = listing.sizes
     if INDEX_NAME in paths:
@@ -186,7 +222,9 @@ def needed_weights(listing: RepoListing, folder: Path) -> list[str]:
         names = sorted(path for path in paths if path.endswith(".safetensors") and "/" not in path)
     if not names:
         fix = "choose a repository with safetensors (pickled weights are never loaded)"
-        raise InputError(f"model {listing.name}", got="no safetensors file", need="weights", fix=fix)
+        raise InputError(
+            f"model {listing.name}", got="no safetensors file", need="weights", fix=fix
+        )
     return names
 
 
@@ -209,15 +247,17 @@ def _is_side_file(path: str) -> bool:
 def fetch(listing: RepoListing, files: list[str]) -> Path:
     """Download files of a listing and return the snapshot's folder. Raises as `explain`.
 
-    huggingface_hub goes on in the middle of a file where a connection ends; where it is reset, the files
-    that are not complete are begun again here.
+    huggingface_hub goes on in the middle of a file where a connection ends; where it is reset, the
+    files that are not complete are begun again here.
     """
     from huggingface_hub import snapshot_download
 
     patterns = [glob.escape(file) for file in files]
     for wait in (*_WAITS, None):
         try:
-            return Path(snapshot_download(listing.name.id, revision=listing.commit, allow_patterns=patterns))
+            return Path(
+                snapshot_download(listing.name.id, revision=listing.commit, allow_patterns=patterns)
+            )
         except Exception as error:
             if wait is None or not is_network_error(error):
                 raise explain(error, listing.name) from error
@@ -232,7 +272,9 @@ def _cached(name: HubName, fault: BaseException) -> Path:
 
     try:
         folder = Path(
-            snapshot_download(name.id, revision=name.revision, local_files_only=True, allow_patterns=[CONFIG])
+            snapshot_download(
+                name.id, revision=name.revision, local_files_only=True, allow_patterns=[CONFIG]
+            )
         )
         require_checkpoint(folder)
         weight_files(folder)

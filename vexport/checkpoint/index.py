@@ -21,8 +21,8 @@ MAX_HEADER_BYTES = 100_000_000
 METADATA = "__metadata__"
 # The keys of a tensor; others are allowed and ignored.
 FIELDS = ("dtype", "shape", "data_offsets")
-# Bounds of serde_json, with which safetensors parses: objects and arrays in each other (the header is the
-# first), digits of a number that a float can hold, and of Rust: the largest size.
+# Bounds of serde_json, with which safetensors parses: objects and arrays in each other (the header
+# is the first), digits of a number that a float can hold, and of Rust: the largest size.
 DEEPEST, MOST_DIGITS, LARGEST_SIZE = 126, 308, 2**64 - 1
 # The escape of one half of a character beyond 16 bits.
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -47,17 +47,21 @@ LOADED = re.compile(
     r"|(preprocessor_config|video_preprocessor_config|modules)\.json|(vocab|merges)\.txt"
 )
 # Other formats of the same weights, which are not copied to the output.
-FOREIGN_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)(\.index\.json)?$")
+FOREIGN_WEIGHTS = re.compile(
+    r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)(\.index\.json)?$"
+)
 GGUF_FIX = "name the model that it was converted from; its weights are quantized already"
 CONVERT = (
-    'convert it, where you trust its files: python -c "from transformers import AutoModelForCausalLM as M; '
+    'convert it, where you trust its files: python -c "from transformers import '
+    "AutoModelForCausalLM as M; "
     "M.from_pretrained('{root}').save_pretrained('{root}-safetensors')\""
 )
 # Other kinds of folders, by the files in them (first match wins): the kind, and the remedy.
 OTHER_FOLDERS: Mapping[tuple[str, ...], tuple[str, str]] = {
     ("adapter_config.json",): (
         "a LoRA adapter of {base}",
-        "merge it into {base} first (peft's merge_and_unload), and name the folder of the merged model",
+        "merge it into {base} first (peft's merge_and_unload), and name the folder of the "
+        "merged model",
     ),
     ("model_index.json",): (
         "a pipeline of Diffusers",
@@ -68,7 +72,10 @@ OTHER_FOLDERS: Mapping[tuple[str, ...], tuple[str, str]] = {
         "a folder of the hub's cache",
         "name the model by its hub id, or the folder {parent}",
     ),
-    ("checkpoint-*/config.json",): ("a folder of a training run", "name one of its checkpoints: {parent}"),
+    ("checkpoint-*/config.json",): (
+        "a folder of a training run",
+        "name one of its checkpoints: {parent}",
+    ),
     ("pytorch_model*.bin", "*.pth", "*.pt", "*.ckpt"): ("pickled weights alone ({file})", CONVERT),
 }
 
@@ -76,7 +83,8 @@ OTHER_FOLDERS: Mapping[tuple[str, ...], tuple[str, str]] = {
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file, in the order of their offsets.
 
-    Raises InputError on a truncated or over-long file, a bad header, overlapping or ill-sized tensors.
+    Raises InputError on a truncated or over-long file, a bad header, overlapping or ill-sized
+    tensors.
     """
     if (kind := unreadable_kind(file)) is not None:
         raise _broken(file, kind)
@@ -95,7 +103,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     try:
         header = _parsed(data)
         metadata = header.pop(METADATA, None) or {}
-        if not isinstance(metadata, dict) or not all(isinstance(each, str) for each in metadata.values()):
+        if not isinstance(metadata, dict) or not all(
+            isinstance(each, str) for each in metadata.values()
+        ):
             raise ValueError(f"{METADATA} that is no object of strings")
         tensors = [_tensor(file, name, entry, 8 + length) for name, entry in header.items()]
     except RecursionError:
@@ -110,8 +120,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 def _parsed(data: bytes) -> dict[str, Any]:
     """Parse a header as safetensors does (serde_json), which is stricter than Python.
 
-    Raises ValueError for what safetensors refuses, and for names and keys that occur twice: the format
-    forbids them, safetensors takes the last of two tensors.
+    Raises ValueError for what safetensors refuses, and for names and keys that occur twice: the
+    format forbids them, safetensors takes the last of two tensors.
     """
     header = json.loads(
         data.decode("utf-8"),
@@ -123,7 +133,9 @@ def _parsed(data: bytes) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise ValueError("no JSON object")
     if SURROGATE.search(data):
-        json.dumps(header, ensure_ascii=False).encode("utf-8")  # raises ValueError for half of a pair
+        json.dumps(header, ensure_ascii=False).encode(
+            "utf-8"
+        )  # raises ValueError for half of a pair
     if any(_depth(entry) > DEEPEST for entry in header.values() if len(entry) > len(FIELDS)):
         raise ValueError("values too deep in each other")
     return header
@@ -158,7 +170,9 @@ def _finite(text: str) -> float:
 
 def _depth(value: Any) -> int:
     """The number of objects and arrays around the innermost value."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    inner = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    )
     return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
 
 
@@ -171,11 +185,18 @@ def _tensor(file: Path, name: str, entry: dict[str, Json], base: int) -> TensorI
         raise ValueError(f"{name}: shape or offsets are no lists")
     sides = tuple(side for side in shape if type(side) is int and 0 <= side <= LARGEST_SIZE)
     start, end = offsets
-    if len(sides) != len(shape) or type(start) is not int or type(end) is not int or min(start, end) < 0:
+    if (
+        len(sides) != len(shape)
+        or type(start) is not int
+        or type(end) is not int
+        or min(start, end) < 0
+    ):
         raise ValueError(f"{name}: shape or offsets hold something else than sizes")
     if (end - start) * 8 != math.prod(sides) * BITS[dtype]:
         raise ValueError(f"{name}: {end - start} bytes for shape {shape} in {dtype}")
-    return TensorInfo(name=name, dtype=dtype, shape=sides, file=file, start=base + start, end=base + end)
+    return TensorInfo(
+        name=name, dtype=dtype, shape=sides, file=file, start=base + start, end=base + end
+    )
 
 
 def _require_contiguous(file: Path, tensors: list[TensorInfo], base: int, size: int) -> None:
@@ -189,7 +210,9 @@ def _require_contiguous(file: Path, tensors: list[TensorInfo], base: int, size: 
 
 
 def _broken(file: Path, got: str) -> InputError:
-    return InputError(str(file), got=got, need="a whole safetensors file", fix="download or export it again")
+    return InputError(
+        str(file), got=got, need="a whole safetensors file", fix="download or export it again"
+    )
 
 
 class FileStatus(NamedTuple):
@@ -203,10 +226,10 @@ class FileStatus(NamedTuple):
 class SourceIndex:
     """A checkpoint folder as its headers describe it.
 
-    `tensors` is in file order; `side_files` are the rest of the folder (tokenizer, template, licence);
-    `repeated` are tensors of whose name a later file has another.
-    `statuses` are those of the files before anything of them was read, but for texts and pictures; they are
-    no part of what the checkpoint is.
+    `tensors` is in file order; `side_files` are the rest of the folder (tokenizer, template,
+    licence); `repeated` are tensors of whose name a later file has another. `statuses` are those of
+    the files before anything of them was read, but for texts and pictures; they are no part of what
+    the checkpoint is.
     """
 
     root: Path
@@ -261,7 +284,9 @@ def read_index(root: Path) -> SourceIndex:
         side_files=tuple(
             path
             for path in sorted(root.iterdir())
-            if path.is_file() and path.name != "config.json" and not FOREIGN_WEIGHTS.match(path.name)
+            if path.is_file()
+            and path.name != "config.json"
+            and not FOREIGN_WEIGHTS.match(path.name)
         ),
         repeated=tuple(repeated),
         statuses=statuses,
@@ -292,14 +317,19 @@ def unchanged(index: SourceIndex) -> Iterator[None]:
 
 def changed(file: Path, got: str) -> InputError:
     """The error for a file that has changed since its header was read."""
-    need, fix = "a file that stays the same while it is read", "run again when nothing else writes to it"
+    need, fix = (
+        "a file that stays the same while it is read",
+        "run again when nothing else writes to it",
+    )
     return InputError(str(file), got=got, need=need, fix=f"{fix}; nothing was published")
 
 
 def folder_digest(root: Path) -> str:
     """A digest that changes when a file of a checkpoint is written or replaced."""
     files = sorted({*weight_files(root), *content_files(root)})
-    return digest_bytes(repr([(str(file.relative_to(root)), status_of(file)) for file in files]).encode())
+    return digest_bytes(
+        repr([(str(file.relative_to(root)), status_of(file)) for file in files]).encode()
+    )
 
 
 def headers_digest(index: SourceIndex) -> str:
@@ -313,7 +343,8 @@ def content_files(root: Path) -> list[Path]:
     return [
         path
         for path in sorted(root.iterdir())
-        if path.suffix in CONTENT and (path.name == INDEX_NAME or not FOREIGN_WEIGHTS.match(path.name))
+        if path.suffix in CONTENT
+        and (path.name == INDEX_NAME or not FOREIGN_WEIGHTS.match(path.name))
         if path.is_file()
     ]
 
@@ -329,9 +360,11 @@ def require_checkpoint(root: Path) -> None:
 
 
 def _require_files(root: Path) -> None:
-    """Raise InputErrors for pipes, folders and broken links in the place of files that loaders open.
+    """Raise InputErrors for pipes, folders and broken links in the place of files that loaders
+    open.
 
-    A loader would wait for a pipe forever. An index limits the files of weights to those that it names.
+    A loader would wait for a pipe forever. An index limits the files of weights to those that it
+    names.
     """
     indexed: list[str] | None = None
     if (root / INDEX_NAME).is_file():
@@ -343,14 +376,18 @@ def _require_files(root: Path) -> None:
         opened = weights or LOADED.fullmatch(path.name)
         if opened and (kind := unreadable_kind(path)) is not None:
             fix = "download or export it again"
-            problems.append(InputError(str(path), got=kind, need="a file that can be read", fix=fix))
+            problems.append(
+                InputError(str(path), got=kind, need="a file that can be read", fix=fix)
+            )
     raise_all(problems)
 
 
 def require_config(root: Path) -> None:
     """Raise InputError unless `root` is a folder with a config.json."""
     if not root.exists():
-        raise InputError(str(root), got="no such folder", need="a checkpoint folder", fix="check the path")
+        raise InputError(
+            str(root), got="no such folder", need="a checkpoint folder", fix="check the path"
+        )
     if not root.is_dir():
         got, fix = "a file", "name the folder that holds it"
         if root.suffix == ".gguf":
@@ -358,7 +395,9 @@ def require_config(root: Path) -> None:
         raise InputError(str(root), got=got, need="a checkpoint folder", fix=fix)
     if (kind := unreadable_kind(root / "config.json")) is not None:
         fix = "download or export it again"
-        raise InputError(str(root / "config.json"), got=kind, need="a file that can be read", fix=fix)
+        raise InputError(
+            str(root / "config.json"), got=kind, need="a file that can be read", fix=fix
+        )
     if not (root / "config.json").is_file():
         raise not_a_checkpoint(root) or InputError(
             str(root),
@@ -397,7 +436,11 @@ def _shard_problems(root: Path, name: str) -> Iterator[InputError]:
 
 
 def _single_or_all(root: Path) -> list[Path]:
-    files = [root / SINGLE_NAME] if (root / SINGLE_NAME).is_file() else sorted(root.glob("*.safetensors"))
+    files = (
+        [root / SINGLE_NAME]
+        if (root / SINGLE_NAME).is_file()
+        else sorted(root.glob("*.safetensors"))
+    )
     if files:
         return files
     raise not_a_checkpoint(root) or InputError(
@@ -412,9 +455,14 @@ def index_file_names(root: Path) -> list[str]:
     """The shard names in a checkpoint's index, in order, each once."""
     path = root / INDEX_NAME
     weight_map = read_json_object(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
         raise InputError(
-            str(path), got="no usable `weight_map`", need="tensor name to file name", fix="recreate the index"
+            str(path),
+            got="no usable `weight_map`",
+            need="tensor name to file name",
+            fix="recreate the index",
         )
     return sorted({str(name) for name in weight_map.values()})
 
@@ -422,7 +470,8 @@ def index_file_names(root: Path) -> list[str]:
 def file_inside(root: Path, name: str) -> Path | None:
     """The file that `name`, written in a checkpoint, means; None where that is not in its folder.
 
-    A symbolic link out of the folder is allowed (the hub's cache is made of them); a path out of it is not.
+    A symbolic link out of the folder is allowed (the hub's cache is made of them); a path out of it
+    is not.
     """
     path = Path(name)
     if path.is_absolute() and path.is_relative_to(root.absolute()):
@@ -439,9 +488,16 @@ def not_a_checkpoint(root: Path) -> InputError | None:
         base = ""
         if file.name == "adapter_config.json":
             base = str(read_json_object(file).get("base_model_name_or_path") or "its base model")
-        names = {"root": str(root), "file": file.relative_to(root), "parent": file.parent, "base": base}
+        names = {
+            "root": str(root),
+            "file": file.relative_to(root),
+            "parent": file.parent,
+            "base": base,
+        }
         need = "a checkpoint of safetensors"
-        return InputError(str(root), got=got.format_map(names), need=need, fix=fix.format_map(names))
+        return InputError(
+            str(root), got=got.format_map(names), need=need, fix=fix.format_map(names)
+        )
     return None
 
 
@@ -454,14 +510,17 @@ class StoredQuantization:
 
 
 def find_quantization(root: Path, config: Mapping[str, Json]) -> StoredQuantization | None:
-    """The quantization config of a checkpoint folder whose config.json is `config`; None where it has none.
+    """The quantization config of a checkpoint folder whose config.json is `config`; None where it
+    has none.
 
     Sources: get_config in vllm/transformers_utils/config.py, get_quantization_config in
     model_arch_config_convertor.py next to it.
     """
     for place, value in _places(root, config):
         if value is not None:
-            return StoredQuantization(place=place, values=value) if isinstance(value, dict) else None
+            return (
+                StoredQuantization(place=place, values=value) if isinstance(value, dict) else None
+            )
     return None
 
 

@@ -49,7 +49,8 @@ class Reader:
         mapped = self._map(tensor.file)
         if tensor.end > len(mapped):
             raise changed(
-                tensor.file, f"{len(mapped):,} bytes where its header described {tensor.end:,} or more"
+                tensor.file,
+                f"{len(mapped):,} bytes where its header described {tensor.end:,} or more",
             )
         return memoryview(mapped)[tensor.start : tensor.end]
 
@@ -82,7 +83,9 @@ class Reader:
         return stored
 
     def is_hole(self, tensor: TensorInfo) -> bool:
-        """Return whether a tensor lies in a hole of its file: its bytes are zero and need not be read."""
+        """Return whether a tensor lies in a hole of its file: its bytes are zero and need not be
+        read.
+        """
         if not self.is_in_place(tensor):
             return False
         with tensor.file.open("rb", buffering=0) as stream:
@@ -94,7 +97,9 @@ class Reader:
                 return problem.errno == errno.ENXIO
 
     def expect_some_rows(self, tensor: TensorInfo, step: int) -> None:
-        """Tell the kernel that `some_rows` will be asked for soon: it begins to read them all at once."""
+        """Tell the kernel that `some_rows` will be asked for soon: it begins to read them all at
+        once.
+        """
         if not tensor.num_bytes or not self.is_in_place(tensor):
             return
         size = tensor.num_bytes // tensor.shape[0]
@@ -111,13 +116,14 @@ class Reader:
         return np.asarray(self.array(tensor), dtype=np.float64)
 
     def weight(self, tensor: TensorInfo, part: WeightPart | None) -> npt.NDArray[np.generic]:
-        """A layer's weight (out, in), a view of the file: 16-bit floats as their bits, others as they are.
+        """A layer's weight (out, in), a view of the file: 16-bit floats as their bits, others as
+        they are.
 
         `part` says which part of a stored tensor it is; None is all of it.
         """
-        stored: npt.NDArray[np.generic] = np.frombuffer(self.raw(tensor), WEIGHT_VIEWS[tensor.dtype]).reshape(
-            tensor.shape
-        )
+        stored: npt.NDArray[np.generic] = np.frombuffer(
+            self.raw(tensor), WEIGHT_VIEWS[tensor.dtype]
+        ).reshape(tensor.shape)
         if part is None:
             return stored
         expert: npt.NDArray[np.generic] = stored.reshape(-1, *stored.shape[-2:])[part.expert]
@@ -129,7 +135,9 @@ class Reader:
             self._advise(tensor.file, tensor.start, tensor.end, mmap.MADV_DONTNEED)
 
     def expect(self, tensors: Iterable[TensorInfo]) -> None:
-        """Tell the kernel that these tensors will be read soon: it begins to read them all at once."""
+        """Tell the kernel that these tensors will be read soon: it begins to read them all at
+        once.
+        """
         for tensor in tensors:
             self._advise(tensor.file, tensor.start, tensor.end, mmap.MADV_WILLNEED)
 
@@ -169,17 +177,22 @@ class Reader:
         return low - first, high - first
 
     def _advise(self, file: Path, start: int, end: int, advice: int) -> None:
-        """Advise on whole pages: a neighbour's, which are dropped too, are read from the file again."""
+        """Advise on whole pages: a neighbour's, which are dropped too, are read from the file
+        again.
+        """
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         if file in self._maps and end > first:
             self._maps[file].madvise(advice, first, end - first)
 
 
 def same_bytes(old: Reader, tensor_old: TensorInfo, new: Reader, other: TensorInfo) -> bool:
-    """Return whether two tensors are equal in dtype, shape and bytes, which are read a part at a time."""
+    """Return whether two tensors are equal in dtype, shape and bytes, which are read a part at a
+    time.
+    """
     same = (tensor_old.dtype, tensor_old.shape) == (other.dtype, other.shape)
     left, right = (
-        np.frombuffer(reader.raw(tensor), np.uint8) for reader, tensor in ((old, tensor_old), (new, other))
+        np.frombuffer(reader.raw(tensor), np.uint8)
+        for reader, tensor in ((old, tensor_old), (new, other))
     )
     for start in range(0, left.size if same else 0, RUN_BYTES):
         part = slice(start, start + RUN_BYTES)
@@ -205,7 +218,12 @@ class Derived:
         """Its entry in an index."""
         size = num_bytes(self.dtype, self.shape)
         return TensorInfo(
-            name=name, dtype=self.dtype, shape=self.shape, file=self.sources[0].file, start=0, end=size
+            name=name,
+            dtype=self.dtype,
+            shape=self.shape,
+            file=self.sources[0].file,
+            start=0,
+            end=size,
         )
 
 

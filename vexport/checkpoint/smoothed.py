@@ -1,7 +1,8 @@
-"""A source whose weights are smoothed: channels scaled by powers of two in one tensor and back in the next.
+"""A source whose weights are smoothed: channels scaled by powers of two in one tensor and back in
+the next.
 
-What the model computes stays the same, to the bit, since powers of two change no digit. The exponents lie
-next to the weights that were made of it, in SMOOTHING.
+What the model computes stays the same, to the bit, since powers of two change no digit. The
+exponents lie next to the weights that were made of it, in SMOOTHING.
 """
 
 import base64
@@ -105,7 +106,9 @@ def smoothing_of(checkpoint: Path) -> Mapping[str, Smoothing]:
 
 
 def _exponents(text: str, where: str) -> Exponents:
-    """Exponents as the search gives them; a larger one could hide any weight behind infinity or zero."""
+    """Exponents as the search gives them; a larger one could hide any weight behind infinity or
+    zero.
+    """
     try:
         exponents = decode(text)
     except ValueError:
@@ -137,7 +140,9 @@ def decode(text: str) -> Exponents:
 
 
 def fits(tensor: TensorInfo, smoothing: Smoothing) -> bool:
-    """Return whether a tensor has a dtype that can be scaled, and as many rows and columns as exponents."""
+    """Return whether a tensor has a dtype that can be scaled, and as many rows and columns as
+    exponents.
+    """
     if tensor.dtype not in VIEWS or len(tensor.shape) not in (1, 2):
         return False
     sizes = (*tensor.shape, 1)[:2]

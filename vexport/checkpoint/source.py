@@ -60,7 +60,8 @@ class DataName:
 
 
 def parse_data(name: str) -> DataName:
-    """Return the meaning of a name: a path if there is such a file, or if it looks like nothing else.
+    """Return the meaning of a name: a path if there is such a file, or if it looks like nothing
+    else.
 
     PATH:COLUMN is a path, too.
     """
@@ -74,12 +75,16 @@ def parse_data(name: str) -> DataName:
     match = _HUB.fullmatch(name)
     hub = HubName.parse(match["id"]) if match else None
     if match and hub and not name.startswith((".", "~", "/")) and not name.endswith(SUFFIXES):
-        return DataName(kind="hub", name=name, hub=hub, split=match["split"] or None, column=match["column"])
+        return DataName(
+            kind="hub", name=name, hub=hub, split=match["split"] or None, column=match["column"]
+        )
     return DataName(kind="path", name=name)
 
 
 def require_data(name: str) -> None:
-    """Raise InputError where there are no such data, even if they are not read. The hub is not asked."""
+    """Raise InputError where there are no such data, even if they are not read. The hub is not
+    asked.
+    """
     parsed = parse_data(name)
     if parsed.kind != "path":
         return
@@ -94,14 +99,18 @@ def require_data(name: str) -> None:
 
 
 def require_file(path: Path) -> None:
-    """Raise InputError if a path is a pipe or a device, which can be read only once, if it ever ends."""
+    """Raise InputError if a path is a pipe or a device, which can be read only once, if it ever
+    ends.
+    """
     if path.exists() and not path.is_file():
         fix = "write its text into a file"
         raise InputError(str(path), got="a pipe or a device", need="a file or a folder", fix=fix)
 
 
 def data_files(folder: Path) -> list[Path]:
-    """The files with calibration data in a folder and below, by name. InputError where there is none."""
+    """The files with calibration data in a folder and below, by name. InputError where there is
+    none.
+    """
     files = sorted(
         path
         for path in folder.rglob("*")
@@ -114,17 +123,23 @@ def data_files(folder: Path) -> list[Path]:
 
 
 def hub_name(name: str) -> HubName | None:
-    """The model of the hub that `name` means; None of a folder, and of no hub id. InputError for a URL."""
+    """The model of the hub that `name` means; None of a folder, and of no hub id. InputError for a
+    URL.
+    """
     if user_path(name).exists():
         return None
     if "://" in name:
-        need, fix = "a folder or a model of the hub (ORG/NAME)", "copy or mount it to a folder first"
+        need, fix = (
+            "a folder or a model of the hub (ORG/NAME)",
+            "copy or mount it to a folder first",
+        )
         raise InputError(name, got="a URL", need=need, fix=fix)
     return HubName.parse(name)
 
 
 def resolve_source(name: str, on_progress: OnProgress = silent) -> Path:
-    """The folder of a checkpoint; ORG/NAME or ORG/NAME@REVISION is downloaded into the hub's cache first.
+    """The folder of a checkpoint; ORG/NAME or ORG/NAME@REVISION is downloaded into the hub's cache
+    first.
 
     A folder is never looked up on the hub. Raises as `download`; InputError for a URL.
     """
@@ -153,7 +168,9 @@ def pinned_source(name: str, root: Path) -> str:
 
 
 def require_source(name: str) -> None:
-    """Raise what `resolve_source` would for a model that is not available; fetches its config only."""
+    """Raise what `resolve_source` would for a model that is not available; fetches its config
+    only.
+    """
     if (model := hub_name(name)) is not None:
         with _or_no_such_folder(name):
             require_model(model)
@@ -172,7 +189,9 @@ def _or_no_such_folder(name: str) -> Iterator[None]:
 
 
 def with_revision(name: str, revision: str | None) -> str:
-    """`name` with a revision that was given next to it. InputError where it has none, or has another."""
+    """`name` with a revision that was given next to it. InputError where it has none, or has
+    another.
+    """
     if revision is None:
         return name
     model = hub_name(name)
@@ -191,10 +210,11 @@ class _NoRangesError(Exception):
 
 @contextmanager
 def header_files(name: HubName, on_progress: OnProgress) -> Iterator[Path]:
-    """Yield a folder like the model's, whose weight files have their headers and sizes, but holes for data.
+    """Yield a folder like the model's, whose weight files have their headers and sizes, but holes
+    for data.
 
-    The folder is gone after the block. Where the cache has the weights, or the hub gives no ranges, it is the
-    model's folder in the cache. Raises as `download`.
+    The folder is gone after the block. Where the cache has the weights, or the hub gives no ranges,
+    it is the model's folder in the cache. Raises as `download`.
     """
     try:
         listing = list_files(name)
@@ -219,7 +239,9 @@ def header_files(name: HubName, on_progress: OnProgress) -> Iterator[Path]:
         try:
             yield root
         except InputErrors as errors:
-            raise InputErrors([_named(error, root, listing.pinned) for error in errors.problems]) from None
+            raise InputErrors(
+                [_named(error, root, listing.pinned) for error in errors.problems]
+            ) from None
         except InputError as error:
             raise _named(error, root, listing.pinned) from None
 
@@ -232,7 +254,9 @@ def _named(error: InputError, root: Path, name: str) -> InputError:
     return InputError(where, got=got, need=need, fix=fix)
 
 
-def _write_headers(listing: RepoListing, weights: list[str], root: Path, on_progress: OnProgress) -> None:
+def _write_headers(
+    listing: RepoListing, weights: list[str], root: Path, on_progress: OnProgress
+) -> None:
     stage = f"headers of {listing.name.id}"
     on_progress(stage, 0, len(weights))
     with ThreadPoolExecutor(_WORKERS) as pool:
@@ -245,7 +269,8 @@ def _write_headers(listing: RepoListing, weights: list[str], root: Path, on_prog
 
 
 def read_remote_header(listing: RepoListing, file: str) -> bytes:
-    """The first bytes of a safetensors file: the length of its header, then the header if there is one.
+    """The first bytes of a safetensors file: the length of its header, then the header if there is
+    one.
 
     A length that is no header's is left to whoever reads the file.
     """
@@ -268,7 +293,10 @@ def _range(listing: RepoListing, file: str, start: int, stop: int) -> bytes:
         "Accept-Encoding": "identity",
     }
     session = utils.get_session()  # type: ignore[attr-defined]
-    with explained(listing.name), session.stream("GET", url, headers=headers, follow_redirects=True) as got:
+    with (
+        explained(listing.name),
+        session.stream("GET", url, headers=headers, follow_redirects=True) as got,
+    ):
         utils.hf_raise_for_status(got)  # type: ignore[attr-defined]
         data = bytes(got.read()) if got.status_code == _PARTIAL_CONTENT else None
     if data is None:
@@ -277,7 +305,9 @@ def _range(listing: RepoListing, file: str, start: int, stop: int) -> bytes:
 
 
 def resolve_drafter(speculative: str, on_progress: OnProgress) -> str:
-    """`METHOD`, or `METHOD=FOLDER` with the folder of a draft model, given like any source, made absolute."""
+    """`METHOD`, or `METHOD=FOLDER` with the folder of a draft model, given like any source, made
+    absolute.
+    """
     method, _, name = speculative.partition("=")
     if not name:
         return method

@@ -1,4 +1,6 @@
-"""Writes safetensors shards front to back while the next bytes are made; a broken-off one is continued."""
+"""Writes safetensors shards front to back while the next bytes are made; a broken-off one is
+continued.
+"""
 
 import json
 import os
@@ -81,14 +83,18 @@ def split_shards(units: Iterable[WriteUnit], *, shard_bytes: int) -> tuple[Shard
         if count == 1
         else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
     )
-    return tuple(Shard(name=name, units=tuple(parts)) for name, parts in zip(names, contents, strict=True))
+    return tuple(
+        Shard(name=name, units=tuple(parts)) for name, parts in zip(names, contents, strict=True)
+    )
 
 
 def write_index(folder: Path, shards: Sequence[Shard]) -> None:
     """Write the index that a checkpoint of several shards needs; nothing for a single one."""
     if len(shards) == 1:
         return
-    weight_map: dict[str, Json] = {spec.name: shard.name for shard in shards for spec in shard.tensors}
+    weight_map: dict[str, Json] = {
+        spec.name: shard.name for shard in shards for spec in shard.tensors
+    }
     total = sum(shard.num_bytes for shard in shards)
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_text(folder / INDEX_NAME, json.dumps(content, indent=2) + "\n")
@@ -100,17 +106,22 @@ def progress_file(shard: Path) -> Path:
 
 
 class Progress:
-    """A line for each finished unit of a shard: the XXH3 of the file up to its end, 16 hexadecimal digits.
+    """A line for each finished unit of a shard: the XXH3 of the file up to its end, 16 hexadecimal
+    digits.
 
-    Neither the record nor the shard is synced while it grows. After a power cut either may lack what was
-    written last; then the two do not agree, and what follows the last unit that does is written again.
+    Neither the record nor the shard is synced while it grows. After a power cut either may lack
+    what was written last; then the two do not agree, and what follows the last unit that does is
+    written again.
     """
 
     def __init__(self, file: Path) -> None:
         self._file = file.open("a+b", buffering=0)
 
-    def verified(self, shard: int, header: bytes, ends: Sequence[int]) -> tuple[int, xxhash.xxh3_64]:
-        """The number of units in the shard's descriptor that are as recorded, and the digest to their end.
+    def verified(
+        self, shard: int, header: bytes, ends: Sequence[int]
+    ) -> tuple[int, xxhash.xxh3_64]:
+        """The number of units in the shard's descriptor that are as recorded, and the digest to
+        their end.
 
         The record is cut to them; `ends` has where the header and each unit end.
         """
@@ -153,9 +164,9 @@ def _update(digest: xxhash.xxh3_64, shard: int, start: int, stop: int) -> bool:
 class ShardWriter:
     """Appends the chunks of one shard in its own thread, a few behind the one who makes them.
 
-    `done` units of an earlier, broken-off writer are there and stay: those whose bytes are as its record says
-    (`Progress`). The record has the digest of the whole shard at its end. An error in the thread, or in a
-    chunk, is raised by one of the next `write` or at the end.
+    `done` units of an earlier, broken-off writer are there and stay: those whose bytes are as its
+    record says (`Progress`). The record has the digest of the whole shard at its end. An error in
+    the thread, or in a chunk, is raised by one of the next `write` or at the end.
     """
 
     def __init__(self, folder: Path, shard: Shard, *, ahead: int) -> None:
@@ -245,12 +256,18 @@ def stored_parts(tensor: TensorInfo) -> Iterator[memoryview]:
 
 
 def header_bytes(tensors: Sequence[TensorSpec]) -> bytes:
-    """Length prefix and JSON header of a safetensors file, padded to 8 bytes as safetensors writes it."""
+    """Length prefix and JSON header of a safetensors file, padded to 8 bytes as safetensors writes
+    it.
+    """
     header: dict[str, object] = {"__metadata__": METADATA}
     position = 0
     for spec in tensors:
         end = position + num_bytes(spec.dtype, spec.shape)
-        header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [position, end]}
+        header[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [position, end],
+        }
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

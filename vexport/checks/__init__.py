@@ -1,7 +1,7 @@
 """The static gate: findings on a checkpoint's files, without vLLM, a GPU or torch.
 
-Adding a check family is one new file and one line in `CHECKS`. What families share is in `vllm`, the model
-of vLLM, and in `numbers`, the looks at stored numbers.
+Adding a check family is one new file and one line in `CHECKS`. What families share is in `vllm`,
+the model of vLLM, and in `numbers`, the looks at stored numbers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,13 +39,24 @@ FILES = "files"
 INTERNAL = "internal"
 # The family that compares with the source; it needs torch and lives in `vexport.fidelity`.
 SOURCE = "source"
-COMPARED = "weights, kept tensors, tokenizer, template and configs are those of the source (--source)"
+COMPARED = (
+    "weights, kept tensors, tokenizer, template and configs are those of the source (--source)"
+)
 # Families that apply to every quantization method.
 OF_ANY_METHOD = ("shards", "digests", "config")
 # Families that read numbers; other methods are translated to compressed-tensors first.
 OF_NUMBERS = ("values", "fusion")
 # Families that need only config.json, names and headers: run on what vexport writes.
-OF_HEADERS = ("shards", "model", "config", "targets", "completeness", "shapes", "kv_cache", "transforms")
+OF_HEADERS = (
+    "shards",
+    "model",
+    "config",
+    "targets",
+    "completeness",
+    "shapes",
+    "kv_cache",
+    "transforms",
+)
 # What is not judged: settled by vLLM's loaders, or by nothing.
 NAMES = "names and shapes of tensors"
 NUMBERS = "quantized weights and their scales"
@@ -97,8 +108,8 @@ def check_checkpoint(
     """All findings on the checkpoint `name`, a folder unless `root` is, in the order of `CHECKS`.
 
     `target` says what it is to be served with, `against` compares it with its source
-    (`vexport.fidelity.compare`), `digests` has those of files by path. Raises InputError where there is no
-    checkpoint at all; broken files are findings.
+    (`vexport.fidelity.compare`), `digests` has those of files by path. Raises InputError where
+    there is no checkpoint at all; broken files are findings.
     """
     root = root or Path(name)
     require_config(root)
@@ -133,7 +144,9 @@ def findings_of_headers(root: Path) -> tuple[Finding, ...]:
         with Reader() as reader:
             view = CheckpointView(read_index(root), reader)
             findings = [
-                each for name in OF_HEADERS for each in _or_internal_error(name, CHECKS[name].run, view)
+                each
+                for name in OF_HEADERS
+                for each in _or_internal_error(name, CHECKS[name].run, view)
             ]
     except InputError as problem:
         return findings_of(problem)
@@ -141,7 +154,9 @@ def findings_of_headers(root: Path) -> tuple[Finding, ...]:
 
 
 def findings_on(view: CheckpointView, against: Against | None = None) -> Iterator[Finding]:
-    """The findings of all families; of a checkpoint of another method on its files and config alone."""
+    """The findings of all families; of a checkpoint of another method on its files and config
+    alone.
+    """
     judged = other_method(view) is None
     for name, check in CHECKS.items():
         if name in OF_NUMBERS and judged:
@@ -154,7 +169,9 @@ def findings_on(view: CheckpointView, against: Against | None = None) -> Iterato
 
 
 def _in_our_terms(run: CheckFunction, view: CheckpointView) -> Iterator[Finding]:
-    """A check that looks at numbers, on a checkpoint of any method; its findings name what is stored."""
+    """A check that looks at numbers, on a checkpoint of any method; its findings name what is
+    stored.
+    """
     if view.method is None:
         return run(view)
     from vexport.checks.vllm.translated import translated_findings
@@ -162,18 +179,26 @@ def _in_our_terms(run: CheckFunction, view: CheckpointView) -> Iterator[Finding]
     return translated_findings(run, view)
 
 
-def _not_of_source(found: Iterable[Finding], view: CheckpointView, source: Path) -> Iterator[Finding]:
+def _not_of_source(
+    found: Iterable[Finding], view: CheckpointView, source: Path
+) -> Iterator[Finding]:
     """The findings but for those on tensors that the source has too, byte by byte."""
     tensors, origins = view.index.tensors, read_index(source).tensors
     with Reader() as reader:
         for finding in found:
             tensor, origin = tensors.get(finding.where), origins.get(finding.where)
-            if tensor is None or origin is None or not same_bytes(view.reader, tensor, reader, origin):
+            if (
+                tensor is None
+                or origin is None
+                or not same_bytes(view.reader, tensor, reader, origin)
+            ):
                 yield finding
 
 
 def _or_internal_error(family: str, run: CheckFunction, view: CheckpointView) -> Iterator[Finding]:
-    """The findings of a family; what it cannot read is one, as is a mistake of ours: the others go on."""
+    """The findings of a family; what it cannot read is one, as is a mistake of ours: the others go
+    on.
+    """
     try:
         yield from run(view)
     except InputError as problem:
@@ -187,7 +212,9 @@ def _or_internal_error(family: str, run: CheckFunction, view: CheckpointView) ->
 
 
 def internal_error(where: str, error: Exception) -> Finding:
-    """A mistake of ours as a finding: what else was found stands, and the command ends with exit code 4."""
+    """A mistake of ours as a finding: what else was found stands, and the command ends with exit
+    code 4.
+    """
     return Finding.of(unforeseen(error, where), check=INTERNAL, severity="error")
 
 
@@ -212,5 +239,7 @@ def unjudged(view: CheckpointView) -> Iterator[NotJudged]:
         yield NotJudged(what=NUMBERS, why=why)
         return
     if has_quantized_outputs(view):
-        yield NotJudged(what=NUMBERS, why="vLLM runs static INT8 outputs in a scheme of its own (WNA8O8Int)")
+        yield NotJudged(
+            what=NUMBERS, why="vLLM runs static INT8 outputs in a scheme of its own (WNA8O8Int)"
+        )
     yield from unjudged_tensors(view)

@@ -22,7 +22,9 @@ from vexport.records import Finding, NotJudged
 
 NAME = "completeness"
 WEIGHTS = QUANTIZED_PARAMETERS | WITH_OTHERS | {"weight"}
-DESCRIPTION = "no parameter is missing and none is left over, per layer, per fused part and per decoder layer"
+DESCRIPTION = (
+    "no parameter is missing and none is left over, per layer, per fused part and per decoder layer"
+)
 LAYERS = "layers"
 EXPERTS = ".experts."
 LAYER = re.compile(r"\.layers\.\d+$")
@@ -33,10 +35,13 @@ TABLES = (
     "model.language_model.embed_tokens.weight",
 )
 HEADS = tuple(
-    f"{model}lm_head.{weight}" for model in ("", "language_model.") for weight in ("weight", "weight_packed")
+    f"{model}lm_head.{weight}"
+    for model in ("", "language_model.")
+    for weight in ("weight", "weight_packed")
 )
-# Tensors that vLLM drops or takes for the KV cache, whatever the class: AutoWeightsLoader in models/utils.py,
-# get_cache_scale_mapper and _ignore_unexpected_suffixes in quantization/base_config.py.
+# Tensors that vLLM drops or takes for the KV cache, whatever the class: AutoWeightsLoader in
+# models/utils.py, get_cache_scale_mapper and _ignore_unexpected_suffixes in
+# quantization/base_config.py.
 UNREAD = re.compile(
     r"rotary_(pos_)?emb\.(inv_freq|cos_cached|sin_cached)|\.([qkv]_(scale|zero_point)|kv_scale|g_idx)$"
 )
@@ -52,7 +57,11 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         if view.layout is None:
             yield from _fused_parts(view, fused)
         for layer in view.members(fused):
-            if view.is_read(layer.name) and group is not None and quantized_parameters(layer.parameters):
+            if (
+                view.is_read(layer.name)
+                and group is not None
+                and quantized_parameters(layer.parameters)
+            ):
                 yield from _parameters(view, group, layer)
     yield from _drafts(view)
     yield from _decoder_layers(view) if view.layout is None else _of_layout(view, view.layout)
@@ -85,16 +94,25 @@ def _drafts(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _of_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
-    """Modules and parameters that the class has and the checkpoint lacks, and the other way round."""
+    """Modules and parameters that the class has and the checkpoint lacks, and the other way
+    round.
+    """
     unexpected, missing = list(_unexpected(view, layout)), _lacking(view, layout)
     yield from _untied_head(view)
-    for experts in sorted({"".join(name.partition(EXPERTS)[:2]) for name in unexpected if EXPERTS in name}):
+    for experts in sorted(
+        {"".join(name.partition(EXPERTS)[:2]) for name in unexpected if EXPERTS in name}
+    ):
         lost = [name for name in missing if name.startswith(experts)]
         names = [name for name in unexpected if name.startswith(experts)]
         if lost:
             expected = f"experts under names that vLLM has, as {min(lost)}"
-            got = f"{len(names)} tensors of other names, which vLLM passes over: {len(lost)} are missing"
-            yield error(NAME, min(names), expected=expected, got=got, fix="export the experts one by one")
+            got = (
+                f"{len(names)} tensors of other names, which vLLM passes over: {len(lost)} "
+                f"are missing"
+            )
+            yield error(
+                NAME, min(names), expected=expected, got=got, fix="export the experts one by one"
+            )
             missing = {name: where for name, where in missing.items() if name not in lost}
     for name in unexpected:
         yield _without_parameter(view, layout, name)
@@ -111,17 +129,25 @@ def _lacking(view: CheckpointView, layout: ModelLayout) -> dict[str, str]:
         for module in layout.linears
         if module not in stored
     }
-    missing |= {f"{module}.weight": f"{module}.weight" for module in layout.tables if module not in stored}
+    missing |= {
+        f"{module}.weight": f"{module}.weight" for module in layout.tables if module not in stored
+    }
     missing |= {name: name for name in layout.parameters if name not in names}
     return {name: where for name, where in missing.items() if name not in layout.optional}
 
 
-def _absent(view: CheckpointView, layout: ModelLayout, missing: Mapping[str, str]) -> Iterator[Finding]:
+def _absent(
+    view: CheckpointView, layout: ModelLayout, missing: Mapping[str, str]
+) -> Iterator[Finding]:
     """Findings on missing tensors: one on a part of the model of which nothing is there."""
-    held = {name[:at] for name in view.index.tensors for at, letter in enumerate(name) if letter == "."}
+    held = {
+        name[:at] for name in view.index.tensors for at, letter in enumerate(name) if letter == "."
+    }
     parts: dict[str, list[str]] = {}
     for name in missing:
-        around = (name[:at] for at, letter in enumerate(name) if letter == "." and name[:at] not in held)
+        around = (
+            name[:at] for at, letter in enumerate(name) if letter == "." and name[:at] not in held
+        )
         parts.setdefault(next(around, name), []).append(name)
     sized = f"of {view.class_name} as its config sizes it"
     for part, inside in sorted(parts.items()):
@@ -155,15 +181,19 @@ def _without_parameter(view: CheckpointView, layout: ModelLayout, name: str) -> 
     fix = "remove the tensor, or correct its name or the config"
     if name.endswith(".bias"):
         # vLLM drops every bias that it does not expect (AutoWeightsLoader, models/utils.py).
-        return _passed_over(name, expected, "a bias that vLLM drops silently", f"{fix} (attention_bias)")
+        return _passed_over(
+            name, expected, "a bias that vLLM drops silently", f"{fix} (attention_bias)"
+        )
     if layout.place(name) in layout.drops:
         return _passed_over(name, expected, "an unknown name, which vLLM drops silently", fix)
-    return error(NAME, name, expected=expected, got="a name for which vLLM has no parameter", fix=fix)
+    return error(
+        NAME, name, expected=expected, got="a name for which vLLM has no parameter", fix=fix
+    )
 
 
 def _untied_head(view: CheckpointView) -> Iterator[Finding]:
-    """A head next to a config that ties it to the embeddings: transformers takes these, vLLM the head
-    (maybe_untie_word_embeddings in config/model.py).
+    """A head next to a config that ties it to the embeddings: transformers takes these, vLLM the
+    head (maybe_untie_word_embeddings in config/model.py).
 
     In a multimodal model the outermost config decides (with_hf_config in config/vllm.py).
     """
@@ -179,7 +209,9 @@ def _untied_head(view: CheckpointView) -> Iterator[Finding]:
         yield warning(NAME, head.name, expected=expected, got=got, fix=fix)
 
 
-def _passed_over(where: str, expected: str, got: str, fix: str = "export the checkpoint again") -> Finding:
+def _passed_over(
+    where: str, expected: str, got: str, fix: str = "export the checkpoint again"
+) -> Finding:
     """A tensor that is not there or not read, which changes no answer of vLLM."""
     return warning(NAME, where, expected=expected, got=got, fix=fix)
 
@@ -190,21 +222,32 @@ def _parameters(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) ->
     names = set(group.parameters(shape)) if shape is not None else {group.storage.weight}
     for parameter in sorted(names - parameters.keys()):
         where = joined_name(module, parameter)
-        if parameter == "input_scale" and any(parameter in other for other in fused.members.values()):
+        if parameter == "input_scale" and any(
+            parameter in other for other in fused.members.values()
+        ):
             # vLLM takes the largest of all members (create_fp8_input_scale).
             expected = "an input scale for each layer that runs as one"
-            yield _passed_over(where, expected, f"none: vLLM takes that of the others in {fused.name}")
+            yield _passed_over(
+                where, expected, f"none: vLLM takes that of the others in {fused.name}"
+            )
         elif parameter == "weight_shape":
             expected = "the tensor, by which compressed-tensors unpacks the weight"
-            yield _passed_over(where, expected, "none: transformers cannot load the layer; vLLM can")
+            yield _passed_over(
+                where, expected, "none: transformers cannot load the layer; vLLM can"
+            )
         elif parameter in group.storage.unread and group.weights.symmetric:
-            yield _passed_over(where, "the tensor, which other loaders read", "none: vLLM does not read it")
+            yield _passed_over(
+                where, "the tensor, which other loaders read", "none: vLLM does not read it"
+            )
         else:
             yield _missing(where, f"the tensor ({group.format})")
     announced = names | {"bias"} | group.storage.unread
     for parameter in sorted(parameters.keys() - announced) if shape is not None else ():
         where, expected = joined_name(module, parameter), f"only {', '.join(sorted(names))}"
-        got, fix = "a tensor that the layer's scheme does not have", "remove it or correct the config group"
+        got, fix = (
+            "a tensor that the layer's scheme does not have",
+            "remove it or correct the config group",
+        )
         yield error(NAME, where, expected=expected, got=got, fix=fix)
 
 
@@ -219,7 +262,9 @@ def _fused_parts(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
 
 
 def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
-    """Compare the number of decoder layers with the config's, for a class whose tensors are not known."""
+    """Compare the number of decoder layers with the config's, for a class whose tensors are not
+    known.
+    """
     numbers: dict[str, set[int]] = {}
     for name in view.index.tensors:
         prefix, mark, rest = name.partition(f".{LAYERS}.")

@@ -1,4 +1,6 @@
-"""Can vLLM read the quantization config at all, and compute the rotations that it leaves to the model?"""
+"""Can vLLM read the quantization config at all, and compute the rotations that it leaves to the
+model?
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -28,12 +30,18 @@ if TYPE_CHECKING:
 NAME = "config"
 DESCRIPTION = "quantization_config is there and every config group is one that vLLM accepts"
 TRANSFORMS_NAME = "transforms"
-TRANSFORMS = "online rotations (transform_config) are ones that vLLM computes, and have their matrices"
+TRANSFORMS = (
+    "online rotations (transform_config) are ones that vLLM computes, and have their matrices"
+)
 # vLLM's names of the storage formats (compressed_tensors.CompressionFormat).
-FORMAT_NAMES = frozenset({"dense", "mixed-precision", "naive-quantized", *(each.name for each in FORMATS)})
-# With both of them in static INT8 vLLM runs another scheme (_is_wNa8o8_int); other outputs it passes over.
+FORMAT_NAMES = frozenset(
+    {"dense", "mixed-precision", "naive-quantized", *(each.name for each in FORMATS)}
+)
+# With both of them in static INT8 vLLM runs another scheme (_is_wNa8o8_int); other outputs it
+# passes over.
 SIDES = ("input_activations", "output_activations")
-# Activation ordering that vLLM no longer runs (compressed_tensors.py, _quantization_scheme_map_from_config).
+# Activation ordering that vLLM no longer runs (compressed_tensors.py,
+# _quantization_scheme_map_from_config).
 REFUSED_ORDERING = ("group", "dynamic")
 
 
@@ -95,7 +103,9 @@ def _other_method(view: CheckpointView, method: "QuantMethod") -> Iterator[Findi
     for problem in method.problems:
         yield replace(problem, check=NAME, where=f"{view.quantization_place}.{problem.where}")
     used = [view.group_of(fused) for fused in view.fused_linears if fused.is_quantized]
-    for name, refusal in dict.fromkeys((group.name, group.refusal) for group in used if group is not None):
+    for name, refusal in dict.fromkeys(
+        (group.name, group.refusal) for group in used if group is not None
+    ):
         if refusal is not None:
             expected = f"arguments that vLLM runs ({method.source})"
             fix = "quantize the source again (`vexport quantize`)"
@@ -111,7 +121,9 @@ def _unreadable(view: CheckpointView, groups: Mapping[str, Json]) -> Iterator[Fi
 
 
 def has_quantized_outputs(view: CheckpointView) -> bool:
-    """Return whether vLLM runs a group in a scheme of its own, whose rules are not among the checks."""
+    """Return whether vLLM runs a group in a scheme of its own, whose rules are not among the
+    checks.
+    """
     groups = (view.quantization or {}).get("config_groups")
     return any(
         isinstance(raw, dict) and all(_is_static_int8(parse_args(raw.get(side))) for side in SIDES)
@@ -120,13 +132,17 @@ def has_quantized_outputs(view: CheckpointView) -> bool:
 
 
 def _is_static_int8(args: QuantArgs | str) -> bool:
-    kind = None if isinstance(args, str) else (args.type, args.num_bits, args.strategy, args.dynamic)
+    kind = (
+        None if isinstance(args, str) else (args.type, args.num_bits, args.strategy, args.dynamic)
+    )
     return kind == ("int", 8, "tensor", False)
 
 
 def _groups(view: CheckpointView) -> Iterator[Finding]:
     users = [
-        (group.name, fused) for fused in view.fused_linears if (group := view.group_of(fused)) is not None
+        (group.name, fused)
+        for fused in view.fused_linears
+        if (group := view.group_of(fused)) is not None
     ]
     used = {name for name, _ in users}
     routed = {name for name, fused in users if moe_layer(next(iter(fused.members))) is not None}
@@ -134,21 +150,35 @@ def _groups(view: CheckpointView) -> Iterator[Finding]:
         key = f"config_groups.{group.name}"
         if group.weights.actorder in REFUSED_ORDERING:
             got = f"actorder {group.weights.actorder}"
-            yield _finding(view, key, "no activation ordering, or actorder weight", got, "quantize again")
+            yield _finding(
+                view, key, "no activation ordering, or actorder weight", got, "quantize again"
+            )
         refusal = group.refusal if group.name in used else next(contradictions(group), None)
         if refusal is None and group.name in routed and not group.storage.runs_experts(group):
             refusal = f"a combination that it does not run for routed experts: {described(group)}"
             refusal += f", format {group.format}"
         if refusal is not None and group.format not in FORMAT_NAMES:
-            refusal = f"format {group.format}, which vLLM {short_version()} does not have: {refusal}"
+            refusal = (
+                f"format {group.format}, which vLLM {short_version()} does not have: {refusal}"
+            )
         if refusal is not None:
             yield _finding(
-                view, key, "arguments and a format that one of vLLM's schemes runs", refusal, "correct them"
+                view,
+                key,
+                "arguments and a format that one of vLLM's schemes runs",
+                refusal,
+                "correct them",
             )
         elif group.name in used and (inputs := group.storage.unquantized_inputs(group)) is not None:
-            where, expected = f"{view.quantization_place}.{key}", "input_activations that vLLM quantizes"
+            where, expected = (
+                f"{view.quantization_place}.{key}",
+                "input_activations that vLLM quantizes",
+            )
             got = f"inputs that vLLM leaves in 16 bits: {inputs}"
-            fix = "remove input_activations and the input scales, or quantize again: no answer is worse"
+            fix = (
+                "remove input_activations and the input scales, or quantize again: no answer "
+                "is worse"
+            )
             yield warning(NAME, where, expected=expected, got=got, fix=fix)
 
 
@@ -157,7 +187,10 @@ def _sparsity(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Find
     sparsity = config.get("sparsity_config")
     usable = isinstance(sparsity, dict) and "format" in sparsity and not sparsity.get("targets")
     if sparsity and not usable:
-        expected, fix = "no sparsity, which vLLM no longer loads", "export without sparsity compression"
+        expected, fix = (
+            "no sparsity, which vLLM no longer loads",
+            "export without sparsity compression",
+        )
         yield _finding(view, "sparsity_config", expected, repr(sparsity)[:80], fix)
 
 
@@ -169,7 +202,9 @@ def _patterns(view: CheckpointView) -> Iterator[Finding]:
         for entry in entries:
             problem = expression(entry.removeprefix(REGEX)) if entry.startswith(REGEX) else None
             if isinstance(problem, str):
-                yield _finding(view, key, "regular expressions", f"{entry}: {problem}", "correct it")
+                yield _finding(
+                    view, key, "regular expressions", f"{entry}: {problem}", "correct it"
+                )
 
 
 def _finding(view: CheckpointView, key: str, expected: str, got: str, fix: str) -> Finding:
@@ -190,7 +225,9 @@ def _of_other_method(view: CheckpointView, method: str) -> Iterator[Finding]:
     vllm = short_version(view.target.vllm)
     expected = f"{METHOD}, or another method that vexport judges: {', '.join(METHODS)}"
     got = f"{method!r}, which vLLM {vllm} has not"
-    yield error(NAME, view.quantization_place, expected=expected, got=got, fix="quantize from the source")
+    yield error(
+        NAME, view.quantization_place, expected=expected, got=got, fix="quantize from the source"
+    )
 
 
 def transforms(view: CheckpointView) -> Iterator[Finding]:
@@ -198,7 +235,10 @@ def transforms(view: CheckpointView) -> Iterator[Finding]:
     where = f"{view.quantization_place}.transform_config"
     for transform in view.transforms:
         if transform.location not in (INPUT, OUTPUT):
-            expected = "transforms of inputs and outputs of linear layers, the only ones that vLLM computes"
+            expected = (
+                "transforms of inputs and outputs of linear layers, the only ones that "
+                "vLLM computes"
+            )
             got = f"{transform.scheme} of {transform.location}"
             yield _unrunnable(f"{where}.{transform.scheme}", expected, got)
             continue
@@ -213,8 +253,9 @@ def transforms(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _matrix(view: CheckpointView, transform: OnlineTransform) -> Iterator[Finding]:
-    """Every producer stores it; without, vLLM multiplies with uninitialized memory (SharedWeightParameter),
-    or rotates the inputs of weights that were not rotated the other way."""
+    """Every producer stores it; without, vLLM multiplies with uninitialized memory
+    (SharedWeightParameter), or rotates the inputs of weights that were not rotated the other way.
+    """
     if not any(name.endswith(f".{transform.submodule}.weight") for name in view.index.tensors):
         expected = f"the matrix of the {transform.kind} transform, with one of its layers"
         yield _unrunnable(f"{transform.submodule}.weight", expected, "none")
@@ -229,7 +270,9 @@ def _fused(transform: OnlineTransform, fused: FusedLinear) -> Iterator[Finding]:
         yield _unrunnable(fused.name, expected, transform.submodule)
     elif transform.location == INPUT and len(rotated) < len(fused.members):
         expected = "the same transform of the inputs of all layers that run as one"
-        yield _unrunnable(fused.name, expected, f"{transform.submodule} for {', '.join(rotated)} only")
+        yield _unrunnable(
+            fused.name, expected, f"{transform.submodule} for {', '.join(rotated)} only"
+        )
     if any("bias" in fused.members[member] for member in rotated):
         yield _unrunnable(
             fused.name, "no bias with an online transform: vLLM asserts it", transform.submodule
@@ -238,5 +281,9 @@ def _fused(transform: OnlineTransform, fused: FusedLinear) -> Iterator[Finding]:
 
 def _unrunnable(where: str, expected: str, got: str) -> Finding:
     return error(
-        TRANSFORMS_NAME, where, expected=expected, got=got, fix="rotate in the weights only (R1, R2)"
+        TRANSFORMS_NAME,
+        where,
+        expected=expected,
+        got=got,
+        fix="rotate in the weights only (R1, R2)",
     )

@@ -1,8 +1,10 @@
-"""Would vLLM run the checkpoint on so many ranks, on such GPUs and in another version, as it is stored?
+"""Would vLLM run the checkpoint on so many ranks, on such GPUs and in another version, as it is
+stored?
 
-Asked by `--tp`, `--sm` and `--vllm`. The rules of shapes by rank are those of the plan; which kernel runs
-each layer is vLLM's own choice, which `load --dry` shows. Which version has what comes from the files that
-scripts/generate_versions.py reads from the wheels; all other checks are true of `PINNED`.
+Asked by `--tp`, `--sm` and `--vllm`. The rules of shapes by rank are those of the plan; which
+kernel runs each layer is vLLM's own choice, which `load --dry` shows. Which version has what comes
+from the files that scripts/generate_versions.py reads from the wheels; all other checks are true of
+`PINNED`.
 """
 
 from collections import Counter
@@ -22,9 +24,13 @@ from vexport.records import Finding
 from vexport.version import PINNED, short_version
 
 NAME = "devices"
-DESCRIPTION = "heads, groups and blocks fit the ranks (--tp), schemes run as stored on the GPUs (--sm)"
+DESCRIPTION = (
+    "heads, groups and blocks fit the ranks (--tp), schemes run as stored on the GPUs (--sm)"
+)
 VERSIONS_NAME = "versions"
-VERSIONS = "the vLLM version asked for (--vllm) has the schemes, widths and model class that are needed"
+VERSIONS = (
+    "the vLLM version asked for (--vllm) has the schemes, widths and model class that are needed"
+)
 LOAD = "load it in that version: vexport load --dry --vllm-python"
 SERVE = "serve it with another version, or use another scheme"
 # FP8 caches in Triton's attention, and what FlashInfer's takes.
@@ -43,7 +49,8 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _cache(view: CheckpointView) -> Iterator[Finding]:
-    """GPUs on which no attention runs an FP8 KV cache: Triton's refuses it there, FlashInfer's may run it.
+    """GPUs on which no attention runs an FP8 KV cache: Triton's refuses it there, FlashInfer's may
+    run it.
 
     Sources: _get_backend_priorities in vllm/platforms/cuda.py, TritonAttentionImpl.__init__ and
     supports_compute_capability, get_supported_head_sizes and supports_sink of FlashInferBackend in
@@ -62,7 +69,9 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
         expected = f"SM {TRITON_FP8_FROM} or above{with_flashinfer if runs else ''}"
         got = f"a GPU on which vLLM has no attention with an FP8 cache ({reason})"
         fix = "serve it elsewhere, or with --kv-cache-dtype bfloat16 (float16 below SM 80)"
-        yield error(NAME, f"the FP8 KV cache (sm {_listed(refusing)})", expected=expected, got=got, fix=fix)
+        yield error(
+            NAME, f"the FP8 KV cache (sm {_listed(refusing)})", expected=expected, got=got, fix=fix
+        )
 
 
 def _heads(view: CheckpointView, ranks: int) -> Iterator[Finding]:
@@ -80,16 +89,24 @@ def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
         planned = view.planned(fused, group)
         if planned is None:
             continue
-        if group is None and any(view.names.place(member.name) != "decoder" for member in planned.members):
+        if group is None and any(
+            view.names.place(member.name) != "decoder" for member in planned.members
+        ):
             continue
-        args = group and SchemeArgs(weights=group.weights, input_activations=group.input_activations)
-        scheme = Scheme(name=group.name, args=args, format=group.storage) if group and args else None
+        args = group and SchemeArgs(
+            weights=group.weights, input_activations=group.input_activations
+        )
+        scheme = (
+            Scheme(name=group.name, args=args, format=group.storage) if group and args else None
+        )
         if reason := unsupported_on(planned, scheme, view.names, ranks):
             counts[with_stars(fused.name), reason] += 1
     for (kind, reason), count in counts.items():
         where = f"{kind} ({_layers(count)}, tp {ranks})"
         fix = "serve it on another number of GPUs, or use another scheme for these layers"
-        yield error(NAME, where, expected="parts that each rank can hold and run", got=reason, fix=fix)
+        yield error(
+            NAME, where, expected="parts that each rank can hold and run", got=reason, fix=fix
+        )
 
 
 def _by_group(view: CheckpointView) -> list[tuple[ConfigGroup, list[FusedLinear]]]:
@@ -107,7 +124,10 @@ def _capabilities(
     support, capabilities = group.storage.gpu_support(group), view.target.sm
     weights = group.weights.num_bits
     groups = f" in groups of {group.weights.group}" if group.weights.group else ""
-    layers = f"{with_stars(fused_linears[0].name)} and all of {group.name} ({_layers(len(fused_linears))}"
+    layers = (
+        f"{with_stars(fused_linears[0].name)} and all of {group.name} "
+        f"({_layers(len(fused_linears))}"
+    )
     # In the vLLM that was asked for; 0 where that is not known.
     known = view.facts.schemes if view.target.vllm != PINNED else {}
     least = known.get(group.storage.vllm_scheme(group), 0)
@@ -125,12 +145,16 @@ def _capabilities(
             where = f"{layers}, sm {_listed([sm for sm in running if support.bits(sm) == bits])})"
             got = f"W{weights}A{bits}: vLLM has no kernel for the former there, and says nothing"
             fix = "measure accuracy and speed at that precision, or serve it elsewhere"
-            yield warning(NAME, where, expected=f"{precision(group)}, as it is stored", got=got, fix=fix)
+            yield warning(
+                NAME, where, expected=f"{precision(group)}, as it is stored", got=got, fix=fix
+            )
     if running and support.package:
         expected = "4 or 8 bits in rows or in groups of 32, 64 or 128, which vLLM's own kernels run"
         got = f"{weights} bits{groups}, for which it needs the package {support.package}"
         fix = f"install {support.package} next to vLLM"
-        yield warning(NAME, f"{layers}, sm {_listed(running)})", expected=expected, got=got, fix=fix)
+        yield warning(
+            NAME, f"{layers}, sm {_listed(running)})", expected=expected, got=got, fix=fix
+        )
 
 
 def _layers(count: int) -> str:
@@ -149,11 +173,16 @@ def versions(view: CheckpointView) -> Iterator[Finding]:
         oldest, *_, newest = map(short_version, known_versions())
         expected = f"one of the versions whose rules are known, {oldest} to {newest}"
         got = f"unknown: checked by the rules of {short_version(version)}"
-        yield warning(VERSIONS_NAME, f"vLLM {short_version(asked)}", expected=expected, got=got, fix=LOAD)
+        yield warning(
+            VERSIONS_NAME, f"vLLM {short_version(asked)}", expected=expected, got=got, fix=LOAD
+        )
     if version == PINNED:
         return
     if view.class_name in facts_of(version).absent:
-        where, got = f"{view.config_path}: architectures", f"{view.class_name}, which it does not have"
+        where, got = (
+            f"{view.config_path}: architectures",
+            f"{view.class_name}, which it does not have",
+        )
         fix = f"serve it with vLLM {pinned}"
         yield error(VERSIONS_NAME, where, expected=f"a model class of {name}", got=got, fix=fix)
     if view.method is not None:
@@ -161,12 +190,20 @@ def versions(view: CheckpointView) -> Iterator[Finding]:
         got = f"{name}: checked by the rules of {pinned}"
         yield warning(VERSIONS_NAME, view.quantization_place, expected=expected, got=got, fix=LOAD)
         return
-    used = {group.name for fused in view.fused_linears if (group := view.group_of(fused)) is not None}
+    used = {
+        group.name for fused in view.fused_linears if (group := view.group_of(fused)) is not None
+    }
     for group in (group for group in view.config_groups if group.name in used):
         where = f"{view.quantization_place}.config_groups.{group.name}"
         if refused := _refused(group, facts_of(version)):
             expected = f"a vLLM that has {refused}"
-            yield error(VERSIONS_NAME, where, expected=expected, got=f"{name}, which refuses them", fix=SERVE)
+            yield error(
+                VERSIONS_NAME,
+                where,
+                expected=expected,
+                got=f"{name}, which refuses them",
+                fix=SERVE,
+            )
         elif group.storage is MXFP4 and MXFP4.vllm_scheme(group) not in facts_of(version).schemes:
             expected = "a vLLM that has MXFP4 weights with FP8 inputs"
             got = f"{name}, which takes the inputs for MXFP4's, where it has FP4 kernels"
@@ -174,7 +211,9 @@ def versions(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _refused(group: ConfigGroup, facts: VersionFacts) -> str | None:
-    """The zero points of a group that a version lacks (schemes/compressed_tensors_wNa16.py, wNa8.py)."""
+    """The zero points of a group that a version lacks (schemes/compressed_tensors_wNa16.py,
+    wNa8.py).
+    """
     bits, inputs = group.weights.num_bits, group.input_activations
     if group.storage is not PACKED or group.weights.symmetric:
         return None

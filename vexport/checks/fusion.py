@@ -10,12 +10,14 @@ from vexport.records import Finding, Severity
 
 NAME = "fusion"
 DESCRIPTION = (
-    "q/k/v and gate/up share global and input scales; per-tensor FP8 scales that differ cost accuracy"
+    "q/k/v and gate/up share global and input scales; per-tensor FP8 scales that "
+    "differ cost accuracy"
 )
-# vLLM keeps the largest for all (process_weights_after_loading of compressed_tensors_w4a4_nvfp4.py).
+# vLLM keeps the largest for all (process_weights_after_loading of
+# compressed_tensors_w4a4_nvfp4.py).
 WEIGHT_GLOBAL_SCALE, INPUT_GLOBAL_SCALE = "weight_global_scale", "input_global_scale"
-# The same of compressed_tensors_w8a8_fp8.py; INT8 keeps the last. They run on one input, so that only a fault
-# makes their scales differ: in which of them, most tell.
+# The same of compressed_tensors_w8a8_fp8.py; INT8 keeps the last. They run on one input, so that
+# only a fault makes their scales differ: in which of them, most tell.
 INPUT_SCALES = (INPUT_GLOBAL_SCALE, "input_scale")
 # vLLM requantizes to the largest weight scale (process_fp8_weight_tensor_strategy): a small loss.
 WEIGHT_SCALE = "weight_scale"
@@ -29,7 +31,9 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             continue
         values = _differing(view, fused, WEIGHT_GLOBAL_SCALE)
         if values and not _differ_in_zeros(view, values):
-            yield _finding(fused, WEIGHT_GLOBAL_SCALE, values, "error", "would use the largest for all")
+            yield _finding(
+                fused, WEIGHT_GLOBAL_SCALE, values, "error", "would use the largest for all"
+            )
         for parameter in INPUT_SCALES:
             if values := _differing(view, fused, parameter):
                 taken = (min if parameter in view.reciprocals else max)(values.values())
@@ -40,7 +44,8 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _differ_in_zeros(view: CheckpointView, values: Mapping[str, float]) -> bool:
-    """Return whether all members have the global scale that vLLM takes, except members of zeros only.
+    """Return whether all members have the global scale that vLLM takes, except members of zeros
+    only.
 
     Routed experts are left out: vLLM takes the first member's scale there.
     """
@@ -52,14 +57,24 @@ def _differ_in_zeros(view: CheckpointView, values: Mapping[str, float]) -> bool:
 
 
 def _input_finding(
-    fused: FusedLinear, parameter: str, values: Mapping[str, float], group: ConfigGroup, taken: float
+    fused: FusedLinear,
+    parameter: str,
+    values: Mapping[str, float],
+    group: ConfigGroup,
+    taken: float,
 ) -> Finding:
-    """Different scales of one input: a warning where the one that vLLM takes is what most members have."""
+    """Different scales of one input: a warning where the one that vLLM takes is what most members
+    have.
+    """
     inputs = group.input_activations
     if inputs is not None and not inputs.is_float:
-        return _finding(fused, parameter, values, "error", "would use the last that it reads for all")
+        return _finding(
+            fused, parameter, values, "error", "would use the last that it reads for all"
+        )
     if 2 * sum(value == taken for value in values.values()) > len(values):
-        return _finding(fused, parameter, values, "warning", f"uses {taken:.9g} for all, as most have")
+        return _finding(
+            fused, parameter, values, "warning", f"uses {taken:.9g} for all, as most have"
+        )
     return _finding(fused, parameter, values, "error", f"would use {taken:.9g} for all")
 
 
@@ -74,7 +89,11 @@ def _differing(view: CheckpointView, fused: FusedLinear, parameter: str) -> dict
 
 
 def _finding(
-    fused: FusedLinear, parameter: str, values: Mapping[str, float], severity: Severity, what_vllm_does: str
+    fused: FusedLinear,
+    parameter: str,
+    values: Mapping[str, float],
+    severity: Severity,
+    what_vllm_does: str,
 ) -> Finding:
     """The members' different values."""
     return Finding(
@@ -82,6 +101,8 @@ def _finding(
         severity=severity,
         where=f"{fused.name}: {parameter}",
         expected="one value for all layers that run as one",
-        got=", ".join(f"{module.rpartition('.')[2]} {value:.9g}" for module, value in values.items()),
+        got=", ".join(
+            f"{module.rpartition('.')[2]} {value:.9g}" for module, value in values.items()
+        ),
         fix=f"quantize again with a shared scale; vLLM {what_vllm_does}",
     )

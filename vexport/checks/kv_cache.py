@@ -14,7 +14,9 @@ from vexport.numerics import E4M3_MAX
 from vexport.records import Finding, Json, TensorInfo
 
 NAME = "kv_cache"
-DESCRIPTION = "the KV cache is stored as vLLM can, with a usable scale for the keys and values of every layer"
+DESCRIPTION = (
+    "the KV cache is stored as vLLM can, with a usable scale for the keys and values of every layer"
+)
 SCALES = ("k_scale", "v_scale")
 STRATEGIES = ("tensor", "attn_head")
 FIX = "quantize the KV cache again with calibration"
@@ -30,7 +32,12 @@ ACCEPTED: Mapping[str, tuple[Json, ...]] = {
     "strategy": STRATEGIES,
 }
 # KV cache dtypes that other methods can declare.
-ANNOUNCED: Mapping[str, Json] = {"type": "float", "num_bits": 8, "symmetric": True, "strategy": "tensor"}
+ANNOUNCED: Mapping[str, Json] = {
+    "type": "float",
+    "num_bits": 8,
+    "symmetric": True,
+    "strategy": "tensor",
+}
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -39,7 +46,9 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     if scheme is None:
         yield from _unannounced(view) if view.method is None else ()
         return
-    if not isinstance(scheme, dict) or any(scheme.get(key) not in right for key, right in ACCEPTED.items()):
+    if not isinstance(scheme, dict) or any(
+        scheme.get(key) not in right for key, right in ACCEPTED.items()
+    ):
         where = f"{view.quantization_place}.kv_cache_scheme"
         expected = f"float, 8 bits, symmetric, strategy {' or '.join(STRATEGIES)}"
         fix = "quantize the KV cache again, or remove the key"
@@ -64,7 +73,9 @@ def _unannounced(view: CheckpointView) -> Iterator[Finding]:
         where = f"{view.quantization_place}.kv_cache_scheme"
         expected = "the scheme of the fp8 KV cache, of which all attention layers have the scales"
         got = "no scheme: vLLM would not quantize the cache"
-        yield error(NAME, where, expected=expected, got=got, fix="set kv_cache_scheme, or remove the scales")
+        yield error(
+            NAME, where, expected=expected, got=got, fix="set kv_cache_scheme, or remove the scales"
+        )
 
 
 def cache_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
@@ -74,21 +85,25 @@ def cache_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | 
 
 
 def cache_scheme(view: CheckpointView) -> Json:
-    """The scheme that the config announces; of other methods, for which vLLM's 1.0 may be meant, what is
-    announced is always the same."""
+    """The scheme that the config announces; of other methods, for which vLLM's 1.0 may be meant,
+    what is announced is always the same."""
     if view.method is None:
         return (view.quantization or {}).get("kv_cache_scheme")
     return {**ANNOUNCED} if view.method.kv_cache else None
 
 
 def _places(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
-    attention = (module.rpartition(".")[0] for module in view.layers if makes_keys(module, view.names))
+    attention = (
+        module.rpartition(".")[0] for module in view.layers if makes_keys(module, view.names)
+    )
     for module in attention:
         yield from ((module, parameter, _stored(view, module, parameter)) for parameter in SCALES)
 
 
 def _stored(view: CheckpointView, module: str, parameter: str) -> TensorInfo | None:
-    """The scale under any name that vLLM finds (get_cache_scale_mapper, quantization/base_config.py)."""
+    """The scale under any name that vLLM finds (get_cache_scale_mapper,
+    quantization/base_config.py).
+    """
     tensors, own = view.index.tensors, view.method.cache_scales if view.method else {}
     endings = (
         own.get(parameter, parameter),
@@ -98,19 +113,25 @@ def _stored(view: CheckpointView, module: str, parameter: str) -> TensorInfo | N
         f"qkv_proj.{parameter}",
         "kv_scale",
     )
-    return next((tensors[name] for ending in endings if (name := f"{module}.{ending}") in tensors), None)
+    return next(
+        (tensors[name] for ending in endings if (name := f"{module}.{ending}") in tensors), None
+    )
 
 
 def _count(view: CheckpointView, tensor: TensorInfo, *, per_head: bool) -> Iterator[Finding]:
     heads = view.text.get("num_key_value_heads") if per_head else None
     if not per_head and tensor.num_elements != 1:
-        yield _wrong(tensor, "one scale for all heads (strategy tensor)", f"{tensor.num_elements} values")
+        yield _wrong(
+            tensor, "one scale for all heads (strategy tensor)", f"{tensor.num_elements} values"
+        )
     if isinstance(heads, int) and heads > 0 and tensor.num_elements % heads:
         expected = f"a scale for each of {heads} KV heads (strategy attn_head)"
         yield _wrong(tensor, expected, str(tensor.num_elements))
 
 
-def _values(view: CheckpointView, module: str, parameter: str, tensor: TensorInfo) -> Iterator[Finding]:
+def _values(
+    view: CheckpointView, module: str, parameter: str, tensor: TensorInfo
+) -> Iterator[Finding]:
     """Return whether scales are numbers, of a size that those of keys and values can have."""
     values = view.reader.floats(tensor)
     bad = int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))
@@ -135,7 +156,9 @@ def _values(view: CheckpointView, module: str, parameter: str, tensor: TensorInf
 
 
 def _makes_zeros(view: CheckpointView, module: str) -> bool:
-    """Return True if all outputs of a layer are zero: a scale of any size fits these keys or values."""
+    """Return True if all outputs of a layer are zero: a scale of any size fits these keys or
+    values.
+    """
     layer = view.layers.get(module)
     if layer is None or layer.filled("bias") is not None:
         return False

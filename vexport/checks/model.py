@@ -12,7 +12,9 @@ from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.records import Finding, Json, NotJudged
 
 NAME = "model"
-DESCRIPTION = "vLLM has the model's class, and config.json the sizes and names that it is built from"
+DESCRIPTION = (
+    "vLLM has the model's class, and config.json the sizes and names that it is built from"
+)
 HALF = ("float16", "half")
 # Classes that put their own layer in the place of the output head, and its layer's names.
 CLASSIFIER = ("ForSequenceClassification", "ForTokenClassification")
@@ -21,7 +23,8 @@ CLASSIFIES = re.compile(r"(^|\.)(score|classifier|cls|qa_outputs)\.")
 GENERATING_BASES = ("Gemma2Model", "LlamaModel", "MistralModel", "Qwen2Model")
 # Trained models have 1e-8 to 1e-5.
 LARGEST_EPSILON = 0.01
-# A table for 10,485,760 positions of heads of 128, the most of a model of 2026, has 2.5 GiB in bfloat16.
+# A table for 10,485,760 positions of heads of 128, the most of a model of 2026, has 2.5 GiB in
+# bfloat16.
 MOST_TABLE_BYTES = 8 << 30
 MOST_LABELS = 1_000_000
 
@@ -42,19 +45,27 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         for key, value in oversized(entry, config):
             yield _wrong(view, key, "a size that a tensor can have", shown(value))
         for key in missing_sizes(entry, config):
-            got = shown(config[key]) if key in config else "none: transformers would take its own default"
+            got = (
+                shown(config[key])
+                if key in config
+                else "none: transformers would take its own default"
+            )
             yield _wrong(view, key, "a size", got)
         yield from _sizes(view, entry, text_config(config))
 
 
 def _narrowed(view: CheckpointView) -> Iterator[Finding]:
-    """A config that says float16 of a model of bfloat16, whose larger numbers float16 does not have.
+    """A config that says float16 of a model of bfloat16, whose larger numbers float16 does not
+    have.
 
-    Where scales are in float16 the producer meant it: AutoRound turns models to float16 for AWQ and GPTQ.
+    Where scales are in float16 the producer meant it: AutoRound turns models to float16 for AWQ and
+    GPTQ.
     """
     config = view.index.config
     dtype = str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch.")
-    stored = {tensor.dtype for name, tensor in view.index.tensors.items() if name.endswith("norm.weight")}
+    stored = {
+        tensor.dtype for name, tensor in view.index.tensors.items() if name.endswith("norm.weight")
+    }
     if dtype in HALF and stored == {"BF16"}:
         meant = any(tensor.dtype == "F16" for tensor in view.index.tensors.values())
         where, expected = f"{view.config_path}: dtype", "bfloat16, as the norms are stored"
@@ -84,7 +95,9 @@ def _unknown(view: CheckpointView) -> Iterator[Finding]:
     """
     name, table = view.class_name, architecture_table()
     if not name:
-        yield _wrong(view, "architectures", "the name of the model class", "none, and an unknown model_type")
+        yield _wrong(
+            view, "architectures", "the name of the model class", "none, and an unknown model_type"
+        )
         return
     has_code = "auto_map" in view.index.config or name in (transformers_models(_kind(view)) or ())
     newer = name in view.facts.added
@@ -95,12 +108,17 @@ def _unknown(view: CheckpointView) -> Iterator[Finding]:
         vllm = view.facts.vllm
         expected = f"a class of vLLM {vllm} or of transformers"
         yield _wrong(
-            view, "architectures", expected, f"{name}, of neither" if reason is None else f"{name}: {reason}"
+            view,
+            "architectures",
+            expected,
+            f"{name}, of neither" if reason is None else f"{name}: {reason}",
         )
 
 
 def unjudged_class(view: CheckpointView) -> Iterator[NotJudged]:
-    """Yield why no check knows the class, if vLLM's registry has it and the table of classes does not."""
+    """Yield why no check knows the class, if vLLM's registry has it and the table of classes does
+    not.
+    """
     name = view.class_name
     reason = left_out(name) if name not in view.facts.added else None
     if reason is not None and not reason.startswith(REMOVED):
@@ -109,7 +127,9 @@ def unjudged_class(view: CheckpointView) -> Iterator[NotJudged]:
 
 def _without_output(view: CheckpointView) -> Iterator[Finding]:
     name = view.class_name
-    if name.endswith(CLASSIFIER) and not any(CLASSIFIES.search(tensor) for tensor in view.index.tensors):
+    if name.endswith(CLASSIFIER) and not any(
+        CLASSIFIES.search(tensor) for tensor in view.index.tensors
+    ):
         got = f"{name}, whose output layer the checkpoint does not have"
         yield _wrong(view, "architectures", "a class whose tensors are stored", got)
 
@@ -151,19 +171,26 @@ def _kind(view: CheckpointView) -> str:
     return str(view.index.config.get("model_type"))
 
 
-def _sizes(view: CheckpointView, entry: ClassLayout, config: Mapping[str, Json]) -> Iterator[Finding]:
+def _sizes(
+    view: CheckpointView, entry: ClassLayout, config: Mapping[str, Json]
+) -> Iterator[Finding]:
     heads, keys = config.get("num_attention_heads"), config.get("num_key_value_heads")
     sized = any("num_key_value_heads" in side for row in entry.rows for side in row.shape or ())
     if sized and isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
         yield _wrong(
-            view, "num_key_value_heads", f"a divisor of num_attention_heads {shown(heads)}", shown(keys)
+            view,
+            "num_key_value_heads",
+            f"a divisor of num_attention_heads {shown(heads)}",
+            shown(keys),
         )
     # vLLM computes with any number here without an error, and uses one of two RoPE descriptions.
     epsilon = config.get("rms_norm_eps", LARGEST_EPSILON)
     if isinstance(epsilon, float) and not 0 <= epsilon <= LARGEST_EPSILON:
         yield _wrong(view, "rms_norm_eps", f"a number from 0 to {LARGEST_EPSILON}", shown(epsilon))
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    kinds = [each.get("rope_type", each.get("type")) for each in (new, old) if isinstance(each, dict)]
+    kinds = [
+        each.get("rope_type", each.get("type")) for each in (new, old) if isinstance(each, dict)
+    ]
     scaled = any(kind not in ("default", None) for kind in kinds)
     if isinstance(new, dict) and isinstance(old, dict) and new != old and scaled:
         got = f"{shown(old)} next to {shown(new)}"
@@ -177,19 +204,27 @@ def _positions(view: CheckpointView) -> Iterator[Finding]:
     num_bytes = table_bytes({"dtype": view.index.config.get("dtype"), **view.text})
     if num_bytes > MOST_TABLE_BYTES:
         expected = f"positions whose rotary table has at most {MOST_TABLE_BYTES >> 30} GiB"
-        got = f"a table of {num_bytes / (1 << 30):,.0f} GiB, which vLLM computes on each GPU when it starts"
+        got = (
+            f"a table of {num_bytes / (1 << 30):,.0f} GiB, which vLLM computes on each GPU "
+            f"when it starts"
+        )
         fix = (
-            "set max_position_embeddings and the factor in rope_parameters to what the model was trained for"
+            "set max_position_embeddings and the factor in rope_parameters to what the model "
+            "was trained for"
         )
         where = f"{view.config_path}: max_position_embeddings"
         yield warning(NAME, where, expected=expected, got=got, fix=fix)
 
 
 def _labels(view: CheckpointView) -> Iterator[Finding]:
-    """Find a number of labels for which transformers would make names until the memory is used up."""
+    """Find a number of labels for which transformers would make names until the memory is used
+    up.
+    """
     count = view.index.config.get("num_labels")
     if isinstance(count, int) and count > MOST_LABELS:
-        yield _wrong(view, "num_labels", f"at most {MOST_LABELS:,}: transformers names each", shown(count))
+        yield _wrong(
+            view, "num_labels", f"at most {MOST_LABELS:,}: transformers names each", shown(count)
+        )
 
 
 def _wrong(view: CheckpointView, key: str, expected: str, got: str) -> Finding:

@@ -1,5 +1,7 @@
-"""The numbers that a checkpoint stores: scales, read no further than a question needs, as most are one byte
-and there are many; codes and plain values that no weight has; what a cast to another dtype leaves of them."""
+"""The numbers that a checkpoint stores: scales, read no further than a question needs, as most are
+one byte and there are many; codes and plain values that no weight has; what a cast to another dtype
+leaves of them.
+"""
 
 import math
 import re
@@ -24,18 +26,24 @@ LAYER_SCALES = ("weight_scale", "weight_global_scale", "input_scale", "input_glo
 # This many scales of a layer are never all equal, unless they are exponents.
 MANY = 16
 E8M0_BIAS = 127
-# A scale that calibration never gives: a producer's initial value, and vLLM's default for a KV cache.
+# A scale that calibration never gives: a producer's initial value, and vLLM's default for a KV
+# cache.
 PLACEHOLDER = 1.0
 # The number of values that estimates a scale's median.
 SAMPLE = 1 << 11
-# Bits that are all set in NaN and infinity, by dtype: e4m3 has no infinity, and its NaN has them all. Those
-# of finite positive numbers are smaller, and in their order.
+# Bits that are all set in NaN and infinity, by dtype: e4m3 has no infinity, and its NaN has them
+# all. Those of finite positive numbers are smaller, and in their order.
 NOT_FINITE = {"F8_E4M3": E4M3_NAN, "F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000}
 # Names of bounds and masks: input_min of Gemma 4's towers, causal_mask.
 BOUNDS = re.compile(r"(^|_)(min|max|mask|bounds?)$")
 # Elements examined at once, as fit a processor's cache; elements after which pages are released.
 RUN, RELEASED = 1 << 18, 1 << 24
-INTEGERS = {"U8": (0, 255), "I8": (-128, 127), "I32": (-(2**31), 2**31 - 1), "I64": (-(2**63), 2**63 - 1)}
+INTEGERS = {
+    "U8": (0, 255),
+    "I8": (-128, 127),
+    "I32": (-(2**31), 2**31 - 1),
+    "I64": (-(2**63), 2**63 - 1),
+}
 # From here on a whole number is within .2 % of what it was rounded from; bfloat16 is within .4 %.
 WHOLE = 256.0
 SIXTEEN_BITS = ("BF16", "F16")
@@ -44,7 +52,8 @@ WHOLE_E4M3 = 8.0
 # Integers of one size wrap: the bits stay.
 SAME_BITS = ({"I8", "U8"}, {"I32", "U32"})
 E4M3_CODES = bytes(range(256))
-# Ranges that are rounded, averaged or given some room; inputs so small that the norm's epsilon counts.
+# Ranges that are rounded, averaged or given some room; inputs so small that the norm's epsilon
+# counts.
 MARGIN = 1.5
 IN_LAYER = re.compile(
     r"(?P<layer>model\.layers\.\d+\.)(?P<part>\w+)\.(?:experts\.\d+\.)?(?P<projection>\w+)$"
@@ -54,8 +63,8 @@ BYTES = ("U8", "F8_E8M0")
 
 
 def positive_ends(reader: Reader, tensor: TensorInfo) -> tuple[float, float] | None:
-    """The least and the largest number of a scale of floats, where all are finite and above zero: told from
-    their bits."""
+    """The least and the largest number of a scale of floats, where all are finite and above zero:
+    told from their bits."""
     if tensor.dtype not in NOT_FINITE:
         return None
     bits = np.frombuffer(reader.raw(tensor), f"<u{BITS[tensor.dtype] // 8}")
@@ -72,7 +81,9 @@ def ends_of(reader: Reader, scale: TensorInfo) -> tuple[float, float]:
         return positive
     codes = np.frombuffer(reader.raw(scale), np.uint8)
     is_exponent = scale.dtype == "U8"
-    values = _decoded(bytes((codes.min(), codes.max())), "U8") if is_exponent else numbers(reader, scale)
+    values = (
+        _decoded(bytes((codes.min(), codes.max())), "U8") if is_exponent else numbers(reader, scale)
+    )
     return float(values.min()), float(values.max())
 
 
@@ -109,8 +120,8 @@ def beyond(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> Iter
 
 
 def not_finite(view: CheckpointView) -> Iterator[Finding]:
-    """NaN in payloads of e4m3 and in what is not quantized, and infinity where that holds weights: of other
-    values it may be meant, as of bounds between which nothing is clipped and of masks."""
+    """NaN in payloads of e4m3 and in what is not quantized, and infinity where that holds weights:
+    of other values it may be meant, as of bounds between which nothing is clipped and of masks."""
     for tensor in view.index.tensors.values():
         if tensor.name.endswith(LAYER_SCALES) or tensor.dtype not in NOT_FINITE:
             continue
@@ -131,10 +142,13 @@ def _count_not_finite(view: CheckpointView, tensor: TensorInfo, *, infinity: boo
     bad = 0
     for start in range(0, codes.size, RUN):
         part = codes[start : start + RUN]
-        # Of either sign they have the largest bits, which takes less time to see than to count them.
+        # Of either sign they have the largest bits, which takes less time to see than to count
+        # them.
         if part.max() >= sign | mask or signed[start : start + RUN].max() >= mask:
             magnitudes = part & ~codes.dtype.type(sign)
-            bad += int(np.count_nonzero(magnitudes >= mask if infinity or size == 1 else magnitudes > mask))
+            bad += int(
+                np.count_nonzero(magnitudes >= mask if infinity or size == 1 else magnitudes > mask)
+            )
         if start % RELEASED == 0:
             view.reader.release([tensor])
     view.reader.release([tensor])
@@ -173,7 +187,9 @@ def empty(view: CheckpointView) -> Iterator[Finding]:
 
 
 def is_lossless_cast(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
-    """Return whether a tensor's values are all kept when vLLM's `copy_` casts them to a parameter's dtype."""
+    """Return whether a tensor's values are all kept when vLLM's `copy_` casts them to a parameter's
+    dtype.
+    """
     if {tensor.dtype, dtype} in SAME_BITS:
         return True
     is_integer = tensor.dtype.startswith(("I", "U"))
@@ -191,7 +207,9 @@ def is_lossless_cast(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
 
 
 def is_rounded_little(reader: Reader, tensor: TensorInfo) -> bool:
-    """Return whether what a single scale lost when it was stored in this dtype moves no answer by much."""
+    """Return whether what a single scale lost when it was stored in this dtype moves no answer by
+    much.
+    """
     if tensor.dtype in SIXTEEN_BITS:
         return True
     return tensor.dtype in INTEGERS and bool(reader.floats(tensor).min(initial=WHOLE) >= WHOLE)
@@ -220,27 +238,36 @@ def impossible(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> 
         expected = f"a scale for inputs up to {most:.3g}, all that the norm before lets through"
         yield error(CHECK, name, expected=expected, got=got, fix=fix)
     elif largest < least / MARGIN:
-        expected = f"a scale for inputs of at least {least:.3g}, which the norm before makes of any token"
+        expected = (
+            f"a scale for inputs of at least {least:.3g}, which the norm before makes of any token"
+        )
         yield error(CHECK, name, expected=expected, got=got, fix=fix)
 
 
-def _static_scale(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> tuple[str, float] | None:
-    """A layer's static scale by its name, and the largest input that it represents; None without one."""
+def _static_scale(
+    view: CheckpointView, group: ConfigGroup, layer: StoredLayer
+) -> tuple[str, float] | None:
+    """A layer's static scale by its name, and the largest input that it represents; None without
+    one.
+    """
     if scale := layer.filled("input_scale"):
         value = float(np.abs(view.reader.floats(scale)).max())
         return scale.name, group.storage.largest_input * value
     if global_scale := layer.filled("input_global_scale"):
-        return global_scale.name, GLOBAL_SCALE_NUMERATOR / float(view.reader.floats(global_scale).min())
+        return global_scale.name, GLOBAL_SCALE_NUMERATOR / float(
+            view.reader.floats(global_scale).min()
+        )
     return None
 
 
 def norm_bounds(view: CheckpointView, module: str) -> tuple[float, float] | None:
-    """Between what the largest output of the norm before a layer lies; None where that is not known.
+    """Between what the largest output of the norm before a layer lies; None where that is not
+    known.
 
-    RMSNorm divides by the root mean square of `hidden_size` values: none of its outputs is larger than
-    sqrt(hidden_size) times the norm's largest weight, whatever the prompt. Nor are all outputs of a token
-    small: before they are multiplied by the weights their root mean square is 1, so that the largest is at
-    least the root of the harmonic mean of the squared weights.
+    RMSNorm divides by the root mean square of `hidden_size` values: none of its outputs is larger
+    than sqrt(hidden_size) times the norm's largest weight, whatever the prompt. Nor are all outputs
+    of a token small: before they are multiplied by the weights their root mean square is 1, so that
+    the largest is at least the root of the harmonic mean of the squared weights.
     """
     match, architecture = IN_LAYER.match(module), view.architecture
     after_others = (*architecture.row_parallel, *(architecture.experts or ())[1:2])
@@ -255,7 +282,9 @@ def norm_bounds(view: CheckpointView, module: str) -> tuple[float, float] | None
 
 
 def reach(view: CheckpointView, tensor: TensorInfo) -> tuple[float, float]:
-    """Between what the largest output of a norm lies; the second is the most of their length, too."""
+    """Between what the largest output of a norm lies; the second is the most of their length,
+    too.
+    """
     offset = 1.0 if view.layout is not None and view.layout.norms_above_one else 0.0
     weights = np.abs(view.reader.floats(tensor) + offset)
     with np.errstate(divide="ignore"):
@@ -264,13 +293,19 @@ def reach(view: CheckpointView, tensor: TensorInfo) -> tuple[float, float]:
 
 
 def largest_output(view: CheckpointView, module: str) -> float | None:
-    """No output of a quantized layer behind a norm is larger, with some room; None where that is not known.
+    """No output of a quantized layer behind a norm is larger, with some room; None where that is
+    not known.
 
-    That is the length of the input times that of a row of the weight (Cauchy and Schwarz), and the bias;
-    where keys have their own norm, what that lets through.
+    That is the length of the input times that of a row of the weight (Cauchy and Schwarz), and the
+    bias; where keys have their own norm, what that lets through.
     """
     norm = view.index.tensors.get(f"{module.removesuffix('proj')}norm.weight")
-    if norm is not None and norm.num_bytes and view.layout is not None and view.layout.norm_before_mlp:
+    if (
+        norm is not None
+        and norm.num_bytes
+        and view.layout is not None
+        and view.layout.norm_before_mlp
+    ):
         return MARGIN * reach(view, norm)[1]
     layer, bounds = view.layers.get(module), norm_bounds(view, module)
     if layer is None or layer.group is None or bounds is None:

@@ -16,12 +16,14 @@ from vexport.numerics import INT32_BITS
 from vexport.records import Finding, TensorInfo
 
 NAME = "shapes"
-# How `expected` begins in findings on a tensor's shape; other findings are on its dtype, or on whole layers.
+# How `expected` begins in findings on a tensor's shape; other findings are on its dtype, or on
+# whole layers.
 SHAPE = "shape "
 EXPORT = "export it again"
 DESCRIPTION = "dtypes and shapes are those that the config announces, and fused layers fit together"
 
-# Rounded to 16 bits they move all weights or inputs of a layer alike, by .4 %: far less than FP4 does.
+# Rounded to 16 bits they move all weights or inputs of a layer alike, by .4 %: far less than FP4
+# does.
 GLOBAL_SCALES = (".weight_global_scale", ".input_global_scale", ".weight_scale_2")
 ALIKE_SCALES = ("weight_scale", "input_scale", "weight_scale_inv", "scales")
 CACHE_SCALES = (".k_scale", ".v_scale")
@@ -53,13 +55,19 @@ def _quantized(
     for layer in view.members(fused):
         parameters, shape = layer.parameters, view.shape_of(layer)
         expected = group.parameters(shape) if shape is not None else {}
-        parts = [parameter for parameter, form in expected.items() if form.along and parameter in parameters]
+        parts = [
+            parameter
+            for parameter, form in expected.items()
+            if form.along and parameter in parameters
+        ]
         whole = all(parameters[parameter].shape != expected[parameter].shape for parameter in parts)
         dense = INT32_BITS % group.weights.num_bits == 0
         narrowing = dense and (not whole or layer.name.rpartition(".")[2] in right)
         for parameter in (name for name in expected if name in parameters):
             yield from _dtype(view, group, parameters[parameter], expected[parameter])
-            yield from _shape(group, parameters[parameter], expected[parameter], cut, narrowing=narrowing)
+            yield from _shape(
+                group, parameters[parameter], expected[parameter], cut, narrowing=narrowing
+            )
 
 
 def _unusable(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) -> Iterator[Finding]:
@@ -82,12 +90,15 @@ def _right_somewhere(view: CheckpointView) -> frozenset[str]:
     return frozenset(
         name.rpartition(".")[2]
         for name, layer in view.layers.items()
-        if (group := layer.group) is not None and view.shape_of(layer) == group.shape(layer.parameters)
+        if (group := layer.group) is not None
+        and view.shape_of(layer) == group.shape(layer.parameters)
     )
 
 
 def _cut(view: CheckpointView, fused: FusedLinear) -> int | None:
-    """The dimension along which vLLM narrows what it loads for a layer, None where it compares shapes."""
+    """The dimension along which vLLM narrows what it loads for a layer, None where it compares
+    shapes.
+    """
     if EXPERT.search(next(iter(fused.members))):
         return None
     return CUTS.get(split_of(fused.by_name, view.names))
@@ -105,7 +116,9 @@ def _dtype(
         got = f"{tensor.dtype}, whose values vLLM casts {loss}"
         yield warning(NAME, tensor.name, expected=wanted, got=got, fix=EXPORT)
     else:
-        yield error(NAME, tensor.name, expected=wanted, got=f"{tensor.dtype}, which vLLM casts", fix=EXPORT)
+        yield error(
+            NAME, tensor.name, expected=wanted, got=f"{tensor.dtype}, which vLLM casts", fix=EXPORT
+        )
 
 
 def _shape(
@@ -125,11 +138,15 @@ def _shape(
 
 
 def _is_narrowed(stored: tuple[int, ...], expected: Shape, cut: int | None) -> bool:
-    """Return whether a tensor only has too much along the dimension that vLLM cuts (parameter.py)."""
+    """Return whether a tensor only has too much along the dimension that vLLM cuts
+    (parameter.py).
+    """
     if cut is None or len(stored) != len(expected):
         return False
     same = all(
-        size == full for axis, (size, full) in enumerate(zip(stored, expected, strict=True)) if axis != cut
+        size == full
+        for axis, (size, full) in enumerate(zip(stored, expected, strict=True))
+        if axis != cut
     )
     return same and stored[cut] > (expected[cut] or stored[cut])
 
@@ -146,7 +163,10 @@ def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
             few = dtypes.get(dtype, [])
             for name in few if len(few) < len(whole) else ():
                 expected = f"dtype F32, as {parameter} of {whole[0].rpartition('.')[0]} has"
-                got = f"{dtype}, which has fewer digits: answers move, no further than by rounding weights"
+                got = (
+                    f"{dtype}, which has fewer digits: answers move, no further than by "
+                    f"rounding weights"
+                )
                 yield warning(NAME, name, expected=expected, got=got, fix=EXPORT)
 
 
@@ -164,7 +184,9 @@ def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]
 
 def _unquantized(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
     """Norms, biases, embeddings and layers that are not quantized, by the model's config."""
-    quantized = {module for fused in view.fused_linears if fused.is_quantized for module in fused.members}
+    quantized = {
+        module for fused in view.fused_linears if fused.is_quantized for module in fused.members
+    }
     cuts = {module: _cut(view, fused) for fused in view.fused_linears for module in fused.members}
     for module, shape in layout.modules.items():
         if module not in quantized:
@@ -179,7 +201,9 @@ def _plain(view: CheckpointView, name: str, shape: Shape, cut: int | None) -> It
         return
     if tensor.dtype not in FLOATING:
         expected_dtype = f"dtype {' or '.join(sorted(FLOATING))}"
-        yield error(NAME, name, expected=expected_dtype, got=f"{tensor.dtype}, which vLLM casts", fix=EXPORT)
+        yield error(
+            NAME, name, expected=expected_dtype, got=f"{tensor.dtype}, which vLLM casts", fix=EXPORT
+        )
     elif _loses_in_bfloat16(view, tensor):
         got = "F16 with digits that BF16 does not hold: vLLM drops them, or its bits are no F16"
         yield error(NAME, name, expected="dtype BF16, as the model has", got=got, fix=EXPORT)
@@ -188,12 +212,14 @@ def _plain(view: CheckpointView, name: str, shape: Shape, cut: int | None) -> It
         narrowed = _is_narrowed(tensor.shape, shape, cut)
         wanted = f"{SHAPE}{list(shape)}, as config.json sizes {view.class_name}"
         got = f"{list(tensor.shape)}{', of which vLLM silently drops the end' if narrowed else ''}"
-        yield error(NAME, name, expected=wanted, got=got, fix="export it again, or correct config.json")
+        yield error(
+            NAME, name, expected=wanted, got=got, fix="export it again, or correct config.json"
+        )
 
 
 def _has_shape(tensor: TensorInfo, shape: Shape) -> bool:
-    """Return whether a tensor is as large as it should be; the experts in one tensor may be either way
-    round."""
+    """Return whether a tensor is as large as it should be; the experts in one tensor may be either
+    way round."""
     if len(tensor.shape) == 3 and None not in shape and ".experts." in tensor.name:
         return sorted(tensor.shape) == sorted(size for size in shape if size is not None)
     sides = zip(shape, tensor.shape, strict=False)
@@ -201,7 +227,9 @@ def _has_shape(tensor: TensorInfo, shape: Shape) -> bool:
 
 
 def _loses_in_bfloat16(view: CheckpointView, tensor: TensorInfo) -> bool:
-    """Return whether a tensor of float16 stands alone in a model of bfloat16 and does not fit into it."""
+    """Return whether a tensor of float16 stands alone in a model of bfloat16 and does not fit into
+    it.
+    """
     config, tensors = view.index.config, view.index.tensors.values()
     if tensor.dtype != "F16" or config.get("dtype", config.get("torch_dtype")) != "bfloat16":
         return False
@@ -211,8 +239,12 @@ def _loses_in_bfloat16(view: CheckpointView, tensor: TensorInfo) -> bool:
     return not np.array_equal(values, rounded(values, "BF16"))
 
 
-def _fit_together(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) -> Iterator[Finding]:
-    widths = {layer.name: shape[1] for layer in view.members(fused) if (shape := view.shape_of(layer))}
+def _fit_together(
+    view: CheckpointView, group: ConfigGroup, fused: FusedLinear
+) -> Iterator[Finding]:
+    widths = {
+        layer.name: shape[1] for layer in view.members(fused) if (shape := view.shape_of(layer))
+    }
     if len(set(widths.values())) > 1:
         expected = "the same in_features in all layers that run as one"
         got = ", ".join(f"{module.rpartition('.')[2]} {width}" for module, width in widths.items())
@@ -225,7 +257,9 @@ def _fit_together(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) 
             yield error(NAME, module, expected=expected, got=str(width), fix=fix)
 
 
-def _whole_blocks(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) -> Iterator[Finding]:
+def _whole_blocks(
+    view: CheckpointView, group: ConfigGroup, fused: FusedLinear
+) -> Iterator[Finding]:
     """Return what vLLM refuses at every tensor parallel size."""
     planned = view.planned(fused, group) if group.weights.block is not None else None
     if planned is None:

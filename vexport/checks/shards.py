@@ -1,4 +1,6 @@
-"""The files of a folder that vLLM loads: whether they agree, and have the bytes that were written."""
+"""The files of a folder that vLLM loads: whether they agree, and have the bytes that were
+written.
+"""
 
 import os
 import re
@@ -27,8 +29,9 @@ MOST_BYTES = 8_000_000_000
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on safetensors files and the index.
 
-    Source: filter_duplicate_safetensors_files (model_loader/weight_utils.py): with an index the files that it
-    names, without one all files of the folder. Of two tensors of a name the one that is read last stays.
+    Source: filter_duplicate_safetensors_files (model_loader/weight_utils.py): with an index the
+    files that it names, without one all files of the folder. Of two tensors of a name the one that
+    is read last stays.
     """
     root = view.index.root
     if (root / INDEX_NAME).is_file():
@@ -43,23 +46,30 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         for name, tensor in header.items():
             other = places.setdefault(name, tensor)
             if other is not tensor:
-                unread = _is_remnant(other.file.name, files) and files[other.file].keys() <= header.keys()
+                unread = (
+                    _is_remnant(other.file.name, files)
+                    and files[other.file].keys() <= header.keys()
+                )
                 yield _twice(view, other, tensor, unread=unread)
     yield from _strays(view, places)
 
 
 def _is_remnant(name: str, files: Mapping[Path, Mapping[str, TensorInfo]]) -> bool:
-    """Return whether a file is a shard of several of which others are missing, as an older export leaves
-    it."""
+    """Return whether a file is a shard of several of which others are missing, as an older export
+    leaves it."""
     shard = SHARD.fullmatch(name)
     if shard is None:
         return False
-    several = sum(file.name.startswith(shard["start"]) and file.name.endswith(shard["of"]) for file in files)
+    several = sum(
+        file.name.startswith(shard["start"]) and file.name.endswith(shard["of"]) for file in files
+    )
     return several < int(shard["count"])
 
 
 def _strays(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
-    """Tensors of files next to model.safetensors; vLLM refuses names that its class does not have."""
+    """Tensors of files next to model.safetensors; vLLM refuses names that its class does not
+    have.
+    """
     modules = () if view.layout is None or view.layout.unknown else view.layout.modules
     for name in sorted(places.keys() - view.index.tensors.keys()):
         module, _, parameter = name.rpartition(".")
@@ -71,15 +81,21 @@ def _strays(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[
         yield (error if refused else warning)(NAME, name, expected=expected, got=got, fix=fix)
 
 
-def _twice(view: CheckpointView, first: TensorInfo, second: TensorInfo, *, unread: bool = False) -> Finding:
-    """A tensor in two files; `unread` where the first file is a remnant, all of which the second has too."""
+def _twice(
+    view: CheckpointView, first: TensorInfo, second: TensorInfo, *, unread: bool = False
+) -> Finding:
+    """A tensor in two files; `unread` where the first file is a remnant, all of which the second
+    has too.
+    """
     got = f"one in {first.file.name} and one in {second.file.name}"
     expected = "each tensor in one file"
     if same_bytes(view.reader, first, view.reader, second):
         return warning(NAME, first.name, expected=expected, got=f"{got}, alike", fix="remove one")
     if unread:
         got = f"{got}, different, of which vLLM keeps the latter"
-        return warning(NAME, first.name, expected=expected, got=got, fix=f"remove {first.file.name}")
+        return warning(
+            NAME, first.name, expected=expected, got=got, fix=f"remove {first.file.name}"
+        )
     fix = "remove the wrong one: vLLM keeps the one that it happens to read last"
     return error(NAME, first.name, expected=expected, got=f"{got}, different", fix=fix)
 
@@ -95,29 +111,49 @@ def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[F
         (whole, "a whole path, which only this machine has"),
         (stored.keys() - listed.keys(), "no entry"),
         (
-            {name for name in listed.keys() & stored.keys() - whole if listed[name] != stored[name]},
+            {
+                name
+                for name in listed.keys() & stored.keys() - whole
+                if listed[name] != stored[name]
+            },
             "it in another file",
         ),
     ):
         if names:
-            where = f"{INDEX_NAME}: {min(names)}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+            where = f"{INDEX_NAME}: {min(names)}" + (
+                f" and {len(names) - 1} more" if len(names) > 1 else ""
+            )
             expected = "an index that says in which file each tensor is"
             fix = "write the index again: other loaders than vLLM's follow it"
             yield warning(NAME, where, expected=expected, got=got, fix=fix)
 
 
 def digests(view: CheckpointView) -> Iterator[Finding]:
-    """Findings on files whose bytes have another digest than the one in vexport.json or in `view.digests`."""
+    """Findings on files whose bytes have another digest than the one in vexport.json or in
+    `view.digests`.
+    """
     root = view.index.root
-    recorded = {name: digest for name, digest in recorded_digests(root).items() if (root / name).is_file()}
+    recorded = {
+        name: digest for name, digest in recorded_digests(root).items() if (root / name).is_file()
+    }
     num_bytes = sum((root / name).stat().st_size for name in recorded)
     if num_bytes > MOST_BYTES and view.digests is None:
-        where, expected = f"{root / RECIPE}: {DIGESTS}", "each file of weights compared with its digest"
-        got = f"none: {num_bytes / 1e9:,.0f} GB, above {MOST_BYTES / 1e9:.0f} GB they are read when asked"
+        where, expected = (
+            f"{root / RECIPE}: {DIGESTS}",
+            "each file of weights compared with its digest",
+        )
+        got = (
+            f"none: {num_bytes / 1e9:,.0f} GB, above {MOST_BYTES / 1e9:.0f} GB they are read "
+            f"when asked"
+        )
         yield info(BYTES_NAME, where, expected=expected, got=got, fix=f"add --digests {RECIPE}")
         recorded = {}
-    yield from _compared(view, recorded, f"remove {DIGESTS!r} from {RECIPE} if it was changed on purpose")
-    yield from _compared(view, view.digests or {}, "compare the list with the one of who made the checkpoint")
+    yield from _compared(
+        view, recorded, f"remove {DIGESTS!r} from {RECIPE} if it was changed on purpose"
+    )
+    yield from _compared(
+        view, view.digests or {}, "compare the list with the one of who made the checkpoint"
+    )
 
 
 def without_digests(view: CheckpointView) -> Iterator[NotJudged]:
@@ -128,14 +164,20 @@ def without_digests(view: CheckpointView) -> Iterator[NotJudged]:
         except InputError:  # a finding of `digests`
             return
         if not recorded:
-            yield NotJudged(what=BYTES_NAME, why=f"{RECIPE} has no digests, and --digests names no list")
+            yield NotJudged(
+                what=BYTES_NAME, why=f"{RECIPE} has no digests, and --digests names no list"
+            )
 
 
-def _compared(view: CheckpointView, digests: Mapping[str, str], otherwise: str) -> Iterator[Finding]:
+def _compared(
+    view: CheckpointView, digests: Mapping[str, str], otherwise: str
+) -> Iterator[Finding]:
     root = view.index.root
     names = [name for name in digests if (root / name).is_file()]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        computed = pool.map(lambda name: digest_of(root / name, digests[name].partition(":")[0]), names)
+        computed = pool.map(
+            lambda name: digest_of(root / name, digests[name].partition(":")[0]), names
+        )
         actual = dict(zip(names, computed, strict=True))
     for name, digest in digests.items():
         if actual.get(name) != digest:

@@ -23,13 +23,21 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     if not view.config_groups and not _only_attention(view):
         return
     for fused in view.fused_linears:
-        if view.drafts(fused.name) and not fused.is_quantized and "mtp" not in view.target.speculative:
+        if (
+            view.drafts(fused.name)
+            and not fused.is_quantized
+            and "mtp" not in view.target.speculative
+        ):
             continue  # vLLM builds it to draft alone
         ignored, parts = view.ignored(fused), view.lookup_names(fused)
         if ignored and len(ignored) < len(parts):
-            expected = f"all or none of {_names(parts)} in {_list(view)}: vLLM runs them as one layer"
+            expected = (
+                f"all or none of {_names(parts)} in {_list(view)}: vLLM runs them as one layer"
+            )
             fix = f"list all of them in {_list(view)}, or none"
-            yield error(NAME, fused.name, expected=expected, got=f"only {', '.join(ignored)}", fix=fix)
+            yield error(
+                NAME, fused.name, expected=expected, got=f"only {', '.join(ignored)}", fix=fix
+            )
             continue
         table = view.architecture.is_table(fused.name) and fused.is_quantized
         yield from _quantized_table(view, fused) if table else _agreement(view, fused)
@@ -41,22 +49,34 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 def _only_attention(view: CheckpointView) -> bool:
     """Return whether vLLM passes over every config group, so that it quantizes no layer."""
     groups = (view.quantization or {}).get("config_groups")
-    return isinstance(groups, dict) and bool(groups) and all(of_attention(raw) for raw in groups.values())
+    return (
+        isinstance(groups, dict)
+        and bool(groups)
+        and all(of_attention(raw) for raw in groups.values())
+    )
 
 
 def _embeddings(view: CheckpointView) -> Iterator[Finding]:
     """Tables that a target matches: vLLM quantizes them too, to integers (get_quant_method)."""
     for tensor in view.index.tensors.values():
         module, _, parameter = tensor.name.rpartition(".")
-        if parameter != "weight" or len(tensor.shape) != 2 or not view.architecture.is_table(module):
+        if (
+            parameter != "weight"
+            or len(tensor.shape) != 2
+            or not view.architecture.is_table(module)
+        ):
             continue
         group = view.group_of(FusedLinear(name=module, members={module: {parameter: tensor}}))
         if group is not None:
-            yield _unquantized(module, group, "table", "add the table to ignore, or narrow the targets")
+            yield _unquantized(
+                module, group, "table", "add the table to ignore, or narrow the targets"
+            )
 
 
 def _stacked_experts(view: CheckpointView) -> Iterator[Finding]:
-    """Tensors of all experts of a layer that a target matches: vLLM asks for the group of the first one."""
+    """Tensors of all experts of a layer that a target matches: vLLM asks for the group of the first
+    one.
+    """
     for name, tensor in view.index.tensors.items() if view.method is None else ():
         ending = stacked_ending(name, view.architecture) if len(tensor.shape) == 3 else None
         if ending and tensor.dtype in FLOATING and not view.drafts(name):
@@ -75,7 +95,9 @@ def _quantized_table(view: CheckpointView, fused: FusedLinear) -> Iterator[Findi
     """A table of tokens that is stored quantized, which vLLM refuses of most models."""
     reason = _table_refusal(view, fused)
     if reason is not None:
-        expected = "an unquantized table, or packed integers that vLLM looks up in a model like this"
+        expected = (
+            "an unquantized table, or packed integers that vLLM looks up in a model like this"
+        )
         got = f"{', '.join(quantized_parameters(fused.members[fused.name]))}: {reason}"
         fix = "keep the embeddings: quantize again with the table in ignore"
         yield error(NAME, fused.name, expected=expected, got=got, fix=fix)
@@ -84,28 +106,34 @@ def _quantized_table(view: CheckpointView, fused: FusedLinear) -> Iterator[Findi
 def _table_refusal(view: CheckpointView, fused: FusedLinear) -> str | None:
     """Return why vLLM refuses a quantized table; None where it looks tokens up in it.
 
-    Sources: get_quant_method in compressed_tensors.py, compressed_tensors_embedding.py, and what each model
-    hands to its VocabParallelEmbedding.
+    Sources: get_quant_method in compressed_tensors.py, compressed_tensors_embedding.py, and what
+    each model hands to its VocabParallelEmbedding.
     """
     version, group = short_version(view.target.vllm), view.group_of(fused)
     if view.table_lookup is None:
         return f"{view.class_name} builds its table without a quantization config (vLLM {version})"
     if group is None and view.table_lookup == "class":
-        return f"{view.class_name} gives its table no name, so that only the target Embedding finds it"
+        return (
+            f"{view.class_name} gives its table no name, so that only the target Embedding finds it"
+        )
     if group is None:
         return "no target matches it"
     if not any(is_head(name.rpartition(".")[0]) for name in view.index.tensors):
         return "the output head is tied to it, which vLLM cannot multiply by"
     weights = group.weights
     if group.storage is not PACKED or group.input_activations is not None or weights.is_float:
-        return f"vLLM looks up packed integers of weights only, not {group.format}: {described(group)}"
+        return (
+            f"vLLM looks up packed integers of weights only, not {group.format}: {described(group)}"
+        )
     if not weights.symmetric or INT32_BITS % weights.num_bits:
         return f"vLLM looks up symmetric integers of 2, 4 and 8 bits, not {described(group)}"
     return None
 
 
 def _experts(view: CheckpointView) -> Iterator[Finding]:
-    """vLLM asks for the scheme of a layer's first expert, and refuses projections that differ in it."""
+    """vLLM asks for the scheme of a layer's first expert, and refuses projections that differ in
+    it.
+    """
     by_layer: dict[str, dict[str, ConfigGroup | None]] = {}
     for fused in view.fused_linears:
         layer = moe_layer(next(iter(fused.members)))
@@ -117,13 +145,17 @@ def _experts(view: CheckpointView) -> Iterator[Finding]:
             absent = FusedLinear(name=f"{layer}.0.{NO_UP}", members={f"{layer}.0.{NO_UP}": {}})
             groups[NO_UP] = None if view.ignored(absent) else view.group_of(absent)
     for layer, groups in by_layer.items():
-        names = {projection: group.name if group else "none" for projection, group in groups.items()}
+        names = {
+            projection: group.name if group else "none" for projection, group in groups.items()
+        }
         if len(set(names.values())) > 1:
             expected = "one config group for all projections of the experts"
             got = ", ".join(f"{projection} {name}" for projection, name in names.items())
             fix = "quantize all projections of the experts alike, or none"
             if NO_UP in groups:
-                fix += f"; vLLM asks for {layer}.0.{NO_UP} too, where experts have no gate: target it"
+                fix += (
+                    f"; vLLM asks for {layer}.0.{NO_UP} too, where experts have no gate: target it"
+                )
             yield error(NAME, layer, expected=expected, got=got, fix=fix)
 
 
@@ -132,7 +164,10 @@ def _agreement(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
     for module, parameters in fused.members.items():
         stored = quantized_parameters(parameters)
         if group is None and stored:
-            expected, got = "a target that matches this quantized layer", f"{', '.join(stored)} and no target"
+            expected, got = (
+                "a target that matches this quantized layer",
+                f"{', '.join(stored)} and no target",
+            )
             fix = f"add it to targets or remove it from {_list(view)}"
             if (reason := view.built_plain(fused)) is not None:
                 expected, got = f"an unquantized layer: {reason}", ", ".join(stored)

@@ -1,7 +1,7 @@
 """Are the files there that vLLM starts with: tokenizer, processor, chat template? Are they JSON?
 
-What they say transformers judges, in `load --dry`. A checkpoint without any tokenizer is served with another
-one's (`--tokenizer`): that is a warning.
+What they say transformers judges, in `load --dry`. A checkpoint without any tokenizer is served
+with another one's (`--tokenizer`): that is a warning.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +18,9 @@ from vexport.records import Finding, Severity
 
 NAME = "tokenizer"
 TOKENIZER = "tokenizer.json"
-DESCRIPTION = "the files that the class starts with are there: a vocabulary that opens, settings, a processor"
+DESCRIPTION = (
+    "the files that the class starts with are there: a vocabulary that opens, settings, a processor"
+)
 SETTINGS = "tokenizer_config.json"
 # vLLM starts without a generation config if it cannot read it.
 JSON_FILES: Mapping[str, Severity] = {
@@ -55,26 +57,42 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 def _processor(
     view: CheckpointView, names: Sequence[str], finding: Callable[..., Finding]
 ) -> Iterator[Finding]:
-    """The file of a multimodal class of transformers', which vLLM reads at its start (get_processor and
-    get_image_processor in transformers_utils/processor.py); mistral-common needs none."""
+    """The file of a multimodal class of transformers', which vLLM reads at its start (get_processor
+    and get_image_processor in transformers_utils/processor.py); mistral-common needs none."""
     kind = str(view.index.config.get("model_type"))
-    if not view.architecture.language_model or transformers_models(kind) is None or MISTRAL in names:
+    if (
+        not view.architecture.language_model
+        or transformers_models(kind) is None
+        or MISTRAL in names
+    ):
         return
     if not any(name in names for name in PROCESSORS):
-        expected = f"{' or '.join(PROCESSORS)}, by which {view.class_name} reads images, sound or video"
-        got, fix = "neither: vLLM refuses to start, but with --language-model-only", "copy the source's files"
-        yield finding(NAME, str(view.index.root / PROCESSORS[0]), expected=expected, got=got, fix=fix)
+        expected = (
+            f"{' or '.join(PROCESSORS)}, by which {view.class_name} reads images, sound or video"
+        )
+        got, fix = (
+            "neither: vLLM refuses to start, but with --language-model-only",
+            "copy the source's files",
+        )
+        yield finding(
+            NAME, str(view.index.root / PROCESSORS[0]), expected=expected, got=got, fix=fix
+        )
 
 
 def _template(root: Path, names: Sequence[str]) -> Iterator[Finding]:
-    """A note where `/v1/chat/completions` refuses (resolve_chat_template in vllm/renderers/hf.py)."""
+    """A note where `/v1/chat/completions` refuses (resolve_chat_template in
+    vllm/renderers/hf.py).
+    """
     settings = root / SETTINGS
     try:
         inside = settings.is_file() and "chat_template" in read_json_object(settings)
     except InputError:
         return
     if not inside and MISTRAL not in names and not any(name in names for name in TEMPLATES):
-        expected, got = "a chat template, if it is to chat", "none: vLLM completes texts, and refuses chats"
+        expected, got = (
+            "a chat template, if it is to chat",
+            "none: vLLM completes texts, and refuses chats",
+        )
         fix = "copy the source's, or serve it with --chat-template"
         yield info(NAME, str(root / TEMPLATES[0]), expected=expected, got=got, fix=fix)
 
@@ -85,7 +103,9 @@ def _file(path: Path, severity: Severity) -> Iterator[Finding]:
         if path.name == TOKENIZER:
             open_tokenizer(path)
             if not isinstance(content.get("added_tokens"), list):
-                raise InputError(f"{path}: added_tokens", got="no such list", need="a list", fix=FIX)
+                raise InputError(
+                    f"{path}: added_tokens", got="no such list", need="a list", fix=FIX
+                )
     except InputError as problem:
         yield Finding.of(problem, check=NAME, severity=severity)
 
@@ -96,4 +116,6 @@ def open_tokenizer(path: Path) -> Tokenizer:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # it raises no other class, from Rust
         got = f"one that the library does not open: {error}"
-        raise InputError(str(path), got=got, need="a tokenizer", fix="copy the source's file") from error
+        raise InputError(
+            str(path), got=got, need="a tokenizer", fix="copy the source's file"
+        ) from error

@@ -31,26 +31,30 @@ from vexport.numerics import E2M1_MAX, E4M3_MAX, E8M0_NAN, GLOBAL_SCALE_NUMERATO
 from vexport.records import Finding, TensorInfo
 
 NAME = "values"
-DESCRIPTION = "no NaN or infinity in weights and scales, every scale above zero and of a plausible size"
-# AutoRound uses the lowest code of symmetric integers, which has no counterpart: where the largest weight
-# of a group is positive its scale is negative, as in about half of them. Fewer of either sign: an accident.
+DESCRIPTION = (
+    "no NaN or infinity in weights and scales, every scale above zero and of a plausible size"
+)
+# AutoRound uses the lowest code of symmetric integers, which has no counterpart: where the largest
+# weight of a group is positive its scale is negative, as in about half of them. Fewer of either
+# sign: an accident.
 LEAST_OF_EITHER_SIGN = 0.02
-# 448*6/absmax is below 1 only for absmax above 2688: no weight is that large, so it is a reciprocal.
-# Inputs reach float16's largest value, 65504, at most.
+# 448*6/absmax is below 1 only for absmax above 2688: no weight is that large, so it is a
+# reciprocal. Inputs reach float16's largest value, 65504, at most.
 LEAST_WEIGHT_GLOBAL_SCALE = 1.0
 LEAST_INPUT_GLOBAL_SCALE = 0.04
 MOST_INPUT = 65504.0
 # The typical weight of a layer, estimated from its scales: trained models have 1e-3 to 0.5.
 LEAST_TYPICAL, MOST_TYPICAL = 1e-5, 1.25
-# NVFP4's largest block of a layer, or of the layers that share a global scale, has the scale 448. Searches
-# for less error end lower, other numbers in the place of scales much lower.
+# NVFP4's largest block of a layer, or of the layers that share a global scale, has the scale 448.
+# Searches for less error end lower, other numbers in the place of scales much lower.
 LEAST_LARGEST_BLOCK = E4M3_MAX / 8
 # The smallest plausible value for the largest input of a layer.
 LEAST_INPUT = 1e-3
 _E4M3 = to_numpy(bytes(range(256)), "F8_E4M3").astype(np.float64)
 # Rows examined per layer, spread over it; fewer where there are thousands of layers.
 FEWEST_ROWS, MOST_ROWS, ROWS_OF_ALL = 16, 128, 1 << 16
-# Of a random permutation of the codes about a third of the rows, a quarter of the groups of 16 are not full.
+# Of a random permutation of the codes about a third of the rows, a quarter of the groups of 16 are
+# not full.
 MOST_FULL, LEAST_FULL = 0.85, 0.99
 FEWEST_OTHERS = 6
 WEIGHTS = ("weight_packed", "weight")
@@ -97,7 +101,9 @@ def _scales_of(layers: Sequence[StoredLayer]) -> Iterator[tuple[StoredLayer, str
         yield from ((layer, name) for name in LAYER_SCALES if name in layer.parameters)
 
 
-def _scale(view: CheckpointView, layer: StoredLayer, parameter: str, tensor: TensorInfo) -> Iterator[Finding]:
+def _scale(
+    view: CheckpointView, layer: StoredLayer, parameter: str, tensor: TensorInfo
+) -> Iterator[Finding]:
     """Findings on the numbers of a scale."""
     if tensor.dtype in ("U8", "F8_E8M0"):
         codes = np.frombuffer(view.reader.raw(tensor), dtype=np.uint8)
@@ -116,7 +122,11 @@ def _scale(view: CheckpointView, layer: StoredLayer, parameter: str, tensor: Ten
     if wrong["zero"] and parameter == "weight_scale" and _scales_zeros(view, layer, tensor):
         wrong["zero"] = 0
     # ModelOpt's second scale of zeros is zero, and its reciprocal infinite.
-    if wrong["infinite"] and parameter == "weight_global_scale" and _is_inverse_of_zeros(view, layer):
+    if (
+        wrong["infinite"]
+        and parameter == "weight_global_scale"
+        and _is_inverse_of_zeros(view, layer)
+    ):
         wrong["infinite"] = 0
     problems = [f"{count} of {values.size} values {kind}" for kind, count in wrong.items() if count]
     if problems:
@@ -142,13 +152,19 @@ def _single_scale_size(
         yield from _input_scale_size(tensor, float(np.abs(values).max()))
 
 
-def _may_be_negative(values: npt.NDArray[np.float64], parameter: str, group: ConfigGroup | None) -> bool:
-    """Signs change nothing of float inputs; of integers they are meant where both are frequent: vLLM
-    multiplies with them as they are."""
+def _may_be_negative(
+    values: npt.NDArray[np.float64], parameter: str, group: ConfigGroup | None
+) -> bool:
+    """Signs change nothing of float inputs; of integers they are meant where both are frequent:
+    vLLM multiplies with them as they are."""
     if group is None or group.weights.is_float:
         return group is not None and parameter == "input_scale"
     rarer = min(int(np.count_nonzero(values < 0)), int(np.count_nonzero(values > 0)))
-    return parameter == "weight_scale" and values.size >= MANY and rarer >= LEAST_OF_EITHER_SIGN * values.size
+    return (
+        parameter == "weight_scale"
+        and values.size >= MANY
+        and rarer >= LEAST_OF_EITHER_SIGN * values.size
+    )
 
 
 def _scales_zeros(view: CheckpointView, layer: StoredLayer, scale: TensorInfo) -> bool:
@@ -171,7 +187,11 @@ def _implausible(
     view: CheckpointView, layers: Sequence[StoredLayer], group: ConfigGroup
 ) -> Iterator[Finding]:
     """Scales that make weights of a size that no model has."""
-    sizes = {layer.name: size for layer in layers if (size := _scale_sizes(view, group, layer)) is not None}
+    sizes = {
+        layer.name: size
+        for layer in layers
+        if (size := _scale_sizes(view, group, layer)) is not None
+    }
     if next(_wrong_sizes(group, [*sizes.values()]), None) is None:
         return
     # Reading all codes takes time: it is only done if a scale looks wrong.
@@ -186,7 +206,9 @@ def _implausible(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleSizes:
-    """The number of a layer's scales, their ends, and the size of a typical weight that they make."""
+    """The number of a layer's scales, their ends, and the size of a typical weight that they
+    make.
+    """
 
     scale: TensorInfo
     count: int
@@ -198,7 +220,8 @@ class ScaleSizes:
 def _scale_sizes(
     view: CheckpointView, group: ConfigGroup, layer: StoredLayer, *, filled_only: bool = False
 ) -> ScaleSizes | None:
-    """Return the sizes of a layer's scales; with `filled_only` of those that scale another number than zero.
+    """Return the sizes of a layer's scales; with `filled_only` of those that scale another number
+    than zero.
 
     None if there are no such scales.
     """
@@ -237,7 +260,9 @@ def _wrong_sizes(group: ConfigGroup, sizes: Sequence[ScaleSizes]) -> Iterator[Fi
         return
     of_all = max(most for _, most in largest)
     if of_all < LEAST_LARGEST_BLOCK:
-        yield _wrong_size(largest[0][0], f"no scale above {of_all:g}, where 448 is the largest block's")
+        yield _wrong_size(
+            largest[0][0], f"no scale above {of_all:g}, where 448 is the largest block's"
+        )
         return
     for scale, most in largest:
         if most < 1:
@@ -251,11 +276,15 @@ def _global_scale_size(tensor: TensorInfo, parameter: str, value: float) -> Iter
     if value < least:
         expected = f"a global scale (448*6/absmax) of at least {least:g}"
         got = f"{value:g}, which looks like its reciprocal"
-        yield error(NAME, tensor.name, expected=expected, got=got, fix="store 1/value, or export again")
+        yield error(
+            NAME, tensor.name, expected=expected, got=got, fix="store 1/value, or export again"
+        )
     elif value == PLACEHOLDER:
         yield _wrong_size(tensor, "1, which no calibration gives")
     elif not of_weight and value > GLOBAL_SCALE_NUMERATOR / LEAST_INPUT:
-        yield _wrong_size(tensor, f"{value:g}, for inputs no larger than {GLOBAL_SCALE_NUMERATOR / value:g}")
+        yield _wrong_size(
+            tensor, f"{value:g}, for inputs no larger than {GLOBAL_SCALE_NUMERATOR / value:g}"
+        )
 
 
 def _input_scale_size(tensor: TensorInfo, value: float) -> Iterator[Finding]:
@@ -267,7 +296,9 @@ def _input_scale_size(tensor: TensorInfo, value: float) -> Iterator[Finding]:
 
 
 def _typical(view: CheckpointView, group: ConfigGroup, layer: StoredLayer, scale: float) -> float:
-    """A middling weight of a layer: of a quarter of the largest code, or for e4m3 of the mean code."""
+    """A middling weight of a layer: of a quarter of the largest code, or for e4m3 of the mean
+    code.
+    """
     args = group.weights
     if global_scale := layer.filled("weight_global_scale"):
         scale /= float(numbers(view.reader, global_scale).max())
@@ -285,11 +316,13 @@ def _wrong_size(tensor: TensorInfo, got: str) -> Finding:
 
 
 def ranges(view: CheckpointView) -> Iterator[Finding]:
-    """Findings on codes that do not fill their range where those of all other layers do, and on empty ranges.
+    """Findings on codes that do not fill their range where those of all other layers do, and on
+    empty ranges.
 
-    The scale of a row or group is made for its largest value, which then has the largest code. Where a weight
-    is transposed, or has another layer's scales by groups of codes, that is no longer so. Observers and GPTQ
-    may leave ranges unfilled: a layer is judged only where all others fill theirs.
+    The scale of a row or group is made for its largest value, which then has the largest code.
+    Where a weight is transposed, or has another layer's scales by groups of codes, that is no
+    longer so. Observers and GPTQ may leave ranges unfilled: a layer is judged only where all others
+    fill theirs.
     """
     full: dict[str, float] = {}
     findings = []
@@ -300,7 +333,8 @@ def ranges(view: CheckpointView) -> Iterator[Finding]:
             full[module] = share
         empty = _lost_share(view, group, layer, stored)
         if empty is not None and empty > MOST_LOST:
-            # Where a weight is zero itself, producers store the least scale, or one that stands for none.
+            # Where a weight is zero itself, producers store the least scale, or one that stands for
+            # none.
             expected = "codes other than zero where a scale of usual size is"
             fix = "download or export it again: a part of the weight is lost"
             got = f"{empty:.0%} of the ranges empty"
@@ -345,7 +379,9 @@ def _lost_share(
     if weight.dtype in ("U8", "F8_E4M3"):
         codes = codes & np.uint8(0x77 if weight.dtype == "U8" else 0x7F)
     parts = codes.reshape(codes.shape[0], scale.shape[1], -1)
-    empty = np.any([(parts == zero).all(axis=2) for zero in {0, _zero_codes(group, weight)}], axis=0)
+    empty = np.any(
+        [(parts == zero).all(axis=2) for zero in {0, _zero_codes(group, weight)}], axis=0
+    )
     if not empty.any():
         return 0.0
     with np.errstate(invalid="ignore"):
@@ -353,14 +389,17 @@ def _lost_share(
         scales = np.asarray(values, np.float64).reshape(-1, scale.shape[1])
     usual = (scales > np.median(scales) * LEAST_USUAL) & ~np.isin(scales, PLACEHOLDERS)
     of_empty = scales[empty]
-    # A producer has one scale for all parts without a number; weights that were lost had their own scales.
+    # A producer has one scale for all parts without a number; weights that were lost had their own
+    # scales.
     if of_empty.size > 1 and of_empty.min() == of_empty.max():
         return 0.0
     return float((empty & usual).mean())
 
 
 def _zero_codes(group: ConfigGroup, weight: TensorInfo) -> int:
-    """The byte of zeros, which in packed integers is half their range; the byte 0 is lost data there."""
+    """The byte of zeros, which in packed integers is half their range; the byte 0 is lost data
+    there.
+    """
     bits = group.weights.num_bits
     if weight.dtype != "I32" or bits not in (4, 8):
         return 0
@@ -384,7 +423,9 @@ def _share(
 
 
 def _rows(view: CheckpointView, tensor: TensorInfo, stored: dict[str, Rows]) -> Rows:
-    """Some rows of a tensor, as bytes, kept in `stored`; of tensors with as many rows the same ones."""
+    """Some rows of a tensor, as bytes, kept in `stored`; of tensors with as many rows the same
+    ones.
+    """
     if tensor.name not in stored:
         stored[tensor.name] = view.reader.some_rows(tensor, _step(view, tensor))
     return stored[tensor.name]
@@ -395,8 +436,12 @@ def _step(view: CheckpointView, tensor: TensorInfo) -> int:
     return max(tensor.shape[0] // rows, 1)
 
 
-def read_ahead(layers: Sequence[FusedLinear], begin: Callable[[FusedLinear], None]) -> Iterator[FusedLinear]:
-    """The layers; before each, `begin` starts to read what is needed of the one that is AHEAD of it."""
+def read_ahead(
+    layers: Sequence[FusedLinear], begin: Callable[[FusedLinear], None]
+) -> Iterator[FusedLinear]:
+    """The layers; before each, `begin` starts to read what is needed of the one that is AHEAD of
+    it.
+    """
     for number, layer in enumerate(layers):
         if number + AHEAD < len(layers):
             begin(layers[number + AHEAD])

@@ -1,6 +1,7 @@
 """The command line: one file a theme; `main` is the console script, `entry` has the commands.
 
-SIGINT and SIGTERM end a command: one line, exit code 130 or 143; the same call goes on from what is written.
+SIGINT and SIGTERM end a command: one line, exit code 130 or 143; the same call goes on from what is
+written.
 """
 
 import os
@@ -18,7 +19,9 @@ PATIENCE_SECONDS = 5.0
 
 
 def main() -> NoReturn:
-    """The console script: a command with the handlers in place, then the end, without cleaning up."""
+    """The console script: a command with the handlers in place, then the end, without cleaning
+    up.
+    """
     try:
         for number in CODES:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -41,7 +44,9 @@ def end(error: str, code: int) -> NoReturn:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """Raise in the main thread, but in an import, which C++ would abort: there is nothing to end there."""
+    """Raise in the main thread, but in an import, which C++ would abort: there is nothing to end
+    there.
+    """
     for each in CODES:
         signal.signal(each, signal.SIG_IGN)
     code = CODES[signal.Signals(number)]

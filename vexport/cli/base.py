@@ -1,4 +1,6 @@
-"""Shared by all commands: the answer in colour, progress on stderr, and exit codes from findings."""
+"""Shared by all commands: the answer in colour, progress on stderr, and exit codes from
+findings.
+"""
 
 import os
 import re
@@ -44,16 +46,21 @@ _SHADES = {
 }
 _STATUS = r"PASS|FAILS?|INCONCLUSIVE|REFUSED|FAULTY|NO ANSWER"
 _MARKS = re.compile(
-    rf"^(?P<head>{_STATUS}|error|warning|info)(?=  | on |:|$)|(?<=  )(?P<cell>{_STATUS})(?=  | \w|$)",
+    rf"^(?P<head>{_STATUS}|error|warning|info)(?=  | on |:|$)|(?<=  )(?P<cell>{_STATUS})(?=  | "
+    rf"\w|$)",
     re.MULTILINE,
 )
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Return whether `stream` gets colour: a terminal does, NO_COLOR turns it off and FORCE_COLOR on."""
+    """Return whether `stream` gets colour: a terminal does, NO_COLOR turns it off and FORCE_COLOR
+    on.
+    """
     if os.environ.get("NO_COLOR"):
         return False
-    return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")
+    return bool(os.environ.get("FORCE_COLOR")) or (
+        stream.isatty() and os.environ.get("TERM") != "dumb"
+    )
 
 
 def coloured(text: str) -> str:
@@ -88,7 +95,9 @@ def command(
                 parameter.hidden = True
         decorated.params += [
             click.Option(["-q", "--quiet"], is_flag=True, help="No progress on stderr."),
-            click.Option(["-v", "--verbose"], is_flag=True, expose_value=False, help="More of it on stderr."),
+            click.Option(
+                ["-v", "--verbose"], is_flag=True, expose_value=False, help="More of it on stderr."
+            ),
             click.Option(["--debug"], is_flag=True, expose_value=False, help="Show tracebacks."),
         ]
         return decorated
@@ -108,7 +117,9 @@ def print_text(text: str) -> None:
             click.echo(coloured(text) if colour else text, nl=not text.endswith("\n"), color=colour)
         return
     whole = text if text.endswith("\n") else f"{text}\n"
-    if file.exists() and not file.is_file():  # /dev/stdout, /dev/null and pipes are written to, not replaced
+    if (
+        file.exists() and not file.is_file()
+    ):  # /dev/stdout, /dev/null and pipes are written to, not replaced
         with errors_at(str(file)), file.open("w", encoding="utf-8") as stream:
             stream.write(whole)
         return
@@ -131,13 +142,21 @@ def add_text_summary(text: str) -> None:
 
 
 def is_read() -> bool:
-    """Return whether stdout has the answer in a form for people, so that stderr need not repeat it."""
+    """Return whether stdout has the answer in a form for people, so that stderr need not repeat
+    it.
+    """
     context = click.get_current_context(silent=True)
-    return context is not None and context.params.get("format_") in _READ and answer_file(context) is None
+    return (
+        context is not None
+        and context.params.get("format_") in _READ
+        and answer_file(context) is None
+    )
 
 
 def given(*names: str) -> bool:
-    """Return whether one of these options stands on the command line: the environment's may be moot."""
+    """Return whether one of these options stands on the command line: the environment's may be
+    moot.
+    """
     context = click.get_current_context()
     return any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in names)
 
@@ -174,7 +193,9 @@ def require_no(check: str, reports: Sequence[CheckReport | LoadReport | DryLoadR
     """Exit with 4 at a finding of this check: an exception of ours, or an engine that died."""
     for finding in (finding for report in reports for finding in report.findings):
         if finding.check == check:
-            raise EnvironmentFault(finding.where, got=finding.got, need=finding.expected, fix=finding.fix)
+            raise EnvironmentFault(
+                finding.where, got=finding.got, need=finding.expected, fix=finding.fix
+            )
 
 
 def require_plan(source: str, plan: Plan) -> None:
@@ -190,7 +211,9 @@ def require_plan(source: str, plan: Plan) -> None:
 
 
 def require_loaded(reports: Sequence[LoadReport | DryLoadReport]) -> None:
-    """Exit with 1 where a checkpoint fails, else with 4 where an engine died before it could tell."""
+    """Exit with 1 where a checkpoint fails, else with 4 where an engine died before it could
+    tell.
+    """
     for report in reports:
         of_checkpoint = [finding for finding in report.findings if finding.check != ENGINE_CHECK]
         require_ok(report.checkpoint, report.ok or not of_checkpoint, of_checkpoint)
@@ -204,24 +227,30 @@ def conclude(outcome: str, name: str, reason: str, *, fix: str = "") -> None:
         fix = fix or "see the report; keep the worst layers or choose a scheme with more bits"
         raise CheckpointFailed(name, got=f"FAIL{why}", need="", fix=fix)
     if outcome == "INCONCLUSIVE":
-        fix = fix or ("the report says what would settle it" if why else "see what would settle it above")
+        fix = fix or (
+            "the report says what would settle it" if why else "see what would settle it above"
+        )
         raise Inconclusive(name, got=f"INCONCLUSIVE{why}", need="", fix=fix)
 
 
 LINE_EVERY_SECONDS = 15.0
-# Time left is by the mean speed since the start: a layer can take longer than what rich looks back at.
+# Time left is by the mean speed since the start: a layer can take longer than what rich looks back
+# at.
 ALL_OF_IT_SECONDS = 1e6
 
 
 @contextmanager
 def progress_display(*, quiet: bool) -> Iterator[OnProgress]:
-    """Yield the function that stages report to: it shows bars on a terminal, else a line now and then."""
+    """Yield the function that stages report to: it shows bars on a terminal, else a line now and
+    then.
+    """
     if quiet:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         yield silent
         return
     if not sys.stderr.isatty():
-        # Not rich's own answer: FORCE_COLOR, which CI sets, asks for colour and not for bars that move.
+        # Not rich's own answer: FORCE_COLOR, which CI sets, asks for colour and not for bars that
+        # move.
         yield PlainDisplay()
         return
     display = BarDisplay()
@@ -263,7 +292,8 @@ class BarDisplay:
 
 
 class PlainDisplay:
-    """A line when a stage starts, at most every fifteen seconds with the time left, and when it ends.
+    """A line when a stage starts, at most every fifteen seconds with the time left, and when it
+    ends.
 
     What is true of a stage at a moment (PROGRESS_DETAIL) is a line when it changes.
     """

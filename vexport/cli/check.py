@@ -17,7 +17,14 @@ from vexport.cli.base import (
     require_ok,
 )
 from vexport.cli.engine import Interpreter, interpreter_option
-from vexport.cli.options import Answer, device_options, format_option, option, speculative_option, vllm_option
+from vexport.cli.options import (
+    Answer,
+    device_options,
+    format_option,
+    option,
+    speculative_option,
+    vllm_option,
+)
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, raise_problems
 from vexport.records import CheckReport, OnProgress
@@ -31,27 +38,33 @@ if TYPE_CHECKING:
 @click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
 @option(
     "--source",
-    "The unquantized checkpoint (folder or hub id): every weight is dequantized and compared with it, all "
+    "The unquantized checkpoint (folder or hub id): every weight is dequantized and compared "
+    "with it, all "
     "else must be the same.",
     metavar="SOURCE",
 )
 @option(
     "--digests",
-    "Compare files with a list of sha256sum, with paths relative to CHECKPOINT, or with vexport.json (up to "
+    "Compare files with a list of sha256sum, with paths relative to CHECKPOINT, or with "
+    "vexport.json (up to "
     "8 GB unasked).",
     metavar="FILE",
 )
 @device_options
 @vllm_option
 @option(
-    "--static", "Judge by the files alone, without a dry load in vLLM.", flag=True, envvar="VEXPORT_NO_VERIFY"
+    "--static",
+    "Judge by the files alone, without a dry load in vLLM.",
+    flag=True,
+    envvar="VEXPORT_NO_VERIFY",
 )
 @interpreter_option
 @speculative_option
 @option("--strict", "Exit with 3 where something was not judged.", flag=True)
 @option(
     "--all every",
-    "List each finding, and vLLM's own words of a refusal in full; text has findings of one kind as one.",
+    "List each finding, and vLLM's own words of a refusal in full; text has findings of one "
+    "kind as one.",
     flag=True,
 )
 @format_option()
@@ -71,10 +84,10 @@ def check(
 ) -> None:
     """Check that vLLM will load each CHECKPOINT correctly.
 
-    Reads files of any producer, without a GPU. Where vLLM is installed its own loaders judge them as well
-    (about 10 seconds; not with --static). What was not judged is listed. --tp and --sm also check that it
-    runs on such GPUs, in the precision that is stored; --vllm checks against another version.
-    `vexport list checks` lists the checks.
+    Reads files of any producer, without a GPU. Where vLLM is installed its own loaders judge them
+    as well (about 10 seconds; not with --static). What was not judged is listed. --tp and --sm also
+    check that it runs on such GPUs, in the precision that is stored; --vllm checks against another
+    version. `vexport list checks` lists the checks.
 
     \b
     Examples:
@@ -97,7 +110,9 @@ def check(
         target = Target(tp=tp or (), sm=sm or (), vllm=vllm, speculative=speculative)
         against = _against(source, on_progress)
         folders = {name: attempt(partial(_folder, name, on_progress), name) for name in checkpoints}
-        problems = {name: error for name, error in folders.items() if isinstance(error, VexportError)}
+        problems = {
+            name: error for name, error in folders.items() if isinstance(error, VexportError)
+        }
         roots = {name: root for name, root in folders.items() if isinstance(root, Path)}
         read = partial(_checked, checkpoints, roots, problems, target, against, digests)
         if static:

@@ -51,7 +51,9 @@ class Session:
     max_model_len: int | None
 
     def serve(self, tp: int | None) -> "Serve":
-        """The settings of an engine on `tp` devices; InputErrors where they contradict each other."""
+        """The settings of an engine on `tp` devices; InputErrors where they contradict each
+        other.
+        """
         from vexport.scenario.serve import Serve, with_options
 
         typed = {"tensor_parallel_size": tp, "max_model_len": self.max_model_len}
@@ -90,8 +92,12 @@ attribution_options = stacked(
 )
 engine_arg_option = stacked(
     _own_flag("--max-num-seqs", "Most sequences at once [default: vLLM's].", POSITIVE, "N"),
-    _own_flag("--gpu-memory-utilization", "Share of the GPU's memory [default: vLLM's].", Real(0, 1), "S"),
-    _own_flag("--dtype", "Data type of what is not quantized [default: the model's].", click.STRING, "D"),
+    _own_flag(
+        "--gpu-memory-utilization", "Share of the GPU's memory [default: vLLM's].", Real(0, 1), "S"
+    ),
+    _own_flag(
+        "--dtype", "Data type of what is not quantized [default: the model's].", click.STRING, "D"
+    ),
     option(
         "--engine-arg engine_args",
         "Any other argument of vLLM's engine, as max_num_seqs=64; repeatable.",
@@ -101,12 +107,14 @@ engine_arg_option = stacked(
     ),
 )
 interpreter_option = stacked(
-    option("--vllm-python", "Interpreter whose vLLM is used.", PATH, envvar=VLLM_PYTHON), trust_option
+    option("--vllm-python", "Interpreter whose vLLM is used.", PATH, envvar=VLLM_PYTHON),
+    trust_option,
 )
 interpreters_option = stacked(
     option(
         "--vllm-python",
-        "Interpreter whose vLLM is used; repeatable, for several versions [default: vexport's own].",
+        "Interpreter whose vLLM is used; repeatable, for several versions [default: vexport's "
+        "own].",
         PATH,
         multiple=True,
         envvar=VLLM_PYTHON,
@@ -119,7 +127,10 @@ session_options = stacked(
 )
 serve_options = stacked(
     option(
-        "--tp --tensor-parallel-size tp", "Tensor parallel size: serve the model on N devices.", POSITIVE, "N"
+        "--tp --tensor-parallel-size tp",
+        "Tensor parallel size: serve the model on N devices.",
+        POSITIVE,
+        "N",
     ),
     engine_arg_option,
 )

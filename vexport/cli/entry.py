@@ -1,5 +1,5 @@
-"""The group of all commands, the one place where an outcome becomes an exit code, and the options that a file
-of the current folder sets: `vexport.toml`, or [tool.vexport] in pyproject.toml.
+"""The group of all commands, the one place where an outcome becomes an exit code, and the options
+that a file of the current folder sets: `vexport.toml`, or [tool.vexport] in pyproject.toml.
 """
 
 import logging
@@ -29,7 +29,8 @@ from vexport.errors import (
 from vexport.errors.extras import unforeseen
 from vexport.version import __version__
 
-# One file a topic, imported when it is asked for; each imports what it runs: `--help` answers at once.
+# One file a topic, imported when it is asked for; each imports what it runs: `--help` answers at
+# once.
 COMMANDS = {
     "demo": "scenario:demo",
     "plan": "plan:plan",
@@ -48,29 +49,31 @@ COMMANDS = {
 # Bounds of what goes to stderr: names and values come from files and may be of any size.
 MAX_CHARACTERS = 600
 MAX_LINES = 50
-# Options that run foreign code, or say where files are written, must be given in the call, not in a file: the
-# file may belong to a folder that somebody else made.
+# Options that run foreign code, or say where files are written, must be given in the call, not in a
+# file: the file may belong to a folder that somebody else made.
 NEVER = frozenset(
     {"trust_remote_code", "vllm_python", "engine_args", "overwrite", "help", "version", *OUTPUTS}
 )
 # The last is one that other tools share.
 FILES = ("vexport.toml", "pyproject.toml")
 EPILOG = """
-Exit codes: 0 pass; 1 the checkpoint fails; 2 bad usage or input; 3 inconclusive; 4 the environment is at
-fault (vLLM missing, crashed, out of memory, timed out); 130 interrupted, 143 terminated.
+Exit codes: 0 pass; 1 the checkpoint fails; 2 bad usage or input; 3 inconclusive; 4 the environment
+is at fault (vLLM missing, crashed, out of memory, timed out); 130 interrupted, 143 terminated.
 
-Defaults: options in vexport.toml, or in [tool.vexport] of pyproject.toml, of the current folder; a table such
-as [check] is for one command.
+Defaults: options in vexport.toml, or in [tool.vexport] of pyproject.toml, of the current folder; a
+table such as [check] is for one command.
 
-Environment: VEXPORT_VLLM_PYTHON sets --vllm-python; the command line wins. NO_COLOR and FORCE_COLOR are
-obeyed.
+Environment: VEXPORT_VLLM_PYTHON sets --vllm-python; the command line wins. NO_COLOR and FORCE_COLOR
+are obeyed.
 
 Completion: `eval "$(_VEXPORT_COMPLETE=bash_source vexport)"`, or zsh_source, fish_source.
 """
 
 
 def run_command() -> int:
-    """Run a command; every outcome becomes an exit code, which is returned, and one line an error."""
+    """Run a command; every outcome becomes an exit code, which is returned, and one line an
+    error.
+    """
     _show_log()
     try:
         result = cli.main(prog_name="vexport", standalone_mode=False, default_map=default_map(cli))
@@ -110,7 +113,8 @@ def _interrupt_before(error: BaseException | None) -> KeyboardInterrupt | None:
 def _failed(error: BaseException) -> int:
     """The exit code of what a command raised, with its lines on stderr."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        # Nothing was asked: the help, and the code of a usage error, lest `vexport $EMPTY` pass in CI.
+        # Nothing was asked: the help, and the code of a usage error, lest `vexport $EMPTY` pass in
+        # CI.
         click.echo(error.format_message())
         return error.exit_code
     if isinstance(error, click.UsageError):
@@ -151,7 +155,9 @@ def _problem(error: BaseException) -> VexportError:
 
 
 def _say(messages: Sequence[str], code: int) -> int:
-    """Each message as one line on stderr: bounded, and with nothing in it that a terminal would obey."""
+    """Each message as one line on stderr: bounded, and with nothing in it that a terminal would
+    obey.
+    """
     if "--debug" in sys.argv:
         traceback.print_exc()
     colour = wants_colour(sys.stderr)
@@ -159,14 +165,20 @@ def _say(messages: Sequence[str], code: int) -> int:
     for message in messages[:MAX_LINES]:
         click.echo(f"{label} {visible(clip(message, MAX_CHARACTERS))}", err=True, color=colour)
     if len(messages) > MAX_LINES:
-        click.echo(f"{label} {len(messages) - MAX_LINES:,} more problems like these", err=True, color=colour)
+        click.echo(
+            f"{label} {len(messages) - MAX_LINES:,} more problems like these",
+            err=True,
+            color=colour,
+        )
     return code
 
 
 def default_map(group: click.Group) -> dict[str, dict[str, object]]:
-    """The options of each command by their parameters; InputError for a file that no command understands.
+    """The options of each command by their parameters; InputError for a file that no command
+    understands.
 
-    A table is for the command of that name; what stands outside of tables is for every command that has it.
+    A table is for the command of that name; what stands outside of tables is for every command that
+    has it.
     """
     where, table = _table()
     if not table:
@@ -178,7 +190,9 @@ def default_map(group: click.Group) -> dict[str, dict[str, object]]:
     shared = {key: value for key, value in table.items() if key not in tables}
     for name in tables.keys() - options.keys():
         fix = f"name a command{nearest(clip(name, 100), [*options])}"
-        raise InputError(f"{where}: [{clip(name, 100)}]", got="no command of vexport", need="one", fix=fix)
+        raise InputError(
+            f"{where}: [{clip(name, 100)}]", got="no command of vexport", need="one", fix=fix
+        )
     every = {name: option for each in options.values() for name, option in each.items()}
     _require_known(f"{where}: ", shared, every)
     defaults: dict[str, dict[str, object]] = {}
@@ -201,7 +215,9 @@ def _require_known(where: str, settings: Iterable[str], known: Mapping[str, clic
         name = key.replace("-", "_")
         if key in known and str(known[key].name) in NEVER or name in NEVER:
             got = "it may run code, or write or remove files: only a call itself says so"
-            raise InputError(place, got=got, need="", fix="remove it, and give the option in the call")
+            raise InputError(
+                place, got=got, need="", fix="remove it, and give the option in the call"
+            )
         if key not in known:
             fix = f"correct it{nearest(clip(key, 100), [*known])}"
             raise InputError(place, got="no option that a file may set", need="one", fix=fix)
@@ -220,7 +236,9 @@ def _table() -> tuple[str, Mapping[str, object]]:
         tool = table.get("tool") if is_project else {"vexport": table}
         settings = tool.get("vexport", {}) if isinstance(tool, dict) else {}
         if not isinstance(settings, dict):
-            raise InputError(where, got=shown(settings, 80), need="a table", fix="write [tool.vexport]")
+            raise InputError(
+                where, got=shown(settings, 80), need="a table", fix="write [tool.vexport]"
+            )
         return where, settings
     return "", {}
 
@@ -236,14 +254,20 @@ def _mentions_vexport(project: Path) -> bool:
 def _options(command: click.Command) -> dict[str, click.Option]:
     """The options of a command, by their names on the command line without dashes."""
     options = [each for each in command.params if isinstance(each, click.Option)]
-    return {name.lstrip("-"): option for option in options for name in option.opts if name.startswith("--")}
+    return {
+        name.lstrip("-"): option
+        for option in options
+        for name in option.opts
+        if name.startswith("--")
+    }
 
 
 def _value(option: click.Option, value: object, place: str) -> object:
-    """The value as a command line has it: text, which click converts, of several values a list of it.
+    """The value as a command line has it: text, which click converts, of several values a list of
+    it.
 
-    InputError for a switch that is neither true nor false, and for another option's value that is no text, no
-    number and no list of them.
+    InputError for a switch that is neither true nor false, and for another option's value that is
+    no text, no number and no list of them.
     """
     if option.is_flag:
         if isinstance(value, bool):

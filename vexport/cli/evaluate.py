@@ -16,7 +16,15 @@ from vexport.cli.engine import (
     serve_options,
     session_options,
 )
-from vexport.cli.options import PATH, POSITIVE, Answer, answer_file, format_option, option, require_apart
+from vexport.cli.options import (
+    PATH,
+    POSITIVE,
+    Answer,
+    answer_file,
+    format_option,
+    option,
+    require_apart,
+)
 from vexport.cli.prompting import (
     drift_options,
     prompting_options,
@@ -49,25 +57,35 @@ class ComparisonOptions:
         if not against and path.suffix == ".json" and is_accepted(path):
             baseline, against = None, path
         if baseline and against or not (baseline or against or self.accept):
-            raise click.UsageError("Give --baseline SOURCE or --against FILE, or --accept FILE alone.")
+            raise click.UsageError(
+                "Give --baseline SOURCE or --against FILE, or --accept FILE alone."
+            )
         if (options["kl_limit"] or options["nll_limit"]) and not baseline:
             raise click.UsageError(
                 "--kl-limit and --nll-limit need --baseline, whose log-probabilities they bound."
             )
         if bool(options["tasks"]) == bool(options["text"]):
-            raise click.UsageError("Give --task NAME_OR_YAML, or --text DATA in the place of tasks.")
-        if options["text"] is None and any(map(options.get, ("text_rows", "text_tokens", "speculative"))):
+            raise click.UsageError(
+                "Give --task NAME_OR_YAML, or --text DATA in the place of tasks."
+            )
+        if options["text"] is None and any(
+            map(options.get, ("text_rows", "text_tokens", "speculative"))
+        ):
             raise click.UsageError("--text-rows, --text-tokens and --speculative need --text.")
         if options["text"] and (baseline is None or self.accept):
             raise click.UsageError("--text needs --baseline SOURCE alone: both models read it.")
         if options["chat_template"] and options["apply_chat_template"] is False:
-            raise click.UsageError("--chat-template names a template, --no-apply-chat-template applies none.")
+            raise click.UsageError(
+                "--chat-template names a template, --no-apply-chat-template applies none."
+            )
         if len(options["checkpoints"]) > 1 and self.accept:
             raise click.UsageError("--accept takes the answers of one CHECKPOINT.")
         return replace(self, baseline=baseline, against=against)
 
 
-def _tasks(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+def _tasks(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> tuple[str, ...]:
     """Each task; a name that is the path of a file is one, whatever is in it."""
     return tuple(
         task.strip()
@@ -96,7 +114,9 @@ def _tasks(context: click.Context, parameter: click.Parameter, values: tuple[str
 @click.argument("checkpoints", metavar="CHECKPOINT|URL...", nargs=-1, required=True)
 @option("--baseline", "The unquantized checkpoint to compare with.", metavar="SOURCE|URL")
 @option("--against", "An accepted baseline to compare with; starts one engine.", PATH, "FILE")
-@option("--accept", "Write CHECKPOINT's answers as an accepted baseline, unless it fails.", PATH, "FILE")
+@option(
+    "--accept", "Write CHECKPOINT's answers as an accepted baseline, unless it fails.", PATH, "FILE"
+)
 @option(
     "--task --tasks tasks",
     "Tasks of lm-eval, by name or YAML file; repeatable.",
@@ -137,10 +157,11 @@ def evaluate(
 ) -> None:
     """Compare CHECKPOINT's accuracy with its baseline's, by lm-eval in vLLM.
 
-    Both answer the same documents; the verdict (PASS, FAIL or INCONCLUSIVE) comes first, then the cause
-    where it is not PASS. Several checkpoints give a table. An accepted baseline is a small file for git with
-    each document's score: make one with --accept, and compare later checkpoints --against it. Either side
-    may be lm-eval's results, or the address of a server's OpenAI API, whose key is VEXPORT_API_KEY.
+    Both answer the same documents; the verdict (PASS, FAIL or INCONCLUSIVE) comes first, then the
+    cause where it is not PASS. Several checkpoints give a table. An accepted baseline is a small
+    file for git with each document's score: make one with --accept, and compare later checkpoints
+    --against it. Either side may be lm-eval's results, or the address of a server's OpenAI API,
+    whose key is VEXPORT_API_KEY.
 
     \b
     Examples:
@@ -148,7 +169,8 @@ def evaluate(
       vexport eval OUT --task gsm8k --accept accepted.json
       vexport eval NEXT --task gsm8k --against accepted.json
       vexport eval OUT --baseline MODEL --text held-out.jsonl
-      vexport eval http://new:8000/v1 --baseline http://old:8000/v1 --task gsm8k --tokenizer Qwen/Qwen3-0.6B
+      vexport eval http://new:8000/v1 --baseline http://old:8000/v1 --task gsm8k --tokenizer
+      Qwen/Qwen3-0.6B
     """
     from vexport.engine.session import require_engine
     from vexport.evaluation.inputs import evaluation_inputs
@@ -196,7 +218,9 @@ def _name(checkpoints: Sequence[str]) -> str:
 
 
 def _settings(options: Mapping[str, Any]) -> "Evaluate":
-    """The options that are named as keys of a scenario's `evaluate`; InputErrors for values out of bounds."""
+    """The options that are named as keys of a scenario's `evaluate`; InputErrors for values out of
+    bounds.
+    """
     from vexport.scenario import Evaluate, problems_at
 
     keys = {key: options[key] for key in Evaluate.model_fields if options.get(key) is not None}
@@ -259,7 +283,12 @@ def _fix(verdict: "Verdict") -> str:
 @verdict_options
 @format_option()
 def verdict_command(
-    baseline_results: Path, results: Path, margin: float, alpha: float, gate: dict[str, str], answer: Answer
+    baseline_results: Path,
+    results: Path,
+    margin: float,
+    alpha: float,
+    gate: dict[str, str],
+    answer: Answer,
 ) -> None:
     """Compare two lm-eval result folders; starts no model.
 

@@ -9,7 +9,14 @@ import click
 
 from vexport.cli.base import command, given, print_text, progress_display, require_loaded
 from vexport.cli.engine import Session, engine_arg_option, interpreters_option, session_options
-from vexport.cli.options import Answer, device_options, format_option, gpu_option, option, speculative_option
+from vexport.cli.options import (
+    Answer,
+    device_options,
+    format_option,
+    gpu_option,
+    option,
+    speculative_option,
+)
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, raise_problems
 from vexport.records import DryLoadReport, EngineMode, LoadReport, OnProgress
@@ -31,14 +38,19 @@ _NO_DRY_LOAD = partial(DryLoadReport, vllm="", cells=(), rows=(), blind_spots=()
 @interpreters_option
 @option(
     "--mode",
-    "eager, default (compiled where the platform compiles; a CPU needs a C++ compiler for it), or both.",
+    "eager, default (compiled where the platform compiles; a CPU needs a C++ compiler for it), "
+    "or both.",
     click.Choice(("eager", "default", "both")),
     default="eager",
     shown=True,
 )
 @engine_arg_option
 @session_options
-@option("--all every", "With --dry: list each finding, and vLLM's own words of a refusal in full.", flag=True)
+@option(
+    "--all every",
+    "With --dry: list each finding, and vLLM's own words of a refusal in full.",
+    flag=True,
+)
 @format_option()
 def load(
     checkpoints: tuple[str, ...],
@@ -56,13 +68,14 @@ def load(
 ) -> None:
     """Load each CHECKPOINT in vLLM and compare it with a reference.
 
-    The reference is transformers with the stored weights dequantized by compressed-tensors. The canaries are
-    200 tokens long: numbers that are not finite, repetition, an early end, another script are findings. Each
-    --tp is one more engine, on as many devices.
+    The reference is transformers with the stored weights dequantized by compressed-tensors. The
+    canaries are 200 tokens long: numbers that are not finite, repetition, an early end, another
+    script are findings. Each --tp is one more engine, on as many devices.
 
-    With --dry, vLLM's model class and weight loaders run on headers alone, for every --tp and --sm: what is
-    refused, what gets no value or a converted one, which kernel each layer would get, and the memory of a
-    rank. Without --sm, SM 80, 89, 90 and 100 are shown, and each --tp must load on one of them.
+    With --dry, vLLM's model class and weight loaders run on headers alone, for every --tp and --sm:
+    what is refused, what gets no value or a converted one, which kernel each layer would get, and
+    the memory of a rank. Without --sm, SM 80, 89, 90 and 100 are shown, and each --tp must load on
+    one of them.
 
     \b
     Examples:
@@ -99,7 +112,8 @@ def load(
             reports = _loads(names, pythons, serves, mode, trust_remote_code, on_progress)
     failed = _NO_DRY_LOAD if dry else LoadReport
     unread = [
-        failed(checkpoint=name, ok=False, findings=findings_of(error)) for name, error in problems.items()
+        failed(checkpoint=name, ok=False, findings=findings_of(error))
+        for name, error in problems.items()
     ]
     reports = sorted([*reports, *unread], key=lambda report: checkpoints.index(report.checkpoint))
     print_text(render_loads(reports, answer.format_, every=every))
@@ -118,7 +132,9 @@ def _unreadable(names: Sequence[str], on_progress: OnProgress) -> dict[str, Vexp
         require_checkpoint(root)
         require_layers(root)
 
-    outcomes = {name: attempt(partial(read, name), name) for name in names} if len(names) > 1 else {}
+    outcomes = (
+        {name: attempt(partial(read, name), name) for name in names} if len(names) > 1 else {}
+    )
     problems = {name: outcome for name, outcome in outcomes.items() if outcome is not None}
     if problems and len(problems) == len(outcomes):
         raise_problems([*problems.values()])
@@ -129,7 +145,9 @@ def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
     """UsageError where options do not go together."""
     for parameter, name in (("sm", "--sm"), ("cards", "--gpu"), ("speculative", "--speculative")):
         if not dry and given(parameter):
-            raise click.UsageError(f"{name} needs --dry: a real load uses what is there, and drafts nothing.")
+            raise click.UsageError(
+                f"{name} needs --dry: a real load uses what is there, and drafts nothing."
+            )
     if dry and (session.max_model_len or session.engine_args or mode != "eager"):
         raise click.UsageError(
             "--max-model-len, --engine-arg and --mode do not go with --dry, which runs nothing."
@@ -154,6 +172,9 @@ def _loads(
 
     modes: Sequence[EngineMode] = ("eager", "default") if mode == "both" else (mode,)
     options = EngineOptions(
-        serve=serves[0], vllm_python=None, trust_remote_code=trust_remote_code, on_progress=on_progress
+        serve=serves[0],
+        vllm_python=None,
+        trust_remote_code=trust_remote_code,
+        on_progress=on_progress,
     )
     return load_checkpoints(names, pythons, serves, modes, options)

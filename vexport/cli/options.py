@@ -45,7 +45,9 @@ class SectionedCommand(click.Command):
     """A command whose options stand in the sections of `SECTIONS`."""
 
     def invoke(self, ctx: click.Context) -> object:
-        """Call the command; a parameter whose type is a dataclass takes the options named as its fields."""
+        """Call the command; a parameter whose type is a dataclass takes the options named as its
+        fields.
+        """
         assert self.callback is not None
         require_apart(ctx)
         return ctx.invoke(self.callback, **grouped(self.callback, ctx.params))
@@ -55,10 +57,16 @@ class SectionedCommand(click.Command):
         every = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
         options = {"help" if "--help" in each.opts else each.name: each for each in every}
         sections = {title: names.split() for title, names in SECTIONS.items()}
-        sections[OTHERS] = [name for name in options if name not in " ".join(SECTIONS.values()).split()]
+        sections[OTHERS] = [
+            name for name in options if name not in " ".join(SECTIONS.values()).split()
+        ]
         for title, names in sections.items():
             chosen = [options[name] for name in names if name in options]
-            rows = [_short(option, record) for option in chosen if (record := option.get_help_record(ctx))]
+            rows = [
+                _short(option, record)
+                for option in chosen
+                if (record := option.get_help_record(ctx))
+            ]
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
@@ -76,7 +84,9 @@ def grouped(function: Callable[..., object], values: Mapping[str, object]) -> di
 
 
 class OrderedGroup(click.Group):
-    """Commands in the order of work, each imported when it is asked for: `module:function` of vexport.cli."""
+    """Commands in the order of work, each imported when it is asked for: `module:function` of
+    vexport.cli.
+    """
 
     def __init__(self, *, commands_in: Mapping[str, str], **settings: Any) -> None:
         super().__init__(**settings)
@@ -94,7 +104,9 @@ class OrderedGroup(click.Group):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Name and first sentence of each command, then the options of all."""
         commands = ((name, self.get_command(ctx, name)) for name in self.places)
-        rows = [(name, command.get_short_help_str(limit=1000)) for name, command in commands if command]
+        rows = [
+            (name, command.get_short_help_str(limit=1000)) for name, command in commands if command
+        ]
         records = (parameter.get_help_record(ctx) for parameter in self.get_params(ctx))
         with formatter.section("Commands"):
             formatter.write_dl(rows)
@@ -115,14 +127,29 @@ Decorator = Callable[[Function], Function]
 Callback = Callable[[click.Context, click.Parameter, Any], object]
 
 FORMATS = ("text", "json", "junit", "github")
-FORMAT_OF_SUFFIX = {".txt": "text", ".json": "json", ".xml": "junit", ".html": "html", ".md": "markdown"}
+FORMAT_OF_SUFFIX = {
+    ".txt": "text",
+    ".json": "json",
+    ".xml": "junit",
+    ".html": "html",
+    ".md": "markdown",
+}
 # The name of --output, and where a context holds its value.
 ANSWER_FILE = "answer_file"
-# Parameters of commands that name what is written, unless their type is READ_PATH. Everything else that names
-# a path is read.
+# Parameters of commands that name what is written, unless their type is READ_PATH. Everything else
+# that names a path is read.
 OUTPUTS = (ANSWER_FILE, "out", "run_dir", "output_dir", "accept", "folder")
 # Parameters whose texts may be paths that are read; parameters of the type PATH always are.
-INPUTS = ("source", "checkpoints", "baseline", "tasks", "text", "calibration", "digests", "tokenizer")
+INPUTS = (
+    "source",
+    "checkpoints",
+    "baseline",
+    "tasks",
+    "text",
+    "calibration",
+    "digests",
+    "tokenizer",
+)
 # Inputs that may name a column: FILE:COLUMN.
 DATA = ("text", "calibration")
 DRAFTER = "speculative"
@@ -164,9 +191,11 @@ def option(
     hidden: bool = False,
     kept: bool = True,
 ) -> Decorator:
-    """An option by its names, separated by spaces, with its help; help has the default where it is `shown`.
+    """An option by its names, separated by spaces, with its help; help has the default where it is
+    `shown`.
 
-    One that is not `kept` is read first, by its callback, and is no argument of the command's function.
+    One that is not `kept` is read first, by its callback, and is no argument of the command's
+    function.
     """
     defaults: dict[str, Any] = {} if default is ... else {"default": default}
     return click.option(
@@ -260,12 +289,16 @@ def numbers(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
         if not re.fullmatch("0*[1-9][0-9]*", part):
-            raise click.BadParameter(f"{part!r} is not a number of GPUs; write whole numbers like 1,2,4.")
+            raise click.BadParameter(
+                f"{part!r} is not a number of GPUs; write whole numbers like 1,2,4."
+            )
     return tuple(dict.fromkeys(map(int, parts)))
 
 
 def capabilities(text: str) -> tuple[int, ...]:
-    """Compute capabilities separated by commas, each once: `80,90`, `9.0` or `sm90`. A type for click."""
+    """Compute capabilities separated by commas, each once: `80,90`, `9.0` or `sm90`. A type for
+    click.
+    """
     from vexport.formats.base import GENERATIONS, parse_capability
 
     parsed = {part: parse_capability(part) for part in map(str.strip, text.split(","))}
@@ -314,10 +347,11 @@ def answer_file(context: click.Context) -> Path | None:
 def require_apart(
     context: click.Context, inputs: "Sequence[NamedPath]" = (), outputs: "Sequence[NamedPath]" = ()
 ) -> None:
-    """Raise InputError if an output of a command overlaps what it reads, before anything is written.
+    """Raise InputError if an output of a command overlaps what it reads, before anything is
+    written.
 
-    The paths of its arguments and options are always compared. `inputs` and `outputs` are further paths: what
-    a scenario names, and folders that have a default.
+    The paths of its arguments and options are always compared. `inputs` and `outputs` are further
+    paths: what a scenario names, and folders that have a default.
     """
     from vexport.outputs.replaceable import NamedPath, require_separate
 
@@ -325,7 +359,9 @@ def require_apart(
     for parameter in context.command.params:
         label = _label(parameter)
         if parameter.name == ANSWER_FILE:
-            written += [NamedPath(label="--output", path=file)] if (file := answer_file(context)) else []
+            written += (
+                [NamedPath(label="--output", path=file)] if (file := answer_file(context)) else []
+            )
         elif parameter.name in OUTPUTS and parameter.type is not READ_PATH:
             given = context.params.get(str(parameter.name))
             written += [NamedPath(label=label, path=given)] if given else []
@@ -342,7 +378,9 @@ def _label(parameter: click.Parameter) -> str:
 
 
 def _paths_read(context: click.Context, parameter: click.Parameter) -> "Iterator[Path]":
-    """Yield the paths that a parameter names and its command reads; a name of the hub or a URL is no path."""
+    """Yield the paths that a parameter names and its command reads; a name of the hub or a URL is
+    no path.
+    """
     from vexport.checkpoint.source import parse_data
     from vexport.files import user_path
 
@@ -354,7 +392,9 @@ def _paths_read(context: click.Context, parameter: click.Parameter) -> "Iterator
             yield from [user_path(folder)] if (folder := each.partition("=")[2]) else []
         elif isinstance(each, str) and parameter.name in INPUTS and each and "://" not in each:
             path = parse_data(each).path if parameter.name in DATA else user_path(each)
-            if parameter.name != "tasks" or path.is_file():  # a folder is no task: it is named like one
+            if (
+                parameter.name != "tasks" or path.is_file()
+            ):  # a folder is no task: it is named like one
                 yield path
 
 
@@ -384,20 +424,31 @@ def _version(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-revision_option = option("--revision", "Branch, tag or commit of a SOURCE on the hub.", metavar="REV")
+revision_option = option(
+    "--revision", "Branch, tag or commit of a SOURCE on the hub.", metavar="REV"
+)
 trust_option = option(
     "--trust-remote-code",
     "Let the checkpoint's own Python code run, and an observer's from any folder.",
     flag=True,
 )
-overwrite_run_option = option("--overwrite", "Start again in a run directory that exists.", flag=True)
+overwrite_run_option = option(
+    "--overwrite", "Start again in a run directory that exists.", flag=True
+)
 overwrite_out_option = option(
     "--overwrite", "Replace OUT if vexport made it and nothing else is in it.", flag=True
 )
-tp_option = option("--tp", "Tensor parallel sizes to support, e.g. 1,2,4 [default: 1].", numbers, "N,...")
+tp_option = option(
+    "--tp", "Tensor parallel sizes to support, e.g. 1,2,4 [default: 1].", numbers, "N,..."
+)
 device_options = stacked(
     tp_option,
-    option("--sm", "Compute capabilities to support, e.g. 80,90,100 (9.0 is 90).", capabilities, "N,..."),
+    option(
+        "--sm",
+        "Compute capabilities to support, e.g. 80,90,100 (9.0 is 90).",
+        capabilities,
+        "N,...",
+    ),
 )
 gpu_option = option(
     "--gpu cards",
@@ -409,5 +460,10 @@ speculative_option = option(
     "--speculative", "Drafting to support: mtp, or eagle3=FOLDER.", metavar="METHOD", default=""
 )
 vllm_option = option(
-    "--vllm", "vLLM version to check against.", _version, "VERSION", default=short_version(), shown=True
+    "--vllm",
+    "vLLM version to check against.",
+    _version,
+    "VERSION",
+    default=short_version(),
+    shown=True,
 )

@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 @click.argument("source", metavar="SOURCE|SCENARIO")
 @revision_option
 @scheme_option
-@option("--run-dir", "Run directory with the losses for `scheme: auto` [default: runs/NAME].", READ_PATH)
+@option(
+    "--run-dir", "Run directory with the losses for `scheme: auto` [default: runs/NAME].", READ_PATH
+)
 @plan_options
 @calibration_options
 @trust_option
@@ -61,8 +63,8 @@ def plan(
 ) -> None:
     """Show what quantizing would do: layers, groups, size, problems.
 
-    SOURCE is a folder or a hub id. Reads headers only. Without --scheme it compares all schemes; with
-    --calibration it measures how long the text will take. Takes what quantize takes.
+    SOURCE is a folder or a hub id. Reads headers only. Without --scheme it compares all schemes;
+    with --calibration it measures how long the text will take. Takes what quantize takes.
 
     \b
     Examples:
@@ -75,20 +77,29 @@ def plan(
     from vexport.scenario import is_scenario
 
     if run_dir and not is_scenario(source):
-        raise click.UsageError("--run-dir needs a SCENARIO: scheme: auto chooses by what a run measured.")
+        raise click.UsageError(
+            "--run-dir needs a SCENARIO: scheme: auto chooses by what a run measured."
+        )
     if is_scenario(source):
         _plan_scenario(source, revision, run_dir, answer, trust_remote_code=trust_remote_code)
     elif request.scheme or request.recipe:
         name = with_revision(source, revision)
         _plan_rules(source, name, request, calibration, answer, trust_remote_code=trust_remote_code)
     elif extra := given_options(*CALIBRATION_OPTIONS):
-        raise click.UsageError(f"{', '.join(extra)} needs --scheme or --recipe: what the text is for.")
+        raise click.UsageError(
+            f"{', '.join(extra)} needs --scheme or --recipe: what the text is for."
+        )
     else:
         _compare_schemes(with_revision(source, revision), request, answer)
 
 
 def _plan_scenario(
-    source: str, revision: str | None, run_dir: Path | None, answer: Answer, *, trust_remote_code: bool
+    source: str,
+    revision: str | None,
+    run_dir: Path | None,
+    answer: Answer,
+    *,
+    trust_remote_code: bool,
 ) -> None:
     """The plan of a scenario, and how many documents its evaluation takes."""
     from vexport.evaluation.inputs import scenario_inputs
@@ -143,7 +154,9 @@ def _plan_rules(
     text = calibration.settings
     planning = replace(settings, has_text=text is not None)
     with progress_display(quiet=answer.quiet) as on_progress:
-        index, plan = plan_headers(name, rules, planning, on_progress, trust_remote_code=trust_remote_code)
+        index, plan = plan_headers(
+            name, rules, planning, on_progress, trust_remote_code=trust_remote_code
+        )
         if text is not None and not plan.refusals:
             _note_time(index, plan, text, on_progress, trust_remote_code=trust_remote_code)
     out = "-".join((Path(source).resolve().name, *(plan.schemes or ("KV",))))
@@ -169,7 +182,9 @@ def _note_time(
     elif not index.root.is_dir():
         note("how long calibration takes is measured on the weights: download the model first")
     else:
-        samples = PlanText(index, plan, text, on_progress=on_progress, trust_remote_code=trust_remote_code)
+        samples = PlanText(
+            index, plan, text, on_progress=on_progress, trust_remote_code=trust_remote_code
+        )
         if steps := estimated_steps(samples):
             note(estimate("this", steps))
         else:
@@ -190,7 +205,9 @@ def _compare_schemes(name: str, request: PlanRequest, answer: Answer) -> None:
     print_text(render_table(table, answer.format_))
 
 
-def _print(source: str, plan: Plan, then: str, answer: Answer, scenario: "Scenario | None" = None) -> None:
+def _print(
+    source: str, plan: Plan, then: str, answer: Answer, scenario: "Scenario | None" = None
+) -> None:
     """The answer; exit with 2 where the plan has refusals."""
     from vexport.reports.plan import TYPICAL_DISAGREEMENT, render_plan
 
@@ -204,7 +221,9 @@ def _print(source: str, plan: Plan, then: str, answer: Answer, scenario: "Scenar
 
 
 @command("list", no_args_is_help=True)
-@click.argument("what", type=click.Choice(("schemes", "observers", "roundings", "checks", "architectures")))
+@click.argument(
+    "what", type=click.Choice(("schemes", "observers", "roundings", "checks", "architectures"))
+)
 @format_option(("text", "json"))
 def list_command(what: str, answer: Answer) -> None:
     """List schemes, observers, roundings, checks or architectures.
@@ -225,7 +244,8 @@ def list_command(what: str, answer: Answer) -> None:
 def explain_command(name: tuple[str, ...], answer: Answer) -> None:
     """Print the section of the reference that explains a scheme, observer, check, finding or topic.
 
-    NAME is what a report, message or list calls it, in any case. Without NAME: the pages and their sections.
+    NAME is what a report, message or list calls it, in any case. Without NAME: the pages and their
+    sections.
 
     \b
     Examples:
@@ -238,7 +258,9 @@ def explain_command(name: tuple[str, ...], answer: Answer) -> None:
 
     if not name:
         sections = [asdict(section) for section in all_sections()]
-        print_text(contents() if answer.format_ == "text" else json.dumps(sections, indent=2) + "\n")
+        print_text(
+            contents() if answer.format_ == "text" else json.dumps(sections, indent=2) + "\n"
+        )
         return
     section = find_section(" ".join(name))
     if answer.format_ == "json":

@@ -1,4 +1,5 @@
-"""Options that say how both models are asked, under the names of lm-eval's command line, and what decides.
+"""Options that say how both models are asked, under the names of lm-eval's command line, and what
+decides.
 
 All are named like the keys of a scenario's `evaluate`.
 """
@@ -42,7 +43,9 @@ def _generation_pairs(text: str) -> Iterator[tuple[str, GenerationValue]]:
     while at < len(text):
         pair = _PAIR.match(text, at)
         if pair is None:
-            raise click.BadParameter(f"{text[at:]!r} is not K=V,... like temperature=0,max_gen_toks=512.")
+            raise click.BadParameter(
+                f"{text[at:]!r} is not K=V,... like temperature=0,max_gen_toks=512."
+            )
         yield pair[1], _generation_value(pair[2].strip())
         at = pair.end()
 
@@ -67,13 +70,17 @@ def _batch_size(text: str) -> BatchSize:
     return int(text)
 
 
-def _gates(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+def _gates(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[str, str]:
     """TASK -> METRIC[,FILTER]; without a task it is for all that have it."""
     gates: dict[str, str] = {}
     for value in values:
         task, _, metric = value.rpartition("=")
         if not metric or (task or "*") in gates:
-            raise click.BadParameter(f"{value!r} is not [TASK=]METRIC[,FILTER], or its task is given twice.")
+            raise click.BadParameter(
+                f"{value!r} is not [TASK=]METRIC[,FILTER], or its task is given twice."
+            )
         gates[task or "*"] = metric
     return gates
 
@@ -92,10 +99,18 @@ prompting_options = stacked(
         callback=_generation,
     ),
     option("--seeds", "Sampled answers to each document [default: 1].", POSITIVE, "N", default=1),
-    option("--max-gen-toks", "Most new tokens where a task sets none [default: 256].", POSITIVE, "N"),
+    option(
+        "--max-gen-toks", "Most new tokens where a task sets none [default: 256].", POSITIVE, "N"
+    ),
     option("--think-end-token", "Score only what follows it, such as </think>.", metavar="TEXT"),
     switch("--enable-thinking", "Handed to the chat template [default: left to it]."),
-    option("--include-path", "Folder with more lm-eval tasks; repeatable.", FOLDER, "DIR", multiple=True),
+    option(
+        "--include-path",
+        "Folder with more lm-eval tasks; repeatable.",
+        FOLDER,
+        "DIR",
+        multiple=True,
+    ),
     option(
         "--batch-size",
         "Requests that vLLM is given at once [default: auto, all].",
@@ -103,7 +118,12 @@ prompting_options = stacked(
         "N|auto",
         default="auto",
     ),
-    option("--limit", "Use the first N documents of each task, below 1 a share of them.", ABOVE_ZERO, "N"),
+    option(
+        "--limit",
+        "Use the first N documents of each task, below 1 a share of them.",
+        ABOVE_ZERO,
+        "N",
+    ),
 )
 verdict_options = stacked(
     option(
@@ -131,7 +151,12 @@ verdict_options = stacked(
     ),
 )
 drift_options = stacked(
-    option("--kl-limit", "Warn, with --text fail, above this mean KL [default: 0.1].", ABOVE_ZERO, "NATS"),
+    option(
+        "--kl-limit",
+        "Warn, with --text fail, above this mean KL [default: 0.1].",
+        ABOVE_ZERO,
+        "NATS",
+    ),
     option("--nll-limit", "The same for the rise of the NLL [default: 0.05].", ABOVE_ZERO, "NATS"),
 )
 served_options = stacked(

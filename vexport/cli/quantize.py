@@ -1,4 +1,6 @@
-"""Commands that write a checkpoint, `quantize` and `repair`, and the options that `plan` takes too."""
+"""Commands that write a checkpoint, `quantize` and `repair`, and the options that `plan` takes
+too.
+"""
 
 import os
 import shlex
@@ -103,16 +105,22 @@ def require_scenario_alone() -> None:
     """Raise UsageError where options stand next to a scenario that decides the same."""
     extra = given_options(*PLAN_OPTIONS, *CALIBRATION_OPTIONS)
     if extra:
-        raise click.UsageError(f"{', '.join(extra)} cannot be used with a scenario; set it in the scenario.")
+        raise click.UsageError(
+            f"{', '.join(extra)} cannot be used with a scenario; set it in the scenario."
+        )
 
 
 def require_consistent(request: PlanRequest) -> None:
-    """Raise UsageError unless one of scheme and recipe is given, and where options repeat a recipe."""
+    """Raise UsageError unless one of scheme and recipe is given, and where options repeat a
+    recipe.
+    """
     if (request.scheme is None) == (request.recipe is None):
         raise click.UsageError("Name what to quantize to: --scheme S, or --recipe FILE.yaml.")
     extra = given_options("observer", "input_observer", "rounding", "group_size")
     if request.recipe is not None and extra:
-        raise click.UsageError(f"{', '.join(extra)} cannot be used with --recipe, which says the same.")
+        raise click.UsageError(
+            f"{', '.join(extra)} cannot be used with --recipe, which says the same."
+        )
 
 
 def _group_size(text: str) -> GroupSize:
@@ -122,7 +130,9 @@ def _group_size(text: str) -> GroupSize:
     try:
         return parse_group_size(int(text) if text.lstrip("-").isdecimal() else text) or "channel"
     except ValueError as error:
-        raise click.BadParameter(f"{clip(repr(text), 100)} is no group size; need {error}.") from None
+        raise click.BadParameter(
+            f"{clip(repr(text), 100)} is no group size; need {error}."
+        ) from None
 
 
 scheme_option = stacked(
@@ -130,22 +140,38 @@ scheme_option = stacked(
     option("--recipe", "Recipe of llm-compressor in the place of a scheme.", PATH, "FILE.yaml"),
 )
 plan_options = stacked(
-    option("--group-size", "Columns that share a scale, or channel: a whole row.", _group_size, "N|channel"),
-    option("--observer", "How weight ranges are found [default: what suits the rounding].", metavar="O"),
     option(
-        "--input-observer", "How static ranges of inputs are found [default: static_minmax].", metavar="O"
+        "--group-size",
+        "Columns that share a scale, or channel: a whole row.",
+        _group_size,
+        "N|channel",
     ),
-    option("--rounding", "How weights are rounded [default: by bits and text].", click.Choice(ROUNDINGS)),
+    option(
+        "--observer", "How weight ranges are found [default: what suits the rounding].", metavar="O"
+    ),
+    option(
+        "--input-observer",
+        "How static ranges of inputs are found [default: static_minmax].",
+        metavar="O",
+    ),
+    option(
+        "--rounding",
+        "How weights are rounded [default: by bits and text].",
+        click.Choice(ROUNDINGS),
+    ),
     option(
         "--ignore",
         "Keep these layers: a name, its end, or re:REGEX; repeatable.",
         metavar="PATTERN",
         multiple=True,
     ),
-    option("--kv-cache", "Calibrate scales of an fp8 KV cache.", click.Choice(("fp8", "fp8_per_head"))),
+    option(
+        "--kv-cache", "Calibrate scales of an fp8 KV cache.", click.Choice(("fp8", "fp8_per_head"))
+    ),
     option(
         "--smoothing",
-        "How far large channels of inputs are scaled down [default: 0.5 for INT8 and 4-bit inputs where text "
+        "How far large channels of inputs are scaled down [default: 0.5 for INT8 and 4-bit "
+        "inputs where text "
         "is given, else 0].",
         Real(0, 1),
         "S",
@@ -171,7 +197,8 @@ calibration_options = stacked(
     option("--seed", "Choose rows at random, by this seed. [default: the first]", Count(0)),
     switch(
         "--pack",
-        "Join rows into samples of --seq-len tokens, or take each row alone. [default: join text files]",
+        "Join rows into samples of --seq-len tokens, or take each row alone. [default: join "
+        "text files]",
     ),
     switch(
         "--calibrate-all-experts all_experts",
@@ -193,7 +220,9 @@ calibration_options = stacked(
 @scheme_option
 @plan_options
 @calibration_options
-@option("--max-shard-size", "Largest file of weights.", byte_size, "SIZE", default="5GB", shown=True)
+@option(
+    "--max-shard-size", "Largest file of weights.", byte_size, "SIZE", default="5GB", shown=True
+)
 @option(
     "--no-verify",
     "Leave out the dry load of OUT in vLLM, which takes about 10 seconds.",
@@ -217,9 +246,9 @@ def quantize(
 ) -> None:
     """Quantize SOURCE, a folder or a hub id (ORG/NAME or ORG/NAME@REVISION), into the folder OUT.
 
-    lm_head, embeddings, norms and routers are kept. Layers that vLLM fuses share their scales. OUT is written
-    atomically; rerun an interrupted command to resume. Its config and names are checked first, and vLLM,
-    where it is installed, loads it dry: what fails becomes OUT.failed.
+    lm_head, embeddings, norms and routers are kept. Layers that vLLM fuses share their scales. OUT
+    is written atomically; rerun an interrupted command to resume. Its config and names are checked
+    first, and vLLM, where it is installed, loads it dry: what fails becomes OUT.failed.
 
     \b
     Examples:
@@ -235,7 +264,9 @@ def quantize(
     from vexport.quantize.job import QuantizeJob, quantize_source
     from vexport.reports.quantized import quantized_answer, render_quantized
 
-    is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's ranks, or alone: the one that speaks
+    is_first = (
+        os.environ.get("RANK", "0") == "0"
+    )  # of torchrun's ranks, or alone: the one that speaks
     tell: Callable[[str], None] = note if is_first else lambda text: None
     require_consistent(request)
     rules, settings = requested(request, (), tell, trust_remote_code=trust_remote_code)
@@ -281,15 +312,17 @@ def _keeping(patterns: Sequence[str]) -> str:
 @option("--source", "The unquantized checkpoint, to compare the repaired values with.", PATH)
 @overwrite_out_option
 @format_option(("text", "json"))
-def repair(checkpoint: Path, out: Path, source: Path | None, overwrite: bool, answer: Answer) -> None:
+def repair(
+    checkpoint: Path, out: Path, source: Path | None, overwrite: bool, answer: Answer
+) -> None:
     """Repair CHECKPOINT into OUT and report the error each fix adds.
 
-    Needs no calibration. Repairs config.json (targets, ignore, arguments, refused keys), global scales that
-    fused layers do not share or that are reciprocals, and missing KV scales. If something cannot be repaired,
-    it is named and nothing is written: export the checkpoint again.
+    Needs no calibration. Repairs config.json (targets, ignore, arguments, refused keys), global
+    scales that fused layers do not share or that are reciprocals, and missing KV scales. If
+    something cannot be repaired, it is named and nothing is written: export the checkpoint again.
 
-    With --source, all quantized weights of OUT are compared with the source's. Without it, `repair` reports
-    what it assumes, and refuses a fault that has several explanations.
+    With --source, all quantized weights of OUT are compared with the source's. Without it, `repair`
+    reports what it assumes, and refuses a fault that has several explanations.
 
     \b
     Examples:
@@ -300,7 +333,9 @@ def repair(checkpoint: Path, out: Path, source: Path | None, overwrite: bool, an
     from vexport.reports.quantized import render_repair
 
     with progress_display(quiet=answer.quiet) as on_progress:
-        report = repair_checkpoint(checkpoint, out, source, overwrite=overwrite, on_progress=on_progress)
+        report = repair_checkpoint(
+            checkpoint, out, source, overwrite=overwrite, on_progress=on_progress
+        )
     print_text(render_repair(report, answer.format_))
     if not report.ok:
         raise _not_repaired(report)

@@ -1,4 +1,6 @@
-"""Scenarios from start to end: `demo` writes some, `run` and `compare` run them, `report` shows runs."""
+"""Scenarios from start to end: `demo` writes some, `run` and `compare` run them, `report` shows
+runs.
+"""
 
 import logging
 import shlex
@@ -54,7 +56,8 @@ def run(
 ) -> None:
     """Run every stage of SCENARIO and give one verdict.
 
-    The stages: plan, calibrate, quantize, check, load in vLLM, evaluate, report. A second call resumes.
+    The stages: plan, calibrate, quantize, check, load in vLLM, evaluate, report. A second call
+    resumes.
 
     \b
     Examples:
@@ -99,8 +102,8 @@ def run(
 def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
     """Show a run's report again, or several runs in one table.
 
-    The outcome of the run, of the newest of several, is the exit code. Of several runs the smallest that
-    passes is marked. `--format card` is a model card for the checkpoint's README.md.
+    The outcome of the run, of the newest of several, is the exit code. Of several runs the smallest
+    that passes is marked. `--format card` is a model card for the checkpoint's README.md.
 
     \b
     Examples:
@@ -114,7 +117,9 @@ def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
 
     outcomes = [(folder, attempt(partial(read_report, folder), str(folder))) for folder in run_dirs]
     problems = [outcome for _, outcome in outcomes if isinstance(outcome, VexportError)]
-    reports = [(folder, report) for folder, report in outcomes if not isinstance(report, VexportError)]
+    reports = [
+        (folder, report) for folder, report in outcomes if not isinstance(report, VexportError)
+    ]
     reports.sort(key=lambda pair: pair[1].created)
     if len(reports) == 1:
         (folder, only), file = reports[0], answer_file(click.get_current_context())
@@ -123,7 +128,8 @@ def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
         print_text(text)
     elif reports:
         compared = [
-            _of_report(folder, partial(compared_run, report, str(folder))) for folder, report in reports
+            _of_report(folder, partial(compared_run, report, str(folder)))
+            for folder, report in reports
         ]
         print_text(render_comparison(marked(compared), answer.format_))
     raise_problems(problems)
@@ -132,12 +138,21 @@ def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
 
 
 def _of_report(folder: Path, make: Callable[[], T]) -> T:
-    """Return what is made of the report in a folder; InputError if its values do not fit together."""
+    """Return what is made of the report in a folder; InputError if its values do not fit
+    together.
+    """
     from vexport.run.directory import REPORT_FILE
 
     try:
         return make()
-    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:
+    except (
+        LookupError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        AssertionError,
+    ) as error:
         logging.getLogger(__name__).debug("%s", folder, exc_info=error)
         got = f"values that do not fit together ({type(error).__name__}: {first_line(error)})"
         fix = "restore the file, or call `vexport run` again"
@@ -156,7 +171,11 @@ def _schemes(text: str) -> tuple[str, ...]:
 @command()
 @click.argument("source", metavar="SOURCE")
 @click.option(
-    "--schemes", type=_schemes, metavar="A,B,...", required=True, help="Schemes; see `vexport list schemes`."
+    "--schemes",
+    type=_schemes,
+    metavar="A,B,...",
+    required=True,
+    help="Schemes; see `vexport list schemes`.",
 )
 @option(
     "--scenario scenario_file",
@@ -179,8 +198,8 @@ def compare(
 ) -> None:
     """Run SOURCE in each scheme with one baseline, and show one table.
 
-    The baseline is served once; a second call resumes. Without --scenario the text that ships with vexport
-    decides, and no task. Exit code 0: a scheme passes; 1: all fail; 3: anything else.
+    The baseline is served once; a second call resumes. Without --scenario the text that ships with
+    vexport decides, and no task. Exit code 0: a scheme passes; 1: all fail; 3: anything else.
 
     \b
     Examples:
@@ -209,11 +228,19 @@ def compare(
 
     with progress_display(quiet=answer.quiet) as on_progress:
         options = interpreter.options(base.serve, on_progress)
-        runs, faults = compare_schemes(base, schemes, run_dir, options, overwrite=overwrite, note=note)
+        runs, faults = compare_schemes(
+            base, schemes, run_dir, options, overwrite=overwrite, note=note
+        )
     print_text(render_comparison(runs, answer.format_))
     raise_problems(faults)
     passed = any(run.outcome == "PASS" for run in runs)
-    outcome = "PASS" if passed else "FAIL" if all(run.outcome == "FAIL" for run in runs) else "INCONCLUSIVE"
+    outcome = (
+        "PASS"
+        if passed
+        else "FAIL"
+        if all(run.outcome == "FAIL" for run in runs)
+        else "INCONCLUSIVE"
+    )
     conclude(outcome, base.name, "; ".join(f"{run.schemes}: {run.reason}" for run in runs))
 
 
@@ -223,8 +250,8 @@ def compare(
 def demo(folder: Path, overwrite: bool, quiet: bool) -> None:
     """Write a small model and scenarios to try it with into DIR.
 
-    DIR is vexport-demo unless given. The model has 2 M parameters; its calibration data and its lm-eval tasks
-    come with it, so that nothing is downloaded. The answer names the next command.
+    DIR is vexport-demo unless given. The model has 2 M parameters; its calibration data and its
+    lm-eval tasks come with it, so that nothing is downloaded. The answer names the next command.
 
     \b
     Examples:
@@ -235,7 +262,10 @@ def demo(folder: Path, overwrite: bool, quiet: bool) -> None:
     first = shlex.quote(str(folder / "demo-nvfp4.yaml"))
     step = f"next: vexport run {first}"
     if not is_installed("vllm"):
-        step = f"next: vexport plan {first}\nthen: vexport run {first}, which needs vLLM; {fix('vllm')}"
+        step = (
+            f"next: vexport plan {first}\nthen: vexport run {first}, which needs vLLM; "
+            f"{fix('vllm')}"
+        )
     print_text(f"{folder}: the demo's scenarios, model, calibration data and tasks\n{step}")
 
 

@@ -16,10 +16,10 @@ from vexport.bus_errors import install_bus_error_handler
 from vexport.checkpoint.index import find_quantization
 from vexport.records import Canary, Finding
 
-# Limits on the mean KL(reference || vLLM) in nats, by the bits of the quantized activations (16: none are).
-# Both sides round to bfloat16 in their own order, and a low-bit rounding turns some of those differences into
-# whole steps. Measured on a random two-layer Llama: 2e-4 without, 2e-3 INT8, 7e-3 FP8, 6e-2 FP4. A deep model
-# amplifies them: `reference.agreement_limit`.
+# Limits on the mean KL(reference || vLLM) in nats, by the bits of the quantized activations (16:
+# none are). Both sides round to bfloat16 in their own order, and a low-bit rounding turns some of
+# those differences into whole steps. Measured on a random two-layer Llama: 2e-4 without, 2e-3 INT8,
+# 7e-3 FP8, 6e-2 FP4. A deep model amplifies them: `reference.agreement_limit`.
 KL_LIMITS = {16: 0.003, 8: 0.05, 4: 0.1}
 # A continuation is a loop if it ends in this many rounds of a cycle of at most this many words.
 _ROUNDS = 4
@@ -32,31 +32,40 @@ _WHOLE_TOKENS = 48
 # Text that repeats this many words this often loops, even if not to its end (as SmolLM2-135M does).
 _LOOP_WORDS, _LOOP_TIMES = 8, 3
 _NUMBERS = "non-finite log-probabilities"
-_FIX = "compare the checkpoint with its source (`vexport check --source`), or quantize with a finer scheme"
+_FIX = (
+    "compare the checkpoint with its source (`vexport check --source`), or quantize with a "
+    "finer scheme"
+)
 _FIX_QUANTIZED = "nothing if the evaluation passes: vLLM computes what the checkpoint holds"
 
 
 def kl_limit(checkpoint: Path, cache: str = "auto", input_bits: int | None = None) -> float:
     """The limit for a checkpoint: that of its coarsest activations, keys and values among them.
 
-    `cache` is vLLM's kv_cache_dtype, which may store keys and values in FP8 whatever the checkpoint says.
-    `input_bits` are those that a kernel of vLLM rounds inputs to (`EngineInfo.input_bits`), which may be
-    fewer than the checkpoint says, too.
+    `cache` is vLLM's kv_cache_dtype, which may store keys and values in FP8 whatever the checkpoint
+    says. `input_bits` are those that a kernel of vLLM rounds inputs to (`EngineInfo.input_bits`),
+    which may be fewer than the checkpoint says, too.
     """
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     stored = find_quantization(checkpoint, config)
     rounded: list[object] = [{"num_bits": 8}] if cache.startswith("fp8") else []
     if stored is not None and isinstance(groups := stored.values.get("config_groups"), dict):
-        rounded += [each.get("input_activations") for each in groups.values() if isinstance(each, dict)]
+        rounded += [
+            each.get("input_activations") for each in groups.values() if isinstance(each, dict)
+        ]
         rounded.append(stored.values.get("kv_cache_scheme"))
     sizes = [args.get("num_bits", 8) for args in rounded if isinstance(args, dict)]
     sizes.append(16 if input_bits is None else input_bits)
     bits = min(size for size in sizes if isinstance(size, int))
-    return next((limit for least, limit in KL_LIMITS.items() if bits >= least), max(KL_LIMITS.values()))
+    return next(
+        (limit for least, limit in KL_LIMITS.items() if bits >= least), max(KL_LIMITS.values())
+    )
 
 
 def read_logprobs(path: Path) -> torch.Tensor:
-    """The worker's file as one float32 matrix (positions, vocabulary), the prompts one after another."""
+    """The worker's file as one float32 matrix (positions, vocabulary), the prompts one after
+    another.
+    """
     install_bus_error_handler()
     tensors = load_file(path)
     return torch.cat([tensors[f"prompt.{number}"] for number in range(len(tensors))])
@@ -67,11 +76,12 @@ def canary_findings(
 ) -> list[Finding]:
     """A finding for each degenerate continuation.
 
-    With the baseline's continuations of the same prompts, one that the baseline shares is none; the others
-    are errors if they are half of all or more, else warnings, since one continuation may change by chance.
-    Without a baseline each is a warning: the model may have the habit itself. So it is where the
-    log-probabilities of vLLM are those of the reference (`agrees`): then the weights say so, and what
-    quantization costs is for the evaluation to judge. Numbers that are not finite are always an error.
+    With the baseline's continuations of the same prompts, one that the baseline shares is none; the
+    others are errors if they are half of all or more, else warnings, since one continuation may
+    change by chance. Without a baseline each is a warning: the model may have the habit itself. So
+    it is where the log-probabilities of vLLM are those of the reference (`agrees`): then the
+    weights say so, and what quantization costs is for the evaluation to judge. Numbers that are not
+    finite are always an error.
     """
     others = {canary.prompt: canary for canary in baseline or ()}
     degenerate = [
@@ -87,7 +97,8 @@ def canary_findings(
             severity="error" if broken or fault == _NUMBERS else "warning",
             where=f"greedy continuation {number} of {canary.prompt[:40]!r}",
             expected="finite numbers and text in the prompt's language that does not repeat itself",
-            got=f"{fault} in {canary.tokens} tokens ({canary.finish_reason}): {canary.text[-80:]!r}",
+            got=f"{fault} in {canary.tokens} tokens ({canary.finish_reason}): "
+            f"{canary.text[-80:]!r}",
             fix=_FIX_QUANTIZED if quantized and fault != _NUMBERS else _FIX,
         )
         for number, canary, fault in degenerate
@@ -104,7 +115,9 @@ def symptom(canary: Canary, baseline: Canary | None = None) -> str | None:
         return "an early end"
     before = canary.prompt if baseline is None else baseline.text
     scripts = _script(before), _script(canary.text)
-    return f"{scripts[1]} for {scripts[0]} letters" if all(scripts) and len(set(scripts)) > 1 else None
+    return (
+        f"{scripts[1]} for {scripts[0]} letters" if all(scripts) and len(set(scripts)) > 1 else None
+    )
 
 
 def _alone(canary: Canary) -> str | None:
@@ -114,12 +127,14 @@ def _alone(canary: Canary) -> str | None:
     if len(words) < _ROUNDS:
         words = list(canary.text.strip())
     cycles = range(1, _LONGEST_CYCLE + 1)
-    return "repetition" if any(words[-n * _ROUNDS :] == words[-n:] * _ROUNDS for n in cycles) else None
+    return (
+        "repetition" if any(words[-n * _ROUNDS :] == words[-n:] * _ROUNDS for n in cycles) else None
+    )
 
 
 def _early(canary: Canary, baseline: Canary) -> bool:
-    """Return whether the model ends before half of what the baseline says, early in the text, and not of a
-    loop."""
+    """Return whether the model ends before half of what the baseline says, early in the text, and
+    not of a loop."""
     whole = baseline.tokens if baseline.ended_after is None else baseline.ended_after
     ended = canary.ended_after
     if ended is None or ended >= _WHOLE_TOKENS or _loops(baseline):
@@ -134,7 +149,11 @@ def _loops(canary: Canary) -> bool:
 
 
 def _script(text: str) -> str:
-    """The script of most letters (`LATIN`, `CYRILLIC`, `CJK`); nothing where there are few letters."""
-    scripts = Counter(unicodedata.name(letter, "").partition(" ")[0] for letter in text if letter.isalpha())
+    """The script of most letters (`LATIN`, `CYRILLIC`, `CJK`); nothing where there are few
+    letters.
+    """
+    scripts = Counter(
+        unicodedata.name(letter, "").partition(" ")[0] for letter in text if letter.isalpha()
+    )
     script, letters = scripts.most_common(1)[0] if scripts else ("", 0)
     return script if scripts.total() >= _LEAST_LETTERS and 2 * letters > scripts.total() else ""

@@ -30,8 +30,9 @@ _CERTAIN = {"max_model_len", "enforce_eager"}
 def require_arguments(serves: Sequence[Serve], vllm_python: Path | None) -> None:
     """Ask vLLM about what was given for its engine; the settings differ in their number of devices.
 
-    InputError for all that this vLLM does not know, EnvironmentFault where the machine has too few GPUs or no
-    Ray. Imports vLLM in a separate process, some seconds, and only where something was given.
+    InputError for all that this vLLM does not know, EnvironmentFault where the machine has too few
+    GPUs or no Ray. Imports vLLM in a separate process, some seconds, and only where something was
+    given.
     """
     largest = max(serves, key=lambda serve: serve.devices)
     if not largest.given.keys() - _CERTAIN:
@@ -95,11 +96,16 @@ def problems_of(request: ArgumentsRequest) -> Iterator[VexportError]:
     from vllm import __version__ as version
     from vllm.engine.arg_utils import EngineArgs
 
-    known = {field.name: field.type for field in dataclasses.fields(EngineArgs) if field.name[0] != "_"}
+    known = {
+        field.name: field.type for field in dataclasses.fields(EngineArgs) if field.name[0] != "_"
+    }
     for name, value in request.arguments.items():
         where = f"vLLM's argument {name}"
         if name not in known:
-            need, fix = f"an argument of the engine of vLLM {version}", f"remove it{nearest(name, [*known])}"
+            need, fix = (
+                f"an argument of the engine of vLLM {version}",
+                f"remove it{nearest(name, [*known])}",
+            )
             yield InputError(where, got="an unknown argument", need=need, fix=fix)
         elif value is not None and (need := unfit(known[name], value)):
             yield InputError(where, got=json.dumps(value), need=need, fix="correct the value")
@@ -139,7 +145,11 @@ def unfit(kind: object, value: JsonValue) -> str:
         known = [field.name for field in dataclasses.fields(sections[0])]
         unknown = [key for key in value if key not in known]
         name = sections[0].__name__
-        return f"a key of {name} instead of {unknown[0]!r}{nearest(unknown[0], known)}" if unknown else ""
+        return (
+            f"a key of {name} instead of {unknown[0]!r}{nearest(unknown[0], known)}"
+            if unknown
+            else ""
+        )
     try:
         TypeAdapter(cast(type[object], kind)).validate_json(json.dumps(value), strict=True)
     except PydanticUserError:  # a type that JSON alone does not tell
@@ -147,7 +157,9 @@ def unfit(kind: object, value: JsonValue) -> str:
     except ValidationError as error:
         # One line for each member of a union: the first is the most helpful.
         need = str(error.errors()[0]["msg"]).removeprefix("Input should be ")
-        return need + (nearest(value, re.findall(r"'([^']*)'", need)) if isinstance(value, str) else "")
+        return need + (
+            nearest(value, re.findall(r"'([^']*)'", need)) if isinstance(value, str) else ""
+        )
     return ""
 
 

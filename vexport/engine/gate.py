@@ -43,9 +43,12 @@ if TYPE_CHECKING:
     from vexport.quantize.job import QuantizeJob
 
 DRY_LOAD = "vLLM's own loaders"
-NO_VLLM = "vLLM is not installed: install it, name its interpreter (--vllm-python), or check with --static"
-# Checks that vLLM's loaders repeat, `shapes` in part (`_is_seen`). If the loaders find no fault, an error of
-# these checks becomes a warning.
+NO_VLLM = (
+    "vLLM is not installed: install it, name its interpreter (--vllm-python), or check "
+    "with --static"
+)
+# Checks that vLLM's loaders repeat, `shapes` in part (`_is_seen`). If the loaders find no fault, an
+# error of these checks becomes a warning.
 SEEN_BY_LOADERS = (completeness.NAME, shapes.NAME, targets.NAME)
 _KINDS = ("missing", "cast", "narrowed")
 # Kinds of faults that are about the same as the errors of a check.
@@ -68,12 +71,13 @@ def checked_in_vllm(
     on_progress: OnProgress,
     source: Path | None = None,
 ) -> list[CheckReport]:
-    """Return the reports that `read` makes of the folders `roots`, by name, each with a dry load's findings.
+    """Return the reports that `read` makes of the folders `roots`, by name, each with a dry load's
+    findings.
 
-    The dry load starts before `read`, in a process that is gone when this returns or raises. If it cannot
-    run, the reports say so in `not_judged`. `vllm_python` is the interpreter, None our own. What vLLM does
-    with the unquantized model as well is not judged: with the folder `source`, or without one with the class
-    of the checkpoint in its default configuration.
+    The dry load starts before `read`, in a process that is gone when this returns or raises. If it
+    cannot run, the reports say so in `not_judged`. `vllm_python` is the interpreter, None our own.
+    What vLLM does with the unquantized model as well is not judged: with the folder `source`, or
+    without one with the class of the checkpoint in its default configuration.
     """
     loadable = {name: root for name, root in roots.items() if _is_loadable(root)}
     require: Require = "all" if target.sm else "any"
@@ -90,7 +94,11 @@ def checked_in_vllm(
         requested=bool(target.tp or target.sm),
     )
     with ExitStack() as stack:
-        running = attempt(partial(stack.enter_context, dry_load.started()), DRY_LOAD) if loadable else None
+        running = (
+            attempt(partial(stack.enter_context, dry_load.started()), DRY_LOAD)
+            if loadable
+            else None
+        )
         reports = read()
         loads = attempt(partial(running, on_progress), DRY_LOAD) if callable(running) else running
     outcomes: dict[str, DryLoadReport | VexportError]
@@ -131,11 +139,13 @@ def _is_loadable(root: Path) -> bool:
     return not any(isinstance(attempt(partial(step, root), ""), VexportError) for step in steps)
 
 
-def with_load(report: CheckReport, load: DryLoadReport, target: Target, require: Require) -> CheckReport:
+def with_load(
+    report: CheckReport, load: DryLoadReport, target: Target, require: Require
+) -> CheckReport:
     """Join a check with the dry load of the same checkpoint.
 
-    What the loaders refuse or copy wrongly is an error. If they find no fault, they have judged names and
-    shapes, also names and shapes that the check takes for wrong.
+    What the loaders refuse or copy wrongly is an error. If they find no fault, they have judged
+    names and shapes, also names and shapes that the check takes for wrong.
     """
     version = short_version(target.vllm)
     if not f"{load.vllm}.".startswith(f"{version}."):
@@ -151,15 +161,18 @@ def with_load(report: CheckReport, load: DryLoadReport, target: Target, require:
 
 
 def overruled(findings: Sequence[Finding], load: DryLoadReport) -> Iterator[Finding]:
-    """The findings of a check, after a load in which vLLM's loaders took every tensor that they need.
+    """The findings of a check, after a load in which vLLM's loaders took every tensor that they
+    need.
 
-    An error about names, targets or shapes becomes a warning. It stays if the loaders could not see it, or
-    if they have a fault of the same kind that is not judged.
+    An error about names, targets or shapes becomes a warning. It stays if the loaders could not see
+    it, or if they have a fault of the same kind that is not judged.
     """
     kinds = {kind for each in load.not_judged for kind in _KINDS if f"({kind})" in each.what}
     repeated = {each.where for each in load.findings if is_stretched(each)}
     for finding in findings:
-        doubtful = finding.where in repeated or kinds & _KINDS_OF_CHECKS.get(finding.check, frozenset())
+        doubtful = finding.where in repeated or kinds & _KINDS_OF_CHECKS.get(
+            finding.check, frozenset()
+        )
         if finding.severity == "error" and _is_seen(finding) and not doubtful:
             got = f"{finding.got}; vLLM's loaders find no fault in it"
             fix = "nothing, or compare with the source (--source)"
@@ -171,8 +184,9 @@ def overruled(findings: Sequence[Finding], load: DryLoadReport) -> Iterator[Find
 def _is_seen(finding: Finding) -> bool:
     """Return True if vLLM's loaders would have found this error.
 
-    Of `shapes` that is true of a tensor's shape: loaders compare it or, as the audit of copies shows, narrow
-    or repeat the tensor. They do not see dtypes of another width, and sizes that vLLM rounds down.
+    Of `shapes` that is true of a tensor's shape: loaders compare it or, as the audit of copies
+    shows, narrow or repeat the tensor. They do not see dtypes of another width, and sizes that vLLM
+    rounds down.
     """
     if finding.check == shapes.NAME:
         return finding.expected.startswith(shapes.SHAPE)
@@ -185,11 +199,13 @@ def _not_loaded(report: CheckReport, reason: str) -> CheckReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prover:
-    """Proves what a job wrote before it becomes its `out`: in this process its config, names, headers.
+    """Proves what a job wrote before it becomes its `out`: in this process its config, names,
+    headers.
 
-    With `dry` also by a dry load in vLLM, where it is installed: one GPU of those that run the schemes must
-    load it for each rank of the plan, as attention and a quantized KV cache need more than schemes do. `note`
-    is told what was not judged; `keeping` says how patterns of layers are kept instead.
+    With `dry` also by a dry load in vLLM, where it is installed: one GPU of those that run the
+    schemes must load it for each rank of the plan, as attention and a quantized KV cache need more
+    than schemes do. `note` is told what was not judged; `keeping` says how patterns of layers are
+    kept instead.
     """
 
     note: Callable[[str], None]
@@ -215,7 +231,9 @@ class Prover:
                 not_judged.append(excuse if is_excuse(doubt) else doubt)
             elif isinstance(judged, DryLoadReport):
                 faults = [str(each.brief) for each in judged.not_judged]
-                not_judged += [f"warning: {job.out} is not proven to load: {fault}" for fault in faults]
+                not_judged += [
+                    f"warning: {job.out} is not proven to load: {fault}" for fault in faults
+                ]
                 left = errors if outcome else overruled(errors, judged)
                 errors = [each for each in left if each.severity == "error"] or outcome
         for text in not_judged:
@@ -233,12 +251,16 @@ class Prover:
 
 
 def _dry_loaded(job: "QuantizeJob", folder: Path, plan: Plan) -> DryLoadReport | str:
-    """Load the checkpoint dry, compared with its source; or return the reason why that is not possible."""
+    """Load the checkpoint dry, compared with its source; or return the reason why that is not
+    possible.
+    """
     if not is_installed("vllm"):
         return "vLLM is not installed, and has not loaded it; run `vexport load --dry` where it is"
     schemes = [get_scheme(name) for name in plan.schemes]
     supports = [scheme.format.gpu_support(scheme.args) for scheme in schemes]
-    sm = tuple(sm for sm in CAPABILITIES if not any(each.package or each.refuses(sm) for each in supports))
+    sm = tuple(
+        sm for sm in CAPABILITIES if not any(each.package or each.refuses(sm) for each in supports)
+    )
     if not sm:
         return "a dry load has no kernel for these schemes"
     source = attempt(partial(resolve_source, job.source), "")
@@ -262,7 +284,9 @@ def _groups(plan: Plan, errors: Sequence[Finding]) -> Iterator[FusionGroup]:
     """The layers of the plan that findings name, by names of the files or by vLLM's."""
     named = {_tail(word) for each in errors for word in re.findall(r"[\w.]+", each.where)} - {""}
     for group in plan.groups:
-        tails = {_tail(name) for name in (group.name, *(member.name for member in group.members))} - {""}
+        tails = {
+            _tail(name) for name in (group.name, *(member.name for member in group.members))
+        } - {""}
         if any(
             word == tail or word.startswith(f"{tail}.") or (moe_layer(tail) or tail) == word
             for tail in tails
@@ -278,7 +302,9 @@ def _tail(name: str) -> str:
 
 
 def _patterns(groups: Sequence[FusionGroup]) -> Iterator[str]:
-    """Patterns of --ignore that keep layers whole: all that are fused, and all experts of a layer."""
+    """Patterns of --ignore that keep layers whole: all that are fused, and all experts of a
+    layer.
+    """
     names = [member.name for group in groups for member in group.members]
     experts = dict.fromkeys(layer for name in names if (layer := moe_layer(name)))
     singles = [name for name in names if moe_layer(name) is None]

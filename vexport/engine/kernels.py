@@ -7,12 +7,13 @@ import torch
 
 # Packages of the classes that are kernels: vLLM's, and those that emulate them on a CPU.
 _KERNELS = ("vllm.model_executor.kernels", "vexport.engine.cpu_emulation")
-# Kernels that dequantize the weight and leave the input in the model's dtype, by words of their name.
+# Kernels that dequantize the weight and leave the input in the model's dtype, by words of their
+# name.
 _WEIGHT_ONLY_KERNEL = re.compile(r"Marlin|Humming|Emulation|A16", re.IGNORECASE)
 # vLLM asks this kernel for inputs in MXFP4, even if the checkpoint quantizes only weights
-# (compressed_tensors_w4a4_mxfp4.py). On a device without FP4 the kernel takes FP8 instead, with a scale for
-# each token (check_and_fallback_input_schema in quantization/utils/humming/schema.py). An H100 with vLLM 0.32
-# did so.
+# (compressed_tensors_w4a4_mxfp4.py). On a device without FP4 the kernel takes FP8 instead, with a
+# scale for each token (check_and_fallback_input_schema in quantization/utils/humming/schema.py). An
+# H100 with vLLM 0.32 did so.
 _HUMMING_MXFP4, _HUMMING_MXFP4_BITS = "HummingMxFp4LinearKernel", 8
 _ACTIVATION_BITS = re.compile(r"W[\dN]+A(\d+)")
 

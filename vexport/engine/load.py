@@ -1,4 +1,6 @@
-"""Fixed prompts for any model: English where its tokenizer knows English, seeded tokens where it does not."""
+"""Fixed prompts for any model: English where its tokenizer knows English, seeded tokens where it
+does not.
+"""
 
 import json
 import random
@@ -13,7 +15,12 @@ from vexport.architectures.config import text_config
 from vexport.checks.vllm.view import error
 from vexport.engine.agreement import canary_findings, kl_limit, read_logprobs, symptom
 from vexport.engine.messages import SessionResult
-from vexport.engine.reference import REFERENCE_FILE, agreement_limit, reference_canaries, remembered_reference
+from vexport.engine.reference import (
+    REFERENCE_FILE,
+    agreement_limit,
+    reference_canaries,
+    remembered_reference,
+)
 from vexport.errors import InputError, first_line
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Finding, LoadReport, LogprobAgreement, OnProgress, silent
@@ -22,18 +29,28 @@ TEXTS = (
     "The capital of France is Paris. The capital of Italy is Rome. The capital of Japan is",
     "Water boils at one hundred degrees Celsius at sea level, and it freezes at",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
-    "Once upon a time, in a small village at the edge of the forest, there lived an old clockmaker who",
-    "Question: If a train travels 60 miles in one hour, how far does it travel in three hours?\nAnswer:",
+    "Once upon a time, in a small village at the edge of the forest, there lived an old "
+    "clockmaker who",
+    "Question: If a train travels 60 miles in one hour, how far does it travel in three "
+    "hours?\nAnswer:",
     "The three primary colours are red, yellow and",
-    "SELECT name, price FROM products WHERE price > 100 ORDER BY price DESC LIMIT 10; returns at most ten",
-    "Le chat dort sur le canap\u00e9 pendant que les enfants jouent dans le jardin. Il fait beau et",
+    "SELECT name, price FROM products WHERE price > 100 ORDER BY price DESC LIMIT 10; returns "
+    "at most ten",
+    "Le chat dort sur le canap\u00e9 pendant que les enfants jouent dans le jardin. Il fait "
+    "beau et",
     "Der Zug nach Berlin f\u00e4hrt um acht Uhr von Gleis sieben ab. Die Fahrt dauert etwa vier",
-    "To make bread you need flour, water, salt and yeast. Mix them, knead the dough for ten minutes, let it",
-    'The response of the server was {"status": "ok", "count": 3, "items": ["apple", "banana", "cherry"]}, so',
-    "The theory of evolution by natural selection was first set out by Charles Darwin in his book On the",
-    "User: My laptop does not turn on any more. What should I try first?\nAssistant: Check that the",
-    "Let x be a real number with 2x + 3 = 11. Subtracting 3 from both sides gives 2x = 8, and therefore x =",
-    "The committee met on Tuesday to discuss the budget. After a long debate the members agreed that the",
+    "To make bread you need flour, water, salt and yeast. Mix them, knead the dough for ten "
+    "minutes, let it",
+    'The response of the server was {"status": "ok", "count": 3, "items": ["apple", "banana", '
+    '"cherry"]}, so',
+    "The theory of evolution by natural selection was first set out by Charles Darwin in his "
+    "book On the",
+    "User: My laptop does not turn on any more. What should I try first?\nAssistant: Check "
+    "that the",
+    "Let x be a real number with 2x + 3 = 11. Subtracting 3 from both sides gives 2x = 8, and "
+    "therefore x =",
+    "The committee met on Tuesday to discuss the budget. After a long debate the members "
+    "agreed that the",
     "#include <stdio.h>\n\nint main(void) {\n    for (int i = 0; i < 10; i++) {\n        printf(",
 )
 # More unknown tokens than this and the tokenizer was not made for English text.
@@ -70,12 +87,14 @@ class Prompts:
     tokens: tuple[tuple[int, ...], ...]
 
 
-def fixed_prompts(checkpoint: Path, *, texts: Sequence[str] = (), count: int = CONTINUED) -> Prompts:
+def fixed_prompts(
+    checkpoint: Path, *, texts: Sequence[str] = (), count: int = CONTINUED
+) -> Prompts:
     """At most `count` prompts of at most 64 tokens, the same for every export of a model.
 
-    The first `CONTINUED` texts are continued. `texts` come first where given (rows of the calibration data,
-    say); the built-in ones otherwise. A tokenizer that does not know the texts gets its own sequences
-    tokens, from a fixed seed. InputError where there is none.
+    The first `CONTINUED` texts are continued. `texts` come first where given (rows of the
+    calibration data, say); the built-in ones otherwise. A tokenizer that does not know the texts
+    gets its own sequences tokens, from a fixed seed. InputError where there is none.
     """
     tokenizer = _tokenizer(checkpoint)
     known = [text for text in (texts or TEXTS) if _knows(tokenizer, text)]
@@ -83,16 +102,22 @@ def fixed_prompts(checkpoint: Path, *, texts: Sequence[str] = (), count: int = C
         return _seeded(tokenizer, count)
     tokens = [tuple(tokenizer(text)["input_ids"][:_TOKENS]) for text in known[:count]]
     return Prompts(
-        natural=True, texts=tuple(known[:CONTINUED]), tokens=tuple(ids for ids in tokens if len(ids) > 1)
+        natural=True,
+        texts=tuple(known[:CONTINUED]),
+        tokens=tuple(ids for ids in tokens if len(ids) > 1),
     )
 
 
 def _tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint)
-        if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes where no file is found
+        if len(tokenizer) <= len(
+            tokenizer.all_special_ids
+        ):  # what transformers makes where no file is found
             raise ValueError("no vocabulary")
-    except Exception as error:  # transformers raises any class for a file that it does not understand
+    except (
+        Exception
+    ) as error:  # transformers raises any class for a file that it does not understand
         raise InputError(
             str(checkpoint),
             got=f"no tokenizer that transformers reads ({first_line(error)})",
@@ -114,7 +139,9 @@ def _seeded(tokenizer: PreTrainedTokenizerBase, count: int) -> Prompts:
     source = random.Random(_SEED)
     start = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
     most = max(count, CONTINUED)
-    tokens = [start + tuple(source.choices(ordinary, k=_SEEDED_TOKENS - len(start))) for _ in range(most)]
+    tokens = [
+        start + tuple(source.choices(ordinary, k=_SEEDED_TOKENS - len(start))) for _ in range(most)
+    ]
     texts = tuple(tokenizer.decode(ids[1:9]) for ids in tokens[:CONTINUED])
     return Prompts(natural=False, texts=texts, tokens=tuple(tokens[:count]))
 
@@ -134,12 +161,15 @@ def load_report(
 ) -> LoadReport:
     """Judge a session: refused, degenerate, non-finite, or unlike the reference.
 
-    Builds the reference model in this process when the session has log-probabilities. `baseline` is the
-    session of the unquantized model with the same prompts.
+    Builds the reference model in this process when the session has log-probabilities. `baseline` is
+    the session of the unquantized model with the same prompts.
     """
     agreement = None
     if result.failure is not None:
-        fix = "find the fault with `vexport check`, repair it with `vexport repair`, or export it again"
+        fix = (
+            "find the fault with `vexport check`, repair it with `vexport repair`, or export "
+            "it again"
+        )
         expected, got = "a checkpoint that vLLM loads", result.failure.message
         findings = [error("load", str(result.checkpoint), expected=expected, got=got, fix=fix)]
     else:
@@ -196,7 +226,9 @@ def _agreement(
     limit = kl_limit(checkpoint, cache, result.engine.input_bits if result.engine else None)
     kl = kl_divergence(reference, measured)
     mean_kl, same = float(kl.mean()), reference.argmax(dim=-1) == measured.argmax(dim=-1)
-    limit = agreement_limit(checkpoint, tokens, kept, mean_kl=mean_kl, limit=limit, on_progress=on_progress)
+    limit = agreement_limit(
+        checkpoint, tokens, kept, mean_kl=mean_kl, limit=limit, on_progress=on_progress
+    )
     agreement = LogprobAgreement(
         reference=REFERENCE,
         prompts=len(tokens),

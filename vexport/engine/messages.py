@@ -32,17 +32,17 @@ FailureKind = Literal[
     "mismatched build",
     "no package",
 ]
-# missing: part of a parameter gets no value (vLLM reads uninitialized memory);
-# unused: a stored tensor goes nowhere; cast: its values are converted to a dtype of another kind;
-# narrowed: only part of it is read.
-# stretched: it has fewer values than the part of a parameter that it is copied to, which repeats them.
+# missing: part of a parameter gets no value (vLLM reads uninitialized memory); unused: a stored
+# tensor goes nowhere; cast: its values are converted to a dtype of another kind; narrowed: only
+# part of it is read. stretched: it has fewer values than the part of a parameter that it is copied
+# to, which repeats them.
 MiscopyKind = Literal["missing", "unused", "cast", "narrowed", "stretched"]
 Outcome = Literal["loaded", "refused", "unknown"]
 # What vLLM writes between the cause of a refusal and the reason of each kernel or backend.
 REASONS = "Reasons:"
-# The unquantized model that a dry load compares a checkpoint with: its source; the model that transformers
-# builds of the same config.json, under the names that transformers saves; the same config.json alone, or the
-# class in its default configuration, which are built without weights.
+# The unquantized model that a dry load compares a checkpoint with: its source; the model that
+# transformers builds of the same config.json, under the names that transformers saves; the same
+# config.json alone, or the class in its default configuration, which are built without weights.
 ControlKind = Literal["source", "same config", "config alone", "default config"]
 # Models of which there are no weights.
 WITHOUT_WEIGHTS: tuple[ControlKind, ...] = ("config alone", "default config")
@@ -55,16 +55,16 @@ class SessionRequest:
     Without `enforce_eager` the platform decides: compiled on a GPU, operator by operator on a CPU.
     `arguments` are further ones of vLLM.
 
-    `logprob_prompts` are token ids; with `logprobs_file` set, their full-vocabulary log-probabilities are
-    written there (see `worker`). `text` are rows of token ids; what each token costs and the likeliest one go
-    to `text_file`. `drafted` are prompts that the engine continues by drafting.
-    `tasks` are lm-eval task names or YAML files; with any, `output` is the folder for lm-eval's own result
-    and sample files, and `lm_eval` says how they are asked. `limit` bounds
-    the documents of each task, below 1 to a share of them. With
-    `repeat` a part of the documents is asked again. `identity` names what the answers depend on besides the
-    engine: with it they are kept in `output` batch by batch, and those of a killed session are not asked
-    again. With an `endpoint`, `checkpoint` is the folder of its tokenizer, and no engine is started. The code
-    of that tokenizer runs only with `trust_tokenizer`.
+    `logprob_prompts` are token ids; with `logprobs_file` set, their full-vocabulary
+    log-probabilities are written there (see `worker`). `text` are rows of token ids; what each
+    token costs and the likeliest one go to `text_file`. `drafted` are prompts that the engine
+    continues by drafting. `tasks` are lm-eval task names or YAML files; with any, `output` is the
+    folder for lm-eval's own result and sample files, and `lm_eval` says how they are asked. `limit`
+    bounds the documents of each task, below 1 to a share of them. With `repeat` a part of the
+    documents is asked again. `identity` names what the answers depend on besides the engine: with
+    it they are kept in `output` batch by batch, and those of a killed session are not asked again.
+    With an `endpoint`, `checkpoint` is the folder of its tokenizer, and no engine is started. The
+    code of that tokenizer runs only with `trust_tokenizer`.
     """
 
     checkpoint: Path
@@ -92,9 +92,11 @@ class SessionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFailure:
-    """The reason why a session has no full result: cause, vLLM's own last words, the end of the log.
+    """The reason why a session has no full result: cause, vLLM's own last words, the end of the
+    log.
 
-    "refused" is the checkpoint's fault; "unsupported" means that this platform lacks a kernel for it.
+    "refused" is the checkpoint's fault; "unsupported" means that this platform lacks a kernel for
+    it.
     """
 
     kind: FailureKind
@@ -104,7 +106,9 @@ class EngineFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputProblem:
-    """A VexportError raised inside the worker (an unusable task, say), to be raised again by the parent."""
+    """A VexportError raised inside the worker (an unusable task, say), to be raised again by the
+    parent.
+    """
 
     exit_code: int
     where: str
@@ -149,11 +153,11 @@ class Cell:
 class DryRequest:
     """Checkpoints and the cells to try for each; `folder` takes a file per finished cell.
 
-    `speculative` is the method of drafting, `METHOD` or `METHOD=FOLDER` of the draft model, empty for none.
-    With `controlled`, each cell with an error is tried again with an unquantized model: with the `source`, or
-    with a model that transformers makes (see `ControlKind`). `plain_cells` are further cells for that model,
-    which show whether it loads anywhere.
-    A try that takes more than `try_seconds` is ended.
+    `speculative` is the method of drafting, `METHOD` or `METHOD=FOLDER` of the draft model, empty
+    for none. With `controlled`, each cell with an error is tried again with an unquantized model:
+    with the `source`, or with a model that transformers makes (see `ControlKind`). `plain_cells`
+    are further cells for that model, which show whether it loads anywhere. A try that takes more
+    than `try_seconds` is ended.
     """
 
     checkpoints: tuple[Path, ...]
@@ -195,18 +199,21 @@ class DryTry:
         return self.request.folder / f"{self._name}-{self.cell.tp}-{self.cell.sm}-{self.rank}.json"
 
     def loaded(self, signature: str) -> Path:
-        """The file in which tries of one checkpoint and rank, whose models have the same signature, tell each
-        other what became of its tensors: that does not depend on the capability."""
+        """The file in which tries of one checkpoint and rank, whose models have the same signature,
+        tell each other what became of its tensors: that does not depend on the capability."""
         return self.request.folder / f"{self._name}-{self.cell.tp}-{self.rank}-{signature}.json"
 
     @property
     def _name(self) -> str:
-        return f"{self.number}-{self.control.replace(' ', '-')}" if self.control else f"{self.number}"
+        return (
+            f"{self.number}-{self.control.replace(' ', '-')}" if self.control else f"{self.number}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Miscopy:
-    """A fault that the copy audit saw: at a parameter of vLLM's (missing) or a stored tensor (the others).
+    """A fault that the copy audit saw: at a parameter of vLLM's (missing) or a stored tensor (the
+    others).
 
     `layer` is the kind of layer whose parameter it is, empty for a tensor that went nowhere.
     """
@@ -222,7 +229,8 @@ class Miscopy:
 class LayerKind:
     """All layers of the same name (indices as *), stored precision, running precision and kernel.
 
-    Precisions are like W4A16 with the type's name behind them where it matters; `kernel` is vLLM's class.
+    Precisions are like W4A16 with the type's name behind them where it matters; `kernel` is vLLM's
+    class.
     """
 
     name: str
@@ -237,10 +245,10 @@ class LayerKind:
 class CellResult:
     """The outcome of one checkpoint in one cell.
 
-    "refused" has vLLM's reason, and in `where` the stored tensor that it was at, if any; "unknown" means
-    that the dry load could not follow vLLM that far. `built` is False if vLLM raised before it had built the
-    model; `in_class` is True if it raised in the code of the model class. `control` is the same cell with an
-    unquantized model, if that was tried.
+    "refused" has vLLM's reason, and in `where` the stored tensor that it was at, if any; "unknown"
+    means that the dry load could not follow vLLM that far. `built` is False if vLLM raised before
+    it had built the model; `in_class` is True if it raised in the code of the model class.
+    `control` is the same cell with an unquantized model, if that was tried.
     """
 
     cell: Cell
@@ -279,7 +287,9 @@ class DryResult:
 
 
 def draft_counts(metrics: Mapping[str, float], ending: str = "") -> DraftCounts:
-    """vLLM's totals of drafts among its metrics, 0 where it drafts none; `ending` is of a server's names."""
+    """vLLM's totals of drafts among its metrics, 0 where it drafts none; `ending` is of a server's
+    names.
+    """
     names = (counter.name for counter in fields(DraftCounts))
     return DraftCounts(
         **{name: int(metrics.get(f"vllm:spec_decode_num_{name}{ending}", 0)) for name in names}
@@ -287,7 +297,9 @@ def draft_counts(metrics: Mapping[str, float], ending: str = "") -> DraftCounts:
 
 
 def speculative_config(speculative: str, tokens: int = 1) -> dict[str, JsonValue] | None:
-    """The `speculative_config` of vLLM for `METHOD` or `METHOD=FOLDER`, with drafts of so many tokens."""
+    """The `speculative_config` of vLLM for `METHOD` or `METHOD=FOLDER`, with drafts of so many
+    tokens.
+    """
     method, _, model = speculative.partition("=")
     draft: dict[str, JsonValue] = {"model": model} if model else {}
     return {"method": method, "num_speculative_tokens": tokens, **draft} if method else None

@@ -1,6 +1,8 @@
-"""A worker in its own process group that cannot outlive us: progress on a pipe, its output in a log.
+"""A worker in its own process group that cannot outlive us: progress on a pipe, its output in a
+log.
 
-Of a worker that failed the log and the exit code tell the cause, in vLLM's own words where it has some.
+Of a worker that failed the log and the exit code tell the cause, in vLLM's own words where it has
+some.
 """
 
 import json
@@ -31,8 +33,8 @@ TAIL_LINES = 40
 # Only the end of a long log is read, and only the beginning of a long line.
 _READ_BYTES = 4 << 20
 _LONGEST_LINE = 4000
-# The CPU build has fewer kernels and operators than the GPU builds: kernels/linear/__init__.py, and fewer
-# for experts: fused_moe/oracle.
+# The CPU build has fewer kernels and operators than the GPU builds: kernels/linear/__init__.py, and
+# fewer for experts: fused_moe/oracle.
 _NO_CPU_KERNEL = re.compile(
     r"Failed to find a kernel|_C::\w+\(\)|'_C\w*' object has no attribute|not implemented for 'CPU"
     r"|No .*MoE backend supports the deployment configuration"
@@ -44,12 +46,17 @@ _NO_COMPILER = re.compile(
 # Python's messages about a module that is not installed, or that fails while it is imported.
 _NO_PACKAGE = re.compile(r"(?:\w+\.)*(?:ModuleNotFoundError|ImportError): ")
 # vLLM's messages that hide the exception of a process further down; that one is in the log.
-_WRAPPER = re.compile(r"Engine core initialization failed|WorkerProc initialization failed|EngineDeadError")
+_WRAPPER = re.compile(
+    r"Engine core initialization failed|WorkerProc initialization failed|EngineDeadError"
+)
 # The operating system's out-of-memory killer ends a process with SIGKILL.
 _KILLED_CORE = re.compile(r"Failed core proc\(s\): .*: -9\b")
-# Whatever its exit code, if vLLM has learned one: a core that refuses a checkpoint says why in the log.
+# Whatever its exit code, if vLLM has learned one: a core that refuses a checkpoint says why in the
+# log.
 _SILENT_CORE = re.compile(r"Failed core proc\(s\): ")
-_PREFIX = re.compile(r"^(?:\([^)]*pid=\d+\)\s*|(?:ERROR|WARNING|INFO|CRITICAL) \S+ \S+ \[[^\]]*\]\s*)+")
+_PREFIX = re.compile(
+    r"^(?:\([^)]*pid=\d+\)\s*|(?:ERROR|WARNING|INFO|CRITICAL) \S+ \S+ \[[^\]]*\]\s*)+"
+)
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)(?: \S+)?: \S")
 # An exception without a message: the source line above it in the traceback explains it.
 _BARE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)$")
@@ -58,7 +65,9 @@ _LAST_WORDS = re.compile(
     r"^terminate called after throwing an instance of|^libgomp: |^Fatal Python error: .*[Mm]emory"
 )
 # Signals whose cause is seldom a mistake in the code.
-_MEANT: Mapping[int, str] = {signal.SIGBUS: ": /dev/shm is full, or a file was cut while it was read"}
+_MEANT: Mapping[int, str] = {
+    signal.SIGBUS: ": /dev/shm is full, or a file was cut while it was read"
+}
 _MARKS = re.compile(r"^\s*[~^]+$")
 _ENVIRONMENT: tuple[tuple[Callable[[str], object], FailureKind], ...] = (
     (is_memory, "out of memory"),
@@ -73,11 +82,12 @@ _ENVIRONMENT: tuple[tuple[Callable[[str], object], FailureKind], ...] = (
 def started_group(
     command: Sequence[str], *, environment: Mapping[str, str], log: Path, timeout: float
 ) -> Iterator[Follow]:
-    """Start a command in its own process group, which is gone when the context ends, however that ends.
+    """Start a command in its own process group, which is gone when the context ends, however that
+    ends.
 
-    Its stdout and stderr go to `log`; lines of JSON on the descriptor named in $VEXPORT_PROGRESS_FD go to
-    `on_progress` of what is yielded. Its stdin closes when this process dies, however it dies. TimeoutError
-    `timeout` seconds after the start.
+    Its stdout and stderr go to `log`; lines of JSON on the descriptor named in $VEXPORT_PROGRESS_FD
+    go to `on_progress` of what is yielded. Its stdin closes when this process dies, however it
+    dies. TimeoutError `timeout` seconds after the start.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     reader, writer = os.pipe()
@@ -122,7 +132,9 @@ def _signal_until_gone(process: subprocess.Popen[bytes], number: int, seconds: f
             time.sleep(0.05)
 
 
-def _follow(process: subprocess.Popen[bytes], pipe: int, deadline: float, on_progress: OnProgress) -> int:
+def _follow(
+    process: subprocess.Popen[bytes], pipe: int, deadline: float, on_progress: OnProgress
+) -> int:
     """Pass progress on until the process has ended; or TimeoutError."""
     pending = b""
     os.set_blocking(pipe, False)
@@ -138,7 +150,9 @@ def _follow(process: subprocess.Popen[bytes], pipe: int, deadline: float, on_pro
 
 
 def _pass_on(text: bytes, on_progress: OnProgress) -> bytes:
-    """Tell of the whole lines that are progress; what is left of the text where it may become a line."""
+    """Tell of the whole lines that are progress; what is left of the text where it may become a
+    line.
+    """
     *lines, rest = text.split(b"\n")
     for line in lines:
         try:
@@ -156,7 +170,9 @@ def log_tail(log: Path) -> str:
 
 
 def last_exception(log: Path) -> str | None:
-    """The last line of the log that names an exception, other than vLLM's wrappers around another."""
+    """The last line of the log that names an exception, other than vLLM's wrappers around
+    another.
+    """
     exception, code = None, ""
     for line in _lines(log):
         if _LAST_WORDS.match(line) or _EXCEPTION.match(line) and not _WRAPPER.search(line):
@@ -182,7 +198,9 @@ def explain(failure: EngineFailure, log: Path, *, platform: str) -> EngineFailur
     """
     cause = last_exception(log) if _WRAPPER.search(failure.message) else None
     message = cause or failure.message
-    kind: FailureKind = "crashed" if cause is None and _SILENT_CORE.search(message) else failure.kind
+    kind: FailureKind = (
+        "crashed" if cause is None and _SILENT_CORE.search(message) else failure.kind
+    )
     if kind in ("refused", "crashed") and platform == "cpu" and _NO_CPU_KERNEL.search(message):
         kind = "unsupported"
     kind = "out of memory" if _KILLED_CORE.search(failure.message) else _kind(message, kind)
@@ -207,7 +225,9 @@ def _kind(message: str, other: FailureKind) -> FailureKind:
 
 
 def _lines(log: Path) -> list[str]:
-    """The end of the log without the process and logger prefixes that vLLM puts before each line."""
+    """The end of the log without the process and logger prefixes that vLLM puts before each
+    line.
+    """
     if not log.is_file():
         return []
     with log.open("rb") as stream:

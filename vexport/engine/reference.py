@@ -1,8 +1,9 @@
-"""The answers that a checkpoint should give: transformers with weights dequantized by compressed-tensors.
+"""The answers that a checkpoint should give: transformers with weights dequantized by
+compressed-tensors.
 
-Independent of vLLM and of vexport's own quantizer. Activations are rounded with compressed-tensors' code,
-computed in float32, as the scheme of each layer says; those of routed experts are not, because transformers
-runs all experts of a layer in one module.
+Independent of vLLM and of vexport's own quantizer. Activations are rounded with compressed-tensors'
+code, computed in float32, as the scheme of each layer says; those of routed experts are not,
+because transformers runs all experts of a layer in one module.
 """
 
 import json
@@ -62,10 +63,11 @@ def reference_logprobs(
 ) -> torch.Tensor:
     """Log-probabilities of the next token after each token but the last of each prompt.
 
-    float32, (sum of len(prompt) - 1, vocabulary), the prompts one after another. The model computes in the
-    checkpoint's own dtype, bfloat16 where that is float32. With `jitter` the embeddings are multiplied by
-    1 + jitter times normal noise, the same at every call. InputError where the checkpoint is not one that
-    transformers can build as a causal language model with `nn.Linear` for every quantized layer.
+    float32, (sum of len(prompt) - 1, vocabulary), the prompts one after another. The model computes
+    in the checkpoint's own dtype, bfloat16 where that is float32. With `jitter` the embeddings are
+    multiplied by 1 + jitter times normal noise, the same at every call. InputError where the
+    checkpoint is not one that transformers can build as a causal language model with `nn.Linear`
+    for every quantized layer.
     """
     rows: list[torch.Tensor] = []
     stage = "reference, its noise" if jitter else "reference"
@@ -91,18 +93,21 @@ def agreement_limit(
     limit: float,
     on_progress: OnProgress = silent,
 ) -> float:
-    """The limit on the mean KL(reference || vLLM); for a KL beyond it, what this checkpoint's noise allows.
+    """The limit on the mean KL(reference || vLLM); for a KL beyond it, what this checkpoint's noise
+    allows.
 
-    Where inputs are rounded, a difference in the last bit of bfloat16 becomes a whole step here and there,
-    layer after layer: of SmolLM2-135M in W8A8, FP8_DYNAMIC and NVFP4 such a difference in the embeddings
-    alone makes 0.040, 0.021 and 0.24, and vLLM is 0.057 and 0.033 away from the reference in the first two.
-    The noise is kept in `path`, the file of `remembered_reference`.
+    Where inputs are rounded, a difference in the last bit of bfloat16 becomes a whole step here and
+    there, layer after layer: of SmolLM2-135M in W8A8, FP8_DYNAMIC and NVFP4 such a difference in
+    the embeddings alone makes 0.040, 0.021 and 0.24, and vLLM is 0.057 and 0.033 away from the
+    reference in the first two. The noise is kept in `path`, the file of `remembered_reference`.
     """
     if mean_kl <= limit or limit <= KL_LIMITS[16]:
         return limit
     tensors = load_file(path)
     if _NOISE not in tensors:
-        moved = reference_logprobs(checkpoint, prompts, jitter=BFLOAT16_ROUNDING, on_progress=on_progress)
+        moved = reference_logprobs(
+            checkpoint, prompts, jitter=BFLOAT16_ROUNDING, on_progress=on_progress
+        )
         tensors[_NOISE] = kl_divergence(tensors[_MATRIX], moved).mean()
         with atomic_path(path) as temporary:
             save_file(tensors, temporary)
@@ -124,17 +129,23 @@ def _jitter_embeddings(model: Module, jitter: float) -> None:
 def remembered_reference(
     checkpoint: Path, prompts: Sequence[Sequence[int]], path: Path, on_progress: OnProgress = silent
 ) -> torch.Tensor:
-    """`reference_logprobs`, read from the safetensors file `path`, or computed and written there."""
+    """`reference_logprobs`, read from the safetensors file `path`, or computed and written
+    there.
+    """
     if not path.is_file():
         record(path)
         with atomic_path(path) as temporary:
-            save_file({_MATRIX: reference_logprobs(checkpoint, prompts, on_progress=on_progress)}, temporary)
+            save_file(
+                {_MATRIX: reference_logprobs(checkpoint, prompts, on_progress=on_progress)},
+                temporary,
+            )
     matrix: torch.Tensor = load_file(path)[_MATRIX]
     return matrix
 
 
 def reference_canaries(checkpoint: Path, canaries: Sequence[Canary]) -> tuple[Canary, ...]:
-    """The reference's greedy continuations of canaries' prompts, up to as many tokens or its own end.
+    """The reference's greedy continuations of canaries' prompts, up to as many tokens or its own
+    end.
 
     Raises as `reference_logprobs`.
     """
@@ -165,7 +176,9 @@ def _continuation(model: Module, tokenizer: PreTrainedTokenizerBase, canary: Can
 
 
 def load_dequantized(checkpoint: Path) -> Module:
-    """The checkpoint as a plain transformers model that rounds activations where the scheme says so."""
+    """The checkpoint as a plain transformers model that rounds activations where the scheme says
+    so.
+    """
     raw = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     config = AutoConfig.from_pretrained(checkpoint)
     if hasattr(config, "quantization_config"):
@@ -182,7 +195,8 @@ def load_dequantized(checkpoint: Path) -> Module:
         for name, module in skeleton.named_modules()
         if isinstance(module, Linear | Conv1D) and name in stored
     }
-    # The projections of single experts, which transformers joins to one tensor when it has them all.
+    # The projections of single experts, which transformers joins to one tensor when it has them
+    # all.
     experts = {key.rpartition(".")[0]: linear for key in tensors if EXPERT.search(key)}
     quantization = find_quantization(checkpoint, raw)
     transforms = _take_transforms(quantization, tensors)
@@ -203,7 +217,9 @@ def load_dequantized(checkpoint: Path) -> Module:
     for name, scales in inputs.items():
         rounding = schemes[name].input_activations
         if rounding is not None and name not in experts:
-            model.get_submodule(name).register_forward_pre_hook(InputRounding(rounding, scales).hook)
+            model.get_submodule(name).register_forward_pre_hook(
+                InputRounding(rounding, scales).hook
+            )
     return model.eval()
 
 
@@ -227,20 +243,27 @@ def _schemes(
         return {}
     method = stored.values.get("quant_method")
     if method != "compressed-tensors":
-        got, need = f"quant_method {method!r}", "compressed-tensors, of which the reference can be made"
+        got, need = (
+            f"quant_method {method!r}",
+            "compressed-tensors, of which the reference can be made",
+        )
         fix = "nothing; what vLLM computes is not compared: measure it with `vexport eval`"
         raise InputError(stored.place, got=got, need=need, fix=fix)
     with any_groups():
         config = QuantizationConfig.model_validate(stored.values)
     groups, ignore, schemes = config.config_groups.values(), config.ignore or (), {}
     for name, module in linears.items():
-        scheme = next((group for group in groups if is_match(name, module, group.targets, ignore)), None)
+        scheme = next(
+            (group for group in groups if is_match(name, module, group.targets, ignore)), None
+        )
         if scheme is not None and (scheme.weights is None or f"{name}.weight_scale" in tensors):
             schemes[name] = scheme.model_copy(update={"format": scheme.format or config.format})
     return schemes
 
 
-def _dequantize(name: str, scheme: QuantizationScheme, tensors: Tensors, dtype: torch.dtype) -> Tensors:
+def _dequantize(
+    name: str, scheme: QuantizationScheme, tensors: Tensors, dtype: torch.dtype
+) -> Tensors:
     """Replace a layer's stored tensors by its weight; return what its input needs."""
     prefix = f"{name}."
     names = [name for name in tensors if name.startswith(prefix)]
@@ -268,12 +291,16 @@ class ReferenceTransform:
     def attach(self, model: Module) -> None:
         """Let the layers of a model that it targets compute it."""
         for name, module in model.named_modules():
-            if isinstance(module, Linear) and is_match(name, module, self.args.targets, self.args.ignore):
+            if isinstance(module, Linear) and is_match(
+                name, module, self.args.targets, self.args.ignore
+            ):
                 self._hook(module)
 
     def _hook(self, module: Linear) -> None:
         args, is_input = self.args, self.args.location == INPUT
-        matrix = self.matrices[self.head_dim or (module.in_features if is_input else module.out_features)]
+        matrix = self.matrices[
+            self.head_dim or (module.in_features if is_input else module.out_features)
+        ]
         matrix = (matrix.T if args.inverse else matrix) / matrix.shape[0] ** 0.5
 
         def rotated(value: torch.Tensor) -> torch.Tensor:
@@ -288,7 +315,9 @@ class ReferenceTransform:
             module.register_forward_hook(lambda _, inputs, output: rotated(output))
 
 
-def _take_transforms(stored: StoredQuantization | None, tensors: Tensors) -> list[ReferenceTransform]:
+def _take_transforms(
+    stored: StoredQuantization | None, tensors: Tensors
+) -> list[ReferenceTransform]:
     """The transforms that layers compute; their matrices are taken out of `tensors`.
 
     InputError where a transform is one of attention, which vLLM does not run.
@@ -300,8 +329,12 @@ def _take_transforms(stored: StoredQuantization | None, tensors: Tensors) -> lis
         for args in filter(TransformArgs.is_online, scheme.apply):
             if args.location not in (INPUT, OUTPUT):
                 got, need = f"a transform of {args.location}", "transforms of linear layers only"
-                raise InputError(stored.place, got=got, need=need, fix="compare without a reference")
+                raise InputError(
+                    stored.place, got=got, need=need, fix="compare without a reference"
+                )
             keys = [key for key in tensors if key.endswith(f".{name}_{args.location}.weight")]
             matrices = {len(matrix): matrix for matrix in map(tensors.pop, keys)}
-            transforms.append(ReferenceTransform(args=args, head_dim=scheme.head_dim, matrices=matrices))
+            transforms.append(
+                ReferenceTransform(args=args, head_dim=scheme.head_dim, matrices=matrices)
+            )
     return transforms

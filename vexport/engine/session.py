@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from vexport.engine.cpu_emulation import SWITCH
-from vexport.engine.messages import EngineFailure, FailureKind, InputProblem, SessionRequest, SessionResult
+from vexport.engine.messages import (
+    EngineFailure,
+    FailureKind,
+    InputProblem,
+    SessionRequest,
+    SessionResult,
+)
 from vexport.engine.process import Follow, explain, failure_from_exit, log_tail, started_group
 from vexport.errors import (
     CheckpointFailed,
@@ -41,7 +47,8 @@ EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 _FIXED_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
-    # W4A16 on AMX machines runs with int8 activations otherwise: kernels/linear/mixed_precision/cpu.py.
+    # W4A16 on AMX machines runs with int8 activations otherwise:
+    # kernels/linear/mixed_precision/cpu.py.
     "VLLM_CPU_INT4_W4A8": "0",
     SWITCH: "1",
     "NO_COLOR": "1",
@@ -61,10 +68,12 @@ _DEFAULT_ENVIRONMENT = {
 _LONGEST_TEMPORARY = 40
 # Seconds to ask an interpreter whether it has vLLM.
 _PROBE_SECONDS = 60.0
-# vLLM's words where an argument quantizes what is quantized, which few methods can: resolve_quant_method in
-# vllm/model_executor/layers/quantization/base_config.py.
+# vLLM's words where an argument quantizes what is quantized, which few methods can:
+# resolve_quant_method in vllm/model_executor/layers/quantization/base_config.py.
 _QUANTIZING = ("quantization", "quantization_config")
-_REQUANTIZES = re.compile(r"dequantize_weight|dequantization is only supported|re-?quantiz", re.IGNORECASE)
+_REQUANTIZES = re.compile(
+    r"dequantize_weight|dequantization is only supported|re-?quantiz", re.IGNORECASE
+)
 _PLUGIN = "[vllm.general_plugins]\nvexport_cpu_emulation = vexport.engine.cpu_emulation:register\n"
 LOG = logging.getLogger(__name__)
 # What happened and what to do, for each kind of failure.
@@ -102,7 +111,9 @@ _TOLD: Mapping[FailureKind, tuple[str, str]] = {
 
 
 class EngineFault(EnvironmentFault):
-    """vLLM is missing, crashed, ran out of memory, space or time; `failure` has the end of its log."""
+    """vLLM is missing, crashed, ran out of memory, space or time; `failure` has the end of its
+    log.
+    """
 
     def __init__(self, where: str, failure: EngineFailure, log: Path | None = None) -> None:
         self.failure, self.log = failure, log
@@ -135,16 +146,19 @@ def run_session(
     on_progress: OnProgress,
     worker: str = WORKER,
 ) -> SessionResult:
-    """Start vLLM on `request.checkpoint` and do everything the request asks for, in one engine start.
+    """Start vLLM on `request.checkpoint` and do everything the request asks for, in one engine
+    start.
 
-    The worker's output goes to `log`. `vllm_python` is another interpreter that has vLLM,
-    `worker` the module that does the request: one that knows lm-eval for tasks.
-    A checkpoint that vLLM refuses comes back as `failure` of kind "refused"; every other failure is an
-    EngineFault: vLLM missing, no kernel for this platform, a crash, no memory, more than `timeout` seconds.
-    An unusable task is an InputError. No process of the session is left when this returns or raises.
+    The worker's output goes to `log`. `vllm_python` is another interpreter that has vLLM, `worker`
+    the module that does the request: one that knows lm-eval for tasks. A checkpoint that vLLM
+    refuses comes back as `failure` of kind "refused"; every other failure is an EngineFault: vLLM
+    missing, no kernel for this platform, a crash, no memory, more than `timeout` seconds. An
+    unusable task is an InputError. No process of the session is left when this returns or raises.
     """
     where = f"vLLM on {request.checkpoint}"
-    LOG.debug("%s by %s: %s, log %s", where, vllm_python or sys.executable, dict(request.arguments), log)
+    LOG.debug(
+        "%s by %s: %s, log %s", where, vllm_python or sys.executable, dict(request.arguments), log
+    )
     eager = request.arguments.get("enforce_eager", request.enforce_eager)
     result = Worker(
         module=worker,
@@ -154,7 +168,8 @@ def run_session(
         log=log,
         timeout=timeout,
         vllm_python=vllm_python,
-        # vLLM compiles parts of its sampler even so: 4 s at the first prompt, and it needs a compiler.
+        # vLLM compiles parts of its sampler even so: 4 s at the first prompt, and it needs a
+        # compiler.
         environment=EAGER if eager else {},
     ).run(on_progress)
     return _accept(result, request, where, log)
@@ -164,8 +179,8 @@ def run_session(
 class Worker(Generic[T]):
     """`python -m MODULE REQUEST RESULT`: a process that writes its result, which is of type `kind`.
 
-    `where` names it in errors. Its output goes to `log`, its environment is ours with `environment`;
-    `vllm_python` is another interpreter that has vLLM.
+    `where` names it in errors. Its output goes to `log`, its environment is ours with
+    `environment`; `vllm_python` is another interpreter that has vLLM.
     """
 
     module: str
@@ -184,19 +199,27 @@ class Worker(Generic[T]):
 
     @contextmanager
     def started(self) -> Iterator[Callable[[OnProgress], T]]:
-        """Start it; what is yielded waits for the result. The process is gone when the context ends.
+        """Start it; what is yielded waits for the result. The process is gone when the context
+        ends.
 
-        EngineFault if vLLM is missing, if the worker ends without a result, or `timeout` seconds after its
-        start.
+        EngineFault if vLLM is missing, if the worker ends without a result, or `timeout` seconds
+        after its start.
         """
         require_vllm(self.vllm_python)
         python = self.vllm_python or Path(sys.executable)
-        with tempfile.TemporaryDirectory(prefix="vexport-session-", dir=_temporary_folder()) as folder:
+        with tempfile.TemporaryDirectory(
+            prefix="vexport-session-", dir=_temporary_folder()
+        ) as folder:
             scratch = Path(folder)
             request_file, result_file = scratch / "request.json", scratch / "result.json"
             write_text(request_file, to_json(self.request))
             path = {"PYTHONPATH": _packages(scratch)} if self.vllm_python else {}
-            ours = {**_DEFAULT_ENVIRONMENT, **os.environ, **_FIXED_ENVIRONMENT, **_temporary_files(scratch)}
+            ours = {
+                **_DEFAULT_ENVIRONMENT,
+                **os.environ,
+                **_FIXED_ENVIRONMENT,
+                **_temporary_files(scratch),
+            }
             with started_group(
                 [str(python), "-m", self.module, str(request_file), str(result_file)],
                 environment={**ours, **path, **self.environment},
@@ -255,7 +278,9 @@ def _accept(result: SessionResult, request: SessionRequest, where: str, log: Pat
             fix="remove it, or name only unquantized layers in its targets",
         )
     given = [
-        f"{name} {json.dumps(value)}" for name, value in request.arguments.items() if name != "enforce_eager"
+        f"{name} {json.dumps(value)}"
+        for name, value in request.arguments.items()
+        if name != "enforce_eager"
     ]
     cause = f" (served with {', '.join(given)})" if given else ""  # it may be the arguments
     return replace(result, failure=replace(failure, message=failure.message + cause))
@@ -269,7 +294,9 @@ def session_error(problem: InputProblem) -> VexportError:
 
 
 def raise_found(problems: Sequence[InputProblem]) -> None:
-    """Raise what a worker found wrong: the inputs together, or else the faults of the environment."""
+    """Raise what a worker found wrong: the inputs together, or else the faults of the
+    environment.
+    """
     errors = [session_error(problem) for problem in problems]
     raise_all([error for error in errors if isinstance(error, InputError)])
     if errors:
@@ -277,7 +304,9 @@ def raise_found(problems: Sequence[InputProblem]) -> None:
 
 
 def require_vllm(vllm_python: Path | None = None) -> None:
-    """MissingPackage unless this interpreter has vLLM; EngineFault unless the other one starts and has it."""
+    """MissingPackage unless this interpreter has vLLM; EngineFault unless the other one starts and
+    has it.
+    """
     if vllm_python is None:
         require_extra("vllm", "vexport: loading a checkpoint")
         return
@@ -292,11 +321,14 @@ def require_vllm(vllm_python: Path | None = None) -> None:
         message = f"{vllm_python}: {error.strerror}"
     except subprocess.TimeoutExpired:
         message = f"{vllm_python} did not say within {_PROBE_SECONDS:g} s whether it has vLLM"
-    raise EngineFault(str(vllm_python), EngineFailure(kind="missing", message=message, log_tail=log))
+    raise EngineFault(
+        str(vllm_python), EngineFailure(kind="missing", message=message, log_tail=log)
+    )
 
 
 def require_engine(vllm_pythons: Sequence[Path | None]) -> None:
-    """EngineFault unless each interpreter has vLLM, MissingPackage unless this one has the reference model's.
+    """EngineFault unless each interpreter has vLLM, MissingPackage unless this one has the
+    reference model's.
 
     Imports neither: what needs them takes seconds to import.
     """
@@ -307,11 +339,15 @@ def require_engine(vllm_pythons: Sequence[Path | None]) -> None:
 
 
 def _packages(scratch: Path) -> str:
-    """Where another interpreter finds this very vexport and its plugin, but none of the other packages."""
+    """Where another interpreter finds this very vexport and its plugin, but none of the other
+    packages.
+    """
     shim = scratch / "packages"
     metadata = shim / f"vexport-{__version__}.dist-info"
     metadata.mkdir(parents=True)
     (shim / "vexport").symlink_to(Path(__file__).resolve().parent.parent, target_is_directory=True)
-    write_text(metadata / "METADATA", f"Metadata-Version: 2.1\nName: vexport\nVersion: {__version__}\n")
+    write_text(
+        metadata / "METADATA", f"Metadata-Version: 2.1\nName: vexport\nVersion: {__version__}\n"
+    )
     write_text(metadata / "entry_points.txt", _PLUGIN)
     return os.pathsep.join(filter(None, (str(shim), os.environ.get("PYTHONPATH"))))

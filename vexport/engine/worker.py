@@ -1,7 +1,8 @@
 """`python -m vexport.engine.worker REQUEST.json RESULT.json`: one model in the real vLLM.
 
-One engine start: load, greedy canaries, full-vocabulary log-probabilities, and tasks where the worker that
-calls this one knows them. The result file is written whole or not at all; a worker that dies leaves none.
+One engine start: load, greedy canaries, full-vocabulary log-probabilities, and tasks where the
+worker that calls this one knows them. The result file is written whole or not at all; a worker that
+dies leaves none.
 """
 
 import faulthandler
@@ -22,7 +23,13 @@ from typing import TYPE_CHECKING, Never, TypeVar
 
 from pydantic import JsonValue, ValidationError
 
-from vexport.engine.messages import EngineFailure, FailureKind, InputProblem, SessionRequest, SessionResult
+from vexport.engine.messages import (
+    EngineFailure,
+    FailureKind,
+    InputProblem,
+    SessionRequest,
+    SessionResult,
+)
 from vexport.engine.process import PROGRESS_FD, one_line
 from vexport.errors import InputError, VexportError
 from vexport.files import from_json, to_json, write_text
@@ -41,24 +48,32 @@ _CORE_GRACE_SECONDS = 3
 _TEARDOWN_SECONDS = 20
 # (engine arguments, engine, request, progress): runs the tasks, which this module does not know.
 AnswerTasks = Callable[[EngineArguments, "LLM", SessionRequest, OnProgress], None]
-# Arguments of vLLM that have other defaults here than on a GPU. Eager, as compiling takes longer than the few
-# prompts and needs a C++ compiler; the engine reserves room for so many prompts at once.
-_CPU_DEFAULTS: EngineArguments = {"enforce_eager": True, "max_num_seqs": 64, "gpu_memory_utilization": 0.85}
+# Arguments of vLLM that have other defaults here than on a GPU. Eager, as compiling takes longer
+# than the few prompts and needs a C++ compiler; the engine reserves room for so many prompts at
+# once.
+_CPU_DEFAULTS: EngineArguments = {
+    "enforce_eager": True,
+    "max_num_seqs": 64,
+    "gpu_memory_utilization": 0.85,
+}
 _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 _NODES = Path("/sys/devices/system/node")
 
 
 def main(arguments: list[str], answer_tasks: AnswerTasks | None = None) -> Never:
-    """Read the request, do it, write the result, and end; with 0 whenever there is a result to read.
+    """Read the request, do it, write the result, and end; with 0 whenever there is a result to
+    read.
 
-    `answer_tasks` has to be given for requests with tasks: `vexport.evaluation.lm_eval_runner` gives lm-eval.
+    `answer_tasks` has to be given for requests with tasks: `vexport.evaluation.lm_eval_runner`
+    gives lm-eval.
     """
     request_file, result_file = (Path(argument) for argument in arguments)
     end_with_parent()
     with ExitStack() as engine:
         result = run(from_json(SessionRequest, request_file), reporter(), answer_tasks, engine)
         write_text(result_file, to_json(result))
-        # Teardown may crash, or wait for threads and devices forever: the alarm ends this process then.
+        # Teardown may crash, or wait for threads and devices forever: the alarm ends this process
+        # then.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_TEARDOWN_SECONDS)
     # Python's own end takes apart all of vLLM, which is seconds.
@@ -78,8 +93,9 @@ def answer_request(arguments: list[str], kind: type[T], answer: Callable[[T], ob
 def end_at_crashes() -> None:
     """Make a crash end the process at once, with Python's stack in the log.
 
-    tvm_ffi, which vLLM imports, handles SIGSEGV by code that allocates memory (src/ffi/backtrace.cc): where
-    memory was being allocated, the process waited for itself until the timeout.
+    tvm_ffi, which vLLM imports, handles SIGSEGV by code that allocates memory
+    (src/ffi/backtrace.cc): where memory was being allocated, the process waited for itself until
+    the timeout.
     """
     faulthandler.disable()
     signal.signal(signal.SIGSEGV, signal.SIG_DFL)
@@ -87,7 +103,8 @@ def end_at_crashes() -> None:
 
 
 def end_with_core(llm: "LLM", engine: ExitStack) -> None:
-    """Let `engine` tear down an engine of several processes, and end this one soon after the engine's core.
+    """Let `engine` tear down an engine of several processes, and end this one soon after the
+    engine's core.
 
     On a GPU the core is a process of its own. vLLM notes where it ended (v1/engine/core_client.py,
     start_engine_core_monitor), but who waits for its answers waits for ever.
@@ -98,7 +115,9 @@ def end_with_core(llm: "LLM", engine: ExitStack) -> None:
         while not done.wait(1):
             if core.resources.engine_dead and not done.wait(_CORE_GRACE_SECONDS):
                 codes = core.resources.engine_manager.finished_procs()
-                print(f"RuntimeError: the engine ended. Failed core proc(s): {codes}", file=sys.stderr)
+                print(
+                    f"RuntimeError: the engine ended. Failed core proc(s): {codes}", file=sys.stderr
+                )
                 os._exit(1)
 
     is_process = hasattr(core, "resources")
@@ -148,7 +167,11 @@ def run(
 
 
 def _use(
-    llm: "LLM", request: SessionRequest, result: SessionResult, report: OnProgress, start_seconds: float
+    llm: "LLM",
+    request: SessionRequest,
+    result: SessionResult,
+    report: OnProgress,
+    start_seconds: float,
 ) -> SessionResult:
     """Everything but the tasks."""
     from vexport.engine import generate
@@ -174,13 +197,16 @@ def build_engine(arguments: EngineArguments, platform: str) -> "LLM":
 
     if platform == CPU:
         prepare_cpu(arguments)
-    # vLLM collects garbage seven times as it starts: without the modules that is 1.6 s of a core less.
+    # vLLM collects garbage seven times as it starts: without the modules that is 1.6 s of a core
+    # less.
     gc.freeze()
     return LLM(**arguments)
 
 
 def model_arguments(request: SessionRequest, platform: str) -> EngineArguments:
-    """The arguments of `vllm.LLM` for a request; what the request does not say has the platform's default."""
+    """The arguments of `vllm.LLM` for a request; what the request does not say has the platform's
+    default.
+    """
     arguments: dict[str, JsonValue] = {
         **(_CPU_DEFAULTS if platform == CPU else {}),
         "model": str(request.checkpoint),
@@ -193,8 +219,8 @@ def model_arguments(request: SessionRequest, platform: str) -> EngineArguments:
         "worker_extension_cls": "vexport.engine.generate.DescribeKernels",
     }
     if platform == CPU and (request.lm_eval.seeds > 1 or "seed" in request.lm_eval.gen_kwargs):
-        # After a prefill in parts vLLM rewinds a request's generator, which fails for those of a CPU
-        # ("CPU Generator does not use offset", v1/worker/gpu_model_runner.py).
+        # After a prefill in parts vLLM rewinds a request's generator, which fails for those of a
+        # CPU ("CPU Generator does not use offset", v1/worker/gpu_model_runner.py).
         arguments["enable_chunked_prefill"] = False
     if request.max_model_len is not None:
         arguments["max_model_len"] = request.max_model_len
@@ -206,7 +232,9 @@ def model_arguments(request: SessionRequest, platform: str) -> EngineArguments:
 
 
 def _refused_argument(error: Exception, given: EngineArguments) -> InputError | None:
-    """The first argument that vLLM's own config classes refuse; None where it refuses something else."""
+    """The first argument that vLLM's own config classes refuse; None where it refuses something
+    else.
+    """
     for detail in error.errors() if isinstance(error, ValidationError) else []:
         name = str(detail["loc"][0]) if detail["loc"] else ""
         if name in given:
@@ -259,15 +287,16 @@ def end_with_parent() -> None:
 def prepare_cpu(arguments: EngineArguments) -> None:
     """Set the environment variables that the engine's processes read at their start.
 
-    vLLM binds each rank to a NUMA node and refuses more ranks than nodes (utils/ompmultiprocessing.py).
-    There the ranks share the cores unbound, unless VLLM_CPU_OMP_THREADS_BIND names cores.
-    The engine's core runs in this process, and with it a single rank, unless cores are named for that one,
-    which takes a process: every further process imports vLLM, 10 s each.
-    The core's process would compute on one thread (utils/torch_utils.py, set_torch_threads_for_runtime)
-    unless OMP_NUM_THREADS says otherwise: it is what computes here.
+    vLLM binds each rank to a NUMA node and refuses more ranks than nodes
+    (utils/ompmultiprocessing.py). There the ranks share the cores unbound, unless
+    VLLM_CPU_OMP_THREADS_BIND names cores. The engine's core runs in this process, and with it a
+    single rank, unless cores are named for that one, which takes a process: every further process
+    imports vLLM, 10 s each. The core's process would compute on one thread (utils/torch_utils.py,
+    set_torch_threads_for_runtime) unless OMP_NUM_THREADS says otherwise: it is what computes here.
     """
     if arguments.get("enforce_eager"):
-        # vLLM compiles parts of its sampler even so: 4 s at the first prompt, and it needs a compiler.
+        # vLLM compiles parts of its sampler even so: 4 s at the first prompt, and it needs a
+        # compiler.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     sizes = (arguments.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
     ranks = math.prod(size for size in sizes if isinstance(size, int))

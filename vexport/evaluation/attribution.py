@@ -1,7 +1,9 @@
 """The cause of a loss: the same tokens scored four ways, each step changing one thing.
 
-(1) transformers and (2) vLLM on the baseline, (3) transformers on the candidate's weights dequantized and its
-activations rounded, (4) vLLM on the candidate. 3 against 1 is what quantization costs in exact arithmetic,
+(1) transformers and (2) vLLM on the baseline, (3) transformers on the candidate's weights
+dequantized and its
+activations rounded, (4) vLLM on the candidate. 3 against 1 is what quantization costs in exact
+arithmetic,
 4 against 3 what vLLM adds by reading or multiplying differently, 2 against 1 the floor of both: two
 implementations of one model in bfloat16.
 """
@@ -24,8 +26,10 @@ from vexport.numerics.metrics import kl_divergence
 from vexport.records import Attribution, Cause, Distance, OnProgress, Outcome, named, silent
 
 ABOVE_NOISE = 3.0
-"""A loss without a distance beyond its limit is put down to quantization where that is so many times the
-noise floor; nearer to it, both models compute the same, and what asks and reads them is left."""
+"""A loss without a distance beyond its limit is put down to quantization where that is so many
+times the noise floor; nearer to it, both models compute the same, and what asks and reads them is
+left.
+"""
 NOTHING_IN_COMMON = 100.0
 """Nats that a position with a NaN counts as: JSON has no infinity, and no sane pair comes near."""
 _EVIDENCE = 3
@@ -47,10 +51,12 @@ def attribute(
     vllm_python: Path | None = None,
     on_progress: OnProgress = silent,
 ) -> Attribution | None:
-    """Name the cause of a loss; `limit` bounds the mean KL of quantization, `outcome` is that of the tasks.
+    """Name the cause of a loss; `limit` bounds the mean KL of quantization, `outcome` is that of
+    the tasks.
 
-    None where transformers cannot build one of the models. Builds them in this process, unless the session's
-    judgement did, and loads the candidate dry where vLLM disagrees with transformers on it.
+    None where transformers cannot build one of the models. Builds them in this process, unless the
+    session's judgement did, and loads the candidate dry where vLLM disagrees with transformers on
+    it.
     """
     of_baseline, of_candidate = named("baseline", on_progress), named("candidate", on_progress)
     harness = tuple(differences(baseline, candidate))
@@ -66,7 +72,10 @@ def attribute(
         )
     try:
         scores = {1: _reference(baseline, of_baseline), 2: read_logprobs(baseline.logprobs_file)}
-        scores |= {3: _reference(candidate, of_candidate), 4: read_logprobs(candidate.logprobs_file)}
+        scores |= {
+            3: _reference(candidate, of_candidate),
+            4: read_logprobs(candidate.logprobs_file),
+        }
     except InputError:
         return None
     engine = _distance(scores, 3, 4, kl_limit(candidate.checkpoint))
@@ -91,7 +100,10 @@ def attribute(
 
 
 def _judge(
-    distances: dict[str, Distance], harness: Sequence[str], evidence: Sequence[str], outcome: Outcome | None
+    distances: dict[str, Distance],
+    harness: Sequence[str],
+    evidence: Sequence[str],
+    outcome: Outcome | None,
 ) -> tuple[Cause, str]:
     """The first part of the way from the question to the answer that explains the loss."""
     noise, quantization, engine = distances["noise"], distances["quantization"], distances["engine"]
@@ -104,12 +116,16 @@ def _judge(
         also = "; on the baseline too" if _beyond(noise) else ""
         return "kernel", f"{words}, though it loads all of them as they are stored{also}"
     if _beyond(quantization):
-        return "quantization", f"the exported weights are {_against(quantization)} from the source's"
+        return (
+            "quantization",
+            f"the exported weights are {_against(quantization)} from the source's",
+        )
     if outcome != "FAIL":
         return "none", "every distance is within its limit"
     if quantization.mean_kl > ABOVE_NOISE * noise.mean_kl:
         return "quantization", (
-            f"the tasks fail, and the exported weights, {_against(quantization)} from the source's, are all "
+            f"the tasks fail, and the exported weights, {_against(quantization)} from the "
+            f"source's, are all "
             "that differs beyond the noise floor"
         )
     return "harness", (
@@ -123,7 +139,9 @@ def _reference(side: Served, on_progress: OnProgress) -> torch.Tensor:
     return remembered_reference(side.checkpoint, side.prompts.tokens, file, on_progress)
 
 
-def _distance(scores: dict[int, torch.Tensor], reference: int, measured: int, limit: float) -> Distance:
+def _distance(
+    scores: dict[int, torch.Tensor], reference: int, measured: int, limit: float
+) -> Distance:
     kl = kl_divergence(scores[reference], scores[measured]).clamp(max=NOTHING_IN_COMMON)
     return Distance(
         reference=NAMES[reference],
@@ -142,15 +160,21 @@ def _against(distance: Distance) -> str:
     return f"{distance.mean_kl:.3g} nats a token (limit {distance.limit:g})"
 
 
-def _loader_evidence(candidate: Served, vllm_python: Path | None, on_progress: OnProgress) -> tuple[str, ...]:
-    """Stored and loaded values that differ: errors of the rules of vLLM's loaders, and of the loaders.
+def _loader_evidence(
+    candidate: Served, vllm_python: Path | None, on_progress: OnProgress
+) -> tuple[str, ...]:
+    """Stored and loaded values that differ: errors of the rules of vLLM's loaders, and of the
+    loaders.
 
     These run on the headers; where they cannot be run, the rules stand alone.
     """
     findings = list(check_checkpoint(str(candidate.checkpoint)).findings)
     with suppress(EnvironmentFault):
         load = DryLoad(
-            checkpoints=[candidate.checkpoint], sm=CAPABILITIES, require="any", vllm_python=vllm_python
+            checkpoints=[candidate.checkpoint],
+            sm=CAPABILITIES,
+            require="any",
+            vllm_python=vllm_python,
         )
         (dry,) = load.reports(on_progress)
         findings += dry.findings

@@ -48,21 +48,24 @@ def compare_task(
     fail_alpha: float,
     is_templated: bool | None = None,
 ) -> TaskVerdict:
-    """Judge one task: PASS if the lower bound at `alpha` is above -margin, FAIL if the upper bound at
-    `fail_alpha`, which is no larger, is below it, else INCONCLUSIVE.
+    """Judge one task: PASS if the lower bound at `alpha` is above -margin, FAIL if the upper bound
+    at `fail_alpha`, which is no larger, is below it, else INCONCLUSIVE.
 
-    There is no PASS if the baseline does not do better than chance, or if a model lost more answers than the
-    margin.
-    `is_templated` says whether a chat template was applied, where that is known.
+    There is no PASS if the baseline does not do better than chance, or if a model lost more answers
+    than the margin. `is_templated` says whether a chat template was applied, where that is known.
     """
     low, high = difference_interval(pair, alpha).low, difference_interval(pair, fail_alpha).high
     outcome, baseline = _outcome(low, high, margin), _score(pair, pair.baseline, alpha)
-    uninformative = _uninformative(pair, baseline, margin, is_templated) if outcome != "FAIL" else ""
+    uninformative = (
+        _uninformative(pair, baseline, margin, is_templated) if outcome != "FAIL" else ""
+    )
     outcome = "INCONCLUSIVE" if uninformative else outcome
     counts, words, too_many_lost = _lost(pair, margin, alpha)
     if too_many_lost and outcome != "FAIL":
         outcome = "INCONCLUSIVE"
-        uninformative = f"the baseline scores {100 * baseline.value:.3g}%; {words}" if uninformative else ""
+        uninformative = (
+            f"the baseline scores {100 * baseline.value:.3g}%; {words}" if uninformative else ""
+        )
     wins, losses = pair.wins, pair.losses
     flips = wilson_interval(wins + losses, len(pair.gain), alpha)
     recovery, recovery_low, recovery_high = _recovery(pair, alpha)
@@ -85,7 +88,9 @@ def compare_task(
         flip_rate=(wins + losses) / len(pair.gain),
         flip_low=flips.low,
         flip_high=flips.high,
-        mcnemar_p=mcnemar_p(wins, losses) if pair.binary and pair.seeds == 1 else permutation_p(_means(pair)),
+        mcnemar_p=mcnemar_p(wins, losses)
+        if pair.binary and pair.seeds == 1
+        else permutation_p(_means(pair)),
         recovery=recovery,
         recovery_low=recovery_low,
         recovery_high=recovery_high,
@@ -94,7 +99,9 @@ def compare_task(
         seeds=pair.seeds,
         seeds_needed=seeds_needed,
         flips=tuple(islice(_flips(pair), MAX_FLIPS)),
-        clusters=None if pair.clusters is None or pair.answers > 1 else len(np.unique(pair.clusters)),
+        clusters=None
+        if pair.clusters is None or pair.answers > 1
+        else len(np.unique(pair.clusters)),
         also=tuple(comparison(other, margin=margin, alpha=alpha) for other in pair.also),
         unit=pair.unit,
         higher_is_better=pair.sign > 0,
@@ -108,12 +115,17 @@ def compare_task(
 def _lost(
     pair: TaskPair, margin: float, alpha: float
 ) -> tuple[tuple[AnswerCounts | None, AnswerCounts | None], str, bool]:
-    """Count both models' answers, describe lost ones, and decide whether they are more than the margin.
+    """Count both models' answers, describe lost ones, and decide whether they are more than the
+    margin.
 
     A lost answer may hide a loss of the metric's whole range.
     """
-    baseline = _answer_counts([old.ending for old, _ in pair.documents], pair.baseline, pair.sign, alpha)
-    candidate = _answer_counts([new.ending for _, new in pair.documents], pair.candidate, pair.sign, alpha)
+    baseline = _answer_counts(
+        [old.ending for old, _ in pair.documents], pair.baseline, pair.sign, alpha
+    )
+    candidate = _answer_counts(
+        [new.ending for _, new in pair.documents], pair.candidate, pair.sign, alpha
+    )
     shares = [side.lost / side.answers for side in (baseline, candidate) if side is not None]
     too_many = bool(shares) and max(shares) * pair.span > margin
     words = lost_words(baseline, candidate)
@@ -125,7 +137,9 @@ def _answer_counts(
 ) -> AnswerCounts | None:
     """Count the generated answers of one model; None if not all answers are generated ones."""
     known = [ending for ending in endings if ending is not None]
-    return count_answers(known, scores, sign=sign, alpha=alpha) if len(known) == len(endings) else None
+    return (
+        count_answers(known, scores, sign=sign, alpha=alpha) if len(known) == len(endings) else None
+    )
 
 
 def comparison(pair: TaskPair, *, margin: float, alpha: float) -> Comparison:
@@ -147,9 +161,11 @@ def comparison(pair: TaskPair, *, margin: float, alpha: float) -> Comparison:
     )
 
 
-def _uninformative(pair: TaskPair, baseline: Score, margin: float, is_templated: bool | None) -> str:
-    """The reason why nothing could be lost, with its likely cause: the baseline has no more right answers
-    than chance and the margin give. Empty where it has, and for metrics that are not 0/1.
+def _uninformative(
+    pair: TaskPair, baseline: Score, margin: float, is_templated: bool | None
+) -> str:
+    """The reason why nothing could be lost, with its likely cause: the baseline has no more right
+    answers than chance and the margin give. Empty where it has, and for metrics that are not 0/1.
     """
     chance = pair.chance
     if not pair.binary or pair.sign < 0 or baseline.low > chance <= baseline.value - margin:
@@ -159,7 +175,10 @@ def _uninformative(pair: TaskPair, baseline: Score, margin: float, is_templated:
     if is_templated:
         cause = "the chat template: evaluate without it (--no-apply-chat-template)"
     elif is_templated is False:
-        cause = "a task beyond the model, or prompts unlike those it knows: choose a task that it can do"
+        cause = (
+            "a task beyond the model, or prompts unlike those it knows: choose a task that "
+            "it can do"
+        )
     else:
         cause = "how it was asked (a chat template?), or a task beyond the model"
     return f"{scored}; the likely cause is {cause}"
@@ -196,8 +215,9 @@ def _score(pair: TaskPair, scores: Scores, alpha: float) -> Score:
 
 
 def _recovery(pair: TaskPair, alpha: float) -> tuple[float, float, float] | tuple[None, None, None]:
-    """Candidate / baseline and its bounds: Bonett and Price's for 0/1 metrics, else those of the difference
-    divided by the baseline's mean. None where that mean is not positive or lower is better.
+    """Candidate / baseline and its bounds: Bonett and Price's for 0/1 metrics, else those of the
+    difference divided by the baseline's mean. None where that mean is not positive or lower is
+    better.
     """
     baseline, candidate = float(pair.baseline.mean()), float(pair.candidate.mean())
     if baseline <= 0 or pair.sign < 0:
@@ -209,16 +229,24 @@ def _recovery(pair: TaskPair, alpha: float) -> tuple[float, float, float] | tupl
     return candidate / baseline, 1 + low / baseline, 1 + high / baseline
 
 
-def _needed(pair: TaskPair, margin: float, alpha: float, fail_alpha: float) -> tuple[int | None, int | None]:
-    """The number of documents that would settle it, and that of answers to each of these instead."""
+def _needed(
+    pair: TaskPair, margin: float, alpha: float, fail_alpha: float
+) -> tuple[int | None, int | None]:
+    """The number of documents that would settle it, and that of answers to each of these
+    instead.
+    """
     documents, spread = len(pair.gain), 1.0
     if pair.binary:
         statistic = tango_statistic(pair.wins, pair.losses, documents, -margin)
         spread = spread_over_null(pair.wins, pair.losses, documents, margin)
     else:
         statistic = mean_statistic(pair.gain, -margin, pair.span)
-    worth = effective(pair.gain, pair.clusters, alpha if statistic > 0 else fail_alpha, pair.answers)
-    needed = documents_to_settle(documents, statistic / worth.design**0.5, worth.alpha, spread=spread)
+    worth = effective(
+        pair.gain, pair.clusters, alpha if statistic > 0 else fail_alpha, pair.answers
+    )
+    needed = documents_to_settle(
+        documents, statistic / worth.design**0.5, worth.alpha, spread=spread
+    )
     if needed is None:
         return None, None
     needed = math.ceil(needed / pair.seeds)
@@ -228,7 +256,9 @@ def _needed(pair: TaskPair, margin: float, alpha: float, fail_alpha: float) -> t
 
 
 def _changed_wrong(pair: TaskPair) -> int | None:
-    """Documents that both models answer wrong, and differently; None where answers were not kept."""
+    """Documents that both models answer wrong, and differently; None where answers were not
+    kept.
+    """
     if any(old.compared is None for old, _ in pair.documents):
         return None
     right = 1.0 if pair.sign > 0 else 0.0
@@ -238,7 +268,9 @@ def _changed_wrong(pair: TaskPair) -> int | None:
 
 
 def _flips(pair: TaskPair) -> Iterator[Flip]:
-    """Documents from right to wrong, then those from wrong to right; none if the metric is not 0/1."""
+    """Documents from right to wrong, then those from wrong to right; none if the metric is not
+    0/1.
+    """
     if not pair.binary:
         return
     for index in np.argsort(pair.gain, kind="stable"):

@@ -1,7 +1,8 @@
-"""The drift of the candidate's log-probabilities from the baseline's, both in vLLM, on the same tokens.
+"""The drift of the candidate's log-probabilities from the baseline's, both in vLLM, on the same
+tokens.
 
-An early signal: it needs some hundred tokens where a task needs a thousand documents, and it warns. It never
-decides, since a model may drift far and still answer right.
+An early signal: it needs some hundred tokens where a task needs a thousand documents, and it warns.
+It never decides, since a model may drift far and still answer right.
 """
 
 import math
@@ -30,8 +31,8 @@ _ROUNDING = 1e-6
 def measure_drift(baseline: Served, candidate: Served, settings: Evaluate) -> Drift | None:
     """KL and NLL over all positions, and the prompts that drift most.
 
-    None where vLLM refused one of the models, where they were not given the same tokens, or answered with
-    numbers that are not finite.
+    None where vLLM refused one of the models, where they were not given the same tokens, or
+    answered with numbers that are not finite.
     """
     if not baseline.is_scored or not candidate.is_scored:
         return None
@@ -72,7 +73,12 @@ def _prompt(
         baseline_nll=mean(before),
         candidate_nll=mean(after),
         tokens=tuple(
-            TokenDrift(token=tokenizer.decode([token]), kl=each, baseline_nll=old_nll, candidate_nll=new_nll)
+            TokenDrift(
+                token=tokenizer.decode([token]),
+                kl=each,
+                baseline_nll=old_nll,
+                candidate_nll=new_nll,
+            )
             for token, each, old_nll, new_nll in zip(prompt[1:], kl, before, after, strict=True)
         ),
     )
@@ -86,13 +92,15 @@ def mean_kls(baseline: Served, candidate: Served) -> list[float] | None:
 
 
 def least_kl(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """A lower bound of the KL at each position, in nats, where NaN are tokens that a side does not tell.
+    """A lower bound of the KL at each position, in nats, where NaN are tokens that a side does not
+    tell.
 
     They count as one token: the KL of sums is no larger (log-sum inequality).
     """
     width = max(old.shape[-1], new.shape[-1])
     old, new = (
-        functional.pad(each.double(), (0, width - each.shape[-1]), value=math.nan) for each in (old, new)
+        functional.pad(each.double(), (0, width - each.shape[-1]), value=math.nan)
+        for each in (old, new)
     )
     known = ~(old.isnan() | new.isnan())
     terms = torch.where(known & (old > -math.inf), old.exp() * (old - new), 0.0).sum(-1)
@@ -109,14 +117,17 @@ def drift_warnings(drift: Drift) -> tuple[str, ...]:
         ("rise of the NLL over the baseline's", rise, drift.nll_limit),
     )
     return tuple(
-        f"log-probabilities: mean {what} is {value:.3g} nats a token over {drift.positions} tokens, more "
+        f"log-probabilities: mean {what} is {value:.3g} nats a token over {drift.positions} "
+        f"tokens, more "
         f"than {limit:g}: answers that no task asked for may be worse"
         for what, value, limit in measures
         if value > limit
     )
 
 
-def _rows(baseline: Served, candidate: Served) -> Iterator[tuple[Sequence[int], torch.Tensor, torch.Tensor]]:
+def _rows(
+    baseline: Served, candidate: Served
+) -> Iterator[tuple[Sequence[int], torch.Tensor, torch.Tensor]]:
     """Each prompt's tokens and both models' matrices (positions, vocabulary)."""
     install_bus_error_handler()
     with (

@@ -1,7 +1,8 @@
-"""A model behind a server's OpenAI API: what the server says of it, and answers to prompts of token ids.
+"""A model behind a server's OpenAI API: what the server says of it, and answers to prompts of token
+ids.
 
-Faults that may pass (refused connections, 429, 5xx, timeouts, answers that are cut off) are tried again
-within bounds.
+Faults that may pass (refused connections, 429, 5xx, timeouts, answers that are cut off) are tried
+again within bounds.
 """
 
 import json
@@ -37,7 +38,13 @@ from vexport.evaluation.endpoint_answers import (
     read_text,
     version_of,
 )
-from vexport.evaluation.endpoint_client import MEBIBYTE, CertificateError, Client, NoReplyError, Reply
+from vexport.evaluation.endpoint_client import (
+    MEBIBYTE,
+    CertificateError,
+    Client,
+    NoReplyError,
+    Reply,
+)
 from vexport.records import Endpoint, Json
 from vexport.records.values import MOST_COUNT
 from vexport.version import __version__
@@ -45,8 +52,8 @@ from vexport.version import __version__
 T = TypeVar("T")
 API_KEY = "VEXPORT_API_KEY"
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 20.0
-# Seconds in which the first contact is tried again: the address may be mistyped. Later the server may be
-# restarting. And seconds after which the first contact ends, whatever the server sends.
+# Seconds in which the first contact is tried again: the address may be mistyped. Later the server
+# may be restarting. And seconds after which the first contact ends, whatever the server sends.
 _FIRST_CONTACT, _FIRST_CONTACT_ENDS = 5.0, 15.0
 # Equal failures of a kind of request that end it, if the server has never answered that kind.
 _PROBES = 3
@@ -63,7 +70,9 @@ _MOST_ANSWER_BYTES = 1024 * MEBIBYTE
 _SHORTEST_MASKED_KEY = 8
 
 _NEUTRAL: Mapping[str, Json] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Else vLLM's server takes what generation_config.json says; an engine that is asked here does not."""
+"""Else vLLM's server takes what generation_config.json says; an engine that is asked here does
+not.
+"""
 _VLLMS = ("skip_special_tokens", "spaces_between_special_tokens")
 """Of lm-eval's parameters, vLLM's alone."""
 MODELS = "a request for the list of models (/models)"
@@ -79,8 +88,8 @@ class UnreachableError(EnvironmentFault):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A server's answer about a model: its name, the folder or hub id it was started with, its longest
-    sequence, and vLLM's version. Empty or None if the server does not say.
+    """A server's answer about a model: its name, the folder or hub id it was started with, its
+    longest sequence, and vLLM's version. Empty or None if the server does not say.
     """
 
     name: str
@@ -103,9 +112,14 @@ def require_address(url: str) -> None:
         has_host = False
     if not has_host:
         fix = "give http://HOST:PORT/v1"
-        raise InputError(clip(visible(url), 100), got="no host in it", need="a server's address", fix=fix)
+        raise InputError(
+            clip(visible(url), 100), got="no host in it", need="a server's address", fix=fix
+        )
     if parts.username or parts.password or parts.query or parts.fragment:
-        where, got = f"{parts.scheme}://{parts.hostname}", "a password, a query or a fragment in the address"
+        where, got = (
+            f"{parts.scheme}://{parts.hostname}",
+            "a password, a query or a fragment in the address",
+        )
         raise InputError(where, got=got, need="the address alone", fix=f"put a key into {API_KEY}")
 
 
@@ -116,8 +130,8 @@ def _ignore(line: str) -> None:
 class Server:
     """The model of an endpoint. Several threads may ask; `model` is what the server said at first.
 
-    `on_retry` receives a line when a request is tried again, at most one in 30 seconds. `first_wait` is the
-    number of seconds before the second attempt; it doubles with each attempt.
+    `on_retry` receives a line when a request is tried again, at most one in 30 seconds.
+    `first_wait` is the number of seconds before the second attempt; it doubles with each attempt.
     """
 
     def __init__(
@@ -150,7 +164,9 @@ class Server:
         # Kinds of requests that the server has answered.
         self._answered: set[str] = set()
         ends = time.monotonic() + _FIRST_CONTACT_ENDS
-        self.model = self._described(min(_FIRST_CONTACT, endpoint.retry_seconds), ends, version=None)
+        self.model = self._described(
+            min(_FIRST_CONTACT, endpoint.retry_seconds), ends, version=None
+        )
 
     def stop(self) -> None:
         """Stop the retries of all threads."""
@@ -183,14 +199,18 @@ class Server:
         answer = self._complete(GENERATE, {"prompt": list(prompt), **wanted}, read, most_bytes)
         if len(self._key) < _SHORTEST_MASKED_KEY:
             return answer
-        return Continuation(text=self.masked(answer.text), finish_reason=self.masked(answer.finish_reason))
+        return Continuation(
+            text=self.masked(answer.text), finish_reason=self.masked(answer.finish_reason)
+        )
 
-    def score(self, prompt: Sequence[int], top: int, vocabulary: int = MOST_COUNT) -> list[Position]:
-        """Log-probabilities of all tokens of a prompt but the first, with the `top` likeliest in the place of
-        each.
+    def score(
+        self, prompt: Sequence[int], top: int, vocabulary: int = MOST_COUNT
+    ) -> list[Position]:
+        """Log-probabilities of all tokens of a prompt but the first, with the `top` likeliest in
+        the place of each.
 
-        InputError if the server gives none. A token at or beyond the size of the `vocabulary` is a fault of
-        the server.
+        InputError if the server gives none. A token at or beyond the size of the `vocabulary` is a
+        fault of the server.
         """
         asked: dict[str, Json] = {"echo": True, "logprobs": top, "max_tokens": 1, "temperature": 0}
         ids: dict[str, Json] = {"return_tokens_as_token_ids": True} if self.model.version else {}
@@ -228,17 +248,22 @@ class Server:
         return clip(visible(" ".join(self.masked(words).split())), _SHOWN)
 
     def _words(self, model: ServedModel) -> str:
-        return self._shown(f"{model.name} ({model.root or 'no root'}, vLLM {model.version or 'unknown'})")
+        return self._shown(
+            f"{model.name} ({model.root or 'no root'}, vLLM {model.version or 'unknown'})"
+        )
 
     def _without_scores(self, got: str) -> InputError:
         return InputError(
             self.endpoint.url,
             got=f"no log-probabilities of prompts from the server ({got})",
             need="completions with echo and logprobs, as vLLM's",
-            fix="leave out --text, and tasks that choose by likelihood (multiple choice, perplexity)",
+            fix="leave out --text, and tasks that choose by likelihood (multiple choice, "
+            "perplexity)",
         )
 
-    def _complete(self, asked: str, body: dict[str, Json], read: Callable[[Json], T], most_bytes: int) -> T:
+    def _complete(
+        self, asked: str, body: dict[str, Json], read: Callable[[Json], T], most_bytes: int
+    ) -> T:
         """Send a request for a completion and return what `read` makes of the answer."""
         url = f"{self._url}/completions"
         content = json.dumps({"model": self.model.name, **body}).encode()
@@ -253,7 +278,9 @@ class Server:
             self.require_same()
             raise self._refused_completion(asked, body, error) from None
 
-    def _refused_completion(self, asked: str, body: Mapping[str, Json], error: RefusedError) -> InputError:
+    def _refused_completion(
+        self, asked: str, body: Mapping[str, Json], error: RefusedError
+    ) -> InputError:
         """Return the error for a request for a completion that the server refused."""
         words, url = self._shown(str(error)), self.endpoint.url
         prompt, new = body["prompt"], body.get("max_tokens")
@@ -262,12 +289,15 @@ class Server:
             r"model\b.{0,200}\b(does not exist|not found)", words, re.IGNORECASE
         ):
             fix = "name a model of the server with --model (of the baseline: --baseline-model)"
-            return InputError(url, got=words, need=f"a server that has {self._words(self.model)}", fix=fix)
+            return InputError(
+                url, got=words, need=f"a server that has {self._words(self.model)}", fix=fix
+            )
         if error.status in NO_SUCH_PATH:
             return InputError(
                 url,
                 got=f"no completions ({words})",
-                need="/completions, which takes prompts as token ids: over chat completions alone the "
+                need="/completions, which takes prompts as token ids: over chat completions "
+                "alone the "
                 "server's template would make other prompts than the baseline's",
                 fix="give the address of vLLM itself, behind the gateway; or ask both sides with "
                 "lm-eval's local-chat-completions and compare the results with `vexport verdict`",
@@ -278,7 +308,8 @@ class Server:
                 url,
                 got=f"a prompt of {len(prompt)} tokens and {new or 'some'} to generate: {words}",
                 need=f"at most {limit} tokens in all" if limit else "fewer tokens",
-                fix="start the server with a longer context, or lower --max-gen-toks, --num-fewshot or, with "
+                fix="start the server with a longer context, or lower --max-gen-toks, "
+                "--num-fewshot or, with "
                 "--text, --text-tokens",
             )
         if asked == SCORE and 400 <= error.status < 500 and error.status not in NO_KEY:
@@ -291,11 +322,17 @@ class Server:
         if error.status in NO_KEY:
             fix = f"set {API_KEY} to a key that the server accepts"
         elif error.status < 400:
-            fix = "give the address that the server redirects to: vexport follows no redirect, because that "
+            fix = (
+                "give the address that the server redirects to: vexport follows no redirect, "
+                "because that "
+            )
             fix += "would send the API key there"
         elif asked == GENERATE:
             need = "/completions that takes prompts as token ids, as vLLM's"
-            fix = "change what the server objects to (--gen-kwargs, generation_kwargs of the task), or give "
+            fix = (
+                "change what the server objects to (--gen-kwargs, generation_kwargs of the "
+                "task), or give "
+            )
             fix += "another server"
         else:
             fix = "correct the address (http://HOST:PORT/v1)"
@@ -305,8 +342,8 @@ class Server:
     def _described(self, seconds: float, ends: float | None, version: str | None) -> ServedModel:
         """Return the server's description of the chosen model; InputError if there are several.
 
-        `version` is the version so far, None at the first contact. A server without a version is not asked
-        for it again.
+        `version` is the version so far, None at the first contact. A server without a version is
+        not asked for it again.
         """
         cards = self._cards(seconds, ends)
         name = self.endpoint.model or (next(iter(cards)) if len(cards) == 1 else None)
@@ -327,7 +364,9 @@ class Server:
         """Return the models that the server lists, or the model of --model if it has no list."""
 
         def attempt(limit: float) -> dict[str, ModelCard]:
-            return model_cards(read_json(self._send(f"{self._url}/models", None, limit, _ANSWER_BYTES)))
+            return model_cards(
+                read_json(self._send(f"{self._url}/models", None, limit, _ANSWER_BYTES))
+            )
 
         try:
             return self._tried(MODELS, attempt, seconds, ends)
@@ -336,15 +375,24 @@ class Server:
                 return {self.endpoint.model: ModelCard(root="", max_model_len=None)}
             if error.status < 400:
                 raise self._refused(MODELS, error) from None
-            fix = "name the model with --model (of the baseline: --baseline-model) and its --tokenizer, or "
-            fix += f"set {API_KEY}" if error.status in NO_KEY else "correct the address (http://HOST:PORT/v1)"
+            fix = (
+                "name the model with --model (of the baseline: --baseline-model) and its "
+                "--tokenizer, or "
+            )
+            fix += (
+                f"set {API_KEY}"
+                if error.status in NO_KEY
+                else "correct the address (http://HOST:PORT/v1)"
+            )
             got = f"no list of models ({self._shown(str(error))})"
             raise InputError(
                 self.endpoint.url, got=got, need="/models, or the model's name", fix=fix
             ) from None
 
     def _version(self, seconds: float, ends: float | None) -> str:
-        """Return vLLM's version; empty for other servers, which have no /version or answer something else."""
+        """Return vLLM's version; empty for other servers, which have no /version or answer
+        something else.
+        """
 
         def attempt(limit: float) -> str:
             reply = self._send(f"{self._root}/version", None, limit, _ANSWER_BYTES)
@@ -364,12 +412,14 @@ class Server:
                 raise
             return ""
 
-    def _tried(self, asked: str, attempt: Callable[[float], T], seconds: float, ends: float | None) -> T:
+    def _tried(
+        self, asked: str, attempt: Callable[[float], T], seconds: float, ends: float | None
+    ) -> T:
         """Return the result of the first attempt that succeeds.
 
-        `attempt` receives its time limit. Attempts begin and end within `seconds` after the first failure,
-        and before the moment `ends`. A kind of request that the server never answered ends after three equal
-        failures.
+        `attempt` receives its time limit. Attempts begin and end within `seconds` after the first
+        failure, and before the moment `ends`. A kind of request that the server never answered ends
+        after three equal failures.
         """
         failures: Counter[str] = Counter()
         wait, given_up = self._first_wait, ends
@@ -402,10 +452,15 @@ class Server:
             return answer
 
     def _impossible(self, asked: str, words: str) -> UnreachableError:
-        """Return the error for a kind of request that the server never answered and that fails for good."""
+        """Return the error for a kind of request that the server never answered and that fails for
+        good.
+        """
         fix = "look at the server's log"
         if asked == SCORE:
-            fix += "; or leave out --text, and tasks that choose by likelihood (multiple choice, perplexity)"
+            fix += (
+                "; or leave out --text, and tasks that choose by likelihood (multiple "
+                "choice, perplexity)"
+            )
         got = f"no answer to {asked}, {_PROBES} times the same: {words}"
         return UnreachableError(self.endpoint.url, got=got, need="", fix=fix)
 
@@ -413,7 +468,9 @@ class Server:
         now = time.monotonic()
         if now - self._told >= _TELL_EVERY:
             self._told = now
-            self._on_retry(f"no answer ({clip(words, 120)}), trying again for {left:.0f} s (--retry-seconds)")
+            self._on_retry(
+                f"no answer ({clip(words, 120)}), trying again for {left:.0f} s (--retry-seconds)"
+            )
 
     def _send(self, url: str, body: bytes | None, seconds: float, most_bytes: int) -> Reply:
         """Send a request and return the reply; PassingError if there is none."""

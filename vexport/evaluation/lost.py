@@ -1,16 +1,20 @@
-"""Generated answers that are no answers: cut before their end, empty, or without anything to extract.
+"""Generated answers that are no answers: cut before their end, empty, or without anything to
+extract.
 
 An answer is lost if it did not score and
-- it was cut: the engine or server ended it at its longest length (`finish_reason` length), or it thinks and
+- it was cut: the engine or server ended it at its longest length (`finish_reason` length), or it
+thinks and
   never ends its thinking;
 - it is empty;
-- it may have been cut (nobody recorded why it ended), and the task's filter found no answer in it. If an
-  answer ended by itself, the filter's miss is a wrong answer, unless that happens in most of the answers:
+- it may have been cut (nobody recorded why it ended), and the task's filter found no answer in it.
+If an
+  answer ended by itself, the filter's miss is a wrong answer, unless that happens in most of the
+  answers:
   then the filter does not fit the model.
 
-A cut answer is not lost if the extracted answer stands at its beginning, as in tasks that read the first
-number of a few tokens. Nor are cut answers lost if they score about as often as whole ones: the cut comes
-after the answer.
+A cut answer is not lost if the extracted answer stands at its beginning, as in tasks that read the
+first number of a few tokens. Nor are cut answers lost if they score about as often as whole ones:
+the cut comes after the answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,9 +33,15 @@ State = Literal["", "cut", "empty", "unparsed"]
 """What is wrong with an answer, whether or not it scored."""
 WARN_FROM = 0.01
 """Share of lost answers on either side that is worth a warning."""
-CUT = frozenset(("length", "max_tokens", "max_length", "model_length", "repetition", "content_filter"))
-ENDED = frozenset(("stop", "eos", "eos_token", "end_turn", "stop_sequence", "stop_str", "matched_stop"))
-"""Finish reasons by which vLLM and other servers say that an answer was cut, or that it ended by itself."""
+CUT = frozenset(
+    ("length", "max_tokens", "max_length", "model_length", "repetition", "content_filter")
+)
+ENDED = frozenset(
+    ("stop", "eos", "eos_token", "end_turn", "stop_sequence", "stop_str", "matched_stop")
+)
+"""Finish reasons by which vLLM and other servers say that an answer was cut, or that it ended by
+itself.
+"""
 NOTHING_FOUND = frozenset(("", "[invalid]", "invalid", "[invalidanswer]"))
 """Results of lm-eval's filters that found no answer, in lower case."""
 DEFAULT_LENGTH = 256
@@ -48,8 +58,9 @@ _ENOUGH = 10
 class Ending:
     """How one generated answer ended.
 
-    `is_cut` is True for every cut answer, `state` is "cut" unless the extracted answer stands before the cut.
-    `is_whole` is True if the answer certainly ended by itself. `is_thinking` marks unfinished thinking.
+    `is_cut` is True for every cut answer, `state` is "cut" unless the extracted answer stands
+    before the cut. `is_whole` is True if the answer certainly ended by itself. `is_thinking` marks
+    unfinished thinking.
     """
 
     state: State
@@ -76,7 +87,9 @@ LETTERS = {
 def letter_of(ending: Ending) -> str:
     """Return the letter of an ending."""
     is_whole = ending.is_whole and ending.state == "unparsed"
-    return next(letter for letter, known in LETTERS.items() if known == replace(ending, is_whole=is_whole))
+    return next(
+        letter for letter, known in LETTERS.items() if known == replace(ending, is_whole=is_whole)
+    )
 
 
 def ending_of(
@@ -90,8 +103,8 @@ def ending_of(
 ) -> Ending:
     """Read how an answer ended, from its raw `responses` (several if it was sampled repeatedly).
 
-    `reasons` are their finish reasons, empty if none was recorded. `is_stripped` is True if a think_end_token
-    removed finished thinking from the responses.
+    `reasons` are their finish reasons, empty if none was recorded. `is_stripped` is True if a
+    think_end_token removed finished thinking from the responses.
     """
     is_thinking = _most(_is_unfinished(prompt, text, is_stripped=is_stripped) for text in responses)
     is_cut = is_thinking or _most(reason in CUT for reason in reasons)
@@ -117,7 +130,9 @@ def _most(values: Iterator[bool]) -> bool:
 
 
 def _is_unfinished(prompt: str, text: str, *, is_stripped: bool) -> bool:
-    """Return whether a response begins to think, there or at the end of its prompt, and does not end it."""
+    """Return whether a response begins to think, there or at the end of its prompt, and does not
+    end it.
+    """
     for start, end in _THINKING:
         begins = start in text or (not is_stripped and prompt.rstrip().endswith(start))
         if begins and end not in text.rpartition(start)[2]:
@@ -129,24 +144,33 @@ def _stands_first(responses: Sequence[str], filtered: Sequence[str]) -> bool:
     """Return whether the filter took the beginning of a response and left a rest."""
     pairs = zip(responses, filtered, strict=False)
     return any(
-        answer.strip() and text.strip() != answer.strip() and text.strip().startswith(answer.strip())
+        answer.strip()
+        and text.strip() != answer.strip()
+        and text.strip().startswith(answer.strip())
         for text, answer in pairs
     )
 
 
 def _is_literal(responses: Sequence[str], filtered: Sequence[str]) -> bool:
-    """Return whether a text such as `invalid` is what the model answered, and not what a filter put there."""
+    """Return whether a text such as `invalid` is what the model answered, and not what a filter put
+    there.
+    """
     return any(text.strip() and text.strip() in filtered for text in responses)
 
 
-def count_answers(endings: Sequence[Ending], scores: Scores, *, sign: int, alpha: float) -> AnswerCounts:
-    """Count the answers of one model that did not score, by how they ended, and those that are lost."""
+def count_answers(
+    endings: Sequence[Ending], scores: Scores, *, sign: int, alpha: float
+) -> AnswerCounts:
+    """Count the answers of one model that did not score, by how they ended, and those that are
+    lost.
+    """
     is_right = scores > 0 if sign > 0 else scores <= 0
     pairs = zip(endings, is_right, strict=True)
     states = np.array(["" if right else ending.state for ending, right in pairs])
     cut, empty, unparsed = (int((states == state).sum()) for state in ("cut", "empty", "unparsed"))
     doubtful = sum(
-        state == "unparsed" and not ending.is_whole for state, ending in zip(states, endings, strict=True)
+        state == "unparsed" and not ending.is_whole
+        for state, ending in zip(states, endings, strict=True)
     )
     lost = empty + (unparsed if unparsed > _MOST * len(endings) else doubtful)
     is_cut = np.array([ending.is_cut for ending in endings])
@@ -166,8 +190,8 @@ def count_answers(endings: Sequence[Ending], scores: Scores, *, sign: int, alpha
 def _is_cut_after_answers(cut: Marks, whole: Marks, alpha: float) -> bool:
     """Return whether cut answers are right about as often as whole ones.
 
-    At least half as often, and not significantly less (Fisher's exact test). If nearly all answers are cut,
-    at least half of them must be right.
+    At least half as often, and not significantly less (Fisher's exact test). If nearly all answers
+    are cut, at least half of them must be right.
     """
     if not cut.any():
         return False
@@ -180,7 +204,9 @@ def _is_cut_after_answers(cut: Marks, whole: Marks, alpha: float) -> bool:
 
 
 def lost_words(baseline: AnswerCounts | None, candidate: AnswerCounts | None) -> str:
-    """Describe what is wrong with answers, and what to do, if that concerns 1 % on either side; else ""."""
+    """Describe what is wrong with answers, and what to do, if that concerns 1 % on either side;
+    else "".
+    """
     sides = [side for side in (candidate, baseline) if side is not None]
     if not any(side.lost + side.unparsed >= WARN_FROM * side.answers for side in sides):
         return ""
@@ -202,7 +228,9 @@ def _share(side: AnswerCounts | None, kind: str) -> float | None:
         return None
     if kind == "cut" and side.lost < side.cut:
         return 0.0
-    return {"cut": side.cut, "empty": side.empty, "unparsed": side.unparsed}[kind] / max(1, side.answers)
+    return {"cut": side.cut, "empty": side.empty, "unparsed": side.unparsed}[kind] / max(
+        1, side.answers
+    )
 
 
 def _percent(share: float | None) -> str:
@@ -219,7 +247,9 @@ def _cut(new: str, old: str | None) -> str:
 def _empty(new: str, old: str | None) -> str:
     if new == old:
         return f"{new} of the answers of both models are empty"
-    return f"{new} of the quantized model's answers are empty" + (f", {old} of the baseline's" if old else "")
+    return f"{new} of the quantized model's answers are empty" + (
+        f", {old} of the baseline's" if old else ""
+    )
 
 
 def _unparsed(new: str, old: str | None) -> str:
@@ -234,5 +264,6 @@ _REMEDIES = {
     "cut": "raise max_gen_toks",
     "thinking": "raise max_gen_toks until thinking ends, and set think_end_token",
     "empty": "raise max_gen_toks if the model thinks first, and look at the answers",
-    "unparsed": "choose another filter (--gate TASK=METRIC,FILTER), or show the format in few-shot examples",
+    "unparsed": "choose another filter (--gate TASK=METRIC,FILTER), or show the format in "
+    "few-shot examples",
 }

@@ -1,8 +1,9 @@
-"""The meaning of a metric's values for single documents, which follows from the metric's aggregation.
+"""The meaning of a metric's values for single documents, which follows from the metric's
+aggregation.
 
-lm-eval's `higher_is_better` describes the aggregate (lm_eval/api/metrics.py, 0.4.13). For a mean it also
-describes the documents' values. `perplexity` is exp(-mean) of log-likelihoods: a lower perplexity is better,
-a higher log-likelihood is better.
+lm-eval's `higher_is_better` describes the aggregate (lm_eval/api/metrics.py, 0.4.13). For a mean it
+also describes the documents' values. `perplexity` is exp(-mean) of log-likelihoods: a lower
+perplexity is better, a higher log-likelihood is better.
 """
 
 import math
@@ -36,7 +37,15 @@ MEANS = frozenset(("mean", "nanmean", "median"))
 LOG_LIKELIHOODS = frozenset(("perplexity", "weighted_perplexity", "bits_per_byte"))
 """Aggregations of log-likelihoods, which fall as the documents' values rise."""
 NO_SHARES = frozenset(
-    ("bits_per_byte", "brier_score", "byte_perplexity", "likelihood", "perplexity", "ter", "word_perplexity")
+    (
+        "bits_per_byte",
+        "brier_score",
+        "byte_perplexity",
+        "likelihood",
+        "perplexity",
+        "ter",
+        "word_perplexity",
+    )
 )
 """Metrics that are no share of right answers, even if all values lie between 0 and 1."""
 _EQUAL = 1e-6
@@ -64,9 +73,9 @@ def meaning_of(
 ) -> Meaning:
     """Derive the meaning of the documents' `values` from the metric's `aggregation`.
 
-    `higher_is_better` and `aggregate` are those of the whole task, as lm-eval recorded them; `aggregate` is
-    None if it is not known. `log_likelihoods` are the logged responses of the same documents, None for
-    generated text.
+    `higher_is_better` and `aggregate` are those of the whole task, as lm-eval recorded them;
+    `aggregate` is None if it is not known. `log_likelihoods` are the logged responses of the same
+    documents, None for generated text.
     """
     if aggregation in LOG_LIKELIHOODS:
         return Meaning(higher_is_better=True, in_nats=True, undecided=_IN_NATS)
@@ -80,7 +89,9 @@ def meaning_of(
 
 
 _IN_NATS = "its documents have log-likelihoods in nats, and no margin in points applies to them"
-_NO_MEAN = "it is no mean of its documents' values, so that these values do not show which model is better"
+_NO_MEAN = (
+    "it is no mean of its documents' values, so that these values do not show which model is better"
+)
 WHOLE_CORPUS = "it is a number of the whole corpus, and no document has a value of its own"
 
 

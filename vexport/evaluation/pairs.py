@@ -1,5 +1,5 @@
-"""Pairs two models' answers to the same documents, by task, metric and filter, and chooses the pair that
-decides for each task, or for a group that is judged as one.
+"""Pairs two models' answers to the same documents, by task, metric and filter, and chooses the pair
+that decides for each task, or for a group that is judged as one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +19,8 @@ from vexport.records.accuracy import Unit
 PREFERRED_METRICS = ("exact_match", "acc", "pass@1", "pass_at_1")
 """Metrics that gate, in this order: `acc` rather than `acc_norm`, as the task itself scores.
 
-Then comes the first metric of only 0 and 1 with higher being better, then any of one number a document; of
-several filters the first that the task lists.
+Then comes the first metric of only 0 and 1 with higher being better, then any of one number a
+document; of several filters the first that the task lists.
 """
 EVERY_TASK = "*"
 Choice = Mapping[str, str]
@@ -35,11 +35,11 @@ _SHOWN = 40
 class TaskPair:
     """Both models' scores on one task, metric and filter, in the same order of documents.
 
-    `baseline` and `candidate` have the shape (documents,); `sign` is -1 where lower is better. `clusters`,
-    of the same shape, numbers the tasks of a group whose documents are clustered, or the documents where
-    `seeds` answers were sampled for each. `also` are shown next to a pair that decides for a task or a group:
-    its other metrics and filters, and a group's tasks. `in_nats` marks log-likelihoods, and `undecided` says
-    why the metric cannot decide.
+    `baseline` and `candidate` have the shape (documents,); `sign` is -1 where lower is better.
+    `clusters`, of the same shape, numbers the tasks of a group whose documents are clustered, or
+    the documents where `seeds` answers were sampled for each. `also` are shown next to a pair that
+    decides for a task or a group: its other metrics and filters, and a group's tasks. `in_nats`
+    marks log-likelihoods, and `undecided` says why the metric cannot decide.
     """
 
     task: str
@@ -57,7 +57,9 @@ class TaskPair:
 
     @property
     def unit(self) -> Unit:
-        """Return `share` if every document's value is one, `nats`, or `metric` for the metric's own units."""
+        """Return `share` if every document's value is one, `nats`, or `metric` for the metric's own
+        units.
+        """
         if self.in_nats:
             return "nats"
         values = np.concatenate([self.baseline, self.candidate])
@@ -76,8 +78,12 @@ class TaskPair:
 
     @property
     def chance(self) -> float:
-        """The share of right answers of a model that guesses among the options; 0 where there are none."""
-        return sum(1 / new.options for _, new in self.documents if new.options) / len(self.documents)
+        """The share of right answers of a model that guesses among the options; 0 where there are
+        none.
+        """
+        return sum(1 / new.options for _, new in self.documents if new.options) / len(
+            self.documents
+        )
 
     @property
     def gain(self) -> Scores:
@@ -101,7 +107,9 @@ class TaskPair:
 
     @property
     def answers(self) -> int:
-        """The answers that a cluster of documents has; 1 where clusters are the tasks of a group."""
+        """The answers that a cluster of documents has; 1 where clusters are the tasks of a
+        group.
+        """
         if self.clusters is None:
             return 1
         return self.seeds if len(np.unique(self.clusters)) * self.seeds == len(self.gain) else 1
@@ -115,13 +123,16 @@ class TaskPair:
 def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[TaskPair, ...]:
     """The pair that decides for each task; a group with an aggregate in lm-eval counts as one task.
 
-    `choice` names gates other than those of PREFERRED_METRICS. InputError, for all tasks at once: tasks
-    that one run lacks, documents that differ, tasks without a number a document, a choice that no task has.
+    `choice` names gates other than those of PREFERRED_METRICS. InputError, for all tasks at once:
+    tasks that one run lacks, documents that differ, tasks without a number a document, a choice
+    that no task has.
     """
     for first, other in ((baseline, candidate), (candidate, baseline)):
         if missing := sorted(set(first.tasks) - set(other.tasks)):
             got = f"no task {', '.join(missing)}, which {first.file} has"
-            raise InputError(str(other.file), got=got, need="the same tasks", fix="evaluate the same tasks")
+            raise InputError(
+                str(other.file), got=got, need="the same tasks", fix="evaluate the same tasks"
+            )
     units = dict(_units(baseline))
     fix = "name one of these; a group is named as a whole"
     raise_all(
@@ -131,7 +142,9 @@ def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[
             if name not in (*units, EVERY_TASK)
         ]
     )
-    compared = [partial(_compared, name, members, baseline, candidate) for name, members in units.items()]
+    compared = [
+        partial(_compared, name, members, baseline, candidate) for name, members in units.items()
+    ]
     by_name = dict(zip(units, attempt_all(zip(units, compared, strict=True)), strict=True))
     everywhere = choice.get(EVERY_TASK)
     pairs = [pair for metrics in by_name.values() for pair in metrics]
@@ -142,16 +155,22 @@ def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[
         raise _no_such_gate("gate", everywhere, pairs, baseline, members)
     for name, metrics in by_name.items():
         wanted, options = choice.get(name), [pair for pair in metrics if pair.task == name]
-        if wanted and not any(wanted in (pair.metric, pair.label) for pair in options if not pair.undecided):
+        if wanted and not any(
+            wanted in (pair.metric, pair.label) for pair in options if not pair.undecided
+        ):
             raise _no_such_gate(f"gate of task {name}", wanted, options, baseline, units[name])
-    return tuple(_gated(name, metrics, choice.get(name) or everywhere) for name, metrics in by_name.items())
+    return tuple(
+        _gated(name, metrics, choice.get(name) or everywhere) for name, metrics in by_name.items()
+    )
 
 
 def _no_such_gate(
     where: str, wanted: str, pairs: Sequence[TaskPair], results: Results, members: Sequence[str]
 ) -> InputError:
     """Build the error for a chosen metric that no task has, or that cannot decide."""
-    unable = [pair.undecided for pair in pairs if pair.undecided and wanted in (pair.metric, pair.label)]
+    unable = [
+        pair.undecided for pair in pairs if pair.undecided and wanted in (pair.metric, pair.label)
+    ]
     metric = wanted.partition(",")[0]
     if any(metric in results.tasks[member].corpus_metrics for member in members):
         unable.append(WHOLE_CORPUS)
@@ -163,7 +182,9 @@ def _no_such_gate(
 
 
 def _units(results: Results) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(name, tasks): lm-eval's groups, the earlier one where two share a task, then the other tasks."""
+    """(name, tasks): lm-eval's groups, the earlier one where two share a task, then the other
+    tasks.
+    """
     done: set[str] = set()
     for group, members in results.groups.items():
         if not done & set(members):
@@ -172,11 +193,17 @@ def _units(results: Results) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield from ((name, (name,)) for name in results.tasks if name not in done)
 
 
-def _compared(name: str, members: Sequence[str], baseline: Results, candidate: Results) -> list[TaskPair]:
+def _compared(
+    name: str, members: Sequence[str], baseline: Results, candidate: Results
+) -> list[TaskPair]:
     """Every metric of a task; for a group the joined ones, then its tasks' own."""
     sides = baseline.fingerprint, candidate.fingerprint
     pairs = [
-        list(pair_metrics(baseline.tasks[member], candidate.tasks[member], changed=causes(*sides, member)))
+        list(
+            pair_metrics(
+                baseline.tasks[member], candidate.tasks[member], changed=causes(*sides, member)
+            )
+        )
         for member in members
     ]
     metrics = [pair for member in pairs for pair in member]
@@ -187,8 +214,13 @@ def _compared(name: str, members: Sequence[str], baseline: Results, candidate: R
     if any(pair.task == name for pair in able):
         return metrics
     where = f"{baseline.file}: task {name}"
-    corpus = tuple(dict.fromkeys(m for member in members for m in baseline.tasks[member].corpus_metrics))
-    fix = "give a task with a metric for each document, such as acc or exact_match, and log its samples"
+    corpus = tuple(
+        dict.fromkeys(m for member in members for m in baseline.tasks[member].corpus_metrics)
+    )
+    fix = (
+        "give a task with a metric for each document, such as acc or exact_match, and log "
+        "its samples"
+    )
     if corpus == ("bypass",):
         fix = "evaluate without --predict_only"
         raise InputError(where, got="answers without scores", need="one number a document", fix=fix)
@@ -205,7 +237,9 @@ def _gated(name: str, metrics: Sequence[TaskPair], wanted: str | None) -> TaskPa
     options = [pair for pair in metrics if pair.task == name and not pair.undecided]
     chosen = [pair for pair in options if wanted in (pair.metric, pair.label)]
     gate = chosen[0] if chosen else min(options, key=_preference)
-    rest = (pair for pair in metrics if pair is not gate and (pair.task == name or pair.key == gate.key))
+    rest = (
+        pair for pair in metrics if pair is not gate and (pair.task == name or pair.key == gate.key)
+    )
     return replace(gate, also=tuple(rest))
 
 
@@ -215,16 +249,21 @@ def _preference(pair: TaskPair) -> tuple[int, bool, bool]:
     return rank, not pair.binary, pair.sign < 0
 
 
-def pair_metrics(left: TaskSamples, right: TaskSamples, *, changed: Sequence[str] = ()) -> Iterator[TaskPair]:
+def pair_metrics(
+    left: TaskSamples, right: TaskSamples, *, changed: Sequence[str] = ()
+) -> Iterator[TaskPair]:
     """Yield every (metric, filter) of a task that has one number a document, in the task's order.
 
-    InputError names the document where the two runs did not answer the same question, and what `changed`.
+    InputError names the document where the two runs did not answer the same question, and what
+    `changed`.
     """
     right = _with_ids_of(left, right)
     _require_equal_documents(left, right, ", ".join(changed) or "nothing known")
     for filter_name in dict.fromkeys(key[0] for key in left.samples):
         pairs = tuple(
-            (sample, right.samples[key]) for key, sample in left.samples.items() if key[0] == filter_name
+            (sample, right.samples[key])
+            for key, sample in left.samples.items()
+            if key[0] == filter_name
         )
         for metric in pairs[0][0].scores:
             if all(metric in x.scores and metric in y.scores for x, y in pairs):
@@ -234,7 +273,9 @@ def pair_metrics(left: TaskSamples, right: TaskSamples, *, changed: Sequence[str
 
 
 def join_group(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
-    """The documents of a group's tasks as one task's, clustered by task where there are MIN_CLUSTERS."""
+    """The documents of a group's tasks as one task's, clustered by task where there are
+    MIN_CLUSTERS.
+    """
     by_task = np.repeat(np.arange(len(pairs)), [len(pair.gain) for pair in pairs])
     return _join(name, pairs, by_task) if len(pairs) >= MIN_CLUSTERS else pool(name, pairs)
 
@@ -243,7 +284,9 @@ def pool(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
     """All documents as one task's; clusters stay, other documents are on their own."""
     if all(pair.clusters is None for pair in pairs):
         return _join(name, pairs, None)
-    parts = [np.arange(len(pair.gain)) if pair.clusters is None else pair.clusters for pair in pairs]
+    parts = [
+        np.arange(len(pair.gain)) if pair.clusters is None else pair.clusters for pair in pairs
+    ]
     starts = np.cumsum([0, *(int(part.max()) + 1 for part in parts[:-1])])
     clusters = np.concatenate([part + start for part, start in zip(parts, starts, strict=True)])
     return _join(name, pairs, clusters)
@@ -265,11 +308,12 @@ def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> Ta
 def _with_ids_of(left: TaskSamples, right: TaskSamples) -> TaskSamples:
     """Give the documents of `right` the ids that the same documents (`doc_hash`) have in `left`.
 
-    lm-eval writes wrong ids if it is given `--samples` in another order. The samples stay as they are if the
-    ids agree, or if the two runs did not answer the same documents.
+    lm-eval writes wrong ids if it is given `--samples` in another order. The samples stay as they
+    are if the ids agree, or if the two runs did not answer the same documents.
 
     Raises:
-        InputError: If two documents are the same, so that it is unknown which of them belong together.
+        InputError: If two documents are the same, so that it is unknown which of them belong
+        together.
     """
     old, new = _by_content(left), _by_content(right)
     shifted = old.keys() == new.keys() and any(
@@ -283,7 +327,10 @@ def _with_ids_of(left: TaskSamples, right: TaskSamples) -> TaskSamples:
         return right
     if doubled:
         first, second = (sample.doc_id for sample in doubled[0][:2])
-        got = f"other document ids than the baseline's, and documents {first} and {second} are the same"
+        got = (
+            f"other document ids than the baseline's, and documents {first} and {second} are "
+            f"the same"
+        )
         fix = "evaluate both with the same --samples, in ascending order"
         where = f"{right.file}: task {left.task}"
         raise InputError(where, got=got, need="documents that can be paired by doc_hash", fix=fix)
@@ -307,20 +354,31 @@ def _require_equal_documents(left: TaskSamples, right: TaskSamples, changed: str
             which = f"answer {seed} to document {doc_id}" if seed else f"document {doc_id}"
             got = f"no {which} (filter {filter_name}), {len(lost)} missing in all"
             fix = f"evaluate the documents of {first.file}, with the same --limit and --seeds"
-            raise InputError(f"{other.file}: task {first.task}", got=got, need="the same documents", fix=fix)
+            raise InputError(
+                f"{other.file}: task {first.task}", got=got, need="the same documents", fix=fix
+            )
     for key, sample in left.samples.items():
         twin = right.samples[key]
         for hash_name, ours, theirs in zip(HASHES, sample.hashes, twin.hashes, strict=True):
             if ours != theirs:
                 where = f"{right.file}: task {left.task}, document {sample.doc_id}"
-                prompts = _first_difference(sample.prompt, twin.prompt) if hash_name == "prompt_hash" else ""
+                prompts = (
+                    _first_difference(sample.prompt, twin.prompt)
+                    if hash_name == "prompt_hash"
+                    else ""
+                )
                 differ = prompts or f"{hash_name} {theirs[:12]}, the baseline has {ours[:12]}"
                 got = f"{differ} (what else differs: {changed})"
-                fix = "evaluate both with the same lm-eval, task files, few-shot examples and chat template"
+                fix = (
+                    "evaluate both with the same lm-eval, task files, few-shot examples and "
+                    "chat template"
+                )
                 raise InputError(where, got=got, need="the same question", fix=fix)
 
 
-def require_same_direction(where: str, metric: str, baseline: bool | None, candidate: bool | None) -> None:
+def require_same_direction(
+    where: str, metric: str, baseline: bool | None, candidate: bool | None
+) -> None:
     """InputError where more is better in one of two results and worse in the other."""
     if None not in (baseline, candidate) and baseline != candidate:
         got = f"higher_is_better of {metric} other than the baseline's"
@@ -333,7 +391,8 @@ def _first_difference(ours: str, theirs: str) -> str:
     if ours == theirs:
         return ""
     at = next(
-        (i for i, (x, y) in enumerate(zip(ours, theirs, strict=False)) if x != y), min(len(ours), len(theirs))
+        (i for i, (x, y) in enumerate(zip(ours, theirs, strict=False)) if x != y),
+        min(len(ours), len(theirs)),
     )
     old, new = (repr(text[at : at + _SHOWN]) for text in (ours, theirs))
     return f"a prompt that goes on with {new} after {at} characters, the baseline's with {old}"

@@ -1,5 +1,5 @@
-"""The prompts of both models: one object of lm-eval's settings for both, decided before an engine starts; and
-what differs between them before either computes: tokens, chat template, when to stop.
+"""The prompts of both models: one object of lm-eval's settings for both, decided before an engine
+starts; and what differs between them before either computes: tokens, chat template, when to stop.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,9 +29,9 @@ _SHOWN = 60
 def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSettings:
     """lm-eval's settings for `models`, of which the first is the baseline, where there is one.
 
-    The chat template is applied where the models have one and `settings` do not decide, but not to tasks that
-    score a continuation of plain text. InputError where a template is asked for that a model lacks, where
-    only some have one, or where they render a conversation differently.
+    The chat template is applied where the models have one and `settings` do not decide, but not to
+    tasks that score a continuation of plain text. InputError where a template is asked for that a
+    model lacks, where only some have one, or where they render a conversation differently.
     """
     template = _template(settings, {role: chat_templates(root) for role, root in models.items()})
     if template:
@@ -40,7 +40,9 @@ def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSe
             is_same = chat_templates(root) == chat_templates(other)
             for difference in () if is_same else other_template(root, other):
                 fix = f"{_ADD.replace('the model that has one', first)}, or {_SKIP}"
-                raise InputError(f"{role} {other}", got=difference, need=f"the {first}'s prompts", fix=fix)
+                raise InputError(
+                    f"{role} {other}", got=difference, need=f"the {first}'s prompts", fix=fix
+                )
     elif settings.fewshot_as_multiturn:
         role, root = next(iter(models.items()))
         got, need = "no chat template", "one, for fewshot_as_multiturn"
@@ -75,11 +77,15 @@ def _lacking(role: str, name: str, templates: Mapping[str, str]) -> InputError:
     if name == DEFAULT:
         fix = "name one (--chat-template NAME, or apply_chat_template: NAME in a scenario)"
         return InputError(where, got=f"several without a default: {named}", need="one", fix=fix)
-    return InputError(where, got=f"no template named {name}", need=f"one of {named}", fix="name one of these")
+    return InputError(
+        where, got=f"no template named {name}", need=f"one of {named}", fix="name one of these"
+    )
 
 
 def differences(baseline: Served, candidate: Served) -> Iterator[str]:
-    """Yield a sentence for each thing that makes the candidate read, or end, unlike the baseline."""
+    """Yield a sentence for each thing that makes the candidate read, or end, unlike the
+    baseline.
+    """
     roots = baseline.checkpoint, candidate.checkpoint
     old, new = baseline.prompts.tokens, candidate.prompts.tokens
     differ = next(((x, y) for x, y in zip(old, new, strict=False) if x != y), None)
@@ -113,7 +119,9 @@ def _rendered(tokenizer: PreTrainedTokenizerBase) -> str:
         return "(no chat template)"
     try:
         return str(
-            tokenizer.apply_chat_template(list(CONVERSATION), tokenize=False, add_generation_prompt=True)
+            tokenizer.apply_chat_template(
+                list(CONVERSATION), tokenize=False, add_generation_prompt=True
+            )
         )
     except Exception as error:  # a template may raise anything
         return f"({type(error).__name__}: {error})"

@@ -1,9 +1,10 @@
-"""Reads lm-eval's output folders, wherever they were made: results_*.json and the samples next to it.
+"""Reads lm-eval's output folders, wherever they were made: results_*.json and the samples next to
+it.
 
-Format: lm_eval/loggers/evaluation_tracker.py (0.4.13). A folder may hold several runs of one model, of
-which the newest counts, and lm-eval's command line puts them into a subfolder named after the model. Ours
-hold a count of the answers that changed when the same engine was asked first documents again, in other
-batches: where they do, a difference between two models tells nothing of the models.
+Format: lm_eval/loggers/evaluation_tracker.py (0.4.13). A folder may hold several runs of one model,
+of which the newest counts, and lm-eval's command line puts them into a subfolder named after the
+model. Ours hold a count of the answers that changed when the same engine was asked first documents
+again, in other batches: where they do, a difference between two models tells nothing of the models.
 """
 
 import json
@@ -41,13 +42,14 @@ HASHES = ("doc_hash", "prompt_hash", "target_hash")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One document's answer after one filter; `hashes` are of the document, the prompt and the target.
+    """One document's answer after one filter; `hashes` are of the document, the prompt and the
+    target.
 
-    `answer` is shown to people (the raw response, or the chosen option); `compared` tells whether two
-    answers differ (the filtered response, or the chosen option), None where it was not kept. `scores` holds
-    the metrics with one number a document. `options` counts those of a multiple choice, 0 of other documents.
-    `log_likelihood` is the logged value of a text that was scored instead of generated. `ending` says how a
-    generated answer ended.
+    `answer` is shown to people (the raw response, or the chosen option); `compared` tells whether
+    two answers differ (the filtered response, or the chosen option), None where it was not kept.
+    `scores` holds the metrics with one number a document. `options` counts those of a multiple
+    choice, 0 of other documents. `log_likelihood` is the logged value of a text that was scored
+    instead of generated. `ending` says how a generated answer ended.
     """
 
     doc_id: int
@@ -74,8 +76,8 @@ class TaskSamples:
     """All samples of a task, keyed by (filter, doc_id, seed), in the file's order.
 
     Answers that were sampled for one document have the seeds 0, 1, ...; a single answer has 0.
-    `higher_is_better`, `aggregations` and `aggregates` (by `metric,filter`) describe the metrics of the whole
-    task. `corpus_metrics` are those without a number for each document.
+    `higher_is_better`, `aggregations` and `aggregates` (by `metric,filter`) describe the metrics of
+    the whole task. `corpus_metrics` are those without a number for each document.
     """
 
     task: str
@@ -88,7 +90,9 @@ class TaskSamples:
 
     def meaning(self, metric: str, filter_name: str) -> Meaning:
         """Derive what the values of single documents mean for a metric that all documents have."""
-        samples = [each for each in self.samples.values() if each.filter == filter_name and not each.seed]
+        samples = [
+            each for each in self.samples.values() if each.filter == filter_name and not each.seed
+        ]
         return meaning_of(
             self.aggregations.get(metric, AGGREGATIONS.get(metric)),
             higher_is_better=self.higher_is_better.get(metric, True),
@@ -100,8 +104,8 @@ class TaskSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """The model's arguments that shape the answers to a task: the most new tokens, if the task does not say,
-    and whether finished thinking is removed.
+    """The model's arguments that shape the answers to a task: the most new tokens, if the task does
+    not say, and whether finished thinking is removed.
     """
 
     longest: int = DEFAULT_LENGTH
@@ -127,7 +131,9 @@ def read_samples(
         metrics.update(dict.fromkeys(map(_text, _values(line["metrics"]))))
         if sample.key in samples:
             got = f"document {sample.doc_id} twice (filter {sample.filter})"
-            raise InputError(where, got=got, need="each document once", fix="evaluate into an empty folder")
+            raise InputError(
+                where, got=got, need="each document once", fix="evaluate into an empty folder"
+            )
         samples[sample.key] = sample
     if not samples:
         fix = "evaluate again with a higher --limit"
@@ -156,19 +162,36 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Json]]]:
                     got = f"broken JSON ({error})"
                     raise InputError(where, got=got, need="a sample", fix=fix) from None
                 if not isinstance(value, dict):
-                    raise InputError(where, got=f"a JSON {type(value).__name__}", need="a sample", fix=fix)
+                    raise InputError(
+                        where, got=f"a JSON {type(value).__name__}", need="a sample", fix=fix
+                    )
                 yield where, value
     except OSError as error:
         require_working_disk(error, path)
         got = error.strerror or str(error)
-        raise InputError(str(path), got=got, need="a file that can be read", fix="check it") from None
+        raise InputError(
+            str(path), got=got, need="a file that can be read", fix="check it"
+        ) from None
 
 
-def _read_sample(where: str, line: dict[str, Json], output_type: str, generation: Generation) -> Sample:
-    required = ("doc_id", "filter", "target", "arguments", "resps", "filtered_resps", "metrics", *HASHES)
+def _read_sample(
+    where: str, line: dict[str, Json], output_type: str, generation: Generation
+) -> Sample:
+    required = (
+        "doc_id",
+        "filter",
+        "target",
+        "arguments",
+        "resps",
+        "filtered_resps",
+        "metrics",
+        *HASHES,
+    )
     if missing := [key for key in required if key not in line]:
         fix = "write the samples with lm-eval 0.4.5 or newer"
-        raise InputError(where, got=f"no {', '.join(missing)}", need="lm-eval's sample keys", fix=fix)
+        raise InputError(
+            where, got=f"no {', '.join(missing)}", need="lm-eval's sample keys", fix=fix
+        )
     doc_id, metrics, seed = line["doc_id"], line["metrics"], line.get(SEED, 0)
     if type(doc_id) is not int or type(seed) is not int or not isinstance(metrics, list):
         got = f"doc_id {doc_id!r}, {SEED} {seed!r}, metrics {metrics!r}"
@@ -188,12 +211,16 @@ def _read_sample(where: str, line: dict[str, Json], output_type: str, generation
         scores={name: _score(value) for name, value in scores if isinstance(value, (int, float))},
         options=len(_values(line["filtered_resps"])) if output_type == "multiple_choice" else 0,
         seed=seed,
-        log_likelihood=_log_likelihood(line["filtered_resps"]) if output_type in SCORED_TEXTS else None,
+        log_likelihood=_log_likelihood(line["filtered_resps"])
+        if output_type in SCORED_TEXTS
+        else None,
         ending=_ending(line, arguments, generation) if output_type == "generate_until" else None,
     )
 
 
-def _ending(line: Mapping[str, Json], arguments: list[list[Json]], generation: Generation) -> Ending:
+def _ending(
+    line: Mapping[str, Json], arguments: list[list[Json]], generation: Generation
+) -> Ending:
     """Read how a generated answer ended."""
     request = arguments[0] if arguments else []
     given = request[1] if len(request) > 1 and isinstance(request[1], dict) else {}
@@ -225,19 +252,27 @@ def _log_likelihood(filtered: Json) -> float | None:
 def _target(arguments: list[list[Json]], target: Json, output_type: str) -> str:
     """The right answer; a multiple-choice target is the number of an option, shown as its text."""
     text = _text(target)
-    if output_type == "multiple_choice" and text.isdecimal() and len(text) <= len(str(len(arguments))):
+    if (
+        output_type == "multiple_choice"
+        and text.isdecimal()
+        and len(text) <= len(str(len(arguments)))
+    ):
         return _option(arguments, int(text)) if int(text) < len(arguments) else text
     return text
 
 
 def _option(arguments: list[list[Json]], index: int) -> str:
-    """An option's text: the continuation, or the prompt where the options differ in their prompts."""
+    """An option's text: the continuation, or the prompt where the options differ in their
+    prompts.
+    """
     shared = len(arguments) > 1 and len({_text(value[-1]) for value in arguments if value}) == 1
     request = arguments[index] if index < len(arguments) else []
     return _text(request[0 if shared else -1]).strip() if request else str(index)
 
 
-def _answers(arguments: list[list[Json]], resps: Json, filtered: Json, output_type: str) -> tuple[str, str]:
+def _answers(
+    arguments: list[list[Json]], resps: Json, filtered: Json, output_type: str
+) -> tuple[str, str]:
     """The answer to show and the answer to compare."""
     responses = [_values(value) for value in _values(filtered)]
     if output_type == "multiple_choice":
@@ -245,7 +280,11 @@ def _answers(arguments: list[list[Json]], resps: Json, filtered: Json, output_ty
         return _option(arguments, chosen), str(chosen)
     if output_type == "loglikelihood":
         greedy = "True" in [str(value) for response in responses for value in response]
-        answer = "the target is the likeliest continuation" if greedy else "another continuation is likelier"
+        answer = (
+            "the target is the likeliest continuation"
+            if greedy
+            else "another continuation is likelier"
+        )
         return answer, answer
     return _text(_first(resps)), _text(filtered)
 
@@ -281,7 +320,9 @@ def _values(value: Json) -> list[Json]:
 
 def _text(value: Json) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text.encode("utf-8", "replace").decode()  # JSON can spell half a surrogate pair; UTF-8 cannot
+    return text.encode(
+        "utf-8", "replace"
+    ).decode()  # JSON can spell half a surrogate pair; UTF-8 cannot
 
 
 REPEATED = "repeat.json"
@@ -290,7 +331,9 @@ DOCUMENTS = 200
 """Asked again, over all tasks; at least LEAST of each."""
 LEAST = 20
 TOLERATED = 0.005
-"""Share of answers that may change: half a point is far below what a verdict of 1 or 2 points rests on."""
+"""Share of answers that may change: half a point is far below what a verdict of 1 or 2 points
+rests on.
+"""
 Row = Mapping[str, object]
 # The longest task name: with lm-eval's prefix and date a file name has at most 255 bytes.
 LONGEST_NAME = 200
@@ -301,10 +344,10 @@ STAMP = re.compile(r"(\d{4}-\d{2}-\d{2}T[\d.-]+)\.json$")
 class Results:
     """One lm-eval run.
 
-    `tasks` has the samples of every task. `groups` maps a group that lm-eval aggregates to its tasks, leaves
-    only; `members` does so for every group. `originals` counts the documents of each task's whole data set,
-    if that was recorded. `fingerprint` names what could change a score, `prompting` says how it was asked,
-    `warning` what that may have spoiled.
+    `tasks` has the samples of every task. `groups` maps a group that lm-eval aggregates to its
+    tasks, leaves only; `members` does so for every group. `originals` counts the documents of each
+    task's whole data set, if that was recorded. `fingerprint` names what could change a score,
+    `prompting` says how it was asked, `warning` what that may have spoiled.
     """
 
     file: Path
@@ -320,14 +363,16 @@ class Results:
 def read_results(path: Path) -> Results:
     """Read the newest run in an lm-eval output folder, or the run of one results file.
 
-    InputError names the file (and the line) where something is missing or broken: answers are paired by
-    their samples, which lm-eval writes with --log_samples.
+    InputError names the file (and the line) where something is missing or broken: answers are
+    paired by their samples, which lm-eval writes with --log_samples.
     """
     file = path if path.is_file() else _newest_results(path)
     content = read_json_object(file)
     names = list(mapping_in(content, "configs"))
     if not names:
-        raise InputError(str(file), got="no tasks", need="lm-eval results", fix="evaluate at least one task")
+        raise InputError(
+            str(file), got="no tasks", need="lm-eval results", fix="evaluate at least one task"
+        )
     return Results(
         file=file,
         tasks={name: _read_task(file, name, content) for name in names},
@@ -343,7 +388,8 @@ def read_results(path: Path) -> Results:
 def result_files(path: Path) -> list[Path]:
     """Return lm-eval's results below a folder, or those of a run with `--output_path NAME.json`.
 
-    lm-eval writes `results_DATE.json` into a folder of its own, and `NAME_DATE.json` next to NAME.json.
+    lm-eval writes `results_DATE.json` into a folder of its own, and `NAME_DATE.json` next to
+    NAME.json.
     """
     if path.is_dir():
         files = path.rglob("*.json")
@@ -355,7 +401,9 @@ def result_files(path: Path) -> list[Path]:
     return [
         file
         for file in files
-        if (stamp := STAMP.search(file.name)) and file.is_file() and name in (None, _run_name(file, stamp))
+        if (stamp := STAMP.search(file.name))
+        and file.is_file()
+        and name in (None, _run_name(file, stamp))
     ]
 
 
@@ -368,30 +416,46 @@ def _newest_results(folder: Path) -> Path:
     files = result_files(folder)
     if not files:
         state = (
-            "no results with lm-eval's date (results_*.json) in it" if folder.is_dir() else "no such folder"
+            "no results with lm-eval's date (results_*.json) in it"
+            if folder.is_dir()
+            else "no such folder"
         )
         fix = "check the path; lm-eval writes the folder with --output_path FOLDER --log_samples"
         raise InputError(str(folder), got=state, need="an lm-eval output folder", fix=fix)
     models = sorted({str(file.parent) for file in files})
     if len(models) > 1:
         got = f"results of {len(models)} models ({', '.join(models)})"
-        raise InputError(str(folder), got=got, need="one model's results", fix="give one of these folders")
+        raise InputError(
+            str(folder), got=got, need="one model's results", fix="give one of these folders"
+        )
     runs = sorted({_run_name(file, stamp) for file in files if (stamp := STAMP.search(file.name))})
     if len(runs) > 1:
         got = f"results of {len(runs)} runs ({', '.join(f'{run}_*.json' for run in runs)})"
-        raise InputError(str(folder), got=got, need="one model's results", fix="give one of these files")
+        raise InputError(
+            str(folder), got=got, need="one model's results", fix="give one of these files"
+        )
     return max(files, key=lambda file: file.name)
 
 
 def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSamples:
     # Its name is part of a file's name, which must not lead elsewhere.
-    if not task or Path(task).name != task or not task.isprintable() or len(task.encode()) > LONGEST_NAME:
-        got, need = f"a task named {clip(repr(task), 100)}", "a name without folders that is not too long"
+    if (
+        not task
+        or Path(task).name != task
+        or not task.isprintable()
+        or len(task.encode()) > LONGEST_NAME
+    ):
+        got, need = (
+            f"a task named {clip(repr(task), 100)}",
+            "a name without folders that is not too long",
+        )
         raise InputError(str(file), got=got, need=need, fix="evaluate again with lm-eval")
     stamp = STAMP.search(file.name)
     if stamp is None:
         need = "a name that ends in lm-eval's date"
-        raise InputError(str(file), got=file.name, need=need, fix="give the folder that lm-eval wrote")
+        raise InputError(
+            str(file), got=file.name, need=need, fix="give the folder that lm-eval wrote"
+        )
     path = file.with_name(f"samples_{task}_{stamp[1]}.jsonl")
     if not path.exists() and not path.is_symlink():
         where, fix = f"{file}: task {task}", "evaluate again with --log_samples"
@@ -420,7 +484,9 @@ def _aggregations(config: Mapping[str, Json]) -> dict[str, str]:
     A Python function is recorded as text that is not the name of any aggregation.
     """
     listed = config.get("metric_list")
-    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    entries = (
+        [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    )
     return {
         str(entry["metric"]): str(entry["aggregation"])
         for entry in entries
@@ -428,8 +494,12 @@ def _aggregations(config: Mapping[str, Json]) -> dict[str, str]:
     }
 
 
-def _aggregated_groups(content: Mapping[str, Json], tasks: frozenset[str]) -> dict[str, tuple[str, ...]]:
-    """The outermost groups that have an aggregate of their own, with the tasks in them and below."""
+def _aggregated_groups(
+    content: Mapping[str, Json], tasks: frozenset[str]
+) -> dict[str, tuple[str, ...]]:
+    """The outermost groups that have an aggregate of their own, with the tasks in them and
+    below.
+    """
     members, named = _members(content, tasks), mapping_in(content, "groups")
     groups = {name: members[name] for name in named if members.get(name)}
     sets = [frozenset(tasks_in) for tasks_in in groups.values()]
@@ -464,8 +534,8 @@ def _members(content: Mapping[str, Json], tasks: frozenset[str]) -> dict[str, tu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """The number of documents asked again, and of those that changed from wrong to right or back; answers
-    that are sampled with several seeds may: how they scatter is part of the interval."""
+    """The number of documents asked again, and of those that changed from wrong to right or back;
+    answers that are sampled with several seeds may: how they scatter is part of the interval."""
 
     documents: int
     changed: int
@@ -473,17 +543,29 @@ class Repeated:
 
 
 def documents_to_repeat(tasks: int, limit: float | None) -> int:
-    """The number of each task's first documents that are asked again; `limit` is that of the tasks."""
+    """The number of each task's first documents that are asked again; `limit` is that of the
+    tasks.
+    """
     share = max(LEAST, DOCUMENTS // max(1, tasks))
     return min(share, int(limit)) if limit is not None and limit >= 1 else share
 
 
-def compare_rows(first: Mapping[str, Sequence[Row]], again: Mapping[str, Sequence[Row]]) -> Repeated:
-    """Count the documents whose scores of 0 and 1 changed, among those that were asked the same question."""
+def compare_rows(
+    first: Mapping[str, Sequence[Row]], again: Mapping[str, Sequence[Row]]
+) -> Repeated:
+    """Count the documents whose scores of 0 and 1 changed, among those that were asked the same
+    question.
+    """
     before, now = _marks(first), _marks(again)
     asked = before.keys() & now.keys()
-    changed = [key for key in asked if any(now[key].get(name) != mark for name, mark in before[key].items())]
-    return Repeated(documents=len({key[:2] for key in asked}), changed=len({key[:2] for key in changed}))
+    changed = [
+        key
+        for key in asked
+        if any(now[key].get(name) != mark for name, mark in before[key].items())
+    ]
+    return Repeated(
+        documents=len({key[:2] for key in asked}), changed=len({key[:2] for key in changed})
+    )
 
 
 def _marks(rows: Mapping[str, Sequence[Row]]) -> dict[tuple[object, ...], dict[str, float]]:
@@ -511,7 +593,9 @@ def read_repeated(folder: Path) -> Repeated | None:
 
 
 def require_deterministic(folder: Path, repeated: Repeated, alpha: float) -> None:
-    """EnvironmentFault where more than TOLERATED of the answers change (exact binomial test at `alpha`)."""
+    """EnvironmentFault where more than TOLERATED of the answers change (exact binomial test at
+    `alpha`).
+    """
     asked, changed = repeated.documents, repeated.changed
     if not asked or repeated.sampled:
         return

@@ -35,7 +35,9 @@ class Served:
 
     @property
     def is_partial(self) -> bool:
-        """Return whether they are those of the likeliest tokens alone, NaN for others: of a server."""
+        """Return whether they are those of the likeliest tokens alone, NaN for others: of a
+        server.
+        """
         return self.result.platform == SERVER
 
     @property
@@ -45,13 +47,17 @@ class Served:
         return self.result.logprobs_file
 
     def each_row(self, name: str) -> list[Scores]:
-        """The `nll`, or the `likeliest` tokens, in the places of each row's tokens but the first."""
+        """The `nll`, or the `likeliest` tokens, in the places of each row's tokens but the
+        first.
+        """
         assert self.result.text_file is not None
         install_bus_error_handler()
         tensors = load_file(self.result.text_file)
         return [tensors[f"{name}.{number}"].double().numpy() for number in range(len(self.rows))]
 
-    def report(self, baseline: "Served | None" = None, on_progress: OnProgress = silent) -> LoadReport:
+    def report(
+        self, baseline: "Served | None" = None, on_progress: OnProgress = silent
+    ) -> LoadReport:
         """Judge the session; builds the reference model in this process."""
         against = baseline.result if baseline else None
         return load_report(self.result, self.prompts, baseline=against, on_progress=on_progress)

@@ -1,8 +1,8 @@
-"""lm-eval's tasks: loaded as data, their documents fetched before any engine starts, and what to say of one
-that needs more than there is: documents, packages, metrics of the hub, data of NLTK.
+"""lm-eval's tasks: loaded as data, their documents fetched before any engine starts, and what to
+say of one that needs more than there is: documents, packages, metrics of the hub, data of NLTK.
 
-`python -m vexport.evaluation.task_data REQUEST.json RESULT.json` is the worker that fetches. It imports
-lm-eval and datasets, but no vLLM.
+`python -m vexport.evaluation.task_data REQUEST.json RESULT.json` is the worker that fetches. It
+imports lm-eval and datasets, but no vLLM.
 """
 
 import importlib.metadata
@@ -46,19 +46,25 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 STAGE = "task data"
-# The message of `evaluate` for a metric that is neither on the hub nor cached (evaluate/loading.py).
+# The message of `evaluate` for a metric that is neither on the hub nor cached
+# (evaluate/loading.py).
 _METRIC = re.compile(r"Module '(?P<name>[\w/.-]+)' doesn't exist on the Hugging Face Hub either")
 _EXTRA = re.compile(r"^(?P<package>[\w.-]+).*extra == ['\"](?P<extra>[\w.-]+)['\"]")
 
 
 def fetch_task_data(
-    request: SessionRequest, *, log: Path, timeout: float, vllm_python: Path | None, on_progress: OnProgress
+    request: SessionRequest,
+    *,
+    log: Path,
+    timeout: float,
+    vllm_python: Path | None,
+    on_progress: OnProgress,
 ) -> None:
     """Bring the documents of `request.tasks` into the cache, with the lm-eval that will read them.
 
-    Starts nothing where all data are local files and all metrics usual ones of lm-eval. InputError where a
-    task, its dataset or metric is wrong, EnvironmentFault where network, token, disk or an offline variable
-    is in the way.
+    Starts nothing where all data are local files and all metrics usual ones of lm-eval. InputError
+    where a task, its dataset or metric is wrong, EnvironmentFault where network, token, disk or an
+    offline variable is in the way.
     """
     if any(reads_hub(task) or has_other_metrics(task) for task in request.tasks):
         worker = Worker(
@@ -106,14 +112,18 @@ def tasks_as_data() -> Iterator[None]:
             raise InputError(str(folder), got=got, need=need, fix=TRUST)
         return imported(name, folder)
 
-    sandbox = _Sandbox(loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=True)
+    sandbox = _Sandbox(
+        loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=True
+    )
     sandbox.filters |= utils.env.filters
     with replaced(utils, "env", sandbox), replaced(_yaml_loader, "_import_func_in_yml", import_own):
         yield
 
 
 def task_manager(request: SessionRequest) -> "TaskManager":
-    """lm-eval's index of tasks; its own 14000 files are read only where a task has no separate file."""
+    """lm-eval's index of tasks; its own 14000 files are read only where a task has no separate
+    file.
+    """
     from lm_eval.tasks import TaskManager
 
     folders = [Path(task).parent for task in request.tasks if task.endswith(GROUP_SUFFIX)]
@@ -123,7 +133,9 @@ def task_manager(request: SessionRequest) -> "TaskManager":
     )
 
 
-def load_tasks(request: SessionRequest, manager: "TaskManager", names: Sequence[str]) -> list["Task | Group"]:
+def load_tasks(
+    request: SessionRequest, manager: "TaskManager", names: Sequence[str]
+) -> list["Task | Group"]:
     """The tasks, and the outermost groups, which lm-eval then aggregates.
 
     InputError for a task that runs Python, without trust, and for one that cannot be loaded;
@@ -135,7 +147,10 @@ def load_tasks(request: SessionRequest, manager: "TaskManager", names: Sequence[
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # which `evaluate` asks for
     for task in names:
         if _settings(task, manager).get("unsafe_code") and not trust:
-            got, fix = "it runs Python that the model writes", "add --trust-remote-code, best in a container"
+            got, fix = (
+                "it runs Python that the model writes",
+                "add --trust-remote-code, best in a container",
+            )
             raise InputError(f"task {task}", got=got, need="", fix=fix)
         name = Path(task).name.removesuffix(GROUP_SUFFIX) if task.endswith(GROUP_SUFFIX) else task
         try:
@@ -164,7 +179,8 @@ def _settings(name: str, manager: "TaskManager") -> Mapping[str, object]:
 
 @contextmanager
 def _known_metrics(task_name: str, *, trust: bool) -> Iterator[None]:
-    """Within the block a metric of foreign code (without trust), or that nobody has, is an InputError.
+    """Within the block a metric of foreign code (without trust), or that nobody has, is an
+    InputError.
 
     lm-eval itself fails only when it scores by one that is missing.
     """
@@ -191,12 +207,15 @@ def missing(error: Exception, task: str) -> EnvironmentFault | None:
     if isinstance(error, ModuleNotFoundError) and error.name:
         module = error.name.partition(".")[0]
         got = f"it scores with the module {module}, which is missing"
-        return EnvironmentFault(where, got=got, need="", fix=f"`pip install {_requirement(module)}`")
+        return EnvironmentFault(
+            where, got=got, need="", fix=f"`pip install {_requirement(module)}`"
+        )
     metric = _METRIC.search(str(error)) if isinstance(error, FileNotFoundError) else None
     if metric is None:
         return None
     fix = (
-        "load it once where the hub is reached, and copy the folder `modules` of HF_HOME from there: "
+        "load it once where the hub is reached, and copy the folder `modules` of HF_HOME from "
+        "there: "
         f"`python -c \"import evaluate; evaluate.load('{metric['name']}')\"`"
     )
     got = f"the metric {metric['name']} is not in the cache, and the hub cannot be reached"
@@ -216,7 +235,8 @@ def _requirement(module: str) -> str:
 def explained_downloads(
     on_progress: OnProgress, done: int, total: int, folders: Sequence[Path] = ()
 ) -> Iterator[None]:
-    """Inside the block lm-eval's downloads are reported, and what goes wrong with the hub is our error.
+    """Inside the block lm-eval's downloads are reported, and what goes wrong with the hub is our
+    error.
 
     Local files are looked for at or below the tasks' `folders`, too.
     """
@@ -239,9 +259,12 @@ def explained_downloads(
             revision = kwargs.get("revision")
             name = HubName(id=dataset, revision=str(revision) if revision else None)
             if is_network_error(error) and (copy := downloaded(name)) is not None:
-                # `datasets` itself finds only what it has read before, not what `hf download` has brought.
+                # `datasets` itself finds only what it has read before, not what `hf download` has
+                # brought.
                 with replaced(self, "DATASET_PATH", copy):
-                    original(self, {key: value for key, value in kwargs.items() if key != "revision"})
+                    original(
+                        self, {key: value for key, value in kwargs.items() if key != "revision"}
+                    )
                 return
             if is_of_the_hub(error):
                 raise explain(error, name, "dataset") from error
@@ -253,7 +276,9 @@ def explained_downloads(
 
 @contextmanager
 def generating_tasks_only() -> Iterator[None]:
-    """Inside the block tasks that score given texts raise NoThinkingError before their documents are read."""
+    """Inside the block tasks that score given texts raise NoThinkingError before their documents
+    are read.
+    """
     from lm_eval.api.task import ConfigurableTask
 
     original = ConfigurableTask.download
@@ -268,7 +293,9 @@ def generating_tasks_only() -> Iterator[None]:
 
 
 def _found(value: object, task: str, folders: Sequence[Path]) -> object:
-    """Paths of local document files: relative to the current folder, else at or below the tasks' folders."""
+    """Paths of local document files: relative to the current folder, else at or below the tasks'
+    folders.
+    """
     if isinstance(value, dict):
         return {name: _found(each, task, folders) for name, each in value.items()}
     if isinstance(value, list):
@@ -294,7 +321,9 @@ def _problems(request: SessionRequest) -> list[InputProblem]:
 
 
 def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError]:
-    """Build every task once, which downloads its documents; yield why those of a task cannot be had."""
+    """Build every task once, which downloads its documents; yield why those of a task cannot be
+    had.
+    """
     if importlib.util.find_spec("lm_eval") is None:
         fix = "install it there with `pip install lm-eval`"
         raise EnvironmentFault(sys.executable, got="lm-eval is missing", need="", fix=fix)
@@ -321,7 +350,9 @@ def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError
 
 
 def _without_answers(loaded: "list[Task | Group]") -> Iterator[InputError]:
-    """Yield an error for every task that scores given texts, if answers are to begin with thinking."""
+    """Yield an error for every task that scores given texts, if answers are to begin with
+    thinking.
+    """
     for entry in loaded:
         for task in entry.get_all_tasks() if hasattr(entry, "get_all_tasks") else [entry]:
             if task.OUTPUT_TYPE != "generate_until":
@@ -331,7 +362,9 @@ def _without_answers(loaded: "list[Task | Group]") -> Iterator[InputError]:
 def _data_problem(
     settings: Mapping[str, object], report: OnProgress, folders: Sequence[Path]
 ) -> Iterator[VexportError]:
-    """The error of the documents of a task that cannot be loaded, so that all errors are reported at once."""
+    """The error of the documents of a task that cannot be loaded, so that all errors are reported
+    at once.
+    """
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.config.task import TaskConfig
 
@@ -349,12 +382,15 @@ def _data_problem(
 
 
 def _nltk_problem(task: str, before: Collection[str]) -> Iterator[EnvironmentFault]:
-    """The fault of a task that cuts text by NLTK's punkt_tab, where there is none; of modules not `before`.
+    """The fault of a task that cuts text by NLTK's punkt_tab, where there is none; of modules not
+    `before`.
 
     Without a network NLTK's own download fails silently, and the task when all answers are there.
     """
     new = [module for name, module in [*sys.modules.items()] if name not in before]
-    if not any("download_nltk_resources" in vars(module) for module in new):  # hasattr imports lazy ones
+    if not any(
+        "download_nltk_resources" in vars(module) for module in new
+    ):  # hasattr imports lazy ones
         return
     try:
         sys.modules["nltk"].data.find("tokenizers/punkt_tab")

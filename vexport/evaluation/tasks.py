@@ -1,8 +1,8 @@
 """Turns the tasks a person names into tasks that lm-eval can run from any folder.
 
-A task is a name that lm-eval knows or a YAML file, of a task or of a group of tasks. YAML files are read
-here without running anything, their includes merged, their data files made absolute, and written into the
-run's own folder.
+A task is a name that lm-eval knows or a YAML file, of a task or of a group of tasks. YAML files are
+read here without running anything, their includes merged, their data files made absolute, and
+written into the run's own folder.
 """
 
 import difflib
@@ -32,7 +32,9 @@ TRUST = "add --trust-remote-code if you trust the file"
 REQUIRED_KEYS = ("task", "dataset_path")
 GROUP_KEYS = ("group", "group_alias", "task", "aggregate_metric_list", "metadata", "tag")
 GROUP_SUFFIX = ".group.yaml"
-"""The end of a group's file: lm-eval 0.4.13 cannot be given a group's file, only its folder and name."""
+"""The end of a group's file: lm-eval 0.4.13 cannot be given a group's file, only its folder and
+name.
+"""
 FILE_FORMATS = {"json", "csv", "parquet", "arrow", "text", "xml", "webdataset", "hdf5"}
 """The `dataset_path` of documents that lie in `data_files` (datasets/packaged_modules)."""
 MOST_INCLUDES = 50
@@ -43,21 +45,37 @@ EVALUATION_SPLITS = ("test_split", "validation_split")
 METRICS = {
     "loglikelihood": ("acc", "perplexity"),
     "loglikelihood_rolling": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
-    "multiple_choice": ("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "exact_match", "f1", "mcc")
+    "multiple_choice": (
+        "acc",
+        "acc_norm",
+        "acc_bytes",
+        "acc_mutual_info",
+        "exact_match",
+        "f1",
+        "mcc",
+    )
     + ("brier_score", "likelihood"),
 }
-"""All metrics of tasks by output type (`process_results` in lm_eval/api/task.py); generated text has more."""
+"""All metrics of tasks by output type (`process_results` in lm_eval/api/task.py); generated text
+has more.
+"""
 METRIC_CODE = "Python that would be run"
 METRIC_FIX = "add --trust-remote-code if you trust it, or name a metric of lm-eval"
 
 
 def resolve_tasks(
-    tasks: Sequence[str], *, folder: Path, include_paths: Sequence[Path] = (), trust_remote_code: bool = False
+    tasks: Sequence[str],
+    *,
+    folder: Path,
+    include_paths: Sequence[Path] = (),
+    trust_remote_code: bool = False,
 ) -> tuple[str, ...]:
-    """The names and YAML files that lm-eval is given; files are written to `folder`/<task>/<task>.yaml.
+    """The names and YAML files that lm-eval is given; files are written to
+    `folder`/<task>/<task>.yaml.
 
-    InputError, for all tasks at once: a file that is missing or broken, a missing key or data file, a
-    `!function` tag without `trust_remote_code`, a name that lm-eval does not know; then a name given twice.
+    InputError, for all tasks at once: a file that is missing or broken, a missing key or data file,
+    a `!function` tag without `trust_remote_code`, a name that lm-eval does not know; then a name
+    given twice.
     """
     resolved = attempt_all(
         (task, partial(_resolve, task, folder, include_paths, trust_remote_code)) for task in tasks
@@ -90,7 +108,8 @@ def named_in_files(tasks: Sequence[str], *, trust_remote_code: bool) -> dict[str
 
 
 def require_generating(specs: Sequence[str]) -> None:
-    """Raise InputError for a resolved YAML file with a task that scores given texts instead of generating.
+    """Raise InputError for a resolved YAML file with a task that scores given texts instead of
+    generating.
 
     Tasks by name are looked at when lm-eval loads them.
     """
@@ -115,11 +134,14 @@ def thinking_error(task: str, output_type: str) -> NoThinkingError:
         f"task {task}",
         got=f"enable_thinking with the output type {output_type}",
         need="a task that generates its answers: nothing is thought before a given text is scored",
-        fix="leave enable_thinking out (--enable-thinking), or evaluate this task in a call of its own",
+        fix="leave enable_thinking out (--enable-thinking), or evaluate this task in a call of "
+        "its own",
     )
 
 
-def _resolve(task: str, folder: Path, include_paths: Sequence[Path], trust: bool) -> tuple[str, str]:
+def _resolve(
+    task: str, folder: Path, include_paths: Sequence[Path], trust: bool
+) -> tuple[str, str]:
     """A task's own name, and its name or file for lm-eval."""
     path = Path(task)
     if path.suffix not in (".yaml", ".yml") and not path.is_file():
@@ -160,7 +182,9 @@ def _inlined(path: Path, config: Config, trust: bool) -> Config:
             got, need = f"tasks with more than {MOST_VALUES:,} values", "fewer"
             raise InputError(f"{path}: task", got=got, need=need, fix="split the group")
     if not members:
-        raise InputError(f"{path}: task", got="no tasks", need="at least one", fix="name the group's tasks")
+        raise InputError(
+            f"{path}: task", got="no tasks", need="at least one", fix="name the group's tasks"
+        )
     for member in members:
         _require_complete(path, shared | member, trust)
     return config | {"task": members}
@@ -169,8 +193,12 @@ def _inlined(path: Path, config: Config, trust: bool) -> Config:
 def _member(path: Path, member: object, trust: bool) -> Config:
     """The keys of a group's task: written there, or in a YAML file next to the group's."""
     if isinstance(member, dict):
-        return with_absolute_paths({str(key): value for key, value in member.items()}, path.parent.resolve())
-    file = path.parent / (name if (name := str(member)).endswith((".yaml", ".yml")) else f"{name}.yaml")
+        return with_absolute_paths(
+            {str(key): value for key, value in member.items()}, path.parent.resolve()
+        )
+    file = path.parent / (
+        name if (name := str(member)).endswith((".yaml", ".yml")) else f"{name}.yaml"
+    )
     return read_task(file, trust, (path.resolve(),))
 
 
@@ -180,11 +208,15 @@ def _require_complete(path: Path, config: Config, trust: bool) -> None:
         missing.append(" or ".join(EVALUATION_SPLITS))
     if config.get("output_type") != "loglikelihood_rolling" and "doc_to_target" not in config:
         missing.append("doc_to_target")
-    problems = [InputError(str(path), got=f"no key {key}", need="it", fix="add it") for key in missing]
+    problems = [
+        InputError(str(path), got=f"no key {key}", need="it", fix="add it") for key in missing
+    ]
     name = str(config.get("task"))
     if Path(name).name != name:
         fix = "use letters, digits, - and _"
-        problems.append(InputError(f"{path}: task", got=name, need="a name fit for a file", fix=fix))
+        problems.append(
+            InputError(f"{path}: task", got=name, need="a name fit for a file", fix=fix)
+        )
     kwargs = config.get("dataset_kwargs")
     fix = "check dataset_kwargs.data_files; paths are relative to the YAML file"
     problems += [
@@ -194,7 +226,9 @@ def _require_complete(path: Path, config: Config, trust: bool) -> None:
     ]
     if config.get("dataset_path") == PICKLED:
         where, fix = f"{path}: dataset_path", "store the documents as JSON lines or parquet"
-        problems.append(InputError(where, got="pickled documents", need="data that run nothing", fix=fix))
+        problems.append(
+            InputError(where, got="pickled documents", need="data that run nothing", fix=fix)
+        )
     problems += [
         InputError(f"{path}: metric {metric}", got=METRIC_CODE, need="", fix=METRIC_FIX)
         for metric in _metrics(config)
@@ -216,7 +250,10 @@ def _unknown_metrics(path: Path, config: Config) -> Iterator[InputError]:
     known = METRICS.get(output_type, ())
     for metric in _metrics(config) if known and "process_results" not in config else ():
         if metric not in known:
-            need, fix = f"one of {', '.join(known)} ({output_type})", f"correct it{nearest(metric, known)}"
+            need, fix = (
+                f"one of {', '.join(known)} ({output_type})",
+                f"correct it{nearest(metric, known)}",
+            )
             yield InputError(f"{path}: metric", got=metric, need=need, fix=fix)
 
 
@@ -250,7 +287,9 @@ def is_local_dataset(dataset: str, kwargs: object) -> bool:
     """True where `datasets` finds a task's documents without the network."""
     if not isinstance(kwargs, dict):
         return Path(dataset).is_dir()
-    urls = any("://" in value for value in _texts([kwargs.get("data_files"), kwargs.get("data_dir")]))
+    urls = any(
+        "://" in value for value in _texts([kwargs.get("data_files"), kwargs.get("data_dir")])
+    )
     return not urls and (Path(dataset).is_dir() or dataset in FILE_FORMATS)
 
 
@@ -261,14 +300,17 @@ def _texts(value: object) -> Iterator[str]:
 def is_foreign_code(metric: str) -> bool:
     """True where `evaluate.load` (evaluate/loading.py) would import a file, or what the hub has.
 
-    A name alone is lm-eval's own, or one of the account of `evaluate`, unless a folder here has that name.
+    A name alone is lm-eval's own, or one of the account of `evaluate`, unless a folder here has
+    that name.
     """
     return "/" in metric or metric.endswith(".py") or Path(metric, f"{metric}.py").is_file()
 
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A `!function module.name` tag: Python that lm-eval would import from a file in `folder`, if there."""
+    """A `!function module.name` tag: Python that lm-eval would import from a file in `folder`, if
+    there.
+    """
 
     name: str
     folder: Path
@@ -288,13 +330,16 @@ def _function(loader: BoundedLoader, node: yaml.Node) -> _Function:
 
 
 _Loader.add_constructor("!function", _function)  # type: ignore[type-var]
-TaskDumper.add_representer(_Function, lambda dumper, tag: dumper.represent_scalar("!function", tag.name))
+TaskDumper.add_representer(
+    _Function, lambda dumper, tag: dumper.represent_scalar("!function", tag.name)
+)
 
 
 def read_task(path: Path, trust: bool, above: tuple[Path, ...] = ()) -> Config:
     """Return the file's keys over those of the files that it includes, with paths made absolute.
 
-    The files in `above` include this file. InputError for a cycle, and for more than MOST_INCLUDES includes.
+    The files in `above` include this file. InputError for a cycle, and for more than MOST_INCLUDES
+    includes.
     """
     return _TaskFiles(trust=trust).read(path, above)
 
@@ -311,7 +356,9 @@ class _TaskFiles:
         """Return the keys of a file and its includes, as `read_task`."""
         file = resolved(path)
         if file in above:
-            raise InputError(str(path), got="an include of itself", need="no cycle", fix="remove the include")
+            raise InputError(
+                str(path), got="an include of itself", need="no cycle", fix="remove the include"
+            )
         if file not in self.parsed:
             config = parse_task(path, self.trust)
             includes = config.pop("include", [])
@@ -330,7 +377,8 @@ class _TaskFiles:
 
 
 def task_files(path: Path) -> list[Path]:
-    """Return the files that the YAML file of a task names: includes, tasks of a group, documents and code.
+    """Return the files that the YAML file of a task names: includes, tasks of a group, documents
+    and code.
 
     Nothing is refused here: what cannot be read names no further files.
     """
@@ -350,7 +398,9 @@ def task_files(path: Path) -> list[Path]:
         for name in _texts(named):
             waiting += [file.parent / name, file.parent / f"{name}.yaml"]
         for kwargs in leaves_of(config, "data_files"):
-            found |= dict.fromkeys(path for text in _texts(kwargs) for path in _matching(file.parent / text))
+            found |= dict.fromkeys(
+                path for text in _texts(kwargs) for path in _matching(file.parent / text)
+            )
         found |= dict.fromkeys(named_modules(config))
     return list(found)
 
@@ -375,7 +425,9 @@ def _matching(pattern: Path) -> list[Path]:
 
 
 def parse_task(path: Path, trust: bool) -> Config:
-    """The file's own keys; InputError where it is no YAML mapping, or has `!function` without trust."""
+    """The file's own keys; InputError where it is no YAML mapping, or has `!function` without
+    trust.
+    """
     need = "a task's YAML"
     config = load_yaml(path, need, _Loader)
     for function in () if trust else _functions(config):
@@ -434,7 +486,10 @@ def require_known(name: str, include_paths: Sequence[Path]) -> None:
     package = find_spec("lm_eval")
     if package is None or package.submodule_search_locations is None:
         return
-    roots = [*include_paths, *(Path(location) / "tasks" for location in package.submodule_search_locations)]
+    roots = [
+        *include_paths,
+        *(Path(location) / "tasks" for location in package.submodule_search_locations),
+    ]
     names: set[str] = set()
     for file in (file for root in roots for file in root.rglob("*.yaml") if _is_readable(file)):
         names |= {(key or other).decode() for key, other in _INDEXED.findall(file.read_bytes())}
@@ -442,7 +497,9 @@ def require_known(name: str, include_paths: Sequence[Path]) -> None:
             return
     close = difflib.get_close_matches(name, names, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else "list them with `lm-eval ls tasks`"
-    raise InputError(f"task {name}", got="an unknown name", need="a task of lm-eval or a YAML file", fix=hint)
+    raise InputError(
+        f"task {name}", got="an unknown name", need="a task of lm-eval or a YAML file", fix=hint
+    )
 
 
 def _is_readable(file: Path) -> bool:

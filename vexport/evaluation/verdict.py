@@ -1,14 +1,15 @@
 """PASS, FAIL or INCONCLUSIVE from two lm-eval runs on the same documents.
 
-Several tasks: PASS needs every task to pass, and a test that refuses only when all its parts refuse needs
-no correction (intersection-union test, Berger, Technometrics 24, 1982): each lower bound stands at
-1 - alpha, and a model that loses more than the margin on any task passes with probability alpha at most.
-FAIL needs one task only, so that upper bounds are corrected by Holm's steps (Scandinavian Journal of
-Statistics 6, 1979): a task's upper bound stands at the level at which Holm last tested it, hence FAIL holds
-exactly where the bound shown is below -margin.
+Several tasks: PASS needs every task to pass, and a test that refuses only when all its parts refuse
+needs no correction (intersection-union test, Berger, Technometrics 24, 1982): each lower bound
+stands at 1 - alpha, and a model that loses more than the margin on any task passes with probability
+alpha at most. FAIL needs one task only, so that upper bounds are corrected by Holm's steps
+(Scandinavian Journal of Statistics 6, 1979): a task's upper bound stands at the level at which Holm
+last tested it, hence FAIL holds exactly where the bound shown is below -margin.
 
-The reason is a sentence short enough to be read in one breath: scores are compared in points, a metric that
-is no share in its own units, under its own name. Intervals, levels and p values stand in a report's tables.
+The reason is a sentence short enough to be read in one breath: scores are compared in points, a
+metric that is no share in its own units, under its own name. Intervals, levels and p values stand
+in a report's tables.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,12 +42,13 @@ def decide(
     alpha: float,
     gate: Choice = NO_CHOICE,
 ) -> Verdict:
-    """Compare two lm-eval output folders, wherever they were made, or one with an accepted baseline.
+    """Compare two lm-eval output folders, wherever they were made, or one with an accepted
+    baseline.
 
-    `margin` is the acceptable loss in the metric's own units (0.02 is 2 points of accuracy), from 0 to below
-    1, `alpha` the probability of a wrong PASS, and of a wrong FAIL, below 0.5, `gate` the metric that decides
-    for a task (pairs.py).
-    InputError where the runs cannot be compared, EnvironmentFault where the engine proved not deterministic.
+    `margin` is the acceptable loss in the metric's own units (0.02 is 2 points of accuracy), from 0
+    to below 1, `alpha` the probability of a wrong PASS, and of a wrong FAIL, below 0.5, `gate` the
+    metric that decides for a task (pairs.py). InputError where the runs cannot be compared,
+    EnvironmentFault where the engine proved not deterministic.
     """
     if is_accepted(baseline):
         right = read_results(candidate)
@@ -58,11 +60,15 @@ def decide(
         where, circumstances = ("when the baseline was accepted", "now"), accepted.fingerprint
         gates = pair_with(accepted, right)
     else:
-        left, right = attempt_all((str(run), partial(read_results, run)) for run in (baseline, candidate))
+        left, right = attempt_all(
+            (str(run), partial(read_results, run)) for run in (baseline, candidate)
+        )
         repeated = "".join(_asked_again(run, alpha) for run in (left, right))
         models = (MODEL, ENDPOINT, REVISION, EMULATED)
         where = ("in the baseline", "in the results")
-        circumstances = {name: value for name, value in left.fingerprint.items() if name not in models}
+        circumstances = {
+            name: value for name, value in left.fingerprint.items() if name not in models
+        }
         gates = gated_tasks(left, right, gate)
     verdict = judge(gates, margin=margin, alpha=alpha, prompting=right.prompting)
     warnings = (*_lost_warnings(verdict), *changes(circumstances, right.fingerprint, where=where))
@@ -83,7 +89,9 @@ def _lost_warnings(verdict: Verdict) -> Iterator[str]:
 
 
 def _asked_again(run: Results, alpha: float) -> str:
-    """The changes of a model against itself; EnvironmentFault where the engine is non-deterministic."""
+    """The changes of a model against itself; EnvironmentFault where the engine is
+    non-deterministic.
+    """
     folder = run.file.parent
     repeated = read_repeated(folder)
     if repeated is None:
@@ -124,13 +132,18 @@ def judge(
 
 
 def _is_templated(task: str, prompting: Prompting | None) -> bool | None:
-    return None if prompting is None else bool(prompting.chat_template) and task not in prompting.untemplated
+    return (
+        None
+        if prompting is None
+        else bool(prompting.chat_template) and task not in prompting.untemplated
+    )
 
 
 def holm_levels(pairs: Sequence[TaskPair], *, margin: float, alpha: float) -> list[float]:
     """The level at which Holm's procedure last tests each task for a loss beyond `margin`.
 
-    Each step tests the tasks that are still open at alpha / (number of them) and closes those that fail.
+    Each step tests the tasks that are still open at alpha / (number of them) and closes those that
+    fail.
     """
     levels = [alpha] * len(pairs)
     remaining = list(range(len(pairs)))
@@ -138,7 +151,9 @@ def holm_levels(pairs: Sequence[TaskPair], *, margin: float, alpha: float) -> li
         level = alpha / len(remaining)
         for index in remaining:
             levels[index] = level
-        failed = [index for index in remaining if difference_interval(pairs[index], level).high < -margin]
+        failed = [
+            index for index in remaining if difference_interval(pairs[index], level).high < -margin
+        ]
         if not failed:
             break
         remaining = [index for index in remaining if index not in failed]
@@ -175,7 +190,11 @@ def _pooled(gates: Sequence[TaskPair], margin: float, alpha: float) -> Compariso
         return None
     shared = {(pair.metric, pair.filter) for pair in pairs}
     pooled = comparison(pool("all tasks", pairs), margin=margin, alpha=alpha)
-    return pooled if len(shared) == 1 else replace(pooled, metric="share of right answers", filter="none")
+    return (
+        pooled
+        if len(shared) == 1
+        else replace(pooled, metric="share of right answers", filter="none")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +206,9 @@ class _Unit:
     margin: float
 
     def number(self, value: float) -> str:
-        """Two decimals, one from 10 up; more where the number would read like the margin and is not it."""
+        """Two decimals, one from 10 up; more where the number would read like the margin and is not
+        it.
+        """
         scaled, limit = self.factor * value, self.factor * self.margin
         for digits in range(1 if abs(scaled) >= 10 else 2, _MOST_DIGITS):
             text = f"{scaled:.{digits}f}"
@@ -256,11 +277,15 @@ def _failed(tasks: Sequence[TaskVerdict], margin: float) -> str:
 
 def _not_settled(tasks: Sequence[TaskVerdict], margin: float) -> str:
     silent = [task for task in tasks if task.uninformative]
-    unsettled = [task for task in tasks if task.outcome == "INCONCLUSIVE" and not task.uninformative]
+    unsettled = [
+        task for task in tasks if task.outcome == "INCONCLUSIVE" and not task.uninformative
+    ]
     lost = [task for task in unsettled if task.too_many_lost]
     if silent:
         verb = "shows" if len(silent) == 1 else "show"
-        left = f"; {_not_settled(unsettled, margin)}" if unsettled else _others(tasks, "INCONCLUSIVE")
+        left = (
+            f"; {_not_settled(unsettled, margin)}" if unsettled else _others(tasks, "INCONCLUSIVE")
+        )
         names = _first([task.task for task in silent], " and ")
         return f"{names} {verb} nothing: {silent[0].uninformative}{left}"
     if lost:
@@ -284,9 +309,12 @@ def _not_settled(tasks: Sequence[TaskVerdict], margin: float) -> str:
             f"{unit.accepted}; {remedy}{_others(tasks, 'INCONCLUSIVE')}"
         )
     needed = [task.documents_needed for task in unsettled]
-    words = [f"{about(number)} needed" if number else "no number would settle it" for number in needed]
+    words = [
+        f"{about(number)} needed" if number else "no number would settle it" for number in needed
+    ]
     named = [
-        f"{task.task} (read {_documents(task)}, {need})" for task, need in zip(unsettled, words, strict=True)
+        f"{task.task} (read {_documents(task)}, {need})"
+        for task, need in zip(unsettled, words, strict=True)
     ]
     return f"{len(unsettled)} of {len(tasks)} tasks are not settled: {_first(named, ', ')}"
 
@@ -297,14 +325,18 @@ def _first(names: Sequence[str], between: str) -> str:
 
 
 def _documents(task: TaskVerdict) -> str:
-    return f"{task.documents:,} document" if task.documents == 1 else f"{task.documents:,} documents"
+    return (
+        f"{task.documents:,} document" if task.documents == 1 else f"{task.documents:,} documents"
+    )
 
 
 def _moved(task: TaskVerdict, unit: _Unit) -> str:
     """`loses 0.43 points (at most 0.84)`, or what it gains."""
     change = float(unit.number(task.difference))
     if change < 0:
-        return f"loses {unit.number(-task.difference)}{unit.name} (at most {unit.number(-task.low)})"
+        return (
+            f"loses {unit.number(-task.difference)}{unit.name} (at most {unit.number(-task.low)})"
+        )
     if not change:
         return f"loses nothing (at most {unit.number(max(0.0, -task.low))}{unit.name})"
     gain = f"gains {unit.number(task.difference)}{unit.name}"
@@ -318,4 +350,6 @@ def _others(tasks: Sequence[TaskVerdict], outcome: Outcome) -> str:
     others = [task for task in tasks if task.outcome != outcome]
     if not others or {task.outcome for task in others} != {"PASS"}:
         return ""
-    return "; the other task passes" if len(others) == 1 else f"; the other {len(others)} tasks pass"
+    return (
+        "; the other task passes" if len(others) == 1 else f"; the other {len(others)} tasks pass"
+    )

@@ -25,14 +25,16 @@ OnLayer = Callable[[int, int], None]
 def against(root: Path, *, on_layer: OnLayer) -> Against:
     """The comparison with the unquantized checkpoint `root`; InputError where that is none.
 
-    Every quantized weight is dequantized by compressed-tensors' own code, some rows at a time; all other
-    tensors must be the same bytes, and the files next to the weights say the same. Of a smoothed checkpoint
-    the source is smoothed alike.
+    Every quantized weight is dequantized by compressed-tensors' own code, some rows at a time; all
+    other tensors must be the same bytes, and the files next to the weights say the same. Of a
+    smoothed checkpoint the source is smoothed alike.
     """
     index = read_index(root)
     if find_quantization(index.root, index.config) is not None:
         need = "the unquantized one that the checkpoint was made from"
-        raise InputError(str(root), got="a quantized checkpoint", need=need, fix="name that with --source")
+        raise InputError(
+            str(root), got="a quantized checkpoint", need=need, fix="name that with --source"
+        )
 
     def compare(view: CheckpointView) -> Iterator[Finding]:
         smoothing, objections = judged_smoothing(view.index.root, index)
@@ -73,7 +75,9 @@ def _compared(view: CheckpointView, origins: SourceTensors, on_layer: OnLayer) -
     yield from _summary(view, ratios)
 
 
-def _compare(view: CheckpointView, origins: SourceTensors, layer: StoredLayer) -> WeightComparison | Finding:
+def _compare(
+    view: CheckpointView, origins: SourceTensors, layer: StoredLayer
+) -> WeightComparison | Finding:
     pieces = origins.pieces(layer)
     if not pieces:
         fix = "give the checkpoint that this one was made from"
@@ -81,7 +85,9 @@ def _compare(view: CheckpointView, origins: SourceTensors, layer: StoredLayer) -
     comparison = compare_weight(view, layer, pieces) if layer.group else None
     if comparison is None:
         sizes = f"a source of {[sum(len(piece) for piece in pieces), pieces[0].shape[1]]}"
-        return _incomparable(view, layer, f"tensors that do not fit {sizes}", "export the checkpoint again")
+        return _incomparable(
+            view, layer, f"tensors that do not fit {sizes}", "export the checkpoint again"
+        )
     return comparison
 
 
@@ -106,16 +112,28 @@ def _factors(smoothing: Factors) -> Iterator[Finding]:
 
 def _unlike(layer: StoredLayer, comparison: WeightComparison) -> Finding:
     """Report a weight that is not the source's, with all its faults."""
-    rounded = f"an SQNR of about {comparison.rounding_db:.1f} dB, as rounding to {_stored_as(layer)} leaves"
-    fix = "export the layer again; if its weights were smoothed or rotated, pass that model as --source"
+    rounded = (
+        f"an SQNR of about {comparison.rounding_db:.1f} dB, as rounding to "
+        f"{_stored_as(layer)} leaves"
+    )
+    fix = (
+        "export the layer again; if its weights were smoothed or rotated, pass that model as "
+        "--source"
+    )
     expected = f"the source's weight with {rounded}"
     return error(SOURCE, layer.name, expected=expected, got="; ".join(comparison.faults), fix=fix)
 
 
 def _moved(layer: StoredLayer, comparison: WeightComparison) -> Finding:
     """Warn of a weight that vexport's own rounding moved farther than most."""
-    got = f"{'; '.join(comparison.faults)} (vexport's own rounding: the files have the recorded digests)"
-    fix = "evaluate the checkpoint; more calibration text moves the weights less (--samples, --seq-len)"
+    got = (
+        f"{'; '.join(comparison.faults)} (vexport's own rounding: the files have the "
+        f"recorded digests)"
+    )
+    fix = (
+        "evaluate the checkpoint; more calibration text moves the weights less (--samples, "
+        "--seq-len)"
+    )
     expected = f"an SQNR of about {comparison.rounding_db:.1f} dB, as rounding to nearest gives"
     return warning(SOURCE, layer.name, expected=expected, got=got, fix=fix)
 
@@ -128,14 +146,21 @@ def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Find
     for (kind, stored), names in kinds.items():
         names.sort(key=ratios.__getitem__)
         least, median, most = (ratios[names[position]] for position in (0, len(names) // 2, -1))
-        got = f"signal-to-noise {least:.1f} to {most:.1f} dB, median {median:.1f}, least in {names[0]}"
+        got = (
+            f"signal-to-noise {least:.1f} to {most:.1f} dB, median {median:.1f}, least in "
+            f"{names[0]}"
+        )
         yield info(SOURCE, f"{kind} ({len(names)} in {stored})", expected="", got=got, fix="")
 
 
 def _incomparable(view: CheckpointView, layer: StoredLayer, got: str, fix: str) -> Finding:
-    """An error, but for a class of which other checks know what vLLM cuts to size or never reads."""
+    """An error, but for a class of which other checks know what vLLM cuts to size or never
+    reads.
+    """
     finding = error if view.layout is None else warning
-    return finding(SOURCE, layer.name, expected="the source's weight in quantized form", got=got, fix=fix)
+    return finding(
+        SOURCE, layer.name, expected="the source's weight in quantized form", got=got, fix=fix
+    )
 
 
 def _stored_as(layer: StoredLayer) -> str:
@@ -143,6 +168,8 @@ def _stored_as(layer: StoredLayer) -> str:
     assert layer.group is not None
     group = layer.group
     try:
-        return named_scheme(SchemeArgs(weights=group.weights, input_activations=group.input_activations)).name
+        return named_scheme(
+            SchemeArgs(weights=group.weights, input_activations=group.input_activations)
+        ).name
     except InputError:
         return precision(group)

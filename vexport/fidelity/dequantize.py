@@ -1,4 +1,6 @@
-"""Weights as vLLM would use them, by compressed-tensors' own code, and what was lost of a source's."""
+"""Weights as vLLM would use them, by compressed-tensors' own code, and what was lost of a
+source's.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -34,7 +36,9 @@ def dequantized(view: CheckpointView, layer: str) -> torch.Tensor | None:
     return weight if bool(torch.isfinite(weight).all()) else None
 
 
-def read_parameters(view: CheckpointView, tensors: Mapping[str, TensorInfo]) -> dict[str, torch.Tensor]:
+def read_parameters(
+    view: CheckpointView, tensors: Mapping[str, TensorInfo]
+) -> dict[str, torch.Tensor]:
     """The values of a layer's tensors by their name within it."""
     return {parameter: read_tensor(view.reader, tensor) for parameter, tensor in tensors.items()}
 
@@ -42,9 +46,9 @@ def read_parameters(view: CheckpointView, tensors: Mapping[str, TensorInfo]) -> 
 def as_loaded(view: CheckpointView, layer: StoredLayer) -> dict[str, torch.Tensor] | None:
     """The tensors that a layer's weight is made of, as vLLM's parameters hold them.
 
-    What is stored in another dtype is cast by value, of what is too large the beginning is taken, and
-    `weight_shape`, which vLLM does not read, is that of the weight. None where the config group is none of
-    vLLM's schemes, or a tensor is missing or too small.
+    What is stored in another dtype is cast by value, of what is too large the beginning is taken,
+    and `weight_shape`, which vLLM does not read, is that of the weight. None where the config group
+    is none of vLLM's schemes, or a tensor is missing or too small.
     """
     group, parameters = layer.group, layer.parameters
     shape = view.shape_of(layer)
@@ -76,8 +80,14 @@ def _fills(tensor: TensorInfo, form: Parameter) -> bool:
 
 
 def weight_of(group: ConfigGroup, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The weight that compressed-tensors makes of a layer's tensors; ValueError where vLLM has no scheme."""
-    stored = {parameter: value for parameter, value in parameters.items() if parameter.startswith("weight")}
+    """The weight that compressed-tensors makes of a layer's tensors; ValueError where vLLM has no
+    scheme.
+    """
+    stored = {
+        parameter: value
+        for parameter, value in parameters.items()
+        if parameter.startswith("weight")
+    }
     return vllm_storage(group).dequantize(group, stored)
 
 
@@ -95,7 +105,9 @@ def layer_errors(
     *,
     on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[LayerError, ...]:
-    """Signal-to-noise of every quantized weight against the source's, in plan order, a few rows at a time."""
+    """Signal-to-noise of every quantized weight against the source's, in plan order, a few rows at
+    a time.
+    """
     total = sum(len(group.members) for group in plan.groups)
     errors: list[LayerError] = []
     with source_reader(written.root) as old, Reader() as new:
@@ -135,5 +147,8 @@ def changed_tensors(source: SourceIndex, written: SourceIndex, plan: Plan) -> It
         for name in plan.kept:
             tensor, copy = source.tensors[name], written.tensors.get(name)
             if copy is None or not same_bytes(old, tensor, new, copy):
-                got, fix = "no such tensor" if copy is None else "other bytes", "export the checkpoint again"
+                got, fix = (
+                    "no such tensor" if copy is None else "other bytes",
+                    "export the checkpoint again",
+                )
                 yield error(CHECK, name, expected="the bytes of the source", got=got, fix=fix)

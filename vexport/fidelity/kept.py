@@ -1,4 +1,5 @@
-"""Compares what is not quantized with the source: other tensors, config, tokenizer, template, generation.
+"""Compares what is not quantized with the source: other tensors, config, tokenizer, template,
+generation.
 
 Severity follows vLLM: an error where it would refuse, or would silently answer differently.
 """
@@ -24,17 +25,33 @@ from vexport.layers.linears import PREDICTION
 from vexport.records import Finding, Json, Severity, TensorInfo
 
 # Tensors that vLLM computes and skips when loading (AutoWeightsLoader, load_weights of its models).
-COMPUTED = re.compile(r".*\b(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|attn\.bias)$")
+COMPUTED = re.compile(
+    r".*\b(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|attn\.bias)$"
+)
 # Scales that a checkpoint has and its source does not: of the KV cache and of the queries.
 ADDED = re.compile(r".*\b[qkv]_scale$|.*\bkv_scale$")
 AGAIN = "export the checkpoint again"
 NORM = re.compile(r".*norm\.weight$")
 TABLE = "model.embed_tokens.weight"
 TIED = ("lm_head.weight", "embed_out.weight")
-# What a prompt's token ids follow from (tokenizers' own file format); the rest of the file is settings of
-# the call (truncation, padding) or its version.
-TOKENIZER_PARTS = ("model", "added_tokens", "normalizer", "pre_tokenizer", "post_processor", "decoder")
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+# What a prompt's token ids follow from (tokenizers' own file format); the rest of the file is
+# settings of the call (truncation, padding) or its version.
+TOKENIZER_PARTS = (
+    "model",
+    "added_tokens",
+    "normalizer",
+    "pre_tokenizer",
+    "post_processor",
+    "decoder",
+)
+VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "tekken.json",
+    "spiece.model",
+)
 # Keys of tokenizer_config.json that change token ids or where an answer ends.
 TOKENIZER_KEYS = ("bos_token", "eos_token", "add_bos_token", "add_eos_token", "add_prefix_space")
 # What vLLM takes from generation_config.json by default: ModelConfig.get_diff_sampling_param
@@ -50,8 +67,8 @@ GENERATION_KEYS = (
     "min_p",
     "max_new_tokens",
 )
-# Keys of config.json that describe the file, the way it is stored or training, not the model, and the names
-# of which the check of the model says more.
+# Keys of config.json that describe the file, the way it is stored or training, not the model, and
+# the names of which the check of the model says more.
 ABOUT_THE_FILE = frozenset(
     {
         "_name_or_path",
@@ -72,14 +89,18 @@ ABOUT_THE_FILE = frozenset(
 )
 # Keys that change a model's answers and default to none.
 DECISIVE = ("logit_scale", "partial_rotary_factor", "rope_scaling", "sliding_window")
-PREPROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+PREPROCESSORS = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 
 
 def tensor_findings(
     view: CheckpointView, origins: SourceTensors, quantized: Set[str], explained: Set[str]
 ) -> Iterator[Finding]:
-    """Findings on tensors that are kept, changed without a need, new or lost; `explained` are as they are
-    because layers after them were smoothed."""
+    """Findings on tensors that are kept, changed without a need, new or lost; `explained` are as
+    they are because layers after them were smoothed."""
     for name, tensor in view.index.tensors.items():
         module, _, parameter = name.rpartition(".")
         if ADDED.match(name) or name in explained or (module in quantized and parameter != "bias"):
@@ -116,7 +137,11 @@ def _is_tied(view: CheckpointView) -> bool:
 
 def _same_values(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInfo) -> bool:
     """Return whether the source's values in the checkpoint's dtype are the checkpoint's."""
-    if origin.dtype == tensor.dtype or origin.dtype not in TORCH_DTYPES or tensor.dtype not in TORCH_DTYPES:
+    if (
+        origin.dtype == tensor.dtype
+        or origin.dtype not in TORCH_DTYPES
+        or tensor.dtype not in TORCH_DTYPES
+    ):
         return False
     values = read_tensor(new, tensor)
     return torch.equal(read_tensor(old, origin).to(values.dtype), values)
@@ -125,15 +150,20 @@ def _same_values(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInf
 def _went_through_one(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInfo) -> bool:
     """Return whether a norm is the source's, rounded as 1 + weight.
 
-    llm-compressor stores norms that multiply by 1 + weight (Gemma's, Qwen3-Next's) after this way there and
-    back (norm_calibration_context in llmcompressor/modeling/offset_norm.py).
+    llm-compressor stores norms that multiply by 1 + weight (Gemma's, Qwen3-Next's) after this way
+    there and back (norm_calibration_context in llmcompressor/modeling/offset_norm.py).
     """
-    if (origin.shape, origin.dtype) != (tensor.shape, tensor.dtype) or origin.dtype not in TORCH_DTYPES:
+    if (origin.shape, origin.dtype) != (
+        tensor.shape,
+        tensor.dtype,
+    ) or origin.dtype not in TORCH_DTYPES:
         return False
     return torch.equal((read_tensor(old, origin) + 1) - 1, read_tensor(new, tensor))
 
 
-def _regrouped(view: CheckpointView, origins: SourceTensors, tensor: TensorInfo) -> Iterator[Finding]:
+def _regrouped(
+    view: CheckpointView, origins: SourceTensors, tensor: TensorInfo
+) -> Iterator[Finding]:
     """A kept weight that the source stores together with others, or apart."""
     layer = view.layers.get(tensor.name.removesuffix(".weight"))
     pieces = origins.pieces(layer) if layer is not None and tensor.dtype in TORCH_DTYPES else ()
@@ -159,20 +189,28 @@ def file_findings(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
     """Findings on files that differ in what vLLM takes from them."""
     for key, old, new in _different(source.config, index.config):
         where = f"{index.root / 'config.json'}: {key}"
-        yield _finding("error", where, f"{old!r}, as in the source", repr(new), "copy the source's value")
+        yield _finding(
+            "error", where, f"{old!r}, as in the source", repr(new), "copy the source's value"
+        )
     yield from _tokenizer(index.root, source.root)
     yield from _template(index.root, source.root)
-    generation, before = (_object(root / "generation_config.json") for root in (index.root, source.root))
+    generation, before = (
+        _object(root / "generation_config.json") for root in (index.root, source.root)
+    )
     yield from _keys(index.root / "generation_config.json", before, generation, GENERATION_KEYS)
     for name in PREPROCESSORS:
         if (source.root / name).is_file() and not (index.root / name).is_file():
-            yield _finding("error", index.root / name, "the source's file", "none", "copy it from the source")
+            yield _finding(
+                "error", index.root / name, "the source's file", "none", "copy it from the source"
+            )
 
 
 def _different(
     old: Mapping[str, Json], new: Mapping[str, Json], prefix: str = ""
 ) -> Iterator[tuple[str, Json, Json]]:
-    """Keys that both have with other values: what only one has is a default of the other's version."""
+    """Keys that both have with other values: what only one has is a default of the other's
+    version.
+    """
     for key in sorted(old.keys() & new.keys() - ABOUT_THE_FILE):
         before, after = old[key], new[key]
         if isinstance(before, dict) and isinstance(after, dict):
@@ -187,13 +225,17 @@ def _different(
 def _tokenizer(root: Path, source: Path) -> Iterator[Finding]:
     had = [name for name in VOCABULARIES if (source / name).is_file()]
     if had and not any((root / name).is_file() for name in VOCABULARIES):
-        yield _finding("error", root / had[0], "the source's tokenizer", "none: vLLM refuses to start")
+        yield _finding(
+            "error", root / had[0], "the source's tokenizer", "none: vLLM refuses to start"
+        )
         return
     old, new = _opened(source / TOKENIZER), _opened(root / TOKENIZER)
     for part in TOKENIZER_PARTS if old and new else ():
         if old.get(part) != new.get(part):
             where = f"{root / TOKENIZER}: {part}"
-            yield _finding("error", where, "that of the source", "another: other token ids for the same text")
+            yield _finding(
+                "error", where, "that of the source", "another: other token ids for the same text"
+            )
     for name in VOCABULARIES[1:]:
         before, after = source / name, root / name
         if before.is_file() and after.is_file() and before.read_bytes() != after.read_bytes():
@@ -203,9 +245,13 @@ def _tokenizer(root: Path, source: Path) -> Iterator[Finding]:
 
 
 def _opened(path: Path) -> Mapping[str, Json]:
-    """A tokenizer.json as the library writes it, whatever version wrote the file; empty without one."""
+    """A tokenizer.json as the library writes it, whatever version wrote the file; empty without
+    one.
+    """
     try:
-        content: Mapping[str, Json] = json.loads(open_tokenizer(path).to_str()) if path.is_file() else {}
+        content: Mapping[str, Json] = (
+            json.loads(open_tokenizer(path).to_str()) if path.is_file() else {}
+        )
     except InputError:
         return {}
     return content
@@ -217,7 +263,9 @@ def _template(root: Path, source: Path) -> Iterator[Finding]:
     if old and not new:
         yield _finding("error", where, "the source's chat template", "none: vLLM refuses chats")
     elif old and old != new:
-        yield _finding("error", where, "the source's chat template", "another: chats become other prompts")
+        yield _finding(
+            "error", where, "the source's chat template", "another: chats become other prompts"
+        )
     elif new and not old:
         yield _finding(
             "warning", where, "no chat template, as in the source", "one", "nothing, if it is meant"
@@ -225,7 +273,9 @@ def _template(root: Path, source: Path) -> Iterator[Finding]:
 
 
 def _templates(root: Path) -> Mapping[str, str]:
-    """The texts of the chat templates that transformers would use, by name; empty where none can be read."""
+    """The texts of the chat templates that transformers would use, by name; empty where none can be
+    read.
+    """
     try:
         return {name: text.rstrip("\n") for name, text in chat_templates(root).items()}
     except InputError:
@@ -241,7 +291,9 @@ def _keys(
             got = "none" if after is None else repr(after)
             yield _finding("error", f"{path}: {key}", f"{before!r}, as in the source", got)
         elif before != after and path.name.startswith("generation"):
-            yield _finding("warning", f"{path}: {key}", "no such key, as in the source", repr(after))
+            yield _finding(
+                "warning", f"{path}: {key}", "no such key, as in the source", repr(after)
+            )
 
 
 def _token(value: Json) -> Json:
@@ -265,6 +317,12 @@ def _meant(where: str, expected: str, got: str) -> Finding:
 
 
 def _finding(
-    severity: Severity, where: Path | str, expected: str, got: str, fix: str = "copy the source's file"
+    severity: Severity,
+    where: Path | str,
+    expected: str,
+    got: str,
+    fix: str = "copy the source's file",
 ) -> Finding:
-    return Finding(check=SOURCE, severity=severity, where=str(where), expected=expected, got=got, fix=fix)
+    return Finding(
+        check=SOURCE, severity=severity, where=str(where), expected=expected, got=got, fix=fix
+    )

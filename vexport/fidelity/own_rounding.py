@@ -1,8 +1,9 @@
 """Recognizes weights that vexport's `gptq` or `refit` wrote, in which large changes are no fault.
 
-With little calibration text, or next to one very large input, these roundings change the size of whole parts
-of a weight. In a checkpoint of another producer the same change means a wrong scale. vexport records the
-digests of what it wrote: bytes with these digests contain what the rounding computed, and nothing else.
+With little calibration text, or next to one very large input, these roundings change the size of
+whole parts of a weight. In a checkpoint of another producer the same change means a wrong scale.
+vexport records the digests of what it wrote: bytes with these digests contain what the rounding
+computed, and nothing else.
 """
 
 from collections.abc import Mapping
@@ -26,10 +27,12 @@ CORRECTING = frozenset(ROUNDINGS) - {"nearest"}
 
 
 def has_own_rounding(view: CheckpointView, source: SourceIndex) -> bool:
-    """Return True if the weights are the bytes that vexport rounded by inputs, from a source like this one.
+    """Return True if the weights are the bytes that vexport rounded by inputs, from a source like
+    this one.
 
-    The files must have the digests in vexport.json, the recipe must have calibration text and a rule with
-    `gptq` or `refit`, the source must have the recorded config and headers, and no repair may have followed.
+    The files must have the digests in vexport.json, the recipe must have calibration text and a
+    rule with `gptq` or `refit`, the source must have the recorded config and headers, and no repair
+    may have followed.
     """
     root = view.index.root
     try:
@@ -55,14 +58,19 @@ def _has_correcting_rule(recipe: Mapping[str, Json]) -> bool:
 
 
 def _is_correcting(recorded: Json) -> bool:
-    """Return whether a recorded rule rounds weights by their inputs, by its own setting or by default."""
+    """Return whether a recorded rule rounds weights by their inputs, by its own setting or by
+    default.
+    """
     try:
         rule = Rule.model_validate(recorded)
     except ValidationError:
         return False
     if rule.method is not None:
         return rule.method in CORRECTING
-    return rule.scheme not in (KEEP, AUTO) and default_rounding(rule.scheme, has_text=True) in CORRECTING
+    return (
+        rule.scheme not in (KEEP, AUTO)
+        and default_rounding(rule.scheme, has_text=True) in CORRECTING
+    )
 
 
 def _is_recorded(recipe: Mapping[str, Json], source: SourceIndex) -> bool:

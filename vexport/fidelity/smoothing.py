@@ -1,8 +1,10 @@
-"""Smoothing, against the source: whether vexport's exponents are believed, and factors of other tools.
+"""Smoothing, against the source: whether vexport's exponents are believed, and factors of other
+tools.
 
-AWQ and SmoothQuant multiply the columns of a weight by factors, and divide by them the norm before it, or the
-rows of the layer before it. A norm is stored as it is and tells its factors. Between two layers (v and o, up
-and down) they are found in both weights, and must agree: then no other change of a weight passes for them.
+AWQ and SmoothQuant multiply the columns of a weight by factors, and divide by them the norm before
+it, or the rows of the layer before it. A norm is stored as it is and tells its factors. Between two
+layers (v and o, up and down) they are found in both weights, and must agree: then no other change
+of a weight passes for them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -31,7 +33,8 @@ NORMS: Mapping[str, str] = {
 }
 AFTER: Mapping[str, str] = {"v_proj": "o_proj", "up_proj": "down_proj"}
 BEFORE: Mapping[str, str] = {after: before for before, after in AFTER.items()}
-# Rounding to 4 bits moves the factor of a row or column of some hundred weights by a percent or two.
+# Rounding to 4 bits moves the factor of a row or column of some hundred weights by a percent or
+# two.
 MOST_DISAGREEMENT = 0.1
 
 
@@ -40,8 +43,8 @@ def judged_smoothing(
 ) -> tuple[Mapping[str, Smoothing], tuple[Finding, ...]]:
     """The smoothing of a checkpoint's source, and what speaks against it.
 
-    An error where the exponents change what the source computes, or are for other tensors and so smooth
-    nothing; a warning where it cannot run. InputError where they cannot be read.
+    An error where the exponents change what the source computes, or are for other tensors and so
+    smooth nothing; a warning where it cannot run. InputError where they cannot be read.
     """
     smoothing, file = smoothing_of(checkpoint), checkpoint / SMOOTHING
     misfits = [
@@ -54,11 +57,15 @@ def judged_smoothing(
         size = f"one of {tensor.dtype} {list(tensor.shape)}" if tensor else "none"
         others = f" (and {len(misfits) - 1:,} more tensors)" if len(misfits) > 1 else ""
         got = f"exponents for another tensor than the source's, which is {size}"
-        return {}, (error(SOURCE, f"{file}: {misfits[0]}{others}", expected=EXPECTED, got=got, fix=FIX),)
+        return {}, (
+            error(SOURCE, f"{file}: {misfits[0]}{others}", expected=EXPECTED, got=got, fix=FIX),
+        )
     return smoothing, tuple(_objections(file, source, smoothing)) if smoothing else ()
 
 
-def _objections(file: Path, source: SourceIndex, smoothing: Mapping[str, Smoothing]) -> Iterator[Finding]:
+def _objections(
+    file: Path, source: SourceIndex, smoothing: Mapping[str, Smoothing]
+) -> Iterator[Finding]:
     from vexport.calibration.model import default_device
     from vexport.calibration.smoothing import changed_by
 
@@ -67,7 +74,11 @@ def _objections(file: Path, source: SourceIndex, smoothing: Mapping[str, Smoothi
     except (InputError, CheckpointFailed) as problem:
         fix = "nothing, if this checkpoint is your own"
         yield warning(
-            SOURCE, str(file), expected=EXPECTED, got=f"a source that cannot run: {problem}", fix=fix
+            SOURCE,
+            str(file),
+            expected=EXPECTED,
+            got=f"a source that cannot run: {problem}",
+            fix=fix,
         )
         return
     for name in changed:
@@ -76,7 +87,9 @@ def _objections(file: Path, source: SourceIndex, smoothing: Mapping[str, Smoothi
 
 
 class Factors:
-    """The factors of a checkpoint against its source; `norms` are those that are explained by them."""
+    """The factors of a checkpoint against its source; `norms` are those that are explained by
+    them.
+    """
 
     def __init__(self, view: CheckpointView, origins: SourceTensors) -> None:
         self._view, self._origins = view, origins
@@ -109,7 +122,10 @@ class Factors:
     def _of_norm(self, name: str) -> torch.Tensor | None:
         """The factors by which the norm before a layer was divided, (in,)."""
         norm = self._norm_of(name)
-        norm_info, origin = self._view.index.tensors.get(norm), self._origins.tensor(norm) if norm else None
+        norm_info, origin = (
+            self._view.index.tensors.get(norm),
+            self._origins.tensor(norm) if norm else None,
+        )
         if norm_info is None or origin is None or norm_info.shape != origin.shape:
             return None
         if norm_info.dtype not in TORCH_DTYPES:
@@ -122,7 +138,9 @@ class Factors:
 
     @cache  # noqa: B019 - lives as long as one comparison
     def _between(self, first: str) -> torch.Tensor | None:
-        """The factors between a layer and the one that reads its outputs, where both show the same."""
+        """The factors between a layer and the one that reads its outputs, where both show the
+        same.
+        """
         prefix, _, projection = first.rpartition(".")
         second = f"{prefix}.{AFTER[projection]}"
         rows, columns = self._gains(first, 1), self._gains(second, 0)

@@ -40,13 +40,17 @@ Pieces = Sequence[torch.Tensor]
 
 
 class SourceTensors(ComparedSource):
-    """Finds tensors in the source by name, by vLLM's name, or as parts of a fused layer; notes them."""
+    """Finds tensors in the source by name, by vLLM's name, or as parts of a fused layer; notes
+    them.
+    """
 
     def __init__(self, view: CheckpointView, index: SourceIndex, reader: Reader) -> None:
         super().__init__(index, reader)
         self._view, self._vllm_name = view, view.architecture.vllm_name
         self._linears = {self._vllm_name(name): linear for name, linear in self.linears.items()}
-        self._tensors = {self._vllm_tensor(name): tensor for name, tensor in self.index.tensors.items()}
+        self._tensors = {
+            self._vllm_tensor(name): tensor for name, tensor in self.index.tensors.items()
+        }
         self._found: set[str] = set()
         self._read_since: dict[str, TensorInfo] = {}
 
@@ -67,7 +71,9 @@ class SourceTensors(ComparedSource):
 
     def missing(self) -> Iterator[TensorInfo]:
         """The source's tensors of which nothing was asked."""
-        yield from (tensor for name, tensor in self.index.tensors.items() if name not in self._found)
+        yield from (
+            tensor for name, tensor in self.index.tensors.items() if name not in self._found
+        )
 
     def release(self) -> None:
         """Give back the pages of the weights that were read since the last call."""
@@ -109,7 +115,8 @@ class SourceTensors(ComparedSource):
         """The parts of a layer that the checkpoint stores fused and the source one by one."""
         prefix, dot, projection = layer.name.rpartition(".")
         parts = [
-            self._linear(f"{prefix}{dot}{part}") for part in self._view.architecture.fused.get(projection, ())
+            self._linear(f"{prefix}{dot}{part}")
+            for part in self._view.architecture.fused.get(projection, ())
         ]
         return tuple(self._read(part) for part in parts if part) if parts and all(parts) else ()
 

@@ -1,4 +1,5 @@
-"""The storage formats: one object each, which answers for all that depends on how weights are stored.
+"""The storage formats: one object each, which answers for all that depends on how weights are
+stored.
 
 Adding a format is one new file, one line in `FORMATS`, its packing and its presets.
 """
@@ -14,15 +15,17 @@ from vexport.formats.nvfp4 import Nvfp4
 
 NVFP4, MXFP4, MXFP8 = Nvfp4(), Mxfp4(), Mxfp8()
 PACKED, FP8, INT8, INT4 = PackedIntegers(), Fp8(), Int8(), Int4()
-# In the order in which vLLM tries their schemes: `_get_scheme_from_parts` in its compressed_tensors.py, on a
-# device on which every scheme may run.
+# In the order in which vLLM tries their schemes: `_get_scheme_from_parts` in its
+# compressed_tensors.py, on a device on which every scheme may run.
 FORMATS: Sequence[Format] = (NVFP4, MXFP4, MXFP8, PACKED, FP8, INT8, INT4)
-# In the order in which vexport prefers them for a scheme's weights: INT8 for what could be packed as well.
+# In the order in which vexport prefers them for a scheme's weights: INT8 for what could be packed
+# as well.
 WRITTEN: Sequence[Format] = (NVFP4, MXFP4, MXFP8, FP8, INT8, PACKED)
 
 
 def vllm_format(args: Arguments, stored_as: str) -> Format | str:
-    """The format that vLLM takes for a config group's, or why vLLM or compressed-tensors refuses the group.
+    """The format that vLLM takes for a config group's, or why vLLM or compressed-tensors refuses
+    the group.
 
     `stored_as` is the format that the config announces: vLLM takes several for the same.
     """
@@ -51,5 +54,7 @@ def nearest_format(args: Arguments, stored_as: str) -> Format:
 
 def written_format(args: Arguments) -> Format | None:
     """The format in which vexport stores weights; None where vLLM would not run them in any."""
-    runs = (each for each in WRITTEN if each.matches(args, each.name) and each.refusal(args) is None)
+    runs = (
+        each for each in WRITTEN if each.matches(args, each.name) and each.refusal(args) is None
+    )
     return None if next(contradictions(args), None) else next(runs, None)

@@ -1,4 +1,6 @@
-"""Quantization arguments in compressed-tensors' terms: read from JSON, checked, described in words."""
+"""Quantization arguments in compressed-tensors' terms: read from JSON, checked, described in
+words.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -67,7 +69,9 @@ class QuantArgs:
 
     @property
     def largest_code(self) -> float | None:
-        """The largest magnitude that a code stands for; None for floats of other widths than 4 and 8 bits."""
+        """The largest magnitude that a code stands for; None for floats of other widths than 4 and
+        8 bits.
+        """
         if not self.is_float:
             return 2.0 ** (self.num_bits - 1)
         return {8: E4M3_MAX, 4: E2M1_MAX}.get(self.num_bits)
@@ -202,13 +206,19 @@ def arguments_adapter() -> TypeAdapter[QuantArgs]:
 
 
 def _unknown_value(raw: Mapping[str, Json], args: QuantArgs) -> str | None:
-    """A value that pydantic converts here, or takes for any text, and compressed-tensors refuses."""
+    """A value that pydantic converts here, or takes for any text, and compressed-tensors
+    refuses.
+    """
     dynamic = raw.get("dynamic")
     if isinstance(dynamic, str) and dynamic.lower() != "local":
         return f"dynamic {dynamic!r}, which is neither true, false nor local"
     if args.actorder not in ORDERINGS:
         return f"actorder {args.actorder!r}, which is none of {', '.join(filter(None, ORDERINGS))}"
-    return None if 0 < args.num_bits <= MOST_BITS else f"num_bits {args.num_bits}, not from 1 to {MOST_BITS}"
+    return (
+        None
+        if 0 < args.num_bits <= MOST_BITS
+        else f"num_bits {args.num_bits}, not from 1 to {MOST_BITS}"
+    )
 
 
 def _inferred(raw: Mapping[str, Json]) -> dict[str, Json]:

@@ -1,4 +1,6 @@
-"""The protocol of a storage format, the parameters that several have, as vLLM makes them, and the GPUs."""
+"""The protocol of a storage format, the parameters that several have, as vLLM makes them, and the
+GPUs.
+"""
 
 import re
 from abc import abstractmethod
@@ -20,10 +22,11 @@ if TYPE_CHECKING:
     Bytes = npt.NDArray[np.uint8]
     Codes = npt.NDArray[np.integer[Any]]
 
-# The dimension that tensor parallelism splits: out_features (column-parallel), in_features (row-parallel) or
-# none.
+# The dimension that tensor parallelism splits: out_features (column-parallel), in_features
+# (row-parallel) or none.
 Split = Literal["out", "in", "none"]
-# Output heads: their class in vLLM, ParallelLMHead, is no linear layer's and loads weights by itself.
+# Output heads: their class in vLLM, ParallelLMHead, is no linear layer's and loads weights by
+# itself.
 HEADS = ("lm_head", "embed_out")
 EXPERT = re.compile(r"\.experts\.\d+\.")
 # How vLLM's CPU build runs a scheme: by its own kernel, or by `vexport.engine.cpu_emulation`.
@@ -31,9 +34,11 @@ Cpu = Literal["native", "emulated"]
 FLOAT_SCALES = frozenset({"F32", "BF16", "F16"})
 # Global scales are float32 by definition: another dtype has rounded them.
 GLOBAL_SCALES = frozenset({"F32"})
-# vLLM's formats with which it looks at schemes for quantized inputs (is_activation_quantization_format).
+# vLLM's formats with which it looks at schemes for quantized inputs
+# (is_activation_quantization_format).
 WITH_INPUTS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
-# Compute capabilities, from NVIDIA's list (developer.nvidia.com/cuda-gpus), and those that vLLM 0.32 names.
+# Compute capabilities, from NVIDIA's list (developer.nvidia.com/cuda-gpus), and those that vLLM
+# 0.32 names.
 GENERATIONS: Mapping[int, str] = {
     **dict.fromkeys((60, 61, 62), "Pascal"),
     **dict.fromkeys((70, 72), "Volta"),
@@ -53,7 +58,8 @@ UTILIZATION = 0.92
 class Partition:
     """One rank's part of the layers that vLLM runs as one: `out_features` has a size a layer.
 
-    `experts` marks the layers of routed experts, which vLLM keeps in one tensor, `head` an output head.
+    `experts` marks the layers of routed experts, which vLLM keeps in one tensor, `head` an output
+    head.
     """
 
     out_features: tuple[int, ...]
@@ -76,7 +82,9 @@ def partition_of(members: Sequence[LinearPlan], ranks: int, split: Split) -> Par
 
 
 def uneven(members: Sequence[LinearPlan], ranks: int, split: Split) -> str | None:
-    """The reason why so many ranks cannot share layers (`divide`, vllm/distributed/utils.py), or None."""
+    """The reason why so many ranks cannot share layers (`divide`, vllm/distributed/utils.py), or
+    None.
+    """
     for member in members if split != "none" else ():
         size = member.out_features if split == "out" else member.in_features
         if size % ranks:
@@ -93,7 +101,8 @@ def partial_group(partition: Partition, group: int | None) -> str | None:
     """Rule of vLLM: each rank's in_features must be a whole number of groups.
 
     Sources: verify_group_size_divides_partition (vllm/distributed/utils.py) raises for WNA16;
-    compressed_tensors_w4a4_nvfp4.py and _mxfp4.py divide with floor and load wrong weights silently.
+    compressed_tensors_w4a4_nvfp4.py and _mxfp4.py divide with floor and load wrong weights
+    silently.
     """
     if group is None or partition.in_features % group == 0:
         return None
@@ -104,10 +113,10 @@ def partial_group(partition: Partition, group: int | None) -> str | None:
 class Parameter:
     """One tensor of a quantized layer: what the writer stores, and what vLLM's parameter takes.
 
-    `dtypes` are those that vLLM copies without a change of value, `dtype` that of its parameter, which
-    is written; `in_model_dtype` where that is the model's, for which BF16 stands. `along` are the
-    dimensions that fusing and tensor parallelism cut: 0 the layer's outputs, 1 its inputs. vLLM narrows what
-    it loads along the dimension that it cuts, and compares all others.
+    `dtypes` are those that vLLM copies without a change of value, `dtype` that of its parameter,
+    which is written; `in_model_dtype` where that is the model's, for which BF16 stands. `along` are
+    the dimensions that fusing and tensor parallelism cut: 0 the layer's outputs, 1 its inputs. vLLM
+    narrows what it loads along the dimension that it cuts, and compares all others.
     """
 
     dtypes: frozenset[str]
@@ -121,9 +130,10 @@ class Parameter:
 class GpuSupport:
     """The GPUs that run a scheme, by compute capability (90 is 9.0).
 
-    `input_bits` are the bits of the inputs that are multiplied, by the capability from which on, least first:
-    vLLM chooses another kernel without saying so. `stored_bits` are those of the checkpoint. `below` is the
-    first capability that no longer runs it; 0 where no GPU does. `package` must be installed next to vLLM.
+    `input_bits` are the bits of the inputs that are multiplied, by the capability from which on,
+    least first: vLLM chooses another kernel without saying so. `stored_bits` are those of the
+    checkpoint. `below` is the first capability that no longer runs it; 0 where no GPU does.
+    `package` must be installed next to vLLM.
     """
 
     input_bits: Mapping[int, int]
@@ -138,14 +148,22 @@ class GpuSupport:
 
     @property
     def full_from(self) -> int | None:
-        """The least capability on which inputs have the bits that are stored; None where they never have."""
-        return min((sm for sm, bits in self.input_bits.items() if bits == self.stored_bits), default=None)
+        """The least capability on which inputs have the bits that are stored; None where they never
+        have.
+        """
+        return min(
+            (sm for sm, bits in self.input_bits.items() if bits == self.stored_bits), default=None
+        )
 
     @property
     def full_below(self) -> int | None:
-        """The first capability after that on which inputs have other bits, or which does not run it."""
+        """The first capability after that on which inputs have other bits, or which does not run
+        it.
+        """
         ends = (sm for sm in self.input_bits if self.full_from is not None and sm > self.full_from)
-        return min((sm for sm in ends if self.input_bits[sm] != self.stored_bits), default=self.below)
+        return min(
+            (sm for sm in ends if self.input_bits[sm] != self.stored_bits), default=self.below
+        )
 
     def refuses(self, sm: int) -> bool:
         """Return whether vLLM raises on such a GPU."""
@@ -157,17 +175,20 @@ class GpuSupport:
 
 
 class Format(Protocol):
-    """All that is known about one way of storing weights: adding one is a file and a line in `FORMATS`.
+    """All that is known about one way of storing weights: adding one is a file and a line in
+    `FORMATS`.
 
-    Every question is about arguments, as schemes with other group sizes, widths or inputs are stored alike.
-    Shapes of layers are (out_features, in_features). What most formats answer alike is answered here.
+    Every question is about arguments, as schemes with other group sizes, widths or inputs are
+    stored alike. Shapes of layers are (out_features, in_features). What most formats answer alike
+    is answered here.
     """
 
     # compressed-tensors' name of the storage, and the tensor that holds the weight's codes.
     name: str
     weight: str
     codes_per_byte: int = 1
-    # Whether stored tensors have a layer's inputs first; tensors that vLLM loads or drops, and never uses.
+    # Whether stored tensors have a layer's inputs first; tensors that vLLM loads or drops, and
+    # never uses.
     transposed: bool = False
     unread: frozenset[str] = frozenset()
     # Whether scales are exponents of two in bytes (e8m0), and not numbers.
@@ -177,14 +198,18 @@ class Format(Protocol):
 
     @abstractmethod
     def matches(self, args: Arguments, stored_as: str) -> bool:
-        """Return whether vLLM picks this format for a config group whose format is called `stored_as`."""
+        """Return whether vLLM picks this format for a config group whose format is called
+        `stored_as`.
+        """
 
     def refusal(self, args: Arguments) -> str | None:
         """The reason why vLLM refuses a group that it picks this format for, or None."""
         return None
 
     def unquantized_inputs(self, args: Arguments) -> str | None:
-        """Inputs that the config quantizes and vLLM leaves in 16 bits on every device, in words, or None."""
+        """Inputs that the config quantizes and vLLM leaves in 16 bits on every device, in words, or
+        None.
+        """
         return None
 
     def unwritten(self, args: Arguments) -> str | None:
@@ -192,7 +217,9 @@ class Format(Protocol):
         return None
 
     def group_sizes(self, args: Arguments) -> Sequence[int | None]:
-        """The group sizes that vLLM's own kernels run, None a scale a row; none where there is no choice."""
+        """The group sizes that vLLM's own kernels run, None a scale a row; none where there is no
+        choice.
+        """
         return ()
 
     @abstractmethod
@@ -200,12 +227,16 @@ class Format(Protocol):
         """vLLM's class of a linear layer, in compressed_tensors/schemes."""
 
     def runs_experts(self, args: Arguments) -> bool:
-        """Return whether vLLM runs routed experts too (`get_moe_method` in its compressed_tensors_moe.py)."""
+        """Return whether vLLM runs routed experts too (`get_moe_method` in its
+        compressed_tensors_moe.py).
+        """
         return True
 
     @abstractmethod
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """The tensors of a layer by their names within it, in the order in which they are written."""
+        """The tensors of a layer by their names within it, in the order in which they are
+        written.
+        """
 
     def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
         """The shape of a layer by its stored tensors; None where that cannot be told."""
@@ -231,15 +262,20 @@ class Format(Protocol):
         return {}
 
     def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
-        """The largest code for every scale of some rows, and the code that the largest weight of each has.
+        """The largest code for every scale of some rows, and the code that the largest weight of
+        each has.
 
         `codes` are the rows' bytes. None where codes need not reach an end.
         """
         return None
 
     @abstractmethod
-    def packing(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs") -> "Packing":
-        """The packing of a weight that is stored in `dtype` (safetensors' name), a few rows at a time."""
+    def packing(
+        self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs"
+    ) -> "Packing":
+        """The packing of a weight that is stored in `dtype` (safetensors' name), a few rows at a
+        time.
+        """
 
     def dequantize(self, args: Arguments, stored: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
         """The weight (out, in) of a layer's stored tensors, by compressed-tensors' compressor."""
@@ -249,7 +285,9 @@ class Format(Protocol):
 
 
 def exact(dtype: str, shape: tuple[int, ...], *also: str, along: tuple[int, ...] = ()) -> Parameter:
-    """A parameter that is stored in one dtype; vLLM copies others in `also` without a change of value."""
+    """A parameter that is stored in one dtype; vLLM copies others in `also` without a change of
+    value.
+    """
     return Parameter(dtypes=frozenset({dtype, *also}), shape=shape, dtype=dtype, along=along)
 
 
@@ -259,7 +297,9 @@ def single(dtypes: frozenset[str] = FLOAT_SCALES) -> Parameter:
 
 
 def scale_shape(args: QuantArgs, shape: tuple[int, int]) -> tuple[int, ...]:
-    """(1,) per tensor, (out, 1) per channel, (out, in/group) or (ceil(out/rows), ceil(in/columns))."""
+    """(1,) per tensor, (out, 1) per channel, (out, in/group) or (ceil(out/rows),
+    ceil(in/columns)).
+    """
     rows, columns = shape
     if args.strategy == "tensor":
         return (1,)
@@ -276,7 +316,9 @@ def scale(args: QuantArgs, shape: tuple[int, int], *, in_model_dtype: bool = Fal
     size = scale_shape(args, shape)
     if args.strategy == "tensor":
         return single()
-    by_row = not args.block and size[1:] == (1,) and (args.strategy == "channel" or args.group is None)
+    by_row = (
+        not args.block and size[1:] == (1,) and (args.strategy == "channel" or args.group is None)
+    )
     dtype = "BF16" if in_model_dtype else "F32"
     return Parameter(
         dtypes=FLOAT_SCALES,
@@ -288,7 +330,9 @@ def scale(args: QuantArgs, shape: tuple[int, int], *, in_model_dtype: bool = Fal
 
 
 def coded_scale(dtype: str, args: QuantArgs, shape: tuple[int, int]) -> Parameter:
-    """Scales of groups that are codes of their own in `dtype`; plain ones where arguments name no groups."""
+    """Scales of groups that are codes of their own in `dtype`; plain ones where arguments name no
+    groups.
+    """
     if args.strategy in ("tensor", "channel") or args.block or args.group is None:
         return scale(args, shape)
     return exact(dtype, scale_shape(args, shape), along=(0, 1))
@@ -309,7 +353,9 @@ def words(count: int, bits: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A GPU that models are served on: its memory in bytes as `nvidia-smi` prints it, and its capability."""
+    """A GPU that models are served on: its memory in bytes as `nvidia-smi` prints it, and its
+    capability.
+    """
 
     name: str
     memory_bytes: int

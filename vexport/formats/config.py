@@ -1,4 +1,6 @@
-"""The `quantization_config` of config.json, in the terms of compressed-tensors that vLLM reads; KV scales."""
+"""The `quantization_config` of config.json, in the terms of compressed-tensors that vLLM reads; KV
+scales.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,28 +30,37 @@ if TYPE_CHECKING:
     from vexport.formats.packing.base import Array
 
 
-# The fp8 KV cache has a scale for keys and one for values, of each attention layer or of each of its KV heads
-# (CompressedTensorsKVCacheMethod in vLLM's compressed_tensors.py); per head needs FlashAttention 3.
+# The fp8 KV cache has a scale for keys and one for values, of each attention layer or of each of
+# its KV heads (CompressedTensorsKVCacheMethod in vLLM's compressed_tensors.py); per head needs
+# FlashAttention 3.
 K_SCALE, V_SCALE = "k_scale", "v_scale"
-# vLLM puts its own attention into this attribute of a model's attention module, and finds the scales of
-# `self_attn.k_scale` there by itself (get_cache_scale_mapper, quantization/base_config.py).
+# vLLM puts its own attention into this attribute of a model's attention module, and finds the
+# scales of `self_attn.k_scale` there by itself (get_cache_scale_mapper,
+# quantization/base_config.py).
 INNER = "attn"
 KV_CACHES: Mapping[KvCache, QuantArgs] = {
     "fp8": QuantArgs(num_bits=8, type="float", strategy="tensor", observer="static_minmax"),
-    "fp8_per_head": QuantArgs(num_bits=8, type="float", strategy="attn_head", observer="static_minmax"),
+    "fp8_per_head": QuantArgs(
+        num_bits=8, type="float", strategy="attn_head", observer="static_minmax"
+    ),
 }
 
 
 def quantization_config(plan: Plan) -> dict[str, Json]:
-    """The configuration of a plan's output: a config group per scheme and observer, and what is kept.
+    """The configuration of a plan's output: a config group per scheme and observer, and what is
+    kept.
 
-    One scheme targets the class Linear; several target their layers by name, because vLLM takes the first
-    target that matches and a class matches all.
+    One scheme targets the class Linear; several target their layers by name, because vLLM takes the
+    first target that matches and a class matches all.
     """
     treated: dict[tuple[str, str], list[FusionGroup]] = {}
     for group in plan.groups:
         treated.setdefault((group.scheme, group.observers), []).append(group)
-    architecture, groups, formats = get_architecture(plan.architecture), dict[str, Json](), set[str]()
+    architecture, groups, formats = (
+        get_architecture(plan.architecture),
+        dict[str, Json](),
+        set[str](),
+    )
     for number, layers in enumerate(treated.values()):
         others = [group for each in treated.values() if each is not layers for group in each]
         args, stored_as = _arguments(layers[0]), get_scheme(layers[0].scheme).format.name
@@ -73,22 +84,28 @@ def quantization_config(plan: Plan) -> dict[str, Json]:
 
 
 def targets_of(
-    groups: Sequence[FusionGroup], architecture: Architecture, others: Iterable[FusionGroup], *, alone: bool
+    groups: Sequence[FusionGroup],
+    architecture: Architecture,
+    others: Iterable[FusionGroup],
+    *,
+    alone: bool,
 ) -> list[str]:
     """Targets that vLLM resolves to these layers and none of `others`, which have other schemes.
 
-    A fused module that its quantization config does not take apart (not in `resolved`, see `Architecture`)
-    is named itself as well; of one that it does, all parts are named, also those that no tensor has. What
-    vLLM asks for by another name than the file has is named by that, too.
-    A quantized output head is named by a pattern, as vLLM may know it by a longer name than the checkpoint
-    (`language_model.lm_head`) and translates only names with a dot.
+    A fused module that its quantization config does not take apart (not in `resolved`, see
+    `Architecture`) is named itself as well; of one that it does, all parts are named, also those
+    that no tensor has. What vLLM asks for by another name than the file has is named by that, too.
+    A quantized output head is named by a pattern, as vLLM may know it by a longer name than the
+    checkpoint (`language_model.lm_head`) and translates only names with a dot.
     """
     names = [name for group in groups for name in _names(group, architecture)]
     heads = [name for name in names if is_head(name)]
     patterns = [f"re:.*{name.rpartition('.')[2]}$" for name in heads]
     if alone:
         return ["Linear", *patterns]
-    stored = (name for group in others for name in (group.name, *(each.name for each in group.members)))
+    stored = (
+        name for group in others for name in (group.name, *(each.name for each in group.members))
+    )
     different = all_names(stored, architecture)
     layers = [name for name in names if name not in heads]
     return [*_experts_together(layers, architecture, different), *patterns]
@@ -103,14 +120,21 @@ def _names(group: FusionGroup, architecture: Architecture) -> Iterator[str]:
     yield from (*names, *also_asked(group.name, members, names, architecture))
 
 
-def _experts_together(names: Iterable[str], architecture: Architecture, others: Iterable[str]) -> list[str]:
-    """Names, with one pattern for a projection's experts: vLLM has one scheme for all experts of a layer."""
+def _experts_together(
+    names: Iterable[str], architecture: Architecture, others: Iterable[str]
+) -> list[str]:
+    """Names, with one pattern for a projection's experts: vLLM has one scheme for all experts of a
+    layer.
+    """
     targets: dict[tuple[str, str], Sequence[str]] = {}
     for name in names:
         experts, last_part = moe_layer(name), name.rpartition(".")[2]
         key = (experts or "", last_part if experts else name)
         if key not in targets:
-            first = architecture.experts is not None and architecture.experts[::2] == (last_part, None)
+            first = architecture.experts is not None and architecture.experts[::2] == (
+                last_part,
+                None,
+            )
             asked = f"(?:{re.escape(last_part)}|{NO_UP})" if first else re.escape(last_part)
             ending = rf"\.\d+\.{asked}$"
             targets[key] = [*below(experts, ending, architecture, others)] if experts else [name]
@@ -122,7 +146,9 @@ def _arguments(group: FusionGroup) -> SchemeArgs:
     args = get_scheme(group.scheme).args
     inputs = args.input_activations
     if inputs is not None and group.input_observer is not None:
-        inputs = replace(inputs, observer=group.input_observer, observer_kwargs=group.input_observer_kwargs)
+        inputs = replace(
+            inputs, observer=group.input_observer, observer_kwargs=group.input_observer_kwargs
+        )
     weights = replace(args.weights, observer=group.observer, observer_kwargs=group.observer_kwargs)
     return SchemeArgs(weights=weights, input_activations=inputs)
 
@@ -134,7 +160,9 @@ def _json(args: QuantArgs | None) -> Json:
 
 
 def kv_layout(layer: AttentionLayer) -> tuple[TensorSpec, TensorSpec]:
-    """The scales of keys and values: (1,), or (heads, 1, 1) as compressed-tensors stores them by head."""
+    """The scales of keys and values: (1,), or (heads, 1, 1) as compressed-tensors stores them by
+    head.
+    """
     shape = (1,) if layer.heads is None else (layer.heads, 1, 1)
     module = f"{layer.name}.{INNER}" if layer.name.rpartition(".")[2] == INNER else layer.name
     key, value = (
@@ -144,7 +172,8 @@ def kv_layout(layer: AttentionLayer) -> tuple[TensorSpec, TensorSpec]:
 
 
 def kv_scales(layer: AttentionLayer, ranges: Mapping[str, KeyValueRanges]) -> "tuple[Array, Array]":
-    """Largest magnitude / 448 of keys and of values in calibration, in the shapes of `kv_layout`, float32.
+    """Largest magnitude / 448 of keys and of values in calibration, in the shapes of `kv_layout`,
+    float32.
 
     Raises InputError where calibration did not see the layer's keys and values, or other heads.
     """

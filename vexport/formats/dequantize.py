@@ -1,4 +1,6 @@
-"""The weights of stored tensors, by compressed-tensors' own code: the independent witness of the packings."""
+"""The weights of stored tensors, by compressed-tensors' own code: the independent witness of the
+packings.
+"""
 
 import math
 import warnings
@@ -23,7 +25,9 @@ WORD_MASK = (1 << INT32_BITS) - 1
 
 
 def decompress(name: str, args: Arguments, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The weight that compressed-tensors' compressor of that name makes of a layer's stored tensors."""
+    """The weight that compressed-tensors' compressor of that name makes of a layer's stored
+    tensors.
+    """
     compressor = BaseCompressor.get_value_from_registry(name)
     weight: torch.Tensor = compressor.decompress(dict(stored), ct_scheme(args))["weight"]
     return weight
@@ -35,7 +39,9 @@ def scaled(
     stored: Mapping[str, torch.Tensor],
     zeros: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Codes by their stored scales and `zeros` (out, groups), for what compressed-tensors cannot unpack."""
+    """Codes by their stored scales and `zeros` (out, groups), for what compressed-tensors cannot
+    unpack.
+    """
     weight: torch.Tensor = ct_dequantize(
         codes, stored["weight_scale"], zero_point=zeros, args=ct_scheme(args).weights
     )
@@ -75,7 +81,9 @@ def any_groups() -> Iterator[None]:
     From 0.20 on it does not where the two differ in bits, as it has such presets itself.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Using GROUP strategy for both", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message="Using GROUP strategy for both", category=UserWarning
+        )
         yield
 
 
@@ -86,7 +94,9 @@ def row_chunks(out_features: int, in_features: int) -> Iterator[slice]:
         yield slice(start, min(start + rows, out_features))
 
 
-def rows_of(stored: Mapping[str, torch.Tensor], args: QuantArgs, rows: slice) -> dict[str, torch.Tensor]:
+def rows_of(
+    stored: Mapping[str, torch.Tensor], args: QuantArgs, rows: slice
+) -> dict[str, torch.Tensor]:
     """The stored tensors of some rows of a layer; `rows` begins at a multiple of `WHOLE_ROWS`."""
     rows_per_entry = {
         "weight_scale": args.block[0] if args.block else 1,
@@ -105,7 +115,8 @@ def rows_of(stored: Mapping[str, torch.Tensor], args: QuantArgs, rows: slice) ->
 
 
 def unpack_int32(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """The (rows, columns) unsigned int64 values of `bits` bits that are packed into int32 words of each row.
+    """The (rows, columns) unsigned int64 values of `bits` bits that are packed into int32 words of
+    each row.
 
     Value i takes the bits from i*bits on, low bits first, also across the border of two words.
     """

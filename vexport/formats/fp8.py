@@ -1,12 +1,20 @@
-"""FP8 (e4m3) weights: per channel or block with dynamic inputs, or per tensor with calibrated inputs.
+"""FP8 (e4m3) weights: per channel or block with dynamic inputs, or per tensor with calibrated
+inputs.
 
-Layout: vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py.
+Layout:
+vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py.
 """
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from vexport.formats.arguments import UNQUANTIZED_BITS, Arguments, QuantArgs, described_inputs, input_bits
+from vexport.formats.arguments import (
+    UNQUANTIZED_BITS,
+    Arguments,
+    QuantArgs,
+    described_inputs,
+    input_bits,
+)
 from vexport.formats.base import (
     WITH_INPUTS,
     Cpu,
@@ -46,14 +54,23 @@ class Fp8(Format):
     def matches(self, args: Arguments, stored_as: str) -> bool:
         weights = args.weights
         static = not weights.dynamic and weights.symmetric
-        return stored_as in WITH_INPUTS and static and weights.is_float and weights.strategy in STRATEGIES
+        return (
+            stored_as in WITH_INPUTS
+            and static
+            and weights.is_float
+            and weights.strategy in STRATEGIES
+        )
 
     def refusal(self, args: Arguments) -> str | None:
-        """Blocks without inputs or with static ones, which an assertion stops (process_weights_after_loading
-        of CompressedTensorsW8A16Fp8); other static inputs with more than a scale for each layer."""
+        """Blocks without inputs or with static ones, which an assertion stops
+        (process_weights_after_loading of CompressedTensorsW8A16Fp8); other static inputs with more
+        than a scale for each layer.
+        """
         inputs = args.input_activations
         if inputs is None:
-            return "FP8 blocks without input_activations" if args.weights.strategy == "block" else None
+            return (
+                "FP8 blocks without input_activations" if args.weights.strategy == "block" else None
+            )
         whole = inputs.strategy == "tensor" and args.weights.strategy != "block"
         if inputs.dynamic is not False or whole or _quantizes(inputs):
             return None
@@ -80,10 +97,15 @@ class Fp8(Format):
         inputs = args.input_activations
         if inputs is None or _leaves_inputs(args):
             return False
-        return args.weights.strategy == "block" or (args.weights.strategy, inputs.strategy) in EXPERT_PAIRS
+        return (
+            args.weights.strategy == "block"
+            or (args.weights.strategy, inputs.strategy) in EXPERT_PAIRS
+        )
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """weight (out, in), weight_scale by tensor, channel or block, input_scale (1,) if static."""
+        """weight (out, in), weight_scale by tensor, channel or block, input_scale (1,) if
+        static.
+        """
         static = args.input_activations is not None and not args.input_activations.dynamic
         return {
             self.weight: exact("F8_E4M3", shape, along=(0, 1)),
@@ -96,8 +118,8 @@ class Fp8(Format):
         """Any shape fits per channel and per tensor; blocks must not be cut by fusing or by ranks.
 
         Source: validate_fp8_block_shape and validate_fp8_block_shape_moe in
-        vllm/model_executor/layers/quantization/utils/fp8_utils.py; VocabParallelEmbedding.weight_loader
-        takes a row of scales for each row of an output head.
+        vllm/model_executor/layers/quantization/utils/fp8_utils.py;
+        VocabParallelEmbedding.weight_loader takes a row of scales for each row of an output head.
         """
         if args.weights.block is None:
             return None
@@ -105,25 +127,35 @@ class Fp8(Format):
             return "an output head, whose scales vLLM does not load in blocks"
         block_rows, block_columns = args.weights.block
         if partition.split == "in" and partition.in_features % block_columns:
-            return f"in_features {partition.in_features} is not a multiple of the block's {block_columns}"
+            return (
+                f"in_features {partition.in_features} is not a multiple of the block's "
+                f"{block_columns}"
+            )
         every_part = partition.split == "out" or partition.experts
         parts = partition.out_features if every_part else partition.out_features[:-1]
         ragged = [size for size in parts if size % block_rows]
-        return f"out_features {ragged[0]} is not a multiple of the block's {block_rows}" if ragged else None
+        return (
+            f"out_features {ragged[0]} is not a multiple of the block's {block_rows}"
+            if ragged
+            else None
+        )
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
         """Below SM 89 vLLM puts W8A16 in the place of W8A8 (compressed_tensors.py).
 
-        Below SM 90, where DeepGEMM and CUTLASS do not run blocks, Marlin comes before Triton and keeps inputs
-        at 16 bits (_POSSIBLE_FP8_BLOCK_KERNELS in vllm/model_executor/kernels/linear/__init__.py).
+        Below SM 90, where DeepGEMM and CUTLASS do not run blocks, Marlin comes before Triton and
+        keeps inputs at 16 bits (_POSSIBLE_FP8_BLOCK_KERNELS in
+        vllm/model_executor/kernels/linear/__init__.py).
         """
         full_from = 89 if args.weights.block is None else 90
         full = UNQUANTIZED_BITS if _leaves_inputs(args) else 8
-        return GpuSupport(input_bits={75: UNQUANTIZED_BITS, full_from: full}, stored_bits=input_bits(args))
+        return GpuSupport(
+            input_bits={75: UNQUANTIZED_BITS, full_from: full}, stored_bits=input_bits(args)
+        )
 
     def cpu(self, args: Arguments) -> Cpu:
-        """Native by block alone, with AMX: else the CPU build ignores static scales or takes 0.2 s a layer;
-        that of vLLM 0.33 leaves inputs of weights per channel in bfloat16.
+        """Native by block alone, with AMX: else the CPU build ignores static scales or takes 0.2 s
+        a layer; that of vLLM 0.33 leaves inputs of weights per channel in bfloat16.
 
         vexport.engine.cpu_emulation.kernels stands in for it.
         """
@@ -138,13 +170,17 @@ class Fp8(Format):
 
         return {"input_scale": fp8_scale_of(largest)}
 
-    def packing(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs") -> "Packing":
+    def packing(
+        self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs"
+    ) -> "Packing":
         from vexport.formats.packing.fp8 import Fp8Packing
 
         return Fp8Packing(member, dtype, args, inputs)
 
     def dequantize(self, args: Arguments, stored: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
-        """compressed-tensors' decompression guesses blocks from shapes, which fails where they are ragged."""
+        """compressed-tensors' decompression guesses blocks from shapes, which fails where they are
+        ragged.
+        """
         from vexport.formats.dequantize import decompress, scaled
 
         if args.weights.block is None:
@@ -158,7 +194,9 @@ def _leaves_inputs(args: Arguments) -> bool:
 
 
 def _quantizes(inputs: QuantArgs) -> bool:
-    """Return whether vLLM quantizes inputs as the config says (`_is_fp8_w8a8`); else it runs W8A16."""
+    """Return whether vLLM quantizes inputs as the config says (`_is_fp8_w8a8`); else it runs
+    W8A16.
+    """
     return inputs.is_float and (
         inputs.dynamic is not False or (inputs.symmetric and inputs.strategy == "tensor")
     )

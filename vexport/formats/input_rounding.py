@@ -2,7 +2,8 @@
 
 So are the values, except where it takes ten times as long as its arithmetic: e2m1 on a CPU.
 
-Not in `dequantize`, which vLLM's process loads: the CPU build fails at its start once numba is imported.
+Not in `dequantize`, which vLLM's process loads: the CPU build fails at its start once numba is
+imported.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class InputRounding:
-    """Rounds the input that the layers of a fusion group share: once, as long as anything else holds it."""
+    """Rounds the input that the layers of a fusion group share: once, as long as anything else
+    holds it.
+    """
 
     def __init__(self, args: QuantizationArgs, scales: Tensors) -> None:
         self._args = args
@@ -52,7 +55,9 @@ def round_activations(
     exact = value.to(torch.float32).reshape(1, -1, value.shape[-1])
     global_scale = scales.get("input_global_scale")
     if args.dynamic in (True, "local"):
-        scale, zero_point = compute_dynamic_scales_and_zp(exact, args, module, global_scale=global_scale)
+        scale, zero_point = compute_dynamic_scales_and_zp(
+            exact, args, module, global_scale=global_scale
+        )
     else:
         scale, zero_point = scales["input_scale"].to(torch.float32), scales.get("input_zero_point")
     if (args.type, args.num_bits, exact.device.type) == ("float", 4, "cpu"):

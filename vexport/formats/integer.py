@@ -33,10 +33,14 @@ if TYPE_CHECKING:
     from vexport.formats.packing.base import Packing, PackingInputs
 
 CHANNEL_OR_GROUP = ("channel", "group")
-# Widths that vLLM packs into 32-bit words (WNA16_SUPPORTED_TYPES_MAP), and the groups that its own kernels
-# run for each width (MarlinLinearKernel; TritonW4A16LinearKernel for 256); for others it has Humming's.
+# Widths that vLLM packs into 32-bit words (WNA16_SUPPORTED_TYPES_MAP), and the groups that its own
+# kernels run for each width (MarlinLinearKernel; TritonW4A16LinearKernel for 256); for others it
+# has Humming's.
 PACKED_BITS = range(2, 9)
-OWN_GROUPS: Mapping[int, Sequence[int | None]] = {4: (None, 32, 64, 128, 256), 8: (None, 32, 64, 128)}
+OWN_GROUPS: Mapping[int, Sequence[int | None]] = {
+    4: (None, 32, 64, 128, 256),
+    8: (None, 32, 64, 128),
+}
 HUMMING = "humming-kernels"
 # Of other widths Humming's kernels take every size; these are those of checkpoints in use.
 HUMMING_GROUPS = (None, 32, 64, 128)
@@ -48,9 +52,9 @@ W4AFP8_TILE, W4AFP8_EXPERT_TILE, W4AFP8_GROUP = 128, 256, 128
 class PackedIntegers(Format):
     """Weights of 2 to 8 bits packed into int32 along in_features; scales in the model's dtype.
 
-    W4A8 is stored so as well: as int-quantized, which compressed-tensors would make of it, vLLM has no
-    kernel for it on a GPU. Values cross the borders of words, as vLLM's shapes ask (compressed-tensors
-    does so since 0.18; it left the odd bits of a word empty before).
+    W4A8 is stored so as well: as int-quantized, which compressed-tensors would make of it, vLLM has
+    no kernel for it on a GPU. Values cross the borders of words, as vLLM's shapes ask
+    (compressed-tensors does so since 0.18; it left the odd bits of a word empty before).
     """
 
     name = "pack-quantized"
@@ -65,7 +69,9 @@ class PackedIntegers(Format):
             return stored_as == self.name
         if _is_w4afp8(args):
             return True
-        dynamic = inputs.dynamic is True and inputs.symmetric and inputs.strategy in ("token", "group")
+        dynamic = (
+            inputs.dynamic is True and inputs.symmetric and inputs.strategy in ("token", "group")
+        )
         integers = not weights.is_float and not inputs.is_float and inputs.num_bits in (4, 8)
         return stored_as == self.name and integers and dynamic
 
@@ -87,7 +93,11 @@ class PackedIntegers(Format):
         inputs = args.input_activations
         if inputs is None:
             return "CompressedTensorsWNA16"
-        return "CompressedTensorsW4A8Fp8" if inputs.is_float else f"CompressedTensorsWNA{inputs.num_bits}Int"
+        return (
+            "CompressedTensorsW4A8Fp8"
+            if inputs.is_float
+            else f"CompressedTensorsWNA{inputs.num_bits}Int"
+        )
 
     def runs_experts(self, args: Arguments) -> bool:
         inputs = args.input_activations
@@ -107,7 +117,9 @@ class PackedIntegers(Format):
         }
 
     def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
-        """The shape, from the packed words and, where their last bits may be unused, from the groups."""
+        """The shape, from the packed words and, where their last bits may be unused, from the
+        groups.
+        """
         codes, scales = super().shape(args, stored), stored.get("weight_scale")
         if codes is None:
             return None
@@ -119,14 +131,22 @@ class PackedIntegers(Format):
         return codes[0], codes[1] * INT32_BITS // bits
 
     def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
-        """in_features must be whole groups; zero points of a part and what a kernel takes whole words."""
-        if partition.experts and args.input_activations is not None and not args.input_activations.is_float:
+        """in_features must be whole groups; zero points of a part and what a kernel takes whole
+        words.
+        """
+        if (
+            partition.experts
+            and args.input_activations is not None
+            and not args.input_activations.is_float
+        ):
             return "routed experts, which vLLM runs in this scheme on no GPU"
         grouped = partial_group(partition, args.weights.group)
         return grouped or _partial_tile(args, partition) or _cut_zero_points(args, partition)
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Marlin; with FP8 inputs CUTLASS, on SM 90 only. Integer inputs are quantized by no GPU's kernel."""
+        """Marlin; with FP8 inputs CUTLASS, on SM 90 only. Integer inputs are quantized by no GPU's
+        kernel.
+        """
         stored, group = input_bits(args), args.weights.group
         if args.input_activations is not None and args.input_activations.is_float:
             if group != W4AFP8_GROUP:
@@ -140,13 +160,17 @@ class PackedIntegers(Format):
         of_floats = args.input_activations is not None and args.input_activations.is_float
         return "emulated" if args.weights.num_bits != 4 or of_floats else "native"
 
-    def packing(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs") -> "Packing":
+    def packing(
+        self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs"
+    ) -> "Packing":
         from vexport.formats.packing.integer import PackedIntegerPacking
 
         return PackedIntegerPacking(member, dtype, args, inputs)
 
     def dequantize(self, args: Arguments, stored: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
-        """Widths that cross the borders of words are what the pinned compressed-tensors cannot unpack."""
+        """Widths that cross the borders of words are what the pinned compressed-tensors cannot
+        unpack.
+        """
         from vexport.formats.dequantize import decompress, scaled, unpack_int32
 
         bits = args.weights.num_bits
@@ -171,16 +195,28 @@ class Int8(Format):
     def matches(self, args: Arguments, stored_as: str) -> bool:
         """Source: _is_static_tensor_w8a8 and _is_dynamic_token_w8a8, which do not look at types."""
         weights, inputs = args.weights, args.input_activations
-        if stored_as not in WITH_INPUTS or inputs is None or weights.dynamic or not weights.symmetric:
+        if (
+            stored_as not in WITH_INPUTS
+            or inputs is None
+            or weights.dynamic
+            or not weights.symmetric
+        ):
             return False
-        eight = weights.num_bits == inputs.num_bits == 8 and weights.strategy in ("tensor", "channel")
-        return eight and (inputs.is_by_token or (inputs.strategy == "tensor" and not inputs.dynamic))
+        eight = weights.num_bits == inputs.num_bits == 8 and weights.strategy in (
+            "tensor",
+            "channel",
+        )
+        return eight and (
+            inputs.is_by_token or (inputs.strategy == "tensor" and not inputs.dynamic)
+        )
 
     def unwritten(self, args: Arguments) -> str | None:
         inputs = args.input_activations
         if args.weights.strategy != "channel":
             return "INT8 weights with one scale a tensor"
-        by_token = inputs is not None and inputs.is_by_token and inputs.symmetric and not inputs.is_float
+        by_token = (
+            inputs is not None and inputs.is_by_token and inputs.symmetric and not inputs.is_float
+        )
         return None if by_token else "INT8 inputs that are static or asymmetric; W8A8 has neither"
 
     def vllm_scheme(self, args: Arguments) -> str:
@@ -188,10 +224,14 @@ class Int8(Format):
 
     def runs_experts(self, args: Arguments) -> bool:
         inputs = args.input_activations
-        return args.weights.strategy == "channel" and inputs is not None and inputs.strategy == "token"
+        return (
+            args.weights.strategy == "channel" and inputs is not None and inputs.strategy == "token"
+        )
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """weight (out, in), weight_scale (out, 1), input_scale and input_zero_point (1,) if static."""
+        """weight (out, in), weight_scale (out, 1), input_scale and input_zero_point (1,) if
+        static.
+        """
         inputs, found = args.input_activations, dict[str, Parameter]()
         if inputs is not None and not inputs.dynamic:
             found["input_scale"] = single()
@@ -203,7 +243,9 @@ class Int8(Format):
         return None
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """CUTLASS is chosen from SM 100 on too, where it raises when it runs (scaled_mm_helper.hpp)."""
+        """CUTLASS is chosen from SM 100 on too, where it raises when it runs
+        (scaled_mm_helper.hpp).
+        """
         stored = input_bits(args)
         return GpuSupport(input_bits={75: 8}, stored_bits=stored, below=100)
 
@@ -214,16 +256,21 @@ class Int8(Format):
         """The largest code of each row and the last but one, where searches for less error end."""
         if args.weights.strategy != "channel":
             return None
-        return abs(codes.view("int8").astype("int16")).max(axis=1), 2 ** (args.weights.num_bits - 1) - 2
+        return abs(codes.view("int8").astype("int16")).max(axis=1), 2 ** (
+            args.weights.num_bits - 1
+        ) - 2
 
-    def packing(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs") -> "Packing":
+    def packing(
+        self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs"
+    ) -> "Packing":
         from vexport.formats.packing.integer import Int8Packing
 
         return Int8Packing(member, dtype, args, inputs)
 
 
 class Int4(Int8):
-    """INT4 weights in bytes, INT8 inputs per token, which vLLM runs on Arm CPUs only (dynamic_4bit.py).
+    """INT4 weights in bytes, INT8 inputs per token, which vLLM runs on Arm CPUs only
+    (dynamic_4bit.py).
 
     vexport stores such weights packed.
     """
@@ -231,7 +278,12 @@ class Int4(Int8):
     def matches(self, args: Arguments, stored_as: str) -> bool:
         """Source: _is_dynamic_token_w4a8_int."""
         weights, inputs = args.weights, args.input_activations
-        if stored_as not in WITH_INPUTS or inputs is None or weights.dynamic or not weights.symmetric:
+        if (
+            stored_as not in WITH_INPUTS
+            or inputs is None
+            or weights.dynamic
+            or not weights.symmetric
+        ):
             return False
         integers = not weights.is_float and not inputs.is_float
         bits = (weights.num_bits, inputs.num_bits) == (4, 8)
@@ -268,7 +320,12 @@ def _bytes(args: Arguments, shape: tuple[int, int]) -> dict[str, Parameter]:
 def _is_w4afp8(args: Arguments) -> bool:
     """Source: _is_fp8_w4a8, whatever the format is called."""
     weights, inputs = args.weights, args.input_activations
-    four = (weights.type, weights.num_bits, weights.strategy, weights.symmetric) == ("int", 4, "group", True)
+    four = (weights.type, weights.num_bits, weights.strategy, weights.symmetric) == (
+        "int",
+        4,
+        "group",
+        True,
+    )
     if not four or inputs is None:
         return False
     eight = (inputs.type, inputs.num_bits, inputs.strategy) == ("float", 8, "token")
@@ -292,10 +349,18 @@ def _partial_tile(args: Arguments, partition: Partition) -> str | None:
 
 
 def _cut_zero_points(args: Arguments, partition: Partition) -> str | None:
-    """Zero points of fused or split layers begin at a word (_adjust_shard_indexes_for_packing in vLLM)."""
-    loaded_whole = len(partition.out_features) == 1 and partition.split != "out" and not partition.head
+    """Zero points of fused or split layers begin at a word (_adjust_shard_indexes_for_packing in
+    vLLM).
+    """
+    loaded_whole = (
+        len(partition.out_features) == 1 and partition.split != "out" and not partition.head
+    )
     if args.weights.symmetric or loaded_whole:
         return None
     bits = args.weights.num_bits
     cut = [size for size in partition.out_features if size * bits % INT32_BITS]
-    return f"out_features {cut[0]}: zero points of {bits} bits do not fill whole words" if cut else None
+    return (
+        f"out_features {cut[0]}: zero points of {bits} bits do not fill whole words"
+        if cut
+        else None
+    )

@@ -7,7 +7,13 @@ vllm/model_executor/layers/quantization/compressed_tensors/schemes.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from vexport.formats.arguments import UNQUANTIZED_BITS, Arguments, QuantArgs, described_inputs, input_bits
+from vexport.formats.arguments import (
+    UNQUANTIZED_BITS,
+    Arguments,
+    QuantArgs,
+    described_inputs,
+    input_bits,
+)
 from vexport.formats.base import (
     Format,
     GpuSupport,
@@ -39,7 +45,9 @@ class _Mx(Format):
         return _is_mx(args.weights, self.bits)
 
     def unwritten(self, args: Arguments) -> str | None:
-        """vLLM ignores the arguments of inputs: only those are written that it runs as they are stored."""
+        """vLLM ignores the arguments of inputs: only those are written that it runs as they are
+        stored.
+        """
         inputs = args.input_activations
         if inputs is None or (self.bits == 4 and _is_dynamic_fp8(args)):
             return None
@@ -48,7 +56,9 @@ class _Mx(Format):
         return f"inputs that vLLM leaves as they are: {described_inputs(args)}"
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """weight_packed (out, in/2) or weight (out, in), weight_scale (out, in/32), biased exponents."""
+        """weight_packed (out, in/2) or weight (out, in), weight_scale (out, in/32), biased
+        exponents.
+        """
         codes = (shape[0], shape[1] // self.codes_per_byte)
         return {
             self.weight: exact(self.codes, codes, along=(0, 1)),
@@ -60,17 +70,21 @@ class _Mx(Format):
         """in_features must be a multiple of 32."""
         return partial_group(partition, MX_GROUP)
 
-    def packing(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs") -> "Packing":
+    def packing(
+        self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs"
+    ) -> "Packing":
         from vexport.formats.packing.mxfp import MxfpPacking
 
         return MxfpPacking(member, dtype, args, inputs)
 
 
 class Mxfp4(_Mx):
-    """e2m1 weights, two to the byte, with inputs in MXFP4, in FP8 by group or token, or unquantized.
+    """e2m1 weights, two to the byte, with inputs in MXFP4, in FP8 by group or token, or
+    unquantized.
 
-    vLLM quantizes the inputs of the first and the last to MXFP4 where it has FP4 kernels. For FP8 inputs it
-    has the kernel of humming-kernels, which its CUDA wheel requires (compressed_tensors_w4a8_mxfp4.py).
+    vLLM quantizes the inputs of the first and the last to MXFP4 where it has FP4 kernels. For FP8
+    inputs it has the kernel of humming-kernels, which its CUDA wheel requires
+    (compressed_tensors_w4a8_mxfp4.py).
     """
 
     name = "mxfp4-pack-quantized"
@@ -82,10 +96,11 @@ class Mxfp4(_Mx):
         return f"CompressedTensorsW4A{8 if _is_dynamic_fp8(args) else 4}Mxfp4"
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Inputs in FP8 by Humming; others by Marlin, for weights only, and by FlashInfer from SM 100 on.
+        """Inputs in FP8 by Humming; others by Marlin, for weights only, and by FlashInfer from SM
+        100 on.
 
-        On SM 90 Humming comes before Marlin and takes all inputs in FP8, also of weights alone (priority.py
-        and schema.py in vLLM's quantization/utils/humming; seen on an H100).
+        On SM 90 Humming comes before Marlin and takes all inputs in FP8, also of weights alone
+        (priority.py and schema.py in vLLM's quantization/utils/humming; seen on an H100).
         """
         bits = {80: 8} if _is_dynamic_fp8(args) else {80: UNQUANTIZED_BITS, 90: 8, 100: 4}
         return GpuSupport(input_bits=bits, stored_bits=input_bits(args))
@@ -105,7 +120,9 @@ class Mxfp8(_Mx):
         return "CompressedTensorsW8A8Mxfp8"
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Marlin, for weights only, below SM 100; kernels that quantize all inputs from there on."""
+        """Marlin, for weights only, below SM 100; kernels that quantize all inputs from there
+        on.
+        """
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS, 100: 8}, stored_bits=input_bits(args))
 
 
@@ -119,4 +136,6 @@ def _is_dynamic_fp8(args: Arguments) -> bool:
     inputs = args.input_activations
     if inputs is None or args.weights.dynamic or inputs.strategy not in ("token", "group"):
         return False
-    return (inputs.type, inputs.num_bits, inputs.symmetric) == ("float", 8, True) and bool(inputs.dynamic)
+    return (inputs.type, inputs.num_bits, inputs.symmetric) == ("float", 8, True) and bool(
+        inputs.dynamic
+    )

@@ -1,6 +1,8 @@
-"""NVFP4: e2m1 weights in groups of 16 with e4m3 scales, relative to a float32 global scale a fused module.
+"""NVFP4: e2m1 weights in groups of 16 with e4m3 scales, relative to a float32 global scale a fused
+module.
 
-Layout: vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py.
+Layout:
+vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py.
 """
 
 from collections.abc import Mapping
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 
 
 class Nvfp4(Format):
-    """NVFP4 with (W4A4) or without (W4A16) quantized inputs: one class of vLLM's, which knows `use_a16`."""
+    """NVFP4 with (W4A4) or without (W4A16) quantized inputs: one class of vLLM's, which knows
+    `use_a16`.
+    """
 
     name = "nvfp4-pack-quantized"
     weight = "weight_packed"
@@ -48,9 +52,13 @@ class Nvfp4(Format):
         return "CompressedTensorsW4A4Fp4"
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """weight_packed (out, in/2), weight_scale (out, in/16), global scales (1,): 448*6/absmax."""
+        """weight_packed (out, in/2), weight_scale (out, in/16), global scales (1,):
+        448*6/absmax.
+        """
         rows, columns = shape
-        inputs = {} if args.input_activations is None else {"input_global_scale": single(GLOBAL_SCALES)}
+        inputs = (
+            {} if args.input_activations is None else {"input_global_scale": single(GLOBAL_SCALES)}
+        )
         return {
             self.weight: exact("U8", (rows, columns // 2), along=(0, 1)),
             "weight_scale": coded_scale("F8_E4M3", args.weights, shape),
@@ -69,7 +77,9 @@ class Nvfp4(Format):
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS, 100: stored}, stored_bits=stored)
 
     def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
-        """The largest code of each group, and 6, the last but one, where searches for less error end."""
+        """The largest code of each group, and 6, the last but one, where searches for less error
+        end.
+        """
         if codes.shape[1] % (NVFP4_GROUP // 2):
             return None
         pairs = codes.reshape(-1, NVFP4_GROUP // 2)
@@ -83,7 +93,9 @@ class Nvfp4(Format):
 
         return {"input_global_scale": global_scale_of(largest)}
 
-    def packing(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs") -> "Packing":
+    def packing(
+        self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs"
+    ) -> "Packing":
         from vexport.formats.packing.nvfp4 import Nvfp4Packing
 
         return Nvfp4Packing(member, dtype, args, inputs)

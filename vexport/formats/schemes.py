@@ -1,8 +1,9 @@
-"""The quantization schemes: compressed-tensors' presets, the same with other groups of columns, a user's own.
+"""The quantization schemes: compressed-tensors' presets, the same with other groups of columns, a
+user's own.
 
 `INT4_GROUP64_ASYM.A16` are weights of 4 bits in groups of 64 with zero points, inputs as they are;
-`FP8_CHANNEL.FP8_TENSOR` has one calibrated scale for the inputs. A name says all that is stored, so that
-plans, recipes and reports need no more than the name.
+`FP8_CHANNEL.FP8_TENSOR` has one calibrated scale for the inputs. A name says all that is stored, so
+that plans, recipes and reports need no more than the name.
 """
 
 import re
@@ -17,14 +18,23 @@ from pydantic import TypeAdapter
 
 from vexport.errors import InputError, nearest
 from vexport.formats import WRITTEN, vllm_format, written_format
-from vexport.formats.arguments import GROUPED, QuantArgs, SchemeArgs, Strategy, contradictions, parse_args
+from vexport.formats.arguments import (
+    GROUPED,
+    QuantArgs,
+    SchemeArgs,
+    Strategy,
+    contradictions,
+    parse_args,
+)
 from vexport.formats.base import Format, Split, partition_of, uneven
 from vexport.numerics import MX_GROUP
 from vexport.records import Json, LinearPlan, TensorSpec
 
 KEEP = "keep"
 # `W4A16_G64` and `W4A16_CHANNEL` are W4A16 with groups of 64 columns, and with a scale a row.
-OTHER_GROUPS = re.compile(r"(?P<preset>.+?)[-_ ]?(?:G(?P<size>[1-9]\d{0,5})|CHANNEL)", re.IGNORECASE)
+OTHER_GROUPS = re.compile(
+    r"(?P<preset>.+?)[-_ ]?(?:G(?P<size>[1-9]\d{0,5})|CHANNEL)", re.IGNORECASE
+)
 UNQUANTIZED = "A16"
 STATIC_OBSERVER = "static_minmax"
 WEIGHT_OBSERVER = "memoryless_minmax"
@@ -71,8 +81,9 @@ class Scheme:
     ) -> str | None:
         """The reason why vLLM could not run these layers as one on so many ranks, or None.
 
-        `split` is what tensor parallelism cuts of them. Key and value layers whose heads are fewer than the
-        ranks are repeated by vLLM: pass them with as many out_features as all ranks hold together.
+        `split` is what tensor parallelism cuts of them. Key and value layers whose heads are fewer
+        than the ranks are repeated by vLLM: pass them with as many out_features as all ranks hold
+        together.
         """
         if ranks == 1 or split == "none":
             return self.format.unsupported_shape(self.args, partition_of(members, 1, "none"))
@@ -89,13 +100,19 @@ ELSEWHERE = {
     **dict.fromkeys(("fp4", "w4a4", "nvfp4a4", "nvfp4w4a4"), "NVFP4"),
     **dict.fromkeys(("w4afp16", "nvfp4w4a16"), "NVFP4A16"),
     **dict.fromkeys(("fp8static", "fp8tensor", "fp8pertensor", "w8a8fp8static"), "FP8"),
-    **dict.fromkeys(("fp8w8a8", "w8a8fp8", "ptpc", "fp8ptpc", "fp8channel", "fp8perchannel"), "FP8_DYNAMIC"),
+    **dict.fromkeys(
+        ("fp8w8a8", "w8a8fp8", "ptpc", "fp8ptpc", "fp8channel", "fp8perchannel"), "FP8_DYNAMIC"
+    ),
     **dict.fromkeys(("blockfp8", "fp8blockwise", "fp8deepseek"), "FP8_BLOCK"),
     **dict.fromkeys(("w8", "int8a16", "8bit"), "W8A16"),
     **dict.fromkeys(("w8a8int8", "int8w8a8", "smoothquant"), "W8A8"),
     **dict.fromkeys(("gptq", "w4a16gptq"), "W4A16 with --rounding gptq"),
-    **dict.fromkeys(("autoround", "w4a16autoround"), "W4A16 with --rounding refit, which is another method"),
-    **dict.fromkeys(("awq", "w4a16awq"), "W4A16_ASYM with --rounding refit; vexport does not smooth weights"),
+    **dict.fromkeys(
+        ("autoround", "w4a16autoround"), "W4A16 with --rounding refit, which is another method"
+    ),
+    **dict.fromkeys(
+        ("awq", "w4a16awq"), "W4A16_ASYM with --rounding refit; vexport does not smooth weights"
+    ),
 }
 
 
@@ -117,7 +134,9 @@ def fold_name(name: str) -> str:
 
 
 def scheme_name(text: str) -> str:
-    """The scheme that `text` names, whatever its case and separators; the text itself where it is none."""
+    """The scheme that `text` names, whatever its case and separators; the text itself where it is
+    none.
+    """
     names = {fold_name(name): name for name in scheme_names()}
     if fold_name(text) in names:
         return names[fold_name(text)]
@@ -131,7 +150,9 @@ def scheme_name(text: str) -> str:
 
 
 def meant(name: str, known: Sequence[str]) -> str:
-    """` (did you mean X?)`: what a scheme of another tool is called here, else the nearest known name."""
+    """` (did you mean X?)`: what a scheme of another tool is called here, else the nearest known
+    name.
+    """
     elsewhere = ELSEWHERE.get(fold_name(name))
     return f" (did you mean {elsewhere}?)" if elsewhere else nearest(name, known)
 
@@ -145,7 +166,8 @@ def is_scheme(name: str) -> bool:
 
 @cache
 def get_scheme(name: str) -> Scheme:
-    """The scheme of that name: a preset, one with other groups, or one whose name spells its arguments.
+    """The scheme of that name: a preset, one with other groups, or one whose name spells its
+    arguments.
 
     InputError says what is wrong with a name of the latter two, else lists the presets.
     """
@@ -202,7 +224,8 @@ def with_group_size(name: str, group_size: int | None) -> str:
 
 
 def regrouped(scheme: Scheme, group_size: int | None) -> Scheme:
-    """A scheme of integers with groups of so many columns, or with a scale a row where that is None.
+    """A scheme of integers with groups of so many columns, or with a scale a row where that is
+    None.
 
     Raises InputError for floats, whose groups have one size, and where vLLM has no scheme for it.
     """
@@ -211,7 +234,8 @@ def regrouped(scheme: Scheme, group_size: int | None) -> Scheme:
         raise InputError(
             f"scheme {scheme.name!r}",
             got=_in_words(group_size),
-            need=f"{_in_words(weights.group, weights.strategy)}, the only size that its format stores"
+            need=f"{_in_words(weights.group, weights.strategy)}, the only size that its format "
+            f"stores"
             if weights.is_float
             else "a size from 1",
             fix="leave out the group size, or use a scheme of integers such as W4A16",
@@ -229,7 +253,9 @@ def grouped_schemes(group_size: int | None) -> tuple[str, ...]:
 
 
 def group_sizes(name: str) -> tuple[int, ...]:
-    """The sizes that vLLM's kernels run for a scheme with groups, largest first; none without a choice."""
+    """The sizes that vLLM's kernels run for a scheme with groups, largest first; none without a
+    choice.
+    """
     scheme = get_scheme(name)
     if scheme.args.weights.is_float or scheme.args.weights.group is None:
         return ()
@@ -268,7 +294,9 @@ def _in_words(group_size: int | None, strategy: Strategy = "channel") -> str:
     """A group size as errors say it."""
     if group_size is not None:
         return f"groups of {group_size}"
-    return {"block": "scales by block", "tensor": "one scale a tensor"}.get(strategy, "one scale a row")
+    return {"block": "scales by block", "tensor": "one scale a tensor"}.get(
+        strategy, "one scale a row"
+    )
 
 
 def spelled(args: SchemeArgs) -> str:
@@ -286,7 +314,8 @@ def spelled_args(name: str) -> SchemeArgs | None:
 
 
 def own_args(weights: Json, inputs: Json) -> SchemeArgs:
-    """Arguments as compressed-tensors writes them, checked; ValueError says what vexport cannot write.
+    """Arguments as compressed-tensors writes them, checked; ValueError says what vexport cannot
+    write.
 
     Observers are no part of them (see `Rule`).
     """
@@ -300,7 +329,9 @@ def own_args(weights: Json, inputs: Json) -> SchemeArgs:
 
 
 def format_of(args: SchemeArgs) -> Format | str:
-    """The format that stores the weights, or why vLLM does not run them or vexport does not write them."""
+    """The format that stores the weights, or why vLLM does not run them or vexport does not write
+    them.
+    """
     storage = written_format(args)
     if storage is None:
         reason = next(contradictions(args), None)
@@ -308,7 +339,10 @@ def format_of(args: SchemeArgs) -> Format | str:
         return reason or next(answer for answer in answers if isinstance(answer, str))
     if not storage.gpu_support(args).input_bits and storage.cpu(args) != "native":
         sizes = [str(size) for size in storage.group_sizes(args) if size]
-        return f"groups of {args.weights.group}, for which vLLM has no kernel: {' or '.join(sizes)} it runs"
+        return (
+            f"groups of {args.weights.group}, for which vLLM has no kernel: "
+            f"{' or '.join(sizes)} it runs"
+        )
     return storage.unwritten(args) or storage
 
 

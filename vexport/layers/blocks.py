@@ -16,10 +16,11 @@ Source = FusionGroup | TensorInfo | AttentionLayer
 def blocks(
     index: SourceIndex, groups: Sequence[FusionGroup], attention: Sequence[AttentionLayer] = ()
 ) -> Iterator[Source]:
-    """Return the blocks of an output in the order of the source: groups to quantize and tensors to copy.
+    """Return the blocks of an output in the order of the source: groups to quantize and tensors to
+    copy.
 
-    A group comes where the first of its weights is stored; experts that are stored in one tensor come
-    there one after the other. The scales of the KV cache come last.
+    A group comes where the first of its weights is stored; experts that are stored in one tensor
+    come there one after the other. The scales of the KV cache come last.
     """
     groups_of: dict[str, dict[str, FusionGroup]] = {}
     for group in groups:
@@ -53,7 +54,9 @@ def group_layout(group: FusionGroup, tensors: Mapping[str, TensorInfo]) -> tuple
     """The tensors that replace a group's weights, member by member."""
     scheme = get_scheme(group.scheme)
     return tuple(
-        spec for member in group.members for spec in scheme.layout(member, tensors[member.weight].dtype)
+        spec
+        for member in group.members
+        for spec in scheme.layout(member, tensors[member.weight].dtype)
     )
 
 
@@ -62,15 +65,24 @@ def output_bytes(
 ) -> int:
     """Bytes of all tensors to be written."""
     weights = {member.weight for group in groups for member in group.members}
-    copied = sum(tensor.num_bytes for tensor in index.tensors.values() if tensor.name not in weights)
-    return copied + quantized_bytes(index, groups) + sum(_bytes(kv_layout(layer)) for layer in attention)
+    copied = sum(
+        tensor.num_bytes for tensor in index.tensors.values() if tensor.name not in weights
+    )
+    return (
+        copied
+        + quantized_bytes(index, groups)
+        + sum(_bytes(kv_layout(layer)) for layer in attention)
+    )
 
 
 def quantized_bytes(index: SourceIndex, groups: Sequence[FusionGroup]) -> int:
     """Bytes of the tensors that replace the groups' weights, scales included."""
     return sum(
         _layer_bytes(
-            group.scheme, member.out_features, member.in_features, index.tensors[member.weight].dtype
+            group.scheme,
+            member.out_features,
+            member.in_features,
+            index.tensors[member.weight].dtype,
         )
         for group in groups
         for member in group.members

@@ -4,7 +4,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from vexport.architectures import STACK
-from vexport.architectures.fusion import all_names, also_asked, below, looked_up, matches_any, moe_layer
+from vexport.architectures.fusion import (
+    all_names,
+    also_asked,
+    below,
+    looked_up,
+    matches_any,
+    moe_layer,
+)
 from vexport.formats.base import HEADS, is_head
 from vexport.layers.linears import Names
 
@@ -15,18 +22,24 @@ def ignored(
     opaque: Iterable[str],
     names: Names,
 ) -> tuple[str, ...]:
-    """The entries that `ignore` needs, given layers by the module that vLLM makes of them, those that are
-    kept, and the tensors of experts that are copied as they are.
+    """The entries that `ignore` needs, given layers by the module that vLLM makes of them, those
+    that are kept, and the tensors of experts that are copied as they are.
 
     - Names of checkpoints: vLLM renames them as it renames tensors (apply_vllm_mapper in
-      compressed_tensors.py); a pattern is matched with vLLM's own name, so it starts where both agree, or
+      compressed_tensors.py); a pattern is matched with vLLM's own name, so it starts where both
+      agree, or
       further to the left where it would match a quantized layer of another stack (`mtp.layers.0`).
-    - Routed experts are looked up by the first expert's projections: one pattern a layer covers them.
-    - What lies outside the decoder layers may lie deeper in vLLM, by renames of the inner model that the
-      quantization config does not see (Gemma3nModel.hf_to_vllm_mapper): a pattern finds it there too.
-    - A fused module that vLLM's quantization config does not take apart is named itself as well; of one that
+    - Routed experts are looked up by the first expert's projections: one pattern a layer covers
+    them.
+    - What lies outside the decoder layers may lie deeper in vLLM, by renames of the inner model
+    that the
+      quantization config does not see (Gemma3nModel.hf_to_vllm_mapper): a pattern finds it there
+      too.
+    - A fused module that vLLM's quantization config does not take apart is named itself as well; of
+    one that
       it does, all parts are named, also those that no tensor has (values that are the keys).
-    - A layer that predicts further tokens, run by another class that may take no fused module apart and name
+    - A layer that predicts further tokens, run by another class that may take no fused module apart
+    and name
       it otherwise (Glm4MoeMTP, Step3p5MTP), is kept by one pattern for each of its names.
     - What vLLM asks for by another name than the file has is named by that, too.
     """
@@ -48,13 +61,17 @@ def ignored(
                 copied = (f"re:{outside}",)
             else:
                 copied = tuple(_patterns(name, members, names, quantized))
-            patterns.update(dict.fromkeys((*copied, *also_asked(name, members, copied, names.architecture))))
+            patterns.update(
+                dict.fromkeys((*copied, *also_asked(name, members, copied, names.architecture)))
+            )
     for tensor in opaque:
         patterns.update(dict.fromkeys(_unknown(tensor, names, quantized)))
     return tuple(patterns)
 
 
-def _quantized_names(modules: Mapping[str, Sequence[str]], kept: Set[str], names: Names) -> tuple[str, ...]:
+def _quantized_names(
+    modules: Mapping[str, Sequence[str]], kept: Set[str], names: Names
+) -> tuple[str, ...]:
     """Return all names of quantized layers, which `ignore` must not match."""
     quantized = (
         module
@@ -66,12 +83,14 @@ def _quantized_names(modules: Mapping[str, Sequence[str]], kept: Set[str], names
 
 
 def ignored_head(linears: Iterable[str]) -> tuple[str, ...]:
-    """The names of the head that a checkpoint does not store, it being the embeddings: transformers, for
-    which it is a linear layer, would look for its scales."""
+    """The names of the head that a checkpoint does not store, it being the embeddings:
+    transformers, for which it is a linear layer, would look for its scales."""
     return () if any(map(is_head, linears)) else (f"re:.*{HEADS[0]}",)
 
 
-def _patterns(name: str, members: Sequence[str], names: Names, quantized: Sequence[str]) -> Iterator[str]:
+def _patterns(
+    name: str, members: Sequence[str], names: Names, quantized: Sequence[str]
+) -> Iterator[str]:
     experts = moe_layer(members[0])
     if experts is not None:
         yield from below(experts, r"\..*", names.architecture, quantized)

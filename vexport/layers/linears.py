@@ -1,4 +1,6 @@
-"""The linear layers of a checkpoint, and which of them vLLM can run quantized, by names and shapes alone."""
+"""The linear layers of a checkpoint, and which of them vLLM can run quantized, by names and shapes
+alone.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,11 +13,19 @@ from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats.config import KV_CACHES
-from vexport.records import AttentionLayer, Finding, Json, KvCache, LinearPlan, TensorInfo, WeightPart
+from vexport.records import (
+    AttentionLayer,
+    Finding,
+    Json,
+    KvCache,
+    LinearPlan,
+    TensorInfo,
+    WeightPart,
+)
 
-# decoder: quantized by a rule for all linear layers; outside: only by a rule that names it (lm_head, vision
-# towers, layers that predict further tokens, routers, gates); unquantizable: vLLM builds it without a
-# config, or as experts of the class's own.
+# decoder: quantized by a rule for all linear layers; outside: only by a rule that names it
+# (lm_head, vision towers, layers that predict further tokens, routers, gates); unquantizable: vLLM
+# builds it without a config, or as experts of the class's own.
 Place = Literal["decoder", "outside", "unquantizable"]
 
 # Layers that predict tokens further ahead; transformers drops them, vLLM drafts with them.
@@ -25,27 +35,31 @@ PREDICTION = re.compile(r"(?:^|\.)(?:mtp|nextn|mtp_\w+)\b")
 SMALL_BUT_DECISIVE = re.compile(
     r"(?:.*\.)?(?:\w*router\w*(?:\.layer)?|\w*gate|\w*norm\w*|\w*conv1d\w*|\w+_coefs|in_proj_(?:ba|b|a))$"
 )
-# vLLM's own endings of tensors that hold all experts of a layer (RoutedExperts.build_expert_params_mapping).
-STACKED_EXPERTS: Mapping[str, str] = {name: name for name in ("experts.gate_up_proj", "experts.down_proj")}
-# Loads experts in its own names and none in compressed-tensors' (vllm/model_executor/models/gpt_oss.py).
+# vLLM's own endings of tensors that hold all experts of a layer
+# (RoutedExperts.build_expert_params_mapping).
+STACKED_EXPERTS: Mapping[str, str] = {
+    name: name for name in ("experts.gate_up_proj", "experts.down_proj")
+}
+# Loads experts in its own names and none in compressed-tensors'
+# (vllm/model_executor/models/gpt_oss.py).
 OWN_EXPERTS = frozenset({"GptOssForCausalLM"})
 UNNUMBERED = re.compile(r"\bexperts\.(?!\d+\.)")
 KEYS = "k_proj"
 HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
 # Queries, keys and values in one weight on disk.
 FUSED = frozenset({"qkv_proj", "query_key_value", "Wqkv", "W_pack", "c_attn", "wqkv", "qkv"})
-# vLLM makes no scales for multi-head latent attention: CompressedTensorsConfig.get_quant_method knows only
-# its class Attention.
+# vLLM makes no scales for multi-head latent attention: CompressedTensorsConfig.get_quant_method
+# knows only its class Attention.
 LATENT = "kv_a_proj_with_mqa"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The reading of one checkpoint's names: vLLM's class, the language model's config and the number of its
-    decoder layers.
+    """The reading of one checkpoint's names: vLLM's class, the language model's config and the
+    number of its decoder layers.
 
-    `experts_known` says whether vLLM loads the class's experts one by one, `transposed_experts` whether a
-    tensor of all experts is (experts, in, out) in this checkpoint.
+    `experts_known` says whether vLLM loads the class's experts one by one, `transposed_experts`
+    whether a tensor of all experts is (experts, in, out) in this checkpoint.
     """
 
     architecture: Architecture
@@ -60,11 +74,17 @@ class Names:
         routed = moe_layer(module) is not None
         kept = (*self.architecture.unquantized, *self.architecture.routers)
         plain = (
-            last_part in kept or self.architecture.kind(module) == "plain" or bool(RENUMBERED.search(module))
+            last_part in kept
+            or self.architecture.kind(module) == "plain"
+            or bool(RENUMBERED.search(module))
         )
         if self.architecture.experts is None if routed else plain:
             return "unquantizable"
-        return "decoder" if self.in_decoder(module) and not SMALL_BUT_DECISIVE.match(module) else "outside"
+        return (
+            "decoder"
+            if self.in_decoder(module) and not SMALL_BUT_DECISIVE.match(module)
+            else "outside"
+        )
 
     def in_decoder(self, module: str) -> bool:
         """Return whether a module is part of a decoder layer of the language model."""
@@ -75,7 +95,9 @@ class Names:
         return self.layers is None or int(stack[1]) < self.layers
 
     def draft_layer(self, module: str) -> str | None:
-        """The layer that predicts further tokens that a module is part of, None for other modules."""
+        """The layer that predicts further tokens that a module is part of, None for other
+        modules.
+        """
         name, stack = self.vllm_name(module), RENUMBERED.search(module) or STACK.search(module)
         if stack is None or self.in_decoder(module):
             return None
@@ -113,7 +135,8 @@ def names_of(index: SourceIndex, architecture: Architecture) -> Names:
 
 
 def _is_transposed(index: SourceIndex, architecture: Architecture, hidden: Json) -> bool:
-    """Return whether tensors of all experts are (experts, in, out): by hidden_size, or as the class has them.
+    """Return whether tensors of all experts are (experts, in, out): by hidden_size, or as the class
+    has them.
 
     Checkpoints of one class come in both orders: newer versions of transformers save the other one.
     """
@@ -126,28 +149,38 @@ def _is_transposed(index: SourceIndex, architecture: Architecture, hidden: Json)
 
 
 def find_linears(index: SourceIndex, names: Names) -> Iterator[LinearPlan]:
-    """The linear layers among the tensors, in file order: two-dimensional floating-point weights that are no
-    embedding, and the experts of tensors that hold all experts of a layer."""
+    """The linear layers among the tensors, in file order: two-dimensional floating-point weights
+    that are no embedding, and the experts of tensors that hold all experts of a layer."""
     for tensor in index.tensors.values():
         module, _, last_part = tensor.name.rpartition(".")
         if tensor.dtype not in FLOATING:
             continue
-        if last_part == "weight" and len(tensor.shape) == 2 and not names.architecture.is_table(module):
+        if (
+            last_part == "weight"
+            and len(tensor.shape) == 2
+            and not names.architecture.is_table(module)
+        ):
             yield _linear(tensor, module, names)
         elif len(tensor.shape) == 3 and names.experts_known:
             yield from _stacked_experts(tensor, names)
 
 
 def _linear(tensor: TensorInfo, module: str, names: Names) -> LinearPlan:
-    """The layer of a two-dimensional weight: (out, in), or (in, out) where the class stores it so."""
+    """The layer of a two-dimensional weight: (out, in), or (in, out) where the class stores it
+    so.
+    """
     turned = names.architecture.reordered.get(module.rpartition(".")[2]) == "transposed"
     rows, columns = tensor.shape[::-1] if turned else tensor.shape
     part = WeightPart(expert=0, transposed=True, start=0, stop=rows) if turned else None
-    return LinearPlan(name=module, weight=tensor.name, out_features=rows, in_features=columns, part=part)
+    return LinearPlan(
+        name=module, weight=tensor.name, out_features=rows, in_features=columns, part=part
+    )
 
 
 def is_unknown_experts(tensor: TensorInfo, names: Names) -> bool:
-    """Return whether a tensor holds experts in a way that is not understood: they are copied as they are."""
+    """Return whether a tensor holds experts in a way that is not understood: they are copied as
+    they are.
+    """
     if names.architecture.experts is None or tensor.dtype not in FLOATING or "conv" in tensor.name:
         return False
     together = len(tensor.shape) == 2 and UNNUMBERED.search(tensor.name)
@@ -164,7 +197,9 @@ def stacked_ending(name: str, architecture: Architecture) -> tuple[str, str] | N
 
 
 def _stacked_experts(tensor: TensorInfo, names: Names) -> Iterator[LinearPlan]:
-    """Gate and up, or down, of each expert: gate rows first, as `RoutedExperts.load_weights` cuts them."""
+    """Gate and up, or down, of each expert: gate rows first, as `RoutedExperts.load_weights` cuts
+    them.
+    """
     ending = stacked_ending(tensor.name, names.architecture)
     if ending is None or names.architecture.experts is None or 0 in tensor.shape:
         return
@@ -172,7 +207,10 @@ def _stacked_experts(tensor: TensorInfo, names: Names) -> Iterator[LinearPlan]:
     base, _, kind = (tensor.name.removesuffix(old) + new).rpartition(".")
     gate, down, up = names.architecture.experts
     transposed = names.transposed_experts
-    experts, rows, columns = (tensor.shape[0], *(tensor.shape[:0:-1] if transposed else tensor.shape[1:]))
+    experts, rows, columns = (
+        tensor.shape[0],
+        *(tensor.shape[:0:-1] if transposed else tensor.shape[1:]),
+    )
     parts = (down,) if kind == "down_proj" else (gate, up) if up else (gate,)
     height = rows // len(parts)
     for expert in range(experts):
@@ -183,7 +221,9 @@ def _stacked_experts(tensor: TensorInfo, names: Names) -> Iterator[LinearPlan]:
                 weight=tensor.name,
                 out_features=height,
                 in_features=columns,
-                part=WeightPart(expert=expert, transposed=transposed, start=start, stop=start + height),
+                part=WeightPart(
+                    expert=expert, transposed=transposed, start=start, stop=start + height
+                ),
             )
 
 
@@ -196,7 +236,8 @@ def attention_layers(
     per_head = KV_CACHES[kv_cache].strategy == "attn_head"
     return tuple(
         AttentionLayer(
-            name=linear.name.rpartition(".")[0], heads=kv_heads(linear, names.text) if per_head else None
+            name=linear.name.rpartition(".")[0],
+            heads=kv_heads(linear, names.text) if per_head else None,
         )
         for linear in linears
         if makes_keys(linear.name, names)
@@ -210,8 +251,8 @@ def makes_keys(linear: str, names: Names) -> bool:
 
 
 def kv_heads(linear: LinearPlan, text: Mapping[str, Json]) -> int:
-    """Return the number of KV heads of an attention layer: by the rows of its keys, or else as the config
-    says.
+    """Return the number of KV heads of an attention layer: by the rows of its keys, or else as the
+    config says.
     """
     width = head_width(text) if linear.name.endswith(KEYS) else 0
     if width and linear.out_features % width == 0:
@@ -219,7 +260,9 @@ def kv_heads(linear: LinearPlan, text: Mapping[str, Json]) -> int:
     return next((heads for key in HEADS if (heads := known_size(key, text))), 1)
 
 
-def refused_caches(layers: Sequence[AttentionLayer], linears: Iterable[LinearPlan]) -> Iterator[Finding]:
+def refused_caches(
+    layers: Sequence[AttentionLayer], linears: Iterable[LinearPlan]
+) -> Iterator[Finding]:
     """Return why vLLM would read no scale of the KV cache, where it would not."""
     latent = next((linear.name for linear in linears if linear.name.endswith(f".{LATENT}")), None)
     if latent or not layers:
@@ -228,6 +271,8 @@ def refused_caches(layers: Sequence[AttentionLayer], linears: Iterable[LinearPla
             severity="error",
             where=latent.rpartition(".")[0] if latent else "KV cache",
             expected="attention layers for which vLLM reads scales of compressed-tensors",
-            got="multi-head latent attention" if latent else "no layer with its own keys and values",
+            got="multi-head latent attention"
+            if latent
+            else "no layer with its own keys and values",
             fix="leave the KV cache in the model's dtype",
         )

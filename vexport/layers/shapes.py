@@ -18,7 +18,8 @@ SHAPE = "shape"
 KEPT = "kept unquantized"
 KEY_VALUE = ("k_proj", "v_proj")
 QUERY_KEY_VALUE = ("q_proj", *KEY_VALUE)
-# Tensors of a layer that vLLM cuts by whole groups: mamba_v2_sharded_weight_loader in mamba/mamba_mixer2.py.
+# Tensors of a layer that vLLM cuts by whole groups: mamba_v2_sharded_weight_loader in
+# mamba/mamba_mixer2.py.
 CUT_BY_GROUPS = ("weight", "weight_scale", "input_scale")
 # The rank counts that are offered instead of one that does not work.
 MOST_RANKS = 16
@@ -27,7 +28,10 @@ OTHER_RANKS = "serve it on another number of GPUs (--tp)"
 
 def unsupported_reordering(group: FusionGroup, names: Names) -> str | None:
     """Return why a group's tensors cannot follow the rows of its weights, or None where they do."""
-    scheme, width = get_scheme(group.scheme), known_size("hidden_size // num_attention_heads", names.text)
+    scheme, width = (
+        get_scheme(group.scheme),
+        known_size("hidden_size // num_attention_heads", names.text),
+    )
     for member in group.members:
         last_part = member.name.rpartition(".")[2]
         reordering = names.architecture.reordered.get(last_part)
@@ -37,15 +41,18 @@ def unsupported_reordering(group: FusionGroup, names: Names) -> str | None:
     return None
 
 
-def _left_behind(reordering: Reordering, member: LinearPlan, spec: TensorSpec, head_size: int) -> str | None:
-    """Return why vLLM would load one of a layer's tensors wrongly or not at all, or None; `head_size` is 0 if
-    unknown.
+def _left_behind(
+    reordering: Reordering, member: LinearPlan, spec: TensorSpec, head_size: int
+) -> str | None:
+    """Return why vLLM would load one of a layer's tensors wrongly or not at all, or None;
+    `head_size` is 0 if unknown.
 
-    Sources in vllm/model_executor/models: permute_qk_weight_for_rotary of llama4.py (scales by row),
-    _repack_qkv of bloom.py and _split_key_value of telechat2.py (every tensor), K2HorizonModel.load_weights
-    of k2_horizon.py (plain weight), _transpose_conv1d of gpt2.py, which turns what is called weight, packed
-    or not (transposed). FalconModel.load_weights of falcon.py (whole heads) cuts each tensor whose parameter
-    has an output dimension: all but scales of the tensor and shapes.
+    Sources in vllm/model_executor/models: permute_qk_weight_for_rotary of llama4.py (scales by
+    row), _repack_qkv of bloom.py and _split_key_value of telechat2.py (every tensor),
+    K2HorizonModel.load_weights of k2_horizon.py (plain weight), _transpose_conv1d of gpt2.py, which
+    turns what is called weight, packed or not (transposed). FalconModel.load_weights of falcon.py
+    (whole heads) cuts each tensor whose parameter has an output dimension: all but scales of the
+    tensor and shapes.
     """
     last_part, rows = spec.name.rpartition(".")[2], spec.shape[0]
     by_row = rows == member.out_features
@@ -66,11 +73,14 @@ def _left_behind(reordering: Reordering, member: LinearPlan, spec: TensorSpec, h
     return reason if last_part == "weight" else None
 
 
-def unsupported(groups: Iterable[FusionGroup], names: Names, ranks: Sequence[int]) -> dict[str, str]:
-    """Return why vLLM could not run groups on all these ranks, by their names; groups that it runs are not
-    there.
+def unsupported(
+    groups: Iterable[FusionGroup], names: Names, ranks: Sequence[int]
+) -> dict[str, str]:
+    """Return why vLLM could not run groups on all these ranks, by their names; groups that it runs
+    are not there.
 
-    Groups alike in names and sizes are judged once: a model has few kinds of layers and many of each.
+    Groups alike in names and sizes are judged once: a model has few kinds of layers and many of
+    each.
     """
     reasons: dict[str, str] = {}
     judged: dict[tuple[object, ...], str | None] = {}
@@ -84,9 +94,12 @@ def unsupported(groups: Iterable[FusionGroup], names: Names, ranks: Sequence[int
 
 
 def kind_of_group(group: FusionGroup) -> tuple[object, ...]:
-    """Equal for groups that vLLM runs or refuses alike: names, sizes, scheme, whether they are experts."""
+    """Equal for groups that vLLM runs or refuses alike: names, sizes, scheme, whether they are
+    experts.
+    """
     members = (
-        (member.name.rpartition(".")[2], member.out_features, member.in_features) for member in group.members
+        (member.name.rpartition(".")[2], member.out_features, member.in_features)
+        for member in group.members
     )
     routed = moe_layer(group.members[0].name) is not None
     return (group.name.rpartition(".")[2], group.scheme, routed, *members)
@@ -108,9 +121,11 @@ def refusal(group: FusionGroup, reason: str, fix: str) -> Finding:
     )
 
 
-def unsupported_on(group: FusionGroup, scheme: Scheme | None, names: Names, ranks: int) -> str | None:
-    """Return why vLLM could not run a group on so many ranks, None where it can; a scheme of None is
-    unquantized.
+def unsupported_on(
+    group: FusionGroup, scheme: Scheme | None, names: Names, ranks: int
+) -> str | None:
+    """Return why vLLM could not run a group on so many ranks, None where it can; a scheme of None
+    is unquantized.
     """
     split = split_of(group, names)
     # Keys and values as often as ranks need them.
@@ -123,8 +138,8 @@ def unsupported_on(group: FusionGroup, scheme: Scheme | None, names: Names, rank
 
 
 def parts_of(group: FusionGroup, names: Names) -> list[LinearPlan]:
-    """The layers that vLLM makes of a group, also of one that is stored in one weight, and with a part that
-    it loads twice (keys that are the values, too)."""
+    """The layers that vLLM makes of a group, also of one that is stored in one weight, and with a
+    part that it loads twice (keys that are the values, too)."""
     members = {member.name: member for member in group.members}
     first, rows = group.members[0], sum(member.out_features for member in group.members)
     architecture = names.architecture
@@ -137,7 +152,8 @@ def parts_of(group: FusionGroup, names: Names) -> list[LinearPlan]:
         parts = QUERY_KEY_VALUE if attention else (last_part,) * len(sizes)
         called = [f"{prefix}{dot}{part}" for part in parts]
         return [
-            replace(first, name=name, out_features=size) for name, size in zip(called, sizes, strict=True)
+            replace(first, name=name, out_features=size)
+            for name, size in zip(called, sizes, strict=True)
         ]
     if QUERIES in architecture.parts.get(last_part, ()):
         for name in looked_up(group.name, tuple(members), architecture):
@@ -151,7 +167,9 @@ def _ends(sizes: Iterable[int]) -> set[int]:
 
 
 def _ungrouped(group: FusionGroup, scheme: Scheme | None, names: Names, ranks: int) -> str | None:
-    """Return why ranks cannot share the groups of a layer, one of which is repeated for all of them."""
+    """Return why ranks cannot share the groups of a layer, one of which is repeated for all of
+    them.
+    """
     expression = names.architecture.groups.get(group.name.rpartition(".")[2])
     count = known_size(expression, names.text) if expression else 0
     if not count or count % ranks == 0:
@@ -159,9 +177,15 @@ def _ungrouped(group: FusionGroup, scheme: Scheme | None, names: Names, ranks: i
     if count > 1:
         return f"{count} groups, which {ranks} ranks cannot share"
     for spec in scheme.layout(group.members[0], "BF16") if scheme is not None else ():
-        last_part, by_row = spec.name.rpartition(".")[2], spec.shape[0] == group.members[0].out_features
+        last_part, by_row = (
+            spec.name.rpartition(".")[2],
+            spec.shape[0] == group.members[0].out_features,
+        )
         if last_part not in CUT_BY_GROUPS or not by_row:
-            return f"{last_part} {list(spec.shape)}, which vLLM does not cut for {ranks} ranks with one group"
+            return (
+                f"{last_part} {list(spec.shape)}, which vLLM does not cut for {ranks} ranks "
+                f"with one group"
+            )
     return None
 
 
@@ -177,7 +201,9 @@ def split_of(group: FusionGroup, names: Names) -> Split:
 
 
 def repeated(member: LinearPlan, ranks: int, text: Mapping[str, Json]) -> LinearPlan:
-    """Keys and values of fewer heads than ranks are repeated (QKVParallelLinear, layers/linear.py)."""
+    """Keys and values of fewer heads than ranks are repeated (QKVParallelLinear,
+    layers/linear.py).
+    """
     heads = text.get("num_key_value_heads")
     if member.name.endswith(KEY_VALUE) and isinstance(heads, int) and 0 < heads < ranks:
         return replace(member, out_features=member.out_features * ranks // heads)
@@ -191,16 +217,19 @@ def kept_instead(finding: Finding, name: str) -> Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """The number of attention heads of a model, and of its keys and values; 0 where that is not known."""
+    """The number of attention heads of a model, and of its keys and values; 0 where that is not
+    known.
+    """
 
     queries: int
     keys: int
 
     def uneven(self, ranks: int) -> str | None:
-        """Return why the heads cannot be cut for so many ranks: `9 attention heads`; None where they can.
+        """Return why the heads cannot be cut for so many ranks: `9 attention heads`; None where
+        they can.
 
-        Sources: ModelConfig.verify_with_parallel_config (vllm/config/model.py); the attention of every model
-        class, which asserts that key and value heads can be cut, or repeated.
+        Sources: ModelConfig.verify_with_parallel_config (vllm/config/model.py); the attention of
+        every model class, which asserts that key and value heads can be cut, or repeated.
         """
         if self.queries % ranks:
             return f"{self.queries} attention heads"
@@ -220,7 +249,9 @@ def heads_of(linears: Iterable[str], names: Names) -> Heads:
     """The heads of a model, from the names of its linear layers and the language model's config."""
     queries = known_size("num_attention_heads", names.text)
     has_keys = queries > 0 and any(makes_keys(name, names) for name in linears)
-    return Heads(queries=queries, keys=known_size("num_key_value_heads", names.text) if has_keys else 0)
+    return Heads(
+        queries=queries, keys=known_size("num_key_value_heads", names.text) if has_keys else 0
+    )
 
 
 def refused_ranks(
@@ -230,7 +261,9 @@ def refused_ranks(
     names: Names,
     ranks: Sequence[int],
 ) -> Iterator[Finding]:
-    """Refusals for the rank counts that the heads, or layers that are not `quantized`, do not allow."""
+    """Refusals for the rank counts that the heads, or layers that are not `quantized`, do not
+    allow.
+    """
     several = [count for count in ranks if count > 1]
     if not several or not names.architecture.row_parallel:
         return
@@ -238,19 +271,26 @@ def refused_ranks(
     for count in several:
         if uneven := heads.uneven(count):
             fix = f"serve it on {heads.possible_ranks} GPUs (--tp)"
-            yield _refusal(f"config.json (tp {count})", f"heads that {count} ranks can share", uneven, fix)
+            yield _refusal(
+                f"config.json (tp {count})", f"heads that {count} ranks can share", uneven, fix
+            )
             continue
         for name, members in modules.items():
             if quantized.isdisjoint(members) and names.place(members[0]) == "decoder":
                 group = FusionGroup(
-                    name=name, scheme="", observer="", members=tuple(linears[member] for member in members)
+                    name=name,
+                    scheme="",
+                    observer="",
+                    members=tuple(linears[member] for member in members),
                 )
                 if reason := unsupported_on(group, None, names, count):
                     yield _refusal(name, "parts that each rank can hold", reason, OTHER_RANKS)
 
 
 def is_uneven(group: FusionGroup, names: Names, ranks: Sequence[int]) -> bool:
-    """Return whether vLLM could not cut a group for some of the ranks in any scheme, nor unquantized."""
+    """Return whether vLLM could not cut a group for some of the ranks in any scheme, nor
+    unquantized.
+    """
     return any(unsupported_on(group, None, names, count) for count in ranks if count > 1)
 
 

@@ -1,8 +1,9 @@
-"""Float32 building blocks of the kernels: widening, rounding to a format, codes in bytes, powers, scales.
+"""Float32 building blocks of the kernels: widening, rounding to a format, codes in bytes, powers,
+scales.
 
-Everything is branch-free inside its loop, so that the compiler turns each loop into vector code. Values are
-deterministic: `contract` only lets a multiply-add be one instruction, `reassoc` only lets a sum be kept in
-lanes, and neither depends on the number of threads.
+Everything is branch-free inside its loop, so that the compiler turns each loop into vector code.
+Values are deterministic: `contract` only lets a multiply-add be one instruction, `reassoc` only
+lets a sum be kept in lanes, and neither depends on the number of threads.
 """
 
 from typing import NamedTuple
@@ -26,7 +27,8 @@ EXPONENT_MASK = 0x7F800000
 ROUNDER = (23 << 23) | 0x400000
 # Values widened to float32 at once: with their codes they fit in the first-level cache.
 SPAN = 4096
-# Masks that drop the sign of a float32 or 16-bit float: the rest is an integer ordered by magnitude.
+# Masks that drop the sign of a float32 or 16-bit float: the rest is an integer ordered by
+# magnitude.
 MAGNITUDE = 0x7FFFFFFF
 HALF_MAGNITUDE = 0x7FFF
 HALF_INFINITY = 0x7C00
@@ -37,10 +39,10 @@ FLOAT32_MANTISSA = 23
 class NumberFormat(NamedTuple):
     """A number format that values in units of the scale are rounded to.
 
-    `low` and `high` are its ends. `mask` and `floor` say how the exponent of a value becomes that of its
-    step (an integer ignores the exponent, e4m3 and e2m1 have a smallest one), `rounder` turns that into
-    the number whose addition rounds. `zero_points` is whether the range is mapped onto both ends;
-    `scale_storage` is the dtype that scales are stored in.
+    `low` and `high` are its ends. `mask` and `floor` say how the exponent of a value becomes that
+    of its step (an integer ignores the exponent, e4m3 and e2m1 have a smallest one), `rounder`
+    turns that into the number whose addition rounds. `zero_points` is whether the range is mapped
+    onto both ends; `scale_storage` is the dtype that scales are stored in.
     """
 
     low: np.float32
@@ -55,7 +57,9 @@ class NumberFormat(NamedTuple):
 def integer_format(bits: int) -> NumberFormat:
     """Signed integers of that many bits, without zero points."""
     high = 2 ** (bits - 1) - 1
-    return NumberFormat(F32(-high - 1), F32(high), I32(0), I32(127 << 23), I32(ROUNDER), False, FLOAT32)
+    return NumberFormat(
+        F32(-high - 1), F32(high), I32(0), I32(127 << 23), I32(ROUNDER), False, FLOAT32
+    )
 
 
 def float_format(largest: float, smallest_exponent: int, mantissa_bits: int) -> NumberFormat:
@@ -171,8 +175,8 @@ def as_stored(scale: np.float32, storage: int) -> np.float32:
 def power_6_5(x: np.float32) -> np.float32:
     """x**1.2, so |d|**2.4 for x = d * d, for 0 <= x < 2**40; relative error below 6e-7.
 
-    y ~ x**-0.2 from the exponent bits is within 3.5 %; then x**1.2 = (x * y**3) * (x * y) * (x * y**5)**-0.8,
-    and the last factor is a minimax polynomial about 1.
+    y ~ x**-0.2 from the exponent bits is within 3.5 %; then x**1.2 = (x * y**3) * (x * y) * (x *
+    y**5)**-0.8, and the last factor is a minimax polynomial about 1.
     """
     y = as_float(I32(F32(as_bits(x)) * F32(-0.2) + F32(1277905000.0)))
     y2 = F32(y * y)
@@ -189,7 +193,8 @@ def power_6_5(x: np.float32) -> np.float32:
 
 @compiled(inline=True, fastmath=MULTIPLY_ADD)
 def power(x: np.float32, exponent: np.float32) -> np.float32:
-    """x**exponent for x >= 0, as exp2(exponent * log2(x)) by minimax polynomials; below 2**-126 it is 0.
+    """x**exponent for x >= 0, as exp2(exponent * log2(x)) by minimax polynomials; below 2**-126 it
+    is 0.
 
     The relative error is below 2e-7 * (1 + |exponent * log2(x)|).
     """
@@ -218,7 +223,9 @@ def power(x: np.float32, exponent: np.float32) -> np.float32:
 
 @compiled()
 def spread(group_scales: Floats, width: int, scales: Floats) -> None:
-    """Write the scale of each element into `scales`: every `width` of them have one, the last ones fewer."""
+    """Write the scale of each element into `scales`: every `width` of them have one, the last ones
+    fewer.
+    """
     for group in range(group_scales.size):
         scales[group * width : (group + 1) * width] = group_scales[group]
 
@@ -247,10 +254,11 @@ def widened_magnitude(bits: np.int32, storage: int) -> np.float32:
 
 @compiled(inline=True)
 def float_code(magnitude: np.float32, form: NumberFormat, mantissa_bits: int) -> np.int32:
-    """The code, without a sign, of the nearest number of a small float format, ties to the even mantissa.
+    """The code, without a sign, of the nearest number of a small float format, ties to the even
+    mantissa.
 
-    `magnitude` is at least 0; beyond `form.high` it saturates. Adding the rounder leaves the number of steps
-    in the sum's last bits; codes of successive binades are that many steps apart.
+    `magnitude` is at least 0; beyond `form.high` it saturates. Adding the rounder leaves the number
+    of steps in the sum's last bits; codes of successive binades are that many steps apart.
     """
     magnitude = min(magnitude, form.high)
     exponent = max(I32(as_bits(magnitude) & I32(EXPONENT_MASK)), form.floor)
@@ -261,7 +269,9 @@ def float_code(magnitude: np.float32, form: NumberFormat, mantissa_bits: int) ->
 
 @compiled()
 def e2m1_code(value: np.float32, scale: np.float32) -> np.uint8:
-    """The code of the nearest e2m1 number of a value in units of a positive scale; bit 3 is the sign."""
+    """The code of the nearest e2m1 number of a value in units of a positive scale; bit 3 is the
+    sign.
+    """
     sign = I32(I32(as_bits(value) >> I32(28)) & I32(8))
     return np.uint8(I32(float_code(abs(F32(value / scale)), E2M1, 1) | sign))
 
@@ -274,7 +284,9 @@ def e4m3_magnitude_code(magnitude: np.float32) -> np.int32:
 
 @compiled()
 def e4m3_code(value: np.float32, scale: np.float32) -> np.uint8:
-    """The code of the nearest e4m3 number of a value in units of a positive scale; bit 7 is the sign."""
+    """The code of the nearest e4m3 number of a value in units of a positive scale; bit 7 is the
+    sign.
+    """
     sign = I32(I32(as_bits(value) >> I32(24)) & I32(0x80))
     return np.uint8(I32(e4m3_magnitude_code(abs(F32(value / scale))) | sign))
 
@@ -325,7 +337,10 @@ def pack_bits(codes: Bytes, bits: int, packed: Bytes) -> None:
             filled = np.uint32(filled + np.uint32(bits))
             if filled >= 8:
                 packed[position] = np.uint8(waiting & np.uint32(0xFF))
-                waiting, filled = np.uint32(waiting >> np.uint32(8)), np.uint32(filled - np.uint32(8))
+                waiting, filled = (
+                    np.uint32(waiting >> np.uint32(8)),
+                    np.uint32(filled - np.uint32(8)),
+                )
                 position += 1
         if filled:
             packed[position] = np.uint8(waiting)
@@ -340,6 +355,8 @@ def global_scale_of(largest: np.float32) -> Floats:
 
 
 def fp8_scale_of(largest: np.float32) -> Floats:
-    """largest / 448: float32, shape (1,); the smallest step of float32 at one where that is zero."""
+    """largest / 448: float32, shape (1,); the smallest step of float32 at one where that is
+    zero.
+    """
     scale = np.float32(largest) / np.float32(E4M3_MAX)
     return np.array([scale if scale else FLOAT32_EPS], np.float32)

@@ -1,8 +1,9 @@
 """Compiles kernels by numba at their first call and keeps them in `cache_folder`, without torch.
 
-The folder is named by a digest of all kernels' sources. Numba looks at the file of a function alone: code
-that calls a function of another file would stay as it is when that file changes. And it looks at the file's
-place and time: what was compiled in a checkout would be compiled again in an installed package.
+The folder is named by a digest of all kernels' sources. Numba looks at the file of a function
+alone: code that calls a function of another file would stay as it is when that file changes. And it
+looks at the file's place and time: what was compiled in a checkout would be compiled again in an
+installed package.
 """
 
 import hashlib
@@ -34,10 +35,11 @@ STAGE = "compile kernels, once"
 def compiled(
     *, parallel: bool = False, inline: bool = False, fastmath: frozenset[str] = frozenset()
 ) -> Callable[[Function], Function]:
-    """Compile at the first call; the code is kept next to the package or in the user's cache folder.
+    """Compile at the first call; the code is kept next to the package or in the user's cache
+    folder.
 
-    `inline` makes it part of its callers, so that their loops are turned into vector code. A division by
-    zero gives infinity or NaN: a check would keep loops scalar.
+    `inline` makes it part of its callers, so that their loops are turned into vector code. A
+    division by zero gives infinity or NaN: a check would keep loops scalar.
     """
 
     def decorate(function: Function) -> Function:
@@ -63,7 +65,8 @@ def _generate_wide_vectors(
 
 
 def _wide_vectors(context: Context) -> tuple[Signature, object]:
-    """The function that calls this may use 512-bit vectors, which LLVM avoids by itself on many machines.
+    """The function that calls this may use 512-bit vectors, which LLVM avoids by itself on many
+    machines.
 
     Where there are none it has no effect. Every function that has a loop needs it, inlined or not.
     """
@@ -108,7 +111,9 @@ def _user_caches() -> list[Path]:
 
 
 def cache_folder() -> Path | None:
-    """Below NUMBA_CACHE_DIR, the package, or the user's cache, whichever is writable; None where none is."""
+    """Below NUMBA_CACHE_DIR, the package, or the user's cache, whichever is writable; None where
+    none is.
+    """
     named = os.environ.get("NUMBA_CACHE_DIR")
     package = PACKAGE / "numerics" / "__pycache__"
     for folder in [Path(named)] if named else [package, *_user_caches()]:
@@ -123,7 +128,9 @@ def cache_folder() -> Path | None:
 
 
 class KernelLocator(UserProvidedCacheLocator):  # type: ignore[misc]
-    """The place of a kernel of this package in `cache_folder`, and the digest of all of them as its state."""
+    """The place of a kernel of this package in `cache_folder`, and the digest of all of them as its
+    state.
+    """
 
     def __init__(self, function: object, file: str) -> None:
         super().__init__(function, file)
@@ -171,7 +178,9 @@ if folder := cache_folder():  # else numba chooses
 
 
 class Compilation(event.Listener):  # type: ignore[misc]
-    """A stage that begins when a first kernel is to be compiled; one whose code was kept does not count."""
+    """A stage that begins when a first kernel is to be compiled; one whose code was kept does not
+    count.
+    """
 
     def __init__(self, on_progress: OnProgress) -> None:
         self._on_progress = on_progress
@@ -196,6 +205,8 @@ class Compilation(event.Listener):  # type: ignore[misc]
 
 @contextmanager
 def telling_compilation(on_progress: OnProgress) -> Iterator[OnProgress]:
-    """Report compilation of kernels as progress inside the block; other progress goes to what is yielded."""
+    """Report compilation of kernels as progress inside the block; other progress goes to what is
+    yielded.
+    """
     with event.install_listener("numba:compile", Compilation(on_progress)) as compilation:
         yield compilation.on_progress

@@ -19,7 +19,9 @@ KL_ROWS = 16
 
 
 def sqnr_db(signal: float, error: float) -> float:
-    """Signal-to-quantization-noise ratio of two powers; EXACT_DB without error, -EXACT_DB without signal."""
+    """Signal-to-quantization-noise ratio of two powers; EXACT_DB without error, -EXACT_DB without
+    signal.
+    """
     if error == 0 or signal == 0:
         return EXACT_DB if error == 0 else -EXACT_DB
     return round(10 * math.log10(signal / error), 3) if math.isfinite(error) else -EXACT_DB
@@ -60,25 +62,31 @@ def quantization_error(exact: "torch.Tensor", other: "torch.Tensor") -> ErrorPow
 
 
 def kl_divergence(reference: "torch.Tensor", measured: "torch.Tensor") -> "torch.Tensor":
-    """KL(reference || measured) of log-probabilities (positions, vocabulary): nats, float64, (positions,).
+    """KL(reference || measured) of log-probabilities (positions, vocabulary): nats, float64,
+    (positions,).
 
-    A position with a NaN, or an infinite difference where the reference gives probability, is infinite.
-    Raises ValueError where shapes differ.
+    A position with a NaN, or an infinite difference where the reference gives probability, is
+    infinite. Raises ValueError where shapes differ.
     """
     if reference.shape != measured.shape:
-        raise ValueError(f"log-probabilities: got {tuple(measured.shape)}, need {tuple(reference.shape)}")
+        raise ValueError(
+            f"log-probabilities: got {tuple(measured.shape)}, need {tuple(reference.shape)}"
+        )
     divergence = reference.new_empty(len(reference)).double()
     for start in range(0, len(reference), KL_ROWS):
         rows = slice(start, start + KL_ROWS)
         expected, got = reference[rows].double(), measured[rows].double()
         probability = expected.exp()
         terms = (probability * (expected - got)).where(probability > 0, 0.0)
-        divergence[rows] = terms.sum(dim=-1).nan_to_num(nan=math.inf, posinf=math.inf).clamp(min=0.0)
+        divergence[rows] = (
+            terms.sum(dim=-1).nan_to_num(nan=math.inf, posinf=math.inf).clamp(min=0.0)
+        )
     return divergence
 
 
 def divergence_of_logits(reference: "torch.Tensor", measured: "torch.Tensor") -> float:
-    """The sum over positions of KL(reference || measured), nats, of logits (..., positions, vocabulary).
+    """The sum over positions of KL(reference || measured), nats, of logits (..., positions,
+    vocabulary).
 
     Log-probabilities are float32, of a few positions at a time: those of a long row fill gigabytes.
     """

@@ -33,7 +33,8 @@ A = TypeVar("A", bound=Addable)
 def process_group() -> Iterator[None]:
     """Form a process group of torchrun's ranks inside the block; an existing one is used as it is.
 
-    With GPUs the device "cuda" is each rank's own. EnvironmentFault where the ranks lose each other.
+    With GPUs the device "cuda" is each rank's own. EnvironmentFault where the ranks lose each
+    other.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or rank_and_size()[1] > 1:
         yield

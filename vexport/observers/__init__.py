@@ -72,9 +72,9 @@ def load_observer(
 def fuse_weight_observers(model: torch.nn.Module) -> None:
     """Fuse the `weight_observer`s of layers that vLLM runs as one, see `Observer.fuse`.
 
-    What vLLM fuses is known by the model's class; of a part of a model, or a class that vLLM does not have,
-    what nearly all of its classes fuse is assumed. Raises ValueError where only some of the layers that share
-    a scale have an observer, or have another strategy.
+    What vLLM fuses is known by the model's class; of a part of a model, or a class that vLLM does
+    not have, what nearly all of its classes fuse is assumed. Raises ValueError where only some of
+    the layers that share a scale have an observer, or have another strategy.
     """
     modules = {
         name: module
@@ -88,10 +88,12 @@ def fuse_weight_observers(model: torch.nn.Module) -> None:
             continue
         if len(strategies) > 1:
             kinds = ", ".join(
-                f"{member} {each.strategy if each else 'none'}" for member, each in observers.items()
+                f"{member} {each.strategy if each else 'none'}"
+                for member, each in observers.items()
             )
             raise ValueError(
-                f"{name}: got observers of {kinds}, need one strategy for all, which vLLM runs as one"
+                f"{name}: got observers of {kinds}, need one strategy for all, which vLLM runs "
+                f"as one"
             )
         Observer.fuse(observer for observer in observers.values() if observer is not None)
 

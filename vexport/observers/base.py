@@ -47,7 +47,9 @@ ObserverT = TypeVar("ObserverT", bound="Observer")
 
 
 class QParamsDict(TypedDict):
-    """Scale (float32, per group), zero point (int32, same shape), global scale (float32 (1,) or None)."""
+    """Scale (float32, per group), zero point (int32, same shape), global scale (float32 (1,) or
+    None).
+    """
 
     scale: torch.Tensor
     zero_point: torch.Tensor
@@ -56,7 +58,8 @@ class QParamsDict(TypedDict):
 
 @dataclass(slots=True)
 class Fused:
-    """What fused observers share: the extremes that each of them saw, by seat, and the reduced global scale.
+    """What fused observers share: the extremes that each of them saw, by seat, and the reduced
+    global scale.
 
     The observers are weak references, so that their weights can be freed.
     """
@@ -72,32 +75,35 @@ class Observer(InternalModule, RegistryMixin):
     """Base of all observers.
 
     `base_name` says what is observed ("weight", "input", "output", "q", "k", "v"); `args` are the
-    quantization arguments, of vexport or of compressed-tensors. Keywords come from `args.observer_kwargs` and
-    `observer_kwargs`, the latter win. Raises ValueError for what is unknown. After an observation
-    `scale, zero_point = observer(value)` works, too.
+    quantization arguments, of vexport or of compressed-tensors. Keywords come from
+    `args.observer_kwargs` and `observer_kwargs`, the latter win. Raises ValueError for what is
+    unknown. After an observation `scale, zero_point = observer(value)` works, too.
 
-    A subclass says what range it makes of an observation (`find_range`) and how that is combined with what
-    was seen before (`combine`). A weight is not combined: only the last one counts. One that overrides
-    `update_statistics_from_observed`, as llm-compressor's do, keeps `min_vals` and `max_vals` itself; without
-    `defaults` of its own it takes any keyword and finds it in `self.args.observer_kwargs`. A subclass written
-    for llm-compressor's older documents overrides `calculate_qparams` or another method that returns scales
-    (`vexport.observers.older`). Overrides that nothing would call are a ValueError.
+    A subclass says what range it makes of an observation (`find_range`) and how that is combined
+    with what was seen before (`combine`). A weight is not combined: only the last one counts. One
+    that overrides `update_statistics_from_observed`, as llm-compressor's do, keeps `min_vals` and
+    `max_vals` itself; without `defaults` of its own it takes any keyword and finds it in
+    `self.args.observer_kwargs`. A subclass written for llm-compressor's older documents overrides
+    `calculate_qparams` or another method that returns scales (`vexport.observers.older`). Overrides
+    that nothing would call are a ValueError.
 
-    `Observer(quantization_args=args)` is the constructor of those documents: the observer is one of a
-    weight, averages if its class does, and `get_qparams()` returns scale and zero point.
+    `Observer(quantization_args=args)` is the constructor of those documents: the observer is one of
+    a weight, averages if its class does, and `get_qparams()` returns scale and zero point.
 
-    The scales of a weight that has many are found when qparams are asked, a tile at a time, so that of large
-    weights nothing but these is in memory, and those of NVFP4 are relative to the global scale that `fuse`
-    shares. Until then the observer refers to the weight.
+    The scales of a weight that has many are found when qparams are asked, a tile at a time, so that
+    of large weights nothing but these is in memory, and those of NVFP4 are relative to the global
+    scale that `fuse` shares. Until then the observer refers to the weight.
     """
 
-    # Shape qparam_shape, absent until something is observed; subclasses may set them, as llm-compressor's do.
+    # Shape qparam_shape, absent until something is observed; subclasses may set them, as
+    # llm-compressor's do.
     min_vals: torch.Tensor
     max_vals: torch.Tensor
     registry_name: ClassVar[str] = ""
     aliases: ClassVar[tuple[str, ...]] = ()
     defaults: ClassVar[Options] = Options()
-    # How statistics of activations are reduced over ranks; None where each observation stands for itself.
+    # How statistics of activations are reduced over ranks; None where each observation stands for
+    # itself.
     reduction: ClassVar[Reduction | None] = None
 
     def __init__(
@@ -108,7 +114,8 @@ class Observer(InternalModule, RegistryMixin):
         quantization_args: ObserverArgs | None = None,
         **observer_kwargs: OptionValue,
     ) -> None:
-        # `made` sets the base name of a class whose own constructor, an older one, does not take it.
+        # `made` sets the base name of a class whose own constructor, an older one, does not take
+        # it.
         preset = vars(self).get("base_name")
         super().__init__()
         name, arguments = self._constructor_arguments(base_name, args, quantization_args)
@@ -137,7 +144,8 @@ class Observer(InternalModule, RegistryMixin):
         # The extremes of an NVFP4 weight, or those that have the global scale of an older method.
         self._ends: Range | None = None
         self._global_scale: torch.Tensor | None = None
-        # The tensor, and its map of columns to groups, whose scales an older method computes; the scales.
+        # The tensor, and its map of columns to groups, whose scales an older method computes; the
+        # scales.
         self._seen: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._pair: Pair | None = None
         # Whether the scales come from a subclass's own `forward`.
@@ -157,13 +165,16 @@ class Observer(InternalModule, RegistryMixin):
         given = [each for each in (first, args, quantization_args) if each is not None]
         if len(given) != 1 or isinstance(given[0], str | int | float):
             raise ValueError(
-                "observer: got no quantization arguments, or several, need Observer(base_name, args) or "
+                "observer: got no quantization arguments, or several, need Observer(base_name, "
+                "args) or "
                 "Observer(quantization_args=args); give keywords by name"
             )
         return (WEIGHT if name is None and args is not None else name), given[0]
 
     def _keywords(self) -> dict[str, OptionValue]:
-        """The keywords to read. A class with a constructor of its own has read the unknown keywords."""
+        """The keywords to read. A class with a constructor of its own has read the unknown
+        keywords.
+        """
         keywords = dict(self.args.observer_kwargs or {})
         if older.is_overridden(type(self), "__init__"):
             unknown = {name for name, _ in option_problems(self.defaults, keywords)}
@@ -182,7 +193,9 @@ class Observer(InternalModule, RegistryMixin):
         try:
             observer.__init__(quantization_args=args, **own)  # type: ignore[misc]
         except TypeError as error:
-            raise ValueError(f"observer {cls.__name__}: {error}, need keywords that it takes") from error
+            raise ValueError(
+                f"observer {cls.__name__}: {error}, need keywords that it takes"
+            ) from error
         observer._is_older = False
         return observer
 
@@ -216,7 +229,8 @@ class Observer(InternalModule, RegistryMixin):
     ) -> Callable[[type[ObserverT]], type[ObserverT]]:
         """A decorator that gives a class a name, its own if none is given, and aliases.
 
-        ValueError if another class has one of them, or if the class overrides a method that nothing calls.
+        ValueError if another class has one of them, or if the class overrides a method that nothing
+        calls.
         """
 
         def decorate(kind: type[ObserverT]) -> type[ObserverT]:
@@ -226,7 +240,8 @@ class Observer(InternalModule, RegistryMixin):
             for spelling in names:
                 if known.get(folded(spelling), kind) is not kind:
                     raise ValueError(
-                        f"observer {spelling!r}: got a second class of that name, need one; rename it"
+                        f"observer {spelling!r}: got a second class of that name, need one; "
+                        f"rename it"
                     )
             kind.registry_name, kind.aliases = names[0], tuple(names[1:])
             return kind
@@ -235,7 +250,10 @@ class Observer(InternalModule, RegistryMixin):
 
     @classmethod
     def register_value(
-        cls, value: type[ObserverT], name: str | None = None, alias: str | Sequence[str] | None = None
+        cls,
+        value: type[ObserverT],
+        name: str | None = None,
+        alias: str | Sequence[str] | None = None,
     ) -> None:
         """Give a class a name and aliases, as `register` does."""
         cls.register(name, alias)(value)
@@ -264,14 +282,19 @@ class Observer(InternalModule, RegistryMixin):
         if folded(name) not in known:
             names = ", ".join(sorted({kind.registry_name for kind in known.values()}))
             raise ValueError(
-                f"observer {name!r}: got an unknown name, need one of {names}, or package.module:Class"
+                f"observer {name!r}: got an unknown name, need one of {names}, or "
+                f"package.module:Class"
             )
         return known[folded(name)]
 
     @classmethod
     def by_name(cls) -> "dict[str, type[Self]]":
         """Every class by its folded registry name and aliases."""
-        return {folded(name): kind for kind in cls.named() for name in (kind.registry_name, *kind.aliases)}
+        return {
+            folded(name): kind
+            for kind in cls.named()
+            for name in (kind.registry_name, *kind.aliases)
+        }
 
     @classmethod
     def named(cls) -> "Iterator[type[Self]]":
@@ -288,11 +311,14 @@ class Observer(InternalModule, RegistryMixin):
             kind = getattr(import_module(module), attribute)
         except Exception as error:
             raise ValueError(
-                f"observer {name!r}: got {type(error).__name__}: {error}, need a class that can be imported; "
+                f"observer {name!r}: got {type(error).__name__}: {error}, need a class that "
+                f"can be imported; "
                 "install its package, or name its folder in PYTHONPATH"
             ) from error
         if not isinstance(kind, type) or not issubclass(kind, cls):
-            raise ValueError(f"observer {name!r}: got {kind!r}, need a subclass of vexport's Observer")
+            raise ValueError(
+                f"observer {name!r}: got {kind!r}, need a subclass of vexport's Observer"
+            )
         return kind
 
     def configure(self, keywords: dict[str, OptionValue]) -> None:
@@ -317,7 +343,9 @@ class Observer(InternalModule, RegistryMixin):
 
     def __getattr__(self, name: str) -> torch.Tensor | torch.nn.Module:
         """Find the range of a weight when `min_vals` or `max_vals` are read, and keep it."""
-        if name in ("min_vals", "max_vals") and (self._weight is not None or self._seen is not None):
+        if name in ("min_vals", "max_vals") and (
+            self._weight is not None or self._seen is not None
+        ):
             self.min_vals, self.max_vals = self.range()
             return self.min_vals if name == "min_vals" else self.max_vals
         return super().__getattr__(name)
@@ -330,11 +358,16 @@ class Observer(InternalModule, RegistryMixin):
     @property
     def _keeps_statistics(self) -> bool:
         """Return whether a subclass updates its statistics itself."""
-        return type(self).update_statistics_from_observed is not Observer.update_statistics_from_observed
+        return (
+            type(self).update_statistics_from_observed
+            is not Observer.update_statistics_from_observed
+        )
 
     @property
     def _decides_scales(self) -> bool:
-        """Return whether a subclass overrides an older method that returns scales, or their range."""
+        """Return whether a subclass overrides an older method that returns scales, or their
+        range.
+        """
         return bool(self._overrides & {*older.SCALES})
 
     @property
@@ -405,8 +438,9 @@ class Observer(InternalModule, RegistryMixin):
     ) -> "Observer | Pair | torch.Tensor":
         """Observe a tensor and return the observer; an empty tensor changes nothing.
 
-        `g_idx` (columns,) maps each column to its group. With a `global_scale`, which scales are relative to,
-        scale and zero point are returned; with `should_calculate_gparam` the global scale of the tensor is.
+        `g_idx` (columns,) maps each column to its group. With a `global_scale`, which scales are
+        relative to, scale and zero point are returned; with `should_calculate_gparam` the global
+        scale of the tensor is.
         """
         if observed.numel():
             self.record_observed_tokens(observed)
@@ -433,7 +467,9 @@ class Observer(InternalModule, RegistryMixin):
             return
         order = older.order_of(g_idx, observed, self.args)
         ordered = observed if order is None else observed.index_select(-1, order)
-        self.update_statistics_from_observed(flatten_for_calibration(ordered, self.base_name, self.args))
+        self.update_statistics_from_observed(
+            flatten_for_calibration(ordered, self.base_name, self.args)
+        )
         self._deposit()
 
     def _tiles(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> Tiles:
@@ -468,9 +504,17 @@ class Observer(InternalModule, RegistryMixin):
         """Call a subclass's `forward`, and keep the scales if it returns these."""
         method, own, g_idx = super().__call__, type(self).forward, given["g_idx"]
         tokens, has_global = self.tokens, self.strategy == "tensor_group"
-        known = {name: value for name, value in given.items() if value is not None and older.takes(own, name)}
+        known = {
+            name: value
+            for name, value in given.items()
+            if value is not None and older.takes(own, name)
+        }
         answer: Observer | Pair | torch.Tensor | None
-        if has_global and "global_scale" not in known and older.takes(own, "should_calculate_gparam"):
+        if (
+            has_global
+            and "global_scale" not in known
+            and older.takes(own, "should_calculate_gparam")
+        ):
             global_scale, answer = method(observed, should_calculate_gparam=True), self
             if isinstance(global_scale, torch.Tensor):
                 self._begin(observed, g_idx)
@@ -499,10 +543,14 @@ class Observer(InternalModule, RegistryMixin):
         name = f"observer {type(self).__name__}"
         if self._is_by_forward:
             if not older.takes(type(self).forward, "global_scale"):
-                raise ValueError(f"{name}: got forward without global_scale, need it for {self.strategy}")
+                raise ValueError(
+                    f"{name}: got forward without global_scale, need it for {self.strategy}"
+                )
             return older.as_pair(older.called(self.forward, observed, given), f"{name}: forward")
         if "get_qparams" in self._overrides:
-            return older.as_pair(older.called(self.get_qparams, observed, given), f"{name}: get_qparams")
+            return older.as_pair(
+                older.called(self.get_qparams, observed, given), f"{name}: get_qparams"
+            )
         return self._documented(observed, g_idx, global_scale)
 
     def _documented(
@@ -584,7 +632,9 @@ class Observer(InternalModule, RegistryMixin):
 
     @torch.no_grad()
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
-        """Update the statistics with observations of shape (num_observations, *qparam_shape, group_size)."""
+        """Update the statistics with observations of shape (num_observations, *qparam_shape,
+        group_size).
+        """
         self._update(tiles_of_observations(observed))
 
     def prepare(self, tiles: Tiles) -> None:  # noqa: B027
@@ -612,9 +662,11 @@ class Observer(InternalModule, RegistryMixin):
         return range_of(self._weight) if is_nvfp4(self.args) else self.find_range(self._weight)
 
     def extremes(self) -> Range:
-        """The smallest and the largest value seen, float32, of no dimension; not finite where one is not.
+        """The smallest and the largest value seen, float32, of no dimension; not finite where one
+        is not.
 
-        Of what is averaged or searched at once, those of the ranges. Raises ValueError when nothing was seen.
+        Of what is averaged or searched at once, those of the ranges. Raises ValueError when nothing
+        was seen.
         """
         if self._ends is not None:
             return self._ends
@@ -624,7 +676,9 @@ class Observer(InternalModule, RegistryMixin):
         return low.amin(), high.amax()
 
     def global_scale(self) -> torch.Tensor | None:
-        """The global scale that fused observers share, float32 (1,); None for strategies without one."""
+        """The global scale that fused observers share, float32 (1,); None for strategies without
+        one.
+        """
         if self.strategy != "tensor_group":
             return None
         is_alone = self._fused is None or len(self._fused.extremes) == 1
@@ -635,7 +689,9 @@ class Observer(InternalModule, RegistryMixin):
         return global_scale_of(*self._union(self._fused)) * self.factor
 
     def get_global_scale(self) -> torch.Tensor | None:
-        """The same by llm-compressor's name; `qparams` calls it, so that a subclass may override it."""
+        """The same by llm-compressor's name; `qparams` calls it, so that a subclass may override
+        it.
+        """
         return self.global_scale()
 
     @property
@@ -689,8 +745,9 @@ class Observer(InternalModule, RegistryMixin):
     ) -> QParamsDict | Pair:
         """Scale, zero point and global scale of what was observed; ValueError when nothing was.
 
-        With `observed`, in the older generation's way: observe the tensor, and return scale and zero point.
-        An observer made with `quantization_args` alone returns these without `observed`, too.
+        With `observed`, in the older generation's way: observe the tensor, and return scale and
+        zero point. An observer made with `quantization_args` alone returns these without
+        `observed`, too.
         """
         if observed is not None:
             if self._overrides & {"forward", "get_qparams"}:
@@ -708,7 +765,9 @@ class Observer(InternalModule, RegistryMixin):
     @property
     def returns_own_qparams(self) -> bool:
         """True if a subclass of the newer generation overrides `get_qparams`."""
-        return older.is_overridden(type(self), "get_qparams") and "get_qparams" not in self._overrides
+        return (
+            older.is_overridden(type(self), "get_qparams") and "get_qparams" not in self._overrides
+        )
 
     def _qparams(self) -> QParamsDict:
         global_scale = self.get_global_scale()
@@ -718,7 +777,8 @@ class Observer(InternalModule, RegistryMixin):
     def weight_scales(
         self, tiles: Tiles, global_scale: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale (float32) and zero point (int32) of each group of a weight, given the stored global scale.
+        """Scale (float32) and zero point (int32) of each group of a weight, given the stored global
+        scale.
 
         NVFP4 scales hold e4m3 values.
         """
@@ -743,8 +803,8 @@ class Observer(InternalModule, RegistryMixin):
     def sync_activation_stats(self) -> list[distributed.Work]:
         """Reduce statistics and token counts over ranks, once, after the last observation.
 
-        Every rank must call it, also one that saw nothing. The reduction is complete when this returns, so
-        the list of works to wait for is empty. Without a process group nothing happens.
+        Every rank must call it, also one that saw nothing. The reduction is complete when this
+        returns, so the list of works to wait for is empty. Without a process group nothing happens.
         """
         if rank_and_size()[1] > 1:
             self.reduce_over_ranks()
@@ -775,10 +835,15 @@ class Observer(InternalModule, RegistryMixin):
         every_ends = [ends for ends in gather(self._ends) if ends is not None]
         if every_ends:
             lows, highs = zip(*every_ends, strict=True)
-            self._ends, self._global_scale = (torch.stack(lows).amin(), torch.stack(highs).amax()), None
+            self._ends, self._global_scale = (
+                (torch.stack(lows).amin(), torch.stack(highs).amax()),
+                None,
+            )
 
     def _reduce_declared(self, declared: Mapping[str, object]) -> None:
-        """Reduce the attributes that a subclass declares in `_act_sync_dict`, each by its operation."""
+        """Reduce the attributes that a subclass declares in `_act_sync_dict`, each by its
+        operation.
+        """
         own = {**vars(self), **self._buffers}
         for name, operation in declared.items():
             local = own.get(name)
@@ -795,13 +860,15 @@ class Observer(InternalModule, RegistryMixin):
         """Share the scales that a fused parameter has only once.
 
         Strategy tensor_group shares the global scale of the largest value seen, strategy tensor the
-        union of the ranges; other strategies share nothing. Observers may be fused before or after they
-        observe; qparams are asked when all have observed.
+        union of the ranges; other strategies share nothing. Observers may be fused before or after
+        they observe; qparams are asked when all have observed.
         """
         members = list(observers)
         for strategy in ("tensor_group", "tensor"):
             sharing = [observer for observer in members if observer.strategy == strategy]
-            fused = Fused(dict.fromkeys(range(len(sharing))), [weakref.ref(each) for each in sharing])
+            fused = Fused(
+                dict.fromkeys(range(len(sharing))), [weakref.ref(each) for each in sharing]
+            )
             for seat, observer in enumerate(sharing):
                 observer._fused, observer._seat = fused, seat
                 observer._deposit()
@@ -814,8 +881,12 @@ class Observer(InternalModule, RegistryMixin):
         return self.min_vals, self.max_vals
 
     def _scales(self, global_scale: torch.Tensor | None) -> Pair:
-        """Scale (float32) and zero point (int32) of what was observed, given the stored global scale."""
-        shares_range = self.strategy == "tensor" and self._fused is not None and len(self._fused.extremes) > 1
+        """Scale (float32) and zero point (int32) of what was observed, given the stored global
+        scale.
+        """
+        shares_range = (
+            self.strategy == "tensor" and self._fused is not None and len(self._fused.extremes) > 1
+        )
         if self._seen is not None and self.strategy == "tensor_group":
             observed, g_idx = self._seen
             pair = self._asked(observed, g_idx, global_scale)
@@ -845,7 +916,9 @@ class Observer(InternalModule, RegistryMixin):
         many = self.strategy in ("channel", "group", "block") or is_nvfp4(self.args)
         if averages or not many:
             new = self.find_range(tiles)
-            self._keep(*(self.combine(self._statistics(), new) if averages and self._has_range else new))
+            self._keep(
+                *(self.combine(self._statistics(), new) if averages and self._has_range else new)
+            )
             return
         order = self._order
         self._forget()
@@ -859,7 +932,9 @@ class Observer(InternalModule, RegistryMixin):
         self._deposit()
 
     def _deposit(self) -> None:
-        """Show the fused observers the extremes of what was seen; a new observation needs a new factor."""
+        """Show the fused observers the extremes of what was seen; a new observation needs a new
+        factor.
+        """
         self._factor = 1.0
         if self._fused is None:
             return
@@ -871,7 +946,9 @@ class Observer(InternalModule, RegistryMixin):
 
     @staticmethod
     def _union(fused: Fused) -> Range:
-        """The extremes of all fused observers, of no dimension; ValueError if one saw nothing yet."""
+        """The extremes of all fused observers, of no dimension; ValueError if one saw nothing
+        yet.
+        """
         observed = [extremes for extremes in fused.extremes.values() if extremes is not None]
         if len(observed) < len(fused.extremes):
             raise ValueError(
@@ -881,7 +958,8 @@ class Observer(InternalModule, RegistryMixin):
         lows, highs = zip(*observed, strict=True)
         return reduce(torch.minimum, lows), reduce(torch.maximum, highs)
 
-    # The methods of the older generation, to call or to override; vexport.observers.older says what for.
+    # The methods of the older generation, to call or to override; vexport.observers.older says what
+    # for.
 
     def calculate_qparams(
         self,
@@ -896,7 +974,8 @@ class Observer(InternalModule, RegistryMixin):
         """
         given = {"reduce_dims": reduce_dims, "tensor_id": tensor_id, "global_scale": global_scale}
         low, high = older.as_pair(
-            older.called(self.calculate_updated_min_max, observed, given), "calculate_updated_min_max"
+            older.called(self.calculate_updated_min_max, observed, given),
+            "calculate_updated_min_max",
         )
         if low.ndim == 0:
             low, high = low.reshape(1), high.reshape(1)
@@ -954,7 +1033,9 @@ class Observer(InternalModule, RegistryMixin):
         kept = {each % observed.ndim for each in dims}
         reduce_dims = tuple(each for each in range(observed.ndim) if each not in kept)
         given = {"reduce_dims": reduce_dims, "tensor_id": tensor_id, "global_scale": global_scale}
-        return older.as_pair(older.called(self.calculate_qparams, observed, given), "calculate_qparams")
+        return older.as_pair(
+            older.called(self.calculate_qparams, observed, given), "calculate_qparams"
+        )
 
     def post_calculate_qparams(self) -> None:  # noqa: B027
         """Do what a subclass wants done after scales were computed."""

@@ -1,8 +1,8 @@
 """compressed-tensors' base classes of observers, without its package, which imports transformers.
 
-`match_named_modules` of compressed-tensors skips instances of `InternalModule`, so observers must have this
-base class and not a copy of it. Both files import little. Each is loaded under its real name, so that
-compressed-tensors finds it loaded and uses the same class.
+`match_named_modules` of compressed-tensors skips instances of `InternalModule`, so observers must
+have this base class and not a copy of it. Both files import little. Each is loaded under its real
+name, so that compressed-tensors finds it loaded and uses the same class.
 """
 
 import sys

@@ -23,18 +23,22 @@ KINDS: Mapping[str, str] = {
 }
 
 
-def flatten_for_calibration(value: torch.Tensor, base_name: str, args: ObserverArgs) -> torch.Tensor:
+def flatten_for_calibration(
+    value: torch.Tensor, base_name: str, args: ObserverArgs
+) -> torch.Tensor:
     """Reshape `value` to (num_observations, *qparam_shape, group_size).
 
-    `base_name` is "weight", "input", "output", "q", "k" or "v"; the elements of the last dimension share
-    one scale. A view where that is possible. Raises ValueError for a pair of base name and strategy that has
-    no meaning.
+    `base_name` is "weight", "input", "output", "q", "k" or "v"; the elements of the last dimension
+    share one scale. A view where that is possible. Raises ValueError for a pair of base name and
+    strategy that has no meaning.
     """
     return layout_of(base_name, args)(value, args)
 
 
 def layout_of(base_name: str, args: ObserverArgs) -> Layout:
-    """The layout of what is observed; ValueError where a name is unknown, or their pair has no meaning."""
+    """The layout of what is observed; ValueError where a name is unknown, or their pair has no
+    meaning.
+    """
     layout = _LAYOUTS.get((KINDS.get(base_name, base_name), strategy_of(args)))
     if layout is None:
         known = ", ".join(f"{kind}/{strategy}" for kind, strategy in _LAYOUTS)
@@ -54,12 +58,16 @@ def _groups(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
 
 
 def blocks_of(weight: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
-    """A weight's blocks (block rows, block columns, height, width), a view where all of them are whole."""
+    """A weight's blocks (block rows, block columns, height, width), a view where all of them are
+    whole.
+    """
     assert args.block_structure is not None
     height, width = args.block_structure
     below, right = -weight.shape[0] % height, -weight.shape[1] % width
     padded = torch.nn.functional.pad(weight, (0, right, 0, below)) if below or right else weight
-    return padded.reshape(padded.shape[0] // height, height, padded.shape[1] // width, width).transpose(1, 2)
+    return padded.reshape(
+        padded.shape[0] // height, height, padded.shape[1] // width, width
+    ).transpose(1, 2)
 
 
 _LAYOUTS: Mapping[tuple[str, str], Layout] = {
@@ -69,12 +77,17 @@ _LAYOUTS: Mapping[tuple[str, str], Layout] = {
     ("weight", "tensor_group"): lambda weight, args: _groups(weight, args).unsqueeze(0),
     ("weight", "block"): lambda weight, args: blocks_of(weight, args).flatten(2).unsqueeze(0),
     ("activation", "tensor"): lambda value, _: value.reshape(-1, 1, value.shape[-1]),
-    # As in llm-compressor: a range for each position, over the batch; tokens without one are a batch of one.
+    # As in llm-compressor: a range for each position, over the batch; tokens without one are a
+    # batch of one.
     ("activation", "token"): lambda value, _: value,
     ("activation", "group"): _groups,
     ("activation", "tensor_group"): _groups,
-    ("state", "tensor"): lambda states, _: states.transpose(1, 2).flatten(2).flatten(0, 1).unsqueeze(1),
-    ("state", "attn_head"): lambda states, _: states.transpose(1, 2).flatten(0, 1)[:, :, None, None],
+    ("state", "tensor"): lambda states, _: (
+        states.transpose(1, 2).flatten(2).flatten(0, 1).unsqueeze(1)
+    ),
+    ("state", "attn_head"): lambda states, _: states.transpose(1, 2).flatten(0, 1)[
+        :, :, None, None
+    ],
 }
 
 
@@ -109,15 +122,21 @@ class Tiles:
 
 
 def tiles_of_observations(observations: torch.Tensor) -> Tiles:
-    """Views of what is flattened already; two dimensions (tokens, hidden) are one observation of each."""
+    """Views of what is flattened already; two dimensions (tokens, hidden) are one observation of
+    each.
+    """
     if observations.ndim == 2:
         observations = observations.unsqueeze(0)
     size = _tile_length(observations, ROWS)
-    return Tiles(lambda: torch.split(observations, size, dim=ROWS), observations.shape, observations.device)
+    return Tiles(
+        lambda: torch.split(observations, size, dim=ROWS), observations.shape, observations.device
+    )
 
 
 def tiles_of(value: torch.Tensor, base_name: str, args: ObserverArgs) -> Tiles:
-    """Tiles of a weight, activation or attention state; where flattening copies, it copies one tile."""
+    """Tiles of a weight, activation or attention state; where flattening copies, it copies one
+    tile.
+    """
     strategy = strategy_of(args)
     if base_name != WEIGHT or strategy == "tensor":
         return tiles_of_observations(flatten_for_calibration(value, base_name, args))
@@ -126,7 +145,9 @@ def tiles_of(value: torch.Tensor, base_name: str, args: ObserverArgs) -> Tiles:
         return Tiles(lambda: _block_tiles(value, args), shape, value.device)
     parts = torch.split(value, _tile_length(value, 0))
     return Tiles(
-        lambda: (flatten_for_calibration(rows, base_name, args) for rows in parts), shape, value.device
+        lambda: (flatten_for_calibration(rows, base_name, args) for rows in parts),
+        shape,
+        value.device,
     )
 
 
@@ -148,7 +169,9 @@ def _tile_length(value: torch.Tensor, dim: int) -> int:
 
 
 def tokens_in(observed: torch.Tensor, base_name: str) -> int:
-    """Tokens of an activation (..., hidden) or a state (batch, heads, tokens, size); 0 of a weight."""
+    """Tokens of an activation (..., hidden) or a state (batch, heads, tokens, size); 0 of a
+    weight.
+    """
     if base_name == WEIGHT or not observed.numel():
         return 0
     if base_name in STATES:
@@ -157,7 +180,9 @@ def tokens_in(observed: torch.Tensor, base_name: str) -> int:
 
 
 def get_observer_token_count(module: torch.nn.Module) -> Counter[str]:
-    """Tokens that each `input_observer` within `module` saw, by the name of the module that has it."""
+    """Tokens that each `input_observer` within `module` saw, by the name of the module that has
+    it.
+    """
     counts: Counter[str] = Counter()
     for name, submodule in module.named_modules():
         owner, _, last = name.rpartition(".")
@@ -172,7 +197,8 @@ SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 def channel_extremes(value: torch.Tensor) -> torch.Tensor:
-    """Minima and maxima over all tokens of an activation (..., channels): (2, channels), same dtype.
+    """Minima and maxima over all tokens of an activation (..., channels): (2, channels), same
+    dtype.
 
     A channel with a NaN has a NaN among them. The activation must not be empty.
     """
@@ -180,7 +206,8 @@ def channel_extremes(value: torch.Tensor) -> torch.Tensor:
     if flat.dtype not in SIXTEEN_BIT:
         return torch.stack((flat.amin(0), flat.amax(0)))
     bits = flat.contiguous().view(torch.int16)
-    # As integers positive floats are in order and above all negative ones, which are in reverse order.
+    # As integers positive floats are in order and above all negative ones, which are in reverse
+    # order.
     highest, lowest = bits.amax(0), bits.amin(0)
     most_negative = (bits ^ SIGN).amax(0)
     low = torch.where(most_negative >= 0, most_negative ^ SIGN, lowest)

@@ -1,16 +1,19 @@
 """The methods of an observer that llm-compressor's older documents name.
 
-In that generation an observer returns scales instead of ranges. A subclass overrides `calculate_qparams` (or
-another method in `SCALES`) and is called with parts of a tensor:
+In that generation an observer returns scales instead of ranges. A subclass overrides
+`calculate_qparams` (or another method in `SCALES`) and is called with parts of a tensor:
 
 - strategy tensor: the whole tensor, `reduce_dims` None
 - channel: the whole weight, `reduce_dims` (1,)
-- group, tensor_group: the columns of one group, `reduce_dims` (1,), `tensor_id` the number of the group
+- group, tensor_group: the columns of one group, `reduce_dims` (1,), `tensor_id` the number of the
+group
 - block: one block of the weight, `reduce_dims` (0, 1), `tensor_id` (block row, block column)
-- token, attn_head: the whole tensor, `reduce_dims` all dimensions but the one of the tokens or heads
+- token, attn_head: the whole tensor, `reduce_dims` all dimensions but the one of the tokens or
+heads
 
-vexport works with ranges. It takes the scales as they are and derives the range that gives them, so that
-fused layers, statistics over ranks and input scales see these observers as they see all others.
+vexport works with ranges. It takes the scales as they are and derives the range that gives them, so
+that fused layers, statistics over ranks and input scales see these observers as they see all
+others.
 """
 
 import inspect
@@ -22,7 +25,13 @@ from torch import distributed
 
 from vexport.numerics import E2M1_MAX, E4M3_MAX
 from vexport.observers.flatten import WEIGHT, blocks_of
-from vexport.observers.qparams import ObserverArgs, is_nvfp4, quantized_range, stored_dtype, strategy_of
+from vexport.observers.qparams import (
+    ObserverArgs,
+    is_nvfp4,
+    quantized_range,
+    stored_dtype,
+    strategy_of,
+)
 from vexport.observers.search import Range
 
 if TYPE_CHECKING:
@@ -68,20 +77,28 @@ def older_overrides(kind: type) -> frozenset[str]:
     An override of `get_qparams` is older if it takes the observed tensor.
     """
     names = {name for name in (*SCALES, *GLOBALS, "forward") if is_overridden(kind, name)}
-    newer = {name for name in names if name == "get_qparams" and not takes(vars_of(kind, name), "observed")}
+    newer = {
+        name
+        for name in names
+        if name == "get_qparams" and not takes(vars_of(kind, name), "observed")
+    }
     return frozenset(names - newer)
 
 
 def vars_of(kind: type, name: str) -> Callable[..., object]:
     """Return the function that a class has under a name, from the class that defines it."""
-    found: Callable[..., object] = next(vars(each)[name] for each in kind.__mro__ if name in vars(each))
+    found: Callable[..., object] = next(
+        vars(each)[name] for each in kind.__mro__ if name in vars(each)
+    )
     return found
 
 
 def takes(method: Callable[..., object], parameter: str) -> bool:
     """Return whether a method takes an argument of this name."""
     parameters = inspect.signature(method).parameters
-    return parameter in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return parameter in parameters or any(
+        each.kind is each.VAR_KEYWORD for each in parameters.values()
+    )
 
 
 def is_older_constructor(kind: type) -> bool:
@@ -91,10 +108,11 @@ def is_older_constructor(kind: type) -> bool:
 
 
 def declared_reductions(kind: type) -> Mapping[str, object] | None:
-    """Return the reductions over ranks that a class declares as llm-compressor's do, None without any.
+    """Return the reductions over ranks that a class declares as llm-compressor's do, None without
+    any.
 
-    `_act_sync_dict` maps the names of attributes to operations of torch.distributed. An empty dictionary
-    declares that nothing is reduced.
+    `_act_sync_dict` maps the names of attributes to operations of torch.distributed. An empty
+    dictionary declares that nothing is reduced.
     """
     if not is_overridden(kind, SYNC):
         return None
@@ -154,7 +172,9 @@ def require_used_overrides(kind: type) -> None:
 
 
 def _calls(kind: type, name: str) -> bool:
-    """Return whether a method of another name, of a class outside vexport, uses the attribute `name`."""
+    """Return whether a method of another name, of a class outside vexport, uses the attribute
+    `name`.
+    """
     methods = (
         method
         for each in kind.__mro__
@@ -162,44 +182,63 @@ def _calls(kind: type, name: str) -> bool:
         for key, method in vars(each).items()
         if key != name
     )
-    codes = (getattr(inspect.unwrap(method), "__code__", None) for method in methods if callable(method))
+    codes = (
+        getattr(inspect.unwrap(method), "__code__", None) for method in methods if callable(method)
+    )
     return any(name in code.co_names for code in codes if code is not None)
 
 
-def called(method: Callable[..., object], observed: torch.Tensor, given: Mapping[str, object]) -> object:
+def called(
+    method: Callable[..., object], observed: torch.Tensor, given: Mapping[str, object]
+) -> object:
     """Call an older method with those of the documented arguments that are set and that it takes.
 
     Earlier documents had neither `tensor_id` nor `global_scale`.
     """
-    known = {name: value for name, value in given.items() if value is not None and takes(method, name)}
+    known = {
+        name: value for name, value in given.items() if value is not None and takes(method, name)
+    }
     return method(observed, **known)
 
 
 def as_pair(answer: object, method: str) -> Pair:
-    """Return the scale and zero point that an older method returned; ValueError if it returned neither."""
+    """Return the scale and zero point that an older method returned; ValueError if it returned
+    neither.
+    """
     if isinstance(answer, tuple | list) and len(answer) == 2:
         scale, zero_point = answer
         if isinstance(scale, torch.Tensor) and isinstance(zero_point, torch.Tensor):
             return scale, zero_point
-    raise ValueError(f"{method}: got {type(answer).__name__}, need a scale and a zero point, both tensors")
+    raise ValueError(
+        f"{method}: got {type(answer).__name__}, need a scale and a zero point, both tensors"
+    )
 
 
 def is_map(g_idx: torch.Tensor | None, observed: torch.Tensor, args: ObserverArgs) -> bool:
-    """Return whether `g_idx` says which columns are a group; ValueError for a map of another length.
+    """Return whether `g_idx` says which columns are a group; ValueError for a map of another
+    length.
 
     A map with -1 is not filled yet and changes nothing, as in compressed-tensors.
     """
-    if g_idx is None or strategy_of(args) not in ("group", "tensor_group") or bool((g_idx == -1).any()):
+    if (
+        g_idx is None
+        or strategy_of(args) not in ("group", "tensor_group")
+        or bool((g_idx == -1).any())
+    ):
         return False
     if g_idx.numel() != observed.shape[-1]:
         raise ValueError(
-            f"g_idx: got {g_idx.numel()} columns, need {observed.shape[-1]}, as many as are observed"
+            f"g_idx: got {g_idx.numel()} columns, need {observed.shape[-1]}, as many as are "
+            f"observed"
         )
     return True
 
 
-def order_of(g_idx: torch.Tensor | None, observed: torch.Tensor, args: ObserverArgs) -> torch.Tensor | None:
-    """Return the order that puts columns of one group next to each other, None if they are in order.
+def order_of(
+    g_idx: torch.Tensor | None, observed: torch.Tensor, args: ObserverArgs
+) -> torch.Tensor | None:
+    """Return the order that puts columns of one group next to each other, None if they are in
+    order.
 
     `g_idx` (columns,) has the group of each column.
     """
@@ -210,7 +249,9 @@ def order_of(g_idx: torch.Tensor | None, observed: torch.Tensor, args: ObserverA
 
 
 def sizes_of(g_idx: torch.Tensor | None, columns: int, size: int) -> list[int]:
-    """Return the number of columns of each group, in the order of the groups; the last may have fewer."""
+    """Return the number of columns of each group, in the order of the groups; the last may have
+    fewer.
+    """
     if g_idx is None or bool((g_idx == -1).any()):
         return [min(size, columns - start) for start in range(0, columns, size)]
     counts: list[int] = torch.unique(g_idx, return_counts=True)[1].tolist()
@@ -230,7 +271,8 @@ def documented_scales(
     g_idx: torch.Tensor | None,
     global_scale: torch.Tensor | None,
 ) -> Pair:
-    """Return scale and zero point of an observed tensor by the older methods; the module says which parts.
+    """Return scale and zero point of an observed tensor by the older methods; the module says which
+    parts.
 
     Shapes are qparam_shape. What `reduce_dims` reduces has shape (1,).
     """
@@ -320,8 +362,9 @@ def in_our_terms(
 ) -> Pair:
     """Return scale (float32) and zero point (int32) of `shape`, rounded as the format stores them.
 
-    A scale that the method computed without the global scale (not `is_relative`) is multiplied by it. Raises
-    ValueError if the method returned another number of scales, or a scale that is not above zero.
+    A scale that the method computed without the global scale (not `is_relative`) is multiplied by
+    it. Raises ValueError if the method returned another number of scales, or a scale that is not
+    above zero.
     """
     expected = tuple(shape)
     scale, zero_point = (each.detach() for each in pair)
@@ -331,7 +374,9 @@ def in_our_terms(
     if bool((scale < 0).any()):
         raise ValueError(f"{where}: got a scale below zero, need scales of zero or more")
     if zero_point.numel() not in (1, scale.numel()):
-        raise ValueError(f"{where}: got zero points of shape {tuple(zero_point.shape)}, need {expected}")
+        raise ValueError(
+            f"{where}: got zero points of shape {tuple(zero_point.shape)}, need {expected}"
+        )
     zero_point = zero_point.to(torch.float32).broadcast_to(
         expected if zero_point.numel() == 1 else zero_point.shape
     )
@@ -372,14 +417,20 @@ def kept_and_reduced(
     every = range(observed.ndim)
     reduced = {dim % observed.ndim for dim in reduce_dims} if reduce_dims else set(every)
     kept = [dim for dim in every if dim not in reduced]
-    shape = () if not reduce_dims else tuple(1 if dim in reduced else observed.shape[dim] for dim in every)
+    shape = (
+        ()
+        if not reduce_dims
+        else tuple(1 if dim in reduced else observed.shape[dim] for dim in every)
+    )
     moved = observed.permute(*kept, *sorted(reduced))
     number = torch.Size([observed.shape[dim] for dim in kept]).numel()
     return moved.reshape(1, number, 1, -1), shape
 
 
 def is_relative_to_global(observer: "Observer", older: frozenset[str]) -> bool:
-    """Return whether the method that decides the scales gets the global scale that they are relative to."""
+    """Return whether the method that decides the scales gets the global scale that they are
+    relative to.
+    """
     if not is_nvfp4(observer.args):
         return True
     methods = ("forward", "get_qparams", "get_qparams_along_dim", "calculate_qparams")

@@ -27,7 +27,8 @@ from vexport.numerics import (
 from vexport.records.observer_names import OptionValue
 
 MX_EXPONENT = {4: E2M1_EXPONENT, 8: E4M3_EXPONENT}
-# Dtypes of fewer bits that scales are stored in; all others are float32's or separate kinds (NVFP4, MX).
+# Dtypes of fewer bits that scales are stored in; all others are float32's or separate kinds (NVFP4,
+# MX).
 STORED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -58,7 +59,9 @@ ArgsT = TypeVar("ArgsT", bound=ObserverArgs)
 
 
 def with_keywords(args: ArgsT, keywords: Mapping[str, OptionValue]) -> ArgsT:
-    """The arguments with these keywords of the observer over their own; those given stay as they are."""
+    """The arguments with these keywords of the observer over their own; those given stay as they
+    are.
+    """
     if not keywords:
         return args
     merged = {**(args.observer_kwargs or {}), **keywords}
@@ -68,7 +71,9 @@ def with_keywords(args: ArgsT, keywords: Mapping[str, OptionValue]) -> ArgsT:
 
 
 def plain(value: object) -> str:
-    """An enum's value, a torch dtype's or any other object's text: "tensor_group", "float8_e4m3fn"."""
+    """An enum's value, a torch dtype's or any other object's text: "tensor_group",
+    "float8_e4m3fn".
+    """
     return str(getattr(value, "value", value)).removeprefix("torch.")
 
 
@@ -111,7 +116,9 @@ def quantized_range(args: ObserverArgs) -> tuple[float, float]:
 
 
 def stored_dtype(args: ObserverArgs) -> torch.dtype:
-    """The dtype that scales have when they are read again: `scale_dtype` where it is a float of 16 bits."""
+    """The dtype that scales have when they are read again: `scale_dtype` where it is a float of 16
+    bits.
+    """
     return STORED.get(plain(args.scale_dtype), torch.float32)
 
 
@@ -126,8 +133,9 @@ def scale_and_zero_point(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales (float32, shape of `low`) and zero points (int32) for the ranges [low, high].
 
-    With a global scale, block scales are what NVFP4 stores: relative to it and rounded to e4m3. MX scales
-    are powers of two. Others are rounded to `stored_dtype`; a zero point belongs to the rounded scale.
+    With a global scale, block scales are what NVFP4 stores: relative to it and rounded to e4m3. MX
+    scales are powers of two. Others are rounded to `stored_dtype`; a zero point belongs to the
+    rounded scale.
     """
     low = torch.minimum(low.to(torch.float32), torch.zeros((), device=low.device))
     high = torch.maximum(high.to(torch.float32), torch.zeros((), device=high.device))
@@ -150,10 +158,12 @@ def scale_and_zero_point(
 
 
 def mx_scale(absmax: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """The power of two that an MX format stores for a group's absolute maximum (float32), as float32.
+    """The power of two that an MX format stores for a group's absolute maximum (float32), as
+    float32.
 
-    The maximum is rounded to a power of two as if it had one bit of mantissa (1.75 rounds up). Source:
-    generate_mx_scales and round_to_power_2 in compressed_tensors/quantization/utils/mxfp_utils.py.
+    The maximum is rounded to a power of two as if it had one bit of mantissa (1.75 rounds up).
+    Source: generate_mx_scales and round_to_power_2 in
+    compressed_tensors/quantization/utils/mxfp_utils.py.
     """
     bits = absmax.to(torch.float32).view(torch.int32)
     biased = (bits + MX_ROUND_UP) >> 23
@@ -164,7 +174,9 @@ def mx_scale(absmax: torch.Tensor, num_bits: int) -> torch.Tensor:
 
 
 def round_to_format(scaled: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
-    """The nearest representable value of each element, same dtype; what is out of range saturates."""
+    """The nearest representable value of each element, same dtype; what is out of range
+    saturates.
+    """
     smallest, largest = quantized_range(args)
     clamped = scaled.clamp(smallest, largest)
     if not is_float(args):
@@ -180,14 +192,19 @@ def round_to_e2m1(value: torch.Tensor) -> torch.Tensor:
     The steps between them are 0.5 below 2, 1 below 4 and 2 above; beyond 6 values saturate.
     """
     magnitude = value.abs()
-    step = torch.full_like(magnitude, 0.5).masked_fill_(magnitude >= 2, 1.0).masked_fill_(magnitude >= 4, 2.0)
+    step = (
+        torch.full_like(magnitude, 0.5)
+        .masked_fill_(magnitude >= 2, 1.0)
+        .masked_fill_(magnitude >= 4, 2.0)
+    )
     return value.div(step).round_().mul_(step).clamp_(-E2M1_MAX, E2M1_MAX)
 
 
 def fake_quantize(
     value: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, args: ObserverArgs
 ) -> torch.Tensor:
-    """Quantize and dequantize; `scale` and `zero_point` broadcast to `value`, all of one float dtype.
+    """Quantize and dequantize; `scale` and `zero_point` broadcast to `value`, all of one float
+    dtype.
 
     Source of the order of operations: _quantize_dequantize in
     compressed_tensors/quantization/lifecycle/forward_helpers.py.

@@ -1,4 +1,6 @@
-"""The observers: min-max, searches for the least quantization error, and errors weighted by importance."""
+"""The observers: min-max, searches for the least quantization error, and errors weighted by
+importance.
+"""
 
 import math
 import warnings
@@ -38,7 +40,8 @@ from vexport.records.observer_names import (
 
 # The largest value of a block becomes a 4 instead of a 6.
 MOST_ROOM = 1.5
-# Where a weight's columns are input channels within each group (llm-compressor, observers/imatrix.py).
+# Where a weight's columns are input channels within each group (llm-compressor,
+# observers/imatrix.py).
 STRATEGIES = ("channel", "group", "tensor_group")
 # The sums of importance and the number of tokens, as llm-compressor leaves them on a module.
 LEFT_ON_MODULE = ("_imatrix_sum", "_imatrix_count")
@@ -86,14 +89,17 @@ def moving_average(old: Range, new: Range, constant: float) -> Range:
 
 
 def lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
-    """Linear interpolation, `start * (1 - weight) + end * weight`, for dtypes that `torch.lerp` lacks too."""
+    """Linear interpolation, `start * (1 - weight) + end * weight`, for dtypes that `torch.lerp`
+    lacks too.
+    """
     return start * (1.0 - weight) + end * weight
 
 
 class MemorylessMSEObserver(Observer):
     """The range of the last tensor that has the least quantization error [memoryless_mse].
 
-    NVFP4 weights are searched among the block scales that can be stored; their range is that of the values.
+    NVFP4 weights are searched among the block scales that can be stored; their range is that of the
+    values.
     """
 
     registry_name = "memoryless_mse"
@@ -103,7 +109,11 @@ class MemorylessMSEObserver(Observer):
         self.options = self.read(self.defaults, keywords)
         # A subclass of the older generation may set these after the constructor.
         self.maxshrink, self.patience = self.options.maxshrink, self.options.patience
-        self.grid, self.norm, self.expand = self.options.grid, self.options.norm, self.options.expand
+        self.grid, self.norm, self.expand = (
+            self.options.grid,
+            self.options.norm,
+            self.options.expand,
+        )
         self._importance: torch.Tensor | None = None
 
     @property
@@ -177,11 +187,12 @@ class MemorylessMSEObserver(Observer):
 
 @torch.no_grad()
 def fit_global_scale(observers: Sequence[Observer]) -> None:
-    """Choose the global scale that fused NVFP4 weights share, by the error in some rows of all of them.
+    """Choose the global scale that fused NVFP4 weights share, by the error in some rows of all of
+    them.
 
-    With 2688 / absmax the block of the largest value has the largest scale that there is. Where the search
-    may take a larger one, a smaller global scale leaves it room: best for weights that are all about as
-    large, while others lose a little. Fuse the observers before, and let all observe.
+    With 2688 / absmax the block of the largest value has the largest scale that there is. Where the
+    search may take a larger one, a smaller global scale leaves it room: best for weights that are
+    all about as large, while others lose a little. Fuse the observers before, and let all observe.
     """
     members = [observer for observer in observers if isinstance(observer, MemorylessMSEObserver)]
     room = max((member.expand for member in members), default=1.0)
@@ -221,7 +232,9 @@ class MovingAverageMSEObserver(MemorylessMSEObserver):
 
 
 class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
-    """Least quantization error between 1.8 and 0.8 times the range, for NVFP4 [nvfp4_expanded_mse]."""
+    """Least quantization error between 1.8 and 0.8 times the range, for NVFP4
+    [nvfp4_expanded_mse].
+    """
 
     registry_name = "nvfp4_expanded_mse"
     aliases = ("fouroversix",)
@@ -264,9 +277,9 @@ class Importance:
 class IMatrixMSEObserver(MemorylessMSEObserver):
     """Least quantization error weighted by the mean square of each input channel [imatrix_mse].
 
-    `attach(module)` starts to gather from the module's inputs in a pass before the weight is observed,
-    `detach` ends that; `gathered` may also be set to what was gathered elsewhere. Without importance errors
-    are weighted alike after one warning, or ValueError under `strict`.
+    `attach(module)` starts to gather from the module's inputs in a pass before the weight is
+    observed, `detach` ends that; `gathered` may also be set to what was gathered elsewhere. Without
+    importance errors are weighted alike after one warning, or ValueError under `strict`.
     """
 
     registry_name = "imatrix_mse"
@@ -287,8 +300,8 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
     def attach(self, module: torch.nn.Module) -> None:
         """Gather from the inputs of a module that has `in_features`; other modules are ignored.
 
-        If the observer of an earlier pass left its sums on the module, these are taken, and nothing is
-        gathered.
+        If the observer of an earlier pass left its sums on the module, these are taken, and nothing
+        is gathered.
         """
         self._stop()
         channels = getattr(module, "in_features", None)
@@ -312,13 +325,16 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
     def detach(self, module: torch.nn.Module) -> None:
         """Stop gathering. The observer keeps the importance, and the module gets its sums.
 
-        They are llm-compressor's: `_imatrix_sum` (in_features,) and `_imatrix_count`, the number of tokens.
+        They are llm-compressor's: `_imatrix_sum` (in_features,) and `_imatrix_count`, the number of
+        tokens.
         """
         was_gathering = self._hook is not None
         self._stop()
         if was_gathering and self.gathered is not None and self.gathered.tokens:
             for name, value in zip(
-                LEFT_ON_MODULE, (self.gathered.total, torch.tensor(self.gathered.tokens)), strict=True
+                LEFT_ON_MODULE,
+                (self.gathered.total, torch.tensor(self.gathered.tokens)),
+                strict=True,
             ):
                 setattr(module, name, value)
 
@@ -332,7 +348,9 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         problem = self._problem(channels)
         if problem or self.gathered is None:
             if self.strict:
-                raise ValueError(f"imatrix_mse: {problem}; gather importance first, or do without strict")
+                raise ValueError(
+                    f"imatrix_mse: {problem}; gather importance first, or do without strict"
+                )
             warnings.warn(f"imatrix_mse: {problem}; errors are weighted alike", stacklevel=2)
             return None
         mean = self.gathered.mean()
@@ -355,7 +373,9 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         if self.base_name != WEIGHT:
             return f"only weights have importance, got {self.base_name}"
         if self.strategy not in STRATEGIES:
-            return f"strategy {self.strategy} has no importance, need one of {', '.join(STRATEGIES)}"
+            return (
+                f"strategy {self.strategy} has no importance, need one of {', '.join(STRATEGIES)}"
+            )
         if self.gathered is None or not self.gathered.tokens:
             return "no importance data available"
         total = self.gathered.total
@@ -367,8 +387,8 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
 class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
     """The same search between 1.5 and 0.5 times the range, for NVFP4 [nvfp4_expanded_imatrix].
 
-    With a larger block scale the largest value of a block may become 4, next to which e2m1 is finer than
-    next to 6 (four over six, arXiv 2512.02010).
+    With a larger block scale the largest value of a block may become 4, next to which e2m1 is finer
+    than next to 6 (four over six, arXiv 2512.02010).
     """
 
     registry_name = "nvfp4_expanded_imatrix"

@@ -1,9 +1,9 @@
 """Searches for the range of each group whose quantization error is least, by compiled kernels.
 
-They work a tile at a time and in float32, on the CPU wherever the tensor is. Kernels read bfloat16, float16
-and float32 values as they are, others as a copy. The error of a group is `sum(importance * |dequantized -
-value| ** norm)` (llm-compressor, observers/mse_quant.py and imatrix.py); one with NaN or infinity has a range
-that is not finite.
+They work a tile at a time and in float32, on the CPU wherever the tensor is. Kernels read bfloat16,
+float16 and float32 values as they are, others as a copy. The error of a group is `sum(importance *
+|dequantized - value| ** norm)` (llm-compressor, observers/mse_quant.py and imatrix.py); one with
+NaN or infinity has a range that is not finite.
 """
 
 import math
@@ -54,8 +54,8 @@ COUNTING_TASKS = 16
 VECTOR = 16
 STORAGES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 Range = tuple[torch.Tensor, torch.Tensor]
-# The peer computes candidates in bf16: its range may be off by three roundings of 2**-8 each. Candidates
-# reach so much further at both ends that whatever it could choose is among them.
+# The peer computes candidates in bf16: its range may be off by three roundings of 2**-8 each.
+# Candidates reach so much further at both ends that whatever it could choose is among them.
 CANDIDATE_SLACK = 2.0**-6
 # Rows used to compare global scales.
 SAMPLED_ROWS = 64
@@ -79,10 +79,11 @@ def search_grid_groups(
     expand: float = 1.0,
     importance: torch.Tensor | None = None,
 ) -> GroupChoices:
-    """For every row of `groups` (count, size) the shrink with the least `sum(importance * |q - x|**norm)`.
+    """For every row of `groups` (count, size) the shrink with the least `sum(importance * |q -
+    x|**norm)`.
 
-    Candidates are the row's range times `expand` times each of `shrinks`; the earlier one of equals is
-    taken. Row i has the importance of row i modulo the rows of `importance` (any, size).
+    Candidates are the row's range times `expand` times each of `shrinks`; the earlier one of equals
+    is taken. Row i has the importance of row i modulo the rows of `importance` (any, size).
     """
     bits, storage = stored_bits(groups)
     count, size = bits.shape
@@ -109,7 +110,9 @@ def search_grid_groups(
 
 
 def ranges_of_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest and largest value of every row of `groups` (count, size): float32; NaN where one is NaN."""
+    """Smallest and largest value of every row of `groups` (count, size): float32; NaN where one is
+    NaN.
+    """
     bits, storage = stored_bits(groups)
     lows, highs = (np.empty(bits.shape[0], dtype=np.float32) for _ in range(2))
     group_ranges(bits, storage, min(bits.shape[0], -(-bits.size // TASK_VALUES)), lows, highs)
@@ -142,7 +145,9 @@ def readable(values: torch.Tensor) -> torch.Tensor:
 
 
 def stored_bits(values: torch.Tensor) -> tuple[Bits, int]:
-    """The bits of values as integers, without a copy where possible, and the dtype to read them as."""
+    """The bits of values as integers, without a copy where possible, and the dtype to read them
+    as.
+    """
     values = readable(values)
     as_integers = torch.int32 if values.dtype == torch.float32 else torch.uint16
     return values.contiguous().view(as_integers).numpy(), STORAGES[values.dtype]
@@ -157,7 +162,8 @@ def importance_rows(importance: torch.Tensor | None, size: int) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """The candidates of a search: the observed range times `expand` times each of `factors`, in that order.
+    """The candidates of a search: the observed range times `expand` times each of `factors`, in
+    that order.
 
     `patience` steps without an improvement in any group end the search; 0 turns that off.
     """
@@ -171,7 +177,9 @@ class Search:
 def search_of(options: SearchOptions, steps: int) -> Search:
     """The search over the first `steps` candidates."""
     factors = tuple(1 - step / options.grid for step in range(steps))
-    return Search(factors=factors, expand=options.expand, norm=options.norm, patience=int(options.patience))
+    return Search(
+        factors=factors, expand=options.expand, norm=options.norm, patience=int(options.patience)
+    )
 
 
 def range_of(tiles: Tiles) -> Range:
@@ -210,20 +218,24 @@ def search_rows(
 ) -> Iterator[tuple[slice, Range]]:
     """The same for some rows of qparam_shape after the other.
 
-    Patience counts over all groups whatever the tiles, so a tile cannot stop by itself: all steps are
-    tried, and once more without the late ones in the rare case that one of those was chosen. All rows come
-    again then.
+    Patience counts over all groups whatever the tiles, so a tile cannot stop by itself: all steps
+    are tried, and once more without the late ones in the rare case that one of those was chosen.
+    All rows come again then.
     """
     form, improved = format_of(args), [False] * len(search.factors)
     for rows, tile in tiles.by_rows():
         choices = _search_tile(readable(tile), form, search, importance)
         factor, shape = torch.tensor(search.factors)[choices.step], tile.shape[1:-1]
-        low, high = ((end * factor).view(shape).to(tile.device) for end in (choices.low, choices.high))
+        low, high = (
+            (end * factor).view(shape).to(tile.device) for end in (choices.low, choices.high)
+        )
         yield rows, (low, high)
         improved = [a or b for a, b in zip(improved, choices.improved, strict=True)]
     steps = _steps_until_stop(improved, search.patience)
     if any(improved[steps:]):
-        yield from search_rows(tiles, args, replace(search, factors=search.factors[:steps]), importance)
+        yield from search_rows(
+            tiles, args, replace(search, factors=search.factors[:steps]), importance
+        )
 
 
 def format_of(args: ObserverArgs) -> NumberFormat:
@@ -240,8 +252,15 @@ def _search_tile(
 ) -> GroupChoices:
     """The best factor of each group of a tile (num_observations, *qparam_shape, group_size)."""
     groups = tile.movedim(0, -2).reshape(math.prod(tile.shape[1:-1]), -1)
-    if len(groups) == 1 and importance is None and tile.dtype.itemsize == 2 and tile.numel() >= PATTERNS:
-        groups, importance = (part.view(1, -1) for part in distinct_values(tile))  # each number once
+    if (
+        len(groups) == 1
+        and importance is None
+        and tile.dtype.itemsize == 2
+        and tile.numel() >= PATTERNS
+    ):
+        groups, importance = (
+            part.view(1, -1) for part in distinct_values(tile)
+        )  # each number once
     return search_grid_groups(
         groups, form, search.factors, norm=search.norm, expand=search.expand, importance=importance
     )
@@ -269,7 +288,8 @@ def scales_of_rows(
     args: ObserverArgs,
     global_scale: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale (float32) and zero point (int32), shape qparam_shape; `ranges` of the same rows replace others.
+    """Scale (float32) and zero point (int32), shape qparam_shape; `ranges` of the same rows replace
+    others.
 
     The ranges of all groups together are never in memory.
     """
@@ -283,14 +303,19 @@ def scales_of_rows(
 
 
 def block_scales(
-    groups: torch.Tensor, global_scale: torch.Tensor, search: Search, importance: torch.Tensor | None = None
+    groups: torch.Tensor,
+    global_scale: torch.Tensor,
+    search: Search,
+    importance: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Block scales, relative to the global scale (1,), with the smallest error: float32 e4m3 numbers.
+    """Block scales, relative to the global scale (1,), with the smallest error: float32 e4m3
+    numbers.
 
-    `groups` are (rows, groups, size), scales (rows, groups), `importance` broadcasts. The error is that of
-    the stored scale, `sum(importance * |q - x|**norm)`. All e4m3 numbers between the last and the first
-    candidate of `search` are tried, without grid or patience; the larger of equals is taken. A scale that
-    would round to zero is the smallest e4m3 number, that of a group of zeros is 0.125.
+    `groups` are (rows, groups, size), scales (rows, groups), `importance` broadcasts. The error is
+    that of the stored scale, `sum(importance * |q - x|**norm)`. All e4m3 numbers between the last
+    and the first candidate of `search` are tried, without grid or patience; the larger of equals is
+    taken. A scale that would round to zero is the smallest e4m3 number, that of a group of zeros is
+    0.125.
     """
     bits, storage = stored_bits(groups.reshape(len(groups), -1))
     codes = np.empty(groups.shape[:2], dtype=np.uint8)
@@ -307,7 +332,9 @@ def block_scales(
 def nvfp4_error(
     tiles: Tiles, global_scale: torch.Tensor, search: Search, importance: torch.Tensor | None
 ) -> float:
-    """The error that the best block scales leave with this global scale, in rows spread over a weight."""
+    """The error that the best block scales leave with this global scale, in rows spread over a
+    weight.
+    """
     step = -(-tiles.groups[0] // SAMPLED_ROWS)
     weight, total = None if importance is None else importance[0], 0.0
     for _, tile in tiles.by_rows():
@@ -320,7 +347,9 @@ def nvfp4_error(
 def block_errors(
     values: torch.Tensor, step: torch.Tensor, norm: float, importance: torch.Tensor | None
 ) -> torch.Tensor:
-    """Error of each group of `values` (..., group_size), float32, in e2m1 with a `step` (...) each."""
+    """Error of each group of `values` (..., group_size), float32, in e2m1 with a `step` (...)
+    each.
+    """
     steps = step.unsqueeze(-1)
     error = round_to_e2m1(values / steps).mul_(steps).sub_(values).abs_().pow_(norm)
     if importance is not None:

@@ -15,13 +15,16 @@ from vexport.records import Json
 
 # The key of vexport.json: the digest of each file of weights, as `digest_of` writes it.
 DIGESTS = "digests"
-# The key of vexport.json with facts about the source, and there the digest of its config and headers.
+# The key of vexport.json with facts about the source, and there the digest of its config and
+# headers.
 HEADERS = "headers"
 HEADERS_DIGEST = "config_and_headers_sha256"
-# The key of vexport.json that `repair` sets if it changed weights: they are not what the recipe makes.
+# The key of vexport.json that `repair` sets if it changed weights: they are not what the recipe
+# makes.
 REPAIRED = "repaired"
 XXH3, SHA256 = "xxh3", "sha256"
-# A line of sha256sum; of a name with a line break or a backslash, which begins with one, there is none.
+# A line of sha256sum; of a name with a line break or a backslash, which begins with one, there is
+# none.
 _LINE = re.compile(r"(?P<hex>[0-9a-fA-F]{64}) [ *](?P<name>.+)")
 _TAGGED = re.compile(r"SHA256 \((?P<name>.+)\) = (?P<hex>[0-9a-fA-F]{64})")
 
@@ -29,7 +32,9 @@ _TAGGED = re.compile(r"SHA256 \((?P<name>.+)\) = (?P<hex>[0-9a-fA-F]{64})")
 def digest_of(file: Path, algorithm: str = XXH3) -> str:
     """The digest of a file's bytes: `xxh3:` (64 bits) or `sha256:` and hexadecimal digits."""
     with file.open("rb", buffering=0) as stream:
-        state = hashlib.file_digest(stream, hashlib.sha256 if algorithm == SHA256 else xxhash.xxh3_64)
+        state = hashlib.file_digest(
+            stream, hashlib.sha256 if algorithm == SHA256 else xxhash.xxh3_64
+        )
     return f"{algorithm}:{state.hexdigest()}"
 
 
@@ -44,25 +49,33 @@ def recorded_digests(folder: Path) -> dict[str, str]:
         raise _unreadable(f"{file}: {DIGESTS}", "no object")
     digests = {}
     for name, digest in recorded.items():
-        if not re.fullmatch(rf"{XXH3}:[0-9a-f]{{16}}", str(digest)) or name != PurePosixPath(name).name:
+        if (
+            not re.fullmatch(rf"{XXH3}:[0-9a-f]{{16}}", str(digest))
+            or name != PurePosixPath(name).name
+        ):
             raise _unreadable(f"{file}: {DIGESTS}.{name}", f"{digest!r}")
         digests[name] = str(digest)
     return digests
 
 
 def named_digests(name: str | None, root: Path) -> dict[str, str] | None:
-    """The digests of a list, or the checkpoint's own where vexport.json is named; None where nothing is."""
+    """The digests of a list, or the checkpoint's own where vexport.json is named; None where
+    nothing is.
+    """
     if name is None or Path(name).name != RECIPE:
         return None if name is None else listed_digests(Path(name))
     digests = recorded_digests(root)
     if not digests:
         got, fix = f"no {DIGESTS}", "leave --digests out, or name a list that sha256sum wrote"
-        raise InputError(str(root / RECIPE), got=got, need="a checkpoint that vexport wrote", fix=fix)
+        raise InputError(
+            str(root / RECIPE), got=got, need="a checkpoint that vexport wrote", fix=fix
+        )
     return digests
 
 
 def record_digests(folder: Path, digests: Mapping[str, str], *, repaired: bool = False) -> None:
-    """Write the digests of a checkpoint's weight files into its vexport.json, in place of earlier digests.
+    """Write the digests of a checkpoint's weight files into its vexport.json, in place of earlier
+    digests.
 
     `repaired` records that the weights are not those that the recipe makes.
     """
@@ -70,14 +83,16 @@ def record_digests(folder: Path, digests: Mapping[str, str], *, repaired: bool =
     recipe: dict[str, Json] = read_json_object(file) if file.is_file() else {}
     if repaired:
         recipe[REPAIRED] = True
-    write_text(file, json.dumps({**recipe, DIGESTS: dict(sorted(digests.items()))}, indent=2) + "\n")
+    write_text(
+        file, json.dumps({**recipe, DIGESTS: dict(sorted(digests.items()))}, indent=2) + "\n"
+    )
 
 
 def listed_digests(file: Path) -> dict[str, str]:
     """Path -> digest of a list as sha256sum writes it, also with --tag.
 
-    Paths are relative to the checkpoint. InputError names the line of a path that is not, or cannot be read.
-    A pipe is refused: it may have no writer.
+    Paths are relative to the checkpoint. InputError names the line of a path that is not, or cannot
+    be read. A pipe is refused: it may have no writer.
     """
     require_no_device(file)
     try:
@@ -97,7 +112,9 @@ def listed_digests(file: Path) -> dict[str, str]:
         path = PurePosixPath(match["name"])
         if path.is_absolute() or ".." in path.parts:
             got, need = f"the path {ascii(match['name'])}", "a path inside the checkpoint"
-            raise InputError(f"{file}:{number}", got=got, need=need, fix="run sha256sum in its folder")
+            raise InputError(
+                f"{file}:{number}", got=got, need=need, fix="run sha256sum in its folder"
+            )
         digests[str(path)] = f"{SHA256}:{match['hex'].lower()}"
     if not digests:
         raise _unreadable(str(file), "no line")

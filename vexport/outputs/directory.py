@@ -1,10 +1,10 @@
 """Folders that appear whole or not at all, made in a hidden folder next to them.
 
-The working folder of `OUT` is `.OUT.partial`, which only its owner can enter: in it are the record of what
-OUT is made from, which is locked while a process writes; `new`, which becomes OUT; `aside`, what a later
-call finds until OUT is whole; a list of the files in both, to which a name is added before its file is
-created (`record` of outputs/manifest.py); and for a moment `old`, the folder that it replaces. OUT is `new`
-or `old` at any time, or the next call puts `old` back.
+The working folder of `OUT` is `.OUT.partial`, which only its owner can enter: in it are the record
+of what OUT is made from, which is locked while a process writes; `new`, which becomes OUT; `aside`,
+what a later call finds until OUT is whole; a list of the files in both, to which a name is added
+before its file is created (`record` of outputs/manifest.py); and for a moment `old`, the folder
+that it replaces. OUT is `new` or `old` at any time, or the next call puts `old` back.
 """
 
 import errno
@@ -52,15 +52,18 @@ def failed_folder(path: Path) -> Path:
 
 
 def aside_folder(folder: Path) -> Path:
-    """Next to a folder of `resumable_directory`, one for files that a later call finds and OUT has not."""
+    """Next to a folder of `resumable_directory`, one for files that a later call finds and OUT has
+    not.
+    """
     return folder.parent / ASIDE
 
 
 def kept_as_failed(folder: Path, path: Path, failure: CheckpointFailed) -> CheckpointFailed:
-    """Rename the `folder` of `resumable_directory` to `PATH.failed`, and say so in what it failed with.
+    """Rename the `folder` of `resumable_directory` to `PATH.failed`, and say so in what it failed
+    with.
 
-    Only what an earlier failed call left there is replaced. If something else is there, also a link or a
-    sound checkpoint, the folder is not kept, and the error says so.
+    Only what an earlier failed call left there is replaced. If something else is there, also a link
+    or a sound checkpoint, the folder is not kept, and the error says so.
     """
     failed = failed_folder(path)
     if is_replaceable_failure(failed):
@@ -76,7 +79,9 @@ def kept_as_failed(folder: Path, path: Path, failure: CheckpointFailed) -> Check
 
 
 def is_replaceable_failure(failed: Path) -> bool:
-    """Return whether nothing is at a path, or nothing but a checkpoint that a failed call signed."""
+    """Return whether nothing is at a path, or nothing but a checkpoint that a failed call
+    signed.
+    """
     if not os.path.lexists(failed):
         return True
     if failed.is_symlink():
@@ -109,15 +114,20 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def resumable_directory(
-    path: Path, *, input_digest: str, overwrite: bool, note: Callable[[str], None] = lambda text: None
+    path: Path,
+    *,
+    input_digest: str,
+    overwrite: bool,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Path]:
     """Yield a folder that becomes `path` when the block ends without error.
 
-    Whatever breaks the block off but a refusal of ours leaves the folder for the next call with the same
-    `input_digest` to go on in: it finds the weights. One with another digest begins
-    an empty folder. `note` is told of both. InputError where `path` exists and may not be replaced (see
-    `refuse_existing`), where it cannot be renamed, where the working folder is not ours, or where another
-    process is writing it. Of torchrun's ranks the first makes it, at the end of whose block it appears.
+    Whatever breaks the block off but a refusal of ours leaves the folder for the next call with the
+    same `input_digest` to go on in: it finds the weights. One with another digest begins an empty
+    folder. `note` is told of both. InputError where `path` exists and may not be replaced (see
+    `refuse_existing`), where it cannot be renamed, where the working folder is not ours, or where
+    another process is writing it. Of torchrun's ranks the first makes it, at the end of whose block
+    it appears.
     """
     if rank_and_size()[0] > 0:
         yield on_first(Path)
@@ -126,7 +136,11 @@ def resumable_directory(
         before = record.read()
         continued = before == input_digest
         if before:
-            note("resumes where it was interrupted" if continued else "starts again: its inputs have changed")
+            note(
+                "resumes where it was interrupted"
+                if continued
+                else "starts again: its inputs have changed"
+            )
         _empty(work, NEW, keep="*.safetensors*" if continued else "")
         _empty(work, ASIDE, keep="*" if continued else "")
         _begin(work, is_continued=continued)
@@ -141,14 +155,17 @@ def resumable_directory(
 
 @contextmanager
 def _directory(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, TextIO]]:
-    """The working folder and its locked record; when the block ends without error, `new` becomes `path`.
+    """The working folder and its locked record; when the block ends without error, `new` becomes
+    `path`.
 
     `path` is looked at once more then: what came to be there meanwhile is not ours to replace.
     """
     path = resolved(path)
     if path.is_mount():
         fix = "choose a folder below it"
-        raise InputError(str(path), got="a mount point", need="a folder that can be renamed", fix=fix)
+        raise InputError(
+            str(path), got="a mount point", need="a folder that can be renamed", fix=fix
+        )
     refuse_existing(path, overwrite=overwrite)
     work = working_folder(path)
     try:
@@ -174,20 +191,25 @@ def _directory(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, TextIO]]:
 def _locked(work: Path, path: Path) -> Iterator[TextIO]:
     """The open record of a working folder of ours, locked for as long as this process lives.
 
-    InputError where it is someone else's, holds what vexport does not write, or where another process has it.
+    InputError where it is someone else's, holds what vexport does not write, or where another
+    process has it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         work.mkdir(mode=0o700)
     _require_ours(work, path)
-    descriptor = os.open(work / RECORD, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(
+        work / RECORD, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
+    )
     with os.fdopen(descriptor, "r+", encoding="utf-8", errors="replace") as record:
         _lock(record, work, path)
         yield record
 
 
 def _require_ours(work: Path, path: Path) -> None:
-    """Raise InputError where a working folder has links, or files that vexport did not write there."""
+    """Raise InputError where a working folder has links, or files that vexport did not write
+    there.
+    """
     for entry in foreign_entries(work):
         raise _foreign(entry, path)
 
@@ -249,7 +271,9 @@ def _settle(path: Path, work: Path) -> None:
         (work / OLD).rename(path)
     elif (work / NEW).exists():
         fix = f"move {work / OLD} elsewhere, which was there before"
-        raise InputError(str(path), got="another folder came where one was to be replaced", need="", fix=fix)
+        raise InputError(
+            str(path), got="another folder came where one was to be replaced", need="", fix=fix
+        )
     else:
         remove_checkpoint(work / OLD)
 
@@ -267,7 +291,9 @@ def _swap(path: Path, work: Path) -> None:
 
 
 def _empty(work: Path, part: str, keep: str = "") -> None:
-    """Make a folder of the working folder, or remove vexport's files in it but those that match `keep`."""
+    """Make a folder of the working folder, or remove vexport's files in it but those that match
+    `keep`.
+    """
     folder = work / part
     folder.mkdir(exist_ok=True)
     kept = [file for file in folder.iterdir() if keep and file.match(keep)]
@@ -275,7 +301,9 @@ def _empty(work: Path, part: str, keep: str = "") -> None:
 
 
 def _begin(work: Path, *, is_continued: bool) -> None:
-    """Begin the list of vexport's files in `new` and `aside`, or go on with the list of an earlier call."""
+    """Begin the list of vexport's files in `new` and `aside`, or go on with the list of an earlier
+    call.
+    """
     if not is_continued or not has_manifest(work):
         begin_manifest(work)
     record_file(work / NEW / RECIPE)
@@ -298,6 +326,8 @@ def _sign(folder: Path, marks: Mapping[str, Json] = MappingProxyType({})) -> Non
     with suppress(InputError):
         recipe = read_json_object(folder / RECIPE)
     files = [entry for entry in folder.rglob("*") if not entry.is_dir()]
-    names: list[Json] = [*sorted({RECIPE, *(file.relative_to(folder).as_posix() for file in files)})]
+    names: list[Json] = [
+        *sorted({RECIPE, *(file.relative_to(folder).as_posix() for file in files)})
+    ]
     if recipe.get(FILES) != names or marks:
         write_text(folder / RECIPE, json.dumps({**recipe, FILES: names, **marks}, indent=2) + "\n")

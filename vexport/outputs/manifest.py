@@ -1,7 +1,9 @@
-"""A list of the files that vexport writes below a folder of results, by which it knows its own files again.
+"""A list of the files that vexport writes below a folder of results, by which it knows its own
+files again.
 
-A name is added before its file is created. So the list is complete at any moment, also after SIGKILL: a file
-that is not in it was written by somebody else. The processes of one call share the list.
+A name is added before its file is created. So the list is complete at any moment, also after
+SIGKILL: a file that is not in it was written by somebody else. The processes of one call share the
+list.
 """
 
 import json
@@ -71,7 +73,9 @@ def is_temporary_manifest(file: Path) -> bool:
 
 
 def is_recorded(file: Path) -> bool:
-    """Return whether vexport wrote a file or folder, also as a temporary file: a link is somebody else's."""
+    """Return whether vexport wrote a file or folder, also as a temporary file: a link is somebody
+    else's.
+    """
     root = _owner(file)
     if root is None or file.is_symlink():
         return False
@@ -81,15 +85,18 @@ def is_recorded(file: Path) -> bool:
 def strangers(root: Path, below: Path, left_out: Iterable[Path] = ()) -> list[str]:
     """Return the entries below a folder that its manifest `root` does not have, relative to `root`.
 
-    A folder is known by the files in it. A folder without files is a stranger's, unless a recorded file may
-    come into it. Folders in `left_out` are not looked into.
+    A folder is known by the files in it. A folder without files is a stranger's, unless a recorded
+    file may come into it. Folders in `left_out` are not looked into.
     """
     return [
-        file.relative_to(root).as_posix() for file in _strangers(root, below, recorded(root), {*left_out})
+        file.relative_to(root).as_posix()
+        for file in _strangers(root, below, recorded(root), {*left_out})
     ]
 
 
-def _strangers(root: Path, below: Path, names: frozenset[str], left_out: set[Path]) -> Iterator[Path]:
+def _strangers(
+    root: Path, below: Path, names: frozenset[str], left_out: set[Path]
+) -> Iterator[Path]:
     for entry in sorted(below.iterdir()) if below.is_dir() else ():
         if entry in left_out:
             continue
@@ -103,7 +110,9 @@ def _strangers(root: Path, below: Path, names: frozenset[str], left_out: set[Pat
 
 
 def remove_recorded(root: Path, below: Path, left_out: Iterable[Path] = ()) -> None:
-    """Remove the files below a folder that the manifest in `root` has, and folders that are empty then."""
+    """Remove the files below a folder that the manifest in `root` has, and folders that are empty
+    then.
+    """
     names, kept = recorded(root), {*left_out}
     for entry in sorted(below.iterdir()) if below.is_dir() else ():
         if entry in kept or entry.is_symlink():
@@ -121,7 +130,8 @@ def require_manifest(root: Path) -> None:
     if not has_manifest(root):
         raise InputError(
             str(root),
-            got=f"no {MANIFEST}, the list of what vexport wrote there: an older version made the folder",
+            got=f"no {MANIFEST}, the list of what vexport wrote there: an older version made "
+            f"the folder",
             need="that list, without which nothing is removed",
             fix=f"move the folder away (mv {root} {root}.old), or choose another",
         )

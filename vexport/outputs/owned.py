@@ -1,4 +1,5 @@
-"""The files that vexport wrote into a checkpoint, by its recipe, and into a folder of unfinished work.
+"""The files that vexport wrote into a checkpoint, by its recipe, and into a folder of unfinished
+work.
 
 Both are removed file by file: what somebody else put there stays.
 """
@@ -15,7 +16,8 @@ from vexport.outputs.manifest import MANIFEST, is_temporary_manifest, remove_rec
 
 # The key of vexport.json with the names of what was written.
 FILES = "files"
-# What is in a folder of unfinished work, besides the manifest of `new` and `aside`: see outputs/directory.py.
+# What is in a folder of unfinished work, besides the manifest of `new` and `aside`: see
+# outputs/directory.py.
 RECORD, NEW, OLD, ASIDE = ".made-from", "new", "old", "aside"
 
 
@@ -25,7 +27,8 @@ def is_folder(path: Path) -> bool:
 
 
 def others(folder: Path, owned: Collection[str]) -> list[str]:
-    """Return the files below a checkpoint's folder that are not in `owned`, and folders without a file.
+    """Return the files below a checkpoint's folder that are not in `owned`, and folders without a
+    file.
 
     A link is somebody else's: vexport writes none.
     """
@@ -50,11 +53,17 @@ def checkpoint_files(folder: Path) -> frozenset[str] | None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove the files that a checkpoint's recipe lists, the recipe last, and folders that are empty then."""
+    """Remove the files that a checkpoint's recipe lists, the recipe last, and folders that are
+    empty then.
+    """
     names = sorted(checkpoint_files(folder) or (), key=lambda name: (name == RECIPE, name))
     for name in names:
         file = folder / name
-        if file.is_file() and not file.is_symlink() and file.resolve().is_relative_to(folder.resolve()):
+        if (
+            file.is_file()
+            and not file.is_symlink()
+            and file.resolve().is_relative_to(folder.resolve())
+        ):
             file.unlink()
     for inner in sorted((entry for entry in folder.rglob("*") if is_folder(entry)), reverse=True):
         with suppress(OSError):
@@ -64,7 +73,8 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def foreign_entries(work: Path) -> list[Path]:
-    """Return what is in a folder of unfinished work that vexport did not write, or the folder itself.
+    """Return what is in a folder of unfinished work that vexport did not write, or the folder
+    itself.
 
     vexport begins with the record. Without it nothing in the folder is vexport's.
     """
@@ -72,13 +82,17 @@ def foreign_entries(work: Path) -> list[Path]:
         return [work]
     entries = list(_foreign_at_top(work))
     parts = [work / name for name in (NEW, ASIDE, OLD)]
-    entries += [entry for part in parts for entry in sorted(part.rglob("*")) if not _is_users(entry)]
+    entries += [
+        entry for part in parts for entry in sorted(part.rglob("*")) if not _is_users(entry)
+    ]
     if (work / RECORD).exists() and (work / RECORD).stat().st_size:
         entries += [work / name for part in (NEW, ASIDE) for name in strangers(work, work / part)]
         owned = checkpoint_files(work / OLD) or frozenset()
         entries += [work / OLD / name for name in others(work / OLD, owned)]
     else:
-        entries += [entry for part in parts for entry in sorted(part.rglob("*")) if not is_folder(entry)]
+        entries += [
+            entry for part in parts for entry in sorted(part.rglob("*")) if not is_folder(entry)
+        ]
     return list(dict.fromkeys(entries))
 
 
@@ -94,7 +108,9 @@ def _is_users(entry: Path) -> bool:
 
 
 def remove_unfinished(work: Path) -> None:
-    """Remove the files of unfinished work, the record last, but not the folder that it was to replace."""
+    """Remove the files of unfinished work, the record last, but not the folder that it was to
+    replace.
+    """
     for part in (work / NEW, work / ASIDE):
         remove_recorded(work, part)
         with suppress(OSError):  # something else is in it, or it is not there

@@ -36,7 +36,9 @@ SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedPath:
-    """A path as it was given, and the argument, option or scenario key that gave it: `OUT`, `--accept`."""
+    """A path as it was given, and the argument, option or scenario key that gave it: `OUT`,
+    `--accept`.
+    """
 
     label: str
     path: Path
@@ -46,17 +48,20 @@ class NamedPath:
 
 
 def require_separate(outputs: Sequence[NamedPath], inputs: Sequence[NamedPath]) -> None:
-    """Raise InputError where an output is an input or another output, contains one, or lies inside one.
+    """Raise InputError where an output is an input or another output, contains one, or lies inside
+    one.
 
-    Call it before anything is created or removed, also with `--overwrite`. Paths are compared without links
-    and `..`, and by device and inode. An input that does not exist is passed over. What the links in an input
-    folder point to, as in the hub's cache, counts as that input.
+    Call it before anything is created or removed, also with `--overwrite`. Paths are compared
+    without links and `..`, and by device and inode. An input that does not exist is passed over.
+    What the links in an input folder point to, as in the hub's cache, counts as that input.
     """
     existing = [named for named in inputs if os.path.lexists(named.path)]
     for output, other in (*product(outputs, existing), *combinations(outputs, 2)):
         if relation := _relation(output.path, other.path):
             raise _overlap(output, relation, other)
-    for output, target in product(outputs, [link for named in existing for link in _linked_files(named)]):
+    for output, target in product(
+        outputs, [link for named in existing for link in _linked_files(named)]
+    ):
         if _is_within(target.path, output.path):
             relation = _relation(output.path, target.path) or "a folder that contains"
             raise _overlap(output, f"{relation} the file behind", target)
@@ -82,9 +87,13 @@ def _relation(output: Path, other: Path) -> str:
 
 
 def _is_within(inner: Path, outer: Path) -> bool:
-    """Return whether `inner` is `outer` or lies below it. A link counts where it is and where it points."""
+    """Return whether `inner` is `outer` or lies below it. A link counts where it is and where it
+    points.
+    """
     steps = {step for path in _real_paths(inner) for step in (path, *path.parents)}
-    if any(step == path or _is_same_file(step, path) for path in _real_paths(outer) for step in steps):
+    if any(
+        step == path or _is_same_file(step, path) for path in _real_paths(outer) for step in steps
+    ):
         return True
     return _has_other_names(inner) and any(_is_same_file(inner, file) for file in outer.rglob("*"))
 
@@ -103,11 +112,15 @@ def resolved(path: Path) -> Path:
         return path.resolve()
     except (ValueError, RuntimeError):
         fix = "check the path and its links"
-        raise InputError(ascii(str(path)), got="no usable path", need="a folder or file", fix=fix) from None
+        raise InputError(
+            ascii(str(path)), got="no usable path", need="a folder or file", fix=fix
+        ) from None
 
 
 def _real_paths(path: Path) -> set[Path]:
-    """The path without links and `..`, and the same but for its last part, which may be a link itself."""
+    """The path without links and `..`, and the same but for its last part, which may be a link
+    itself.
+    """
     itself = set() if path.name in ("", "..") else {resolved(path.parent) / path.name}
     return {resolved(path), *itself}
 
@@ -130,8 +143,8 @@ def _linked_files(folder: NamedPath) -> Iterator[NamedPath]:
 def refuse_existing(path: Path, *, overwrite: bool) -> None:
     """Raise InputError where writing a checkpoint to `path` would replace something that must stay.
 
-    Free are a path where nothing is and an empty folder; with `overwrite` also a checkpoint that vexport
-    wrote, unless something else is in its folder.
+    Free are a path where nothing is and an empty folder; with `overwrite` also a checkpoint that
+    vexport wrote, unless something else is in its folder.
     """
     if not is_filled_folder(path):
         return
@@ -159,7 +172,9 @@ def refuse_others(folder: Path, names: Sequence[str]) -> None:
 def is_filled_folder(path: Path) -> bool:
     """Return whether a folder with something in it is there; InputError where it is a file."""
     if path.exists() and not path.is_dir():
-        raise InputError(str(path), got="a file", need="a folder to write to", fix="choose another path")
+        raise InputError(
+            str(path), got="a file", need="a folder to write to", fix="choose another path"
+        )
     return path.is_dir() and any(path.iterdir())
 
 
@@ -167,7 +182,10 @@ def not_ours(path: Path, kind: str) -> InputError:
     """The error for a folder of something else."""
     fix = f"choose another path, or move the folder away (mv {path} {path}.old)"
     return InputError(
-        str(path), got="a folder that vexport did not make", need=f"an empty folder or {kind}", fix=fix
+        str(path),
+        got="a folder that vexport did not make",
+        need=f"an empty folder or {kind}",
+        fix=fix,
     )
 
 
@@ -181,8 +199,8 @@ def needs_overwrite(path: Path) -> InputError:
 class FolderKind:
     """A kind of folder: what it is called, the file that marks it and the text of that file.
 
-    The folder's manifest lists vexport's files in it. `checkpoint` is the name of a checkpoint in it, whose
-    own recipe lists its files.
+    The folder's manifest lists vexport's files in it. `checkpoint` is the name of a checkpoint in
+    it, whose own recipe lists its files.
     """
 
     name: str
@@ -201,7 +219,9 @@ class FolderKind:
             raise not_ours(folder, self.name)
 
     def require_replaceable(self, folder: Path, *, overwrite: bool) -> None:
-        """Raise InputError unless the folder is empty, or with `overwrite` has only vexport's files."""
+        """Raise InputError unless the folder is empty, or with `overwrite` has only vexport's
+        files.
+        """
         self.require_own(folder)
         if not is_filled_folder(folder):
             return
@@ -209,7 +229,9 @@ class FolderKind:
         if not overwrite:
             raise needs_overwrite(folder)
         refuse_others(folder, strangers(folder, folder, self._apart(folder)))
-        for unfinished in (apart for apart in self._apart(folder) if apart == self._unfinished(folder)):
+        for unfinished in (
+            apart for apart in self._apart(folder) if apart == self._unfinished(folder)
+        ):
             foreign = foreign_entries(unfinished)
             refuse_others(folder, [entry.relative_to(folder).as_posix() for entry in foreign])
         if self.checkpoint is not None and is_folder(folder / self.checkpoint):
@@ -233,7 +255,9 @@ class FolderKind:
         write_text(folder / self.mark, self.text)
 
     def _apart(self, folder: Path) -> list[Path]:
-        """Return the mark, and the folders of the checkpoint, whose files the manifest does not have."""
+        """Return the mark, and the folders of the checkpoint, whose files the manifest does not
+        have.
+        """
         mark = folder / self.mark
         apart = [] if mark.is_symlink() else [mark]
         if self.checkpoint is not None and self.checkpoint in recorded(folder):
@@ -248,10 +272,11 @@ class FolderKind:
 
 @contextmanager
 def written_alone(folder: Path, option: str) -> Iterator[None]:
-    """Create the folder and lock it against other calls inside the block; the lock ends with the process.
+    """Create the folder and lock it against other calls inside the block; the lock ends with the
+    process.
 
-    InputError where another call does; `option` is what names the folder. Where the file system has no locks
-    nothing is refused.
+    InputError where another call does; `option` is what names the folder. Where the file system has
+    no locks nothing is refused.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -261,7 +286,9 @@ def written_alone(folder: Path, option: str) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 fix = f"wait for it, or choose another {option}"
-                raise InputError(str(folder), got="another process is writing it", need="", fix=fix) from None
+                raise InputError(
+                    str(folder), got="another process is writing it", need="", fix=fix
+                ) from None
         yield
     finally:
         os.close(descriptor)

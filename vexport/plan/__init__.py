@@ -1,1 +1,3 @@
-"""From headers, rules and vLLM's architectures to a plan: what is quantized how, what vLLM would refuse."""
+"""From headers, rules and vLLM's architectures to a plan: what is quantized how, what vLLM would
+refuse.
+"""

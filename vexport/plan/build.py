@@ -42,10 +42,11 @@ Origin = Literal["options", "scenario"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """Settings of a plan besides its rules: tensor parallel sizes, what becomes of unsupported shapes, the
-    KV cache, whether there is calibration text and how much inputs are smoothed by it (None: as the schemes
-    need). With `smaller_groups` layers take the largest group size that fits before any is refused or kept.
-    `origin` is what the advice of refusals names: options or keys of a scenario.
+    """Settings of a plan besides its rules: tensor parallel sizes, what becomes of unsupported
+    shapes, the KV cache, whether there is calibration text and how much inputs are smoothed by it
+    (None: as the schemes need). With `smaller_groups` layers take the largest group size that fits
+    before any is refused or kept. `origin` is what the advice of refusals names: options or keys of
+    a scenario.
     """
 
     ranks: Sequence[int] = (1,)
@@ -67,13 +68,15 @@ class PlanSettings:
         return replace(self, on_unsupported_shape="keep", smaller_groups=self.takes_smaller_groups)
 
 
-def build_plan(index: SourceIndex, rules: Sequence["Rule"], settings: PlanSettings = PlanSettings()) -> Plan:
+def build_plan(
+    index: SourceIndex, rules: Sequence["Rule"], settings: PlanSettings = PlanSettings()
+) -> Plan:
     """Decide for every tensor of a checkpoint whether and how it is quantized.
 
     Layers that vLLM fuses form one group. What vLLM would not run is a refusal in the plan, not an
-    exception; with `on_unsupported_shape` keep, layers whose shape does not fit stay unquantized, with
-    smaller-group they take another group size; notes say so. Raises InputError for a source that cannot be a
-    source (quantized, unknown class).
+    exception; with `on_unsupported_shape` keep, layers whose shape does not fit stay unquantized,
+    with smaller-group they take another group size; notes say so. Raises InputError for a source
+    that cannot be a source (quantized, unknown class).
     """
     _require_plain(index)
     architecture, notes = resolve(index.architecture, index.config)
@@ -83,7 +86,8 @@ def build_plan(index: SourceIndex, rules: Sequence["Rule"], settings: PlanSettin
     require_matching_rules(rules, places)
     modules = fuse(linears, architecture)
     chosen = {
-        name: choose_rule(rules, name, place, has_text=settings.has_text) for name, place in places.items()
+        name: choose_rule(rules, name, place, has_text=settings.has_text)
+        for name, place in places.items()
     }
     misruled = [*_mixed(modules, chosen), *_unquantizable(chosen, places)]
     groups = [
@@ -130,7 +134,9 @@ def hidden_rule_notes(index: SourceIndex, rules: Sequence["Rule"]) -> tuple[Find
 
 
 def require_accepted(plan: Plan) -> None:
-    """Raise InputError with the first refusal of a plan and how many more there are, if there is one."""
+    """Raise InputError with the first refusal of a plan and how many more there are, if there is
+    one.
+    """
     if not plan.refusals:
         return
     first, *rest = plan.refusals
@@ -142,7 +148,9 @@ def require_accepted(plan: Plan) -> None:
 def _fitted(
     groups: list[FusionGroup], names: Names, settings: PlanSettings
 ) -> tuple[list[FusionGroup], list[Finding], list[Finding]]:
-    """(groups, notes, refusals): where shapes do not fit, smaller groups, no scheme or a refusal."""
+    """(groups, notes, refusals): where shapes do not fit, smaller groups, no scheme or a
+    refusal.
+    """
     notes: list[Finding] = []
     if settings.takes_smaller_groups:
         groups, smaller = with_smaller_groups(groups, names, settings.ranks)
@@ -157,7 +165,9 @@ def _fitted(
 def _mixed(
     modules: Mapping[str, tuple[str, ...]], chosen: Mapping[str, FusionGroup | None]
 ) -> Iterator[Finding]:
-    """Refusals of fused layers, and of the routed experts of a layer, that rules treat differently."""
+    """Refusals of fused layers, and of the routed experts of a layer, that rules treat
+    differently.
+    """
     units: dict[str, list[str]] = {}
     for name, members in modules.items():
         units.setdefault(moe_layer(members[0]) or name, []).extend(members)
@@ -197,7 +207,9 @@ def _shape_findings(
     reasons = unsupported(groups, names, settings.ranks)
     refused = [group for group in groups if group.name in reasons]
     sizes = {
-        scheme: fitting_sizes([group for group in groups if group.scheme == scheme], names, settings.ranks)
+        scheme: fitting_sizes(
+            [group for group in groups if group.scheme == scheme], names, settings.ranks
+        )
         for scheme in dict.fromkeys(group.scheme for group in refused)
     }
     return {
@@ -215,11 +227,15 @@ def _shape_findings(
 def _without(
     groups: Sequence[FusionGroup], shape_findings: Mapping[str, Finding]
 ) -> tuple[list[FusionGroup], list[Finding]]:
-    """The groups that fit, routed experts of a layer all or none, and what is said of the others."""
+    """The groups that fit, routed experts of a layer all or none, and what is said of the
+    others.
+    """
     fitting: list[FusionGroup] = []
     notes: list[Finding] = []
     for name, unit in layers_alone(groups).items():
-        bad = next((shape_findings[group.name] for group in unit if group.name in shape_findings), None)
+        bad = next(
+            (shape_findings[group.name] for group in unit if group.name in shape_findings), None
+        )
         if bad is None:
             fitting.extend(unit)
         else:
@@ -247,12 +263,17 @@ def _require_plain(index: SourceIndex) -> None:
             place,
             got=f"a checkpoint that is quantized already ({method})",
             need="an unquantized source",
-            fix="start from the original model; `vexport check` and `vexport eval` judge this one as it is",
+            fix="start from the original model; `vexport check` and `vexport eval` judge this "
+            "one as it is",
         )
 
 
-def fitting_sizes(groups: Sequence[FusionGroup], names: Names, ranks: Sequence[int]) -> tuple[int, ...]:
-    """The sizes below that of the groups' one scheme with which vLLM runs all of them, largest first."""
+def fitting_sizes(
+    groups: Sequence[FusionGroup], names: Names, ranks: Sequence[int]
+) -> tuple[int, ...]:
+    """The sizes below that of the groups' one scheme with which vLLM runs all of them, largest
+    first.
+    """
     return tuple(
         size
         for size in _smaller(groups[0].scheme if groups else "")
@@ -261,7 +282,9 @@ def fitting_sizes(groups: Sequence[FusionGroup], names: Names, ranks: Sequence[i
 
 
 def advice_on(group: FusionGroup, sizes: Sequence[int], origin: Origin) -> str:
-    """The advice on a group of unsupported shape, in words of options or a scenario; `sizes` fit."""
+    """The advice on a group of unsupported shape, in words of options or a scenario; `sizes`
+    fit.
+    """
     names_in_layer = [member.name.rpartition(".")[2] for member in group.members]
     if origin == "options":
         size, shape = "--group-size", "--on-unsupported-shape"
@@ -281,8 +304,8 @@ def with_smaller_groups(
 ) -> tuple[list[FusionGroup], list[Finding]]:
     """Groups of unsupported shape with the largest group size that fits, and what is said of each.
 
-    vLLM loads each fused layer in its own scheme, and the routed experts of a layer in one: so the size is
-    chosen for those. What no size fits stays as it is.
+    vLLM loads each fused layer in its own scheme, and the routed experts of a layer in one: so the
+    size is chosen for those. What no size fits stays as it is.
     """
     reasons = unsupported(groups, names, ranks)
     sizes: dict[tuple[object, ...], int | None] = {}
@@ -299,12 +322,16 @@ def with_smaller_groups(
             continue
         regrouped_groups.extend(_regrouped(layers, size))
         note = kept_instead(refusal(bad, reasons[bad.name], ""), name)
-        notes.append(replace(note, fix=f"quantized in groups of {size} ({regrouped_groups[-1].scheme})"))
+        notes.append(
+            replace(note, fix=f"quantized in groups of {size} ({regrouped_groups[-1].scheme})")
+        )
     return regrouped_groups, notes
 
 
 def layers_alone(groups: Sequence[FusionGroup]) -> Mapping[str, list[FusionGroup]]:
-    """The layers that vLLM takes one scheme for, by name: a fused one, or all routed experts of a layer."""
+    """The layers that vLLM takes one scheme for, by name: a fused one, or all routed experts of a
+    layer.
+    """
     units: dict[str, list[FusionGroup]] = {}
     for group in groups:
         units.setdefault(moe_layer(group.members[0].name) or group.name, []).append(group)
@@ -317,4 +344,6 @@ def _smaller(scheme: str) -> tuple[int, ...]:
 
 
 def _regrouped(groups: Sequence[FusionGroup], size: int) -> list[FusionGroup]:
-    return [replace(group, scheme=regrouped(get_scheme(group.scheme), size).name) for group in groups]
+    return [
+        replace(group, scheme=regrouped(get_scheme(group.scheme), size).name) for group in groups
+    ]

@@ -1,17 +1,19 @@
-"""Where the code of an observer `package.module:Class` comes from, found out without running any of it.
+"""Where the code of an observer `package.module:Class` comes from, found out without running any of
+it.
 
-An observer may be named by a scenario or a recipe, which other people write. Without --trust-remote-code it
-is imported only if its file, and those of its parent packages, are in a trusted place:
+An observer may be named by a scenario or a recipe, which other people write. Without
+--trust-remote-code it is imported only if its file, and those of its parent packages, are in a
+trusted place:
 
 - a folder of installed packages (site-packages) of this interpreter
 - a project installed as editable
 - a folder or archive that PYTHONPATH names
 
-The current folder, the folder of the scenario or recipe, and everything in them are not trusted, also if
-PYTHONPATH or an editable install names them. Installed packages below them, as those of a virtual
-environment in a project's folder, are trusted. Symbolic links are followed: neither the link nor its target
-may be in such a folder. The standard library is no trusted place: it contains no observers, and importing
-some of its modules does something.
+The current folder, the folder of the scenario or recipe, and everything in them are not trusted,
+also if PYTHONPATH or an editable install names them. Installed packages below them, as those of a
+virtual environment in a project's folder, are trusted. Symbolic links are followed: neither the
+link nor its target may be in such a folder. The standard library is no trusted place: it contains
+no observers, and importing some of its modules does something.
 """
 
 import json
@@ -34,8 +36,8 @@ PACKAGE = Path(vexport.__file__).resolve().parent
 def untrusted_place(name: str, folders: Sequence[Path]) -> str | None:
     """Return the place of the first file that importing `package.module:Class` would run unasked.
 
-    None if all of them are trusted, or if there is no such module: importing it then fails. `folders` are not
-    trusted besides the current folder.
+    None if all of them are trusted, or if there is no such module: importing it then fails.
+    `folders` are not trusted besides the current folder.
     """
     module = name.partition(CLASS_SEPARATOR)[0]
     near = [*_spellings(Path.cwd()), *(each for folder in folders for each in _spellings(folder))]
@@ -64,7 +66,9 @@ def _found(name: str, path: list[str] | None) -> ModuleSpec | None:
 
 
 def _locations(spec: ModuleSpec) -> list[str]:
-    """Return the folders of a package; those of a namespace package without asking for its parent."""
+    """Return the folders of a package; those of a namespace package without asking for its
+    parent.
+    """
     locations = spec.submodule_search_locations
     return [*getattr(locations, "_path", locations or ())]
 
@@ -79,7 +83,8 @@ def _is_trusted(origin: str, near: Sequence[Path]) -> bool:
     installed = [spelling for folder in _installed() for spelling in _spellings(folder)]
     roots = [root for root in installed if _is_in(file, [root])]
     if roots:
-        # Not trusted if the current folder is, or is in, the folder of installed packages and has the file.
+        # Not trusted if the current folder is, or is in, the folder of installed packages and has
+        # the file.
         inside = [folder for folder in near if _is_in(folder, roots)]
         outside = [folder for folder in near if folder not in inside]
         is_link = not _is_in(file.resolve(), installed)
@@ -110,18 +115,26 @@ def _installed() -> list[Path]:
 
 
 def _named() -> list[Path]:
-    """Return the entries of PYTHONPATH. An empty entry means the current folder, and is left out."""
+    """Return the entries of PYTHONPATH. An empty entry means the current folder, and is left
+    out.
+    """
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return [Path(entry) for entry in entries if entry]
 
 
 def _editable() -> Iterator[Path]:
-    """Yield the folders of projects that are installed as editable: by a path or by their metadata."""
+    """Yield the folders of projects that are installed as editable: by a path or by their
+    metadata.
+    """
     installed = [str(folder) for folder in _installed() if folder.is_dir()]
     for folder in installed:
         for file in sorted(Path(folder).glob("*.pth")):
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-            paths = [line.strip() for line in lines if line.strip() and not line.startswith(("import", "#"))]
+            paths = [
+                line.strip()
+                for line in lines
+                if line.strip() and not line.startswith(("import", "#"))
+            ]
             yield from (Path(folder) / path for path in paths)
     for distribution in distributions(path=installed):
         if text := distribution.read_text("direct_url.json"):

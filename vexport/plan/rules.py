@@ -1,4 +1,6 @@
-"""The rules of a plan: which decides about a linear layer, and what a plan by them needs of calibration."""
+"""The rules of a plan: which decides about a linear layer, and what a plan by them needs of
+calibration.
+"""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -21,7 +23,8 @@ ALL = "Linear"
 PATTERN = "re:"
 # Weights of fewer bits are rounded by calibration text.
 FEW_BITS = 8
-# The best strength for most models (SmoothQuant, arXiv 2211.10438, section 5.1), and in our measurements.
+# The best strength for most models (SmoothQuant, arXiv 2211.10438, section 5.1), and in our
+# measurements.
 STRENGTH = 0.5
 # Rows of text, evenly spread, whose gradients determine smoothing and token weights.
 SMOOTHING_ROWS, WEIGHING_ROWS = 16, 4
@@ -31,13 +34,15 @@ MAY_BE_ABSENT = re.compile(
 )
 
 
-def choose_rule(rules: Sequence["Rule"], name: str, place: Place, *, has_text: bool) -> FusionGroup | None:
+def choose_rule(
+    rules: Sequence["Rule"], name: str, place: Place, *, has_text: bool
+) -> FusionGroup | None:
     """A group without name and members, as the first rule that matches a linear layer treats it.
 
-    None where the layer stays unquantized.
-    What is outside the decoder layers is quantized only by a rule that names it rather than all linear
-    layers; what vLLM builds unquantized only by one that names it without a pattern (and is then refused).
-    A rule that names no rounding refits weights of fewer than 8 bits where there is calibration text.
+    None where the layer stays unquantized. What is outside the decoder layers is quantized only by
+    a rule that names it rather than all linear layers; what vLLM builds unquantized only by one
+    that names it without a pattern (and is then refused). A rule that names no rounding refits
+    weights of fewer than 8 bits where there is calibration text.
     """
     rule = next((rule for rule in rules if _applies(rule, name, place)), None)
     if rule is None or rule.scheme == KEEP:
@@ -60,8 +65,12 @@ def choose_rule(rules: Sequence["Rule"], name: str, place: Place, *, has_text: b
 
 
 def default_rounding(scheme: str, *, has_text: bool) -> Rounding:
-    """Return the rounding where no rule says it: weights of 8 bits lose too little to be worth the time."""
-    return "refit" if has_text and get_scheme(scheme).args.weights.num_bits < FEW_BITS else "nearest"
+    """Return the rounding where no rule says it: weights of 8 bits lose too little to be worth the
+    time.
+    """
+    return (
+        "refit" if has_text and get_scheme(scheme).args.weights.num_bits < FEW_BITS else "nearest"
+    )
 
 
 def default_observer(scheme: str, rounding: Rounding) -> str:
@@ -88,7 +97,9 @@ def _applies(rule: "Rule", name: str, place: Place) -> bool:
 
 
 def hidden_rules(rules: Sequence["Rule"], places: Mapping[str, Place]) -> Iterator[Finding]:
-    """A warning for each rule that decides about no layer, because earlier rules match all of its layers."""
+    """A warning for each rule that decides about no layer, because earlier rules match all of its
+    layers.
+    """
     deciding = {
         next((number for number, rule in enumerate(rules) if _applies(rule, name, place)), None)
         for name, place in places.items()
@@ -151,15 +162,21 @@ def require_matching_rules(rules: Sequence["Rule"], names: Mapping[str, Place]) 
     )
 
 
-def smoothing_strength(groups: Sequence[FusionGroup], asked: float | None, *, has_text: bool) -> float:
-    """The `asked` strength, else the default where there is text and some inputs lose much, else 0."""
+def smoothing_strength(
+    groups: Sequence[FusionGroup], asked: float | None, *, has_text: bool
+) -> float:
+    """The `asked` strength, else the default where there is text and some inputs lose much, else
+    0.
+    """
     if asked is not None:
         return asked if groups else 0.0
     return STRENGTH if has_text and any(map(_gains, groups)) else 0.0
 
 
 def smoothed_groups(groups: Sequence[FusionGroup]) -> tuple[FusionGroup, ...]:
-    """The groups whose inputs lose much, or all where none does: weights have their part of it too."""
+    """The groups whose inputs lose much, or all where none does: weights have their part of it
+    too.
+    """
     return tuple(filter(_gains, groups)) or tuple(groups)
 
 
@@ -185,7 +202,9 @@ def smoothing_for(plan: Plan, found: Mapping[str, Smoothing]) -> Mapping[str, Sm
 
 
 def _gains(group: FusionGroup) -> bool:
-    """Integers lose what is small next to the largest input of a token, 4 bits what is in a block."""
+    """Integers lose what is small next to the largest input of a token, 4 bits what is in a
+    block.
+    """
     inputs = get_scheme(group.scheme).args.input_activations
     if inputs is None or inputs.num_bits > 8:
         return False
@@ -205,12 +224,14 @@ class CalibrationNeed:
             self.where,
             got="no calibration data",
             need=self.samples,
-            fix="add --calibration DATA (or `calibration:` to the scenario); `default` is vexport's own text",
+            fix="add --calibration DATA (or `calibration:` to the scenario); `default` is "
+            "vexport's own text",
         )
 
 
 def calibration_need(plan: Plan) -> CalibrationNeed | None:
-    """The need of a plan for calibration: statistics, smoothing, or weights rounded by their inputs.
+    """The need of a plan for calibration: statistics, smoothing, or weights rounded by their
+    inputs.
 
     None where samples would change nothing.
     """
@@ -224,11 +245,15 @@ def calibration_need(plan: Plan) -> CalibrationNeed | None:
             where = f"observer {group.observer}"
             return CalibrationNeed(where=where, samples="samples that show importance")
     if plan.smoothing:
-        return CalibrationNeed(where="smoothing", samples="samples that show which channels are large")
+        return CalibrationNeed(
+            where="smoothing", samples="samples that show which channels are large"
+        )
     rounded = next((group.rounding for group in plan.groups if group.rounding != "nearest"), None)
     if rounded is None:
         return None
-    return CalibrationNeed(where=f"rounding {rounded}", samples="samples that show what enters each layer")
+    return CalibrationNeed(
+        where=f"rounding {rounded}", samples="samples that show what enters each layer"
+    )
 
 
 def needs_rounding(plan: Plan) -> bool:
@@ -237,5 +262,7 @@ def needs_rounding(plan: Plan) -> bool:
 
 
 def needs_search(plan: Plan) -> bool:
-    """Return whether an observer of the plan searches for scales instead of taking those of the range."""
+    """Return whether an observer of the plan searches for scales instead of taking those of the
+    range.
+    """
     return any(group.observer not in MIN_MAX for group in plan.groups)

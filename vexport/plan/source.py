@@ -1,4 +1,6 @@
-"""From the name of a source, a folder or a hub id, to its headers, its plan and the table of all schemes."""
+"""From the name of a source, a folder or a hub id, to its headers, its plan and the table of all
+schemes.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +42,14 @@ from vexport.records import (
     silent,
 )
 from vexport.records.observer_names import BY_IMPORTANCE, CLASS_SEPARATOR, OBSERVERS, OptionValue
-from vexport.scenario import AUTO, Calibration, Rule, Scenario, default_calibration, parse_group_size
+from vexport.scenario import (
+    AUTO,
+    Calibration,
+    Rule,
+    Scenario,
+    default_calibration,
+    parse_group_size,
+)
 from vexport.scenario.llmcompressor import read_recipe
 from vexport.scenario.serve import imported_by
 
@@ -77,10 +86,11 @@ def requested(
     *,
     trust_remote_code: bool = False,
 ) -> tuple[tuple[Rule, ...], PlanSettings]:
-    """The rules of a call, and the settings besides; `note` is told what of a recipe is not followed.
+    """The rules of a call, and the settings besides; `note` is told what of a recipe is not
+    followed.
 
-    InputError if a recipe names observers that only run with `trust_remote_code`. ValueError unless one of a
-    scheme, a recipe and `rules` is given, and what goes with a scheme alone.
+    InputError if a recipe names observers that only run with `trust_remote_code`. ValueError unless
+    one of a scheme, a recipe and `rules` is given, and what goes with a scheme alone.
     """
     if [request.scheme is None, request.recipe is None, not rules].count(False) != 1:
         raise ValueError("got several or none of scheme, recipe and rules, need one of them")
@@ -94,7 +104,9 @@ def requested(
         return rules_for(request), settings
     of_scheme = (request.observer, request.input_observer, request.rounding, request.group_size)
     if any(each is not None for each in of_scheme):
-        raise ValueError("got an observer, rounding or group_size next to what says the same, need it there")
+        raise ValueError(
+            "got an observer, rounding or group_size next to what says the same, need it there"
+        )
     if request.recipe is not None:
         recipe = read_recipe(request.recipe)
         require_trusted_observers(recipe.rules, (request.recipe.parent,), trusted=trust_remote_code)
@@ -112,12 +124,17 @@ def ignored_rules(ignore: Sequence[str]) -> tuple[Rule, ...]:
         return tuple(Rule(match=pattern, scheme=KEEP) for pattern in ignore)
     except ValidationError as error:
         problem = _option_problem(error.errors()[0])
-        raise InputError("--ignore", got=problem.got, need=problem.need, fix="correct the pattern") from None
+        raise InputError(
+            "--ignore", got=problem.got, need=problem.need, fix="correct the pattern"
+        ) from None
 
 
 def _option_problem(detail: ErrorDetails) -> InputError:
     option = f"--{detail['loc'][0]}".replace("_", "-")
-    need, fix = detail["msg"].removeprefix("Value error, "), detail.get("ctx", {}).get("fix", "correct it")
+    need, fix = (
+        detail["msg"].removeprefix("Value error, "),
+        detail.get("ctx", {}).get("fix", "correct it"),
+    )
     return InputError(option, got=repr(detail["input"]), need=need, fix=str(fix))
 
 
@@ -135,8 +152,12 @@ def settings_of(scenario: Scenario) -> PlanSettings:
 
 def default_text_note(rules: Sequence[Rule]) -> str:
     """The note where no text was named that the rules need, with the schemes that need none."""
-    asked = {rule.scheme: _without_text(rule.scheme) for rule in rules if rule.scheme not in (KEEP, AUTO)}
-    others = [f"; {other} instead of {name} needs no text" for name, other in asked.items() if other]
+    asked = {
+        rule.scheme: _without_text(rule.scheme) for rule in rules if rule.scheme not in (KEEP, AUTO)
+    }
+    others = [
+        f"; {other} instead of {name} needs no text" for name, other in asked.items() if other
+    ]
     return (
         "no calibration data was named: vexport's own text is used (`default`); "
         f"text like what the model will serve gives better scales{''.join(others)}"
@@ -144,10 +165,14 @@ def default_text_note(rules: Sequence[Rule]) -> str:
 
 
 def _without_text(name: str) -> str | None:
-    """The first scheme that stores weights in the same format and needs no text, for one that does."""
+    """The first scheme that stores weights in the same format and needs no text, for one that
+    does.
+    """
     scheme = get_scheme(name)
     others = map(get_scheme, scheme_names()) if scheme.args.calibrated else ()
-    fitting = (other for other in others if other.format is scheme.format and not other.args.calibrated)
+    fitting = (
+        other for other in others if other.format is scheme.format and not other.args.calibrated
+    )
     return next((other.name for other in fitting), None)
 
 
@@ -171,7 +196,8 @@ def rules_need_calibration(
 def rounded_to_nearest(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """The rules where text is vexport's own: those that name no rounding do not round by it."""
     return tuple(
-        rule.model_copy(update={"rounding": "nearest"}) if rule.rounding is None else rule for rule in rules
+        rule.model_copy(update={"rounding": "nearest"}) if rule.rounding is None else rule
+        for rule in rules
     )
 
 
@@ -190,7 +216,9 @@ def with_needed_text(
 
 
 def with_default_text(scenarios: Sequence[Scenario], note: Callable[[str], None]) -> list[Scenario]:
-    """Scenarios of one kind; where one needs text and none is named, all with vexport's own, and a note."""
+    """Scenarios of one kind; where one needs text and none is named, all with vexport's own, and a
+    note.
+    """
     if not any(
         scenario.calibration is None
         and rules_need_calibration(scenario.rules, scenario.kv_cache, scenario.smoothing)
@@ -200,23 +228,29 @@ def with_default_text(scenarios: Sequence[Scenario], note: Callable[[str], None]
     note(default_text_note([rule for scenario in scenarios for rule in scenario.rules]))
     text = default_calibration()
     return [
-        scenario.model_copy(update={"calibration": text, "rules": rounded_to_nearest(scenario.rules)})
+        scenario.model_copy(
+            update={"calibration": text, "rules": rounded_to_nearest(scenario.rules)}
+        )
         for scenario in scenarios
     ]
 
 
-def require_trusted_observers(rules: Sequence[Rule], folders: Sequence[Path] = (), *, trusted: bool) -> None:
+def require_trusted_observers(
+    rules: Sequence[Rule], folders: Sequence[Path] = (), *, trusted: bool
+) -> None:
     """Raise InputError for each observer `package.module:Class` whose code may not be run.
 
-    The code in `folders`, the folder of a scenario or recipe, and in the current folder runs only if it is
-    `trusted`, as --trust-remote-code says.
+    The code in `folders`, the folder of a scenario or recipe, and in the current folder runs only
+    if it is `trusted`, as --trust-remote-code says.
     """
     if not trusted:
         raise_all([problem for rule in rules for problem in _untrusted_observers(rule, folders)])
 
 
 def require_trusted_scenario(scenario: Scenario, file: Path, *, trusted: bool) -> None:
-    """Raise InputError if a scenario of a file makes vexport or vLLM run Python that is not `trusted`."""
+    """Raise InputError if a scenario of a file makes vexport or vLLM run Python that is not
+    `trusted`.
+    """
     if trusted:
         return
     require_trusted_observers(scenario.rules, (file.parent,), trusted=trusted)
@@ -242,7 +276,8 @@ def _untrusted_observers(rule: Rule, folders: Sequence[Path]) -> Iterator[InputE
             yield InputError(
                 f"rule {rule.match!r}: {key}",
                 got=f"{name}, whose code is in {place}",
-                need="a subclass of vexport's Observer in an installed package or a folder of PYTHONPATH, "
+                need="a subclass of vexport's Observer in an installed package or a folder of "
+                "PYTHONPATH, "
                 "outside the current folder and the scenario's",
                 fix="move it there, or let it run with --trust-remote-code",
             )
@@ -255,7 +290,9 @@ def source_index(
     *,
     trust_remote_code: bool = False,
 ) -> SourceIndex:
-    """The headers of a source, whose weights are fetched; InputError where it or an observer is unusable."""
+    """The headers of a source, whose weights are fetched; InputError where it or an observer is
+    unusable.
+    """
     require_trusted_observers(rules, trusted=trust_remote_code)
     raise_all([problem for rule in rules for problem in _observer_problems(rule)])
     return read_index(resolve_source(source, on_progress))
@@ -283,7 +320,9 @@ def plan_headers(
     *,
     trust_remote_code: bool = False,
 ) -> tuple[SourceIndex, Plan]:
-    """Plan a model as `plan_source` does, from headers alone, whose files may be gone afterwards."""
+    """Plan a model as `plan_source` does, from headers alone, whose files may be gone
+    afterwards.
+    """
     with source_headers(source, on_progress) as root:
         index, plan = plan_source(str(root), rules, settings, trust_remote_code=trust_remote_code)
         return index, replace(plan, source=pinned_source(source, root))
@@ -313,17 +352,23 @@ def _class_problems(
     try:
         observer = Observer.of_name(name).made("input" if of_inputs else "weight", args, keywords)
     except ValueError as error:
-        yield InputError(where, got=str(error), need="", fix="correct it, or use an observer of vexport")
+        yield InputError(
+            where, got=str(error), need="", fix="correct it, or use an observer of vexport"
+        )
         return
     if isinstance(observer, IMatrixMSEObserver):
         need = "one without importance, which calibration gathers for imatrix_mse"
-        yield InputError(where, got=f"{name}, a search by importance", need=need, fix="use imatrix_mse")
+        yield InputError(
+            where, got=f"{name}, a search by importance", need=need, fix="use imatrix_mse"
+        )
     if of_inputs and observer.returns_own_qparams:
         yield InputError(
             where,
             got=f"{name}, which overrides get_qparams()",
-            need="one that sets the range of inputs: fused layers share the range of all their inputs",
-            fix="remove get_qparams(), and set min_vals and max_vals in update_statistics_from_observed()",
+            need="one that sets the range of inputs: fused layers share the range of all their "
+            "inputs",
+            fix="remove get_qparams(), and set min_vals and max_vals in "
+            "update_statistics_from_observed()",
         )
 
 
@@ -343,12 +388,15 @@ def table_of_schemes(
     on_progress: OnProgress,
     group_size: GroupSize | None = None,
 ) -> SchemeTable:
-    """Every scheme, or those of a group size, for all linear layers but those that the rules in `kept` keep.
+    """Every scheme, or those of a group size, for all linear layers but those that the rules in
+    `kept` keep.
 
-    A scheme whose own groups do not fit is followed by the largest that do. Raises InputError for a source
-    that cannot be a source, as `build_plan` does.
+    A scheme whose own groups do not fit is followed by the largest that do. Raises InputError for a
+    source that cannot be a source, as `build_plan` does.
     """
-    schemes = scheme_names() if group_size is None else grouped_schemes(parse_group_size(group_size))
+    schemes = (
+        scheme_names() if group_size is None else grouped_schemes(parse_group_size(group_size))
+    )
     with source_headers(source, on_progress) as root:
         index, name = read_index(root), pinned_source(source, root)
     plan = build_plan(index, (*kept, Rule(match="Linear", scheme=PROBE)), settings)
@@ -380,7 +428,9 @@ def _kinds(index: SourceIndex, plan: Plan) -> list[_Kind]:
             group=first,
             number=1 + len(others),
             source_bytes=sum(
-                num_bytes(index.tensors[member.weight].dtype, (member.out_features, member.in_features))
+                num_bytes(
+                    index.tensors[member.weight].dtype, (member.out_features, member.in_features)
+                )
                 for member in first.members
             ),
         )
@@ -393,14 +443,21 @@ def _stored(index: SourceIndex, group: FusionGroup, scheme: str) -> int:
 
 
 def _outlook(
-    name: str, index: SourceIndex, names: Names, plan: Plan, kinds: Sequence[_Kind], settings: PlanSettings
+    name: str,
+    index: SourceIndex,
+    names: Names,
+    plan: Plan,
+    kinds: Sequence[_Kind],
+    settings: PlanSettings,
 ) -> SchemeOutlook:
     scheme = get_scheme(name)
     support = scheme.format.gpu_support(scheme.args)
     groups = [replace(kind.group, scheme=name) for kind in kinds]
     reasons = unsupported(groups, names, settings.ranks)
     # What stays in every scheme: copied tensors and scales of the KV cache.
-    size = plan.output_bytes - sum(kind.number * _stored(index, kind.group, PROBE) for kind in kinds)
+    size = plan.output_bytes - sum(
+        kind.number * _stored(index, kind.group, PROBE) for kind in kinds
+    )
     layers = 0
     for kind in kinds:
         fits = kind.group.name not in reasons

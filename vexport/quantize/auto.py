@@ -1,8 +1,9 @@
 """The choice for `scheme: auto`: by measured losses where a run has left them, else the smallest.
 
-The mixed scheme of least loss within a budget is a knapsack with one choice for each group. Losses of groups
-are added up, as if each did its harm alone (measured one at a time, they are small); the run's evaluation has
-the last word. scipy.optimize.milp took up to 17 percent more loss than the best, by its tolerances.
+The mixed scheme of least loss within a budget is a knapsack with one choice for each group. Losses
+of groups are added up, as if each did its harm alone (measured one at a time, they are small); the
+run's evaluation has the last word. scipy.optimize.milp took up to 17 percent more loss than the
+best, by its tolerances.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,13 @@ from vexport.files import from_json
 from vexport.formats.schemes import KEEP
 from vexport.plan.build import build_plan
 from vexport.plan.source import plan_headers, settings_of, source_index
-from vexport.quantize.layer_groups import LayerGroup, find_layer_groups, rest_bytes, rules_with, smallest
+from vexport.quantize.layer_groups import (
+    LayerGroup,
+    find_layer_groups,
+    rest_bytes,
+    rules_with,
+    smallest,
+)
 from vexport.records import (
     Finding,
     GroupSensitivities,
@@ -31,15 +38,15 @@ from vexport.records import (
 )
 from vexport.scenario import Auto, Scenario
 
-# The most mixtures kept while groups are added. Below it the answer is exact: groups come in few sizes, so
-# even large models have few different totals.
+# The most mixtures kept while groups are added. Below it the answer is exact: groups come in few
+# sizes, so even large models have few different totals.
 MOST_MIXTURES = 1 << 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixtures:
-    """The best mixtures: bytes rise and losses fall from one to the next; `picks` has an option for each
-    group, shape (mixtures, groups)."""
+    """The best mixtures: bytes rise and losses fall from one to the next; `picks` has an option for
+    each group, shape (mixtures, groups)."""
 
     num_bytes: npt.NDArray[np.int64]
     loss: npt.NDArray[np.float64]
@@ -47,13 +54,18 @@ class Mixtures:
 
 
 def best_mixtures(groups: Sequence[Sequence[SchemeChoice]]) -> Mixtures:
-    """All mixtures that no other beats in both bytes and loss; those beyond MOST_MIXTURES are thinned."""
+    """All mixtures that no other beats in both bytes and loss; those beyond MOST_MIXTURES are
+    thinned.
+    """
     num_bytes, loss = np.zeros(1, np.int64), np.zeros(1, np.float64)
     steps: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]] = []
     for options in groups:
         sizes = np.array([option.num_bytes for option in options], np.int64)
         losses = np.array([option.loss for option in options], np.float64)
-        all_bytes, all_losses = (num_bytes[:, None] + sizes).ravel(), (loss[:, None] + losses).ravel()
+        all_bytes, all_losses = (
+            (num_bytes[:, None] + sizes).ravel(),
+            (loss[:, None] + losses).ravel(),
+        )
         kept = _thinned(_unbeaten(all_bytes, all_losses), all_bytes)
         num_bytes, loss = all_bytes[kept], all_losses[kept]
         before, option = np.divmod(kept, len(options))
@@ -67,7 +79,9 @@ def best_mixtures(groups: Sequence[Sequence[SchemeChoice]]) -> Mixtures:
     return Mixtures(num_bytes=num_bytes, loss=loss, picks=picks)
 
 
-def _unbeaten(num_bytes: npt.NDArray[np.int64], loss: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+def _unbeaten(
+    num_bytes: npt.NDArray[np.int64], loss: npt.NDArray[np.float64]
+) -> npt.NDArray[np.int64]:
     """The mixtures for which none of as few bytes has as little loss, in order of bytes."""
     order = np.lexsort((loss, num_bytes))
     sorted_loss = loss[order]
@@ -76,8 +90,12 @@ def _unbeaten(num_bytes: npt.NDArray[np.int64], loss: npt.NDArray[np.float64]) -
     return kept
 
 
-def _thinned(kept: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """At most MOST_MIXTURES: the smallest, and the last (of least loss) in each of equal steps of bytes."""
+def _thinned(
+    kept: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """At most MOST_MIXTURES: the smallest, and the last (of least loss) in each of equal steps of
+    bytes.
+    """
     if len(kept) <= MOST_MIXTURES:
         return kept
     sizes = num_bytes[kept]
@@ -88,7 +106,9 @@ def _thinned(kept: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]) -> n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The budget of `auto` for the bytes of a whole output, of which no choice changes `rest_bytes`."""
+    """The budget of `auto` for the bytes of a whole output, of which no choice changes
+    `rest_bytes`.
+    """
 
     auto: Auto
     rest_bytes: int
@@ -98,7 +118,9 @@ class Budget:
     @property
     def unit(self) -> float:
         """The bytes that one of the limit stands for."""
-        return {"bits": self.parameters / 8, "bytes": 1.0, "share": self.source_bytes}[self.auto.budget[0]]
+        return {"bits": self.parameters / 8, "bytes": 1.0, "share": self.source_bytes}[
+            self.auto.budget[0]
+        ]
 
     @property
     def limit_bytes(self) -> float:
@@ -106,7 +128,9 @@ class Budget:
         return self.auto.budget[1] * self.unit
 
     def require_in_reach(self, least_bytes: int) -> None:
-        """InputError where an output of the smallest candidates, `least_bytes`, is beyond the budget."""
+        """InputError where an output of the smallest candidates, `least_bytes`, is beyond the
+        budget.
+        """
         kind, limit = self.auto.budget
         words = {"bits": "{:.3f} bits per weight of the whole model", "bytes": "{:.0f} bytes"}
         if least_bytes > self.limit_bytes:
@@ -119,7 +143,9 @@ class Budget:
             )
 
 
-def budget_of(index: SourceIndex, layer_groups: Sequence[LayerGroup], plan: Plan, auto: Auto) -> Budget:
+def budget_of(
+    index: SourceIndex, layer_groups: Sequence[LayerGroup], plan: Plan, auto: Auto
+) -> Budget:
     """The budget for a source; `plan` has what no choice changes."""
     return Budget(
         auto=auto,
@@ -138,7 +164,9 @@ def require_in_reach(layer_groups: Sequence[LayerGroup], budget: Budget) -> None
 def choose_schemes(
     groups: Sequence[GroupSensitivity], layer_groups: Sequence[LayerGroup], budget: Budget
 ) -> MixedScheme:
-    """The schemes of least loss within the budget, by measured losses; InputError where none fits."""
+    """The schemes of least loss within the budget, by measured losses; InputError where none
+    fits.
+    """
     allowed = {layer_group.name: layer_group.allowed for layer_group in layer_groups}
     options = [_options(group, allowed[group.name]) for group in groups]
     mixtures = best_mixtures(options)
@@ -152,7 +180,9 @@ def choose_schemes(
         candidates=budget.auto.candidates,
         output_bytes=int(sizes[chosen]),
         loss=float(mixtures.loss[chosen]),
-        choices=tuple(each[pick] for each, pick in zip(options, mixtures.picks[chosen], strict=True)),
+        choices=tuple(
+            each[pick] for each, pick in zip(options, mixtures.picks[chosen], strict=True)
+        ),
     )
 
 
@@ -160,7 +190,9 @@ def _options(group: GroupSensitivity, allowed: Sequence[str]) -> list[SchemeChoi
     costs = {each.scheme: (each.num_bytes, max(0.0, each.loss)) for each in group.schemes}
     costs[KEEP] = (group.source_bytes, 0.0)
     return [
-        SchemeChoice(name=group.name, scheme=scheme, num_bytes=costs[scheme][0], loss=costs[scheme][1])
+        SchemeChoice(
+            name=group.name, scheme=scheme, num_bytes=costs[scheme][0], loss=costs[scheme][1]
+        )
         for scheme in allowed
     ]
 
@@ -177,9 +209,9 @@ def plan_scenario(
 ) -> tuple[SourceIndex, Plan]:
     """The headers and the plan of what a scenario asks for.
 
-    With `auto` what `vexport run` measured in `run_dir` decides; without that each group gets its smallest
-    candidate, and a note says so. Raises InputError as `find_layer_groups`, and where no mixture is within
-    the budget.
+    With `auto` what `vexport run` measured in `run_dir` decides; without that each group gets its
+    smallest candidate, and a note says so. Raises InputError as `find_layer_groups`, and where no
+    mixture is within the budget.
     """
     settings, rules, auto = settings_of(scenario), scenario.rules, scenario.auto
     if auto is None:
@@ -238,7 +270,8 @@ def _not_measured(auto: Auto, run_dir: Path) -> Finding:
         check="auto",
         severity="warning",
         where="scheme: auto",
-        expected=f"the loss of each group in {', '.join(auto.candidates)}, to choose for {kind} {limit:g}",
+        expected=f"the loss of each group in {', '.join(auto.candidates)}, to choose for "
+        f"{kind} {limit:g}",
         got=f"none in {run_dir}: the plan shows the smallest candidate of each group",
         fix="`vexport run` measures it",
     )

@@ -1,10 +1,11 @@
 """GPTQ: the columns of a weight are rounded one after another, each corrects the errors before it.
 
-A refit is GPTQ of a weight that is corrected first, for what the quantized layers before it make of the text.
-The grid has the numbers that a weight may become: its format's, in units of each group's scale. All of it
-stays on the device of H; on the CPU compiled kernels round the columns.
+A refit is GPTQ of a weight that is corrected first, for what the quantized layers before it make of
+the text. The grid has the numbers that a weight may become: its format's, in units of each group's
+scale. All of it stays on the device of H; on the CPU compiled kernels round the columns.
 
-Source: Frantar et al. (arXiv 2210.17323); order of columns and damping as in llm-compressor's GPTQModifier.
+Source: Frantar et al. (arXiv 2210.17323); order of columns and damping as in llm-compressor's
+GPTQModifier.
 """
 
 import os
@@ -29,8 +30,8 @@ from vexport.records import FusionGroup
 
 # Rows rounded at once by one thread.
 TILE_ROWS = 64
-# Columns of H that are added up together, up to its diagonal: half the products of a whole matrix. And those
-# whose errors are passed on together, by one matrix product, to all that follow.
+# Columns of H that are added up together, up to its diagonal: half the products of a whole matrix.
+# And those whose errors are passed on together, by one matrix product, to all that follow.
 BLOCK_COLUMNS = 128
 # Damping is raised tenfold this many times before falling back to rounding to nearest.
 ATTEMPTS = 4
@@ -38,7 +39,8 @@ ATTEMPTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strength:
-    """One way to round: `strength` 0 is GPTQ. `ridge` is added to H as a share of its diagonal's mean.
+    """One way to round: `strength` 0 is GPTQ. `ridge` is added to H as a share of its diagonal's
+    mean.
 
     `weighs_tokens` says whether tokens count by the gradient behind them, or all the same.
     """
@@ -77,10 +79,10 @@ def weighs_tokens(groups: Iterable[FusionGroup]) -> bool:
 class Moments:
     """Sums over tokens, float32 (in, in): `hessian` X~^T V X~ and `drift` X~^T V (X - X~).
 
-    X~ (tokens, in) is the input in the quantized stream after the layer's own input rounding, X the one that
-    the source's layer gets for the same token, V how much each token counts: 1, or its weight. `drift` is
-    None where the source's stream is not followed.
-    Tokens are added to the lower triangle of `hessian`; `complete` makes it symmetric.
+    X~ (tokens, in) is the input in the quantized stream after the layer's own input rounding, X the
+    one that the source's layer gets for the same token, V how much each token counts: 1, or its
+    weight. `drift` is None where the source's stream is not followed. Tokens are added to the lower
+    triangle of `hessian`; `complete` makes it symmetric.
     """
 
     hessian: torch.Tensor
@@ -103,8 +105,8 @@ class Moments:
     ) -> None:
         """Add the same tokens of both streams, (..., in) each.
 
-        `weights` (tokens,) float32 are powers of two, by which each counts; with a `share` for all of them
-        they are not counted as tokens.
+        `weights` (tokens,) float32 are powers of two, by which each counts; with a `share` for all
+        of them they are not counted as tokens.
         """
         rows = quantized.reshape(-1, quantized.shape[-1])
         alpha = 1.0 if share is None else share
@@ -123,8 +125,10 @@ class Moments:
     def _add_drift(
         self, inputs: torch.Tensor, exact: torch.Tensor, weights: torch.Tensor | None, alpha: float
     ) -> None:
-        """Products of bf16 are added up in float32 and rounded once a row: a small error of what is small
-        next to H, in half of the time. Those of others, and on other devices than the CPU, are float32."""
+        """Products of bf16 are added up in float32 and rounded once a row: a small error of what is
+        small next to H, in half of the time. Those of others, and on other devices than the CPU,
+        are float32.
+        """
         assert self.drift is not None
         if inputs.dtype != torch.bfloat16:
             inputs, exact = inputs.to(torch.float32), exact.to(torch.float32)
@@ -132,7 +136,9 @@ class Moments:
         weighed = inputs if weights is None else inputs * weights[:, None].to(inputs.dtype)
         if inputs.device.type != "cpu":  # where parts of a sum may be added up in bf16
             with exact_products(inputs.dtype):
-                self.drift.addmm_(weighed.to(torch.float32).T, change.to(torch.float32), alpha=alpha)
+                self.drift.addmm_(
+                    weighed.to(torch.float32).T, change.to(torch.float32), alpha=alpha
+                )
             return
         self.drift.add_(weighed.T @ change, alpha=alpha)
 
@@ -162,10 +168,11 @@ def _blocks(matrix: torch.Tensor) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def exact_products(dtype: torch.dtype) -> Iterator[None]:
-    """Within the block float32 products of 16-bit values run on units for them: bf16 of a CPU, TF32 of a GPU.
+    """Within the block float32 products of 16-bit values run on units for them: bf16 of a CPU, TF32
+    of a GPU.
 
-    Two such numbers have an exact product in float32, in which they are added up: only the order of the sum
-    differs (1e-6 of the result).
+    Two such numbers have an exact product in float32, in which they are added up: only the order of
+    the sum differs (1e-6 of the result).
     """
     cpu: SimpleNamespace = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # in no stub
     gpu = torch.backends.cuda.matmul
@@ -213,7 +220,10 @@ def grid_of(args: QuantArgs, scales: Scales, shape: tuple[int, int], stored: tor
 
 def stack(grids: "list[Grid]", device: torch.device) -> Grid:
     """The grid of several weights of one scheme and one input, one below the other."""
-    scale, zero = torch.cat([grid.scale for grid in grids]), torch.cat([grid.zero for grid in grids])
+    scale, zero = (
+        torch.cat([grid.scale for grid in grids]),
+        torch.cat([grid.zero for grid in grids]),
+    )
     return replace(grids[0], scale=scale.to(device), zero=zero.to(device))
 
 
@@ -228,8 +238,8 @@ def _spread(values: torch.Tensor, rows: int, groups: int, high: int) -> torch.Te
 class Factor:
     """The upper Cholesky factor of the inverse of a damped H, its columns in the order of rounding.
 
-    `order` (columns,) are the columns by falling diagonal of H, `damping` the share of its mean that was
-    added, `dead` how many columns were always zero.
+    `order` (columns,) are the columns by falling diagonal of H, `damping` the share of its mean
+    that was added, `dead` how many columns were always zero.
     """
 
     upper: torch.Tensor
@@ -239,7 +249,8 @@ class Factor:
 
 
 def factorize(hessian: torch.Tensor, damping: float) -> Factor | None:
-    """The factor of H (in, in); None where H is not positive definite with any damping up to 1000 times that.
+    """The factor of H (in, in); None where H is not positive definite with any damping up to 1000
+    times that.
 
     A dead column's diagonal becomes 1: nothing depends on it.
     """
@@ -289,9 +300,9 @@ def round_block(
 ) -> None:
     """Round some columns of some rows in place, from `first` on, as many as `errors` has.
 
-    `weight` (rows, columns); `factor` (columns, columns) is the upper Cholesky factor of the inverse of H;
-    `scales` and `zeros` (rows, groups), of which column c has number `groups[c]`; `errors` (rows, some) is
-    what the columns behind them have to take in.
+    `weight` (rows, columns); `factor` (columns, columns) is the upper Cholesky factor of the
+    inverse of H; `scales` and `zeros` (rows, groups), of which column c has number `groups[c]`;
+    `errors` (rows, some) is what the columns behind them have to take in.
     """
     last = first + errors.shape[1]
     for row in range(weight.shape[0]):
@@ -325,7 +336,8 @@ def round_nearest(weight: torch.Tensor, grid: Grid) -> torch.Tensor:
     """The nearest number of the grid for every value of a weight (out, in), float32."""
     columns = weight.shape[1]
     scale, zero = (
-        values.repeat_interleave(grid.width, dim=1)[:, :columns] for values in (grid.scale, grid.zero)
+        values.repeat_interleave(grid.width, dim=1)[:, :columns]
+        for values in (grid.scale, grid.zero)
     )
     return _nearest(weight, scale, zero, grid.form)
 
@@ -350,19 +362,31 @@ def round_columns(weight: torch.Tensor, factor: Factor, grid: Grid) -> torch.Ten
 
 
 def round_blocks(values: torch.Tensor, factor: Factor, grid: Grid) -> None:
-    """Round the ordered columns in place, by matrix products on any device: nothing waits for the host."""
+    """Round the ordered columns in place, by matrix products on any device: nothing waits for the
+    host.
+    """
     groups = factor.order // grid.width
     for first in range(0, values.shape[1], BLOCK_COLUMNS):
-        block, upper = values[:, first : first + BLOCK_COLUMNS], factor.upper[first : first + BLOCK_COLUMNS]
-        factor_rows, steps = upper[:, first : first + BLOCK_COLUMNS], groups[first : first + BLOCK_COLUMNS]
+        block, upper = (
+            values[:, first : first + BLOCK_COLUMNS],
+            factor.upper[first : first + BLOCK_COLUMNS],
+        )
+        factor_rows, steps = (
+            upper[:, first : first + BLOCK_COLUMNS],
+            groups[first : first + BLOCK_COLUMNS],
+        )
         scale, zero, errors = grid.scale[:, steps], grid.zero[:, steps], torch.empty_like(block)
         for column in range(block.shape[1]):
             part = slice(column, column + 1)
             rounded = _nearest(block[:, part], scale[:, part], zero[:, part], grid.form)
             torch.div(block[:, part] - rounded, factor_rows[part, part], out=errors[:, part])
-            block[:, column + 1 :].addmm_(errors[:, part], factor_rows[part, column + 1 :], alpha=-1)
+            block[:, column + 1 :].addmm_(
+                errors[:, part], factor_rows[part, column + 1 :], alpha=-1
+            )
             block[:, part] = rounded
-        values[:, first + BLOCK_COLUMNS :].addmm_(errors, upper[:, first + BLOCK_COLUMNS :], alpha=-1)
+        values[:, first + BLOCK_COLUMNS :].addmm_(
+            errors, upper[:, first + BLOCK_COLUMNS :], alpha=-1
+        )
 
 
 def round_compiled(weight: torch.Tensor, factor: Factor, grid: Grid) -> None:
@@ -378,7 +402,14 @@ def round_compiled(weight: torch.Tensor, factor: Factor, grid: Grid) -> None:
             def tile(start: int, first: int = first, errors: Floats = errors) -> None:
                 rows = slice(start, start + TILE_ROWS)
                 round_block(
-                    values[rows], upper, scale[rows], zero[rows], groups, grid.form, first, errors[rows]
+                    values[rows],
+                    upper,
+                    scale[rows],
+                    zero[rows],
+                    groups,
+                    grid.form,
+                    first,
+                    errors[rows],
                 )
 
             list(pool.map(tile, range(0, len(values), TILE_ROWS)))

@@ -1,7 +1,9 @@
-"""One quantization: what is asked for, its steps plan, calibrate, write, and the files besides the weights.
+"""One quantization: what is asked for, its steps plan, calibrate, write, and the files besides the
+weights.
 
-Its recipe, vexport.json, is a scenario that makes it again, with digests of its inputs. Nothing in it depends
-on time or machine, so that equal calls leave equal bytes. Paths are relative to the checkpoint's folder.
+Its recipe, vexport.json, is a scenario that makes it again, with digests of its inputs. Nothing in
+it depends on time or machine, so that equal calls leave equal bytes. Paths are relative to the
+checkpoint's folder.
 """
 
 import json
@@ -16,7 +18,13 @@ from vexport.checkpoint.chat_template import copy_named_templates, named_templat
 from vexport.checkpoint.index import INDEX_NAME, SourceIndex, headers_digest, unchanged
 from vexport.checkpoint.smoothed import SMOOTHING, write_smoothing
 from vexport.checkpoint.source import pinned_source
-from vexport.checkpoint.writer import DEFAULT_SHARD_BYTES, Shard, progress_file, write_index, written_digest
+from vexport.checkpoint.writer import (
+    DEFAULT_SHARD_BYTES,
+    Shard,
+    progress_file,
+    write_index,
+    written_digest,
+)
 from vexport.errors import CheckpointFailed, InputError
 from vexport.files import digest_bytes, user_path, write_text
 from vexport.formats.config import quantization_config
@@ -48,7 +56,9 @@ SNAPSHOTS, CONFIG = "snapshots", "config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeJob:
-    """A request to quantize `source`, a folder or a hub id as it was asked for, into the folder `out`."""
+    """A request to quantize `source`, a folder or a hub id as it was asked for, into the folder
+    `out`.
+    """
 
     source: str
     out: Path
@@ -59,7 +69,9 @@ class QuantizeJob:
     trust_remote_code: bool = False
     shard_bytes: int = DEFAULT_SHARD_BYTES
     # Checks the finished folder before it becomes `out`; the error that it returns is raised.
-    prove: Callable[["QuantizeJob", Path, Plan], CheckpointFailed | None] = lambda job, folder, plan: None
+    prove: Callable[["QuantizeJob", Path, Plan], CheckpointFailed | None] = (
+        lambda job, folder, plan: None
+    )
     on_progress: OnProgress = silent
     # Called with the expected time of calibration before it starts, if measured.
     on_estimate: Callable[[tuple[Step, ...]], None] | None = None
@@ -68,10 +80,12 @@ class QuantizeJob:
 def quantize_source(
     job: QuantizeJob, accepted: Callable[[], None] = lambda: None
 ) -> tuple[Plan, CalibrationRecord | None, RoundingReport | None]:
-    """Quantize a checkpoint; `accepted` is called once nothing that was asked for is refused any more.
+    """Quantize a checkpoint; `accepted` is called once nothing that was asked for is refused any
+    more.
 
-    The answer is what was done, what the samples showed where they were run, and how the weights were rounded
-    by them. Torchrun's ranks calibrate, round and write together, in a folder that all of them see.
+    The answer is what was done, what the samples showed where they were run, and how the weights
+    were rounded by them. Torchrun's ranks calibrate, round and write together, in a folder that all
+    of them see.
     """
     _require_separate(job, user_path(job.source))
     with process_group():
@@ -98,26 +112,39 @@ def _require_same_on_all_ranks(plan: Plan) -> None:
     rank, size = rank_and_size()
     digest = digest_bytes(repr((plan.groups, plan.attention)).encode()) if size > 1 else ""
     if on_first(lambda: digest) != digest:
-        got, fix = "its plan is not that of rank 0", "give all of them the same source and arguments"
+        got, fix = (
+            "its plan is not that of rank 0",
+            "give all of them the same source and arguments",
+        )
         raise InputError(f"rank {rank} of {size}", got=got, need="", fix=fix)
 
 
 def write_checkpoint(
     job: QuantizeJob, index: SourceIndex, plan: Plan, known: CalibrationRecord | None = None
 ) -> tuple[CalibrationRecord | None, RoundingReport | None]:
-    """Calibrate, round and write: the quantized checkpoint with its recipe appears whole or not at all.
+    """Calibrate, round and write: the quantized checkpoint with its recipe appears whole or not at
+    all.
 
-    A call that was broken off is continued by the next one with the same arguments. The answer is what the
-    samples showed where they were run (`known` where that was done before), and how weights were rounded by
-    them. InputError where a file of the source has changed since `index` was read; CheckpointFailed, with
-    OUT.failed in the place of OUT, by `job.prove`.
+    A call that was broken off is continued by the next one with the same arguments. The answer is
+    what the samples showed where they were run (`known` where that was done before), and how
+    weights were rounded by them. InputError where a file of the source has changed since `index`
+    was read; CheckpointFailed, with OUT.failed in the place of OUT, by `job.prove`.
     """
-    text, finished, rounding, shards = None, None, None, planned_shards(index, plan, job.shard_bytes)
+    text, finished, rounding, shards = (
+        None,
+        None,
+        None,
+        planned_shards(index, plan, job.shard_bytes),
+    )
     with telling_compilation(job.on_progress) as on_progress:
         if calibration_need(plan) and (known is None or needs_rounding(plan)):
             trust = job.trust_remote_code
-            text = PlanText(index, plan, job.calibration, on_progress=on_progress, trust_remote_code=trust)
-        inputs = input_digest(index, plan, known, text.digest if text else "", shard_bytes=job.shard_bytes)
+            text = PlanText(
+                index, plan, job.calibration, on_progress=on_progress, trust_remote_code=trust
+            )
+        inputs = input_digest(
+            index, plan, known, text.digest if text else "", shard_bytes=job.shard_bytes
+        )
         working = resumable_directory(
             job.out,
             input_digest=inputs,
@@ -138,7 +165,13 @@ def write_checkpoint(
                 record(folder / shard.name)
                 record(progress_file(folder / shard.name))
             write_shards(
-                index, plan, calibration, folder, dealt(shards), finished=finished, on_progress=on_progress
+                index,
+                plan,
+                calibration,
+                folder,
+                dealt(shards),
+                finished=finished,
+                on_progress=on_progress,
             )
             gather(None)  # all files are written
             if rank_and_size()[0] == 0:
@@ -147,7 +180,9 @@ def write_checkpoint(
 
 
 def _require_separate(job: QuantizeJob, source: Path) -> None:
-    """Raise InputError if `out`, its working folder or the folder of a failed call overlaps an input."""
+    """Raise InputError if `out`, its working folder or the folder of a failed call overlaps an
+    input.
+    """
     inputs = [NamedPath(label="SOURCE", path=source)]
     if job.calibration and job.calibration.path:
         inputs.append(NamedPath(label="--calibration", path=job.calibration.path))
@@ -163,10 +198,11 @@ def finish(
     folder: Path,
     shards: Sequence[Shard],
 ) -> None:
-    """Write what a checkpoint has besides weights: index of all `shards`, side files, config.json last.
+    """Write what a checkpoint has besides weights: index of all `shards`, side files, config.json
+    last.
 
-    What tells how far shards are written is removed: they are whole. Raises what `job.prove` finds, with
-    OUT.failed in the place of OUT.
+    What tells how far shards are written is removed: they are whole. Raises what `job.prove` finds,
+    with OUT.failed in the place of OUT.
     """
     for name in (RECIPE, INDEX_NAME, SMOOTHING, CONFIG):
         record(folder / name)
@@ -202,12 +238,18 @@ def _copy_side_files(index: SourceIndex, folder: Path) -> None:
     copy_named_templates(index.root, folder)
 
 
-def recipe(job: "QuantizeJob", index: SourceIndex, plan: Plan, calibration: CalibrationRecord | None) -> str:
-    """The text of OUT/vexport.json, whose `scenario` is what `vexport plan` and `vexport run` read of it."""
+def recipe(
+    job: "QuantizeJob", index: SourceIndex, plan: Plan, calibration: CalibrationRecord | None
+) -> str:
+    """The text of OUT/vexport.json, whose `scenario` is what `vexport plan` and `vexport run` read
+    of it.
+    """
     path, folder, settings = user_path(job.source), job.out.resolve(), job.calibration
     scenario: dict[str, Json] = {
         "name": _name(job.source, plan),
-        "source": _relative(path, folder) if path.exists() else pinned_source(job.source, index.root),
+        "source": _relative(path, folder)
+        if path.exists()
+        else pinned_source(job.source, index.root),
         "rules": [rule.model_dump(mode="json") for rule in job.rules],
         "on_unsupported_shape": job.planning.on_unsupported_shape,
         "serve": {"dry_tensor_parallel": list(job.planning.ranks)},
@@ -239,7 +281,9 @@ def recipe(job: "QuantizeJob", index: SourceIndex, plan: Plan, calibration: Cali
 
 
 def _source(index: SourceIndex) -> Iterator[tuple[str, Json]]:
-    """The revision of a model of the hub, and a digest of config.json and of all tensors' headers."""
+    """The revision of a model of the hub, and a digest of config.json and of all tensors'
+    headers.
+    """
     if index.root.parent.name == SNAPSHOTS:
         yield "revision", index.root.name
     yield HEADERS_DIGEST, headers_digest(index)
@@ -254,7 +298,9 @@ def _name(source: str, plan: Plan) -> str:
     """The source's last name and the schemes, in the letters of a scenario's name."""
     path = user_path(source)
     name = path.resolve().name if path.exists() else source.rpartition("/")[2]
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join((name, *plan.schemes))).lstrip("-._") or "model"
+    return (
+        re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join((name, *plan.schemes))).lstrip("-._") or "model"
+    )
 
 
 def _ranges(rows: Sequence[int]) -> str:

@@ -1,8 +1,10 @@
-"""Layers that can be given their own scheme: fused ones, all routed experts of a layer; from headers alone.
+"""Layers that can be given their own scheme: fused ones, all routed experts of a layer; from
+headers alone.
 
-vLLM needs one scheme for the members of a fused layer and one for the routed experts of a layer (rules in
-CompressedTensorsConfig.get_scheme_dict and compressed_tensors_moe.py). Which scheme a layer group could have
-is asked of the planner, scheme by scheme, so that shapes, ranks and architectures count as in any plan.
+vLLM needs one scheme for the members of a fused layer and one for the routed experts of a layer
+(rules in CompressedTensorsConfig.get_scheme_dict and compressed_tensors_moe.py). Which scheme a
+layer group could have is asked of the planner, scheme by scheme, so that shapes, ranks and
+architectures count as in any plan.
 """
 
 import re
@@ -36,8 +38,9 @@ class Option:
 class LayerGroup:
     """Linear layers that need one scheme together.
 
-    `allowed` are the schemes that the rules leave to choose from, in the candidates' order; one where a rule
-    names it. `options` has those but for `keep`. `refused` says which vLLM could not run.
+    `allowed` are the schemes that the rules leave to choose from, in the candidates' order; one
+    where a rule names it. `options` has those but for `keep`. `refused` says which vLLM could not
+    run.
     """
 
     name: str
@@ -73,10 +76,13 @@ def find_layer_groups(
 ) -> tuple[LayerGroup, ...]:
     """The layer groups that rules quantize or leave to `auto`, in plan order.
 
-    Raises InputError for rules that vLLM would refuse, and where no candidate fits a layer group that may not
-    stay as it is.
+    Raises InputError for rules that vLLM would refuse, and where no candidate fits a layer group
+    that may not stay as it is.
     """
-    fixed, candidates = build_plan(index, _with(rules, KEEP), settings), auto.candidates if auto else ()
+    fixed, candidates = (
+        build_plan(index, _with(rules, KEEP), settings),
+        auto.candidates if auto else (),
+    )
     plans = {
         scheme: build_plan(index, _with(rules, scheme), settings.lenient)
         for scheme in candidates
@@ -84,7 +90,10 @@ def find_layer_groups(
     }
     for plan in (fixed, *plans.values()):
         require_accepted(plan)
-    named, mixed = _by_layer_group(fixed), {scheme: _by_layer_group(plan) for scheme, plan in plans.items()}
+    named, mixed = (
+        _by_layer_group(fixed),
+        {scheme: _by_layer_group(plan) for scheme, plan in plans.items()},
+    )
     options: dict[str, dict[str, Groups]] = {}
     for found in (*mixed.values(), named):
         for name, groups in found.items():
@@ -100,7 +109,9 @@ def find_layer_groups(
 def rules_with(
     layer_groups: Sequence[LayerGroup], schemes: Mapping[str, str], rules: Sequence[Rule]
 ) -> tuple[Rule, ...]:
-    """The rules with a scheme for each group named in `schemes`; what is left to `auto` stays as it is."""
+    """The rules with a scheme for each group named in `schemes`; what is left to `auto` stays as it
+    is.
+    """
     chosen = [
         rule
         for layer_group in layer_groups
@@ -117,7 +128,9 @@ def smallest(layer_groups: Sequence[LayerGroup]) -> dict[str, str]:
 
 def rest_bytes(index: SourceIndex, layer_groups: Sequence[LayerGroup], plan: Plan) -> int:
     """The bytes of the output that no choice changes."""
-    return output_bytes(index, (), plan.attention) - sum(group.source_bytes for group in layer_groups)
+    return output_bytes(index, (), plan.attention) - sum(
+        group.source_bytes for group in layer_groups
+    )
 
 
 def probe_plan(plan: Plan, layer_groups: Sequence[LayerGroup]) -> Plan:
@@ -130,7 +143,10 @@ def probe_plan(plan: Plan, layer_groups: Sequence[LayerGroup]) -> Plan:
 
 
 def _with(rules: Sequence[Rule], scheme: str) -> list[Rule]:
-    return [rule.model_copy(update={"scheme": scheme}) if rule.scheme == AUTO else rule for rule in rules]
+    return [
+        rule.model_copy(update={"scheme": scheme}) if rule.scheme == AUTO else rule
+        for rule in rules
+    ]
 
 
 def _how(group: FusionGroup) -> dict[str, object]:
@@ -139,7 +155,10 @@ def _how(group: FusionGroup) -> dict[str, object]:
     settings = {key: getattr(group, key) for key in keys}
     if group.strength is None and group.ridge is None:
         return settings
-    return {**settings, "rounding": {"method": "refit", "strength": group.strength, "ridge": group.ridge}}
+    return {
+        **settings,
+        "rounding": {"method": "refit", "strength": group.strength, "ridge": group.ridge},
+    }
 
 
 def _by_layer_group(plan: Plan) -> dict[str, Groups]:
@@ -152,7 +171,9 @@ def _allowed(
     mixed: Mapping[str, Mapping[str, Groups]],
     candidates: Sequence[str],
 ) -> tuple[str, ...]:
-    """The scheme of a rule, else the candidates that fit (also in smaller groups, if asked), else `keep`."""
+    """The scheme of a rule, else the candidates that fit (also in smaller groups, if asked), else
+    `keep`.
+    """
     if name in named:
         return (named[name][0].scheme,)
     fitting = (
@@ -171,7 +192,9 @@ def _layer_group(
     plans: Iterable[Plan],
 ) -> LayerGroup:
     members = [member for group in next(iter(groups_in.values())) for member in group.members]
-    shapes = [(index.tensors[one.weight].dtype, (one.out_features, one.in_features)) for one in members]
+    shapes = [
+        (index.tensors[one.weight].dtype, (one.out_features, one.in_features)) for one in members
+    ]
     return LayerGroup(
         name=name,
         source_bytes=sum(num_bytes(dtype, shape) for dtype, shape in shapes),
@@ -189,7 +212,9 @@ def _layer_group(
 
 def _unfit(plans: Iterable[Plan], fitting: Collection[str]) -> list[InputError]:
     """An error for each layer group that no candidate fits, by what the first says."""
-    notes = {note.where: note for plan in plans for note in reversed(plan.notes) if note.fix == KEPT}
+    notes = {
+        note.where: note for plan in plans for note in reversed(plan.notes) if note.fix == KEPT
+    }
     return [
         InputError(
             name,

@@ -1,8 +1,9 @@
-"""The loss of every group of layers in every scheme that is open to it: all else stays as in the source.
+"""The loss of every group of layers in every scheme that is open to it: all else stays as in the
+source.
 
-Trials run next to the model itself, all through one decoder layer before the next is loaded. Each branches
-off at the layer whose weights it changes, from the hidden states of the model itself, and goes on to the
-output, where its loss is measured.
+Trials run next to the model itself, all through one decoder layer before the next is loaded. Each
+branches off at the layer whose weights it changes, from the hidden states of the model itself, and
+goes on to the output, where its loss is measured.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,8 @@ from vexport.records import (
     SchemeLoss,
 )
 
-# The most bytes of hidden states in concurrent trials, and the number of trials between writes of results.
+# The most bytes of hidden states in concurrent trials, and the number of trials between writes of
+# results.
 MEMORY_BYTES = 2**31
 MOST_TRIALS = 64
 
@@ -42,7 +44,9 @@ States = list[torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialLosses:
-    """KL(source || trial) in nats per token by layer group and scheme, and a digest of what decides it."""
+    """KL(source || trial) in nats per token by layer group and scheme, and a digest of what decides
+    it.
+    """
 
     inputs: str
     losses: Mapping[str, Mapping[str, float]]
@@ -59,11 +63,11 @@ def measure(
     trust_remote_code: bool,
     device: str,
 ) -> GroupSensitivities:
-    """Run every layer group's options on the samples; what is in `file` from a call with the same arguments
-    is not run again.
+    """Run every layer group's options on the samples; what is in `file` from a call with the same
+    arguments is not run again.
 
-    Raises InputError for a model that cannot run layer by layer, a layer group that text cannot reach and an
-    unusable device.
+    Raises InputError for a model that cannot run layer by layer, a layer group that text cannot
+    reach and an unusable device.
     """
     inputs = digest_bytes(repr((layer_groups, calibration, samples)).encode())
     losses: dict[str, dict[str, float]] = {}
@@ -121,11 +125,13 @@ def _sensitivity(group: LayerGroup, losses: Mapping[str, float]) -> GroupSensiti
 class Trial:
     """A layer group in one scheme, in the model that `walk` fills.
 
-    Nothing in front of it is quantized, so that a refit has nothing to correct and comes to GPTQ. InputError
-    where the text model has none of its weights.
+    Nothing in front of it is quantized, so that a refit has nothing to correct and comes to GPTQ.
+    InputError where the text model has none of its weights.
     """
 
-    def __init__(self, model: QuantizedModel, walk: LayerWalk, group: LayerGroup, option: Option) -> None:
+    def __init__(
+        self, model: QuantizedModel, walk: LayerWalk, group: LayerGroup, option: Option
+    ) -> None:
         self.group, self.option, self.model, self._walk = group.name, option, model, walk
         parameter = model.places.parameter_of(option.groups[0].members[0])
         if not parameter:
@@ -159,14 +165,18 @@ class Trial:
         rounded, _ = self._sums.rounded(self.inputs.sites)
         for group in self.option.groups:
             weights_of_group = rounded.get(group.name, {})
-            stored = quantized_group(group, model.index, model.calibration, model.reader, weights_of_group)
+            stored = quantized_group(
+                group, model.index, model.calibration, model.reader, weights_of_group
+            )
             weights |= model.weights_of(group, stored)
         del self._sums, self.inputs
         return weights
 
 
 class TrialWalk:
-    """A walk through the model as it is, and next to it each trial from the layer on that it changes."""
+    """A walk through the model as it is, and next to it each trial from the layer on that it
+    changes.
+    """
 
     def __init__(self, walk: LayerWalk, trials: Sequence[Trial], entered: States) -> None:
         self._walk, self._trials, self._plain = walk, trials, entered
@@ -178,10 +188,14 @@ class TrialWalk:
         entered, positions = self._plain, range(len(self._plain))
         self._plain = self._noted(here, lambda position: self._through(layer, position, entered))
         for trial, states in self._changed.items():
-            self._changed[trial] = [self._through(layer, position, states) for position in positions]
+            self._changed[trial] = [
+                self._through(layer, position, states) for position in positions
+            ]
         for trial in here:
             with trial.model.applied(trial.option.groups, trial.weights()):
-                self._changed[trial] = [self._through(layer, position, entered) for position in positions]
+                self._changed[trial] = [
+                    self._through(layer, position, entered) for position in positions
+                ]
 
     def _through(self, layer: Layer, position: int, states: States) -> torch.Tensor:
         return self._walk.through(layer, position, states[position]).to("cpu")
@@ -210,7 +224,9 @@ class TrialWalk:
         for position, states in enumerate(plain):
             logits = walk.logits(position, states)
             for trial, changed in self._changed.items():
-                losses[trial] += divergence_of_logits(logits, walk.logits(position, changed[position]))
+                losses[trial] += divergence_of_logits(
+                    logits, walk.logits(position, changed[position])
+                )
             for trial in heads:
                 with trial.model.applied(trial.option.groups, weights[trial]):
                     losses[trial] += divergence_of_logits(logits, walk.logits(position, states))

@@ -1,4 +1,6 @@
-"""A model with some of its layers quantized: their weights as they are stored, their inputs rounded."""
+"""A model with some of its layers quantized: their weights as they are stored, their inputs
+rounded.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,7 +28,9 @@ Hook = Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor,
 
 @contextmanager
 def rounded_experts(module: torch.nn.Module, hooks: Mapping[ExpertLayer, Hook]) -> Iterator[None]:
-    """Round the inputs of experts by these hooks inside the block, but for experts of unknown arithmetic."""
+    """Round the inputs of experts by these hooks inside the block, but for experts of unknown
+    arithmetic.
+    """
     arithmetic = arithmetic_of(module)
     if arithmetic is None:
         yield
@@ -70,12 +74,18 @@ class QuantizedModel:
         self._ranges.update(layer.ranges)
         self._importance.update(layer.importance)
 
-    def weights_of(self, group: FusionGroup, stored: Mapping[str, Array]) -> dict[LinearPlan, torch.Tensor]:
-        """The weights (out, in) of a group's layers as compressed-tensors dequantizes its `stored` bytes."""
+    def weights_of(
+        self, group: FusionGroup, stored: Mapping[str, Array]
+    ) -> dict[LinearPlan, torch.Tensor]:
+        """The weights (out, in) of a group's layers as compressed-tensors dequantizes its `stored`
+        bytes.
+        """
         scheme, weights = get_scheme(group.scheme), {}
         for member in group.members:
             tensors = {
-                spec.name.removeprefix(f"{member.name}."): as_tensor(stored[spec.name], spec).to(self.device)
+                spec.name.removeprefix(f"{member.name}."): as_tensor(stored[spec.name], spec).to(
+                    self.device
+                )
                 for spec in scheme.layout(member, self.index.tensors[member.weight].dtype)
             }
             weights[member] = scheme.format.dequantize(scheme.args, tensors)
@@ -89,7 +99,9 @@ class QuantizedModel:
         key = (group.name, group.scheme)
         if key not in self._roundings:
             scales = static_scales(group, self.calibration)
-            tensors = {name: torch.from_numpy(value).to(self.device) for name, value in scales.items()}
+            tensors = {
+                name: torch.from_numpy(value).to(self.device) for name, value in scales.items()
+            }
             self._roundings[key] = InputRounding(args, tensors)
         return self._roundings[key]
 
@@ -103,7 +115,9 @@ class QuantizedModel:
     def applied(
         self, groups: Sequence[FusionGroup], weights: Mapping[LinearPlan, torch.Tensor]
     ) -> Iterator[None]:
-        """Use these weights in the model, and round the inputs of these groups, inside the block."""
+        """Use these weights in the model, and round the inputs of these groups, inside the
+        block.
+        """
         with self.with_weights(weights), self.rounding_inputs(groups):
             yield
 
@@ -118,7 +132,9 @@ class QuantizedModel:
 
     @contextmanager
     def rounding_inputs(self, groups: Sequence[FusionGroup]) -> Iterator[None]:
-        """Round the inputs of these groups inside the block, except for experts of unknown arithmetic."""
+        """Round the inputs of these groups inside the block, except for experts of unknown
+        arithmetic.
+        """
         experts: dict[torch.nn.Module, dict[ExpertLayer, Hook]] = {}
         with ExitStack() as block:
             for group in groups:

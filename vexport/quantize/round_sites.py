@@ -57,10 +57,11 @@ def round_group(
     *,
     factor: Factor | None,
 ) -> tuple[Mapping[str, RoundedWeight], GroupRounding]:
-    """Round the weights (out, in) of a group's layers, which share one input: by layer name, and how.
+    """Round the weights (out, in) of a group's layers, which share one input: by layer name, and
+    how.
 
-    `factor` is that of the moments' H with the strength's ridge; None where H is not positive definite.
-    Raises InputError where a weight is not finite.
+    `factor` is that of the moments' H with the strength's ridge; None where H is not positive
+    definite. Raises InputError where a weight is not finite.
     """
     source = torch.cat([weight.to(moments.hessian.device).to(torch.float32) for weight in weights])
     wanted = source
@@ -116,10 +117,18 @@ def _scales_and_grid(
 
 
 def _errors(
-    source: torch.Tensor, wanted: torch.Tensor, rounded: torch.Tensor, grid: Grid, hessian: torch.Tensor
+    source: torch.Tensor,
+    wanted: torch.Tensor,
+    rounded: torch.Tensor,
+    grid: Grid,
+    hessian: torch.Tensor,
 ) -> tuple[float, float]:
-    """|X~ (Q - W)^T|^2 / |X~ W^T|^2 to nearest and as rounded, of rows evenly spread over the group's."""
-    rows = torch.linspace(0, len(source) - 1, min(len(source), MEASURED_ROWS)).to(source.device, torch.int64)
+    """|X~ (Q - W)^T|^2 / |X~ W^T|^2 to nearest and as rounded, of rows evenly spread over the
+    group's.
+    """
+    rows = torch.linspace(0, len(source) - 1, min(len(source), MEASURED_ROWS)).to(
+        source.device, torch.int64
+    )
     exact = source[rows]
     signal = float((exact @ hessian * exact).sum())
     changes = (round_nearest(wanted[rows], grid.rows(rows)) - exact, rounded[rows] - exact)
@@ -130,8 +139,8 @@ def _errors(
 class SiteSums:
     """The moments of what enters some sites; each rank takes in its own rows.
 
-    With `plain` all groups are rounded by GPTQ, as where nothing in front of them is quantized: a refit has
-    no errors of earlier layers to correct. `text` is how many tokens all rows have.
+    With `plain` all groups are rounded by GPTQ, as where nothing in front of them is quantized: a
+    refit has no errors of earlier layers to correct. `text` is how many tokens all rows have.
     """
 
     def __init__(
@@ -160,13 +169,16 @@ class SiteSums:
     def add(self, quantized: Noted, source: Noted) -> None:
         """Add the inputs of one row in the quantized stream and in the source's.
 
-        The model's weights must be the source's. What does not reach a site's module changes nothing.
+        The model's weights must be the source's. What does not reach a site's module changes
+        nothing.
         """
         for site in self._sites:
             here, exact = quantized.get(site.module), source.get(site.module)
             if here is None:
                 continue
-            tokens, wanted = (one.tokens if isinstance(one, Entered) else one for one in (here, exact))
+            tokens, wanted = (
+                one.tokens if isinstance(one, Entered) else one for one in (here, exact)
+            )
             assert tokens is not None
             weights = self._weights(site, tokens)
             if isinstance(here, Entered) and site.expert is not None:
@@ -180,13 +192,16 @@ class SiteSums:
         if not all(self._strength(group, site).weighs_tokens for group in site.rounded):
             return None
         number = tokens.numel() // tokens.shape[-1]
-        token_weights = weights_of(self._model.calibration.token_weights, self._inputs.names_of(site), number)
+        token_weights = weights_of(
+            self._model.calibration.token_weights, self._inputs.names_of(site), number
+        )
         return None if token_weights is None else token_weights.to(tokens.device)
 
     def _add_down(
         self, site: Site, here: Entered, exact: torch.Tensor | None, weights: torch.Tensor | None
     ) -> None:
-        """An expert's own tokens, and all of the text, together as `SHARED_TOKENS_PER_COLUMN` a column.
+        """An expert's own tokens, and all of the text, together as `SHARED_TOKENS_PER_COLUMN` a
+        column.
 
         So an expert that few tokens are routed to is rounded by what it makes of all.
         """
@@ -207,13 +222,20 @@ class SiteSums:
         share = min(1.0, SHARED_TOKENS_PER_COLUMN * site.columns / max(1, self._text))
         moments.add(between, wanted, weights=weights, share=share)
 
-    def rounded(self, owned: Sequence[Site]) -> tuple[dict[str, GroupWeights], dict[str, GroupRounding]]:
-        """The rounded weights of the groups of these sites, and how each was rounded, by the group's name.
+    def rounded(
+        self, owned: Sequence[Site]
+    ) -> tuple[dict[str, GroupWeights], dict[str, GroupRounding]]:
+        """The rounded weights of the groups of these sites, and how each was rounded, by the
+        group's name.
 
-        Groups whose input was not seen have no weights: they are rounded to nearest, and it is said why.
-        Raises InputError where a weight is not finite.
+        Groups whose input was not seen have no weights: they are rounded to nearest, and it is said
+        why. Raises InputError where a weight is not finite.
         """
-        model, weights_of_group, how = self._model, dict[str, GroupWeights](), dict[str, GroupRounding]()
+        model, weights_of_group, how = (
+            self._model,
+            dict[str, GroupWeights](),
+            dict[str, GroupRounding](),
+        )
         for site in owned:
             moments, factors = self._moments[site.name].complete(), dict[float, Factor | None]()
             for group in site.rounded:
@@ -243,21 +265,26 @@ class SiteSums:
         return replace(strength, ridge=strength.ridge * max(1.0, site.columns / tokens))
 
     def round(self, groups: Sequence[FusionGroup]) -> tuple[Stored, Mapping[str, GroupRounding]]:
-        """The bytes that replace the weights of groups, and how those of sites were rounded. All ranks call.
+        """The bytes that replace the weights of groups, and how those of sites were rounded. All
+        ranks call.
 
-        Sites are dealt to the ranks in their order, and groups that no site has. Raises InputError where a
-        weight is not finite.
+        Sites are dealt to the ranks in their order, and groups that no site has. Raises InputError
+        where a weight is not finite.
         """
         for moments in self._moments.values():
             moments.all_reduce()
         (rank, size), model = rank_and_size(), self._model
-        owners = {one.name: place % size for place, site in enumerate(self._sites) for one in site.rounded}
+        owners = {
+            one.name: place % size for place, site in enumerate(self._sites) for one in site.rounded
+        }
         made, how = self.rounded(self._sites[rank::size])
         stored = dict[str, Array]()
         for number, group in enumerate(groups):
             if owners.get(group.name, number % size) == rank:
                 rounded = made.pop(group.name, {})
-                stored |= quantized_group(group, model.index, model.calibration, model.reader, rounded)
+                stored |= quantized_group(
+                    group, model.index, model.calibration, model.reader, rounded
+                )
         for others, more in gather((stored, how)):
             stored |= others
             how |= more
@@ -265,7 +292,9 @@ class SiteSums:
 
 
 def most_waiting(device: str = "cpu") -> int:
-    """The most bytes for rows that wait in a layer: half of the GPU's memory, or of this process's."""
+    """The most bytes for rows that wait in a layer: half of the GPU's memory, or of this
+    process's.
+    """
     if device.startswith("cuda"):
         return torch.cuda.get_device_properties(device).total_memory // 2
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -275,10 +304,12 @@ def most_waiting(device: str = "cpu") -> int:
 
 
 def waiting_bytes(groups: Iterable[FusionGroup], tokens: int) -> int:
-    """The bytes of rows of so many tokens in all that wait in front of a layer's widest input, 16-bit.
+    """The bytes of rows of so many tokens in all that wait in front of a layer's widest input,
+    16-bit.
 
-    A row has what enters the widest and that as it is rounded, of the others about as much as they take, and
-    as much again is lost between; a refit keeps what enters the widest in the source's stream, too.
+    A row has what enters the widest and that as it is rounded, of the others about as much as they
+    take, and as much again is lost between; a refit keeps what enters the widest in the source's
+    stream, too.
     """
     rounded = [group for group in groups if group.rounding != "nearest"]
     columns = {NUMBER.sub("*", group.name): group.members[0].in_features for group in rounded}
@@ -294,7 +325,10 @@ def require_room(groups: Iterable[FusionGroup], tokens: int, samples: int, devic
         fitting = samples * most // needed
         raise InputError(
             "calibration",
-            got=f"{samples} samples of {tokens:,} tokens, which take {needed / 1e9:.1f} GB while rounding",
+            got=f"{samples} samples of {tokens:,} tokens, which take {needed / 1e9:.1f} GB "
+            f"while rounding",
             need=f"at most {most / 1e9:.1f} GB, half of the memory",
-            fix=f"use --samples {fitting}" if fitting else "use shorter samples (seq_len in a scenario)",
+            fix=f"use --samples {fitting}"
+            if fitting
+            else "use shorter samples (seq_len in a scenario)",
         )

@@ -1,9 +1,9 @@
 """The weights of a plan rounded while calibration text walks through the model, in two streams.
 
-One stream goes through the source's layers, one through those rounded so far: a layer is rounded for what
-the quantized layers before it make of the text, and its output, inputs rounded as its scheme says, is the
-next layer's input. Rows of text wait in front of a module until its weights are rounded: the forward of each
-runs in a greenlet, all in one thread, one at a time.
+One stream goes through the source's layers, one through those rounded so far: a layer is rounded
+for what the quantized layers before it make of the text, and its output, inputs rounded as its
+scheme says, is the next layer's input. Rows of text wait in front of a module until its weights are
+rounded: the forward of each runs in a greenlet, all in one thread, one at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -61,7 +61,9 @@ class WaitingRows:
 
     @contextmanager
     def stopping(self, inputs: GroupInputs) -> Iterator[None]:
-        """Stop rows in front of the modules of these inputs inside the block; they run to the first one."""
+        """Stop rows in front of the modules of these inputs inside the block; they run to the first
+        one.
+        """
         with inputs.shown(self._stop):
             for position in range(len(self._rows)):
                 self._go_on(position)
@@ -96,7 +98,9 @@ class WaitingRows:
 
 
 class NotedRows:
-    """Rows that run to the last of some inputs and no further: what is rounded there changes none of them."""
+    """Rows that run to the last of some inputs and no further: what is rounded there changes none
+    of them.
+    """
 
     def __init__(self, runs: Sequence[Callable[[], None]]) -> None:
         self._runs = runs
@@ -133,8 +137,8 @@ Rows = WaitingRows | NotedRows
 class InOrder:
     """The groups of one layer, and the inputs of those that text decides.
 
-    Rows that wait in front of a module decide static scales and importance, then its weights, and go on
-    through it as rounded. `text` is the number of tokens of all rows.
+    Rows that wait in front of a module decide static scales and importance, then its weights, and
+    go on through it as rounded. `text` is the number of tokens of all rows.
     """
 
     def __init__(
@@ -145,7 +149,12 @@ class InOrder:
         statistics: Statistics,
         text: int,
     ) -> None:
-        self._model, self._groups, self._inputs, self._statistics = model, groups, inputs, statistics
+        self._model, self._groups, self._inputs, self._statistics = (
+            model,
+            groups,
+            inputs,
+            statistics,
+        )
         self._text = text
         self._stored, self._how = dict[str, Array](), dict[str, GroupRounding]()
         self._learnt = LayerRounding(groups=(), state_error=0.0)
@@ -154,10 +163,14 @@ class InOrder:
     def round(self, rows: Rows, exact: Sequence[dict[str, Value]]) -> tuple[Stored, LayerRounding]:
         """The bytes that replace the weights, and how each group was rounded. All ranks call.
 
-        `exact` has what enters the source's layer of each row, where a refit asks for it; what was used is
-        taken out. In the end all waiting rows have gone through the layer as it was rounded.
+        `exact` has what enters the source's layer of each row, where a refit asks for it; what was
+        used is taken out. In the end all waiting rows have gone through the layer as it was
+        rounded.
         """
-        inputs, reached = self._inputs, {group.name for site in self._inputs.sites for group in site.groups}
+        inputs, reached = (
+            self._inputs,
+            {group.name for site in self._inputs.sites for group in site.groups},
+        )
         with ExitStack() as block:
             block.enter_context(self._model.rounding_inputs(self._groups))
             others = [group for group in self._groups if group.name not in reached]
@@ -177,7 +190,8 @@ class InOrder:
                 self._round([group for site in here.sites for group in site.groups], sums, block)
                 rows.let_through(name)
         fallbacks = {
-            name: GroupRounding(name=name, fallback=reason) for name, reason in inputs.unreachable.items()
+            name: GroupRounding(name=name, fallback=reason)
+            for name, reason in inputs.unreachable.items()
         }
         order = [*fallbacks, *(group.name for site in inputs.sites for group in site.rounded)]
         how = fallbacks | self._how
@@ -213,12 +227,16 @@ class InOrder:
         # One parameter can hold weights of several groups, not all rounded at once.
         parameter_of = self._model.places.parameter_of
         changed = {parameter_of(member) for group in groups for member in group.members}
-        whole = {name: weight for name, weight in self._weights.items() if parameter_of(name) in changed}
+        whole = {
+            name: weight for name, weight in self._weights.items() if parameter_of(name) in changed
+        }
         block.enter_context(self._model.with_weights(whole))
 
 
 class RoundedLayers(Stored):
-    """The bytes that replace the weights of rounded decoder layers, by tensor name, in files of a folder."""
+    """The bytes that replace the weights of rounded decoder layers, by tensor name, in files of a
+    folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -251,7 +269,9 @@ class RoundedLayers(Stored):
         record(report)
         record(report.with_suffix(".safetensors"))
         with atomic_path(report.with_suffix(".safetensors")) as temporary:
-            save_file({name: np.ascontiguousarray(value) for name, value in stored.items()}, temporary)
+            save_file(
+                {name: np.ascontiguousarray(value) for name, value in stored.items()}, temporary
+            )
         write_text(report, to_json(how))
 
 
@@ -265,12 +285,14 @@ def round_weights(
     on_progress: OnProgress = silent,
     all_experts: bool = True,
 ) -> tuple[Stored, RoundingReport]:
-    """The bytes that replace the weights, by tensor name, read as they are asked for; how they were rounded.
+    """The bytes that replace the weights, by tensor name, read as they are asked for; how they were
+    rounded.
 
-    Finished layers lie in `folder`, which all ranks see and the first writes: the next call goes on there.
-    With `all_experts` static scales of experts are those of all tokens, else of those routed to them. Raises
-    CheckpointFailed where a hidden state is not finite or a static scale's input saw no token, InputError for
-    a model that cannot run layer by layer and a weight that is not finite.
+    Finished layers lie in `folder`, which all ranks see and the first writes: the next call goes on
+    there. With `all_experts` static scales of experts are those of all tokens, else of those routed
+    to them. Raises CheckpointFailed where a hidden state is not finite or a static scale's input
+    saw no token, InputError for a model that cannot run layer by layer and a weight that is not
+    finite.
     """
     report_file = folder / REPORT
     if not on_first(report_file.is_file):
@@ -323,7 +345,9 @@ class RoundingWalk:
         groups = self._model.places.below(f"{layer.name}.", self._plan.groups)
         inputs = self._inputs(groups)
         exact = self._follow(inputs, partial(self._run, self._source, layer))
-        runs = [partial(self._run, self._quantized, layer, row) for row in range(len(self._quantized))]
+        runs = [
+            partial(self._run, self._quantized, layer, row) for row in range(len(self._quantized))
+        ]
         learnt = on_first(lambda: self._done.how(layer.number))
         if learnt is not None:
             self._model.learn(learnt)
@@ -335,7 +359,9 @@ class RoundingWalk:
                     run()
             return
         cached = dict[str, KeyValueRanges]()
-        watching = watching_attention(layer.module, layer.name, self._walk.weights.stored_name, cached)
+        watching = watching_attention(
+            layer.module, layer.name, self._walk.weights.stored_name, cached
+        )
         with watching if self._plan.attention else nullcontext():
             stored, learnt = self._in_order(groups, inputs).round(WaitingRows(runs), exact)
         add_up(cached)
@@ -351,7 +377,9 @@ class RoundingWalk:
             return
         inputs = self._inputs(groups)
         exact = self._follow(inputs, partial(self._run_head, self._source)) if inputs.sites else []
-        runs = [partial(self._run_head, self._quantized, row) for row in range(len(self._quantized))]
+        runs = [
+            partial(self._run_head, self._quantized, row) for row in range(len(self._quantized))
+        ]
         rows = NotedRows(runs if inputs.sites else [])
         self._put(number, *self._in_order(groups, inputs).round(rows, exact))
 
@@ -360,7 +388,11 @@ class RoundingWalk:
 
     def _inputs(self, groups: Sequence[FusionGroup]) -> GroupInputs:
         """The inputs of the groups that text decides."""
-        wanted = [group for group in groups if group.rounding != "nearest" or self._statistics.wants(group)]
+        wanted = [
+            group
+            for group in groups
+            if group.rounding != "nearest" or self._statistics.wants(group)
+        ]
         return GroupInputs(self._model.places, wanted)
 
     def _follow(self, inputs: GroupInputs, run: Callable[[int], None]) -> list[dict[str, Value]]:

@@ -61,8 +61,8 @@ def observe_weight(
     scheme = get_scheme(group.scheme)
     args = scheme.args.weights
     parameters = scheme.format.parameters(scheme.args, (member.out_features, member.in_features))
-    # Searches see scales rounded as they are stored. A min-max scale has no such choice, and its zero point
-    # is that of the scale before it is rounded, as in compressed-tensors.
+    # Searches see scales rounded as they are stored. A min-max scale has no such choice, and its
+    # zero point is that of the scale before it is rounded, as in compressed-tensors.
     if parameters["weight_scale"].in_model_dtype and group.observer not in MIN_MAX:
         args = replace(args, scale_dtype=str(stored))
     observer = load_observer(group.observer, "weight", args, group.observer_kwargs)

@@ -1,7 +1,8 @@
-"""Streams a checkpoint from safetensors to safetensors: reader -> kernel -> writer, all at the same time.
+"""Streams a checkpoint from safetensors to safetensors: reader -> kernel -> writer, all at the same
+time.
 
-Rows are read, quantized and written a few at a time: memory does not grow with the model. Nothing here
-loads torch but a search for scales.
+Rows are read, quantized and written a few at a time: memory does not grow with the model. Nothing
+here loads torch but a search for scales.
 """
 
 import os
@@ -67,11 +68,13 @@ def write_shards(
     finished: Mapping[str, Array] | None = None,
     on_progress: OnProgress = silent,
 ) -> None:
-    """Write some files of weights of a quantized checkpoint into `folder`, and how far each is written.
+    """Write some files of weights of a quantized checkpoint into `folder`, and how far each is
+    written.
 
-    `folder` is empty or was left by an equal call that was broken off, which is continued. `finished` has the
-    bytes of rounded tensors; `on_progress` counts those handed to the writer. Raises InputError where a
-    scheme needs a calibration and there is none, or where a weight is not finite.
+    `folder` is empty or was left by an equal call that was broken off, which is continued.
+    `finished` has the bytes of rounded tensors; `on_progress` counts those handed to the writer.
+    Raises InputError where a scheme needs a calibration and there is none, or where a weight is not
+    finite.
     """
     if calibration is None and (need := calibration_need(plan)):
         raise need.missing()
@@ -86,13 +89,17 @@ def write_shards(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("once")  # not once a weight
-        stream = Stream(index=index, calibration=record, reader=reader, pool=pool, finished=finished or {})
+        stream = Stream(
+            index=index, calibration=record, reader=reader, pool=pool, finished=finished or {}
+        )
         identity = folder.stat()
         for shard in shards:
             if not os.path.samestat(identity, folder.stat()):
                 got = "another folder than the one that was begun"
                 fix = "run again when no other call writes it"
-                raise InputError(str(folder), got=got, need="the folder of this call alone", fix=fix)
+                raise InputError(
+                    str(folder), got=got, need="the folder of this call alone", fix=fix
+                )
             with ShardWriter(folder, shard, ahead=RUNS_AHEAD * threads) as writer:
                 done += sum(unit.num_bytes for unit in shard.units[: writer.done])
                 for unit in shard.units[writer.done :]:
@@ -106,7 +113,10 @@ def planned_shards(index: SourceIndex, plan: Plan, shard_bytes: int) -> tuple[Sh
     """The files of weights of the quantized checkpoint, and what each is made of."""
     sources = blocks(index, plan.groups, plan.attention)
     specs = output_blocks(index, plan.groups, plan.attention)
-    units = [WriteUnit(source=unit, tensors=tensors) for unit, tensors in zip(sources, specs, strict=True)]
+    units = [
+        WriteUnit(source=unit, tensors=tensors)
+        for unit, tensors in zip(sources, specs, strict=True)
+    ]
     return split_shards(units, shard_bytes=shard_bytes)
 
 
@@ -124,7 +134,9 @@ def dealt(shards: Sequence[Shard]) -> Sequence[Shard]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """Turns units of a checkpoint into the chunks that are written, computed by the threads of `pool`."""
+    """Turns units of a checkpoint into the chunks that are written, computed by the threads of
+    `pool`.
+    """
 
     index: SourceIndex
     calibration: CalibrationRecord
@@ -134,7 +146,9 @@ class Stream:
     finished: Mapping[str, Array] = field(default_factory=dict)
 
     def chunks(self, unit: WriteUnit) -> Iterator[Chunk]:
-        """The chunks of a unit, in order: a kept tensor itself, or the packed weights of a group."""
+        """The chunks of a unit, in order: a kept tensor itself, or the packed weights of a
+        group.
+        """
         if isinstance(unit.source, TensorInfo):
             is_in_file = unit.source.name not in self.calibration.smoothing
             yield unit.source if is_in_file else partial(self.stored, unit.source)
@@ -152,7 +166,9 @@ class Stream:
         return data
 
     def packed_group(self, group: FusionGroup) -> Iterator[Callable[[], Array]]:
-        """A group's tensors by the kernels, member by member, a few rows at a time, or as they are kept."""
+        """A group's tensors by the kernels, member by member, a few rows at a time, or as they are
+        kept.
+        """
         layout = group_layout(group, self.index.tensors)
         if layout[0].name in self.finished:
             yield from (partial(self.finished.__getitem__, spec.name) for spec in layout)
@@ -183,7 +199,9 @@ class Stream:
     def known(self, group: FusionGroup) -> Sequence[PackingInputs]:
         """The scales or largest values of members, needed before rows can be packed."""
         if group.members[0].name in self.rounded:
-            return [PackingInputs(scales=self.rounded[member.name].scales) for member in group.members]
+            return [
+                PackingInputs(scales=self.rounded[member.name].scales) for member in group.members
+            ]
         if group.observer not in observer_names.MIN_MAX:
             from vexport.quantize.scales import search_scales
 
@@ -226,12 +244,14 @@ def quantized_group(
 ) -> dict[str, Array]:
     """The bytes of all tensors that replace a group's weights, by name, in memory.
 
-    Weights that are `rounded` already, by layer name, take the place of the source's. Raises InputError where
-    a weight is not finite.
+    Weights that are `rounded` already, by layer name, take the place of the source's. Raises
+    InputError where a weight is not finite.
     """
     stored: dict[str, Array] = {}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        stream = Stream(index=index, calibration=calibration, reader=reader, pool=pool, rounded=rounded)
+        stream = Stream(
+            index=index, calibration=calibration, reader=reader, pool=pool, rounded=rounded
+        )
         chunks = stream.packed_group(group)
         for spec in group_layout(group, index.tensors):
             parts, missing = list[Array](), num_bytes(spec.dtype, spec.shape)
@@ -243,7 +263,9 @@ def quantized_group(
 
 
 def static_scales(group: FusionGroup, calibration: CalibrationRecord) -> dict[str, Array]:
-    """The static input scales of a group by their name within a layer: one value for all members."""
+    """The static input scales of a group by their name within a layer: one value for all
+    members.
+    """
     scheme = get_scheme(group.scheme)
     if not scheme.args.calibrated:
         return {}
@@ -253,7 +275,9 @@ def static_scales(group: FusionGroup, calibration: CalibrationRecord) -> dict[st
 
 
 def runs(member: LinearPlan, multiple: int = 1) -> Iterator[slice]:
-    """The rows of a weight in runs computed at once; all but the last a multiple of `multiple` rows."""
+    """The rows of a weight in runs computed at once; all but the last a multiple of `multiple`
+    rows.
+    """
     rows = max(1, RUN_ELEMENTS // max(1, member.in_features) // multiple) * multiple
     for start in range(0, member.out_features, rows):
         yield slice(start, min(start + rows, member.out_features))

@@ -1,9 +1,10 @@
-"""Calibration text of a plan: its samples, their statistics, weights rounded by them, and the time it takes.
+"""Calibration text of a plan: its samples, their statistics, weights rounded by them, and the time
+it takes.
 
-The time is measured on a few rows and layers of the model itself. A trial runs all steps of a plan on two
-layers of the most common kind and one of each other. The first layer of a trial warms up; the others show how
-long a layer takes. Two trials, of few rows and of more, tell what a layer takes by itself (to be read, to be
-rounded) from what each token adds.
+The time is measured on a few rows and layers of the model itself. A trial runs all steps of a plan
+on two layers of the most common kind and one of each other. The first layer of a trial warms up;
+the others show how long a layer takes. Two trials, of few rows and of more, tell what a layer takes
+by itself (to be read, to be rounded) from what each token adds.
 """
 
 import logging
@@ -35,7 +36,14 @@ from vexport.plan.rules import (
     needs_rounding,
     smoothed_groups,
 )
-from vexport.records import PROGRESS_DETAIL, CalibrationRecord, FusionGroup, OnProgress, Plan, Smoothing
+from vexport.records import (
+    PROGRESS_DETAIL,
+    CalibrationRecord,
+    FusionGroup,
+    OnProgress,
+    Plan,
+    Smoothing,
+)
 from vexport.records.calibration import LOOK_BACK, RoundingReport
 from vexport.scenario import Calibration
 
@@ -48,7 +56,8 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 # Weight-token products below which measuring the time would take about as long as the work.
 SMALL_WORK = 1e11
-# The tokens of the larger trial, at least, and its rows; a model with more kinds of layers is not measured.
+# The tokens of the larger trial, at least, and its rows; a model with more kinds of layers is not
+# measured.
 TRIAL_TOKENS, TRIAL_ROWS, MOST_KINDS = 1024, 3, 6
 MEASURE = "measure how long a layer takes"
 
@@ -65,8 +74,8 @@ def require_calibration(plan: Plan, settings: Calibration | None) -> None:
 class PlanText:
     """The calibration samples of a plan, and the walk on which they go through its model.
 
-    Raises as `require_calibration` and `calibration_samples`, and InputError where so much text cannot wait
-    in memory while weights are rounded by it.
+    Raises as `require_calibration` and `calibration_samples`, and InputError where so much text
+    cannot wait in memory while weights are rounded by it.
     """
 
     def __init__(
@@ -127,8 +136,8 @@ class PlanText:
     def calibrate(self, candidates: Sequence[FusionGroup] = ()) -> CalibrationRecord:
         """The statistics of the samples before weights are rounded.
 
-        Statistics of a plan that rounds by text come with the rounding, unless they are for `candidates`,
-        which smoothing serves, too.
+        Statistics of a plan that rounds by text come with the rounding, unless they are for
+        `candidates`, which smoothing serves, too.
         """
         from vexport.calibration import calibrate
 
@@ -136,7 +145,9 @@ class PlanText:
         smoothing, token_weights = self._look_back(candidates)
         return calibrate(
             self.walk,
-            plan if candidates or not needs_rounding(plan) else replace(plan, groups=(), kv_cache=None),
+            plan
+            if candidates or not needs_rounding(plan)
+            else replace(plan, groups=(), kv_cache=None),
             self.samples,
             on_progress=self.on_progress,
             all_experts=self._settings.all_experts,
@@ -171,7 +182,9 @@ class PlanText:
     def round(
         self, calibration: CalibrationRecord, folder: Path
     ) -> tuple[Mapping[str, Array], RoundingReport]:
-        """The bytes of the weights, kept in `folder` until they are asked for, and how they were rounded."""
+        """The bytes of the weights, kept in `folder` until they are asked for, and how they were
+        rounded.
+        """
         from vexport.quantize.rounding import round_weights
 
         return round_weights(
@@ -188,7 +201,9 @@ class PlanText:
 def calibration_samples(
     index: SourceIndex, settings: Calibration, number: int, *, trust_remote_code: bool
 ) -> "Samples":
-    """The first rows of calibration data as token ids of the checkpoint; InputError for bad ones."""
+    """The first rows of calibration data as token ids of the checkpoint; InputError for bad
+    ones.
+    """
     require_extra("transformers", "calibrating")
     from vexport.calibration import read_samples
 
@@ -218,12 +233,15 @@ class Step:
 
 
 def estimated_steps(text: PlanText) -> tuple[Step, ...]:
-    """The steps that the text of a plan will take; none for little work, or where it cannot be measured.
+    """The steps that the text of a plan will take; none for little work, or where it cannot be
+    measured.
 
     All ranks call it. What stops a trial will stop the calibration, which says it better.
     """
     weights = sum(
-        member.in_features * member.out_features for group in text.plan.groups for member in group.members
+        member.in_features * member.out_features
+        for group in text.plan.groups
+        for member in group.members
     )
     if weights * _tokens(text.samples) < SMALL_WORK:
         return ()
@@ -236,7 +254,9 @@ def estimated_steps(text: PlanText) -> tuple[Step, ...]:
 
 
 def numbered(steps: Sequence[Step], on_progress: OnProgress) -> OnProgress:
-    """Report several steps as one stage, in estimated seconds, so that the time left covers all of them."""
+    """Report several steps as one stage, in estimated seconds, so that the time left covers all of
+    them.
+    """
     if len(steps) < 2:
         return on_progress
     total = max(2, round(sum(step.seconds for step in steps)))
@@ -249,7 +269,10 @@ def numbered(steps: Sequence[Step], on_progress: OnProgress) -> OnProgress:
         number = numbers[stage]
         seconds = sum(step.seconds for step in steps[:number]) + steps[number].seconds * done / of
         is_end = number == len(steps) - 1 and done == of
-        name = f"calibrate (seconds as estimated){PROGRESS_DETAIL}step {number + 1} of {len(steps)}, {stage}"
+        name = (
+            f"calibrate (seconds as estimated){PROGRESS_DETAIL}step {number + 1} of "
+            f"{len(steps)}, {stage}"
+        )
         on_progress(name, total if is_end else min(round(seconds), total - 1), total)
 
     report(steps[0].name, 0, 1)
@@ -275,7 +298,10 @@ class _Trials:
     def __init__(self, text: PlanText) -> None:
         self._text, self._walk = text, text.walk
         self._groups = _groups_of_layers(self._walk, text.plan)
-        kinds = [_kind(layer, groups) for layer, groups in zip(text.walk.layers, self._groups, strict=True)]
+        kinds = [
+            _kind(layer, groups)
+            for layer, groups in zip(text.walk.layers, self._groups, strict=True)
+        ]
         self._kinds, self._counts = kinds, Counter(kinds)
         order = [kind for kind, _ in self._counts.most_common()]
         firsts = [kinds.index(kind) for kind in order]
@@ -325,7 +351,9 @@ class _Trials:
             way = self._numbers[:: -1 if number else 1]
             first, *rest = seconds[start : start + len(way)]
             mean = sum(rest) / len(rest)
-            of_kind = {self._kinds[layer]: taken for layer, taken in zip(way[1:], rest, strict=True)}
+            of_kind = {
+                self._kinds[layer]: taken for layer, taken in zip(way[1:], rest, strict=True)
+            }
             layers += sum(count * of_kind.get(kind, mean) for kind, count in self._counts.items())
             around += max(0.0, first - of_kind.get(self._kinds[way[0]], mean))
         return layers, around
@@ -351,4 +379,6 @@ def _groups_of_layers(walk: "LayerWalk", plan: Plan) -> list[list[FusionGroup]]:
 def _kind(layer: "torch.nn.Module", groups: Sequence[FusionGroup]) -> Hashable:
     """The kind of a layer for timing: the shapes of its parameters, and their quantization."""
     shapes = tuple((name, *parameter.shape) for name, parameter in layer.named_parameters())
-    return shapes, tuple((parameter.scheme, parameter.rounding, parameter.observer) for parameter in groups)
+    return shapes, tuple(
+        (parameter.scheme, parameter.rounding, parameter.observer) for parameter in groups
+    )

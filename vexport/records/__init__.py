@@ -1,7 +1,7 @@
 """The frozen values that pass between stages; plans and reports are these, written as JSON.
 
-No module imported here loads torch: `vexport --help` and `vexport check` start at once. The values of an
-evaluation and of a run are loaded when they are asked for.
+No module imported here loads torch: `vexport --help` and `vexport check` start at once. The values
+of an evaluation and of a run are loaded when they are asked for.
 """
 
 from importlib import import_module

@@ -34,7 +34,9 @@ class HeadRanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyValueRanges:
-    """Ranges of what an attention layer writes to the KV cache: keys after rotary embedding, and values."""
+    """Ranges of what an attention layer writes to the KV cache: keys after rotary embedding, and
+    values.
+    """
 
     key: HeadRanges
     value: HeadRanges
@@ -47,10 +49,11 @@ class KeyValueRanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Smoothing:
-    """The powers of two by which a stored tensor is multiplied: exponents of its rows and of its columns.
+    """The powers of two by which a stored tensor is multiplied: exponents of its rows and of its
+    columns.
 
-    Both are int8 in base64, empty where all are 0; a tensor of one dimension has rows. `readers` are the
-    tensors whose columns undo what is done to the rows.
+    Both are int8 in base64, empty where all are 0; a tensor of one dimension has rows. `readers`
+    are the tensors whose columns undo what is done to the rows.
     """
 
     rows: str = ""
@@ -62,15 +65,16 @@ class Smoothing:
 class CalibrationRecord:
     """Input ranges by layer, and what a search by importance needs.
 
-    `data` names the set of text, `rows` are the line numbers used (from 1), `digest` is the SHA-256 of their
-    token ids, `tokens` their number: a layer that saw fewer (an expert) was not reached by all. `importance`
-    is the mean of x^2 per input channel by layer, float32 little-endian in base64, for the layers whose
-    weights are searched by it. `kv_ranges` goes by the attention module's name in the checkpoint
-    (`model.layers.0.self_attn`). `routed` has, by the name of a module of experts
-    (`model.layers.0.mlp.experts`), how many tokens the router sent to each expert, whatever the experts'
-    statistics saw. `smoothing` goes by the source's tensors: what else is here, but for `routed`, is of the
-    smoothed model. `token_weights` is the mean square of the gradient behind each of the model's modules, by
-    octaves of a token's place in its row, where a refit asks for it.
+    `data` names the set of text, `rows` are the line numbers used (from 1), `digest` is the SHA-256
+    of their token ids, `tokens` their number: a layer that saw fewer (an expert) was not reached by
+    all. `importance` is the mean of x^2 per input channel by layer, float32 little-endian in
+    base64, for the layers whose weights are searched by it. `kv_ranges` goes by the attention
+    module's name in the checkpoint (`model.layers.0.self_attn`). `routed` has, by the name of a
+    module of experts (`model.layers.0.mlp.experts`), how many tokens the router sent to each
+    expert, whatever the experts' statistics saw. `smoothing` goes by the source's tensors: what
+    else is here, but for `routed`, is of the smoothed model. `token_weights` is the mean square of
+    the gradient behind each of the model's modules, by octaves of a token's place in its row, where
+    a refit asks for it.
     """
 
     rows: tuple[int, ...]
@@ -89,8 +93,8 @@ class CalibrationRecord:
 class ExpertCoverage:
     """Calibration tokens that the router of one layer sent to each expert: fewest, median and most.
 
-    `none` are the experts that it sent none: of their inputs calibration knows only what they would do
-    with other experts' tokens, or nothing.
+    `none` are the experts that it sent none: of their inputs calibration knows only what they would
+    do with other experts' tokens, or nothing.
     """
 
     name: str
@@ -120,9 +124,10 @@ def expert_coverage(calibration: CalibrationRecord) -> tuple[ExpertCoverage, ...
 class CalibrationData:
     """A set of calibration text and how it is read.
 
-    `name` is a file, a folder, ORG/NAME[@REVISION][:SPLIT[:COLUMN]] of the hub or `default`. `column` holds
-    the text or the turns; without it the usual names are tried. With `seed` rows are shuffled. `pack` joins
-    rows into samples of exactly `seq_len` tokens; None packs plain text alone.
+    `name` is a file, a folder, ORG/NAME[@REVISION][:SPLIT[:COLUMN]] of the hub or `default`.
+    `column` holds the text or the turns; without it the usual names are tried. With `seed` rows are
+    shuffled. `pack` joins rows into samples of exactly `seq_len` tokens; None packs plain text
+    alone.
     """
 
     name: str
@@ -149,8 +154,10 @@ ROUNDINGS = tuple(SUMMARIES)
 class GroupRounding:
     """The rounding of the weights of a fusion group.
 
-    `fallback` says why they were rounded to nearest, although a rule asks for more. `strength` is how much
-    of the refit was taken, `weighs_tokens` whether tokens counted by the gradient behind them, `damping` what
+    `fallback` says why they were rounded to nearest, although a rule asks for more. `strength` is
+    how much
+    of the refit was taken, `weighs_tokens` whether tokens counted by the gradient behind them,
+    `damping` what
     was added to H, as a share of its diagonal's mean. `nearest_error` and `error` are
     |X~ (Q - W)^T|^2 / |X~ W^T|^2 of rounding to nearest and of these weights, over the `tokens` of
     calibration that entered the `columns` of the weights, measured on 64 rows of many.
@@ -170,10 +177,12 @@ class GroupRounding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRounding:
-    """The groups of a decoder layer, and how far its output is from the source's: |h~ - h|^2 / |h|^2.
+    """The groups of a decoder layer, and how far its output is from the source's: |h~ - h|^2 /
+    |h|^2.
 
-    `cached` is what the rounded layer would write to the KV cache, where that is quantized, by the attention
-    module's name in the checkpoint. `ranges`, `importance` and `routed` are those of a CalibrationRecord.
+    `cached` is what the rounded layer would write to the KV cache, where that is quantized, by the
+    attention module's name in the checkpoint. `ranges`, `importance` and `routed` are those of a
+    CalibrationRecord.
     """
 
     groups: tuple[GroupRounding, ...]
@@ -188,7 +197,8 @@ class LayerRounding:
 class RoundingReport:
     """The rounding of a checkpoint's weights by calibration text.
 
-    `layers` are the decoder layers in order, and last what is behind them, if any of that was rounded.
+    `layers` are the decoder layers in order, and last what is behind them, if any of that was
+    rounded.
     """
 
     layers: tuple[LayerRounding, ...]

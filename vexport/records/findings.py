@@ -1,4 +1,6 @@
-"""Reports of a check, of a repair, of a load in the real engine, and of a dry load for other devices."""
+"""Reports of a check, of a repair, of a load in the real engine, and of a dry load for other
+devices.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -20,7 +22,8 @@ def without_details(text: str) -> str:
 class Finding:
     """One thing a check saw: the place, what was expected, what was found, what to do.
 
-    As of an error `expected` and `fix` may be empty: nothing else was expected, there is nothing to do.
+    As of an error `expected` and `fix` may be empty: nothing else was expected, there is nothing to
+    do.
     """
 
     check: str
@@ -42,7 +45,10 @@ class Finding:
         return replace(self, got=without_details(self.got)) if IN_FULL in self.got else self
 
     def __str__(self) -> str:
-        return f"{VexportError(self.where, got=self.got, need=self.expected, fix=self.fix)} [{self.check}]"
+        return (
+            f"{VexportError(self.where, got=self.got, need=self.expected, fix=self.fix)} "
+            f"[{self.check}]"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +80,9 @@ class CheckReport:
     ok: bool
     findings: tuple[Finding, ...]
     not_judged: tuple[NotJudged, ...] = ()
-    # Families of checks that had nothing to compare with, for JUnit. Pydantic reads `exclude` from the
-    # metadata and leaves the field out of JSON. `pydantic.Field` would make `--help` import pydantic.
+    # Families of checks that had nothing to compare with, for JUnit. Pydantic reads `exclude` from
+    # the metadata and leaves the field out of JSON. `pydantic.Field` would make `--help` import
+    # pydantic.
     idle: tuple[NotJudged, ...] = field(default=(), metadata={"exclude": True})
     vllm: str = ""
     tp: tuple[int, ...] = ()
@@ -84,11 +91,12 @@ class CheckReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """The engine that ran the model: versions, platform, kernels by kind of layer, limits of the platform.
+    """The engine that ran the model: versions, platform, kernels by kind of layer, limits of the
+    platform.
 
-    `compilation` is vLLM's name of the mode (NONE in eager mode); `settings` are arguments of the engine by
-    name, its defaults too, in words. `input_bits` are the fewest bits in which a kernel multiplies the inputs
-    of its layer, None if no kernel tells.
+    `compilation` is vLLM's name of the mode (NONE in eager mode); `settings` are arguments of the
+    engine by name, its defaults too, in words. `input_bits` are the fewest bits in which a kernel
+    multiplies the inputs of its layer, None if no kernel tells.
     """
 
     vllm: str
@@ -110,15 +118,23 @@ class EngineInfo:
     def device(self) -> str:
         """The device in words, as `device_words`, to be read after "on"."""
         compiled = self.compilation
-        return device_words(self.platform, self.processor, emulated=self.emulated, compilation=compiled)
+        return device_words(
+            self.platform, self.processor, emulated=self.emulated, compilation=compiled
+        )
 
 
 def device_words(platform: str, processor: str, *, emulated: bool, compilation: str = "") -> str:
-    """`CPU, emulated`, or `NVIDIA H100, compiled`; a GPU in eager mode says so, a CPU mostly runs in it."""
+    """`CPU, emulated`, or `NVIDIA H100, compiled`; a GPU in eager mode says so, a CPU mostly runs
+    in it.
+    """
     on_cpu = platform == "cpu"
     eager = compilation in ("", "NONE", "0")
     mode = "" if on_cpu or not compilation else "eager"
-    parts = ("CPU" if on_cpu else processor, "emulated" if emulated else "", mode if eager else "compiled")
+    parts = (
+        "CPU" if on_cpu else processor,
+        "emulated" if emulated else "",
+        mode if eager else "compiled",
+    )
     return ", ".join(part for part in parts if part)
 
 
@@ -127,8 +143,8 @@ class Canary:
     """A greedy continuation of a fixed prompt.
 
     The engine goes on to the asked number of `tokens` also where the model ends the sequence after
-    `ended_after` of them; `text` is what came before that. `non_finite` of the tokens had a log-probability
-    that is NaN or infinite.
+    `ended_after` of them; `text` is what came before that. `non_finite` of the tokens had a
+    log-probability that is NaN or infinite.
     """
 
     prompt: str
@@ -143,7 +159,8 @@ class Canary:
 class LogprobAgreement:
     """Full-vocabulary log-probabilities of vLLM against a reference on the same tokens.
 
-    `mean_kl` and `max_kl` are KL(reference || vLLM) in nats per token position; `limit` bounds `mean_kl`.
+    `mean_kl` and `max_kl` are KL(reference || vLLM) in nats per token position; `limit` bounds
+    `mean_kl`.
     """
 
     reference: str
@@ -156,8 +173,11 @@ class LogprobAgreement:
 
 
 ENGINE_CHECK = "engine"
-"""The check of a finding that is no fault of the checkpoint: the engine died, or could not start."""
-# How vLLM runs a model: compiled where its platform does so, as it is served, or operator by operator.
+"""The check of a finding that is no fault of the checkpoint: the engine died, or could not
+start.
+"""
+# How vLLM runs a model: compiled where its platform does so, as it is served, or operator by
+# operator.
 EngineMode = Literal["default", "eager"]
 
 
@@ -165,8 +185,8 @@ EngineMode = Literal["default", "eager"]
 class LoadReport:
     """The load of a checkpoint in the real engine.
 
-    `tp` is the tensor parallel size, `vllm` the version where that is known, `vllm_python` the interpreter,
-    empty for vexport's own; `log_tail` the end of the log of an engine that died.
+    `tp` is the tensor parallel size, `vllm` the version where that is known, `vllm_python` the
+    interpreter, empty for vexport's own; `log_tail` the end of the log of an engine that died.
     """
 
     schema: Literal["vexport.load/1"] = "vexport.load/1"
@@ -190,10 +210,10 @@ CellStatus = Literal["loads", "other precision", "faulty", "refused", "not shown
 class MatrixCell:
     """The load of a checkpoint, or of one kind of its layers, on `tp` devices of capability `sm`.
 
-    `sm` is 90 for SM 9.0. "faulty" loads, but wrongly; "other precision" loads, and multiplies in another
-    precision than stored; "not shown" needs a real device. The answer rests on the cells that are `needed`.
-    `precision` is bits of weight and activation (W8A16), `kernel` vLLM's class, `reason` vLLM's own words
-    where it refuses.
+    `sm` is 90 for SM 9.0. "faulty" loads, but wrongly; "other precision" loads, and multiplies in
+    another precision than stored; "not shown" needs a real device. The answer rests on the cells
+    that are `needed`. `precision` is bits of weight and activation (W8A16), `kernel` vLLM's class,
+    `reason` vLLM's own words where it refuses.
     """
 
     tp: int
@@ -207,7 +227,9 @@ class MatrixCell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixRow:
-    """One kind of layer (`model.layers.*.mlp.down_proj`), how many there are, how they are stored."""
+    """One kind of layer (`model.layers.*.mlp.down_proj`), how many there are, how they are
+    stored.
+    """
 
     name: str
     count: int
@@ -226,7 +248,8 @@ class SequenceMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes that each of `tp` ranks needs: its weights, and its KV cache for sequences of rising lengths.
+    """Bytes that each of `tp` ranks needs: its weights, and its KV cache for sequences of rising
+    lengths.
 
     The last length is the longest that the model allows.
     """
@@ -240,8 +263,8 @@ class RankMemory:
 class GpuRoom:
     """The room next to the weights on each of `tp` GPUs of a name, in sequences of `tokens`.
 
-    `kv_bytes` is what vLLM's share of the memory leaves for the KV cache, negative where the weights do not
-    fit; `sequences` is how many of that length it holds at once, rounded down.
+    `kv_bytes` is what vLLM's share of the memory leaves for the KV cache, negative where the
+    weights do not fit; `sequences` is how many of that length it holds at once, rounded down.
     """
 
     gpu: str
@@ -253,12 +276,14 @@ class GpuRoom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryLoadReport:
-    """The load of a checkpoint's headers by vLLM's model class and loaders, for every tp and sm asked for.
+    """The load of a checkpoint's headers by vLLM's model class and loaders, for every tp and sm
+    asked for.
 
-    `cells` are the columns for the whole checkpoint, `rows` those for each kind of layer, in the same order;
-    there are no rows where no cell was loaded. `memory` has one entry for each tp that was loaded, `rooms`
-    one for each length of a sequence on each GPU asked for. `vllm_python` is the interpreter, empty for
-    vexport's own. `not_judged` are the faults that vLLM has with the unquantized model as well.
+    `cells` are the columns for the whole checkpoint, `rows` those for each kind of layer, in the
+    same order; there are no rows where no cell was loaded. `memory` has one entry for each tp that
+    was loaded, `rooms` one for each length of a sequence on each GPU asked for. `vllm_python` is
+    the interpreter, empty for vexport's own. `not_judged` are the faults that vLLM has with the
+    unquantized model as well.
     """
 
     schema: Literal["vexport.dry-load/1"] = "vexport.dry-load/1"
@@ -279,10 +304,10 @@ class DryLoadReport:
 class WeightChange:
     """The distance that a layer's weight moved, dequantized by compressed-tensors before and after.
 
-    `relative` is |after - before| / |before| in Frobenius norms, `snr_db` the same as signal-to-noise. Both
-    are None if the layer could not be dequantized before. They compare the weight with what was stored, which
-    may have been wrong. `source_snr_db` is the weight's signal-to-noise against the source before and after
-    the repair, None without a source.
+    `relative` is |after - before| / |before| in Frobenius norms, `snr_db` the same as
+    signal-to-noise. Both are None if the layer could not be dequantized before. They compare the
+    weight with what was stored, which may have been wrong. `source_snr_db` is the weight's
+    signal-to-noise against the source before and after the repair, None without a source.
     """
 
     relative: float | None
@@ -294,9 +319,9 @@ class WeightChange:
 class Repair:
     """One thing that was repaired: where, what was there, what is there now, what it costs.
 
-    `assumption` is what the repair takes for granted because nothing shows it; None if nothing is assumed or
-    if the values were compared with a source. `layer` is the linear layer whose weight the repair may move,
-    None for all else; `change` is the distance that the weight moved.
+    `assumption` is what the repair takes for granted because nothing shows it; None if nothing is
+    assumed or if the values were compared with a source. `layer` is the linear layer whose weight
+    the repair may move, None for all else; `change` is the distance that the weight moved.
     """
 
     family: str
@@ -313,9 +338,10 @@ class Repair:
 class RepairReport:
     """The repairs of a checkpoint, and the findings that keep it from being sound.
 
-    `ok` means that `out` was written and that `vexport check` finds no error in it. Otherwise `refusals` has
-    the errors that cannot be repaired, and nothing was written. `source` is the unquantized checkpoint with
-    which the repaired values were compared, None if they were not compared. `warnings` remain in `out`.
+    `ok` means that `out` was written and that `vexport check` finds no error in it. Otherwise
+    `refusals` has the errors that cannot be repaired, and nothing was written. `source` is the
+    unquantized checkpoint with which the repaired values were compared, None if they were not
+    compared. `warnings` remain in `out`.
     """
 
     schema: Literal["vexport.repair/1"] = "vexport.repair/1"

@@ -34,10 +34,11 @@ class AverageOptions(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions(Options):
-    """A search from `expand` times the range down to `1 - maxshrink` of that, in steps of `1 / grid`.
+    """A search from `expand` times the range down to `1 - maxshrink` of that, in steps of `1 /
+    grid`.
 
-    The error is the sum of `|error| ** norm`; the search ends after `patience` steps that improved no
-    group, 0 turns that off.
+    The error is the sum of `|error| ** norm`; the search ends after `patience` steps that improved
+    no group, 0 turns that off.
     """
 
     maxshrink: float = 0.20
@@ -63,7 +64,9 @@ class ImportanceOptions(SearchOptions):
 
 SEARCH = SearchOptions()
 # llm-compressor 0.14, observers/mse.py and imatrix.py.
-NVFP4_EXPANDED_SEARCH = SearchOptions(expand=1.8, maxshrink=1 - 0.8 / 1.8, grid=200.0, patience=1000)
+NVFP4_EXPANDED_SEARCH = SearchOptions(
+    expand=1.8, maxshrink=1 - 0.8 / 1.8, grid=200.0, patience=1000
+)
 IMPORTANCE_SEARCH = ImportanceOptions(maxshrink=0.95, patience=5, grid=20.0, norm=3.0)
 # vexport's own; docs/observers.md says why they are not the peer's.
 NVFP4_EXPANDED_IMPORTANCE = replace(IMPORTANCE_SEARCH, expand=1.5, maxshrink=1 - 0.5 / 1.5)
@@ -71,13 +74,22 @@ OptionsT = TypeVar("OptionsT", bound=Options)
 
 
 def option_problems(defaults: Options, given: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """(keyword, what is needed in its place) of each that is unknown or has a value that cannot be."""
+    """(keyword, what is needed in its place) of each that is unknown or has a value that cannot
+    be.
+    """
     known = {field.name: getattr(defaults, field.name) for field in fields(defaults)}
     for name, value in given.items():
         default = known.get(name)
         if default is None:
-            yield name, f"one of {', '.join(known)}" if known else "no keyword: this observer has none"
-        elif isinstance(default, bool) or isinstance(value, bool) or not isinstance(value, int | float):
+            yield (
+                name,
+                f"one of {', '.join(known)}" if known else "no keyword: this observer has none",
+            )
+        elif (
+            isinstance(default, bool)
+            or isinstance(value, bool)
+            or not isinstance(value, int | float)
+        ):
             if type(value) is not type(default):
                 yield name, f"a {'boolean' if isinstance(default, bool) else 'number'}"
         elif isinstance(default, int) and not float(value).is_integer():
@@ -91,7 +103,8 @@ def option_problems(defaults: Options, given: Mapping[str, object]) -> Iterator[
 def read_options(defaults: OptionsT, given: Mapping[str, OptionValue], where: str) -> OptionsT:
     """`defaults` with the given values. Raises ValueError for all that `option_problems` finds."""
     problems = [
-        f"{name}: got {given[name]!r}, need {need}" for name, need in option_problems(defaults, given)
+        f"{name}: got {given[name]!r}, need {need}"
+        for name, need in option_problems(defaults, given)
     ]
     if problems:
         raise ValueError(f"{where}: {'; '.join(problems)}")
@@ -100,7 +113,9 @@ def read_options(defaults: OptionsT, given: Mapping[str, OptionValue], where: st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserverName:
-    """The class of an observer, the first sentence of its docstring, its keywords, and the file it is in."""
+    """The class of an observer, the first sentence of its docstring, its keywords, and the file it
+    is in.
+    """
 
     kind: str
     summary: str
@@ -160,11 +175,17 @@ CLASS_SEPARATOR = ":"
 
 
 def folded(name: str) -> str:
-    """A name as it is looked up: in any case, `-` and spaces as `_`; as compressed-tensors' registry."""
+    """A name as it is looked up: in any case, `-` and spaces as `_`; as compressed-tensors'
+    registry.
+    """
     return name.lower().replace("-", "_").replace(" ", "_")
 
 
 def observer_name(name: str) -> str:
-    """The registry name that `name` or an alias spells; the text itself where it is none of vexport's."""
-    spelled = {alias: known for known, each in OBSERVERS.items() for alias in (known, *each.aliases)}
+    """The registry name that `name` or an alias spells; the text itself where it is none of
+    vexport's.
+    """
+    spelled = {
+        alias: known for known, each in OBSERVERS.items() for alias in (known, *each.aliases)
+    }
     return spelled.get(folded(name), name)

@@ -1,4 +1,6 @@
-"""Regular expressions out of configs and scenarios: compiled once, and stopped where they take too long."""
+"""Regular expressions out of configs and scenarios: compiled once, and stopped where they take too
+long.
+"""
 
 import re
 import resource
@@ -15,7 +17,8 @@ from vexport.errors import InputError, clip
 
 # Time limit for a chat template and a conversation; real ones take milliseconds.
 TEMPLATE_SECONDS = 10.0
-# Memory limit for a chat template and a conversation, beyond what the process has; real ones take some MB.
+# Memory limit for a chat template and a conversation, beyond what the process has; real ones take
+# some MB.
 TEMPLATE_BYTES = 2 << 30
 
 
@@ -23,8 +26,9 @@ TEMPLATE_BYTES = 2 << 30
 def time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeoutError inside the block after so many seconds of this process' own time.
 
-    Only a main thread can be interrupted so (Python runs signal handlers there); on another one there is no
-    bound. A single call in C is not interrupted, unless it looks for signals, as `re` does.
+    Only a main thread can be interrupted so (Python runs signal handlers there); on another one
+    there is no bound. A single call in C is not interrupted, unless it looks for signals, as `re`
+    does.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -80,7 +84,9 @@ def expression(text: str) -> re.Pattern[str] | str:
 
 
 class Patterns(tuple[str, ...]):
-    """Names and `re:` patterns in their order; a plain name is found without a look at the others."""
+    """Names and `re:` patterns in their order; a plain name is found without a look at the
+    others.
+    """
 
     names: frozenset[str]
     expressions: tuple[re.Pattern[str], ...]
@@ -95,11 +101,12 @@ class Patterns(tuple[str, ...]):
         return patterns
 
     def match(self, name: str) -> bool:
-        """Return whether a name is listed, or one of the patterns matches it from its start, as in vLLM.
+        """Return whether a name is listed, or one of the patterns matches it from its start, as in
+        vLLM.
 
-        What is no expression matches nothing. InputError where the expressions have taken too long for all
-        names so far. Off the main thread that is only seen between two names: Python tells signals to the
-        main thread.
+        What is no expression matches nothing. InputError where the expressions have taken too long
+        for all names so far. Off the main thread that is only seen between two names: Python tells
+        signals to the main thread.
         """
         if name in self.names:
             return True
@@ -131,5 +138,7 @@ def _alone(pattern: str) -> Patterns:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a name equals a pattern, or an `re:` pattern matches it; InputError as `match`."""
+    """Return whether a name equals a pattern, or an `re:` pattern matches it; InputError as
+    `match`.
+    """
     return pattern == name or (pattern.startswith(REGEX) and _alone(pattern).match(name))

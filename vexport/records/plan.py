@@ -15,7 +15,8 @@ from vexport.records.observer_names import OptionValue
 class TensorInfo:
     """One tensor of a safetensors file, known from its header alone.
 
-    `dtype` is safetensors' name (BF16, F8_E4M3, ...); `start` and `end` are absolute byte offsets in `file`.
+    `dtype` is safetensors' name (BF16, F8_E4M3, ...); `start` and `end` are absolute byte offsets
+    in `file`.
     """
 
     name: str
@@ -45,7 +46,8 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPart:
-    """The part of a stored tensor that is a layer's weight: of experts stored together, or (in, out).
+    """The part of a stored tensor that is a layer's weight: of experts stored together, or (in,
+    out).
 
     `expert` is along the first of three dimensions; the matrix is transposed, then cut to rows.
     """
@@ -56,7 +58,8 @@ class WeightPart:
     stop: int
 
 
-# How the KV cache is stored: one fp8 scale for keys and one for values of a layer, or one for each KV head.
+# How the KV cache is stored: one fp8 scale for keys and one for values of a layer, or one for each
+# KV head.
 KvCache = Literal["fp8", "fp8_per_head"]
 # The treatment of layers whose shapes vLLM could not run.
 OnUnsupportedShape = Literal["refuse", "keep", "smaller-group"]
@@ -66,7 +69,8 @@ GroupSize = int | Literal["channel"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearPlan:
-    """One linear layer to quantize: its name in the output, the stored tensor that holds its weight.
+    """One linear layer to quantize: its name in the output, the stored tensor that holds its
+    weight.
 
     The weight is (out_features, in_features): the whole tensor, or `part` of it.
     """
@@ -83,9 +87,9 @@ class FusionGroup:
     """Linear layers that vLLM runs as one parameter and that therefore share scales per tensor.
 
     `name` is the fused module's name in vLLM (`model.layers.0.self_attn.qkv_proj`); a group of one
-    member carries that member's name. `observer` finds the ranges of the weights, `input_observer` those of
-    inputs with static scales, where a rule names one. `strength` and `ridge` are those of a refit, where a
-    rule names them.
+    member carries that member's name. `observer` finds the ranges of the weights, `input_observer`
+    those of inputs with static scales, where a rule names one. `strength` and `ridge` are those of
+    a refit, where a rule names them.
     """
 
     name: str
@@ -128,9 +132,10 @@ class AttentionLayer:
 class Plan:
     """The quantization of a checkpoint as planned from headers, rules and architecture alone.
 
-    `ignore` says in vLLM's terms what stays unquantized; `notes` are warnings about what was assumed or kept.
-    `attention` has the layers that get scales for the KV cache; none where `kv_cache` is None.
-    `smoothing` is the strength with which inputs are smoothed before anything else, 0 for not at all.
+    `ignore` says in vLLM's terms what stays unquantized; `notes` are warnings about what was
+    assumed or kept. `attention` has the layers that get scales for the KV cache; none where
+    `kv_cache` is None. `smoothing` is the strength with which inputs are smoothed before anything
+    else, 0 for not at all.
     """
 
     schema: Literal["vexport.plan/1"] = "vexport.plan/1"
@@ -159,10 +164,11 @@ class Plan:
 class SchemeOutlook:
     """One scheme for all linear layers of a model.
 
-    `reason` says why it does not fit, empty where it does; `layers` is how many linear layers fit it and
-    `output_bytes` the size with the others kept. `group_sizes` are smaller ones with which all layers fit,
-    largest first, where those of the scheme's own do not. `least_sm` is the least compute capability on which
-    vLLM loads it, `full_sm` that on which it multiplies inputs of as many bits as are stored, None for none.
+    `reason` says why it does not fit, empty where it does; `layers` is how many linear layers fit
+    it and `output_bytes` the size with the others kept. `group_sizes` are smaller ones with which
+    all layers fit, largest first, where those of the scheme's own do not. `least_sm` is the least
+    compute capability on which vLLM loads it, `full_sm` that on which it multiplies inputs of as
+    many bits as are stored, None for none.
     """
 
     scheme: str
@@ -193,10 +199,11 @@ class SchemeTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """The options of a plan: a scheme for all linear layers, or a recipe of llm-compressor, and the rest.
+    """The options of a plan: a scheme for all linear layers, or a recipe of llm-compressor, and the
+    rest.
 
-    `observer` to `group_size` go with a scheme; layers to `ignore` are kept. `tp` are the tensor parallel
-    sizes to support.
+    `observer` to `group_size` go with a scheme; layers to `ignore` are kept. `tp` are the tensor
+    parallel sizes to support.
     """
 
     scheme: str | None = None

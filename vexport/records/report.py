@@ -18,7 +18,8 @@ BudgetKind = Literal["bits", "bytes", "share"]
 class SchemeLoss:
     """The cost of one scheme for one group while all else stays as in the source.
 
-    `num_bytes` is what the group's tensors take, `loss` the mean KL(source || quantized) in nats per token.
+    `num_bytes` is what the group's tensors take, `loss` the mean KL(source || quantized) in nats
+    per token.
     """
 
     scheme: str
@@ -30,10 +31,11 @@ class SchemeLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSensitivity:
-    """The linear layers that vLLM needs in one scheme: a fused layer, or all routed experts of a layer.
+    """The linear layers that vLLM needs in one scheme: a fused layer, or all routed experts of a
+    layer.
 
-    `name` is as in FusionGroup, for routed experts their module (`model.layers.0.mlp.experts`). `refused`
-    says which schemes vLLM could not run here, and why.
+    `name` is as in FusionGroup, for routed experts their module (`model.layers.0.mlp.experts`).
+    `refused` says which schemes vLLM could not run here, and why.
     """
 
     name: str
@@ -55,7 +57,9 @@ class GroupSensitivities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemeChoice:
-    """The scheme chosen for a group (`keep` leaves it as it is), its bytes and its loss in nats per token."""
+    """The scheme chosen for a group (`keep` leaves it as it is), its bytes and its loss in nats per
+    token.
+    """
 
     name: str
     scheme: str
@@ -80,7 +84,9 @@ class MixedScheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerError:
-    """Weight error of one linear layer: signal-to-noise of the stored weight against the source, in dB."""
+    """Weight error of one linear layer: signal-to-noise of the stored weight against the source, in
+    dB.
+    """
 
     name: str
     scheme: str
@@ -96,7 +102,9 @@ class LayerErrors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindSize:
-    """Bytes of all tensors of one kind (`mlp`, `embed_tokens`) in the source and in the checkpoint."""
+    """Bytes of all tensors of one kind (`mlp`, `embed_tokens`) in the source and in the
+    checkpoint.
+    """
 
     kind: str
     source_bytes: int
@@ -107,8 +115,8 @@ class KindSize:
 class Report:
     """Everything a run found; every other report format is made from this.
 
-    `source_name` is what the source is called: its id on the hub where that is known, else its folder;
-    `source_revision` is the commit on the hub that was read.
+    `source_name` is what the source is called: its id on the hub where that is known, else its
+    folder; `source_revision` is the commit on the hub that was read.
     """
 
     schema: Literal["vexport.report/1"] = "vexport.report/1"
@@ -147,9 +155,9 @@ class Report:
 class ComparedRun:
     """A row of `vexport compare`, or of `vexport report` over several runs.
 
-    `folder` is the run directory. `outcome` is None where nothing came of the run, for the `reason`.
-    `mean_kl` is in nats a token; `worst` is the task with the lowest bound, without its documents. `smallest`
-    marks the smallest checkpoint that passes.
+    `folder` is the run directory. `outcome` is None where nothing came of the run, for the
+    `reason`. `mean_kl` is in nats a token; `worst` is the task with the lowest bound, without its
+    documents. `smallest` marks the smallest checkpoint that passes.
     """
 
     schema: Literal["vexport.compare/1"] = "vexport.compare/1"
@@ -169,8 +177,8 @@ class ComparedRun:
 class Quantized:
     """A checkpoint that was written: what it is made of and what to type next.
 
-    `layers` of `of_layers` linear layers are quantized, `quantized_parameters` of `parameters`. `smoothing`
-    is the strength, for which `smoothed_tensors` were scaled.
+    `layers` of `of_layers` linear layers are quantized, `quantized_parameters` of `parameters`.
+    `smoothing` is the strength, for which `smoothed_tensors` were scaled.
     """
 
     schema: Literal["vexport.quantize/1"] = "vexport.quantize/1"

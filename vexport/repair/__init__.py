@@ -39,12 +39,13 @@ def repair_checkpoint(
 ) -> RepairReport:
     """Repair what can be repaired and write the result to the folder `out`, whole or not at all.
 
-    Nothing is written if an error remains that no repair removes: a file that cannot be read, a fault with
-    several explanations, or with `source` a weight that is not the source's. A smoothed checkpoint is
-    compared with the source as `smoothing.json` scales it.
+    Nothing is written if an error remains that no repair removes: a file that cannot be read, a
+    fault with several explanations, or with `source` a weight that is not the source's. A smoothed
+    checkpoint is compared with the source as `smoothing.json` scales it.
 
-    Raises InputError for folders that are no checkpoints, a quantized `source`, and an `out` that may not be
-    written. Without torch only config.json is repaired: MissingPackage if that is not enough.
+    Raises InputError for folders that are no checkpoints, a quantized `source`, and an `out` that
+    may not be written. Without torch only config.json is repaired: MissingPackage if that is not
+    enough.
     """
     require_checkpoint(checkpoint)
     inputs = {"CHECKPOINT": checkpoint} | ({"--source": source} if source else {})
@@ -59,7 +60,9 @@ def repair_checkpoint(
         repairs: tuple[Repair, ...] = ()
         refusals: tuple[Finding, ...] = ()
         try:
-            origin = open_files.enter_context(_compared_source(checkpoint, source)) if source else None
+            origin = (
+                open_files.enter_context(_compared_source(checkpoint, source)) if source else None
+            )
             reader = open_files.enter_context(Reader())
             view = CheckpointView(read_index(checkpoint), reader)
             if (method := method_name(view.quantization or {})) is not None:
@@ -71,7 +74,9 @@ def repair_checkpoint(
                 refusals += changes.refusals
                 if changes.repairs:
                     before, view = view, apply(view, changes)
-                    repairs += tuple(_priced(repair, before, view, origin) for repair in changes.repairs)
+                    repairs += tuple(
+                        _priced(repair, before, view, origin) for repair in changes.repairs
+                    )
             on_progress("repair (families)", len(families), len(families))
             explained = {refusal.where for refusal in refusals}
             others = [each for each in findings_on(view, against) if each.where not in explained]
@@ -81,7 +86,11 @@ def repair_checkpoint(
         if not report.ok and not is_installed("torch"):
             raise MissingPackage("torch", f"{checkpoint}: repairing {report.refusals[0].where}")
         if report.ok:
-            with new_directory(out, overwrite=overwrite) as folder, read_from, unchanged(view.index):
+            with (
+                new_directory(out, overwrite=overwrite) as folder,
+                read_from,
+                unchanged(view.index),
+            ):
                 write_repaired(view, folder, on_progress=on_progress)
     return report
 
@@ -96,8 +105,8 @@ def _families() -> Sequence[Family]:
 
 
 def _against(source: Path, on_progress: OnProgress) -> Against:
-    """Return the comparison of the repaired checkpoint with its source; InputError if that is no such
-    source."""
+    """Return the comparison of the repaired checkpoint with its source; InputError if that is no
+    such source."""
     require_extra("torch", "--source")
     from vexport.fidelity.compare import against
 

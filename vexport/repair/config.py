@@ -1,4 +1,6 @@
-"""Repairs of config.json alone: keys of quantization_config that vLLM refuses, targets, the ignore list."""
+"""Repairs of config.json alone: keys of quantization_config that vLLM refuses, targets, the ignore
+list.
+"""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -33,7 +35,9 @@ def keys(view: CheckpointView, source: "ComparedSource | None") -> Changes:
     config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
     moved = tuple(_moved(config, view))
     quantization = config.get(QUANTIZATION_CONFIG)
-    if not isinstance(quantization, dict) or not isinstance(quantization.get("config_groups"), dict):
+    if not isinstance(quantization, dict) or not isinstance(
+        quantization.get("config_groups"), dict
+    ):
         return Changes()
     place = f"{view.config_path}: {QUANTIZATION_CONFIG}"
     repairs = (
@@ -46,7 +50,9 @@ def keys(view: CheckpointView, source: "ComparedSource | None") -> Changes:
 
 
 def _moved(config: dict[str, Json], view: CheckpointView) -> Iterator[Repair]:
-    """vLLM finds the config in its older places too; other loaders look in one, and so do later repairs."""
+    """vLLM finds the config in its older places too; other loaders look in one, and so do later
+    repairs.
+    """
     stored = view.stored_quantization
     if stored is None or config.get(QUANTIZATION_CONFIG) is not None:
         return
@@ -64,7 +70,9 @@ def _method(quantization: dict[str, Json], place: str) -> Iterator[Repair]:
         quantization["quant_method"] = METHOD
 
 
-def _unknown_arguments(quantization: dict[str, Json], place: str, *, is_compared: bool) -> Iterator[Repair]:
+def _unknown_arguments(
+    quantization: dict[str, Json], place: str, *, is_compared: bool
+) -> Iterator[Repair]:
     for name, group in inside(quantization, "config_groups").items():
         if not isinstance(group, dict):
             continue
@@ -83,7 +91,9 @@ def _sparsity(quantization: dict[str, Json], place: str, view: CheckpointView) -
     if isinstance(sparsity, dict) and sparsity and not stored:
         del quantization["sparsity_config"]
         yield _key_repair(
-            f"{place}.sparsity_config", "a config for sparse weights, of which there are none", "removed"
+            f"{place}.sparsity_config",
+            "a config for sparse weights, of which there are none",
+            "removed",
         )
 
 
@@ -97,15 +107,17 @@ def targets(view: CheckpointView, source: "ComparedSource | None") -> Changes:
         return Changes()
     repaired = _with(view, "ignore", _without_quantized(view))
     for group in view.config_groups:
-        repaired = _with(repaired, "targets", _targets(repaired, group), "config_groups", group.name)
+        repaired = _with(
+            repaired, "targets", _targets(repaired, group), "config_groups", group.name
+        )
     repaired = _with(repaired, "ignore", (*repaired.ignore, *_unquantized(repaired)))
     repairs = tuple(_list_repairs(view, repaired))
     return Changes(config=repaired.index.config, repairs=repairs) if repairs else Changes()
 
 
 def _without_quantized(view: CheckpointView) -> tuple[str, ...]:
-    """The ignore list without what covers quantized layers; unquantized ones that went with it by name, but
-    for experts, whose pattern is written again."""
+    """The ignore list without what covers quantized layers; unquantized ones that went with it by
+    name, but for experts, whose pattern is written again."""
     layers = view.layers.values()
     quantized = [layer.name for layer in layers if layer.is_quantized]
     kept: dict[str, None] = {}
@@ -113,27 +125,33 @@ def _without_quantized(view: CheckpointView) -> tuple[str, ...]:
         if not any(view.is_ignored(name, [entry]) for name in quantized):
             kept[entry] = None
             continue
-        plain = (each.name for each in layers if not each.is_quantized and moe_layer(each.name) is None)
+        plain = (
+            each.name for each in layers if not each.is_quantized and moe_layer(each.name) is None
+        )
         kept.update(dict.fromkeys(name for name in plain if view.is_ignored(name, [entry])))
     return tuple(kept)
 
 
 def _targets(view: CheckpointView, group: ConfigGroup) -> tuple[str, ...]:
-    """Return the targets of a group with the layers that it fits and that vLLM gives to no group or to
-    another.
+    """Return the targets of a group with the layers that it fits and that vLLM gives to no group or
+    to another.
 
-    A layer that fits several groups may belong to any of them: it stays as it is, which the check `targets`
-    reports.
+    A layer that fits several groups may belong to any of them: it stays as it is, which the check
+    `targets` reports.
     """
     alone, architecture = len(view.config_groups) == 1, view.architecture
     fitting = [fused for fused in view.fused_linears if _belongs(view, fused, group)]
-    lost = [fused for fused in fitting if _is_lost(view, fused) and not _fits_others(view, fused, group)]
+    lost = [
+        fused for fused in fitting if _is_lost(view, fused) and not _fits_others(view, fused, group)
+    ]
     if not lost:
         return group.targets
     if alone and not all(is_head(fused.name) for fused in lost):
         return tuple(targets_of([fused.by_name for fused in fitting], architecture, (), alone=True))
     names = {fused.name for fused in fitting}
-    others = [each.by_name for each in view.fused_linears if each.is_quantized and each.name not in names]
+    others = [
+        each.by_name for each in view.fused_linears if each.is_quantized and each.name not in names
+    ]
     return (
         *group.targets,
         *targets_of([fused.by_name for fused in lost], architecture, others, alone=False),
@@ -143,7 +161,9 @@ def _targets(view: CheckpointView, group: ConfigGroup) -> tuple[str, ...]:
 def _belongs(view: CheckpointView, fused: FusedLinear, group: ConfigGroup) -> bool:
     """Return whether all members are stored as this group says, and as no group before it says."""
     members = fused.members.values()
-    owners = (each for each in view.config_groups if all(fits(each, parameters) for parameters in members))
+    owners = (
+        each for each in view.config_groups if all(fits(each, parameters) for parameters in members)
+    )
     owner = next(owners, None)
     return owner is not None and owner.name == group.name
 
@@ -161,7 +181,9 @@ def _fits_others(view: CheckpointView, fused: FusedLinear, group: ConfigGroup) -
 
 def _is_lost(view: CheckpointView, fused: FusedLinear) -> bool:
     group = view.group_of(fused)
-    return group is None or not all(fits(group, parameters) for parameters in fused.members.values())
+    return group is None or not all(
+        fits(group, parameters) for parameters in fused.members.values()
+    )
 
 
 def _unquantized(view: CheckpointView) -> Iterator[str]:
@@ -172,7 +194,9 @@ def _unquantized(view: CheckpointView) -> Iterator[str]:
         if not fused.is_quantized and (view.group_of(fused) is not None or len(named) > 1):
             missing.update(fused.members)
     modules = {fused.name: tuple(fused.members) for fused in view.fused_linears}
-    yield from (name for name in ignored(modules, missing, (), view.names) if name not in view.ignore)
+    yield from (
+        name for name in ignored(modules, missing, (), view.names) if name not in view.ignore
+    )
 
 
 def _with(view: CheckpointView, key: str, names: Sequence[str], *place: str) -> CheckpointView:
@@ -187,7 +211,9 @@ def _list_repairs(old: CheckpointView, new: CheckpointView) -> Iterator[Repair]:
         yield _list_repair("ignore", old.ignore, new.ignore)
     for before, after in zip(old.config_groups, new.config_groups, strict=True):
         if before.targets != after.targets:
-            yield _list_repair(f"config_groups.{before.name}.targets", before.targets, after.targets)
+            yield _list_repair(
+                f"config_groups.{before.name}.targets", before.targets, after.targets
+            )
 
 
 def _list_repair(place: str, old: Sequence[str], new: Sequence[str]) -> Repair:
@@ -196,7 +222,9 @@ def _list_repair(place: str, old: Sequence[str], new: Sequence[str]) -> Repair:
     return Repair(
         family="targets",
         where=f"config.json: quantization_config.{place}",
-        got=f"{_listed(gone)} that vLLM does not resolve as it is stored" if gone else "an incomplete list",
+        got=f"{_listed(gone)} that vLLM does not resolve as it is stored"
+        if gone
+        else "an incomplete list",
         now=f"with {_listed(come)}" if come else f"without {_listed(gone)}",
         cost=f"{LOSSLESS}: no tensor changes",
     )

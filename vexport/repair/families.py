@@ -43,12 +43,14 @@ NOT_SCALED = "keys and values need no scale; only a calibration shows their rang
 
 
 def arguments(view: CheckpointView, source: ComparedSource | None) -> Changes:
-    """Correct the arguments of a config group if no layer matches them and exactly one other set of arguments
-    matches every layer."""
+    """Correct the arguments of a config group if no layer matches them and exactly one other set of
+    arguments matches every layer."""
     changed: dict[str, Json] = copy.deepcopy(dict(view.index.config))
     repairs: list[Repair] = []
     for group in view.config_groups:
-        layers = [each for each in view.layers.values() if each.is_quantized and each.group is group]
+        layers = [
+            each for each in view.layers.values() if each.is_quantized and each.group is group
+        ]
         if layers and not any(fits(group, layer.parameters) for layer in layers):
             readings = {
                 repr(reading.weights): reading
@@ -62,7 +64,8 @@ def arguments(view: CheckpointView, source: ComparedSource | None) -> Changes:
 
 
 def _is_reading(view: CheckpointView, reading: ConfigGroup, layer: StoredLayer) -> bool:
-    """Return whether a layer's tensors are what these arguments announce, of a weight of the stored shape.
+    """Return whether a layer's tensors are what these arguments announce, of a weight of the stored
+    shape.
 
     Without the stored shape, twice the bits and half the columns look the same.
     """
@@ -107,12 +110,16 @@ def _corrected(
     weights, where = inside(raw, "weights"), f"config_groups.{group.name}"
     if right.format != group.format:
         raw["format"] = right.format
-        yield _argument_repair(f"{where}.format", group.format, right.format, is_compared=is_compared)
+        yield _argument_repair(
+            f"{where}.format", group.format, right.format, is_compared=is_compared
+        )
     for key in ("strategy", "group_size", "symmetric"):
         old, new = getattr(group.weights, key), getattr(right.weights, key)
         if old != new:
             weights[key] = new
-            yield _argument_repair(f"{where}.weights.{key}", str(old), str(new), is_compared=is_compared)
+            yield _argument_repair(
+                f"{where}.weights.{key}", str(old), str(new), is_compared=is_compared
+            )
 
 
 def _argument_repair(where: str, got: str, now: str, *, is_compared: bool) -> Repair:
@@ -127,16 +134,22 @@ def _argument_repair(where: str, got: str, now: str, *, is_compared: bool) -> Re
 
 
 def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
-    """Scales of 1.0 for all attention layers; nothing where some have scales: 1.0 would not go with them."""
+    """Scales of 1.0 for all attention layers; nothing where some have scales: 1.0 would not go with
+    them.
+    """
     scheme = parse_args((view.quantization or {}).get("kv_cache_scheme"))
     if isinstance(scheme, str) or scheme.dynamic:
         return Changes()
-    kind: KvCache = "fp8_per_head" if scheme.strategy == KV_CACHES["fp8_per_head"].strategy else "fp8"
+    kind: KvCache = (
+        "fp8_per_head" if scheme.strategy == KV_CACHES["fp8_per_head"].strategy else "fp8"
+    )
     linears = [member for fused in view.fused_linears for member in fused.by_name.members]
     layers = attention_layers(linears, view.names, kind)
     missing = {finding.where for finding in announced.run(view)} - view.index.tensors.keys()
     if not all(
-        f"{layer.name}.{parameter}" in missing for layer in layers for parameter in (K_SCALE, V_SCALE)
+        f"{layer.name}.{parameter}" in missing
+        for layer in layers
+        for parameter in (K_SCALE, V_SCALE)
     ):
         return Changes()
     edits = []
@@ -150,7 +163,9 @@ def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
     )
     got, now = "a static kv_cache_scheme and no k_scale or v_scale", "1.0 for keys and values"
     repairs = (
-        Repair(family="KV cache", where=each.name, got=got, now=now, cost=cost, assumption=NOT_SCALED)
+        Repair(
+            family="KV cache", where=each.name, got=got, now=now, cost=cost, assumption=NOT_SCALED
+        )
         for each in layers
     )
     return Changes(edits=tuple(edits), repairs=tuple(repairs))
@@ -163,7 +178,9 @@ def _ones(shape: tuple[int, ...]) -> Mapping[str, torch.Tensor]:
 def weight_change(
     before: CheckpointView, after: CheckpointView, layer: str, source: ComparedSource | None
 ) -> WeightChange | None:
-    """Return the distance that a layer's weight moved; None if it cannot be dequantized afterwards."""
+    """Return the distance that a layer's weight moved; None if it cannot be dequantized
+    afterwards.
+    """
     old, new = dequantized(before, layer), dequantized(after, layer)
     if new is None:
         return None
@@ -182,8 +199,12 @@ def weight_change(
     )
 
 
-def _in_source(view: CheckpointView, source: ComparedSource | None, layer: str) -> torch.Tensor | None:
-    """Return the source's weight of a layer, however the source stores it; None if it has no such layer."""
+def _in_source(
+    view: CheckpointView, source: ComparedSource | None, layer: str
+) -> torch.Tensor | None:
+    """Return the source's weight of a layer, however the source stores it; None if it has no such
+    layer.
+    """
     if source is None:
         return None
     pieces = SourceTensors(view, source.index, source.reader).pieces(view.layers[layer])

@@ -1,10 +1,11 @@
-"""Repairs of NVFP4's global scales: reciprocals, and layers of one fused layer that do not share a scale.
+"""Repairs of NVFP4's global scales: reciprocals, and layers of one fused layer that do not share a
+scale.
 
-vLLM keeps one global scale for each fused layer. If the stored scales of its layers differ, there are two
-explanations. Either the producer did not share them: each layer's blocks were scaled with the layer's own
-global scale, and the stored weights are right. Or one of the scales is wrong, and the blocks were scaled with
-another. The source decides between the two. Without a source, a repair needs signs that only the first
-explanation gives.
+vLLM keeps one global scale for each fused layer. If the stored scales of its layers differ, there
+are two explanations. Either the producer did not share them: each layer's blocks were scaled with
+the layer's own global scale, and the stored weights are right. Or one of the scales is wrong, and
+the blocks were scaled with another. The source decides between the two. Without a source, a repair
+needs signs that only the first explanation gives.
 """
 
 import math
@@ -36,19 +37,23 @@ from vexport.repair.write import LOSSLESS, Changes, Edit
 FAMILY = "global scales"
 OTHER_SCALE = "{:.9g}, not that of the layers it runs with"
 LEAST = {WEIGHT: LEAST_WEIGHT_GLOBAL_SCALE, INPUT: LEAST_INPUT_GLOBAL_SCALE}
-# The smallest positive e4m3 number: a block scale of a block that is not all zero never becomes zero.
+# The smallest positive e4m3 number: a block scale of a block that is not all zero never becomes
+# zero.
 E4M3_SMALLEST = 2.0**-9
-# Scales that differ by less are the same number after a conversion: float32 keeps 6e-8, a reciprocal of a
-# reciprocal twice that.
+# Scales that differ by less are the same number after a conversion: float32 keeps 6e-8, a
+# reciprocal of a reciprocal twice that.
 SAME = 1e-6
-# A layer with a global scale of its own has a block with the largest e4m3 number, or the one below it.
+# A layer with a global scale of its own has a block with the largest e4m3 number, or the one below
+# it.
 LARGEST_BLOCK = 416.0
-# A stored weight is the source's, up to rounding, if its size differs by at most this share, and if at least
-# half of its power lies along the source's weight.
+# A stored weight is the source's, up to rounding, if its size differs by at most this share, and if
+# at least half of its power lies along the source's weight.
 MOST_GAIN_ERROR, LEAST_ALONG = 0.2, 0.5
 RECIPROCAL = "the stored number is the reciprocal of the layer's global scale"
 OWN = "each layer's blocks were scaled with the layer's own global scale, as stored"
-MOST_ARE_RIGHT = "the scale that most of these layers have is right (a source has no inputs to compare)"
+MOST_ARE_RIGHT = (
+    "the scale that most of these layers have is right (a source has no inputs to compare)"
+)
 WIDEST_IS_RIGHT = (
     "the smallest scale, which has the widest range, is right (a source has no inputs to compare)"
 )
@@ -59,7 +64,8 @@ Scales = Mapping[str, float]
 def reciprocals(view: CheckpointView, source: ComparedSource | None) -> Changes:
     """Invert global scales stored as absmax/(448*6): vLLM expects the reciprocal.
 
-    With a source, the scale of a weight is inverted only if the inverse makes the weight the source's.
+    With a source, the scale of a weight is inverted only if the inverse makes the weight the
+    source's.
     """
     origins = _origins(view, source)
     changes = Changes()
@@ -95,9 +101,11 @@ def _inverted(
     return _scalar(layer.parameters[parameter], inverse, repair)
 
 
-def _as_the_others_have(view: CheckpointView, layer: StoredLayer, parameter: str, inverse: float) -> float:
-    """Return the scale that a layer of the same fused layer stores if `inverse` is the same number but for
-    its last bits, else `inverse`."""
+def _as_the_others_have(
+    view: CheckpointView, layer: StoredLayer, parameter: str, inverse: float
+) -> float:
+    """Return the scale that a layer of the same fused layer stores if `inverse` is the same number
+    but for its last bits, else `inverse`."""
     for parameters in layer.fused.members.values():
         other = view.single_value(parameters.get(parameter))
         if other is not None and abs(other / inverse - 1) < SAME:
@@ -106,13 +114,14 @@ def _as_the_others_have(view: CheckpointView, layer: StoredLayer, parameter: str
 
 
 def unequal_weights(view: CheckpointView, source: ComparedSource | None) -> Changes:
-    """Give the layers that vLLM runs as one the same global scale of their weights: that of the largest
-    range.
+    """Give the layers that vLLM runs as one the same global scale of their weights: that of the
+    largest range.
 
-    With a source, the stored scale that makes a weight the source's is taken as the layer's. Without a
-    source, each layer's stored scale is taken as its own if the checkpoint shows that its producer does not
-    share scales; otherwise the layers are refused. Block scales are rescaled to the shared global scale and
-    rounded to e4m3 again. With a source, the layer is quantized again from the source if that is nearer.
+    With a source, the stored scale that makes a weight the source's is taken as the layer's.
+    Without a source, each layer's stored scale is taken as its own if the checkpoint shows that its
+    producer does not share scales; otherwise the layers are refused. Block scales are rescaled to
+    the shared global scale and rounded to e4m3 again. With a source, the layer is quantized again
+    from the source if that is nearer.
     """
     origins = _origins(view, source)
     unshared = _kinds_with_own_scales(view)
@@ -131,15 +140,17 @@ def unequal_weights(view: CheckpointView, source: ComparedSource | None) -> Chan
         elif with_stars(fused.name) in unshared:
             changes += _by_own_scales(view, values)
         else:
-            changes += Changes(refusals=(_two_readings(fused, values, has_source=source is not None),))
+            changes += Changes(
+                refusals=(_two_readings(fused, values, has_source=source is not None),)
+            )
     return changes
 
 
 def unequal_inputs(view: CheckpointView, source: ComparedSource | None) -> Changes:
     """Give the layers that vLLM runs as one the same global scale of their input.
 
-    They read the same input, so that another scale is a fault. The scale that most of the layers have is
-    right; without a majority the smallest is taken, which cuts off nothing.
+    They read the same input, so that another scale is a fault. The scale that most of the layers
+    have is right; without a majority the smallest is taken, which cuts off nothing.
     """
     changes = Changes()
     for fused in view.fused_linears:
@@ -170,8 +181,8 @@ def _origins(view: CheckpointView, source: ComparedSource | None) -> SourceTenso
 
 
 def _weight_in_source(origins: SourceTensors | None, layer: StoredLayer) -> torch.Tensor | None:
-    """Return a layer's weight (out, in) in the source, however the source stores it; None if it has no such
-    layer."""
+    """Return a layer's weight (out, in) in the source, however the source stores it; None if it has
+    no such layer."""
     pieces = origins.pieces(layer) if origins is not None else ()
     if not pieces or layer.group is None or layer.group.refusal is not None:
         return None
@@ -182,7 +193,9 @@ def _weight_in_source(origins: SourceTensors | None, layer: StoredLayer) -> torc
 def _scales(view: CheckpointView, fused: FusedLinear, parameter: str) -> dict[str, float]:
     """Return the usable global scales of the layers that vLLM runs as one."""
     stored = {name: view.single_value(each.get(parameter)) for name, each in fused.members.items()}
-    return {name: value for name, value in stored.items() if value is not None and 0 < value < math.inf}
+    return {
+        name: value for name, value in stored.items() if value is not None and 0 < value < math.inf
+    }
 
 
 def _same_number(view: CheckpointView, values: Scales) -> Changes:
@@ -204,11 +217,12 @@ def _same_number(view: CheckpointView, values: Scales) -> Changes:
 
 
 def _kinds_with_own_scales(view: CheckpointView) -> frozenset[str]:
-    """Return the kinds of fused layers (names with stars for numbers) whose producer did not share global
-    scales.
+    """Return the kinds of fused layers (names with stars for numbers) whose producer did not share
+    global scales.
 
-    All fused layers of the kind must have different scales, which stand in different proportions, and every
-    layer must have a block with the largest scale. A single wrong scale does not look like that.
+    All fused layers of the kind must have different scales, which stand in different proportions,
+    and every layer must have a block with the largest scale. A single wrong scale does not look
+    like that.
     """
     kinds: dict[str, list[Scales]] = {}
     for fused in view.fused_linears:
@@ -222,7 +236,8 @@ def _are_own(view: CheckpointView, groups: Sequence[Scales]) -> bool:
     if any(len(set(values.values())) < len(values) for values in groups):
         return False
     proportions = {
-        tuple(f"{value / min(values.values()):.4g}" for value in values.values()) for values in groups
+        tuple(f"{value / min(values.values()):.4g}" for value in values.values())
+        for values in groups
     }
     if len(proportions) < 2:
         return False
@@ -247,7 +262,9 @@ def _two_readings(fused: FusedLinear, values: Scales, *, has_source: bool) -> Fi
     else:
         got = f"{_listed(values)}: either these are the layers' own scales, or one of them is wrong"
         fix = "name the unquantized model with --source, which shows the right one"
-    return error(FAMILY, _place(fused), expected="one value for all layers that run as one", got=got, fix=fix)
+    return error(
+        FAMILY, _place(fused), expected="one value for all layers that run as one", got=got, fix=fix
+    )
 
 
 def _place(fused: FusedLinear) -> str:
@@ -272,17 +289,22 @@ def _by_own_scales(view: CheckpointView, values: Scales) -> Changes:
 def _by_source(
     view: CheckpointView, fused: FusedLinear, values: Scales, exact: Mapping[str, torch.Tensor]
 ) -> Changes:
-    """Find each layer's right global scale among the stored ones, and rescale to the smallest of the right
-    ones."""
+    """Find each layer's right global scale among the stored ones, and rescale to the smallest of
+    the right ones."""
     candidates = tuple(dict.fromkeys(values.values()))
     meant: dict[str, float] = {}
     for name in values:
         scale = _meant_scale(view, view.layers[name], candidates, exact[name])
         if scale is None:
-            got = f"{_listed(values)}: none of them makes {name.rpartition('.')[2]} the source's weight"
+            got = (
+                f"{_listed(values)}: none of them makes {name.rpartition('.')[2]} the "
+                f"source's weight"
+            )
             fix = "export the checkpoint again, or name the source that it was made from"
             expected = "one value for all layers that run as one"
-            return Changes(refusals=(error(FAMILY, _place(fused), expected=expected, got=got, fix=fix),))
+            return Changes(
+                refusals=(error(FAMILY, _place(fused), expected=expected, got=got, fix=fix),)
+            )
         meant[name] = scale
     shared = min(meant.values())
     changes = Changes()
@@ -296,8 +318,8 @@ def _by_source(
 def _meant_scale(
     view: CheckpointView, layer: StoredLayer, candidates: Sequence[float], exact: torch.Tensor
 ) -> float | None:
-    """Return the global scale with which the stored weight is nearest to the source's; None if with none of
-    them it is the source's weight."""
+    """Return the global scale with which the stored weight is nearest to the source's; None if with
+    none of them it is the source's weight."""
     stored = _with_scale(view, layer, candidates[0]).to(torch.float64).reshape(-1)
     source = exact.to(torch.float64).reshape(-1)
     power, source_power, product = (
@@ -308,7 +330,8 @@ def _meant_scale(
     # A global scale divides: with another one the weight is `factor` times as large.
     factors = {scale: candidates[0] / scale for scale in candidates}
     errors = {
-        scale: factor**2 * power - 2 * factor * product + source_power for scale, factor in factors.items()
+        scale: factor**2 * power - 2 * factor * product + source_power
+        for scale, factor in factors.items()
     }
     nearest = min(errors, key=errors.__getitem__)
     gain = factors[nearest] * product / source_power
@@ -327,7 +350,9 @@ def _with_scale(view: CheckpointView, layer: StoredLayer, scale: float) -> torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
-    """A way to store a layer with the shared global scale: which tensors change, and what it costs."""
+    """A way to store a layer with the shared global scale: which tensors change, and what it
+    costs.
+    """
 
     how: str
     cost: str
@@ -343,7 +368,9 @@ def _to_shared(
     shared: float,
     exact: torch.Tensor | None,
 ) -> Changes:
-    """Store a layer with the shared global scale; `meant` is the scale that its blocks were scaled with."""
+    """Store a layer with the shared global scale; `meant` is the scale that its blocks were scaled
+    with.
+    """
     if meant == shared:
         tensor = layer.parameters[WEIGHT]
         repair = Repair(
@@ -377,7 +404,9 @@ def _to_shared(
         parameter: TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
         for parameter, tensor in tensors.items()
     }
-    return Changes(edits=(Edit(tensors=specs, near=repair.where, make=way.make),), repairs=(repair,))
+    return Changes(
+        edits=(Edit(tensors=specs, near=repair.where, make=way.make),), repairs=(repair,)
+    )
 
 
 def _nearer_way(
@@ -388,10 +417,11 @@ def _nearer_way(
     exact: torch.Tensor,
     rescaling: _Way,
 ) -> _Way:
-    """Return a new quantization of the source's weight if it is nearer to the source than `rescaling`.
+    """Return a new quantization of the source's weight if it is nearer to the source than
+    `rescaling`.
 
-    A weight that is further from the source than rounding to nearest leaves it may have been smoothed, or
-    rounded by calibration text: quantizing it again would lose that.
+    A weight that is further from the source than rounding to nearest leaves it may have been
+    smoothed, or rounded by calibration text: quantizing it again would lose that.
     """
     assert layer.group is not None
     group = layer.group
@@ -440,14 +470,18 @@ def _rescaled(
     }
 
 
-def _requantized(group: ConfigGroup, weight: torch.Tensor, shared: float) -> Mapping[str, torch.Tensor]:
+def _requantized(
+    group: ConfigGroup, weight: torch.Tensor, shared: float
+) -> Mapping[str, torch.Tensor]:
     """Return a layer quantized again from its weight in the source, by min-max ranges."""
     observer = MemorylessMinMaxObserver("weight", replace(group.weights, observer_kwargs={}))
     observer.forward(weight)
     global_scale = torch.tensor([shared])
     scale, zero_point = scale_and_zero_point(*observer.range(), group.weights, global_scale)
     state = {
-        "weight": weight.to(torch.float32),  # compressed-tensors would divide in the dtype of the weight
+        "weight": weight.to(
+            torch.float32
+        ),  # compressed-tensors would divide in the dtype of the weight
         "weight_scale": scale,
         "weight_zero_point": zero_point.to(torch.int8),
         WEIGHT: global_scale,

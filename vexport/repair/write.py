@@ -1,4 +1,6 @@
-"""The changes that a repair makes to a checkpoint, the repaired view for the checks, and the files."""
+"""The changes that a repair makes to a checkpoint, the repaired view for the checks, and the
+files.
+"""
 
 import json
 import shutil
@@ -41,8 +43,8 @@ class Edit:
 class Changes:
     """The changes of one family of repairs: the whole config if it changes, and tensors.
 
-    `refusals` are the errors for which the family knows several repairs and nothing that decides between
-    them.
+    `refusals` are the errors for which the family knows several repairs and nothing that decides
+    between them.
     """
 
     repairs: tuple[Repair, ...] = ()
@@ -149,7 +151,9 @@ def _is_untouched(view: CheckpointView, file: Path, tensors: list[TensorInfo]) -
 
 
 def _write(view: CheckpointView, tensors: list[TensorInfo], target: Path) -> None:
-    specs = [TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape) for tensor in tensors]
+    specs = [
+        TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape) for tensor in tensors
+    ]
     with target.open("wb") as file:
         file.write(header_bytes(specs))
         for tensor in tensors:

@@ -1,8 +1,8 @@
 """Reports in every form: text, JSON, HTML, Markdown, JUnit XML and GitHub annotations.
 
-A kind of report is one function that builds its documents (vexport.reports.document), a form one module that
-draws them. Each function here is for one kind of report; the command line offers the forms that it has. The
-answer to several checkpoints keeps their order, and its JSON is a list.
+A kind of report is one function that builds its documents (vexport.reports.document), a form one
+module that draws them. Each function here is for one kind of report; the command line offers the
+forms that it has. The answer to several checkpoints keeps their order, and its JSON is a list.
 """
 
 import json
@@ -52,7 +52,9 @@ def _rendered(
 
 
 def _json(value: object) -> str:
-    """Indented ASCII: terminal controls and lone surrogates leave as JSON escapes, not as themselves."""
+    """Indented ASCII: terminal controls and lone surrogates leave as JSON escapes, not as
+    themselves.
+    """
     return json.dumps(_plain(value), indent=2, allow_nan=False) + "\n"
 
 
@@ -75,8 +77,9 @@ def render(
 ) -> str:
     """The report of a run.
 
-    `scenario` is the file that the annotations of `github` stand at; `folder` the run directory to whose
-    files a page links that is to lie in the folder `page`, which is the run directory unless it is given.
+    `scenario` is the file that the annotations of `github` stand at; `folder` the run directory to
+    whose files a page links that is to lie in the folder `page`, which is the run directory unless
+    it is given.
     """
     from vexport.reports import card, ci
     from vexport.reports.run import run_document, run_files
@@ -95,12 +98,16 @@ def render(
 
 
 def render_checks(
-    reports: Sequence[CheckReport], format: str, families: Sequence[str] = (), *, every: bool = False
+    reports: Sequence[CheckReport],
+    format: str,
+    families: Sequence[str] = (),
+    *,
+    every: bool = False,
 ) -> str:
     """Check reports.
 
-    `families` are the names of the checks that looked, of which JUnit shows those without a finding too.
-    Text has findings of one kind as one unless `every`.
+    `families` are the names of the checks that looked, of which JUnit shows those without a finding
+    too. Text has findings of one kind as one unless `every`.
     """
     return _rendered(
         list(reports),
@@ -122,7 +129,9 @@ def summarize_checks(reports: Sequence[CheckReport]) -> str:
     return markdown.render_all(checkpoints.check_documents(reports))
 
 
-def render_loads(reports: Sequence[LoadReport | DryLoadReport], format: str, *, every: bool = False) -> str:
+def render_loads(
+    reports: Sequence[LoadReport | DryLoadReport], format: str, *, every: bool = False
+) -> str:
     """Loads, or dry loads, of which JUnit has a case for each cell.
 
     Text has findings of one kind as one, and the cause of a refusal alone, unless `every`.
@@ -153,13 +162,23 @@ def render_verdicts(verdicts: "Sequence[Verdict]", format: str) -> str:
         verdicts[0] if is_one else list(verdicts),
         format,
         lambda: [*map(verdict_document, verdicts)],
-        lambda: (("verdict" if is_one else each.checkpoint, verdict_gates(each)) for each in verdicts),
-        lambda: "".join(ci.github_answer("accuracy", verdict_gates(verdict)) for verdict in verdicts),
+        lambda: (
+            ("verdict" if is_one else each.checkpoint, verdict_gates(each)) for each in verdicts
+        ),
+        lambda: "".join(
+            ci.github_answer("accuracy", verdict_gates(verdict)) for verdict in verdicts
+        ),
     )
 
 
 def render_cause(verdict: "Verdict") -> str:
-    """The cause of a loss as text, for a verdict that has been shown; nothing where it is not known."""
+    """The cause of a loss as text, for a verdict that has been shown; nothing where it is not
+    known.
+    """
     from vexport.reports.accuracy import cause_parts
 
-    return text.render([Document(title="cause", parts=cause_parts(verdict))]) if verdict.attribution else ""
+    return (
+        text.render([Document(title="cause", parts=cause_parts(verdict))])
+        if verdict.attribution
+        else ""
+    )

@@ -1,4 +1,6 @@
-"""The sections on a verdict: tasks, what decides nothing, how to read the numbers, flipped answers."""
+"""The sections on a verdict: tasks, what decides nothing, how to read the numbers, flipped
+answers.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,7 +8,16 @@ from dataclasses import replace
 from vexport.records import Comparison, Flip, TaskVerdict, TextLimit, TextVerdict, Verdict
 from vexport.records.values import about
 from vexport.reports import document as doc
-from vexport.reports.document import TableCell, badge, muted, page_section, parts, row, table, warnings
+from vexport.reports.document import (
+    TableCell,
+    badge,
+    muted,
+    page_section,
+    parts,
+    row,
+    table,
+    warnings,
+)
 from vexport.reports.findings import verdict_gates
 from vexport.reports.formatting import (
     Scale,
@@ -53,19 +64,28 @@ def cause_parts(verdict: Verdict) -> tuple[doc.Part, ...]:
         ("quantization", attribution.quantization),
         ("engine", attribution.engine),
     )
-    lines = ((name, f"{small(each.mean_kl)} nats a token") for name, each in distances if each is not None)
+    lines = (
+        (name, f"{small(each.mean_kl)} nats a token")
+        for name, each in distances
+        if each is not None
+    )
     return (doc.facts(("cause", attribution_line(attribution)), *lines),)
 
 
 def accuracy_section(verdict: Verdict) -> doc.Section:
     """The tasks, what is shown next to their gates, and what weakens the answer."""
     if verdict.text is not None:
-        lead = "Both models read the same held-out text in vLLM; its log-probabilities decide, not tasks."
+        lead = (
+            "Both models read the same held-out text in vLLM; its log-probabilities decide, "
+            "not tasks."
+        )
         content = parts(text_table(verdict, verdict.text), warnings(verdict.warnings))
         return doc.Section("Accuracy", content, "accuracy", lead)
     lead = (
-        f"Quantized minus baseline on the same documents. The bar spans the {_level(verdict.alpha)} bounds "
-        "that decide: a task passes when all of it lies right of the dashed line, fails when all of it lies "
+        f"Quantized minus baseline on the same documents. The bar spans the "
+        f"{_level(verdict.alpha)} bounds "
+        "that decide: a task passes when all of it lies right of the dashed line, fails when "
+        "all of it lies "
         "left, and is inconclusive across it."
     )
     difference = doc.Column("Difference", numeric=True, noted=True)
@@ -107,7 +127,10 @@ def _lost_table(verdict: Verdict) -> doc.Section | None:
             percent(side.lost / side.answers),
         )
         for task in verdict.tasks
-        for model, side in (("baseline", task.baseline_answers), ("quantized", task.candidate_answers))
+        for model, side in (
+            ("baseline", task.baseline_answers),
+            ("quantized", task.candidate_answers),
+        )
         if side is not None and side.cut + side.empty + side.unparsed
     ]
     if not rows:
@@ -119,12 +142,16 @@ def _lost_table(verdict: Verdict) -> doc.Section | None:
 
 def _task_row(task: TaskVerdict) -> Iterator[TableCell]:
     scale, needed = scale_of(task), task.documents_needed
-    yield TableCell(task_title(task), "" if needed is None else f"{about(needed)} documents would settle it")
+    yield TableCell(
+        task_title(task), "" if needed is None else f"{about(needed)} documents would settle it"
+    )
     yield badge(task.outcome)
     yield TableCell(count(task.documents), f"{task.seeds} answers each" if task.seeds > 1 else "")
     for score in (task.baseline, task.candidate):
         yield TableCell(scale.value(score.value), scale.interval(score.low, score.high))
-    yield TableCell(scale.change(task.difference), f"{scale.changes(task.low, task.high)} {scale.unit}")
+    yield TableCell(
+        scale.change(task.difference), f"{scale.changes(task.low, task.high)} {scale.unit}"
+    )
     yield TableCell(percent(task.recovery), percent_interval(task.recovery_low, task.recovery_high))
     flips = f"{count(task.right_to_wrong)} / {count(task.wrong_to_right)}"
     yield TableCell(flips, f"flips {percent(task.flip_rate, 2)}")
@@ -196,30 +223,42 @@ def _reading(verdict: Verdict) -> doc.Details:
 
 
 def _reading_lines(verdict: Verdict) -> Iterator[str]:
-    """A sentence for each kind of number, the method last (Holm: evaluation/verdict.py, holm_levels)."""
+    """A sentence for each kind of number, the method last (Holm: evaluation/verdict.py,
+    holm_levels).
+    """
     level, tasks = _level(verdict.alpha), len(verdict.tasks)
     loss = accepted_loss(verdict)
-    yield f"Difference: quantized minus baseline on the same documents. A loss of {loss} is accepted."
     yield (
-        f"Interval of a difference: from a {level} lower to a {level} upper bound, each one-sided. All of it "
+        f"Difference: quantized minus baseline on the same documents. A loss of {loss} is accepted."
+    )
+    yield (
+        f"Interval of a difference: from a {level} lower to a {level} upper bound, each "
+        f"one-sided. All of it "
         "above the accepted loss is PASS, all of it below is FAIL, else INCONCLUSIVE."
     )
     if tasks > 1:
         failed = sum(task.outcome == "FAIL" for task in verdict.tasks)
-        levels = dict.fromkeys(_level(verdict.alpha / part) for part in (tasks, max(1, tasks - failed)))
+        levels = dict.fromkeys(
+            _level(verdict.alpha / part) for part in (tasks, max(1, tasks - failed))
+        )
         yield (
-            f"Several tasks: each of the {tasks} must pass, so lower bounds need no correction. One is "
-            f"enough to fail, so upper bounds are corrected for {tasks} tasks (Holm): one alone stands at "
+            f"Several tasks: each of the {tasks} must pass, so lower bounds need no "
+            f"correction. One is "
+            f"enough to fail, so upper bounds are corrected for {tasks} tasks (Holm): one "
+            f"alone stands at "
             f"{' to '.join(levels)}, all together at {level}."
         )
     yield (
-        f"Interval of a score, of recovery (quantized / baseline) and of flips: {_level(2 * verdict.alpha)}, "
+        f"Interval of a score, of recovery (quantized / baseline) and of flips: "
+        f"{_level(2 * verdict.alpha)}, "
         "two-sided."
     )
     if tasks:
         yield (
-            "p (McNemar; a permutation test where answers are not right or wrong): whether the two models "
-            "differ at all. It decides nothing: a small p next to PASS is a real loss that is smaller than "
+            "p (McNemar; a permutation test where answers are not right or wrong): whether the "
+            "two models "
+            "differ at all. It decides nothing: a small p next to PASS is a real loss that is "
+            "smaller than "
             "what was accepted."
         )
     yield f"Method: {method_line(verdict)}."
@@ -253,7 +292,9 @@ def accuracy_tiles(verdict: Verdict | None) -> tuple[doc.Tile, doc.Tile]:
     asked = f"of {count(sum(task.documents * task.seeds for task in verdict.tasks))}"
     return (
         doc.Tile(first, scale.change(worst.difference), scale.unit, note),
-        doc.Tile(second, count(lost + gained), asked, f"{count(lost)} lost, {count(gained)} gained"),
+        doc.Tile(
+            second, count(lost + gained), asked, f"{count(lost)} lost, {count(gained)} gained"
+        ),
     )
 
 
@@ -293,17 +334,22 @@ def _flip(flip: Flip) -> doc.Exchange:
 def text_table(verdict: Verdict, text: TextVerdict) -> doc.Table:
     """A row for each measure against its limit, what was read below it."""
     is_partial = any("lower bound" in limit.measure for limit in text.limits)
-    compared = "the tokens that both sides tell, others as one" if is_partial else "the whole vocabulary"
+    compared = (
+        "the tokens that both sides tell, others as one" if is_partial else "the whole vocabulary"
+    )
     drafts, accepted = text.acceptance, ""
     if drafts:
         accepted = (
-            f"; acceptance length with {drafts.method} {drafts.baseline:.3f} and {drafts.candidate:.3f} "
+            f"; acceptance length with {drafts.method} {drafts.baseline:.3f} and "
+            f"{drafts.candidate:.3f} "
             f"(drafts of {drafts.draft_tokens[0]:.2f} and {drafts.draft_tokens[1]:.2f} tokens)"
         )
     caption = (
-        f"{text.data} ({text.digest}): {plural(text.rows, 'row')}, {count(text.tokens)} tokens, the KL of "
+        f"{text.data} ({text.digest}): {plural(text.rows, 'row')}, {count(text.tokens)} "
+        f"tokens, the KL of "
         f"{count(text.positions)} of them over {compared}; NLL {small(text.baseline_nll)} and "
-        f"{small(text.candidate_nll)}; the likeliest token is the same at {percent(text.top1_agreement)} "
+        f"{small(text.candidate_nll)}; the likeliest token is the same at "
+        f"{percent(text.top1_agreement)} "
         f"({percent_interval(text.top1_low, text.top1_high)}){accepted}; "
         f"alpha {verdict.alpha:g}; {verdict.method}"
     )

@@ -1,6 +1,8 @@
-"""A model card: front matter that the Hugging Face hub reads, and what a user of the checkpoint asks.
+"""A model card: front matter that the Hugging Face hub reads, and what a user of the checkpoint
+asks.
 
-The keys are those of https://huggingface.co/docs/hub/model-cards, written by huggingface_hub's own classes.
+The keys are those of https://huggingface.co/docs/hub/model-cards, written by huggingface_hub's own
+classes.
 """
 
 import re
@@ -47,18 +49,23 @@ _MOST_BYTES, _LONGEST_WORD = 1 << 16, 500
 def render(report: Report) -> str:
     """The card; copy it into the checkpoint as README.md before it is uploaded."""
     answer = (
-        f"**{safe(outcome_line(report.outcome, report_device(report)))}**: {safe(report_sentence(report))}"
+        f"**{safe(outcome_line(report.outcome, report_device(report)))}**: "
+        f"{safe(report_sentence(report))}"
     )
     title = f"# {safe(_model_name(report))}\n\n{safe(size_change(report.plan))}."
     # The vLLM that loaded it, under a name that the reader fills in.
     version = report.load.engine.vllm if report.load.engine else ""
     install = f'pip install "vllm>={version}"\n' if _VERSION.fullmatch(version) else ""
     content = parts(
-        Section("Use", (Paragraph(f"{install}vllm serve PATH_OR_NAME_OF_THIS_CHECKPOINT", "code"),)),
+        Section(
+            "Use", (Paragraph(f"{install}vllm serve PATH_OR_NAME_OF_THIS_CHECKPOINT", "code"),)
+        ),
         _accuracy(report.verdict) if report.verdict else None,
         Section("How it was made", (Listing(row(*_made(report))),)),
     )
-    return f"---\n{_front_matter(report)}\n---\n\n{title}\n\n{answer}\n\n{render_parts(content, 2)}\n"
+    return (
+        f"---\n{_front_matter(report)}\n---\n\n{title}\n\n{answer}\n\n{render_parts(content, 2)}\n"
+    )
 
 
 def _front_matter(report: Report) -> str:
@@ -128,8 +135,12 @@ def _accuracy(verdict: Verdict) -> Section:
 
 
 def _made(report: Report) -> Iterator[str]:
-    """The command, without the folders of the machine that it ran on, and what the load did not show."""
-    command = _ABSOLUTE.sub(lambda match: f"{match[1]}{PurePosixPath(match[2]).name}", report.command)
+    """The command, without the folders of the machine that it ran on, and what the load did not
+    show.
+    """
+    command = _ABSOLUTE.sub(
+        lambda match: f"{match[1]}{PurePosixPath(match[2]).name}", report.command
+    )
     rows = report.calibration_rows
     yield f"vexport {report.vexport}, {report.created}: {command}"
     yield f"calibrated on {plural(rows, 'row')}" if rows else "no calibration"
@@ -145,7 +156,8 @@ def _made(report: Report) -> Iterator[str]:
 
 
 def inherited_card(root: Path) -> Mapping[str, str | tuple[str, ...]]:
-    """The keys of INHERITED in the folder's README.md; none where there is no card, or no valid one.
+    """The keys of INHERITED in the folder's README.md; none where there is no card, or no valid
+    one.
 
     Without a license there, that of the folder's LICENSE file where it is one of LICENSES.
     """

@@ -1,4 +1,6 @@
-"""The tables of schemes, observers, roundings, checks, architectures; the sections of the reference."""
+"""The tables of schemes, observers, roundings, checks, architectures; the sections of the
+reference.
+"""
 
 import json
 import re
@@ -74,18 +76,25 @@ def checks() -> Rows:
         **{name: check.description for name, check in CHECKS.items()},
         SOURCE: COMPARED,
     }
-    return [{"check": name, "what is looked at": description} for name, description in descriptions.items()]
+    return [
+        {"check": name, "what is looked at": description}
+        for name, description in descriptions.items()
+    ]
 
 
 def architectures() -> Rows:
-    """Model classes, whether vLLM runs them with its own code or transformers', and what it fuses."""
+    """Model classes, whether vLLM runs them with its own code or transformers', and what it
+    fuses.
+    """
     from vexport.architectures import architecture_table
 
     return [
         {
             "architecture": name,
             "code": entry.backend or "vLLM",
-            "fused": "; ".join(f"{fused} = {' + '.join(members)}" for fused, members in entry.fused.items())
+            "fused": "; ".join(
+                f"{fused} = {' + '.join(members)}" for fused, members in entry.fused.items()
+            )
             or "nothing",
         }
         for name, entry in architecture_table().architectures.items()
@@ -133,7 +142,9 @@ _FENCE = "```"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceSection:
-    """A heading of a page with all below it, subsections included, as Markdown; depth 1 is the page."""
+    """A heading of a page with all below it, subsections included, as Markdown; depth 1 is the
+    page.
+    """
 
     page: str
     title: str
@@ -164,7 +175,8 @@ def contents() -> str:
 def find_section(name: str) -> ReferenceSection:
     """The section of a name in any case, spaces and punctuation; InputError where nothing has it.
 
-    A scheme with arguments (W4A16_G64) has the section of its preset, or of one that is stored in its format.
+    A scheme with arguments (W4A16_G64) has the section of its preset, or of one that is stored in
+    its format.
     """
     by_name = {_fold(known): section for section in all_sections() for known in section.names}
     if _fold(name) not in by_name and is_scheme(scheme_name(name)):
@@ -185,7 +197,9 @@ def find_section(name: str) -> ReferenceSection:
 
 
 def _fold(name: str) -> str:
-    """A name without case and punctuation: `group size`, `group-size` and `--group-size` are one."""
+    """A name without case and punctuation: `group size`, `group-size` and `--group-size` are
+    one.
+    """
     return re.sub(r"[\W_]", "", name).casefold()
 
 
@@ -193,7 +207,9 @@ def _sections(page: str, text: str) -> Iterator[ReferenceSection]:
     lines = text.splitlines()
     headings = list(_headings(lines))
     for number, (start, depth, title) in enumerate(headings):
-        end = next((line for line, other, _ in headings[number + 1 :] if other <= depth), len(lines))
+        end = next(
+            (line for line, other, _ in headings[number + 1 :] if other <= depth), len(lines)
+        )
         own_end = next((line for line, *_ in headings[number + 1 :]), len(lines))
         aliases = _ALIASES.findall("\n".join(lines[start:own_end]))
         first = [page] if depth == 1 else [title] if " and " in title else title.split(", ")

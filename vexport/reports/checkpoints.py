@@ -1,4 +1,6 @@
-"""Reports on checkpoints: what a check found, what vLLM did with them, what it would do on other devices."""
+"""Reports on checkpoints: what a check found, what vLLM did with them, what it would do on other
+devices.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -95,9 +97,13 @@ def load_suites(reports: Sequence[LoadReport | DryLoadReport]) -> Iterator[tuple
 
 
 def titled(reports: Sequence[T]) -> list[T]:
-    """The reports; of several loads what tells them apart is added to the name of the checkpoint."""
+    """The reports; of several loads what tells them apart is added to the name of the
+    checkpoint.
+    """
     return [
-        replace(report, checkpoint=f"{report.checkpoint} ({column})" if column else report.checkpoint)
+        replace(
+            report, checkpoint=f"{report.checkpoint} ({column})" if column else report.checkpoint
+        )
         for report, column in zip(reports, column_names(reports), strict=True)
     ]
 
@@ -112,12 +118,16 @@ def _document(
         status=gate.status,
         device=report.engine.device if isinstance(report, LoadReport) and report.engine else "",
         sentence=finding_counts(report.findings) + judged_for(report),
-        parts=parts(doc.FindingList(findings, "--format json", every) if findings else None, *content),
+        parts=parts(
+            doc.FindingList(findings, "--format json", every) if findings else None, *content
+        ),
     )
 
 
 def load_facts(load: LoadReport) -> doc.Facts:
-    """The engine, how it was started, what it cannot show, its distance from the reference, its log."""
+    """The engine, how it was started, what it cannot show, its distance from the reference, its
+    log.
+    """
     engine, agreement = load.engine, load.logprobs
     return facts(
         ("vLLM", engine_line(engine)) if engine else None,
@@ -138,11 +148,13 @@ def load_facts(load: LoadReport) -> doc.Facts:
 def column_names(reports: Sequence[CheckpointReport]) -> list[str]:
     """The vLLM, tensor parallel size and mode of each load, as far as the loads differ in them.
 
-    A vLLM is named by its version: that of another load by the same interpreter where one does not know it,
-    else the interpreter. Checks do not differ in any.
+    A vLLM is named by its version: that of another load by the same interpreter where one does not
+    know it, else the interpreter. Checks do not differ in any.
     """
     pythons = ["" if isinstance(report, CheckReport) else report.vllm_python for report in reports]
-    versions = {python: report.vllm for python, report in zip(pythons, reports, strict=True) if report.vllm}
+    versions = {
+        python: report.vllm for python, report in zip(pythons, reports, strict=True) if report.vllm
+    }
     names = [versions.get(python, python or "vLLM") for python in pythons]
     sizes = [f"tp {report.tp}" if isinstance(report, LoadReport) else "" for report in reports]
     modes = [report.mode if isinstance(report, LoadReport) else "" for report in reports]
@@ -151,7 +163,9 @@ def column_names(reports: Sequence[CheckpointReport]) -> list[str]:
         for words, differing in ((names, pythons), (sizes, sizes), (modes, modes))
         if len(set(differing)) > 1
     ]
-    return [" ".join(filter(None, words)) for words in zip(*kept, strict=True)] or [""] * len(reports)
+    return [" ".join(filter(None, words)) for words in zip(*kept, strict=True)] or [""] * len(
+        reports
+    )
 
 
 def _versions(reports: Sequence[LoadReport | DryLoadReport]) -> list[doc.Document]:
@@ -176,7 +190,11 @@ def _load_answer(report: LoadReport | DryLoadReport) -> str:
     if isinstance(report, DryLoadReport):
         loaded = sum(cell.status in _LOADS for cell in report.cells)
         answer = "loads" if report.ok else "FAILS"
-        return answer if loaded == len(report.cells) else f"{answer} ({loaded} of {len(report.cells)} cells)"
+        return (
+            answer
+            if loaded == len(report.cells)
+            else f"{answer} ({loaded} of {len(report.cells)} cells)"
+        )
     if report.ok:
         return "loads"
     first = next(finding for finding in report.findings if finding.severity == "error")
@@ -198,10 +216,16 @@ def _memory(report: DryLoadReport) -> doc.Section:
     """Weights of a rank, and its KV cache for sequences of the same lengths."""
     lengths = (f"KV of {count(sequence.tokens)} tokens" for sequence in report.memory[0].sequences)
     rows = (
-        (f"{rank.tp}", size(rank.weight_bytes), *(size(sequence.kv_bytes) for sequence in rank.sequences))
+        (
+            f"{rank.tp}",
+            size(rank.weight_bytes),
+            *(size(sequence.kv_bytes) for sequence in rank.sequences),
+        )
         for rank in report.memory
     )
-    return doc.Section("memory of each rank", (table(("Ranks", "Weights", *lengths), rows, stack=False),))
+    return doc.Section(
+        "memory of each rank", (table(("Ranks", "Weights", *lengths), rows, stack=False),)
+    )
 
 
 def _rooms(rooms: Sequence[GpuRoom]) -> doc.Section:
@@ -209,9 +233,18 @@ def _rooms(rooms: Sequence[GpuRoom]) -> doc.Section:
     by_gpu: dict[str, list[GpuRoom]] = {}
     for room in rooms:
         by_gpu.setdefault(f"{room.tp} x {room.gpu}", []).append(room)
-    rows = (row(gpu, _free(fit[0]), *(count(room.sequences) for room in fit)) for gpu, fit in by_gpu.items())
-    header = ("GPUs", "For KV cache", *dict.fromkeys(f"of {count(room.tokens)} tokens" for room in rooms))
-    caption = "At most: activations and CUDA graphs take their part, which vLLM measures at its start."
+    rows = (
+        row(gpu, _free(fit[0]), *(count(room.sequences) for room in fit))
+        for gpu, fit in by_gpu.items()
+    )
+    header = (
+        "GPUs",
+        "For KV cache",
+        *dict.fromkeys(f"of {count(room.tokens)} tokens" for room in rooms),
+    )
+    caption = (
+        "At most: activations and CUDA graphs take their part, which vLLM measures at its start."
+    )
     return doc.Section("sequences that fit at once", (table(header, rows, caption, stack=False),))
 
 
@@ -242,7 +275,9 @@ def _matrix(report: DryLoadReport, sizes: list[int]) -> doc.Section:
 
 
 def _equal_rows(layers: Sequence[MatrixRow], tp: int) -> Iterator[tuple[doc.TableCell | str, ...]]:
-    """The kinds of layers that are stored alike and do alike, together: the last part of each name, once."""
+    """The kinds of layers that are stored alike and do alike, together: the last part of each name,
+    once.
+    """
     alike: dict[doc.Row, list[MatrixRow]] = {}
     for kind in layers:
         # W8A8 is integers or floats, which vLLM's name of the scheme says.

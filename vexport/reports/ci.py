@@ -1,7 +1,7 @@
 """JUnit XML, one test case for a gate, and workflow commands of GitHub Actions, the errors first.
 
-The escapes of a command are those of actions/toolkit (packages/core/src/command.ts); GitHub shows ten
-annotations a step.
+The escapes of a command are those of actions/toolkit (packages/core/src/command.ts); GitHub shows
+ten annotations a step.
 """
 
 import json
@@ -36,7 +36,9 @@ Suite = tuple[str, Sequence[Gate]]
 
 
 def junit(suites: Iterable[Suite], seconds: Mapping[str, float] | None = None) -> str:
-    """Suites by name with a case for each of their gates; `seconds` are what gates took, by name."""
+    """Suites by name with a case for each of their gates; `seconds` are what gates took, by
+    name.
+    """
     seconds, suites = seconds or {}, list(suites)
     every = [gate for _, gates in suites for gate in gates]
     root = ElementTree.Element("testsuites", {"name": "vexport", **_totals(every, seconds)})
@@ -45,10 +47,18 @@ def junit(suites: Iterable[Suite], seconds: Mapping[str, float] | None = None) -
         suite = ElementTree.SubElement(root, "testsuite", attributes)
         for gate in gates:
             time = f"{seconds.get(gate.name, 0.0):.3f}"
-            attributes = {"classname": f"vexport.{visible(name)}", "name": visible(gate.name), "time": time}
+            attributes = {
+                "classname": f"vexport.{visible(name)}",
+                "name": visible(gate.name),
+                "time": time,
+            }
             _fill(ElementTree.SubElement(suite, "testcase", attributes), gate)
     ElementTree.indent(root)
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
+    return (
+        '<?xml version="1.0" encoding="utf-8"?>\n'
+        + ElementTree.tostring(root, encoding="unicode")
+        + "\n"
+    )
 
 
 def _totals(gates: Sequence[Gate], seconds: Mapping[str, float]) -> dict[str, str]:
@@ -63,19 +73,25 @@ def _totals(gates: Sequence[Gate], seconds: Mapping[str, float]) -> dict[str, st
 
 def _fill(case: ElementTree.Element, gate: Gate) -> None:
     message = visible(gate.message)
-    lines = (f"{kind.first.severity}: {visible(str(kind.finding))}" for kind in kinds(gate.findings))
+    lines = (
+        f"{kind.first.severity}: {visible(str(kind.finding))}" for kind in kinds(gate.findings)
+    )
     details = "\n".join(lines) or message
     if gate.status == "SKIPPED":
         ElementTree.SubElement(case, "skipped", {"message": message})
     elif gate.status == "PASS":
         ElementTree.SubElement(case, "system-out").text = details
     else:
-        ElementTree.SubElement(case, "failure", {"message": message, "type": gate.status}).text = details
+        ElementTree.SubElement(
+            case, "failure", {"message": message, "type": gate.status}
+        ).text = details
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Annotation:
-    """A message at a file relative to the workspace, empty where none is known, and its line from 1."""
+    """A message at a file relative to the workspace, empty where none is known, and its line from
+    1.
+    """
 
     level: _Level
     title: str
@@ -89,7 +105,9 @@ class _Annotation:
             f"{name}={_escaped(visible(value)).replace(':', '%3A').replace(',', '%2C')}"
             for name, value in {**place, "title": self.title}.items()
         )
-        return f"::{self.level} {properties}::{_escaped(visible(clip(self.message, _MAX_CHARACTERS)))}"
+        return (
+            f"::{self.level} {properties}::{_escaped(visible(clip(self.message, _MAX_CHARACTERS)))}"
+        )
 
 
 def _escaped(text: str) -> str:
@@ -97,7 +115,9 @@ def _escaped(text: str) -> str:
 
 
 def github_answer(name: str, gates: Sequence[Gate], scenario: Path | None = None) -> str:
-    """The last gate, which is the answer, then errors and warnings of the others; at the scenario's file."""
+    """The last gate, which is the answer, then errors and warnings of the others; at the scenario's
+    file.
+    """
     *others, overall = gates
     line, _, sentence = overall.message.partition(": ")
     level = _OF_STATUS[overall.status]
@@ -107,29 +127,42 @@ def github_answer(name: str, gates: Sequence[Gate], scenario: Path | None = None
     return _lines(*(replace(note, file=file, line=1) for note in (answer, *_gravest_first(notes))))
 
 
-def github_checkpoints(name: str, reports: Sequence[CheckReport | LoadReport | DryLoadReport]) -> str:
-    """Every checkpoint's errors and warnings of the gate `name`, or one notice where there are none.
+def github_checkpoints(
+    name: str, reports: Sequence[CheckReport | LoadReport | DryLoadReport]
+) -> str:
+    """Every checkpoint's errors and warnings of the gate `name`, or one notice where there are
+    none.
 
     What a check did not judge is a notice.
     """
     gates = [(report.checkpoint, checkpoint_gate(name, report)) for report in titled(reports)]
     unjudged = [
-        _Annotation(level="notice", title=f"{name}: not judged", message=f"{report.checkpoint}: {each.brief}")
+        _Annotation(
+            level="notice",
+            title=f"{name}: not judged",
+            message=f"{report.checkpoint}: {each.brief}",
+        )
         for report in reports
         if isinstance(report, CheckReport)
         for each in report.not_judged
     ]
     if all(gate.status == "PASS" and not gate.findings for _, gate in gates):
         message = f"{plural(len(gates), 'checkpoint')} without a finding{judged_for(reports[0])}"
-        return _lines(_Annotation(level="notice", title=f"vexport {name} PASS", message=message), *unjudged)
+        return _lines(
+            _Annotation(level="notice", title=f"vexport {name} PASS", message=message), *unjudged
+        )
     notes = (note for place, gate in gates for note in _of_gate(gate, place))
     return _lines(*_gravest_first((*notes, *unjudged)))
 
 
 def _of_gate(gate: Gate, checkpoint: str = "") -> Iterator[_Annotation]:
-    """Its findings but the notes; without an error among them, the gate itself where it did not pass."""
+    """Its findings but the notes; without an error among them, the gate itself where it did not
+    pass.
+    """
     prefix = f"{checkpoint}: " if checkpoint else ""
-    if gate.status in ("FAIL", "INCONCLUSIVE") and not any(f.severity == "error" for f in gate.findings):
+    if gate.status in ("FAIL", "INCONCLUSIVE") and not any(
+        f.severity == "error" for f in gate.findings
+    ):
         title = f"{gate.name} {gate.status}"
         yield _Annotation(level=_OF_STATUS[gate.status], title=title, message=prefix + gate.message)
     for kind in fold(gate.findings):
@@ -154,10 +187,11 @@ def _lines(*annotations: _Annotation) -> str:
 
 
 def _place(checkpoint: str, finding: Finding) -> tuple[str, int]:
-    """The file of a finding on `checkpoint` and its line; no file where that is no folder of the workspace.
+    """The file of a finding on `checkpoint` and its line; no file where that is no folder of the
+    workspace.
 
-    The file that the finding names, else the index of the weights or their file, else config.json. The
-    checkpoint's name may say in brackets how it was loaded.
+    The file that the finding names, else the index of the weights or their file, else config.json.
+    The checkpoint's name may say in brackets how it was loaded.
     """
     with suppress(OSError, ValueError):
         folders = (Path(name) for name in (checkpoint, checkpoint.rpartition(" (")[0]) if name)
@@ -169,7 +203,9 @@ def _place(checkpoint: str, finding: Finding) -> tuple[str, int]:
 
 
 def _in_workspace(file: Path) -> str:
-    """A file as GitHub names it; empty outside GITHUB_WORKSPACE (the current folder without one)."""
+    """A file as GitHub names it; empty outside GITHUB_WORKSPACE (the current folder without
+    one).
+    """
     workspace = Path(os.environ.get("GITHUB_WORKSPACE") or ".").resolve()
     absolute = file.absolute() if file.absolute().is_relative_to(workspace) else file.resolve()
     return absolute.relative_to(workspace).as_posix() if absolute.is_relative_to(workspace) else ""
@@ -185,7 +221,9 @@ def _named(root: Path, name: str) -> Path | None:
 
 
 def _stored(root: Path, where: str) -> Path | None:
-    """The index of the weights, or their only file, where `where` is the name of a tensor or layer."""
+    """The index of the weights, or their only file, where `where` is the name of a tensor or
+    layer.
+    """
     if "." not in where or "/" in where or " " in where.strip():
         return None
     files = (*root.glob("*.safetensors.index.json"), *sorted(root.glob("*.safetensors")))

@@ -1,7 +1,7 @@
 """The parts of a report: built once for each kind of report, drawn by one renderer for each form.
 
-Every text here may come from a checkpoint, a model or a data set: the renderers escape and clip it. Only HTML
-draws charts.
+Every text here may come from a checkpoint, a model or a data set: the renderers escape and clip it.
+Only HTML draws charts.
 """
 
 import math
@@ -25,8 +25,8 @@ PAGE: tuple[Form, ...] = ("html",)
 class TableCell:
     """A value with a remark on it (its interval).
 
-    `tone` is the CSS class of a status or severity, `badge` draws the text as a label in that tone; `mono` is
-    for names of tensors and layers, `href` a link relative to the page.
+    `tone` is the CSS class of a status or severity, `badge` draws the text as a label in that tone;
+    `mono` is for names of tensors and layers, `href` a link relative to the page.
     """
 
     text: str
@@ -39,7 +39,9 @@ class TableCell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table; `omit` names the forms without it, plain text shows notes where `noted`."""
+    """A column of a table; `omit` names the forms without it, plain text shows notes where
+    `noted`.
+    """
 
     title: str
     numeric: bool = False
@@ -114,7 +116,9 @@ class FindingList:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A prompt with its answers (each a label, a text and a tone); `group` is what a section filters by."""
+    """A prompt with its answers (each a label, a text and a tone); `group` is what a section
+    filters by.
+    """
 
     label: str
     prompt: str
@@ -151,7 +155,10 @@ class Forest:
         """The positions of at most seven round values, and their labels."""
         least = (self.high - self.low) / 6
         power = 10.0 ** math.floor(math.log10(least))
-        step = next((power * times for times in (1, 2, 5) if power * times >= least * (1 - 1e-9)), 10 * power)
+        step = next(
+            (power * times for times in (1, 2, 5) if power * times >= least * (1 - 1e-9)),
+            10 * power,
+        )
         for index in range(math.ceil(self.low / step), math.floor(self.high / step) + 1):
             shown = index * step * (100 if self.scale.shares else 1)
             yield self.at(index * step), f"{shown:+.3g}" if index else "0"
@@ -172,7 +179,18 @@ class Section:
     filters: tuple[tuple[str, str], ...] = ()
 
 
-Part = Section | Table | Paragraph | Listing | Facts | Details | FindingList | Exchange | Tokens | Forest
+Part = (
+    Section
+    | Table
+    | Paragraph
+    | Listing
+    | Facts
+    | Details
+    | FindingList
+    | Exchange
+    | Tokens
+    | Forest
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +207,9 @@ class Tile:
 class Document:
     """A report on one thing: its answer, the gates that gave it, and the parts in order.
 
-    `status` is None where there is nothing to answer. `device` ran the model. `next_step` is a command, or
-    nothing, and a sentence; `footer` is small print. `wide` text is not wrapped: commands are copied from it.
+    `status` is None where there is nothing to answer. `device` ran the model. `next_step` is a
+    command, or nothing, and a sentence; `footer` is small print. `wide` text is not wrapped:
+    commands are copied from it.
     """
 
     title: str
@@ -230,7 +249,9 @@ def table(
 ) -> Table:
     """A table with columns by title (those after a `>` hold numbers)."""
     columns = (
-        title if isinstance(title, Column) else Column(title.removeprefix(">"), numeric=title.startswith(">"))
+        title
+        if isinstance(title, Column)
+        else Column(title.removeprefix(">"), numeric=title.startswith(">"))
         for title in titles
     )
     return Table(tuple(columns), tuple(row(*values) for values in rows), caption, stack)
@@ -249,7 +270,9 @@ def parts(*items: Part | Iterable[Part] | None) -> tuple[Part, ...]:
     return tuple(flat)
 
 
-def page_section(title: str, anchor: str, lead: str, *items: Part | Iterable[Part] | None) -> Section:
+def page_section(
+    title: str, anchor: str, lead: str, *items: Part | Iterable[Part] | None
+) -> Section:
     """A section of the HTML page alone."""
     return Section(title, parts(*items), anchor, lead, PAGE)
 
@@ -265,7 +288,9 @@ def warnings(texts: Iterable[str]) -> list[Paragraph]:
 
 
 def finding_parts(part: FindingList, limit: int) -> tuple[Part, ...]:
-    """Tables of at most `limit` kinds, below them what may follow from each, and where all findings are."""
+    """Tables of at most `limit` kinds, below them what may follow from each, and where all findings
+    are.
+    """
     by_gate: dict[str, list[Finding]] = {}
     for gate, finding in part.findings:
         by_gate.setdefault(gate, []).append(finding)

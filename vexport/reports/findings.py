@@ -1,5 +1,6 @@
-"""Findings and gates for people: findings of one kind as one, what follows from a wrong config under its
-cause, and the gates of a run in their order, which CI shows as test cases and people read as a checklist.
+"""Findings and gates for people: findings of one kind as one, what follows from a wrong config
+under its cause, and the gates of a run in their order, which CI shows as test cases and people read
+as a checklist.
 
 JSON has each finding; every other format says how many it stands for.
 """
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 SEVERITIES: Sequence[Severity] = ("error", "warning", "info")
 Status = Literal["PASS", "FAIL", "INCONCLUSIVE", "SKIPPED"]
 _NUMBER = re.compile(r"\d+")
-# Dotted names of three parts and more: modules and tensors. A long word is read once, from its beginning.
+# Dotted names of three parts and more: modules and tensors. A long word is read once, from its
+# beginning.
 _NAME = re.compile(r"(?<![\w#])[\w#]+(?:\.[\w#]+){2,}")
 _INDEX = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=[.\s]|$)")
 _MAX_RUNS = 4
@@ -75,13 +77,17 @@ class Folded:
     def finding(self) -> Finding:
         """One finding for all of the kind, whose remedy says how many it stands for."""
         notes = [f"{self.count - 1:,} more like it"] if self.count > 1 else []
-        notes += [f"{plural(self.following, 'more finding')} may follow from it"] if self.follow else []
+        notes += (
+            [f"{plural(self.following, 'more finding')} may follow from it"] if self.follow else []
+        )
         fix = f"{self.first.fix} ({', '.join(notes)})" if notes else self.first.fix
         return replace(self.first, where=self.places, fix=fix)
 
 
 def fold(findings: Sequence[Finding]) -> tuple[Folded, ...]:
-    """The kinds of findings in the order in which they came; the last cause has what may follow from it."""
+    """The kinds of findings in the order in which they came; the last cause has what may follow
+    from it.
+    """
     if not any(map(_is_cause, findings)):
         return kinds(findings)
     follow = kinds(finding for finding in findings if _follows(finding))
@@ -95,11 +101,16 @@ def kinds(findings: Iterable[Finding]) -> tuple[Folded, ...]:
     alike: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         shapes = (
-            _NAME.sub("NAME", _NUMBER.sub("#", text)) for text in (finding.got, finding.expected, finding.fix)
+            _NAME.sub("NAME", _NUMBER.sub("#", text))
+            for text in (finding.got, finding.expected, finding.fix)
         )
         alike.setdefault((finding.check, finding.severity, *shapes), []).append(finding)
     return tuple(
-        Folded(first=same[0], places=folded_places([finding.where for finding in same]), count=len(same))
+        Folded(
+            first=same[0],
+            places=folded_places([finding.where for finding in same]),
+            count=len(same),
+        )
         for same in alike.values()
     )
 
@@ -113,7 +124,8 @@ def _follows(finding: Finding) -> bool:
 
 
 def folded_places(places: Sequence[str]) -> str:
-    """`model.layers.0-29.{mlp.down_proj, mlp.up_proj}.weight`: numbers as ranges, other parts in braces.
+    """`model.layers.0-29.{mlp.down_proj, mlp.up_proj}.weight`: numbers as ranges, other parts in
+    braces.
 
     A number whose range would name other places too is `*`.
     """
@@ -152,7 +164,10 @@ def _braced(names: Sequence[str]) -> str:
     parts = [name.split(".") for name in names]
     shortest = min(map(len, parts)) - 1
     start = next((n for n in range(shortest) if len({p[n] for p in parts}) > 1), shortest)
-    end = next((n for n in range(shortest - start) if len({p[-1 - n] for p in parts}) > 1), shortest - start)
+    end = next(
+        (n for n in range(shortest - start) if len({p[-1 - n] for p in parts}) > 1),
+        shortest - start,
+    )
     middles = [".".join(part[start : len(part) - end]) for part in parts]
     more = f", and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     inside = "{" + ", ".join(middles[:_MAX_NAMES]) + more + "}"
@@ -175,7 +190,9 @@ class Gate:
 
 
 def report_gates(report: "Report") -> tuple[Gate, ...]:
-    """plan, check, dry load, load of both models, every task, the answer; a stage not reached is SKIPPED."""
+    """plan, check, dry load, load of both models, every task, the answer; a stage not reached is
+    SKIPPED.
+    """
     unasked = _NOT_ASKED if report.outcome == "PASS" else _NOT_RUN
     overall = f"{outcome_line(report.outcome, report_device(report))}: {report_sentence(report)}"
     return (
@@ -196,11 +213,15 @@ def report_gates(report: "Report") -> tuple[Gate, ...]:
 def verdict_gates(verdict: "Verdict") -> tuple[Gate, ...]:
     """Every task, or every measure of the text, and the answer."""
     message = f"{outcome_line(verdict.outcome, verdict.device)}: {verdict.reason}"
-    return (*_accuracy_gates(verdict), Gate(name="overall", status=verdict.outcome, message=message))
+    return (
+        *_accuracy_gates(verdict),
+        Gate(name="overall", status=verdict.outcome, message=message),
+    )
 
 
 def check_gates(report: CheckReport, families: Sequence[str]) -> tuple[Gate, ...]:
-    """A gate for every family of checks, and for what else found something; without any the gate `check`.
+    """A gate for every family of checks, and for what else found something; without any the gate
+    `check`.
 
     What was not judged is SKIPPED.
     """
@@ -211,7 +232,9 @@ def check_gates(report: CheckReport, families: Sequence[str]) -> tuple[Gate, ...
     by_name: dict[str, list[Finding]] = {name: [] for name in families}
     for finding in report.findings:
         by_name.setdefault(finding.check, []).append(finding)
-    idle = {each.what: f"not judged: {each.why}" for each in report.idle if not by_name.get(each.what)}
+    idle = {
+        each.what: f"not judged: {each.why}" for each in report.idle if not by_name.get(each.what)
+    }
     return (
         *(
             Gate(name=name, status="SKIPPED", message=idle[name])
@@ -226,7 +249,9 @@ def check_gates(report: CheckReport, families: Sequence[str]) -> tuple[Gate, ...
 def cell_gate(cell: MatrixCell) -> Gate:
     """One cell of a dry load: FAIL where it must load and does not, SKIPPED where it need not."""
     loads = cell.status in ("loads", "other precision")
-    status: Status = "PASS" if loads else "FAIL" if cell.needed or cell.status == "faulty" else "SKIPPED"
+    status: Status = (
+        "PASS" if loads else "FAIL" if cell.needed or cell.status == "faulty" else "SKIPPED"
+    )
     message = ": ".join(filter(None, (cell.status, without_details(cell.reason))))
     return Gate(name=f"tp {cell.tp}, sm {cell.sm}", status=status, message=message)
 
@@ -234,12 +259,17 @@ def cell_gate(cell: MatrixCell) -> Gate:
 def checkpoint_gate(
     name: str, report: CheckReport | DryLoadReport | LoadReport, *, every: bool = False
 ) -> Gate:
-    """The findings on one checkpoint; FAIL where the report is not ok, whatever the findings say."""
+    """The findings on one checkpoint; FAIL where the report is not ok, whatever the findings
+    say.
+    """
     return findings_gate(name, report.findings, ok=report.ok, every=every)
 
 
-def findings_gate(name: str, findings: Sequence[Finding], *, ok: bool = True, every: bool = False) -> Gate:
-    """FAIL with an error finding or where `ok` is off; the message is the first error or the counts.
+def findings_gate(
+    name: str, findings: Sequence[Finding], *, ok: bool = True, every: bool = False
+) -> Gate:
+    """FAIL with an error finding or where `ok` is off; the message is the first error or the
+    counts.
 
     Of a refusal the findings have the cause alone, unless `every`: then vLLM's own words, too.
     """
@@ -262,9 +292,13 @@ def _load_gate(name: str, report: LoadReport) -> Gate:
 
 def _accuracy_gates(verdict: "Verdict") -> Iterator[Gate]:
     for task in verdict.tasks:
-        yield Gate(name=task_title(task), status=task.outcome, message=_task_message(task, verdict.margin))
+        yield Gate(
+            name=task_title(task), status=task.outcome, message=_task_message(task, verdict.margin)
+        )
     for limit in verdict.text.limits if verdict.text else ():
-        yield Gate(name=f"text ({limit.measure})", status=limit.outcome, message=_text_message(limit))
+        yield Gate(
+            name=f"text ({limit.measure})", status=limit.outcome, message=_text_message(limit)
+        )
 
 
 def _task_message(task: "TaskVerdict", margin: float) -> str:
@@ -285,7 +319,9 @@ def _task_message(task: "TaskVerdict", margin: float) -> str:
 
 def _text_message(limit: "TextLimit") -> str:
     """The value and bounds of one measure of the text against the limit."""
-    unit, bound = ("", f"{limit.limit:.0%}") if limit.is_share else (" nats per token", f"{limit.limit:g}")
+    unit, bound = (
+        ("", f"{limit.limit:.0%}") if limit.is_share else (" nats per token", f"{limit.limit:g}")
+    )
     rows = limit.rows_needed
     more = f"; about {count(rows)} rows would settle it" if rows is not None else ""
     return f"{nats(limit, limit.value)}{unit} ({nats_interval(limit)}), limit {bound}{more}"
@@ -306,7 +342,9 @@ def finding_counts(findings: Iterable[Finding]) -> str:
 
 
 def judged_for(report: CheckReport | LoadReport | DryLoadReport) -> str:
-    """` for vLLM 0.32, TP 1, any GPU`: what a check asked; nothing for a load, which names its engine."""
+    """` for vLLM 0.32, TP 1, any GPU`: what a check asked; nothing for a load, which names its
+    engine.
+    """
     if not isinstance(report, CheckReport) or not report.vllm:
         return ""
     gpus = f"SM {', '.join(map(str, report.sm))}" if report.sm else "any GPU"

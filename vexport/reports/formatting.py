@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 from vexport.records import EngineInfo, ExpertCoverage, Plan
 
 if TYPE_CHECKING:
-    from vexport.records import Attribution, Comparison, Prompting, Report, TaskVerdict, TextLimit, Verdict
+    from vexport.records import (
+        Attribution,
+        Comparison,
+        Prompting,
+        Report,
+        TaskVerdict,
+        TextLimit,
+        Verdict,
+    )
 
 NOT_AVAILABLE = "n/a"
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -28,7 +36,9 @@ MAX_NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The reading of one metric's numbers: shares in per cent and points, anything else in its own units."""
+    """The reading of one metric's numbers: shares in per cent and points, anything else in its own
+    units.
+    """
 
     shares: bool
     nats: bool = False
@@ -108,7 +118,9 @@ def plural(number: int, noun: str, nouns: str = "") -> str:
 
 def decibels(value: float) -> str:
     """Signal-to-noise in dB with one decimal; `exact` where there is no noise at all."""
-    return "exact" if value == math.inf else f"{value:.1f}" if math.isfinite(value) else NOT_AVAILABLE
+    return (
+        "exact" if value == math.inf else f"{value:.1f}" if math.isfinite(value) else NOT_AVAILABLE
+    )
 
 
 def small(value: float) -> str:
@@ -137,7 +149,9 @@ def outcome_line(outcome: str, device: str) -> str:
 
 
 def report_device(report: "Report") -> str:
-    """The device that ran the quantized model, or the server that answered; empty where none did."""
+    """The device that ran the quantized model, or the server that answered; empty where none
+    did.
+    """
     if report.verdict is not None and "://" in report.verdict.device:
         return report.verdict.device
     return report.load.engine.device if report.load.engine else ""
@@ -147,7 +161,9 @@ def report_sentence(report: "Report") -> str:
     """The reason for the outcome of a run; of a checkpoint that loads its size too."""
     if not report.load.ok or not report.plan.source_bytes:
         return report.reason
-    return f"{report.reason}. {ratio(report.plan.output_bytes, report.plan.source_bytes)} of the size."
+    return (
+        f"{report.reason}. {ratio(report.plan.output_bytes, report.plan.source_bytes)} of the size."
+    )
 
 
 def next_step(report: "Report") -> tuple[str, str]:
@@ -157,14 +173,21 @@ def next_step(report: "Report") -> tuple[str, str]:
     if report.verdict and any(task.too_many_lost for task in report.verdict.tasks):
         return "", "Raise max_gen_toks until answers end by themselves, and evaluate again."
     if report.verdict and any(task.uninformative for task in report.verdict.tasks):
-        return "", "Ask the models as they were trained (apply_chat_template), or choose tasks they can do."
+        return (
+            "",
+            "Ask the models as they were trained (apply_chat_template), or choose tasks they "
+            "can do.",
+        )
     if report.outcome == "INCONCLUSIVE":
         more = "Evaluate more documents, tasks or text (evaluate.limit, tasks, text_rows)"
         return "", f"{more}, or accept a larger loss."
     if report.load.ok:
         more = "Keep the layers that lose most, choose a scheme with more bits"
         return "", f"{more}, or leave the choice to `scheme: auto`."
-    return "", "Fix the findings below; vexport repair CHECKPOINT OUT fixes those that can be fixed."
+    return (
+        "",
+        "Fix the findings below; vexport repair CHECKPOINT OUT fixes those that can be fixed.",
+    )
 
 
 def opening(sentence: str) -> str:
@@ -177,7 +200,9 @@ def size_change(plan: Plan) -> str:
     """Bytes before and after, and bits per weight."""
     share = ratio(plan.output_bytes, plan.source_bytes)
     bits = bits_per_weight(plan.output_bytes, plan.parameters)
-    return f"{size(plan.source_bytes)} to {size(plan.output_bytes)} ({share}), {bits} bits per weight"
+    return (
+        f"{size(plan.source_bytes)} to {size(plan.output_bytes)} ({share}), {bits} bits per weight"
+    )
 
 
 def schemes_in_use(plan: Plan) -> str:
@@ -193,19 +218,25 @@ def engine_line(engine: EngineInfo) -> str:
 
 
 def served_with(engine: EngineInfo) -> str:
-    """`tensor_parallel_size 2, max_num_seqs 256`: how the engine was started, without what is off."""
+    """`tensor_parallel_size 2, max_num_seqs 256`: how the engine was started, without what is
+    off.
+    """
     return ", ".join(
         f"{name} {value}" for name, value in engine.settings.items() if (name, value) not in _OFF
     )
 
 
 def scale_of(task: "TaskVerdict | Comparison") -> Scale:
-    """Return per cent for shares, as in the verdict's reason; else nats or the metric's own units."""
+    """Return per cent for shares, as in the verdict's reason; else nats or the metric's own
+    units.
+    """
     return Scale(task.in_shares, nats=task.unit == "nats")
 
 
 def direction_note(comparison: "Comparison") -> str:
-    """Return the direction of a metric that is no share, or of which less is better; else nothing."""
+    """Return the direction of a metric that is no share, or of which less is better; else
+    nothing.
+    """
     better = "higher is better" if comparison.higher_is_better else "lower is better"
     if comparison.unit == "nats":
         kind = "log-likelihood" if comparison.higher_is_better else "negative log-likelihood"
@@ -235,7 +266,9 @@ def accepted_loss(verdict: "Verdict") -> str:
 def method_line(verdict: "Verdict") -> str:
     """The accepted loss and risk, the test, and how the models were asked."""
     asked = f"; {_prompting_line(verdict.prompting)}" if verdict.prompting else ""
-    return f"accepted loss {accepted_loss(verdict)}, alpha {verdict.alpha:g}; {verdict.method}{asked}"
+    return (
+        f"accepted loss {accepted_loss(verdict)}, alpha {verdict.alpha:g}; {verdict.method}{asked}"
+    )
 
 
 def _prompting_line(prompting: "Prompting") -> str:
@@ -244,7 +277,9 @@ def _prompting_line(prompting: "Prompting") -> str:
     plain = ", ".join(prompting.untemplated[:_MAX_TASKS])
     kept = f", but not to {plain}: plain text" if plain else ""
     parts = [
-        f"chat template: applied (sha {template[:8]}){kept}" if template else "chat template: not applied"
+        f"chat template: applied (sha {template[:8]}){kept}"
+        if template
+        else "chat template: not applied"
     ]
     by_count: dict[int, list[str]] = {}
     for task, shots in prompting.num_fewshot.items():
@@ -272,19 +307,24 @@ def nats_interval(limit: "TextLimit") -> str:
 
 
 def coverage_lines(experts: Sequence[ExpertCoverage]) -> Iterator[str]:
-    """The tokens that the router sent to the experts of all layers, then the experts it sent none."""
+    """The tokens that the router sent to the experts of all layers, then the experts it sent
+    none.
+    """
     if not experts:
         return
     fewest, most = min(layer.fewest for layer in experts), max(layer.most for layer in experts)
     yield (
-        f"{plural(sum(layer.experts for layer in experts), 'expert')} in {plural(len(experts), 'layer')}: "
+        f"{plural(sum(layer.experts for layer in experts), 'expert')} in "
+        f"{plural(len(experts), 'layer')}: "
         f"{count(fewest)} to {count(most)} calibration tokens routed to each, "
         f"median {median(layer.median for layer in experts):.0f}"
     )
     unreached = [layer for layer in experts if layer.none]
     if unreached:
         total, shown = sum(len(layer.none) for layer in unreached), unreached[:MAX_NAMED]
-        named = "; ".join(f"{layer.name} {', '.join(map(str, layer.none[:MAX_NAMED]))}" for layer in shown)
+        named = "; ".join(
+            f"{layer.name} {', '.join(map(str, layer.none[:MAX_NAMED]))}" for layer in shown
+        )
         rest = total - sum(len(layer.none[:MAX_NAMED]) for layer in shown)
         more = f" and {count(rest)} more" if rest else ""
         yield f"no token was routed to {plural(total, 'expert')}: {named}{more}"

@@ -13,7 +13,9 @@ MAX_TEXT = 2000
 
 def render(document: Document) -> str:
     """The page; the same document gives the same bytes, and every value is escaped."""
-    sections = [part for part in document.parts if isinstance(part, Section) and "html" in part.forms]
+    sections = [
+        part for part in document.parts if isinstance(part, Section) and "html" in part.forms
+    ]
     failed = [gate for gate in document.gates if gate.findings and gate.status == "FAIL"]
     context = {
         "document": document,
@@ -52,4 +54,8 @@ def _environment() -> Environment:
 
 def _finalize(value: object) -> object:
     """Every printed string passes here before it is escaped; Markup was printed once already."""
-    return visible(value, keep="\n\t") if isinstance(value, str) and not isinstance(value, Markup) else value
+    return (
+        visible(value, keep="\n\t")
+        if isinstance(value, str) and not isinstance(value, Markup)
+        else value
+    )

@@ -1,5 +1,5 @@
-"""Weights and layers in a page's sections: sizes, rounding, signal-to-noise, sensitivity, drift; how weights
-were rounded in sentences and findings too.
+"""Weights and layers in a page's sections: sizes, rounding, signal-to-noise, sensitivity, drift;
+how weights were rounded in sentences and findings too.
 """
 
 import math
@@ -39,16 +39,17 @@ from vexport.reports.formatting import (
 )
 
 MAX_LAYERS = 400
-# Calibration tokens for each column of a weight. Mean KL in nats of SmolLM2-135M with only down_proj rounded
-# (W4A16_G64), on held-out text of the same kind and of another kind:
+# Calibration tokens for each column of a weight. Mean KL in nats of SmolLM2-135M with only
+# down_proj rounded (W4A16_G64), on held-out text of the same kind and of another kind:
 #   nearest                 .129   .121
 #   refit, 1 token          .0350  .0454
 #   refit, 2 tokens         .0302  .0387
 #   refit, 4 tokens         .0281  .0373
 #   refit, 7 tokens         .0253  .0350
 #   GPTQ, 1 token           .0443  .0584
-# Below 2 tokens the KL is more than a tenth higher than with 7, which is always worth a warning. From 4 to 7
-# it still falls by 6 percent and more: a reason to use the default amount of text, but not more than that.
+# Below 2 tokens the KL is more than a tenth higher than with 7, which is always worth a warning.
+# From 4 to 7 it still falls by 6 percent and more: a reason to use the default amount of text, but
+# not more than that.
 ENOUGH_TOKENS, FEWEST_TOKENS = 6, 2
 # The defaults of --samples and --seq-len.
 USUAL_TOKENS = 128 * 512
@@ -65,8 +66,12 @@ def size_section(report: Report) -> doc.Section:
         f"{layers} linear layers quantized in {count(len(plan.groups))} fusion groups "
         f"({schemes_in_use(plan)}); {count(len(plan.kept_linears))} kept{kept}."
     )
-    before, after = (bits_per_weight(n, plan.parameters) for n in (plan.source_bytes, plan.output_bytes))
-    whole = KindSize(kind="checkpoint", source_bytes=plan.source_bytes, output_bytes=plan.output_bytes)
+    before, after = (
+        bits_per_weight(n, plan.parameters) for n in (plan.source_bytes, plan.output_bytes)
+    )
+    whole = KindSize(
+        kind="checkpoint", source_bytes=plan.source_bytes, output_bytes=plan.output_bytes
+    )
     rows = (
         (
             each.kind,
@@ -77,14 +82,19 @@ def size_section(report: Report) -> doc.Section:
         for each in (*report.sizes, whole)
     )
     bits = muted(
-        f"{after} bits per weight, was {before}: everything stored, scales and kept layers included, over "
+        f"{after} bits per weight, was {before}: everything stored, scales and kept layers "
+        f"included, over "
         f"{count(plan.parameters)} parameters."
     )
-    return page_section("Size", "size", lead, table(("Kind", ">Source", ">Quantized", ">Share"), rows), bits)
+    return page_section(
+        "Size", "size", lead, table(("Kind", ">Source", ">Quantized", ">Share"), rows), bits
+    )
 
 
 def noise_section(layers: Sequence[LayerError]) -> doc.Section | None:
-    """Signal-to-noise of the layers by kind and scheme, then one by one; nothing where none has any noise."""
+    """Signal-to-noise of the layers by kind and scheme, then one by one; nothing where none has any
+    noise.
+    """
     if not any(math.isfinite(layer.snr_db) for layer in layers):
         return None
     kinds: dict[tuple[str, str], list[float]] = {}
@@ -94,7 +104,10 @@ def noise_section(layers: Sequence[LayerError]) -> doc.Section | None:
         (mono(kind), scheme, count(len(noise)), decibels(min(noise)), decibels(median(noise)))
         for (kind, scheme), noise in kinds.items()
     )
-    rows = [(mono(layer.name), layer.scheme, decibels(layer.snr_db)) for layer in sorted(layers, key=_noise)]
+    rows = [
+        (mono(layer.name), layer.scheme, decibels(layer.snr_db))
+        for layer in sorted(layers, key=_noise)
+    ]
     details = _first_rows(("Layer", "Scheme", ">dB"), rows, "report.json")
     return page_section(
         "Signal-to-noise by layer",
@@ -140,12 +153,14 @@ def sensitivity_sections(report: Report) -> Iterator[doc.Section]:
 def _sensitivity(sensitivity: GroupSensitivities, mixed: MixedScheme | None) -> doc.Section:
     """Every group under every scheme, the most sensitive first."""
     lead = (
-        "What each group of layers costs when it alone is quantized: KL against the source in nats per "
+        "What each group of layers costs when it alone is quantized: KL against the source in "
+        "nats per "
         f"token, on {count(sensitivity.tokens)} tokens of {count(sensitivity.samples)} samples."
     )
     chosen = {choice.name: choice.scheme for choice in mixed.choices} if mixed else {}
     groups = sorted(
-        sensitivity.groups, key=lambda group: -max((each.loss for each in group.schemes), default=0.0)
+        sensitivity.groups,
+        key=lambda group: -max((each.loss for each in group.schemes), default=0.0),
     )
     rows = [
         (
@@ -169,7 +184,8 @@ def signals_section(report: Report) -> doc.Section | None:
     by_tasks = report.verdict is None or report.verdict.text is None
     if drift:
         lead = (
-            f"Both models in vLLM on the same {count(drift.positions)} tokens of {count(drift.prompts)} "
+            f"Both models in vLLM on the same {count(drift.positions)} tokens of "
+            f"{count(drift.prompts)} "
             f"prompts. {_WARNS if by_tasks else _FIRST}"
         )
     worst = tuple(_prompt(prompt, drift.kl_limit) for prompt in drift.worst) if drift else ()
@@ -186,7 +202,10 @@ def signals_section(report: Report) -> doc.Section | None:
 def _drift(drift: Drift, *, by_tasks: bool) -> tuple[doc.Part, ...]:
     """The means against their limits, which the text that decides has in its own table."""
     rise, kl = drift.candidate_nll - drift.baseline_nll, drift.mean_kl
-    within = [badge("WARNING" if over else "PASS") for over in (kl > drift.kl_limit, rise > drift.nll_limit)]
+    within = [
+        badge("WARNING" if over else "PASS")
+        for over in (kl > drift.kl_limit, rise > drift.nll_limit)
+    ]
     rows = (
         ("Mean KL, nats per token", small(kl), small(drift.kl_limit), within[0]),
         ("NLL, quantized minus baseline", f"{rise:+.3g}", f"{drift.nll_limit:+.3g}", within[1]),
@@ -200,10 +219,13 @@ def _drift(drift: Drift, *, by_tasks: bool) -> tuple[doc.Part, ...]:
 
 
 def drift_line(drift: Drift) -> str:
-    """The distance of the quantized model's log-probabilities from the baseline's, against the limits."""
+    """The distance of the quantized model's log-probabilities from the baseline's, against the
+    limits.
+    """
     rise = drift.candidate_nll - drift.baseline_nll
     return (
-        f"mean KL {small(drift.mean_kl)} nats per token (limit {small(drift.kl_limit)}), NLL {rise:+.3g} "
+        f"mean KL {small(drift.mean_kl)} nats per token (limit {small(drift.kl_limit)}), NLL "
+        f"{rise:+.3g} "
         f"(limit {drift.nll_limit:+.3g}), first choice agrees {percent(drift.top1_agreement)} over "
         f"{drift.positions} positions"
     )
@@ -239,7 +261,11 @@ def _prompt(prompt: PromptDrift, limit: float) -> doc.Details:
         return f"KL {small(kl)}, NLL {small(before)} to {small(after)}"
 
     tokens = (
-        (token.token, _heat(token.kl, limit), remark(token.kl, token.baseline_nll, token.candidate_nll))
+        (
+            token.token,
+            _heat(token.kl, limit),
+            remark(token.kl, token.baseline_nll, token.candidate_nll),
+        )
         for token in prompt.tokens
     )
     summary = remark(prompt.kl, prompt.baseline_nll, prompt.candidate_nll)
@@ -268,12 +294,15 @@ def _budget(mixed: MixedScheme) -> str:
 def mixed_line(mixed: MixedScheme) -> str:
     """The budget, what it came to, and the loss that it predicts."""
     counts = Counter(choice.scheme for choice in mixed.choices)
-    chosen = ", ".join(f"{scheme} for {plural(number, 'group')}" for scheme, number in counts.items())
+    chosen = ", ".join(
+        f"{scheme} for {plural(number, 'group')}" for scheme, number in counts.items()
+    )
     return f"within {_budget(mixed)}: {chosen}; predicted loss {small(mixed.loss)} nats per token"
 
 
 def rounding_lines(rounding: RoundingReport | None) -> Iterator[str]:
-    """The number of groups rounded in each way, how strongly, and the gain over the nearest numbers.
+    """The number of groups rounded in each way, how strongly, and the gain over the nearest
+    numbers.
 
     Of each strength of the refit the most frequent ridge.
     """
@@ -292,8 +321,14 @@ def rounding_lines(rounding: RoundingReport | None) -> Iterator[str]:
     if strengths:
         yield "; ".join(strengths.values())
     if done:
-        before, after = median(group.nearest_error for group in done), median(group.error for group in done)
-        yield f"output error {percent(after, 2)} of the signal, {percent(before, 2)} to nearest (median)"
+        before, after = (
+            median(group.nearest_error for group in done),
+            median(group.error for group in done),
+        )
+        yield (
+            f"output error {percent(after, 2)} of the signal, {percent(before, 2)} to "
+            f"nearest (median)"
+        )
 
 
 def fallback_lines(rounding: RoundingReport | None) -> Iterator[str]:
@@ -309,7 +344,9 @@ def fallback_lines(rounding: RoundingReport | None) -> Iterator[str]:
 def little_text_lines(
     calibration: CalibrationRecord | None, rounding: RoundingReport | None
 ) -> Iterator[str]:
-    """Name the kinds of layers that were rounded by too little calibration text, all in one line."""
+    """Name the kinds of layers that were rounded by too little calibration text, all in one
+    line.
+    """
     if calibration is None or rounding is None:
         return
     columns_of_kind = {
@@ -319,16 +356,21 @@ def little_text_lines(
     }
     if not columns_of_kind:
         return
-    kinds = ", ".join(f"{kind} ({count(columns)} columns)" for kind, columns in columns_of_kind.items())
+    kinds = ", ".join(
+        f"{kind} ({count(columns)} columns)" for kind, columns in columns_of_kind.items()
+    )
     needed = enough_tokens(max(columns_of_kind.values()))
     yield (
         f"{count(calibration.tokens)} tokens of calibration text are few for {kinds}: "
-        f"use at least {count(needed)} tokens (--samples, --seq-len), so that rounding serves other text too"
+        f"use at least {count(needed)} tokens (--samples, --seq-len), so that rounding serves "
+        f"other text too"
     )
 
 
 def enough_tokens(columns: int) -> int:
-    """Return the number of calibration tokens from which a weight with so many columns needs no warning."""
+    """Return the number of calibration tokens from which a weight with so many columns needs no
+    warning.
+    """
     return min(ENOUGH_TOKENS * columns, max(USUAL_TOKENS, FEWEST_TOKENS * columns))
 
 
@@ -346,13 +388,17 @@ def fallback_findings(rounding: RoundingReport | None) -> Iterator[Finding]:
 
 
 def rounding_section(rounding: RoundingReport | None) -> doc.Section | None:
-    """Every group with its output error before and after, and the hidden states' error of each layer."""
+    """Every group with its output error before and after, and the hidden states' error of each
+    layer.
+    """
     if rounding is None:
         return None
     worst = sorted(rounding.groups, key=lambda group: -group.error)
     titles = ("Group", "Rounding", ">Nearest", ">Written", ">Strength", ">Ridge", ">Tokens/column")
     groups = _first_rows(titles, [*map(_group_row, worst)], "rounding.json")
-    states = ((str(number), percent(layer.state_error)) for number, layer in enumerate(rounding.layers))
+    states = (
+        (str(number), percent(layer.state_error)) for number, layer in enumerate(rounding.layers)
+    )
     layers = table((">Layer", ">Error of hidden states"), states, stack=False)
     return page_section(
         "Rounding",

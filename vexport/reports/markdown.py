@@ -1,4 +1,6 @@
-"""Markdown for a CI step summary or a model card; a summary stays far below GitHub's limit of 1 MiB."""
+"""Markdown for a CI step summary or a model card; a summary stays far below GitHub's limit of 1
+MiB.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -14,7 +16,14 @@ MAX_FINDINGS = 20
 _MAX_CELL = 600
 _MAX_TEXT = 4000
 _PUNCTUATION = re.compile(r"([\\`*_\[\]|~#{}!])")
-_ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;", "://": "&#58;//", "www.": "www&#46;"}
+_ENTITIES = {
+    "&": "&amp;",
+    "<": "&lt;",
+    ">": "&gt;",
+    "@": "&#64;",
+    "://": "&#58;//",
+    "www.": "www&#46;",
+}
 
 
 def render(document: doc.Document) -> str:
@@ -58,11 +67,17 @@ def _render(part: doc.Part, level: int) -> str:
     match part:
         case doc.Section() if "markdown" in part.forms:
             content = render_parts(part.parts, level + 1)
-            return f"{'#' * level} {safe(part.title)}\n\n{content}" if part.title and content else content
+            return (
+                f"{'#' * level} {safe(part.title)}\n\n{content}"
+                if part.title and content
+                else content
+            )
         case doc.Table():
             return _table(part)
         case doc.Facts():
-            return "\n".join(f"- **{safe(label)}** {safe(_noted(cell))}" for label, cell in part.rows)
+            return "\n".join(
+                f"- **{safe(label)}** {safe(_noted(cell))}" for label, cell in part.rows
+            )
         case doc.Paragraph():
             if part.style == "code":
                 return f"```sh\n{part.text}\n```"
@@ -72,7 +87,8 @@ def _render(part: doc.Part, level: int) -> str:
             return "\n".join(f"- {safe(prefix + _noted(item))}" for item in part.items)
         case doc.Details():
             content = render_parts(part.parts, level)
-            return f"<details><summary>{safe(_noted(part.summary))}</summary>\n\n{content}\n\n</details>"
+            summary = safe(_noted(part.summary))
+            return f"<details><summary>{summary}</summary>\n\n{content}\n\n</details>"
         case doc.FindingList():
             return render_parts(finding_parts(part, MAX_FINDINGS), level)
     return ""

@@ -26,11 +26,16 @@ TYPICAL_DISAGREEMENT = 0.05
 
 
 def render_plan(
-    plan: Plan, format_: str, then: str, evaluate: Evaluate | None = None, documents: int | None = None
+    plan: Plan,
+    format_: str,
+    then: str,
+    evaluate: Evaluate | None = None,
+    documents: int | None = None,
 ) -> str:
     """The plan as text or JSON (plan.schema.json), with a final newline.
 
-    The text says how many `documents` the evaluation of a scenario needs, and with `then` what to type next.
+    The text says how many `documents` the evaluation of a scenario needs, and with `then` what to
+    type next.
     """
     if format_ == "json":
         return to_json(plan)
@@ -38,7 +43,11 @@ def render_plan(
     share = ratio(plan.output_bytes, plan.source_bytes)
     bits = f"{8 * plan.output_bytes / max(plan.parameters, 1):.2f} bits over all weights"
     rows = facts(
-        *(line for scheme in plan.schemes for line in _labelled(scheme, _scheme_lines(plan, scheme))),
+        *(
+            line
+            for scheme in plan.schemes
+            for line in _labelled(scheme, _scheme_lines(plan, scheme))
+        ),
         *_labelled("stay 16 bit", _kept_lines(plan)),
         ("KV cache", f"{plan.kv_cache} in {attention}") if plan.kv_cache else None,
         ("size", f"{size(plan.source_bytes)} -> {size(plan.output_bytes)} ({share}); {bits}"),
@@ -50,7 +59,9 @@ def render_plan(
         ("suite", _suite_line(evaluate, evaluate.suite)) if evaluate and evaluate.suite else None,
         ("next", then) if not plan.refusals else None,
     )
-    title = doc.Paragraph(f"{plan.source}: {plan.architecture}, {count(plan.parameters)} parameters")
+    title = doc.Paragraph(
+        f"{plan.source}: {plan.architecture}, {count(plan.parameters)} parameters"
+    )
     return text.render([doc.Document(title=plan.source, parts=(title, rows), wide=True)])
 
 
@@ -75,7 +86,8 @@ def render_table(schemes: SchemeTable, format_: str) -> str:
         f"{size(schemes.source_bytes)}, {plural(schemes.layers, 'linear layer')}"
     )
     legend = (
-        "bits: over all weights; data: calibration text; in full from: the oldest GPU whose kernels use "
+        "bits: over all weights; data: calibration text; in full from: the oldest GPU whose "
+        "kernels use "
         "the stored input precision; where it does not fit, the size is that with "
         "--on-unsupported-shape keep."
     )
@@ -100,7 +112,9 @@ def _suite_line(settings: Evaluate, name: str) -> str:
         for task, documents in suite.tasks.items()
     }
     listed = ", ".join(f"{task} {count(number)}" for task, number in asked.items())
-    return f"{name} ({suite.about}): {count(sum(asked.values()))} documents for each model: {listed}"
+    return (
+        f"{name} ({suite.about}): {count(sum(asked.values()))} documents for each model: {listed}"
+    )
 
 
 def _documents_line(settings: Evaluate, needed: int) -> str:
@@ -108,7 +122,10 @@ def _documents_line(settings: Evaluate, needed: int) -> str:
     condition = f"margin {percent(settings.margin)}, alpha {settings.alpha:g}"
     change = percent(TYPICAL_DISAGREEMENT, 0)
     fewer = f"; limit {settings.limit:g} asks fewer" if 1 <= (settings.limit or 0) < needed else ""
-    return f"about {count(needed)} a task for power 0.8 at {condition}, if {change} of answers change{fewer}"
+    return (
+        f"about {count(needed)} a task for power 0.8 at {condition}, if {change} of answers "
+        f"change{fewer}"
+    )
 
 
 def _labelled(label: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -138,7 +155,10 @@ def _group_kind(group: FusionGroup) -> str:
 def _kept_lines(plan: Plan) -> list[str]:
     """The number of linear layers that are kept, and their kinds."""
     kinds = [*dict.fromkeys(map(_kind, plan.kept_linears))]
-    first = f"{plural(len(plan.kept_linears), 'linear layer')}; embeddings, norms and what else is not linear"
+    first = (
+        f"{plural(len(plan.kept_linears), 'linear layer')}; embeddings, norms and what "
+        f"else is not linear"
+    )
     return [first, *_shortened(kinds, MOST_KEPT)]
 
 

@@ -1,11 +1,21 @@
-"""The answers of `quantize` and `repair`: how much was quantized, what was repaired, what to do next."""
+"""The answers of `quantize` and `repair`: how much was quantized, what was repaired, what to do
+next.
+"""
 
 import shlex
 from collections.abc import Sequence
 
 from vexport.files import to_json
 from vexport.layers.shapes import KEPT
-from vexport.records import CalibrationRecord, Finding, Plan, Quantized, Repair, RepairReport, WeightChange
+from vexport.records import (
+    CalibrationRecord,
+    Finding,
+    Plan,
+    Quantized,
+    Repair,
+    RepairReport,
+    WeightChange,
+)
 from vexport.records.calibration import RoundingReport, expert_coverage
 from vexport.reports import document as doc
 from vexport.reports import text
@@ -20,7 +30,10 @@ SHOWN = 8
 
 
 def quantized_answer(
-    checkpoint: str, plan: Plan, calibration: CalibrationRecord | None, rounding: RoundingReport | None
+    checkpoint: str,
+    plan: Plan,
+    calibration: CalibrationRecord | None,
+    rounding: RoundingReport | None,
 ) -> Quantized:
     """The answer of `quantize` in numbers."""
     members = [member for group in plan.groups for member in group.members]
@@ -48,7 +61,10 @@ def quantized_answer(
             *fallback_lines(rounding),
             *little_text_lines(calibration, rounding),
         ),
-        next_commands=(f"vexport check {shlex.quote(checkpoint)}", f"vllm serve {shlex.quote(checkpoint)}"),
+        next_commands=(
+            f"vexport check {shlex.quote(checkpoint)}",
+            f"vllm serve {shlex.quote(checkpoint)}",
+        ),
     )
 
 
@@ -83,7 +99,9 @@ def _smoothed(answer: Quantized) -> str:
 
 
 def _warnings(plan: Plan, layers: int, quantized: int) -> tuple[str, ...]:
-    """Warnings: layers kept that rules meant to quantize, with the reason, and few weights quantized."""
+    """Warnings: layers kept that rules meant to quantize, with the reason, and few weights
+    quantized.
+    """
     unsupported: dict[str, list[Finding]] = {}
     for note in plan.notes:
         if note.check == "shape":
@@ -96,7 +114,8 @@ def _warnings(plan: Plan, layers: int, quantized: int) -> tuple[str, ...]:
     if quantized < LITTLE * plan.parameters and layers < LITTLE * others:
         share = ratio(quantized, plan.parameters)
         warnings.append(
-            f"only {share} of the weights are quantized; `vexport plan SOURCE` shows the schemes that fit"
+            f"only {share} of the weights are quantized; `vexport plan SOURCE` shows the "
+            f"schemes that fit"
         )
     return tuple(warnings)
 
@@ -119,11 +138,17 @@ def render_repair(report: RepairReport, format_: str) -> str:
 
 def _kind(family: str, cost: str, assumption: str | None, repairs: Sequence[Repair]) -> doc.Section:
     """Return the repairs of one kind, the cost of the worst of them, and what they assume."""
-    lines = [f"{each.where}: {each.got} -> {each.now}{_change(each.change)}" for each in repairs[:SHOWN]]
+    lines = [
+        f"{each.where}: {each.got} -> {each.now}{_change(each.change)}" for each in repairs[:SHOWN]
+    ]
     if len(repairs) > SHOWN:
         lines.append(f"and {len(repairs) - SHOWN} more: see --format json")
     changes = [each.change for each in repairs if each.change is not None]
-    moved = [each.relative for each in changes if each.relative is not None and each.source_snr_db is None]
+    moved = [
+        each.relative
+        for each in changes
+        if each.relative is not None and each.source_snr_db is None
+    ]
     worst = f"; {plural(len(moved), 'weight')} moved, by {max(moved):.2%} at most" if moved else ""
     title = f"{family}: {plural(len(repairs), 'fix', 'fixes')}"
     paragraphs = [doc.Paragraph(f"cost: {cost}{worst}")]
@@ -133,12 +158,14 @@ def _kind(family: str, cost: str, assumption: str | None, repairs: Sequence[Repa
 
 
 def _findings(title: str, findings: Sequence[Finding]) -> doc.Section:
-    return doc.Section(title, (doc.FindingList(tuple((title, each) for each in findings), "--format json"),))
+    return doc.Section(
+        title, (doc.FindingList(tuple((title, each) for each in findings), "--format json"),)
+    )
 
 
 def _change(change: WeightChange | None) -> str:
-    """Return the distance from the source before and after, or without a source the distance from the stored
-    weight."""
+    """Return the distance from the source before and after, or without a source the distance from
+    the stored weight."""
     if change is None:
         return ""
     if change.source_snr_db is not None:
@@ -159,5 +186,8 @@ def _conclusion(report: RepairReport) -> str:
         return f"{report.out}: nothing to repair, a copy{compared}"
     fixes = f"{report.out}: {plural(len(report.repairs), 'fix', 'fixes')}"
     if report.source is None:
-        return f"{fixes}; `vexport check` finds no error, but values were not compared: --source SOURCE does"
+        return (
+            f"{fixes}; `vexport check` finds no error, but values were not compared: "
+            f"--source SOURCE does"
+        )
     return f"{fixes}; `vexport check --source` finds no error{compared}"

@@ -1,4 +1,6 @@
-"""The report of a run: a summary for every form, below it what a page shows; several runs as a table."""
+"""The report of a run: a summary for every form, below it what a page shows; several runs as a
+table.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -68,7 +70,8 @@ _FILES = (
     ("eval/candidate", "lm-eval's results and samples of the quantized model"),
 )
 _LEGEND = (
-    "KL: nats a token from the baseline. Worst task: the one with the lowest bound, its change in points or "
+    "KL: nats a token from the baseline. Worst task: the one with the lowest bound, its change "
+    "in points or "
     "units of the metric. *: the smallest that passes."
 )
 
@@ -83,7 +86,8 @@ def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Documen
         status=report.outcome,
         device=report_device(report),
         sentence=report_sentence(report),
-        subtitle=f"{schemes_in_use(report.plan)} of {report.source_name or report.source}, {created} UTC",
+        subtitle=f"{schemes_in_use(report.plan)} of {report.source_name or report.source}, "
+        f"{created} UTC",
         next_step=next_step(report),
         gates=report_gates(report)[:-1],
         tiles=(*accuracy_tiles(report.verdict), _size_tile(report), _load_tile(report)),
@@ -133,16 +137,23 @@ def _load_tile(report: Report) -> doc.Tile:
     answer = "yes" if load.ok else "no" if engine or load.findings else "not run"
     note = "the engine did not start" if load.findings else _NOT_RUN
     if engine:
-        emulated = "; emulated kernels: the format's numbers, not its speed" if engine.emulated else ""
+        emulated = (
+            "; emulated kernels: the format's numbers, not its speed" if engine.emulated else ""
+        )
         note = f"vLLM {engine.vllm}{emulated}"
-    return doc.Tile("Loads in vLLM", answer, f"on {engine.device}" if engine and engine.device else "", note)
+    return doc.Tile(
+        "Loads in vLLM", answer, f"on {engine.device}" if engine and engine.device else "", note
+    )
 
 
 def _load_section(report: Report) -> doc.Section:
     load = report.load
     lead = f"Not run: {_NOT_RUN}."
     if load.engine:
-        lead = f"The real engine loaded the checkpoint{'' if load.ok else ', but the load did not pass'}."
+        lead = (
+            f"The real engine loaded the "
+            f"checkpoint{'' if load.ok else ', but the load did not pass'}."
+        )
     elif load.findings:
         lead = "The engine did not start with this checkpoint; see the findings."
     engine = _engine(report, load.engine) if load.engine else None
@@ -157,11 +168,17 @@ def _engine(report: Report, engine: EngineInfo) -> doc.Facts:
     return facts(
         *load_facts(report.load).rows,
         ("kernels", TableCell("\n".join(engine.kernels), emulated, mono=True)),
-        ("process", f"{engine.dtype}, {processes}, torch {engine.torch}, transformers {engine.transformers}"),
+        (
+            "process",
+            f"{engine.dtype}, {processes}, torch {engine.torch}, transformers "
+            f"{engine.transformers}",
+        ),
         ("start", duration(engine.start_seconds)),
         (
             "baseline",
-            "loads as well" if baseline_ok else "did not load: the cause is the source or this engine",
+            "loads as well"
+            if baseline_ok
+            else "did not load: the cause is the source or this engine",
         ),
     )
 
@@ -170,7 +187,9 @@ def _canaries(baseline: LoadReport, candidate: LoadReport) -> doc.Section | None
     """The greedy continuations of both models; those that say nothing are counted."""
     if not candidate.canaries:
         return None
-    first, second = ({canary.prompt: canary for canary in load.canaries} for load in (baseline, candidate))
+    first, second = (
+        {canary.prompt: canary for canary in load.canaries} for load in (baseline, candidate)
+    )
     pairs = {prompt: (first.get(prompt), second.get(prompt)) for prompt in {**first, **second}}
     shown = [
         doc.Exchange("prompt", prompt, (_answer("baseline", before), _answer("quantized", after)))
@@ -179,7 +198,10 @@ def _canaries(baseline: LoadReport, candidate: LoadReport) -> doc.Section | None
     ]
     silent = len(pairs) - len(shown)
     both = "at which both models" if shown else "both models"
-    note = f"{'Not shown:' if shown else 'At'} {plural(silent, 'prompt')} {both} ended the text at once."
+    note = (
+        f"{'Not shown:' if shown else 'At'} {plural(silent, 'prompt')} {both} ended the "
+        f"text at once."
+    )
     return doc.Section("Greedy continuations", parts(shown, muted(note) if silent else None))
 
 
@@ -189,12 +211,17 @@ def _answer(label: str, canary: Canary | None) -> tuple[str, str, str]:
     end = f"ended by {canary.finish_reason}"
     if canary.ended_after is not None:
         end = f"the model ended it after {count(canary.ended_after)}"
-    return f"{label}, {count(canary.tokens)} tokens, {end}", canary.text or "nothing before the end", ""
+    return (
+        f"{label}, {count(canary.tokens)} tokens, {end}",
+        canary.text or "nothing before the end",
+        "",
+    )
 
 
 def _devices(report: Report) -> doc.Section | None:
     lead = (
-        "The model class and weight loaders of vLLM on headers alone, for each tensor parallel size and "
+        "The model class and weight loaders of vLLM on headers alone, for each tensor parallel "
+        "size and "
         "compute capability."
     )
     dry = report.dry_load
@@ -207,7 +234,9 @@ def _findings(report: Report) -> doc.Section:
         nothing = muted("Plan, check and both loads found nothing to report.")
         return page_section("Findings", "findings", "", nothing)
     counts = finding_counts(finding for _, finding in findings)
-    return doc.Section("Findings", (doc.FindingList(findings, "report.json"),), "findings", f"{counts}.")
+    return doc.Section(
+        "Findings", (doc.FindingList(findings, "report.json"),), "findings", f"{counts}."
+    )
 
 
 def _provenance(report: Report, total: str) -> doc.Section:
@@ -230,7 +259,9 @@ def _provenance(report: Report, total: str) -> doc.Section:
 
 
 def run_files(folder: Path, start: Path) -> Sequence[TableCell]:
-    """The files and folders of a run directory that exist, as links for a page in the folder `start`."""
+    """The files and folders of a run directory that exist, as links for a page in the folder
+    `start`.
+    """
     files = []
     for name, about in _FILES:
         path = folder / name
@@ -276,7 +307,10 @@ def comparison_document(runs: Sequence[ComparedRun]) -> doc.Document:
     best = next((run for run in runs if run.smallest), None)
     answer = f"{best.folder} is the smallest that passes" if best else "none passes"
     whys = [(run.folder, run.reason) for run in runs if run.outcome != "PASS"]
-    change, result = doc.Column("change", numeric=True, noted=True), doc.Column("result", nowrap=True)
+    change, result = (
+        doc.Column("change", numeric=True, noted=True),
+        doc.Column("result", nowrap=True),
+    )
     titles = ("run", "scheme", ">size", ">bits", ">KL", "worst task", change, result)
     content = parts(
         doc.Paragraph(answer),
@@ -284,7 +318,9 @@ def comparison_document(runs: Sequence[ComparedRun]) -> doc.Document:
         muted(_LEGEND),
         facts(*whys) if whys else None,
     )
-    return doc.Document(title=plural(len(runs), "run"), parts=(doc.Section("Runs", content),), wide=True)
+    return doc.Document(
+        title=plural(len(runs), "run"), parts=(doc.Section("Runs", content),), wide=True
+    )
 
 
 def _compared_cells(run: ComparedRun) -> Iterator[TableCell | str]:

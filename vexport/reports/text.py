@@ -27,7 +27,11 @@ def render(documents: Sequence[doc.Document]) -> str:
     """The documents one after the other."""
     width = UNWRAPPED if any(document.wide for document in documents) else WIDTH
     console = Console(
-        file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False
+        file=io.StringIO(),
+        width=width,
+        color_system=None,
+        force_terminal=False,
+        legacy_windows=False,
     )
     with console.capture() as capture:
         for document in documents:
@@ -73,7 +77,9 @@ def _part(part: doc.Part) -> Iterator[RenderableType]:
 
 
 def _section(section: doc.Section) -> Iterator[RenderableType]:
-    """The parts below the title; a section with an anchor on a page is known by its content and has none."""
+    """The parts below the title; a section with an anchor on a page is known by its content and has
+    none.
+    """
     blocks = [block for part in section.parts for block in _part(part)]
     if blocks and section.title and not section.anchor:
         blocks[0] = Group(harmless(section.title), blocks[0])
@@ -84,7 +90,9 @@ def _table(table: doc.Table) -> Iterator[RenderableType]:
     grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column in table.columns:
         justify: Literal["left", "right"] = "right" if column.numeric else "left"
-        grid.add_column(harmless(column.title), justify=justify, overflow="fold", no_wrap=column.nowrap)
+        grid.add_column(
+            harmless(column.title), justify=justify, overflow="fold", no_wrap=column.nowrap
+        )
     for row in table.rows:
         shown = (
             f"{cell.text} ({cell.note})" if column.noted and cell.note else cell.text
@@ -96,7 +104,9 @@ def _table(table: doc.Table) -> Iterator[RenderableType]:
         yield harmless(table.caption)
 
 
-def _aligned(rows: Sequence[tuple[str, ...]], padding: tuple[int, int, int, int] = (0, 2, 0, 0)) -> Grid:
+def _aligned(
+    rows: Sequence[tuple[str, ...]], padding: tuple[int, int, int, int] = (0, 2, 0, 0)
+) -> Grid:
     grid = Grid(box=None, show_header=False, padding=padding)
     for row in rows:
         grid.add_row(*map(harmless, row))
@@ -104,7 +114,9 @@ def _aligned(rows: Sequence[tuple[str, ...]], padding: tuple[int, int, int, int]
 
 
 def _findings(part: doc.FindingList) -> Iterator[RenderableType]:
-    """One block per kind of finding, or per finding: place, what was found and needed, what to do."""
+    """One block per kind of finding, or per finding: place, what was found and needed, what to
+    do.
+    """
     findings = [finding for _, finding in part.findings]
     if part.every:
         yield from map(_finding, findings)
@@ -131,7 +143,9 @@ def _kind(kind: Folded) -> Iterator[RenderableType]:
         grid.add_row(f"{other.count:,}", harmless(what))
     if kind.not_shown:
         grid.add_row(f"{kind.not_shown:,}", "of other kinds: see --format json (or `check --all`)")
-    note = f"{plural(kind.following, 'more finding')} may follow from it; correct it and check again"
+    note = (
+        f"{plural(kind.following, 'more finding')} may follow from it; correct it and check again"
+    )
     yield Group(Text(note), grid)
 
 

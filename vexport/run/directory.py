@@ -71,7 +71,9 @@ class StageRecords:
 
 
 class RunDirectory:
-    """A folder whose stages are skipped when they are done and refused when their inputs changed."""
+    """A folder whose stages are skipped when they are done and refused when their inputs
+    changed.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -91,7 +93,9 @@ class RunDirectory:
             self._stages.clear()
 
     def is_done(self, stage: str, inputs: Digests) -> bool:
-        """Return whether the stage is finished; InputError where it was made from something else."""
+        """Return whether the stage is finished; InputError where it was made from something
+        else.
+        """
         record = self._stages.get(stage)
         if record is None:
             return False
@@ -113,18 +117,23 @@ class RunDirectory:
         return True
 
     def _how_to_start_again(self) -> str:
-        """Return what to do with results that are of no use: --overwrite needs the list of the files."""
+        """Return what to do with results that are of no use: --overwrite needs the list of the
+        files.
+        """
         if has_manifest(self.root):
             return "add --overwrite to start again"
         return f"move the folder away, which an older version made (mv {self.root} {self.root}.old)"
 
     def finish(self, stage: str, inputs: Digests, seconds: float, made: Path | None = None) -> None:
-        """Record that a stage is done; its outputs, and a checkpoint that it `made`, must be in place."""
+        """Record that a stage is done; its outputs, and a checkpoint that it `made`, must be in
+        place.
+        """
         made_digest = folder_digest(made) if made else ""
         self._record({stage: StageRecord(inputs=inputs, seconds=seconds, made=made_digest)})
 
     def adopt(self, other: "RunDirectory", stages: Sequence[str], folder: str) -> None:
-        """Take the finished `stages` of another run, whose files lie in `folder`, where this one has none.
+        """Take the finished `stages` of another run, whose files lie in `folder`, where this one
+        has none.
 
         What was made from other inputs is refused later, by `is_done`.
         """
@@ -157,10 +166,11 @@ class Stage(Generic[T_co]):
 
     `@partial(Stage, name, type)` makes the function below it one.
 
-    `file` of the run directory holds the result as JSON, or is a checkpoint. The stage itself writes the
-    files in `writes`; it records files whose names are not known in advance. `digest` has a digest of each
-    input: a stage that was finished from the same ones is not done again, from others it is an InputError. A
-    stage without `digest` takes no time and is done at every call. All of them are skipped unless `when`.
+    `file` of the run directory holds the result as JSON, or is a checkpoint. The stage itself
+    writes the files in `writes`; it records files whose names are not known in advance. `digest`
+    has a digest of each input: a stage that was finished from the same ones is not done again, from
+    others it is an InputError. A stage without `digest` takes no time and is done at every call.
+    All of them are skipped unless `when`.
     """
 
     name: str
@@ -177,7 +187,11 @@ class Run:
     """A scenario in its run directory."""
 
     def __init__(
-        self, scenario: Scenario, folder: Path, options: EngineOptions, explaining: Explaining = EXPLAINING
+        self,
+        scenario: Scenario,
+        folder: Path,
+        options: EngineOptions,
+        explaining: Explaining = EXPLAINING,
     ) -> None:
         self.scenario = scenario
         self.folder = folder
@@ -219,7 +233,9 @@ class Run:
     @cached_property
     def baseline(self) -> Path:
         """The checkpoint to compare with."""
-        return resolve_source(self.evaluation.baseline or self.scenario.source, self.options.on_progress)
+        return resolve_source(
+            self.evaluation.baseline or self.scenario.source, self.options.on_progress
+        )
 
     def get(self, stage: Stage[T]) -> T | None:
         """The result of an earlier stage; None where it was skipped or found nothing."""
@@ -240,7 +256,9 @@ class Run:
             write_text(self.folder / stage.file, to_json(result))
 
     def do(self, stage: Stage[object]) -> None:
-        """Do a stage that the run has, unless it was finished from the same inputs; InputError for others."""
+        """Do a stage that the run has, unless it was finished from the same inputs; InputError for
+        others.
+        """
         if not stage.when(self):
             self._results[stage.name] = None
             return
@@ -250,7 +268,9 @@ class Run:
             LOG.debug("%s: done before", stage.name)
             assert stage.file is not None
             path = self.folder / stage.file
-            self._results[stage.name] = read_index(path) if is_checkpoint else from_json(stage.type, path)
+            self._results[stage.name] = (
+                read_index(path) if is_checkpoint else from_json(stage.type, path)
+            )
             return
         for name in (*stage.writes, *((stage.file,) if is_checkpoint and stage.file else ())):
             record(self.folder / name)
@@ -259,7 +279,9 @@ class Run:
         seconds = time.monotonic() - start
         LOG.debug("%s: %.1f s", stage.name, seconds)
         if inputs is not None:
-            self.directory.finish(stage.name, inputs, seconds, self.checkpoint if is_checkpoint else None)
+            self.directory.finish(
+                stage.name, inputs, seconds, self.checkpoint if is_checkpoint else None
+            )
 
 
 def data_digest(settings: Calibration) -> str:
@@ -282,13 +304,19 @@ def read_report(folder: Path) -> Report:
     path, got = folder / REPORT_FILE, f"no {REPORT_FILE}"
     if not path.is_file():
         runs = any(folder.glob(f"*/{REPORT_FILE}"))
-        fix = f"name the runs in it: `vexport report {folder}/*`" if runs else "call `vexport run` first"
+        fix = (
+            f"name the runs in it: `vexport report {folder}/*`"
+            if runs
+            else "call `vexport run` first"
+        )
         raise InputError(str(folder), got=got, need="a finished run directory", fix=fix)
     return from_json(Report, path)
 
 
 def rounding_of(folder: Path) -> RoundingReport | None:
-    """Read how the weights of a run's checkpoint were rounded; None where no calibration text decided it."""
+    """Read how the weights of a run's checkpoint were rounded; None where no calibration text
+    decided it.
+    """
     file = folder / ROUNDING
     return from_json(RoundingReport, file) if file.is_file() else None
 
@@ -306,7 +334,9 @@ LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
 class _LogFile(logging.FileHandler):
-    """A log in a file. On a full disk it ends early: the command reports what else it could not write."""
+    """A log in a file. On a full disk it ends early: the command reports what else it could not
+    write.
+    """
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Print no traceback."""
@@ -326,7 +356,10 @@ def logged_to(folder: Path) -> Iterator[None]:
     logger.addHandler(handler)
     try:
         logger.debug(
-            "vexport %s, Python %s: %s", __version__, platform.python_version(), shlex.join(sys.argv)
+            "vexport %s, Python %s: %s",
+            __version__,
+            platform.python_version(),
+            shlex.join(sys.argv),
         )
         yield
     except BaseException as error:

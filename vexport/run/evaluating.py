@@ -1,4 +1,5 @@
-"""`vexport eval`: checkpoints and their baseline served, compared, and then the cause of a loss named.
+"""`vexport eval`: checkpoints and their baseline served, compared, and then the cause of a loss
+named.
 
 A run compares its two models by the same functions.
 """
@@ -77,7 +78,8 @@ LOG = logging.getLogger(__name__)
 class EvalJob:
     """A request: checkpoints, the settings with their baseline, and the folder of the results.
 
-    With `against`, an accepted baseline, that is the baseline. `accept` is where the caller will write one.
+    With `against`, an accepted baseline, that is the baseline. `accept` is where the caller will
+    write one.
     """
 
     checkpoints: tuple[str, ...]
@@ -90,8 +92,8 @@ class EvalJob:
 
     @property
     def candidates(self) -> dict[str, str]:
-        """The checkpoints by their role, which is also the folder of their answers: `candidate`, of several
-        `candidate/1-NAME`.
+        """The checkpoints by their role, which is also the folder of their answers: `candidate`, of
+        several `candidate/1-NAME`.
         """
         if len(self.checkpoints) == 1:
             return {CANDIDATE: self.checkpoints[0]}
@@ -100,7 +102,9 @@ class EvalJob:
 
     @property
     def names(self) -> dict[str, str]:
-        """The models to serve by their role, the baseline first: unless it is sound, nothing is compared."""
+        """The models to serve by their role, the baseline first: unless it is sound, nothing is
+        compared.
+        """
         baseline = self.settings.baseline
         return {**({BASELINE: baseline} if baseline is not None else {}), **self.candidates}
 
@@ -120,7 +124,9 @@ class EvalJob:
 
     @property
     def is_unfinished(self) -> bool:
-        """Return whether an interrupted evaluation left the folder, whose answers are not asked again."""
+        """Return whether an interrupted evaluation left the folder, whose answers are not asked
+        again.
+        """
         if self.overwrite or not (self.folder / RESULTS.mark).is_file():
             return False
         folders = (self.folder / role for role in self.asked)
@@ -152,15 +158,19 @@ def is_results(name: str) -> bool:
 
 
 def evaluate_checkpoints(job: EvalJob) -> list[Judged]:
-    """Score checkpoints and their baseline and decide; lm-eval's files and vLLM's logs go to the folder.
+    """Score checkpoints and their baseline and decide; lm-eval's files and vLLM's logs go to the
+    folder.
 
-    There is no verdict where there is no baseline. Raises CheckpointFailed where vLLM refuses the only
-    checkpoint, InputError where it refuses the baseline, and where an output overlaps what is read.
+    There is no verdict where there is no baseline. Raises CheckpointFailed where vLLM refuses the
+    only checkpoint, InputError where it refuses the baseline, and where an output overlaps what is
+    read.
     """
     _require_usable(job)
     fetch_tasks(job.settings, job.options)
     models = {role: _model(job, role, name) for role, name in job.asked.items()}
-    require_separate(job.outputs, _named({role: model.checkpoint for role, model in models.items()}))
+    require_separate(
+        job.outputs, _named({role: model.checkpoint for role, model in models.items()})
+    )
     with written_alone(job.folder, "--output-dir"):
         judged = list(_evaluated(job, models))
     for model in models.values():
@@ -190,14 +200,23 @@ def _model(job: EvalJob, role: str, name: str) -> ModelUnderTest:
     )
 
 
-def explained(job: EvalJob, judged: Judged, explaining: Explaining, on_progress: OnProgress) -> Judged:
+def explained(
+    job: EvalJob, judged: Judged, explaining: Explaining, on_progress: OnProgress
+) -> Judged:
     """Add the cause of a loss to the verdict, if asked for and found in time."""
     verdict, baseline, candidate = judged.verdict, judged.baseline, judged.candidate
-    if verdict is None or baseline is None or candidate is None or not explaining.is_due(verdict.outcome):
+    if (
+        verdict is None
+        or baseline is None
+        or candidate is None
+        or not explaining.is_due(verdict.outcome)
+    ):
         return judged
     options = replace(job.options, on_progress=on_progress)
     with written_alone(job.folder, "--output-dir"):
-        cause = cause_of(baseline, candidate, job.settings, verdict.outcome, options, explaining.seconds)
+        cause = cause_of(
+            baseline, candidate, job.settings, verdict.outcome, options, explaining.seconds
+        )
     return replace(judged, verdict=replace(verdict, attribution=cause))
 
 
@@ -228,7 +247,9 @@ def _row(judged: Judged) -> ComparedRun:
 
 
 def accept_answers(job: EvalJob, verdict: Verdict | None) -> str:
-    """Write the answers as the accepted baseline of `job.accept`, unless they fail; the answer says so."""
+    """Write the answers as the accepted baseline of `job.accept`, unless they fail; the answer says
+    so.
+    """
     if job.accept is None or (verdict is not None and verdict.outcome == "FAIL"):
         return ""
     choice = choice_of(read_accepted(job.against)) if job.against else job.settings.gate
@@ -242,7 +263,9 @@ def accept_answers(job: EvalJob, verdict: Verdict | None) -> str:
 def _evaluated(job: EvalJob, models: Mapping[str, ModelUnderTest]) -> Iterator[Judged]:
     """Yield the verdict on each available model, the baseline asked first."""
     if job.settings.tasks:
-        lm_eval = lm_eval_settings(job.settings, {role: each.checkpoint for role, each in models.items()})
+        lm_eval = lm_eval_settings(
+            job.settings, {role: each.checkpoint for role, each in models.items()}
+        )
         models = {role: replace(model, lm_eval=lm_eval) for role, model in models.items()}
     if job.is_unfinished:
         for model in models.values():
@@ -282,7 +305,9 @@ def _judged(job: EvalJob, role: str, baseline: Served | None, candidate: Served 
         return Judged(checkpoint=name, verdict=None)
     verdict = verdict_of(job.settings, (job.known, job.answers(role)), baseline, candidate)
     # The cause of a loss cannot be found for models served elsewhere.
-    baseline, candidate = (each if each and each.result.engine else None for each in (baseline, candidate))
+    baseline, candidate = (
+        each if each and each.result.engine else None for each in (baseline, candidate)
+    )
     if baseline is not None and candidate is not None:
         drift = measure_drift(baseline, candidate, job.settings)
         # What decided the verdict is not a warning.
@@ -304,12 +329,16 @@ def first_line(verdict: Verdict) -> str:
 
 
 def verdict_of(
-    settings: Evaluate, answers: tuple[Path, Path], baseline: Served | None, candidate: Served | None
+    settings: Evaluate,
+    answers: tuple[Path, Path],
+    baseline: Served | None,
+    candidate: Served | None,
 ) -> Verdict:
-    """The comparison of both models' answers to tasks, or of what they make of the text that decides.
+    """The comparison of both models' answers to tasks, or of what they make of the text that
+    decides.
 
-    `answers` are folders of lm-eval's, or an accepted baseline and one; CheckpointFailed where a text cannot
-    be compared.
+    `answers` are folders of lm-eval's, or an accepted baseline and one; CheckpointFailed where a
+    text cannot be compared.
     """
     if settings.text is None:
         return decide(*answers, margin=settings.margin, alpha=settings.alpha, gate=settings.gate)
@@ -326,7 +355,9 @@ def cause_of(
     options: EngineOptions,
     seconds: float,
 ) -> Attribution | None:
-    """Find the cause of a loss, given the outcome; None where vLLM refused a model, or time ran out."""
+    """Find the cause of a loss, given the outcome; None where vLLM refused a model, or time ran
+    out.
+    """
     if not baseline.is_scored or not candidate.is_scored:
         return None
     deadline, on_progress = time.monotonic() + seconds, named("attribution", options.on_progress)
@@ -346,7 +377,9 @@ def cause_of(
             on_progress=tell,
         )
     except _OutOfTime:
-        LOG.info("attribution: stopped after %g s (--attribution-seconds); the verdict stands", seconds)
+        LOG.info(
+            "attribution: stopped after %g s (--attribution-seconds); the verdict stands", seconds
+        )
         return None
 
 
@@ -380,7 +413,9 @@ def _require_usable(job: EvalJob) -> None:
 
 
 def _require_comparable(job: EvalJob) -> None:
-    """Raise InputError if answers that are given cannot be compared with answers to the job's tasks."""
+    """Raise InputError if answers that are given cannot be compared with answers to the job's
+    tasks.
+    """
     given = [Path(name).expanduser() for name in job.names.values() if is_results(name)]
     given += [job.against] if job.against is not None else []
     if not given or not job.settings.tasks:

@@ -25,10 +25,10 @@ def load_checkpoints(
 ) -> list[LoadReport]:
     """A report for each checkpoint, interpreter, engine setting and mode, in that order.
 
-    None is our own interpreter; the settings differ in their tensor parallel size. Before the first engine
-    starts, raises InputError where a checkpoint cannot be read, its heads cannot be cut or a vLLM does not
-    know an argument, EnvironmentFault where an interpreter has no vLLM or there are too few GPUs. What stops
-    an engine later is in its report.
+    None is our own interpreter; the settings differ in their tensor parallel size. Before the first
+    engine starts, raises InputError where a checkpoint cannot be read, its heads cannot be cut or a
+    vLLM does not know an argument, EnvironmentFault where an interpreter has no vLLM or there are
+    too few GPUs. What stops an engine later is in its report.
     """
     for name in names:
         if Path(name).is_dir():  # before vLLM is asked, which takes longer
@@ -49,7 +49,9 @@ def load_checkpoints(
 
 
 def require_servable(root: Path, serves: Sequence[Serve]) -> None:
-    """Raise InputError where a folder is no checkpoint that vLLM could serve with these settings."""
+    """Raise InputError where a folder is no checkpoint that vLLM could serve with these
+    settings.
+    """
     require_checkpoint(root)
     require_layers(root)
     for serve in serves:

@@ -1,5 +1,5 @@
-"""The stages that make the checkpoint: which layer gets which scheme, by the rules or by measured losses,
-calibration, quantization, and the check of what was written.
+"""The stages that make the checkpoint: which layer gets which scheme, by the rules or by measured
+losses, calibration, quantization, and the check of what was written.
 """
 
 from dataclasses import replace
@@ -75,7 +75,9 @@ def plan_candidates(run: Run) -> Plan:
         if run.scenario.auto is not None:
             require_in_reach(run.units, budget_of(run.index, run.units, plain, run.scenario.auto))
         asked = run.planning
-        smoothing = smoothing_strength(_candidate_groups(run), asked.smoothing, has_text=asked.has_text)
+        smoothing = smoothing_strength(
+            _candidate_groups(run), asked.smoothing, has_text=asked.has_text
+        )
         return replace(probe_plan(plain, run.units), smoothing=smoothing)
     return _accepted_plan(run, run.scenario.rules)
 
@@ -90,7 +92,9 @@ def _accepted_plan(run: Run, rules: tuple[Rule, ...]) -> Plan:
 
 
 def _needs_samples(run: Run) -> bool:
-    """Return whether samples are to be run; InputError where the plan needs them and there are none."""
+    """Return whether samples are to be run; InputError where the plan needs them and there are
+    none.
+    """
     plan = run.result(plan_candidates)
     require_calibration(plan, run.scenario.calibration)
     return calibration_need(plan) is not None
@@ -132,7 +136,9 @@ def _sensitivity_inputs(run: Run) -> Digests:
     digest=_sensitivity_inputs,
 )
 def measure_sensitivity(run: Run) -> GroupSensitivities:
-    """Measure what quantizing each unit costs, on the first samples; see `vexport.quantize.measure`."""
+    """Measure what quantizing each unit costs, on the first samples; see
+    `vexport.quantize.measure`.
+    """
     settings, how = run.scenario.calibration, run.scenario.sensitivity or Sensitivity()
     assert settings is not None, "a scenario whose losses are asked for has a calibration"
     trust = run.options.trust_remote_code
@@ -157,7 +163,9 @@ def choose(run: Run) -> MixedScheme:
 
 
 def _chosen_rules(run: Run) -> tuple[Rule, ...]:
-    """The scenario's rules, and before them one for each layer that they do not decide about alone."""
+    """The scenario's rules, and before them one for each layer that they do not decide about
+    alone.
+    """
     mixed = run.get(choose)
     if mixed is None:
         return run.scenario.rules
@@ -172,7 +180,9 @@ def make_plan(run: Run) -> Plan:
     return _accepted_plan(run, _chosen_rules(run))
 
 
-@partial(Stage, "quantize", SourceIndex, file=CHECKPOINT, digest=checkpoint_inputs, writes=(ROUNDING,))
+@partial(
+    Stage, "quantize", SourceIndex, file=CHECKPOINT, digest=checkpoint_inputs, writes=(ROUNDING,)
+)
 def quantize(run: Run) -> SourceIndex:
     """The quantized checkpoint."""
     job = QuantizeJob(
@@ -198,7 +208,9 @@ def quantize(run: Run) -> SourceIndex:
 
 @partial(Stage, "check", CheckReport, file="check.json", digest=checkpoint_inputs, writes=(LAYERS,))
 def check(run: Run) -> CheckReport:
-    """Static findings, and whether what should have been copied was; each layer's error in its own file."""
+    """Static findings, and whether what should have been copied was; each layer's error in its own
+    file.
+    """
     plan, written = run.result(make_plan), run.result(quantize)
     report = check_checkpoint(str(run.checkpoint))
     lost = tuple(changed_tensors(run.index, written, plan))

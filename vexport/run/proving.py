@@ -46,16 +46,19 @@ _UNREAD = {
     *("concurrency", "request_timeout", "retry_seconds"),
 }
 SESSION = "eval/{}/session.json"
-SEEN_TEXT = "the text that decides is the calibration data: give text that the checkpoint was not made with"
+SEEN_TEXT = (
+    "the text that decides is the calibration data: give text that the checkpoint was not made with"
+)
 LOAD_DECIDES = "the checkpoint failed at load, which decides: what it answered is for information"
 
 
 @partial(Stage, "questions", LmEvalSettings)
 def settle_questions(run: Run) -> LmEvalSettings:
-    """Decide how lm-eval asks both models; the candidate has the source's tokenizer and chat template.
+    """Decide how lm-eval asks both models; the candidate has the source's tokenizer and chat
+    template.
 
-    Brings the tasks' documents into the cache first, unless both models have had them. Raises InputError
-    where the models cannot be asked alike.
+    Brings the tasks' documents into the cache first, unless both models have had them. Raises
+    InputError where the models cannot be asked alike.
     """
     settings = run.evaluation
     if not settings.tasks:
@@ -69,7 +72,10 @@ def settle_questions(run: Run) -> LmEvalSettings:
 
 def _device_inputs(run: Run) -> Digests:
     serve = run.scenario.serve
-    return {**checkpoint_inputs(run), "serve devices": value_digest([serve.dry_ranks, serve.compute])}
+    return {
+        **checkpoint_inputs(run),
+        "serve devices": value_digest([serve.dry_ranks, serve.compute]),
+    }
 
 
 @partial(
@@ -102,7 +108,9 @@ def _is_loadable(run: Run) -> bool:
 
 
 def _texts(run: Run) -> tuple[str, ...]:
-    """The first halves of calibration texts as prompts: the model knows their kind and can go on."""
+    """The first halves of calibration texts as prompts: the model knows their kind and can go
+    on.
+    """
     settings, most = run.scenario.calibration, max(CONTINUED, run.evaluation.kl_prompts)
     local = settings is not None and (settings.path or settings.data == DEFAULT)
     texts = first_texts(settings.source(), most) if settings and local else []
@@ -110,7 +118,9 @@ def _texts(run: Run) -> tuple[str, ...]:
 
 
 def serve_digest(arguments: EngineArguments) -> str:
-    """Digest the arguments that an engine is started with, and the environment that chooses its kernels."""
+    """Digest the arguments that an engine is started with, and the environment that chooses its
+    kernels.
+    """
     chosen = answer_environment()
     return value_digest(dict(arguments) if chosen == NONE else {**arguments, "environment": chosen})
 
@@ -124,7 +134,9 @@ def _session_inputs(run: Run, *, is_baseline: bool) -> Digests:
     if settings.text is not None:
         digests.append(data_digest(Calibration(data=settings.text)))
     evaluation = settings.model_dump(mode="json", exclude=_UNREAD)
-    templates = chat_templates(run.baseline) if run.result(settle_questions).apply_chat_template else None
+    templates = (
+        chat_templates(run.baseline) if run.result(settle_questions).apply_chat_template else None
+    )
     return {
         **({"baseline": folder_digest(run.baseline)} if is_baseline else checkpoint_inputs(run)),
         "evaluation": value_digest([evaluation, templates, *digests]),
@@ -155,7 +167,9 @@ def _serve(run: Run, role: str, model: Path) -> Served:
         if served.result.failure is None:
             tokenizer = tokenizer_of(role, url, settings, run.options, model)
             trusted = tokenizer.is_trusted
-            serve_model(replace(asked, url=url, checkpoint=tokenizer.folder, trust_tokenizer=trusted))
+            serve_model(
+                replace(asked, url=url, checkpoint=tokenizer.folder, trust_tokenizer=trusted)
+            )
     remove_answers(folder)
     return served
 
@@ -226,14 +240,17 @@ def measure_drift(run: Run) -> Drift | None:
 def _is_evaluated(run: Run) -> bool:
     """Return whether both models answered tasks, or read the text that decides."""
     served = run.get(serve_candidate)
-    return served is not None and served.result.failure is None and run.scenario.evaluate is not None
+    return (
+        served is not None and served.result.failure is None and run.scenario.evaluate is not None
+    )
 
 
 @partial(Stage, "judge", Verdict, when=_is_evaluated)
 def judge(run: Run) -> Verdict | None:
     """The paired comparison of both models' answers, or of what they make of the text.
 
-    Where the load gate has failed it decides nothing, and is None for answers that cannot be compared.
+    Where the load gate has failed it decides nothing, and is None for answers that cannot be
+    compared.
     """
     is_loaded = run.result(load_candidate).ok
     try:
@@ -248,7 +265,9 @@ def judge(run: Run) -> Verdict | None:
     else:
         calibration = run.scenario.calibration
         warnings = (SEEN_TEXT,) if calibration and calibration.data == run.evaluation.text else ()
-    return replace(verdict, warnings=(*verdict.warnings, *warnings, *(() if is_loaded else (LOAD_DECIDES,))))
+    return replace(
+        verdict, warnings=(*verdict.warnings, *warnings, *(() if is_loaded else (LOAD_DECIDES,)))
+    )
 
 
 def _verdict(run: Run, baseline: Served, candidate: Served) -> Verdict:

@@ -33,7 +33,13 @@ from vexport.evaluation.served import Rows, Served
 from vexport.evaluation.task_data import fetch_task_data
 from vexport.evaluation.tasks import require_generating, resolve_tasks
 from vexport.files import digest_bytes, to_json, user_path
-from vexport.outputs.manifest import is_recorded, record, remove_recorded, require_manifest, strangers
+from vexport.outputs.manifest import (
+    is_recorded,
+    record,
+    remove_recorded,
+    require_manifest,
+    strangers,
+)
 from vexport.outputs.replaceable import is_filled_folder, refuse_others
 from vexport.quantize.text import vocab_size
 from vexport.records import PROGRESS_DETAIL, CalibrationData, LmEvalSettings, named
@@ -60,7 +66,9 @@ _TOKENIZER_FILE = re.compile(
     r"tokenizer.*\.(json|model)|vocab.*\.(json|txt)|tekken\.json|spiece\.model|sentencepiece.*\.model|.*\.tiktoken"
 )
 _TOKENIZER_NEEDED = "tokenizer.json, or other files of a tokenizer"
-_GIVE_TOKENIZER = "give --tokenizer, a folder or ORG/NAME (evaluate: {tokenizer: ...} in a scenario)"
+_GIVE_TOKENIZER = (
+    "give --tokenizer, a folder or ORG/NAME (evaluate: {tokenizer: ...} in a scenario)"
+)
 # Tokens drafted at once, unless an argument of vLLM says otherwise.
 DRAFT_LENGTH = 3
 
@@ -69,11 +77,11 @@ DRAFT_LENGTH = 3
 class ModelUnderTest:
     """A model and everything that is asked of it besides the fixed prompts.
 
-    `checkpoint` is its folder, or that of the tokenizer of the model behind the address `url`. lm-eval's
-    files, the log and the log-probabilities go to `folder`. `texts` are prompts to continue; `evaluate` has
-    the tasks of lm-eval or the text, `lm_eval` how tasks are asked. With `repeat` a part of them is asked
-    again, of a server always: what is behind an address may change. Code of the tokenizer for a server's
-    prompts runs only with `trust_tokenizer`.
+    `checkpoint` is its folder, or that of the tokenizer of the model behind the address `url`.
+    lm-eval's files, the log and the log-probabilities go to `folder`. `texts` are prompts to
+    continue; `evaluate` has the tasks of lm-eval or the text, `lm_eval` how tasks are asked. With
+    `repeat` a part of them is asked again, of a server always: what is behind an address may
+    change. Code of the tokenizer for a server's prompts runs only with `trust_tokenizer`.
     """
 
     role: str
@@ -94,10 +102,11 @@ class ModelUnderTest:
 
 
 def serve_model(model: ModelUnderTest) -> Served:
-    """Ask a model its prompts, and the tasks of lm-eval or the text, in one start of vLLM or over an address.
+    """Ask a model its prompts, and the tasks of lm-eval or the text, in one start of vLLM or over
+    an address.
 
-    Raises EnvironmentFault as `run_session`, for a server that fails for good and a model whose answers
-    change, InputError for unusable tasks; a checkpoint that vLLM refuses is a result.
+    Raises EnvironmentFault as `run_session`, for a server that fails for good and a model whose
+    answers change, InputError for unusable tasks; a checkpoint that vLLM refuses is a result.
     """
     model.folder.mkdir(parents=True, exist_ok=True)
     served = _in_engine(model) if model.url is None else _behind_address(model, model.url)
@@ -130,10 +139,16 @@ def _in_engine(model: ModelUnderTest) -> Served:
 def _behind_address(model: ModelUnderTest, url: str) -> Served:
     settings, options, folder = model.evaluate, model.options, model.folder
     endpoint = settings.asking(url, is_baseline=model.is_baseline)
-    served = Server(endpoint, _retries_shown(model.role, options)).model.max_model_len or EVALUATION_LENGTH
+    served = (
+        Server(endpoint, _retries_shown(model.role, options)).model.max_model_len
+        or EVALUATION_LENGTH
+    )
     longest = min(served, options.serve.max_model_len or EVALUATION_LENGTH)
     if settings.text is not None and longest <= _LEAST_TEXT:
-        got, need = f"sequences of at most {longest} tokens", f"more than {_LEAST_TEXT}, to read text"
+        got, need = (
+            f"sequences of at most {longest} tokens",
+            f"more than {_LEAST_TEXT}, to read text",
+        )
         raise InputError(
             f"{model.role} {url}", got=got, need=need, fix="start it with a longer --max-model-len"
         )
@@ -170,8 +185,8 @@ def _behind_address(model: ModelUnderTest, url: str) -> Served:
 def _read_rows(model: ModelUnderTest, longest: int | None, vocabulary: int) -> Rows:
     """The rows of the text as the model's tokens; none where tasks decide.
 
-    They are as long as asked, or as the sequences that the engine (`longest`) or the model allows; what is
-    left of the text after the last whole row is not read, unless it is all there is.
+    They are as long as asked, or as the sequences that the engine (`longest`) or the model allows;
+    what is left of the text after the last whole row is not read, unless it is all there is.
     """
     settings, checkpoint = model.evaluate, model.checkpoint
     if settings.text is None:
@@ -190,18 +205,29 @@ def _read_rows(model: ModelUnderTest, longest: int | None, vocabulary: int) -> R
     for note in samples.notes if model.is_baseline else ():
         LOG.warning("note: %s", note)
     read = samples.token_ids
-    return tuple(row for row in read if len(row) == tokens) or tuple(row for row in read if len(row) > 1)
+    return tuple(row for row in read if len(row) == tokens) or tuple(
+        row for row in read if len(row) > 1
+    )
 
 
-def _with_text(request: SessionRequest, rows: Rows, folder: Path, speculative: str = "") -> SessionRequest:
-    """The request that reads the rows too, whose scores go to `folder`, and with a method drafts on."""
+def _with_text(
+    request: SessionRequest, rows: Rows, folder: Path, speculative: str = ""
+) -> SessionRequest:
+    """The request that reads the rows too, whose scores go to `folder`, and with a method drafts
+    on.
+    """
     if not rows:
         return request
     length = max(request.max_model_len or 0, *(len(row) + 1 for row in rows))
-    request = replace(request, text=rows, text_file=_recorded(folder / TEXT_FILE), max_model_len=length)
+    request = replace(
+        request, text=rows, text_file=_recorded(folder / TEXT_FILE), max_model_len=length
+    )
     if not speculative:
         return request
-    drafting = {"speculative_config": speculative_config(speculative, DRAFT_LENGTH), **request.arguments}
+    drafting = {
+        "speculative_config": speculative_config(speculative, DRAFT_LENGTH),
+        **request.arguments,
+    }
     length = max(length, shortest_length(request.checkpoint, KL_TOKENS + DRAFT_TOKENS))
     return replace(request, drafted=_beginnings(rows), arguments=drafting, max_model_len=length)
 
@@ -214,8 +240,8 @@ def _beginnings(rows: Rows) -> Rows:
 def clear_session(folder: Path, root: Path) -> None:
     """Remove what an unfinished session left in its folder, but for the engine's answers.
 
-    `root` is the folder with the manifest. InputError, before anything is removed, if it lacks the manifest
-    or if somebody else's files are in `folder`.
+    `root` is the folder with the manifest. InputError, before anything is removed, if it lacks the
+    manifest or if somebody else's files are in `folder`.
     """
     if not is_filled_folder(folder):
         return
@@ -312,17 +338,20 @@ def tokenizer_of(
 ) -> ServedTokenizer:
     """Return the tokenizer for a server's prompts: as given, else `here`, else the server's own.
 
-    The server names its tokenizer by the folder or model of the hub that it was started with. A folder is
-    used only if the server runs on this machine: another machine must not choose among the files here. It
-    does not choose a download either: a model of the hub is fetched if the server runs on this machine, or
-    if the caller names the same model (`--model`). The server's word never runs code.
+    The server names its tokenizer by the folder or model of the hub that it was started with. A
+    folder is used only if the server runs on this machine: another machine must not choose among
+    the files here. It does not choose a download either: a model of the hub is fetched if the
+    server runs on this machine, or if the caller names the same model (`--model`). The server's
+    word never runs code.
 
     InputError if there is no tokenizer; raises as `Server` if the server does not answer.
     """
     if settings.tokenizer is None and here is not None:
         return ServedTokenizer(folder=here, is_trusted=options.trust_remote_code)
     where = f"{role} {url}: tokenizer"
-    server = Server(settings.asking(url, is_baseline=role == BASELINE), _retries_shown(role, options))
+    server = Server(
+        settings.asking(url, is_baseline=role == BASELINE), _retries_shown(role, options)
+    )
     if settings.tokenizer is not None:
         folder = _chosen_tokenizer(where, settings.tokenizer)
         return ServedTokenizer(folder=folder, is_trusted=options.trust_remote_code)
@@ -335,12 +364,18 @@ def tokenizer_of(
         raise InputError(where, got=got, need=_TOKENIZER_NEEDED, fix=_GIVE_TOKENIZER)
     model = None if folder.is_absolute() else HubName.parse(name)
     if model is None:
-        got = f"{shown}, which the model was started with: no model of the hub, and no folder of this machine"
-        raise InputError(where, got=got, need="a tokenizer, to make prompts with", fix=_GIVE_TOKENIZER)
+        got = (
+            f"{shown}, which the model was started with: no model of the hub, and no folder "
+            f"of this machine"
+        )
+        raise InputError(
+            where, got=got, need="a tokenizer, to make prompts with", fix=_GIVE_TOKENIZER
+        )
     if not _is_local(url) and name != settings.asking(url, is_baseline=role == BASELINE).model:
         got = f"{shown}, a model of the hub that a server on another machine names"
         fix = (
-            f"add --tokenizer {shown} if this is the model that you expect (evaluate: {{tokenizer: {shown}}})"
+            f"add --tokenizer {shown} if this is the model that you expect (evaluate: "
+            f"{{tokenizer: {shown}}})"
         )
         raise InputError(where, got=got, need="your word before it is fetched", fix=fix)
     listing = list_files(model)
@@ -360,7 +395,9 @@ def _chosen_tokenizer(where: str, name: str) -> Path:
     except InputError:
         model = None
     if model is None:
-        raise InputError(where, got=name, need="a tokenizer, to make prompts with", fix=_GIVE_TOKENIZER)
+        raise InputError(
+            where, got=name, need="a tokenizer, to make prompts with", fix=_GIVE_TOKENIZER
+        )
     listing = list_files(model)
     return fetch(listing, side_files(listing.sizes))
 
@@ -385,7 +422,9 @@ def _is_local(url: str) -> bool:
 
 
 def require_tasks(settings: Evaluate, options: EngineOptions) -> None:
-    """Raise InputError, for all tasks at once, where one or the text cannot be used; nothing is kept."""
+    """Raise InputError, for all tasks at once, where one or the text cannot be used; nothing is
+    kept.
+    """
     if settings.text is not None:
         require_data(settings.text)
     with _tasks_alone(settings, options) as request:
@@ -394,7 +433,9 @@ def require_tasks(settings: Evaluate, options: EngineOptions) -> None:
 
 
 def fetch_tasks(settings: Evaluate, options: EngineOptions) -> None:
-    """Bring the tasks' documents into the cache before an engine starts; raises as `fetch_task_data`."""
+    """Bring the tasks' documents into the cache before an engine starts; raises as
+    `fetch_task_data`.
+    """
     if not settings.tasks:
         return
     with _tasks_alone(settings, options) as request:

@@ -1,4 +1,5 @@
-"""A run: every stage of a scenario in its order, and the same for several schemes with one baseline.
+"""A run: every stage of a scenario in its order, and the same for several schemes with one
+baseline.
 
 The last stages are here: the outcome, the cause of a loss, and the report.
 """
@@ -63,8 +64,14 @@ from vexport.version import __version__
 
 NOT_RUN = LoadReport(checkpoint="", ok=False, findings=())
 # The page comes last: it links to what is there.
-RENDERED = {"report.md": "markdown", "junit.xml": "junit", "model-card.md": "card", "report.html": "html"}
-# The hub's cache: models--ORG--NAME/snapshots/REVISION (huggingface_hub.constants, REPO_ID_SEPARATOR).
+RENDERED = {
+    "report.md": "markdown",
+    "junit.xml": "junit",
+    "model-card.md": "card",
+    "report.html": "html",
+}
+# The hub's cache: models--ORG--NAME/snapshots/REVISION (huggingface_hub.constants,
+# REPO_ID_SEPARATOR).
 _CACHED = re.compile(r"(?:^|/)models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
 # Folder names that only state a role; the parent folder's name is used instead.
 _ROLES = {"model", "checkpoint", "source", "snapshot", "hf", "weights", "final", "main", "output"}
@@ -80,7 +87,11 @@ class Conclusion(NamedTuple):
 @partial(Stage, "conclude", Conclusion)
 def conclude(run: Run) -> Conclusion:
     """The outcome of all stages."""
-    checked, dry, verdict = run.result(making.check), run.get(proving.dry_load), run.get(proving.judge)
+    checked, dry, verdict = (
+        run.result(making.check),
+        run.get(proving.dry_load),
+        run.get(proving.judge),
+    )
     return concluded(checked, dry, run.get(proving.load_candidate) or NOT_RUN, verdict)
 
 
@@ -92,7 +103,10 @@ def concluded(
         if found is not None and not found.ok:
             return Conclusion("FAIL", f"{gate}: {checkpoint_gate(gate, found).message}")
     if verdict is None:
-        reason = "check and load found no error; accuracy was not evaluated (no `evaluate` in the scenario)"
+        reason = (
+            "check and load found no error; accuracy was not evaluated (no `evaluate` in "
+            "the scenario)"
+        )
         return Conclusion("PASS", reason)
     return Conclusion(verdict.outcome, verdict.reason)
 
@@ -196,12 +210,14 @@ def run_scenario(
 ) -> Report:
     """Do every stage of a scenario that is not done yet and write the report.
 
-    With `baseline_of`, a finished run directory, its baseline's results are taken where this run has none.
-    Raises InputError for an unusable source, rule, calibration or task, and where `folder` overlaps one of
-    them or the scenario's `file`; EnvironmentFault where vLLM is missing or dies. A checkpoint that fails is
-    a report with outcome FAIL.
+    With `baseline_of`, a finished run directory, its baseline's results are taken where this run
+    has none. Raises InputError for an unusable source, rule, calibration or task, and where
+    `folder` overlaps one of them or the scenario's `file`; EnvironmentFault where vLLM is missing
+    or dies. A checkpoint that fails is a report with outcome FAIL.
     """
-    require_separate([NamedPath(label="--run-dir", path=folder)], list(scenario_inputs(scenario, file)))
+    require_separate(
+        [NamedPath(label="--run-dir", path=folder)], list(scenario_inputs(scenario, file))
+    )
     _require_usable(scenario, options)
     KIND.require_own(folder)
     with written_alone(folder, "--run-dir"):
@@ -230,7 +246,9 @@ def _require_usable(scenario: Scenario, options: EngineOptions) -> None:
 
 def _keep_scenario(file: Path, folder: Path) -> None:
     record(folder / SCENARIO)
-    note = f"# A copy of {portable(str(file))}; its paths are relative to the folder of the original."
+    note = (
+        f"# A copy of {portable(str(file))}; its paths are relative to the folder of the original."
+    )
     write_text(folder / SCENARIO, f"{note}\n{file.read_text(encoding='utf-8')}")
 
 
@@ -250,9 +268,10 @@ def compare_schemes(
 ) -> tuple[tuple[ComparedRun, ...], tuple[VexportError, ...]]:
     """Run `base` in each scheme where that is not done yet, in a folder named by the scheme.
 
-    `folder` is runs/compare-NAME unless given. The runs differ in their rules alone, so the first baseline
-    that is served is that of all; `note` announces default text. Returns a row for each, also for a scheme
-    that cannot be made, and the faults of engines. Where none has a report, the first problem is raised.
+    `folder` is runs/compare-NAME unless given. The runs differ in their rules alone, so the first
+    baseline that is served is that of all; `note` announces default text. Returns a row for each,
+    also for a scheme that cannot be made, and the faults of engines. Where none has a report, the
+    first problem is raised.
     """
     rows: list[ComparedRun] = []
     problems: list[VexportError] = []
@@ -267,7 +286,9 @@ def compare_schemes(
         except VexportError as error:
             problems.append(error)
             rows.append(
-                ComparedRun(name=scenario.name, folder=str(run_dir), schemes=scheme, reason=str(error))
+                ComparedRun(
+                    name=scenario.name, folder=str(run_dir), schemes=scheme, reason=str(error)
+                )
             )
         else:
             rows.append(compared_run(made, str(run_dir)))
@@ -279,7 +300,9 @@ def compare_schemes(
 
 
 def with_scheme(scenario: Scenario, scheme: str) -> Scenario:
-    """The scenario with one scheme in the place of all that its rules name; what they keep is kept."""
+    """The scenario with one scheme in the place of all that its rules name; what they keep is
+    kept.
+    """
     observers: dict[str, object] = {
         "observer": None,
         "observer_kwargs": {},
@@ -290,7 +313,9 @@ def with_scheme(scenario: Scenario, scheme: str) -> Scenario:
         rule if rule.scheme == KEEP else rule.model_copy(update={"scheme": scheme, **observers})
         for rule in scenario.rules
     )
-    return scenario.model_copy(update={"rules": rules, "name": f"{scenario.name}-{scheme}", "auto": None})
+    return scenario.model_copy(
+        update={"rules": rules, "name": f"{scenario.name}-{scheme}", "auto": None}
+    )
 
 
 def source_name(source: str, root: Path) -> str:
@@ -315,13 +340,17 @@ def size_by_kind(source: SourceIndex, written: SourceIndex) -> tuple[KindSize, .
         for name, tensor in index.tensors.items():
             sizes_by_kind[tensor_kind(name)] += tensor.num_bytes
     kinds = sorted(before | after, key=lambda kind: (-before[kind], kind))
-    return tuple(KindSize(kind=kind, source_bytes=before[kind], output_bytes=after[kind]) for kind in kinds)
+    return tuple(
+        KindSize(kind=kind, source_bytes=before[kind], output_bytes=after[kind]) for kind in kinds
+    )
 
 
 def tensor_kind(name: str) -> str:
-    """The part of a block that a tensor belongs to (`self_attn`, `mlp`), `norm`, or what stands alone.
+    """The part of a block that a tensor belongs to (`self_attn`, `mlp`), `norm`, or what stands
+    alone.
 
-    `model.layers.3.mlp.down_proj.weight_scale` is `mlp`, `model.embed_tokens.weight` is `embed_tokens`.
+    `model.layers.3.mlp.down_proj.weight_scale` is `mlp`, `model.embed_tokens.weight` is
+    `embed_tokens`.
     """
     *modules, last = name.split(".")
     numbers = [index for index, part in enumerate(modules) if part.isdecimal()]

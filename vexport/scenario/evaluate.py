@@ -20,10 +20,11 @@ Url = Annotated[str, Field(pattern="^https?://")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """Tasks of lm-eval with their documents, the accepted loss in each, how many documents are asked at most.
+    """Tasks of lm-eval with their documents, the accepted loss in each, how many documents are
+    asked at most.
 
-    `apply_chat_template` is False where prompts are to be completed: humaneval ends an answer at the first
-    `def`, which a turn of a chat begins with.
+    `apply_chat_template` is False where prompts are to be completed: humaneval ends an answer at
+    the first `def`, which a turn of a chat begins with.
     """
 
     about: str
@@ -33,9 +34,9 @@ class Suite:
     apply_chat_template: bool | None = None
 
 
-# Margins and documents that show no loss with a power of 0.8 in each task. The documents are those of the
-# tasks' own splits, of which `limit` takes the first. Tests hold the number of every task against the exact
-# power of the test, at alpha 0.05 and 5 % of answers that change.
+# Margins and documents that show no loss with a power of 0.8 in each task. The documents are those
+# of the tasks' own splits, of which `limit` takes the first. Tests hold the number of every task
+# against the exact power of the test, at alpha 0.05 and 5 % of answers that change.
 SUITES: Mapping[str, Suite] = {
     "quick": Suite(
         about="multiple choice, no generation",
@@ -65,8 +66,8 @@ SUITES: Mapping[str, Suite] = {
 
 DEFAULT_MARGIN = 0.02
 DEFAULT_ALPHA = 0.05
-# Nats a token. Good 4-bit exports of large models stay below a few hundredths (llama.cpp's KL tables of
-# Q4_K); a rise of 0.05 in the NLL is 5 % of perplexity.
+# Nats a token. Good 4-bit exports of large models stay below a few hundredths (llama.cpp's KL
+# tables of Q4_K); a rise of 0.05 in the NLL is 5 % of perplexity.
 DEFAULT_KL_LIMIT = 0.1
 DEFAULT_NLL_LIMIT = 0.05
 DEFAULT_KL_PROMPTS = 16
@@ -76,26 +77,30 @@ DEFAULT_TEXT_TOKENS = 512
 
 
 class Evaluate(ScenarioSection):
-    """The evaluation that decides: lm-eval tasks, the acceptable loss `margin` (0.02 = 2 points) and `alpha`.
+    """The evaluation that decides: lm-eval tasks, the acceptable loss `margin` (0.02 = 2 points)
+    and `alpha`.
 
-    `suite` names a list of tasks with margin and limit in their place. In the place of tasks, `text`, named
-    like calibration data, decides by the log-probabilities of its first `text_rows` rows of `text_tokens`
-    tokens, and with `speculative`, METHOD or METHOD=FOLDER, by the acceptance length of drafts that continue
-    them. `baseline` is the checkpoint to compare with, the source where it is not given. `gate` names the
-    metric that decides, `metric` or `metric,filter`, for a task or a group (`"*"`: wherever it exists).
-    `kl_limit` bounds the mean KL to the baseline and `nll_limit` the rise of the NLL, in nats a token, over
-    the text or `kl_prompts` prompts at most: beyond them text fails, and where tasks decide is a warning.
+    `suite` names a list of tasks with margin and limit in their place. In the place of tasks,
+    `text`, named like calibration data, decides by the log-probabilities of its first `text_rows`
+    rows of `text_tokens` tokens, and with `speculative`, METHOD or METHOD=FOLDER, by the acceptance
+    length of drafts that continue them. `baseline` is the checkpoint to compare with, the source
+    where it is not given. `gate` names the metric that decides, `metric` or `metric,filter`, for a
+    task or a group (`"*"`: wherever it exists). `kl_limit` bounds the mean KL to the baseline and
+    `nll_limit` the rise of the NLL, in nats a token, over the text or `kl_prompts` prompts at most:
+    beyond them text fails, and where tasks decide is a warning.
 
     How the models are asked has lm-eval's own names and meanings, for both models alike. Without
-    `apply_chat_template` (true, false or a template's name) a template is applied where the models have one;
-    with one, few-shot examples are turns of a conversation unless `fewshot_as_multiturn` is false.
-    With `seeds`, which need a `temperature`, each document of a generating task is answered so often.
-    `include_path` names folders with more tasks. `limit` takes the first documents, below 1 a share of them.
+    `apply_chat_template` (true, false or a template's name) a template is applied where the models
+    have one; with one, few-shot examples are turns of a conversation unless `fewshot_as_multiturn`
+    is false. With `seeds`, which need a `temperature`, each document of a generating task is
+    answered so often. `include_path` names folders with more tasks. `limit` takes the first
+    documents, below 1 a share of them.
 
-    The checkpoint's answers to tasks come from the server at `endpoint`, the baseline's from that at
-    `baseline_endpoint`, where they are given. The model behind an address is asked by `model`
-    (`baseline_model`), where there are several, with the prompts of `tokenizer`: `concurrency` at a time, for
-    at most `request_timeout` seconds each, and again for `retry_seconds` where the server fails.
+    The checkpoint's answers to tasks come from the server at `endpoint`, the baseline's from that
+    at `baseline_endpoint`, where they are given. The model behind an address is asked by `model`
+    (`baseline_model`), where there are several, with the prompts of `tokenizer`: `concurrency` at a
+    time, for at most `request_timeout` seconds each, and again for `retry_seconds` where the server
+    fails.
     """
 
     tasks: tuple[str, ...] = ()
@@ -198,14 +203,26 @@ class Evaluate(ScenarioSection):
             ("tasks", bool(self.tasks) == bool(self.text), "either tasks (or a suite) or text"),
             ("fewshot_as_multiturn", self.fewshot_as_multiturn and no_template, "a chat template"),
             ("endpoint", self.text and self.endpoint, "tasks alone: text is read here"),
-            ("baseline_endpoint", self.text and self.baseline_endpoint, "tasks alone: text is read here"),
-            ("speculative", self.speculative and not self.text, "text, whose rows the drafts continue"),
+            (
+                "baseline_endpoint",
+                self.text and self.baseline_endpoint,
+                "tasks alone: text is read here",
+            ),
+            (
+                "speculative",
+                self.speculative and not self.text,
+                "text, whose rows the drafts continue",
+            ),
             (
                 "seeds",
                 self.seeds > 1 and not unlike,
                 "a temperature in gen_kwargs: greedy answers are alike",
             ),
-            ("enable_thinking", self.enable_thinking and not self.think_end_token, "a think_end_token"),
+            (
+                "enable_thinking",
+                self.enable_thinking and not self.think_end_token,
+                "a think_end_token",
+            ),
         ):
             if is_wrong:
                 raise located_error(key, getattr(self, key), need, "correct one of the two")

@@ -82,8 +82,13 @@ class _Modifier:
         """The observer of weights and that of inputs, however they are written."""
         both = self.keys.get("observer")
         named = both if isinstance(both, dict) else {"weights": both}
-        inputs = self.keys.get("input_observer") or named.get("input") or named.get("input_activations")
-        return {"weights": self.keys.get("weight_observer") or named.get("weights"), "input": inputs}
+        inputs = (
+            self.keys.get("input_observer") or named.get("input") or named.get("input_activations")
+        )
+        return {
+            "weights": self.keys.get("weight_observer") or named.get("weights"),
+            "input": inputs,
+        }
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -153,7 +158,9 @@ def _refuse_unknown(modifier: _Modifier) -> None:
     for key in modifier.keys:
         if key not in known:
             fix = f"remove it{nearest(key, known)}"
-            modifier.refuse(key, "a key that vexport does not know", "one of a modifier's keys", fix)
+            modifier.refuse(
+                key, "a key that vexport does not know", "one of a modifier's keys", fix
+            )
     order = modifier.keys.get("actorder")
     if order not in _STATIC_ORDERS:
         need = "static or none: vLLM refuses groups in another order"
@@ -163,8 +170,9 @@ def _refuse_unknown(modifier: _Modifier) -> None:
 def _all_rules(modifiers: Sequence[_Modifier]) -> tuple[Rule, ...]:
     """Return the rules of all modifiers, of which the first that matches a layer decides.
 
-    Layers that every modifier ignores come first. A pattern that only one modifier ignores is excluded from
-    the rules of this modifier alone, so that another modifier can quantize these layers.
+    Layers that every modifier ignores come first. A pattern that only one modifier ignores is
+    excluded from the rules of this modifier alone, so that another modifier can quantize these
+    layers.
     """
     followed = [modifier for modifier in modifiers if modifier.name in MODIFIERS] or modifiers
     ignored = [_ignored(modifier) for modifier in followed]
@@ -180,7 +188,9 @@ def _all_rules(modifiers: Sequence[_Modifier]) -> tuple[Rule, ...]:
     for modifier in modifiers:
         rules = _rules(modifier)
         excluded = own.get(modifier.where, [])
-        narrow += [_without(modifier, rule, excluded) for rule in rules if _breadth(rule.match) < _CLASSES]
+        narrow += [
+            _without(modifier, rule, excluded) for rule in rules if _breadth(rule.match) < _CLASSES
+        ]
         classes = [rule for rule in rules if _breadth(rule.match) == _CLASSES]
         if classes:
             broad.append((modifier, [*excluded, *classes]))
@@ -205,7 +215,9 @@ def _ignored(modifier: _Modifier) -> list[IgnoredLayers]:
 
 
 def _without(modifier: _Modifier, rule: Rule, excluded: Sequence[Rule]) -> Rule:
-    """Return the rule of a name or pattern, for all of its layers except those that `excluded` match."""
+    """Return the rule of a name or pattern, for all of its layers except those that `excluded`
+    match.
+    """
     if not excluded:
         return rule
     try:
@@ -236,7 +248,9 @@ def _expression(match: str) -> str:
 
 
 def _rules(modifier: _Modifier) -> list[Rule]:
-    """The rules of a modifier: names first, then patterns, then classes, as compressed-tensors matches."""
+    """The rules of a modifier: names first, then patterns, then classes, as compressed-tensors
+    matches.
+    """
     rules: list[Rule] = []
     rounding = "gptq" if modifier.name == GPTQ else "nearest"
     common = {"rounding": rounding, "observer": modifier.observers["weights"]}
@@ -247,17 +261,27 @@ def _rules(modifier: _Modifier) -> list[Rule]:
                 modifier.refuse(where, f"the class {target}", need, "name the layers")
                 continue
             try:
-                rules.append(_rule({"match": target, **common, **scheme}, modifier.observers["input"]))
+                rules.append(
+                    _rule({"match": target, **common, **scheme}, modifier.observers["input"])
+                )
             except ValidationError as error:
                 for problem in error.errors():
                     value, need = problem["input"], problem["msg"].removeprefix("Value error, ")
-                    got = "arguments that are not written" if isinstance(value, dict) else shown(value)
-                    modifier.refuse(_place(modifier, where, problem["loc"]), got, need, "correct the value")
+                    got = (
+                        "arguments that are not written"
+                        if isinstance(value, dict)
+                        else shown(value)
+                    )
+                    modifier.refuse(
+                        _place(modifier, where, problem["loc"]), got, need, "correct the value"
+                    )
     return sorted(rules, key=lambda rule: _breadth(rule.match))
 
 
 def _rule(keys: Keys, input_observer: JsonValue) -> Rule:
-    """The rule of these keys; an observer of inputs changes nothing where they are scaled as they come."""
+    """The rule of these keys; an observer of inputs changes nothing where they are scaled as they
+    come.
+    """
     given = {key: value for key, value in keys.items() if value is not None}
     rule = Rule.model_validate(given)
     if input_observer is None or rule.scheme == KEEP or not get_scheme(rule.scheme).args.calibrated:
@@ -282,11 +306,15 @@ def _groups(modifier: _Modifier) -> Iterator[tuple[str, list[str], dict[str, Jso
     if isinstance(groups, dict):
         for name, group in groups.items():
             where = f"config_groups.{name}"
-            if isinstance(group, list):  # a preset and its targets, as compressed-tensors reads them
+            if isinstance(
+                group, list
+            ):  # a preset and its targets, as compressed-tensors reads them
                 yield where, [str(target) for target in group], {"scheme": _scheme(name)}
             elif not isinstance(group, dict) or group.get("weights") is None:
                 got = "no weights" if isinstance(group, dict) else shown(group)
-                need = "the arguments of weights, or the name of a preset with the list of its targets"
+                need = (
+                    "the arguments of weights, or the name of a preset with the list of its targets"
+                )
                 modifier.refuse(where, got, need, "correct the group")
             elif group.get("output_activations") is not None:
                 need = "none: vLLM quantizes no outputs"
@@ -313,7 +341,9 @@ def _filled(groups: JsonValue) -> JsonValue:
     return {
         name: group
         for name, group in groups.items()
-        if not (isinstance(group, dict) and group.get("targets") == [] and group.get("weights") is None)
+        if not (
+            isinstance(group, dict) and group.get("targets") == [] and group.get("weights") is None
+        )
     }
 
 
@@ -351,7 +381,10 @@ def _kv_cache(modifier: _Modifier) -> KvCache | None:
     if args is None or isinstance(args, str):
         return None
     if args.observer not in _CACHE_OBSERVERS or args.observer_kwargs:
-        need = "static_minmax, the range over all samples, which is all that vexport does for keys and values"
+        need = (
+            "static_minmax, the range over all samples, which is all that vexport does for "
+            "keys and values"
+        )
         modifier.refuse("kv_cache_scheme.observer", shown(args.observer), need)
     kinds: dict[str, KvCache] = {"tensor": "fp8", "attn_head": "fp8_per_head"}
     is_fp8 = args.is_float and args.num_bits == 8 and args.symmetric and not args.dynamic
@@ -365,10 +398,13 @@ def _kv_cache(modifier: _Modifier) -> KvCache | None:
 def _notes(modifier: _Modifier) -> Iterator[str]:
     for key in _PLACES if modifier.name == SMOOTHING else ():
         if modifier.keys.get(key):
-            yield f"{modifier.where}.{key} is not taken over: vexport finds by itself where to smooth"
+            yield (
+                f"{modifier.where}.{key} is not taken over: vexport finds by itself where to smooth"
+            )
     damping = modifier.keys.get("dampening_frac")
     if damping is not None and damping != GPTQ_DAMPING:
         yield (
-            f"{modifier.where}.dampening_frac {damping} is not taken over: vexport damps by {GPTQ_DAMPING}, "
+            f"{modifier.where}.dampening_frac {damping} is not taken over: vexport damps by "
+            f"{GPTQ_DAMPING}, "
             "and ten times as much where that does not suffice"
         )

@@ -14,7 +14,8 @@ from vexport.scenario.rules import AUTO, Auto, Rule
 from vexport.scenario.section import ScenarioSection
 from vexport.scenario.serve import Serve
 
-# llm-compressor's usual calibration: 512 samples suffice for min-max of inputs; 128 on small models.
+# llm-compressor's usual calibration: 512 samples suffice for min-max of inputs; 128 on small
+# models.
 DEFAULT_SAMPLES = 128
 DEFAULT_SEQ_LEN = 512
 
@@ -22,12 +23,13 @@ DEFAULT_SEQ_LEN = 512
 class Calibration(ScenarioSection):
     """Text that shows the inputs of the layers.
 
-    `data` is a file or folder, ORG/NAME[@REVISION][:SPLIT[:COLUMN]] of a data set on the hub, or `default`,
-    the text that ships with vexport. `split`, `subset` and `column` choose of a data set, `seed` shuffles its
-    rows. `pack` joins rows into samples of `seq_len` tokens; without it only plain text is joined.
+    `data` is a file or folder, ORG/NAME[@REVISION][:SPLIT[:COLUMN]] of a data set on the hub, or
+    `default`, the text that ships with vexport. `split`, `subset` and `column` choose of a data
+    set, `seed` shuffles its rows. `pack` joins rows into samples of `seq_len` tokens; without it
+    only plain text is joined.
 
-    With `all_experts` the statistics of every expert see all tokens. `device` is torch's name of where the
-    layers run; without one it is a GPU where there is one.
+    With `all_experts` the statistics of every expert see all tokens. `device` is torch's name of
+    where the layers run; without one it is a GPU where there is one.
     """
 
     data: Annotated[str, Field(min_length=1)]
@@ -72,8 +74,8 @@ def default_calibration() -> Calibration:
 
 
 class Sensitivity(ScenarioSection):
-    """The loss of each group of layers: the first `samples` rows of the calibration are run with that group
-    alone quantized.
+    """The loss of each group of layers: the first `samples` rows of the calibration are run with
+    that group alone quantized.
     """
 
     samples: Positive = 16
@@ -82,11 +84,12 @@ class Sensitivity(ScenarioSection):
 class Scenario(ScenarioSection):
     """One complete run.
 
-    `source` is a folder or a model of the hub, `revision` its branch, tag or commit (or ORG/NAME@REVISION).
-    `on_unsupported_shape` says what becomes of layers whose shapes vLLM could not run; `kv_cache` how keys
-    and values are stored, in the model's dtype where it is not given; `smoothing` how far inputs are
-    smoothed, as far as the schemes need where it is not given. With `sensitivity` the report says what
-    quantizing each group of layers costs; a rule with scheme `auto` needs `auto` and implies it.
+    `source` is a folder or a model of the hub, `revision` its branch, tag or commit (or
+    ORG/NAME@REVISION). `on_unsupported_shape` says what becomes of layers whose shapes vLLM could
+    not run; `kv_cache` how keys and values are stored, in the model's dtype where it is not given;
+    `smoothing` how far inputs are smoothed, as far as the schemes need where it is not given. With
+    `sensitivity` the report says what quantizing each group of layers costs; a rule with scheme
+    `auto` needs `auto` and implies it.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
@@ -105,9 +108,13 @@ class Scenario(ScenarioSection):
     @model_validator(mode="after")
     def _has_what_auto_needs(self) -> Self:
         if self.is_mixed != (self.auto is not None):
-            raise ValueError("a rule with scheme: auto and the section `auto` with its budget, or neither")
+            raise ValueError(
+                "a rule with scheme: auto and the section `auto` with its budget, or neither"
+            )
         if self.calibration is None and (self.is_mixed or self.sensitivity):
-            raise ValueError("`calibration`, whose first samples show what each group of layers costs")
+            raise ValueError(
+                "`calibration`, whose first samples show what each group of layers costs"
+            )
         return self
 
     @property

@@ -1,4 +1,6 @@
-"""Read a scenario from YAML, with its paths made absolute; what is wrong with it, and what to do instead."""
+"""Read a scenario from YAML, with its paths made absolute; what is wrong with it, and what to do
+instead.
+"""
 
 import os
 import re
@@ -52,7 +54,9 @@ def problems_at(where: str) -> Iterator[None]:
         problems = [_problem(where, detail) for detail in causes[:MOST_PROBLEMS]]
         if len(causes) > MOST_PROBLEMS:
             got = f"{len(causes) - MOST_PROBLEMS:,} more problems"
-            problems.append(InputError(where, got=got, need="a scenario", fix="correct the first ones"))
+            problems.append(
+                InputError(where, got=got, need="a scenario", fix="correct the first ones")
+            )
         raise InputErrors(problems) from None
 
 
@@ -66,10 +70,14 @@ def _problem(file: str, detail: ErrorDetails) -> InputError:
     key_path = clip(".".join(str(part) for part in detail["loc"]), MOST_CHARACTERS)
     where = f"{file}: {key_path}" if key_path else file
     if detail["type"] == "extra_forbidden":
-        section = next((_SECTIONS[str(part)] for part in detail["loc"][:-1] if part in _SECTIONS), Scenario)
+        section = next(
+            (_SECTIONS[str(part)] for part in detail["loc"][:-1] if part in _SECTIONS), Scenario
+        )
         key, known = clip(str(detail["loc"][-1]), 100), list(section.model_fields)
         need = f"one of {', '.join(known)}"
-        return InputError(where, got=f"the unknown key {key!r}", need=need, fix=_where_to(key, known))
+        return InputError(
+            where, got=f"the unknown key {key!r}", need=need, fix=_where_to(key, known)
+        )
     if detail["type"] == "missing":
         return InputError(where, got="nothing", need="a value", fix="add the key")
     need, value = detail["msg"].removeprefix("Value error, "), detail["input"]
@@ -106,7 +114,9 @@ def read_scenario(path: Path) -> Scenario:
 
 
 def _absolute(scenario: Scenario, folder: Path) -> Scenario:
-    """Resolve what names a file; a source, baseline or task that is no file stays a hub id or task name."""
+    """Resolve what names a file; a source, baseline or task that is no file stays a hub id or task
+    name.
+    """
     folder = folder.resolve()
 
     def absolute(name: str | Path) -> str:

@@ -30,7 +30,13 @@ from vexport.records.observer_names import (
     option_problems,
 )
 from vexport.records.patterns import REFUSED
-from vexport.scenario.section import KeyProblem, ScenarioSection, known_name, located_error, located_errors
+from vexport.scenario.section import (
+    KeyProblem,
+    ScenarioSection,
+    known_name,
+    located_error,
+    located_errors,
+)
 
 # The scheme that is chosen by measured losses and a budget.
 AUTO = "auto"
@@ -55,9 +61,11 @@ def parse_group_size(value: object) -> int | None:
 
 
 def with_named_scheme(content: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
-    """The keys of a rule or candidate with a scheme by name in the place of a group size or of arguments.
+    """The keys of a rule or candidate with a scheme by name in the place of a group size or of
+    arguments.
 
-    The observers of arguments become the rule's. Raises pydantic's ValidationError at the key that cannot be.
+    The observers of arguments become the rule's. Raises pydantic's ValidationError at the key that
+    cannot be.
     """
     size, weights, inputs = (content.get(key) for key in OWN_KEYS)
     others = {key: value for key, value in content.items() if key not in OWN_KEYS}
@@ -89,7 +97,9 @@ def with_named_scheme(content: Mapping[str, JsonValue]) -> Mapping[str, JsonValu
 
 
 def _sized(size: JsonValue, scheme: JsonValue) -> JsonValue:
-    """The name of the scheme with that group size; a scheme that is none is left to its own validator."""
+    """The name of the scheme with that group size; a scheme that is none is left to its own
+    validator.
+    """
     if scheme in (KEEP, AUTO):
         need = f"no group size with scheme: {scheme}"
         raise located_error(SIZE, size, need, "remove it, or name a scheme")
@@ -110,7 +120,9 @@ def _known_scheme(value: str, *others: str) -> str:
 
 
 def _known_observer(name: str | None) -> str | None:
-    """The registry name that is meant, or package.module:Class as it is; ValueError lists what is known."""
+    """The registry name that is meant, or package.module:Class as it is; ValueError lists what is
+    known.
+    """
     if name is None:
         return None
     # Names of `Observer.register`: there are none unless a program has loaded the classes itself.
@@ -120,7 +132,9 @@ def _known_observer(name: str | None) -> str | None:
     spelled = folded(observer_name(name))
     found = next((each for each in known if folded(each) == spelled), None)
     if found is None and not _CLASS.fullmatch(name):
-        raise ValueError(f"one of {', '.join(known)}, or package.module:Class{nearest(name, tuple(known))}")
+        raise ValueError(
+            f"one of {', '.join(known)}, or package.module:Class{nearest(name, tuple(known))}"
+        )
     return found or name
 
 
@@ -133,15 +147,25 @@ def _keyword_problems(
     if name is None or name not in OBSERVERS:  # the class of another package knows its own
         return
     for keyword, need in option_problems(OBSERVERS[name].options, keywords):
-        yield (key, keyword), keywords[keyword], need, f"correct it, or remove it: it is a keyword of {name}"
+        yield (
+            (key, keyword),
+            keywords[keyword],
+            need,
+            f"correct it, or remove it: it is a keyword of {name}",
+        )
 
 
-def _observer_problems(scheme: str, observer: str | None, input_observer: str | None) -> Iterator[KeyProblem]:
+def _observer_problems(
+    scheme: str, observer: str | None, input_observer: str | None
+) -> Iterator[KeyProblem]:
     """Observers that a scheme has no use for, by the key that names them."""
     known = None if scheme in (KEEP, AUTO) else get_scheme(scheme)
     strategy = known.args.weights.strategy if known else WITH_IMPORTANCE[0]
     if observer in BY_IMPORTANCE and strategy not in WITH_IMPORTANCE:
-        need = f"an observer without importance: {scheme} has one scale a {strategy}, of many input channels"
+        need = (
+            f"an observer without importance: {scheme} has one scale a {strategy}, of many "
+            f"input channels"
+        )
         yield ("observer",), observer, need, "use memoryless_mse"
     if input_observer is None:
         return
@@ -158,7 +182,8 @@ def _observer_problems(scheme: str, observer: str | None, input_observer: str | 
 
 
 class Refit(ScenarioSection):
-    """A way of rounding with its own strength, 0 (GPTQ) to 1, and ridge, a share of the mean of H's diagonal.
+    """A way of rounding with its own strength, 0 (GPTQ) to 1, and ridge, a share of the mean of H's
+    diagonal.
 
     What is left out is the method's own (docs/rounding.md).
     """
@@ -178,12 +203,12 @@ class Rule(ScenarioSection):
     """A pattern of layers and their scheme; in a list of rules the first match wins.
 
     `match` is "Linear" (every linear layer), a module's name, the last parts of one (`lm_head`,
-    `self_attn.q_proj`), or `re:` and a regular expression anchored at the start of the name. Scheme `auto`
-    chooses among the candidates of the scenario's `auto`. `rounding` gptq or refit needs calibration text;
-    a refit may be written `{method: refit, strength: 0.5, ridge: 0.1}`. Without it weights of fewer than 8
-    bits are refitted where there is text. Without `observer` scales are those that suit the rounding.
-    `input_observer` is for static scales of inputs. Both are a name of `vexport list observers` or
-    package.module:Class; `..._kwargs` have their keywords.
+    `self_attn.q_proj`), or `re:` and a regular expression anchored at the start of the name. Scheme
+    `auto` chooses among the candidates of the scenario's `auto`. `rounding` gptq or refit needs
+    calibration text; a refit may be written `{method: refit, strength: 0.5, ridge: 0.1}`. Without
+    it weights of fewer than 8 bits are refitted where there is text. Without `observer` scales are
+    those that suit the rounding. `input_observer` is for static scales of inputs. Both are a name
+    of `vexport list observers` or package.module:Class; `..._kwargs` have their keywords.
 
     A scheme is its name, also with a `group_size` (channel: one scale a row), or `weights` and
     `input_activations` as compressed-tensors writes them. Once read, all are a name in `scheme`.
@@ -235,7 +260,9 @@ class Rule(ScenarioSection):
     def _observers_fit(self) -> Self:
         problems = [
             *_keyword_problems("observer_kwargs", self.observer, self.observer_kwargs),
-            *_keyword_problems("input_observer_kwargs", self.input_observer, self.input_observer_kwargs),
+            *_keyword_problems(
+                "input_observer_kwargs", self.input_observer, self.input_observer_kwargs
+            ),
             *_observer_problems(self.scheme, self.observer, self.input_observer),
         ]
         if problems:
@@ -287,8 +314,8 @@ class Auto(ScenarioSection):
 
 
 class IgnoredLayers(Rule):
-    """The layers that another tool's recipe ignores: it serves many models, and may match nothing in this
-    one.
+    """The layers that another tool's recipe ignores: it serves many models, and may match nothing
+    in this one.
     """
 
     of_recipe: ClassVar[bool] = True

@@ -1,8 +1,17 @@
-"""The base of all sections of a scenario, and the errors that their validators find, each at its key."""
+"""The base of all sections of a scenario, and the errors that their validators find, each at its
+key.
+"""
 
 from collections.abc import Sequence
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    JsonValue,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from vexport.errors import nearest
@@ -26,7 +35,9 @@ class ScenarioSection(BaseModel):
 
 
 def known_name(value: str, known: Sequence[str]) -> str:
-    """The known name that `value` spells, in whatever case and with `-` or `_`; ValueError lists them all."""
+    """The known name that `value` spells, in whatever case and with `-` or `_`; ValueError lists
+    them all.
+    """
     names = {fold_name(name): name for name in known}
     if fold_name(value) not in names:
         raise ValueError(f"one of {', '.join(known)}{nearest(value, known)}")

@@ -1,4 +1,6 @@
-"""The start of vLLM's engine: what a scenario or command line may say, and what vexport decides itself."""
+"""The start of vLLM's engine: what a scenario or command line may say, and what vexport decides
+itself.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal, Self
@@ -37,7 +39,8 @@ CANDIDATE_ONLY = (
 _OPTIONS = {"tensor_parallel_size": "--tp", "max_model_len": "--max-model-len"}
 _CHECKPOINT = "what the checkpoint itself holds, which is what is judged"
 _SAMPLING = "the sampling that each task of lm-eval asks for, or set it in the task"
-# Arguments that vexport decides: the values that change nothing, and what is needed in the place of others.
+# Arguments that vexport decides: the values that change nothing, and what is needed in the place of
+# others.
 _OWNED: Mapping[str, tuple[Sequence[JsonValue], str]] = {
     **dict.fromkeys(("model_weights", "hf_config_path", "tokenizer_revision"), ((), _CHECKPOINT)),
     **dict.fromkeys(("tokenizer", "revision", "code_revision"), ((), _CHECKPOINT)),
@@ -50,7 +53,8 @@ _OWNED: Mapping[str, tuple[Sequence[JsonValue], str]] = {
     "seed": ((), "evaluate.seed, which seeds vLLM and lm-eval alike"),
     "enable_prefix_caching": (
         (False,),
-        "false: a cached prompt has no log-probabilities, and answers must not depend on their order",
+        "false: a cached prompt has no log-probabilities, and answers must not depend on their "
+        "order",
     ),
     "max_logprobs": ((-1,), "-1: log-probabilities of the whole vocabulary are compared"),
     "logprobs_mode": (("raw_logprobs",), "raw_logprobs, which lm-eval scores"),
@@ -58,14 +62,19 @@ _OWNED: Mapping[str, tuple[Sequence[JsonValue], str]] = {
     "override_generation_config": (({},), _SAMPLING),
     "data_parallel_size": ((1,), "1: one engine answers; evaluate a served model by its address"),
     "worker_extension_cls": ((), "vexport's own, which names the kernels that ran"),
-    "nnodes": ((1,), "1: over several hosts start a Ray cluster, and distributed_executor_backend ray"),
+    "nnodes": (
+        (1,),
+        "1: over several hosts start a Ray cluster, and distributed_executor_backend ray",
+    ),
 }
 
 
 # Arguments whose values name Python that vLLM imports, and the values that name none.
 _IMPORTED: Mapping[str, Sequence[JsonValue]] = {
     "worker_cls": ("auto",),
-    **dict.fromkeys(("scheduler_cls", "io_processor_plugin", "reasoning_parser_plugin"), (None, "")),
+    **dict.fromkeys(
+        ("scheduler_cls", "io_processor_plugin", "reasoning_parser_plugin"), (None, "")
+    ),
     "logits_processors": (None, []),
 }
 _MODULE_PATH = "_module_path"
@@ -74,8 +83,8 @@ _MODULE_PATH = "_module_path"
 def imported_by(engine_args: Mapping[str, JsonValue]) -> Iterator[str]:
     """Yield the arguments of vLLM that make it import Python by a name or path.
 
-    Such are also the paths of connectors in `kv_transfer_config` and `ec_transfer_config`, and a compilation
-    backend of another package.
+    Such are also the paths of connectors in `kv_transfer_config` and `ec_transfer_config`, and a
+    compilation backend of another package.
     """
     for given, value in engine_args.items():
         name = given.replace("-", "_")
@@ -95,10 +104,10 @@ def imported_by(engine_args: Mapping[str, JsonValue]) -> Iterator[str]:
 class Serve(ScenarioSection):
     """The GPUs that the checkpoint is meant for, and the start of vLLM here.
 
-    `compute` has `cpu` and compute capabilities of GPUs (`sm90`). Each capability is loaded dry for every
-    size of `dry_tensor_parallel`; what runs is the device that is there. All else are arguments of vLLM, in
-    `engine_args` those without a key of their own; None is vLLM's default. Without `enforce_eager` the model
-    is compiled on a GPU and runs operator by operator on a CPU.
+    `compute` has `cpu` and compute capabilities of GPUs (`sm90`). Each capability is loaded dry for
+    every size of `dry_tensor_parallel`; what runs is the device that is there. All else are
+    arguments of vLLM, in `engine_args` those without a key of their own; None is vLLM's default.
+    Without `enforce_eager` the model is compiled on a GPU and runs operator by operator on a CPU.
     """
 
     tensor_parallel_size: Positive | None = None
@@ -112,7 +121,9 @@ class Serve(ScenarioSection):
     engine_args: dict[str, JsonValue] = {}
     dry_tensor_parallel: Annotated[
         tuple[Positive, ...] | None,
-        Field(validation_alias=AliasChoices("dry_tensor_parallel", "tensor_parallel"), min_length=1),
+        Field(
+            validation_alias=AliasChoices("dry_tensor_parallel", "tensor_parallel"), min_length=1
+        ),
     ] = None
     compute: Annotated[tuple[str, ...], Field(min_length=1)] = ("cpu",)
     timeout: Positive = 3600
@@ -120,7 +131,9 @@ class Serve(ScenarioSection):
     @model_validator(mode="before")
     @classmethod
     def _sorted_out(cls, values: object) -> object:
-        """Arguments in `engine_args` that have a key of their own go there; one given twice stays."""
+        """Arguments in `engine_args` that have a key of their own go there; one given twice
+        stays.
+        """
         if not isinstance(values, dict) or not isinstance(values.get("engine_args"), dict):
             return values
         keys, others = {**values}, dict[str, JsonValue]()
@@ -137,7 +150,9 @@ class Serve(ScenarioSection):
     def _known_compute(cls, values: tuple[str, ...]) -> tuple[str, ...]:
         known = {value: value if value == "cpu" else parse_capability(value) for value in values}
         if None in known.values():
-            raise ValueError(f"cpu or the capability of a GPU: {', '.join(f'sm{sm}' for sm in GENERATIONS)}")
+            raise ValueError(
+                f"cpu or the capability of a GPU: {', '.join(f'sm{sm}' for sm in GENERATIONS)}"
+            )
         return tuple(value if value == "cpu" else f"sm{known[value]}" for value in values)
 
     @field_validator("engine_args")
@@ -147,11 +162,15 @@ class Serve(ScenarioSection):
         for name, value in values.items():
             typed, (allowed, need) = info.data.get(name), _OWNED.get(name, ((value,), ""))
             if typed is not None:
-                problems.append(((name,), value, f"{typed!r}, as {name} has it", f"give {name} once"))
+                problems.append(
+                    ((name,), value, f"{typed!r}, as {name} has it", f"give {name} once")
+                )
             elif value not in allowed:
                 problems.append(((name,), value, need, "remove it"))
             elif (name, value) == ("load_format", "dummy"):
-                problems.append(((name,), value, "the checkpoint's weights, not random ones", "remove it"))
+                problems.append(
+                    ((name,), value, "the checkpoint's weights, not random ones", "remove it")
+                )
         if problems:
             raise located_errors(problems)
         return values
@@ -189,27 +208,40 @@ class Serve(ScenarioSection):
 
     @property
     def given(self) -> EngineArguments:
-        """The arguments given for one engine of vLLM's, in the order of `TYPED` and then as written."""
+        """The arguments given for one engine of vLLM's, in the order of `TYPED` and then as
+        written.
+        """
         typed = {name: value for name in TYPED if (value := getattr(self, name)) is not None}
         return {**typed, **self.engine_args}
 
     def arguments(self, *, is_baseline: bool) -> EngineArguments:
         """Return the arguments for one of the two models; see `CANDIDATE_ONLY`."""
         return {
-            name: value for name, value in self.given.items() if not (is_baseline and name in CANDIDATE_ONLY)
+            name: value
+            for name, value in self.given.items()
+            if not (is_baseline and name in CANDIDATE_ONLY)
         }
 
 
-def with_options(serve: Serve, options: Mapping[str, JsonValue], engine_args: EngineArguments) -> Serve:
+def with_options(
+    serve: Serve, options: Mapping[str, JsonValue], engine_args: EngineArguments
+) -> Serve:
     """The settings with what the command line says, which replaces what a scenario says.
 
     `options` has their values by vLLM's name, None for one that is not given; `engine_args` is what
-    --engine-arg gave. Raises InputErrors for all that cannot be, and where the two contradict each other.
+    --engine-arg gave. Raises InputErrors for all that cannot be, and where the two contradict each
+    other.
     """
     options = {name: value for name, value in options.items() if value is not None}
     typed = {name: value for name, value in engine_args.items() if name in TYPED} | options
-    others = {name: value for name, value in engine_args.items() if name not in TYPED or name in options}
-    keys = {**serve.model_dump(mode="json"), **typed, "engine_args": {**serve.engine_args, **others}}
+    others = {
+        name: value for name, value in engine_args.items() if name not in TYPED or name in options
+    }
+    keys = {
+        **serve.model_dump(mode="json"),
+        **typed,
+        "engine_args": {**serve.engine_args, **others},
+    }
     try:
         return Serve.model_validate(keys)
     except ValidationError as error:

@@ -1,4 +1,5 @@
-"""Ways to spoil a checkpoint, by sound checkpoint: files, headers, names, values, dtypes, shapes, config.
+"""Ways to spoil a checkpoint, by sound checkpoint: files, headers, names, values, dtypes, shapes,
+config.
 
 Harmless ones are among them: what a check says of those is as telling.
 """
@@ -12,10 +13,16 @@ from tests.mutations.kinds import arguments, files, forms, mixed, names, values
 
 Part = Callable[[Sound], Iterator[tuple[str, Change]]]
 OWN = (names.kinds, values.kinds, forms.kinds, arguments.kinds, mixed.kinds)
-SHARED = (files.kinds, arguments.model_kinds, arguments.shared_kinds, names.shared_kinds, mixed.shared_kinds)
+SHARED = (
+    files.kinds,
+    arguments.model_kinds,
+    arguments.shared_kinds,
+    names.shared_kinds,
+    mixed.shared_kinds,
+)
 PARTS = (*OWN, *SHARED, names.special_kinds)
-# What depends on the scheme is recorded with one in so many of the further checkpoints of a scheme, what does
-# not with one in so many of all checkpoints.
+# What depends on the scheme is recorded with one in so many of the further checkpoints of a scheme,
+# what does not with one in so many of all checkpoints.
 OWN_ONE_IN, SHARED_ONE_IN = 4, 6
 
 
@@ -26,7 +33,9 @@ def mutations(good: str) -> Mapping[str, Change]:
 
 
 def worth_recording(good: str) -> list[str]:
-    """The mutations of a sound checkpoint that tell something new, this checkpoint's part of the others."""
+    """The mutations of a sound checkpoint that tell something new, this checkpoint's part of the
+    others.
+    """
     position = list(GOOD).index(good)
     first = all(GOOD[other].scheme != GOOD[good].scheme for other in list(GOOD)[:position])
     return [

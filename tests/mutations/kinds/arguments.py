@@ -24,7 +24,9 @@ WITH_INPUTS = ("NVFP4", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "MXFP4", "MXF
 KV_SCHEME: dict[str, Json] = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 KV_SCHEME |= {"symmetric": True, "dynamic": False}
 SPARSE: Json = {"format": "dense", "sparsity_structure": "2:4", "targets": ["Linear"]}
-FUSED: Json = [f"re:.*{name}" for name in ("qkv_proj", "gate_up_proj", "o_proj", "down_proj", "experts.*")]
+FUSED: Json = [
+    f"re:.*{name}" for name in ("qkv_proj", "gate_up_proj", "o_proj", "down_proj", "experts.*")
+]
 
 
 def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
@@ -134,7 +136,10 @@ def _rest() -> Iterator[tuple[str, Change]]:
     yield "another status", config(QUANTIZATION, quantization_status="frozen")
     yield "sparsity config empty", config(QUANTIZATION, sparsity_config={})
     yield "sparsity config with targets", config(QUANTIZATION, sparsity_config=SPARSE)
-    yield "sparsity config without targets", config(QUANTIZATION, sparsity_config={"format": "dense"})
+    yield (
+        "sparsity config without targets",
+        config(QUANTIZATION, sparsity_config={"format": "dense"}),
+    )
     yield "transform config empty", config(QUANTIZATION, transform_config={})
     yield "a version from the future", config(QUANTIZATION, version="99.0")
 
@@ -175,8 +180,14 @@ def _kv_caches() -> Iterator[tuple[str, Change]]:
     yield "KV cache announced without scales", config(QUANTIZATION, kv_cache_scheme=KV_SCHEME)
     yield "KV cache of integers", config(QUANTIZATION, kv_cache_scheme={**KV_SCHEME, "type": "int"})
     yield "KV cache of 4 bits", config(QUANTIZATION, kv_cache_scheme={**KV_SCHEME, "num_bits": 4})
-    yield "KV cache asymmetric", config(QUANTIZATION, kv_cache_scheme={**KV_SCHEME, "symmetric": False})
-    yield "KV cache by channel", config(QUANTIZATION, kv_cache_scheme={**KV_SCHEME, "strategy": "channel"})
+    yield (
+        "KV cache asymmetric",
+        config(QUANTIZATION, kv_cache_scheme={**KV_SCHEME, "symmetric": False}),
+    )
+    yield (
+        "KV cache by channel",
+        config(QUANTIZATION, kv_cache_scheme={**KV_SCHEME, "strategy": "channel"}),
+    )
     yield "KV cache dynamic", config(QUANTIZATION, kv_cache_scheme={**KV_SCHEME, "dynamic": True})
 
 

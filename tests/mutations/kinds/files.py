@@ -31,7 +31,10 @@ def _bytes(sound: Sound) -> Iterator[tuple[str, Change]]:
     pointer = b"version https://git-lfs.github.com/spec/v1\n"
     yield "file a pointer of git-lfs", file_bytes(WEIGHTS, lambda data: pointer)
     yield "header spoiled", file_bytes(WEIGHTS, lambda data: data[:8] + b"x" + data[9:])
-    yield "header length huge", file_bytes(WEIGHTS, lambda data: (2**62).to_bytes(8, "little") + data[8:])
+    yield (
+        "header length huge",
+        file_bytes(WEIGHTS, lambda data: (2**62).to_bytes(8, "little") + data[8:]),
+    )
     yield "header length zero", file_bytes(WEIGHTS, lambda data: bytes(8) + data[8:])
     yield "header length big-endian", file_bytes(WEIGHTS, lambda data: data[7::-1] + data[8:])
     yield "weights missing", lambda folder: (folder / WEIGHTS).unlink()
@@ -45,7 +48,10 @@ def _bytes(sound: Sound) -> Iterator[tuple[str, Change]]:
 def _headers(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "header padded", header(lambda entries: None, padding=64)
     yield "header without metadata", header(lambda entries: entries.pop("__metadata__", None))
-    yield "metadata of tensorflow", header(lambda entries: entries.update({"__metadata__": {"format": "tf"}}))
+    yield (
+        "metadata of tensorflow",
+        header(lambda entries: entries.update({"__metadata__": {"format": "tf"}})),
+    )
     yield "unknown dtype in the header", header(_set(NORM, "dtype", "F8_E3M4"))
     yield "norm declared F16", header(_set(NORM, "dtype", "F16"))
     yield "norm declared I16", header(_set(NORM, "dtype", "I16"))
@@ -53,7 +59,10 @@ def _headers(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "norm of a side too many", header(_set(NORM, "shape", [1, 128]))
     yield "norm of another size", header(_set(NORM, "shape", [64]))
     yield "offsets overlap", header(_same_offsets)
-    yield "offsets reversed", header(lambda entries: _entry(entries, NORM)["data_offsets"].reverse())
+    yield (
+        "offsets reversed",
+        header(lambda entries: _entry(entries, NORM)["data_offsets"].reverse()),
+    )
     yield "offsets beyond the file", header(lambda entries: _shift(entries, 1 << 20))
     yield "offsets shifted", header(lambda entries: _shift(entries, 2))
 
@@ -71,7 +80,10 @@ def _indices(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "index with an empty map", index(lambda values: {})
     yield "index lacks a tensor", index(lambda values: dict.fromkeys(sorted(values)[1:], WEIGHTS))
     more = "model.no_such"
-    yield "index names a tensor too many", index(lambda values: dict.fromkeys([*values, more], WEIGHTS))
+    yield (
+        "index names a tensor too many",
+        index(lambda values: dict.fromkeys([*values, more], WEIGHTS)),
+    )
     yield "two shards", _split
     yield "two shards, the second unnamed", partial(_split, named=False)
     yield "two shards without an index", partial(_split, indexed=False)
@@ -130,9 +142,13 @@ def _split(
     (folder / INDEX).unlink(missing_ok=True)
     for name, part in files.items():
         save_file(part, folder / name, metadata={"format": "pt"})
-    places = {name: file for file, part in files.items() for name in part if named or file != SECOND}
+    places = {
+        name: file for file, part in files.items() for name in part if named or file != SECOND
+    }
     if crosswise:
-        places = {name: next(other for other in files if other != file) for name, file in places.items()}
+        places = {
+            name: next(other for other in files if other != file) for name, file in places.items()
+        }
     if indexed:
         content = {"metadata": {"total_size": 0}, "weight_map": places}
         (folder / INDEX).write_text(json.dumps(content))

@@ -27,12 +27,18 @@ def _scale_dtypes(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
     for dtype in (torch.float32, torch.float64):
         yield f"{leaf} as {_name(dtype)}", put(name, _as(dtype))
     for dtype in (torch.bfloat16, torch.float16):
-        yield f"{leaf} of o_proj as {_name(dtype)}", put(f"{sound.attention('o')}.{leaf}", _as(dtype))
+        yield (
+            f"{leaf} of o_proj as {_name(dtype)}",
+            put(f"{sound.attention('o')}.{leaf}", _as(dtype)),
+        )
     yield f"{leaf} as float8_e5m2", put(name, lambda scale: scale.float().to(torch.float8_e5m2))
     yield f"{leaf} as int32", put(name, lambda scale: scale.float().to(torch.int32))
     if sound.scheme.startswith(("NVFP4", "MX")) and leaf == "weight_scale":
         yield f"{leaf}'s bits as int8", put(name, lambda scale: scale.view(torch.int8))
-        yield f"{leaf}'s bits as float8_e8m0", put(name, lambda scale: scale.view(torch.float8_e8m0fnu))
+        yield (
+            f"{leaf}'s bits as float8_e8m0",
+            put(name, lambda scale: scale.view(torch.float8_e8m0fnu)),
+        )
         yield f"{leaf}'s bits as uint8", put(name, lambda scale: scale.view(torch.uint8))
     elif leaf == "weight_scale":
         yield f"all {leaf} as bfloat16", each(f".{leaf}", lambda scale: scale.to(torch.bfloat16))
@@ -61,8 +67,14 @@ def _many(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
         yield f"{leaf} lacks a row", put(name, lambda scale: scale[:-1])
         yield f"{leaf} of q_proj lacks a row", put(fused, lambda scale: scale[:-1])
         yield f"{leaf} has a row too many", put(name, lambda scale: torch.cat([scale, scale[-1:]]))
-        yield f"{leaf} of q_proj has a row too many", put(fused, lambda scale: torch.cat([scale, scale[-1:]]))
-        yield f"{leaf} has a column too many", put(name, lambda scale: torch.cat([scale, scale[:, -1:]], 1))
+        yield (
+            f"{leaf} of q_proj has a row too many",
+            put(fused, lambda scale: torch.cat([scale, scale[-1:]])),
+        )
+        yield (
+            f"{leaf} has a column too many",
+            put(name, lambda scale: torch.cat([scale, scale[:, -1:]], 1)),
+        )
         yield f"{leaf} for every other column", put(name, lambda scale: scale[:, HALF])
 
 
@@ -80,10 +92,16 @@ def _weight(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield f"{weight} lacks a row", put(name, lambda value: value[:-1])
     yield f"{weight} of q_proj lacks a row", put(fused, lambda value: value[:-1])
     yield f"{weight} has a row too many", put(name, lambda value: torch.cat([value, value[-1:]]))
-    yield f"{weight} of q_proj has a row too many", put(fused, lambda value: torch.cat([value, value[-1:]]))
+    yield (
+        f"{weight} of q_proj has a row too many",
+        put(fused, lambda value: torch.cat([value, value[-1:]])),
+    )
     yield f"{weight} lacks half its columns", put(name, lambda value: value.chunk(2, 1)[0])
     yield f"{weight} has its columns twice", put(name, lambda value: torch.cat([value, value], 1))
-    yield f"{weight} of q_proj lacks half its columns", put(fused, lambda value: value.chunk(2, 1)[0])
+    yield (
+        f"{weight} of q_proj lacks half its columns",
+        put(fused, lambda value: value.chunk(2, 1)[0]),
+    )
     yield f"{weight} of q_proj lacks half its rows", put(fused, lambda value: value.chunk(2)[0])
     whole = [leaf for leaf in sound.leaves if leaf not in SINGLE and leaf != "weight_shape"]
     if sound.scheme != "FP8":

@@ -1,4 +1,6 @@
-"""Names of other producers, layers stored as one, numbers that are off in one place, sizes of the model."""
+"""Names of other producers, layers stored as one, numbers that are off in one place, sizes of the
+model.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -63,7 +65,10 @@ def _leaves(names: dict[str, str]) -> Change:
 
 def _fused(sound: Sound) -> Iterator[tuple[str, Change]]:
     place, mlp = (layer.rpartition(".")[0] for layer in (sound.attention("q"), sound.mlp("up")))
-    yield "q, k and v stored as one", _joined([f"{place}.{name}_proj" for name in "qkv"], f"{place}.qkv_proj")
+    yield (
+        "q, k and v stored as one",
+        _joined([f"{place}.{name}_proj" for name in "qkv"], f"{place}.qkv_proj"),
+    )
     if not sound.experts:
         halves = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
         yield "gate and up stored as one", _joined(halves, f"{mlp}.gate_up_proj")
@@ -71,7 +76,9 @@ def _fused(sound: Sound) -> Iterator[tuple[str, Change]]:
 
 def _joined(parts: list[str], whole: str) -> Change:
     def apply(values: Tensors) -> None:
-        leaves = [name.removeprefix(f"{parts[0]}.") for name in values if name.startswith(f"{parts[0]}.")]
+        leaves = [
+            name.removeprefix(f"{parts[0]}.") for name in values if name.startswith(f"{parts[0]}.")
+        ]
         for leaf in leaves:
             found = [values.pop(f"{part}.{leaf}") for part in parts]
             single = leaf in SINGLE or leaf == "weight_shape" or not found[0].dim()
@@ -83,7 +90,10 @@ def _joined(parts: list[str], whole: str) -> Change:
 def _scales(sound: Sound) -> Iterator[tuple[str, Change]]:
     down, q = sound.mlp("down"), sound.attention("q")
     if {"weight_global_scale", "input_global_scale"} <= {*sound.leaves}:
-        yield "global scales exchanged", swap(f"{down}.weight_global_scale", f"{down}.input_global_scale")
+        yield (
+            "global scales exchanged",
+            swap(f"{down}.weight_global_scale", f"{down}.input_global_scale"),
+        )
         yield "all global scales exchanged", exchanged("weight_global", "input_global")
     for leaf in sorted(SINGLE & {*sound.leaves}):
         yield f"no {leaf} in v_proj", drop(f"{sound.attention('v')}.{leaf}")
@@ -147,16 +157,28 @@ def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
         yield "lm_head transposed", put("lm_head.weight", lambda value: value.T)
         yield "lm_head as float32", put("lm_head.weight", lambda value: value.float())
         yield "lm_head as float16", put("lm_head.weight", lambda value: value.half())
-        yield "embeddings and lm_head exchanged", swap("lm_head.weight", "model.embed_tokens.weight")
+        yield (
+            "embeddings and lm_head exchanged",
+            swap("lm_head.weight", "model.embed_tokens.weight"),
+        )
     yield from _sizes()
 
 
 def _sizes() -> Iterator[tuple[str, Change]]:
-    yield "another rope theta", config(WHOLE, rope_parameters={"rope_theta": 1e6, "rope_type": "default"})
+    yield (
+        "another rope theta",
+        config(WHOLE, rope_parameters={"rope_theta": 1e6, "rope_type": "default"}),
+    )
     yield "older rope theta", config(WHOLE, rope_theta=1e6)
-    yield "unknown rope", config(WHOLE, rope_parameters={"rope_theta": 1e4, "rope_type": "no-such-rope"})
+    yield (
+        "unknown rope",
+        config(WHOLE, rope_parameters={"rope_theta": 1e4, "rope_type": "no-such-rope"}),
+    )
     yield "older rope scaling", config(WHOLE, rope_scaling={"type": "linear", "factor": 4.0})
-    yield "yarn without a factor", config(WHOLE, rope_parameters={"rope_theta": 1e4, "rope_type": "yarn"})
+    yield (
+        "yarn without a factor",
+        config(WHOLE, rope_parameters={"rope_theta": 1e4, "rope_type": "yarn"}),
+    )
     yield "another epsilon of norms", config(WHOLE, rms_norm_eps=0.5)
     yield "no epsilon of norms", without(WHOLE, "rms_norm_eps")
     yield "epsilon of norms a string", config(WHOLE, rms_norm_eps="1e-6")
@@ -183,7 +205,10 @@ def _sizes() -> Iterator[tuple[str, Change]]:
     yield "activation gelu", config(WHOLE, hidden_act="gelu")
     llama = "LlamaForCausalLM"
     yield "two architectures", config(WHOLE, architectures=[llama, "OPTForCausalLM"])
-    yield "two architectures, the first unknown", config(WHOLE, architectures=["NoSuchForCausalLM", llama])
+    yield (
+        "two architectures, the first unknown",
+        config(WHOLE, architectures=["NoSuchForCausalLM", llama]),
+    )
     yield "architectures a string", config(WHOLE, architectures=llama)
     yield "architecture in small letters", config(WHOLE, architectures=["llamaforcausallm"])
     yield "architecture of the base model", config(WHOLE, architectures=["LlamaModel"])

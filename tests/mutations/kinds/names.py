@@ -1,4 +1,6 @@
-"""Tensors that are missing, that nobody asked for, or in another's place; what only some checkpoints have."""
+"""Tensors that are missing, that nobody asked for, or in another's place; what only some
+checkpoints have.
+"""
 
 from collections.abc import Iterator
 
@@ -43,7 +45,11 @@ def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     for leaf in leaves:
         yield f"no {leaf} in down_proj", drop(f"{down}.{leaf}")
         yield f"no {leaf} in q_proj", drop(f"{q}.{leaf}")
-    layers = {**{part: sound.attention(part) for part in "qvo"}, "gate": sound.mlp("gate"), "down": down}
+    layers = {
+        **{part: sound.attention(part) for part in "qvo"},
+        "gate": sound.mlp("gate"),
+        "down": down,
+    }
     for projection, layer in layers.items():
         yield f"no {projection}_proj at all", drop(*(f"{layer}.{leaf}" for leaf in leaves))
     yield "weight misspelled", rename(f"{down}.{leaves[0]}", f"{down}.{leaves[0]}s")
@@ -53,8 +59,14 @@ def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
         if leaf not in leaves:
             yield f"{leaf} that the scheme does not have", add(f"{down}.{leaf}", stray)
     yield "q_proj's scale under k_proj's name", swap(f"{q}.weight_scale", f"{o}.weight_scale")
-    yield "gate_proj and up_proj exchanged", exchanged(f"{sound.mlp('gate')}.", f"{sound.mlp('up')}.")
-    yield "o_proj's weight under down_proj's name", rename(f"{o}.{leaves[0]}", f"{down}.{leaves[0]}")
+    yield (
+        "gate_proj and up_proj exchanged",
+        exchanged(f"{sound.mlp('gate')}.", f"{sound.mlp('up')}."),
+    )
+    yield (
+        "o_proj's weight under down_proj's name",
+        rename(f"{o}.{leaves[0]}", f"{down}.{leaves[0]}"),
+    )
 
 
 def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
@@ -74,8 +86,14 @@ def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "unknown tensor at the top", add("no_such.weight", torch.ones(4, 4))
     yield "unknown leaf", add(f"{down}.no_such_leaf", torch.ones(1))
     yield "unknown norm", add(f"{LAYER}.no_such_layernorm.weight", torch.ones(128))
-    yield "a bias that the config does not have", add(f"{down}.bias", torch.zeros(128, dtype=BFLOAT16))
-    yield "a bias of q_proj that the config does not have", add(f"{q}.bias", torch.ones(128, dtype=BFLOAT16))
+    yield (
+        "a bias that the config does not have",
+        add(f"{down}.bias", torch.zeros(128, dtype=BFLOAT16)),
+    )
+    yield (
+        "a bias of q_proj that the config does not have",
+        add(f"{q}.bias", torch.ones(128, dtype=BFLOAT16)),
+    )
     yield "a bias of lm_head", add("lm_head.bias", torch.ones(384, dtype=BFLOAT16))
     yield "a bias of a norm", add("model.norm.bias", torch.ones(128, dtype=BFLOAT16))
     yield "rotary buffer of old", add(f"{LAYER}.self_attn.rotary_emb.inv_freq", torch.ones(16))
@@ -85,12 +103,21 @@ def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "a prefix too few", moved("model.", "")
     yield "layers counted from one", renamed(_counted_from_one)
     yield "layers called blocks", moved("model.layers.", "model.blocks.")
-    yield "embeddings under an older name", rename("model.embed_tokens.weight", "model.tok_embeddings.weight")
-    yield "final norm under another name", rename("model.norm.weight", "model.final_layernorm.weight")
+    yield (
+        "embeddings under an older name",
+        rename("model.embed_tokens.weight", "model.tok_embeddings.weight"),
+    )
+    yield (
+        "final norm under another name",
+        rename("model.norm.weight", "model.final_layernorm.weight"),
+    )
     further = f"model.layers.{sound.layers}.input_layernorm.weight"
     yield "a decoder layer too many", add(further, torch.ones(128, dtype=BFLOAT16))
     if sound.layers > 1:
-        for what, leaf in (("scales", "self_attn.o_proj.weight_scale"), ("norms", "input_layernorm.weight")):
+        for what, leaf in (
+            ("scales", "self_attn.o_proj.weight_scale"),
+            ("norms", "input_layernorm.weight"),
+        ):
             yield f"layers' {what} exchanged", swap(f"{LAYER}.{leaf}", f"model.layers.1.{leaf}")
 
 
@@ -130,7 +157,9 @@ def special_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
 
 
 def _experts(sound: Sound) -> Iterator[tuple[str, Change]]:
-    last = {part: [f"{EXPERT}.1.{part}_proj.{leaf}" for leaf in sound.leaves] for part in PROJECTIONS}
+    last = {
+        part: [f"{EXPERT}.1.{part}_proj.{leaf}" for leaf in sound.leaves] for part in PROJECTIONS
+    }
     for projection in PROJECTIONS:
         yield f"no {projection}_proj in the last expert", drop(*last[projection])
         scale = f"{EXPERT}.1.{projection}_proj.weight_scale"

@@ -32,7 +32,9 @@ def _scale(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
         yield f"{leaf} of down_proj infinite", put(down, element(float("inf")))
         yield f"{leaf} of down_proj denormal", put(down, every(1e-39))
         yield f"{leaf} of down_proj byteswapped", put(down, _byteswapped)
-    if leaf != "input_global_scale":  # its sign cancels in the emulation, which tells nothing of FP4 kernels
+    if (
+        leaf != "input_global_scale"
+    ):  # its sign cancels in the emulation, which tells nothing of FP4 kernels
         yield f"{leaf} of down_proj negative", put(down, times(-1))
     yield f"{leaf} of down_proj all zero", put(down, every(0.0))
     yield f"{leaf} of down_proj once zero", put(down, element(0.0))
@@ -60,7 +62,8 @@ def _exponents(sound: Sound) -> Iterator[tuple[str, Change]]:
 def _shared(sound: Sound) -> Iterator[tuple[str, Change]]:
     """Scales that fused layers have in common.
 
-    Not a smaller one: vLLM takes the largest, but where the smaller one is right a checkpoint looks the same.
+    Not a smaller one: vLLM takes the largest, but where the smaller one is right a checkpoint looks
+    the same.
     """
     for leaf in sorted(SINGLE & set(sound.leaves)):
         for projection in ("q", "k", "v"):
@@ -78,9 +81,14 @@ def _payload(sound: Sound) -> Iterator[tuple[str, Change]]:
         yield "weight of q_proj all NaN", put(f"{sound.attention('q')}.weight", every(float("nan")))
     yield f"{weight} of down_proj all zero", put(f"{down}.{weight}", every(0))
     if sound.scheme in ("NVFP4", "NVFP4A16", "MXFP4"):
-        yield "nibbles exchanged", put(f"{down}.{weight}", lambda codes: (codes << 4) | (codes >> 4))
+        yield (
+            "nibbles exchanged",
+            put(f"{down}.{weight}", lambda codes: (codes << 4) | (codes >> 4)),
+        )
 
 
 def _byteswapped(scale: torch.Tensor) -> torch.Tensor:
-    """A scale in the other byte order; rounded before, so that it is the same one on every processor."""
+    """A scale in the other byte order; rounded before, so that it is the same one on every
+    processor.
+    """
     return byteswapped(scale.bfloat16().to(scale.dtype))

@@ -1,4 +1,6 @@
-"""The classes and arguments of each vLLM, one generated file a version (scripts/generate_versions.py)."""
+"""The classes and arguments of each vLLM, one generated file a version
+(scripts/generate_versions.py).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +15,9 @@ from vexport.version import Version, short_version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassFacts:
-    """A model class: its packed_modules_mapping, and how it finds the config group of its table of tokens."""
+    """A model class: its packed_modules_mapping, and how it finds the config group of its table of
+    tokens.
+    """
 
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     embedding: TableLookup | None = None
@@ -23,9 +27,9 @@ class ClassFacts:
 class VersionFacts:
     """One vLLM, read from its wheel.
 
-    `schemes` are the classes of linear layers with the least compute capability of each, `asymmetric_widths`
-    the bits of packed integers with zero points. `absent`, `added` and `classes` are the model classes, in
-    comparison with those of `PINNED`.
+    `schemes` are the classes of linear layers with the least compute capability of each,
+    `asymmetric_widths` the bits of packed integers with zero points. `absent`, `added` and
+    `classes` are the model classes, in comparison with those of `PINNED`.
     """
 
     vllm: str
@@ -55,7 +59,9 @@ def known_versions() -> tuple[Version, ...]:
 
 
 def nearest_version(version: Version) -> Version:
-    """The known version whose rules are used for one: itself, the nearest before it, or the oldest."""
+    """The known version whose rules are used for one: itself, the nearest before it, or the
+    oldest.
+    """
     known = known_versions()
     return max((each for each in known if each <= version), default=known[0])
 

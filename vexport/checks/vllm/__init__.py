@@ -1,1 +1,3 @@
-"""The model of vLLM: how it reads a checkpoint's config, which layers it fuses and what it refuses."""
+"""The model of vLLM: how it reads a checkpoint's config, which layers it fuses and what it
+refuses.
+"""

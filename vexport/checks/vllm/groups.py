@@ -1,9 +1,10 @@
 """Linear layers as vLLM fuses them, the config groups that it gives them, and rotations.
 
-Sources: `_quantization_scheme_map_from_config` and `get_scheme_dict` in vLLM's compressed_tensors.py,
-`find_matched_target` and `should_ignore_layer` in compressed_tensors/utils.py, `find_matching_patterns` in
-quantization/utils/config_utils.py, `get_moe_method` in compressed_tensors_moe.py. Rotations that a
-running model computes: get_linear_transform_schemes and CompressedTensorsLinearTransformMethod in vLLM's
+Sources: `_quantization_scheme_map_from_config` and `get_scheme_dict` in vLLM's
+compressed_tensors.py, `find_matched_target` and `should_ignore_layer` in
+compressed_tensors/utils.py, `find_matching_patterns` in quantization/utils/config_utils.py,
+`get_moe_method` in compressed_tensors_moe.py. Rotations that a running model computes:
+get_linear_transform_schemes and CompressedTensorsLinearTransformMethod in vLLM's
 transform/linear.py; the others are in the weights.
 """
 
@@ -44,7 +45,9 @@ class ConfigGroup:
 
     @cached_property
     def storage(self) -> Format:
-        """Return how its layers are stored; where vLLM refuses the group, the format that comes closest."""
+        """Return how its layers are stored; where vLLM refuses the group, the format that comes
+        closest.
+        """
         return nearest_format(self, self.format)
 
     @cached_property
@@ -58,7 +61,9 @@ class ConfigGroup:
         return self.storage.parameters(self, shape)
 
     def shape(self, tensors: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
-        """(out_features, in_features) of a layer by its stored tensors; None where that cannot be told."""
+        """(out_features, in_features) of a layer by its stored tensors; None where that cannot be
+        told.
+        """
         return self.storage.shape(self, tensors)
 
     def expected(self, tensors: Mapping[str, TensorInfo]) -> Mapping[str, Parameter] | None:
@@ -100,12 +105,16 @@ def of_attention(raw: Json) -> bool:
 
 
 def targets_of(groups: Iterable[ConfigGroup]) -> Targets:
-    """The targets in vLLM's order: one that is named again keeps its place and takes the later group."""
+    """The targets in vLLM's order: one that is named again keeps its place and takes the later
+    group.
+    """
     return {target: group for group in groups for target in group.targets}
 
 
 def lookup_name(name: str) -> str:
-    """The name that vLLM looks for: of all experts of a layer it asks for the first one's group only."""
+    """The name that vLLM looks for: of all experts of a layer it asks for the first one's group
+    only.
+    """
     return EXPERT_NUMBER.sub("0", name)
 
 
@@ -123,7 +132,9 @@ def ignored(
 def group_for(
     fused: str, members: Sequence[str], targets: Targets, architecture: Architecture, *, table: bool
 ) -> ConfigGroup | None:
-    """The config group of a layer that is not ignored: by its name, by all members' names, by its class."""
+    """The config group of a layer that is not ignored: by its name, by all members' names, by its
+    class.
+    """
     projection, routed = fused.rpartition(".")[2], moe_layer(members[0]) is not None
     group = None if routed else _first(fused, targets)
     if group is None and _are_resolved(projection, members, architecture):
@@ -138,7 +149,9 @@ def group_for(
 
 
 def _are_resolved(projection: str, members: Sequence[str], architecture: Architecture) -> bool:
-    """Return whether vLLM looks for the members' names: it does not know those of every fused layer."""
+    """Return whether vLLM looks for the members' names: it does not know those of every fused
+    layer.
+    """
     alone = len(members) == 1 or moe_layer(members[0]) is not None
     return alone or projection in architecture.resolved
 
@@ -172,7 +185,9 @@ def _class_of(projection: str, members: Sequence[str], architecture: Architectur
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineTransform:
-    """One entry of a scheme's `apply`; `kind` is the scheme's type, `location` input or output of a layer."""
+    """One entry of a scheme's `apply`; `kind` is the scheme's type, `location` input or output of a
+    layer.
+    """
 
     scheme: str
     kind: str
@@ -200,7 +215,11 @@ def online_transforms(quantization: Mapping[str, Json]) -> Iterator[OnlineTransf
     for scheme, raw in groups.items() if isinstance(groups, dict) else ():
         entries = raw.get("apply") if isinstance(raw, dict) else None
         for entry in entries if isinstance(entries, list) else ():
-            if isinstance(raw, dict) and isinstance(entry, dict) and entry.get("location") not in IN_WEIGHTS:
+            if (
+                isinstance(raw, dict)
+                and isinstance(entry, dict)
+                and entry.get("location") not in IN_WEIGHTS
+            ):
                 yield OnlineTransform(
                     scheme=scheme,
                     kind=str(raw.get("type")),
@@ -239,7 +258,9 @@ QUANTIZED_PARAMETERS = frozenset(
 # Parameters that never occur alone.
 WITH_OTHERS = frozenset({"scales", "g_idx"})
 # Parameters of all experts of a layer that are joined to their projection's name (gpt-oss).
-JOINED = re.compile(r"(?P<module>.*\.experts\.(?:gate_up|down)_proj)_(?P<parameter>blocks|scales|bias)")
+JOINED = re.compile(
+    r"(?P<module>.*\.experts\.(?:gate_up|down)_proj)_(?P<parameter>blocks|scales|bias)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,21 +278,31 @@ class FusedLinear:
     @property
     def by_name(self) -> FusionGroup:
         """The layers as a plan has them, without sizes."""
-        members = (LinearPlan(name=name, weight=name, out_features=0, in_features=0) for name in self.members)
+        members = (
+            LinearPlan(name=name, weight=name, out_features=0, in_features=0)
+            for name in self.members
+        )
         return FusionGroup(name=self.name, scheme="", observer="", members=tuple(members))
 
 
 def quantized_parameters(parameters: Mapping[str, TensorInfo]) -> list[str]:
-    """The parameters of a layer that are those of a quantized one; a weight of 8 bits is one by its dtype."""
+    """The parameters of a layer that are those of a quantized one; a weight of 8 bits is one by its
+    dtype.
+    """
     return sorted(
         parameter
         for parameter, tensor in parameters.items()
-        if parameter in QUANTIZED_PARAMETERS or (parameter == "weight" and tensor.dtype not in FLOATING)
+        if parameter in QUANTIZED_PARAMETERS
+        or (parameter == "weight" and tensor.dtype not in FLOATING)
     )
 
 
-def linear_modules(index: SourceIndex, architecture: Architecture) -> dict[str, dict[str, TensorInfo]]:
-    """Parameters by linear module: modules with quantized parameters or a two-dimensional weight."""
+def linear_modules(
+    index: SourceIndex, architecture: Architecture
+) -> dict[str, dict[str, TensorInfo]]:
+    """Parameters by linear module: modules with quantized parameters or a two-dimensional
+    weight.
+    """
     modules: dict[str, dict[str, TensorInfo]] = {}
     for tensor in index.tensors.values():
         module, parameter = split_name(tensor.name)
@@ -295,7 +326,9 @@ def joined_name(module: str, parameter: str) -> str:
     return joined if JOINED.fullmatch(joined) else f"{module}.{parameter}"
 
 
-def _is_linear(module: str, parameters: Mapping[str, TensorInfo], architecture: Architecture) -> bool:
+def _is_linear(
+    module: str, parameters: Mapping[str, TensorInfo], architecture: Architecture
+) -> bool:
     if QUANTIZED_PARAMETERS & parameters.keys():
         return True
     weight = parameters.get("weight")
@@ -304,7 +337,9 @@ def _is_linear(module: str, parameters: Mapping[str, TensorInfo], architecture: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLayer:
-    """One linear layer: its tensors, the layers that vLLM runs it with, its config group if it has one."""
+    """One linear layer: its tensors, the layers that vLLM runs it with, its config group if it has
+    one.
+    """
 
     name: str
     fused: FusedLinear
@@ -332,6 +367,7 @@ def fits(group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> bool:
     if expected is None or expected.keys() != parameters.keys() - {"bias"}:
         return False
     return all(
-        parameters[parameter].dtype in form.dtypes and parameters[parameter].shape in (form.shape, ())
+        parameters[parameter].dtype in form.dtypes
+        and parameters[parameter].shape in (form.shape, ())
         for parameter, form in expected.items()
     )

@@ -18,10 +18,17 @@ from vexport.records import Json
 Shape = tuple[int | None, ...]
 # Keys that count units with tensors of their own, and so are at most the number of tensors.
 COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
-# Experts that a config may announce beyond those that are stored: of layers without any, or missing.
+# Experts that a config may announce beyond those that are stored: of layers without any, or
+# missing.
 SLACK, LEAST_SLACK = 16, 4096
 # Keys without which transformers would build a model of its default size.
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
 TABLES, PLAIN_KINDS = ("table", "lookup", "head"), ("plain", "lookup")
 ATTENTION_NORM, MLP_NORM, FEEDFORWARD_NORM = (
     "input_layernorm",
@@ -42,11 +49,11 @@ PLAIN = re.compile(
 class ModelLayout:
     """The modules of a model: linear layers and tables with their sizes, other parameters by name.
 
-    A size is None, a shape empty where it is not known. `plain` are modules that vLLM builds without a
-    quantization config, `optional` are names that may be there, `unknown`
-    (with stars) those of which it is not known, `drops` the modules in which vLLM passes over names that it
-    does not have; `translated` says that the file has other names than transformers. `norm_before_mlp` is ""
-    where it is not known what the inputs of layers come from.
+    A size is None, a shape empty where it is not known. `plain` are modules that vLLM builds
+    without a quantization config, `optional` are names that may be there, `unknown` (with stars)
+    those of which it is not known, `drops` the modules in which vLLM passes over names that it does
+    not have; `translated` says that the file has other names than transformers. `norm_before_mlp`
+    is "" where it is not known what the inputs of layers come from.
     """
 
     linears: dict[str, Shape]
@@ -98,8 +105,8 @@ class ModelLayout:
 def layout_of(
     class_name: str, config: Mapping[str, Json], architecture: Architecture, tensors: Iterable[str]
 ) -> ModelLayout | None:
-    """The layout of a model in the names of its files, None where its class or types are not in the table or
-    its config lacks a size.
+    """The layout of a model in the names of its files, None where its class or types are not in the
+    table or its config lacks a size.
 
     Nor is there one where the config asks for more than could be among these tensors.
     """
@@ -113,7 +120,9 @@ def layout_of(
     names = _names_in_file(stored, architecture)
     expected = {joined_name(*names(name)): each for name, each in found.items()}
     translated = not expected.keys() <= found.keys()
-    expected, otherwise = _as_stored(expected, stored, architecture, _int(text_config(config), "hidden_size"))
+    expected, otherwise = _as_stored(
+        expected, stored, architecture, _int(text_config(config), "hidden_size")
+    )
     joined = {split_name(name)[0] for name in stored if not name.endswith("bias")}
     linears, tables, parameters = dict[str, Shape](), dict[str, Shape](), dict[str, Shape]()
     for name, each in expected.items():
@@ -123,7 +132,9 @@ def layout_of(
         if name in joined:  # all experts, quantized
             linears[name] = (None, None)
         elif (
-            parameter == "weight" and (each.shape is None or len(each.shape) == 2) and "norm" not in each.kind
+            parameter == "weight"
+            and (each.shape is None or len(each.shape) == 2)
+            and "norm" not in each.kind
         ):
             (tables if each.kind in TABLES else linears)[module] = each.shape or (None, None)
         else:
@@ -135,11 +146,15 @@ def layout_of(
         linears=linears,
         tables=tables,
         parameters=parameters,
-        plain=frozenset(split_name(name)[0] for name, each in expected.items() if each.kind in PLAIN_KINDS),
+        plain=frozenset(
+            split_name(name)[0] for name, each in expected.items() if each.kind in PLAIN_KINDS
+        ),
         optional=frozenset(name for name, each in expected.items() if each.optional),
         unknown=frozenset(map(with_stars, (*unsure, *(f"{prefix}.*" for prefix in otherwise)))),
         drops=entry.drops,
-        norm_before_mlp=next((norm for norm in before_mlp if plain and f"{norm}.weight" in norms), ""),
+        norm_before_mlp=next(
+            (norm for norm in before_mlp if plain and f"{norm}.weight" in norms), ""
+        ),
         translated=translated,
         norms_above_one=any(row.kind == "norm above one" for row in entry.rows),
     )
@@ -148,13 +163,15 @@ def layout_of(
 def _as_stored(
     expected: Mapping[str, Expected], stored: Iterable[str], architecture: Architecture, hidden: int
 ) -> tuple[dict[str, Expected], set[str]]:
-    """(the tensors with experts one by one where the file has them so, the experts of which the class is not
-    known as the file has them)."""
+    """(the tensors with experts one by one where the file has them so, the experts of which the
+    class is not known as the file has them)."""
     known: dict[str, list[str]] = {}
     for name, each in expected.items():
         known.setdefault(_experts(name, each), []).append(name)
     singles = {
-        _experts(name): _is_single(name) for name in stored if STACKED.fullmatch(name) or _is_single(name)
+        _experts(name): _is_single(name)
+        for name in stored
+        if STACKED.fullmatch(name) or _is_single(name)
     }
     found, otherwise = dict(expected), set[str]()
     for prefix, names in known.items():
@@ -174,7 +191,9 @@ def _as_stored(
 def _one_by_one(
     prefix: str, name: str, stacked: Expected, architecture: Architecture, hidden: int
 ) -> dict[str, Expected]:
-    """Return the layers of all experts that are in one tensor, none if names or sizes are unknown."""
+    """Return the layers of all experts that are in one tensor, none if names or sizes are
+    unknown.
+    """
     if architecture.experts is None or stacked.shape is None or len(stacked.shape) != 3:
         return {}
     sizes = [side for side in stacked.shape if side is not None]
@@ -182,7 +201,9 @@ def _one_by_one(
         return {}
     count, *sides = sizes
     gate, down, up = architecture.experts
-    last = next((new for old, new in architecture.stacked_experts.items() if name.endswith(old)), name)
+    last = next(
+        (new for old, new in architecture.stacked_experts.items() if name.endswith(old)), name
+    )
     if hidden not in sides or up is None:
         return {}
     other = sum(sides) - hidden
@@ -207,22 +228,30 @@ def _experts(name: str, each: Expected | None = None) -> str:
     return f"{before}.experts" if experts or stacked else ""
 
 
-def _names_in_file(stored: Iterable[str], architecture: Architecture) -> Callable[[str], tuple[str, str]]:
-    """The module and parameter of a tensor, by the name in the file that vLLM takes for the same."""
+def _names_in_file(
+    stored: Iterable[str], architecture: Architecture
+) -> Callable[[str], tuple[str, str]]:
+    """The module and parameter of a tensor, by the name in the file that vLLM takes for the
+    same.
+    """
     modules = {split_name(name)[0] for name in stored}
     renamed = {architecture.vllm_name(module): module for module in modules}
 
     def named(name: str) -> tuple[str, str]:
         module, parameter = split_name(name)
-        return module if module in modules else renamed.get(architecture.vllm_name(module), module), parameter
+        return module if module in modules else renamed.get(
+            architecture.vllm_name(module), module
+        ), parameter
 
     return named
 
 
 def impossible_size(config: Mapping[str, Json], tensors: int) -> tuple[str, str] | None:
-    """A key whose number no checkpoint of so many tensors can have, and what it is; None where all may be.
+    """A key whose number no checkpoint of so many tensors can have, and what it is; None where all
+    may be.
 
-    What is looked at for each layer and expert is bounded by it: a file decides, not a number in it.
+    What is looked at for each layer and expert is bounded by it: a file decides, not a number in
+    it.
     """
     text = text_config(config)
     for where in (config, text):
@@ -231,12 +260,19 @@ def impossible_size(config: Mapping[str, Json], tensors: int) -> tuple[str, str]
                 return key, f"{shown(_int(where, key))} in a checkpoint of {tensors:,} tensors"
     experts = max(_int(text, key) for key in COUNTS[1:])
     if _int(text, "num_hidden_layers") * experts > SLACK * tensors + LEAST_SLACK:
-        return "num_hidden_layers", f"more experts in its layers than the checkpoint's {tensors:,} tensors"
+        return (
+            "num_hidden_layers",
+            f"more experts in its layers than the checkpoint's {tensors:,} tensors",
+        )
     return None
 
 
-def oversized(entry: ClassLayout, config: Mapping[str, Json], path: str = "") -> Iterator[tuple[str, Json]]:
-    """Yield the keys that the sizes of the class's tensors are computed from and that no tensor can have."""
+def oversized(
+    entry: ClassLayout, config: Mapping[str, Json], path: str = ""
+) -> Iterator[tuple[str, Json]]:
+    """Yield the keys that the sizes of the class's tensors are computed from and that no tensor can
+    have.
+    """
     for key, value in config.items():
         if isinstance(value, dict) and not path:
             yield from oversized(entry, value, f"{key}.")

@@ -1,7 +1,8 @@
-"""Rotary position embeddings by config.json as vLLM builds them: their bases, and the sizes of their tables.
+"""Rotary position embeddings by config.json as vLLM builds them: their bases, and the sizes of
+their tables.
 
-Source: get_rope in vllm/model_executor/layers/rotary_embedding/__init__.py and the classes that it makes: a
-table has a row of `rotary_dim` values for each position.
+Source: get_rope in vllm/model_executor/layers/rotary_embedding/__init__.py and the classes that it
+makes: a table has a row of `rotary_dim` values for each position.
 """
 
 import math
@@ -16,7 +17,8 @@ BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base")
 PARTIAL = ("partial_rotary_factor", "rotary_pct", "rope_pct")
 DESCRIPTIONS = ("rope_parameters", "rope_scaling")
 ORIGINAL = "original_max_position_embeddings"
-# Types whose table is longer by `factor` than the positions that the model was trained with, or than all.
+# Types whose table is longer by `factor` than the positions that the model was trained with, or
+# than all.
 OF_ORIGINAL = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
 OF_ALL = ("linear", "ntk", "dynamic")
 # Rows of a table for sections of an image's height and width (MRotaryEmbedding).
@@ -36,7 +38,9 @@ class WrongNumber:
     value: Json
 
 
-def wrong_numbers(config: Mapping[str, Json], path: str = "", depth: int = 0) -> Iterator[WrongNumber]:
+def wrong_numbers(
+    config: Mapping[str, Json], path: str = "", depth: int = 0
+) -> Iterator[WrongNumber]:
     """Yield the bases that make no finite angle, and the shares of a head that no head has."""
     for key, value in config.items():
         if isinstance(value, dict):
@@ -44,7 +48,9 @@ def wrong_numbers(config: Mapping[str, Json], path: str = "", depth: int = 0) ->
                 yield from wrong_numbers(value, f"{path}{key}.", depth + 1)
         elif key.endswith(BASES):
             need, most = "a finite number above zero", math.inf
-            if not all(_is_between(each, most) for each in (value if isinstance(value, list) else [value])):
+            if not all(
+                _is_between(each, most) for each in (value if isinstance(value, list) else [value])
+            ):
                 yield WrongNumber(key=f"{path}{key}", need=need, value=value)
         elif key in PARTIAL and not _is_between(value, 1.0):
             need = "a number above zero, at most 1"
@@ -71,7 +77,9 @@ def table_bytes(text: Mapping[str, Json]) -> int:
 
 
 def _descriptions(text: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:
-    """Yield the description of the positions; in newer configs each kind of layer may have its own."""
+    """Yield the description of the positions; in newer configs each kind of layer may have its
+    own.
+    """
     yield {}
     for key in DESCRIPTIONS:
         found = text.get(key)

@@ -1,4 +1,6 @@
-"""A checkpoint of another quantization method with the tensors and config groups of compressed-tensors."""
+"""A checkpoint of another quantization method with the tensors and config groups of
+compressed-tensors.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -14,8 +16,8 @@ from vexport.records import Finding, TensorInfo
 class TranslatedView(CheckpointView):
     """The view in compressed-tensors' terms.
 
-    `groups` has the config group of each quantized layer, `stored_names` what a name in its findings is
-    called in the files.
+    `groups` has the config group of each quantized layer, `stored_names` what a name in its
+    findings is called in the files.
     """
 
     groups: Mapping[str, ConfigGroup]
@@ -46,7 +48,9 @@ def translate(view: CheckpointView) -> TranslatedView:
         if not isinstance(group, MethodGroup) or not fused.is_quantized:
             continue
         names = {own: _described(group, own) for own in group.stored_as.names}
-        stored_names |= {f"{fused.name}: {own}": f"{fused.name}: {stored}" for own, stored in names.items()}
+        stored_names |= {
+            f"{fused.name}: {own}": f"{fused.name}: {stored}" for own, stored in names.items()
+        }
         for module, parameters in fused.members.items():
             groups[module] = group.translated
             for tensor in parameters.values():
@@ -61,7 +65,9 @@ def translate(view: CheckpointView) -> TranslatedView:
                 name = f"{module}.{own}"
                 if isinstance(made, Derived):
                     derived[name] = made
-                tensors[name] = made.info(name) if isinstance(made, Derived) else replace(made, name=name)
+                tensors[name] = (
+                    made.info(name) if isinstance(made, Derived) else replace(made, name=name)
+                )
     for name, renamed in _cache_scales(view, tensors).items():
         tensors[renamed] = replace(tensors.pop(name), name=renamed)
         stored_names[renamed] = name
@@ -89,7 +95,9 @@ def _described(group: MethodGroup, own: str) -> str:
 
 
 def _read(group: MethodGroup, parameters: Mapping[str, TensorInfo]) -> dict[str, TensorInfo] | None:
-    """The tensors of a layer's scheme, and its bias; None where one lacks, or has another dtype or shape."""
+    """The tensors of a layer's scheme, and its bias; None where one lacks, or has another dtype or
+    shape.
+    """
     expected = group.expected(parameters)
     unread = group.stored_as.unread if group.weights.symmetric else ()
     for name, form in (expected or {}).items():

@@ -1,4 +1,6 @@
-"""A checkpoint as the checks see it: its tensors by layer, and how vLLM reads its quantization config."""
+"""A checkpoint as the checks see it: its tensors by layer, and how vLLM reads its quantization
+config.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -10,7 +12,12 @@ from vexport.architectures.config import text_config
 from vexport.architectures.fusion import fuse, looked_up, moe_layer
 from vexport.architectures.versions import VersionFacts, facts_of, nearest_version, with_facts
 from vexport.checkpoint.dtypes import FLOATING
-from vexport.checkpoint.index import QUANTIZATION_CONFIG, SourceIndex, StoredQuantization, find_quantization
+from vexport.checkpoint.index import (
+    QUANTIZATION_CONFIG,
+    SourceIndex,
+    StoredQuantization,
+    find_quantization,
+)
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.groups import (
     EMBEDDING_CLASS,
@@ -45,8 +52,8 @@ if TYPE_CHECKING:
 class Target:
     """The vLLM and GPUs that a checkpoint is to be served with.
 
-    Tensor parallel sizes and compute capabilities (90 for SM 9.0), each of which must do; the vLLM; the
-    method of speculative decoding, empty for none.
+    Tensor parallel sizes and compute capabilities (90 for SM 9.0), each of which must do; the vLLM;
+    the method of speculative decoding, empty for none.
     """
 
     tp: Sequence[int] = ()
@@ -119,7 +126,9 @@ class CheckpointView:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """The layers of this class in vLLM; nothing is fused in a class that is not in the table."""
+        """The layers of this class in vLLM; nothing is fused in a class that is not in the
+        table.
+        """
         if self.class_name not in architecture_table().architectures:
             return Architecture()
         pinned = resolve(self.class_name, self.index.config)[0]
@@ -132,11 +141,14 @@ class CheckpointView:
         return names_of(self.index, self.architecture)
 
     def drafts(self, name: str) -> bool:
-        """Return whether a tensor or module is of a layer that predicts further tokens, which the config
-        announces where it has a decoder layer's name."""
+        """Return whether a tensor or module is of a layer that predicts further tokens, which the
+        config announces where it has a decoder layer's name."""
         layer, counts = self.names.draft_layer(name), map(self.text.get, DRAFTS)
         announced = next((count for count in counts if isinstance(count, int) and count), 0)
-        behind = layer is not None and int(layer.rpartition(".")[2]) < (self.names.layers or 0) + announced
+        behind = (
+            layer is not None
+            and int(layer.rpartition(".")[2]) < (self.names.layers or 0) + announced
+        )
         return behind and announced > 0 or PREDICTION.search(name) is not None
 
     @cached_property
@@ -146,8 +158,10 @@ class CheckpointView:
 
     @cached_property
     def class_name(self) -> str:
-        """The model class: the first that vLLM has of those that config.json names (resolve_model_cls in
-        models/registry.py), else what its model type stands for; may be empty."""
+        """The model class: the first that vLLM has of those that config.json names
+        (resolve_model_cls in models/registry.py), else what its model type stands for; may be
+        empty.
+        """
         names = self.index.config.get("architectures")
         if isinstance(names, list) and names:
             classes = {*architecture_table().architectures, *self.facts.added}
@@ -157,7 +171,9 @@ class CheckpointView:
     @cached_property
     def layout(self) -> ModelLayout | None:
         """Return what the model's class and config ask for; None where that is not known."""
-        layout = layout_of(self.class_name, self.index.config, self.architecture, self.index.tensors)
+        layout = layout_of(
+            self.class_name, self.index.config, self.architecture, self.index.tensors
+        )
         return None if layout is None else replace(layout, linears=self._as_stored(layout.linears))
 
     def _as_stored(self, linears: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -179,7 +195,9 @@ class CheckpointView:
             return tuple(self.method.groups)
         groups = (self.quantization or {}).get("config_groups")
         named = groups.items() if isinstance(groups, dict) else ()
-        parsed = (parse_group(name, raw, self.format) for name, raw in named if not of_attention(raw))
+        parsed = (
+            parse_group(name, raw, self.format) for name, raw in named if not of_attention(raw)
+        )
         return tuple(group for group in parsed if isinstance(group, ConfigGroup))
 
     @property
@@ -199,7 +217,9 @@ class CheckpointView:
         return Patterns(map(self.architecture.matched, self.ignore))
 
     def is_ignored(self, module: str, entries: Iterable[str]) -> bool:
-        """Return whether any of some entries of `ignore` means a module by the name that vLLM has for it."""
+        """Return whether any of some entries of `ignore` means a module by the name that vLLM has
+        for it.
+        """
         matched = Patterns(map(self.architecture.matched, entries))
         return matched.match(self.architecture.asked_name(module))
 
@@ -230,7 +250,9 @@ class CheckpointView:
     def layers(self) -> Mapping[str, StoredLayer]:
         """All linear layers by name."""
         return {
-            name: StoredLayer(name=name, fused=fused, parameters=parameters, group=self.group_of(fused))
+            name: StoredLayer(
+                name=name, fused=fused, parameters=parameters, group=self.group_of(fused)
+            )
             for fused in self.fused_linears
             for name, parameters in fused.members.items()
         }
@@ -246,7 +268,9 @@ class CheckpointView:
         return [self.layers[name] for name in fused.members]
 
     def shape_of(self, layer: StoredLayer) -> tuple[int, int] | None:
-        """(out_features, in_features) of a layer with a group: by the model's config, else by its weight."""
+        """(out_features, in_features) of a layer with a group: by the model's config, else by its
+        weight.
+        """
         if layer.group is None:
             return None
         known = self.layout.modules if self.layout is not None else {}
@@ -269,7 +293,9 @@ class CheckpointView:
             shape = self.shape_of(layer) if group else weight.shape if weight else None
             if shape is None or len(shape) != 2:
                 return None
-            plan = LinearPlan(name=layer.name, weight=layer.name, out_features=shape[0], in_features=shape[1])
+            plan = LinearPlan(
+                name=layer.name, weight=layer.name, out_features=shape[0], in_features=shape[1]
+            )
             members.append(plan)
         return FusionGroup(name=fused.name, scheme="", observer="", members=tuple(members))
 
@@ -280,8 +306,8 @@ class CheckpointView:
         return {self.architecture.matched(target): group for target, group in groups.items()}
 
     def ignored(self, fused: FusedLinear) -> list[str]:
-        """The `lookup_names` of a fused layer that the config leaves unquantized: vLLM refuses some of
-        them."""
+        """The `lookup_names` of a fused layer that the config leaves unquantized: vLLM refuses some
+        of them."""
         key = (fused.name, *fused.members)
         if key not in self._ignored:
             self._ignored[key] = self._find_ignored(fused)
@@ -308,11 +334,17 @@ class CheckpointView:
             return self._group_by_method(self.method, fused, self.lookup_names(fused)[0])
         table = self.architecture.is_table(fused.name)
         if table and self.table_lookup != "name":
-            return group_of_class(EMBEDDING_CLASS, self.targets) if self.table_lookup == "class" else None
+            return (
+                group_of_class(EMBEDDING_CLASS, self.targets)
+                if self.table_lookup == "class"
+                else None
+            )
         name, parts = self.architecture.asked_name(fused.name), self.lookup_names(fused)
         return group_for(name, parts, self.targets, self.architecture, table=table)
 
-    def _group_by_method(self, method: "QuantMethod", fused: FusedLinear, name: str) -> "MethodGroup | None":
+    def _group_by_method(
+        self, method: "QuantMethod", fused: FusedLinear, name: str
+    ) -> "MethodGroup | None":
         table = self.architecture.is_table(fused.name)
         if table or is_head(fused.name) and not method.quantizes_head:
             return None
@@ -321,13 +353,15 @@ class CheckpointView:
 
     @cached_property
     def table_lookup(self) -> TableLookup | None:
-        """The way vLLM finds the config group of the table of tokens; by name where the class is unknown."""
+        """The way vLLM finds the config group of the table of tokens; by name where the class is
+        unknown.
+        """
         known = self.class_name in architecture_table().architectures
         return self.architecture.embedding if known else "name"
 
     def lookup_names(self, fused: FusedLinear) -> tuple[str, ...]:
-        """The names by which vLLM looks for the group: all parts', also where it is stored as one or lacks
-        some of them; those of the file for a method other than compressed-tensors."""
+        """The names by which vLLM looks for the group: all parts', also where it is stored as one
+        or lacks some of them; those of the file for a method other than compressed-tensors."""
         name, members = fused.name, tuple(fused.members)
         if self.method is None:
             name, members = (
@@ -341,7 +375,9 @@ class CheckpointView:
         return tuple(f"{prefix}{dot}{part}" for part in parts) or members
 
     def built_plain(self, fused: FusedLinear) -> str | None:
-        """The reason that vLLM never quantizes a layer (most routers); None where the config decides."""
+        """The reason that vLLM never quantizes a layer (most routers); None where the config
+        decides.
+        """
         projection = fused.name.rpartition(".")[2]
         kind = self.architecture.kind(fused.name)
         plain = projection in self.architecture.unquantized and moe_layer(fused.name) is None
@@ -358,7 +394,9 @@ def error(check: str, where: str, *, expected: str, got: str, fix: str) -> Findi
 
 def warning(check: str, where: str, *, expected: str, got: str, fix: str) -> Finding:
     """A finding of an oddity that changes nothing, or that vLLM may mind on another device."""
-    return Finding(check=check, severity="warning", where=where, expected=expected, got=got, fix=fix)
+    return Finding(
+        check=check, severity="warning", where=where, expected=expected, got=got, fix=fix
+    )
 
 
 def info(check: str, where: str, *, expected: str, got: str, fix: str) -> Finding:

@@ -1,8 +1,8 @@
 """Finds weights that are zero, as a whole or in parts: scales of such parts mean nothing.
 
-Depth expansion starts with layers of zeros, pruning makes rows and experts of zeros, padding adds both. Each
-producer stores another scale for them: zero, a dtype's epsilon, one, or a range of its own. Codes decide, not
-scales: a part is empty if each of its codes stands for zero.
+Depth expansion starts with layers of zeros, pruning makes rows and experts of zeros, padding adds
+both. Each producer stores another scale for them: zero, a dtype's epsilon, one, or a range of its
+own. Codes decide, not scales: a part is empty if each of its codes stands for zero.
 """
 
 import re
@@ -66,7 +66,9 @@ def is_empty(view: CheckpointView, layer: StoredLayer) -> bool:
 
 
 def input_is_zero(view: CheckpointView, layer: StoredLayer) -> bool:
-    """Return whether a layer of zeros computes the layer's input, which is then zero for every token."""
+    """Return whether a layer of zeros computes the layer's input, which is then zero for every
+    token.
+    """
     holder, dot, last_part = layer.name.rpartition(".")
     pattern = SOURCES_OF_INPUT.get(last_part)
     if pattern is None:
@@ -74,18 +76,25 @@ def input_is_zero(view: CheckpointView, layer: StoredLayer) -> bool:
     siblings = (
         other
         for name, other in view.layers.items()
-        if name.startswith(f"{holder}{dot}") and pattern.fullmatch(name.removeprefix(f"{holder}{dot}"))
+        if name.startswith(f"{holder}{dot}")
+        and pattern.fullmatch(name.removeprefix(f"{holder}{dot}"))
     )
     return any(is_empty(view, other) for other in siblings)
 
 
 def _shape(view: CheckpointView, layer: StoredLayer) -> tuple[int, int] | None:
-    """Return (out_features, in_features) of the stored tensors, which may differ from the config."""
+    """Return (out_features, in_features) of the stored tensors, which may differ from the
+    config.
+    """
     return layer.group.shape(layer.parameters) if layer.group is not None else None
 
 
-def _part_sizes(stored: tuple[int, ...], shape: tuple[int, int], args: QuantArgs) -> tuple[int, int]:
-    """Rows and columns of a weight that share a scale; zeros if the scale's shape does not fit the weight."""
+def _part_sizes(
+    stored: tuple[int, ...], shape: tuple[int, int], args: QuantArgs
+) -> tuple[int, int]:
+    """Rows and columns of a weight that share a scale; zeros if the scale's shape does not fit the
+    weight.
+    """
     rows, columns = shape
     if all(side == 1 for side in stored) and args.strategy == "tensor":
         return rows, columns
@@ -120,7 +129,8 @@ def _filled(
 def _zero_points(
     view: CheckpointView, layer: StoredLayer, args: QuantArgs, numbers: range, columns: int
 ) -> npt.NDArray[np.int16] | None:
-    """Return the code that stands for zero, for each value of some rows or as an array that broadcasts.
+    """Return the code that stands for zero, for each value of some rows or as an array that
+    broadcasts.
 
     Returns None if the layout of the zero points is unknown.
     """
@@ -141,7 +151,9 @@ def _zero_points(
         return None
     if len(codes) < numbers.stop:
         return None
-    return np.repeat(codes[numbers.start : numbers.stop], -(-columns // codes.shape[1]), axis=1)[:, :columns]
+    return np.repeat(codes[numbers.start : numbers.stop], -(-columns // codes.shape[1]), axis=1)[
+        :, :columns
+    ]
 
 
 def _unpacked(stored: Bytes, num_bits: int, count: int) -> npt.NDArray[np.int16]:

@@ -18,13 +18,21 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     compressed_tensors_w4a4_nvfp4 as nvfp4_scheme,
 )
-from vllm.model_executor.layers.quantization.compressed_tensors.transform.module import HadamardTransform
+from vllm.model_executor.layers.quantization.compressed_tensors.transform.module import (
+    HadamardTransform,
+)
 from vllm.model_executor.layers.quantization.quark.schemes import quark_nvfp4
 from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils
 from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kMxfp4Dynamic
 from vllm.platforms import PlatformEnum
 
-from vexport.engine.cpu_emulation.rounding import fake_fp8, fake_mxfp4, fake_nvfp4, fp8_token_scale, round_fp8
+from vexport.engine.cpu_emulation.rounding import (
+    fake_fp8,
+    fake_mxfp4,
+    fake_nvfp4,
+    fp8_token_scale,
+    round_fp8,
+)
 from vexport.formats.dequantize import unpack_int32
 from vexport.numerics import E8M0_BIAS, MX_GROUP
 
@@ -73,7 +81,9 @@ class Dequantized:
 
 
 class EmulationWNA16Linear(Dequantized, linear.MPLinearKernel):  # type: ignore[misc]
-    """Weights of 2 to 8 bits in groups or channels, with or without zero points; activations as they are."""
+    """Weights of 2 to 8 bits in groups or channels, with or without zero points; activations as
+    they are.
+    """
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -84,12 +94,18 @@ class EmulationWNA16Linear(Dequantized, linear.MPLinearKernel):  # type: ignore[
         return c.act_type in (torch.bfloat16, torch.float16), "requires 16-bit activations"
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
-        """Dequantize: outputs come first, as compressed-tensors stores them, or last, as GPTQ and AWQ do."""
+        """Dequantize: outputs come first, as compressed-tensors stores them, or last, as GPTQ and
+        AWQ do.
+        """
         packed, scale, zero_point = self._get_weight_params(layer)
         columns, rows = self.config.partition_weight_shape
         bits = self.config.weight_type.size_bits
-        values = unpack_int32(packed.data if packed.input_dim else packed.data.T.contiguous(), bits, columns)
-        scales = self.stored_scale((scale.data.T if scale.output_dim else scale.data).to(torch.float32))
+        values = unpack_int32(
+            packed.data if packed.input_dim else packed.data.T.contiguous(), bits, columns
+        )
+        scales = self.stored_scale(
+            (scale.data.T if scale.output_dim else scale.data).to(torch.float32)
+        )
         size = columns // scales.shape[1]
         zeros = torch.tensor(1 << (bits - 1))
         if self.config.zero_points:
@@ -105,14 +121,17 @@ class EmulationWNA16Linear(Dequantized, linear.MPLinearKernel):  # type: ignore[
 
 
 class EmulationW4A8Fp8Linear(EmulationWNA16Linear):
-    """INT4 weights in groups, FP8 activations with a scale per token: vLLM's CutlassW4A8LinearKernel."""
+    """INT4 weights in groups, FP8 activations with a scale per token: vLLM's
+    CutlassW4A8LinearKernel.
+    """
 
     @classmethod
     def can_implement(cls, c: linear.MPLinearLayerConfig) -> Answer:
         return c.act_type == torch.float8_e4m3fn, "requires FP8 activations"
 
     def stored_scale(self, scale: Tensor) -> Tensor:
-        """Group scales in e4m3 relative to one of the row, an eighth of what would fill their range.
+        """Group scales in e4m3 relative to one of the row, an eighth of what would fill their
+        range.
 
         `convert_bf16_scales_to_fp8` (layers/quantization/utils/quant_utils.py).
         """
@@ -127,10 +146,11 @@ class EmulationW4A8Fp8Linear(EmulationWNA16Linear):
 
 
 class EmulationFp8Linear(Dequantized, linear.FP8ScaledMMLinearKernel):  # type: ignore[misc]
-    """FP8 weights (a scale per tensor or channel) and activations (static per tensor, dynamic per token).
+    """FP8 weights (a scale per tensor or channel) and activations (static per tensor, dynamic per
+    token).
 
-    The CPU build ignores static activation scales where it has AMX, and takes 0.2 s a layer for dynamic ones
-    where it has no AMX-FP8.
+    The CPU build ignores static activation scales where it has AMX, and takes 0.2 s a layer for
+    dynamic ones where it has no AMX-FP8.
     """
 
     @classmethod
@@ -159,11 +179,17 @@ class EmulationW8A16Fp8Linear(Dequantized, linear.FP8ScaledMMLinearKernel):  # t
     """FP8 weights, activations as they are. vLLM makes scales per channel of those per tensor."""
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
-        """Dequantize the weight: it is (in, out) with scales per channel, as stored with block scales."""
+        """Dequantize the weight: it is (in, out) with scales per channel, as stored with block
+        scales.
+        """
         if layer.weight_block_size is None:
-            weight = layer.weight.data.t().to(torch.float32) * layer.weight_scale.data.reshape(-1, 1)
+            weight = layer.weight.data.t().to(torch.float32) * layer.weight_scale.data.reshape(
+                -1, 1
+            )
         else:
-            weight = layer.weight.data.to(torch.float32) * blocks_of(layer, layer.weight_scale_inv.data)
+            weight = layer.weight.data.to(torch.float32) * blocks_of(
+                layer, layer.weight_scale_inv.data
+            )
         layer.weight = Parameter(weight.to(self.config.out_dtype).contiguous(), requires_grad=False)
 
 
@@ -188,7 +214,9 @@ class EmulationNvFp4A16Linear(Dequantized, linear.NvFp4LinearKernel):  # type: i
     """NVFP4 weights, activations as they are."""
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
-        """Dequantize; `weight_global_scale` is a factor by now, vLLM has inverted the stored global scale."""
+        """Dequantize; `weight_global_scale` is a factor by now, vLLM has inverted the stored global
+        scale.
+        """
         weight = nvfp4_emulation_utils.dequantize_to_dtype(
             layer.weight.data,
             layer.weight_scale.data,
@@ -200,14 +228,18 @@ class EmulationNvFp4A16Linear(Dequantized, linear.NvFp4LinearKernel):  # type: i
 
 
 class EmulationNvFp4Linear(EmulationNvFp4A16Linear):
-    """NVFP4 weights and activations: vLLM's EmulationNvFp4LinearKernel, without its dequantization a call."""
+    """NVFP4 weights and activations: vLLM's EmulationNvFp4LinearKernel, without its dequantization
+    a call.
+    """
 
     def apply_weights(self, layer: QuantizedLayer, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(fake_nvfp4(x, layer.input_global_scale_inv), layer.weight, bias)
 
 
 class EmulationMxFp4Linear(Dequantized, linear.MxFp4LinearKernel):  # type: ignore[misc]
-    """MXFP4 weights; activations in MXFP4, as on SM 100, as they are, as in Marlin below, or in FP8."""
+    """MXFP4 weights; activations in MXFP4, as on SM 100, as they are, as in Marlin below, or in
+    FP8.
+    """
 
     @classmethod
     def can_implement(cls, config: linear.MxFp4LinearLayerConfig) -> Answer:
@@ -215,7 +247,9 @@ class EmulationMxFp4Linear(Dequantized, linear.MxFp4LinearKernel):  # type: igno
         return known, "requires MXFP4, dynamic FP8 or unquantized activations"
 
     @classmethod
-    def _supports_quant_scheme(cls, weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
+    def _supports_quant_scheme(
+        cls, weight_key: QuantKey | None, activation_key: QuantKey | None
+    ) -> bool:
         """Accept dynamic FP8 inputs; vLLM 0.33 asks this too, and its default refuses FP8."""
         if activation_key in (None, kMxfp4Dynamic):
             return True
@@ -244,7 +278,9 @@ def blocks_of(layer: QuantizedLayer, stored: Tensor) -> Tensor:
 
 
 def register_kernels() -> None:
-    """Offer a kernel for every scheme that the CPU build refuses or runs without its activation scales."""
+    """Offer a kernel for every scheme that the CPU build refuses or runs without its activation
+    scales.
+    """
     if nvfp4_scheme.init_nvfp4_linear_kernel is nvfp4_kernel:
         return
     # vLLM forces Marlin for NVFP4A16 before it looks at its table: replace each user's own name.
@@ -252,15 +288,17 @@ def register_kernels() -> None:
         module.init_nvfp4_linear_kernel = nvfp4_kernel
     linear.register_linear_kernel(EmulationMxFp4Linear, PlatformEnum.CPU, "mxfp4")
     linear.register_linear_kernel(linear.EmulationMxfp8LinearKernel, PlatformEnum.CPU, "mxfp8")
-    # First, because a later entry, chosen on AMX machines, ignores static input scales, and another is slow.
+    # First, because a later entry, chosen on AMX machines, ignores static input scales, and another
+    # is slow.
     linear._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU].insert(0, EmulationFp8Linear)
-    # The CPU build lacks the operator behind this name, which fused layers need to share one weight scale.
+    # The CPU build lacks the operator behind this name, which fused layers need to share one weight
+    # scale.
     _custom_ops.scaled_fp8_quant = scaled_fp8_quant
     linear._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CPU].append(EmulationW8A16Fp8Linear)
     # Last: vLLM's own kernels need AMX.
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(EmulationFp8BlockLinear)
-    # Last, for what vLLM's own kernel for INT4 does not take; first on processors without AVX-512, for which
-    # vLLM chooses that kernel although the build has none.
+    # Last, for what vLLM's own kernel for INT4 does not take; first on processors without AVX-512,
+    # for which vLLM chooses that kernel although the build has none.
     mixed = linear._POSSIBLE_KERNELS[PlatformEnum.CPU]
     mixed.insert(len(mixed) if hasattr(torch.ops._C, "cpu_gemm_wna16") else 0, EmulationWNA16Linear)
     # First, because vLLM's kernel for INT4 with INT8 inputs does not look at the inputs' type.
@@ -277,7 +315,9 @@ def scheme_from_parts(
     format: str | None = None,
     layer_name: str | None = None,
 ) -> schemes.CompressedTensorsScheme:
-    """vLLM's choice of a scheme, with two that only a GPU gets: W4AFP8, and MXFP4 without MXFP4 inputs."""
+    """vLLM's choice of a scheme, with two that only a GPU gets: W4AFP8, and MXFP4 without MXFP4
+    inputs.
+    """
     if config._is_fp8_w4a8(weight_quant, input_quant):
         return schemes.CompressedTensorsW4A8Fp8(
             num_bits=weight_quant.num_bits,
@@ -291,7 +331,9 @@ def scheme_from_parts(
 
 
 def scaled_fp8_quant(tensor: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """vLLM's `ops.scaled_fp8_quant`: e4m3 values and their scale; here in torch for a static one a tensor."""
+    """vLLM's `ops.scaled_fp8_quant`: e4m3 values and their scale; here in torch for a static one a
+    tensor.
+    """
     if scale is None:
         quantized: tuple[Tensor, Tensor] = _ORIGINAL_QUANT(tensor)
         return quantized
@@ -301,8 +343,8 @@ def scaled_fp8_quant(tensor: Tensor, scale: Tensor | None = None) -> tuple[Tenso
 def ready_amx() -> None:
     """Ask Linux for the AMX tiles in this process.
 
-    vLLM's attention uses them without asking, and is killed by SIGILL unless oneDNN happened to ask before:
-    a model whose layers are all unquantized or emulated dies at its first short prompt.
+    vLLM's attention uses them without asking, and is killed by SIGILL unless oneDNN happened to ask
+    before: a model whose layers are all unquantized or emulated dies at its first short prompt.
     """
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()

@@ -7,9 +7,11 @@ from vexport.numerics import E2M1_MAX, E4M3_MAX, MX_GROUP, NVFP4_GROUP
 
 
 def round_fp4(values: torch.Tensor) -> torch.Tensor:
-    """The nearest E2M1 value (0, .5, 1, 1.5, 2, 3, 4, 6), ties to the even mantissa, saturating at 6.
+    """The nearest E2M1 value (0, .5, 1, 1.5, 2, 3, 4, 6), ties to the even mantissa, saturating at
+    6.
 
-    The steps between neighbours are .5 below 2, 1 below 4 and 2 above: OCP Microscaling Formats, 5.3.3.
+    The steps between neighbours are .5 below 2, 1 below 4 and 2 above: OCP Microscaling Formats,
+    5.3.3.
     """
     magnitude = values.abs()
     step = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
@@ -19,8 +21,8 @@ def round_fp4(values: torch.Tensor) -> torch.Tensor:
 def fake_nvfp4(activations: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
     """Quantize to NVFP4 and back: (tokens, features) in its own dtype, features a multiple of 16.
 
-    `global_scale` is the stored one, float32. The block scale is rounded to e4m3 relative to it, as in
-    vLLM's `ref_nvfp4_quant` (layers/quantization/utils/nvfp4_emulation_utils.py).
+    `global_scale` is the stored one, float32. The block scale is rounded to e4m3 relative to it, as
+    in vLLM's `ref_nvfp4_quant` (layers/quantization/utils/nvfp4_emulation_utils.py).
     """
     blocks = activations.to(torch.float32).reshape(activations.shape[0], -1, NVFP4_GROUP)
     scale = global_scale * (blocks.abs().amax(dim=-1, keepdim=True) * (1 / E2M1_MAX))
@@ -33,8 +35,8 @@ def fake_nvfp4(activations: torch.Tensor, global_scale: torch.Tensor) -> torch.T
 def fake_mxfp4(activations: torch.Tensor) -> torch.Tensor:
     """Quantize to MXFP4 and back: (tokens, features) in its own dtype, features a multiple of 32.
 
-    The scale is the power of two below the largest value, the next one from 1.75 times that on, over 4:
-    compressed-tensors' `generate_mx_scales`.
+    The scale is the power of two below the largest value, the next one from 1.75 times that on,
+    over 4: compressed-tensors' `generate_mx_scales`.
     """
     blocks = activations.to(torch.float32).reshape(activations.shape[0], -1, MX_GROUP)
     mantissa, exponent = torch.frexp(blocks.abs().amax(dim=-1, keepdim=True))
@@ -61,9 +63,11 @@ def round_fp8(activations: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def fake_fp8(activations: torch.Tensor, group: int) -> torch.Tensor:
-    """Quantize to e4m3 and back: (tokens, features) in its own dtype, a scale for every `group` features.
+    """Quantize to e4m3 and back: (tokens, features) in its own dtype, a scale for every `group`
+    features.
 
-    One for each token where `group` is -1, as vLLM's `GroupShape` has it. The last group may be smaller.
+    One for each token where `group` is -1, as vLLM's `GroupShape` has it. The last group may be
+    smaller.
     """
     tokens, features = activations.shape
     size = group if group > 0 else features

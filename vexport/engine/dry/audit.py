@@ -1,7 +1,9 @@
-"""Watches what a model's loaders copy: which elements of each parameter, from which tensors, of what dtype.
+"""Watches what a model's loaders copy: which elements of each parameter, from which tensors, of
+what dtype.
 
-Everything is on the meta device, so that a copy is only an entry in these books. A region is a view's
-offset, shape and strides; the regions of one storage are equal or apart, as vLLM's loaders make them.
+Everything is on the meta device, so that a copy is only an entry in these books. A region is a
+view's offset, shape and strides; the regions of one storage are equal or apart, as vLLM's loaders
+make them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,21 +24,24 @@ Region: TypeAlias = tuple[int, Layout]
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN.copy_, _ATEN.index_put_, _ATEN.index_copy_)
 _FILLS = (_ATEN.fill_, _ATEN.zero_)
-# Comparisons that loaders make between values that must agree (input scales of an expert's w1 and w3).
+# Comparisons that loaders make between values that must agree (input scales of an expert's w1 and
+# w3).
 _DIFFERENCES = (_ATEN.ne, _ATEN.gt, _ATEN.lt)
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INTEGERS = frozenset({torch.int16, torch.int32, torch.int64})
 # Never read (weight_shape), or unused placeholders of the KV cache.
 _ANY_DTYPE = ("weight_shape", "k_zero_point", "v_zero_point", "q_zero_point")
-# What vLLM drops before it loads: get_checkpoint_weight_mapper in quantization/base_config.py, EAGLE-3's map
-# from the target's vocabulary in models/llama_eagle3.py.
+# What vLLM drops before it loads: get_checkpoint_weight_mapper in quantization/base_config.py,
+# EAGLE-3's map from the target's vocabulary in models/llama_eagle3.py.
 _DROPPED = (".g_idx", "t2d")
 _MOST_NAMES = 4
 
 
 @dataclass(slots=True, kw_only=True)
 class _Written:
-    """The regions of one parameter that got a value, and the first stored tensors that they came from."""
+    """The regions of one parameter that got a value, and the first stored tensors that they came
+    from.
+    """
 
     regions: dict[Region, int] = field(default_factory=dict)
     sources: dict[str, None] = field(default_factory=dict)
@@ -46,9 +51,9 @@ class _Written:
 class _Source:
     """A stored tensor, and what became of it.
 
-    `read` has the bytes of each region that was read, `casts` the pairs of dtypes that its values went
-    through, `targets` the storages that they were copied to. `stretched` has the shapes of a copy that
-    repeated its values: of what was read, and of the part of a parameter.
+    `read` has the bytes of each region that was read, `casts` the pairs of dtypes that its values
+    went through, `targets` the storages that they were copied to. `stretched` has the shapes of a
+    copy that repeated its values: of what was read, and of the part of a parameter.
     """
 
     tensor: torch.Tensor
@@ -59,10 +64,11 @@ class _Source:
 
 
 class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Active while a model is loaded; answers `.item()` of an absent value with 1, of a comparison with yes.
+    """Active while a model is loaded; answers `.item()` of an absent value with 1, of a comparison
+    with yes.
 
-    To whether two values differ the answer is no. Of each tensor `ranks` ranks, which read equal parts, must
-    read all.
+    To whether two values differ the answer is no. Of each tensor `ranks` ranks, which read equal
+    parts, must read all.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -76,7 +82,8 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Begin with a model: nothing is read or written yet."""
         self._written: dict[int, _Written] = {}
         self._sources: dict[str, _Source] = {}
-        # The stored tensors that a storage is, or was computed from, and a tensor that keeps it alive.
+        # The stored tensors that a storage is, or was computed from, and a tensor that keeps it
+        # alive.
         self._origins: dict[int, tuple[tuple[str, ...], torch.Tensor]] = {}
         self._differences = set[int]()  # storages, each of an origin
 
@@ -126,7 +133,9 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _computed(
         self, func: torch._ops.OpOverload, inputs: list[torch.Tensor], result: torch.Tensor
     ) -> None:
-        """A new storage comes from the stored tensors behind `inputs`; a view of one of them does not."""
+        """A new storage comes from the stored tensors behind `inputs`; a view of one of them does
+        not.
+        """
         if any(_storage(tensor) == _storage(result) for tensor in inputs):
             return
         names = tuple(dict.fromkeys(name for tensor in inputs for name in self._read(tensor)))
@@ -172,7 +181,9 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if covered < parameter.numel():
                 got = f"{covered} of {parameter.numel()} elements{_where_from(written, parameter)}"
                 expected = f"shape {list(parameter.shape)}"
-                yield Miscopy(kind="missing", where=name, layer=_layer(name), got=got, expected=expected)
+                yield Miscopy(
+                    kind="missing", where=name, layer=_layer(name), got=got, expected=expected
+                )
 
 
 def _region(tensor: torch.Tensor) -> Region:
@@ -205,20 +216,27 @@ def _layer(parameter: str) -> str:
 
 
 def _where_from(written: _Written, parameter: torch.Tensor) -> str:
-    """The experts that got less than others, or the few tensors that a parameter was filled from."""
+    """The experts that got less than others, or the few tensors that a parameter was filled
+    from.
+    """
     if parameter.dim() == 3 and written.regions:
         size = parameter.stride(0)
         filled = dict.fromkeys(range(parameter.shape[0]), 0)
         for (offset, _), elements in written.regions.items():
             filled[offset // (size * parameter.element_size())] += elements
         short = [str(expert) for expert, elements in filled.items() if elements < size]
-        return f"; short: expert {', '.join(short[:_MOST_NAMES])}{' ...' if len(short) > _MOST_NAMES else ''}"
+        return (
+            f"; short: expert "
+            f"{', '.join(short[:_MOST_NAMES])}{' ...' if len(short) > _MOST_NAMES else ''}"
+        )
     names = list(written.sources)
     return f" from {', '.join(names)}" if 0 < len(names) <= _MOST_NAMES else ""
 
 
 def _changes_values(before: torch.dtype, after: torch.dtype) -> bool:
-    """Return whether a cast is more than a change of width among ordinary floats or among integers."""
+    """Return whether a cast is more than a change of width among ordinary floats or among
+    integers.
+    """
     return before != after and not any({before, after} <= kind for kind in (_FLOATS, _INTEGERS))
 
 
@@ -242,7 +260,9 @@ def _tensors(values: tuple[object, ...]) -> Iterator[torch.Tensor]:
 class HeaderFile:
     """Replaces vLLM's `safe_open`: tensors are on the meta device, the file is still checked."""
 
-    def __init__(self, audit: Audit, filename: str, framework: str = "pt", device: str = "cpu") -> None:
+    def __init__(
+        self, audit: Audit, filename: str, framework: str = "pt", device: str = "cpu"
+    ) -> None:
         self._file, self._audit = safetensors.safe_open(filename, framework="np"), audit
 
     def __enter__(self) -> Self:
@@ -260,6 +280,8 @@ class HeaderFile:
     def get_tensor(self, name: str) -> torch.Tensor:
         """A tensor of the stored shape and dtype without data."""
         header = self._file.get_slice(name)  # type: ignore[no-untyped-call]
-        tensor = torch.empty(header.get_shape(), dtype=TORCH_DTYPES[header.get_dtype()], device="meta")
+        tensor = torch.empty(
+            header.get_shape(), dtype=TORCH_DTYPES[header.get_dtype()], device="meta"
+        )
         self._audit.handed_out(name, tensor)
         return tensor

@@ -35,21 +35,28 @@ def schemes_of(checkpoint: Path) -> tuple[ConfigGroup, ...]:
     groups = stored.values.get("config_groups") if stored is not None else None
     default = str(stored.values.get("format", "")) if stored is not None else ""
     parsed = (
-        (parse_group(name, raw, default) for name, raw in groups.items()) if isinstance(groups, dict) else ()
+        (parse_group(name, raw, default) for name, raw in groups.items())
+        if isinstance(groups, dict)
+        else ()
     )
     return tuple(group for group in parsed if isinstance(group, ConfigGroup))
 
 
-def with_cause(reason: str, capabilities: Sequence[int], groups: Sequence[ConfigGroup], vllm: str) -> str:
+def with_cause(
+    reason: str, capabilities: Sequence[int], groups: Sequence[ConfigGroup], vllm: str
+) -> str:
     """Return one line with the cause of a refusal, and vLLM's words behind it.
 
     `capabilities` are those of the cells that were refused for this reason.
     """
     version = ".".join(vllm.split(".")[:2])
-    devices = " and ".join(filter(None, (", ".join(map(str, capabilities[:-1])), str(capabilities[-1]))))
+    devices = " and ".join(
+        filter(None, (", ".join(map(str, capabilities[:-1])), str(capabilities[-1])))
+    )
     if _NO_KERNEL.search(reason):
         return (
-            f"no kernel of vLLM {version} runs {_what(groups, capabilities)} on SM {devices}{IN_FULL}{reason}"
+            f"no kernel of vLLM {version} runs {_what(groups, capabilities)} on SM "
+            f"{devices}{IN_FULL}{reason}"
         )
     if _NO_ATTENTION.search(reason):
         cause = f"no attention backend of vLLM {version} runs this model on SM {devices}"
@@ -77,6 +84,8 @@ def _what(groups: Sequence[ConfigGroup], capabilities: Sequence[int]) -> str:
 def _schemes(groups: Sequence[ConfigGroup]) -> Iterator[Scheme]:
     for group in groups:
         try:
-            yield named_scheme(SchemeArgs(weights=group.weights, input_activations=group.input_activations))
+            yield named_scheme(
+                SchemeArgs(weights=group.weights, input_activations=group.input_activations)
+            )
         except (InputError, ValueError):  # one that vexport does not write
             continue

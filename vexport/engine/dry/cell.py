@@ -1,4 +1,6 @@
-"""One checkpoint in one cell: vLLM's configuration, model class and loaders, with nothing in memory."""
+"""One checkpoint in one cell: vLLM's configuration, model class and loaders, with nothing in
+memory.
+"""
 
 import fcntl
 import hashlib
@@ -34,10 +36,12 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 _MOST_MESSAGE = 1000
-# Messages about a missing device, package, value or memory: the limit of a dry load, not vLLM's judgement.
+# Messages about a missing device, package, value or memory: the limit of a dry load, not vLLM's
+# judgement.
 _NOT_FOLLOWED = (NotFollowed, ImportError, MemoryError)
 _NOT_FOLLOWED_WORDS = re.compile(
-    r"meta tensor|meta device|NVIDIA driver|CUDA enabled|re-initialize CUDA|No CUDA GPUs|CUDA is initialised"
+    r"meta tensor|meta device|NVIDIA driver|CUDA enabled|re-initialize CUDA|No CUDA GPUs|CUDA "
+    r"is initialised"
     r"|_Uncallable"
 )
 _NO_PACKAGE = re.compile(
@@ -52,8 +56,8 @@ _NEVER_READ = ("weight_shape", "input_scale_ub")
 _UNREAD_GPTQ = ("qzeros", "_bias")
 # The prefix of its layers' names in a report.
 DRAFTER = "drafter."
-# Parameters that MTP layers take from the target, whatever the checkpoint has: `_maybe_share_embeddings` and
-# `_maybe_share_lm_head` in vllm/v1/spec_decode/llm_base_proposer.py.
+# Parameters that MTP layers take from the target, whatever the checkpoint has:
+# `_maybe_share_embeddings` and `_maybe_share_lm_head` in vllm/v1/spec_decode/llm_base_proposer.py.
 _SHARED = re.compile(r"(?:^|\.)(?P<shared>embed_tokens|lm_head|shared_head\.head)\.")
 
 
@@ -80,9 +84,11 @@ def try_cell(attempt: DryTry) -> CellResult:
 
 
 def is_limit(text: str) -> bool:
-    """Return True if vLLM's message is about something that a dry load lacks, not about the checkpoint.
+    """Return True if vLLM's message is about something that a dry load lacks, not about the
+    checkpoint.
 
-    A kernel that lacks an optional package is no such limit if the other kernels refuse the layer as well.
+    A kernel that lacks an optional package is no such limit if the other kernels refuse the layer
+    as well.
     """
     cause = text.partition(REASONS)[0]
     return bool(_NOT_FOLLOWED_WORDS.search(text) or _NO_PACKAGE.search(cause))
@@ -94,7 +100,9 @@ def _is_raised_in_class(error: Exception) -> bool:
     return any(_CLASS_CODE.search(frame.f_code.co_filename) for frame, _ in frames)
 
 
-def configure(checkpoint: Path, *, tp: int, trust_remote_code: bool, speculative: str = "") -> "VllmConfig":
+def configure(
+    checkpoint: Path, *, tp: int, trust_remote_code: bool, speculative: str = ""
+) -> "VllmConfig":
     """vLLM's configuration for a checkpoint; raises what vLLM raises."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -121,12 +129,18 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
     config = configure(attempt.checkpoint, tp=cell.tp, trust_remote_code=trust, speculative=drafts)
     with set_current_vllm_config(config):
         join_group(cell.tp, attempt.rank)
-        with torch.device("meta"), AbsentValues(), set_default_torch_dtype(config.model_config.dtype):
+        with (
+            torch.device("meta"),
+            AbsentValues(),
+            set_default_torch_dtype(config.model_config.dtype),
+        ):
             models = {"": initialize_model(config)}
             layers = layer_kinds(models[""])  # a drafter's names replace what vLLM knows of these
             if (drafter := build_drafter(config)) is not None:
                 models[DRAFTER] = drafter
-                layers += tuple(replace(kind, name=DRAFTER + kind.name) for kind in layer_kinds(drafter))
+                layers += tuple(
+                    replace(kind, name=DRAFTER + kind.name) for kind in layer_kinds(drafter)
+                )
         audit.model_is_built = True
         if attempt.control in WITHOUT_WEIGHTS:
             return CellResult(cell=cell, outcome="loaded")
@@ -146,12 +160,16 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
     for prefix, model in models.items():
         if (raising := raising_layer(model, cell.sm)) is not None:
             where, reason = raising
-            return replace(result, outcome="refused", where=prefix + where, reason=reason, layers=())
+            return replace(
+                result, outcome="refused", where=prefix + where, reason=reason, layers=()
+            )
     return result
 
 
 def _open_tokenizer(checkpoint: Path, config: "VllmConfig") -> None:
-    """Open what a server opens before it answers; one without a tokenizer is served with another's."""
+    """Open what a server opens before it answers; one without a tokenizer is served with
+    another's.
+    """
     from vllm.tokenizers.registry import get_tokenizer
 
     if any(TOKENIZER_FILES.match(file.name) for file in checkpoint.iterdir()):
@@ -176,8 +194,8 @@ def _load_weights(
 def _harmless_casts(faults: Sequence[Miscopy], checkpoint: Path) -> set[Miscopy]:
     """Return the casts after which a stored tensor still has all its values.
 
-    The audit sees only dtypes, so the values are read here. A cast from or to integers is never harmless:
-    vLLM takes the bytes of an integer for a number.
+    The audit sees only dtypes, so the values are read here. A cast from or to integers is never
+    harmless: vLLM takes the bytes of an integer for a number.
     """
     casts: dict[str, list[Miscopy]] = {}
     for fault in faults:
@@ -209,8 +227,13 @@ def _dtype(name: str) -> torch.dtype:
 def _with_drafter(
     faults: tuple[Miscopy, ...], drafter: torch.nn.Module, config: "VllmConfig", audit: Audit
 ) -> tuple[Miscopy, ...]:
-    """The faults of a target and its drafter; where both read one folder, what neither reads is unused."""
-    draft, shared = config.speculative_config.draft_model_config, frozenset(shared_parameters(drafter))
+    """The faults of a target and its drafter; where both read one folder, what neither reads is
+    unused.
+    """
+    draft, shared = (
+        config.speculative_config.draft_model_config,
+        frozenset(shared_parameters(drafter)),
+    )
     audit.begin()
     own = []
     for fault in _load_weights(drafter, config, draft, audit):
@@ -225,14 +248,18 @@ def _with_drafter(
 
 
 def _signature(models: Mapping[str, torch.nn.Module]) -> str:
-    """Digest of what loading depends on: parameters, classes of the modules and methods that load them."""
+    """Digest of what loading depends on: parameters, classes of the modules and methods that load
+    them.
+    """
     digest = hashlib.sha256()
     for model in models.values():
         for name, module in model.named_modules():
             parts = [module, getattr(module, "quant_method", None), getattr(module, "scheme", None)]
             digest.update(f"{name} {[*map(type, parts)]}\n".encode())
         for name, parameter in model.named_parameters():
-            digest.update(f"{name} {type(parameter)} {parameter.shape} {parameter.dtype}\n".encode())
+            digest.update(
+                f"{name} {type(parameter)} {parameter.shape} {parameter.dtype}\n".encode()
+            )
     return digest.hexdigest()[:16]
 
 
@@ -256,7 +283,9 @@ def _optional(model: torch.nn.Module) -> Iterator[str]:
 
 
 def build_drafter(config: "VllmConfig") -> torch.nn.Module | None:
-    """The draft model of a configuration; None where nothing drafts, or a method without weights does."""
+    """The draft model of a configuration; None where nothing drafts, or a method without weights
+    does.
+    """
     from vllm.compilation.backends import set_model_tag
     from vllm.model_executor.model_loader.utils import initialize_model
 
@@ -269,7 +298,9 @@ def build_drafter(config: "VllmConfig") -> torch.nn.Module | None:
 
 
 def shared_parameters(drafter: torch.nn.Module) -> Iterator[str]:
-    """The parameters that a loaded drafter takes from its target where the checkpoint has none for it."""
+    """The parameters that a loaded drafter takes from its target where the checkpoint has none for
+    it.
+    """
     own = {
         "embed_tokens": getattr(drafter, "has_own_embed_tokens", False),
         "lm_head": getattr(drafter, "has_own_lm_head", False),

@@ -1,17 +1,24 @@
 """Compares a checkpoint that vLLM refuses or misreads with an unquantized model in the same cell.
 
-If vLLM refuses or misreads the unquantized model in the same way, the quantization is not to blame. The
-unquantized model is the checkpoint's source, if it is known. Without a source there are models that need no
-weights:
+If vLLM refuses or misreads the unquantized model in the same way, the quantization is not to blame.
+The unquantized model is the checkpoint's source, if it is known. Without a source there are models
+that need no weights:
 
-- If vLLM refused to build the model: the checkpoint's config.json without its quantization. A refusal of this
-  model as well may be due to a wrong value in config.json. It is not if vLLM's class raised the error, and
-  transformers builds a model of the same config.json with the shapes of the stored tensors. Otherwise the
-  class is tried in the default configuration of transformers: it is refused alike if the class or the
+- If vLLM refused to build the model: the checkpoint's config.json without its quantization. A
+refusal of this
+  model as well may be due to a wrong value in config.json. It is not if vLLM's class raised the
+  error, and
+  transformers builds a model of the same config.json with the shapes of the stored tensors.
+  Otherwise the
+  class is tried in the default configuration of transformers: it is refused alike if the class or
+  the
   environment is to blame, but not because of a wrong value in config.json.
-- If vLLM built the model and then refused or misread a tensor: the model that transformers builds of the same
-  config.json, with all tensors under the names that transformers saves. It fails alike if vLLM's class cannot
-  read any checkpoint of this config, but not because of a wrong name or a missing tensor in the checkpoint.
+- If vLLM built the model and then refused or misread a tensor: the model that transformers builds
+of the same
+  config.json, with all tensors under the names that transformers saves. It fails alike if vLLM's
+  class cannot
+  read any checkpoint of this config, but not because of a wrong name or a missing tensor in the
+  checkpoint.
 """
 
 import re
@@ -32,14 +39,19 @@ _NUMBER = re.compile(r"\d+")
 _PATH = re.compile(r"(?<![\w.])/\S+")
 _WORDS: Mapping[ControlKind, str] = {
     "source": "vLLM does the same with the unquantized source",
-    "same config": "vLLM does the same with an unquantized checkpoint that transformers makes of this config",
-    "config alone": "vLLM refuses every checkpoint with this config in the same way, also an unquantized one",
-    "default config": "vLLM refuses every checkpoint of this class in the same way, also an unquantized one",
+    "same config": "vLLM does the same with an unquantized checkpoint that transformers makes "
+    "of this config",
+    "config alone": "vLLM refuses every checkpoint with this config in the same way, also an "
+    "unquantized one",
+    "default config": "vLLM refuses every checkpoint of this class in the same way, also an "
+    "unquantized one",
 }
 
 
 def control_kind(result: CellResult, *, has_source: bool) -> ControlKind | None:
-    """Return the unquantized model that could show that the quantization is not to blame, if there is one."""
+    """Return the unquantized model that could show that the quantization is not to blame, if there
+    is one.
+    """
     is_faulty = result.outcome == "refused" or any(fault.kind in _ERRORS for fault in result.faults)
     if not is_faulty:
         return None
@@ -61,14 +73,20 @@ def control_of(result: CellResult, kind: ControlKind, *, loads_elsewhere: bool) 
 
 
 def same_refusal(result: CellResult, control: CellResult | Control) -> bool:
-    """Return True if vLLM refused both for the same reason, but for names that quantization changes."""
+    """Return True if vLLM refused both for the same reason, but for names that quantization
+    changes.
+    """
     if result.outcome != "refused" or control.outcome != "refused":
         return False
-    return _plain(result.reason) == _plain(control.reason) and _plain(result.where) == _plain(control.where)
+    return _plain(result.reason) == _plain(control.reason) and _plain(result.where) == _plain(
+        control.where
+    )
 
 
 def _plain(text: str) -> str:
-    """Return a message without paths and numbers, with the tensor names of the unquantized model."""
+    """Return a message without paths and numbers, with the tensor names of the unquantized
+    model.
+    """
     without_paths = _PATH.sub("PATH", text)
     return _NUMBER.sub("#", _QUANTIZED.sub(_unquantized, without_paths))
 
@@ -82,9 +100,9 @@ def _unquantized(name: re.Match[str]) -> str:
 def excused(result: CellResult, told: str, *, in_any_cell: bool) -> CellResult:
     """Return the result without the errors that the unquantized model has as well.
 
-    A refusal becomes "unknown", with `told`, the reason as reports show it. With `in_any_cell` False, a
-    refusal stays if the unquantized model loads in another cell: then the GPU or the number of ranks that was
-    asked for is the cause.
+    A refusal becomes "unknown", with `told`, the reason as reports show it. With `in_any_cell`
+    False, a refusal stays if the unquantized model loads in another cell: then the GPU or the
+    number of ranks that was asked for is the cause.
     """
     control = result.control
     if control is None:
@@ -122,5 +140,7 @@ def not_judged(results: Sequence[CellResult]) -> tuple[NotJudged, ...]:
             if _is_shared(fault, shared):
                 assert control is not None
                 why = f"{_WORDS[control.kind]}: got {fault.got}, need {fault.expected}"
-                found.setdefault(fault.where, NotJudged(what=f"{fault.where} ({fault.kind})", why=why))
+                found.setdefault(
+                    fault.where, NotJudged(what=f"{fault.where} ({fault.kind})", why=why)
+                )
     return tuple(found.values())

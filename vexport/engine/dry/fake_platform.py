@@ -1,6 +1,8 @@
-"""Makes vLLM believe in a CUDA device of a chosen compute capability, and in ranks. Nothing is run on it.
+"""Makes vLLM believe in a CUDA device of a chosen compute capability, and in ranks. Nothing is run
+on it.
 
-Called before any other part of vLLM is imported, because much of vLLM asks for the platform when imported.
+Called before any other part of vLLM is imported, because much of vLLM asks for the platform when
+imported.
 """
 
 import sys
@@ -73,7 +75,8 @@ def fake_cuda() -> None:
 
     # FlashInfer comes with vLLM's CUDA wheel: kernels are chosen as if it were here. None is run.
     vars(flashinfer).update({name: _yes for name in _FLASHINFER if hasattr(flashinfer, name)})
-    # vLLM records how to reload weights, which takes as long as building the model: not needed here.
+    # vLLM records how to reload weights, which takes as long as building the model: not needed
+    # here.
     if hasattr(utils, "record_metadata_for_reloading"):
         utils.record_metadata_for_reloading = lambda model: None
 
@@ -81,9 +84,10 @@ def fake_cuda() -> None:
 def hide_cuda() -> None:
     """Answer what packages ask torch about a CUDA device, so that CUDA's driver is never asked.
 
-    Packages of the CUDA wheel count devices when they are imported (FlashInfer, tvm_ffi). After torch has
-    asked the driver, forked processes raise "Cannot re-initialize CUDA in forked subprocess" where they only
-    want to know a capability. Must be called before those packages are imported.
+    Packages of the CUDA wheel count devices when they are imported (FlashInfer, tvm_ffi). After
+    torch has asked the driver, forked processes raise "Cannot re-initialize CUDA in forked
+    subprocess" where they only want to know a capability. Must be called before those packages are
+    imported.
     """
     vars(torch.cuda).update(
         Stream=_OnDevice,
@@ -98,7 +102,9 @@ def hide_cuda() -> None:
 
 
 def set_capability(sm: int) -> None:
-    """Choose the compute capability, 90 for SM 9.0; before the first configuration of the process."""
+    """Choose the compute capability, 90 for SM 9.0; before the first configuration of the
+    process.
+    """
     from vllm.model_executor.kernels.linear.scaled_mm import cutlass
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
@@ -110,7 +116,8 @@ def set_capability(sm: int) -> None:
 
 
 def join_group(tp: int, rank: int) -> None:
-    """Set up vLLM's groups for one process, then let the tensor parallel one claim to be `rank` of `tp`.
+    """Set up vLLM's groups for one process, then let the tensor parallel one claim to be `rank` of
+    `tp`.
 
     Nothing may communicate: the other ranks do not exist.
     """
@@ -131,9 +138,9 @@ _EXTENSIONS = (
     "vllm.vllm_flash_attn._vllm_fa2_C",
     "vllm.vllm_flash_attn._vllm_fa3_C",
 )
-# Packages that vLLM's CUDA wheel requires or brings, which its model classes import: FlashInfer, CUTLASS's
-# Python DSL (nvidia-cutlass-dsl, with the bindings of CUDA), Humming, TileLang, Quack. Multimodal classes
-# import the others for pictures and sound, of which there are none here.
+# Packages that vLLM's CUDA wheel requires or brings, which its model classes import: FlashInfer,
+# CUTLASS's Python DSL (nvidia-cutlass-dsl, with the bindings of CUDA), Humming, TileLang, Quack.
+# Multimodal classes import the others for pictures and sound, of which there are none here.
 _OPTIONAL_PACKAGES = (
     "torchvision",
     "torchaudio",
@@ -149,7 +156,8 @@ _OPTIONAL_PACKAGES = (
 _WHEEL_MODULES = ("vllm.third_party.deep_gemm", "vllm._deepselect_C")
 # Functions that return True if Humming, or DeepGEMM or a part of it, can be imported.
 _IMPORTABLE = ("has_humming", "has_deep_gemm", "has_deep_gemm_sparse_mqa")
-# The questions of vllm/utils/flashinfer.py on which the choice of a kernel for layers or experts rests.
+# The questions of vllm/utils/flashinfer.py on which the choice of a kernel for layers or experts
+# rests.
 _FLASHINFER = (
     "has_flashinfer",
     "has_flashinfer_moe",
@@ -202,8 +210,8 @@ def _not_initialised() -> NoReturn:
 
 
 class AbsentValues(TorchFunctionMode):
-    """While a model is built: numbers that it computes and reads back (slopes of ALiBi, say) are all 1, and
-    what it allocates on the GPU has no memory."""
+    """While a model is built: numbers that it computes and reads back (slopes of ALiBi, say) are
+    all 1, and what it allocates on the GPU has no memory."""
 
     def __torch_function__(
         self,
@@ -225,10 +233,11 @@ class AbsentValues(TorchFunctionMode):
 def provide_packages() -> None:
     """Let kernels be chosen, and classes be built, as if Humming and DeepGEMM were there.
 
-    vLLM's CUDA wheel requires the package humming-kernels and brings DeepGEMM (vllm/third_party/deep_gemm).
-    The sparse attention indexer of GLM-5 and DeepSeek V3.2 raises without DeepGEMM. Whether a capability is
-    DeepGEMM's is vLLM's own answer. The library itself, which knows sizes and packs scales, is not asked: no
-    kernel runs. Must be called before other modules of vLLM import these functions.
+    vLLM's CUDA wheel requires the package humming-kernels and brings DeepGEMM
+    (vllm/third_party/deep_gemm). The sparse attention indexer of GLM-5 and DeepSeek V3.2 raises
+    without DeepGEMM. Whether a capability is DeepGEMM's is vLLM's own answer. The library itself,
+    which knows sizes and packs scales, is not asked: no kernel runs. Must be called before other
+    modules of vLLM import these functions.
     """
     from vllm.utils import deep_gemm, import_utils
 
@@ -241,7 +250,8 @@ def provide_packages() -> None:
 def stub_packages() -> None:
     """Let classes be imported without Triton and the packages that only pictures and sound need.
 
-    transformers decides by their presence how it prepares pictures: it was imported before they seem present.
+    transformers decides by their presence how it prepares pictures: it was imported before they
+    seem present.
     """
     sys.meta_path.append(_AbsentPackages())
     from vllm.triton_utils import HAS_TRITON, triton
@@ -253,9 +263,9 @@ def stub_packages() -> None:
 def stub_operators() -> None:
     """Answer for the operators of a wheel for CUDA 12.9 or later, by capability.
 
-    In csrc/libtorch_stable/quantization of vLLM: w8a8/cutlass/scaled_mm_entry.cu (FP8, blocks, groups),
-    fp4/nvfp4_scaled_mm_entry.cu, fp4/mxfp4_experts_quant.cu. vLLM's wrappers of them are imported before any
-    name seems to exist, because they describe to torch what they find.
+    In csrc/libtorch_stable/quantization of vLLM: w8a8/cutlass/scaled_mm_entry.cu (FP8, blocks,
+    groups), fp4/nvfp4_scaled_mm_entry.cu, fp4/mxfp4_experts_quant.cu. vLLM's wrappers of them are
+    imported before any name seems to exist, because they describe to torch what they find.
     """
     import vllm._custom_ops  # noqa: F401
 
@@ -287,11 +297,15 @@ class _AnyOperator(ModuleType):
 
 
 class _OnDevice:
-    """Stands for a stream or an event, which layers make when they are built and use when they run."""
+    """Stands for a stream or an event, which layers make when they are built and use when they
+    run.
+    """
 
 
 class _TritonConfig:
-    """Stands for a choice of tile sizes, which modules filter when they are imported on a CUDA platform."""
+    """Stands for a choice of tile sizes, which modules filter when they are imported on a CUDA
+    platform.
+    """
 
     num_stages = 1
 
@@ -300,7 +314,9 @@ class _TritonConfig:
 
 
 class _AnyAttribute(type):
-    """The type of a class that has any attribute: another such class. It can be called and subscripted."""
+    """The type of a class that has any attribute: another such class. It can be called and
+    subscripted.
+    """
 
     def __getattr__(cls, name: str) -> "_AnyAttribute":
         if name.startswith("__"):
@@ -313,7 +329,9 @@ class _AnyAttribute(type):
 
 
 class _AnyInstance:
-    """The base of those classes. An instance can be called: `@cute.jit` and `@tilelang.jit(...)` decorate."""
+    """The base of those classes. An instance can be called: `@cute.jit` and `@tilelang.jit(...)`
+    decorate.
+    """
 
     def __init__(self, *_: object, **__: object) -> None:
         """Keep nothing."""
@@ -336,9 +354,9 @@ class _GemmType(Enum):
 
 
 class _Absent(ModuleType):
-    """Stands for an optional package that is not installed: any name in it is an empty class, but for
-    FlashInfer's functions, which vLLM 0.33 asks for sizes when it builds an attention, and for the kinds of
-    Humming's multiplications."""
+    """Stands for an optional package that is not installed: any name in it is an empty class, but
+    for FlashInfer's functions, which vLLM 0.33 asks for sizes when it builds an attention, and for
+    the kinds of Humming's multiplications."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -353,7 +371,9 @@ class _Absent(ModuleType):
 class _AbsentPackages(MetaPathFinder, Loader):
     """Finds the optional packages after everything that is installed."""
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> ModuleSpec | None:
         of_wheel = any(f"{fullname}.".startswith(f"{module}.") for module in _WHEEL_MODULES)
         wanted = of_wheel or fullname.partition(".")[0] in _OPTIONAL_PACKAGES
         return ModuleSpec(fullname, self, is_package=True) if wanted else None

@@ -20,25 +20,32 @@ if TYPE_CHECKING:
 # Lengths of a sequence, in tokens, next to the longest that the model allows.
 _LENGTHS = (1_024, 8_192, 32_768)
 _SCHEME = re.compile(r"^CompressedTensors|(MoE|Linear)?Method$")
-# Kernels that are chosen for a capability from this one on, where they raise at the first batch; in vLLM's
-# words. csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp.
+# Kernels that are chosen for a capability from this one on, where they raise at the first batch; in
+# vLLM's words. csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp.
 _RAISING_KERNELS = {"CutlassInt8ScaledMMLinearKernel": (100, "Int8 not supported on SM{}")}
-# Shapes that are no multiples of this go to Triton instead (`cutlass_scaled_mm` in vllm/_custom_ops.py).
+# Shapes that are no multiples of this go to Triton instead (`cutlass_scaled_mm` in
+# vllm/_custom_ops.py).
 _CUTLASS_ALIGNMENT = 16
 
 
 def layer_kinds(model: torch.nn.Module) -> tuple[LayerKind, ...]:
-    """The linear and expert layers of a model, those that differ in nothing but an index counted together."""
+    """The linear and expert layers of a model, those that differ in nothing but an index counted
+    together.
+    """
     return tuple(replace(kind, count=count) for kind, count in Counter(_layers(model)).items())
 
 
 def raising_layer(model: torch.nn.Module, sm: int) -> tuple[str, str] | None:
-    """The first layer whose kernel raises when it runs on this capability, and its words; None is none."""
+    """The first layer whose kernel raises when it runs on this capability, and its words; None is
+    none.
+    """
     for name, layer in model.named_modules():
         scheme = getattr(layer, "scheme", None)
         _, kernel = kernel_of(scheme) if scheme is not None else (None, "")
         least, words = _RAISING_KERNELS.get(kernel, (sm + 1, ""))
-        if sm >= least and not any(side % _CUTLASS_ALIGNMENT for side in layer.get_parameter("weight").shape):
+        if sm >= least and not any(
+            side % _CUTLASS_ALIGNMENT for side in layer.get_parameter("weight").shape
+        ):
             return with_stars(name), f"{kernel}: {words.format(sm)}, when it runs"
     return None
 
@@ -46,7 +53,9 @@ def raising_layer(model: torch.nn.Module, sm: int) -> tuple[str, str] | None:
 def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
-        weights = any("weight" in parameter for parameter, _ in layer.named_parameters(recurse=False))
+        weights = any(
+            "weight" in parameter for parameter, _ in layer.named_parameters(recurse=False)
+        )
         if method is None or not weights or "Embedding" in type(method).__name__:
             continue
         scheme = getattr(layer, "scheme", None) or method
@@ -66,7 +75,9 @@ def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
 
 
 def _stored(method: object, layer: torch.nn.Module, name: str) -> str:
-    """The precision that the checkpoint's config gives a layer, as bits of weight and activation."""
+    """The precision that the checkpoint's config gives a layer, as bits of weight and
+    activation.
+    """
     if type(method).__name__.startswith("Unquantized"):
         return "W16A16"
     config = getattr(method, "quantization_config", None) or getattr(layer, "quant_config", None)
@@ -81,8 +92,11 @@ def _stored(method: object, layer: torch.nn.Module, name: str) -> str:
     return f"W{weights.num_bits}A{inputs.num_bits if inputs is not None else 16}"
 
 
-def rank_memory(models: Sequence[torch.nn.Module], config: "VllmConfig", tp: int) -> RankMemory | None:
-    """Bytes of a rank's parameters before `load_weights`, and of its KV cache for sequences of some lengths.
+def rank_memory(
+    models: Sequence[torch.nn.Module], config: "VllmConfig", tp: int
+) -> RankMemory | None:
+    """Bytes of a rank's parameters before `load_weights`, and of its KV cache for sequences of some
+    lengths.
 
     None where this vLLM counts in another way: the load itself does not depend on it.
     """
@@ -95,7 +109,9 @@ def rank_memory(models: Sequence[torch.nn.Module], config: "VllmConfig", tp: int
     finally:
         config.model_config.max_model_len = longest
     # Shared parameters (tied embeddings) count once.
-    tensors = {id(tensor): tensor for model in models for tensor in (*model.parameters(), *model.buffers())}
+    tensors = {
+        id(tensor): tensor for model in models for tensor in (*model.parameters(), *model.buffers())
+    }
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     return RankMemory(tp=tp, weight_bytes=size, sequences=sequences)
 
@@ -103,7 +119,8 @@ def rank_memory(models: Sequence[torch.nn.Module], config: "VllmConfig", tp: int
 def _sequences(config: "VllmConfig", longest: int) -> tuple[SequenceMemory, ...]:
     """The bytes that vLLM's scheduler reserves for one sequence (vllm/v1/core/kv_cache_utils.py).
 
-    Whole blocks; the window of a sliding attention and the tokens scheduled with it; states of linear layers.
+    Whole blocks; the window of a sliding attention and the tokens scheduled with it; states of
+    linear layers.
     """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase

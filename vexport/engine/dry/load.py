@@ -1,4 +1,6 @@
-"""Loads checkpoints dry: starts the worker, gives it cells, and makes a report of what it saw in them."""
+"""Loads checkpoints dry: starts the worker, gives it cells, and makes a report of what it saw in
+them.
+"""
 
 import re
 from collections import defaultdict
@@ -46,7 +48,8 @@ CHECK = "dry-load"
 # Which cells must load: every one, or for each tensor parallel size at least one.
 Require = Literal["all", "any"]
 BLIND_SPOTS = (
-    "no kernel ran, values were read only where vLLM converts them to another dtype, and what vLLM does to "
+    "no kernel ran, values were read only where vLLM converts them to another dtype, and what "
+    "vLLM does to "
     "weights after loading was left out",
     "kernels are those of vLLM's CUDA wheel with the packages that it requires",
 )
@@ -59,7 +62,11 @@ _SAYS: dict[MiscopyKind, tuple[Severity, str, str]] = {
         "every element from the checkpoint, {}",
         "add the missing tensor; vLLM reads what is in memory",
     ),
-    "unused": ("warning", "a parameter of vLLM's that it belongs to", "correct its name, or drop it"),
+    "unused": (
+        "warning",
+        "a parameter of vLLM's that it belongs to",
+        "correct its name, or drop it",
+    ),
     "cast": ("error", "{}, into which vLLM converts the values", "store it in that dtype"),
     "narrowed": (
         "error",
@@ -92,16 +99,17 @@ def judge(
 ) -> DryLoadReport:
     """Make the report on one checkpoint from its cells.
 
-    `groups` are the config groups of the checkpoint, by which messages name its schemes. Errors that the
-    unquantized model has as well, if that was tried, are not errors. If the cells were `requested`, a refusal
-    stays an error if the unquantized model loads in another cell.
+    `groups` are the config groups of the checkpoint, by which messages name its schemes. Errors
+    that the unquantized model has as well, if that was tried, are not errors. If the cells were
+    `requested`, a refusal stays an error if the unquantized model loads in another cell.
     """
     left_out = not_judged(results)
     results = [
         excused(result, told, in_any_cell=not requested)
         for result, told in zip(results, _told(results, groups, vllm), strict=True)
     ]
-    # The first cell that loaded for each tensor parallel size: memory is the same on every capability.
+    # The first cell that loaded for each tensor parallel size: memory is the same on every
+    # capability.
     memory = {each.memory.tp: each.memory for each in reversed(results) if each.memory is not None}
     findings = (*_not_loaded(results, require), *_faults(results), *_precisions(results))
     return DryLoadReport(
@@ -109,7 +117,9 @@ def judge(
         ok=all(finding.severity != "error" for finding in findings),
         findings=findings,
         vllm=vllm,
-        cells=tuple(_cell(result, needed=_needed(result.cell, results, require)) for result in results),
+        cells=tuple(
+            _cell(result, needed=_needed(result.cell, results, require)) for result in results
+        ),
         rows=tuple(_rows(results)),
         memory=tuple(memory[tp] for tp in sorted(memory)),
         not_judged=left_out,
@@ -118,7 +128,9 @@ def judge(
 
 
 def _told(results: Sequence[CellResult], groups: Sequence[ConfigGroup], vllm: str) -> Iterator[str]:
-    """Yield each result's reason with the cause in front. Cells with the same cause get the same text."""
+    """Yield each result's reason with the cause in front. Cells with the same cause get the same
+    text.
+    """
     alike = defaultdict[tuple[Outcome, str, str], list[CellResult]](list)
     for result in results:
         alike[_kind_of_refusal(result)].append(result)
@@ -129,7 +141,9 @@ def _told(results: Sequence[CellResult], groups: Sequence[ConfigGroup], vllm: st
 
 
 def _kind_of_refusal(result: CellResult) -> tuple[Outcome, str, str]:
-    """Return a key that results with the same cause share: the cause without the GPU's capability."""
+    """Return a key that results with the same cause share: the cause without the GPU's
+    capability.
+    """
     words = result.reason.partition(REASONS)[0]
     return result.outcome, result.where, re.sub(r"\bSM \d+|\b[Cc]apability: \d+", "#", words)
 
@@ -177,7 +191,9 @@ def _cell(result: CellResult, *, needed: bool = True) -> MatrixCell:
 
 
 def _needed(cell: Cell, results: Sequence[CellResult], require: Require) -> bool:
-    """Return whether a cell must load: with "any", where no other of its tensor parallel size does."""
+    """Return whether a cell must load: with "any", where no other of its tensor parallel size
+    does.
+    """
     loaded = {result.cell.tp for result in results if result.outcome == "loaded"}
     return require == "all" or cell.tp not in loaded
 
@@ -189,19 +205,25 @@ def _status(layers: Sequence[LayerKind], faults: Sequence[Miscopy]) -> CellStatu
 
 
 def _rows(results: Sequence[CellResult]) -> Iterator[MatrixRow]:
-    """A row for each kind of layer; where a cell has no such layer, what became of the checkpoint there."""
+    """A row for each kind of layer; where a cell has no such layer, what became of the checkpoint
+    there.
+    """
     kinds: dict[tuple[str, str], LayerKind] = {}
     for kind in (kind for result in results for kind in result.layers):
         kinds.setdefault((kind.name, kind.stored), kind)
     for kind in kinds.values():
         cells = tuple(_layer_cell(result, kind) for result in results)
-        yield MatrixRow(name=kind.name, count=kind.count, scheme=kind.scheme, stored=kind.stored, cells=cells)
+        yield MatrixRow(
+            name=kind.name, count=kind.count, scheme=kind.scheme, stored=kind.stored, cells=cells
+        )
 
 
 def _layer_cell(result: CellResult, like: LayerKind) -> MatrixCell:
     for layer in result.layers:
         if (layer.name, layer.stored) == (like.name, like.stored):
-            status = _status([layer], [fault for fault in result.faults if fault.layer == layer.name])
+            status = _status(
+                [layer], [fault for fault in result.faults if fault.layer == layer.name]
+            )
             return replace(_cell(result), status=status, precision=layer.runs, kernel=layer.kernel)
     return _cell(result)
 
@@ -243,12 +265,16 @@ def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
 
 
 def _precisions(results: Sequence[CellResult]) -> Iterator[Finding]:
-    """One finding for each kernel with another precision than the stored one; a warning if it is coarser."""
+    """One finding for each kernel with another precision than the stored one; a warning if it is
+    coarser.
+    """
     kernels = defaultdict[tuple[str, str, str], list[tuple[str, Cell]]](list)
     for result in results:
         for kind in result.layers:
             if kind.runs != kind.stored:
-                kernels[kind.stored, kind.runs, kind.kernel or kind.scheme].append((kind.name, result.cell))
+                kernels[kind.stored, kind.runs, kind.kernel or kind.scheme].append(
+                    (kind.name, result.cell)
+                )
     for (stored, runs, kernel), places in kernels.items():
         names, cells = (list(dict.fromkeys(parts)) for parts in zip(*places, strict=True))
         yield Finding(
@@ -278,16 +304,18 @@ def _in_cells(place: str, cells: Sequence[Cell], results: Sequence[CellResult]) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryLoad:
-    """A load of checkpoints by vLLM's own model classes and weight loaders, from their headers alone.
+    """A load of checkpoints by vLLM's own model classes and weight loaders, from their headers
+    alone.
 
-    Needs no GPU and reads no weights: about 10 s to import vLLM, then 0.2 s for each cell of a small model.
-    The cells are `tp` (tensor parallel sizes) x `sm` (90 for SM 9.0); each must load, or with `require` "any"
-    one for each `tp`. `vllm_python` is the interpreter, None our own. With `speculative`, `METHOD` or
-    `METHOD=FOLDER`, vLLM's draft model is built and loaded as well.
+    Needs no GPU and reads no weights: about 10 s to import vLLM, then 0.2 s for each cell of a
+    small model. The cells are `tp` (tensor parallel sizes) x `sm` (90 for SM 9.0); each must load,
+    or with `require` "any" one for each `tp`. `vllm_python` is the interpreter, None our own. With
+    `speculative`, `METHOD` or `METHOD=FOLDER`, vLLM's draft model is built and loaded as well.
 
-    With `controlled`, errors that vLLM has with the unquantized model as well are no errors of the reports:
-    with the model in the folder `source`, or, without one, with the checkpoint's class in its default
-    configuration. If the cells were `requested`, a refusal stays an error if that model loads in other cells.
+    With `controlled`, errors that vLLM has with the unquantized model as well are no errors of the
+    reports: with the model in the folder `source`, or, without one, with the checkpoint's class in
+    its default configuration. If the cells were `requested`, a refusal stays an error if that model
+    loads in other cells.
     """
 
     checkpoints: Sequence[Path]
@@ -307,11 +335,15 @@ class DryLoad:
         with self.started() as reports:
             return reports(on_progress)
 
-    def outcomes(self, fault: EngineFault, on_progress: OnProgress) -> list[DryLoadReport | EngineFault]:
-        """After the process for all checkpoints ended with a fault: a report or the fault of each checkpoint.
+    def outcomes(
+        self, fault: EngineFault, on_progress: OnProgress
+    ) -> list[DryLoadReport | EngineFault]:
+        """After the process for all checkpoints ended with a fault: a report or the fault of each
+        checkpoint.
 
-        Each checkpoint gets a process of its own, so that only the checkpoint that ends its process has no
-        report. If vLLM cannot be started at all, or there is one checkpoint only, all have the same fault.
+        Each checkpoint gets a process of its own, so that only the checkpoint that ends its process
+        has no report. If vLLM cannot be started at all, or there is one checkpoint only, all have
+        the same fault.
         """
         if fault.failure.kind in _OF_ALL or len(self.checkpoints) == 1:
             return [fault] * len(self.checkpoints)
@@ -322,7 +354,8 @@ class DryLoad:
     def started(self) -> Iterator[Callable[[OnProgress], list[DryLoadReport]]]:
         """Start the process; what is yielded waits for the reports.
 
-        EngineFault where vLLM is missing, dies outside a cell, or takes more than `timeout` seconds.
+        EngineFault where vLLM is missing, dies outside a cell, or takes more than `timeout`
+        seconds.
         """
         with log_folder("vexport-dry-") as folder:
             worker = Worker(
@@ -385,8 +418,8 @@ def dry_load_checkpoints(
 ) -> list[DryLoadReport]:
     """A report for each checkpoint and interpreter, in that order; None is our own interpreter.
 
-    Without `sm` the capabilities are those of `gpus`, for which the reports have the room; without both they
-    are those of the GPUs in use, of which one must do for each `tp`. Raises as `DryLoad`,
+    Without `sm` the capabilities are those of `gpus`, for which the reports have the room; without
+    both they are those of the GPUs in use, of which one must do for each `tp`. Raises as `DryLoad`,
     and InputError where a checkpoint cannot be read.
     """
     roots = [resolve_source(name, on_progress) for name in names]
@@ -423,12 +456,14 @@ def dry_load_checkpoints(
 def _rooms(memory: Sequence[RankMemory], cards: Sequence[Card]) -> Iterator[GpuRoom]:
     """For each card, tensor parallel size and length of a sequence how many sequences fit at once.
 
-    An upper bound: what a step computes with and CUDA graphs take their part, which vLLM measures at its
-    start (1 to 3 GB, more with long prompts).
+    An upper bound: what a step computes with and CUDA graphs take their part, which vLLM measures
+    at its start (1 to 3 GB, more with long prompts).
     """
     for card, rank in product(cards, memory):
         free = card.usable_bytes - rank.weight_bytes
         for sequence in rank.sequences:
             fitting = max(free, 0) // sequence.kv_bytes if sequence.kv_bytes else 0
             tokens = sequence.tokens
-            yield GpuRoom(gpu=card.name, tp=rank.tp, kv_bytes=free, tokens=tokens, sequences=fitting)
+            yield GpuRoom(
+                gpu=card.name, tp=rank.tp, kv_bytes=free, tokens=tokens, sequences=fitting
+            )

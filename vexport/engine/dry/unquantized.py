@@ -10,7 +10,12 @@ import torch
 import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
-from vexport.checkpoint.index import COMPRESSION_CONFIG, QUANTIZATION_CONFIG, SINGLE_NAME, read_index
+from vexport.checkpoint.index import (
+    COMPRESSION_CONFIG,
+    QUANTIZATION_CONFIG,
+    SINGLE_NAME,
+    read_index,
+)
 from vexport.checkpoint.tensors import TORCH_DTYPES
 from vexport.engine.messages import ControlKind
 from vexport.files import read_json_object, write_text
@@ -25,8 +30,8 @@ _LAYERS = 4
 def write_control(kind: ControlKind, checkpoint: Path, folder: Path) -> bool:
     """Write the unquantized model of a checkpoint's class that transformers makes into `folder`.
 
-    Returns False if transformers cannot, as for a class with code of its own. Weights are not written: the
-    file has holes in their place, which take no room on the disk.
+    Returns False if transformers cannot, as for a class with code of its own. Weights are not
+    written: the file has holes in their place, which take no room on the disk.
     """
     try:
         stored = read_json_object(checkpoint / "config.json")
@@ -46,9 +51,9 @@ def write_control(kind: ControlKind, checkpoint: Path, folder: Path) -> bool:
 def is_sound(checkpoint: Path, folder: Path) -> bool:
     """Return True if no value in a checkpoint's config.json seems to be wrong.
 
-    `folder` has the config without its quantization. Transformers has to read the model types that the config
-    names, and to build a model that has most of the stored tensors, in the stored shapes. Only vLLM can judge
-    a class that transformers lacks, so its config counts as sound.
+    `folder` has the config without its quantization. Transformers has to read the model types that
+    the config names, and to build a model that has most of the stored tensors, in the stored
+    shapes. Only vLLM can judge a class that transformers lacks, so its config counts as sound.
     """
     try:
         stored = read_json_object(checkpoint / "config.json")
@@ -73,7 +78,9 @@ def is_sound(checkpoint: Path, folder: Path) -> bool:
 
 
 def _has_types(read: Mapping[str, Json], stored: Mapping[str, Json]) -> bool:
-    """Return True if transformers reads the model types that a config and the configs in it name."""
+    """Return True if transformers reads the model types that a config and the configs in it
+    name.
+    """
     pairs = ((read.get(key), value) for key, value in stored.items() if isinstance(value, dict))
     inner = (_has_types(ours, theirs) for ours, theirs in pairs if isinstance(ours, dict))
     return stored.get("model_type") in (None, read.get("model_type")) and all(inner)
@@ -99,11 +106,13 @@ def _default_config(stored: Mapping[str, Json]) -> dict[str, Json]:
 def _config_class(stored: Mapping[str, Json]) -> type[transformers.PretrainedConfig]:
     """Return the class of a model's config in transformers.
 
-    vLLM registers config classes of its own for some types, with other defaults: they are taken only if
-    transformers lacks the model.
+    vLLM registers config classes of its own for some types, with other defaults: they are taken
+    only if transformers lacks the model.
     """
     model = _transformers_class(stored)
-    found: type[transformers.PretrainedConfig] | None = model.config_class if model is not None else None
+    found: type[transformers.PretrainedConfig] | None = (
+        model.config_class if model is not None else None
+    )
     return found or type(transformers.AutoConfig.for_model(stored["model_type"]))
 
 

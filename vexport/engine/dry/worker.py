@@ -1,7 +1,9 @@
-"""`python -m vexport.engine.dry.worker REQUEST.json RESULT.json`: every cell in forks of one process.
+"""`python -m vexport.engine.dry.worker REQUEST.json RESULT.json`: every cell in forks of one
+process.
 
-vLLM is imported once. Each try forks, because a process has one set of groups, one capability that vLLM
-remembers here and there, and one crash. Memory and time of a try are limited: a checkpoint is not trusted.
+vLLM is imported once. Each try forks, because a process has one set of groups, one capability that
+vLLM remembers here and there, and one crash. Memory and time of a try are limited: a checkpoint is
+not trusted.
 """
 
 import gc
@@ -74,7 +76,10 @@ def main(arguments: list[str]) -> int:
 def _results_of(request: DryRequest) -> DryResult:
     report = reporter()
     tries = [
-        [_ranks(DryTry(request=request, number=number, cell=cell, rank=0)) for cell in request.cells]
+        [
+            _ranks(DryTry(request=request, number=number, cell=cell, rank=0))
+            for cell in request.cells
+        ]
         for number in range(len(request.checkpoints))
     ]
     everything = [rank for cells in tries for ranks in cells for rank in ranks]
@@ -103,11 +108,15 @@ def _merged(ranks: Sequence[DryTry]) -> CellResult:
 
 
 def merge_ranks(results: Sequence[CellResult]) -> CellResult:
-    """One result for a cell from those of its ranks: the first that did not load, else all their faults."""
+    """One result for a cell from those of its ranks: the first that did not load, else all their
+    faults.
+    """
     failed = [result for result in results if result.outcome != "loaded"]
     if failed:
         return failed[0]
-    faults = {(fault.kind, fault.where): fault for result in reversed(results) for fault in result.faults}
+    faults = {
+        (fault.kind, fault.where): fault for result in reversed(results) for fault in result.faults
+    }
     return replace(results[0], faults=tuple(faults.values()))
 
 
@@ -115,11 +124,15 @@ def _give_up(cells: Sequence[Sequence[DryTry]], reason: str) -> None:
     """Write the result of tries that are not worth making, because an earlier one took too much."""
     for rank in (rank for ranks in cells for rank in ranks):
         if not rank.file.is_file():
-            write_text(rank.file, to_json(CellResult(cell=rank.cell, outcome="unknown", reason=reason)))
+            write_text(
+                rank.file, to_json(CellResult(cell=rank.cell, outcome="unknown", reason=reason))
+            )
 
 
 def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list[list[CellResult]]:
-    """Return the results. A result with an error also has the unquantized model's result in the same cell."""
+    """Return the results. A result with an error also has the unquantized model's result in the
+    same cell.
+    """
     kinds: dict[tuple[int, Cell], ControlKind] = {}
     for number, cells in enumerate(results):
         for result in cells:
@@ -128,20 +141,33 @@ def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list
                 kinds[number, result.cell] = kind
     by_cell = {(number, each.cell): each for number, cells in enumerate(results) for each in cells}
     kinds, controls = _written_and_tried(request, kinds)
-    refused = {key: kind for key, kind in kinds.items() if same_refusal(by_cell[key], controls[key])}
+    refused = {
+        key: kind for key, kind in kinds.items() if same_refusal(by_cell[key], controls[key])
+    }
     doubtful = _with_doubtful_config(request, by_cell, refused)
     if doubtful:
         for key in doubtful:
             del kinds[key], controls[key], refused[key]
-        defaults, of_defaults = _written_and_tried(request, dict.fromkeys(doubtful, "default config"))
+        defaults, of_defaults = _written_and_tried(
+            request, dict.fromkeys(doubtful, "default config")
+        )
         kinds |= defaults
         controls |= of_defaults
-        refused |= {key: kind for key, kind in defaults.items() if same_refusal(by_cell[key], controls[key])}
-    plain = {(number, cell): kind for number, kind in _numbered(refused) for cell in request.plain_cells}
-    loading = {key[0] for key, result in _tried(request, plain).items() if result.outcome == "loaded"}
+        refused |= {
+            key: kind for key, kind in defaults.items() if same_refusal(by_cell[key], controls[key])
+        }
+    plain = {
+        (number, cell): kind for number, kind in _numbered(refused) for cell in request.plain_cells
+    }
+    loading = {
+        key[0] for key, result in _tried(request, plain).items() if result.outcome == "loaded"
+    }
     return [
         [
-            replace(result, control=control_of(controls[key], kinds[key], loads_elsewhere=number in loading))
+            replace(
+                result,
+                control=control_of(controls[key], kinds[key], loads_elsewhere=number in loading),
+            )
             if (key := (number, result.cell)) in controls
             else result
             for result in cells
@@ -155,7 +181,9 @@ def _with_doubtful_config(
     results: Mapping[tuple[int, Cell], CellResult],
     refused: Mapping[tuple[int, Cell], ControlKind],
 ) -> list[tuple[int, Cell]]:
-    """Return the cells that refuse a config.json alone, and where a wrong value in it may be the cause."""
+    """Return the cells that refuse a config.json alone, and where a wrong value in it may be the
+    cause.
+    """
     alone = [key for key, kind in refused.items() if kind == "config alone"]
     numbers = {number for number, cell in alone if results[number, cell].in_class}
     sound = {number for number in numbers if _is_sound(request, number)}
@@ -165,8 +193,12 @@ def _with_doubtful_config(
 def _written_and_tried(
     request: DryRequest, kinds: Mapping[tuple[int, Cell], ControlKind]
 ) -> tuple[dict[tuple[int, Cell], ControlKind], dict[tuple[int, Cell], CellResult]]:
-    """Try the unquantized models that can be made; return the cells of these models and their results."""
-    written = {(number, kind) for number, kind in _numbered(kinds) if _is_written(request, number, kind)}
+    """Try the unquantized models that can be made; return the cells of these models and their
+    results.
+    """
+    written = {
+        (number, kind) for number, kind in _numbered(kinds) if _is_written(request, number, kind)
+    }
     made = {key: kind for key, kind in kinds.items() if (key[0], kind) in written}
     return made, _tried(request, made)
 
@@ -177,13 +209,17 @@ def _numbered(kinds: Mapping[tuple[int, Cell], ControlKind]) -> set[tuple[int, C
 
 
 def _is_written(request: DryRequest, number: int, kind: ControlKind) -> bool:
-    """Return True if there is a model to compare a checkpoint with; transformers makes it in a fork."""
+    """Return True if there is a model to compare a checkpoint with; transformers makes it in a
+    fork.
+    """
     if kind == "source":
         return True
     folder = _control_folder(request, number, kind)
 
     def write() -> bool:
-        from vexport.engine.dry.unquantized import write_control  # not of every version of transformers
+        from vexport.engine.dry.unquantized import (
+            write_control,
+        )  # not of every version of transformers
 
         return write_control(kind, request.checkpoints[number], folder)
 
@@ -203,7 +239,9 @@ def _is_sound(request: DryRequest, number: int) -> bool:
 
 
 def _control_folder(request: DryRequest, number: int, kind: ControlKind) -> Path:
-    return DryTry(request=request, number=number, cell=request.cells[0], rank=0, control=kind).checkpoint
+    return DryTry(
+        request=request, number=number, cell=request.cells[0], rank=0, control=kind
+    ).checkpoint
 
 
 def _in_fork(request: DryRequest, work: Callable[[], bool]) -> bool:
@@ -225,7 +263,9 @@ def _tried(
 ) -> dict[tuple[int, Cell], CellResult]:
     """Try the unquantized models in these cells of these checkpoints."""
     tries = {
-        (number, cell): _ranks(DryTry(request=request, number=number, cell=cell, rank=0, control=kind))
+        (number, cell): _ranks(
+            DryTry(request=request, number=number, cell=cell, rank=0, control=kind)
+        )
         for (number, cell), kind in kinds.items()
     }
     _run([rank for ranks in tries.values() for rank in ranks], lambda stage, done, total: None)
@@ -290,8 +330,8 @@ def _time_limit(seconds: int) -> Iterator[None]:
 def limit_memory(more: int) -> None:
     """Let this process and its forks take so many bytes more than it has now; beyond, MemoryError.
 
-    What counts is RLIMIT_DATA: private memory that can be written. Mapped files and reserved addresses, of
-    which torch has many, do not count.
+    What counts is RLIMIT_DATA: private memory that can be written. Mapped files and reserved
+    addresses, of which torch has many, do not count.
     """
     used = re.search(r"^VmData:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     if used is not None:
@@ -304,12 +344,13 @@ def limit_memory(more: int) -> None:
 def _run(tries: Sequence[DryTry], report: OnProgress) -> None:
     """Fork a child for each try, as many at a time as there are cores; every one leaves a file.
 
-    Those of one capability come first, so that what they share is there for the others. If a child takes too
-    much memory or time, the other tries of its checkpoint are left out.
+    Those of one capability come first, so that what they share is there for the others. If a child
+    takes too much memory or time, the other tries of its checkpoint are left out.
     """
     fork, running = multiprocessing.get_context("fork"), dict[BaseProcess, DryTry]()
     waiting = sorted(
-        (attempt for attempt in tries if not attempt.file.is_file()), key=lambda attempt: attempt.cell.sm
+        (attempt for attempt in tries if not attempt.file.is_file()),
+        key=lambda attempt: attempt.cell.sm,
     )
     while waiting or running:
         while waiting and len(running) < len(os.sched_getaffinity(0)):

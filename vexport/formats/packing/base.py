@@ -27,7 +27,9 @@ class Scales:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedWeight:
-    """A weight whose values (out, in), float32, are numbers that its format stores with these scales."""
+    """A weight whose values (out, in), float32, are numbers that its format stores with these
+    scales.
+    """
 
     values: Floats
     scales: Scales
@@ -37,8 +39,8 @@ class RoundedWeight:
 class PackingInputs:
     """A weight's scales or range, known before its rows are packed.
 
-    `largest` is the largest magnitude in its fusion group, for schemes that share a scale; without `scales`
-    those of the rows' ranges are made while they are packed.
+    `largest` is the largest magnitude in its fusion group, for schemes that share a scale; without
+    `scales` those of the rows' ranges are made while they are packed.
     """
 
     largest: np.float32 | None = None
@@ -64,12 +66,16 @@ class Packing(Protocol):
 
 
 def storage_of(rows: Bits, dtype: str) -> int:
-    """The storage as which kernels read rows of a weight stored in `dtype`: rounded ones are float32."""
+    """The storage as which kernels read rows of a weight stored in `dtype`: rounded ones are
+    float32.
+    """
     return FLOAT32 if rows.dtype == np.int32 else STORAGES[dtype]
 
 
 def kernel_input(view: Array) -> Bits:
-    """Contiguous bits of some rows, read-only and aligned: the one form that kernels are compiled for."""
+    """Contiguous bits of some rows, read-only and aligned: the one form that kernels are compiled
+    for.
+    """
     values = view.astype(np.float32) if view.dtype == np.float64 else view
     rows = np.require(values, requirements=["C", "A"])
     bits: Bits = rows.view(np.int32) if rows.dtype == np.float32 else rows.view(np.uint16)

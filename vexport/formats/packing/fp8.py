@@ -25,7 +25,9 @@ from vexport.records import LinearPlan
 
 @compiled()
 def find_scales(weight: Bits, storage: int, block_cols: int, scales: Floats) -> None:
-    """The min-max scale of every `block_cols` columns of `weight`; infinite where a value is not finite."""
+    """The min-max scale of every `block_cols` columns of `weight`; infinite where a value is not
+    finite.
+    """
     for block in range(scales.size):
         most = F32(0.0)
         for row in range(weight.shape[0]):
@@ -37,19 +39,28 @@ def find_scales(weight: Bits, storage: int, block_cols: int, scales: Floats) -> 
 
 @compiled()
 def pack_rows(
-    weight: Bits, storage: int, block_rows: int, block_cols: int, scales: Floats, fixed: bool, codes: Bytes
+    weight: Bits,
+    storage: int,
+    block_rows: int,
+    block_cols: int,
+    scales: Floats,
+    fixed: bool,
+    codes: Bytes,
 ) -> None:
-    """Quantize a weight (rows, columns) in blocks (`block_rows`, `block_cols`), the last ones smaller.
+    """Quantize a weight (rows, columns) in blocks (`block_rows`, `block_cols`), the last ones
+    smaller.
 
-    `scales` (block rows, block columns) are used where `fixed`, else made here: infinite where a value of
-    the block is not finite. `codes` has the weight's shape.
+    `scales` (block rows, block columns) are used where `fixed`, else made here: infinite where a
+    value of the block is not finite. `codes` has the weight's shape.
     """
     rows, columns = weight.shape
     values, steps = np.empty(SPAN, F32), np.empty(columns, F32)
     for row in range(rows):
         if row % block_rows == 0:
             if not fixed:
-                find_scales(weight[row : row + block_rows], storage, block_cols, scales[row // block_rows])
+                find_scales(
+                    weight[row : row + block_rows], storage, block_cols, scales[row // block_rows]
+                )
             spread(scales[row // block_rows], block_cols, steps)
         for start in range(0, columns, SPAN):
             end = min(start + SPAN, columns)
@@ -60,13 +71,18 @@ def pack_rows(
 class Fp8Packing:
     """weight (out, in) e4m3 and weight_scale float32, shaped as `scale_shape` says."""
 
-    def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs) -> None:
+    def __init__(
+        self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs
+    ) -> None:
         self._member = member
         self._dtype = dtype
         self._shape = scale_shape(args, (member.out_features, member.in_features))
         self._block_rows, self._block_cols = block_of(args, member)
         self.multiple = 1 if args.strategy == "tensor" else self._block_rows
-        blocks = (-(-member.out_features // self._block_rows), -(-member.in_features // self._block_cols))
+        blocks = (
+            -(-member.out_features // self._block_rows),
+            -(-member.in_features // self._block_cols),
+        )
         self._fixed = inputs.scales is not None or inputs.largest is not None
         self._scales: Floats = np.empty(blocks, np.float32)
         if inputs.scales is not None:

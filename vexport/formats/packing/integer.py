@@ -1,4 +1,6 @@
-"""Integers with one scale for a run of columns: INT8 as it is, 2 to 8 bits packed into a stream of bits."""
+"""Integers with one scale for a run of columns: INT8 as it is, 2 to 8 bits packed into a stream of
+bits.
+"""
 
 from typing import NamedTuple
 
@@ -29,8 +31,9 @@ from vexport.records import LinearPlan
 class Integers(NamedTuple):
     """The integers of `bits` bits that values become.
 
-    `base` is the integer whose code is zero: the smallest one, or 0 where codes are two's complement.
-    `symmetric` is without zero points; `scale_storage` is the dtype that scales are rounded to first.
+    `base` is the integer whose code is zero: the smallest one, or 0 where codes are two's
+    complement. `symmetric` is without zero points; `scale_storage` is the dtype that scales are
+    rounded to first.
     """
 
     bits: int
@@ -47,7 +50,9 @@ def symmetric_scale(group: Bits, storage: int, bits: int) -> np.float32:
 
 
 @compiled()
-def scale_and_zero(group: Bits, storage: int, bits: int, values: Floats) -> tuple[np.float32, np.float32]:
+def scale_and_zero(
+    group: Bits, storage: int, bits: int, values: Floats
+) -> tuple[np.float32, np.float32]:
     """Min-max scale and zero point of a group; infinite where a value is not finite."""
     widen(values[: group.size], group, storage)
     low, high = value_range(values[: group.size])
@@ -89,13 +94,20 @@ def quantize(values: Floats, steps: Floats, zeros: Floats, form: Integers, codes
 
 @compiled()
 def pack_rows(
-    weight: Bits, storage: int, form: Integers, scales: Floats, zeros: Floats, fixed: bool, packed: Bytes
+    weight: Bits,
+    storage: int,
+    form: Integers,
+    scales: Floats,
+    zeros: Floats,
+    fixed: bool,
+    packed: Bytes,
 ) -> None:
-    """Quantize a weight (rows, columns) in groups of columns and write each row's codes into `packed`.
+    """Quantize a weight (rows, columns) in groups of columns and write each row's codes into
+    `packed`.
 
-    `scales` and `zeros` (rows, groups) are used where `fixed`, else made here; scales are rounded as they
-    are stored, and infinite where a value is not finite. `packed` (rows, bytes) must be zero beyond the
-    last code.
+    `scales` and `zeros` (rows, groups) are used where `fixed`, else made here; scales are rounded
+    as they are stored, and infinite where a value is not finite. `packed` (rows, bytes) must be
+    zero beyond the last code.
     """
     rows, columns = weight.shape
     wide = columns // max(1, scales.shape[1])
@@ -119,7 +131,13 @@ class IntegerPacking:
     multiple = 1
 
     def __init__(
-        self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs, *, form: Integers
+        self,
+        member: LinearPlan,
+        dtype: str,
+        args: QuantArgs,
+        inputs: PackingInputs,
+        *,
+        form: Integers,
     ) -> None:
         self._member = member
         self._dtype = dtype
@@ -133,7 +151,9 @@ class IntegerPacking:
             self._zeros[:] = inputs.scales.zero_point.reshape(self._scales.shape)
 
     def packed(self, rows: Bits, first: int, row_bytes: int) -> Bytes:
-        """The codes of some rows, each filled up to `row_bytes`; InputError where a weight is not finite."""
+        """The codes of some rows, each filled up to `row_bytes`; InputError where a weight is not
+        finite.
+        """
         part = slice(first, first + rows.shape[0])
         codes = np.zeros((rows.shape[0], row_bytes), np.uint8)
         scales = self._scales[part]
@@ -146,7 +166,9 @@ class IntegerPacking:
 class Int8Packing(IntegerPacking):
     """weight (out, in) int8 and weight_scale (out, 1) float32."""
 
-    def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs) -> None:
+    def __init__(
+        self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs
+    ) -> None:
         form = Integers(bits=args.num_bits, base=0, symmetric=True, scale_storage=FLOAT32)
         super().__init__(member, dtype, args, inputs, form=form)
 
@@ -160,12 +182,15 @@ class Int8Packing(IntegerPacking):
 
 
 class PackedIntegerPacking(IntegerPacking):
-    """weight_packed (out, ceil(in*bits/32)) int32, weight_scale in the weight's dtype, weight_shape int64.
+    """weight_packed (out, ceil(in*bits/32)) int32, weight_scale in the weight's dtype, weight_shape
+    int64.
 
     Asymmetric: weight_zero_point (ceil(out*bits/32), in/group) int32, packed along out_features.
     """
 
-    def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs) -> None:
+    def __init__(
+        self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs
+    ) -> None:
         base = -(2 ** (args.num_bits - 1))
         form = Integers(
             bits=args.num_bits, base=base, symmetric=args.symmetric, scale_storage=STORAGES[dtype]
@@ -186,11 +211,15 @@ class PackedIntegerPacking(IntegerPacking):
         """The scales, which have values of the weight's dtype already, in that dtype."""
         if self._dtype == "BF16":
             return (self._scales.view(np.uint32) >> 16).astype(np.uint16)
-        return self._scales.astype({"F16": np.float16, "F32": np.float32, "F64": np.float64}[self._dtype])
+        return self._scales.astype(
+            {"F16": np.float16, "F32": np.float32, "F64": np.float64}[self._dtype]
+        )
 
     def _packed_zeros(self) -> Array:
         unsigned = (self._zeros - self._form.base).astype(np.uint8)
-        packed = np.zeros((unsigned.shape[1], packed_bytes(unsigned.shape[0], self._form.bits)), np.uint8)
+        packed = np.zeros(
+            (unsigned.shape[1], packed_bytes(unsigned.shape[0], self._form.bits)), np.uint8
+        )
         for codes, target in zip(np.ascontiguousarray(unsigned.T), packed, strict=True):
             pack_bits(codes, self._form.bits, target)
         return packed.view(np.int32).T

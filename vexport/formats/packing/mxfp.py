@@ -26,7 +26,9 @@ from vexport.records import LinearPlan
 
 @compiled()
 def find_scales(values: Floats, bits: int, scales: Bytes) -> None:
-    """The exponent, biased by 127, of the min-max scale of every 32 values; 255 where one is not finite."""
+    """The exponent, biased by 127, of the min-max scale of every 32 values; 255 where one is not
+    finite.
+    """
     lowered = I32(E2M1_EXPONENT if bits == 4 else E4M3_EXPONENT)
     stored = values.view(np.int32)
     for group in range(scales.size):
@@ -49,11 +51,13 @@ def find_steps(scales: Bytes, steps: Floats) -> None:
 
 
 @compiled()
-def pack_rows(weight: Bits, storage: int, bits: int, scales: Bytes, fixed: bool, packed: Bytes) -> None:
+def pack_rows(
+    weight: Bits, storage: int, bits: int, scales: Bytes, fixed: bool, packed: Bytes
+) -> None:
     """Quantize a flat weight in groups of 32 to floats of 4 or 8 bits.
 
-    `scales` (elements/32) are biased exponents: used where `fixed`, else made here, 255 where a value is not
-    finite. `packed` has elements*bits/8 bytes.
+    `scales` (elements/32) are biased exponents: used where `fixed`, else made here, 255 where a
+    value is not finite. `packed` has elements*bits/8 bytes.
     """
     values, steps, codes = np.empty(SPAN, F32), np.empty(SPAN, F32), np.empty(SPAN, np.uint8)
     for start in range(0, weight.size, SPAN):
@@ -75,7 +79,9 @@ class MxfpPacking:
 
     multiple = 1
 
-    def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs) -> None:
+    def __init__(
+        self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs
+    ) -> None:
         self._member = member
         self._dtype = dtype
         self._bits = args.num_bits

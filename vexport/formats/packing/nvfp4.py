@@ -1,4 +1,6 @@
-"""NVFP4: e2m1 codes in groups of 16, two to the byte, with e4m3 scales relative to a global scale."""
+"""NVFP4: e2m1 codes in groups of 16, two to the byte, with e4m3 scales relative to a global
+scale.
+"""
 
 import numpy as np
 
@@ -54,8 +56,8 @@ def pack_rows(
 ) -> None:
     """Quantize a flat, finite weight in groups of 16.
 
-    `scales` (elements/16) are the e4m3 codes of the groups' scales: used where `fixed`, else made here.
-    `packed` has elements/2 bytes.
+    `scales` (elements/16) are the e4m3 codes of the groups' scales: used where `fixed`, else made
+    here. `packed` has elements/2 bytes.
     """
     values, steps, codes = np.empty(SPAN, F32), np.empty(SPAN, F32), np.empty(SPAN, np.uint8)
     for start in range(0, weight.size, SPAN):
@@ -70,11 +72,15 @@ def pack_rows(
 
 
 class Nvfp4Packing:
-    """weight_packed (out, in/2) uint8, weight_scale (out, in/16) e4m3, weight_global_scale (1,) float32."""
+    """weight_packed (out, in/2) uint8, weight_scale (out, in/16) e4m3, weight_global_scale (1,)
+    float32.
+    """
 
     multiple = 1
 
-    def __init__(self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs) -> None:
+    def __init__(
+        self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs
+    ) -> None:
         self._dtype = dtype
         self._fixed = inputs.scales is not None
         shape = (member.out_features, member.in_features // NVFP4_GROUP)

@@ -1,7 +1,7 @@
 """The grid search over shrunken ranges, for groups of any size and for whole tensors.
 
-A group is read and widened to float32 once, and all candidates are tried while it is in the cache. The error
-of a candidate is the sum of importance * |q - x|**norm.
+A group is read and widened to float32 once, and all candidates are tried while it is in the cache.
+The error of a candidate is the sum of importance * |q - x|**norm.
 """
 
 from typing import NamedTuple
@@ -66,7 +66,9 @@ def difference(value: np.float32, scaling: Scaling, form: NumberFormat) -> np.fl
 
 @compiled(inline=True, fastmath=MULTIPLY_ADD)
 def integer_difference(value: np.float32, scaling: Scaling, form: NumberFormat) -> np.float32:
-    """The same for integers, in fewer instructions: the number whose addition rounds holds the zero point."""
+    """The same for integers, in fewer instructions: the number whose addition rounds holds the zero
+    point.
+    """
     middle = as_float(I32(ROUNDER + (127 << 23)))
     rounder = F32(middle + scaling.zero)
     rounded = F32(value * scaling.inverse + rounder)
@@ -84,7 +86,9 @@ def add(total: np.float32, term: np.float32) -> np.float32:
 def chunk_error(
     values: Floats, importance: Floats, scaling: Scaling, form: NumberFormat, norm: np.float32
 ) -> np.float32:
-    """sum(importance * |q - x|**norm) of at most CHUNK values; the scale should not be far from one."""
+    """sum(importance * |q - x|**norm) of at most CHUNK values; the scale should not be far from
+    one.
+    """
     wide_vectors()
     total = F32(0.0)
     if norm == F32(2.4) and form.mask == 0:
@@ -121,9 +125,16 @@ def part_error(
 
 @compiled()
 def group_error(
-    values: Floats, importance: Floats, scaling: Scaling, form: NumberFormat, norm: np.float32, limit: float
+    values: Floats,
+    importance: Floats,
+    scaling: Scaling,
+    form: NumberFormat,
+    norm: np.float32,
+    limit: float,
 ) -> float:
-    """sum(importance * |q - x|**norm) of any number of values; a part of it once that is above `limit`."""
+    """sum(importance * |q - x|**norm) of any number of values; a part of it once that is above
+    `limit`.
+    """
     total = 0.0
     for start in range(0, values.size, CHUNK):
         part = slice(start, min(start + CHUNK, values.size))
@@ -134,7 +145,9 @@ def group_error(
 
 
 class Candidates(NamedTuple):
-    """Steps of every shrink and what the error is at least, each (shrinks,), filled up to whole vectors."""
+    """Steps of every shrink and what the error is at least, each (shrinks,), filled up to whole
+    vectors.
+    """
 
     scales: Floats
     inverses: Floats
@@ -151,7 +164,9 @@ class Ends(NamedTuple):
 
 @compiled(inline=True)
 def mx_scale(absmax: np.float32, form: NumberFormat) -> np.float32:
-    """The power of two of `vexport.observers.qparams.mx_scale`; the smallest is a subnormal number."""
+    """The power of two of `vexport.observers.qparams.mx_scale`; the smallest is a subnormal
+    number.
+    """
     lowered = I32(I32(as_bits(form.high) >> I32(23)) - I32(E8M0_BIAS))
     code = I32(I32(I32(as_bits(absmax) + I32(MX_ROUND_UP)) >> I32(23)) - lowered)
     return as_float(max(I32(min(code, I32(255)) << I32(23)), I32(1 << 22)))
@@ -159,10 +174,16 @@ def mx_scale(absmax: np.float32, form: NumberFormat) -> np.float32:
 
 @compiled(inline=True)
 def scaling_of(low: np.float32, high: np.float32, form: NumberFormat, unit: np.float32) -> Scaling:
-    """The scale and zero point of a range (formulas of vexport.observers.qparams), of values times `unit`."""
+    """The scale and zero point of a range (formulas of vexport.observers.qparams), of values times
+    `unit`.
+    """
     low, high = min(low, F32(0.0)), max(high, F32(0.0))
     span = F32(form.high - form.low)
-    scale = F32(F32(high - low) / span) if form.zero_points else F32(max(-low, high) / F32(span / F32(2.0)))
+    scale = (
+        F32(F32(high - low) / span)
+        if form.zero_points
+        else F32(max(-low, high) / F32(span / F32(2.0)))
+    )
     # Where a dtype has a smallest number, rounding depends on the unit.
     if form.scale_storage == E8M0:
         scale = F32(mx_scale(F32(max(-low, high) / unit), form) * unit)
@@ -175,7 +196,9 @@ def scaling_of(low: np.float32, high: np.float32, form: NumberFormat, unit: np.f
 
 @compiled()
 def unit_of(low: np.float32, high: np.float32) -> np.float32:
-    """The power of two that a group is multiplied with: no choice changes, nothing over- or underflows."""
+    """The power of two that a group is multiplied with: no choice changes, nothing over- or
+    underflows.
+    """
     largest = min(max(max(-low, high), F32(2.0**-120)), F32(2.0**120))
     return F32(F32(UNIT) / power_of_two_below(largest))
 
@@ -212,16 +235,22 @@ def prepare(
     norm: np.float32,
     candidates: Candidates,
 ) -> None:
-    """Write the steps of every shrink of the range `ends`, in that unit, and what its error is at least.
+    """Write the steps of every shrink of the range `ends`, in that unit, and what its error is at
+    least.
 
-    That is the error of the smallest or the largest value alone, lowered by more than float32 rounds.
+    That is the error of the smallest or the largest value alone, lowered by more than float32
+    rounds.
     """
     wide_vectors()
     scales, inverses, zeros, bounds = candidates
     for step in range(shrinks.size):
-        scaling = scaling_of(F32(ends.low * shrinks[step]), F32(ends.high * shrinks[step]), form, unit)
+        scaling = scaling_of(
+            F32(ends.low * shrinks[step]), F32(ends.high * shrinks[step]), form, unit
+        )
         scales[step], inverses[step], zeros[step] = scaling.scale, scaling.inverse, scaling.zero
-        farther = max(abs(difference(ends.low, scaling, form)), abs(difference(ends.high, scaling, form)))
+        farther = max(
+            abs(difference(ends.low, scaling, form)), abs(difference(ends.high, scaling, form))
+        )
         bounds[step] = F32(F32(weight * power(farther, norm)) * F32(1.0 - 1e-4))
 
 
@@ -234,14 +263,18 @@ def write_errors(
     norm: np.float32,
     errors: Doubles,
 ) -> None:
-    """Write the error of every candidate, in order; a part of it where an earlier one's is smaller."""
+    """Write the error of every candidate, in order; a part of it where an earlier one's is
+    smaller.
+    """
     wide_vectors()
     small = values.size <= CHUNK
     least = np.inf
     for step in range(errors.size):
         errors[step] = candidates.bounds[step]
         if errors[step] <= least:
-            scaling = Scaling(candidates.scales[step], candidates.inverses[step], candidates.zeros[step])
+            scaling = Scaling(
+                candidates.scales[step], candidates.inverses[step], candidates.zeros[step]
+            )
             errors[step] = (
                 float(chunk_error(values, importance, scaling, form, norm))
                 if small
@@ -252,7 +285,9 @@ def write_errors(
 
 @compiled()
 def first_least(errors: Doubles, improved: Flags) -> int:
-    """The first step with the smallest error; sets `improved` for every step that was the best so far."""
+    """The first step with the smallest error; sets `improved` for every step that was the best so
+    far.
+    """
     best, least = 0, np.inf
     for step in range(improved.size):
         if errors[step] < least:
@@ -277,13 +312,14 @@ def search_groups(
 ) -> None:
     """Write the range of every row of `groups`, times `expand`, and which shrink of it is best.
 
-    Row i has the importance of row i modulo the rows of `importance`. `improved` (tasks,
-    shrinks) starts false; a flag says that a step was some group's best so far. `shrinks` may be more than
+    Row i has the importance of row i modulo the rows of `importance`. `improved` (tasks, shrinks)
+    starts false; a flag says that a step was some group's best so far. `shrinks` may be more than
     that, so that they fill whole vectors: what is beyond is not searched.
     """
     count, size = groups.shape
     tasks = improved.shape[0]
-    # In a small group that is shrunk a little no single value has error enough to rule a candidate out.
+    # In a small group that is shrunk a little no single value has error enough to rule a candidate
+    # out.
     bounded = size > CHUNK or shrinks[improved.shape[1] - 1] < F32(0.5)
     for task in prange(tasks):
         values = np.empty(size, dtype=F32)
@@ -329,7 +365,9 @@ def tensor_ranges(weight: Bits, storage: int, lows: Floats, highs: Floats) -> No
 
 @compiled(parallel=True)
 def add_counts(values: Bits, counts: Indices) -> None:
-    """Count the 16-bit patterns of flat `values` in `counts` (tasks, PATTERNS), each task in its own row."""
+    """Count the 16-bit patterns of flat `values` in `counts` (tasks, PATTERNS), each task in its
+    own row.
+    """
     tasks = counts.shape[0]
     for task in prange(tasks):
         row = counts[task]

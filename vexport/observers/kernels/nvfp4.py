@@ -1,8 +1,8 @@
 """The search over NVFP4 block scales: only the few that can be stored.
 
-A block scale is stored as an e4m3 number relative to the global scale, so all ranges between the largest and
-the smallest candidate come down to the e4m3 numbers between theirs. Groups are small, so each lane of the
-vector code takes one: values are transposed to (size, groups).
+A block scale is stored as an e4m3 number relative to the global scale, so all ranges between the
+largest and the smallest candidate come down to the e4m3 numbers between theirs. Groups are small,
+so each lane of the vector code takes one: values are transposed to (size, groups).
 """
 
 from typing import NamedTuple
@@ -36,7 +36,9 @@ LANES = 128
 
 
 class NVFP4Search(NamedTuple):
-    """The shared global scale, the ends of the candidates in units of a range, the norm of errors."""
+    """The shared global scale, the ends of the candidates in units of a range, the norm of
+    errors.
+    """
 
     global_scale: np.float32
     largest: np.float32
@@ -47,9 +49,9 @@ class NVFP4Search(NamedTuple):
 class Lanes(NamedTuple):
     """Groups that are searched together: `values` are (size, groups), all others (groups,).
 
-    `values` are magnitudes, `absmax` is the largest and `weight` its importance. `first` and `last` are the
-    codes of the largest and the smallest candidate, `best` is the best one so far and `least` its error;
-    `scale`, `inverse` and `error` are those of the candidate that is tried.
+    `values` are magnitudes, `absmax` is the largest and `weight` its importance. `first` and `last`
+    are the codes of the largest and the smallest candidate, `best` is the best one so far and
+    `least` its error; `scale`, `inverse` and `error` are those of the candidate that is tried.
     """
 
     values: Floats
@@ -85,7 +87,9 @@ def room_for(groups: int, size: int) -> Lanes:
 @compiled(inline=True)
 def candidate_code(absmax: np.float32, expand: np.float32, global_scale: np.float32) -> np.int32:
     """The code of the block scale of a range, at least the smallest positive one."""
-    return max(I32(1), e4m3_magnitude_code(F32(F32(F32(absmax * global_scale) / E2M1.high) * expand)))
+    return max(
+        I32(1), e4m3_magnitude_code(F32(F32(F32(absmax * global_scale) / E2M1.high) * expand))
+    )
 
 
 @compiled(inline=True, fastmath=MULTIPLY_ADD)
@@ -135,7 +139,8 @@ def set_candidates(lanes: Lanes, search: NVFP4Search) -> None:
 def next_candidates(lanes: Lanes, offset: int, search: NVFP4Search) -> bool:
     """Set the scales of the next smaller candidate; whether it can be better for any group.
 
-    It cannot where clipping the largest value costs more than the least error so far, nor can a later one.
+    It cannot where clipping the largest value costs more than the least error so far, nor can a
+    later one.
     """
     wide_vectors()
     # Two loops: one that wrote and read so many arrays would not become vector code.
@@ -203,13 +208,16 @@ def search_lanes(lanes: Lanes, importance: Floats, search: NVFP4Search, codes: B
 def search_block_scales(
     weight: Bits, storage: int, importance: Floats, search: NVFP4Search, codes: Bytes
 ) -> None:
-    """Write the best e4m3 code of every group of columns of `weight` (rows, columns): (rows, groups).
+    """Write the best e4m3 code of every group of columns of `weight` (rows, columns): (rows,
+    groups).
 
-    `importance` is (columns,). Values and the global scale are divided by a power of two so that the latter
-    is near one: no choice changes, and errors neither over- nor underflow.
+    `importance` is (columns,). Values and the global scale are divided by a power of two so that
+    the latter is near one: no choice changes, and errors neither over- nor underflow.
     """
     unit = power_of_two_below(search.global_scale)
-    near_one = NVFP4Search(F32(search.global_scale / unit), search.largest, search.smallest, search.norm)
+    near_one = NVFP4Search(
+        F32(search.global_scale / unit), search.largest, search.smallest, search.norm
+    )
     groups = codes.shape[1]
     size = weight.shape[1] // groups
     batches = -(-groups // LANES)

@@ -51,11 +51,13 @@ def method_name(config: Mapping[str, Json]) -> str | None:
 def read_method(
     name: str, values: Mapping[str, Json], model: Mapping[str, Json], quantized: Set[str]
 ) -> "QuantMethod":
-    """A judged method as vLLM reads its config `values`, next to the config.json `model` and the names of the
-    modules that are stored quantized."""
+    """A judged method as vLLM reads its config `values`, next to the config.json `model` and the
+    names of the modules that are stored quantized."""
     base, module = (import_module(f"{__name__}.{file}") for file in ("base", METHODS[name]))
     config = base.MethodConfig(values, module.SOURCE, model, quantized)
-    method: QuantMethod = replace(module.read(config), source=module.SOURCE, problems=tuple(config.problems))
+    method: QuantMethod = replace(
+        module.read(config), source=module.SOURCE, problems=tuple(config.problems)
+    )
     return method
 
 

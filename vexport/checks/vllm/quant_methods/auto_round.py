@@ -30,8 +30,8 @@ AS_GPTQ, AS_AWQ, AS_FP8, AS_OURS = (
     f"auto_round:{layout}" for layout in ("auto_gptq", "auto_awq", "fp8", "llm_compressor")
 )
 BACKENDS = ("auto", "gptq", "gptq:marlin", "awq", "awq:marlin", "marlin")
-# Widths for which vLLM has no kernel but Humming's (CUDA_HUMMING_SUPPORTED_BITS); of those that do not fill
-# words the layout is not judged.
+# Widths for which vLLM has no kernel but Humming's (CUDA_HUMMING_SUPPORTED_BITS); of those that do
+# not fill words the layout is not judged.
 HUMMING_BITS, UNJUDGED_BITS, UNQUANTIZED = (2, 3, 5, 6, 7), (3, 5, 6, 7), 16
 REGEX_CHARACTERS = frozenset(r"*+?^$()[]{}|\\")
 # Input arguments of MXFP8 (`_validate_raw_config`).
@@ -77,20 +77,26 @@ class LayerSettings:
 
 
 def read(config: MethodConfig) -> QuantMethod:
-    """The method as vLLM reads it: layers of the blocks are quantized, some by settings of their own."""
+    """The method as vLLM reads it: layers of the blocks are quantized, some by settings of their
+    own.
+    """
     values = config.values
     bits, size = config.required("bits"), config.required("group_size")
     symmetric = values.get("sym") is not False
     if bits is not None and type(bits) is not int:
         config.wrong("bits", "a number", repr(bits))
-    base = LayerSettings(bits=bits if isinstance(bits, int) else 4, group_size=size, symmetric=symmetric)
+    base = LayerSettings(
+        bits=bits if isinstance(bits, int) else 4, group_size=size, symmetric=symmetric
+    )
     extra, entries = values.get("extra_config"), dict[str, LayerSettings]()
     for name, entry in extra.items() if isinstance(extra, dict) else ():
         if isinstance(entry, dict):
             entries[name] = base.but(entry)
     blocks = values.get("block_name_to_quantize") or values.get("to_quant_block_names")
     listed = (
-        config.names("block_name_to_quantize", "to_quant_block_names") if isinstance(blocks, list) else ()
+        config.names("block_name_to_quantize", "to_quant_block_names")
+        if isinstance(blocks, list)
+        else ()
     )
     starts = tuple(blocks.split(",")) if isinstance(blocks, str) else listed
     groups: dict[str, MethodGroup] = {}
@@ -114,7 +120,9 @@ def read(config: MethodConfig) -> QuantMethod:
 
 
 def _entry_of(layer: str, name: str, entries: Mapping[str, LayerSettings]) -> LayerSettings | None:
-    """The entry for vLLM's name or its end, the member's, experts below it, or a pattern (_resolve_raw)."""
+    """The entry for vLLM's name or its end, the member's, experts below it, or a pattern
+    (_resolve_raw).
+    """
     for each in (layer, name):
         if each in entries:
             return entries[each]
@@ -141,10 +149,14 @@ def _group(config: MethodConfig, settings: LayerSettings) -> MethodGroup:
     if "mx_fp" in kind:
         return _mx_group(config, settings, name)
     if kind in ("fp", "fp8"):
-        _require(config, {"packing_format": AS_FP8, "act_bits": 8, "act_dynamic": True, "fmt": "e4m3"})
+        _require(
+            config, {"packing_format": AS_FP8, "act_bits": 8, "act_dynamic": True, "fmt": "e4m3"}
+        )
         block = settings.group_size
         if settings.bits != 8 or not fp8.is_block(block) or not settings.symmetric:
-            config.wrong("group_size", "8 bits in blocks of rows and columns, symmetric", repr(settings))
+            config.wrong(
+                "group_size", "8 bits in blocks of rows and columns, symmetric", repr(settings)
+            )
         return replace(fp8.group(block if fp8.is_block(block) else None, static=False), name=name)
     if kind != "int":
         config.wrong("data_type", "int, fp or mx_fp, which vLLM runs", repr(kind))
@@ -155,15 +167,21 @@ def _group(config: MethodConfig, settings: LayerSettings) -> MethodGroup:
         config.wrong("backend", " or ".join(BACKENDS), repr(backend))
     as_awq = "awq" in str(layout) and "gptq" not in str(backend)
     stored_as, symmetric = Awq("awq") if as_awq else AsGptq(), settings.symmetric and not as_awq
-    return integer_group(name, stored_as, config, settings.bits, settings.group_size, symmetric=symmetric)
+    return integer_group(
+        name, stored_as, config, settings.bits, settings.group_size, symmetric=symmetric
+    )
 
 
 def _mx_group(config: MethodConfig, settings: LayerSettings, name: str) -> MethodGroup:
-    """Inputs are quantized like the weights; vLLM looks at what the config says of them for 8 bits only."""
+    """Inputs are quantized like the weights; vLLM looks at what the config says of them for 8 bits
+    only.
+    """
     four = settings.bits == 4
     _require(config, {"packing_format": AS_OURS, **({} if four else MX_INPUTS)})
     if settings.bits not in (4, 8) or settings.group_size != MX_GROUP or not settings.symmetric:
-        config.wrong("group_size", f"4 or 8 bits in groups of {MX_GROUP}, symmetric", repr(settings))
+        config.wrong(
+            "group_size", f"4 or 8 bits in groups of {MX_GROUP}, symmetric", repr(settings)
+        )
     if four:  # Marlin takes SM 75, and INCConfig.get_min_capability is 60
         return preset_group(name, MethodMxfp4("auto-round", least_sm=75), "MXFP4")
     return preset_group(name, MethodMxfp8("auto-round"), "MXFP8")

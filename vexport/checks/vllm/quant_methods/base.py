@@ -1,9 +1,10 @@
 """The answers of a quantization method: how vLLM reads its config, and what its layers are in
 compressed-tensors' terms.
 
-Names and layouts of stored tensors are a `Format`, so that completeness, shapes and devices are judged as for
-compressed-tensors. What looks at numbers (values, fusion, the comparison with the source) sees each layer
-translated: most tensors by another name, some computed from the stored ones.
+Names and layouts of stored tensors are a `Format`, so that completeness, shapes and devices are
+judged as for compressed-tensors. What looks at numbers (values, fusion, the comparison with the
+source) sees each layer translated: most tensors by another name, some computed from the stored
+ones.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
@@ -24,16 +25,18 @@ EXPERTS = "experts"
 
 
 def problem(where: str, expected: str, got: str, fix: str, severity: Severity = "error") -> Finding:
-    """A fault at a key of the quantization config, or in a layer's tensor; its check is named later."""
+    """A fault at a key of the quantization config, or in a layer's tensor; its check is named
+    later.
+    """
     return Finding(check="", severity=severity, where=where, expected=expected, got=got, fix=fix)
 
 
 class MethodFormat(Format):
     """The storage of a layer by another method, whose `name` it has.
 
-    Comes before the compressed-tensors format that it resembles, whose answers it renames and whose name is
-    `translated_format`. `names` are the method's for compressed-tensors' tensors; `least_sm` is its least
-    capability, which overrides the scheme's.
+    Comes before the compressed-tensors format that it resembles, whose answers it renames and whose
+    name is `translated_format`. `names` are the method's for compressed-tensors' tensors;
+    `least_sm` is its least capability, which overrides the scheme's.
     """
 
     names: Mapping[str, str] = {}
@@ -58,7 +61,10 @@ class MethodFormat(Format):
     def gpu_support(self, args: Arguments) -> GpuSupport:
         support, own = super().gpu_support(args), self.least_sm  # type: ignore[safe-super]
         least = support.loads_from
-        bits = {max(own, 0 if sm == least and own else sm): bits for sm, bits in support.input_bits.items()}
+        bits = {
+            max(own, 0 if sm == least and own else sm): bits
+            for sm, bits in support.input_bits.items()
+        }
         return replace(support, input_bits=bits)
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
@@ -148,10 +154,10 @@ def preset_group(name: str, stored_as: MethodFormat, preset: str) -> MethodGroup
 class QuantMethod:
     """A quantization config of another method as vLLM reads it.
 
-    `group_of` answers for vLLM's name of a layer and the name of one of its members, both those of the routed
-    experts of a layer: None where vLLM keeps it. `skip_key` names the list that keeps layers;
-    `quantizes_head` says whether the output head is quantized where that list does not name it; `source` is
-    vLLM's file, `cache_scales` its own names for the KV cache's scales.
+    `group_of` answers for vLLM's name of a layer and the name of one of its members, both those of
+    the routed experts of a layer: None where vLLM keeps it. `skip_key` names the list that keeps
+    layers; `quantizes_head` says whether the output head is quantized where that list does not name
+    it; `source` is vLLM's file, `cache_scales` its own names for the KV cache's scales.
     """
 
     name: str
@@ -166,20 +172,27 @@ class QuantMethod:
 
 
 class MethodConfig:
-    """A quantization config that is read key by key; what is wrong with it is collected in `problems`.
+    """A quantization config that is read key by key; what is wrong with it is collected in
+    `problems`.
 
     `model` is config.json, `quantized` are the modules that are stored quantized.
     """
 
     def __init__(
-        self, values: Mapping[str, Json], source: str, model: Mapping[str, Json], quantized: Set[str]
+        self,
+        values: Mapping[str, Json],
+        source: str,
+        model: Mapping[str, Json],
+        quantized: Set[str],
     ) -> None:
         self.values, self.model, self.quantized = values, model, quantized
         self.problems: list[Finding] = []
         self._source = source
 
     def required(self, *keys: str) -> Json:
-        """The value of the first key that is there (get_from_keys); a problem where that is none."""
+        """The value of the first key that is there (get_from_keys); a problem where that is
+        none.
+        """
         key = next((key for key in keys if key in self.values), None)
         value = self.values[key] if key is not None else None
         if value is None:
@@ -191,7 +204,9 @@ class MethodConfig:
         """The first list of names that is not empty."""
         for key in keys:
             value = self.values.get(key)
-            if value and (not isinstance(value, list) or not all(isinstance(each, str) for each in value)):
+            if value and (
+                not isinstance(value, list) or not all(isinstance(each, str) for each in value)
+            ):
                 self.wrong(key, "a list of names", repr(value))
             elif isinstance(value, list) and value:
                 return tuple(map(str, value))

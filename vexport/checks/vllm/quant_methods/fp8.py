@@ -54,12 +54,16 @@ def read(config: MethodConfig) -> QuantMethod:
     has_experts = any(text_config(config.model).get(key) for key in EXPERT_COUNTS)
     if has_experts and values.get("store_dtype") is not None:
         expected = "experts in FP8: vLLM reads others as MXFP4, which vexport does not judge"
-        config.wrong("store_dtype", expected, repr(values["store_dtype"]), "ask vLLM with `vexport load`")
+        config.wrong(
+            "store_dtype", expected, repr(values["store_dtype"]), "ask vLLM with `vexport load`"
+        )
     kept = config.names("ignored_layers", "modules_to_not_convert")
     quantized = group(block, static=scheme == "static")
     return QuantMethod(
         name="fp8",
-        skip_key="modules_to_not_convert" if "modules_to_not_convert" in values else "ignored_layers",
+        skip_key="modules_to_not_convert"
+        if "modules_to_not_convert" in values
+        else "ignored_layers",
         groups=(quantized,),
         group_of=lambda layer, name: None if layer in kept or is_listed(name, kept) else quantized,
     )

@@ -1,7 +1,7 @@
 """`gptq`: integers packed along the inputs, scales and zero points of groups of them.
 
-Source: vllm/model_executor/layers/quantization/auto_gptq.py and utils/gptq_utils.py, which run symmetric
-codes only and look neither at zero points nor at g_idx.
+Source: vllm/model_executor/layers/quantization/auto_gptq.py and utils/gptq_utils.py, which run
+symmetric codes only and look neither at zero points nor at g_idx.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,8 @@ from vexport.records.patterns import REGEX, Patterns, expression
 
 SOURCE = "auto_gptq.py"
 BITS, MARLIN_GROUPS = (4, 8), (-1, 32, 64, 128)
-# Groups of this name have zero points that are stored one less than they are (AutoGPTQ's first format).
+# Groups of this name have zero points that are stored one less than they are (AutoGPTQ's first
+# format).
 V1, V2 = "gptq", "gptq_v2"
 
 
@@ -48,7 +49,8 @@ class Gptq(TransposedIntegers):
         weights = args.weights
         if not weights.symmetric or weights.num_bits not in BITS:
             return (
-                f"{weights.num_bits} bits, sym {str(weights.symmetric).lower()}: vLLM runs symmetric 4 and 8"
+                f"{weights.num_bits} bits, sym {str(weights.symmetric).lower()}: vLLM runs "
+                f"symmetric 4 and 8"
             )
         if (weights.group or -1) not in MARLIN_GROUPS:
             return f"group_size {weights.group}: vLLM runs {', '.join(map(str, MARLIN_GROUPS))}"
@@ -74,15 +76,22 @@ class Gptq(TransposedIntegers):
             return
         if least == most and least in (middle - 1, middle):
             other = V2 if self.zero_offset else V1
-            expected = f"{middle - self.zero_offset} in all zero points (checkpoint_format {self.name})"
-            got = f"{least}, as {other} stores them; vLLM does not read them, other loaders are off by one"
+            expected = (
+                f"{middle - self.zero_offset} in all zero points (checkpoint_format {self.name})"
+            )
+            got = (
+                f"{least}, as {other} stores them; vLLM does not read them, other loaders "
+                f"are off by one"
+            )
             yield problem("qzeros", expected, got, f"set checkpoint_format to {other}", "warning")
         else:
             expected = f"{middle - self.zero_offset} in all zero points, as sym true says"
             got = f"{least} to {most}, which vLLM does not read: it takes {middle} for all"
             yield problem("qzeros", expected, got, "quantize with sym")
 
-    def _order(self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader) -> Iterator[Finding]:
+    def _order(
+        self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
+    ) -> Iterator[Finding]:
         """Groups that are not runs of columns."""
         order, codes = stored.get("g_idx"), stored.get("qweight")
         size = args.weights.group
@@ -91,17 +100,23 @@ class Gptq(TransposedIntegers):
         groups = reader.array(order).reshape(-1)
         if not np.array_equal(groups, np.arange(groups.size) // size):
             expected = f"groups of {size} columns that follow each other"
-            got = "another order of columns (desc_act), which vLLM drops: it would take other scales"
+            got = (
+                "another order of columns (desc_act), which vLLM drops: it would take other scales"
+            )
             fix = "quantize without desc_act, or with static groups"
             yield problem("g_idx", expected, got, fix)
 
 
 def read(config: MethodConfig) -> QuantMethod:
-    """The method as vLLM reads it: what is quantized follows from the tensors where no list says it."""
+    """The method as vLLM reads it: what is quantized follows from the tensors where no list says
+    it.
+    """
     values = config.values
     base = {key: config.required(key) for key in ("bits", "group_size", "desc_act", "sym")}
     group = _group(config, base)
-    listed = tuple(_flat(values.get("modules_in_block_to_quantize"))) or tuple(sorted(config.quantized))
+    listed = tuple(_flat(values.get("modules_in_block_to_quantize"))) or tuple(
+        sorted(config.quantized)
+    )
     rules = tuple(_rules(config, base))
 
     def group_of(layer: str, name: str) -> MethodGroup | None:
@@ -122,17 +137,23 @@ def _group(config: MethodConfig, values: Mapping[str, Json], name: str = "gptq")
     size = values.get("group_size")
     if values.get("desc_act") is True and isinstance(size, int) and size > 0:
         fix = "quantize without desc_act, or with static groups"
-        config.wrong("desc_act", "false: vLLM orders no columns by activation (gptq_utils.py)", "true", fix)
+        config.wrong(
+            "desc_act", "false: vLLM orders no columns by activation (gptq_utils.py)", "true", fix
+        )
     stored_as = Gptq(V2 if config.values.get("checkpoint_format") == V2 else V1)
     symmetric = values.get("sym") is not False
     return integer_group(name, stored_as, config, values.get("bits"), size, symmetric=symmetric)
 
 
-def _rules(config: MethodConfig, base: Mapping[str, Json]) -> Iterator[tuple[Patterns, MethodGroup | None]]:
-    """GPTQModel's overrides, by a pattern from a layer's start: `-:` keeps layers, `+:` or nothing gives them
-    their own arguments."""
+def _rules(
+    config: MethodConfig, base: Mapping[str, Json]
+) -> Iterator[tuple[Patterns, MethodGroup | None]]:
+    """GPTQModel's overrides, by a pattern from a layer's start: `-:` keeps layers, `+:` or nothing
+    gives them their own arguments."""
     dynamic = config.values.get("dynamic")
-    for number, (pattern, changes) in enumerate(dynamic.items() if isinstance(dynamic, dict) else ()):
+    for number, (pattern, changes) in enumerate(
+        dynamic.items() if isinstance(dynamic, dict) else ()
+    ):
         text = pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
         if isinstance(refused := expression(text), str):
             config.wrong(f"dynamic.{pattern}", "a regular expression", refused)

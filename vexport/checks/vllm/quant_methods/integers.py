@@ -1,7 +1,8 @@
-"""Integers that are stored inputs first, for gptq, awq, auto-round and quark; `awq` itself, with zero points.
+"""Integers that are stored inputs first, for gptq, awq, auto-round and quark; `awq` itself, with
+zero points.
 
-Words hold codes of one column or row, the first in the lowest bits unless a method has its own order.
-Source of awq: vllm/model_executor/layers/quantization/auto_awq.py.
+Words hold codes of one column or row, the first in the lowest bits unless a method has its own
+order. Source of awq: vllm/model_executor/layers/quantization/auto_awq.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +28,11 @@ from vexport.numerics import INT32_BITS
 from vexport.records import Json, TensorInfo
 
 Array = npt.NDArray[np.generic]
-# Bits of a code that methods of integers have, and usually; which of them vLLM runs is each method's.
+# Bits of a code that methods of integers have, and usually; which of them vLLM runs is each
+# method's.
 MOST_BITS, USUAL_BITS = 8, 4
-# Codes in a word that is packed along the outputs; codes with a sign are those without it less SIGN.
+# Codes in a word that is packed along the outputs; codes with a sign are those without it less
+# SIGN.
 CODES, SIGN = INT32_BITS // USUAL_BITS, 8
 SOURCE = "auto_awq.py"
 # The place in a word of each of its eight codes (_REVERSE_AWQ_PACK_ORDER).
@@ -38,11 +41,12 @@ LAYOUT = "gemm"
 
 
 class TransposedIntegers(MethodFormat, PackedIntegers):
-    """Words of codes (in*bits/32, out), scales (groups, out) and zero points (groups, out*bits/32), which
-    Marlin and others run with inputs as they are.
+    """Words of codes (in*bits/32, out), scales (groups, out) and zero points (groups, out*bits/32),
+    which Marlin and others run with inputs as they are.
 
-    With `places`, codes of 4 bits are packed along the outputs instead, (in, out/8), each at its place in a
-    word; symmetric ones have a sign there. `zero_offset` is what is added to a stored zero point.
+    With `places`, codes of 4 bits are packed along the outputs instead, (in, out/8), each at its
+    place in a word; symmetric ones have a sign there. `zero_offset` is what is added to a stored
+    zero point.
     """
 
     names = {"weight_packed": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros"}
@@ -55,7 +59,10 @@ class TransposedIntegers(MethodFormat, PackedIntegers):
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
         out_features, in_features = shape
-        bits, groups = args.weights.num_bits, in_features // (args.weights.group or in_features or 1)
+        bits, groups = (
+            args.weights.num_bits,
+            in_features // (args.weights.group or in_features or 1),
+        )
         rows = words(out_features, bits)
         codes = (in_features, rows) if self.places else (words(in_features, bits), out_features)
         return {
@@ -78,7 +85,9 @@ class TransposedIntegers(MethodFormat, PackedIntegers):
         return (columns * CODES, rows) if self.places else (columns, rows * INT32_BITS // bits)
 
     def translated(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> Translation:
-        """Repack as compressed-tensors does: along the inputs, outputs first, in the plain order."""
+        """Repack as compressed-tensors does: along the inputs, outputs first, in the plain
+        order.
+        """
         shape = self.shape(args, stored)
         assert shape is not None
         codes, scales = stored[self.weight], stored[self.names["weight_scale"]]
@@ -107,16 +116,28 @@ class TransposedIntegers(MethodFormat, PackedIntegers):
         values = (bits_of(reader, codes)[:, in_words].astype(np.uint32) >> shifts) & np.uint32(15)
         return packed(values ^ np.uint32(SIGN if args.weights.symmetric else 0), USUAL_BITS).T
 
-    def _zero_points(self, args: Arguments, zeros: TensorInfo, reader: Reader, rows: slice) -> Array:
+    def _zero_points(
+        self, args: Arguments, zeros: TensorInfo, reader: Reader, rows: slice
+    ) -> Array:
         """Zero points as they are used, in words along the outputs."""
-        values = unpacked(bits_of(reader, zeros), args.weights.num_bits, self.places) + self.zero_offset
+        values = (
+            unpacked(bits_of(reader, zeros), args.weights.num_bits, self.places) + self.zero_offset
+        )
         return packed(values.T.astype(np.int64), args.weights.num_bits)[rows]
 
 
 def integer_group(
-    name: str, stored_as: MethodFormat, config: MethodConfig, bits: Json, size: Json, *, symmetric: bool
+    name: str,
+    stored_as: MethodFormat,
+    config: MethodConfig,
+    bits: Json,
+    size: Json,
+    *,
+    symmetric: bool,
 ) -> MethodGroup:
-    """Weight-only integers in groups, or with a scale for each row; `config` notes what is no number."""
+    """Weight-only integers in groups, or with a scale for each row; `config` notes what is no
+    number.
+    """
     for key, value in (("bits", bits), ("group_size", size)):
         if value is not None and type(value) is not int:
             config.wrong(key, "a number", repr(value))
@@ -135,7 +156,9 @@ def integer_group(
 
 
 def transposed(tensor: TensorInfo, rows: Callable[[TensorInfo, Reader, slice], Array]) -> Derived:
-    """A tensor of the same dtype whose columns are the rows of a stored one, by what reads some of them."""
+    """A tensor of the same dtype whose columns are the rows of a stored one, by what reads some of
+    them.
+    """
     sides = (tensor.shape[1], tensor.shape[0])
     return Derived(dtype=tensor.dtype, shape=sides, sources=(tensor,), rows=partial(rows, tensor))
 
@@ -153,9 +176,11 @@ def bits_of(reader: Reader, tensor: TensorInfo) -> Array:
 
 
 def unpacked(stored: Array, bits: int, places: Sequence[int] = ()) -> npt.NDArray[np.uint8]:
-    """The codes in the words of each row, one after the other across words; `places` has the place in a word
-    of each of its codes."""
-    each = np.unpackbits(np.ascontiguousarray(stored, "<u4").view(np.uint8), axis=1, bitorder="little")
+    """The codes in the words of each row, one after the other across words; `places` has the place
+    in a word of each of its codes."""
+    each = np.unpackbits(
+        np.ascontiguousarray(stored, "<u4").view(np.uint8), axis=1, bitorder="little"
+    )
     weights = (1 << np.arange(bits)).astype(np.uint8)
     codes = (each.reshape(stored.shape[0], -1, bits) * weights).sum(axis=2, dtype=np.uint8)
     if places:
@@ -166,7 +191,9 @@ def unpacked(stored: Array, bits: int, places: Sequence[int] = ()) -> npt.NDArra
 
 def packed(codes: npt.NDArray[np.integer], bits: int) -> npt.NDArray[np.uint32]:
     """Words along the first dimension, the first code in the lowest bits."""
-    each = (codes.astype(np.uint8)[:, None, :] >> np.arange(bits, dtype=np.uint8)[None, :, None]) & 1
+    each = (
+        codes.astype(np.uint8)[:, None, :] >> np.arange(bits, dtype=np.uint8)[None, :, None]
+    ) & 1
     parts = np.packbits(each.reshape(-1, codes.shape[1]), axis=0, bitorder="little")
     return np.ascontiguousarray(parts.T).view("<u4").T
 

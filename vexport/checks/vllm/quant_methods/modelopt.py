@@ -58,7 +58,9 @@ class ModelOptFp8(MethodFormat, Fp8):
 
 
 class ModelOptNvfp4(MethodFormat, Nvfp4):
-    """weight (two codes a byte), weight_scale, weight_scale_2 = absmax/(448*6), input_scale likewise."""
+    """weight (two codes a byte), weight_scale, weight_scale_2 = absmax/(448*6), input_scale
+    likewise.
+    """
 
     names = {
         "weight_packed": "weight",
@@ -98,12 +100,17 @@ ALGOS: Mapping[str, tuple[MethodFormat, str]] = {
 
 
 def _reciprocal(tensor: TensorInfo, reader: Reader, rows: slice) -> "Array":
-    """1/x in float32, of its neighbours that whose own reciprocal, which vLLM computes with, is x."""
+    """1/x in float32, of its neighbours that whose own reciprocal, which vLLM computes with, is
+    x.
+    """
     stored = reader.floats(tensor).reshape(-1).astype(np.float32)
     one = np.float32(1)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         inverse = one / stored
-        for other in (np.nextafter(inverse, np.float32(0)), np.nextafter(inverse, np.float32(np.inf))):
+        for other in (
+            np.nextafter(inverse, np.float32(0)),
+            np.nextafter(inverse, np.float32(np.inf)),
+        ):
             inverse = np.where((one / inverse != stored) & (one / other == stored), other, inverse)
     return inverse[rows]
 
@@ -118,12 +125,18 @@ def read(config: MethodConfig) -> QuantMethod:
     if algo not in (*ALGOS, MIXED):
         expected = f"one of {', '.join((*ALGOS, MIXED))}, which vLLM runs"
         config.wrong(f"{keys}quant_algo", expected, repr(inner.get("quant_algo")))
-    missing = [key for key in NVFP4_KEYS if key not in inner] if keys and algo in NVFP4_ALGOS else []
+    missing = (
+        [key for key in NVFP4_KEYS if key not in inner] if keys and algo in NVFP4_ALGOS else []
+    )
     if missing:
-        config.wrong(keys.rstrip("."), f"{', '.join(NVFP4_KEYS)} of NVFP4", f"no {', '.join(missing)}")
+        config.wrong(
+            keys.rstrip("."), f"{', '.join(NVFP4_KEYS)} of NVFP4", f"no {', '.join(missing)}"
+        )
     size = inner.get("group_size")
     if algo in NVFP4_ALGOS and size not in (None, NVFP4_GROUP):
-        config.wrong(f"{keys}group_size", f"{NVFP4_GROUP}, the groups of vLLM's kernels", repr(size))
+        config.wrong(
+            f"{keys}group_size", f"{NVFP4_GROUP}, the groups of vLLM's kernels", repr(size)
+        )
     if algo == "NVFP4" and _is_weight_only(values):
         algo = "W4A16_NVFP4"
     skip_key = "exclude_modules" if keys else "ignore"
@@ -160,12 +173,15 @@ def is_excluded(layer: str, name: str, kept: tuple[str, ...]) -> bool:
 
 
 def _is_weight_only(values: Mapping[str, Json]) -> bool:
-    """Return whether config groups say that no inputs are quantized (ModelOptNvFp4Config._from_config)."""
+    """Return whether config groups say that no inputs are quantized
+    (ModelOptNvFp4Config._from_config).
+    """
     groups = values.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         return False
     return all(
-        isinstance(group, dict) and group.get("input_activations") is None for group in groups.values()
+        isinstance(group, dict) and group.get("input_activations") is None
+        for group in groups.values()
     )
 
 
@@ -188,11 +204,15 @@ def _layers(config: MethodConfig, inner: Mapping[str, Json], keys: str) -> dict[
             algos[name] = algo
         else:
             expected = f"one of {', '.join(ALGOS)}"
-            config.wrong(f"{keys}quantized_layers.{name}", expected, algo, "ask vLLM with `vexport load`")
+            config.wrong(
+                f"{keys}quantized_layers.{name}", expected, algo, "ask vLLM with `vexport load`"
+            )
     return algos
 
 
 def _algo_of(layer: str, name: str, layers: Mapping[str, str]) -> str:
-    """The algorithm for vLLM's name, the member's, or for experts of a name below (_resolve_quant_algo)."""
+    """The algorithm for vLLM's name, the member's, or for experts of a name below
+    (_resolve_quant_algo).
+    """
     below = (algo for entry, algo in layers.items() if entry.startswith(f"{layer}."))
     return layers.get(layer) or layers.get(name) or next(below, "")

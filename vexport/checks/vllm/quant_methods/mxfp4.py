@@ -1,7 +1,8 @@
 """`mxfp4`: the routed experts of gpt-oss, all of a layer in one tensor; nothing else is quantized.
 
-Source: GptOssMxfp4Config and GptOssMxfp4MoEMethod of vllm/model_executor/layers/quantization/mxfp4.py, and
-_load_weights_mxfp4 of vllm/model_executor/models/gpt_oss.py.
+Source: GptOssMxfp4Config and GptOssMxfp4MoEMethod of
+vllm/model_executor/layers/quantization/mxfp4.py, and _load_weights_mxfp4 of
+vllm/model_executor/models/gpt_oss.py.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,8 @@ BYTES = MX_GROUP // 2
 
 
 class StackedMxfp4(MethodMxfp4):
-    """One projection of all experts: blocks (experts, out, in/32, 16), scales (experts, out, in/32), bias.
+    """One projection of all experts: blocks (experts, out, in/32, 16), scales (experts, out,
+    in/32), bias.
 
     As a layer it has the rows of all experts. `rows` and `columns` are an expert's.
     """
@@ -59,12 +61,18 @@ class StackedMxfp4(MethodMxfp4):
 
 
 def read(config: MethodConfig) -> QuantMethod:
-    """The method as vLLM reads it: it looks at no list and no other key, but at the sizes in config.json."""
+    """The method as vLLM reads it: it looks at no list and no other key, but at the sizes in
+    config.json.
+    """
     if config.model.get("model_type") != MODEL_TYPE:
-        expected = f"a model of type {MODEL_TYPE}: vLLM reads others by code that vexport does not judge"
+        expected = (
+            f"a model of type {MODEL_TYPE}: vLLM reads others by code that vexport does not judge"
+        )
         got, fix = repr(config.model.get("model_type")), "ask vLLM with `vexport load`"
         config.wrong("quant_method", expected, got, fix)
-    sizes = [_size(config, key) for key in ("num_local_experts", "hidden_size", "intermediate_size")]
+    sizes = [
+        _size(config, key) for key in ("num_local_experts", "hidden_size", "intermediate_size")
+    ]
     experts, hidden, inner = sizes
     groups = {
         projection: preset_group(f"mxfp4 {projection}", stored_as, "MXFP4A16")
@@ -90,5 +98,7 @@ def _size(config: MethodConfig, key: str) -> int:
     size = config.model.get(key)
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
-    config.wrong("quant_method", f"{key} in config.json, by which vLLM cuts the experts", repr(size))
+    config.wrong(
+        "quant_method", f"{key} in config.json, by which vLLM cuts the experts", repr(size)
+    )
     return 0

@@ -32,7 +32,8 @@ JUDGED = "FP8, INT8, INT4 in groups, MXFP4 and NVFP4 as vLLM runs them"
 PACK_METHODS = ("order", "reorder")
 # Names of the scales of the KV cache (get_cache_scale_mapper).
 CACHE_SCALES = {"k_scale": "k_proj.output_scale", "v_scale": "v_proj.output_scale"}
-# Settings of weights or inputs. Two of our keys: there are scales of the scales, scales are exponents.
+# Settings of weights or inputs. Two of our keys: there are scales of the scales, scales are
+# exponents.
 Settings = Mapping[str, Json]
 SECOND, EXPONENTS = "second", "exponents"
 
@@ -42,7 +43,9 @@ def read(config: MethodConfig) -> QuantMethod:
     values = config.values
     export = values.get("export")
     if not isinstance(export, dict):
-        config.wrong("export", f"the key, without which vLLM does not start ({SOURCE})", repr(export))
+        config.wrong(
+            "export", f"the key, without which vLLM does not start ({SOURCE})", repr(export)
+        )
     exported: Mapping[str, Json] = export if isinstance(export, dict) else {}
     method = str(exported.get("pack_method"))
     kept = Patterns(config.names("exclude"))
@@ -50,7 +53,8 @@ def read(config: MethodConfig) -> QuantMethod:
     cached = exported.get("kv_cache_group")
     _cache(config, cached, layers)
     by_layer = {
-        name: _group(config, f"layer_quant_config.{name}", each, method) for name, each in _dicts(layers)
+        name: _group(config, f"layer_quant_config.{name}", each, method)
+        for name, each in _dicts(layers)
     }
     usual = _group(config, "global_quant_config", base, method)
 
@@ -72,15 +76,21 @@ def read(config: MethodConfig) -> QuantMethod:
 
 
 def _cache(config: MethodConfig, cached: Json, layers: Json) -> None:
-    """The settings of the KV cache are the outputs' of its layers (from_config, validate_kv_cache_config)."""
+    """The settings of the KV cache are the outputs' of its layers (from_config,
+    validate_kv_cache_config).
+    """
     patterns = [str(each) for each in cached] if isinstance(cached, list) else []
-    named = (each for name, each in _dicts(layers) if any(fnmatch(name, pattern) for pattern in patterns))
+    named = (
+        each for name, each in _dicts(layers) if any(fnmatch(name, pattern) for pattern in patterns)
+    )
     outputs = [each.get("output_tensors") for each in named if isinstance(each, dict)]
     settings = [each for each in outputs if isinstance(each, dict)]
     fp8: Settings = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
     if patterns and not (settings and all(_has(each, fp8) for each in settings)):
         expected = "layers of layer_quant_config with output_tensors in fp8_e4m3, per tensor"
-        config.wrong("export.kv_cache_group", expected, f"{', '.join(patterns)}, which have none"[:120])
+        config.wrong(
+            "export.kv_cache_group", expected, f"{', '.join(patterns)}, which have none"[:120]
+        )
 
 
 def _dicts(value: Json) -> Iterator[tuple[str, Json]]:
@@ -88,14 +98,18 @@ def _dicts(value: Json) -> Iterator[tuple[str, Json]]:
 
 
 def _names(entry: str, name: str) -> bool:
-    """Return whether an entry of layer_quant_config is of a layer (get_layer_quant_config_from_name)."""
+    """Return whether an entry of layer_quant_config is of a layer
+    (get_layer_quant_config_from_name).
+    """
     return fnmatch(name, entry) if "*" in entry else name in entry
 
 
 def _side(raw: Mapping[str, Json], key: str) -> Settings | None:
     """The settings of weights or inputs: an object, or a list whose second one is of the scales."""
     value = raw.get(key)
-    listed = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, dict)]
+    listed = [
+        each for each in (value if isinstance(value, list) else [value]) if isinstance(each, dict)
+    ]
     if not listed:
         return None
     exponents = listed[0].get("scale_type") == "float8_e8m0fnu"
@@ -122,7 +136,9 @@ def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> Metho
             stored_as = QuarkInt4(reordered=pack_method == "reorder")
             return integer_group("quark INT4", stored_as, config, 4, size, symmetric=symmetric)
     for of_weight, of_inputs, group in _kinds():
-        alike = inputs is None if of_inputs is None else inputs is not None and _has(inputs, of_inputs)
+        alike = (
+            inputs is None if of_inputs is None else inputs is not None and _has(inputs, of_inputs)
+        )
         if alike and _has(weight, {SECOND: False, **of_weight}):
             return group
     sides = [str(each.get("dtype")) for each in (weight, inputs) if each]
@@ -141,9 +157,18 @@ def _kinds() -> Iterator[tuple[Settings, Settings | None, MethodGroup]]:
     mxfp4: Settings = {**fp4, "group_size": MX_GROUP, "scale_format": "e8m0", "is_dynamic": False}
     of_mxfp4 = MethodMxfp4(METHOD, names={"weight_packed": "weight"}, least_sm=75)
     yield mxfp4, None, preset_group("quark MXFP4", of_mxfp4, "MXFP4A16")
-    yield mxfp4, {"dtype": "fp4", "is_dynamic": True}, preset_group("quark MXFP4", of_mxfp4, "MXFP4")
+    yield (
+        mxfp4,
+        {"dtype": "fp4", "is_dynamic": True},
+        preset_group("quark MXFP4", of_mxfp4, "MXFP4"),
+    )
     fp8: Settings = {"dtype": "fp8_e4m3"}
-    blocks: Settings = {"qscheme": "per_block", "block_size": [128, 128], "symmetric": True, EXPONENTS: False}
+    blocks: Settings = {
+        "qscheme": "per_block",
+        "block_size": [128, 128],
+        "symmetric": True,
+        EXPONENTS: False,
+    }
     groups: Settings = {**fp8, "qscheme": "per_group", "group_size": 128, "is_dynamic": True}
     of_blocks = MethodFp8(METHOD, least_sm=89)
     yield {**fp8, **blocks}, groups, preset_group("quark FP8 blocks", of_blocks, "FP8_BLOCK")
@@ -177,7 +202,9 @@ class QuarkInt8(MethodFormat, Int8):
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
         parameters = dict(super().parameters(args, shape))
         if args.weights.strategy == "channel":
-            parameters["weight_scale"] = replace(parameters["weight_scale"], shape=shape[:1], along=(0,))
+            parameters["weight_scale"] = replace(
+                parameters["weight_scale"], shape=shape[:1], along=(0,)
+            )
         scale = parameters["weight_scale"]
         return parameters | {"weight_zero_point": exact("I8", scale.shape, along=scale.along)}
 
@@ -185,7 +212,8 @@ class QuarkInt8(MethodFormat, Int8):
 class QuarkInt4(Awq):
     """weight (in, out/8), weight_scale and weight_zero_point (groups, out) as AWQ has them.
 
-    `reordered` is AWQ's order of codes in a word, else they follow each other; symmetric codes have a sign.
+    `reordered` is AWQ's order of codes in a word, else they follow each other; symmetric codes have
+    a sign.
     """
 
     names = {
