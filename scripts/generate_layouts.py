@@ -44,7 +44,7 @@ def main() -> None:
     if {key: table.get(key) for key in versions} != versions:
         table = {**versions, "unknown": {}, "classes": {}}
     done = {*table["classes"], *table["unknown"]} - {*options.classes}
-    for name in options.classes or known_classes():
+    for name in options.classes or known_classes(options.out.parent):
         if name in done or not hasattr(transformers, name):
             continue
         with tempfile.TemporaryDirectory() as folder:

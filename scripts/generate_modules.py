@@ -59,7 +59,8 @@ def main() -> None:
 
     registry._run_in_subprocess = lambda function: function()
     models = {**registry._MULTIMODAL_MODELS, **registry._TEXT_GENERATION_MODELS}
-    names = [name for name in options.classes or known_classes() if name in models]
+    asked = options.classes or known_classes(options.out.parent)
+    names = [name for name in asked if name in models]
     found = {name: merged(list(built(name))) for name in names}
     entries: dict[str, Entry] = {}
     unknown: list[str] = []

@@ -18,7 +18,8 @@ MODEL = re.compile(r"^class (\w+(?:Model|For[A-Z]\w+))\(", re.MULTILINE)
 
 
 def main() -> None:
-    target, known = arguments(__doc__, "transformers.json").out, known_classes()
+    target = arguments(__doc__, "transformers.json").out
+    known = known_classes(target.parent)
     spec = find_spec("transformers")
     assert spec is not None
     assert spec.origin is not None

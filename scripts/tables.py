@@ -23,8 +23,9 @@ def arguments(description: str | None, name: str, *, classes: bool = False) -> a
     return parser.parse_args()
 
 
-def known_classes() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((FOLDER / "vllm.json").read_text())["architectures"]
+def known_classes(folder: Path = FOLDER) -> dict[str, Any]:
+    """Return the classes of the table vllm.json in a folder."""
+    found: dict[str, Any] = json.loads((folder / "vllm.json").read_text())["architectures"]
     return found
 
 

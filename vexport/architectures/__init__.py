@@ -5,13 +5,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.resources import files
 from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter
 
+from vexport.architectures.tables import read_table, table_versions
 from vexport.errors import InputError
 from vexport.records import Finding, Json, Severity
+from vexport.version import PINNED, Version, short_version
 
 T = TypeVar("T")
 # linear: asks the quantization config how it is stored, by its name. plain: a matrix that is built
@@ -48,9 +49,9 @@ class ModuleTable:
 
 
 @cache
-def module_table() -> ModuleTable:
-    """The generated table."""
-    return _generated(ModuleTable, "modules.json")
+def module_table(version: Version = PINNED) -> ModuleTable:
+    """Return the generated table for a version of vLLM."""
+    return _generated(ModuleTable, "modules.json", version)
 
 
 def with_stars(name: str) -> str:
@@ -203,9 +204,20 @@ class ArchitectureTable:
 
 
 @cache
-def architecture_table() -> ArchitectureTable:
-    """The generated table."""
-    return _generated(ArchitectureTable, "vllm.json")
+def architecture_table(version: Version = PINNED) -> ArchitectureTable:
+    """Return the generated table for a version of vLLM."""
+    return _generated(ArchitectureTable, "vllm.json", version)
+
+
+@cache
+def version_with(name: str) -> Version:
+    """Return the version of vLLM whose tables are used for a class.
+
+    This is `PINNED`, or, for a class that `PINNED` lacks, the first later version that has it.
+    """
+    later = (version for version in table_versions() if version > PINNED)
+    known = (each for each in (PINNED, *later) if name in architecture_table(each).architectures)
+    return next(known, PINNED)
 
 
 # Endings of classes that vLLM makes of a class that generates text, and endings of the latter
@@ -229,11 +241,11 @@ POOLED = "vLLM runs it to embed, score or classify, not to generate text"
 REMOVED = "vLLM had it until"
 
 
-def left_out(name: str) -> str | None:
+def left_out(name: str, version: Version = PINNED) -> str | None:
     """Return why a class of vLLM's registry is not in the table, or None if the registry does not
     have it.
     """
-    table = architecture_table()
+    table = architecture_table(version)
     if name in table.left_out:
         return table.left_out[name]
     ending = next((ending for ending in POOLING_ENDINGS if name.endswith(ending)), None)
@@ -243,53 +255,59 @@ def left_out(name: str) -> str | None:
     return POOLED if any(base in table.architectures for base in bases) else None
 
 
-def get_architecture(name: str) -> Architecture:
-    """A model class; InputError where this vLLM does not know it."""
-    table = architecture_table()
+def get_architecture(name: str, version: Version | None = None) -> Architecture:
+    """Return a model class as a version of vLLM has it (default: as `version_with` says).
+
+    Raises InputError if that vLLM does not have the class.
+    """
+    version = version or version_with(name)
+    table = architecture_table(version)
     if name in table.architectures:
-        return _with_modules(name, table.architectures[name])
+        modules = module_table(version).classes.get(name, ModuleNames())
+        return replace(table.architectures[name], kinds=modules.kinds, asked=modules.asked)
     unknown = (
         f"neither a class of vLLM nor one with a tensor parallel plan of transformers "
         f"{table.transformers}"
     )
     raise InputError(
         f"architecture {name}",
-        got=left_out(name) or unknown,
+        got=left_out(name, version) or unknown,
         need=f"a class that vLLM {table.vllm} generates text with",
         fix="see `vexport list architectures`",
     )
 
 
-def resolve(name: str, config: Mapping[str, Json]) -> tuple[Architecture, tuple[Finding, ...]]:
-    """A model class with the language model that the config puts into it, and what had to be
-    assumed.
+def resolve(
+    name: str, config: Mapping[str, Json], version: Version | None = None
+) -> tuple[Architecture, tuple[Finding, ...]]:
+    """Return a model class with the language model that its config names, and the notes on it.
 
-    Raises InputError where this vLLM does not know the class.
+    Args:
+        name: The class, as config.json names it.
+        config: The whole config.json. A multimodal class may take any text model: the nested config
+            says which one.
+        version: The vLLM whose tables are used (default: as `version_with` says).
+
+    Raises:
+        InputError: That vLLM does not have the class.
     """
-    outer, notes = get_architecture(name), _unknown_modules(name)
+    version = version or version_with(name)
+    outer = get_architecture(name, version)
+    notes = (*_newer(name, version), *_unknown_modules(name, version))
     if not outer.inner_unknown:
-        return outer, (*notes, *_backed(name, outer))
-    inner_name = next(_text_models(config), None)
+        return outer, (*notes, *_backed(name, outer, version))
+    inner_name = next(_text_models(config, architecture_table(version)), None)
     if inner_name is not None:
-        inner = get_architecture(inner_name)
-        return _joined(outer, inner), (*notes, *_backed(inner_name, inner))
+        inner = get_architecture(inner_name, version)
+        return _joined(outer, inner), (*notes, *_backed(inner_name, inner, version))
     usual = Architecture(
         fused=USUAL, parts=USUAL_PARTS, experts=USUAL_EXPERTS, row_parallel=USUAL_ROW_PARALLEL
     )
     return _joined(outer, usual), (*notes, _assumed(name))
 
 
-def _with_modules(name: str, architecture: Architecture) -> Architecture:
-    """A class with the kinds of its modules and the names under which they are asked for."""
-    modules = module_table().classes.get(name, ModuleNames())
-    return replace(architecture, kinds=modules.kinds, asked=modules.asked)
-
-
-def _text_models(config: Mapping[str, Json]) -> Iterator[str]:
-    """The text models that the nested configs name, by architecture or by transformers' model
-    type.
-    """
-    table = architecture_table()
+def _text_models(config: Mapping[str, Json], table: ArchitectureTable) -> Iterator[str]:
+    """Yield the text models that the nested configs name, by class or by model type."""
     for nested in config.values():
         if not isinstance(nested, dict):
             continue
@@ -302,7 +320,7 @@ def _text_models(config: Mapping[str, Json]) -> Iterator[str]:
             if candidate in table.architectures
             and not table.architectures[str(candidate)].language_model
         )
-        yield from _text_models(nested)
+        yield from _text_models(nested, table)
 
 
 def _joined(outer: Architecture, inner: Architecture) -> Architecture:
@@ -327,9 +345,26 @@ def _joined(outer: Architecture, inner: Architecture) -> Architecture:
     )
 
 
-def _unknown_modules(name: str) -> tuple[Finding, ...]:
-    """Return what is said of a multimodal class that could not be built to look at its towers."""
-    if name not in module_table().unknown or not get_architecture(name).language_model:
+def _newer(name: str, version: Version) -> tuple[Finding, ...]:
+    """Return a note on a class that vLLM has only since a version after `PINNED`."""
+    if name in architecture_table().architectures or version == PINNED:
+        return ()
+    vllm = short_version(version)
+    return (
+        _note(
+            "info",
+            name,
+            f"a class of vLLM {short_version()}",
+            f"a class that vLLM has since {vllm}, whose rules are used",
+            f"serve the output with vLLM {vllm} or later",
+        ),
+    )
+
+
+def _unknown_modules(name: str, version: Version) -> tuple[Finding, ...]:
+    """Return a warning on a multimodal class that could not be built to look at its towers."""
+    unknown = module_table(version).unknown
+    if name not in unknown or not get_architecture(name, version).language_model:
         return ()
     expected = "a class whose modules outside the language model are known"
     got = "one that is known by its source alone: embeddings and layers there are told by name"
@@ -351,15 +386,14 @@ def _assumed(name: str) -> Finding:
     return _note("warning", name, expected, got, fix)
 
 
-def _backed(name: str, architecture: Architecture) -> tuple[Finding, ...]:
-    """Return what is not known of a class that vLLM runs with transformers' code."""
+def _backed(name: str, architecture: Architecture, version: Version) -> tuple[Finding, ...]:
+    """Return a note on a class that vLLM runs with transformers' code."""
     if architecture.backend is None:
         return ()
-    table = architecture_table()
+    table = architecture_table(version)
     got = (
         f"vLLM {table.vllm}'s Transformers backend: it fuses what it recognizes in the model's "
-        f"code, "
-        f"here of transformers {table.transformers}"
+        f"code, here of transformers {table.transformers}"
     )
     fix = "another transformers may be fused otherwise: ask it with `vexport load --dry`"
     return (_note("info", name, "a class of vLLM's own code", got, fix),)
@@ -380,21 +414,19 @@ class TransformersTable:
 
 
 @cache
-def transformers_table() -> TransformersTable:
-    """The generated table."""
-    return _generated(TransformersTable, "transformers.json")
+def transformers_table(version: Version = PINNED) -> TransformersTable:
+    """Return the generated table of the transformers that a version of vLLM requires."""
+    return _generated(TransformersTable, "transformers.json", version)
 
 
-def transformers_models(kind: str) -> tuple[str, ...] | None:
-    """The classes of a model type, None where transformers does not have it.
+def transformers_models(kind: str, version: Version = PINNED) -> tuple[str, ...] | None:
+    """Return the classes of a model type, or None if transformers does not have the type.
 
     The text model of a multimodal type has no separate folder.
     """
-    models = transformers_table().models
+    models = transformers_table(version).models
     return models.get(kind, models.get(kind.removesuffix("_text")))
 
 
-def _generated(table: type[T], file: str) -> T:
-    return TypeAdapter(table).validate_json(
-        files(__name__).joinpath(file).read_text(encoding="utf-8")
-    )
+def _generated(table: type[T], file: str, version: Version) -> T:
+    return TypeAdapter(table).validate_python(read_table(file, version))

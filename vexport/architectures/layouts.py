@@ -5,16 +5,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
 from itertools import product
 from math import prod
 
 from vexport.architectures.config import Unknown, evaluate, size, wrapped
+from vexport.architectures.tables import read_lines
 from vexport.records import Json
+from vexport.version import PINNED, Version
 
 # A key of a config, and the keys of the configs around it.
 PATH = re.compile(r"[A-Za-z_][\w.]*")
-FOLDER = files("vexport.architectures")
 # Where transformers keeps values of single layers: no expression is made of those.
 PER_LAYER = "per_layer_config"
 
@@ -212,17 +212,15 @@ def _shape(
 
 
 @cache
-def layouts() -> Mapping[str, str]:
-    """The entry of each class in JSON."""
-    lines = FOLDER.joinpath("layouts.json").read_text(encoding="utf-8").splitlines()
-    entries = (line.strip().rstrip(",").partition(": ") for line in lines if line.startswith("  "))
-    return {json.loads(name): entry for name, _, entry in entries}
+def layouts(version: Version = PINNED) -> Mapping[str, str]:
+    """Return the entry of each class in JSON."""
+    return read_lines("layouts.json", version)
 
 
 @cache
-def get_layout(name: str) -> ClassLayout | None:
-    """The tensors of a class; None where they are not known."""
-    entry = layouts().get(name)
+def get_layout(name: str, version: Version = PINNED) -> ClassLayout | None:
+    """Return the tensors of a class, or None if they are not known."""
+    entry = layouts(version).get(name)
     if entry is None:
         return None
     values = json.loads(entry)

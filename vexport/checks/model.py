@@ -40,7 +40,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         key, got = impossible
         yield _wrong(view, key, "at most as many as there are tensors", got)
         return
-    entry = get_layout(view.class_name)
+    entry = get_layout(view.class_name, view.version)
     if entry is not None:
         for key, value in oversized(entry, config):
             yield _wrong(view, key, "a size that a tensor can have", shown(value))
@@ -93,17 +93,18 @@ def _unknown(view: CheckpointView) -> Iterator[Finding]:
 
     Classes of vLLM's registry that are not in the table are not judged: see `unjudged_class`.
     """
-    name, table = view.class_name, architecture_table()
+    name, table = view.class_name, architecture_table(view.version)
     if not name:
         yield _wrong(
             view, "architectures", "the name of the model class", "none, and an unknown model_type"
         )
         return
-    has_code = "auto_map" in view.index.config or name in (transformers_models(_kind(view)) or ())
+    of_transformers = transformers_models(_kind(view), view.version) or ()
+    has_code = "auto_map" in view.index.config or name in of_transformers
     newer = name in view.facts.added
     if name in table.architectures or has_code or newer:
         return
-    reason = left_out(name)
+    reason = left_out(name, view.version)
     if reason is None or reason.startswith(REMOVED):
         vllm = view.facts.vllm
         expected = f"a class of vLLM {vllm} or of transformers"
@@ -120,7 +121,7 @@ def unjudged_class(view: CheckpointView) -> Iterator[NotJudged]:
     not.
     """
     name = view.class_name
-    reason = left_out(name) if name not in view.facts.added else None
+    reason = left_out(name, view.version) if name not in view.facts.added else None
     if reason is not None and not reason.startswith(REMOVED):
         yield NotJudged(what=f"the layers that vLLM builds of {name}", why=reason)
 
@@ -140,12 +141,13 @@ def _of_another_type(view: CheckpointView) -> Iterator[Finding]:
     The first is told only of classes whose config is transformers' own.
     """
     name, kind, config = view.class_name, _kind(view), view.index.config
-    models = architecture_table().text_models
-    known_class = get_layout(name) is not None and "auto_map" not in config
-    if known_class and kind not in models and transformers_models(kind) is None:
+    models = architecture_table(view.version).text_models
+    known_class = get_layout(name, view.version) is not None and "auto_map" not in config
+    known_kind = kind in models or transformers_models(kind, view.version) is not None
+    if known_class and not known_kind:
         yield _wrong(view, "model_type", f"the model type of {name}", kind)
     elif name in models.values() and models.get(kind, name) != name:
-        meant = layout_of(models[kind], config, view.architecture, view.index.tensors)
+        meant = layout_of(models[kind], config, view.architecture, view.index.tensors, view.version)
         layout = view.layout
         missing = meant and layout and meant.parameters.keys() - layout.parameters.keys()
         if layout is None or missing and missing & view.index.tensors.keys():

@@ -62,7 +62,7 @@ def _processor(
     kind = str(view.index.config.get("model_type"))
     if (
         not view.architecture.language_model
-        or transformers_models(kind) is None
+        or transformers_models(kind, view.version) is None
         or MISTRAL in names
     ):
         return

@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 
-from vexport.architectures import USUAL, USUAL_EXPERTS, Architecture, architecture_table, resolve
+from vexport.architectures import (
+    USUAL,
+    USUAL_EXPERTS,
+    Architecture,
+    architecture_table,
+    resolve,
+    version_with,
+)
 from vexport.architectures.fusion import fuse
 from vexport.observers.base import Observer, QParamsDict
 from vexport.observers.flatten import flatten_for_calibration, get_observer_token_count
@@ -103,7 +110,7 @@ def architecture_of(model: torch.nn.Module) -> Architecture:
     to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
     config: dict[str, Any] = to_dict()
     for name in (*(config.get("architectures") or ()), type(model).__name__):
-        if name in architecture_table().architectures:
+        if name in architecture_table(version_with(name)).architectures:
             return resolve(name, config)[0]
     return Architecture(fused=USUAL, experts=USUAL_EXPERTS)
 

@@ -14,6 +14,7 @@ from vexport.architectures.fusion import moe_layer
 from vexport.architectures.layouts import ClassLayout, Expected, expected_tensors, get_layout
 from vexport.checks.vllm.groups import joined_name, split_name
 from vexport.records import Json
+from vexport.version import PINNED, Version
 
 Shape = tuple[int | None, ...]
 # Keys that count units with tensors of their own, and so are at most the number of tensors.
@@ -103,7 +104,11 @@ class ModelLayout:
 
 
 def layout_of(
-    class_name: str, config: Mapping[str, Json], architecture: Architecture, tensors: Iterable[str]
+    class_name: str,
+    config: Mapping[str, Json],
+    architecture: Architecture,
+    tensors: Iterable[str],
+    version: Version = PINNED,
 ) -> ModelLayout | None:
     """The layout of a model in the names of its files, None where its class or types are not in the
     table or its config lacks a size.
@@ -111,7 +116,7 @@ def layout_of(
     Nor is there one where the config asks for more than could be among these tensors.
     """
     stored = list(tensors)
-    entry, most = get_layout(class_name), SLACK * len(stored) + LEAST_SLACK
+    entry, most = get_layout(class_name, version), SLACK * len(stored) + LEAST_SLACK
     if entry is None or not entry.knows(config) or impossible_size(config, len(stored)):
         return None
     if missing_sizes(entry, config):

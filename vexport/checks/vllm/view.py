@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from vexport.architectures import Architecture, TableLookup, architecture_table, resolve
 from vexport.architectures.config import text_config
 from vexport.architectures.fusion import fuse, looked_up, moe_layer
+from vexport.architectures.tables import table_versions
 from vexport.architectures.versions import VersionFacts, facts_of, nearest_version, with_facts
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import (
@@ -129,11 +130,13 @@ class CheckpointView:
         """The layers of this class in vLLM; nothing is fused in a class that is not in the
         table.
         """
-        if self.class_name not in architecture_table().architectures:
+        if self.class_name not in architecture_table(self.version).architectures:
             return Architecture()
-        pinned = resolve(self.class_name, self.index.config)[0]
+        architecture = resolve(self.class_name, self.index.config, self.version)[0]
         changed = self.facts.classes.get(self.class_name)
-        return pinned if changed is None else with_facts(pinned, changed)
+        if changed is None or self.version in table_versions():
+            return architecture
+        return with_facts(architecture, changed)
 
     @cached_property
     def names(self) -> Names:
@@ -151,10 +154,15 @@ class CheckpointView:
         )
         return behind and announced > 0 or PREDICTION.search(name) is not None
 
+    @property
+    def version(self) -> Version:
+        """The version of vLLM whose rules are used: the one asked for, or the nearest known one."""
+        return nearest_version(self.target.vllm)
+
     @cached_property
     def facts(self) -> VersionFacts:
-        """Return what the vLLM that was asked for has, or the nearest one that is known."""
-        return facts_of(nearest_version(self.target.vllm))
+        """The schemes, methods and classes of the version of vLLM whose rules are used."""
+        return facts_of(self.version)
 
     @cached_property
     def class_name(self) -> str:
@@ -164,15 +172,20 @@ class CheckpointView:
         """
         names = self.index.config.get("architectures")
         if isinstance(names, list) and names:
-            classes = {*architecture_table().architectures, *self.facts.added}
+            classes = {*architecture_table(self.version).architectures, *self.facts.added}
             return str(next((name for name in names if str(name) in classes), names[0]))
-        return architecture_table().text_models.get(str(self.index.config.get("model_type")), "")
+        models = architecture_table(self.version).text_models
+        return models.get(str(self.index.config.get("model_type")), "")
 
     @cached_property
     def layout(self) -> ModelLayout | None:
         """Return what the model's class and config ask for; None where that is not known."""
         layout = layout_of(
-            self.class_name, self.index.config, self.architecture, self.index.tensors
+            self.class_name,
+            self.index.config,
+            self.architecture,
+            self.index.tensors,
+            self.version,
         )
         return None if layout is None else replace(layout, linears=self._as_stored(layout.linears))
 
@@ -356,7 +369,7 @@ class CheckpointView:
         """The way vLLM finds the config group of the table of tokens; by name where the class is
         unknown.
         """
-        known = self.class_name in architecture_table().architectures
+        known = self.class_name in architecture_table(self.version).architectures
         return self.architecture.embedding if known else "name"
 
     def lookup_names(self, fused: FusedLinear) -> tuple[str, ...]:

@@ -1,0 +1,72 @@
+"""The generated tables of this package, for each version of vLLM that has tables.
+
+The tables of `PINNED` are whole. Those of another version are in `versions/MAJOR.MINOR/`, and
+contain only the entries that differ from the tables of `PINNED`.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+from vexport.records import Json
+from vexport.version import PINNED, Version, short_version
+
+FOLDER = files("vexport.architectures")
+CHANGES = FOLDER.joinpath("versions")
+
+
+@cache
+def table_versions() -> tuple[Version, ...]:
+    """Return the versions of vLLM that have tables, the oldest first."""
+    names = (entry.name for entry in CHANGES.iterdir() if entry.is_dir())
+    parts = (name.split(".") for name in names if name.replace(".", "").isdecimal())
+    return tuple(sorted({PINNED, *((int(major), int(minor)) for major, minor in parts)}))
+
+
+def read_table(file: str, version: Version) -> dict[str, Json]:
+    """Return a table for one version of vLLM, or that of `PINNED` if this version has no tables."""
+    table: dict[str, Json] = json.loads(FOLDER.joinpath(file).read_text(encoding="utf-8"))
+    for key, value in _changes(file, version).items():
+        entries = table.get(key)
+        table[key] = _merged(entries, value) if isinstance(entries, dict) else value
+    return table
+
+
+def read_lines(file: str, version: Version) -> dict[str, str]:
+    """Return the entries of a table with one line for each, as JSON that is not parsed yet.
+
+    A process needs few of the layouts, and parsing all of them takes longer than a check.
+    """
+    text = FOLDER.joinpath(file).read_text(encoding="utf-8")
+    entries = dict(_entries(text))
+    if version != PINNED and (changes := _changes_file(file, version)).is_file():
+        for name, entry in _entries(changes.read_text(encoding="utf-8")):
+            entries[name] = entry
+    return {name: entry for name, entry in entries.items() if entry != "null"}
+
+
+def _entries(text: str) -> Iterator[tuple[str, str]]:
+    for line in text.splitlines():
+        if line.startswith("  "):
+            name, _, entry = line.strip().rstrip(",").partition(": ")
+            yield json.loads(name), entry
+
+
+def _changes(file: str, version: Version) -> Mapping[str, Json]:
+    place = _changes_file(file, version)
+    if version == PINNED or not place.is_file():
+        return {}
+    changes: dict[str, Json] = json.loads(place.read_text(encoding="utf-8"))
+    return changes
+
+
+def _changes_file(file: str, version: Version) -> Traversable:
+    return CHANGES.joinpath(short_version(version), file)
+
+
+def _merged(entries: Mapping[str, Json], changes: Json) -> Json:
+    """Return the entries with the changes, in which an entry that is gone is null."""
+    assert isinstance(changes, dict)
+    return {name: entry for name, entry in {**entries, **changes}.items() if entry is not None}
