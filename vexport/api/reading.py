@@ -8,11 +8,12 @@ from pathlib import Path
 from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.view import Target
+from vexport.engine.installed import installed_version
 from vexport.outputs.digests import named_digests
 from vexport.records import CheckReport, OnProgress, Report, Verdict, silent
 from vexport.reports.catalog import CATALOGS, Rows, find_section
 from vexport.scenario import DEFAULT_ALPHA, DEFAULT_MARGIN, Evaluate, problems_at
-from vexport.version import PINNED, Version
+from vexport.version import Version
 
 Name = str | Path
 
@@ -22,7 +23,7 @@ def check(
     *,
     tp: Sequence[int] = (),
     sm: Sequence[int] = (),
-    vllm: Version = PINNED,
+    vllm: Version | None = None,
     source: Name | None = None,
     digests: Name | None = None,
     speculative: str = "",
@@ -35,7 +36,8 @@ def check(
     weights as well.
 
     Where vLLM is installed its own loaders are asked too, unless `static` or VEXPORT_NO_VERIFY is
-    set.
+    set. `vllm` is the version whose rules are used: by default the one of `vllm_python`, or of this
+    environment.
     """
     against = None
     if source is not None:
@@ -44,6 +46,7 @@ def check(
         origin = resolve_source(str(source), on_progress)
         against = compared(origin, on_layer=partial(on_progress, "compare (layers)"))
     drafter = resolve_drafter(speculative, on_progress)
+    vllm = vllm or installed_version(vllm_python)
     target = Target(tp=tuple(tp), sm=tuple(sm), vllm=vllm, speculative=drafter)
     root = resolve_source(str(checkpoint), on_progress)
     known = named_digests(None if digests is None else str(digests), root)

@@ -74,7 +74,7 @@ def check(
     digests: str | None,
     tp: tuple[int, ...] | None,
     sm: tuple[int, ...] | None,
-    vllm: tuple[int, int],
+    vllm: tuple[int, int] | None,
     static: bool,
     interpreter: Interpreter,
     speculative: str,
@@ -100,6 +100,7 @@ def check(
     """
     from vexport.checks import CHECKS, FILES, INTERNAL
     from vexport.checks.vllm.view import Target
+    from vexport.engine.installed import installed_version
     from vexport.reports import render_checks, summarize_checks
 
     with progress_display(quiet=answer.quiet) as on_progress:
@@ -107,6 +108,7 @@ def check(
             from vexport.checkpoint.source import resolve_drafter
 
             speculative = resolve_drafter(speculative, on_progress)
+        vllm = vllm or installed_version(interpreter.vllm_python)
         target = Target(tp=tp or (), sm=sm or (), vllm=vllm, speculative=speculative)
         against = _against(source, on_progress)
         folders = {name: attempt(partial(_folder, name, on_progress), name) for name in checkpoints}

