@@ -1,11 +1,16 @@
 """Write vexport/architectures/layouts.json: the tensors of each class by its config, what vLLM
 makes of them.
 
-Run in an environment with vLLM: `python scripts/generate_layouts.py [--out TABLE.json] [CLASS]...`.
+Run in an environment with vLLM:
+`python scripts/generate_layouts.py [--out TABLE.json] [--pinned SITE_PACKAGES] [CLASS]...`.
 Classes that are named are made again, the others where the table is of another version or lacks
-them: it can be stopped at any time. Names, layers and shapes are those of transformers' models
-(samples.py, fitting.py); vLLM's class loads the tensors of one config, as `vexport load --dry`
-does. Of what it does not load nothing is said.
+them: it can be stopped at any time. A class takes up to a minute. With `--pinned` the entries of
+classes whose code is the same in that environment, which has the pinned vLLM, are taken from
+vexport's own table.
+
+Names, layers and shapes are those of transformers' models (samples.py, fitting.py); vLLM's class
+loads the tensors of one config, as `vexport load --dry` does. Of what it does not load nothing is
+said.
 """
 
 import json
@@ -19,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from generate_modules import Entry, in_child, until_built
-from tables import arguments, known_classes, write_table
+from same_code import has_same_code
+from tables import FOLDER, arguments, known_classes, write_table
 
 from vexport.architectures import with_stars
 from vexport.engine.dry.worker import preload
@@ -43,9 +49,15 @@ def main() -> None:
     table = json.loads(options.out.read_text()) if options.out.is_file() else {}
     if {key: table.get(key) for key in versions} != versions:
         table = {**versions, "unknown": {}, "classes": {}}
+    pinned = (
+        json.loads((FOLDER / "layouts.json").read_text()) if options.pinned else {"classes": {}}
+    )
     done = {*table["classes"], *table["unknown"]} - {*options.classes}
     for name in options.classes or known_classes(options.out.parent):
         if name in done or not hasattr(transformers, name):
+            continue
+        if name in pinned["classes"] and has_same_code(name, options.pinned):
+            table["classes"][name] = pinned["classes"][name]
             continue
         with tempfile.TemporaryDirectory() as folder:
             entry = made(name, Path(folder))

@@ -19,6 +19,9 @@ def arguments(description: str | None, name: str, *, classes: bool = False) -> a
     )
     if classes:
         parser.add_argument("classes", nargs="*", metavar="CLASS", help="only these")
+        parser.add_argument(
+            "--pinned", type=Path, metavar="SITE_PACKAGES", help="packages with the pinned vLLM"
+        )
     parser.add_argument("--out", type=Path, default=FOLDER / name, help="the table (vexport's own)")
     return parser.parse_args()
 

@@ -17,7 +17,6 @@ from tests.command import ROOT, vexport
 from tests.models import Good
 from tests.mutations.edits import QUANTIZATION, WHOLE, config, spoiled
 from vexport.checks import NAMES, NUMBERS
-from vexport.checks.vllm.view import Target
 from vexport.engine.gate import DRY_LOAD, with_load
 from vexport.files import unreadable_kind, write_text
 from vexport.records import CellStatus, CheckReport, DryLoadReport, Finding, MatrixCell, NotJudged
@@ -261,6 +260,6 @@ def test_where_both_disagree(
     report = CheckReport(
         checkpoint="a", ok=False, findings=(finding(found),), not_judged=(UNKNOWN,)
     )
-    joined = with_load(report, load, Target(vllm=(0, 32)), "any")
+    joined = with_load(report, load, "any")
     assert (joined.ok, [each.severity for each in joined.findings]) == (ok, severities)
     assert [each.what for each in joined.not_judged] == left

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from vexport.architectures.versions import nearest_version
 from vexport.checkpoint.index import read_index, require_config
 from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checks import (
@@ -114,10 +113,12 @@ def check_checkpoint(
     root = root or Path(name)
     require_config(root)
     not_judged, idle = tuple[NotJudged, ...](), tuple[NotJudged, ...]()
+    vllm = target.vllm or PINNED
     try:
         index = read_index(root)
         with Reader() as reader:
             view = CheckpointView(index, reader, target, digests)
+            vllm = view.asked_version
             # Several families may report the same unreadable file.
             findings = tuple(dict.fromkeys(findings_on(view, against)))
             not_judged, idle = tuple(unjudged(view)), tuple(shards.without_digests(view))
@@ -132,7 +133,7 @@ def check_checkpoint(
         findings=findings,
         not_judged=not_judged,
         idle=idle,
-        vllm=short_version(target.vllm),
+        vllm=short_version(vllm),
         tp=tuple(target.tp) or (1,),
         sm=tuple(target.sm),
     )
@@ -226,7 +227,7 @@ def findings_of(error: VexportError) -> tuple[Finding, ...]:
 
 def unjudged(view: CheckpointView) -> Iterator[NotJudged]:
     """The parts of a checkpoint that no check has looked at: PASS is said of the rest."""
-    asked, known = view.target.vllm, nearest_version(view.target.vllm)
+    asked, known = view.asked_version, view.version
     if asked != known or view.method is not None and known != PINNED:
         rules = short_version(known if view.method is None else PINNED)
         what = f"what is new in vLLM {short_version(asked)}"

@@ -222,7 +222,7 @@ def _of_other_method(view: CheckpointView, method: str) -> Iterator[Finding]:
     """The one finding on a checkpoint of a method that vLLM does not have."""
     if method in view.facts.methods:
         return
-    vllm = short_version(view.target.vllm)
+    vllm = short_version(view.asked_version)
     expected = f"{METHOD}, or another method that vexport judges: {', '.join(METHODS)}"
     got = f"{method!r}, which vLLM {vllm} has not"
     yield error(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from vexport.architectures import with_stars
 from vexport.architectures.config import head_width
-from vexport.architectures.versions import VersionFacts, facts_of, known_versions, nearest_version
+from vexport.architectures.versions import VersionFacts, facts_of, known_versions
 from vexport.checks.kv_cache import cache_scales
 from vexport.checks.vllm.groups import ConfigGroup, FusedLinear
 from vexport.checks.vllm.view import CheckpointView, error, warning
@@ -129,7 +129,7 @@ def _capabilities(
         f"({_layers(len(fused_linears))}"
     )
     # In the vLLM that was asked for; 0 where that is not known.
-    known = view.facts.schemes if view.target.vllm != PINNED else {}
+    known = view.facts.schemes if view.asked_version != PINNED else {}
     least = known.get(group.storage.vllm_scheme(group), 0)
     refusing = [sm for sm in capabilities if support.refuses(sm) or sm < least]
     if refusing:
@@ -167,7 +167,7 @@ def _listed(capabilities: list[int]) -> str:
 
 def versions(view: CheckpointView) -> Iterator[Finding]:
     """Findings on what the version that was asked for does differently from the pinned one."""
-    asked, version = view.target.vllm, nearest_version(view.target.vllm)
+    asked, version = view.asked_version, view.version
     name, pinned = f"vLLM {short_version(version)}", short_version(PINNED)
     if asked != version:
         oldest, *_, newest = map(short_version, known_versions())

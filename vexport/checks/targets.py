@@ -109,7 +109,7 @@ def _table_refusal(view: CheckpointView, fused: FusedLinear) -> str | None:
     Sources: get_quant_method in compressed_tensors.py, compressed_tensors_embedding.py, and what
     each model hands to its VocabParallelEmbedding.
     """
-    version, group = short_version(view.target.vllm), view.group_of(fused)
+    version, group = short_version(view.asked_version), view.group_of(fused)
     if view.table_lookup is None:
         return f"{view.class_name} builds its table without a quantization config (vLLM {version})"
     if group is None and view.table_lookup == "class":

@@ -37,7 +37,6 @@ from vexport.records import (
     Plan,
     without_details,
 )
-from vexport.version import short_version
 
 if TYPE_CHECKING:
     from vexport.quantize.job import QuantizeJob
@@ -110,7 +109,7 @@ def checked_in_vllm(
         outcomes = dict(zip(loadable, loads or (), strict=True))
     vllm_is_there = vllm_python is not None or is_installed("vllm")
     return [
-        _joined(each, outcome, target, require, vllm_is_there)
+        _joined(each, outcome, require, vllm_is_there)
         if (outcome := outcomes.get(each.checkpoint)) is not None
         else each
         for each in reports
@@ -120,14 +119,13 @@ def checked_in_vllm(
 def _joined(
     report: CheckReport,
     outcome: DryLoadReport | VexportError,
-    target: Target,
     require: Require,
     vllm_is_there: bool,
 ) -> CheckReport:
     """The check of a checkpoint with its dry load, or with the reason why there is none."""
     if isinstance(outcome, VexportError):
         return _not_loaded(report, outcome.got if vllm_is_there else NO_VLLM)
-    return with_load(report, outcome, target, require)
+    return with_load(report, outcome, require)
 
 
 def _is_loadable(root: Path) -> bool:
@@ -139,15 +137,13 @@ def _is_loadable(root: Path) -> bool:
     return not any(isinstance(attempt(partial(step, root), ""), VexportError) for step in steps)
 
 
-def with_load(
-    report: CheckReport, load: DryLoadReport, target: Target, require: Require
-) -> CheckReport:
+def with_load(report: CheckReport, load: DryLoadReport, require: Require) -> CheckReport:
     """Join a check with the dry load of the same checkpoint.
 
     What the loaders refuse or copy wrongly is an error. If they find no fault, they have judged
     names and shapes, also names and shapes that the check takes for wrong.
     """
-    version = short_version(target.vllm)
+    version = report.vllm
     if not f"{load.vllm}.".startswith(f"{version}."):
         return _not_loaded(report, f"those here are of vLLM {load.vllm}, not {version}")
     outcome = errors_or_doubt(load, require)

