@@ -258,7 +258,11 @@ def test_where_both_disagree(
     found: str, load: DryLoadReport, ok: bool, severities: list[str], left: list[str]
 ) -> None:
     report = CheckReport(
-        checkpoint="a", ok=False, findings=(finding(found),), not_judged=(UNKNOWN,)
+        checkpoint="a",
+        ok=False,
+        findings=(finding(found),),
+        not_judged=(UNKNOWN,),
+        vllm="0.32",
     )
     joined = with_load(report, load, "any")
     assert (joined.ok, [each.severity for each in joined.findings]) == (ok, severities)
