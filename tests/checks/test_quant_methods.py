@@ -23,6 +23,7 @@ from vexport.checks.vllm.translated import translate
 from vexport.checks.vllm.view import CheckpointView, Target
 from vexport.fidelity.dequantize import dequantized
 from vexport.records import Json
+from vexport.version import Version
 
 GPT_OSS = "gpt-oss"
 # Methods that differ in how they store a weight, also those of experts.
@@ -230,6 +231,18 @@ def test_the_older_file_of_modelopt_is_judged(written: Good, tmp_path: Path) -> 
     file.write_text(json.dumps(content))
     (finding,) = errors(older)
     assert (finding.check, "no group_size" in finding.got) == ("config", True)
+
+
+@pytest.mark.parametrize(("vllm", "ok"), [((0, 32), False), ((0, 33), True)])
+def test_modelopt_list_under_other_key(
+    written: Good, tmp_path: Path, vllm: Version, ok: bool
+) -> None:
+    """vLLM 0.33 reads `exclude_modules` in config.json as well (ModelOptQuantConfigBase)."""
+    sound = written("modelopt-nvfp4")
+    settings = json.loads((sound / "config.json").read_text())["quantization_config"]
+    settings["exclude_modules"] = settings.pop("ignore")
+    other = spoiled(sound, tmp_path / "other", config((), quantization_config=settings))
+    assert check_checkpoint(str(other), Target(vllm=vllm)).ok is ok
 
 
 def test_gpus_that_run_no_fp8_cache_are_told(written: Good, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ class CheckpointView:
             return None
         stored = (tensor for tensor in self.index.tensors.values() if tensor.dtype not in FLOATING)
         quantized = {split_name(tensor.name)[0] for tensor in stored}
-        return read_method(name, config, self.index.config, quantized)
+        return read_method(name, config, self.index.config, quantized, self.version)
 
     @cached_property
     def architecture(self) -> Architecture:

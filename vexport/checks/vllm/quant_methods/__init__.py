@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from vexport.records import Json
+from vexport.version import Version
 
 if TYPE_CHECKING:
     from vexport.checks.vllm.quant_methods.base import QuantMethod
@@ -49,12 +50,19 @@ def method_name(config: Mapping[str, Json]) -> str | None:
 
 
 def read_method(
-    name: str, values: Mapping[str, Json], model: Mapping[str, Json], quantized: Set[str]
+    name: str,
+    values: Mapping[str, Json],
+    model: Mapping[str, Json],
+    quantized: Set[str],
+    version: Version,
 ) -> "QuantMethod":
-    """A judged method as vLLM reads its config `values`, next to the config.json `model` and the
-    names of the modules that are stored quantized."""
+    """Return a judged method as a version of vLLM reads its config.
+
+    `values` is the quantization config, `model` the whole config.json, `quantized` the names of the
+    modules that are stored quantized.
+    """
     base, module = (import_module(f"{__name__}.{file}") for file in ("base", METHODS[name]))
-    config = base.MethodConfig(values, module.SOURCE, model, quantized)
+    config = base.MethodConfig(values, module.SOURCE, model, quantized, version)
     method: QuantMethod = replace(
         module.read(config), source=module.SOURCE, problems=tuple(config.problems)
     )

@@ -18,6 +18,7 @@ from vexport.formats.fp8 import Fp8
 from vexport.formats.mxfp import Mxfp4, Mxfp8
 from vexport.formats.schemes import get_scheme
 from vexport.records import Finding, Json, Severity, TensorInfo
+from vexport.version import Version
 
 # A layer's tensors in compressed-tensors: the same bytes renamed, or computed.
 Translation = Mapping[str, TensorInfo | Derived]
@@ -175,7 +176,8 @@ class MethodConfig:
     """A quantization config that is read key by key; what is wrong with it is collected in
     `problems`.
 
-    `model` is config.json, `quantized` are the modules that are stored quantized.
+    `model` is config.json, `quantized` are the modules that are stored quantized, `version` is the
+    vLLM that reads the config.
     """
 
     def __init__(
@@ -184,8 +186,10 @@ class MethodConfig:
         source: str,
         model: Mapping[str, Json],
         quantized: Set[str],
+        version: Version,
     ) -> None:
         self.values, self.model, self.quantized = values, model, quantized
+        self.version = version
         self.problems: list[Finding] = []
         self._source = source
 

@@ -38,6 +38,8 @@ NVFP4_ALGOS = ("NVFP4", "W4A16_NVFP4")
 MIXED = "MIXED_PRECISION"
 # Parts of names that are never quantized, whatever the list says.
 VISION = ("vision_tower", "vision_model", "vit_large_projector")
+# The first vLLM that reads `exclude_modules` of a config without `ignore`, as some exports have it.
+EITHER_KEY = (0, 33)
 # Keys without which the older file does not load in NVFP4.
 NVFP4_KEYS = ("group_size", "kv_cache_quant_algo", "exclude_modules")
 
@@ -140,6 +142,8 @@ def read(config: MethodConfig) -> QuantMethod:
     if algo == "NVFP4" and _is_weight_only(values):
         algo = "W4A16_NVFP4"
     skip_key = "exclude_modules" if keys else "ignore"
+    if skip_key not in inner and config.version >= EITHER_KEY:
+        skip_key = "exclude_modules"
     listed = inner.get(skip_key, [])
     if not isinstance(listed, list):
         config.wrong(f"{keys}{skip_key}", "a list of names", repr(listed))
