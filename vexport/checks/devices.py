@@ -123,7 +123,6 @@ def _capabilities(
 ) -> Iterator[Finding]:
     support, capabilities = group.storage.gpu_support(group), view.target.sm
     weights = group.weights.num_bits
-    groups = f" in groups of {group.weights.group}" if group.weights.group else ""
     layers = (
         f"{with_stars(fused_linears[0].name)} and all of {group.name} "
         f"({_layers(len(fused_linears))}"
@@ -148,13 +147,6 @@ def _capabilities(
             yield warning(
                 NAME, where, expected=f"{precision(group)}, as it is stored", got=got, fix=fix
             )
-    if running and support.package:
-        expected = "4 or 8 bits in rows or in groups of 32, 64 or 128, which vLLM's own kernels run"
-        got = f"{weights} bits{groups}, for which it needs the package {support.package}"
-        fix = f"install {support.package} next to vLLM"
-        yield warning(
-            NAME, f"{layers}, sm {_listed(running)})", expected=expected, got=got, fix=fix
-        )
 
 
 def _layers(count: int) -> str:

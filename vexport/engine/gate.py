@@ -254,9 +254,7 @@ def _dry_loaded(job: "QuantizeJob", folder: Path, plan: Plan) -> DryLoadReport |
         return "vLLM is not installed, and has not loaded it; run `vexport load --dry` where it is"
     schemes = [get_scheme(name) for name in plan.schemes]
     supports = [scheme.format.gpu_support(scheme.args) for scheme in schemes]
-    sm = tuple(
-        sm for sm in CAPABILITIES if not any(each.package or each.refuses(sm) for each in supports)
-    )
+    sm = tuple(sm for sm in CAPABILITIES if not any(each.refuses(sm) for each in supports))
     if not sm:
         return "a dry load has no kernel for these schemes"
     source = attempt(partial(resolve_source, job.source), "")

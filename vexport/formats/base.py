@@ -133,13 +133,11 @@ class GpuSupport:
     `input_bits` are the bits of the inputs that are multiplied, by the capability from which on,
     least first: vLLM chooses another kernel without saying so. `stored_bits` are those of the
     checkpoint. `below` is the first capability that no longer runs it; 0 where no GPU does.
-    `package` must be installed next to vLLM.
     """
 
     input_bits: Mapping[int, int]
     stored_bits: int
     below: int | None = None
-    package: str = ""
 
     @property
     def loads_from(self) -> int:

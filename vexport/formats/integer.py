@@ -34,15 +34,14 @@ if TYPE_CHECKING:
 
 CHANNEL_OR_GROUP = ("channel", "group")
 # Widths that vLLM packs into 32-bit words (WNA16_SUPPORTED_TYPES_MAP), and the groups that its own
-# kernels run for each width (MarlinLinearKernel; TritonW4A16LinearKernel for 256); for others it
-# has Humming's.
+# kernels run for each width (MarlinLinearKernel; TritonW4A16LinearKernel for 256). Other widths and
+# groups are run by the kernels of humming-kernels, a package that vLLM's CUDA wheel requires.
 PACKED_BITS = range(2, 9)
 OWN_GROUPS: Mapping[int, Sequence[int | None]] = {
     4: (None, 32, 64, 128, 256),
     8: (None, 32, 64, 128),
 }
-HUMMING = "humming-kernels"
-# Of other widths Humming's kernels take every size; these are those of checkpoints in use.
+# Humming's kernels take every group size; checkpoints of other widths use these.
 HUMMING_GROUPS = (None, 32, 64, 128)
 # CutlassW4A8LinearKernel in vllm/model_executor/kernels/linear/mixed_precision/cutlass.py, and
 # compressed_tensors_moe_w4a8_fp8.py for routed experts.
@@ -152,8 +151,7 @@ class PackedIntegers(Format):
             if group != W4AFP8_GROUP:
                 return GpuSupport(input_bits={}, stored_bits=stored, below=0)
             return GpuSupport(input_bits={90: stored}, stored_bits=stored, below=100)
-        package = "" if group in OWN_GROUPS.get(args.weights.num_bits, ()) else HUMMING
-        return GpuSupport(input_bits={75: UNQUANTIZED_BITS}, stored_bits=stored, package=package)
+        return GpuSupport(input_bits={75: UNQUANTIZED_BITS}, stored_bits=stored)
 
     def cpu(self, args: Arguments) -> Cpu:
         """The CPU build has kernels for INT4 with 16-bit or INT8 inputs."""

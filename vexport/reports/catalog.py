@@ -103,9 +103,8 @@ def architectures() -> Rows:
 
 def _gpus(support: GpuSupport) -> dict[str, str]:
     """Compute capabilities that load a scheme, and those that multiply as many bits as stored."""
-    package = f" with {support.package}" if support.package else ""
     return {
-        "loads from SM": _span(support.loads_from, support.below) + package,
+        "loads from SM": _span(support.loads_from, support.below),
         "in full from SM": _span(support.full_from, support.full_below),
     }
 

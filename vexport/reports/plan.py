@@ -140,8 +140,7 @@ def _scheme_lines(plan: Plan, scheme: str) -> list[str]:
     layers = plural(sum(len(group.members) for group in groups), "linear layer")
     known = get_scheme(scheme)
     support = known.format.gpu_support(known.args)
-    needs = f", needs the package {support.package} next to vLLM" if support.package else ""
-    runs = f"{known.format.name}, loads from {generation(support.loads_from)} on{needs}"
+    runs = f"{known.format.name}, loads from {generation(support.loads_from)} on"
     counts = Counter(map(_group_kind, groups))
     kinds = [f"{count(number)} x {kind}" for kind, number in counts.items()]
     return [f"{layers} in {plural(len(groups), 'group')} ({runs})", *_shortened(kinds, MOST_KINDS)]

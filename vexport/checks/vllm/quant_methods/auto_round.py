@@ -19,7 +19,6 @@ from vexport.checks.vllm.quant_methods.gptq import Gptq
 from vexport.checks.vllm.quant_methods.integers import Awq, integer_group
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import GpuSupport, is_head
-from vexport.formats.integer import HUMMING
 from vexport.numerics import MX_GROUP
 from vexport.records import Json
 from vexport.records.patterns import REGEX, matches
@@ -30,8 +29,8 @@ AS_GPTQ, AS_AWQ, AS_FP8, AS_OURS = (
     f"auto_round:{layout}" for layout in ("auto_gptq", "auto_awq", "fp8", "llm_compressor")
 )
 BACKENDS = ("auto", "gptq", "gptq:marlin", "awq", "awq:marlin", "marlin")
-# Widths for which vLLM has no kernel but Humming's (CUDA_HUMMING_SUPPORTED_BITS); of those that do
-# not fill words the layout is not judged.
+# Widths that only Humming's kernels run (CUDA_HUMMING_SUPPORTED_BITS). The layout of widths that do
+# not fill 32-bit words is not judged.
 HUMMING_BITS, UNJUDGED_BITS, UNQUANTIZED = (2, 3, 5, 6, 7), (3, 5, 6, 7), 16
 REGEX_CHARACTERS = frozenset(r"*+?^$()[]{}|\\")
 # Input arguments of MXFP8 (`_validate_raw_config`).
@@ -54,8 +53,7 @@ class AsGptq(Gptq):
         return None if bits in HUMMING_BITS else super().refusal(args)
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        package = HUMMING if args.weights.num_bits in HUMMING_BITS else ""
-        return GpuSupport(input_bits={75: 16}, stored_bits=16, package=package)
+        return GpuSupport(input_bits={75: 16}, stored_bits=16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
