@@ -8,6 +8,7 @@ imported.
 import sys
 from collections.abc import Callable, Mapping
 from enum import Enum
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -151,9 +152,12 @@ _OPTIONAL_PACKAGES = (
     "cuda",
     "tilelang",
     "quack",
+    "triton_kernels",
 )
-# Modules that only vLLM's CUDA wheel has.
-_WHEEL_MODULES = ("vllm.third_party.deep_gemm", "vllm._deepselect_C")
+# Modules that only vLLM's CUDA wheel has. It contains triton_kernels, and imports it under the name
+# of the package.
+_TRITON_KERNELS = "vllm.third_party.triton_kernels"
+_WHEEL_MODULES = ("vllm.third_party.deep_gemm", "vllm._deepselect_C", _TRITON_KERNELS)
 # Functions that return True if Humming, or DeepGEMM or a part of it, can be imported.
 _IMPORTABLE = ("has_humming", "has_deep_gemm", "has_deep_gemm_sparse_mqa")
 # The questions of vllm/utils/flashinfer.py on which the choice of a kernel for layers or experts
@@ -231,10 +235,11 @@ class AbsentValues(TorchFunctionMode):
 
 
 def provide_packages() -> None:
-    """Let kernels be chosen, and classes be built, as if Humming and DeepGEMM were there.
+    """Let kernels be chosen, and classes be built, as if Humming, DeepGEMM and triton_kernels were
+    there.
 
-    vLLM's CUDA wheel requires the package humming-kernels and brings DeepGEMM
-    (vllm/third_party/deep_gemm). The sparse attention indexer of GLM-5 and DeepSeek V3.2 raises
+    vLLM's CUDA wheel requires the package humming-kernels and contains DeepGEMM and triton_kernels
+    (vllm/third_party). triton_kernels runs experts in MXFP4 on SM 90. The sparse attention indexer of GLM-5 and DeepSeek V3.2 raises
     without DeepGEMM. Whether a capability is DeepGEMM's is vLLM's own answer. The library itself,
     which knows sizes and packs scales, is not asked: no kernel runs. Must be called before other
     modules of vLLM import these functions.
@@ -245,6 +250,16 @@ def provide_packages() -> None:
         vars(module).update({name: _yes for name in _IMPORTABLE if hasattr(module, name)})
     if hasattr(deep_gemm, "is_deep_gemm_e8m0_used"):
         deep_gemm.is_deep_gemm_e8m0_used = _no
+    if hasattr(import_utils, "import_triton_kernels"):
+        import_utils.import_triton_kernels = _import_triton_kernels
+
+
+def _import_triton_kernels() -> None:
+    """Import the wheel's triton_kernels, or its stand-in, under the name of the package.
+
+    vLLM's function of this name also logs the file of the package, which a stand-in has not.
+    """
+    sys.modules.setdefault("triton_kernels", import_module(_TRITON_KERNELS))
 
 
 def stub_packages() -> None:
