@@ -1,107 +1,176 @@
 """Compare the dry load by vLLM's CPU build with the dry load by its CUDA wheel: kernels and
 refusals.
 
-    .venv/bin/python scripts/wheel_kernels.py WHEEL_PYTHON [CHECKPOINT]...
+    .venv/bin/python scripts/wheel_kernels.py WHEEL_PYTHON [--only PATTERN] [CHECKPOINT]...
 
 WHEEL_PYTHON is the interpreter of an environment with vLLM's CUDA wheel of the same version.
-Without a CHECKPOINT the demo's model is quantized in every scheme. Every cell of capability and
-tensor parallel size is compared, and each difference is printed; the exit code is 1 if there is
-one.
+Without a CHECKPOINT the script makes micro checkpoints: the demo's model in every scheme of
+vexport, W4A8 as llm-compressor stores it, and all other quantization methods of the tests, some
+with routed experts. `--only` selects them by name. Every cell of capability and tensor parallel
+size is compared. The table lists the cells that differ; the exit code is 1 if there are any.
 """
 
 import argparse
 import json
+import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vexport.formats.schemes import all_schemes
+ROOT = Path(__file__).resolve().parent.parent
+# What this script imports: vexport and its tests, and scripts beside this one.
+sys.path[:0] = map(str, (ROOT, ROOT / "scripts"))
 
-DEMO = Path(__file__).resolve().parent.parent / "scenarios" / "demo"
+from dry_cells import LayerCell, layer_cells  # noqa: E402
+
+from tests.architectures.families import save_family  # noqa: E402
+from tests.checks.quant_methods import (  # noqa: E402
+    CHECKPOINTS,
+    write,
+    write_experts,
+    write_gpt_oss,
+)
+from tests.models import save_llama, save_w4a8_in_bytes  # noqa: E402
+from vexport.formats.schemes import all_schemes  # noqa: E402
+
+DEMO = ROOT / "scenarios" / "demo"
 CAPABILITIES, SIZES = "75,80,86,89,90,100,103,120", "1,2"
-# What identifies a cell: checkpoint, kind of layer (empty for the whole checkpoint), size and
-# capability.
+# Schemes with static input scales, which need calibration text.
+CALIBRATED = ("FP8", "NVFP4")
+# Methods whose routed experts are compared as well.
+OF_EXPERTS = ("fp8-block", "modelopt-nvfp4")
+# Writes a checkpoint to a new folder.
+Make = Callable[[Path], object]
+# What identifies a cell: checkpoint, kind of layer, tensor parallel size and capability.
 Place = tuple[str, str, int, int]
+# Status, precision and kernel.
+Answer = tuple[str, str, str]
 
 
-def quantized(folder: Path) -> Iterator[Path]:
-    """The demo's model in every scheme, rounded to nearest."""
-    text = ("--calibration", DEMO / "calibration.jsonl", "--samples", 8, "--seq-len", 64)
-    for scheme in all_schemes():
-        out = folder / scheme.name
-        words = ("quantize", DEMO / "model", out, "--scheme", scheme.name, "--rounding", "nearest")
-        vexport(
-            *words, "--no-verify", "--quiet", *(text if scheme.name in ("FP8", "NVFP4") else ())
+def makers(sources: Path) -> Mapping[str, Make]:
+    """The checkpoints by name, each with a function that writes it. `sources` holds unquantized
+    models, which are made when the first checkpoint needs them."""
+
+    def llama() -> Path:
+        path = sources / "llama"
+        return path if path.is_dir() else save_llama(path)
+
+    def family(name: str) -> Path:
+        path = sources / name
+        return path if path.is_dir() else save_family(name, path)
+
+    made: dict[str, Make] = {each.name: partial(quantize, each.name) for each in all_schemes()}
+    made["W4A8 in bytes"] = lambda out: save_w4a8_in_bytes(llama(), out)
+    for method in CHECKPOINTS:
+        made[method] = lambda out, method=method: write(method, llama(), out)
+    for method in OF_EXPERTS:
+        made[f"{method} experts"] = lambda out, method=method: write_experts(
+            method, family("qwen3-moe"), out
         )
-        yield out
+    made["mxfp4 experts"] = lambda out: write_gpt_oss(family("gpt-oss"), out)
+    return made
 
 
-def vexport(*words: object) -> None:
-    """Run a command of vexport; a refusal of a checkpoint (1) is an answer as well."""
+def quantize(scheme: str, out: Path) -> None:
+    """Quantize the demo's model, rounded to nearest."""
+    text = ("--calibration", DEMO / "calibration.jsonl", "--samples", 8, "--seq-len", 64)
+    words = ("--scheme", scheme, "--rounding", "nearest", "--no-verify", "--quiet")
+    if vexport("quantize", DEMO / "model", out, *words, *(text if scheme in CALIBRATED else ())):
+        sys.exit(f"{scheme}: quantize refuses the demo's model")
+
+
+def vexport(*words: object) -> int:
+    """Run a command of this tree's vexport. Return 0, or 1 if it refuses a checkpoint."""
     ran = subprocess.run(
-        [sys.executable, "-m", "vexport", *map(str, words)], capture_output=True, text=True
+        [sys.executable, "-m", "vexport", *map(str, words)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     if ran.returncode not in (0, 1):
         sys.exit(ran.stderr)
+    return ran.returncode
 
 
-def cells(
-    checkpoints: Sequence[Path], answers: Path, *words: object
-) -> dict[Place, tuple[str, str, str]]:
-    """Status, precision and kernel of every cell; of a refused checkpoint the status alone."""
-    vexport(
-        "load",
-        *checkpoints,
-        "--dry",
-        "--sm",
-        CAPABILITIES,
-        "--tp",
-        SIZES,
-        "-o",
-        answers,
-        "--quiet",
-        *words,
-    )
-    reports: list[dict[str, Any]] = json.loads(answers.read_text())
-    found: dict[Place, tuple[str, str, str]] = {}
-    for report in reports:
-        name = Path(report["checkpoint"]).name
-        for kind, row in (("", report), *((row["name"], row) for row in report["rows"])):
-            for cell in row["cells"]:
-                place = (name, kind, cell["tp"], cell["sm"])
-                found[place] = (cell["status"], cell["precision"], cell["kernel"])
-    return found
+def answers(
+    checkpoints: Sequence[Path], file: Path, sizes: str, *words: object
+) -> dict[Place, Answer]:
+    """Load the checkpoints dry on every device. `words` are more options of the command."""
+    where = ("--sm", CAPABILITIES, "--tp", sizes)
+    vexport("load", *checkpoints, "--dry", *where, "-o", file, "--quiet", *words)
+    reports: list[dict[str, Any]] = json.loads(file.read_text())
+    return {
+        _place(report, cell): (cell.status, cell.precision, cell.kernel)
+        for report in reports
+        for cell in layer_cells(report)
+    }
+
+
+def _place(report: Mapping[str, Any], cell: LayerCell) -> Place:
+    return Path(report["checkpoint"]).name, cell.kind, cell.tp, cell.sm
+
+
+def table(ours: Mapping[Place, Answer], wheels: Mapping[Place, Answer]) -> Iterable[str]:
+    """The lines of a Markdown table of the cells that differ. Cells of a checkpoint with the same
+    two answers share a line."""
+    lines: dict[tuple[str, Answer | None, Answer | None], list[Place]] = {}
+    for place in sorted(ours.keys() | wheels.keys()):
+        ours_here, wheels_here = ours.get(place), wheels.get(place)
+        if ours_here != wheels_here:
+            lines.setdefault((place[0], ours_here, wheels_here), []).append(place)
+    if lines:
+        yield "| checkpoint | layers | TP | SM | CPU build | CUDA wheel |"
+        yield "|---|---|---|---|---|---|"
+    for (checkpoint, ours_here, wheels_here), places in lines.items():
+        _, kinds, sizes, capabilities = zip(*places, strict=True)
+        layers = ", ".join(dict.fromkeys(kind or "the whole" for kind in kinds))
+        devices = ["/".join(map(str, sorted(set(numbers)))) for numbers in (sizes, capabilities)]
+        cells = (checkpoint, layers, *devices, _shown(ours_here), _shown(wheels_here))
+        yield f"| {' | '.join(cells)} |"
+
+
+def _shown(answer: Answer | None) -> str:
+    return " ".join(filter(None, answer)) if answer else "no such layer"
 
 
 def main() -> int:
-    """Print what differs; 1 if something does."""
+    """Print the table; return 1 if cells differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("wheel_python", type=Path, help="The interpreter with vLLM's CUDA wheel.")
     parser.add_argument(
-        "checkpoint", type=Path, nargs="*", help="Checkpoints to load [default: the demo's]."
+        "checkpoint", type=Path, nargs="*", help="Checkpoints to load [default: made here]."
     )
-    options = parser.parse_args()
+    parser.add_argument("--only", default="", help="Checkpoints whose name this pattern matches.")
+    parser.add_argument("--tp", default=SIZES, help=f"Tensor parallel sizes [default: {SIZES}].")
+    options = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        checkpoints = options.checkpoint or list(quantized(folder))
         start = time.monotonic()
-        ours = cells(checkpoints, folder / "ours.json")
-        wheels = cells(checkpoints, folder / "wheel.json", "--vllm-python", options.wheel_python)
-    differing = sorted(
-        place for place in ours.keys() | wheels.keys() if ours.get(place) != wheels.get(place)
-    )
-    for place in differing:
-        checkpoint, kind, tp, sm = place
-        print(f"{checkpoint} {kind or 'as a whole'}, tp {tp}, SM {sm}:")
-        print(f"  here {ours.get(place)}, by the wheel {wheels.get(place)}")
-    minutes = (time.monotonic() - start) / 60
+        checkpoints = [path.resolve() for path in options.checkpoint]
+        for title, make in () if checkpoints else makers(folder / "sources").items():
+            if re.search(options.only, title):
+                make(folder / title)
+                checkpoints.append(folder / title)
+        made = time.monotonic()
+        ours = answers(checkpoints, folder / "ours.json", options.tp)
+        loaded = time.monotonic()
+        wheel = ("--vllm-python", options.wheel_python.absolute())
+        wheels = answers(checkpoints, folder / "wheel.json", options.tp, *wheel)
+        ended = time.monotonic()
+    for line in table(ours, wheels):
+        print(line)
+    differing = sum(ours.get(place) != wheels.get(place) for place in ours.keys() | wheels.keys())
+    minutes = [f"{(end - begin) / 60:.1f}" for begin, end in ((start, made), (made, loaded))]
     print(
-        f"{len(differing)} of {len(ours)} cells of {len(checkpoints)} checkpoints differ "
-        f"({minutes:.1f} min)"
+        f"{differing} of {len(ours)} cells of {len(checkpoints)} checkpoints differ. Minutes: "
+        f"{minutes[0]} to make them, {minutes[1]} by the CPU build, {(ended - loaded) / 60:.1f} "
+        "by the wheel"
     )
     return 1 if differing else 0
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -112,6 +113,25 @@ def quantize(source: Path, out: Path, scheme: str, *options: object) -> Path:
         "quantize", source, out, "--scheme", scheme, *added, *options, "--no-verify", "--quiet"
     )
     assert ran.code == 0, ran.stderr
+    return out
+
+
+def save_w4a8_in_bytes(source: Path, out: Path) -> Path:
+    """Quantize a checkpoint to W4A8 as llm-compressor stores it: int-quantized, a code a byte."""
+    quantize(source, out, "W4A8")
+    (out / "vexport.json").unlink()
+    weights = out / "model.safetensors"
+    tensors = load_file(weights)
+    for packed in [name for name in tensors if name.endswith(".weight_packed")]:
+        weight = packed.removesuffix("_packed")
+        shape = torch.Size(tensors.pop(f"{weight}_shape").tolist())
+        tensors[weight] = unpack_from_int32(tensors.pop(packed), 4, shape)
+    save_file(tensors, weights, metadata={"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    settings = config["quantization_config"]
+    for part in (settings, *settings["config_groups"].values()):
+        part["format"] = "int-quantized"
+    (out / "config.json").write_text(json.dumps(config))
     return out
 
 

@@ -27,8 +27,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# What the stages import: vexport, their own modules, and what benchmarks share.
-PATHS = (HERE.parent.parent, HERE, HERE.parent / "bench")
+# What the stages import: vexport, their own modules, and what other scripts and benchmarks share.
+PATHS = (HERE.parent.parent, HERE, HERE.parent, HERE.parent / "bench")
 sys.path[:0] = map(str, PATHS)
 
 from rows import FAILED, Row, markdown, run_here  # noqa: E402

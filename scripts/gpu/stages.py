@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dry_cells import layer_cells
 from measure import DEMO, random_llama, resident_mb
 from rows import Row, Sizes
 from safetensors.torch import load_file
@@ -287,11 +288,8 @@ def real_kernels(report: dict[str, Any]) -> dict[str, str]:
 
 def expected_kernels(report: dict[str, Any]) -> dict[str, str]:
     """The same as the dry load expects it."""
-    rows = (
-        (row["name"].rpartition("*.")[2], row["cells"][0]["kernel"])
-        for row in report.get("rows", ())
-    )
-    return dict(rows)
+    cells = layer_cells(report) if report else ()
+    return {cell.kind.rpartition("*.")[2]: cell.kernel for cell in cells if cell.kind}
 
 
 def load_rows(name: str, out: Path, folder: Path, *words: str) -> list[Row]:
