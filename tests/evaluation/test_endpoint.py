@@ -150,7 +150,7 @@ def test_log_probabilities_are_those_of_the_prompts_tokens(server: AddingServer)
     assert asked.score([5, 3, 9], 1) == [{3: -0.03, 7: -0.07}, {9: -0.09, 7: -0.07}]
     server.gives_scores = False
     with pytest.raises(
-        InputError, match="no log-probabilities of prompts .* need completions with echo"
+        EnvironmentFault, match="no log-probabilities of the prompt .* need completions with echo"
     ):
         asked.score([5, 3, 9], 1)
 

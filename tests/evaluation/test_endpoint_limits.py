@@ -163,8 +163,14 @@ def test_wrong_log_probabilities_are_the_servers_fault(fields: dict[str, object]
 def test_missing_log_probabilities_are_named(logprobs: object) -> None:
     with (
         replying(with_choice(logprobs=logprobs)) as url,
-        pytest.raises(InputError, match="leave out --text"),
+        pytest.raises(EnvironmentFault, match="no log-probabilities.*leave out --text"),
     ):
+        asked(url).score([3, 2, 4], 1)
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+def test_refused_log_probabilities_are_bad_usage(status: int) -> None:
+    with replying(of_status(status)) as url, pytest.raises(InputError):
         asked(url).score([3, 2, 4], 1)
 
 

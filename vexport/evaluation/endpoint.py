@@ -61,6 +61,10 @@ _PROBES = 3
 _TELL_EVERY = 30.0
 _KEPT = "look at the server, and call again: what is answered is kept, and only the rest is asked"
 _LOOK = "look at the server, and at the address (http://HOST:PORT/v1)"
+_SCORES_NEEDED = "completions with echo and logprobs, as vLLM's"
+_WITHOUT_SCORES = (
+    "leave out --text, and tasks that choose by likelihood (multiple choice, perplexity)"
+)
 _SHOWN = 300
 # Bytes of an answer: a fixed part, a token of generated text, and a token of a prompt with 20
 # log-probabilities.
@@ -209,8 +213,9 @@ class Server:
         """Log-probabilities of all tokens of a prompt but the first, with the `top` likeliest in
         the place of each.
 
-        InputError if the server gives none. A token at or beyond the size of the `vocabulary` is a
-        fault of the server.
+        InputError if the server refuses the request. EnvironmentFault if its answer has no
+        log-probabilities. A token at or beyond the size of the `vocabulary` is a fault of the
+        server.
         """
         asked: dict[str, Json] = {"echo": True, "logprobs": top, "max_tokens": 1, "temperature": 0}
         ids: dict[str, Json] = {"return_tokens_as_token_ids": True} if self.model.version else {}
@@ -222,7 +227,12 @@ class Server:
         try:
             return self._complete(SCORE, {"prompt": list(prompt), **asked, **ids}, read, most_bytes)
         except NoScoresError:
-            raise self._without_scores("none in its answer") from None
+            raise UnreachableError(
+                self.endpoint.url,
+                got=f"no log-probabilities of the prompt in the answer to {SCORE}",
+                need=_SCORES_NEEDED,
+                fix=_WITHOUT_SCORES,
+            ) from None
 
     def metrics(self, names: Iterable[str]) -> dict[str, float]:
         """Return vLLM's counters of these names, summed over their labels.
@@ -250,15 +260,6 @@ class Server:
     def _words(self, model: ServedModel) -> str:
         return self._shown(
             f"{model.name} ({model.root or 'no root'}, vLLM {model.version or 'unknown'})"
-        )
-
-    def _without_scores(self, got: str) -> InputError:
-        return InputError(
-            self.endpoint.url,
-            got=f"no log-probabilities of prompts from the server ({got})",
-            need="completions with echo and logprobs, as vLLM's",
-            fix="leave out --text, and tasks that choose by likelihood (multiple choice, "
-            "perplexity)",
         )
 
     def _complete(
@@ -313,7 +314,8 @@ class Server:
                 "--text, --text-tokens",
             )
         if asked == SCORE and 400 <= error.status < 500 and error.status not in NO_KEY:
-            return self._without_scores(words)
+            got = f"no log-probabilities of prompts from the server ({words})"
+            return InputError(url, got=got, need=_SCORES_NEEDED, fix=_WITHOUT_SCORES)
         return self._refused(asked, error)
 
     def _refused(self, asked: str, error: RefusedError) -> InputError:
@@ -457,10 +459,7 @@ class Server:
         """
         fix = "look at the server's log"
         if asked == SCORE:
-            fix += (
-                "; or leave out --text, and tasks that choose by likelihood (multiple "
-                "choice, perplexity)"
-            )
+            fix += f"; or {_WITHOUT_SCORES}"
         got = f"no answer to {asked}, {_PROBES} times the same: {words}"
         return UnreachableError(self.endpoint.url, got=got, need="", fix=fix)
 

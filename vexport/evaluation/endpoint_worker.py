@@ -86,7 +86,7 @@ class EndpointModel(AskedModel):
         self.llm_engine = SimpleNamespace(model_config=config)
 
     def require_scores(self) -> None:
-        """Raise InputError unless the server gives log-probabilities of prompts."""
+        """Raise an error unless the server gives log-probabilities of prompts."""
         self.server.score([1, 2], 1)
 
     def ask(self, questions: Mapping[str, Question]) -> None:
@@ -236,7 +236,7 @@ def write_text_scores(model: EndpointModel, request: SessionRequest) -> None:
         places: list[dict[int, float]] = [dict(place) for place in answer]  # type: ignore[arg-type]
         if any(token < 0 for place in places for token in place):
             got, need = "tokens without their ids", "return_tokens_as_token_ids, as vLLM's"
-            raise InputError(
+            raise EnvironmentFault(
                 model.server.endpoint.url, got=got, need=need, fix="let tasks decide (--task)"
             )
         scores[f"nll.{number}"] = torch.tensor(
