@@ -18,6 +18,10 @@ def with_further(value: str) -> str:
     return f'{{"a":{{{FIELDS},"x":{value}}}}}'
 
 
+def with_metadata(value: str) -> str:
+    return f'{{"__metadata__":{value},{TENSOR}}}'
+
+
 HEADERS = {
     "sound": f"{{{TENSOR}}}",
     "further key": with_further('[1, {"y": -2.5}]'),
@@ -33,6 +37,22 @@ HEADERS = {
     "half a character in a name": f'{{"\\ud800":{{{FIELDS}}}}}',
     "half a character in a further key": with_further('"\\ud800"'),
     "half a character in metadata": f'{{"__metadata__":{{"k":"\\udc00"}},{TENSOR}}}',
+    "metadata null": with_metadata("null"),
+    "metadata empty": with_metadata("{}"),
+    "metadata array": with_metadata("[]"),
+    "metadata array of strings": with_metadata('["a"]'),
+    "metadata string": with_metadata('""'),
+    "metadata number": with_metadata("0"),
+    "metadata boolean": with_metadata("false"),
+    "metadata of numbers": with_metadata('{"k":1}'),
+    "metadata of null": with_metadata('{"k":null}'),
+    "metadata of objects": with_metadata('{"k":{"l":"m"}}'),
+    "metadata of 200 levels": with_metadata("[" * 200 + "]" * 200),
+    "tensor null": f'{{"b":null,{TENSOR}}}',
+    "tensor number": f'{{"b":1,{TENSOR}}}',
+    "tensor of 200 levels": f'{{"b":{"[" * 200 + "]" * 200},{TENSOR}}}',
+    "field missing": f'{{"b":{{"dtype":"F32","shape":[0]}},{TENSOR}}}',
+    "field null": f'{{"b":{{"dtype":null,"shape":[0],"data_offsets":[0,0]}},{TENSOR}}}',
     "metadata twice": f'{{"__metadata__":{{"k":"a"}},"__metadata__":{{"k":"b"}},{TENSOR}}}',
     "field twice": f'{{"a":{{"dtype":"F32",{FIELDS}}}}}',
     "126 levels": with_further("[" * 126 + "1" + "]" * 126),
@@ -78,8 +98,22 @@ def test_keys_that_occur_twice(tmp_path: Path, name: str) -> None:
     assert not is_read(write(tmp_path, FORBIDDEN[name]))
 
 
-def test_check_names_file_and_cause(tmp_path: Path) -> None:
-    file = write(tmp_path, HEADERS["field twice"])
+@pytest.mark.parametrize(
+    ("header", "cause"),
+    [
+        ("field twice", "dtype occurs twice"),
+        ("200 levels", "too deep"),
+        ("20000 levels", "too deep"),
+        ("metadata array", "__metadata__ is an array, not an object of strings"),
+        ("metadata number", "__metadata__ is a number, not an object of strings"),
+        ("metadata of null", "__metadata__: k is null, not a string"),
+        ("metadata of 200 levels", "__metadata__ is an array, not an object of strings"),
+        ("tensor null", "b is null, not an object"),
+        ("field missing", "b: no data_offsets"),
+    ],
+)
+def test_check_names_file_and_cause(tmp_path: Path, header: str, cause: str) -> None:
+    file = write(tmp_path, HEADERS[header])
     (tmp_path / "config.json").write_text(
         '{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}'
     )
@@ -87,4 +121,4 @@ def test_check_names_file_and_cause(tmp_path: Path) -> None:
     assert ran.code == 1
     shown = " ".join(ran.stdout.split())
     assert file.name in shown
-    assert "dtype occurs twice" in shown
+    assert cause in shown

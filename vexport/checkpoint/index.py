@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vexport.checkpoint.dtypes import BITS
-from vexport.errors import InputError, raise_all, require_working_disk
+from vexport.errors import InputError, clip, raise_all, require_working_disk
 from vexport.files import digest_bytes, read_json_object, require_fetched, unreadable_kind
 from vexport.records import Json, TensorInfo
+from vexport.records.values import json_type
 
 # The longest header that safetensors itself accepts (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER_BYTES = 100_000_000
@@ -102,16 +103,12 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         raise _broken(file, str(error)) from None
     try:
         header = _parsed(data)
-        metadata = header.pop(METADATA, None) or {}
-        if not isinstance(metadata, dict) or not all(
-            isinstance(each, str) for each in metadata.values()
-        ):
-            raise ValueError(f"{METADATA} that is no object of strings")
+        _require_strings(header.pop(METADATA, None))
         tensors = [_tensor(file, name, entry, 8 + length) for name, entry in header.items()]
     except RecursionError:
         raise _broken(file, "the header error: values too deep in each other") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise _broken(file, f"the header error {error}") from None
+    except ValueError as error:
+        raise _broken(file, f"the header error: {error}") from None
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
     _require_contiguous(file, tensors, 8 + length, size)
     return {tensor.name: tensor for tensor in tensors}
@@ -136,9 +133,21 @@ def _parsed(data: bytes) -> dict[str, Any]:
         json.dumps(header, ensure_ascii=False).encode(
             "utf-8"
         )  # raises ValueError for half of a pair
-    if any(_depth(entry) > DEEPEST for entry in header.values() if len(entry) > len(FIELDS)):
+    objects = (entry for entry in header.values() if isinstance(entry, dict))
+    if any(_depth(entry) > DEEPEST for entry in objects if len(entry) > len(FIELDS)):
         raise ValueError("values too deep in each other")
     return header
+
+
+def _require_strings(metadata: object) -> None:
+    """Raise ValueError unless the metadata of a header is null or an object of strings."""
+    if metadata is None:  # safetensors reads null as no metadata
+        return
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{METADATA} is {json_type(metadata)}, not an object of strings")
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{METADATA}: {clip(key, 100)} is {json_type(value)}, not a string")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -146,7 +155,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)} occurs twice")
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {clip(twice, 100)} occurs twice")
     return found
 
 
@@ -176,8 +186,12 @@ def _depth(value: Any) -> int:
     return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
 
 
-def _tensor(file: Path, name: str, entry: dict[str, Json], base: int) -> TensorInfo:
-    """A tensor by its entry; ValueError, KeyError or TypeError for one that is none."""
+def _tensor(file: Path, name: str, entry: Json, base: int) -> TensorInfo:
+    """Return the tensor that an entry of a header describes; ValueError if it describes none."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name} is {json_type(entry)}, not an object")
+    if missing := [field for field in FIELDS if field not in entry]:
+        raise ValueError(f"{name}: no {' and no '.join(missing)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(f"{name}: unknown dtype {dtype}")

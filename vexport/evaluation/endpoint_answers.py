@@ -14,6 +14,7 @@ from email.utils import parsedate_to_datetime
 
 from vexport.evaluation.endpoint_client import Reply
 from vexport.records import Json
+from vexport.records.values import json_type
 
 TOO_MANY, UNAVAILABLE = 429, 503
 NO_SUCH_PATH = (404, 405, 501)
@@ -341,9 +342,7 @@ def _position(token: int, value: Json, others: Json, vocabulary: int) -> Positio
             f"a log-probability of {own} for a token of the prompt, which is not finite"
         )
     if not isinstance(others, dict):
-        raise PassingError(
-            f"top_logprobs that are {type(others).__name__} in a place, not an object"
-        )
+        raise PassingError(f"top_logprobs with {json_type(others)} in a place, not an object")
     position = {token: own}
     for number, (name, each) in enumerate(others.items()):
         key, logprob = -1 - number, _logprob(each)
@@ -357,7 +356,7 @@ def _position(token: int, value: Json, others: Json, vocabulary: int) -> Positio
 def _logprob(value: Json) -> float:
     """Return a log-probability, which may be minus infinity."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise PassingError(f"a log-probability that is no number ({type(value).__name__})")
+        raise PassingError(f"a log-probability that is {json_type(value)}, not a number")
     if not value <= _LARGEST_LOGPROB:
         raise PassingError("a log-probability above 0 or of NaN")
     return float(value) if value > -1e300 else -math.inf

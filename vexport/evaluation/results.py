@@ -29,6 +29,7 @@ from vexport.evaluation.metrics import AGGREGATIONS, Meaning, meaning_of
 from vexport.files import from_json, read_json_object, require_no_device, to_json, write_text
 from vexport.outputs.manifest import record
 from vexport.records import Json, Prompting
+from vexport.records.values import json_type
 
 SEED = "vexport_seed"
 """The key of a sample's seed, where several answers were sampled for a document."""
@@ -163,7 +164,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Json]]]:
                     raise InputError(where, got=got, need="a sample", fix=fix) from None
                 if not isinstance(value, dict):
                     raise InputError(
-                        where, got=f"a JSON {type(value).__name__}", need="a sample", fix=fix
+                        where, got=f"{json_type(value)} of JSON", need="a sample", fix=fix
                     )
                 yield where, value
     except OSError as error:

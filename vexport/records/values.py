@@ -31,3 +31,9 @@ def about(documents: int) -> str:
     """An estimate of documents with two digits: 70941 is `about 71,000`."""
     scale = 10 ** max(0, len(str(documents)) - 2)
     return f"about {-(-documents // scale) * scale:,}"
+
+
+def json_type(value: object) -> str:
+    """Return the name of the type of a JSON value, as messages show it."""
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), "a number")
