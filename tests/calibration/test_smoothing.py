@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.calibration.models import configs, expert_configs, plan_for, samples, save
@@ -227,6 +227,45 @@ def test_exponents_that_cancel_in_no_product_do_not_pass(
     assert ran.code == 1
     assert "1 error at" in ran.errors[0]
     assert "smoothing.json: model.layers.1" in ran.errors[0]
+
+
+def with_code(folder: Path, copy: Path, mark: Path, model_type: str) -> Path:
+    """Copy a checkpoint and add Python for its config, model and tokenizer that writes `mark`."""
+    copytree(folder, copy)
+    (copy / "own.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
+        f"open({str(mark)!r}, 'w').close()\n"
+        f"class OwnConfig(LlamaConfig): model_type = {model_type!r}\n"
+        "class OwnModel(LlamaForCausalLM): config_class = OwnConfig\n"
+        "class OwnTokenizer(PreTrainedTokenizerFast): pass\n"
+    )
+    code = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    config = json.loads((copy / "config.json").read_text())
+    changes = {"model_type": model_type, "auto_map": code}
+    (copy / "config.json").write_text(json.dumps({**config, **changes}))
+    tokenizer = {
+        "tokenizer_class": "Own",
+        "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]},
+    }
+    (copy / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return copy
+
+
+@pytest.mark.parametrize("model_type", ["llama", "own-llama"])
+def test_check_with_a_source_runs_no_code_of_either(
+    source: Path, smoothed: Path, tmp_path: Path, model_type: str
+) -> None:
+    """The checkpoint is smoothed, so that layers of the source run."""
+    mark = tmp_path / "ran"
+    origin = with_code(source, tmp_path / "source", mark, model_type)
+    checkpoint = with_code(smoothed, tmp_path / "checkpoint", mark, model_type)
+    for options in ((), ("--static",), ("--static", "--trust-remote-code")):
+        ran = vexport("check", checkpoint, "--source", origin, *options)
+        assert ran.code in (0, 1), ran.stderr
+        assert ("a source that cannot run" in ran.stdout) == (model_type == "own-llama")
+        assert not mark.exists(), options
+    AutoConfig.from_pretrained(origin, trust_remote_code=True)
+    assert mark.exists()  # the code does write it if somebody lets it run
 
 
 def test_repair_compares_a_smoothed_checkpoint(
