@@ -382,6 +382,59 @@ def test_overrides_that_nothing_calls_are_refused() -> None:
     Helped("weight", CHANNEL)(normal(4, 8))
 
 
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [
+        ("get_min_max", "update_statistics_from_observed"),
+        ("get_current_min_max", "update_statistics_from_observed"),
+        ("get_global_min_max", "get_global_scale"),
+        ("get_current_global_min_max", "get_global_scale"),
+    ],
+)
+def test_replaced_methods_are_refused_by_name(name: str, replacement: str) -> None:
+    kind = type("Earlier", (Observer,), {name: lambda self, observed: (observed, observed)})
+    with pytest.raises(ValueError, match=f"{name}: .*; override {replacement} instead"):
+        kind("weight", NVFP4)
+
+
+def test_an_override_of_get_global_scale() -> None:
+    class Fixed(MemorylessMinMaxObserver):
+        """A global scale that does not follow the values."""
+
+        def get_global_scale(self) -> torch.Tensor:
+            return torch.tensor([100.0])
+
+    weight = normal(16, 32)
+    observer = Fixed("weight", NVFP4)
+    observer(weight)
+    found = observer.qparams()
+    assert torch.equal(observer.get_global_scale(), torch.tensor([100.0]))
+    assert found["global_scale"] is not None
+    assert torch.equal(found["global_scale"], torch.tensor([100.0]))
+    steps = weight.reshape(16, 2, 16).abs().amax(-1) / 6 * 100
+    assert torch.equal(found["scale"], steps.to(torch.float8_e4m3fn).float())
+
+
+def test_observed_tokens_can_be_counted_otherwise() -> None:
+    class Rows(MemorylessMinMaxObserver):
+        """Counts rows instead of tokens."""
+
+        def record_observed_tokens(self, observed: torch.Tensor) -> None:
+            self.tokens += observed.shape[0]
+
+    usual = load_observer("static_minmax", "input", TENSOR)
+    usual.record_observed_tokens(torch.zeros(2, 3, 8))
+    assert usual.tokens == 6
+    own = Rows("input", TENSOR)
+    own(torch.zeros(2, 3, 8))
+    assert own.tokens == 2
+
+
+def test_a_class_in_a_file_is_refused() -> None:
+    with pytest.raises(ValueError, match="need a class that can be imported"):
+        Observer.load_from_registry("observers.py:Halved", base_name="weight", args=CHANNEL)
+
+
 def test_wrong_scales_of_an_override_are_refused() -> None:
     class Wrong(Observer):
         """Returns one scale for all."""

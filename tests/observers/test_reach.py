@@ -186,6 +186,12 @@ class Halved(Observer):
         return scale / 2, zero_point
 
 
+class Own(Observer):
+    def get_qparams(self):
+        found = super().get_qparams()
+        return {**found, "scale": found["scale"] / 2}
+
+
 class Ignored(Observer):
     def get_min_max(self, observed):
         return observed.amin((0, -1)), observed.amax((0, -1))
@@ -210,6 +216,18 @@ def test_observers_of_the_older_documents(
     for kind in ("weight_scale", "input_scale"):
         found, expected = half[f"{LAYER}.{kind}"].float() * 2, whole[f"{LAYER}.{kind}"].float()
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-    ran = vexport("plan", llama, "--scheme", "FP8", "--observer", "older:Ignored")
-    assert ran.code == 2
-    assert "override update_statistics_from_observed instead" in ran.stderr
+    for command in ("plan", "quantize"):
+        out = () if command == "plan" else (tmp_path / "refused", *options[2:])
+        arguments = (command, llama, *out, "--scheme", "FP8")
+        ran = vexport(*arguments, "--observer", "older:Ignored")
+        assert ran.code == 2
+        assert "override update_statistics_from_observed instead" in ran.stderr
+        ran = vexport(*arguments, "--input-observer", "older:Own")
+        assert ran.code == 2
+        assert "older:Own, which overrides get_qparams()" in ran.stderr
+        assert "update_statistics_from_observed()" in ran.stderr
+    assert not (tmp_path / "refused").exists()
+    ran = vexport("quantize", llama, tmp_path / "own", *options, "--observer", "older:Own")
+    assert ran.code == 0, ran.stderr
+    own = load_file(tmp_path / "own" / "model.safetensors")
+    assert torch.equal(own[f"{LAYER}.weight_scale"], half[f"{LAYER}.weight_scale"])
