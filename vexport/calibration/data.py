@@ -81,6 +81,11 @@ class Samples:
         """SHA-256 of the token ids."""
         return digest_bytes(json.dumps(self.token_ids).encode())
 
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of all samples."""
+        return sum(len(ids) for ids in self.token_ids)
+
     def taken(self, positions: Iterable[int]) -> "Samples":
         """Select the samples at these positions, in their order."""
         positions = tuple(positions)

@@ -83,9 +83,7 @@ class Gradients:
 
     def _before(self, layer: Layer, position: int) -> torch.Tensor:
         """A copy of a layer's inputs on the device."""
-        states = self._entered[
-            self._walk.numbers.index(layer.number) * len(self._walk.ids) + position
-        ]
+        states = self._entered[layer.number * len(self._walk.ids) + position]
         return states.to(self._walk.device, copy=True)
 
     def _through(

@@ -238,7 +238,7 @@ def calibrate(
     return CalibrationRecord(
         rows=samples.rows,
         digest=samples.digest,
-        tokens=sum(len(ids) for ids in samples.token_ids),
+        tokens=samples.tokens,
         ranges=statistics.ranges(),
         importance=statistics.importances(),
         kv_ranges=cached,

@@ -103,8 +103,6 @@ class LayerWalk:
         self.index, self.device = index, device
         self.model = build_on_meta(index.root, trust_remote_code=trust_remote_code, device=device)
         self.name, self.layers = decoder_layers(self.model)
-        # The layers to visit: all, except when measuring time.
-        self.numbers: Sequence[int] = range(len(self.layers))
         self.ids: list[torch.Tensor] = []
         with Reader() as reader:
             self.weights = Weights(index, reader, self.model, device)
@@ -148,11 +146,11 @@ class LayerWalk:
         """Yield every layer with its weights, first to last, as one of several parts of the
         stage.
         """
-        return self._each(self.numbers, part, parts)
+        return self._each(range(len(self.layers)), part, parts)
 
     def backward(self, part: int = 0, parts: int = 1) -> Iterator[Layer]:
         """Yield every layer with its weights, last to first."""
-        return self._each(list(reversed(self.numbers)), part, parts)
+        return self._each(range(len(self.layers))[::-1], part, parts)
 
     def on_device(self, states: torch.Tensor) -> torch.Tensor:
         """Hidden states on the device; nobody waits for pinned ones, which the device alone
@@ -200,6 +198,8 @@ class LayerWalk:
         )
 
     def _each(self, numbers: Sequence[int], part: int, parts: int) -> Iterator[Layer]:
+        if part == 0:
+            self._report(0, parts * len(numbers))
         reading = None
         for done, number in enumerate(numbers, start=1):
             if reading is None:

@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -234,9 +236,6 @@ def conclude(outcome: str, name: str, reason: str, *, fix: str = "") -> None:
 
 
 LINE_EVERY_SECONDS = 15.0
-# Time left is by the mean speed since the start: a layer can take longer than what rich looks back
-# at.
-ALL_OF_IT_SECONDS = 1e6
 
 
 @contextmanager
@@ -261,8 +260,24 @@ def progress_display(*, quiet: bool) -> Iterator[OnProgress]:
             display.bars.stop()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Begun:
+    """The time of a stage's first report, and how much of the stage was done at that time."""
+
+    at: float
+    done: int
+
+    def seconds_left(self, now: float, done: int, total: int) -> float | None:
+        """Return the seconds until the end at the mean speed so far, or None before the first step.
+
+        The speed is the mean of the whole stage, because single layers differ.
+        """
+        new = done - self.done
+        return (now - self.at) / new * (total - done) if new > 0 else None
+
+
 class BarDisplay:
-    """One bar for each stage."""
+    """One bar for each stage, with the time that it has taken and the time that is left."""
 
     def __init__(self) -> None:
         from rich import progress
@@ -274,20 +289,27 @@ class BarDisplay:
             progress.BarColumn(bar_width=24),
             progress.MofNCompleteColumn(),
             progress.TimeElapsedColumn(),
-            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[left]}"),
             console=Console(stderr=True),
-            speed_estimate_period=ALL_OF_IT_SECONDS,
         )
         self._tasks: dict[str, TaskID] = {}
+        self._begun: dict[str, _Begun] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Update the stage's bar and its detail."""
-        name, total = stage.partition(PROGRESS_DETAIL)[0], max(total, 1)
+        name, now = stage.partition(PROGRESS_DETAIL)[0], time.monotonic()
+        total = max(total, 1)
         self.bars.start()
         if name not in self._tasks:
-            self._tasks[name] = self.bars.add_task("", total=total)
+            self._tasks[name] = self.bars.add_task("", total=total, left="")
+            self._begun[name] = _Begun(at=now, done=done)
+        left = self._begun[name].seconds_left(now, done, total)
         self.bars.update(
-            self._tasks[name], description=_whole(stage), completed=min(done, total), total=total
+            self._tasks[name],
+            description=_whole(stage),
+            completed=min(done, total),
+            total=total,
+            left=f"{timedelta(seconds=round(left))} left" if left else "",
         )
 
 
@@ -295,32 +317,33 @@ class PlainDisplay:
     """A line when a stage starts, at most every fifteen seconds with the time left, and when it
     ends.
 
-    What is true of a stage at a moment (PROGRESS_DETAIL) is a line when it changes.
+    The detail of a stage (PROGRESS_DETAIL) is printed when it changes.
     """
 
     def __init__(self) -> None:
-        self._started: dict[str, float] = {}
+        self._begun: dict[str, _Begun] = {}
         self._printed: dict[str, float] = {}
         self._shown: set[str] = set()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Print the progress of the stage, if it is due."""
         now, name = time.monotonic(), stage.partition(PROGRESS_DETAIL)[0]
-        is_first, is_end = name not in self._started, done >= total
-        seconds = now - self._started.setdefault(name, now)
+        is_first, is_end = name not in self._begun, done >= total
+        begun = self._begun.setdefault(name, _Begun(at=now, done=done))
         if name in self._shown:  # it has ended
             return
+        left = begun.seconds_left(now, done, total)
+        progress = f"{done} of {total}" + (f", {left:.0f} s left" if left else "")
         if is_first and is_end:  # an event without a duration
             line = _whole(stage)
         elif stage != name and stage not in self._shown:
-            line, is_end = f"{_whole(stage)}, {done} of {total}", False
+            line, is_end = f"{_whole(stage)}, {progress}", False
         elif is_end:
-            line = f"{name}: done in {seconds:.1f} s"
+            line = f"{name}: done in {now - begun.at:.1f} s"
         elif is_first:
             line = f"{name} ..."
         elif now - self._printed[name] >= LINE_EVERY_SECONDS:
-            left = f", {seconds / done * (total - done):.0f} s left" if done else ""
-            line = f"{name}: {done} of {total}{left}"
+            line = f"{name}: {progress}"
         else:
             return
         self._printed[name] = now

@@ -25,7 +25,6 @@ from vexport.cli.quantize import (
     PLAN_OPTIONS,
     CalibrationOptions,
     calibration_options,
-    estimate,
     given_options,
     given_values,
     plan_options,
@@ -34,11 +33,10 @@ from vexport.cli.quantize import (
     scheme_option,
 )
 from vexport.errors import InputError
-from vexport.records import OnProgress, Plan, PlanRequest
+from vexport.records import Plan, PlanRequest
 
 if TYPE_CHECKING:
-    from vexport.checkpoint.index import SourceIndex
-    from vexport.scenario import Calibration, Scenario
+    from vexport.scenario import Scenario
 
 
 @command(unlisted=("smoothing", "input_observer", "seed", "pack", "all_experts", "device"))
@@ -63,8 +61,8 @@ def plan(
 ) -> None:
     """Show what quantizing would do: layers, groups, size, problems.
 
-    SOURCE is a folder or a hub id. Reads headers only. Without --scheme it compares all schemes;
-    with --calibration it measures how long the text will take. Takes what quantize takes.
+    SOURCE is a folder or a hub id. Reads headers only. Without --scheme it compares all schemes.
+    Takes the options of quantize: with --calibration the plan rounds weights by text.
 
     \b
     Examples:
@@ -147,6 +145,8 @@ def _plan_rules(
     trust_remote_code: bool,
 ) -> None:
     """The plan of a scheme or recipe for a model; `name` is the source with its revision."""
+    from vexport.checkpoint.source import require_data
+    from vexport.plan.rules import calibration_need
     from vexport.plan.source import plan_headers, requested
 
     require_consistent(request)
@@ -154,41 +154,17 @@ def _plan_rules(
     text = calibration.settings
     planning = replace(settings, has_text=text is not None)
     with progress_display(quiet=answer.quiet) as on_progress:
-        index, plan = plan_headers(
+        _, plan = plan_headers(
             name, rules, planning, on_progress, trust_remote_code=trust_remote_code
         )
-        if text is not None and not plan.refusals:
-            _note_time(index, plan, text, on_progress, trust_remote_code=trust_remote_code)
+    if text is not None:
+        require_data(text.data)
+        if calibration_need(plan) is None:
+            note("this plan does not need the text")
     out = "-".join((Path(source).resolve().name, *(plan.schemes or ("KV",))))
     trust = ("--trust-remote-code",) if trust_remote_code else ()
     options = (*given_values("revision", *PLAN_OPTIONS, *CALIBRATION_OPTIONS), *trust)
     _print(source, plan, shlex.join(["vexport", "quantize", source, out, *options]), answer)
-
-
-def _note_time(
-    index: "SourceIndex",
-    plan: Plan,
-    text: "Calibration",
-    on_progress: OnProgress,
-    *,
-    trust_remote_code: bool,
-) -> None:
-    """A note on what calibration will take, where the weights are here."""
-    from vexport.plan.rules import calibration_need
-    from vexport.quantize.text import PlanText, estimated_steps
-
-    if calibration_need(plan) is None:
-        note("this plan does not need the text")
-    elif not index.root.is_dir():
-        note("how long calibration takes is measured on the weights: download the model first")
-    else:
-        samples = PlanText(
-            index, plan, text, on_progress=on_progress, trust_remote_code=trust_remote_code
-        )
-        if steps := estimated_steps(samples):
-            note(estimate("this", steps))
-        else:
-            note("with this text: seconds, or more than can be measured here")
 
 
 def _compare_schemes(name: str, request: PlanRequest, answer: Answer) -> None:

@@ -35,7 +35,6 @@ from vexport.records import GroupSize, PlanRequest, RepairReport
 from vexport.records.calibration import ROUNDINGS
 
 if TYPE_CHECKING:
-    from vexport.quantize.text import Step
     from vexport.scenario import Calibration
 
 PLAN_OPTIONS = tuple(field.name for field in fields(PlanRequest))
@@ -67,15 +66,6 @@ class CalibrationOptions:
 
 
 CALIBRATION_OPTIONS = tuple(field.name for field in fields(CalibrationOptions))
-
-
-def estimate(which: str, steps: "Sequence[Step]") -> str:
-    """The line on what calibration will take with `which` text."""
-    from vexport.reports.formatting import duration, plural
-
-    each = ", ".join(f"{step.name.partition(' (')[0]} {duration(step.seconds)}" for step in steps)
-    parts = f", in {plural(len(steps), 'step')}: {each}" if len(steps) > 1 else ""
-    return f"with {which} text: about {duration(sum(step.seconds for step in steps))}{parts}"
 
 
 def given_options(*names: str) -> list[str]:
@@ -273,7 +263,6 @@ def quantize(
     text, default = calibration.settings, calibration.with_data(DEFAULT)
     notes: list[str] = []
     rules, settings, text = with_needed_text(rules, settings, text, default, notes.append)
-    which = "this" if calibration.calibration else "default"
 
     def accepted() -> None:
         for line in notes:
@@ -291,7 +280,6 @@ def quantize(
             shard_bytes=max_shard_size,
             prove=Prover(note=note, keeping=_keeping, dry=not no_verify).failure,
             on_progress=on_progress,
-            on_estimate=lambda steps: tell(estimate(which, steps)),
         )
         quantized = quantized_answer(str(out), *quantize_source(job, accepted))
     if is_first:

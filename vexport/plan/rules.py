@@ -233,17 +233,11 @@ def calibration_need(plan: Plan) -> CalibrationNeed | None:
     """The need of a plan for calibration: statistics, smoothing, or weights rounded by their
     inputs.
 
-    None where samples would change nothing.
+    None if samples would change nothing.
     """
-    static = [f"scheme {name}" for name in plan.schemes if get_scheme(name).args.calibrated]
-    if plan.attention:
-        static.append("KV cache")
-    if static:
-        return CalibrationNeed(where=static[0], samples="samples for its static scales")
-    for group in plan.groups:
-        if group.rounding == "nearest" and group.observer in BY_IMPORTANCE:
-            where = f"observer {group.observer}"
-            return CalibrationNeed(where=where, samples="samples that show importance")
+    need = statistics_need(plan)
+    if need:
+        return need
     if plan.smoothing:
         return CalibrationNeed(
             where="smoothing", samples="samples that show which channels are large"
@@ -254,6 +248,20 @@ def calibration_need(plan: Plan) -> CalibrationNeed | None:
     return CalibrationNeed(
         where=f"rounding {rounded}", samples="samples that show what enters each layer"
     )
+
+
+def statistics_need(plan: Plan) -> CalibrationNeed | None:
+    """Return why a plan needs ranges or the importance of inputs, or None if it needs neither."""
+    static = [f"scheme {name}" for name in plan.schemes if get_scheme(name).args.calibrated]
+    if plan.attention:
+        static.append("KV cache")
+    if static:
+        return CalibrationNeed(where=static[0], samples="samples for its static scales")
+    for group in plan.groups:
+        if group.rounding == "nearest" and group.observer in BY_IMPORTANCE:
+            where = f"observer {group.observer}"
+            return CalibrationNeed(where=where, samples="samples that show importance")
+    return None
 
 
 def needs_rounding(plan: Plan) -> bool:

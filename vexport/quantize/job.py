@@ -45,7 +45,7 @@ from vexport.plan.build import PlanSettings, require_accepted
 from vexport.plan.rules import calibration_need, needs_rounding
 from vexport.plan.source import DEFAULTS, plan_source
 from vexport.quantize.stream import dealt, input_digest, planned_shards, write_shards
-from vexport.quantize.text import PlanText, Step, estimated_steps, numbered, require_calibration
+from vexport.quantize.text import PlanText, require_calibration
 from vexport.records import CalibrationRecord, Json, OnProgress, Plan, silent
 from vexport.records.calibration import RoundingReport
 from vexport.scenario import Calibration, Rule
@@ -73,8 +73,6 @@ class QuantizeJob:
         lambda job, folder, plan: None
     )
     on_progress: OnProgress = silent
-    # Called with the expected time of calibration before it starts, if measured.
-    on_estimate: Callable[[tuple[Step, ...]], None] | None = None
 
 
 def quantize_source(
@@ -154,9 +152,8 @@ def write_checkpoint(
         with working as folder, unchanged(index):
             calibration, aside = known, aside_folder(folder)
             if text is not None:
-                if job.on_estimate is not None and (steps := estimated_steps(text)):
-                    job.on_estimate(steps)
-                    text.on_progress = numbered(steps, on_progress)
+                if known is None:
+                    text.show_overall_progress()
                 calibration = known or text.calibrated(aside)
                 if needs_rounding(plan):
                     finished, rounding = text.round(calibration, aside)

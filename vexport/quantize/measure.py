@@ -96,7 +96,7 @@ def measure(
             write_text(file, to_json(TrialLosses(inputs=inputs, losses=losses)))
     return GroupSensitivities(
         samples=len(samples.rows),
-        tokens=sum(map(len, samples.token_ids)),
+        tokens=samples.tokens,
         groups=tuple(_sensitivity(group, losses[group.name]) for group in layer_groups),
     )
 

@@ -301,7 +301,7 @@ def round_weights(
         rows_of_rank = samples.taken(range(rank, len(samples.rows), size))
         text = walk.text(rows_of_rank, calibration.smoothing, stage=ROUND, on_progress=on_progress)
         with text as source:
-            tokens = sum(map(len, samples.token_ids))
+            tokens = samples.tokens
             rounding = RoundingWalk(walk, plan, calibration, statistics, done, source, tokens)
             for layer in walk.forward():
                 rounding.layer(layer)

@@ -1,29 +1,16 @@
-"""Calibration text of a plan: its samples, their statistics, weights rounded by them, and the time
-it takes.
-
-The time is measured on a few rows and layers of the model itself. A trial runs all steps of a plan
-on two layers of the most common kind and one of each other. The first layer of a trial warms up;
-the others show how long a layer takes. Two trials, of few rows and of more, tell what a layer takes
-by itself (to be read, to be rounded) from what each token adds.
-"""
+"""Calibration text of a plan: its samples, their statistics, and weights rounded by them."""
 
 import logging
-import time
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
-from copy import copy
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from vexport.architectures.config import text_config
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.source import require_data
-from vexport.errors import CheckpointFailed, InputError
+from vexport.errors import InputError
 from vexport.errors.extras import require_extra
 from vexport.files import from_json, to_json, write_text
 from vexport.formats.packing.base import Array
@@ -35,31 +22,24 @@ from vexport.plan.rules import (
     calibration_need,
     needs_rounding,
     smoothed_groups,
+    statistics_need,
 )
+from vexport.quantize.time_left import OverallProgress, Step
 from vexport.records import (
-    PROGRESS_DETAIL,
     CalibrationRecord,
     FusionGroup,
     OnProgress,
     Plan,
     Smoothing,
 )
-from vexport.records.calibration import LOOK_BACK, RoundingReport
+from vexport.records.calibration import CALIBRATE, LOOK_BACK, ROUND, RoundingReport
 from vexport.scenario import Calibration
 
 if TYPE_CHECKING:
-    import torch
-
     from vexport.calibration import Samples
     from vexport.calibration.walk import LayerWalk
 
 LOG = logging.getLogger(__name__)
-# Weight-token products below which measuring the time would take about as long as the work.
-SMALL_WORK = 1e11
-# The tokens of the larger trial, at least, and its rows; a model with more kinds of layers is not
-# measured.
-TRIAL_TOKENS, TRIAL_ROWS, MOST_KINDS = 1024, 3, 6
-MEASURE = "measure how long a layer takes"
 
 
 def require_calibration(plan: Plan, settings: Calibration | None) -> None:
@@ -102,8 +82,7 @@ class PlanText:
         for note in self.samples.notes if rank_and_size()[0] == 0 else ():
             LOG.warning("note: %s", note)
         if needs_rounding(plan):
-            tokens = sum(len(ids) for ids in self.samples.token_ids)
-            require_room(plan.groups, tokens, len(self.samples.rows), self._device)
+            require_room(plan.groups, self.samples.tokens, len(self.samples.rows), self._device)
 
     @property
     def digest(self) -> str:
@@ -117,11 +96,21 @@ class PlanText:
 
         return LayerWalk(self._index, trust_remote_code=self._trust, device=self._device)
 
-    def trial(self, plan: Plan, samples: "Samples", on_progress: OnProgress) -> "PlanText":
-        """Other samples of the same text, for a part of its plan, on the same walk."""
-        trial = copy(self)
-        trial.plan, trial.samples, trial.on_progress = plan, samples, on_progress
-        return trial
+    def show_overall_progress(self) -> None:
+        """Report the time of all steps of calibration together, too, if there are several."""
+        steps = tuple(self._steps())
+        if len(steps) > 1:
+            self.on_progress = OverallProgress(steps, self.on_progress)
+
+    def _steps(self) -> Iterator[Step]:
+        """Yield the steps that calibrating and rounding will take on this rank, in their order."""
+        tokens_of_rank = self.samples.tokens // rank_and_size()[1]
+        if self._smoothed(()) or self._weighs_tokens:
+            yield Step(name=LOOK_BACK, tokens=self._looked_back_from.tokens)
+        if needs_rounding(self.plan):
+            yield Step(name=ROUND, tokens=tokens_of_rank)
+        elif statistics_need(self.plan):
+            yield Step(name=CALIBRATE, tokens=tokens_of_rank)
 
     def calibrated(self, folder: Path) -> CalibrationRecord:
         """The same, from `folder` where an earlier call left it there."""
@@ -155,29 +144,38 @@ class PlanText:
             token_weights=token_weights,
         )
 
-    @property
-    def look_back_rows(self) -> int:
-        """The number of samples, spread over all, that are looked back from."""
-        return SMOOTHING_ROWS if self.plan.smoothing else WEIGHING_ROWS
-
     def _look_back(
         self, candidates: Sequence[FusionGroup]
     ) -> tuple[Mapping[str, Smoothing], Mapping[str, tuple[float, ...]]]:
         from vexport.calibration.smoothing import look_back
-        from vexport.quantize.gptq import weighs_tokens
 
-        smoothed = smoothed_groups(candidates or self.plan.groups) if self.plan.smoothing else ()
-        weighs = weighs_tokens(self.plan.groups)
-        if not smoothed and not weighs:
+        smoothed = self._smoothed(candidates)
+        if not smoothed and not self._weighs_tokens:
             return {}, {}
         return look_back(
             self.walk,
-            self.samples.spread(self.look_back_rows),
+            self._looked_back_from,
             smoothed=smoothed,
             strength=self.plan.smoothing or 0.0,
-            weighs_tokens=weighs,
+            weighs_tokens=self._weighs_tokens,
             on_progress=self.on_progress,
         )
+
+    def _smoothed(self, candidates: Sequence[FusionGroup]) -> Sequence[FusionGroup]:
+        """Return the groups whose inputs are smoothed: among `candidates`, or all of the plan."""
+        return smoothed_groups(candidates or self.plan.groups) if self.plan.smoothing else ()
+
+    @property
+    def _weighs_tokens(self) -> bool:
+        """True if weights are rounded with tokens that count by their gradients."""
+        from vexport.quantize.gptq import weighs_tokens
+
+        return weighs_tokens(self.plan.groups)
+
+    @property
+    def _looked_back_from(self) -> "Samples":
+        """Samples, evenly spread, whose gradients show how to smooth and how to weigh tokens."""
+        return self.samples.spread(SMOOTHING_ROWS if self.plan.smoothing else WEIGHING_ROWS)
 
     def round(
         self, calibration: CalibrationRecord, folder: Path
@@ -222,163 +220,3 @@ def vocab_size(index: SourceIndex) -> int:
         return size
     path, fix = str(index.root / "config.json"), "restore the model's config.json"
     raise InputError(path, got="no vocab_size", need="the number of tokens", fix=fix)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A step of calibration, by the name of its progress, and the seconds that it will take."""
-
-    name: str
-    seconds: float
-
-
-def estimated_steps(text: PlanText) -> tuple[Step, ...]:
-    """The steps that the text of a plan will take; none for little work, or where it cannot be
-    measured.
-
-    All ranks call it. What stops a trial will stop the calibration, which says it better.
-    """
-    weights = sum(
-        member.in_features * member.out_features
-        for group in text.plan.groups
-        for member in group.members
-    )
-    if weights * _tokens(text.samples) < SMALL_WORK:
-        return ()
-    steps: tuple[Step, ...] = ()
-    text.on_progress(MEASURE, 0, 1)
-    with suppress(CheckpointFailed, InputError):
-        steps = _Trials(text).steps()
-    text.on_progress(MEASURE, 1, 1)
-    return on_first(lambda: steps)
-
-
-def numbered(steps: Sequence[Step], on_progress: OnProgress) -> OnProgress:
-    """Report several steps as one stage, in estimated seconds, so that the time left covers all of
-    them.
-    """
-    if len(steps) < 2:
-        return on_progress
-    total = max(2, round(sum(step.seconds for step in steps)))
-    numbers = {step.name: number for number, step in enumerate(steps)}
-
-    def report(stage: str, done: int, of: int) -> None:
-        if stage not in numbers:
-            on_progress(stage, done, of)
-            return
-        number = numbers[stage]
-        seconds = sum(step.seconds for step in steps[:number]) + steps[number].seconds * done / of
-        is_end = number == len(steps) - 1 and done == of
-        name = (
-            f"calibrate (seconds as estimated){PROGRESS_DETAIL}step {number + 1} of "
-            f"{len(steps)}, {stage}"
-        )
-        on_progress(name, total if is_end else min(round(seconds), total - 1), total)
-
-    report(steps[0].name, 0, 1)
-    return report
-
-
-@dataclass(slots=True)
-class _Clock:
-    """Records when each layer of each step is done."""
-
-    marks: dict[str, list[float]] = field(default_factory=dict)
-    last: float = field(default_factory=time.perf_counter)
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        now = time.perf_counter()
-        self.marks.setdefault(stage, [self.last]).append(now)
-        self.last = now
-
-
-class _Trials:
-    """Runs the steps of a plan's text for some rows and layers."""
-
-    def __init__(self, text: PlanText) -> None:
-        self._text, self._walk = text, text.walk
-        self._groups = _groups_of_layers(self._walk, text.plan)
-        kinds = [
-            _kind(layer, groups)
-            for layer, groups in zip(text.walk.layers, self._groups, strict=True)
-        ]
-        self._kinds, self._counts = kinds, Counter(kinds)
-        order = [kind for kind, _ in self._counts.most_common()]
-        firsts = [kinds.index(kind) for kind in order]
-        second = [number for number, kind in enumerate(kinds) if kind == order[0]][1:2]
-        self._numbers = [*firsts, *second]
-
-    def steps(self) -> tuple[Step, ...]:
-        """The steps of the text."""
-        text, size = self._text, rank_and_size()[1]
-        if len(self._numbers) < 2 or len(self._counts) > MOST_KINDS:
-            return ()
-        mean = _tokens(text.samples) / len(text.samples.rows)
-        few = text.samples.spread(size)
-        more = text.samples.spread(size * max(TRIAL_ROWS, round(TRIAL_TOKENS / mean)))
-        short, long, steps = self._trial(few), self._trial(more), list[Step]()
-        for name, (least, _) in short.items():
-            here, there, all_of_it = (
-                _tokens(samples.spread(text.look_back_rows) if name == LOOK_BACK else samples)
-                for samples in (few, more, text.samples)
-            )
-            layers, around = long[name]
-            each = max(0.0, layers - least) / max(1, there - here)
-            seconds = least + each * (all_of_it - here) + around * all_of_it / there
-            steps.append(Step(name=name, seconds=seconds))
-        return tuple(steps)
-
-    def _trial(self, samples: "Samples") -> dict[str, tuple[float, float]]:
-        """The seconds of each step: of all layers, if all were run, and of what is around them."""
-        plan, clock = self._text.plan, _Clock()
-        groups = tuple(group for number in self._numbers for group in self._groups[number])
-        trial = self._text.trial(replace(plan, groups=groups), samples, clock)
-        self._walk.numbers = self._numbers
-        try:
-            calibration = trial.calibrate()
-            if needs_rounding(plan):
-                with TemporaryDirectory() as folder:
-                    trial.round(calibration, Path(folder))
-        finally:
-            self._walk.numbers = range(len(self._walk.layers))
-        return {name: self._taken(marks) for name, marks in clock.marks.items()}
-
-    def _taken(self, marks: Sequence[float]) -> tuple[float, float]:
-        """The times of a step that went through the layers once, or up and back."""
-        seconds = [end - start for start, end in pairwise(marks)]
-        layers = around = 0.0
-        for number, start in enumerate(range(0, len(seconds), len(self._numbers))):
-            way = self._numbers[:: -1 if number else 1]
-            first, *rest = seconds[start : start + len(way)]
-            mean = sum(rest) / len(rest)
-            of_kind = {
-                self._kinds[layer]: taken for layer, taken in zip(way[1:], rest, strict=True)
-            }
-            layers += sum(count * of_kind.get(kind, mean) for kind, count in self._counts.items())
-            around += max(0.0, first - of_kind.get(self._kinds[way[0]], mean))
-        return layers, around
-
-
-def _tokens(samples: "Samples") -> int:
-    return sum(map(len, samples.token_ids))
-
-
-def _groups_of_layers(walk: "LayerWalk", plan: Plan) -> list[list[FusionGroup]]:
-    """The groups of each decoder layer."""
-    from vexport.calibration.inputs import Places
-
-    places, groups = Places(walk.model, walk.weights), [list[FusionGroup]() for _ in walk.layers]
-    for group in plan.groups:
-        inside = places.parameter_of(group.members[0]).removeprefix(f"{walk.name}.")
-        number = inside.partition(".")[0]
-        if number.isdecimal():
-            groups[int(number)].append(group)
-    return groups
-
-
-def _kind(layer: "torch.nn.Module", groups: Sequence[FusionGroup]) -> Hashable:
-    """The kind of a layer for timing: the shapes of its parameters, and their quantization."""
-    shapes = tuple((name, *parameter.shape) for name, parameter in layer.named_parameters())
-    return shapes, tuple(
-        (parameter.scheme, parameter.rounding, parameter.observer) for parameter in groups
-    )

@@ -1,0 +1,61 @@
+"""The seconds that calibration still takes, over all of its steps."""
+
+import pytest
+
+from vexport.quantize.time_left import COST, OVERALL, OverallProgress, Step
+from vexport.records.calibration import LOOK_BACK, ROUND
+
+STEPS = (Step(name=LOOK_BACK, tokens=1000), Step(name=ROUND, tokens=4000))
+
+
+class Recorded:
+    """Reports of all steps and of single steps, with a clock that the test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 100.0
+        self.overall = list[tuple[int, int]]()
+        self.others = list[tuple[str, int, int]]()
+        monkeypatch.setattr("vexport.quantize.time_left.time.monotonic", lambda: self.seconds)
+        self.progress = OverallProgress(STEPS, self._take)
+
+    def _take(self, stage: str, done: int, total: int) -> None:
+        if stage.startswith(OVERALL):
+            self.overall.append((done, total))
+        else:
+            self.others.append((stage, done, total))
+
+    def after(self, seconds: float, stage: str, done: int, total: int) -> None:
+        """Report a stage, so many seconds after the last report."""
+        self.seconds += seconds
+        self.progress(stage, done, total)
+
+
+def test_seconds_left_follow_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(monkeypatch)
+    recorded.after(0, LOOK_BACK, 0, 10)
+    recorded.after(5, LOOK_BACK, 1, 10)
+    expected = 50 + 50 * 4 * COST[ROUND] / COST[LOOK_BACK]
+    assert recorded.overall == [(0, 1), (5, pytest.approx(expected, abs=1))]
+
+
+def test_last_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first step took for a token no longer counts."""
+    recorded = Recorded(monkeypatch)
+    recorded.after(0, LOOK_BACK, 0, 10)
+    recorded.after(20, LOOK_BACK, 10, 10)
+    recorded.after(0, ROUND, 0, 5)
+    recorded.after(60, ROUND, 1, 5)
+    assert recorded.overall[-1] == (80, 20 + 5 * 60)
+    recorded.after(200, ROUND, 5, 5)
+    assert recorded.overall[-1] == (280, 280)
+    assert all(done < total for done, total in recorded.overall[:-1])
+
+
+def test_finished_steps_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(monkeypatch)
+    recorded.after(0, "quantize (bytes)", 3, 7)
+    recorded.after(30, ROUND, 0, 5)
+    recorded.after(10, ROUND, 1, 5)
+    assert recorded.overall == [(0, 1), (10, 50)]
+    assert ("quantize (bytes)", 3, 7) in recorded.others
+    assert (ROUND, 1, 5) in recorded.others

@@ -1,0 +1,72 @@
+"""The progress of calibration over all of its steps, with the seconds that are left.
+
+Every step reports its layers. Their speed so far shows how long the step takes, and roughly how
+long the steps after it take.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vexport.records import PROGRESS_DETAIL, OnProgress
+from vexport.records.calibration import CALIBRATE, LOOK_BACK, ROUND
+
+OVERALL = "calibrate (seconds)"
+# The seconds that a step takes for a token, relative to the other steps: measured on
+# SmolLM2-135M-Instruct on two CPU cores. Used only for steps that have not started.
+COST = {LOOK_BACK: 3.0, CALIBRATE: 1.0, ROUND: 3.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step of calibration: the name of its progress, and the number of tokens that it runs."""
+
+    name: str
+    tokens: int
+
+    @property
+    def work(self) -> float:
+        """The expected time of the step, in a unit that all steps share."""
+        return self.tokens * COST[self.name]
+
+
+class OverallProgress:
+    """Report the seconds of all steps together, next to the progress of each step.
+
+    The steps run in the given order. Steps that an earlier call has finished are not reported; they
+    are left out when a later step starts.
+    """
+
+    def __init__(self, steps: Sequence[Step], on_progress: OnProgress) -> None:
+        self._steps = {step.name: step for step in steps}
+        self._names = list(self._steps)
+        self._on_progress = on_progress
+        self._started = dict[str, float]()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Report the progress of a step, and of all steps. Other stages are passed on."""
+        if stage in self._steps:
+            now = time.monotonic()
+            is_first = not self._started
+            self._started.setdefault(stage, now)
+            if is_first:
+                self._on_progress(OVERALL, 0, 1)
+            elif done:
+                self._report(stage, done / total, now)
+        self._on_progress(stage, done, total)
+
+    def _report(self, stage: str, share: float, now: float) -> None:
+        """Report the overall progress when a `share` of a step, above 0, is done."""
+        number = self._names.index(stage)
+        elapsed = now - min(self._started.values())
+        seconds_of_step = (now - self._started[stage]) / share
+        left_of_step = seconds_of_step * (1 - share)
+        left_after_step = sum(
+            seconds_of_step * self._steps[name].work / self._steps[stage].work
+            for name in self._names[number + 1 :]
+        )
+        done = round(elapsed)
+        is_end = share == 1 and number == len(self._names) - 1
+        total = done if is_end else max(done + 1, round(elapsed + left_of_step + left_after_step))
+        detail = f"step {number + 1} of {len(self._names)}"
+        self._on_progress(f"{OVERALL}{PROGRESS_DETAIL}{detail}", done, total)
