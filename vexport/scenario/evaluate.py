@@ -150,7 +150,7 @@ class Evaluate(ScenarioSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_a_suite(cls, content: object) -> object:
+    def _fill_in_suite(cls, content: object) -> object:
         name = content.get("suite") if isinstance(content, dict) else None
         if not isinstance(content, dict) or not isinstance(name, str) or name not in SUITES:
             return content
@@ -163,40 +163,40 @@ class Evaluate(ScenarioSection):
 
     @field_validator("include_path", mode="before")
     @classmethod
-    def _one_or_more(cls, value: object) -> object:
+    def _wrap_single_folder(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
 
     @field_validator("apply_chat_template", mode="before")
     @classmethod
-    def _whether_or_which(cls, value: object) -> object:
+    def _check_chat_template(cls, value: object) -> object:
         if not isinstance(value, bool | str | None) or value == "":
             raise ValueError("true, false or the name of one of the model's templates")
         return value
 
     @field_validator("limit")
     @classmethod
-    def _number_or_share(cls, value: int | float | None) -> int | float | None:
+    def _check_limit(cls, value: int | float | None) -> int | float | None:
         if value is not None and (not 0 < value < 2**53 or value >= 1 and value != int(value)):
             raise ValueError("a number of documents from 1, or a share of them below 1")
         return value if value is None or value < 1 else int(value)
 
     @field_validator("batch_size")
     @classmethod
-    def _positive(cls, value: BatchSize) -> BatchSize:
+    def _check_batch_size(cls, value: BatchSize) -> BatchSize:
         if value != "auto" and value < 1:
             raise ValueError("auto, or a number of requests from 1")
         return value
 
     @field_validator("gen_kwargs")
     @classmethod
-    def _spelled_right(cls, value: GenKwargs) -> GenKwargs:
+    def _check_spelling_of_gen_kwargs(cls, value: GenKwargs) -> GenKwargs:
         hints = {key: nearest(key, GENERATION_KEYS) for key in value if key not in GENERATION_KEYS}
         if wrong := [f"{key}{hint}" for key, hint in hints.items() if hint]:
             raise ValueError(f"arguments that vLLM knows, not {', '.join(wrong)}")
         return value
 
     @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def _check_combinations(self) -> Self:
         no_template = self.apply_chat_template is False
         unlike = bool(self.gen_kwargs.get("temperature"))
         for key, is_wrong, need in (

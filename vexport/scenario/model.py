@@ -45,7 +45,7 @@ class Calibration(ScenarioSection):
 
     @field_validator("data", mode="before")
     @classmethod
-    def _or_a_path(cls, value: object) -> object:
+    def _path_as_text(cls, value: object) -> object:
         return str(value) if isinstance(value, Path) else value
 
     @property
@@ -106,7 +106,7 @@ class Scenario(ScenarioSection):
     evaluate: Evaluate | None = None
 
     @model_validator(mode="after")
-    def _has_what_auto_needs(self) -> Self:
+    def _check_sections_for_auto(self) -> Self:
         if self.is_mixed != (self.auto is not None):
             raise ValueError(
                 "a rule with scheme: auto and the section `auto` with its budget, or neither"

@@ -193,7 +193,7 @@ class Refit(ScenarioSection):
     ridge: Annotated[float, Gt(0)] | None = None
 
     @model_validator(mode="after")
-    def _is_refit(self) -> Self:
+    def _check_method_has_strength(self) -> Self:
         if self.method != "refit":
             raise ValueError("method refit: nothing else has a strength")
         return self
@@ -234,12 +234,12 @@ class Rule(ScenarioSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _names_its_scheme(cls, content: object) -> object:
+    def _name_scheme(cls, content: object) -> object:
         return with_named_scheme(content) if isinstance(content, dict) else content
 
     @field_validator("match")
     @classmethod
-    def _compiles(cls, value: str) -> str:
+    def _check_match_compiles(cls, value: str) -> str:
         try:
             re.compile(value.removeprefix("re:") if value.startswith("re:") else "")
         except REFUSED as error:
@@ -248,16 +248,16 @@ class Rule(ScenarioSection):
 
     @field_validator("scheme")
     @classmethod
-    def _is_known(cls, value: str) -> str:
+    def _check_scheme(cls, value: str) -> str:
         return _known_scheme(value, KEEP, AUTO)
 
     @field_validator("rounding")
     @classmethod
-    def _known_rounding(cls, value: str | Refit | None) -> str | Refit | None:
+    def _check_rounding(cls, value: str | Refit | None) -> str | Refit | None:
         return known_name(value, ROUNDINGS) if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _observers_fit(self) -> Self:
+    def _check_observers(self) -> Self:
         problems = [
             *_keyword_problems("observer_kwargs", self.observer, self.observer_kwargs),
             *_keyword_problems(
@@ -283,8 +283,8 @@ class Auto(ScenarioSection):
 
     @field_validator("candidates", mode="before")
     @classmethod
-    def _names_of_candidates(cls, values: object) -> object:
-        """A candidate may be the keys of a rule that say its scheme."""
+    def _name_candidates(cls, values: object) -> object:
+        """Replace candidates that are written as keys of a rule by the name of their scheme."""
         if not isinstance(values, list):
             return values
         return [
@@ -294,14 +294,14 @@ class Auto(ScenarioSection):
 
     @field_validator("candidates")
     @classmethod
-    def _known_candidates(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_candidates(cls, values: tuple[str, ...]) -> tuple[str, ...]:
         names = tuple(_known_scheme(name, KEEP) for name in values)
         if len(set(names)) < len(names):
             raise ValueError("each candidate once")
         return names
 
     @model_validator(mode="after")
-    def _one_budget(self) -> Self:
+    def _check_one_budget(self) -> Self:
         if sum(getattr(self, kind) is not None for kind in get_args(BudgetKind)) != 1:
             raise ValueError(f"one budget: {', '.join(get_args(BudgetKind))}")
         return self

@@ -25,8 +25,8 @@ class ScenarioSection(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_boolean_for_a_number(cls, value: object, info: ValidationInfo) -> object:
-        """Pydantic takes `true` for 1."""
+    def _refuse_boolean_as_number(cls, value: object, info: ValidationInfo) -> object:
+        """Raise ValueError for a boolean in the place of a number: pydantic reads true as 1."""
         values = value if isinstance(value, list | tuple) else [value]
         kind = str(cls.model_fields[info.field_name or ""].annotation)
         if any(isinstance(item, bool) for item in values) and "bool" not in kind:

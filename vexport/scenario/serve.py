@@ -130,10 +130,8 @@ class Serve(ScenarioSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _sorted_out(cls, values: object) -> object:
-        """Arguments in `engine_args` that have a key of their own go there; one given twice
-        stays.
-        """
+    def _move_typed_arguments(cls, values: object) -> object:
+        """Move arguments in `engine_args` to their keys, unless the key has another value."""
         if not isinstance(values, dict) or not isinstance(values.get("engine_args"), dict):
             return values
         keys, others = {**values}, dict[str, JsonValue]()
@@ -147,7 +145,7 @@ class Serve(ScenarioSection):
 
     @field_validator("compute")
     @classmethod
-    def _known_compute(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_compute(cls, values: tuple[str, ...]) -> tuple[str, ...]:
         known = {value: value if value == "cpu" else parse_capability(value) for value in values}
         if None in known.values():
             raise ValueError(
@@ -157,7 +155,9 @@ class Serve(ScenarioSection):
 
     @field_validator("engine_args")
     @classmethod
-    def _not_owned(cls, values: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
+    def _check_engine_args(
+        cls, values: dict[str, JsonValue], info: ValidationInfo
+    ) -> dict[str, JsonValue]:
         problems: list[KeyProblem] = []
         for name, value in values.items():
             typed, (allowed, need) = info.data.get(name), _OWNED.get(name, ((value,), ""))
@@ -176,7 +176,7 @@ class Serve(ScenarioSection):
         return values
 
     @model_validator(mode="after")
-    def _uni_is_one(self) -> Self:
+    def _check_uni_has_one_device(self) -> Self:
         if self.distributed_executor_backend == "uni" and self.devices > 1:
             raise ValueError(f"distributed_executor_backend mp or ray for {self.devices} devices")
         return self
