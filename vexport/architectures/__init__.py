@@ -127,13 +127,14 @@ class Architecture:
     `reordered` layers get their rows in another order when vLLM loads them. `unquantized` layers
     are built without a quantization config, `routers` with one: vLLM quantizes them unless `ignore`
     names them. `parts` are the sizes of what layers are merged of, also where a checkpoint stores
-    them as one (`parts.py`), `groups` the number of groups of which each rank needs whole ones.
+    them as one (read by `config.py`), `groups` the number of groups of which each rank needs whole
+    ones.
     `row_parallel` layers are cut along in_features by tensor parallelism, `replicated` ones not at
     all, the rest along out_features. `embedding` says how vLLM looks for the config group of the
     table of tokens, None where it never quantizes it. `language_model` are the attributes of a
     multimodal class that hold one, empty for a text model; `inner_unknown` where the checkpoint's
     config chooses its class. `kinds` are modules outside the decoder layers, and `asked` names
-    under which vLLM asks for modules, both in vLLM's names with `*` for numbers (`modules.py`).
+    under which vLLM asks for modules, both in vLLM's names with `*` for numbers (`modules.json`).
     `backend` is "transformers" for a class that vLLM runs with transformers' code, in which it
     replaces and fuses the layers that it recognizes.
     """
