@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vexport.checkpoint.index import read_index, require_config
 from vexport.checkpoint.reader import Reader, same_bytes
@@ -32,6 +33,9 @@ from vexport.errors import InputError, InputErrors, VexportError, file_problem
 from vexport.errors.extras import unforeseen
 from vexport.records import CheckReport, Finding, NotJudged
 from vexport.version import PINNED, short_version
+
+if TYPE_CHECKING:
+    from vexport.checks.vllm.translated import TranslatedView
 
 FILES = "files"
 # The check of a finding that stands for an unexpected exception in a family.
@@ -159,25 +163,32 @@ def findings_on(view: CheckpointView, against: Against | None = None) -> Iterato
     alone.
     """
     judged = other_method(view) is None
+    numbers = _InOurTerms()
     for name, check in CHECKS.items():
         if name in OF_NUMBERS and judged:
-            found = _or_internal_error(name, partial(_in_our_terms, check.run), view)
+            found = _or_internal_error(name, partial(numbers.findings, check.run), view)
             yield from found if against is None else _not_of_source(found, view, against.root)
         elif judged or name in OF_ANY_METHOD:
             yield from _or_internal_error(name, check.run, view)
     if judged and against is not None:
-        yield from _or_internal_error(SOURCE, partial(_in_our_terms, against.run), view)
+        yield from _or_internal_error(SOURCE, partial(numbers.findings, against.run), view)
 
 
-def _in_our_terms(run: CheckFunction, view: CheckpointView) -> Iterator[Finding]:
-    """A check that looks at numbers, on a checkpoint of any method; its findings name what is
-    stored.
-    """
-    if view.method is None:
-        return run(view)
-    from vexport.checks.vllm.translated import translated_findings
+class _InOurTerms:
+    """Runs checks of numbers on one checkpoint of any method, which is translated only once."""
 
-    return translated_findings(run, view)
+    def __init__(self) -> None:
+        self._translated: TranslatedView | None = None
+
+    def findings(self, run: CheckFunction, view: CheckpointView) -> Iterator[Finding]:
+        """Return the findings of a check, under the names of the stored tensors."""
+        if view.method is None:
+            return run(view)
+        from vexport.checks.vllm.translated import translate, translated_findings
+
+        if self._translated is None:
+            self._translated = translate(view)
+        return translated_findings(run, self._translated)
 
 
 def _not_of_source(

@@ -4,7 +4,6 @@ compressed-tensors.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
 
 from vexport.checkpoint.reader import Derived, DerivedReader
 from vexport.checks.vllm.groups import ConfigGroup, FusedLinear, joined_name
@@ -28,14 +27,12 @@ class TranslatedView(CheckpointView):
         return self.groups.get(next(iter(fused.members)))
 
 
-def translated_findings(run: CheckFunction, view: CheckpointView) -> Iterator[Finding]:
-    """The findings of a check that looks at numbers, by the names of what is stored."""
-    translated = translate(view)
+def translated_findings(run: CheckFunction, translated: TranslatedView) -> Iterator[Finding]:
+    """Yield the findings of a check that looks at numbers, under the names of stored tensors."""
     for finding in run(translated):
         yield replace(finding, where=translated.stored_names.get(finding.where, finding.where))
 
 
-@lru_cache(maxsize=1)
 def translate(view: CheckpointView) -> TranslatedView:
     """A view whose quantized layers have the tensors of compressed-tensors, of the same values.
 
