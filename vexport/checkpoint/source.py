@@ -6,7 +6,7 @@ Of a model of the hub a plan needs the headers of its weights alone: HTTP ranges
 import re
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ from vexport.checkpoint.index import MAX_HEADER_BYTES, require_checkpoint
 from vexport.errors import EnvironmentFault, InputError, InputErrors
 from vexport.files import user_path
 from vexport.records import OnProgress, silent
+from vexport.version import __version__
 
 DEFAULT = "default"
 # The text that ships with vexport.
@@ -284,24 +285,34 @@ def read_remote_header(listing: RepoListing, file: str) -> bytes:
 
 def _range(listing: RepoListing, file: str, start: int, stop: int) -> bytes:
     """Bytes `start` to `stop` of a file, fewer where it ends before."""
-    from huggingface_hub import hf_hub_url, utils
+    from huggingface_hub import get_session, hf_hub_url, hf_raise_for_status
 
     url = hf_hub_url(listing.name.id, file, revision=listing.commit)
-    headers: Mapping[str, str] = {
-        **utils.build_hf_headers(),  # type: ignore[attr-defined]
+    headers = {
+        **_identification(),
         "Range": f"bytes={start}-{stop - 1}",
         "Accept-Encoding": "identity",
     }
-    session = utils.get_session()  # type: ignore[attr-defined]
     with (
         explained(listing.name),
-        session.stream("GET", url, headers=headers, follow_redirects=True) as got,
+        get_session().stream("GET", url, headers=headers, follow_redirects=True) as got,
     ):
-        utils.hf_raise_for_status(got)  # type: ignore[attr-defined]
+        hf_raise_for_status(got)
         data = bytes(got.read()) if got.status_code == _PARTIAL_CONTENT else None
     if data is None:
         raise _NoRangesError
     return data
+
+
+def _identification() -> dict[str, str]:
+    """Return the headers with this program's name and, as huggingface_hub sends it, the token."""
+    from huggingface_hub import constants, get_token
+
+    headers = {"User-Agent": f"vexport/{__version__}"}
+    token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    return headers
 
 
 def resolve_drafter(speculative: str, on_progress: OnProgress) -> str:
