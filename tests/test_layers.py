@@ -19,8 +19,8 @@ LAYERS = (
     {"checkpoint", "outputs", "formats", "observers", "config_files"},
     {"scenario", "calibration", "layers"},
     {"plan", "checks"},
-    {"quantize", "fidelity", "engine", "reports"},
-    {"repair", "evaluation"},
+    {"quantize", "fidelity", "engine"},
+    {"repair", "evaluation", "reports"},
     {"run"},
     {"cli", "api"},
 )
@@ -114,6 +114,16 @@ def test_imports_never_go_up() -> None:
         and RANK[target] >= RANK[part]
     ]
     assert up == []
+
+
+def test_runs_import_only_rendering_from_reports() -> None:
+    drawn = {
+        (path.name, name)
+        for part, path, name, _ in all_imports()
+        if part == "run" and name.startswith("vexport.reports")
+    }
+    assert {name for _, name in drawn} <= {"vexport.reports", "vexport.reports.formatting"}
+    assert "making.py" not in {file for file, _ in drawn}  # the check stage
 
 
 def test_late_imports_are_the_named_ones() -> None:

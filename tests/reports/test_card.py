@@ -11,8 +11,8 @@ import pytest
 from huggingface_hub import ModelCard
 
 from tests.reports import sample
+from vexport.checkpoint.card import inherited_card
 from vexport.reports import render
-from vexport.reports.card import inherited_card
 
 # A front matter of 600 bytes that stands for 9^8 keys.
 BOMB = (

@@ -14,7 +14,7 @@ from vexport.errors import InputError
 from vexport.files import to_json
 from vexport.records import ComparedRun, Report
 from vexport.reports import render_comparison
-from vexport.reports.run import compared_run, marked
+from vexport.run.comparison import compared_run, mark_smallest, outcome_of
 
 
 def runs() -> list[Report]:
@@ -29,10 +29,10 @@ def runs() -> list[Report]:
 
 
 def rows() -> tuple[ComparedRun, ...]:
-    return marked([compared_run(report, f"runs/{report.name}") for report in runs()])
+    return mark_smallest([compared_run(report, f"runs/{report.name}") for report in runs()])
 
 
-def test_the_smallest_that_passes_is_marked() -> None:
+def test_the_smallest_that_passes_is_mark_smallest() -> None:
     assert {row.name: row.smallest for row in rows()} == {
         "third": False,
         "first": False,
@@ -44,7 +44,17 @@ def test_the_smallest_that_passes_is_marked() -> None:
     assert "NVFP4" in line
     assert line.rstrip().endswith("PASS")
     failed = [row for row in rows() if row.outcome != "PASS"]
-    assert "none passes" in render_comparison(marked(failed), "text")
+    assert "none passes" in render_comparison(mark_smallest(failed), "text")
+
+
+def test_outcome_of_several_runs() -> None:
+    passed, failed, open_ = (
+        replace(rows()[0], outcome=outcome) for outcome in ("PASS", "FAIL", "INCONCLUSIVE")
+    )
+    none = replace(passed, outcome=None)
+    assert outcome_of([failed, none, passed]) == "PASS"
+    assert outcome_of([failed, failed]) == "FAIL"
+    assert outcome_of([failed, open_]) == outcome_of([failed, none]) == "INCONCLUSIVE"
 
 
 def test_a_scheme_of_which_nothing_came_says_why() -> None:
@@ -52,7 +62,7 @@ def test_a_scheme_of_which_nothing_came_says_why() -> None:
         name="m-W4A8", folder="runs/W4A8", schemes="W4A8", reason="576 is no multiple"
     )
     for format_ in ("text", "markdown", "html"):
-        text = render_comparison(marked([*rows(), refused]), format_)
+        text = render_comparison(mark_smallest([*rows(), refused]), format_)
         assert "not made" in text
         assert "576 is no multiple" in " ".join(text.split())
 

@@ -12,9 +12,8 @@ from tests.evaluation.make import exact_power
 from tests.models import save_llama
 from vexport.errors import InputError
 from vexport.quantize.auto import plan_scenario
-from vexport.reports.plan import TYPICAL_DISAGREEMENT
 from vexport.scenario import DEFAULT_ALPHA, Evaluate, Scenario, read_scenario
-from vexport.scenario.evaluate import SUITES, Suite
+from vexport.scenario.evaluate import SUITES, TYPICAL_DISAGREEMENT, Suite
 from vexport.scenario.serve import Serve, with_options
 
 FOLDER = Path(__file__).parents[2] / "scenarios"

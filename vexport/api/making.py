@@ -17,6 +17,7 @@ from vexport.plan.source import (
     table_of_schemes,
     with_needed_text,
 )
+from vexport.quantize.answer import quantized_answer
 from vexport.quantize.auto import plan_scenario
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.records import (
@@ -32,7 +33,6 @@ from vexport.records import (
     silent,
 )
 from vexport.records.calibration import Rounding
-from vexport.reports.quantized import quantized_answer
 from vexport.scenario import Calibration, Rule, default_calibration, is_scenario, read_scenario
 
 Name = str | Path

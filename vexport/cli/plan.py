@@ -185,7 +185,8 @@ def _print(
     source: str, plan: Plan, then: str, answer: Answer, scenario: "Scenario | None" = None
 ) -> None:
     """The answer; exit with 2 where the plan has refusals."""
-    from vexport.reports.plan import TYPICAL_DISAGREEMENT, render_plan
+    from vexport.reports.plan import render_plan
+    from vexport.scenario.evaluate import TYPICAL_DISAGREEMENT
 
     evaluate, needed = scenario.evaluate if scenario else None, None
     if evaluate and evaluate.tasks and evaluate.margin > 0 and answer.format_ != "json":

@@ -251,8 +251,9 @@ def quantize(
     from vexport.checkpoint.source import DEFAULT, with_revision
     from vexport.engine.gate import Prover
     from vexport.plan.source import requested, with_needed_text
+    from vexport.quantize.answer import quantized_answer
     from vexport.quantize.job import QuantizeJob, quantize_source
-    from vexport.reports.quantized import quantized_answer, render_quantized
+    from vexport.reports.quantized import render_quantized
 
     is_first = (
         os.environ.get("RANK", "0") == "0"

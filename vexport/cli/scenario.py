@@ -112,7 +112,7 @@ def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
       vexport report runs/monday runs/tuesday -o runs.html
     """
     from vexport.reports import render, render_comparison
-    from vexport.reports.run import compared_run, marked
+    from vexport.run.comparison import compared_run, mark_smallest
     from vexport.run.directory import read_report
 
     outcomes = [(folder, attempt(partial(read_report, folder), str(folder))) for folder in run_dirs]
@@ -131,7 +131,7 @@ def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
             _of_report(folder, partial(compared_run, report, str(folder)))
             for folder, report in reports
         ]
-        print_text(render_comparison(marked(compared), answer.format_))
+        print_text(render_comparison(mark_smallest(compared), answer.format_))
     raise_problems(problems)
     _, newest = reports[-1]
     conclude(newest.outcome, newest.name, newest.reason)
@@ -221,6 +221,7 @@ def compare(
         trusted = interpreter.trust_remote_code
         require_trusted_scenario(base, scenario_file, trusted=trusted)
     require_engine((interpreter.vllm_python,))
+    from vexport.run.comparison import outcome_of
     from vexport.run.stages import compare_folder, compare_schemes
 
     written = [NamedPath(label="--run-dir", path=run_dir or compare_folder(base))]
@@ -233,15 +234,8 @@ def compare(
         )
     print_text(render_comparison(runs, answer.format_))
     raise_problems(faults)
-    passed = any(run.outcome == "PASS" for run in runs)
-    outcome = (
-        "PASS"
-        if passed
-        else "FAIL"
-        if all(run.outcome == "FAIL" for run in runs)
-        else "INCONCLUSIVE"
-    )
-    conclude(outcome, base.name, "; ".join(f"{run.schemes}: {run.reason}" for run in runs))
+    reasons = "; ".join(f"{run.schemes}: {run.reason}" for run in runs)
+    conclude(outcome_of(runs), base.name, reasons)
 
 
 @command()

@@ -111,17 +111,21 @@ def least_kl(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 def drift_warnings(drift: Drift) -> tuple[str, ...]:
     """A sentence for each limit that is exceeded."""
-    rise = drift.candidate_nll - drift.baseline_nll
     measures = (
-        ("KL to the baseline", drift.mean_kl, drift.kl_limit),
-        ("rise of the NLL over the baseline's", rise, drift.nll_limit),
+        ("KL to the baseline", drift.mean_kl, drift.kl_limit, drift.is_kl_high),
+        (
+            "rise of the NLL over the baseline's",
+            drift.nll_rise,
+            drift.nll_limit,
+            drift.is_nll_high,
+        ),
     )
     return tuple(
         f"log-probabilities: mean {what} is {value:.3g} nats a token over {drift.positions} "
         f"tokens, more "
         f"than {limit:g}: answers that no task asked for may be worse"
-        for what, value, limit in measures
-        if value > limit
+        for what, value, limit, is_high in measures
+        if is_high
     )
 
 

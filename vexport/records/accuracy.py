@@ -55,6 +55,21 @@ class Drift:
     worst: tuple[PromptDrift, ...]
     digest: str = ""
 
+    @property
+    def nll_rise(self) -> float:
+        """Return the candidate's NLL minus the baseline's."""
+        return self.candidate_nll - self.baseline_nll
+
+    @property
+    def is_kl_high(self) -> bool:
+        """Return whether the mean KL is above its limit."""
+        return self.mean_kl > self.kl_limit
+
+    @property
+    def is_nll_high(self) -> bool:
+        """Return whether the rise of the NLL is above its limit."""
+        return self.nll_rise > self.nll_limit
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
@@ -455,3 +470,8 @@ class Verdict:
     drift: Drift | None = None
     attribution: Attribution | None = None
     text: TextVerdict | None = None
+
+    @property
+    def worst_task(self) -> TaskVerdict | None:
+        """Return the task with the lowest bound; None without tasks."""
+        return min(self.tasks, key=lambda task: task.low, default=None)

@@ -202,6 +202,11 @@ class LoadReport:
     canaries: tuple[Canary, ...] = ()
     logprobs: LogprobAgreement | None = None
 
+    @property
+    def was_tried(self) -> bool:
+        """Return False for a load that was left out because an earlier stage failed."""
+        return self.ok or bool(self.findings) or self.engine is not None
+
 
 CellStatus = Literal["loads", "other precision", "faulty", "refused", "not shown"]
 
@@ -223,6 +228,16 @@ class MatrixCell:
     kernel: str = ""
     reason: str = ""
     needed: bool = True
+
+    @property
+    def loads(self) -> bool:
+        """Return whether the checkpoint loads correctly, in whatever precision it runs."""
+        return self.status in ("loads", "other precision")
+
+    @property
+    def fails(self) -> bool:
+        """Return whether the checkpoint loads wrongly, or has to load and does not."""
+        return self.status == "faulty" or (self.needed and not self.loads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

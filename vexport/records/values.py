@@ -37,3 +37,8 @@ def json_type(value: object) -> str:
     """Return the name of the type of a JSON value, as messages show it."""
     names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
     return "null" if value is None else names.get(type(value), "a number")
+
+
+def plural(number: int, noun: str, nouns: str = "") -> str:
+    """Return `1 error` or `2 errors`; `nouns` is the plural if an s is not enough."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {nouns or f'{noun}s'}"

@@ -15,9 +15,10 @@ from pydantic_core import to_jsonable_python
 
 from vexport.errors import InputError
 from vexport.records import CheckReport, DryLoadReport, Json, LoadReport
+from vexport.records.gates import Gate, check_gates
 from vexport.reports import checkpoints, markdown, text
 from vexport.reports.document import Document
-from vexport.reports.findings import Gate, check_gates, report_gates, verdict_gates
+from vexport.reports.findings import report_gates, verdict_gates
 
 if TYPE_CHECKING:
     from vexport.records import ComparedRun, Report, Verdict

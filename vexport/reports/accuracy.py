@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from vexport.records import Comparison, Flip, TaskVerdict, TextLimit, TextVerdict, Verdict
-from vexport.records.values import about
+from vexport.records.values import about, plural
 from vexport.reports import document as doc
 from vexport.reports.document import (
     TableCell,
@@ -31,7 +31,6 @@ from vexport.reports.formatting import (
     p_value,
     percent,
     percent_interval,
-    plural,
     scale_of,
     small,
     task_title,
@@ -280,10 +279,10 @@ def accuracy_tiles(verdict: Verdict | None) -> tuple[doc.Tile, doc.Tile]:
             doc.Tile("Other likeliest token", other, "", f"of {tokens} tokens"),
         )
     first, second = "Accuracy, worst task", "Answers that flipped"
-    if not verdict or not verdict.tasks:
+    worst = verdict.worst_task if verdict else None
+    if verdict is None or worst is None:
         nothing = ("not measured", "", "an earlier gate failed")
         return doc.Tile(first, *nothing), doc.Tile(second, *nothing)
-    worst = min(verdict.tasks, key=lambda task: task.low)
     scale = scale_of(worst)
     scores = f"{scale.value(worst.baseline.value)} to {scale.value(worst.candidate.value)}"
     note = f"{worst.task}: {scores}; a loss of {scale.limit(verdict.margin)} is accepted"

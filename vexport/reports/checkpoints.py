@@ -16,21 +16,19 @@ from vexport.records import (
     MatrixCell,
     MatrixRow,
 )
-from vexport.reports import document as doc
-from vexport.reports.document import facts, muted, parts, row, table
-from vexport.reports.findings import (
+from vexport.records.gates import (
     Gate,
     cell_gate,
     checkpoint_gate,
     finding_counts,
-    findings_gate,
-    judged_for,
 )
+from vexport.reports import document as doc
+from vexport.reports.document import facts, muted, parts, row, table
+from vexport.reports.findings import judged_for
 from vexport.reports.formatting import count, engine_line, percent, served_with, size, small
 
 CheckpointReport = CheckReport | LoadReport | DryLoadReport
 T = TypeVar("T", bound=CheckpointReport)
-_LOADS = ("loads", "other precision")
 # The tone and the words of a cell.
 _STATUS: dict[CellStatus, tuple[str, str]] = {
     "loads": ("pass", "loads"),
@@ -91,7 +89,7 @@ def load_suites(reports: Sequence[LoadReport | DryLoadReport]) -> Iterator[tuple
             gate = checkpoint_gate(f"load {column}".strip(), report)
             loads.setdefault(report.checkpoint, []).append(gate)
         else:
-            gate = findings_gate("dry load", report.findings, ok=report.ok)
+            gate = checkpoint_gate("dry load", report)
             yield f"{report.checkpoint} {column}".strip(), [*map(cell_gate, report.cells), gate]
     yield from loads.items()
 
@@ -188,7 +186,7 @@ def _versions(reports: Sequence[LoadReport | DryLoadReport]) -> list[doc.Documen
 def _load_answer(report: LoadReport | DryLoadReport) -> str:
     """A cell in few words."""
     if isinstance(report, DryLoadReport):
-        loaded = sum(cell.status in _LOADS for cell in report.cells)
+        loaded = sum(cell.loads for cell in report.cells)
         answer = "loads" if report.ok else "FAILS"
         return (
             answer

@@ -15,9 +15,10 @@ from xml.etree import ElementTree
 
 from vexport.errors import clip, visible
 from vexport.records import CheckReport, DryLoadReport, Finding, LoadReport, Severity
+from vexport.records.gates import Gate, Status, checkpoint_gate
+from vexport.records.values import plural
 from vexport.reports.checkpoints import titled
-from vexport.reports.findings import Gate, Status, checkpoint_gate, fold, judged_for, kinds
-from vexport.reports.formatting import plural
+from vexport.reports.findings import fold, judged_for, kinds
 
 MAX_ANNOTATIONS = 10
 _MAX_CHARACTERS = 2000

@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from vexport.records import Finding
-from vexport.reports.findings import MAX_FOLLOWING, SEVERITIES, Folded, Gate, Status, fold
-from vexport.reports.formatting import Scale, plural
+from vexport.records.gates import SEVERITIES, Gate, Status
+from vexport.records.values import plural
+from vexport.reports.findings import MAX_FOLLOWING, Folded, fold
+from vexport.reports.formatting import Scale
 
 if TYPE_CHECKING:
     from vexport.records import TaskVerdict

@@ -1,32 +1,31 @@
-"""Findings and gates for people: findings of one kind as one, what follows from a wrong config
-under its cause, and the gates of a run in their order, which CI shows as test cases and people read
-as a checklist.
+"""Findings and gates for people.
 
-JSON has each finding; every other format says how many it stands for.
+Findings of one kind are shown as one, what follows from a wrong config under its cause, and the
+gates of a run in their order. JSON has each finding; every other format says how many it stands
+for.
 """
 
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from vexport.records import (
-    CheckReport,
-    DryLoadReport,
-    Finding,
-    LoadReport,
-    MatrixCell,
-    Severity,
-    without_details,
+from vexport.records import CheckReport, DryLoadReport, Finding, LoadReport
+from vexport.records.gates import (
+    NOT_RUN,
+    SEVERITIES,
+    Gate,
+    checkpoint_gate,
+    findings_gate,
+    load_gate,
 )
-from vexport.records.values import about
+from vexport.records.values import about, plural
 from vexport.reports.formatting import (
     count,
     nats,
     nats_interval,
     outcome_line,
-    plural,
     report_device,
     report_sentence,
     scale_of,
@@ -36,8 +35,6 @@ from vexport.reports.formatting import (
 if TYPE_CHECKING:
     from vexport.records import Report, TaskVerdict, TextLimit, Verdict
 
-SEVERITIES: Sequence[Severity] = ("error", "warning", "info")
-Status = Literal["PASS", "FAIL", "INCONCLUSIVE", "SKIPPED"]
 _NUMBER = re.compile(r"\d+")
 # Dotted names of three parts and more: modules and tensors. A long word is read once, from its
 # beginning.
@@ -50,7 +47,6 @@ MAX_FOLLOWING = 20
 # A wrong quantization config changes what these checks expect of every layer.
 _AT_CONFIG = "quantization_config"
 _JUDGED_BY_CONFIG = frozenset({"completeness", "shapes", "values", "fusion", "devices"})
-_NOT_RUN = "not run: an earlier gate failed"
 _NOT_ASKED = "not asked for: the scenario has no `evaluate`"
 
 
@@ -174,33 +170,18 @@ def _braced(names: Sequence[str]) -> str:
     return ".".join([*parts[0][:start], inside, *parts[0][len(parts[0]) - end :]])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gate:
-    """One condition of the verdict: its status, one sentence, and the findings behind it."""
-
-    name: str
-    status: Status
-    message: str
-    findings: tuple[Finding, ...] = ()
-
-    @property
-    def summary(self) -> str:
-        """The message, or the number of findings where a list of them follows."""
-        return finding_counts(self.findings) if self.findings else self.message
-
-
 def report_gates(report: "Report") -> tuple[Gate, ...]:
     """plan, check, dry load, load of both models, every task, the answer; a stage not reached is
     SKIPPED.
     """
-    unasked = _NOT_ASKED if report.outcome == "PASS" else _NOT_RUN
+    unasked = _NOT_ASKED if report.outcome == "PASS" else NOT_RUN
     overall = f"{outcome_line(report.outcome, report_device(report))}: {report_sentence(report)}"
     return (
         findings_gate("plan", report.plan.refusals),
         checkpoint_gate("check", report.check),
         *((checkpoint_gate("dry load", report.dry_load),) if report.dry_load else ()),
-        _load_gate("load baseline", report.baseline_load),
-        _load_gate("load", report.load),
+        load_gate("load baseline", report.baseline_load),
+        load_gate("load", report.load),
         *(
             _accuracy_gates(report.verdict)
             if report.verdict
@@ -217,77 +198,6 @@ def verdict_gates(verdict: "Verdict") -> tuple[Gate, ...]:
         *_accuracy_gates(verdict),
         Gate(name="overall", status=verdict.outcome, message=message),
     )
-
-
-def check_gates(report: CheckReport, families: Sequence[str]) -> tuple[Gate, ...]:
-    """A gate for every family of checks, and for what else found something; without any the gate
-    `check`.
-
-    What was not judged is SKIPPED.
-    """
-    left_out = (each.brief for each in report.not_judged)
-    skipped = (Gate(name=each.what, status="SKIPPED", message=each.why) for each in left_out)
-    if not families:
-        return (checkpoint_gate("check", report), *skipped)
-    by_name: dict[str, list[Finding]] = {name: [] for name in families}
-    for finding in report.findings:
-        by_name.setdefault(finding.check, []).append(finding)
-    idle = {
-        each.what: f"not judged: {each.why}" for each in report.idle if not by_name.get(each.what)
-    }
-    return (
-        *(
-            Gate(name=name, status="SKIPPED", message=idle[name])
-            if name in idle
-            else findings_gate(name, findings)
-            for name, findings in by_name.items()
-        ),
-        *skipped,
-    )
-
-
-def cell_gate(cell: MatrixCell) -> Gate:
-    """One cell of a dry load: FAIL where it must load and does not, SKIPPED where it need not."""
-    loads = cell.status in ("loads", "other precision")
-    status: Status = (
-        "PASS" if loads else "FAIL" if cell.needed or cell.status == "faulty" else "SKIPPED"
-    )
-    message = ": ".join(filter(None, (cell.status, without_details(cell.reason))))
-    return Gate(name=f"tp {cell.tp}, sm {cell.sm}", status=status, message=message)
-
-
-def checkpoint_gate(
-    name: str, report: CheckReport | DryLoadReport | LoadReport, *, every: bool = False
-) -> Gate:
-    """The findings on one checkpoint; FAIL where the report is not ok, whatever the findings
-    say.
-    """
-    return findings_gate(name, report.findings, ok=report.ok, every=every)
-
-
-def findings_gate(
-    name: str, findings: Sequence[Finding], *, ok: bool = True, every: bool = False
-) -> Gate:
-    """FAIL with an error finding or where `ok` is off; the message is the first error or the
-    counts.
-
-    Of a refusal the findings have the cause alone, unless `every`: then vLLM's own words, too.
-    """
-    shown = findings if every else [finding.brief for finding in findings]
-    ordered = tuple(sorted(shown, key=lambda finding: SEVERITIES.index(finding.severity)))
-    errors = [finding for finding in ordered if finding.severity == "error"]
-    if errors:
-        more = f" (and {plural(len(errors) - 1, 'more error')})" if len(errors) > 1 else ""
-        return Gate(name=name, status="FAIL", message=f"{errors[0]}{more}", findings=ordered)
-    message = finding_counts(ordered) if ok else "failed without a finding"
-    return Gate(name=name, status="PASS" if ok else "FAIL", message=message, findings=ordered)
-
-
-def _load_gate(name: str, report: LoadReport) -> Gate:
-    """A load without an engine and without a finding was never tried."""
-    if not report.ok and not report.findings and report.engine is None:
-        return Gate(name=name, status="SKIPPED", message=_NOT_RUN)
-    return checkpoint_gate(name, report)
 
 
 def _accuracy_gates(verdict: "Verdict") -> Iterator[Gate]:
@@ -331,14 +241,6 @@ def staged_findings(report: "Report") -> tuple[tuple[str, Finding], ...]:
     """Every finding of a run with the gate it belongs to, the gravest first."""
     pairs = ((gate.name, finding) for gate in report_gates(report) for finding in gate.findings)
     return tuple(sorted(pairs, key=lambda pair: SEVERITIES.index(pair[1].severity)))
-
-
-def finding_counts(findings: Iterable[Finding]) -> str:
-    """`1 error, 2 warnings`, or `no findings`."""
-    severities = [finding.severity for finding in findings]
-    nouns = {"error": "error", "warning": "warning", "info": "note"}
-    counts = ((severities.count(severity), nouns[severity]) for severity in SEVERITIES)
-    return ", ".join(plural(number, noun) for number, noun in counts if number) or "no findings"
 
 
 def judged_for(report: CheckReport | LoadReport | DryLoadReport) -> str:

@@ -8,6 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from vexport.records import EngineInfo, ExpertCoverage, Plan
+from vexport.records.values import plural
 
 if TYPE_CHECKING:
     from vexport.records import (
@@ -109,11 +110,6 @@ def bits_per_weight(num_bytes: int, parameters: int) -> str:
 def count(value: int | None) -> str:
     """An integer with thousands separated: `14,042`."""
     return NOT_AVAILABLE if value is None else f"{value:,}"
-
-
-def plural(number: int, noun: str, nouns: str = "") -> str:
-    """`1 error`, `2 errors`; `nouns` where an s is not enough."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {nouns or f'{noun}s'}"
 
 
 def decibels(value: float) -> str:

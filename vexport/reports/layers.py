@@ -1,5 +1,5 @@
 """Weights and layers in a page's sections: sizes, rounding, signal-to-noise, sensitivity, drift;
-how weights were rounded in sentences and findings too.
+how weights were rounded in sentences too.
 """
 
 import math
@@ -7,12 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from vexport.architectures import with_stars
+from vexport.quantize.warnings import fallback_warnings
 from vexport.records import (
     Attribution,
-    CalibrationRecord,
     Drift,
-    Finding,
     GroupSensitivities,
     KindSize,
     LayerError,
@@ -21,17 +19,16 @@ from vexport.records import (
     Report,
 )
 from vexport.records.calibration import GroupRounding, RoundingReport
+from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.document import TableCell, badge, mono, muted, page_section, parts, table
 from vexport.reports.findings import folded_places
 from vexport.reports.formatting import (
-    MAX_NAMED,
     attribution_line,
     bits_per_weight,
     count,
     decibels,
     percent,
-    plural,
     ratio,
     schemes_in_use,
     size,
@@ -39,20 +36,6 @@ from vexport.reports.formatting import (
 )
 
 MAX_LAYERS = 400
-# Calibration tokens for each column of a weight. Mean KL in nats of SmolLM2-135M with only
-# down_proj rounded (W4A16_G64), on held-out text of the same kind and of another kind:
-#   nearest                 .129   .121
-#   refit, 1 token          .0350  .0454
-#   refit, 2 tokens         .0302  .0387
-#   refit, 4 tokens         .0281  .0373
-#   refit, 7 tokens         .0253  .0350
-#   GPTQ, 1 token           .0443  .0584
-# Below 2 tokens the KL is more than a tenth higher than with 7, which is always worth a warning.
-# From 4 to 7 it still falls by 6 percent and more: a reason to use the default amount of text, but
-# not more than that.
-ENOUGH_TOKENS, FEWEST_TOKENS = 6, 2
-# The defaults of --samples and --seq-len.
-USUAL_TOKENS = 128 * 512
 _WARNS = "An early signal: it warns, it never decides."
 _FIRST = "The first tokens of each row of the text that decides."
 
@@ -201,14 +184,20 @@ def signals_section(report: Report) -> doc.Section | None:
 
 def _drift(drift: Drift, *, by_tasks: bool) -> tuple[doc.Part, ...]:
     """The means against their limits, which the text that decides has in its own table."""
-    rise, kl = drift.candidate_nll - drift.baseline_nll, drift.mean_kl
-    within = [
-        badge("WARNING" if over else "PASS")
-        for over in (kl > drift.kl_limit, rise > drift.nll_limit)
-    ]
+    rise, limit = f"{drift.nll_rise:+.3g}", f"{drift.nll_limit:+.3g}"
     rows = (
-        ("Mean KL, nats per token", small(kl), small(drift.kl_limit), within[0]),
-        ("NLL, quantized minus baseline", f"{rise:+.3g}", f"{drift.nll_limit:+.3g}", within[1]),
+        (
+            "Mean KL, nats per token",
+            small(drift.mean_kl),
+            small(drift.kl_limit),
+            badge("WARNING" if drift.is_kl_high else "PASS"),
+        ),
+        (
+            "NLL, quantized minus baseline",
+            rise,
+            limit,
+            badge("WARNING" if drift.is_nll_high else "PASS"),
+        ),
     )
     more = muted(
         f"Largest KL of one token {small(drift.max_kl)}; the likeliest token is the same at "
@@ -222,10 +211,9 @@ def drift_line(drift: Drift) -> str:
     """The distance of the quantized model's log-probabilities from the baseline's, against the
     limits.
     """
-    rise = drift.candidate_nll - drift.baseline_nll
     return (
         f"mean KL {small(drift.mean_kl)} nats per token (limit {small(drift.kl_limit)}), NLL "
-        f"{rise:+.3g} "
+        f"{drift.nll_rise:+.3g} "
         f"(limit {drift.nll_limit:+.3g}), first choice agrees {percent(drift.top1_agreement)} over "
         f"{drift.positions} positions"
     )
@@ -331,62 +319,6 @@ def rounding_lines(rounding: RoundingReport | None) -> Iterator[str]:
         )
 
 
-def fallback_lines(rounding: RoundingReport | None) -> Iterator[str]:
-    """The groups rounded to nearest although a rule asks for more, a line for each reason."""
-    reasons: dict[str, list[str]] = {}
-    for group in rounding.fallbacks if rounding else ():
-        reasons.setdefault(group.fallback or "", []).append(group.name)
-    for reason, names in reasons.items():
-        more = f" and {count(len(names) - MAX_NAMED)} more" if len(names) > MAX_NAMED else ""
-        yield f"{', '.join(names[:MAX_NAMED])}{more} rounded to nearest: {reason}"
-
-
-def little_text_lines(
-    calibration: CalibrationRecord | None, rounding: RoundingReport | None
-) -> Iterator[str]:
-    """Name the kinds of layers that were rounded by too little calibration text, all in one
-    line.
-    """
-    if calibration is None or rounding is None:
-        return
-    columns_of_kind = {
-        with_stars(group.name): group.columns
-        for group in rounding.groups
-        if group.rounding != "nearest" and calibration.tokens < enough_tokens(group.columns)
-    }
-    if not columns_of_kind:
-        return
-    kinds = ", ".join(
-        f"{kind} ({count(columns)} columns)" for kind, columns in columns_of_kind.items()
-    )
-    needed = enough_tokens(max(columns_of_kind.values()))
-    yield (
-        f"{count(calibration.tokens)} tokens of calibration text are few for {kinds}: "
-        f"use at least {count(needed)} tokens (--samples, --seq-len), so that rounding serves "
-        f"other text too"
-    )
-
-
-def enough_tokens(columns: int) -> int:
-    """Return the number of calibration tokens from which a weight with so many columns needs no
-    warning.
-    """
-    return min(ENOUGH_TOKENS * columns, max(USUAL_TOKENS, FEWEST_TOKENS * columns))
-
-
-def fallback_findings(rounding: RoundingReport | None) -> Iterator[Finding]:
-    """A warning for each group that was rounded to nearest although a rule asks for more."""
-    for group in rounding.fallbacks if rounding else ():
-        yield Finding(
-            check="rounding",
-            severity="warning",
-            where=group.name,
-            expected="weights rounded by what calibration text shows of their inputs",
-            got=f"weights rounded to nearest: {group.fallback}",
-            fix="calibrate with more rows, or give these layers a rule with rounding: nearest",
-        )
-
-
 def rounding_section(rounding: RoundingReport | None) -> doc.Section | None:
     """Every group with its output error before and after, and the hidden states' error of each
     layer.
@@ -403,7 +335,7 @@ def rounding_section(rounding: RoundingReport | None) -> doc.Section | None:
     return page_section(
         "Rounding",
         "rounding",
-        ". ".join((*rounding_lines(rounding), *fallback_lines(rounding))) + ".",
+        ". ".join((*rounding_lines(rounding), *fallback_warnings(rounding))) + ".",
         doc.Details(TableCell("Groups from the largest output error down"), groups),
         doc.Details(TableCell("Decoder layers: squared error of the hidden states"), (layers,)),
     )

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 
 from vexport.errors import clip, visible
+from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.document import finding_parts, table
-from vexport.reports.formatting import opening, outcome_line, plural
+from vexport.reports.formatting import opening, outcome_line
 
 # GitHub refuses a step's summary above 1 MiB; other writers of the same step need room too.
 SUMMARY_BYTES = 1 << 19

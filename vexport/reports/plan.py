@@ -11,18 +11,17 @@ from vexport.formats.base import generation
 from vexport.formats.schemes import get_scheme
 from vexport.plan.rules import calibration_need
 from vexport.records import Finding, FusionGroup, Plan, SchemeTable
+from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports import text
 from vexport.reports.document import facts, table
-from vexport.reports.formatting import count, percent, plural, ratio, size
+from vexport.reports.formatting import count, percent, ratio, size
 from vexport.scenario import Evaluate
-from vexport.scenario.evaluate import SUITES
+from vexport.scenario.evaluate import SUITES, TYPICAL_DISAGREEMENT
 
 # Lines of text; a plan as JSON has everything.
 MOST_KINDS = 16
 MOST_KEPT = 6
-# The share of answers assumed to change, right or wrong; the line that uses it says so.
-TYPICAL_DISAGREEMENT = 0.05
 
 
 def render_plan(

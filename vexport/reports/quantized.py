@@ -1,71 +1,20 @@
-"""The answers of `quantize` and `repair`: how much was quantized, what was repaired, what to do
+"""The answers of `quantize` and `repair`: how much was quantized, what was repaired, what is
 next.
 """
 
-import shlex
 from collections.abc import Sequence
 
 from vexport.files import to_json
-from vexport.layers.shapes import KEPT
-from vexport.records import (
-    CalibrationRecord,
-    Finding,
-    Plan,
-    Quantized,
-    Repair,
-    RepairReport,
-    WeightChange,
-)
-from vexport.records.calibration import RoundingReport, expert_coverage
+from vexport.records import Finding, Quantized, Repair, RepairReport, WeightChange
+from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports import text
 from vexport.reports.document import facts, parts, row
-from vexport.reports.formatting import count, coverage_lines, decibels, plural, ratio, size
-from vexport.reports.layers import fallback_lines, little_text_lines, rounding_lines
+from vexport.reports.formatting import count, coverage_lines, decibels, ratio, size
+from vexport.reports.layers import rounding_lines
 
-# The share of decoder linear weights below which a checkpoint is hardly quantized.
-LITTLE = 0.5
 # Repairs of one kind that are shown one by one; JSON has all.
 SHOWN = 8
-
-
-def quantized_answer(
-    checkpoint: str,
-    plan: Plan,
-    calibration: CalibrationRecord | None,
-    rounding: RoundingReport | None,
-) -> Quantized:
-    """The answer of `quantize` in numbers."""
-    members = [member for group in plan.groups for member in group.members]
-    quantized = sum(member.out_features * member.in_features for member in members)
-    return Quantized(
-        checkpoint=checkpoint,
-        source=plan.source,
-        schemes=plan.schemes,
-        layers=len(members),
-        of_layers=len(members) + len(plan.kept_linears),
-        quantized_parameters=quantized,
-        parameters=plan.parameters,
-        source_bytes=plan.source_bytes,
-        output_bytes=plan.output_bytes,
-        bits=8 * plan.output_bytes / plan.parameters if plan.parameters else 0.0,
-        calibration_rows=len(calibration.rows) if calibration else 0,
-        calibration_data=calibration.data if calibration else "",
-        calibration_digest=calibration.digest if calibration else None,
-        smoothing=plan.smoothing,
-        smoothed_tensors=len(calibration.smoothing) if calibration else 0,
-        experts=expert_coverage(calibration) if calibration else (),
-        rounding=rounding,
-        warnings=(
-            *_warnings(plan, len(members), quantized),
-            *fallback_lines(rounding),
-            *little_text_lines(calibration, rounding),
-        ),
-        next_commands=(
-            f"vexport check {shlex.quote(checkpoint)}",
-            f"vllm serve {shlex.quote(checkpoint)}",
-        ),
-    )
 
 
 def render_quantized(answer: Quantized, format_: str) -> str:
@@ -96,28 +45,6 @@ def _smoothed(answer: Quantized) -> str:
     if not answer.smoothed_tensors:
         return "nothing: no channels of this model can be scaled without changing what it computes"
     return f"{plural(answer.smoothed_tensors, 'tensor')}, with strength {answer.smoothing:g}"
-
-
-def _warnings(plan: Plan, layers: int, quantized: int) -> tuple[str, ...]:
-    """Warnings: layers kept that rules meant to quantize, with the reason, and few weights
-    quantized.
-    """
-    unsupported: dict[str, list[Finding]] = {}
-    for note in plan.notes:
-        if note.check == "shape":
-            unsupported.setdefault(note.fix, []).append(note)
-    warnings = []
-    for fix, (first, *others_alike) in unsupported.items():
-        more = f" and {count(len(others_alike))} more" if others_alike else ""
-        warnings.append(f"{first.where}{more} {'stay 16 bit' if fix == KEPT else fix}: {first.got}")
-    others = layers + len(plan.kept_linears)
-    if quantized < LITTLE * plan.parameters and layers < LITTLE * others:
-        share = ratio(quantized, plan.parameters)
-        warnings.append(
-            f"only {share} of the weights are quantized; `vexport plan SOURCE` shows the "
-            f"schemes that fit"
-        )
-    return tuple(warnings)
 
 
 def render_repair(report: RepairReport, format_: str) -> str:

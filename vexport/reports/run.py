@@ -4,7 +4,6 @@ table.
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -14,14 +13,14 @@ from vexport.records import (
     EngineInfo,
     LoadReport,
     Report,
-    TaskVerdict,
-    Verdict,
 )
+from vexport.records.gates import finding_counts
+from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.accuracy import accuracy_section, accuracy_tiles, answers_section
 from vexport.reports.checkpoints import device_parts, load_facts
 from vexport.reports.document import TableCell, facts, mono, muted, page_section, parts, table
-from vexport.reports.findings import finding_counts, report_gates, staged_findings
+from vexport.reports.findings import report_gates, staged_findings
 from vexport.reports.formatting import (
     NOT_AVAILABLE,
     attribution_line,
@@ -30,7 +29,6 @@ from vexport.reports.formatting import (
     coverage_lines,
     duration,
     next_step,
-    plural,
     ratio,
     report_device,
     report_sentence,
@@ -134,7 +132,7 @@ def _size_tile(report: Report) -> doc.Tile:
 
 def _load_tile(report: Report) -> doc.Tile:
     load, engine = report.load, report.load.engine
-    answer = "yes" if load.ok else "no" if engine or load.findings else "not run"
+    answer = "yes" if load.ok else "no" if load.was_tried else "not run"
     note = "the engine did not start" if load.findings else _NOT_RUN
     if engine:
         emulated = (
@@ -271,35 +269,6 @@ def run_files(folder: Path, start: Path) -> Sequence[TableCell]:
             href = quote(os.path.relpath(path, start).replace(os.sep, "/")) + slash
             files.append(TableCell(name + slash, about, href=href, mono=True))
     return files
-
-
-def compared_run(report: Report, folder: str) -> ComparedRun:
-    """The row of a finished run."""
-    plan = report.plan
-    return ComparedRun(
-        name=report.name,
-        folder=folder,
-        schemes=schemes_in_use(plan),
-        outcome=report.outcome,
-        reason=report.reason,
-        num_bytes=plan.output_bytes,
-        bits_per_weight=8 * plan.output_bytes / max(1, plan.parameters),
-        mean_kl=report.drift.mean_kl if report.drift else None,
-        worst=worst_task(report.verdict) if report.verdict else None,
-    )
-
-
-def worst_task(verdict: Verdict) -> TaskVerdict | None:
-    """The task with the lowest bound, without its documents."""
-    worst = min(verdict.tasks, key=lambda task: task.low, default=None)
-    return replace(worst, flips=(), also=()) if worst else None
-
-
-def marked(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, ...]:
-    """Mark the smallest run that passes; among equal ones the nearest to the baseline."""
-    passed = [run for run in runs if run.outcome == "PASS"]
-    best = min(passed, key=lambda run: (run.num_bytes, run.mean_kl or 0.0), default=None)
-    return tuple(replace(run, smallest=run is best) for run in runs)
 
 
 def comparison_document(runs: Sequence[ComparedRun]) -> doc.Document:

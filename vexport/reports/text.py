@@ -13,9 +13,10 @@ from rich.text import Text
 
 from vexport.errors import clip, visible
 from vexport.records import Finding
+from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.findings import MAX_FOLLOWING, Folded, fold
-from vexport.reports.formatting import opening, outcome_line, plural
+from vexport.reports.formatting import opening, outcome_line
 
 WIDTH = 100
 UNWRAPPED = 4096

@@ -46,7 +46,7 @@ from vexport.records import (
     named,
 )
 from vexport.reports.formatting import outcome_line
-from vexport.reports.run import marked, worst_task
+from vexport.run.comparison import mark_smallest, worst_task
 from vexport.run.directory import logged_to, portable
 from vexport.run.loading import require_servable
 from vexport.run.options import EngineOptions, Explaining
@@ -222,7 +222,7 @@ def explained(
 
 def compared(judged: Sequence[Judged]) -> tuple[ComparedRun, ...]:
     """A row for each checkpoint, the smallest that passes marked."""
-    return marked(list(map(_row, judged)))
+    return mark_smallest(list(map(_row, judged)))
 
 
 def _row(judged: Judged) -> ComparedRun:

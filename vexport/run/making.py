@@ -17,6 +17,7 @@ from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.quantize.layer_groups import probe_plan, rules_with
 from vexport.quantize.measure import measure
 from vexport.quantize.text import PlanText, calibration_samples, require_calibration
+from vexport.quantize.warnings import fallback_findings
 from vexport.records import (
     CalibrationRecord,
     CheckReport,
@@ -26,7 +27,6 @@ from vexport.records import (
     MixedScheme,
     Plan,
 )
-from vexport.reports.layers import fallback_findings
 from vexport.run.directory import (
     CHECKPOINT,
     LAYERS,

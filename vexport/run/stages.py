@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from vexport.checkpoint.card import inherited_card
 from vexport.checkpoint.hub import HubName, pinned_name
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.source import require_data, require_source
@@ -39,11 +40,10 @@ from vexport.records import (
     Verdict,
 )
 from vexport.records.calibration import expert_coverage
+from vexport.records.gates import checkpoint_gate
 from vexport.reports import render
-from vexport.reports.card import inherited_card
-from vexport.reports.findings import checkpoint_gate
-from vexport.reports.run import compared_run, marked
 from vexport.run import making, proving
+from vexport.run.comparison import compared_run, mark_smallest
 from vexport.run.directory import (
     KIND,
     LAYERS,
@@ -296,7 +296,7 @@ def compare_schemes(
     if len(problems) == len(scenarios):
         raise problems[0]
     faults = tuple(error for error in problems if isinstance(error, EnvironmentFault))
-    return marked(rows), faults
+    return mark_smallest(rows), faults
 
 
 def with_scheme(scenario: Scenario, scheme: str) -> Scenario:

@@ -34,6 +34,9 @@ class Suite:
     apply_chat_template: bool | None = None
 
 
+# The share of answers that planning assumes to change, right or wrong.
+TYPICAL_DISAGREEMENT = 0.05
+
 # Margins and documents that show no loss with a power of 0.8 in each task. The documents are those
 # of the tasks' own splits, of which `limit` takes the first. Tests hold the number of every task
 # against the exact power of the test, at alpha 0.05 and 5 % of answers that change.

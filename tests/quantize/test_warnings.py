@@ -1,0 +1,101 @@
+"""Warnings about a quantized checkpoint: what calibration missed, what was left as it was."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.reports import sample
+from vexport.layers.shapes import KEPT
+from vexport.quantize.warnings import (
+    MAX_NAMED,
+    USUAL_TOKENS,
+    enough_tokens,
+    fallback_findings,
+    fallback_warnings,
+    little_quantized_warnings,
+    little_text_warnings,
+    unsupported_warnings,
+)
+from vexport.records import CalibrationRecord, Finding
+from vexport.records.calibration import GroupRounding, LayerRounding, RoundingReport
+from vexport.scenario import Calibration
+
+QKV = GroupRounding(name="model.layers.0.self_attn.qkv_proj", rounding="refit", columns=256)
+LOST = GroupRounding(name="model.layers.0.mlp.down_proj", fallback="H is not positive definite")
+
+
+def rounded(*groups: GroupRounding) -> RoundingReport:
+    return RoundingReport(layers=(LayerRounding(groups=groups, state_error=0.0),))
+
+
+def test_groups_that_fell_back_are_named() -> None:
+    rounding = rounded(QKV, LOST)
+    assert [*fallback_warnings(rounding)] == [f"{LOST.name} rounded to nearest: {LOST.fallback}"]
+    (finding,) = fallback_findings(rounding)
+    assert (finding.check, finding.severity, finding.where) == ("rounding", "warning", LOST.name)
+    assert "H is not positive definite" in finding.got
+    many = rounded(*(replace(LOST, name=f"down{number}") for number in range(MAX_NAMED + 2)))
+    (line,) = fallback_warnings(many)
+    assert "down3 and 2 more rounded to nearest" in line
+    assert len([*fallback_findings(many)]) == MAX_NAMED + 2
+
+
+def test_layers_that_stay_and_few_quantized_weights() -> None:
+    def note(where: str, fix: str) -> Finding:
+        got = "576 is not a multiple of 128"
+        return Finding(check="shape", severity="info", where=where, expected="", got=got, fix=fix)
+
+    notes = (note("down", KEPT), note("up", KEPT), note("gate", "stored in groups of 64"))
+    plan = replace(sample.report().plan, notes=notes)
+    kept, grouped = unsupported_warnings(plan)
+    assert kept.startswith("down and 1 more stay 16 bit: 576")
+    assert grouped.startswith("gate stored in groups of 64: 576")
+    layers = len(plan.kept_linears)
+    (few,) = little_quantized_warnings(plan, layers - 1, plan.parameters // 4)
+    assert "only 25% of the weights" in few
+    assert not [*little_quantized_warnings(plan, layers - 1, plan.parameters)]
+    assert not [*little_quantized_warnings(plan, layers, plan.parameters // 4)]
+
+
+def test_too_little_text() -> None:
+    down = replace(QKV, name="model.layers.0.mlp.down_proj", columns=1536)
+    layers = [
+        LayerRounding(
+            groups=tuple(
+                replace(group, name=group.name.replace(".0.", f".{number}."))
+                for group in (QKV, down)
+            ),
+            state_error=0.0,
+        )
+        for number in range(3)
+    ]
+    rounding = RoundingReport(layers=tuple(layers))
+    text = CalibrationRecord(rows=(1,), digest="", tokens=8192, ranges={})
+    (line,) = little_text_warnings(text, rounding)
+    assert "8,192 tokens" in line
+    assert "model.layers.*.mlp.down_proj (1,536 columns)" in line
+    assert "qkv_proj" not in line
+    assert "--samples" in line
+    assert "--seq-len" in line
+    assert not [*little_text_warnings(replace(text, tokens=65_536), rounding)]
+    assert not [*little_text_warnings(text, RoundingReport(layers=()))]
+    assert not [*little_text_warnings(None, None)]
+
+
+@pytest.mark.parametrize(
+    ("columns", "enough"),
+    [
+        (1_536, 9_216),
+        (4_096, 24_576),
+        (14_336, 65_536),  # the default amount of text, for an 8B model
+        (28_672, 65_536),
+        (53_248, 106_496),
+    ],
+)
+def test_enough_tokens(columns: int, enough: int) -> None:
+    assert enough_tokens(columns) == enough
+
+
+def test_defaults_of_the_command_line() -> None:
+    calibration = Calibration(data="text.jsonl")
+    assert calibration.samples * calibration.seq_len == USUAL_TOKENS

@@ -1,0 +1,52 @@
+"""The answer of `quantize`: how much was quantized, what to know about it, what to do next."""
+
+import shlex
+
+from vexport.quantize.warnings import (
+    fallback_warnings,
+    little_quantized_warnings,
+    little_text_warnings,
+    unsupported_warnings,
+)
+from vexport.records import CalibrationRecord, Plan, Quantized
+from vexport.records.calibration import RoundingReport, expert_coverage
+
+
+def quantized_answer(
+    checkpoint: str,
+    plan: Plan,
+    calibration: CalibrationRecord | None,
+    rounding: RoundingReport | None,
+) -> Quantized:
+    """Return the answer of `quantize` for a checkpoint that was written by this plan."""
+    members = [member for group in plan.groups for member in group.members]
+    quantized = sum(member.out_features * member.in_features for member in members)
+    return Quantized(
+        checkpoint=checkpoint,
+        source=plan.source,
+        schemes=plan.schemes,
+        layers=len(members),
+        of_layers=len(members) + len(plan.kept_linears),
+        quantized_parameters=quantized,
+        parameters=plan.parameters,
+        source_bytes=plan.source_bytes,
+        output_bytes=plan.output_bytes,
+        bits=8 * plan.output_bytes / plan.parameters if plan.parameters else 0.0,
+        calibration_rows=len(calibration.rows) if calibration else 0,
+        calibration_data=calibration.data if calibration else "",
+        calibration_digest=calibration.digest if calibration else None,
+        smoothing=plan.smoothing,
+        smoothed_tensors=len(calibration.smoothing) if calibration else 0,
+        experts=expert_coverage(calibration) if calibration else (),
+        rounding=rounding,
+        warnings=(
+            *unsupported_warnings(plan),
+            *little_quantized_warnings(plan, len(members), quantized),
+            *fallback_warnings(rounding),
+            *little_text_warnings(calibration, rounding),
+        ),
+        next_commands=(
+            f"vexport check {shlex.quote(checkpoint)}",
+            f"vllm serve {shlex.quote(checkpoint)}",
+        ),
+    )

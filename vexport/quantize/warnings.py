@@ -1,0 +1,107 @@
+"""Warnings about a quantized checkpoint: what was left as it was, and what calibration missed."""
+
+from collections.abc import Iterator
+
+from vexport.architectures import with_stars
+from vexport.layers.shapes import KEPT
+from vexport.records import CalibrationRecord, Finding, Plan
+from vexport.records.calibration import RoundingReport
+
+# A checkpoint is hardly quantized if less than this share of the weights and of the linear layers
+# is.
+LITTLE = 0.5
+# Calibration tokens for each column of a weight. Mean KL in nats of SmolLM2-135M with only
+# down_proj rounded (W4A16_G64), on held-out text of the same kind and of another kind:
+#   nearest                 .129   .121
+#   refit, 1 token          .0350  .0454
+#   refit, 2 tokens         .0302  .0387
+#   refit, 4 tokens         .0281  .0373
+#   refit, 7 tokens         .0253  .0350
+#   GPTQ, 1 token           .0443  .0584
+# Below 2 tokens the KL is more than a tenth higher than with 7, which is always worth a warning.
+# From 4 to 7 it still falls by 6 percent and more: a reason to use the default amount of text, but
+# not more than that.
+ENOUGH_TOKENS, FEWEST_TOKENS = 6, 2
+# The defaults of --samples and --seq-len.
+USUAL_TOKENS = 128 * 512
+# The most groups that a warning names; the others are counted.
+MAX_NAMED = 4
+
+
+def unsupported_warnings(plan: Plan) -> Iterator[str]:
+    """Warn of layers that rules meant to quantize and that stay as they are, once for each
+    remedy.
+    """
+    by_remedy: dict[str, list[Finding]] = {}
+    for note in plan.notes:
+        if note.check == "shape":
+            by_remedy.setdefault(note.fix, []).append(note)
+    for remedy, (first, *others) in by_remedy.items():
+        more = f" and {len(others):,} more" if others else ""
+        what = "stay 16 bit" if remedy == KEPT else remedy
+        yield f"{first.where}{more} {what}: {first.got}"
+
+
+def little_quantized_warnings(plan: Plan, layers: int, parameters: int) -> Iterator[str]:
+    """Warn if few weights are quantized: `parameters` of them, in `layers` linear layers."""
+    of_layers = layers + len(plan.kept_linears)
+    if parameters < LITTLE * plan.parameters and layers < LITTLE * of_layers:
+        share = f"{parameters / plan.parameters:.0%}"
+        yield (
+            f"only {share} of the weights are quantized; `vexport plan SOURCE` shows the "
+            f"schemes that fit"
+        )
+
+
+def fallback_warnings(rounding: RoundingReport | None) -> Iterator[str]:
+    """Name the groups rounded to nearest although a rule asks for more, once for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for group in rounding.fallbacks if rounding else ():
+        reasons.setdefault(group.fallback or "", []).append(group.name)
+    for reason, names in reasons.items():
+        more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
+        yield f"{', '.join(names[:MAX_NAMED])}{more} rounded to nearest: {reason}"
+
+
+def fallback_findings(rounding: RoundingReport | None) -> Iterator[Finding]:
+    """Yield a warning for each group rounded to nearest although a rule asks for more."""
+    for group in rounding.fallbacks if rounding else ():
+        yield Finding(
+            check="rounding",
+            severity="warning",
+            where=group.name,
+            expected="weights rounded by what calibration text shows of their inputs",
+            got=f"weights rounded to nearest: {group.fallback}",
+            fix="calibrate with more rows, or give these layers a rule with rounding: nearest",
+        )
+
+
+def little_text_warnings(
+    calibration: CalibrationRecord | None, rounding: RoundingReport | None
+) -> Iterator[str]:
+    """Name the kinds of layers that were rounded by too little calibration text, all in one
+    line.
+    """
+    if calibration is None or rounding is None:
+        return
+    columns_of_kind = {
+        with_stars(group.name): group.columns
+        for group in rounding.groups
+        if group.rounding != "nearest" and calibration.tokens < enough_tokens(group.columns)
+    }
+    if not columns_of_kind:
+        return
+    kinds = ", ".join(f"{kind} ({columns:,} columns)" for kind, columns in columns_of_kind.items())
+    needed = enough_tokens(max(columns_of_kind.values()))
+    yield (
+        f"{calibration.tokens:,} tokens of calibration text are few for {kinds}: "
+        f"use at least {needed:,} tokens (--samples, --seq-len), so that rounding serves "
+        f"other text too"
+    )
+
+
+def enough_tokens(columns: int) -> int:
+    """Return the number of calibration tokens from which a weight with so many columns needs no
+    warning.
+    """
+    return min(ENOUGH_TOKENS * columns, max(USUAL_TOKENS, FEWEST_TOKENS * columns))

@@ -1,0 +1,117 @@
+"""Gates: the conditions that a verdict rests on, and whether each of them holds.
+
+CI shows gates as test cases, people read them as a checklist, and the first gate that fails decides
+the outcome of a run.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from vexport.records.findings import (
+    CheckReport,
+    DryLoadReport,
+    Finding,
+    LoadReport,
+    MatrixCell,
+    Severity,
+    without_details,
+)
+from vexport.records.values import plural
+
+Status = Literal["PASS", "FAIL", "INCONCLUSIVE", "SKIPPED"]
+# The most serious severity first.
+SEVERITIES: Sequence[Severity] = ("error", "warning", "info")
+NOT_RUN = "not run: an earlier gate failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gate:
+    """One condition of the verdict: its status, one sentence, and the findings behind it."""
+
+    name: str
+    status: Status
+    message: str
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """Return the number of findings if a report lists them, else the message."""
+        return finding_counts(self.findings) if self.findings else self.message
+
+
+def findings_gate(
+    name: str, findings: Sequence[Finding], *, ok: bool = True, every: bool = False
+) -> Gate:
+    """Return a gate that fails if a finding is an error or `ok` is False.
+
+    The message is the first error, or the number of findings if there is no error. The gate's
+    findings are sorted by severity and have only the cause of a refusal. With `every` they have
+    vLLM's own words too.
+    """
+    shown = findings if every else [finding.brief for finding in findings]
+    ordered = tuple(sorted(shown, key=lambda finding: SEVERITIES.index(finding.severity)))
+    errors = [finding for finding in ordered if finding.severity == "error"]
+    if errors:
+        more = f" (and {plural(len(errors) - 1, 'more error')})" if len(errors) > 1 else ""
+        return Gate(name=name, status="FAIL", message=f"{errors[0]}{more}", findings=ordered)
+    message = finding_counts(ordered) if ok else "failed without a finding"
+    return Gate(name=name, status="PASS" if ok else "FAIL", message=message, findings=ordered)
+
+
+def checkpoint_gate(
+    name: str, report: CheckReport | DryLoadReport | LoadReport, *, every: bool = False
+) -> Gate:
+    """Return the gate of one checkpoint: it fails if the report is not ok, even without an
+    error.
+    """
+    return findings_gate(name, report.findings, ok=report.ok, every=every)
+
+
+def load_gate(name: str, report: LoadReport) -> Gate:
+    """Return the gate of a load, which is skipped if the load was never tried."""
+    if not report.was_tried:
+        return Gate(name=name, status="SKIPPED", message=NOT_RUN)
+    return checkpoint_gate(name, report)
+
+
+def cell_gate(cell: MatrixCell) -> Gate:
+    """Return the gate of one cell of a dry load, which is skipped if the checkpoint need not load
+    there.
+    """
+    status: Status = "PASS" if cell.loads else "FAIL" if cell.fails else "SKIPPED"
+    message = ": ".join(filter(None, (cell.status, without_details(cell.reason))))
+    return Gate(name=f"tp {cell.tp}, sm {cell.sm}", status=status, message=message)
+
+
+def check_gates(report: CheckReport, families: Sequence[str]) -> tuple[Gate, ...]:
+    """Return a gate for each family of checks, and for each other check with a finding.
+
+    Without `families` there is one gate, `check`. Families and parts of the checkpoint that were
+    not judged have skipped gates.
+    """
+    left_out = [each.brief for each in report.not_judged]
+    not_judged = [Gate(name=each.what, status="SKIPPED", message=each.why) for each in left_out]
+    if not families:
+        return (checkpoint_gate("check", report), *not_judged)
+    return (*_family_gates(report, families), *not_judged)
+
+
+def _family_gates(report: CheckReport, families: Sequence[str]) -> Iterator[Gate]:
+    findings: dict[str, list[Finding]] = {name: [] for name in families}
+    for finding in report.findings:
+        findings.setdefault(finding.check, []).append(finding)
+    reasons: Mapping[str, str] = {each.what: each.why for each in report.idle}
+    for name, found in findings.items():
+        if name in reasons and not found:
+            yield Gate(name=name, status="SKIPPED", message=f"not judged: {reasons[name]}")
+        else:
+            yield findings_gate(name, found)
+
+
+def finding_counts(findings: Iterable[Finding]) -> str:
+    """Return `1 error, 2 warnings`, or `no findings`."""
+    severities = [finding.severity for finding in findings]
+    nouns = {"error": "error", "warning": "warning", "info": "note"}
+    counts = ((severities.count(severity), nouns[severity]) for severity in SEVERITIES)
+    return ", ".join(plural(number, noun) for number, noun in counts if number) or "no findings"

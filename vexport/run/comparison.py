@@ -1,0 +1,44 @@
+"""Several runs compared: a row for each run, the smallest that passes, and the outcome of all."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from vexport.records import ComparedRun, Outcome, Report, TaskVerdict, Verdict
+from vexport.reports.formatting import schemes_in_use
+
+
+def compared_run(report: Report, folder: str) -> ComparedRun:
+    """Return the row of a finished run."""
+    plan = report.plan
+    return ComparedRun(
+        name=report.name,
+        folder=folder,
+        schemes=schemes_in_use(plan),
+        outcome=report.outcome,
+        reason=report.reason,
+        num_bytes=plan.output_bytes,
+        bits_per_weight=8 * plan.output_bytes / max(1, plan.parameters),
+        mean_kl=report.drift.mean_kl if report.drift else None,
+        worst=worst_task(report.verdict) if report.verdict else None,
+    )
+
+
+def worst_task(verdict: Verdict) -> TaskVerdict | None:
+    """Return the task with the lowest bound, without its documents."""
+    worst = verdict.worst_task
+    return replace(worst, flips=(), also=()) if worst else None
+
+
+def mark_smallest(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, ...]:
+    """Mark the smallest run that passes; of equal ones, the run nearest to the baseline."""
+    passed = [run for run in runs if run.outcome == "PASS"]
+    best = min(passed, key=lambda run: (run.num_bytes, run.mean_kl or 0.0), default=None)
+    return tuple(replace(run, smallest=run is best) for run in runs)
+
+
+def outcome_of(runs: Sequence[ComparedRun]) -> Outcome:
+    """Return PASS if a run passes, FAIL if all runs fail, else INCONCLUSIVE."""
+    outcomes = {run.outcome for run in runs}
+    if "PASS" in outcomes:
+        return "PASS"
+    return "FAIL" if outcomes == {"FAIL"} else "INCONCLUSIVE"
