@@ -67,12 +67,15 @@ def makers(sources: Path) -> Mapping[str, Make]:
 
     made: dict[str, Make] = {each.name: partial(quantize, each.name) for each in all_schemes()}
     made["W4A8 in bytes"] = lambda out: save_w4a8_in_bytes(llama(), out)
-    for method in CHECKPOINTS:
-        made[method] = lambda out, method=method: write(method, llama(), out)
-    for method in OF_EXPERTS:
-        made[f"{method} experts"] = lambda out, method=method: write_experts(
-            method, family("qwen3-moe"), out
-        )
+
+    def dense(method: str, out: Path) -> object:
+        return write(method, llama(), out)
+
+    def experts(method: str, out: Path) -> object:
+        return write_experts(method, family("qwen3-moe"), out)
+
+    made |= {method: partial(dense, method) for method in CHECKPOINTS}
+    made |= {f"{method} experts": partial(experts, method) for method in OF_EXPERTS}
     made["mxfp4 experts"] = lambda out: write_gpt_oss(family("gpt-oss"), out)
     return made
 

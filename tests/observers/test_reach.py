@@ -217,8 +217,8 @@ def test_observers_of_the_older_documents(
         found, expected = half[f"{LAYER}.{kind}"].float() * 2, whole[f"{LAYER}.{kind}"].float()
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     for command in ("plan", "quantize"):
-        out = () if command == "plan" else (tmp_path / "refused", *options[2:])
-        arguments = (command, llama, *out, "--scheme", "FP8")
+        output = () if command == "plan" else (tmp_path / "refused", *options[2:])
+        arguments = (command, llama, *output, "--scheme", "FP8")
         ran = vexport(*arguments, "--observer", "older:Ignored")
         assert ran.code == 2
         assert "override update_statistics_from_observed instead" in ran.stderr

@@ -239,10 +239,10 @@ def provide_packages() -> None:
     there.
 
     vLLM's CUDA wheel requires the package humming-kernels and contains DeepGEMM and triton_kernels
-    (vllm/third_party). triton_kernels runs experts in MXFP4 on SM 90. The sparse attention indexer of GLM-5 and DeepSeek V3.2 raises
-    without DeepGEMM. Whether a capability is DeepGEMM's is vLLM's own answer. The library itself,
-    which knows sizes and packs scales, is not asked: no kernel runs. Must be called before other
-    modules of vLLM import these functions.
+    (vllm/third_party). triton_kernels runs experts in MXFP4 on SM 90. The sparse attention indexer
+    of GLM-5 and DeepSeek V3.2 raises without DeepGEMM. Whether a capability is DeepGEMM's is vLLM's
+    own answer. The library itself, which knows sizes and packs scales, is not asked: no kernel
+    runs. Must be called before other modules of vLLM import these functions.
     """
     from vllm.utils import deep_gemm, import_utils
 
