@@ -27,8 +27,10 @@ def arguments(description: str | None, name: str, *, classes: bool = False) -> a
 
 
 def known_classes(folder: Path = FOLDER) -> dict[str, Any]:
-    """Return the classes of the table vllm.json in a folder."""
-    found: dict[str, Any] = json.loads((folder / "vllm.json").read_text())["architectures"]
+    """Return the classes of the table vllm.json in a folder, or of vexport's own if it has none."""
+    file = folder / "vllm.json"
+    text = (file if file.is_file() else FOLDER / "vllm.json").read_text()
+    found: dict[str, Any] = json.loads(text)["architectures"]
     return found
 
 

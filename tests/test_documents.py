@@ -43,7 +43,16 @@ OPTIONS = {
     name: {option for one in command.params for option in (*one.opts, *one.secondary_opts)}
     for name, command in ALL_COMMANDS.items()
 }
-OF_OTHERS = {"--help", "--log_samples", "--nproc-per-node", "--quick", "--json"}
+# Options of other tools and of scripts.
+OF_OTHERS = {
+    "--help",
+    "--log_samples",
+    "--nproc-per-node",
+    "--quick",
+    "--json",
+    "--no-cache",
+    "--out",
+}
 
 
 def blocks(page: str, language: str) -> list[str]:
