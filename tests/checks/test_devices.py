@@ -9,7 +9,7 @@ import pytest
 
 from tests.architectures.families import save_family
 from tests.command import findings, vexport
-from tests.models import Good, quantize, save_llama
+from tests.models import Good, quantize, save_llama, save_w4a8_in_bytes
 from tests.mutations.edits import config, spoiled
 
 SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 192}
@@ -107,6 +107,16 @@ def test_capabilities_refuse_or_run_otherwise(good: Good, scheme: str) -> None:
     assert all(
         warnings[f"{capabilities})"].startswith(bits) for capabilities, bits in other.items()
     )
+
+
+def test_codes_in_bytes_are_to_be_packed(llama: Path, tmp_path: Path) -> None:
+    """W4A8 as llm-compressor stores it, which vLLM's kernel for GPUs cannot read."""
+    checkpoint = save_w4a8_in_bytes(llama, tmp_path / "in bytes")
+    assert errors(judged(checkpoint)) == []
+    (found,) = judged(checkpoint, "--sm", "80,90,100")
+    assert "sm 80/90/100)" in found["where"]
+    assert "packed words" in found["got"]
+    assert "pack-quantized" in found["fix"]
 
 
 @pytest.mark.parametrize(

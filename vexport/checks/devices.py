@@ -32,6 +32,7 @@ VERSIONS = (
     "the vLLM version asked for (--vllm) has the schemes, widths and model class that are needed"
 )
 LOAD = "load it in that version: vexport load --dry --vllm-python"
+OTHER_SCHEME = "serve it elsewhere, or use another scheme"
 SERVE = "serve it with another version, or use another scheme"
 # FP8 caches in Triton's attention, and what FlashInfer's takes.
 TRITON_FP8_FROM, FLASHINFER_FROM, FLASHINFER_HEADS = 89, 80, (64, 128, 256, 512)
@@ -135,8 +136,9 @@ def _capabilities(
         until = f"to below {support.below}" if support.below else "or above"
         needed = "a CPU" if support.below == 0 else f"SM {max(support.loads_from, least)} {until}"
         expected = f"{needed} for {precision(group)} ({group.format})"
-        got = "a GPU on which vLLM refuses the scheme"
-        fix = "serve it elsewhere, or use another scheme"
+        got, fix = "a GPU on which vLLM refuses the scheme", OTHER_SCHEME
+        if support.after_loading:
+            got, fix = support.after_loading, f"store it as {PACKED.name}, or use another scheme"
         yield error(NAME, f"{layers}, sm {_listed(refusing)})", expected=expected, got=got, fix=fix)
     running = [sm for sm in capabilities if sm not in refusing]
     for bits in dict.fromkeys(support.bits(sm) for sm in running):

@@ -133,11 +133,13 @@ class GpuSupport:
     `input_bits` are the bits of the inputs that are multiplied, by the capability from which on,
     least first: vLLM chooses another kernel without saying so. `stored_bits` are those of the
     checkpoint. `below` is the first capability that no longer runs it; 0 where no GPU does.
+    `after_loading` says why, if vLLM takes the checkpoint and raises after it has loaded it.
     """
 
     input_bits: Mapping[int, int]
     stored_bits: int
     below: int | None = None
+    after_loading: str = ""
 
     @property
     def loads_from(self) -> int:

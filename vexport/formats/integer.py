@@ -268,7 +268,7 @@ class Int8(Format):
 
 class Int4(Int8):
     """INT4 weights in bytes, INT8 inputs per token, which vLLM runs on Arm CPUs only
-    (dynamic_4bit.py).
+    (dynamic_4bit.py). llm-compressor stores W4A8 so if its format is int-quantized.
 
     vexport stores such weights packed.
     """
@@ -303,7 +303,15 @@ class Int4(Int8):
         return partial_group(partition, args.weights.group)
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        return GpuSupport(input_bits={}, stored_bits=input_bits(args), below=0)
+        """No GPU runs it, although vLLM chooses Humming's kernel and a dry load succeeds.
+
+        HummingLinearKernel reads the bytes as words of 8 codes when vLLM has loaded them. The shape
+        is then twice the expected one, for which humming's validate_tensors raises (humming-kernels
+        of vLLM 0.32.0 and 0.33.0).
+        """
+        reason = "codes in bytes: vLLM's kernel (Humming) takes them for packed words, and raises"
+        stored = input_bits(args)
+        return GpuSupport(input_bits={}, stored_bits=stored, below=0, after_loading=reason)
 
 
 def _bytes(args: Arguments, shape: tuple[int, int]) -> dict[str, Parameter]:
