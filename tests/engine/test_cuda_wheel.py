@@ -1,0 +1,123 @@
+"""The dry load inside an environment with vLLM's CUDA wheel, on a machine without a GPU.
+
+VEXPORT_CUDA_VLLM_PYTHON names the interpreter of such an environment, which `scripts/setup-vllm
+VERSION FOLDER --cuda` makes. Without it these tests are skipped.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.command import ROOT, vexport
+from tests.models import Good, save_w4a8_in_bytes
+
+PYTHON = os.environ.get("VEXPORT_CUDA_VLLM_PYTHON", "")
+pytestmark = [
+    pytest.mark.cuda_wheel,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not PYTHON,
+        reason="VEXPORT_CUDA_VLLM_PYTHON names no interpreter",
+    ),
+]
+
+IN_BYTES = "W4A8 of llm-compressor"
+# Precision and kernel of every quantized layer by capability. vLLM 0.32.0 and 0.33.0 choose alike.
+KERNELS: Mapping[str, Mapping[int, str]] = {
+    "NVFP4": {
+        80: "W4A16 MarlinNvFp4LinearKernel",
+        90: "W4A16 HummingNvFp4LinearKernel",
+        100: "W4A4 FlashInferCuteDslNvFp4LinearKernel",
+    },
+    "FP8_DYNAMIC": {
+        80: "W8A16 HummingFP8ScaledMMLinearKernel",
+        90: "W8A8 CutlassFP8ScaledMMLinearKernel",
+        100: "W8A8 CutlassFP8ScaledMMLinearKernel",
+    },
+    "W4A16": {
+        80: "W4A16 MarlinLinearKernel",
+        90: "W4A16 MacheteLinearKernel",
+        100: "W4A16 MarlinLinearKernel",
+    },
+    IN_BYTES: dict.fromkeys((80, 90, 100), "W4A16 HummingLinearKernel"),
+}
+# Imports all that a dry load imports, then looks in a forked process whether CUDA was touched:
+# torch refuses it to forked processes once its parent has initialised it or counted devices.
+FORK_AFTER_IMPORTS = """
+import os
+from vexport.engine.dry.worker import preload
+
+preload()
+child = os.fork()
+if child == 0:
+    import torch
+    from vexport.engine.dry.fake_platform import set_capability
+
+    set_capability(100)
+    touched = torch.cuda.is_initialized() or torch._C._cuda_isInBadFork()
+    os._exit(1 if touched or torch.cuda.get_device_capability() != (10, 0) else 0)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def kernels(
+    good: Good, llama: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[str, Mapping[int, set[str]]]:
+    """Precision and kernel of the layers by checkpoint and capability, from one call."""
+    folder = tmp_path_factory.mktemp("wheel")
+    paths = {name: good(name) for name in KERNELS if name != IN_BYTES}
+    paths[IN_BYTES] = save_w4a8_in_bytes(llama, folder / "in bytes")
+    answer = folder / "answer.json"
+    where = ("--sm", "80,90,100", "--vllm-python", PYTHON)
+    ran = vexport("load", *paths.values(), "--dry", *where, "-o", answer, "--quiet")
+    assert ran.code == 0, ran.stderr
+    found: dict[str, dict[int, set[str]]] = {}
+    for name, report in zip(paths, json.loads(answer.read_text()), strict=True):
+        by_capability = found.setdefault(name, {})
+        for cell in (cell for row in report["rows"] for cell in row["cells"]):
+            kernel = f"{cell['precision']} {cell['kernel']}"
+            by_capability.setdefault(cell["sm"], set()).add(kernel)
+    return found
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels(kernels: Mapping[str, Mapping[int, set[str]]], name: str) -> None:
+    assert kernels[name] == {sm: {kernel} for sm, kernel in KERNELS[name].items()}
+
+
+def test_cuda_is_not_touched() -> None:
+    command = [PYTHON, "-c", FORK_AFTER_IMPORTS]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import a_package_that_is_missing",
+        "raise ImportError('libcudart.so.13: cannot open shared object file')",
+        "import types; types.no_such_attribute",
+    ],
+)
+def test_broken_package_is_no_fault_of_the_checkpoint(
+    good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    broken = tmp_path / "packages"
+    broken.mkdir()
+    (broken / "msgspec.py").write_text(f"{line}\n")
+    monkeypatch.setenv("PYTHONPATH", str(broken))
+    monkeypatch.delenv("VEXPORT_NO_VERIFY")
+    checkpoint, where = good("W4A16"), ("--sm", "90", "--vllm-python", PYTHON)
+    ran = vexport("load", checkpoint, "--dry", *where, "--quiet")
+    assert ran.code == 4, ran.stdout
+    assert ("msgspec" in ran.stderr) or ("a_package_that_is_missing" in ran.stderr)
+    checked = vexport("check", checkpoint, *where, "--format", "json", "--quiet")
+    (report,) = json.loads(checked.stdout)
+    assert (checked.code, report["ok"]) == (0, True)
+    assert [each["what"] for each in report["not_judged"]] == ["vLLM's own loaders"]
