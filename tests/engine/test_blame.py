@@ -174,6 +174,49 @@ def test_cause_comes_first(scheme: str, sm: Sequence[int], cause: str) -> None:
     assert with_cause(short, sm, [], "0.32.0") == short
 
 
+CONFIG = "AttentionSelectorConfig(head_size=192, dtype=torch.bfloat16, use_mla={mla})"
+# The backends of vLLM 0.32 for the attention of GLM-5 on SM 100.
+SPARSE = {
+    "FLASHINFER_MLA": ["head_size not supported", "sparse not supported"],
+    "TOKENSPEED_MLA": [
+        "head_size not supported",
+        "sparse not supported",
+        "tokenspeed_mla package is not installed. Install it with: `uv pip install tokenspeed-mla`",
+    ],
+    "TRITON_MLA": ["sparse not supported"],
+    "FLASHMLA_SPARSE": ["head_size not supported", "kv_cache_dtype not supported"],
+    "FLASHINFER_MLA_SPARSE": ["head_size not supported"],
+}
+
+
+@pytest.mark.parametrize(
+    ("backends", "mla", "cause"),
+    [
+        (SPARSE, True, ": head_size 192 (kv_lora_rank + qk_rope_head_dim) not supported"),
+        (
+            {"FLASH_ATTN": ["head_size not supported"], "TRITON_ATTN": ["dtype not supported"]},
+            False,
+            ": FLASH_ATTN: head_size 192 not supported; "
+            "TRITON_ATTN: dtype torch.bfloat16 not supported",
+        ),
+        (
+            {"A_B": ["sinks not supported", "x"], "C_D": ["x", "needs hd in [64, 128] here"]},
+            False,
+            ": x",
+        ),
+        ({}, False, ""),
+    ],
+)
+def test_objections_of_attention_backends(
+    backends: dict[str, list[str]], mla: bool, cause: str
+) -> None:
+    listed = ", ".join(f"{name}: [{', '.join(each)}]" for name, each in backends.items())
+    words = "No valid attention backend found for cuda with "
+    message = f"ValueError: {words}{CONFIG.format(mla=mla)}. Reasons: {{{listed}}}."
+    told = with_cause(message, (100,), [], "0.32.0").partition(IN_FULL)[0]
+    assert told == f"no attention backend of vLLM 0.32 runs this model on SM 100{cause}"
+
+
 def test_one_finding_for_one_cause() -> None:
     reasons = [f"{NO_KERNEL} on SM {sm}" for sm in (80, 89)]
     cells = [Cell(tp=1, sm=sm) for sm in (80, 89)]

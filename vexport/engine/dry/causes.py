@@ -1,11 +1,12 @@
 """Puts the cause of a refusal in front of vLLM's own words."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from vexport.checkpoint.index import find_quantization
 from vexport.checks.vllm.groups import ConfigGroup, parse_group
+from vexport.engine.messages import REASONS
 from vexport.errors import InputError
 from vexport.files import read_json_object
 from vexport.formats.arguments import SchemeArgs
@@ -14,6 +15,8 @@ from vexport.records import IN_FULL
 
 # The longest message that is its own cause; of a longer one the first sentence is.
 _LONGEST = 240
+# Characters of vLLM's own words.
+_MOST_WORDS = 1000
 # vLLM's messages if no kernel takes a layer: kernels/linear/__init__.py, compressed_tensors.py, and
 # fused_moe/oracle. A reason for each kernel follows.
 _NO_KERNEL = re.compile(
@@ -23,6 +26,13 @@ _NO_KERNEL = re.compile(
 )
 # platforms/cuda.py.
 _NO_ATTENTION = re.compile(r"No valid attention backend")
+# In that message: what the model asks of a backend, and each backend's objections to it
+# (v1/attention/selector.py and backend.py). An objection may contain brackets itself.
+_ASKED = re.compile(r"\b(head_size|dtype|kv_cache_dtype|block_size)=([\w.]+)")
+_OBJECTIONS = re.compile(r"\b([A-Z][A-Z0-9_]+): \[(.*?)\](?=, [A-Z][A-Z0-9_]+: \[|\}|$)")
+_MLA = "use_mla=True"
+# Objections of backends for another kind of attention than the model's.
+_OTHER_KIND = re.compile(r"(?:non-)?(?:MLA|sparse) not supported")
 _FIRST_SENTENCE = re.compile(r"^.{20,}?(?:[.:;](?= )|$)")
 
 
@@ -56,15 +66,61 @@ def with_cause(
     if _NO_KERNEL.search(reason):
         return (
             f"no kernel of vLLM {version} runs {_what(groups, capabilities)} on SM "
-            f"{devices}{IN_FULL}{reason}"
+            f"{devices}{IN_FULL}{reason[:_MOST_WORDS]}"
         )
     if _NO_ATTENTION.search(reason):
         cause = f"no attention backend of vLLM {version} runs this model on SM {devices}"
-        return f"{cause}{IN_FULL}{reason}"
+        return f"{cause}{_objection(reason)}{IN_FULL}{reason[:_MOST_WORDS]}"
+    reason = reason[:_MOST_WORDS]
     first = _FIRST_SENTENCE.match(reason)
     if len(reason) <= _LONGEST or first is None or len(first[0]) == len(reason):
         return reason
     return f"{first[0].rstrip('.:;')}{IN_FULL}{reason}"
+
+
+def _objection(reason: str) -> str:
+    """Return why the attention backends refuse a model, from vLLM's message; empty if unknown.
+
+    Backends for another kind of attention do not count, unless there are no others. An objection
+    of all backends is the cause. Without one it is what the backends object to that have the fewest
+    objections, because these come closest to running the model.
+    """
+    config, _, listed = reason.partition(REASONS)
+    backends = {name: _shown(objections) for name, objections in _OBJECTIONS.findall(listed)}
+    if not backends:
+        return ""
+    of_kind = {
+        name: each for name, each in backends.items() if not any(map(_OTHER_KIND.fullmatch, each))
+    }
+    backends = of_kind or backends
+    asked = dict(_ASKED.findall(config))
+    if _MLA in config and "head_size" in asked:
+        # The two keys of config.json that make the head size of vLLM's MLA backends.
+        asked["head_size"] += " (kv_lora_rank + qk_rope_head_dim)"
+    fewest = min(map(len, backends.values()))
+    nearest = {name: each for name, each in backends.items() if len(each) == fewest}
+    common = [each for each in nearest[next(iter(nearest))] if _all_have(backends, each)]
+    if common:
+        return f": {_with_values(common, asked)}"
+    words = (f"{name}: {_with_values(each, asked)}" for name, each in nearest.items())
+    return f": {'; '.join(words)}"
+
+
+def _shown(objections: str) -> tuple[str, ...]:
+    return tuple(each.strip() for each in objections.split(", ") if each.strip())
+
+
+def _all_have(backends: Mapping[str, Sequence[str]], objection: str) -> bool:
+    return all(objection in each for each in backends.values())
+
+
+def _with_values(objections: Sequence[str], asked: Mapping[str, str]) -> str:
+    """Return objections with the values of the model: `head_size 192 not supported`."""
+    words = []
+    for objection in objections:
+        key, _, rest = objection.partition(" ")
+        words.append(f"{key} {asked[key]} {rest}" if key in asked else objection)
+    return ", ".join(words)
 
 
 def _what(groups: Sequence[ConfigGroup], capabilities: Sequence[int]) -> str:

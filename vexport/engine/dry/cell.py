@@ -35,7 +35,8 @@ from vexport.files import from_json, to_json, write_text
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-_MOST_MESSAGE = 1000
+# With the reasons of each kernel or attention backend; `with_cause` shortens what is shown.
+_MOST_MESSAGE = 4000
 # Messages about a missing device, package, value or memory: the limit of a dry load, not vLLM's
 # judgement.
 _NOT_FOLLOWED = (NotFollowed, ImportError, MemoryError)
