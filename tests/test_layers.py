@@ -178,8 +178,6 @@ def test_a_check_loads_neither_torch_nor_what_makes_or_evaluates() -> None:
     others = (
         "checkpoint.hub",
         "outputs.directory",
-        "records.accuracy",
-        "records.report",
         "reports.ci",
     )
     assert not loaded & {f"vexport.{name}" for name in others}
