@@ -107,13 +107,14 @@ def test_what_is_no_strength_is_refused(rounding: object) -> None:
         Rule.model_validate({"match": "Linear", "scheme": "W4A16", "rounding": rounding})
 
 
-SCENARIOS = Path(__file__).resolve().parents[2] / "scenarios"
+TESTS = Path(__file__).resolve().parents[1]
+SCENARIOS = TESTS.parent / "scenarios"
 
 
 @pytest.mark.slow
 def test_refit_leaves_a_quarter_of_the_divergence(tmp_path: Path) -> None:
     scenario = yaml.safe_load((SCENARIOS / "demo-rescue-int4.yaml").read_text())
-    rung = yaml.safe_load((SCENARIOS / "ladder" / "int4-g128-x8.yaml").read_text())
+    rung = yaml.safe_load((TESTS / "ladder" / "int4-g128-x8.yaml").read_text())
     layers, same = scenario["rules"][-1], rung["rules"][-1]
     assert {**same, "rounding": "refit"} == layers
     source, data = SCENARIOS / scenario["source"], SCENARIOS / scenario["calibration"]["data"]

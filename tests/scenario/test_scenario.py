@@ -16,8 +16,9 @@ from vexport.scenario import DEFAULT_ALPHA, Evaluate, Scenario, read_scenario
 from vexport.scenario.evaluate import SUITES, TYPICAL_DISAGREEMENT, Suite
 from vexport.scenario.serve import Serve, with_options
 
-FOLDER = Path(__file__).parents[2] / "scenarios"
-SCENARIOS = sorted([*FOLDER.glob("*.yaml"), *FOLDER.glob("ladder/*.yaml")])
+TESTS = Path(__file__).parents[1]
+FOLDER = TESTS.parent / "scenarios"
+SCENARIOS = sorted([*FOLDER.glob("*.yaml"), *TESTS.glob("ladder/*.yaml")])
 MINIMAL = "name: a\nsource: b\nrules: [{match: Linear, scheme: NVFP4}]\n"
 
 
