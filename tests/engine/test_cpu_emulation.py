@@ -14,7 +14,6 @@ from vexport.engine.cpu_emulation.rounding import (
     fake_fp8,
     fake_mxfp4,
     fake_nvfp4,
-    round_fp4,
     round_fp8,
 )
 from vexport.engine.session import Worker
@@ -68,13 +67,6 @@ def test_kernels_are_offered_once_and_only_when_asked_and_dequantize_int4(tmp_pa
         "inputs": inputs,
         "int4": int4,
     }
-
-
-def test_fp4_rounds_ties_to_even() -> None:
-    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 9.0])
-    expected = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0])
-    assert torch.equal(round_fp4(ties), expected)
-    assert torch.equal(round_fp4(-ties), -expected)
 
 
 def test_fp4_activations_are_compressed_tensors(activations: torch.Tensor) -> None:

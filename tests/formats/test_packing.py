@@ -25,15 +25,13 @@ from vexport.formats.input_rounding import InputRounding, round_activations
 from vexport.formats.packing.base import STORAGES, Array, PackingInputs, Scales, kernel_input
 from vexport.formats.schemes import Scheme, all_schemes, get_scheme, scheme_names
 from vexport.numerics.arithmetic import (
-    E2M1,
-    E4M3,
-    F32,
     e2m1_code,
     e4m3_code,
     e4m3_value,
     largest_magnitude,
     pack_bits,
 )
+from vexport.numerics.number_formats import E2M1, E4M3, F32
 from vexport.observers import QParamsDict, load_observer
 from vexport.quantize.scales import scales_of
 from vexport.quantize.stream import runs

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from vexport.numerics.arithmetic import (
+from vexport.numerics.arithmetic import power, power_6_5
+from vexport.numerics.number_formats import (
     BFLOAT16,
     E2M1,
     E4M3,
@@ -19,10 +20,9 @@ from vexport.numerics.arithmetic import (
     FLOAT16,
     NumberFormat,
     integer_format,
-    power,
-    power_6_5,
 )
-from vexport.observers.qparams import mx_scale
+from vexport.numerics.tensors import mx_scale
+from vexport.observers.qparams import MX_FORMATS
 from vexport.observers.search import (
     CANDIDATE_SLACK,
     Search,
@@ -169,7 +169,7 @@ def test_scales_of_mx_are_powers_of_two(form: NumberFormat, bits: int) -> None:
     for group, values in enumerate(groups.double().numpy()):
         errors = []
         for factor in IMATRIX_SHRINKS:
-            scale = float(mx_scale(groups[group].float().abs().max() * factor, bits))
+            scale = float(mx_scale(groups[group].float().abs().max() * factor, MX_FORMATS[bits]))
             errors.append((np.abs(FLOATS[form](values / scale) * scale - values) ** 2.4).sum())
         assert errors[found.step[group]] <= min(errors) * (1 + TOLERANCE)
 

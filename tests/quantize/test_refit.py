@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from tests.command import vexport
 from tests.models import save_llama
 from tests.quantize.test_rounding import divergence
-from vexport.numerics.arithmetic import integer_format
+from vexport.numerics.number_formats import integer_format
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_headers
 from vexport.quantize.gptq import (

@@ -15,8 +15,8 @@ from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from torch.nn import Module
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from vexport.numerics import E2M1_MAX
-from vexport.numerics.arithmetic import E2M1, round_values
+from vexport.numerics.arithmetic import round_values
+from vexport.numerics.number_formats import E2M1
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -70,6 +70,6 @@ def round_activations(
 def _rounded_to_e2m1(exact: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Like `fake_quantize`: values (1, tokens, features) with scales (1, tokens, groups)."""
     scales = scale.to(torch.float32).unsqueeze(-1)
-    scaled = (exact.reshape(*scale.shape, -1) / scales).clamp_(-E2M1_MAX, E2M1_MAX)
+    scaled = exact.reshape(*scale.shape, -1) / scales
     round_values(scaled.numpy().reshape(-1), E2M1)
     return scaled.mul_(scales).reshape(exact.shape)

@@ -8,10 +8,6 @@ in compressed_tensors/quantization/utils/helpers.py.
 # The largest numbers of the formats; beyond them values saturate.
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
-# Their exponents, by which the scales of MX formats are lowered (mxfp_utils.py, next to
-# helpers.py).
-E2M1_EXPONENT = 2
-E4M3_EXPONENT = 8
 # MX scales are exponents with a bias, 255 where a value is not finite. What is added to a float32's
 # bits before its exponent is taken: from 1.75 times a power of two on, a maximum is rounded up.
 E8M0_BIAS = 127

@@ -6,25 +6,37 @@ Values are deterministic: `contract` only lets a multiply-add be one instruction
 lets a sum be kept in lanes, and neither depends on the number of threads.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 
-from vexport.numerics import E2M1_MAX, E4M3_MAX, FLOAT32_EPS, GLOBAL_SCALE_NUMERATOR
+from vexport.numerics import (
+    E4M3_MAX,
+    E8M0_BIAS,
+    E8M0_NAN,
+    FLOAT32_EPS,
+    GLOBAL_SCALE_NUMERATOR,
+    MX_ROUND_UP,
+)
 from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
+from vexport.numerics.number_formats import (
+    BFLOAT16,
+    E2M1,
+    E4M3,
+    EXPONENT_MASK,
+    F32,
+    FLOAT16,
+    FLOAT32,
+    FLOAT32_MANTISSA,
+    I32,
+    LEAST_POWER,
+    ROUNDER,
+    NumberFormat,
+)
 
-F32 = np.float32
-I32 = np.int32
 Bits = npt.NDArray[np.int32] | npt.NDArray[np.uint16]
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
-# Storage codes of weights (for `widen`) and of scales; E8M0 are powers of two.
-FLOAT32, BFLOAT16, FLOAT16, E8M0 = 0, 1, 2, 3
-EXPONENT_MASK = 0x7F800000
-# ulp(1.5 * 2**23) == 1: adding and subtracting it rounds to an integer, ties to even.
-ROUNDER = (23 << 23) | 0x400000
 # Values widened to float32 at once: with their codes they fit in the first-level cache.
 SPAN = 4096
 # Masks that drop the sign of a float32 or 16-bit float: the rest is an integer ordered by
@@ -32,47 +44,6 @@ SPAN = 4096
 MAGNITUDE = 0x7FFFFFFF
 HALF_MAGNITUDE = 0x7FFF
 HALF_INFINITY = 0x7C00
-# float32's mantissa, and how far e4m3's is from its end.
-FLOAT32_MANTISSA = 23
-
-
-class NumberFormat(NamedTuple):
-    """A number format that values in units of the scale are rounded to.
-
-    `low` and `high` are its ends. `mask` and `floor` say how the exponent of a value becomes that
-    of its step (an integer ignores the exponent, e4m3 and e2m1 have a smallest one), `rounder`
-    turns that into the number whose addition rounds. `zero_points` is whether the range is mapped
-    onto both ends; `scale_storage` is the dtype that scales are stored in.
-    """
-
-    low: np.float32
-    high: np.float32
-    mask: np.int32
-    floor: np.int32
-    rounder: np.int32
-    zero_points: bool
-    scale_storage: int
-
-
-def integer_format(bits: int) -> NumberFormat:
-    """Signed integers of that many bits, without zero points."""
-    high = 2 ** (bits - 1) - 1
-    return NumberFormat(
-        F32(-high - 1), F32(high), I32(0), I32(127 << 23), I32(ROUNDER), False, FLOAT32
-    )
-
-
-def float_format(largest: float, smallest_exponent: int, mantissa_bits: int) -> NumberFormat:
-    """A float with subnormals below 2**smallest_exponent; values beyond `largest` saturate."""
-    floor = (127 + smallest_exponent) << 23
-    rounder = ROUNDER - (mantissa_bits << 23)
-    return NumberFormat(
-        F32(-largest), F32(largest), I32(EXPONENT_MASK), I32(floor), I32(rounder), False, FLOAT32
-    )
-
-
-E4M3 = float_format(E4M3_MAX, -6, 3)
-E2M1 = float_format(E2M1_MAX, 0, 1)
 
 
 @compiled(inline=True)
@@ -135,19 +106,28 @@ def nearest(value: np.float32) -> np.float32:
 
 
 @compiled(inline=True)
+def rounder_of(value: np.float32, form: NumberFormat) -> np.int32:
+    """Return the bits of the number whose addition rounds a value to the step of its binade."""
+    return I32(max(I32(as_bits(value) & form.mask), form.floor) + form.rounder)
+
+
+@compiled(inline=True)
 def round_to(value: np.float32, form: NumberFormat) -> np.float32:
-    """The nearest number of a format, ties to the even mantissa, for a value within its ends."""
-    exponent = max(I32(as_bits(value) & form.mask), form.floor)
-    rounder = as_float(exponent + form.rounder)
+    """Return the nearest number of a format, ties to the even mantissa, for a value within its
+    ends.
+
+    `vexport.numerics.tensors.round_to` is the same in torch. Zero has no sign.
+    """
+    rounder = as_float(rounder_of(value, form))
     return F32(F32(value + rounder) - rounder)
 
 
 @compiled()
 def round_values(values: Floats, form: NumberFormat) -> None:
-    """Round values within a format's ends to the nearest of its numbers, in place."""
+    """Round values to the nearest number of a format, in place; beyond its ends they saturate."""
     wide_vectors()
     for i in range(values.size):
-        values[i] = round_to(values[i], form)
+        values[i] = round_to(min(max(values[i], form.low), form.high), form)
 
 
 @compiled()
@@ -254,17 +234,43 @@ def widened_magnitude(bits: np.int32, storage: int) -> np.float32:
 
 @compiled(inline=True)
 def float_code(magnitude: np.float32, form: NumberFormat, mantissa_bits: int) -> np.int32:
-    """The code, without a sign, of the nearest number of a small float format, ties to the even
-    mantissa.
+    """Return the code, without a sign, of the number that `round_to` gives, in a small float
+    format.
 
     `magnitude` is at least 0; beyond `form.high` it saturates. Adding the rounder leaves the number
     of steps in the sum's last bits; codes of successive binades are that many steps apart.
     """
     magnitude = min(magnitude, form.high)
-    exponent = max(I32(as_bits(magnitude) & I32(EXPONENT_MASK)), form.floor)
-    rounder = I32(exponent + form.rounder)
+    rounder = rounder_of(magnitude, form)
     steps = I32(as_bits(F32(magnitude + as_float(rounder))) - rounder)
+    exponent = I32(rounder - form.rounder)
     return I32(steps + I32(I32(exponent - form.floor) >> I32(FLOAT32_MANTISSA - mantissa_bits)))
+
+
+@compiled(inline=True)
+def mx_code(largest: np.float32, form: NumberFormat) -> np.int32:
+    """Return the scale that an MX format stores for a group: an exponent with a bias of 127.
+
+    `largest` is the group's largest magnitude. It is rounded to a power of two as if it had one bit
+    of mantissa (1.75 rounds up), and divided by the largest power of two of the format. The code is
+    255 if the magnitude is not finite. `vexport.numerics.tensors.mx_scale` is the same in torch.
+    Source: generate_mx_scales and round_to_power_2 in
+    compressed_tensors/quantization/utils/mxfp_utils.py.
+    """
+    bits = as_bits(largest)
+    lowered = I32(I32(as_bits(form.high) >> I32(FLOAT32_MANTISSA)) - I32(E8M0_BIAS))
+    code = I32(I32(I32(bits + I32(MX_ROUND_UP)) >> I32(FLOAT32_MANTISSA)) - lowered)
+    is_finite = bits < I32(EXPONENT_MASK)
+    return max(code, I32(0)) if is_finite else I32(E8M0_NAN)
+
+
+@compiled(inline=True)
+def mx_step(code: np.int32) -> np.float32:
+    """Return the power of two of an MX scale's code: the smallest, 2**-127, is a subnormal number.
+
+    The code 255 gives infinity.
+    """
+    return as_float(max(I32(I32(code) << I32(FLOAT32_MANTISSA)), I32(LEAST_POWER)))
 
 
 @compiled()

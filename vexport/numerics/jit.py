@@ -81,6 +81,7 @@ KERNELS = (
     "numerics/__init__.py",
     "numerics/arithmetic.py",
     "numerics/jit.py",
+    "numerics/number_formats.py",
     "formats/packing/*.py",
     "observers/kernels/*.py",
     "quantize/gptq.py",

@@ -14,19 +14,16 @@ import torch
 from pydantic import BaseModel
 
 from vexport.numerics import (
-    E2M1_EXPONENT,
     E2M1_MAX,
     E4M3_EPS,
-    E4M3_EXPONENT,
     E4M3_MAX,
-    E8M0_BIAS,
     FLOAT32_EPS,
-    MX_ROUND_UP,
     arithmetic,
 )
+from vexport.numerics.tensors import E2M1, E4M3, mx_scale, round_to
 from vexport.records.observer_names import OptionValue
 
-MX_EXPONENT = {4: E2M1_EXPONENT, 8: E4M3_EXPONENT}
+MX_FORMATS = {4: E2M1, 8: E4M3}
 # Dtypes of fewer bits that scales are stored in; all others are float32's or separate kinds (NVFP4,
 # MX).
 STORED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -141,7 +138,7 @@ def scale_and_zero_point(
     high = torch.maximum(high.to(torch.float32), torch.zeros((), device=high.device))
     smallest, largest = quantized_range(args)
     if is_mx(args):
-        scale = mx_scale(torch.maximum(low.abs(), high.abs()), args.num_bits)
+        scale = mx_scale(torch.maximum(low.abs(), high.abs()), MX_FORMATS[args.num_bits])
     elif args.symmetric:
         scale = torch.maximum(low.abs(), high.abs()) / ((largest - smallest) / 2)
     else:
@@ -157,47 +154,17 @@ def scale_and_zero_point(
     return scale, zero_point.to(torch.int32)
 
 
-def mx_scale(absmax: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """The power of two that an MX format stores for a group's absolute maximum (float32), as
-    float32.
-
-    The maximum is rounded to a power of two as if it had one bit of mantissa (1.75 rounds up).
-    Source: generate_mx_scales and round_to_power_2 in
-    compressed_tensors/quantization/utils/mxfp_utils.py.
-    """
-    bits = absmax.to(torch.float32).view(torch.int32)
-    biased = (bits + MX_ROUND_UP) >> 23
-    return torch.ldexp(
-        torch.ones_like(absmax, dtype=torch.float32),
-        (biased - MX_EXPONENT[num_bits]).clamp(0, 255) - E8M0_BIAS,
-    )
-
-
 def round_to_format(scaled: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
     """The nearest representable value of each element, same dtype; what is out of range
     saturates.
     """
     smallest, largest = quantized_range(args)
+    if is_float(args) and args.num_bits == 4:
+        return round_to(scaled.to(torch.float32), E2M1).to(scaled.dtype)
     clamped = scaled.clamp(smallest, largest)
     if not is_float(args):
         return clamped.round_()
-    if args.num_bits == 4:
-        return round_to_e2m1(clamped)
     return clamped.to(torch.float8_e4m3fn).to(scaled.dtype)
-
-
-def round_to_e2m1(value: torch.Tensor) -> torch.Tensor:
-    """The nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, ties to the even mantissa.
-
-    The steps between them are 0.5 below 2, 1 below 4 and 2 above; beyond 6 values saturate.
-    """
-    magnitude = value.abs()
-    step = (
-        torch.full_like(magnitude, 0.5)
-        .masked_fill_(magnitude >= 2, 1.0)
-        .masked_fill_(magnitude >= 4, 2.0)
-    )
-    return value.div(step).round_().mul_(step).clamp_(-E2M1_MAX, E2M1_MAX)
 
 
 def fake_quantize(

@@ -15,18 +15,19 @@ import numba
 import numpy as np
 import torch
 
-from vexport.numerics.arithmetic import (
+from vexport.numerics import tensors
+from vexport.numerics.arithmetic import Bits, Floats
+from vexport.numerics.number_formats import (
     BFLOAT16,
     E2M1,
     E4M3,
     E8M0,
     FLOAT16,
     FLOAT32,
-    Bits,
-    Floats,
     NumberFormat,
     integer_format,
 )
+from vexport.numerics.tensors import round_to
 from vexport.observers.flatten import Tiles
 from vexport.observers.kernels.grid import (
     PATTERNS,
@@ -42,7 +43,6 @@ from vexport.observers.qparams import (
     ObserverArgs,
     is_float,
     is_mx,
-    round_to_e2m1,
     scale_and_zero_point,
     stored_dtype,
 )
@@ -351,7 +351,7 @@ def block_errors(
     each.
     """
     steps = step.unsqueeze(-1)
-    error = round_to_e2m1(values / steps).mul_(steps).sub_(values).abs_().pow_(norm)
+    error = round_to(values / steps, tensors.E2M1).mul_(steps).sub_(values).abs_().pow_(norm)
     if importance is not None:
         error.mul_(importance)
     return error.sum(-1)

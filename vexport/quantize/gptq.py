@@ -22,9 +22,12 @@ import torch
 from vexport.formats.arguments import QuantArgs, input_bits
 from vexport.formats.packing.base import Scales
 from vexport.formats.schemes import get_scheme
-from vexport.numerics.arithmetic import F32, Floats, NumberFormat, round_to
+from vexport.numerics import tensors
+from vexport.numerics.arithmetic import Floats, round_to
 from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
+from vexport.numerics.number_formats import F32, NumberFormat
 from vexport.numerics.ranks import all_reduce
+from vexport.numerics.tensors import TensorFormat
 from vexport.observers.search import format_of
 from vexport.records import FusionGroup
 
@@ -345,11 +348,9 @@ def round_nearest(weight: torch.Tensor, grid: Grid) -> torch.Tensor:
 def _nearest(
     values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, form: NumberFormat
 ) -> torch.Tensor:
-    """The nearest number of a format in units of these scales, as `round_to` finds it."""
-    scaled = (values / scale + zero).clamp_(float(form.low), float(form.high))
-    exponent = (scaled.view(torch.int32) & int(form.mask)).clamp_(min=int(form.floor))
-    rounder = (exponent + int(form.rounder)).view(torch.float32)
-    return (scaled + rounder).sub_(rounder).sub_(zero).mul_(scale)
+    """Return the nearest number of a format in units of these scales, as the kernel finds it."""
+    rounded = tensors.round_to(values / scale + zero, TensorFormat.of(form))
+    return rounded.sub_(zero).mul_(scale)
 
 
 def round_columns(weight: torch.Tensor, factor: Factor, grid: Grid) -> torch.Tensor:

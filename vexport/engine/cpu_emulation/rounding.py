@@ -4,18 +4,9 @@ import torch
 import torch.nn.functional as F
 
 from vexport.numerics import E2M1_MAX, E4M3_MAX, MX_GROUP, NVFP4_GROUP
+from vexport.numerics.tensors import E2M1, mx_scale, round_to
 
-
-def round_fp4(values: torch.Tensor) -> torch.Tensor:
-    """The nearest E2M1 value (0, .5, 1, 1.5, 2, 3, 4, 6), ties to the even mantissa, saturating at
-    6.
-
-    The steps between neighbours are .5 below 2, 1 below 4 and 2 above: OCP Microscaling Formats,
-    5.3.3.
-    """
-    magnitude = values.abs()
-    step = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
-    return (values / step).round_().mul_(step).clamp_(-E2M1_MAX, E2M1_MAX)
+LEAST_NORMAL = torch.finfo(torch.float32).tiny
 
 
 def fake_nvfp4(activations: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
@@ -28,20 +19,20 @@ def fake_nvfp4(activations: torch.Tensor, global_scale: torch.Tensor) -> torch.T
     scale = global_scale * (blocks.abs().amax(dim=-1, keepdim=True) * (1 / E2M1_MAX))
     scale = scale.clamp_(max=E4M3_MAX).to(torch.float8_e4m3fn).to(torch.float32)
     inverse = _reciprocal(scale * _reciprocal(global_scale))
-    rounded = round_fp4(blocks * inverse) * (scale / global_scale)
+    rounded = round_to(blocks * inverse, E2M1) * (scale / global_scale)
     return rounded.reshape(activations.shape).to(activations.dtype)
 
 
 def fake_mxfp4(activations: torch.Tensor) -> torch.Tensor:
     """Quantize to MXFP4 and back: (tokens, features) in its own dtype, features a multiple of 32.
 
-    The scale is the power of two below the largest value, the next one from 1.75 times that on,
-    over 4: compressed-tensors' `generate_mx_scales`.
+    The smallest scale is no subnormal number: compiled code may take those for zero, and zeros
+    divided by it would become NaN.
     """
     blocks = activations.to(torch.float32).reshape(activations.shape[0], -1, MX_GROUP)
-    mantissa, exponent = torch.frexp(blocks.abs().amax(dim=-1, keepdim=True))
-    scale = torch.exp2(exponent + (mantissa >= 1.75 / 2) - 3.0)
-    return (round_fp4(blocks / scale) * scale).reshape(activations.shape).to(activations.dtype)
+    scale = mx_scale(blocks.abs().amax(dim=-1, keepdim=True), E2M1).clamp_(min=LEAST_NORMAL)
+    rounded = round_to(blocks / scale, E2M1) * scale
+    return rounded.reshape(activations.shape).to(activations.dtype)
 
 
 def fp8_token_scale(activations: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vexport.errors import InputError
-from vexport.numerics.arithmetic import BFLOAT16, FLOAT16, FLOAT32, Bits, Floats
+from vexport.numerics.arithmetic import Bits, Floats
+from vexport.numerics.number_formats import BFLOAT16, FLOAT16, FLOAT32
 from vexport.records import LinearPlan
 
 Array = npt.NDArray[np.generic]

@@ -7,8 +7,6 @@ from vexport.formats.base import scale_shape
 from vexport.formats.packing.base import Array, PackingInputs, require_finite, storage_of
 from vexport.numerics import FLOAT32_EPS
 from vexport.numerics.arithmetic import (
-    E4M3,
-    F32,
     SPAN,
     Bits,
     Bytes,
@@ -20,6 +18,7 @@ from vexport.numerics.arithmetic import (
     widen,
 )
 from vexport.numerics.jit import compiled
+from vexport.numerics.number_formats import E4M3, F32
 from vexport.records import LinearPlan
 
 

@@ -11,9 +11,6 @@ from vexport.formats.base import words
 from vexport.formats.packing.base import STORAGES, Array, PackingInputs, require_finite, storage_of
 from vexport.numerics import FLOAT32_EPS, INT32_BITS
 from vexport.numerics.arithmetic import (
-    F32,
-    FLOAT32,
-    I32,
     Bits,
     Bytes,
     Floats,
@@ -25,6 +22,7 @@ from vexport.numerics.arithmetic import (
     widen,
 )
 from vexport.numerics.jit import compiled, wide_vectors
+from vexport.numerics.number_formats import F32, FLOAT32, I32
 from vexport.records import LinearPlan
 
 

@@ -4,11 +4,8 @@ import numpy as np
 
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.packing.base import Array, PackingInputs, not_finite, storage_of
-from vexport.numerics import E2M1_EXPONENT, E4M3_EXPONENT, E8M0_NAN, MX_GROUP, MX_ROUND_UP
+from vexport.numerics import E8M0_NAN, MX_GROUP
 from vexport.numerics.arithmetic import (
-    F32,
-    FLOAT32_MANTISSA,
-    I32,
     MAGNITUDE,
     SPAN,
     Bits,
@@ -17,35 +14,34 @@ from vexport.numerics.arithmetic import (
     as_float,
     e2m1_codes,
     e4m3_codes,
+    mx_code,
+    mx_step,
     pack_bits,
     widen,
 )
 from vexport.numerics.jit import compiled
+from vexport.numerics.number_formats import E2M1, E4M3, F32, FLOAT32_MANTISSA, I32, NumberFormat
 from vexport.records import LinearPlan
 
 
 @compiled()
-def find_scales(values: Floats, bits: int, scales: Bytes) -> None:
-    """The exponent, biased by 127, of the min-max scale of every 32 values; 255 where one is not
-    finite.
+def find_scales(values: Floats, form: NumberFormat, scales: Bytes) -> None:
+    """Write the exponent, biased by 127, of the min-max scale of every 32 values; 255 if a value is
+    not finite.
     """
-    lowered = I32(E2M1_EXPONENT if bits == 4 else E4M3_EXPONENT)
     stored = values.view(np.int32)
     for group in range(scales.size):
         most = I32(0)
         for i in range(MX_GROUP):
             most = max(most, I32(stored[group * MX_GROUP + i] & I32(MAGNITUDE)))
-        exponent = I32(I32(I32(most + I32(MX_ROUND_UP)) >> I32(FLOAT32_MANTISSA)) - lowered)
-        finite = most < I32(E8M0_NAN << FLOAT32_MANTISSA)
-        scales[group] = np.uint8(max(exponent, I32(0)) if finite else I32(E8M0_NAN))
+        scales[group] = np.uint8(mx_code(as_float(most), form))
 
 
 @compiled()
 def find_steps(scales: Bytes, steps: Floats) -> None:
     """The step of each value, from the exponent of every 32."""
     for group in range(scales.size):
-        exponent = I32(I32(scales[group]) << I32(FLOAT32_MANTISSA))
-        step = as_float(exponent) if scales[group] else F32(2.0**-127)
+        step = mx_step(scales[group])
         for i in range(MX_GROUP):
             steps[group * MX_GROUP + i] = step
 
@@ -65,7 +61,7 @@ def pack_rows(
         widen(values[: end - start], weight[start:end], storage)
         groups = scales[start // MX_GROUP : end // MX_GROUP]
         if not fixed:
-            find_scales(values, bits, groups)
+            find_scales(values, E2M1 if bits == 4 else E4M3, groups)
         find_steps(groups, steps)
         if bits == 4:
             e2m1_codes(values, steps, codes[: end - start])

@@ -8,9 +8,6 @@ from vexport.formats.arguments import QuantArgs
 from vexport.formats.packing.base import Array, PackingInputs, storage_of
 from vexport.numerics import E4M3_EPS_CODE, NVFP4_GROUP
 from vexport.numerics.arithmetic import (
-    E2M1,
-    F32,
-    I32,
     MAGNITUDE,
     SPAN,
     Bits,
@@ -26,6 +23,7 @@ from vexport.numerics.arithmetic import (
     widen,
 )
 from vexport.numerics.jit import compiled
+from vexport.numerics.number_formats import E2M1, F32, I32
 from vexport.records import LinearPlan
 
 

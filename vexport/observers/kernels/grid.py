@@ -10,18 +10,14 @@ import numpy as np
 import numpy.typing as npt
 from numba import prange
 
-from vexport.numerics import E8M0_BIAS, FLOAT32_EPS, MX_ROUND_UP
+from vexport.numerics import FLOAT32_EPS
 from vexport.numerics.arithmetic import (
-    E8M0,
-    F32,
-    I32,
-    ROUNDER,
     Bits,
     Floats,
-    NumberFormat,
-    as_bits,
     as_float,
     as_stored,
+    mx_code,
+    mx_step,
     nearest,
     power,
     power_6_5,
@@ -31,6 +27,7 @@ from vexport.numerics.arithmetic import (
     widen,
 )
 from vexport.numerics.jit import LANES, MULTIPLY_ADD, compiled, wide_vectors
+from vexport.numerics.number_formats import E8M0, F32, I32, ROUNDER, NumberFormat
 
 Doubles = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -163,16 +160,6 @@ class Ends(NamedTuple):
 
 
 @compiled(inline=True)
-def mx_scale(absmax: np.float32, form: NumberFormat) -> np.float32:
-    """The power of two of `vexport.observers.qparams.mx_scale`; the smallest is a subnormal
-    number.
-    """
-    lowered = I32(I32(as_bits(form.high) >> I32(23)) - I32(E8M0_BIAS))
-    code = I32(I32(I32(as_bits(absmax) + I32(MX_ROUND_UP)) >> I32(23)) - lowered)
-    return as_float(max(I32(min(code, I32(255)) << I32(23)), I32(1 << 22)))
-
-
-@compiled(inline=True)
 def scaling_of(low: np.float32, high: np.float32, form: NumberFormat, unit: np.float32) -> Scaling:
     """The scale and zero point of a range (formulas of vexport.observers.qparams), of values times
     `unit`.
@@ -186,7 +173,7 @@ def scaling_of(low: np.float32, high: np.float32, form: NumberFormat, unit: np.f
     )
     # Where a dtype has a smallest number, rounding depends on the unit.
     if form.scale_storage == E8M0:
-        scale = F32(mx_scale(F32(max(-low, high) / unit), form) * unit)
+        scale = F32(mx_step(mx_code(F32(max(-low, high) / unit), form)) * unit)
     else:
         scale = F32(as_stored(F32(scale / unit), form.scale_storage) * unit)
         scale = F32(F32(FLOAT32_EPS) * unit) if scale == 0 else scale

@@ -13,9 +13,6 @@ from numba import prange
 
 from vexport.numerics import E4M3_EPS_CODE
 from vexport.numerics.arithmetic import (
-    E2M1,
-    F32,
-    I32,
     Bits,
     Bytes,
     Floats,
@@ -28,6 +25,7 @@ from vexport.numerics.arithmetic import (
     widen,
 )
 from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
+from vexport.numerics.number_formats import E2M1, F32, I32
 
 Integers = npt.NDArray[np.int32]
 

@@ -1,0 +1,62 @@
+"""Number formats as float32 arithmetic sees them, without numba: vLLM's CPU build must not load it.
+
+`vexport.numerics.arithmetic` rounds to these formats in compiled kernels,
+`vexport.numerics.tensors` in torch.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from vexport.numerics import E2M1_MAX, E4M3_MAX
+
+F32 = np.float32
+I32 = np.int32
+
+# Storage codes of weights (for `widen`) and of scales; E8M0 are powers of two.
+FLOAT32, BFLOAT16, FLOAT16, E8M0 = 0, 1, 2, 3
+EXPONENT_MASK = 0x7F800000
+# ulp(1.5 * 2**23) == 1: adding and subtracting it rounds to an integer, ties to even.
+ROUNDER = (23 << 23) | 0x400000
+# The bits of float32's mantissa, and those of 2**-127, the smallest MX scale.
+FLOAT32_MANTISSA = 23
+LEAST_POWER = 1 << 22
+
+
+class NumberFormat(NamedTuple):
+    """A number format that values in units of the scale are rounded to.
+
+    `low` and `high` are its ends. `mask` and `floor` say how the exponent of a value becomes that
+    of its step (an integer ignores the exponent, e4m3 and e2m1 have a smallest one), `rounder`
+    turns that into the number whose addition rounds. `zero_points` is whether the range is mapped
+    onto both ends; `scale_storage` is the dtype that scales are stored in.
+    """
+
+    low: np.float32
+    high: np.float32
+    mask: np.int32
+    floor: np.int32
+    rounder: np.int32
+    zero_points: bool
+    scale_storage: int
+
+
+def integer_format(bits: int) -> NumberFormat:
+    """Signed integers of that many bits, without zero points."""
+    high = 2 ** (bits - 1) - 1
+    return NumberFormat(
+        F32(-high - 1), F32(high), I32(0), I32(127 << 23), I32(ROUNDER), False, FLOAT32
+    )
+
+
+def float_format(largest: float, smallest_exponent: int, mantissa_bits: int) -> NumberFormat:
+    """A float with subnormals below 2**smallest_exponent; values beyond `largest` saturate."""
+    floor = (127 + smallest_exponent) << 23
+    rounder = ROUNDER - (mantissa_bits << 23)
+    return NumberFormat(
+        F32(-largest), F32(largest), I32(EXPONENT_MASK), I32(floor), I32(rounder), False, FLOAT32
+    )
+
+
+E4M3 = float_format(E4M3_MAX, -6, 3)
+E2M1 = float_format(E2M1_MAX, 0, 1)
