@@ -215,7 +215,8 @@ def failure_from_exit(log: Path, code: int) -> EngineFailure:
         ending = f"signal {-code} ({signal.Signals(-code).name}{_MEANT.get(-code, '')})"
     message = f"the worker ended with {ending}" + (f" after {cause}" if cause else "")
     killed = code == -signal.SIGKILL or _KILLED_CORE.search(message)
-    kind: FailureKind = "out of memory" if killed else _kind(message, "crashed")
+    named = _kind(message, _kind(cause or "", "crashed"))
+    kind: FailureKind = "out of memory" if killed else named
     return EngineFailure(kind=kind, message=message, log_tail=log_tail(log))
 
 

@@ -272,12 +272,28 @@ def _tried(
     return {key: _merged(ranks) for key, ranks in tries.items()}
 
 
+def _package_that_raised(error: Exception) -> str:
+    """Return the top-level package whose code raised an exception."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    name = str(frame.tb_frame.f_globals.get("__name__", "")) if frame is not None else ""
+    return name.partition(".")[0]
+
+
 def _import_vllm() -> str:
     """Import what the children need, and return vLLM's version.
 
     vLLM looks at a model class in a separate process, so as not to touch a GPU; here there is none.
     """
-    preload()
+    try:
+        preload()
+    except Exception as error:
+        package = _package_that_raised(error)
+        if package == __name__.partition(".")[0]:
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        raise ImportError(f"the package {package} cannot be imported: {reason}") from error
     from vllm import __version__ as version
     from vllm.model_executor.models import registry
 
