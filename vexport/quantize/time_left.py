@@ -12,8 +12,9 @@ from vexport.records import PROGRESS_DETAIL, OnProgress
 from vexport.records.calibration import CALIBRATE, LOOK_BACK, ROUND
 
 OVERALL = "calibrate (seconds)"
-# The seconds that a step takes for a token, relative to the other steps: measured on
-# SmolLM2-135M-Instruct on two CPU cores. Used only for steps that have not started.
+# The assumed time of a token in each step, in passes through a layer: forward, forward again and
+# backward; forward; source and quantized model forward, and the moments of the inputs. Used only
+# for steps that have not started: a step that runs is measured.
 COST = {LOOK_BACK: 3.0, CALIBRATE: 1.0, ROUND: 3.0}
 
 
