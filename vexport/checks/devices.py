@@ -136,10 +136,13 @@ def _capabilities(
         until = f"to below {support.below}" if support.below else "or above"
         needed = "a CPU" if support.below == 0 else f"SM {max(support.loads_from, least)} {until}"
         expected = f"{needed} for {precision(group)} ({group.format})"
-        got, fix = "a GPU on which vLLM refuses the scheme", OTHER_SCHEME
+        finding, got, fix = error, "a GPU on which vLLM refuses the scheme", OTHER_SCHEME
         if support.after_loading:
-            got, fix = support.after_loading, f"store it as {PACKED.name}, or use another scheme"
-        yield error(NAME, f"{layers}, sm {_listed(refusing)})", expected=expected, got=got, fix=fix)
+            # Read from the kernel's code. It was not seen on a GPU, and the loaders accept it.
+            finding, got = warning, support.after_loading
+            fix = f"load it on such a GPU, or store it as {PACKED.name}"
+        where = f"{layers}, sm {_listed(refusing)})"
+        yield finding(NAME, where, expected=expected, got=got, fix=fix)
     running = [sm for sm in capabilities if sm not in refusing]
     for bits in dict.fromkeys(support.bits(sm) for sm in running):
         if bits != input_bits(group):
