@@ -356,7 +356,7 @@ def _newer(name: str, version: Version) -> tuple[Finding, ...]:
             "info",
             name,
             f"a class of vLLM {short_version()}",
-            f"a class that vLLM has since {vllm}, whose rules are used",
+            f"a class that was added in vLLM {vllm}; the rules of {vllm} are used",
             f"serve the output with vLLM {vllm} or later",
         ),
     )

@@ -8,7 +8,6 @@ import json
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 
 from vexport.records import Json
 from vexport.version import PINNED, Version, short_version
@@ -28,22 +27,21 @@ def table_versions() -> tuple[Version, ...]:
 def read_table(file: str, version: Version) -> dict[str, Json]:
     """Return a table for one version of vLLM, or that of `PINNED` if this version has no tables."""
     table: dict[str, Json] = json.loads(FOLDER.joinpath(file).read_text(encoding="utf-8"))
-    for key, value in _changes(file, version).items():
+    changes: dict[str, Json] = json.loads(_changes(file, version) or "{}")
+    for key, value in changes.items():
         entries = table.get(key)
         table[key] = _merged(entries, value) if isinstance(entries, dict) else value
     return table
 
 
 def read_lines(file: str, version: Version) -> dict[str, str]:
-    """Return the entries of a table with one line for each, as JSON that is not parsed yet.
+    """Return the entries of a table as JSON text, by name.
 
-    A process needs few of the layouts, and parsing all of them takes longer than a check.
+    The table has one line for each entry. The lines are not parsed, because a process needs few of
+    them, and parsing all layouts takes longer than a check.
     """
     text = FOLDER.joinpath(file).read_text(encoding="utf-8")
-    entries = dict(_entries(text))
-    if version != PINNED and (changes := _changes_file(file, version)).is_file():
-        for name, entry in _entries(changes.read_text(encoding="utf-8")):
-            entries[name] = entry
+    entries = {**dict(_entries(text)), **dict(_entries(_changes(file, version)))}
     return {name: entry for name, entry in entries.items() if entry != "null"}
 
 
@@ -54,16 +52,10 @@ def _entries(text: str) -> Iterator[tuple[str, str]]:
             yield json.loads(name), entry
 
 
-def _changes(file: str, version: Version) -> Mapping[str, Json]:
-    place = _changes_file(file, version)
-    if version == PINNED or not place.is_file():
-        return {}
-    changes: dict[str, Json] = json.loads(place.read_text(encoding="utf-8"))
-    return changes
-
-
-def _changes_file(file: str, version: Version) -> Traversable:
-    return CHANGES.joinpath(short_version(version), file)
+def _changes(file: str, version: Version) -> str:
+    """Return the changes of a table for a version as JSON text, empty if there are none."""
+    place = CHANGES.joinpath(short_version(version), file)
+    return place.read_text(encoding="utf-8") if place.is_file() else ""
 
 
 def _merged(entries: Mapping[str, Json], changes: Json) -> Json:
