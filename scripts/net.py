@@ -5,20 +5,25 @@
     .venv/bin/python scripts/net.py compare before.json
 
 Every scheme on every micro family, data-free; `gptq`, `refit` and calibrated scales on three
-families; the findings of `check` on spoiled checkpoints; a run's report. Weights, config.json and
-its `ignore` are lines of their own. Floats depend on the processor: a record is good on the machine
+families; the findings of `check` on spoiled checkpoints; a run's report; the help of each command,
+its JSON on the demo, and the exit code and message of wrong calls. Weights, config.json and its
+`ignore` are lines of their own. Floats depend on the processor: a record is good on the machine
 that made it.
+
+`--only PART...` records or compares some parts: written, rounded, checked, helped, answered,
+refused, run.
 """
 
 import os
 
 os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "VEXPORT_NO_VERIFY": "1"}
 
+import argparse  # noqa: E402
 import hashlib  # noqa: E402
 import json  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
-from collections.abc import Iterator, Mapping  # noqa: E402
+from collections.abc import Collection, Iterator, Mapping  # noqa: E402
 from difflib import unified_diff  # noqa: E402
 from pathlib import Path  # noqa: E402
 from shutil import copytree, rmtree  # noqa: E402
@@ -28,8 +33,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from tests.architectures.families import FAMILIES, save_family  # noqa: E402
-from tests.command import vexport  # noqa: E402
-from tests.models import write_calibration  # noqa: E402
+from tests.command import ALL_COMMANDS, vexport  # noqa: E402
+from tests.models import save_llama, write_calibration  # noqa: E402
 from tests.mutations.good import GOOD, write_good  # noqa: E402
 from tests.mutations.kinds import mutations  # noqa: E402
 from tests.mutations.recorded import read_records  # noqa: E402
@@ -44,6 +49,111 @@ ROUNDED = (
 SPOILED_ONE_IN = 7
 # Lines of a report that no two runs have in common.
 TIMED = ("time ", "report:", "rounding ")
+# Parts of the names of keys whose values no two calls have in common.
+VOLATILE = ("seconds", "time", "date", "memory", "bytes_per", "digest", "started", "version")
+ANSWERED = (
+    "plan MODEL --scheme NVFP4",
+    "plan SCENARIO",
+    "quantize MODEL ROOT/fp8 --scheme FP8_DYNAMIC",
+    "quantize MODEL ROOT/int4 --scheme W4A16_G64",
+    "check ROOT/fp8 MODEL --source MODEL --tp 1,2 --sm 80,90,100 --static",
+    "repair ROOT/fp8 ROOT/repaired",
+    "load ROOT/fp8",
+    "load ROOT/fp8 --dry --tp 1,2 --sm 80,90",
+    "eval ROOT/fp8 --baseline MODEL --task TASK --limit 100 --output-dir ROOT/eval",
+    "eval ROOT/int4 --baseline ROOT/eval/baseline --task TASK --limit 100 --margin 0.2",
+    "verdict ROOT/eval/baseline ROOT/eval/candidate",
+    "compare MODEL --schemes FP8_DYNAMIC,W8A8 --scenario ROOT/net.yaml --run-dir ROOT/compared",
+    "report ROOT/compared/FP8_DYNAMIC",
+    "report ROOT/compared/FP8_DYNAMIC ROOT/compared/W8A8",
+    "list schemes",
+    "list observers",
+    "list roundings",
+    "list checks",
+    "list architectures",
+    "explain NVFP4",
+)
+REFUSED = (
+    "plan",
+    "plan MISSING --scheme FP8",
+    "plan LLAMA --scheme NVFP5",
+    "plan LLAMA --scheme FP8 --tp 0",
+    "plan LLAMA --scheme FP8 --tp a",
+    "plan LLAMA --scheme FP8 --gpu L41S",
+    "plan SCENARIO --scheme FP8",
+    "plan LLAMA --scheme FP8 --run-dir OUT",
+    "quantize LLAMA OUT",
+    "quantize MISSING OUT --scheme FP8",
+    "quantize LLAMA LLAMA --scheme FP8_DYNAMIC",
+    "quantize LLAMA OUT --scheme FP8_DYNAMIC --observer mimax",
+    "quantize LLAMA OUT --scheme FP8 --calibration BROKEN",
+    "quantize LLAMA OUT --scheme FP8 --calibration MISSING",
+    "quantize LLAMA OUT --scheme FP8 --calibration TEXT --samples 0",
+    "quantize LLAMA OUT --scheme FP8 --calibration TEXT --seq-len -1",
+    "quantize LLAMA OUT --scheme FP8_DYNAMIC --ignore re:[",
+    "quantize LLAMA OUT --scheme W4A16 --group-size 0",
+    "quantize LLAMA OUT --scheme W4A16 --group-size word",
+    "quantize LLAMA OUT --scheme W4A16 --rounding down",
+    "quantize LLAMA OUT --scheme FP8_DYNAMIC --kv-cache fp4",
+    "quantize LLAMA OUT --scheme FP8_DYNAMIC --recipe MISSING",
+    "check EMPTY",
+    "check MISSING",
+    "check LLAMA --format xml",
+    "check LLAMA --tp 1,x",
+    "check LLAMA --sm 10",
+    "check LLAMA --vllm 0.1",
+    "load MISSING",
+    "load LLAMA --speculative MISSING",
+    "load LLAMA --engine-arg a",
+    "eval LLAMA",
+    "eval LLAMA --baseline LLAMA",
+    "eval LLAMA --baseline MISSING --task TASK --output-dir OUT",
+    "eval LLAMA --baseline LLAMA --task MISSING --output-dir OUT",
+    "eval LLAMA --baseline LLAMA --task TASK --margin 2",
+    "eval LLAMA --baseline LLAMA --task TASK --margin other=0.1",
+    "eval LLAMA --baseline LLAMA --task TASK --limit 0",
+    "eval LLAMA --baseline LLAMA --task TASK --seeds 0",
+    "eval LLAMA --baseline LLAMA --task TASK --alpha 1",
+    "eval LLAMA --baseline LLAMA --task TASK --num-fewshot -1",
+    "eval LLAMA --baseline LLAMA --text MISSING",
+    "run MISSING.yaml",
+    "run LLAMA",
+    "compare LLAMA --schemes W4A17",
+    "compare LLAMA",
+    "compare LLAMA --serve a",
+    "report EMPTY",
+    "report MISSING",
+    "verdict EMPTY EMPTY",
+    "verdict MISSING MISSING",
+    "repair EMPTY OUT",
+    "repair LLAMA OUT",
+    "list nothing",
+    "explain nothing",
+    "nonsense",
+)
+# Wrong lines of a scenario.
+SCENARIOS = (
+    "rules: []",
+    "rules: [{match: Linear, scheme: FP9}]",
+    "rules: [{match: 're:[', scheme: FP8}]",
+    "rules: [{match: Linear, schema: FP8}]",
+    "rules: [{match: Linear, scheme: FP8_DYNAMIC}]\ncalibration: {samples: 0, data: x}",
+    "rules: [{match: Linear, scheme: FP8_DYNAMIC}]\ncalibration: {sampels: 1, data: x}",
+    "rules: [{match: Linear, scheme: FP8_DYNAMIC}]\ncalibration: {seq_len: a, data: x}",
+    "rules: [{match: Linear, scheme: FP8_DYNAMIC}]\nserve: {tensor_parallel: [0]}",
+    "rules: [{match: Linear, scheme: FP8_DYNAMIC}]\nserve: {compute: [sm1000]}",
+    "rules: [{match: Linear, scheme: FP8_DYNAMIC}]\nserve: {max_model_len: -1}",
+    "rules: [{match: Linear, scheme: FP8_DYNAMIC}]\nevaluate: {tasks: []}",
+    "rules: [{match: Linear, scheme: FP8_DYNAMIC}]\nevaluate: {tasks: [a], margin: 2}",
+    "rules: [{match: Linear, scheme: FP8_DYNAMIC}]\nevaluate: {tasks: [a], alpha: 0}",
+    "rules: [{match: Linear, scheme: FP8_DYNAMIC}]\nevaluate: {tasks: [a], seeds: 0}",
+    "rules: [{match: Linear, scheme: FP8_DYNAMIC}]\nevaluate: {tasks: [a], limit: -1}",
+    "rules: [{match: Linear, scheme: FP8_DYNAMIC}]\ngates: {}",
+    "rules: [{match: Linear, scheme: auto}]\nauto: {bits: 0}",
+    "rules: [{match: Linear, scheme: W4A16, group_size: 0}]",
+    "rules: [{match: Linear, scheme: W4A16, rounding: down}]",
+    "rules: [{match: Linear, scheme: FP8_DYNAMIC, observer: mimax}]",
+)
 RUN = """name: net
 source: {demo}/model
 rules:
@@ -116,6 +226,80 @@ def checked(root: Path) -> Lines:
         rmtree(folder)
 
 
+def helped(root: Path) -> Lines:
+    """The help of each command."""
+    yield "help", vexport("--help").stdout
+    for name in sorted(ALL_COMMANDS):
+        yield f"help {name}", vexport(name, "--help").stdout
+
+
+def steady(value: object, key: str = "") -> object:
+    """JSON without times, sizes of the machine and the last digits of floats."""
+    if isinstance(value, dict):
+        return {name: steady(part, name) for name, part in value.items()}
+    if isinstance(value, list):
+        return [steady(part, key) for part in value]
+    if any(word in key for word in VOLATILE):
+        return "-"
+    return float(f"{value:.3g}") if isinstance(value, float) else value
+
+
+def answered(root: Path) -> Lines:
+    """The JSON of each command on the demo."""
+    demo = REPOSITORY / "scenarios" / "demo"
+    places = {
+        "MODEL": demo / "model",
+        "TASK": demo / "tasks" / "facts_choice.yaml",
+        "SCENARIO": REPOSITORY / "scenarios" / "demo-nvfp4.yaml",
+        "ROOT": root,
+    }
+    (root / "net.yaml").write_text(RUN.format(demo=demo))
+    for call in ANSWERED:
+        words = call.split()
+        for name, place in places.items():
+            words = [word.replace(name, str(place)) for word in words]
+        ran = vexport(*words, "--format", "json", "--quiet")
+        found = json.dumps(steady(json.loads(ran.stdout or "null")), indent=1)
+        text = f"exit {ran.code}\n{found}"
+        for name, place in places.items():
+            text = text.replace(str(place), name)
+        yield f"json {call}", text
+
+
+def refused(root: Path) -> Lines:
+    """The exit code and the message of wrong calls."""
+    places = {
+        "LLAMA": save_llama(root / "llama"),
+        "EMPTY": root / "empty",
+        "BROKEN": root / "broken.jsonl",
+        "TEXT": write_calibration(root / "text.jsonl"),
+        "TASK": REPOSITORY / "scenarios" / "demo" / "tasks" / "facts_choice.yaml",
+        "SCENARIO": root / "scenario.yaml",
+        "OUT": root / "out",
+        "MISSING": root / "missing",
+    }
+    places["EMPTY"].mkdir()
+    places["BROKEN"].write_text('{"text": "a"}\n{"text"\n')
+    for call in REFUSED:
+        words = call.split()
+        for name, place in places.items():
+            words = [word.replace(name, str(place)) for word in words]
+        yield f"refused {call}", said(words, places)
+    for lines in SCENARIOS:
+        text = f"name: a\nsource: {places['LLAMA']}\n{lines}\n"
+        places["SCENARIO"].write_text(text)
+        yield f"refused scenario {lines}", said(["plan", str(places["SCENARIO"])], places)
+
+
+def said(words: list[str], places: Mapping[str, Path]) -> str:
+    """The exit code of a call, and what it wrote to stderr."""
+    ran = vexport(*words)
+    text = f"exit {ran.code}\n{ran.stderr}"
+    for name, place in places.items():
+        text = text.replace(str(place), name)
+    return text
+
+
 def start_run(root: Path) -> subprocess.Popen[str]:
     """Start a run of the demo's model, next to what this process does."""
     scenario = root / "net.yaml"
@@ -133,40 +317,57 @@ def start_run(root: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(call, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
 
 
-def record() -> Mapping[str, str]:
+PARTS = (written, rounded, checked, helped, answered, refused)
+
+
+def record(only: Collection[str]) -> Mapping[str, str]:
     made: dict[str, str] = {}
     with TemporaryDirectory(prefix="vexport-net-") as folder:
-        run = start_run(Path(folder))
-        for part in (written, rounded, checked):
+        run = start_run(Path(folder)) if "run" in only else None
+        for part in PARTS:
+            if part.__name__ not in only:
+                continue
             root = Path(folder) / part.__name__
             root.mkdir()
             made |= part(root)
             print(f"{part.__name__}: {len(made)} in all", file=sys.stderr, flush=True)
+        if run is None:
+            return made
         report, _ = run.communicate()
     untimed = (line for line in report.splitlines() if not line.startswith(TIMED))
     lines = [line.replace(folder, "ROOT") for line in untimed]
     return made | {"run": "\n".join([f"exit {run.returncode}", *lines])}
 
 
-def main(action: str, file: str) -> int:
+def main() -> int:
     """Record, or compare and print what differs; 1 if anything does that is still made."""
-    made = record()
-    if action == "record":
-        Path(file).write_text(json.dumps(made, indent=1) + "\n")
+    names = [part.__name__ for part in PARTS] + ["run"]
+    parser = argparse.ArgumentParser(description="Record what vexport writes and says, or compare.")
+    parser.add_argument("action", choices=("record", "compare"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART")
+    options = parser.parse_args()
+    made = record(options.only)
+    if options.action == "record":
+        options.file.write_text(json.dumps(made, indent=1) + "\n")
         return 0
-    before: dict[str, str] = json.loads(Path(file).read_text())
+    before: dict[str, str] = json.loads(options.file.read_text())
+    return compare(before, made, whole=options.only == names)
+
+
+def compare(before: Mapping[str, str], made: Mapping[str, str], whole: bool) -> int:
     changed = [name for name in before if name in made and before[name] != made[name]]
     for name in changed:
-        old, new = before[name].splitlines(), made[name].splitlines()
-        print(
-            name,
-            *(f"  {line}" for line in list(unified_diff(old, new, lineterm="", n=0))[3:]),
-            sep="\n",
-        )
-    gone, added = len(before.keys() - made.keys()), len(made.keys() - before.keys())
+        old = before[name].splitlines()
+        new = made[name].splitlines()
+        print(name)
+        for line in list(unified_diff(old, new, lineterm="", n=0))[3:]:
+            print(f"  {line}")
+    gone = len(before.keys() - made.keys()) if whole else 0
+    added = len(made.keys() - before.keys())
     print(f"{len(changed)} of {len(before)} differ, {gone} are gone, {added} are new")
     return 1 if changed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())
