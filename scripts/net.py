@@ -50,7 +50,17 @@ SPOILED_ONE_IN = 7
 # Lines of a report that no two runs have in common.
 TIMED = ("time ", "report:", "rounding ")
 # Parts of the names of keys whose values no two calls have in common.
-VOLATILE = ("seconds", "time", "date", "memory", "bytes_per", "digest", "started", "version")
+VOLATILE = (
+    "seconds",
+    "created",
+    "time",
+    "date",
+    "memory",
+    "bytes_per",
+    "digest",
+    "started",
+    "version",
+)
 ANSWERED = (
     "plan MODEL --scheme NVFP4",
     "plan SCENARIO",
@@ -235,12 +245,12 @@ def helped(root: Path) -> Lines:
 
 def steady(value: object, key: str = "") -> object:
     """JSON without times, sizes of the machine and the last digits of floats."""
+    if any(word in key for word in VOLATILE):
+        return "-"
     if isinstance(value, dict):
         return {name: steady(part, name) for name, part in value.items()}
     if isinstance(value, list):
         return [steady(part, key) for part in value]
-    if any(word in key for word in VOLATILE):
-        return "-"
     return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
