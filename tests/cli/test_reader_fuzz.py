@@ -27,7 +27,7 @@ from vexport.reports import render
 from vexport.scenario import read_scenario
 from vexport.scenario.llmcompressor import read_recipe
 
-ROUNDS = 60
+ROUNDS = 50
 DEMO = Path(__file__).parents[2] / "scenarios"
 REPORT = Path(__file__).parents[1] / "reports" / "report.json"
 VALUES: tuple[object, ...] = (
