@@ -67,7 +67,7 @@ Table = dict[str, object]
 def main() -> None:
     target: Path = arguments(__doc__, "vllm.json").out
     logging.disable(logging.WARNING)
-    # vLLM looks at each class in a process of its own, so as not to touch a GPU. There is none here.
+    # vLLM inspects each class in its own process, to leave GPUs alone. There is no GPU here.
     registry._run_in_subprocess = lambda function: function()
     own, left_out = own_classes()
     backed, failed = backed_classes(own.keys() | left_out.keys())
