@@ -20,11 +20,12 @@ LAYERS = (
     {"scenario", "calibration", "layers"},
     {"plan", "checks"},
     {"quantize", "fidelity", "engine"},
+    {"inference"},
     {"repair", "evaluation", "reports"},
     {"run"},
     {"cli", "api"},
 )
-MOST_LAYERS = 10
+MOST_LAYERS = 11
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Imports inside functions: the command line and a check import what they run, the catalog the table
 # that is asked for, a quantization, a plan, a repair and a format what needs torch or numba,

@@ -15,15 +15,11 @@ from tests.evaluation.make import edit_results, edit_sample, samples_file
 from tests.reports.sample import engine
 from vexport.errors import InputError
 from vexport.evaluation.accepted import accept_results, choice_of, lost_answers, read_accepted
-from vexport.evaluation.fingerprint import (
-    changed_names,
-    changes,
-    engine_fingerprint,
-    write_fingerprint,
-)
+from vexport.evaluation.fingerprint import changed_names, changes
 from vexport.evaluation.lost import LETTERS, Ending, State, count_answers, letter_of
 from vexport.evaluation.results import read_results
 from vexport.evaluation.verdict import decide
+from vexport.inference.fingerprint import engine_fingerprint, write_fingerprint
 
 
 @pytest.fixture

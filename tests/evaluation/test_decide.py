@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from vexport.evaluation.results import Repeated, compare_rows, read_results, write_repeated
+from vexport.evaluation.results import read_results
 from vexport.evaluation.statistics import tango_interval
 from vexport.evaluation.verdict import decide
 from vexport.files import from_json, to_json
+from vexport.inference.repeated import Repeated, compare_rows, write_repeated
 from vexport.records import TaskVerdict, Verdict
 from vexport.records.values import about
 

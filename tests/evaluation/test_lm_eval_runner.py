@@ -13,9 +13,10 @@ from tests.evaluation.make import make_tasks, samples_file
 from tests.models import save_llama, write_tokenizer
 from vexport.engine.messages import SessionRequest
 from vexport.engine.session import Worker
-from vexport.evaluation.results import read_repeated, read_results
+from vexport.evaluation.results import read_results
 from vexport.evaluation.tasks import resolve_tasks
 from vexport.evaluation.verdict import decide
+from vexport.inference.repeated import read_repeated
 from vexport.records import LmEvalSettings, silent
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -12,9 +12,9 @@ from scipy import stats
 
 from tests.command import vexport
 from tests.evaluation.make import samples_file
-from vexport.evaluation.results import SEED
 from vexport.evaluation.statistics import Scores, clustered_tango, seeds_to_settle
 from vexport.evaluation.verdict import decide
+from vexport.inference.added_keys import SEED
 from vexport.records import Verdict
 from vexport.reports.accuracy import accuracy_tiles
 

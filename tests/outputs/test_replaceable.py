@@ -14,9 +14,9 @@ from tests.command import ROOT, vexport
 from tests.models import Good
 from tests.outputs.test_separate import tree
 from vexport.errors import CheckpointFailed, InputError
-from vexport.evaluation.fingerprint import write_fingerprint
-from vexport.evaluation.results import Repeated, write_repeated
 from vexport.files import write_text
+from vexport.inference.fingerprint import write_fingerprint
+from vexport.inference.repeated import Repeated, write_repeated
 from vexport.outputs.directory import kept_as_failed, resumable_directory
 from vexport.outputs.manifest import MANIFEST, begin_manifest, record, recorded, strangers
 from vexport.run.directory import RunDirectory

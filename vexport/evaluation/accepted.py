@@ -19,11 +19,12 @@ from typing import Literal
 import numpy as np
 
 from vexport.errors import InputError, raise_all
-from vexport.evaluation.fingerprint import Fingerprint, causes
+from vexport.evaluation.fingerprint import causes
 from vexport.evaluation.lost import LETTERS, Ending, count_answers, letter_of, lost_words
 from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks
 from vexport.evaluation.results import Results, Sample, TaskSamples, read_results
 from vexport.files import from_json, read_json_object, to_json, write_text
+from vexport.inference.fingerprint import Fingerprint
 
 LINE = 100
 """Documents in a line."""

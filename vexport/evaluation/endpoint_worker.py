@@ -31,7 +31,10 @@ from vexport.engine.messages import (
 from vexport.engine.worker import answer_request, input_problem, reporter
 from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.evaluation.endpoint import Server, UnreachableError
-from vexport.evaluation.fingerprint import (
+from vexport.evaluation.lm_eval_model import AskedModel, KeptAnswers, Question, kept_text, replaced
+from vexport.evaluation.lm_eval_runner import ask_tasks, kept_answers, vllm_version
+from vexport.files import atomic_path, to_json
+from vexport.inference.fingerprint import (
     ENDPOINT,
     MODEL,
     TEMPLATE,
@@ -39,9 +42,6 @@ from vexport.evaluation.fingerprint import (
     template_of,
     write_fingerprint,
 )
-from vexport.evaluation.lm_eval_model import AskedModel, KeptAnswers, Question, kept_text, replaced
-from vexport.evaluation.lm_eval_runner import ask_tasks, kept_answers, vllm_version
-from vexport.files import atomic_path, to_json
 from vexport.records import PROGRESS_DETAIL, DraftCounts, Json, OnProgress
 from vexport.records.values import MOST_COUNT
 from vexport.version import __version__

@@ -1,30 +1,15 @@
-"""The named circumstances that could change a score, so that a change can be named, and what a
-results file of lm-eval (evaluator.py, loggers/evaluation_tracker.py, 0.4.13) records of it.
+"""What a results file of lm-eval records of how it was made, and the changes between two of them.
+
+lm-eval 0.4.13 writes these files in evaluator.py and loggers/evaluation_tracker.py.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from vexport.checkpoint.chat_template import DEFAULT, chat_templates, template_digest
-from vexport.checkpoint.chat_template import FILE as TEMPLATE_FILE
-from vexport.checkpoint.hub import pinned_name
-from vexport.checkpoint.index import weight_files
-from vexport.files import digest_file, read_json_object, write_text
-from vexport.outputs.manifest import record
-from vexport.records import EngineInfo, Json, Prompting, device_words
-from vexport.version import __version__
+from vexport.inference.added_keys import UNTEMPLATED
+from vexport.inference.fingerprint import COMPILATION, EMULATED, ENDPOINT, MODEL, Fingerprint
+from vexport.records import Json, Prompting, device_words
 
-Fingerprint = Mapping[str, str]
-"""Name of a circumstance (`vllm`, `dtype`, `task hash of gsm8k`) -> its value in words."""
-
-FILE = "fingerprint.json"
-"""Next to lm-eval's results: what lm-eval does not record."""
-MODEL = "model"
-ENDPOINT = "endpoint"
-REVISION = "model's revision on the hub"
-TEMPLATE = "model's chat template"
 TASK_HASH = "task hash of "
 CHAT_TEMPLATE, SYSTEM_INSTRUCTION = "chat template", "system instruction"
 MULTITURN, FEWSHOT = "few-shot as multiturn", "few-shot examples of "
@@ -38,18 +23,6 @@ _ABSENT = {
     "enable thinking": "left to the chat template",
 }
 """lm-eval's defaults, which hold where its results, or an accepted baseline, tell nothing else."""
-EMULATED = "emulated kernels"
-"""Follows from the scheme, so that a model and its quantized one differ in it: the blind spots
-say so.
-"""
-COMPILATION = "compilation"
-_BESIDE_WEIGHTS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    TEMPLATE_FILE,
-)
 _DIGITS = 16
 """Of a SHA-256, as vexport shows it."""
 _PLAIN = {"lm-eval": "lm_eval_version", "transformers": "transformers_version"}
@@ -103,24 +76,6 @@ def _value(side: Fingerprint, name: str) -> str:
     return side.get(name, _ABSENT.get(name, "none"))
 
 
-def engine_fingerprint(root: Path, engine: EngineInfo) -> Fingerprint:
-    """Fingerprint a checkpoint's bytes and the engine that ran it."""
-    pinned = pinned_name(root)
-    return ({REVISION: pinned} if pinned else {}) | {
-        MODEL: model_digest(root),
-        TEMPLATE: template_of(root),
-        "vexport": __version__,
-        "vllm": engine.vllm,
-        "torch": engine.torch,
-        "platform": engine.platform,
-        "processor": engine.processor,
-        "dtype": engine.dtype,
-        **({COMPILATION: engine.compilation} if engine.compilation else {}),
-        EMULATED: str(engine.emulated),
-        **engine.settings,
-    }
-
-
 def device_of(fingerprint: Fingerprint) -> str:
     """The device that ran the model, as EngineInfo.device, or its server's address; empty where not
     known.
@@ -133,41 +88,6 @@ def device_of(fingerprint: Fingerprint) -> str:
         emulated=fingerprint.get(EMULATED) == "True",
         compilation=fingerprint.get(COMPILATION, ""),
     )
-
-
-def model_digest(root: Path) -> str:
-    """SHA-256, shortened to 16 digits, of a checkpoint's weights, config and tokenizer by
-    content.
-    """
-    files = [
-        *weight_files(root),
-        *(file for name in _BESIDE_WEIGHTS if (file := root / name).is_file()),
-    ]
-    lines = sorted(f"{file.name} {digest_file(file)}\n" for file in files)
-    return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
-
-
-def template_of(root: Path) -> str:
-    """The digest of the template that is used where none is named, else of all of them."""
-    templates = chat_templates(root)
-    return (
-        template_digest(templates.get(DEFAULT) or str(sorted(templates.items())))
-        if templates
-        else "none"
-    )
-
-
-def write_fingerprint(folder: Path, fingerprint: Fingerprint) -> None:
-    """Write a fingerprint next to lm-eval's results."""
-    record(folder / FILE)
-    write_text(folder / FILE, json.dumps(fingerprint, indent=2, ensure_ascii=False) + "\n")
-
-
-def read_fingerprint(folder: Path) -> Fingerprint:
-    """Read the fingerprint of `write_fingerprint`; empty for a folder made elsewhere."""
-    if not (folder / FILE).is_file():
-        return {}
-    return {name: str(value) for name, value in read_json_object(folder / FILE).items()}
 
 
 def unseparated_thinking(content: Mapping[str, Json]) -> str | None:
@@ -189,12 +109,6 @@ def unseparated_thinking(content: Mapping[str, Json]) -> str | None:
         f"answer; set --think-end-token '{token}' and enough --max-gen-toks, or "
         f"--no-enable-thinking"
     )
-
-
-UNTEMPLATED = "untemplated_tasks"
-"""Of `config` in a results file: the tasks that lm-eval was told not to apply the chat template
-to.
-"""
 
 
 def recorded_prompting(content: Mapping[str, Json], tasks: Sequence[str]) -> Prompting:

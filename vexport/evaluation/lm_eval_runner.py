@@ -20,7 +20,6 @@ from pydantic import JsonValue
 from vexport.engine import worker
 from vexport.engine.messages import ANSWERS, SessionRequest
 from vexport.errors import EnvironmentFault, InputError
-from vexport.evaluation.fingerprint import UNTEMPLATED
 from vexport.evaluation.lm_eval_model import (
     AskedModel,
     EngineModel,
@@ -30,13 +29,6 @@ from vexport.evaluation.lm_eval_model import (
     replaced,
     wrap_engine,
 )
-from vexport.evaluation.results import (
-    FINISH_REASON,
-    SEED,
-    compare_rows,
-    documents_to_repeat,
-    write_repeated,
-)
 from vexport.evaluation.task_data import (
     explained_downloads,
     load_tasks,
@@ -45,6 +37,8 @@ from vexport.evaluation.task_data import (
 )
 from vexport.evaluation.tasks import reads_hub
 from vexport.files import atomic_path
+from vexport.inference.added_keys import FINISH_REASON, SEED, UNTEMPLATED
+from vexport.inference.repeated import compare_rows, documents_to_repeat, write_repeated
 from vexport.outputs.manifest import is_recorded, record
 from vexport.records import OnProgress
 

@@ -3,38 +3,31 @@ it.
 
 Format: lm_eval/loggers/evaluation_tracker.py (0.4.13). A folder may hold several runs of one model,
 of which the newest counts, and lm-eval's command line puts them into a subfolder named after the
-model. Ours hold a count of the answers that changed when the same engine was asked first documents
-again, in other batches: where they do, a difference between two models tells nothing of the models.
+model.
 """
 
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from scipy import stats
-
-from vexport.errors import EnvironmentFault, InputError, clip, require_working_disk
+from vexport.errors import InputError, clip, require_working_disk
 from vexport.evaluation.fingerprint import (
     mapping_in,
-    read_fingerprint,
     recorded_fingerprint,
     recorded_prompting,
     unseparated_thinking,
 )
 from vexport.evaluation.lost import DEFAULT_LENGTH, Ending, ending_of
 from vexport.evaluation.metrics import AGGREGATIONS, Meaning, meaning_of
-from vexport.files import from_json, read_json_object, require_no_device, to_json, write_text
-from vexport.outputs.manifest import record
+from vexport.files import read_json_object, require_no_device
+from vexport.inference.added_keys import FINISH_REASON, SEED
+from vexport.inference.fingerprint import read_fingerprint
 from vexport.records import Json, Prompting
 from vexport.records.values import json_type
 
-SEED = "vexport_seed"
-"""The key of a sample's seed, where several answers were sampled for a document."""
-FINISH_REASON = "finish_reason"
-"""The key of a sample's finish reasons, nested as `resps`; only vexport writes it."""
 SCORED_TEXTS = ("loglikelihood", "loglikelihood_rolling")
 """The output types of tasks that score how likely one given text is."""
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -326,16 +319,6 @@ def _text(value: Json) -> str:
     ).decode()  # JSON can spell half a surrogate pair; UTF-8 cannot
 
 
-REPEATED = "repeat.json"
-"""Next to lm-eval's results."""
-DOCUMENTS = 200
-"""Asked again, over all tasks; at least LEAST of each."""
-LEAST = 20
-TOLERATED = 0.005
-"""Share of answers that may change: half a point is far below what a verdict of 1 or 2 points
-rests on.
-"""
-Row = Mapping[str, object]
 # The longest task name: with lm-eval's prefix and date a file name has at most 255 bytes.
 LONGEST_NAME = 200
 STAMP = re.compile(r"(\d{4}-\d{2}-\d{2}T[\d.-]+)\.json$")
@@ -531,82 +514,3 @@ def _members(content: Mapping[str, Json], tasks: frozenset[str]) -> dict[str, tu
                 yield from leaves(child, (*above, group))
 
     return {name: tuple(dict.fromkeys(leaves(name))) for name in children}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Repeated:
-    """The number of documents asked again, and of those that changed from wrong to right or back;
-    answers that are sampled with several seeds may: how they scatter is part of the interval."""
-
-    documents: int
-    changed: int
-    sampled: bool = False
-
-
-def documents_to_repeat(tasks: int, limit: float | None) -> int:
-    """The number of each task's first documents that are asked again; `limit` is that of the
-    tasks.
-    """
-    share = max(LEAST, DOCUMENTS // max(1, tasks))
-    return min(share, int(limit)) if limit is not None and limit >= 1 else share
-
-
-def compare_rows(
-    first: Mapping[str, Sequence[Row]], again: Mapping[str, Sequence[Row]]
-) -> Repeated:
-    """Count the documents whose scores of 0 and 1 changed, among those that were asked the same
-    question.
-    """
-    before, now = _marks(first), _marks(again)
-    asked = before.keys() & now.keys()
-    changed = [
-        key
-        for key in asked
-        if any(now[key].get(name) != mark for name, mark in before[key].items())
-    ]
-    return Repeated(
-        documents=len({key[:2] for key in asked}), changed=len({key[:2] for key in changed})
-    )
-
-
-def _marks(rows: Mapping[str, Sequence[Row]]) -> dict[tuple[object, ...], dict[str, float]]:
-    """The scores that say right or wrong, by task, document, filter and prompt."""
-    marks: dict[tuple[object, ...], dict[str, float]] = {}
-    for task, row in ((task, row) for task, task_rows in rows.items() for row in task_rows):
-        metrics = row["metrics"]
-        assert isinstance(metrics, list)
-        scores = {str(name): row.get(name) for name in metrics}
-        key = (task, row["doc_id"], row["filter"], row["prompt_hash"])
-        numbers = {name: value for name, value in scores.items() if isinstance(value, int | float)}
-        marks[key] = {name: value for name, value in numbers.items() if value in (0, 1)}
-    return marks
-
-
-def write_repeated(folder: Path, repeated: Repeated) -> None:
-    """Write how many repeated answers changed next to lm-eval's results."""
-    record(folder / REPEATED)
-    write_text(folder / REPEATED, to_json(repeated))
-
-
-def read_repeated(folder: Path) -> Repeated | None:
-    """Read the counts of `write_repeated`; None for a folder made elsewhere."""
-    return from_json(Repeated, folder / REPEATED) if (folder / REPEATED).is_file() else None
-
-
-def require_deterministic(folder: Path, repeated: Repeated, alpha: float) -> None:
-    """EnvironmentFault where more than TOLERATED of the answers change (exact binomial test at
-    `alpha`).
-    """
-    asked, changed = repeated.documents, repeated.changed
-    if not asked or repeated.sampled:
-        return
-    if stats.binomtest(changed, asked, TOLERATED, alternative="greater").pvalue > alpha:
-        return
-    raise EnvironmentFault(
-        str(folder),
-        got=f"{changed} of {asked} answers changed when the same model was asked again: above "
-        f"{TOLERATED:.1%} there is no verdict",
-        need="",
-        fix="use greedy decoding, or --seeds for sampled answers, and one kind of GPU; "
-        "try VLLM_BATCH_INVARIANT=1 or fewer sequences at once",
-    )

@@ -22,9 +22,11 @@ from vexport.errors import InputError
 from vexport.errors.extras import attempt_all
 from vexport.evaluation.accepted import is_accepted, pair_with, read_accepted
 from vexport.evaluation.compare import compare_task, comparison, difference_interval
-from vexport.evaluation.fingerprint import EMULATED, ENDPOINT, MODEL, REVISION, changes, device_of
+from vexport.evaluation.fingerprint import changes, device_of
 from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks, pool
-from vexport.evaluation.results import Results, read_repeated, read_results, require_deterministic
+from vexport.evaluation.results import Results, read_results
+from vexport.inference.fingerprint import EMULATED, ENDPOINT, MODEL, REVISION
+from vexport.inference.repeated import read_repeated, require_deterministic
 from vexport.records import Comparison, Outcome, Prompting, TaskVerdict, TextLimit, Verdict
 from vexport.records.values import about
 

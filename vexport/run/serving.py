@@ -27,12 +27,12 @@ from vexport.engine.messages import (
 from vexport.engine.session import WORKER, Worker, run_session, session_error
 from vexport.errors import CheckpointFailed, InputError, clip, visible
 from vexport.evaluation.endpoint import Server
-from vexport.evaluation.fingerprint import engine_fingerprint, write_fingerprint
-from vexport.evaluation.results import read_repeated, require_deterministic
 from vexport.evaluation.served import Rows, Served
 from vexport.evaluation.task_data import fetch_task_data
 from vexport.evaluation.tasks import require_generating, resolve_tasks
 from vexport.files import digest_bytes, to_json, user_path
+from vexport.inference.fingerprint import engine_fingerprint, write_fingerprint
+from vexport.inference.repeated import read_repeated, require_deterministic
 from vexport.outputs.manifest import (
     is_recorded,
     record,

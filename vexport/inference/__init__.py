@@ -1,0 +1,1 @@
+"""Ask a model: prompts go in, text and log-probabilities come out."""

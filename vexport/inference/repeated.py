@@ -1,0 +1,105 @@
+"""Answers that are asked for again: how many of them change although the model is the same.
+
+An evaluation asks the baseline for the answers to its first documents twice, in other batches. If
+many of these answers change, a difference between two models says nothing about the models.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scipy import stats
+
+from vexport.errors import EnvironmentFault
+from vexport.files import from_json, to_json, write_text
+from vexport.outputs.manifest import record
+
+FILE = "repeat.json"
+"""The file next to lm-eval's results that holds the counts."""
+DOCUMENTS = 200
+"""Documents that are asked again, over all tasks; each task has at least `LEAST` of them."""
+LEAST = 20
+TOLERATED = 0.005
+"""The share of answers that may change: half a point is far below the margin of 1 or 2 points of
+a verdict.
+"""
+Row = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """The number of documents asked again, and of those that changed from wrong to right or back;
+    answers that are sampled with several seeds may: how they scatter is part of the interval."""
+
+    documents: int
+    changed: int
+    sampled: bool = False
+
+
+def documents_to_repeat(tasks: int, limit: float | None) -> int:
+    """The number of each task's first documents that are asked again; `limit` is that of the
+    tasks.
+    """
+    share = max(LEAST, DOCUMENTS // max(1, tasks))
+    return min(share, int(limit)) if limit is not None and limit >= 1 else share
+
+
+def compare_rows(
+    first: Mapping[str, Sequence[Row]], again: Mapping[str, Sequence[Row]]
+) -> Repeated:
+    """Count the documents whose scores of 0 and 1 changed, among those that were asked the same
+    question.
+    """
+    before, now = _marks(first), _marks(again)
+    asked = before.keys() & now.keys()
+    changed = [
+        key
+        for key in asked
+        if any(now[key].get(name) != mark for name, mark in before[key].items())
+    ]
+    return Repeated(
+        documents=len({key[:2] for key in asked}), changed=len({key[:2] for key in changed})
+    )
+
+
+def _marks(rows: Mapping[str, Sequence[Row]]) -> dict[tuple[object, ...], dict[str, float]]:
+    """The scores that say right or wrong, by task, document, filter and prompt."""
+    marks: dict[tuple[object, ...], dict[str, float]] = {}
+    for task, row in ((task, row) for task, task_rows in rows.items() for row in task_rows):
+        metrics = row["metrics"]
+        assert isinstance(metrics, list)
+        scores = {str(name): row.get(name) for name in metrics}
+        key = (task, row["doc_id"], row["filter"], row["prompt_hash"])
+        numbers = {name: value for name, value in scores.items() if isinstance(value, int | float)}
+        marks[key] = {name: value for name, value in numbers.items() if value in (0, 1)}
+    return marks
+
+
+def write_repeated(folder: Path, repeated: Repeated) -> None:
+    """Write how many repeated answers changed next to lm-eval's results."""
+    record(folder / FILE)
+    write_text(folder / FILE, to_json(repeated))
+
+
+def read_repeated(folder: Path) -> Repeated | None:
+    """Read the counts of `write_repeated`; None for a folder made elsewhere."""
+    return from_json(Repeated, folder / FILE) if (folder / FILE).is_file() else None
+
+
+def require_deterministic(folder: Path, repeated: Repeated, alpha: float) -> None:
+    """EnvironmentFault where more than TOLERATED of the answers change (exact binomial test at
+    `alpha`).
+    """
+    asked, changed = repeated.documents, repeated.changed
+    if not asked or repeated.sampled:
+        return
+    if stats.binomtest(changed, asked, TOLERATED, alternative="greater").pvalue > alpha:
+        return
+    raise EnvironmentFault(
+        str(folder),
+        got=f"{changed} of {asked} answers changed when the same model was asked again: above "
+        f"{TOLERATED:.1%} there is no verdict",
+        need="",
+        fix="use greedy decoding, or --seeds for sampled answers, and one kind of GPU; "
+        "try VLLM_BATCH_INVARIANT=1 or fewer sequences at once",
+    )
