@@ -45,7 +45,7 @@ LATE = {
     "numerics": ("torch",),
     "engine": ("vllm", "vexport"),
     "reports": ("huggingface_hub", "vexport"),
-    "evaluation": ("vllm", "lm_eval", "datasets", "torch"),
+    "inference": ("vllm", "lm_eval", "datasets", "torch"),
 }
 HEAVY = (
     "torch",

@@ -11,15 +11,15 @@ import pytest
 
 from tests.calibration.test_rows import read, written
 from tests.command import ROOT
-from tests.evaluation.replying import sending
-from tests.evaluation.test_endpoint_limits import FLOODS
+from tests.inference.replying import sending
+from tests.inference.test_endpoint_limits import FLOODS
 from vexport.calibration import data, sources
 from vexport.checkpoint.index import MAX_HEADER_BYTES, read_header
 from vexport.cli.entry import MAX_CHARACTERS, MAX_LINES
 from vexport.engine import process
 from vexport.errors import EnvironmentFault, InputError
-from vexport.evaluation import endpoint
-from vexport.evaluation.endpoint import Server
+from vexport.inference.endpoint import server
+from vexport.inference.endpoint.server import Server
 from vexport.records import Endpoint
 from vexport.records.patterns import MOST_SECONDS
 from vexport.reports.findings import MAX_FOLLOWING
@@ -61,8 +61,8 @@ def test_numbers_are_those_of_the_code() -> None:
         f"after {data.MOST_MULTIMODAL:,} rows with images",
         f"{MAX_CHARACTERS} characters a line, {MAX_LINES} lines",
         f"| {MAX_FOLLOWING} of a cause",
-        f"first contact {endpoint._FIRST_CONTACT_ENDS:g} s",
-        f"| {endpoint._ANSWER_BYTES >> 20} MiB",
+        f"first contact {server._FIRST_CONTACT_ENDS:g} s",
+        f"| {server._ANSWER_BYTES >> 20} MiB",
         f"its last {process._READ_BYTES >> 20} MB, {process._LONGEST_LINE:,} characters a line",
     ):
         assert words in shown, words
@@ -114,7 +114,7 @@ def test_largest_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_first_contact_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if a request may take longer, and is to be tried again for longer."""
-    monkeypatch.setattr(endpoint, "_FIRST_CONTACT_ENDS", 1.0)
+    monkeypatch.setattr(server, "_FIRST_CONTACT_ENDS", 1.0)
     with sending(FLOODS["slow body"]) as (url, _):
         began = time.monotonic()
         with pytest.raises(EnvironmentFault, match="no answer"):

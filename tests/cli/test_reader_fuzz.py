@@ -17,9 +17,9 @@ from vexport.cli.entry import cli, default_map
 from vexport.config_files import load_toml
 from vexport.errors import VexportError
 from vexport.evaluation.accepted import accept_results, read_accepted
-from vexport.evaluation.tasks import resolve_tasks
 from vexport.evaluation.verdict import decide
 from vexport.files import from_json
+from vexport.inference.tasks import resolve_tasks
 from vexport.outputs.digests import listed_digests, recorded_digests
 from vexport.outputs.manifest import MANIFEST, recorded
 from vexport.records import Report

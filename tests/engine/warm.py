@@ -30,7 +30,7 @@ _ENGINE = (
     *(
         "transformers",
         "lm_eval.evaluator",
-        "vexport.evaluation.lm_eval_runner",
+        "vexport.inference.lm_eval_runner",
         "vexport.engine.generate",
     ),
     *(
@@ -94,7 +94,7 @@ class Warm:
         """As that of vexport.engine.process, with a client in the place of a worker."""
         python, _, module, *arguments = command
         ours = python == sys.executable and module.startswith(
-            ("vexport.", "tests.evaluation.", "tests.engine.emulated")
+            ("vexport.", "tests.evaluation.", "tests.inference.", "tests.engine.emulated")
         )
         if ours and (address := self._address(module, environment)):
             client = str(Path(__file__).with_name("warm_client.py"))

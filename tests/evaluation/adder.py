@@ -17,8 +17,8 @@ from lm_eval.tasks import TaskManager
 
 from tests.evaluation.make import Runs
 from vexport.engine.worker import end_with_parent
-from vexport.evaluation.lm_eval_runner import computed_once
 from vexport.files import from_json, to_json, write_text
+from vexport.inference.lm_eval_runner import computed_once
 
 
 class Adder(LM):  # type: ignore[misc]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.evaluation.make import make_tasks, run_lm_eval
-from vexport.evaluation.tasks import resolve_tasks
+from vexport.inference.tasks import resolve_tasks
 
 DOCUMENTS = 400
 

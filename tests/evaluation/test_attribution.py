@@ -21,7 +21,7 @@ from vexport.engine.load import Prompts, fixed_prompts
 from vexport.engine.messages import SessionResult
 from vexport.engine.reference import reference_logprobs
 from vexport.evaluation.attribution import attribute
-from vexport.evaluation.served import Served
+from vexport.inference.answers import Served
 from vexport.records import Attribution, Outcome
 
 TEXTS = (

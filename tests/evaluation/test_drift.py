@@ -11,7 +11,7 @@ from torch.nn import functional
 from vexport.engine.load import Prompts, fixed_prompts
 from vexport.engine.messages import SessionResult
 from vexport.evaluation.drift import drift_warnings, least_kl, measure_drift
-from vexport.evaluation.served import Served
+from vexport.inference.answers import Served
 from vexport.numerics.metrics import kl_divergence
 from vexport.scenario import Evaluate
 

@@ -6,7 +6,7 @@ import pytest
 
 from vexport.errors import InputError
 from vexport.evaluation.given_answers import GivenAnswers, require_answers_to
-from vexport.evaluation.tasks import require_generating
+from vexport.inference.tasks import require_generating
 
 GIVEN = GivenAnswers(
     file=Path("results.json"),

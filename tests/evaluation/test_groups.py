@@ -24,8 +24,8 @@ from vexport.evaluation.statistics import (
     design_effect,
     tango_interval,
 )
-from vexport.evaluation.tasks import resolve_tasks
 from vexport.evaluation.verdict import decide
+from vexport.inference.tasks import resolve_tasks
 
 pytestmark = pytest.mark.slow
 SUBJECTS, DOCUMENTS = 12, 30

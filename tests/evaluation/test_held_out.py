@@ -20,7 +20,7 @@ from vexport.evaluation.held_out import (
     judge_limit,
     mean_bounds,
 )
-from vexport.evaluation.served import Rows, Served
+from vexport.inference.answers import Rows, Served
 from vexport.records import DraftCounts
 from vexport.reports import render_verdicts
 from vexport.scenario import Evaluate

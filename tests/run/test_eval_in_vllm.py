@@ -19,7 +19,7 @@ import yaml
 from tests.command import vexport
 from tests.evaluation.faults import DEMO, with_own_global_scales
 from tests.models import quantize
-from vexport.evaluation.endpoint import API_KEY
+from vexport.inference.endpoint.server import API_KEY
 
 TEXT = DEMO / "calibration.jsonl"
 KEY = "sk-of-nobody-else"

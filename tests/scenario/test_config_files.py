@@ -8,7 +8,7 @@ import pytest
 from tests.command import vexport
 from vexport.config_files import MOST_BYTES, MOST_LEVELS, load_yaml
 from vexport.errors import InputError
-from vexport.evaluation.tasks import MOST_INCLUDES, read_task
+from vexport.inference.tasks import MOST_INCLUDES, read_task
 from vexport.scenario import read_scenario
 from vexport.scenario.llmcompressor import read_recipe
 

@@ -64,7 +64,7 @@ def main(arguments: list[str], answer_tasks: AnswerTasks | None = None) -> Never
     """Read the request, do it, write the result, and end; with 0 whenever there is a result to
     read.
 
-    `answer_tasks` has to be given for requests with tasks: `vexport.evaluation.lm_eval_runner`
+    `answer_tasks` has to be given for requests with tasks: `vexport.inference.lm_eval_runner`
     gives lm-eval.
     """
     request_file, result_file = (Path(argument) for argument in arguments)

@@ -20,8 +20,8 @@ from vexport.engine.agreement import KL_LIMITS, kl_limit, read_logprobs
 from vexport.engine.dry.load import CAPABILITIES, DryLoad
 from vexport.engine.reference import REFERENCE_FILE, agreement_limit, remembered_reference
 from vexport.errors import EnvironmentFault, InputError
-from vexport.evaluation.prompting import differences
-from vexport.evaluation.served import Served
+from vexport.inference.answers import Served
+from vexport.inference.prompting import differences
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Attribution, Cause, Distance, OnProgress, Outcome, named, silent
 

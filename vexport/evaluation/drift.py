@@ -15,8 +15,8 @@ from torch.nn import functional
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vexport.bus_errors import install_bus_error_handler
-from vexport.evaluation.served import Served
 from vexport.files import digest_bytes
+from vexport.inference.answers import Served
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Drift, PromptDrift, TokenDrift
 from vexport.scenario import Evaluate

@@ -14,10 +14,10 @@ from scipy import stats
 
 from vexport.errors import CheckpointFailed, Inconclusive
 from vexport.evaluation.drift import mean_kls
-from vexport.evaluation.served import Served
 from vexport.evaluation.statistics import Interval, Scores, bca_interval, documents_to_settle
 from vexport.evaluation.verdict import overall_outcome
 from vexport.files import digest_bytes
+from vexport.inference.answers import Served
 from vexport.records import (
     AcceptanceLengths,
     DraftCounts,

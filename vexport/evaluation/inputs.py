@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vexport.checkpoint.source import parse_data
-from vexport.evaluation.tasks import task_files
 from vexport.files import user_path
+from vexport.inference.tasks import task_files
 from vexport.outputs.replaceable import NamedPath
 from vexport.scenario import Evaluate, Scenario
 

@@ -26,16 +26,16 @@ from vexport.evaluation.accepted import (
 )
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.drift import drift_warnings, measure_drift
-from vexport.evaluation.endpoint import is_url, require_address
 from vexport.evaluation.given_answers import read_given, require_answers_to
 from vexport.evaluation.held_out import decide_on_text
 from vexport.evaluation.inputs import evaluation_inputs
-from vexport.evaluation.prompting import lm_eval_settings
 from vexport.evaluation.results import result_files
-from vexport.evaluation.served import Served
-from vexport.evaluation.tasks import named_in_files
 from vexport.evaluation.verdict import decide
 from vexport.files import user_path
+from vexport.inference.answers import Served
+from vexport.inference.endpoint.server import is_url, require_address
+from vexport.inference.prompting import lm_eval_settings
+from vexport.inference.tasks import named_in_files
 from vexport.outputs.replaceable import FolderKind, NamedPath, require_separate, written_alone
 from vexport.records import (
     Attribution,

@@ -16,10 +16,10 @@ from vexport.engine.load import CONTINUED
 from vexport.errors import VexportError
 from vexport.evaluation.drift import drift_warnings
 from vexport.evaluation.drift import measure_drift as drift_between
-from vexport.evaluation.endpoint import require_address
-from vexport.evaluation.prompting import lm_eval_settings
-from vexport.evaluation.served import Served
 from vexport.files import digest_file
+from vexport.inference.answers import Served
+from vexport.inference.endpoint.server import require_address
+from vexport.inference.prompting import lm_eval_settings
 from vexport.records import Drift, DryLoadReport, LmEvalSettings, LoadReport, Verdict, named
 from vexport.run.directory import Digests, Run, Stage, data_digest, value_digest
 from vexport.run.evaluating import first_line, verdict_of

@@ -26,13 +26,13 @@ from vexport.engine.messages import (
 )
 from vexport.engine.session import WORKER, Worker, run_session, session_error
 from vexport.errors import CheckpointFailed, InputError, clip, visible
-from vexport.evaluation.endpoint import Server
-from vexport.evaluation.served import Rows, Served
-from vexport.evaluation.task_data import fetch_task_data
-from vexport.evaluation.tasks import require_generating, resolve_tasks
 from vexport.files import digest_bytes, to_json, user_path
+from vexport.inference.answers import Rows, Served
+from vexport.inference.endpoint.server import Server
 from vexport.inference.fingerprint import engine_fingerprint, write_fingerprint
 from vexport.inference.repeated import read_repeated, require_deterministic
+from vexport.inference.task_data import fetch_task_data
+from vexport.inference.tasks import require_generating, resolve_tasks
 from vexport.outputs.manifest import (
     is_recorded,
     record,
@@ -50,8 +50,8 @@ from vexport.scenario import Evaluate
 LOG = logging.getLogger(__name__)
 # The default context length of an evaluation; longer prompts are an error and never truncated.
 EVALUATION_LENGTH = 4096
-TASKS_WORKER = "vexport.evaluation.lm_eval_runner"
-SERVER_WORKER = "vexport.evaluation.endpoint_worker"
+TASKS_WORKER = "vexport.inference.lm_eval_runner"
+SERVER_WORKER = "vexport.inference.endpoint.worker"
 LOGPROBS = "logprobs.safetensors"
 BASELINE = "baseline"
 CANDIDATE = "candidate"

@@ -1,4 +1,4 @@
-"""`python -m vexport.evaluation.lm_eval_runner REQUEST RESULT`: the engine's worker with tasks of
+"""`python -m vexport.inference.lm_eval_runner REQUEST RESULT`: the engine's worker with tasks of
 lm-eval.
 """
 
@@ -20,7 +20,9 @@ from pydantic import JsonValue
 from vexport.engine import worker
 from vexport.engine.messages import ANSWERS, SessionRequest
 from vexport.errors import EnvironmentFault, InputError
-from vexport.evaluation.lm_eval_model import (
+from vexport.files import atomic_path
+from vexport.inference.added_keys import FINISH_REASON, SEED, UNTEMPLATED
+from vexport.inference.lm_eval_model import (
     AskedModel,
     EngineModel,
     FinishedText,
@@ -29,16 +31,14 @@ from vexport.evaluation.lm_eval_model import (
     replaced,
     wrap_engine,
 )
-from vexport.evaluation.task_data import (
+from vexport.inference.repeated import compare_rows, documents_to_repeat, write_repeated
+from vexport.inference.task_data import (
     explained_downloads,
     load_tasks,
     task_manager,
     tasks_as_data,
 )
-from vexport.evaluation.tasks import reads_hub
-from vexport.files import atomic_path
-from vexport.inference.added_keys import FINISH_REASON, SEED, UNTEMPLATED
-from vexport.inference.repeated import compare_rows, documents_to_repeat, write_repeated
+from vexport.inference.tasks import reads_hub
 from vexport.outputs.manifest import is_recorded, record
 from vexport.records import OnProgress
 

@@ -10,8 +10,8 @@ import yaml
 from tests.evaluation.make import SUMS, make_tasks
 from vexport.engine.messages import SessionRequest
 from vexport.errors import InputError
-from vexport.evaluation.task_data import load_tasks, tasks_as_data
-from vexport.evaluation.tasks import resolve_tasks
+from vexport.inference.task_data import load_tasks, tasks_as_data
+from vexport.inference.tasks import resolve_tasks
 
 
 def write(path: Path, text: str) -> str:

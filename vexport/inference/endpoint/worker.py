@@ -1,4 +1,4 @@
-"""`python -m vexport.evaluation.endpoint_worker REQUEST RESULT`: lm-eval asks the model behind an
+"""`python -m vexport.inference.endpoint.worker REQUEST RESULT`: lm-eval asks the model behind an
 address.
 
 lm-eval's vLLM model asks, as it asks an engine of ours: the prompts are the same token ids. Its API
@@ -30,10 +30,8 @@ from vexport.engine.messages import (
 )
 from vexport.engine.worker import answer_request, input_problem, reporter
 from vexport.errors import EnvironmentFault, InputError, VexportError
-from vexport.evaluation.endpoint import Server, UnreachableError
-from vexport.evaluation.lm_eval_model import AskedModel, KeptAnswers, Question, kept_text, replaced
-from vexport.evaluation.lm_eval_runner import ask_tasks, kept_answers, vllm_version
 from vexport.files import atomic_path, to_json
+from vexport.inference.endpoint.server import Server, UnreachableError
 from vexport.inference.fingerprint import (
     ENDPOINT,
     MODEL,
@@ -42,6 +40,8 @@ from vexport.inference.fingerprint import (
     template_of,
     write_fingerprint,
 )
+from vexport.inference.lm_eval_model import AskedModel, KeptAnswers, Question, kept_text, replaced
+from vexport.inference.lm_eval_runner import ask_tasks, kept_answers, vllm_version
 from vexport.records import PROGRESS_DETAIL, DraftCounts, Json, OnProgress
 from vexport.records.values import MOST_COUNT
 from vexport.version import __version__

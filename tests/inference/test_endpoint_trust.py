@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.evaluation.replying import Sent, described, replying, sound
+from tests.inference.replying import Sent, described, replying, sound
 from vexport.errors import InputError, VexportError
-from vexport.evaluation.endpoint import Server
-from vexport.evaluation.endpoint_worker import count_drafts
+from vexport.inference.endpoint.server import Server
+from vexport.inference.endpoint.worker import count_drafts
 from vexport.records import Endpoint, silent
 from vexport.run.options import EngineOptions
 from vexport.run.serving import tokenizer_of

@@ -14,9 +14,9 @@ from contextlib import suppress
 
 import pytest
 
-from tests.evaluation.replying import Sent, choice, described, replying, sending, sound
+from tests.inference.replying import Sent, choice, described, replying, sending, sound
 from vexport.errors import EnvironmentFault, InputError, VexportError
-from vexport.evaluation.endpoint import API_KEY, Server
+from vexport.inference.endpoint.server import API_KEY, Server
 from vexport.records import Endpoint, Json
 
 OK = b"HTTP/1.1 200 OK\r\n"

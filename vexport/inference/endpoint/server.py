@@ -19,7 +19,14 @@ from urllib.parse import urlsplit
 import httpx
 
 from vexport.errors import EnvironmentFault, InputError, clip, visible
-from vexport.evaluation.endpoint_answers import (
+from vexport.inference.endpoint.client import (
+    MEBIBYTE,
+    CertificateError,
+    Client,
+    NoReplyError,
+    Reply,
+)
+from vexport.inference.endpoint.replies import (
     NO_KEY,
     NO_SUCH_PATH,
     Continuation,
@@ -37,13 +44,6 @@ from vexport.evaluation.endpoint_answers import (
     read_json,
     read_text,
     version_of,
-)
-from vexport.evaluation.endpoint_client import (
-    MEBIBYTE,
-    CertificateError,
-    Client,
-    NoReplyError,
-    Reply,
 )
 from vexport.records import Endpoint, Json
 from vexport.records.values import MOST_COUNT

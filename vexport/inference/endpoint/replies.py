@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
-from vexport.evaluation.endpoint_client import Reply
+from vexport.inference.endpoint.client import Reply
 from vexport.records import Json
 from vexport.records.values import json_type
 

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from vexport.bus_errors import install_bus_error_handler
 from vexport.engine.load import Prompts, load_report
 from vexport.engine.messages import SERVER, SessionResult
-from vexport.evaluation.statistics import Scores
 from vexport.records import LoadReport, OnProgress, silent
 
 Rows = tuple[tuple[int, ...], ...]
@@ -46,7 +47,7 @@ class Served:
         assert self.result.logprobs_file is not None
         return self.result.logprobs_file
 
-    def each_row(self, name: str) -> list[Scores]:
+    def each_row(self, name: str) -> list[NDArray[np.float64]]:
         """The `nll`, or the `likeliest` tokens, in the places of each row's tokens but the
         first.
         """

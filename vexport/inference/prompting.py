@@ -10,8 +10,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vexport.checkpoint.chat_template import DEFAULT, chat_templates
 from vexport.errors import InputError, raise_all
-from vexport.evaluation.served import Served
 from vexport.files import read_json_object
+from vexport.inference.answers import Served
 from vexport.records import Json, LmEvalSettings
 from vexport.scenario import Evaluate
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.evaluation.in_vllm import Asked, Outcomes
 from tests.evaluation.make import make_tasks, samples_file
+from tests.inference.in_vllm import Asked, Outcomes
 from tests.models import save_llama, write_tokenizer
 from vexport.engine.messages import SessionRequest
 from vexport.engine.session import Worker
 from vexport.evaluation.results import read_results
-from vexport.evaluation.tasks import resolve_tasks
 from vexport.evaluation.verdict import decide
 from vexport.inference.repeated import read_repeated
+from vexport.inference.tasks import resolve_tasks
 from vexport.records import LmEvalSettings, silent
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -84,7 +84,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
         for name, given in tasks.items()
     ]
     worker = Worker(
-        module="tests.evaluation.in_vllm",
+        module="tests.inference.in_vllm",
         request=Asked(requests=tuple(requests), cache=folder / "datasets"),
         kind=Outcomes,
         where="lm-eval",

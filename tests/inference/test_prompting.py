@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from vexport.checkpoint.chat_template import chat_templates
 from vexport.cli.prompting import prompting_options
 from vexport.errors import InputError
-from vexport.evaluation.lm_eval_model import ServedChat
-from vexport.evaluation.prompting import lm_eval_settings
+from vexport.inference.lm_eval_model import ServedChat
+from vexport.inference.prompting import lm_eval_settings
 from vexport.records import LmEvalSettings
 from vexport.scenario import Evaluate
 
@@ -150,7 +150,7 @@ def test_generation_arguments_are_lm_evals(
 
 
 def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vexport.evaluation.lm_eval_model.TEMPLATE_SECONDS", 0.3)
+    monkeypatch.setattr("vexport.inference.lm_eval_model.TEMPLATE_SECONDS", 0.3)
     chat = ServedChat()
     chat.tokenizer = AutoTokenizer.from_pretrained(DEMO)
     chat.hf_chat_template = (

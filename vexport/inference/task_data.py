@@ -1,7 +1,7 @@
 """lm-eval's tasks: loaded as data, their documents fetched before any engine starts, and what to
 say of one that needs more than there is: documents, packages, metrics of the hub, data of NLTK.
 
-`python -m vexport.evaluation.task_data REQUEST.json RESULT.json` is the worker that fetches. It
+`python -m vexport.inference.task_data REQUEST.json RESULT.json` is the worker that fetches. It
 imports lm-eval and datasets, but no vLLM.
 """
 
@@ -23,8 +23,8 @@ from vexport.engine.messages import InputProblem, SessionRequest
 from vexport.engine.session import Worker, raise_found
 from vexport.engine.worker import answer_request, input_problem, reporter
 from vexport.errors import EnvironmentFault, InputError, VexportError
-from vexport.evaluation.lm_eval_model import replaced
-from vexport.evaluation.tasks import (
+from vexport.inference.lm_eval_model import replaced
+from vexport.inference.tasks import (
     FILE_FORMATS,
     GROUP_SUFFIX,
     METRIC_CODE,
@@ -68,7 +68,7 @@ def fetch_task_data(
     """
     if any(reads_hub(task) or has_other_metrics(task) for task in request.tasks):
         worker = Worker(
-            module="vexport.evaluation.task_data",
+            module="vexport.inference.task_data",
             request=request,
             kind=list[InputProblem],
             where=STAGE,

@@ -9,7 +9,7 @@ import yaml
 
 from tests.command import vexport
 from vexport.engine.process import started_group
-from vexport.evaluation.task_data import missing
+from vexport.inference.task_data import missing
 from vexport.scenario.evaluate import SUITES
 
 SUITE_TASKS = {suite: ",".join(SUITES[suite].tasks) for suite in ("code", "chat")}

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.evaluation.misbehaving import AddingServer, Fault, adding_server
+from tests.inference.misbehaving import AddingServer, Fault, adding_server
 from vexport.errors import EnvironmentFault, InputError
-from vexport.evaluation.endpoint import API_KEY, Server, require_address
-from vexport.evaluation.endpoint_worker import EndpointModel, count_drafts
-from vexport.evaluation.lm_eval_model import KeptAnswers
+from vexport.inference.endpoint.server import API_KEY, Server, require_address
+from vexport.inference.endpoint.worker import EndpointModel, count_drafts
+from vexport.inference.lm_eval_model import KeptAnswers
 from vexport.records import Endpoint, Json, silent
 
 PROMPTS = [[number, 1] for number in range(100)]

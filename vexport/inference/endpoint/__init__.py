@@ -1,0 +1,1 @@
+"""A model behind the address of a server with the OpenAI API."""
