@@ -13,7 +13,7 @@ from vexport.cli.entry import run_command
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["tests.forked", "vexport.quantize.text", "transformers.models.llama.modeling_llama"]
+    ["tests.forked", "vexport.quantize.plan_text", "transformers.models.llama.modeling_llama"]
 )
 
 

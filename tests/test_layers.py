@@ -185,4 +185,7 @@ def test_a_check_loads_neither_torch_nor_what_makes_or_evaluates() -> None:
 
 
 def test_observers_that_need_no_text_load_no_transformers() -> None:
-    assert not loaded_by("import vexport.quantize.scales") & {"transformers", "compressed_tensors"}
+    assert not loaded_by("import vexport.quantize.scale_search") & {
+        "transformers",
+        "compressed_tensors",
+    }

@@ -30,7 +30,7 @@ from vexport.calibration.inputs import arithmetic_of
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
-from vexport.quantize.scales import decoded
+from vexport.quantize.scale_search import decoded
 from vexport.records import CalibrationRecord, LinearPlan, Plan, WeightPart
 
 pytestmark = pytest.mark.usefixtures("own_products")

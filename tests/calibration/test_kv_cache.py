@@ -25,7 +25,7 @@ from vexport.calibration import calibrate
 from vexport.calibration.walk import LayerWalk
 from vexport.errors import InputError
 from vexport.files import from_json, to_json, write_text
-from vexport.quantize.scales import decoded
+from vexport.quantize.scale_search import decoded
 from vexport.records import CalibrationRecord, HeadRanges
 
 pytestmark = pytest.mark.usefixtures("own_products")

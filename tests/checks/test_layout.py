@@ -28,7 +28,7 @@ from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checks.completeness import unjudged_tensors
 from vexport.checks.vllm.view import CheckpointView
-from vexport.quantize.text import vocab_size
+from vexport.quantize.plan_text import vocab_size
 from vexport.records import Json
 
 NORM = "vision_tower.vision_model.encoder.layers.0.layer_norm1.weight"

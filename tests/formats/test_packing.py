@@ -33,7 +33,7 @@ from vexport.numerics.arithmetic import (
 )
 from vexport.numerics.number_formats import E2M1, E4M3, F32
 from vexport.observers import QParamsDict, load_observer
-from vexport.quantize.scales import scales_of
+from vexport.quantize.scale_search import scales_of
 from vexport.quantize.stream import runs
 from vexport.records import LinearPlan
 

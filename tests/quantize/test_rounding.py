@@ -21,8 +21,8 @@ from vexport.files import digest_file
 from vexport.numerics.metrics import kl_divergence
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_headers
-from vexport.quantize import round_sites
-from vexport.quantize.round_sites import most_waiting, require_room, waiting_bytes
+from vexport.quantize import group_rounding
+from vexport.quantize.group_rounding import most_waiting, require_room, waiting_bytes
 from vexport.quantize.time_left import OVERALL
 from vexport.records import silent
 from vexport.records.calibration import LOOK_BACK, ROUND
@@ -185,7 +185,7 @@ def test_no_more_wait_than_half_of_what_the_control_group_has(
 ) -> None:
     whole = most_waiting()
     (tmp_path / "memory.max").write_text(limit)
-    monkeypatch.setattr(round_sites, "CGROUP_MEMORY", tmp_path / "memory.max")
+    monkeypatch.setattr(group_rounding, "CGROUP_MEMORY", tmp_path / "memory.max")
     assert most_waiting() == (2**19 if "1048576" in limit else whole)
 
 
@@ -197,7 +197,7 @@ def test_too_much_text_is_refused_with_what_fits(
     rules = [Rule(match="Linear", scheme="W4A16_CHANNEL", rounding="gptq")]
     _, plan = plan_headers(str(folder), rules, PlanSettings(), silent)
     needed = waiting_bytes(plan.groups, ROWS * 32)
-    monkeypatch.setattr(round_sites, "most_waiting", lambda device: needed // 2)
+    monkeypatch.setattr(group_rounding, "most_waiting", lambda device: needed // 2)
     with pytest.raises(InputError, match=f"--samples {ROWS // 2}"):
         require_room(plan.groups, ROWS * 32, ROWS, "cpu")
     require_room(plan.groups, ROWS * 16, ROWS // 2, "cpu")

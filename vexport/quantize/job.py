@@ -44,8 +44,8 @@ from vexport.outputs.replaceable import NamedPath, refuse_existing, require_sepa
 from vexport.plan.build import PlanSettings, require_accepted
 from vexport.plan.rules import calibration_need, needs_rounding
 from vexport.plan.source import DEFAULTS, plan_source
+from vexport.quantize.plan_text import PlanText, require_calibration
 from vexport.quantize.stream import dealt, input_digest, planned_shards, write_shards
-from vexport.quantize.text import PlanText, require_calibration
 from vexport.records import CalibrationRecord, Json, OnProgress, Plan, silent
 from vexport.records.calibration import RoundingReport
 from vexport.scenario import Calibration, Rule

@@ -203,7 +203,7 @@ class Stream:
                 PackingInputs(scales=self.rounded[member.name].scales) for member in group.members
             ]
         if group.observer not in observer_names.MIN_MAX:
-            from vexport.quantize.scales import search_scales
+            from vexport.quantize.scale_search import search_scales
 
             searched = search_scales(group, self.index, self.calibration, self.reader)
             return [PackingInputs(scales=scales) for scales in searched]

@@ -15,8 +15,8 @@ from vexport.plan.rules import calibration_need, smoothing_for, smoothing_streng
 from vexport.quantize.auto import budget_of, choose_schemes, require_in_reach
 from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.quantize.layer_groups import probe_plan, rules_with
-from vexport.quantize.measure import measure
-from vexport.quantize.text import PlanText, calibration_samples, require_calibration
+from vexport.quantize.plan_text import PlanText, calibration_samples, require_calibration
+from vexport.quantize.sensitivity import measure
 from vexport.quantize.warnings import fallback_findings
 from vexport.records import (
     CalibrationRecord,
@@ -137,7 +137,7 @@ def _sensitivity_inputs(run: Run) -> Digests:
 )
 def measure_sensitivity(run: Run) -> GroupSensitivities:
     """Measure what quantizing each unit costs, on the first samples; see
-    `vexport.quantize.measure`.
+    `vexport.quantize.sensitivity`.
     """
     settings, how = run.scenario.calibration, run.scenario.sensitivity or Sensitivity()
     assert settings is not None, "a scenario whose losses are asked for has a calibration"

@@ -41,7 +41,7 @@ from vexport.outputs.manifest import (
     strangers,
 )
 from vexport.outputs.replaceable import is_filled_folder, refuse_others
-from vexport.quantize.text import vocab_size
+from vexport.quantize.plan_text import vocab_size
 from vexport.records import PROGRESS_DETAIL, CalibrationData, LmEvalSettings, named
 from vexport.records.values import MOST_COUNT
 from vexport.run.options import NO_EVALUATION, EngineOptions

@@ -17,7 +17,7 @@ from vexport.formats.schemes import KEEP
 from vexport.plan.build import PlanSettings, build_plan
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.quantize.layer_groups import LayerGroup, find_layer_groups, probe_plan, rules_with
-from vexport.quantize.measure import measure
+from vexport.quantize.sensitivity import measure
 from vexport.records import CalibrationData, GroupSensitivities, OnProgress, SchemeLoss, silent
 from vexport.records.calibration import Rounding
 from vexport.scenario import Auto, Calibration, Rule

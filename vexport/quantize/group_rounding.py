@@ -31,8 +31,8 @@ from vexport.quantize.gptq import (
     stack,
     strength_of,
 )
-from vexport.quantize.model import QuantizedModel
-from vexport.quantize.scales import fused_scales, observe_weight
+from vexport.quantize.quantized_model import QuantizedModel
+from vexport.quantize.scale_search import fused_scales, observe_weight
 from vexport.quantize.stream import Stored, quantized_group
 from vexport.records import FusionGroup
 from vexport.records.calibration import GroupRounding

@@ -71,7 +71,7 @@ class PlanText:
         assert settings is not None
         require_extra("torch", "calibrating")
         from vexport.calibration import default_device
-        from vexport.quantize.round_sites import require_room
+        from vexport.quantize.group_rounding import require_room
 
         self._index, self.plan, self._settings = index, plan, settings
         self.on_progress, self._trust = on_progress, trust_remote_code
@@ -183,7 +183,7 @@ class PlanText:
         """The bytes of the weights, kept in `folder` until they are asked for, and how they were
         rounded.
         """
-        from vexport.quantize.rounding import round_weights
+        from vexport.quantize.rounding_walk import round_weights
 
         return round_weights(
             self.walk,

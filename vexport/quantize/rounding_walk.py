@@ -30,8 +30,8 @@ from vexport.formats.packing.base import Array
 from vexport.numerics.ranks import add_up, gather, on_first, rank_and_size
 from vexport.outputs.manifest import record
 from vexport.quantize.gptq import strength_of
-from vexport.quantize.model import QuantizedModel
-from vexport.quantize.round_sites import SiteSums
+from vexport.quantize.group_rounding import SiteSums
+from vexport.quantize.quantized_model import QuantizedModel
 from vexport.quantize.stream import Stored
 from vexport.records import (
     CalibrationRecord,

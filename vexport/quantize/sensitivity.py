@@ -20,9 +20,9 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError
 from vexport.files import digest_bytes, from_json, to_json, write_text
 from vexport.numerics.metrics import divergence_of_logits
+from vexport.quantize.group_rounding import SiteSums
 from vexport.quantize.layer_groups import LayerGroup, Option
-from vexport.quantize.model import QuantizedModel
-from vexport.quantize.round_sites import SiteSums
+from vexport.quantize.quantized_model import QuantizedModel
 from vexport.quantize.stream import quantized_group
 from vexport.records import (
     CalibrationRecord,
