@@ -10,18 +10,18 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from vexport.files import write_text
+from vexport.formats.plan import Plan
 from vexport.records import (
     CheckReport,
     ComparedRun,
     DryLoadReport,
     LoadReport,
-    Plan,
     Quantized,
     RepairReport,
-    Report,
     SchemeTable,
     Verdict,
 )
+from vexport.reports.report import Report
 
 FOLDER = Path(__file__).parent.parent / "vexport" / "reports"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -19,8 +19,8 @@ from tests.mutations.edits import all_of, each, spoiled
 from vexport.checkpoint.index import read_index
 from vexport.engine.reference import load_dequantized
 from vexport.errors import InputError
+from vexport.formats.plan import Plan
 from vexport.plan.build import PlanSettings, build_plan
-from vexport.records import Plan
 from vexport.records.patterns import Patterns
 from vexport.scenario import Rule
 

@@ -14,7 +14,9 @@ from tests.architectures.families import FAMILIES, Family
 from vexport.calibration import Samples, calibrate
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex, read_index
-from vexport.records import CalibrationRecord, FusionGroup, InputRange, KvCache, LinearPlan, Plan
+from vexport.formats.plan import FusionGroup, Plan
+from vexport.formats.schemes import get_scheme
+from vexport.records import CalibrationRecord, InputRange, KvCache, LinearPlan
 
 VOCABULARY = 128
 # Modules whose name in the checkpoint is another.
@@ -164,7 +166,9 @@ def plan_for(
             continue
         rows, columns = tensor.shape
         linear = LinearPlan(name=name, weight=tensor.name, out_features=rows, in_features=columns)
-        groups.append(FusionGroup(name=name, scheme=scheme, observer=observer, members=(linear,)))
+        groups.append(
+            FusionGroup(name=name, scheme=get_scheme(scheme), observer=observer, members=(linear,))
+        )
     unsized = partial(Plan, source_bytes=0, output_bytes=0, parameters=0, kept=(), kept_linears=())
     name = "LlamaForCausalLM"
     return index, unsized(

@@ -30,8 +30,9 @@ from vexport.calibration.inputs import arithmetic_of
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
+from vexport.formats.plan import Plan
 from vexport.quantize.scale_search import decoded
-from vexport.records import CalibrationRecord, LinearPlan, Plan, WeightPart
+from vexport.records import CalibrationRecord, LinearPlan, WeightPart
 
 pytestmark = pytest.mark.usefixtures("own_products")
 

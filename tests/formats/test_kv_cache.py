@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 from tests.architectures.families import save_family
 from tests.models import problems, quantize, save_qwen3
 from vexport.formats.config import kv_layout
+from vexport.formats.plan import Plan
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_source, rules_for
-from vexport.records import AttentionLayer, KvCache, Plan, PlanRequest
+from vexport.records import AttentionLayer, KvCache, PlanRequest
 
 SCHEME = "FP8_DYNAMIC"
 KINDS: tuple[KvCache, ...] = ("fp8", "fp8_per_head")

@@ -13,11 +13,11 @@ from tests.mutations.edits import Tensors, spoiled, tensors
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.formats import dequantize
+from vexport.formats.plan import Plan
 from vexport.formats.schemes import scheme_names
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_source
 from vexport.quantize.job import QuantizeJob, quantize_source
-from vexport.records import Plan
 from vexport.scenario import Rule
 
 # Least signal-to-noise in dB of a normal weight, rounded to nearest with scales from the range.

@@ -9,9 +9,12 @@ from tests.architectures.families import save_family
 from tests.command import vexport
 from tests.models import Good, save_llama
 from vexport.checkpoint.index import read_index
+from vexport.errors import InputError
+from vexport.files import from_json, to_json
+from vexport.formats.plan import Plan
+from vexport.formats.schemes import get_scheme
 from vexport.plan.build import PlanSettings, build_plan
 from vexport.plan.rules import matches
-from vexport.records import Plan
 from vexport.scenario import Rule
 
 DEFAULTS = PlanSettings()
@@ -26,7 +29,7 @@ def test_the_first_rule_that_matches_wins_and_splits_no_fused_group(llama: Path)
     plan = plan_of(
         llama, ("re:.*layers.0.*", "keep"), ("mlp.down_proj", "W8A8"), ("Linear", "W4A16")
     )
-    schemes = {group.name: group.scheme for group in plan.groups}
+    schemes = {group.name: group.scheme.name for group in plan.groups}
     assert not any(".0." in name for name in schemes)
     assert schemes["model.layers.1.mlp.down_proj"] == "W8A8"
     assert schemes["model.layers.1.mlp.gate_up_proj"] == "W4A16"
@@ -271,3 +274,17 @@ def test_no_checkpoint_is_named(
     assert len(ran.errors) == 1
     assert got in ran.errors[0]
     assert fix in ran.errors[0]
+
+
+def test_plan_json_has_scheme_names(llama: Path, tmp_path: Path) -> None:
+    plan = plan_of(llama, ("down_proj", "W4A16_G64"), ("Linear", "INT4_GROUP64_ASYM.A16"))
+    file = tmp_path / "plan.json"
+    file.write_text(to_json(plan))
+    written = json.loads(file.read_text())
+    assert {group["scheme"] for group in written["groups"]} == {*plan.schemes}
+    assert from_json(Plan, file) == plan
+    assert from_json(Plan, file).groups[0].scheme is get_scheme(plan.groups[0].scheme.name)
+    written["groups"][0]["scheme"] = "W4A17"
+    file.write_text(json.dumps(written))
+    with pytest.raises(InputError, match=r"groups.0.scheme.*W4A17"):
+        from_json(Plan, file)

@@ -29,10 +29,11 @@ from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import as_loaded, weight_of
 from vexport.fidelity.source import ComparedSource
+from vexport.formats.plan import Plan
 from vexport.numerics.metrics import kl_divergence
 from vexport.plan.build import PlanSettings
 from vexport.quantize.job import QuantizeJob, quantize_source
-from vexport.records import CalibrationData, KvCache, Plan
+from vexport.records import CalibrationData, KvCache
 from vexport.records.calibration import Rounding, RoundingReport
 from vexport.scenario import Calibration, Rule
 

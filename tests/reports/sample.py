@@ -17,10 +17,10 @@ from vexport.records import (
     LayerError,
     LoadReport,
     Outcome,
-    Report,
     TokenDrift,
     Verdict,
 )
+from vexport.reports.report import Report
 
 HOSTILE = (
     "<script>alert(1)</script> ]]> \"'`|*_[x](http://evil.example/a) @team\n::error::x\x1b[31mred"

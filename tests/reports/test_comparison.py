@@ -12,8 +12,9 @@ from tests.command import vexport
 from tests.reports import sample
 from vexport.errors import InputError
 from vexport.files import to_json
-from vexport.records import ComparedRun, Report
+from vexport.records import ComparedRun
 from vexport.reports import render_comparison
+from vexport.reports.report import Report
 from vexport.run.comparison import compared_run, mark_smallest, outcome_of
 
 

@@ -16,7 +16,7 @@ from tests.reports import sample
 from vexport.cli.options import FORMATS
 from vexport.cli.scenario import REPORT_FORMATS
 from vexport.files import from_json
-from vexport.records import CheckReport, Outcome, Report
+from vexport.records import CheckReport, Outcome
 from vexport.reports import render, render_checks, render_loads, render_verdicts
 from vexport.reports.formatting import (
     bits_per_weight,
@@ -28,6 +28,7 @@ from vexport.reports.formatting import (
     size,
     small,
 )
+from vexport.reports.report import Report
 
 OUTCOMES: tuple[Outcome, ...] = ("PASS", "FAIL", "INCONCLUSIVE")
 SAMPLES: dict[str, Callable[[], Report]] = {

@@ -15,10 +15,11 @@ from urllib.parse import unquote
 import pytest
 
 from tests.reports import sample
-from vexport.records import KindSize, Report
+from vexport.records import KindSize
 from vexport.reports import document, render
 from vexport.reports.accuracy import forests
 from vexport.reports.layers import layer_kind
+from vexport.reports.report import Report
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = (

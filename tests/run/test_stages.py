@@ -16,9 +16,10 @@ from tests.quantize.test_streaming import write_model
 from vexport.checkpoint.index import folder_digest
 from vexport.errors import InputError
 from vexport.files import write_text
+from vexport.formats.plan import Plan
 from vexport.outputs.manifest import MANIFEST, record
 from vexport.outputs.replaceable import written_alone
-from vexport.records import CheckReport, Plan, silent
+from vexport.records import CheckReport, silent
 from vexport.run.directory import KIND as RUN
 from vexport.run.directory import Run, RunDirectory, Stage
 from vexport.run.evaluating import RESULTS, EvalJob, evaluate_checkpoints

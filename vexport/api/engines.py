@@ -15,10 +15,10 @@ from vexport.records import (
     EngineMode,
     LoadReport,
     OnProgress,
-    Report,
     Verdict,
     silent,
 )
+from vexport.reports.report import Report
 from vexport.run.evaluating import EvalJob, accept_answers, evaluate_checkpoints, explained
 from vexport.run.loading import load_checkpoints
 from vexport.run.options import EXPLANATION_SECONDS, EngineOptions, Explaining

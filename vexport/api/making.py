@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vexport.checkpoint.source import with_revision
 from vexport.engine.gate import Prover
+from vexport.formats.plan import Plan
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import (
     ignored_rules,
@@ -25,7 +26,6 @@ from vexport.records import (
     KvCache,
     OnProgress,
     OnUnsupportedShape,
-    Plan,
     PlanRequest,
     Quantized,
     RepairReport,

@@ -10,8 +10,9 @@ from vexport.checks import check_checkpoint
 from vexport.checks.vllm.view import Target
 from vexport.engine.installed import installed_version
 from vexport.outputs.digests import named_digests
-from vexport.records import CheckReport, OnProgress, Report, Verdict, silent
+from vexport.records import CheckReport, OnProgress, Verdict, silent
 from vexport.reports.catalog import CATALOGS, Rows, find_section
+from vexport.reports.report import Report
 from vexport.scenario import DEFAULT_ALPHA, DEFAULT_MARGIN, Evaluate, problems_at
 from vexport.version import Version
 

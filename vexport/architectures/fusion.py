@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from vexport.architectures import STACK, Architecture
 from vexport.records.patterns import matches
@@ -11,12 +12,40 @@ EXPERT = re.compile(r"(?P<layer>.*\bexperts)\.\d+$")
 NO_UP = "None"
 
 
-def fuse(names: Iterable[str], architecture: Architecture) -> dict[str, tuple[str, ...]]:
-    """Linear layers by the module that vLLM makes of them, members in vLLM's order.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedLayer:
+    """Linear layers that vLLM runs as one parameter, by their names in the checkpoint.
 
-    The groups come in the order of their first member; a layer that nothing is fused with is its
-    own group. Where a layer could belong to several fused modules (attention with and without a
-    gate, say), the one counts of which most members are there and fewest are missing.
+    `name` is the name of vLLM's module (`model.layers.0.self_attn.qkv_proj`), `members` are the
+    linear layers in vLLM's order. A linear layer that vLLM fuses with no other layer is the only
+    member, and has the same name.
+    """
+
+    name: str
+    members: tuple[str, ...]
+
+    @property
+    def projection(self) -> str:
+        """The last part of the module's name: `qkv_proj`."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def experts(self) -> str | None:
+        """The name of the module of routed experts (`model.layers.1.mlp.experts`), else None."""
+        return moe_layer(self.members[0])
+
+    @property
+    def is_stored_fused(self) -> bool:
+        """Return whether the checkpoint stores the layer under the name of vLLM's module."""
+        return self.name in self.members
+
+
+def fuse(names: Iterable[str], architecture: Architecture) -> tuple[FusedLayer, ...]:
+    """Group linear layers by the module that vLLM makes of them.
+
+    The fused layers come in the order of their first member. If a linear layer could belong to
+    several modules (for example to attention with and without a gate), it belongs to the module
+    with most members in `names`, and among these to the module with fewest missing members.
     """
     siblings: dict[str, list[str]] = {}
     for name in names:
@@ -29,7 +58,7 @@ def fuse(names: Iterable[str], architecture: Architecture) -> dict[str, tuple[st
         for leaf in leaves:
             fused, members = owners.get(leaf, (leaf, (leaf,)))
             groups.setdefault(dot + fused, tuple(dot + member for member in members))
-    return groups
+    return tuple(FusedLayer(name=name, members=members) for name, members in groups.items())
 
 
 def moe_layer(name: str) -> str | None:
@@ -40,32 +69,35 @@ def moe_layer(name: str) -> str | None:
     return match["layer"] if match else None
 
 
-def looked_up(name: str, members: Sequence[str], architecture: Architecture) -> tuple[str, ...]:
-    """The names by which vLLM's quantization config knows a fused module: those of its parts, of
-    which a layer may lack some (values that are the keys), where it takes the module apart."""
-    prefix, dot, last_part = name.rpartition(".")
-    fused = len(members) > 1 and last_part in architecture.resolved
-    parts = architecture.fused.get(last_part, ()) if fused else ()
-    return tuple(f"{prefix}{dot}{part}" for part in parts) or tuple(members)
+def looked_up(layer: FusedLayer, architecture: Architecture) -> tuple[str, ...]:
+    """Return the names by which vLLM's quantization config looks up a fused layer.
+
+    If the config takes the module apart, these are the names of all its parts, also of parts that
+    the checkpoint does not have (values that are the keys).
+    """
+    if len(layer.members) == 1 or layer.projection not in architecture.resolved:
+        return layer.members
+    return part_names(layer.name, architecture) or layer.members
+
+
+def part_names(name: str, architecture: Architecture) -> tuple[str, ...]:
+    """Return the names of the linear layers that vLLM's class fuses into a module of this name."""
+    prefix, dot, projection = name.rpartition(".")
+    return tuple(f"{prefix}{dot}{part}" for part in architecture.fused.get(projection, ()))
 
 
 def also_asked(
-    name: str, members: Sequence[str], entries: Sequence[str], architecture: Architecture
+    layer: FusedLayer, entries: Sequence[str], architecture: Architecture
 ) -> Iterator[str]:
-    """The entry for the name under which vLLM asks for a module, where none of its entries means
-    that.
-    """
-    asked, renamed = (
-        architecture.asked_name(name),
-        [architecture.matched(entry) for entry in entries],
-    )
-    parts = {architecture.asked_name(member) for member in members}
-    if moe_layer(members[0]) or all(
-        any(matches(entry, part) for entry in renamed) for part in parts
-    ):
+    """Yield an entry for the name by which vLLM looks up a module, if no other entry matches it."""
+    asked = architecture.asked_name(layer.name)
+    renamed = [architecture.matched(entry) for entry in entries]
+    parts = {architecture.asked_name(member) for member in layer.members}
+    are_matched = all(any(matches(entry, part) for entry in renamed) for part in parts)
+    if layer.experts or are_matched:
         return
     if not any(matches(entry, asked) for entry in renamed):
-        holder, dot, _ = name.rpartition(".")
+        holder, dot, _ = layer.name.rpartition(".")
         choices = (f"{holder}{dot}{asked.rpartition('.')[2]}", asked)
         exact = (choice for choice in choices if asked and architecture.matched(choice) == asked)
         yield next(exact, f"re:{re.escape(asked)}$")

@@ -17,7 +17,8 @@ import torch
 
 from vexport.architectures.fusion import moe_layer
 from vexport.calibration.weights import Weights, last_part
-from vexport.records import FusionGroup, LinearPlan
+from vexport.formats.plan import FusionGroup
+from vexport.records import LinearPlan
 
 # The attributes that describe the layout of an experts module in transformers' interface.
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "down_proj")

@@ -31,8 +31,9 @@ from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.smoothed import MOST, encode, reader_of
 from vexport.checkpoint.tensors import read_tensor
+from vexport.formats.plan import FusionGroup
 from vexport.numerics.ranks import on_first
-from vexport.records import FusionGroup, OnProgress, Smoothing, silent
+from vexport.records import OnProgress, Smoothing, silent
 
 # An unused channel counts as this share of the largest.
 LEAST = 1e-5

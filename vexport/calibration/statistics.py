@@ -23,7 +23,7 @@ from vexport.calibration.model import HiddenStates
 from vexport.calibration.walk import Layer, LayerWalk, is_finite
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
-from vexport.formats.schemes import get_scheme
+from vexport.formats.plan import FusionGroup, Plan
 from vexport.numerics.ranks import add_up, process_group, rank_and_size
 from vexport.observers import (
     Importance,
@@ -36,11 +36,9 @@ from vexport.observers import (
 from vexport.observers.flatten import channel_extremes
 from vexport.records import (
     CalibrationRecord,
-    FusionGroup,
     InputRange,
     KeyValueRanges,
     OnProgress,
-    Plan,
     Smoothing,
     observer_names,
     silent,
@@ -163,7 +161,7 @@ def input_observers(plan: Plan) -> dict[str, Observer]:
     """
     observers = {}
     for group in plan.groups:
-        inputs = get_scheme(group.scheme).args.input_activations
+        inputs = group.scheme.args.input_activations
         if inputs is not None and inputs.dynamic is not True:
             for member in group.members:
                 name = group.input_observer or inputs.observer or DEFAULT_INPUT_OBSERVER

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import INDEX_NAME, SINGLE_NAME, changed
 from vexport.errors import require_working_disk
 from vexport.files import write_text
-from vexport.records import AttentionLayer, FusionGroup, Json, TensorInfo, TensorSpec
+from vexport.records import Json, TensorInfo, TensorSpec
 
 # transformers' own default for the size of a shard (modeling_utils.save_pretrained).
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -36,13 +37,14 @@ READ_BYTES = 1 << 24
 Array = npt.NDArray[np.generic]
 # The next bytes of a shard: an array computed on demand, or a stored tensor to copy.
 Chunk = Callable[[], Array] | TensorInfo
+Source = TypeVar("Source", covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WriteUnit:
-    """Tensors that are written in one go, and what they are made of."""
+class WriteUnit(Generic[Source]):
+    """Tensors that are written in one go, and the caller's object from which it computes them."""
 
-    source: FusionGroup | TensorInfo | AttentionLayer
+    source: Source
     tensors: tuple[TensorSpec, ...]
 
     @property
@@ -51,11 +53,11 @@ class WriteUnit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class Shard(Generic[Source]):
     """One safetensors file to be written: its name and its units in order."""
 
     name: str
-    units: tuple[WriteUnit, ...]
+    units: tuple[WriteUnit[Source], ...]
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -66,9 +68,11 @@ class Shard:
         return sum(unit.num_bytes for unit in self.units)
 
 
-def split_shards(units: Iterable[WriteUnit], *, shard_bytes: int) -> tuple[Shard, ...]:
+def split_shards(
+    units: Iterable[WriteUnit[Source]], *, shard_bytes: int
+) -> tuple[Shard[Source], ...]:
     """Distribute units over shards in order; a unit is never split, a shard never empty."""
-    contents: list[list[WriteUnit]] = [[]]
+    contents: list[list[WriteUnit[Source]]] = [[]]
     filled = 0
     for unit in units:
         size = unit.num_bytes
@@ -88,7 +92,7 @@ def split_shards(units: Iterable[WriteUnit], *, shard_bytes: int) -> tuple[Shard
     )
 
 
-def write_index(folder: Path, shards: Sequence[Shard]) -> None:
+def write_index(folder: Path, shards: Sequence[Shard[object]]) -> None:
     """Write the index that a checkpoint of several shards needs; nothing for a single one."""
     if len(shards) == 1:
         return
@@ -169,7 +173,7 @@ class ShardWriter:
     the thread, or in a chunk, is raised by one of the next `write` or at the end.
     """
 
-    def __init__(self, folder: Path, shard: Shard, *, ahead: int) -> None:
+    def __init__(self, folder: Path, shard: Shard[object], *, ahead: int) -> None:
         header = header_bytes(shard.tensors)
         self._ends = list(accumulate((unit.num_bytes for unit in shard.units), initial=len(header)))
         path = folder / shard.name

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 
+from vexport.architectures.fusion import FusedLayer, part_names
 from vexport.checkpoint.reader import same_bytes
 from vexport.checks.vllm.groups import (
     INPUT,
@@ -10,7 +11,6 @@ from vexport.checks.vllm.groups import (
     QUANTIZED_PARAMETERS,
     WITH_OTHERS,
     ConfigGroup,
-    FusedLinear,
     StoredLayer,
     joined_name,
     quantized_parameters,
@@ -52,7 +52,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     if not view.index.tensors:
         yield _missing(str(view.index.root), "the model's tensors")
         return
-    for fused in view.fused_linears:
+    for fused in view.fused_layers:
         group = view.group_of(fused)
         if view.layout is None:
             yield from _fused_parts(view, fused)
@@ -223,7 +223,7 @@ def _parameters(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) ->
     for parameter in sorted(names - parameters.keys()):
         where = joined_name(module, parameter)
         if parameter == "input_scale" and any(
-            parameter in other for other in fused.members.values()
+            parameter in view.modules[other] for other in fused.members
         ):
             # vLLM takes the largest of all members (create_fp8_input_scale).
             expected = "an input scale for each layer that runs as one"
@@ -251,12 +251,13 @@ def _parameters(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) ->
         yield error(NAME, where, expected=expected, got=got, fix=fix)
 
 
-def _fused_parts(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
-    prefix, dot, projection = fused.name.rpartition(".")
-    apart = fused.is_quantized and fused.name not in fused.members
-    for part in view.architecture.fused.get(projection, ()) if apart else ():
-        if (module := f"{prefix}{dot}{part}") not in fused.members:
-            expected = f"the part of {projection} that vLLM loads with {len(fused.members)} others"
+def _fused_parts(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
+    if fused.is_stored_fused or not view.is_quantized(fused):
+        return
+    for module in part_names(fused.name, view.architecture):
+        if module not in fused.members:
+            count = len(fused.members)
+            expected = f"the part of {fused.projection} that vLLM loads with {count} others"
             fix = "export the checkpoint again"
             yield error(NAME, module, expected=expected, got="no tensor of it", fix=fix)
 

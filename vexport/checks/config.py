@@ -6,16 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vexport.architectures.fusion import moe_layer
+from vexport.architectures.fusion import FusedLayer, moe_layer
 from vexport.checks.kv_cache import cache_scheme
-from vexport.checks.vllm.groups import (
-    INPUT,
-    OUTPUT,
-    FusedLinear,
-    OnlineTransform,
-    of_attention,
-    parse_group,
-)
+from vexport.checks.vllm.groups import INPUT, OUTPUT, OnlineTransform, of_attention, parse_group
 from vexport.checks.vllm.quant_methods import METHOD, METHODS, method_name
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats import FORMATS
@@ -48,7 +41,7 @@ REFUSED_ORDERING = ("group", "dynamic")
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on the quantization config."""
     config = view.quantization
-    quantized = any(fused.is_quantized for fused in view.fused_linears)
+    quantized = any(view.is_quantized(fused) for fused in view.fused_layers)
     if config is None:
         yield from _without_config(view, quantized=quantized)
         return
@@ -102,7 +95,7 @@ def _other_method(view: CheckpointView, method: "QuantMethod") -> Iterator[Findi
     """Return what vLLM refuses of another method's config, or reads otherwise than it is meant."""
     for problem in method.problems:
         yield replace(problem, check=NAME, where=f"{view.quantization_place}.{problem.where}")
-    used = [view.group_of(fused) for fused in view.fused_linears if fused.is_quantized]
+    used = [view.group_of(fused) for fused in view.fused_layers if view.is_quantized(fused)]
     for name, refusal in dict.fromkeys(
         (group.name, group.refusal) for group in used if group is not None
     ):
@@ -141,11 +134,11 @@ def _is_static_int8(args: QuantArgs | str) -> bool:
 def _groups(view: CheckpointView) -> Iterator[Finding]:
     users = [
         (group.name, fused)
-        for fused in view.fused_linears
+        for fused in view.fused_layers
         if (group := view.group_of(fused)) is not None
     ]
     used = {name for name, _ in users}
-    routed = {name for name, fused in users if moe_layer(next(iter(fused.members))) is not None}
+    routed = {name for name, fused in users if fused.experts is not None}
     for group in view.config_groups:
         key = f"config_groups.{group.name}"
         if group.weights.actorder in REFUSED_ORDERING:
@@ -243,8 +236,8 @@ def transforms(view: CheckpointView) -> Iterator[Finding]:
             yield _unrunnable(f"{where}.{transform.scheme}", expected, got)
             continue
         yield from _matrix(view, transform)
-        for fused in view.fused_linears:
-            yield from _fused(transform, fused)
+        for fused in view.fused_layers:
+            yield from _fused(view, transform, fused)
     for ranks in (ranks for ranks in view.target.tp if ranks > 1 and view.transforms):
         expected = "no online transforms: vLLM computes them on one rank only"
         got = ", ".join(sorted({transform.submodule for transform in view.transforms}))
@@ -261,7 +254,9 @@ def _matrix(view: CheckpointView, transform: OnlineTransform) -> Iterator[Findin
         yield _unrunnable(f"{transform.submodule}.weight", expected, "none")
 
 
-def _fused(transform: OnlineTransform, fused: FusedLinear) -> Iterator[Finding]:
+def _fused(
+    view: CheckpointView, transform: OnlineTransform, fused: FusedLayer
+) -> Iterator[Finding]:
     rotated = [member for member in fused.members if transform.applies(member)]
     if not rotated:
         return
@@ -273,7 +268,7 @@ def _fused(transform: OnlineTransform, fused: FusedLinear) -> Iterator[Finding]:
         yield _unrunnable(
             fused.name, expected, f"{transform.submodule} for {', '.join(rotated)} only"
         )
-    if any("bias" in fused.members[member] for member in rotated):
+    if any("bias" in view.modules[member] for member in rotated):
         yield _unrunnable(
             fused.name, "no bias with an online transform: vLLM asserts it", transform.submodule
         )

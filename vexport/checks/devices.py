@@ -12,9 +12,10 @@ from collections.abc import Iterator
 
 from vexport.architectures import with_stars
 from vexport.architectures.config import head_width
+from vexport.architectures.fusion import FusedLayer
 from vexport.architectures.versions import VersionFacts, facts_of, known_versions
 from vexport.checks.kv_cache import cache_scales
-from vexport.checks.vllm.groups import ConfigGroup, FusedLinear
+from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats import MXFP4, PACKED
 from vexport.formats.arguments import SchemeArgs, input_bits, precision
@@ -44,8 +45,8 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     for ranks in view.target.tp if view.architecture.row_parallel else ():
         yield from _heads(view, ranks)
         yield from _shapes(view, ranks)
-    for group, fused_linears in _by_group(view):
-        yield from _capabilities(view, group, fused_linears)
+    for group, fused_layers in _by_group(view):
+        yield from _capabilities(view, group, fused_layers)
     yield from _cache(view)
 
 
@@ -85,14 +86,12 @@ def _heads(view: CheckpointView, ranks: int) -> Iterator[Finding]:
 
 def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
     counts: Counter[tuple[str, str]] = Counter()
-    for fused in view.fused_linears:
-        group = view.group_of(fused) if fused.is_quantized else None
-        planned = view.planned(fused, group)
-        if planned is None:
+    for fused in view.fused_layers:
+        group = view.group_of(fused) if view.is_quantized(fused) else None
+        members = view.sized(fused, group)
+        if members is None:
             continue
-        if group is None and any(
-            view.names.place(member.name) != "decoder" for member in planned.members
-        ):
+        if group is None and any(view.names.place(name) != "decoder" for name in fused.members):
             continue
         args = group and SchemeArgs(
             weights=group.weights, input_activations=group.input_activations
@@ -100,7 +99,7 @@ def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
         scheme = (
             Scheme(name=group.name, args=args, format=group.storage) if group and args else None
         )
-        if reason := unsupported_on(planned, scheme, view.names, ranks):
+        if reason := unsupported_on(fused, members, scheme, view.names, ranks):
             counts[with_stars(fused.name), reason] += 1
     for (kind, reason), count in counts.items():
         where = f"{kind} ({_layers(count)}, tp {ranks})"
@@ -110,23 +109,22 @@ def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
         )
 
 
-def _by_group(view: CheckpointView) -> list[tuple[ConfigGroup, list[FusedLinear]]]:
-    by_group: dict[str, tuple[ConfigGroup, list[FusedLinear]]] = {}
-    for fused in view.fused_linears if view.target.sm else ():
+def _by_group(view: CheckpointView) -> list[tuple[ConfigGroup, list[FusedLayer]]]:
+    by_group: dict[str, tuple[ConfigGroup, list[FusedLayer]]] = {}
+    for fused in view.fused_layers if view.target.sm else ():
         group = view.group_of(fused)
-        if group is not None and fused.is_quantized:
+        if group is not None and view.is_quantized(fused):
             by_group.setdefault(group.name, (group, []))[1].append(fused)
     return list(by_group.values())
 
 
 def _capabilities(
-    view: CheckpointView, group: ConfigGroup, fused_linears: list[FusedLinear]
+    view: CheckpointView, group: ConfigGroup, fused_layers: list[FusedLayer]
 ) -> Iterator[Finding]:
     support, capabilities = group.storage.gpu_support(group), view.target.sm
     weights = group.weights.num_bits
     layers = (
-        f"{with_stars(fused_linears[0].name)} and all of {group.name} "
-        f"({_layers(len(fused_linears))}"
+        f"{with_stars(fused_layers[0].name)} and all of {group.name} ({_layers(len(fused_layers))}"
     )
     # In the vLLM that was asked for; 0 where that is not known.
     known = view.facts.schemes if view.asked_version != PINNED else {}
@@ -188,7 +186,7 @@ def versions(view: CheckpointView) -> Iterator[Finding]:
         yield warning(VERSIONS_NAME, view.quantization_place, expected=expected, got=got, fix=LOAD)
         return
     used = {
-        group.name for fused in view.fused_linears if (group := view.group_of(fused)) is not None
+        group.name for fused in view.fused_layers if (group := view.group_of(fused)) is not None
     }
     for group in (group for group in view.config_groups if group.name in used):
         where = f"{view.quantization_place}.config_groups.{group.name}"

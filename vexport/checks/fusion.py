@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
-from vexport.architectures.fusion import moe_layer
-from vexport.checks.vllm.groups import ConfigGroup, FusedLinear
+from vexport.architectures.fusion import FusedLayer, moe_layer
+from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView
 from vexport.checks.vllm.zeros import is_empty
 from vexport.records import Finding, Severity
@@ -25,7 +25,7 @@ WEIGHT_SCALE = "weight_scale"
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on fused layers whose scales differ."""
-    for fused in view.fused_linears:
+    for fused in view.fused_layers:
         group = view.group_of(fused)
         if len(fused.members) < 2 or group is None:
             continue
@@ -57,7 +57,7 @@ def _differ_in_zeros(view: CheckpointView, values: Mapping[str, float]) -> bool:
 
 
 def _input_finding(
-    fused: FusedLinear,
+    fused: FusedLayer,
     parameter: str,
     values: Mapping[str, float],
     group: ConfigGroup,
@@ -78,18 +78,18 @@ def _input_finding(
     return _finding(fused, parameter, values, "error", f"would use {taken:.9g} for all")
 
 
-def _differing(view: CheckpointView, fused: FusedLinear, parameter: str) -> dict[str, float]:
+def _differing(view: CheckpointView, fused: FusedLayer, parameter: str) -> dict[str, float]:
     """The single values of a parameter by the members that have one; none where all are equal."""
     values = {
         module: value
-        for module, parameters in fused.members.items()
-        if (value := view.single_value(parameters.get(parameter))) is not None
+        for module in fused.members
+        if (value := view.single_value(view.modules[module].get(parameter))) is not None
     }
     return values if len(set(values.values())) > 1 else {}
 
 
 def _finding(
-    fused: FusedLinear,
+    fused: FusedLayer,
     parameter: str,
     values: Mapping[str, float],
     severity: Severity,

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from vexport.architectures.fusion import FusedLayer
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checks.numbers import is_lossless_cast, is_rounded_little, rounded
-from vexport.checks.vllm.groups import JOINED, ConfigGroup, FusedLinear
+from vexport.checks.vllm.groups import JOINED, ConfigGroup
 from vexport.checks.vllm.layout import ModelLayout, Shape
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import EXPERT, Parameter, Split, partition_of
@@ -34,9 +35,9 @@ CUTS: Mapping[Split, int] = {"out": 0, "in": 1}
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on tensors that vLLM would refuse, narrow or cast."""
     right = _right_somewhere(view)
-    for fused in view.fused_linears:
+    for fused in view.fused_layers:
         group = view.group_of(fused)
-        if group is not None and fused.is_quantized:
+        if group is not None and view.is_quantized(fused):
             yield from _fit_together(view, group, fused)
             yield from _whole_blocks(view, group, fused)
             yield from _quantized(view, group, fused, right)
@@ -47,7 +48,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _quantized(
-    view: CheckpointView, group: ConfigGroup, fused: FusedLinear, right: frozenset[str]
+    view: CheckpointView, group: ConfigGroup, fused: FusedLayer, right: frozenset[str]
 ) -> Iterator[Finding]:
     cut = _cut(view, fused)
     if group.storage.transposed and cut is not None:
@@ -70,15 +71,15 @@ def _quantized(
             )
 
 
-def _unusable(view: CheckpointView, group: ConfigGroup, fused: FusedLinear) -> Iterator[Finding]:
+def _unusable(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -> Iterator[Finding]:
     """Return what another method stores and vLLM passes over."""
     if view.method is None:
         return
     from vexport.checks.vllm.quant_methods.base import MethodGroup
 
     assert isinstance(group, MethodGroup)
-    for module, parameters in fused.members.items():
-        for problem in group.stored_as.unusable(group, parameters, view.reader):
+    for module in fused.members:
+        for problem in group.stored_as.unusable(group, view.modules[module], view.reader):
             yield replace(problem, check=NAME, where=f"{module}.{problem.where}")
 
 
@@ -95,13 +96,13 @@ def _right_somewhere(view: CheckpointView) -> frozenset[str]:
     )
 
 
-def _cut(view: CheckpointView, fused: FusedLinear) -> int | None:
+def _cut(view: CheckpointView, fused: FusedLayer) -> int | None:
     """The dimension along which vLLM narrows what it loads for a layer, None where it compares
     shapes.
     """
-    if EXPERT.search(next(iter(fused.members))):
+    if EXPERT.search(fused.members[0]):
         return None
-    return CUTS.get(split_of(fused.by_name, view.names))
+    return CUTS.get(split_of(fused, view.names))
 
 
 def _dtype(
@@ -185,9 +186,12 @@ def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]
 def _unquantized(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
     """Norms, biases, embeddings and layers that are not quantized, by the model's config."""
     quantized = {
-        module for fused in view.fused_linears if fused.is_quantized for module in fused.members
+        module
+        for fused in view.fused_layers
+        if view.is_quantized(fused)
+        for module in fused.members
     }
-    cuts = {module: _cut(view, fused) for fused in view.fused_linears for module in fused.members}
+    cuts = {module: _cut(view, fused) for fused in view.fused_layers for module in fused.members}
     for module, shape in layout.modules.items():
         if module not in quantized:
             yield from _plain(view, f"{module}.weight", shape, cuts.get(module))
@@ -239,9 +243,7 @@ def _loses_in_bfloat16(view: CheckpointView, tensor: TensorInfo) -> bool:
     return not np.array_equal(values, rounded(values, "BF16"))
 
 
-def _fit_together(
-    view: CheckpointView, group: ConfigGroup, fused: FusedLinear
-) -> Iterator[Finding]:
+def _fit_together(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -> Iterator[Finding]:
     widths = {
         layer.name: shape[1] for layer in view.members(fused) if (shape := view.shape_of(layer))
     }
@@ -257,14 +259,12 @@ def _fit_together(
             yield error(NAME, module, expected=expected, got=str(width), fix=fix)
 
 
-def _whole_blocks(
-    view: CheckpointView, group: ConfigGroup, fused: FusedLinear
-) -> Iterator[Finding]:
+def _whole_blocks(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -> Iterator[Finding]:
     """Return what vLLM refuses at every tensor parallel size."""
-    planned = view.planned(fused, group) if group.weights.block is not None else None
-    if planned is None:
+    members = view.sized(fused, group) if group.weights.block is not None else None
+    if members is None:
         return
-    parts = parts_of(planned, view.names)
+    parts = parts_of(fused, members, view.names)
     if reason := group.storage.unsupported_shape(group, partition_of(parts, 1, "none")):
         expected = "whole blocks in layers that vLLM runs as one, but for the last"
         fix = "quantize the layer per channel, or keep it"

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
-from vexport.architectures.fusion import NO_UP, moe_layer
+from vexport.architectures.fusion import NO_UP, FusedLayer
 from vexport.checkpoint.dtypes import FLOATING
-from vexport.checks.vllm.groups import ConfigGroup, FusedLinear, of_attention, quantized_parameters
+from vexport.checks.vllm.groups import ConfigGroup, of_attention, quantized_parameters
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.formats import PACKED
 from vexport.formats.arguments import described
@@ -22,10 +22,10 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on layers that the config and the tensors treat differently."""
     if not view.config_groups and not _only_attention(view):
         return
-    for fused in view.fused_linears:
+    for fused in view.fused_layers:
         if (
             view.drafts(fused.name)
-            and not fused.is_quantized
+            and not view.is_quantized(fused)
             and "mtp" not in view.target.speculative
         ):
             continue  # vLLM builds it to draft alone
@@ -39,7 +39,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                 NAME, fused.name, expected=expected, got=f"only {', '.join(ignored)}", fix=fix
             )
             continue
-        table = view.architecture.is_table(fused.name) and fused.is_quantized
+        table = view.architecture.is_table(fused.name) and view.is_quantized(fused)
         yield from _quantized_table(view, fused) if table else _agreement(view, fused)
     yield from _experts(view)
     yield from _embeddings(view)
@@ -66,7 +66,7 @@ def _embeddings(view: CheckpointView) -> Iterator[Finding]:
             or not view.architecture.is_table(module)
         ):
             continue
-        group = view.group_of(FusedLinear(name=module, members={module: {parameter: tensor}}))
+        group = view.group_of(FusedLayer(name=module, members=(module,)))
         if group is not None:
             yield _unquantized(
                 module, group, "table", "add the table to ignore, or narrow the targets"
@@ -81,7 +81,7 @@ def _stacked_experts(view: CheckpointView) -> Iterator[Finding]:
         ending = stacked_ending(name, view.architecture) if len(tensor.shape) == 3 else None
         if ending and tensor.dtype in FLOATING and not view.drafts(name):
             first = f"{name.removesuffix(ending[0])}{ending[1].rpartition('.')[0]}.0.down_proj"
-            group = view.group_of(FusedLinear(name=first, members={first: {"weight": tensor}}))
+            group = view.group_of(FusedLayer(name=first, members=(first,)))
             if group is not None:
                 yield _unquantized(name, group, "layer's experts", "add the experts to ignore")
 
@@ -91,19 +91,19 @@ def _unquantized(module: str, group: ConfigGroup, kind: str, fix: str) -> Findin
     return error(NAME, module, expected=expected, got="an unquantized weight", fix=fix)
 
 
-def _quantized_table(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
+def _quantized_table(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
     """A table of tokens that is stored quantized, which vLLM refuses of most models."""
     reason = _table_refusal(view, fused)
     if reason is not None:
         expected = (
             "an unquantized table, or packed integers that vLLM looks up in a model like this"
         )
-        got = f"{', '.join(quantized_parameters(fused.members[fused.name]))}: {reason}"
+        got = f"{', '.join(quantized_parameters(view.modules[fused.name]))}: {reason}"
         fix = "keep the embeddings: quantize again with the table in ignore"
         yield error(NAME, fused.name, expected=expected, got=got, fix=fix)
 
 
-def _table_refusal(view: CheckpointView, fused: FusedLinear) -> str | None:
+def _table_refusal(view: CheckpointView, fused: FusedLayer) -> str | None:
     """Return why vLLM refuses a quantized table; None where it looks tokens up in it.
 
     Sources: get_quant_method in compressed_tensors.py, compressed_tensors_embedding.py, and what
@@ -135,14 +135,14 @@ def _experts(view: CheckpointView) -> Iterator[Finding]:
     it.
     """
     by_layer: dict[str, dict[str, ConfigGroup | None]] = {}
-    for fused in view.fused_linears:
-        layer = moe_layer(next(iter(fused.members)))
+    for fused in view.fused_layers:
+        layer = fused.experts
         if layer is not None:
             group = None if view.ignored(fused) else view.group_of(fused)
             by_layer.setdefault(layer, {}).setdefault(fused.name.rpartition(".")[2], group)
     if view.method is None and view.architecture.experts and not view.architecture.experts[2]:
         for layer, groups in by_layer.items():
-            absent = FusedLinear(name=f"{layer}.0.{NO_UP}", members={f"{layer}.0.{NO_UP}": {}})
+            absent = FusedLayer(name=f"{layer}.0.{NO_UP}", members=(f"{layer}.0.{NO_UP}",))
             groups[NO_UP] = None if view.ignored(absent) else view.group_of(absent)
     for layer, groups in by_layer.items():
         names = {
@@ -159,10 +159,10 @@ def _experts(view: CheckpointView) -> Iterator[Finding]:
             yield error(NAME, layer, expected=expected, got=got, fix=fix)
 
 
-def _agreement(view: CheckpointView, fused: FusedLinear) -> Iterator[Finding]:
+def _agreement(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
     group = view.group_of(fused)
-    for module, parameters in fused.members.items():
-        stored = quantized_parameters(parameters)
+    for module in fused.members:
+        stored = quantized_parameters(view.modules[module])
         if group is None and stored:
             expected, got = (
                 "a target that matches this quantized layer",

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from vexport.architectures.fusion import FusedLayer
 from vexport.checkpoint.dtypes import BITS, to_numpy
 from vexport.checks.numbers import (
     E4M3_NAN,
@@ -23,7 +24,7 @@ from vexport.checks.numbers import (
     numbers,
     positive_ends,
 )
-from vexport.checks.vllm.groups import ConfigGroup, FusedLinear, StoredLayer
+from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.checks.vllm.zeros import empty_parts, input_is_zero, is_empty
 from vexport.formats import NVFP4
@@ -68,7 +69,7 @@ AHEAD = 32
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on scales that are NaN, infinite, zero, negative or implausible, and on payloads."""
-    known = [fused for fused in view.fused_linears if any(map(view.is_read, fused.members))]
+    known = [fused for fused in view.fused_layers if any(map(view.is_read, fused.members))]
     for fused in read_ahead(known, partial(_expect_scales, view)):
         group, layers = view.group_of(fused), view.members(fused)
         broken = False
@@ -90,7 +91,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     yield from not_finite(view)
 
 
-def _expect_scales(view: CheckpointView, fused: FusedLinear) -> None:
+def _expect_scales(view: CheckpointView, fused: FusedLayer) -> None:
     """Begin to read the scales of layers that will be looked at."""
     view.reader.expect(layer.parameters[name] for layer, name in _scales_of(view.members(fused)))
 
@@ -350,16 +351,19 @@ def ranges(view: CheckpointView) -> Iterator[Finding]:
 
 def _quantized(view: CheckpointView) -> Iterator[tuple[StoredLayer, ConfigGroup]]:
     """Every layer that a config group applies to, whose tensors are released, and that group."""
-    for fused in read_ahead(view.fused_linears, partial(_expect, view)):
+    for fused in read_ahead(view.fused_layers, partial(_expect, view)):
         for layer in view.members(fused):
             if layer.group is not None:
                 yield layer, layer.group
                 view.reader.release(layer.parameters.values())
 
 
-def _expect(view: CheckpointView, fused: FusedLinear) -> None:
+def _expect(view: CheckpointView, fused: FusedLayer) -> None:
     """Begin to read the rows of a layer that will be looked at."""
-    for parameters in fused.members.values() if view.group_of(fused) is not None else ():
+    if view.group_of(fused) is None:
+        return
+    for module in fused.members:
+        parameters = view.modules[module]
         for tensor in (parameters[name] for name in WEIGHTS if name in parameters):
             view.reader.expect_some_rows(tensor, _step(view, tensor))
 
@@ -432,13 +436,13 @@ def _rows(view: CheckpointView, tensor: TensorInfo, stored: dict[str, Rows]) -> 
 
 
 def _step(view: CheckpointView, tensor: TensorInfo) -> int:
-    rows = min(max(ROWS_OF_ALL // len(view.fused_linears), FEWEST_ROWS), MOST_ROWS)
+    rows = min(max(ROWS_OF_ALL // len(view.fused_layers), FEWEST_ROWS), MOST_ROWS)
     return max(tensor.shape[0] // rows, 1)
 
 
 def read_ahead(
-    layers: Sequence[FusedLinear], begin: Callable[[FusedLinear], None]
-) -> Iterator[FusedLinear]:
+    layers: Sequence[FusedLayer], begin: Callable[[FusedLayer], None]
+) -> Iterator[FusedLayer]:
     """The layers; before each, `begin` starts to read what is needed of the one that is AHEAD of
     it.
     """

@@ -26,12 +26,13 @@ from vexport.records import (
     Finding,
     LoadReport,
     OnProgress,
-    Plan,
     silent,
 )
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+
+    from vexport.formats.plan import Plan
 
 # Words that are coloured at the start of a line, or in a column, of a text report.
 _SHADES = {
@@ -200,7 +201,7 @@ def require_no(check: str, reports: Sequence[CheckReport | LoadReport | DryLoadR
             )
 
 
-def require_plan(source: str, plan: Plan) -> None:
+def require_plan(source: str, plan: "Plan") -> None:
     """Exit with 2 where a plan has refusals, naming the first unless it has been read."""
     from vexport.plan.build import require_accepted
 

@@ -33,9 +33,10 @@ from vexport.cli.quantize import (
     scheme_option,
 )
 from vexport.errors import InputError
-from vexport.records import Plan, PlanRequest
+from vexport.records import PlanRequest
 
 if TYPE_CHECKING:
+    from vexport.formats.plan import Plan
     from vexport.scenario import Scenario
 
 
@@ -182,7 +183,7 @@ def _compare_schemes(name: str, request: PlanRequest, answer: Answer) -> None:
 
 
 def _print(
-    source: str, plan: Plan, then: str, answer: Answer, scenario: "Scenario | None" = None
+    source: str, plan: "Plan", then: str, answer: Answer, scenario: "Scenario | None" = None
 ) -> None:
     """The answer; exit with 2 where the plan has refusals."""
     from vexport.reports.plan import render_plan

@@ -26,15 +26,13 @@ from vexport.engine.dry.load import (
 from vexport.engine.session import EngineFault
 from vexport.errors import CheckpointFailed, VexportError
 from vexport.errors.extras import attempt, is_installed
-from vexport.formats.schemes import get_scheme
+from vexport.formats.plan import FusionGroup, Plan
 from vexport.records import (
     CheckReport,
     DryLoadReport,
     Finding,
-    FusionGroup,
     NotJudged,
     OnProgress,
-    Plan,
     without_details,
 )
 
@@ -252,8 +250,7 @@ def _dry_loaded(job: "QuantizeJob", folder: Path, plan: Plan) -> DryLoadReport |
     """
     if not is_installed("vllm"):
         return "vLLM is not installed, and has not loaded it; run `vexport load --dry` where it is"
-    schemes = [get_scheme(name) for name in plan.schemes]
-    supports = [scheme.format.gpu_support(scheme.args) for scheme in schemes]
+    supports = [scheme.format.gpu_support(scheme.args) for scheme in plan.used_schemes]
     sm = tuple(sm for sm in CAPABILITIES if not any(each.refuses(sm) for each in supports))
     if not sm:
         return "a dry load has no kernel for these schemes"

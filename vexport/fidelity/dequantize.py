@@ -14,9 +14,9 @@ from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.formats.base import Format, Parameter
 from vexport.formats.dequantize import row_chunks, rows_of
-from vexport.formats.schemes import get_scheme
+from vexport.formats.plan import FusionGroup, Plan
 from vexport.numerics.metrics import ErrorPower, quantization_error
-from vexport.records import Finding, FusionGroup, LayerError, LinearPlan, Plan, TensorInfo
+from vexport.records import Finding, LayerError, LinearPlan, TensorInfo
 
 CHECK = "roundtrip"
 
@@ -114,7 +114,7 @@ def layer_errors(
         for group in plan.groups:
             for member in group.members:
                 snr_db = _layer_error(source, written, group, member, old, new)
-                errors.append(LayerError(name=member.name, scheme=group.scheme, snr_db=snr_db))
+                errors.append(LayerError(name=member.name, scheme=group.scheme.name, snr_db=snr_db))
                 on_layer(len(errors), total)
     return tuple(errors)
 
@@ -128,7 +128,8 @@ def _layer_error(
     new: Reader,
 ) -> float:
     """The signal-to-noise ratio of a layer in dB. Releases the pages that were read."""
-    scheme, tensor = get_scheme(group.scheme), source.tensors[member.weight]
+    scheme = group.scheme
+    tensor = source.tensors[member.weight]
     weight = read_weight(old, tensor, member.part)
     tensors = [written.tensors[spec.name] for spec in scheme.layout(member, tensor.dtype)]
     stored = {info.name.rpartition(".")[2]: read_tensor(new, info) for info in tensors}

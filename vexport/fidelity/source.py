@@ -100,7 +100,7 @@ class SourceTensors(ComparedSource):
         rows = [self._rows(name) for name in layer.fused.members]
         if linear is None or sum(rows) != linear.out_features:
             return ()
-        position = list(layer.fused.members).index(layer.name)
+        position = layer.fused.members.index(layer.name)
         start = sum(rows[:position])
         return (self._read(linear)[start : start + rows[position]],)
 

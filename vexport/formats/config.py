@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vexport.architectures import Architecture, get_architecture
-from vexport.architectures.fusion import NO_UP, all_names, also_asked, below, looked_up, moe_layer
+from vexport.architectures.fusion import (
+    NO_UP,
+    FusedLayer,
+    all_names,
+    also_asked,
+    below,
+    looked_up,
+    moe_layer,
+)
 from vexport.errors import InputError
 from vexport.formats.arguments import QuantArgs, SchemeArgs, arguments_adapter
 from vexport.formats.base import is_head
-from vexport.formats.schemes import get_scheme
-from vexport.records import (
-    AttentionLayer,
-    FusionGroup,
-    HeadRanges,
-    Json,
-    KeyValueRanges,
-    KvCache,
-    Plan,
-    TensorSpec,
-)
+from vexport.formats.plan import FusionGroup, Plan
+from vexport.records import AttentionLayer, HeadRanges, Json, KeyValueRanges, KvCache, TensorSpec
 
 if TYPE_CHECKING:
     from vexport.formats.packing.base import Array
@@ -55,15 +54,17 @@ def quantization_config(plan: Plan) -> dict[str, Json]:
     """
     treated: dict[tuple[str, str], list[FusionGroup]] = {}
     for group in plan.groups:
-        treated.setdefault((group.scheme, group.observers), []).append(group)
-    architecture, groups, formats = (
-        get_architecture(plan.architecture),
-        dict[str, Json](),
-        set[str](),
-    )
-    for number, layers in enumerate(treated.values()):
-        others = [group for each in treated.values() if each is not layers for group in each]
-        args, stored_as = _arguments(layers[0]), get_scheme(layers[0].scheme).format.name
+        treated.setdefault((group.scheme.name, group.observers), []).append(group)
+    architecture = get_architecture(plan.architecture)
+    groups: dict[str, Json] = {}
+    formats: set[str] = set()
+    for number, groups_alike in enumerate(treated.values()):
+        others = [
+            group.layer for each in treated.values() if each is not groups_alike for group in each
+        ]
+        layers = [group.layer for group in groups_alike]
+        args = _arguments(groups_alike[0])
+        stored_as = groups_alike[0].scheme.format.name
         formats.add(stored_as)
         groups[f"group_{number}"] = {
             "targets": [*targets_of(layers, architecture, others, alone=len(treated) == 1)],
@@ -84,9 +85,9 @@ def quantization_config(plan: Plan) -> dict[str, Json]:
 
 
 def targets_of(
-    groups: Sequence[FusionGroup],
+    layers: Sequence[FusedLayer],
     architecture: Architecture,
-    others: Iterable[FusionGroup],
+    others: Iterable[FusedLayer],
     *,
     alone: bool,
 ) -> list[str]:
@@ -98,26 +99,25 @@ def targets_of(
     A quantized output head is named by a pattern, as vLLM may know it by a longer name than the
     checkpoint (`language_model.lm_head`) and translates only names with a dot.
     """
-    names = [name for group in groups for name in _names(group, architecture)]
+    names = [name for layer in layers for name in _names(layer, architecture)]
     heads = [name for name in names if is_head(name)]
     patterns = [f"re:.*{name.rpartition('.')[2]}$" for name in heads]
     if alone:
         return ["Linear", *patterns]
-    stored = (
-        name for group in others for name in (group.name, *(each.name for each in group.members))
-    )
+    stored = (name for layer in others for name in (layer.name, *layer.members))
     different = all_names(stored, architecture)
-    layers = [name for name in names if name not in heads]
-    return [*_experts_together(layers, architecture, different), *patterns]
+    inner = [name for name in names if name not in heads]
+    return [*_experts_together(inner, architecture, different), *patterns]
 
 
-def _names(group: FusionGroup, architecture: Architecture) -> Iterator[str]:
-    members = [member.name for member in group.members]
-    names = [*looked_up(group.name, members, architecture)]
-    fused = len(members) > 1 and moe_layer(members[0]) is None
-    if fused and group.name.rpartition(".")[2] not in architecture.resolved:
-        names.append(group.name)
-    yield from (*names, *also_asked(group.name, members, names, architecture))
+def _names(layer: FusedLayer, architecture: Architecture) -> Iterator[str]:
+    """Yield the names by which vLLM looks up a fused layer."""
+    names = [*looked_up(layer, architecture)]
+    is_fused = len(layer.members) > 1 and layer.experts is None
+    if is_fused and layer.projection not in architecture.resolved:
+        names.append(layer.name)
+    yield from names
+    yield from also_asked(layer, names, architecture)
 
 
 def _experts_together(
@@ -143,7 +143,7 @@ def _experts_together(
 
 def _arguments(group: FusionGroup) -> SchemeArgs:
     """The arguments of a group's scheme with its observers."""
-    args = get_scheme(group.scheme).args
+    args = group.scheme.args
     inputs = args.input_activations
     if inputs is not None and group.input_observer is not None:
         inputs = replace(

@@ -9,7 +9,7 @@ that plans, recipes and reports need no more than the name.
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Literal, get_args
@@ -58,23 +58,31 @@ class PresetFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """A named scheme: its arguments, and the format in which its weights are stored."""
+    """A named scheme: its arguments, and the format in which its weights are stored.
+
+    The name determines the rest, so schemes are compared by name alone.
+    """
 
     name: str
-    args: SchemeArgs
-    format: Format
+    args: SchemeArgs = field(compare=False, repr=False)
+    format: Format = field(compare=False, repr=False)
 
     def layout(self, linear: LinearPlan, source_dtype: str) -> tuple[TensorSpec, ...]:
-        """The tensors that replace the layer's weight, in the order in which they are written."""
-        parameters = self.format.parameters(self.args, (linear.out_features, linear.in_features))
+        """Return the tensors that replace a layer's weight, in the order of the output."""
+        stored = self.stored_parameters((linear.out_features, linear.in_features), source_dtype)
         return tuple(
-            TensorSpec(
-                name=f"{linear.name}.{name}",
-                dtype=source_dtype if parameter.in_model_dtype else parameter.dtype,
-                shape=parameter.shape,
-            )
-            for name, parameter in parameters.items()
+            TensorSpec(name=f"{linear.name}.{name}", dtype=dtype, shape=parameter_shape)
+            for name, (dtype, parameter_shape) in stored.items()
         )
+
+    def stored_parameters(
+        self, shape: tuple[int, int], source_dtype: str
+    ) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return dtype and shape of the tensors that store a weight (out_features, in_features)."""
+        return {
+            name: (source_dtype if parameter.in_model_dtype else parameter.dtype, parameter.shape)
+            for name, parameter in self.format.parameters(self.args, shape).items()
+        }
 
     def unsupported_shape(
         self, members: Sequence[LinearPlan], *, ranks: int = 1, split: Split = "none"
@@ -252,11 +260,11 @@ def grouped_schemes(group_size: int | None) -> tuple[str, ...]:
     return tuple(names)
 
 
-def group_sizes(name: str) -> tuple[int, ...]:
-    """The sizes that vLLM's kernels run for a scheme with groups, largest first; none without a
-    choice.
+def group_sizes(scheme: Scheme) -> tuple[int, ...]:
+    """Return the group sizes that vLLM's kernels run for a scheme, largest first.
+
+    The result is empty for schemes whose groups have only one size, and for schemes without groups.
     """
-    scheme = get_scheme(name)
     if scheme.args.weights.is_float or scheme.args.weights.group is None:
         return ()
     sizes = scheme.format.group_sizes(scheme.args)

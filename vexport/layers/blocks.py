@@ -6,8 +6,9 @@ from functools import cache
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats.config import kv_layout
-from vexport.formats.schemes import get_scheme
-from vexport.records import AttentionLayer, FusionGroup, LinearPlan, TensorInfo, TensorSpec
+from vexport.formats.plan import FusionGroup
+from vexport.formats.schemes import Scheme
+from vexport.records import AttentionLayer, TensorInfo, TensorSpec
 
 # The source of a block of the output.
 Source = FusionGroup | TensorInfo | AttentionLayer
@@ -52,7 +53,7 @@ def output_blocks(
 
 def group_layout(group: FusionGroup, tensors: Mapping[str, TensorInfo]) -> tuple[TensorSpec, ...]:
     """The tensors that replace a group's weights, member by member."""
-    scheme = get_scheme(group.scheme)
+    scheme = group.scheme
     return tuple(
         spec
         for member in group.members
@@ -80,8 +81,7 @@ def quantized_bytes(index: SourceIndex, groups: Sequence[FusionGroup]) -> int:
     return sum(
         _layer_bytes(
             group.scheme,
-            member.out_features,
-            member.in_features,
+            (member.out_features, member.in_features),
             index.tensors[member.weight].dtype,
         )
         for group in groups
@@ -90,10 +90,9 @@ def quantized_bytes(index: SourceIndex, groups: Sequence[FusionGroup]) -> int:
 
 
 @cache
-def _layer_bytes(scheme: str, rows: int, columns: int, dtype: str) -> int:
+def _layer_bytes(scheme: Scheme, shape: tuple[int, int], dtype: str) -> int:
     """Bytes of a quantized layer; there are few shapes, and many layers of each."""
-    layer = LinearPlan(name="", weight="", out_features=rows, in_features=columns)
-    return _bytes(get_scheme(scheme).layout(layer, dtype))
+    return sum(num_bytes(*stored) for stored in scheme.stored_parameters(shape, dtype).values())
 
 
 def _bytes(specs: Iterable[TensorSpec]) -> int:

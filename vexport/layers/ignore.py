@@ -1,29 +1,31 @@
 """The `ignore` list of a plan's output, complete for what vLLM fuses and short for experts."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 from vexport.architectures import STACK
 from vexport.architectures.fusion import (
+    FusedLayer,
     all_names,
     also_asked,
     below,
     looked_up,
     matches_any,
-    moe_layer,
 )
 from vexport.formats.base import HEADS, is_head
 from vexport.layers.linears import Names
 
 
 def ignored(
-    modules: Mapping[str, Sequence[str]],
+    layers: Sequence[FusedLayer],
     kept: Set[str],
     opaque: Iterable[str],
     names: Names,
 ) -> tuple[str, ...]:
-    """The entries that `ignore` needs, given layers by the module that vLLM makes of them, those
-    that are kept, and the tensors of experts that are copied as they are.
+    """Return the entries that `ignore` needs.
+
+    `layers` are all fused layers, `kept` the linear layers that stay unquantized, and `opaque` the
+    tensors of experts that are copied as they are.
 
     - Names of checkpoints: vLLM renames them as it renames tensors (apply_vllm_mapper in
       compressed_tensors.py); a pattern is matched with vLLM's own name, so it starts where both
@@ -43,41 +45,40 @@ def ignored(
       it otherwise (Glm4MoeMTP, Step3p5MTP), is kept by one pattern for each of its names.
     - What vLLM asks for by another name than the file has is named by that, too.
     """
-    linears = [member for members in modules.values() for member in members]
+    linears = [member for layer in layers for member in layer.members]
     stacks = {_before_layers(member) for member in linears if names.in_decoder(member)}
-    quantized = _quantized_names(modules, kept, names)
+    quantized = _quantized_names(layers, kept, names)
     partly = {names.draft_layer(name) for name in quantized}
     patterns: dict[str, None] = {}
-    for name, members in modules.items():
-        if all(member in kept for member in members):
-            outside, draft = _outside(name, stacks), names.draft_layer(name)
-            if draft is not None and draft not in partly:
-                copied = tuple(
-                    pattern
-                    for layer in names.drafter_names(draft)
-                    for pattern in below(layer, r"\..*", names.architecture, quantized)
-                )
-            elif outside is not None and not matches_any(outside, quantized):
-                copied = (f"re:{outside}",)
-            else:
-                copied = tuple(_patterns(name, members, names, quantized))
-            patterns.update(
-                dict.fromkeys((*copied, *also_asked(name, members, copied, names.architecture)))
+    for layer in layers:
+        if not kept >= {*layer.members}:
+            continue
+        outside = _outside(layer.name, stacks)
+        draft = names.draft_layer(layer.name)
+        if draft is not None and draft not in partly:
+            copied = tuple(
+                pattern
+                for name in names.drafter_names(draft)
+                for pattern in below(name, r"\..*", names.architecture, quantized)
             )
+        elif outside is not None and not matches_any(outside, quantized):
+            copied = (f"re:{outside}",)
+        else:
+            copied = tuple(_patterns(layer, names, quantized))
+        patterns.update(dict.fromkeys(copied))
+        patterns.update(dict.fromkeys(also_asked(layer, copied, names.architecture)))
     for tensor in opaque:
         patterns.update(dict.fromkeys(_unknown(tensor, names, quantized)))
     return tuple(patterns)
 
 
-def _quantized_names(
-    modules: Mapping[str, Sequence[str]], kept: Set[str], names: Names
-) -> tuple[str, ...]:
+def _quantized_names(layers: Sequence[FusedLayer], kept: Set[str], names: Names) -> tuple[str, ...]:
     """Return all names of quantized layers, which `ignore` must not match."""
     quantized = (
         module
-        for name, members in modules.items()
-        if not all(member in kept for member in members)
-        for module in (name, *members)
+        for layer in layers
+        if not kept >= {*layer.members}
+        for module in (layer.name, *layer.members)
     )
     return all_names(quantized, names.architecture)
 
@@ -88,17 +89,14 @@ def ignored_head(linears: Iterable[str]) -> tuple[str, ...]:
     return () if any(map(is_head, linears)) else (f"re:.*{HEADS[0]}",)
 
 
-def _patterns(
-    name: str, members: Sequence[str], names: Names, quantized: Sequence[str]
-) -> Iterator[str]:
-    experts = moe_layer(members[0])
-    if experts is not None:
-        yield from below(experts, r"\..*", names.architecture, quantized)
+def _patterns(layer: FusedLayer, names: Names, quantized: Sequence[str]) -> Iterator[str]:
+    """Yield entries for a layer that is kept: its names, or one pattern for all routed experts."""
+    if layer.experts is not None:
+        yield from below(layer.experts, r"\..*", names.architecture, quantized)
         return
-    yield from looked_up(name, members, names.architecture)
-    last_part = name.rpartition(".")[2]
-    if len(members) > 1 and last_part not in names.architecture.resolved:
-        yield name
+    yield from looked_up(layer, names.architecture)
+    if len(layer.members) > 1 and layer.projection not in names.architecture.resolved:
+        yield layer.name
 
 
 def _before_layers(module: str) -> str:

@@ -228,19 +228,22 @@ def _stacked_experts(tensor: TensorInfo, names: Names) -> Iterator[LinearPlan]:
 
 
 def attention_layers(
-    linears: Iterable[LinearPlan], names: Names, kv_cache: KvCache | None
+    rows: Mapping[str, int | None], names: Names, kv_cache: KvCache | None
 ) -> tuple[AttentionLayer, ...]:
-    """The decoder's attention layers with scales of their own."""
+    """Return the decoder's attention layers that need scales of the KV cache.
+
+    `rows` has the out_features of each linear layer, None for unknown ones.
+    """
     if kv_cache is None:
         return ()
     per_head = KV_CACHES[kv_cache].strategy == "attn_head"
     return tuple(
         AttentionLayer(
-            name=linear.name.rpartition(".")[0],
-            heads=kv_heads(linear, names.text) if per_head else None,
+            name=linear.rpartition(".")[0],
+            heads=kv_heads(linear, out_features, names.text) if per_head else None,
         )
-        for linear in linears
-        if makes_keys(linear.name, names)
+        for linear, out_features in rows.items()
+        if makes_keys(linear, names)
     )
 
 
@@ -250,21 +253,21 @@ def makes_keys(linear: str, names: Names) -> bool:
     return (last_part == KEYS or last_part in FUSED) and names.in_decoder(linear)
 
 
-def kv_heads(linear: LinearPlan, text: Mapping[str, Json]) -> int:
-    """Return the number of KV heads of an attention layer: by the rows of its keys, or else as the
-    config says.
+def kv_heads(linear: str, out_features: int | None, text: Mapping[str, Json]) -> int:
+    """Return the number of KV heads of the attention layer with this linear layer.
+
+    The number comes from the rows of the keys if these are known and stored alone, and otherwise
+    from the config.
     """
-    width = head_width(text) if linear.name.endswith(KEYS) else 0
-    if width and linear.out_features % width == 0:
-        return linear.out_features // width
+    width = head_width(text) if linear.endswith(KEYS) else 0
+    if width and out_features and out_features % width == 0:
+        return out_features // width
     return next((heads for key in HEADS if (heads := known_size(key, text))), 1)
 
 
-def refused_caches(
-    layers: Sequence[AttentionLayer], linears: Iterable[LinearPlan]
-) -> Iterator[Finding]:
-    """Return why vLLM would read no scale of the KV cache, where it would not."""
-    latent = next((linear.name for linear in linears if linear.name.endswith(f".{LATENT}")), None)
+def refused_caches(layers: Sequence[AttentionLayer], linears: Iterable[str]) -> Iterator[Finding]:
+    """Yield a refusal if vLLM would read no scale of the KV cache."""
+    latent = next((linear for linear in linears if linear.endswith(f".{LATENT}")), None)
     if latent or not layers:
         yield Finding(
             check="kv_cache",

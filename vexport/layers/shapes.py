@@ -6,11 +6,12 @@ from itertools import accumulate
 
 from vexport.architectures import Reordering
 from vexport.architectures.config import QUERIES, known_size, part_sizes
-from vexport.architectures.fusion import looked_up, moe_layer
+from vexport.architectures.fusion import FusedLayer, looked_up, moe_layer
 from vexport.formats.base import Split, is_head, uneven
-from vexport.formats.schemes import Scheme, get_scheme
+from vexport.formats.plan import FusionGroup
+from vexport.formats.schemes import Scheme
 from vexport.layers.linears import Names, makes_keys
-from vexport.records import Finding, FusionGroup, Json, LinearPlan, TensorSpec
+from vexport.records import Finding, Json, LinearPlan, TensorSpec
 
 WEIGHTS = ("weight", "weight_packed")
 # The treatment of layers that do not fit.
@@ -26,13 +27,12 @@ MOST_RANKS = 16
 OTHER_RANKS = "serve it on another number of GPUs (--tp)"
 
 
-def unsupported_reordering(group: FusionGroup, names: Names) -> str | None:
-    """Return why a group's tensors cannot follow the rows of its weights, or None where they do."""
-    scheme, width = (
-        get_scheme(group.scheme),
-        known_size("hidden_size // num_attention_heads", names.text),
-    )
-    for member in group.members:
+def unsupported_reordering(
+    members: Sequence[LinearPlan], scheme: Scheme, names: Names
+) -> str | None:
+    """Return why the stored tensors cannot follow vLLM's order of rows, or None if they can."""
+    width = known_size("hidden_size // num_attention_heads", names.text)
+    for member in members:
         last_part = member.name.rpartition(".")[2]
         reordering = names.architecture.reordered.get(last_part)
         for spec in scheme.layout(member, "BF16") if reordering else ():
@@ -102,63 +102,79 @@ def kind_of_group(group: FusionGroup) -> tuple[object, ...]:
         for member in group.members
     )
     routed = moe_layer(group.members[0].name) is not None
-    return (group.name.rpartition(".")[2], group.scheme, routed, *members)
+    return (group.name.rpartition(".")[2], group.scheme.name, routed, *members)
 
 
 def _unsupported(group: FusionGroup, names: Names, ranks: Sequence[int]) -> str | None:
-    if reordered := unsupported_reordering(group, names):
+    if reordered := unsupported_reordering(group.members, group.scheme, names):
         return reordered
-    scheme = get_scheme(group.scheme)
-    reasons = (unsupported_on(group, scheme, names, count) for count in ranks)
-    return next((reason for reason in reasons if reason), None)
+    for count in ranks:
+        reason = unsupported_on(group.layer, group.members, group.scheme, names, count)
+        if reason:
+            return reason
+    return None
 
 
 def refusal(group: FusionGroup, reason: str, fix: str) -> Finding:
     """A refusal that names layers, sizes and rule."""
     where = group.name if len(group.members) > 1 else group.members[0].name
     return _refusal(
-        where, f"a shape that {group.scheme} can store and vLLM can run", reason, fix, check=SHAPE
+        where,
+        f"a shape that {group.scheme.name} can store and vLLM can run",
+        reason,
+        fix,
+        check=SHAPE,
     )
 
 
 def unsupported_on(
-    group: FusionGroup, scheme: Scheme | None, names: Names, ranks: int
+    layer: FusedLayer,
+    members: Sequence[LinearPlan],
+    scheme: Scheme | None,
+    names: Names,
+    ranks: int,
 ) -> str | None:
-    """Return why vLLM could not run a group on so many ranks, None where it can; a scheme of None
-    is unquantized.
+    """Return why vLLM could not run a fused layer on so many ranks, or None if it can.
+
+    `members` are the layer's linear layers with their sizes. A scheme of None stands for an
+    unquantized layer.
     """
-    split = split_of(group, names)
-    # Keys and values as often as ranks need them.
-    members = [repeated(part, ranks, names.text) for part in parts_of(group, names)]
-    if ungrouped := _ungrouped(group, scheme, names, ranks):
+    if ungrouped := _ungrouped(layer, members, scheme, names, ranks):
         return ungrouped
+    split = split_of(layer, names)
+    # Each rank needs whole heads of keys and values, so vLLM repeats them if there are too few.
+    parts = [repeated(part, ranks, names.text) for part in parts_of(layer, members, names)]
     if scheme is None:
-        return uneven(members, ranks, split)
-    return scheme.unsupported_shape(members, ranks=ranks, split=split)
+        return uneven(parts, ranks, split)
+    return scheme.unsupported_shape(parts, ranks=ranks, split=split)
 
 
-def parts_of(group: FusionGroup, names: Names) -> list[LinearPlan]:
-    """The layers that vLLM makes of a group, also of one that is stored in one weight, and with a
-    part that it loads twice (keys that are the values, too)."""
-    members = {member.name: member for member in group.members}
-    first, rows = group.members[0], sum(member.out_features for member in group.members)
+def parts_of(layer: FusedLayer, members: Sequence[LinearPlan], names: Names) -> list[LinearPlan]:
+    """Return the parts that vLLM fuses into a layer, with their sizes.
+
+    A weight that is stored fused is cut into its parts. A part that vLLM loads twice (keys that
+    are the values, too) is there twice.
+    """
     architecture = names.architecture
-    if moe_layer(first.name) is not None or not names.in_decoder(first.name):
-        return [*group.members]
-    prefix, dot, last_part = group.name.rpartition(".")
-    sizes = part_sizes(last_part, rows, architecture, names.text)
-    if _ends(member.out_features for member in group.members) <= _ends(sizes):
-        attention = QUERIES in architecture.parts[last_part]
-        parts = QUERY_KEY_VALUE if attention else (last_part,) * len(sizes)
-        called = [f"{prefix}{dot}{part}" for part in parts]
+    first = members[0]
+    if layer.experts is not None or not names.in_decoder(first.name):
+        return [*members]
+    prefix, dot, _ = layer.name.rpartition(".")
+    projection = layer.projection
+    rows = sum(member.out_features for member in members)
+    sizes = part_sizes(projection, rows, architecture, names.text)
+    if _ends(member.out_features for member in members) <= _ends(sizes):
+        is_attention = QUERIES in architecture.parts[projection]
+        parts = QUERY_KEY_VALUE if is_attention else (projection,) * len(sizes)
         return [
-            replace(first, name=name, out_features=size)
-            for name, size in zip(called, sizes, strict=True)
+            replace(first, name=f"{prefix}{dot}{part}", out_features=size)
+            for part, size in zip(parts, sizes, strict=True)
         ]
-    if QUERIES in architecture.parts.get(last_part, ()):
-        for name in looked_up(group.name, tuple(members), architecture):
-            members.setdefault(name, replace(group.members[-1], name=name))
-    return [*members.values()]
+    by_name = {member.name: member for member in members}
+    if QUERIES in architecture.parts.get(projection, ()):
+        for name in looked_up(layer, architecture):
+            by_name.setdefault(name, replace(members[-1], name=name))
+    return [*by_name.values()]
 
 
 def _ends(sizes: Iterable[int]) -> set[int]:
@@ -166,21 +182,26 @@ def _ends(sizes: Iterable[int]) -> set[int]:
     return {*accumulate(sizes)}
 
 
-def _ungrouped(group: FusionGroup, scheme: Scheme | None, names: Names, ranks: int) -> str | None:
-    """Return why ranks cannot share the groups of a layer, one of which is repeated for all of
-    them.
+def _ungrouped(
+    layer: FusedLayer,
+    members: Sequence[LinearPlan],
+    scheme: Scheme | None,
+    names: Names,
+    ranks: int,
+) -> str | None:
+    """Return why ranks cannot share the groups of a layer, or None if they can.
+
+    A single group is repeated for all ranks.
     """
-    expression = names.architecture.groups.get(group.name.rpartition(".")[2])
+    expression = names.architecture.groups.get(layer.projection)
     count = known_size(expression, names.text) if expression else 0
     if not count or count % ranks == 0:
         return None
     if count > 1:
         return f"{count} groups, which {ranks} ranks cannot share"
-    for spec in scheme.layout(group.members[0], "BF16") if scheme is not None else ():
-        last_part, by_row = (
-            spec.name.rpartition(".")[2],
-            spec.shape[0] == group.members[0].out_features,
-        )
+    for spec in scheme.layout(members[0], "BF16") if scheme is not None else ():
+        last_part = spec.name.rpartition(".")[2]
+        by_row = spec.shape[0] == members[0].out_features
         if last_part not in CUT_BY_GROUPS or not by_row:
             return (
                 f"{last_part} {list(spec.shape)}, which vLLM does not cut for {ranks} ranks "
@@ -189,15 +210,15 @@ def _ungrouped(group: FusionGroup, scheme: Scheme | None, names: Names, ranks: i
     return None
 
 
-def split_of(group: FusionGroup, names: Names) -> Split:
-    """Return the dimension that tensor parallelism cuts of a group's layers in vLLM."""
-    last_part = group.name.rpartition(".")[2]
+def split_of(layer: FusedLayer, names: Names) -> Split:
+    """Return the dimension of a fused layer that tensor parallelism cuts in vLLM."""
     architecture = names.architecture
-    if moe_layer(group.members[0].name) and architecture.experts is not None:
-        return "in" if last_part == architecture.experts[1] else "out"
-    if last_part in architecture.row_parallel:
+    projection = layer.projection
+    if layer.experts and architecture.experts is not None:
+        return "in" if projection == architecture.experts[1] else "out"
+    if projection in architecture.row_parallel:
         return "in"
-    return "none" if last_part in architecture.replicated or is_head(last_part) else "out"
+    return "none" if projection in architecture.replicated or is_head(projection) else "out"
 
 
 def repeated(member: LinearPlan, ranks: int, text: Mapping[str, Json]) -> LinearPlan:
@@ -255,7 +276,7 @@ def heads_of(linears: Iterable[str], names: Names) -> Heads:
 
 
 def refused_ranks(
-    modules: Mapping[str, tuple[str, ...]],
+    layers: Sequence[FusedLayer],
     linears: Mapping[str, LinearPlan],
     quantized: Set[str],
     names: Names,
@@ -275,23 +296,19 @@ def refused_ranks(
                 f"config.json (tp {count})", f"heads that {count} ranks can share", uneven, fix
             )
             continue
-        for name, members in modules.items():
-            if quantized.isdisjoint(members) and names.place(members[0]) == "decoder":
-                group = FusionGroup(
-                    name=name,
-                    scheme="",
-                    observer="",
-                    members=tuple(linears[member] for member in members),
-                )
-                if reason := unsupported_on(group, None, names, count):
-                    yield _refusal(name, "parts that each rank can hold", reason, OTHER_RANKS)
+        for layer in layers:
+            if quantized.isdisjoint(layer.members) and names.place(layer.members[0]) == "decoder":
+                members = [linears[member] for member in layer.members]
+                if reason := unsupported_on(layer, members, None, names, count):
+                    yield _refusal(layer.name, "parts that each rank can hold", reason, OTHER_RANKS)
 
 
 def is_uneven(group: FusionGroup, names: Names, ranks: Sequence[int]) -> bool:
     """Return whether vLLM could not cut a group for some of the ranks in any scheme, nor
     unquantized.
     """
-    return any(unsupported_on(group, None, names, count) for count in ranks if count > 1)
+    several = [count for count in ranks if count > 1]
+    return any(unsupported_on(group.layer, group.members, None, names, count) for count in several)
 
 
 def _refusal(where: str, expected: str, got: str, fix: str, *, check: str = "ranks") -> Finding:

@@ -88,8 +88,8 @@ def fuse_weight_observers(model: torch.nn.Module) -> None:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) or _observer_of(module) is not None
     }
-    for name, members in fuse(modules, architecture_of(model)).items():
-        observers = {member: _observer_of(modules[member]) for member in members}
+    for layer in fuse(modules, architecture_of(model)):
+        observers = {member: _observer_of(modules[member]) for member in layer.members}
         strategies = {observer and observer.strategy for observer in observers.values()}
         if not strategies & set(SHARING):
             continue
@@ -99,8 +99,8 @@ def fuse_weight_observers(model: torch.nn.Module) -> None:
                 for member, each in observers.items()
             )
             raise ValueError(
-                f"{name}: got observers of {kinds}, need one strategy for all, which vLLM runs "
-                f"as one"
+                f"{layer.name}: got observers of {kinds}, need one strategy for all, which vLLM "
+                f"runs as one"
             )
         Observer.fuse(observer for observer in observers.values() if observer is not None)
 

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from vexport.architectures import resolve
-from vexport.architectures.fusion import fuse, moe_layer
+from vexport.architectures.fusion import FusedLayer, fuse, moe_layer
 from vexport.checkpoint.index import SourceIndex, find_quantization
 from vexport.errors import InputError
-from vexport.formats.schemes import get_scheme, group_sizes, regrouped
+from vexport.formats.plan import FusionGroup, Plan, Treatment
+from vexport.formats.schemes import Scheme, group_sizes, regrouped
 from vexport.layers.blocks import output_bytes
 from vexport.layers.ignore import ignored, ignored_head
 from vexport.layers.linears import (
@@ -31,7 +32,7 @@ from vexport.layers.shapes import (
     unsupported,
 )
 from vexport.plan.rules import choose_rule, hidden_rules, require_matching_rules, smoothing_strength
-from vexport.records import Finding, FusionGroup, KvCache, OnUnsupportedShape, Plan
+from vexport.records import Finding, KvCache, OnUnsupportedShape
 
 if TYPE_CHECKING:
     from vexport.scenario import Rule
@@ -84,34 +85,36 @@ def build_plan(
     linears = {linear.name: linear for linear in find_linears(index, names)}
     places = {name: names.place(name) for name in linears}
     require_matching_rules(rules, places)
-    modules = fuse(linears, architecture)
+    layers = fuse(linears, architecture)
     chosen = {
         name: choose_rule(rules, name, place, has_text=settings.has_text)
         for name, place in places.items()
     }
-    misruled = [*_mixed(modules, chosen), *_unquantizable(chosen, places)]
-    groups = [
-        replace(group, name=name, members=tuple(linears[member] for member in members))
-        for name, members in modules.items()
-        if not misruled and (group := chosen[members[0]]) is not None
-    ]
+    misruled = [*_mixed(layers, chosen), *_unquantizable(chosen, places)]
+    groups: list[FusionGroup] = []
+    for layer in layers if not misruled else ():
+        treatment = chosen[layer.members[0]]
+        if treatment is not None:
+            members = [linears[member] for member in layer.members]
+            groups.append(FusionGroup.treated(layer, members, treatment))
     groups, fitted, unfit = _fitted(groups, names, settings)
-    attention = attention_layers(linears.values(), names, settings.kv_cache)
-    uncached = refused_caches(attention, linears.values()) if settings.kv_cache else ()
+    rows = {name: linear.out_features for name, linear in linears.items()}
+    attention = attention_layers(rows, names, settings.kv_cache)
+    uncached = refused_caches(attention, linears) if settings.kv_cache else ()
     refusals = [*misruled, *unfit, *uncached]
     quantized = {member.name for group in groups for member in group.members}
     if groups or not refusals:
-        refusals = [*refused_ranks(modules, linears, quantized, names, settings.ranks), *refusals]
+        refusals = [*refused_ranks(layers, linears, quantized, names, settings.ranks), *refusals]
     opaque = [tensor.name for tensor in index.tensors.values() if is_unknown_experts(tensor, names)]
     weights = {member.weight for group in groups for member in group.members}
-    kept = tuple(name for members in modules.values() for name in members if name not in quantized)
+    kept = tuple(name for layer in layers for name in layer.members if name not in quantized)
     return Plan(
         source=str(index.root),
         architecture=index.architecture,
         groups=tuple(groups),
         kept=tuple(name for name in index.tensors if name not in weights),
         kept_linears=kept,
-        ignore=(*ignored(modules, set(kept), opaque, names), *ignored_head(linears)),
+        ignore=(*ignored(layers, set(kept), opaque, names), *ignored_head(linears)),
         source_bytes=index.num_bytes,
         output_bytes=output_bytes(index, groups, attention),
         parameters=index.num_parameters,
@@ -163,17 +166,21 @@ def _fitted(
 
 
 def _mixed(
-    modules: Mapping[str, tuple[str, ...]], chosen: Mapping[str, FusionGroup | None]
+    layers: Sequence[FusedLayer], chosen: Mapping[str, Treatment | None]
 ) -> Iterator[Finding]:
-    """Refusals of fused layers, and of the routed experts of a layer, that rules treat
-    differently.
+    """Yield refusals of fused layers, and of the routed experts of a layer, with different rules.
+
+    The routed experts of a layer need one scheme. The members of a fused layer need the same
+    treatment.
     """
     units: dict[str, list[str]] = {}
-    for name, members in modules.items():
-        units.setdefault(moe_layer(members[0]) or name, []).extend(members)
+    for layer in layers:
+        units.setdefault(layer.experts or layer.name, []).extend(layer.members)
+    members_of = {layer.name: layer.members for layer in layers}
     for name, unit in units.items():
-        schemes = {group and group.scheme for group in map(chosen.__getitem__, unit)}
-        if len(schemes) > 1 or len({chosen[member] for member in modules.get(name, ())}) > 1:
+        treatments = {chosen[member] for member in members_of.get(name, ())}
+        schemes = {treatment and treatment.scheme for treatment in map(chosen.get, unit)}
+        if len(schemes) > 1 or len(treatments) > 1:
             last_parts = ", ".join(dict.fromkeys(member.rpartition(".")[2] for member in unit))
             which = f"{last_parts} of all routed experts" if moe_layer(unit[0]) else last_parts
             yield Finding(
@@ -187,16 +194,16 @@ def _mixed(
 
 
 def _unquantizable(
-    chosen: Mapping[str, FusionGroup | None], places: Mapping[str, Place]
+    chosen: Mapping[str, Treatment | None], places: Mapping[str, Place]
 ) -> Iterator[Finding]:
-    for name, group in chosen.items():
-        if group is not None and places[name] == "unquantizable":
+    for name, treatment in chosen.items():
+        if treatment is not None and places[name] == "unquantizable":
             yield Finding(
                 check="architecture",
                 severity="error",
                 where=name,
                 expected="a layer that vLLM builds with a quantization config",
-                got=f"a rule with scheme {group.scheme} for one that it never quantizes",
+                got=f"a rule with scheme {treatment.scheme.name} for one that it never quantizes",
                 fix="remove the rule, or give it scheme: keep",
             )
 
@@ -271,12 +278,15 @@ def _require_plain(index: SourceIndex) -> None:
 def fitting_sizes(
     groups: Sequence[FusionGroup], names: Names, ranks: Sequence[int]
 ) -> tuple[int, ...]:
-    """The sizes below that of the groups' one scheme with which vLLM runs all of them, largest
-    first.
+    """Return the smaller group sizes with which vLLM runs all of some groups, largest first.
+
+    The groups have one scheme.
     """
+    if not groups:
+        return ()
     return tuple(
         size
-        for size in _smaller(groups[0].scheme if groups else "")
+        for size in _smaller(groups[0].scheme)
         if not unsupported(_regrouped(groups, size), names, ranks)
     )
 
@@ -323,7 +333,7 @@ def with_smaller_groups(
         regrouped_groups.extend(_regrouped(layers, size))
         note = kept_instead(refusal(bad, reasons[bad.name], ""), name)
         notes.append(
-            replace(note, fix=f"quantized in groups of {size} ({regrouped_groups[-1].scheme})")
+            replace(note, fix=f"quantized in groups of {size} ({regrouped_groups[-1].scheme.name})")
         )
     return regrouped_groups, notes
 
@@ -338,12 +348,13 @@ def layers_alone(groups: Sequence[FusionGroup]) -> Mapping[str, list[FusionGroup
     return units
 
 
-def _smaller(scheme: str) -> tuple[int, ...]:
-    group_size = get_scheme(scheme).args.weights.group if scheme else None
-    return tuple(size for size in group_sizes(scheme) if size < group_size) if group_size else ()
+def _smaller(scheme: Scheme) -> tuple[int, ...]:
+    """Return the group sizes of a scheme's kernels that are smaller than the scheme's size."""
+    group_size = scheme.args.weights.group
+    if group_size is None:
+        return ()
+    return tuple(size for size in group_sizes(scheme) if size < group_size)
 
 
 def _regrouped(groups: Sequence[FusionGroup], size: int) -> list[FusionGroup]:
-    return [
-        replace(group, scheme=regrouped(get_scheme(group.scheme), size).name) for group in groups
-    ]
+    return [replace(group, scheme=regrouped(group.scheme, size)) for group in groups]

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vexport.errors import InputError, raise_all
+from vexport.formats.plan import FusionGroup, Plan, Treatment
 from vexport.formats.schemes import KEEP, get_scheme
 from vexport.layers.linears import Place
-from vexport.records import Finding, FusionGroup, Plan, Smoothing
+from vexport.records import Finding, Smoothing
 from vexport.records.calibration import Rounding
 from vexport.records.observer_names import BY_IMPORTANCE, EXPANDED, IMPORTANCE, MIN_MAX
 from vexport.records.patterns import matches as pattern_matches
@@ -36,24 +37,23 @@ MAY_BE_ABSENT = re.compile(
 
 def choose_rule(
     rules: Sequence["Rule"], name: str, place: Place, *, has_text: bool
-) -> FusionGroup | None:
-    """A group without name and members, as the first rule that matches a linear layer treats it.
+) -> Treatment | None:
+    """Return the treatment of a linear layer by the first rule that matches it.
 
-    None where the layer stays unquantized. What is outside the decoder layers is quantized only by
-    a rule that names it rather than all linear layers; what vLLM builds unquantized only by one
-    that names it without a pattern (and is then refused). A rule that names no rounding refits
-    weights of fewer than 8 bits where there is calibration text.
+    Returns None if the layer stays unquantized. A layer outside the decoder layers is quantized
+    only by a rule that names it, and not by a rule for all linear layers. A layer that vLLM builds
+    unquantized matches only a rule that names it without a pattern, and is then refused. If a rule
+    names no rounding and there is calibration text, weights of fewer than 8 bits are refitted.
     """
     rule = next((rule for rule in rules if _applies(rule, name, place)), None)
     if rule is None or rule.scheme == KEEP:
         return None
     rounding = rule.method or default_rounding(rule.scheme, has_text=has_text)
     # Of the schemes that `auto` chooses among only some may have static input scales.
-    observes_inputs = get_scheme(rule.scheme).args.calibrated
-    return FusionGroup(
-        name="",
-        members=(),
-        scheme=rule.scheme,
+    scheme = get_scheme(rule.scheme)
+    observes_inputs = scheme.args.calibrated
+    return Treatment(
+        scheme=scheme,
         observer=rule.observer or default_observer(rule.scheme, rounding),
         rounding=rounding,
         observer_kwargs=rule.observer_kwargs,
@@ -205,7 +205,7 @@ def _gains(group: FusionGroup) -> bool:
     """Integers lose what is small next to the largest input of a token, 4 bits what is in a
     block.
     """
-    inputs = get_scheme(group.scheme).args.input_activations
+    inputs = group.scheme.args.input_activations
     if inputs is None or inputs.num_bits > 8:
         return False
     return not inputs.is_float or (inputs.num_bits == 4 and group.rounding != "nearest")
@@ -252,7 +252,7 @@ def calibration_need(plan: Plan) -> CalibrationNeed | None:
 
 def statistics_need(plan: Plan) -> CalibrationNeed | None:
     """Return why a plan needs ranges or the importance of inputs, or None if it needs neither."""
-    static = [f"scheme {name}" for name in plan.schemes if get_scheme(name).args.calibrated]
+    static = [f"scheme {scheme.name}" for scheme in plan.used_schemes if scheme.args.calibrated]
     if plan.attention:
         static.append("KV cache")
     if static:

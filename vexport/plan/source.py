@@ -17,8 +17,10 @@ from vexport.errors import InputError, InputErrors, raise_all
 from vexport.errors.extras import require_extra
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.base import generation
+from vexport.formats.plan import FusionGroup, Plan
 from vexport.formats.schemes import (
     KEEP,
+    Scheme,
     get_scheme,
     grouped_schemes,
     scheme_name,
@@ -31,11 +33,9 @@ from vexport.layers.shapes import kind_of_group, unsupported
 from vexport.plan.build import PlanSettings, build_plan, fitting_sizes, hidden_rule_notes
 from vexport.plan.own_code import untrusted_place
 from vexport.records import (
-    FusionGroup,
     GroupSize,
     KvCache,
     OnProgress,
-    Plan,
     PlanRequest,
     SchemeOutlook,
     SchemeTable,
@@ -438,7 +438,7 @@ def _kinds(index: SourceIndex, plan: Plan) -> list[_Kind]:
     ]
 
 
-def _stored(index: SourceIndex, group: FusionGroup, scheme: str) -> int:
+def _stored(index: SourceIndex, group: FusionGroup, scheme: Scheme) -> int:
     return quantized_bytes(index, (replace(group, scheme=scheme),))
 
 
@@ -452,16 +452,16 @@ def _outlook(
 ) -> SchemeOutlook:
     scheme = get_scheme(name)
     support = scheme.format.gpu_support(scheme.args)
-    groups = [replace(kind.group, scheme=name) for kind in kinds]
+    groups = [replace(kind.group, scheme=scheme) for kind in kinds]
     reasons = unsupported(groups, names, settings.ranks)
     # What stays in every scheme: copied tensors and scales of the KV cache.
     size = plan.output_bytes - sum(
-        kind.number * _stored(index, kind.group, PROBE) for kind in kinds
+        kind.number * _stored(index, kind.group, kind.group.scheme) for kind in kinds
     )
     layers = 0
     for kind in kinds:
         fits = kind.group.name not in reasons
-        size += kind.number * (_stored(index, kind.group, name) if fits else kind.source_bytes)
+        size += kind.number * (_stored(index, kind.group, scheme) if fits else kind.source_bytes)
         layers += kind.number * len(kind.group.members) * fits
     reason = next(iter(reasons.values()), "")
     sizes = fitting_sizes(groups, names, settings.ranks) if reason else ()

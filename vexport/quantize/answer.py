@@ -2,13 +2,14 @@
 
 import shlex
 
+from vexport.formats.plan import Plan
 from vexport.quantize.warnings import (
     fallback_warnings,
     little_quantized_warnings,
     little_text_warnings,
     unsupported_warnings,
 )
-from vexport.records import CalibrationRecord, Plan, Quantized
+from vexport.records import CalibrationRecord, Quantized
 from vexport.records.calibration import RoundingReport, expert_coverage
 
 

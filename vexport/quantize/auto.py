@@ -16,6 +16,7 @@ import numpy.typing as npt
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError
 from vexport.files import from_json
+from vexport.formats.plan import Plan
 from vexport.formats.schemes import KEEP
 from vexport.plan.build import build_plan
 from vexport.plan.source import plan_headers, settings_of, source_index
@@ -32,7 +33,6 @@ from vexport.records import (
     GroupSensitivity,
     MixedScheme,
     OnProgress,
-    Plan,
     SchemeChoice,
     silent,
 )

@@ -21,7 +21,7 @@ import torch
 
 from vexport.formats.arguments import QuantArgs, input_bits
 from vexport.formats.packing.base import Scales
-from vexport.formats.schemes import get_scheme
+from vexport.formats.plan import FusionGroup
 from vexport.numerics import tensors
 from vexport.numerics.arithmetic import Floats, round_to
 from vexport.numerics.jit import MULTIPLY_ADD, compiled, wide_vectors
@@ -29,7 +29,6 @@ from vexport.numerics.number_formats import F32, NumberFormat
 from vexport.numerics.ranks import all_reduce
 from vexport.numerics.tensors import TensorFormat
 from vexport.observers.search import format_of
-from vexport.records import FusionGroup
 
 # Rows rounded at once by one thread.
 TILE_ROWS = 64
@@ -67,7 +66,7 @@ def strength_of(group: FusionGroup) -> Strength:
     """The strength of a group: by its rule, else by the table above."""
     if group.rounding != "refit":
         return GPTQ
-    settings = REFITS[input_bits(get_scheme(group.scheme).args)]
+    settings = REFITS[input_bits(group.scheme.args)]
     if group.strength is not None:
         settings = replace(settings, strength=group.strength)
     return settings if group.ridge is None else replace(settings, ridge=group.ridge)

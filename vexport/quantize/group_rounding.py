@@ -15,7 +15,7 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_weight
 from vexport.errors import InputError
 from vexport.formats.packing.base import Array, RoundedWeight, Scales
-from vexport.formats.schemes import get_scheme
+from vexport.formats.plan import FusionGroup
 from vexport.numerics.ranks import gather, rank_and_size
 from vexport.quantize.gptq import (
     GPTQ,
@@ -34,7 +34,6 @@ from vexport.quantize.gptq import (
 from vexport.quantize.quantized_model import QuantizedModel
 from vexport.quantize.scale_search import fused_scales, observe_weight
 from vexport.quantize.stream import Stored, quantized_group
-from vexport.records import FusionGroup
 from vexport.records.calibration import GroupRounding
 
 # All tokens of the text together weigh as much as this many routed tokens per column.
@@ -100,7 +99,7 @@ def _scales_and_grid(
     group: FusionGroup, weights: Sequence[torch.Tensor], moments: Moments, index: SourceIndex
 ) -> tuple[list[Scales], Grid]:
     """The scales of each weight, sharing what the group shares, and the numbers that they leave."""
-    scheme = get_scheme(group.scheme)
+    scheme = group.scheme
     dtypes = [TORCH_DTYPES[index.tensors[member.weight].dtype] for member in group.members]
     importance = moments.hessian.diagonal() / max(1, moments.tokens)
     observers = [

@@ -28,6 +28,8 @@ from vexport.checkpoint.writer import (
 from vexport.errors import CheckpointFailed, InputError
 from vexport.files import digest_bytes, user_path, write_text
 from vexport.formats.config import quantization_config
+from vexport.formats.plan import Plan
+from vexport.layers.blocks import Source
 from vexport.numerics.jit import telling_compilation
 from vexport.numerics.ranks import gather, on_first, process_group, rank_and_size
 from vexport.outputs import RECIPE
@@ -46,7 +48,7 @@ from vexport.plan.rules import calibration_need, needs_rounding
 from vexport.plan.source import DEFAULTS, plan_source
 from vexport.quantize.plan_text import PlanText, require_calibration
 from vexport.quantize.stream import dealt, input_digest, planned_shards, write_shards
-from vexport.records import CalibrationRecord, Json, OnProgress, Plan, silent
+from vexport.records import CalibrationRecord, Json, OnProgress, silent
 from vexport.records.calibration import RoundingReport
 from vexport.scenario import Calibration, Rule
 from vexport.version import __version__
@@ -193,7 +195,7 @@ def finish(
     plan: Plan,
     calibration: CalibrationRecord | None,
     folder: Path,
-    shards: Sequence[Shard],
+    shards: Sequence[Shard[Source]],
 ) -> None:
     """Write what a checkpoint has besides weights: index of all `shards`, side files, config.json
     last.

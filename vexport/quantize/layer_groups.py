@@ -15,11 +15,12 @@ from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError, raise_all
-from vexport.formats.schemes import KEEP, get_scheme
+from vexport.formats.plan import FusionGroup, Plan
+from vexport.formats.schemes import KEEP
 from vexport.layers.blocks import output_bytes, quantized_bytes
 from vexport.layers.shapes import KEPT
 from vexport.plan.build import PlanSettings, build_plan, layers_alone, require_accepted
-from vexport.records import Finding, FusionGroup, Plan
+from vexport.records import Finding
 from vexport.scenario import AUTO, Auto, Rule
 
 Groups = tuple[FusionGroup, ...]
@@ -97,7 +98,7 @@ def find_layer_groups(
     options: dict[str, dict[str, Groups]] = {}
     for found in (*mixed.values(), named):
         for name, groups in found.items():
-            options.setdefault(name, {}).setdefault(groups[0].scheme, groups)
+            options.setdefault(name, {}).setdefault(groups[0].scheme.name, groups)
     if settings.on_unsupported_shape == "refuse" and KEEP not in candidates:
         raise_all(_unfit(plans.values(), options))
     return tuple(
@@ -136,7 +137,7 @@ def rest_bytes(index: SourceIndex, layer_groups: Sequence[LayerGroup], plan: Pla
 def probe_plan(plan: Plan, layer_groups: Sequence[LayerGroup]) -> Plan:
     """A plan whose calibration serves every option: the statistics that schemes need are alike."""
     chosen = (
-        max(layer_group.options, key=lambda option: get_scheme(option.scheme).args.calibrated)
+        max(layer_group.options, key=lambda option: option.groups[0].scheme.args.calibrated)
         for layer_group in layer_groups
     )
     return replace(plan, groups=tuple(group for option in chosen for group in option.groups))
@@ -175,9 +176,9 @@ def _allowed(
     `keep`.
     """
     if name in named:
-        return (named[name][0].scheme,)
+        return (named[name][0].scheme.name,)
     fitting = (
-        KEEP if candidate == KEEP else mixed[candidate][name][0].scheme
+        KEEP if candidate == KEEP else mixed[candidate][name][0].scheme.name
         for candidate in candidates
         if candidate == KEEP or name in mixed[candidate]
     )

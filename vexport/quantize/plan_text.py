@@ -14,6 +14,7 @@ from vexport.errors import InputError
 from vexport.errors.extras import require_extra
 from vexport.files import from_json, to_json, write_text
 from vexport.formats.packing.base import Array
+from vexport.formats.plan import FusionGroup, Plan
 from vexport.numerics.ranks import on_first, rank_and_size
 from vexport.outputs.manifest import record as record_file
 from vexport.plan.rules import (
@@ -25,13 +26,7 @@ from vexport.plan.rules import (
     statistics_need,
 )
 from vexport.quantize.time_left import OverallProgress, Step
-from vexport.records import (
-    CalibrationRecord,
-    FusionGroup,
-    OnProgress,
-    Plan,
-    Smoothing,
-)
+from vexport.records import CalibrationRecord, OnProgress, Smoothing
 from vexport.records.calibration import CALIBRATE, LOOK_BACK, ROUND, RoundingReport
 from vexport.scenario import Calibration
 

@@ -17,9 +17,9 @@ from vexport.checkpoint.tensors import as_tensor, read_tensor
 from vexport.formats.dequantize import ct_scheme
 from vexport.formats.input_rounding import InputRounding
 from vexport.formats.packing.base import Array
-from vexport.formats.schemes import get_scheme
+from vexport.formats.plan import FusionGroup
 from vexport.quantize.stream import static_scales
-from vexport.records import CalibrationRecord, FusionGroup, LinearPlan
+from vexport.records import CalibrationRecord, LinearPlan
 from vexport.records.calibration import LayerRounding
 
 # Rounds the inputs of a module.
@@ -80,7 +80,8 @@ class QuantizedModel:
         """The weights (out, in) of a group's layers as compressed-tensors dequantizes its `stored`
         bytes.
         """
-        scheme, weights = get_scheme(group.scheme), {}
+        scheme = group.scheme
+        weights: dict[LinearPlan, torch.Tensor] = {}
         for member in group.members:
             tensors = {
                 spec.name.removeprefix(f"{member.name}."): as_tensor(stored[spec.name], spec).to(
@@ -93,10 +94,10 @@ class QuantizedModel:
 
     def _input_rounding(self, group: FusionGroup) -> InputRounding | None:
         """The rounding of a group's inputs; None where they are not rounded."""
-        args = ct_scheme(get_scheme(group.scheme).args).input_activations
+        args = ct_scheme(group.scheme.args).input_activations
         if args is None:
             return None
-        key = (group.name, group.scheme)
+        key = (group.name, group.scheme.name)
         if key not in self._roundings:
             scales = static_scales(group, self.calibration)
             tensors = {
@@ -138,7 +139,7 @@ class QuantizedModel:
         experts: dict[torch.nn.Module, dict[ExpertLayer, Hook]] = {}
         with ExitStack() as block:
             for group in groups:
-                if get_scheme(group.scheme).args.input_activations is None:
+                if group.scheme.args.input_activations is None:
                     continue
                 hook = partial(self._round_input, group)
                 for member in group.members:

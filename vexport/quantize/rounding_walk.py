@@ -27,21 +27,14 @@ from vexport.calibration.statistics import Statistics, require_cache
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.files import atomic_path, from_json, to_json, write_text
 from vexport.formats.packing.base import Array
+from vexport.formats.plan import FusionGroup, Plan
 from vexport.numerics.ranks import add_up, gather, on_first, rank_and_size
 from vexport.outputs.manifest import record
 from vexport.quantize.gptq import strength_of
 from vexport.quantize.group_rounding import SiteSums
 from vexport.quantize.quantized_model import QuantizedModel
 from vexport.quantize.stream import Stored
-from vexport.records import (
-    CalibrationRecord,
-    FusionGroup,
-    KeyValueRanges,
-    LinearPlan,
-    OnProgress,
-    Plan,
-    silent,
-)
+from vexport.records import CalibrationRecord, KeyValueRanges, LinearPlan, OnProgress, silent
 from vexport.records.calibration import ROUND, GroupRounding, LayerRounding, RoundingReport
 
 REPORT = "rounding.json"

@@ -13,10 +13,10 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_weight
 from vexport.formats.packing.base import Scales, not_finite
-from vexport.formats.schemes import get_scheme
+from vexport.formats.plan import FusionGroup
 from vexport.observers import IMatrixMSEObserver, Importance, Observer, QParamsDict, load_observer
 from vexport.observers.ranges import fit_global_scale
-from vexport.records import CalibrationRecord, FusionGroup, LinearPlan
+from vexport.records import CalibrationRecord, LinearPlan
 from vexport.records.observer_names import BY_IMPORTANCE, MIN_MAX, UNWEIGHTED
 
 
@@ -58,7 +58,7 @@ def observe_weight(
 
     `importance` (in,) is the mean square of each input channel, where the observer asks for it.
     """
-    scheme = get_scheme(group.scheme)
+    scheme = group.scheme
     args = scheme.args.weights
     parameters = scheme.format.parameters(scheme.args, (member.out_features, member.in_features))
     # Searches see scales rounded as they are stored. A min-max scale has no such choice, and its

@@ -32,18 +32,16 @@ from vexport.formats.packing.base import (
     kernel_input,
     not_finite,
 )
-from vexport.formats.schemes import get_scheme
-from vexport.layers.blocks import blocks, group_layout, output_blocks
+from vexport.formats.plan import FusionGroup, Plan
+from vexport.layers.blocks import Source, blocks, group_layout, output_blocks
 from vexport.numerics.arithmetic import largest_magnitude
 from vexport.numerics.ranks import rank_and_size
 from vexport.plan.rules import calibration_need, needs_search
 from vexport.records import (
     AttentionLayer,
     CalibrationRecord,
-    FusionGroup,
     LinearPlan,
     OnProgress,
-    Plan,
     TensorInfo,
     observer_names,
     silent,
@@ -63,7 +61,7 @@ def write_shards(
     plan: Plan,
     calibration: CalibrationRecord | None,
     folder: Path,
-    shards: Sequence[Shard],
+    shards: Sequence[Shard[Source]],
     *,
     finished: Mapping[str, Array] | None = None,
     on_progress: OnProgress = silent,
@@ -109,7 +107,7 @@ def write_shards(
                     on_progress("quantize (bytes)", done, total)
 
 
-def planned_shards(index: SourceIndex, plan: Plan, shard_bytes: int) -> tuple[Shard, ...]:
+def planned_shards(index: SourceIndex, plan: Plan, shard_bytes: int) -> tuple[Shard[Source], ...]:
     """The files of weights of the quantized checkpoint, and what each is made of."""
     sources = blocks(index, plan.groups, plan.attention)
     specs = output_blocks(index, plan.groups, plan.attention)
@@ -120,10 +118,10 @@ def planned_shards(index: SourceIndex, plan: Plan, shard_bytes: int) -> tuple[Sh
     return split_shards(units, shard_bytes=shard_bytes)
 
 
-def dealt(shards: Sequence[Shard]) -> Sequence[Shard]:
+def dealt(shards: Sequence[Shard[Source]]) -> Sequence[Shard[Source]]:
     """The files that this rank writes: the largest first, each to the rank with least to write."""
     rank, size = rank_and_size()
-    loads, shards_of_rank = [0] * size, list[Shard]()
+    loads, shards_of_rank = [0] * size, list[Shard[Source]]()
     for shard in sorted(shards, key=lambda shard: -shard.num_bytes):
         owner = loads.index(min(loads))
         loads[owner] += shard.num_bytes
@@ -145,7 +143,7 @@ class Stream:
     rounded: Mapping[str, RoundedWeight] = field(default_factory=dict)
     finished: Mapping[str, Array] = field(default_factory=dict)
 
-    def chunks(self, unit: WriteUnit) -> Iterator[Chunk]:
+    def chunks(self, unit: WriteUnit[Source]) -> Iterator[Chunk]:
         """The chunks of a unit, in order: a kept tensor itself, or the packed weights of a
         group.
         """
@@ -173,7 +171,7 @@ class Stream:
         if layout[0].name in self.finished:
             yield from (partial(self.finished.__getitem__, spec.name) for spec in layout)
             return
-        scheme = get_scheme(group.scheme)
+        scheme = group.scheme
         inputs = static_scales(group, self.calibration)
         for member, known in zip(group.members, self.known(group), strict=True):
             dtype = self.index.tensors[member.weight].dtype
@@ -207,7 +205,7 @@ class Stream:
 
             searched = search_scales(group, self.index, self.calibration, self.reader)
             return [PackingInputs(scales=scales) for scales in searched]
-        if not get_scheme(group.scheme).args.weights.shares_scale:
+        if not group.scheme.args.weights.shares_scale:
             return [PackingInputs()] * len(group.members)
         largest = []
         for member in group.members:
@@ -266,7 +264,7 @@ def static_scales(group: FusionGroup, calibration: CalibrationRecord) -> dict[st
     """The static input scales of a group by their name within a layer: one value for all
     members.
     """
-    scheme = get_scheme(group.scheme)
+    scheme = group.scheme
     if not scheme.args.calibrated:
         return {}
     ranges = [calibration.ranges[member.name] for member in group.members]

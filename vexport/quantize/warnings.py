@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from vexport.architectures import with_stars
+from vexport.formats.plan import Plan
 from vexport.layers.shapes import KEPT
-from vexport.records import CalibrationRecord, Finding, Plan
+from vexport.records import CalibrationRecord, Finding
 from vexport.records.calibration import RoundingReport
 
 # A checkpoint is hardly quantized if less than this share of the weights and of the linear layers

@@ -65,12 +65,10 @@ from vexport.records.findings import (
 )
 from vexport.records.plan import (
     AttentionLayer,
-    FusionGroup,
     GroupSize,
     KvCache,
     LinearPlan,
     OnUnsupportedShape,
-    Plan,
     PlanRequest,
     SchemeOutlook,
     SchemeTable,
@@ -88,7 +86,6 @@ from vexport.records.report import (
     LayerErrors,
     MixedScheme,
     Quantized,
-    Report,
     SchemeChoice,
     SchemeLoss,
 )

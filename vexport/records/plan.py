@@ -1,14 +1,11 @@
-"""Tensors, what becomes of each, and what a plan comes to."""
+"""Tensors, linear layers, the request of a plan, and the table of schemes."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from vexport.records.calibration import Rounding
-from vexport.records.findings import Finding
-from vexport.records.observer_names import OptionValue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,41 +80,6 @@ class LinearPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FusionGroup:
-    """Linear layers that vLLM runs as one parameter and that therefore share scales per tensor.
-
-    `name` is the fused module's name in vLLM (`model.layers.0.self_attn.qkv_proj`); a group of one
-    member carries that member's name. `observer` finds the ranges of the weights, `input_observer`
-    those of inputs with static scales, where a rule names one. `strength` and `ridge` are those of
-    a refit, where a rule names them.
-    """
-
-    name: str
-    scheme: str
-    observer: str
-    members: tuple[LinearPlan, ...]
-    rounding: Rounding = "nearest"
-    observer_kwargs: Mapping[str, OptionValue] = field(default_factory=dict, hash=False)
-    input_observer: str | None = None
-    input_observer_kwargs: Mapping[str, OptionValue] = field(default_factory=dict, hash=False)
-    strength: float | None = None
-    ridge: float | None = None
-
-    @property
-    def observers(self) -> str:
-        """The observers, with the keywords that a rule gives: `mse(norm=2.0), inputs minmax`."""
-        weights = _called(self.observer, self.observer_kwargs)
-        if self.input_observer is None:
-            return weights
-        return f"{weights}, inputs {_called(self.input_observer, self.input_observer_kwargs)}"
-
-
-def _called(name: str, keywords: Mapping[str, OptionValue]) -> str:
-    given = ", ".join(f"{keyword}={value}" for keyword, value in sorted(keywords.items()))
-    return f"{name}({given})" if given else name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayer:
     """An attention layer that gets scales for the KV cache: its module's name in the checkpoint.
 
@@ -126,38 +88,6 @@ class AttentionLayer:
 
     name: str
     heads: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The quantization of a checkpoint as planned from headers, rules and architecture alone.
-
-    `ignore` says in vLLM's terms what stays unquantized; `notes` are warnings about what was
-    assumed or kept. `attention` has the layers that get scales for the KV cache; none where
-    `kv_cache` is None. `smoothing` is the strength with which inputs are smoothed before anything
-    else, 0 for not at all.
-    """
-
-    schema: Literal["vexport.plan/1"] = "vexport.plan/1"
-    source: str
-    architecture: str
-    groups: tuple[FusionGroup, ...]
-    kept: tuple[str, ...]
-    kept_linears: tuple[str, ...]
-    source_bytes: int
-    output_bytes: int
-    parameters: int
-    ignore: tuple[str, ...] = ()
-    refusals: tuple[Finding, ...] = ()
-    notes: tuple[Finding, ...] = ()
-    kv_cache: KvCache | None = None
-    attention: tuple[AttentionLayer, ...] = ()
-    smoothing: float = 0.0
-
-    @property
-    def schemes(self) -> tuple[str, ...]:
-        """The schemes in use, in order of first use."""
-        return tuple(dict.fromkeys(group.scheme for group in self.groups))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,11 @@
 """The report of a run, the comparison of several, the answer of `quantize`, and measured losses."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from vexport.records.accuracy import Attribution, Drift, TaskVerdict, Verdict
+from vexport.records.accuracy import TaskVerdict
 from vexport.records.calibration import ExpertCoverage, Rounding, RoundingReport
-from vexport.records.findings import CheckReport, DryLoadReport, Finding, LoadReport
-from vexport.records.plan import Plan
+from vexport.records.findings import Finding
 from vexport.records.values import Outcome
 
 # The budget of a mixed scheme: bits per weight, bytes, or share of the source's bytes.
@@ -109,46 +107,6 @@ class KindSize:
     kind: str
     source_bytes: int
     output_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Everything a run found; every other report format is made from this.
-
-    `source_name` is what the source is called: its id on the hub where that is known, else its
-    folder; `source_revision` is the commit on the hub that was read.
-    """
-
-    schema: Literal["vexport.report/1"] = "vexport.report/1"
-    name: str
-    vexport: str
-    created: str
-    command: str
-    source: str
-    source_name: str = ""
-    source_revision: str | None = None
-    source_card: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    baseline: str
-    outcome: Outcome
-    reason: str
-    plan: Plan
-    sizes: tuple[KindSize, ...] = ()
-    layers: tuple[LayerError, ...]
-    calibration_rows: int
-    calibration_data: str = ""
-    calibration_digest: str | None
-    experts: tuple[ExpertCoverage, ...] = ()
-    rounding: RoundingReport | None = None
-    check: CheckReport
-    dry_load: DryLoadReport | None = None
-    baseline_load: LoadReport
-    load: LoadReport
-    verdict: Verdict | None
-    sensitivity: GroupSensitivities | None = None
-    mixed: MixedScheme | None = None
-    drift: Drift | None = None
-    attribution: Attribution | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

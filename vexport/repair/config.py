@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
-from vexport.architectures.fusion import moe_layer
+from vexport.architectures.fusion import FusedLayer, moe_layer
 from vexport.checkpoint.index import COMPRESSION_CONFIG, QUANTIZATION_CONFIG, TEXT
-from vexport.checks.vllm.groups import ConfigGroup, FusedLinear, fits
+from vexport.checks.vllm.groups import ConfigGroup, fits
 from vexport.checks.vllm.quant_methods import METHOD
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.arguments import QuantArgs
@@ -140,27 +140,27 @@ def _targets(view: CheckpointView, group: ConfigGroup) -> tuple[str, ...]:
     `targets` reports.
     """
     alone, architecture = len(view.config_groups) == 1, view.architecture
-    fitting = [fused for fused in view.fused_linears if _belongs(view, fused, group)]
+    fitting = [fused for fused in view.fused_layers if _belongs(view, fused, group)]
     lost = [
         fused for fused in fitting if _is_lost(view, fused) and not _fits_others(view, fused, group)
     ]
     if not lost:
         return group.targets
     if alone and not all(is_head(fused.name) for fused in lost):
-        return tuple(targets_of([fused.by_name for fused in fitting], architecture, (), alone=True))
+        return tuple(targets_of(fitting, architecture, (), alone=True))
     names = {fused.name for fused in fitting}
     others = [
-        each.by_name for each in view.fused_linears if each.is_quantized and each.name not in names
+        each for each in view.fused_layers if view.is_quantized(each) and each.name not in names
     ]
     return (
         *group.targets,
-        *targets_of([fused.by_name for fused in lost], architecture, others, alone=False),
+        *targets_of(lost, architecture, others, alone=False),
     )
 
 
-def _belongs(view: CheckpointView, fused: FusedLinear, group: ConfigGroup) -> bool:
+def _belongs(view: CheckpointView, fused: FusedLayer, group: ConfigGroup) -> bool:
     """Return whether all members are stored as this group says, and as no group before it says."""
-    members = fused.members.values()
+    members = [view.modules[name] for name in fused.members]
     owners = (
         each for each in view.config_groups if all(fits(each, parameters) for parameters in members)
     )
@@ -168,10 +168,10 @@ def _belongs(view: CheckpointView, fused: FusedLinear, group: ConfigGroup) -> bo
     return owner is not None and owner.name == group.name
 
 
-def _fits_others(view: CheckpointView, fused: FusedLinear, group: ConfigGroup) -> bool:
+def _fits_others(view: CheckpointView, fused: FusedLayer, group: ConfigGroup) -> bool:
     """Return whether the layers are stored as another group says, which quantizes weights or inputs
     otherwise."""
-    members = fused.members.values()
+    members = [view.modules[name] for name in fused.members]
     return any(
         (other.weights, other.input_activations) != (group.weights, group.input_activations)
         and all(fits(other, parameters) for parameters in members)
@@ -179,23 +179,22 @@ def _fits_others(view: CheckpointView, fused: FusedLinear, group: ConfigGroup) -
     )
 
 
-def _is_lost(view: CheckpointView, fused: FusedLinear) -> bool:
+def _is_lost(view: CheckpointView, fused: FusedLayer) -> bool:
     group = view.group_of(fused)
-    return group is None or not all(
-        fits(group, parameters) for parameters in fused.members.values()
-    )
+    return group is None or not all(fits(group, view.modules[name]) for name in fused.members)
 
 
 def _unquantized(view: CheckpointView) -> Iterator[str]:
     """Unquantized layers that ignore lacks: a target covers them, or ignore names only some."""
     missing: set[str] = set()
-    for fused in view.fused_linears:
+    for fused in view.fused_layers:
         named = {view.matched_ignore.match(name) for name in view.lookup_names(fused)}
-        if not fused.is_quantized and (view.group_of(fused) is not None or len(named) > 1):
+        if not view.is_quantized(fused) and (view.group_of(fused) is not None or len(named) > 1):
             missing.update(fused.members)
-    modules = {fused.name: tuple(fused.members) for fused in view.fused_linears}
     yield from (
-        name for name in ignored(modules, missing, (), view.names) if name not in view.ignore
+        name
+        for name in ignored(view.fused_layers, missing, (), view.names)
+        if name not in view.ignore
     )
 
 

@@ -143,8 +143,7 @@ def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
     kind: KvCache = (
         "fp8_per_head" if scheme.strategy == KV_CACHES["fp8_per_head"].strategy else "fp8"
     )
-    linears = [member for fused in view.fused_linears for member in fused.by_name.members]
-    layers = attention_layers(linears, view.names, kind)
+    layers = attention_layers(_rows(view), view.names, kind)
     missing = {finding.where for finding in announced.run(view)} - view.index.tensors.keys()
     if not all(
         f"{layer.name}.{parameter}" in missing
@@ -169,6 +168,16 @@ def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
         for each in layers
     )
     return Changes(edits=tuple(edits), repairs=tuple(repairs))
+
+
+def _rows(view: CheckpointView) -> dict[str, int | None]:
+    """Return the out_features of every linear layer, None for layers whose size is unknown."""
+    rows: dict[str, int | None] = {}
+    for fused in view.fused_layers:
+        members = view.sized(fused, view.group_of(fused))
+        rows.update(dict.fromkeys(fused.members))
+        rows.update({member.name: member.out_features for member in members or ()})
+    return rows
 
 
 def _ones(shape: tuple[int, ...]) -> Mapping[str, torch.Tensor]:

@@ -18,10 +18,11 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 
 from vexport.architectures import with_stars
+from vexport.architectures.fusion import FusedLayer
 from vexport.checks.fusion import INPUT_GLOBAL_SCALE as INPUT
 from vexport.checks.fusion import WEIGHT_GLOBAL_SCALE as WEIGHT
 from vexport.checks.values import LEAST_INPUT_GLOBAL_SCALE, LEAST_WEIGHT_GLOBAL_SCALE
-from vexport.checks.vllm.groups import ConfigGroup, FusedLinear, StoredLayer
+from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.fidelity.dequantize import read_parameters, vllm_storage, weight_of
 from vexport.fidelity.source import ComparedSource, SourceTensors
@@ -106,8 +107,8 @@ def _as_the_others_have(
 ) -> float:
     """Return the scale that a layer of the same fused layer stores if `inverse` is the same number
     but for its last bits, else `inverse`."""
-    for parameters in layer.fused.members.values():
-        other = view.single_value(parameters.get(parameter))
+    for name in layer.fused.members:
+        other = view.single_value(view.modules[name].get(parameter))
         if other is not None and abs(other / inverse - 1) < SAME:
             return other
     return inverse
@@ -126,7 +127,7 @@ def unequal_weights(view: CheckpointView, source: ComparedSource | None) -> Chan
     origins = _origins(view, source)
     unshared = _kinds_with_own_scales(view)
     changes = Changes()
-    for fused in view.fused_linears:
+    for fused in view.fused_layers:
         values = _scales(view, fused, WEIGHT)
         if len(set(values.values())) < 2:
             continue
@@ -153,7 +154,7 @@ def unequal_inputs(view: CheckpointView, source: ComparedSource | None) -> Chang
     have is right; without a majority the smallest is taken, which cuts off nothing.
     """
     changes = Changes()
-    for fused in view.fused_linears:
+    for fused in view.fused_layers:
         values = _scales(view, fused, INPUT)
         if len(set(values.values())) < 2:
             continue
@@ -190,9 +191,9 @@ def _weight_in_source(origins: SourceTensors | None, layer: StoredLayer) -> torc
     return weight if tuple(weight.shape) == layer.group.shape(layer.parameters) else None
 
 
-def _scales(view: CheckpointView, fused: FusedLinear, parameter: str) -> dict[str, float]:
+def _scales(view: CheckpointView, fused: FusedLayer, parameter: str) -> dict[str, float]:
     """Return the usable global scales of the layers that vLLM runs as one."""
-    stored = {name: view.single_value(each.get(parameter)) for name, each in fused.members.items()}
+    stored = {name: view.single_value(view.modules[name].get(parameter)) for name in fused.members}
     return {
         name: value for name, value in stored.items() if value is not None and 0 < value < math.inf
     }
@@ -225,7 +226,7 @@ def _kinds_with_own_scales(view: CheckpointView) -> frozenset[str]:
     like that.
     """
     kinds: dict[str, list[Scales]] = {}
-    for fused in view.fused_linears:
+    for fused in view.fused_layers:
         values = _scales(view, fused, WEIGHT)
         if len(values) > 1:
             kinds.setdefault(with_stars(fused.name), []).append(values)
@@ -255,7 +256,7 @@ def _largest_block(view: CheckpointView, name: str) -> float:
     return largest
 
 
-def _two_readings(fused: FusedLinear, values: Scales, *, has_source: bool) -> Finding:
+def _two_readings(fused: FusedLayer, values: Scales, *, has_source: bool) -> Finding:
     if has_source:
         got = f"{_listed(values)}, and a source without these layers"
         fix = "name the unquantized model that this checkpoint was made from with --source"
@@ -267,7 +268,7 @@ def _two_readings(fused: FusedLinear, values: Scales, *, has_source: bool) -> Fi
     )
 
 
-def _place(fused: FusedLinear) -> str:
+def _place(fused: FusedLayer) -> str:
     """Return the place of the finding of the check `fusion` on the same scales."""
     return f"{fused.name}: {WEIGHT}"
 
@@ -287,7 +288,7 @@ def _by_own_scales(view: CheckpointView, values: Scales) -> Changes:
 
 
 def _by_source(
-    view: CheckpointView, fused: FusedLinear, values: Scales, exact: Mapping[str, torch.Tensor]
+    view: CheckpointView, fused: FusedLayer, values: Scales, exact: Mapping[str, torch.Tensor]
 ) -> Changes:
     """Find each layer's right global scale among the stored ones, and rescale to the smallest of
     the right ones."""

@@ -21,7 +21,8 @@ from vexport.reports.document import Document
 from vexport.reports.findings import report_gates, verdict_gates
 
 if TYPE_CHECKING:
-    from vexport.records import ComparedRun, Report, Verdict
+    from vexport.records import ComparedRun, Verdict
+    from vexport.reports.report import Report
 
 
 def _rendered(

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 
 from vexport.errors import visible
 from vexport.quantize.warnings import fallback_warnings
-from vexport.records import Report, Verdict
+from vexport.records import Verdict
 from vexport.records.values import plural
 from vexport.reports.accuracy import task_table, text_table
 from vexport.reports.document import Listing, Paragraph, Section, parts, row
@@ -28,6 +28,7 @@ from vexport.reports.formatting import (
 )
 from vexport.reports.layers import rounding_lines
 from vexport.reports.markdown import render_parts, safe
+from vexport.reports.report import Report
 
 # A name on the hub, as huggingface_hub.utils.validate_repo_id defines it; local paths are not.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")

@@ -33,7 +33,8 @@ from vexport.reports.formatting import (
 )
 
 if TYPE_CHECKING:
-    from vexport.records import Report, TaskVerdict, TextLimit, Verdict
+    from vexport.records import TaskVerdict, TextLimit, Verdict
+    from vexport.reports.report import Report
 
 _NUMBER = re.compile(r"\d+")
 # Dotted names of three parts and more: modules and tensors. A long word is read once, from its

@@ -7,19 +7,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from vexport.records import EngineInfo, ExpertCoverage, Plan
+from vexport.formats.plan import Plan
+from vexport.records import EngineInfo, ExpertCoverage
 from vexport.records.values import plural
 
 if TYPE_CHECKING:
-    from vexport.records import (
-        Attribution,
-        Comparison,
-        Prompting,
-        Report,
-        TaskVerdict,
-        TextLimit,
-        Verdict,
-    )
+    from vexport.records import Attribution, Comparison, Prompting, TaskVerdict, TextLimit, Verdict
+    from vexport.reports.report import Report
 
 NOT_AVAILABLE = "n/a"
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")

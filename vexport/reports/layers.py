@@ -16,7 +16,6 @@ from vexport.records import (
     LayerError,
     MixedScheme,
     PromptDrift,
-    Report,
 )
 from vexport.records.calibration import GroupRounding, RoundingReport
 from vexport.records.values import plural
@@ -34,6 +33,7 @@ from vexport.reports.formatting import (
     size,
     small,
 )
+from vexport.reports.report import Report
 
 MAX_LAYERS = 400
 _WARNS = "An early signal: it warns, it never decides."

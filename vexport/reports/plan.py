@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from vexport.architectures import NUMBER
 from vexport.files import to_json
 from vexport.formats.base import generation
-from vexport.formats.schemes import get_scheme
+from vexport.formats.plan import FusionGroup, Plan
+from vexport.formats.schemes import Scheme
 from vexport.plan.rules import calibration_need
-from vexport.records import Finding, FusionGroup, Plan, SchemeTable
+from vexport.records import Finding, SchemeTable
 from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports import text
@@ -44,8 +45,8 @@ def render_plan(
     rows = facts(
         *(
             line
-            for scheme in plan.schemes
-            for line in _labelled(scheme, _scheme_lines(plan, scheme))
+            for scheme in plan.used_schemes
+            for line in _labelled(scheme.name, _scheme_lines(plan, scheme))
         ),
         *_labelled("stay 16 bit", _kept_lines(plan)),
         ("KV cache", f"{plan.kv_cache} in {attention}") if plan.kv_cache else None,
@@ -133,13 +134,12 @@ def _labelled(label: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
     yield from (("", f"  {line}") for line in lines[1:])
 
 
-def _scheme_lines(plan: Plan, scheme: str) -> list[str]:
+def _scheme_lines(plan: Plan, scheme: Scheme) -> list[str]:
     """The number of layers that a scheme quantizes, and the kinds of their groups."""
     groups = [group for group in plan.groups if group.scheme == scheme]
     layers = plural(sum(len(group.members) for group in groups), "linear layer")
-    known = get_scheme(scheme)
-    support = known.format.gpu_support(known.args)
-    runs = f"{known.format.name}, loads from {generation(support.loads_from)} on"
+    support = scheme.format.gpu_support(scheme.args)
+    runs = f"{scheme.format.name}, loads from {generation(support.loads_from)} on"
     counts = Counter(map(_group_kind, groups))
     kinds = [f"{count(number)} x {kind}" for kind, number in counts.items()]
     return [f"{layers} in {plural(len(groups), 'group')} ({runs})", *_shortened(kinds, MOST_KINDS)]

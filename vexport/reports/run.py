@@ -7,13 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from vexport.records import (
-    Canary,
-    ComparedRun,
-    EngineInfo,
-    LoadReport,
-    Report,
-)
+from vexport.records import Canary, ComparedRun, EngineInfo, LoadReport
 from vexport.records.gates import finding_counts
 from vexport.records.values import plural
 from vexport.reports import document as doc
@@ -48,6 +42,7 @@ from vexport.reports.layers import (
     signals_section,
     size_section,
 )
+from vexport.reports.report import Report
 
 _NOT_RUN = "an earlier gate failed"
 # Files of a run, most interesting first, and their descriptions.

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vexport.records import ComparedRun, Outcome, Report, TaskVerdict, Verdict
+from vexport.records import ComparedRun, Outcome, TaskVerdict, Verdict
 from vexport.reports.formatting import schemes_in_use
+from vexport.reports.report import Report
 
 
 def compared_run(report: Report, folder: str) -> ComparedRun:

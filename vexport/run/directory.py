@@ -24,8 +24,8 @@ from vexport.outputs.replaceable import FolderKind, refuse_others
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import settings_of, source_index
 from vexport.quantize.layer_groups import LayerGroup, find_layer_groups
-from vexport.records import Report
 from vexport.records.calibration import RoundingReport
+from vexport.reports.report import Report
 from vexport.run.options import EXPLAINING, NO_EVALUATION, EngineOptions, Explaining
 from vexport.scenario import Calibration, Evaluate, Scenario
 from vexport.version import __version__

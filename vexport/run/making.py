@@ -10,6 +10,7 @@ from vexport.checkpoint.index import SourceIndex, folder_digest, read_index
 from vexport.checks import NAMES, check_checkpoint
 from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.files import to_json, write_text
+from vexport.formats.plan import FusionGroup, Plan
 from vexport.plan.build import build_plan, require_accepted
 from vexport.plan.rules import calibration_need, smoothing_for, smoothing_strength
 from vexport.quantize.auto import budget_of, choose_schemes, require_in_reach
@@ -21,11 +22,9 @@ from vexport.quantize.warnings import fallback_findings
 from vexport.records import (
     CalibrationRecord,
     CheckReport,
-    FusionGroup,
     GroupSensitivities,
     LayerErrors,
     MixedScheme,
-    Plan,
 )
 from vexport.run.directory import (
     CHECKPOINT,

@@ -36,12 +36,12 @@ from vexport.records import (
     LayerErrors,
     LoadReport,
     Outcome,
-    Report,
     Verdict,
 )
 from vexport.records.calibration import expert_coverage
 from vexport.records.gates import checkpoint_gate
 from vexport.reports import render
+from vexport.reports.report import Report
 from vexport.run import making, proving
 from vexport.run.comparison import compared_run, mark_smallest
 from vexport.run.directory import (

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from vexport.architectures import Architecture
-from vexport.architectures.fusion import moe_layer
+from vexport.architectures.fusion import FusedLayer, moe_layer
 from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import SourceIndex
 from vexport.formats import nearest_format, vllm_format
 from vexport.formats.arguments import QuantArgs, parse_args
 from vexport.formats.base import Format, Parameter, is_head
-from vexport.records import FusionGroup, Json, LinearPlan, TensorInfo
+from vexport.records import Json, TensorInfo
 from vexport.records.patterns import REGEX, Patterns, matches
 
 HEAD_CLASS = "ParallelLMHead"
@@ -263,28 +263,6 @@ JOINED = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedLinear:
-    """The layers that vLLM runs as one: module name -> parameter name -> tensor."""
-
-    name: str
-    members: Mapping[str, Mapping[str, TensorInfo]]
-
-    @property
-    def is_quantized(self) -> bool:
-        """Return whether any member stores quantized tensors."""
-        return any(quantized_parameters(parameters) for parameters in self.members.values())
-
-    @property
-    def by_name(self) -> FusionGroup:
-        """The layers as a plan has them, without sizes."""
-        members = (
-            LinearPlan(name=name, weight=name, out_features=0, in_features=0)
-            for name in self.members
-        )
-        return FusionGroup(name=self.name, scheme="", observer="", members=tuple(members))
-
-
 def quantized_parameters(parameters: Mapping[str, TensorInfo]) -> list[str]:
     """The parameters of a layer that are those of a quantized one; a weight of 8 bits is one by its
     dtype.
@@ -342,7 +320,7 @@ class StoredLayer:
     """
 
     name: str
-    fused: FusedLinear
+    fused: FusedLayer
     parameters: Mapping[str, TensorInfo]
     group: ConfigGroup | None
 

@@ -5,8 +5,9 @@ compressed-tensors.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from vexport.architectures.fusion import FusedLayer
 from vexport.checkpoint.reader import Derived, DerivedReader
-from vexport.checks.vllm.groups import ConfigGroup, FusedLinear, joined_name
+from vexport.checks.vllm.groups import ConfigGroup, joined_name
 from vexport.checks.vllm.quant_methods.base import MethodGroup
 from vexport.checks.vllm.view import CheckFunction, CheckpointView
 from vexport.records import Finding, TensorInfo
@@ -22,9 +23,9 @@ class TranslatedView(CheckpointView):
     groups: Mapping[str, ConfigGroup]
     stored_names: Mapping[str, str]
 
-    def group_of(self, fused: FusedLinear) -> ConfigGroup | None:
+    def group_of(self, fused: FusedLayer) -> ConfigGroup | None:
         """The translated group of layers that the method quantizes."""
-        return self.groups.get(next(iter(fused.members)))
+        return self.groups.get(fused.members[0])
 
 
 def translated_findings(run: CheckFunction, translated: TranslatedView) -> Iterator[Finding]:
@@ -40,15 +41,16 @@ def translate(view: CheckpointView) -> TranslatedView:
     """
     stored_names, reciprocals, groups = dict[str, str](), set[str](), dict[str, ConfigGroup]()
     tensors, derived = dict[str, TensorInfo](view.index.tensors), dict[str, Derived]()
-    for fused in view.fused_linears:
+    for fused in view.fused_layers:
         group = view.group_of(fused)
-        if not isinstance(group, MethodGroup) or not fused.is_quantized:
+        if not isinstance(group, MethodGroup) or not view.is_quantized(fused):
             continue
         names = {own: _described(group, own) for own in group.stored_as.names}
         stored_names |= {
             f"{fused.name}: {own}": f"{fused.name}: {stored}" for own, stored in names.items()
         }
-        for module, parameters in fused.members.items():
+        for module in fused.members:
+            parameters = view.modules[module]
             groups[module] = group.translated
             for tensor in parameters.values():
                 del tensors[tensor.name]

@@ -15,7 +15,7 @@ from vexport.architectures import (
     version_with,
 )
 from vexport.architectures.config import text_config
-from vexport.architectures.fusion import fuse, looked_up, moe_layer
+from vexport.architectures.fusion import FusedLayer, fuse, looked_up, moe_layer, part_names
 from vexport.architectures.tables import table_versions
 from vexport.architectures.versions import VersionFacts, facts_of, nearest_version, with_facts
 from vexport.checkpoint.dtypes import FLOATING
@@ -29,7 +29,6 @@ from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.groups import (
     EMBEDDING_CLASS,
     ConfigGroup,
-    FusedLinear,
     OnlineTransform,
     StoredLayer,
     Targets,
@@ -40,6 +39,7 @@ from vexport.checks.vllm.groups import (
     of_attention,
     online_transforms,
     parse_group,
+    quantized_parameters,
     split_name,
     targets_of,
 )
@@ -47,7 +47,7 @@ from vexport.checks.vllm.layout import ModelLayout, Shape, layout_of
 from vexport.checks.vllm.quant_methods import METHODS, method_name, read_method
 from vexport.formats.base import is_head
 from vexport.layers.linears import PREDICTION, Names, names_of
-from vexport.records import Finding, FusionGroup, Json, LinearPlan, TensorInfo
+from vexport.records import Finding, Json, LinearPlan, TensorInfo
 from vexport.records.patterns import Patterns
 from vexport.version import PINNED, Version
 
@@ -207,10 +207,9 @@ class CheckpointView:
     def _as_stored(self, linears: Mapping[str, Shape]) -> dict[str, Shape]:
         """Layers that the checkpoint stores fused, in the place of their parts: vLLM loads both."""
         merged = dict(linears)
-        for fused in self.fused_linears:
-            prefix, dot, projection = fused.name.rpartition(".")
-            parts = [f"{prefix}{dot}{part}" for part in self.architecture.fused.get(projection, ())]
-            if fused.name in fused.members and parts and merged.keys() >= {*parts}:
+        for fused in self.fused_layers:
+            parts = part_names(fused.name, self.architecture)
+            if fused.is_stored_fused and parts and merged.keys() >= {*parts}:
                 shapes = [merged.pop(part) for part in parts]
                 rows = [shape[0] for shape in shapes if shape[0] is not None]
                 merged[fused.name] = (sum(rows) if len(rows) == len(shapes) else None, shapes[0][1])
@@ -262,27 +261,35 @@ class CheckpointView:
         return any(projection == transform.submodule for transform in self.transforms)
 
     @cached_property
-    def fused_linears(self) -> tuple[FusedLinear, ...]:
-        """All linear layers, joined as vLLM joins them, in the order of the tensors."""
-        modules = {
+    def modules(self) -> Mapping[str, Mapping[str, TensorInfo]]:
+        """The tensors of each linear layer by parameter, in the order of the files."""
+        return {
             name: parameters
             for name, parameters in linear_modules(self.index, self.architecture).items()
             if not self.is_transform(name)
         }
-        return tuple(
-            FusedLinear(name=name, members={member: modules[member] for member in members})
-            for name, members in fuse(modules, self.architecture).items()
-        )
+
+    @cached_property
+    def fused_layers(self) -> tuple[FusedLayer, ...]:
+        """All linear layers, fused as vLLM fuses them, in the order of the files."""
+        return fuse(self.modules, self.architecture)
+
+    def is_quantized(self, fused: FusedLayer) -> bool:
+        """Return whether any member of a fused layer stores quantized tensors."""
+        return any(quantized_parameters(self.modules[name]) for name in fused.members)
 
     @cached_property
     def layers(self) -> Mapping[str, StoredLayer]:
         """All linear layers by name."""
         return {
             name: StoredLayer(
-                name=name, fused=fused, parameters=parameters, group=self.group_of(fused)
+                name=name,
+                fused=fused,
+                parameters=self.modules[name],
+                group=self.group_of(fused),
             )
-            for fused in self.fused_linears
-            for name, parameters in fused.members.items()
+            for fused in self.fused_layers
+            for name in fused.members
         }
 
     def single_value(self, tensor: TensorInfo | None) -> float | None:
@@ -291,8 +298,8 @@ class CheckpointView:
             return None
         return float(self.reader.array(tensor).reshape(-1)[0])
 
-    def members(self, fused: FusedLinear) -> list[StoredLayer]:
-        """The layers of one of the `fused_linears`."""
+    def members(self, fused: FusedLayer) -> list[StoredLayer]:
+        """Return the linear layers of one of the `fused_layers`."""
         return [self.layers[name] for name in fused.members]
 
     def shape_of(self, layer: StoredLayer) -> tuple[int, int] | None:
@@ -313,19 +320,25 @@ class CheckpointView:
         layout = self.layout
         return layout is None or module in layout.modules or not layout.judges(f"{module}.")
 
-    def planned(self, fused: FusedLinear, group: ConfigGroup | None) -> FusionGroup | None:
-        """A fused layer as a plan has it; None where the sides of a part cannot be told."""
-        members = []
+    def sized(self, fused: FusedLayer, group: ConfigGroup | None) -> tuple[LinearPlan, ...] | None:
+        """Return the members of a fused layer with their sizes, or None if a size is unknown."""
+        members: list[LinearPlan] = []
         for layer in self.members(fused):
             weight = layer.parameters.get("weight")
             shape = self.shape_of(layer) if group else weight.shape if weight else None
             if shape is None or len(shape) != 2:
                 return None
-            plan = LinearPlan(
-                name=layer.name, weight=layer.name, out_features=shape[0], in_features=shape[1]
+            out_features, in_features = shape
+            stored = layer.weight.name if layer.weight else layer.name
+            members.append(
+                LinearPlan(
+                    name=layer.name,
+                    weight=stored,
+                    out_features=out_features,
+                    in_features=in_features,
+                )
             )
-            members.append(plan)
-        return FusionGroup(name=fused.name, scheme="", observer="", members=tuple(members))
+        return tuple(members)
 
     @cached_property
     def targets(self) -> Targets:
@@ -333,7 +346,7 @@ class CheckpointView:
         groups = targets_of(self.config_groups)
         return {self.architecture.matched(target): group for target, group in groups.items()}
 
-    def ignored(self, fused: FusedLinear) -> list[str]:
+    def ignored(self, fused: FusedLayer) -> list[str]:
         """The `lookup_names` of a fused layer that the config leaves unquantized: vLLM refuses some
         of them."""
         key = (fused.name, *fused.members)
@@ -341,21 +354,21 @@ class CheckpointView:
             self._ignored[key] = self._find_ignored(fused)
         return self._ignored[key]
 
-    def _find_ignored(self, fused: FusedLinear) -> list[str]:
+    def _find_ignored(self, fused: FusedLayer) -> list[str]:
         parts, method = self.lookup_names(fused), self.method
         if method is not None:
             return [name for name in parts if self._group_by_method(method, fused, name) is None]
         name = self.architecture.asked_name(fused.name)
         return list(ignored(name, parts, self.matched_ignore, self.architecture))
 
-    def group_of(self, fused: FusedLinear) -> ConfigGroup | None:
+    def group_of(self, fused: FusedLayer) -> ConfigGroup | None:
         """The config group that vLLM applies to a fused layer; None where it stays unquantized."""
         key = (fused.name, *fused.members)
         if key not in self._groups:
             self._groups[key] = self._find_group(fused)
         return self._groups[key]
 
-    def _find_group(self, fused: FusedLinear) -> ConfigGroup | None:
+    def _find_group(self, fused: FusedLayer) -> ConfigGroup | None:
         if self.built_plain(fused) or len(self.ignored(fused)) == len(self.lookup_names(fused)):
             return None
         if self.method is not None:
@@ -371,7 +384,7 @@ class CheckpointView:
         return group_for(name, parts, self.targets, self.architecture, table=table)
 
     def _group_by_method(
-        self, method: "QuantMethod", fused: FusedLinear, name: str
+        self, method: "QuantMethod", fused: FusedLayer, name: str
     ) -> "MethodGroup | None":
         table = self.architecture.is_table(fused.name)
         if table or is_head(fused.name) and not method.quantizes_head:
@@ -387,22 +400,20 @@ class CheckpointView:
         known = self.class_name in architecture_table(self.version).architectures
         return self.architecture.embedding if known else "name"
 
-    def lookup_names(self, fused: FusedLinear) -> tuple[str, ...]:
+    def lookup_names(self, fused: FusedLayer) -> tuple[str, ...]:
         """The names by which vLLM looks for the group: all parts', also where it is stored as one
         or lacks some of them; those of the file for a method other than compressed-tensors."""
-        name, members = fused.name, tuple(fused.members)
+        name, members = fused.name, fused.members
         if self.method is None:
-            name, members = (
-                self.architecture.asked_name(name),
-                tuple(map(self.architecture.asked_name, members)),
-            )
-        if fused.name not in fused.members:
-            return members if {*members} == {name} else looked_up(name, members, self.architecture)
-        prefix, dot, projection = name.rpartition(".")
-        parts = self.architecture.fused.get(projection, ())
-        return tuple(f"{prefix}{dot}{part}" for part in parts) or members
+            name = self.architecture.asked_name(name)
+            members = tuple(map(self.architecture.asked_name, members))
+        if not fused.is_stored_fused:
+            if {*members} == {name}:
+                return members
+            return looked_up(FusedLayer(name=name, members=members), self.architecture)
+        return part_names(name, self.architecture) or members
 
-    def built_plain(self, fused: FusedLinear) -> str | None:
+    def built_plain(self, fused: FusedLayer) -> str | None:
         """The reason that vLLM never quantizes a layer (most routers); None where the config
         decides.
         """

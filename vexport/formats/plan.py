@@ -1,0 +1,159 @@
+"""The plan of a quantized checkpoint: the scheme and the treatment of each fused layer.
+
+These are the records of a plan. They stand here and not in `vexport.records` because a fusion
+group holds its `Scheme`. In JSON (`vexport plan --format json`, plan.json, report.json) a scheme is
+its name.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
+
+from vexport.architectures.fusion import FusedLayer
+from vexport.errors import InputError
+from vexport.formats.schemes import Scheme, get_scheme
+from vexport.records import AttentionLayer, Finding, KvCache, LinearPlan
+from vexport.records.calibration import Rounding
+from vexport.records.observer_names import OptionValue
+
+
+def _read_scheme(value: object) -> Scheme:
+    """Return the scheme that a JSON document names. Raises ValueError for an unknown name."""
+    if isinstance(value, Scheme):
+        return value
+    if not isinstance(value, str):
+        raise ValueError("Input should be the name of a scheme")
+    try:
+        return get_scheme(value)
+    except InputError as error:
+        raise ValueError(f"Input should be the name of a scheme: {error}") from error
+
+
+def _scheme_name(scheme: Scheme) -> str:
+    return scheme.name
+
+
+SchemeByName = Annotated[
+    Scheme,
+    PlainValidator(_read_scheme),
+    PlainSerializer(_scheme_name, return_type=str),
+    WithJsonSchema({"type": "string"}),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
+    """The scheme of a layer, and how its values are chosen.
+
+    `observer` finds the ranges of the weights, `input_observer` the ranges of inputs with static
+    scales, if a rule names one. `strength` and `ridge` are the settings of a refit, if a rule names
+    them.
+    """
+
+    scheme: Scheme
+    observer: str
+    rounding: Rounding = "nearest"
+    observer_kwargs: Mapping[str, OptionValue] = field(default_factory=dict, hash=False)
+    input_observer: str | None = None
+    input_observer_kwargs: Mapping[str, OptionValue] = field(default_factory=dict, hash=False)
+    strength: float | None = None
+    ridge: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusionGroup:
+    """Linear layers that vLLM runs as one parameter and that therefore share scales per tensor.
+
+    `name` is the fused module's name in vLLM (`model.layers.0.self_attn.qkv_proj`); a group of one
+    member carries that member's name. `observer` finds the ranges of the weights, `input_observer`
+    those of inputs with static scales, where a rule names one. `strength` and `ridge` are those of
+    a refit, where a rule names them.
+    """
+
+    # The fields of a fused layer and of its `Treatment` in one flat object: so plan.json has them,
+    # in this order.
+    name: str
+    scheme: SchemeByName
+    observer: str
+    members: tuple[LinearPlan, ...]
+    rounding: Rounding = "nearest"
+    observer_kwargs: Mapping[str, OptionValue] = field(default_factory=dict, hash=False)
+    input_observer: str | None = None
+    input_observer_kwargs: Mapping[str, OptionValue] = field(default_factory=dict, hash=False)
+    strength: float | None = None
+    ridge: float | None = None
+
+    @classmethod
+    def treated(
+        cls, layer: FusedLayer, members: Sequence[LinearPlan], treatment: Treatment
+    ) -> "FusionGroup":
+        """Return a fused layer with a treatment. `members` are its linear layers with sizes."""
+        return cls(
+            name=layer.name,
+            members=tuple(members),
+            scheme=treatment.scheme,
+            observer=treatment.observer,
+            rounding=treatment.rounding,
+            observer_kwargs=treatment.observer_kwargs,
+            input_observer=treatment.input_observer,
+            input_observer_kwargs=treatment.input_observer_kwargs,
+            strength=treatment.strength,
+            ridge=treatment.ridge,
+        )
+
+    @property
+    def layer(self) -> FusedLayer:
+        """The fused layer without its treatment."""
+        return FusedLayer(name=self.name, members=tuple(member.name for member in self.members))
+
+    @property
+    def observers(self) -> str:
+        """The observers, with the keywords that a rule gives: `mse(norm=2.0), inputs minmax`."""
+        weights = _called(self.observer, self.observer_kwargs)
+        if self.input_observer is None:
+            return weights
+        return f"{weights}, inputs {_called(self.input_observer, self.input_observer_kwargs)}"
+
+
+def _called(name: str, keywords: Mapping[str, OptionValue]) -> str:
+    given = ", ".join(f"{keyword}={value}" for keyword, value in sorted(keywords.items()))
+    return f"{name}({given})" if given else name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The quantization of a checkpoint as planned from headers, rules and architecture alone.
+
+    `ignore` says in vLLM's terms what stays unquantized; `notes` are warnings about what was
+    assumed or kept. `attention` has the layers that get scales for the KV cache; none where
+    `kv_cache` is None. `smoothing` is the strength with which inputs are smoothed before anything
+    else, 0 for not at all.
+    """
+
+    schema: Literal["vexport.plan/1"] = "vexport.plan/1"
+    source: str
+    architecture: str
+    groups: tuple[FusionGroup, ...]
+    kept: tuple[str, ...]
+    kept_linears: tuple[str, ...]
+    source_bytes: int
+    output_bytes: int
+    parameters: int
+    ignore: tuple[str, ...] = ()
+    refusals: tuple[Finding, ...] = ()
+    notes: tuple[Finding, ...] = ()
+    kv_cache: KvCache | None = None
+    attention: tuple[AttentionLayer, ...] = ()
+    smoothing: float = 0.0
+
+    @property
+    def used_schemes(self) -> tuple[Scheme, ...]:
+        """The schemes in use, in order of first use."""
+        return tuple(dict.fromkeys(group.scheme for group in self.groups))
+
+    @property
+    def schemes(self) -> tuple[str, ...]:
+        """The names of the schemes in use, in order of first use."""
+        return tuple(scheme.name for scheme in self.used_schemes)

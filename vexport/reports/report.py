@@ -1,0 +1,62 @@
+"""The report of a run: everything that it found, as it is written to report.json."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vexport.formats.plan import Plan
+from vexport.records import (
+    Attribution,
+    CheckReport,
+    Drift,
+    DryLoadReport,
+    ExpertCoverage,
+    GroupSensitivities,
+    KindSize,
+    LayerError,
+    LoadReport,
+    MixedScheme,
+    Outcome,
+    Verdict,
+)
+from vexport.records.calibration import RoundingReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything a run found; every other report format is made from this.
+
+    `source_name` is what the source is called: its id on the hub where that is known, else its
+    folder; `source_revision` is the commit on the hub that was read.
+    """
+
+    schema: Literal["vexport.report/1"] = "vexport.report/1"
+    name: str
+    vexport: str
+    created: str
+    command: str
+    source: str
+    source_name: str = ""
+    source_revision: str | None = None
+    source_card: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    baseline: str
+    outcome: Outcome
+    reason: str
+    plan: Plan
+    sizes: tuple[KindSize, ...] = ()
+    layers: tuple[LayerError, ...]
+    calibration_rows: int
+    calibration_data: str = ""
+    calibration_digest: str | None
+    experts: tuple[ExpertCoverage, ...] = ()
+    rounding: RoundingReport | None = None
+    check: CheckReport
+    dry_load: DryLoadReport | None = None
+    baseline_load: LoadReport
+    load: LoadReport
+    verdict: Verdict | None
+    sensitivity: GroupSensitivities | None = None
+    mixed: MixedScheme | None = None
+    drift: Drift | None = None
+    attribution: Attribution | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
