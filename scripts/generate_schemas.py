@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Write vexport/reports/*.schema.json from the types; run it after a change of a type that is an
-answer.
+"""Write the JSON schemas of answers and of scenarios from their types.
+
+Run it after a change of a type that is an answer, or of a setting.
 """
 
 import json
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
+from pydantic.json_schema import JsonSchemaValue
 
 from vexport.files import write_text
 from vexport.formats.plan import Plan
@@ -22,8 +24,10 @@ from vexport.records import (
     Verdict,
 )
 from vexport.reports.report import Report
+from vexport.scenario import Scenario
 
-FOLDER = Path(__file__).parent.parent / "vexport" / "reports"
+PACKAGE = Path(__file__).parent.parent / "vexport"
+FOLDER = PACKAGE / "reports"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 # The name of the file: the title of the schema, and the type.
 KINDS: dict[str, tuple[str, Any]] = {
@@ -38,16 +42,23 @@ KINDS: dict[str, tuple[str, Any]] = {
     "repair": ("vexport repair --format json", RepairReport),
     "dry-load": ("vexport load --dry --format json", list[DryLoadReport]),
 }
+# The schema of a scenario's file, for editors.
+SCENARIO = PACKAGE / "scenario" / "scenario.schema.json"
+
+
+def text(schema: JsonSchemaValue, title: str) -> str:
+    """Return the content of a schema's file."""
+    whole = {**schema, "$schema": DIALECT, "title": title}
+    return json.dumps(whole, indent=2, sort_keys=True) + "\n"
+
+
 SCHEMAS = {
-    f"{name}.schema.json": json.dumps(
-        {**TypeAdapter(kind).json_schema(mode="serialization"), "$schema": DIALECT, "title": title},
-        indent=2,
-        sort_keys=True,
-    )
-    + "\n"
+    f"{name}.schema.json": text(TypeAdapter(kind).json_schema(mode="serialization"), title)
     for name, (title, kind) in KINDS.items()
 }
+SCENARIO_SCHEMA = text(Scenario.model_json_schema(), "vexport run SCENARIO")
 
 if __name__ == "__main__":
-    for name, text in SCHEMAS.items():
-        write_text(FOLDER / name, text)
+    for name, content in SCHEMAS.items():
+        write_text(FOLDER / name, content)
+    write_text(SCENARIO, SCENARIO_SCHEMA)

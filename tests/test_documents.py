@@ -1,25 +1,22 @@
 """The README and the pages say what the commands, schemes, scenarios, observers and files are."""
 
 import ast
-import json
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import BaseModel
 
 from tests.command import ALL_COMMANDS, ROOT
 from tests.models import write_calibration
 from vexport.formats.schemes import all_schemes
 from vexport.records.observer_names import OBSERVERS
 from vexport.reports import catalog
-from vexport.scenario import Auto, Calibration, Evaluate, Rule, Scenario, Sensitivity
-from vexport.scenario.serve import Serve
+from vexport.scenario import Scenario
 
 FILES = (
     ROOT / "README.md",
@@ -27,10 +24,6 @@ FILES = (
     *(ROOT / "vexport" / "docs").glob("*.md"),
 )
 PAGES: Mapping[str, str] = {path.stem: path.read_text(encoding="utf-8") for path in FILES}
-MODELS: Mapping[str, type[BaseModel]] = {
-    **{"": Scenario, "rules.": Rule, "calibration.": Calibration, "auto.": Auto},
-    **{"sensitivity.": Sensitivity, "serve.": Serve, "evaluate.": Evaluate},
-}
 PROSE = {
     page: re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     for page, text in PAGES.items()
@@ -121,7 +114,7 @@ def test_every_scheme_is_in_the_table_and_those_named_for_a_gpu_run_there() -> N
             assert not supports[name].refuses(highest)
 
 
-def test_scenarios_pages_observers_and_keys_with_their_defaults_are_those_there_are() -> None:
+def test_scenarios_pages_and_observers() -> None:
     shown = [(page, block) for page in PAGES for block in blocks(page, "yaml") if "rules:" in block]
     assert {page for page, _ in shown} >= {"README", "scenario"}
     for _, block in shown:
@@ -130,26 +123,6 @@ def test_scenarios_pages_observers_and_keys_with_their_defaults_are_those_there_
     assert linked == set(PAGES) - {"README", "CONTRIBUTING"}
     names = re.findall(r"^\| `(\w+)` \|(?:[^|]*\|){3}$", PAGES["observers"], flags=re.MULTILINE)
     assert names == list(OBSERVERS)
-    documented = re.findall(r"^\| `([\w.]+)` \| (.+?) \|", PAGES["scenario"], flags=re.MULTILINE)
-    expected = [row for prefix, model in MODELS.items() for row in defaults(model, prefix)]
-    assert dict(documented) == dict(expected)
-
-
-def defaults(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str]]:
-    """The keys of a model with their defaults, as the reference writes them."""
-    for name, field in model.model_fields.items():
-        value = field.get_default(call_default_factory=True)
-        if isinstance(value, tuple):
-            value = f"[{', '.join(map(str, value))}]"
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
-        kind = (
-            "required"
-            if field.is_required()
-            else "all defaults"
-            if isinstance(value, BaseModel)
-            else ""
-        )
-        yield prefix + name, kind or f"`{text}`"
 
 
 @pytest.mark.slow

@@ -23,7 +23,8 @@ LAYERS = (
     {"inference"},
     {"repair", "evaluation", "reports"},
     {"run"},
-    {"cli", "api"},
+    {"api"},
+    {"cli"},
 )
 MOST_LAYERS = 11
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

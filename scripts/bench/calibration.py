@@ -51,9 +51,9 @@ def run_vexport(folder: Path, rows: Rows, scheme: str) -> Callable[[], object]:
     from vexport.calibration import Samples, calibrate
     from vexport.calibration.walk import LayerWalk
     from vexport.plan.source import plan_source, rules_for
-    from vexport.records import PlanRequest
+    from vexport.scenario import Planning
 
-    rules = rules_for(PlanRequest(scheme=scheme, observer="memoryless_minmax"))
+    rules = rules_for(Planning(scheme=scheme, observer="memoryless_minmax"))
 
     def run(rows: Rows) -> None:
         samples = Samples(token_ids=tuple(map(tuple, rows)), rows=tuple(range(1, len(rows) + 1)))

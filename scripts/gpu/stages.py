@@ -42,9 +42,8 @@ from vexport.quantize.gptq import (
     stack,
 )
 from vexport.quantize.job import QuantizeJob, quantize_source
-from vexport.records import PlanRequest
 from vexport.records.calibration import Rounding
-from vexport.scenario import Calibration
+from vexport.scenario import Calibration, Planning
 
 PACKAGES = ("torch", "triton", "transformers", "compressed_tensors", "vllm", "llmcompressor")
 # What the device's codes may differ by from the CPU's of one H, and its KL from the CPU's.
@@ -149,7 +148,7 @@ def quantized(
     """Quantize; the seconds."""
     start = time.perf_counter()
     shutil.rmtree(out, ignore_errors=True)
-    rules = rules_for(PlanRequest(scheme=scheme, rounding=how))
+    rules = rules_for(Planning(scheme=scheme, rounding=how))
     planning = PlanSettings(has_text=text is not None)
     quantize_source(
         QuantizeJob(source=str(source), out=out, rules=rules, planning=planning, calibration=text)

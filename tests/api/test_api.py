@@ -23,7 +23,7 @@ from vexport.api import (
     quantize,
     verdict,
 )
-from vexport.cli.quantize import CALIBRATION_OPTIONS
+from vexport.cli.settings import SETTINGS
 from vexport.errors import InputError
 
 TYPES = {each.__name__: each for each in (Calibration, Engine, Evaluate, Rule, Serve)}
@@ -118,8 +118,8 @@ def test_functions_have_the_arguments_of_their_commands() -> None:
             if Engine in types:
                 known |= signature(Serve).parameters.keys()
             asked = {parameter.name for parameter in command.params} - printed
-            if "has_text" in known:  # whether there is text; how long it takes is printed
-                asked -= set(CALIBRATION_OPTIONS)
+            if "has_text" in known:  # a plan only depends on whether there will be text
+                asked -= set(SETTINGS["calibration"])
             assert {name for name in asked if not {name, renamed.get(name)} & known} == set(), (
                 command.name
             )

@@ -18,7 +18,7 @@ from tests.command import ALL_COMMANDS, vexport
 from tests.models import Good, write_tokenizer
 from tests.mutations.edits import drop, spoiled
 from vexport.cli.entry import MAX_CHARACTERS, run_command
-from vexport.cli.options import SECTIONS
+from vexport.cli.options import HEADINGS
 from vexport.reports.catalog import all_sections, checks, find_section, observers, schemes
 
 DOWN = "model.layers.2.mlp.down_proj.weight_scale"
@@ -78,7 +78,7 @@ def test_help_has_right_parts_and_examples(
     assert len(text.splitlines()) <= LONGEST.get(str(command.name), 50)
     titles = re.findall(r"^(\w+):$", text, flags=re.MULTILINE)
     listed = text.partition(f"\n{titles[0]}:\n")[2]
-    assert titles == [title for title in SECTIONS if title in titles]
+    assert titles == [title for title in HEADINGS if title in titles]
     assert "Output" in titles
     shown = re.findall(r"^ +(--[\w-]+)|^ +-\w, (--[\w-]+)", listed, flags=re.MULTILINE)
     names = [first or second for first, second in shown]

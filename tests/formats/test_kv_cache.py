@@ -17,7 +17,8 @@ from vexport.formats.config import kv_layout
 from vexport.formats.plan import Plan
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_source, rules_for
-from vexport.records import AttentionLayer, KvCache, PlanRequest
+from vexport.records import AttentionLayer, KvCache
+from vexport.scenario import Planning
 
 SCHEME = "FP8_DYNAMIC"
 KINDS: tuple[KvCache, ...] = ("fp8", "fp8_per_head")
@@ -45,7 +46,7 @@ def written(
 
 def planned(source: Path, kind: KvCache) -> Plan:
     _, plan = plan_source(
-        str(source), rules_for(PlanRequest(scheme=SCHEME)), PlanSettings(kv_cache=kind)
+        str(source), rules_for(Planning(scheme=SCHEME)), PlanSettings(kv_cache=kind)
     )
     return plan
 

@@ -9,7 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from vexport.checkpoint.chat_template import chat_templates
-from vexport.cli.prompting import prompting_options
+from vexport.cli.prompting import EVALUATE_SYNTAXES
+from vexport.cli.settings import given_settings, setting_options
 from vexport.errors import InputError
 from vexport.inference.lm_eval_model import ServedChat
 from vexport.inference.prompting import lm_eval_settings
@@ -139,14 +140,14 @@ def test_models_that_cannot_be_asked_alike_are_refused(
 def test_generation_arguments_are_lm_evals(
     given: tuple[str, ...], expected: dict[str, object]
 ) -> None:
+    @click.command()
+    @setting_options("evaluate", EVALUATE_SYNTAXES)
+    @click.pass_context
+    def read(context: click.Context, /, **values: object) -> None:
+        assert given_settings("evaluate") == {"gen_kwargs": expected}
 
-    @prompting_options
-    def read(gen_kwargs: dict[str, object], **others: object) -> None:
-        assert gen_kwargs == expected
-
-    command = click.command()(read)
     arguments = [part for value in given for part in ("--gen-kwargs", value)]
-    command.main(arguments, standalone_mode=False)
+    read.main(arguments, standalone_mode=False)
 
 
 def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from vexport.checkpoint.reader import Reader
 from vexport.errors import InputError
 from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob, quantize_source
-from vexport.records import PlanRequest
 from vexport.repair import repair_checkpoint
+from vexport.scenario import Planning
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def quantize(source: Path, out: Path, change: Callable[[Path], object] | None = 
         if changes and stage == "quantize (bytes)" and done >= total // 2:
             changes.pop()(source)
 
-    rules = rules_for(PlanRequest(scheme="W8A8", observer="memoryless_minmax"))
+    rules = rules_for(Planning(scheme="W8A8", observer="memoryless_minmax"))
     job = QuantizeJob(source=str(source), out=out, rules=rules, on_progress=on_progress)
     quantize_source(replace(job, shard_bytes=1_000_000))
 

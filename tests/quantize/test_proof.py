@@ -16,7 +16,7 @@ from vexport.errors import CheckpointFailed
 from vexport.plan.build import PlanSettings, build_plan
 from vexport.plan.source import rules_for
 from vexport.quantize.job import QuantizeJob
-from vexport.records import PlanRequest
+from vexport.scenario import Planning
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 QKV = [Q.replace("q_proj", f"{part}_proj") for part in "qkv"]
@@ -59,7 +59,7 @@ def test_what_others_put_there_is_not_replaced(incomplete: Path, tmp_path: Path)
 def failure_of(
     source: Path, folder: Path, *, tp: Sequence[int] = (1,), dry: bool = True
 ) -> CheckpointFailed | None:
-    plan = build_plan(read_index(source), rules_for(PlanRequest(scheme="NVFP4A16")))
+    plan = build_plan(read_index(source), rules_for(Planning(scheme="NVFP4A16")))
     job = QuantizeJob(source=str(source), out=folder, rules=(), planning=PlanSettings(ranks=tp))
     return Prover(note=print, keeping=" ".join, dry=dry).failure(job, folder, plan)
 

@@ -123,8 +123,8 @@ import json, os, sys
 from pathlib import Path
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.plan.source import rules_for
-from vexport.records import PlanRequest
-rules = rules_for(PlanRequest(scheme="NVFP4A16", observer="memoryless_minmax"))
+from vexport.scenario import Planning
+rules = rules_for(Planning(scheme="NVFP4A16", observer="memoryless_minmax"))
 quantize_source(QuantizeJob(source=sys.argv[1], out=Path(sys.argv[2]), rules=rules))
 # ru_maxrss would count what the process that started this one had in memory.
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))

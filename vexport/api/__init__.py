@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vexport.api.engines import Engine, compare, evaluate, load, run
-    from vexport.api.making import plan, plan_schemes, quantize, repair
+    from vexport.api.making import quantize, repair
+    from vexport.api.planning import plan, plan_schemes
     from vexport.api.reading import check, entries, explain, report, verdict
     from vexport.scenario import Calibration, Evaluate, Rule, Serve
 
@@ -42,7 +43,8 @@ __all__ = [
 ]
 # Names by the module that has them, and what commands are called whose names are builtins.
 _MODULES = {
-    "vexport.api.making": ("plan", "plan_schemes", "quantize", "repair"),
+    "vexport.api.planning": ("plan", "plan_schemes"),
+    "vexport.api.making": ("quantize", "repair"),
     "vexport.api.reading": ("check", "entries", "explain", "report", "verdict"),
     "vexport.api.engines": ("Engine", "compare", "evaluate", "load", "run"),
     "vexport.scenario": ("Calibration", "Evaluate", "Rule", "Serve"),

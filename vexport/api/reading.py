@@ -1,10 +1,11 @@
 """Functions that read checkpoints, results and the reference."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from vexport.api.arguments import VerdictArguments, with_keywords
 from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.checks import check_checkpoint
 from vexport.checks.vllm.view import Target
@@ -13,7 +14,6 @@ from vexport.outputs.digests import named_digests
 from vexport.records import CheckReport, OnProgress, Verdict, silent
 from vexport.reports.catalog import CATALOGS, Rows, find_section
 from vexport.reports.report import Report
-from vexport.scenario import DEFAULT_ALPHA, DEFAULT_MARGIN, Evaluate, problems_at
 from vexport.version import Version
 
 Name = str | Path
@@ -68,22 +68,20 @@ def check(
     return report
 
 
-def verdict(
-    baseline_results: Name,
-    results: Name,
-    *,
-    margin: float = DEFAULT_MARGIN,
-    alpha: float = DEFAULT_ALPHA,
-    gate: Mapping[str, str] | None = None,
-) -> Verdict:
-    """Compare two lm-eval result folders, as `vexport verdict` does; starts no model."""
+def _verdict(baseline_results: Name, results: Name, arguments: VerdictArguments) -> Verdict:
+    """Compare two folders of lm-eval's results, as `vexport verdict` does. Starts no model."""
     from vexport.evaluation.verdict import decide
 
-    with problems_at("verdict"):
-        Evaluate(tasks=("any",), margin=margin, alpha=alpha, gate=dict(gate or {}))
     return decide(
-        Path(baseline_results), Path(results), margin=margin, alpha=alpha, gate=gate or {}
+        Path(baseline_results),
+        Path(results),
+        margin=arguments.margin,
+        alpha=arguments.alpha,
+        gate=arguments.gate,
     )
+
+
+verdict = with_keywords(VerdictArguments, _verdict)
 
 
 def report(run_dir: Name) -> Report:

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 import click
-from click.core import ParameterSource
 
-from vexport.cli.options import SectionedCommand, answer_file
+from vexport.cli.options import HeadedOption, SectionedCommand, answer_file
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError
 from vexport.records import (
     ENGINE_CHECK,
@@ -97,11 +96,23 @@ def command(
             if isinstance(parameter, click.Option) and parameter.name in unlisted:
                 parameter.hidden = True
         decorated.params += [
-            click.Option(["-q", "--quiet"], is_flag=True, help="No progress on stderr."),
-            click.Option(
-                ["-v", "--verbose"], is_flag=True, expose_value=False, help="More of it on stderr."
+            HeadedOption(
+                ["-q", "--quiet"], heading="Output", is_flag=True, help="No progress on stderr."
             ),
-            click.Option(["--debug"], is_flag=True, expose_value=False, help="Show tracebacks."),
+            HeadedOption(
+                ["-v", "--verbose"],
+                heading="Output",
+                is_flag=True,
+                expose_value=False,
+                help="More of it on stderr.",
+            ),
+            HeadedOption(
+                ["--debug"],
+                heading="Output",
+                is_flag=True,
+                expose_value=False,
+                help="Show tracebacks.",
+            ),
         ]
         return decorated
 
@@ -154,14 +165,6 @@ def is_read() -> bool:
         and context.params.get("format_") in _READ
         and answer_file(context) is None
     )
-
-
-def given(*names: str) -> bool:
-    """Return whether one of these options stands on the command line: the environment's may be
-    moot.
-    """
-    context = click.get_current_context()
-    return any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in names)
 
 
 def require_ok(checkpoint: str, ok: bool, findings: Sequence[Finding]) -> None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     "The unquantized checkpoint (folder or hub id): every weight is dequantized and compared "
     "with it, all "
     "else must be the same.",
+    heading="Comparison",
     metavar="SOURCE",
 )
 @option(
@@ -55,16 +56,18 @@ if TYPE_CHECKING:
 @option(
     "--static",
     "Judge by the files alone, without a dry load in vLLM.",
+    heading="vLLM",
     flag=True,
     envvar="VEXPORT_NO_VERIFY",
 )
 @interpreter_option
 @speculative_option
-@option("--strict", "Exit with 3 where something was not judged.", flag=True)
+@option("--strict", "Exit with 3 if something was not judged.", heading="vLLM", flag=True)
 @option(
     "--all every",
     "List each finding, and vLLM's own words of a refusal in full; text has findings of one "
     "kind as one.",
+    heading="Output",
     flag=True,
 )
 @format_option()

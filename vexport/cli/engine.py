@@ -87,8 +87,19 @@ def _keep(context: click.Context, parameter: click.Parameter, value: object) -> 
 
 _own_flag = partial(option, callback=_keep, kept=False, hidden=True)
 attribution_options = stacked(
-    switch("--attribution", "Look for a loss's cause after the verdict [default: unless PASS]."),
-    option("--attribution-seconds", "Longest time for that.", POSITIVE, default=300, shown=True),
+    switch(
+        "--attribution",
+        "Look for a loss's cause after the verdict [default: unless PASS].",
+        heading="Verdict",
+    ),
+    option(
+        "--attribution-seconds",
+        "Longest time for that.",
+        POSITIVE,
+        heading="Verdict",
+        default=300,
+        shown=True,
+    ),
 )
 engine_arg_option = stacked(
     _own_flag("--max-num-seqs", "Most sequences at once [default: vLLM's].", POSITIVE, "N"),
@@ -102,12 +113,19 @@ engine_arg_option = stacked(
         "--engine-arg engine_args",
         "Any other argument of vLLM's engine, as max_num_seqs=64; repeatable.",
         metavar="NAME=VALUE",
+        heading="vLLM",
         multiple=True,
         callback=_engine_args,
     ),
 )
 interpreter_option = stacked(
-    option("--vllm-python", "Interpreter whose vLLM is used.", PATH, envvar=VLLM_PYTHON),
+    option(
+        "--vllm-python",
+        "Interpreter whose vLLM is used.",
+        PATH,
+        heading="vLLM",
+        envvar=VLLM_PYTHON,
+    ),
     trust_option,
 )
 interpreters_option = stacked(
@@ -116,14 +134,17 @@ interpreters_option = stacked(
         "Interpreter whose vLLM is used; repeatable, for several versions [default: vexport's "
         "own].",
         PATH,
+        heading="vLLM",
         multiple=True,
         envvar=VLLM_PYTHON,
     ),
     trust_option,
 )
 session_options = stacked(
-    option("--max-model-len", "Longest sequence [default: the model's].", POSITIVE),
-    option("--timeout", "Seconds for one engine.", POSITIVE, default=3600, shown=True),
+    option("--max-model-len", "Longest sequence [default: the model's].", POSITIVE, heading="vLLM"),
+    option(
+        "--timeout", "Seconds for one engine.", POSITIVE, heading="vLLM", default=3600, shown=True
+    ),
 )
 serve_options = stacked(
     option(
@@ -131,6 +152,7 @@ serve_options = stacked(
         "Tensor parallel size: serve the model on N devices.",
         POSITIVE,
         "N",
+        heading="vLLM",
     ),
     engine_arg_option,
 )

@@ -18,19 +18,14 @@ from vexport.cli.engine import (
 )
 from vexport.cli.options import (
     PATH,
-    POSITIVE,
     Answer,
     answer_file,
     format_option,
     option,
     require_apart,
 )
-from vexport.cli.prompting import (
-    drift_options,
-    prompting_options,
-    served_options,
-    verdict_options,
-)
+from vexport.cli.prompting import EVALUATE_SYNTAXES, chat_template_option
+from vexport.cli.settings import given_settings, setting_options
 
 if TYPE_CHECKING:
     from vexport.records import Verdict
@@ -83,62 +78,45 @@ class ComparisonOptions:
         return replace(self, baseline=baseline, against=against)
 
 
-def _tasks(
-    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
-) -> tuple[str, ...]:
-    """Each task; a name that is the path of a file is one, whatever is in it."""
-    return tuple(
-        task.strip()
-        for value in values
-        for task in ([value] if Path(value).exists() else value.split(","))
-        if task.strip()
-    )
-
-
 # Rarely needed: only the reference lists them.
-@command(
-    "eval",
-    unlisted=(
-        "text_rows",
-        "text_tokens",
-        "speculative",
-        "batch_size",
-        "fewshot_as_multiturn",
-        "baseline_model",
-        "request_timeout",
-        "retry_seconds",
-        "attribution_seconds",
-        "timeout",
-    ),
-)
+@command("eval", unlisted=("attribution_seconds", "timeout"))
 @click.argument("checkpoints", metavar="CHECKPOINT|URL...", nargs=-1, required=True)
-@option("--baseline", "The unquantized checkpoint to compare with.", metavar="SOURCE|URL")
-@option("--against", "An accepted baseline to compare with; starts one engine.", PATH, "FILE")
 @option(
-    "--accept", "Write CHECKPOINT's answers as an accepted baseline, unless it fails.", PATH, "FILE"
+    "--baseline",
+    "The unquantized checkpoint to compare with.",
+    metavar="SOURCE|URL",
+    heading="Comparison",
 )
 @option(
-    "--task --tasks tasks",
-    "Tasks of lm-eval, by name or YAML file; repeatable.",
-    metavar="T,...",
-    multiple=True,
-    callback=_tasks,
+    "--against",
+    "An accepted baseline to compare with; starts one engine.",
+    PATH,
+    "FILE",
+    heading="Comparison",
 )
-@option("--text", "Held-out text that decides in the place of tasks.", metavar="DATA")
-@option("--text-rows", "Rows of the text [default: 32].", POSITIVE, "N")
-@option("--text-tokens", "Tokens of a row [default: 512].", POSITIVE, "N")
 @option(
-    "--speculative",
-    "Also compare the acceptance length of drafts: mtp, ngram, eagle3=FOLDER.",
-    metavar="METHOD",
+    "--accept",
+    "Write CHECKPOINT's answers as an accepted baseline, unless it fails.",
+    PATH,
+    "FILE",
+    heading="Comparison",
 )
-@verdict_options
-@drift_options
+@setting_options("evaluate", EVALUATE_SYNTAXES)
+@chat_template_option
 @attribution_options
-@prompting_options
-@served_options
-@option("--output-dir", "Folder for lm-eval's files [default: runs/eval-NAME].", PATH, "DIR")
-@option("--overwrite", "Replace the output folder, if it is vexport's alone.", flag=True)
+@option(
+    "--output-dir",
+    "Folder for lm-eval's files [default: runs/eval-NAME].",
+    PATH,
+    "DIR",
+    heading="Output",
+)
+@option(
+    "--overwrite",
+    "Replace the output folder, if it is vexport's alone.",
+    heading="Output",
+    flag=True,
+)
 @interpreter_option
 @serve_options
 @session_options
@@ -280,16 +258,9 @@ def _fix(verdict: "Verdict") -> str:
 @command("verdict")
 @click.argument("baseline_results", type=PATH)
 @click.argument("results", type=PATH)
-@verdict_options
+@setting_options("verdict", {"gate": EVALUATE_SYNTAXES["gate"]})
 @format_option()
-def verdict_command(
-    baseline_results: Path,
-    results: Path,
-    margin: float,
-    alpha: float,
-    gate: dict[str, str],
-    answer: Answer,
-) -> None:
+def verdict_command(baseline_results: Path, results: Path, answer: Answer) -> None:
     """Compare two lm-eval result folders; starts no model.
 
     The folders may come from anywhere. BASELINE_RESULTS may also be an accepted baseline
@@ -301,10 +272,10 @@ def verdict_command(
       vexport verdict results/base results/quantized --margin 0.02
       vexport verdict results/base results/quantized --gate gsm8k=exact_match,flexible-extract
     """
-    from vexport.evaluation.verdict import decide
+    from vexport.api import verdict as api_verdict
     from vexport.reports import render_verdicts
 
-    verdict = decide(baseline_results, results, margin=margin, alpha=alpha, gate=gate)
+    verdict = api_verdict(baseline_results, results, **given_settings("verdict"))
     print_text(render_verdicts([verdict], answer.format_))
     if answer.format_ == "github":
         add_text_summary(render_verdicts([verdict], "text"))

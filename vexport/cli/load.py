@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from vexport.cli.base import command, given, print_text, progress_display, require_loaded
+from vexport.cli.base import command, print_text, progress_display, require_loaded
 from vexport.cli.engine import Session, engine_arg_option, interpreters_option, session_options
 from vexport.cli.options import (
     Answer,
     device_options,
     format_option,
+    given,
     gpu_option,
     option,
     speculative_option,
@@ -31,7 +32,7 @@ _NO_DRY_LOAD = partial(DryLoadReport, vllm="", cells=(), rows=(), blind_spots=()
 
 @command()
 @click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
-@option("--dry", "Only the loading, from headers: no weights, no GPU.", flag=True)
+@option("--dry", "Only the loading, from headers: no weights, no GPU.", heading="vLLM", flag=True)
 @device_options
 @gpu_option
 @speculative_option
@@ -41,6 +42,7 @@ _NO_DRY_LOAD = partial(DryLoadReport, vllm="", cells=(), rows=(), blind_spots=()
     "eager, default (compiled where the platform compiles; a CPU needs a C++ compiler for it), "
     "or both.",
     click.Choice(("eager", "default", "both")),
+    heading="vLLM",
     default="eager",
     shown=True,
 )
@@ -49,6 +51,7 @@ _NO_DRY_LOAD = partial(DryLoadReport, vllm="", cells=(), rows=(), blind_spots=()
 @option(
     "--all every",
     "With --dry: list each finding, and vLLM's own words of a refusal in full.",
+    heading="Output",
     flag=True,
 )
 @format_option()

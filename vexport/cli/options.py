@@ -8,41 +8,60 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import click
 from click.core import ParameterSource
 
+from vexport.errors import InputError, InputErrors
+from vexport.records.options import Heading
 from vexport.records.values import MOST_COUNT
 from vexport.version import short_version
 
 if TYPE_CHECKING:
+    from click.types import OptionHelpExtra
+
     from vexport.formats.base import Card
     from vexport.outputs.replaceable import NamedPath
 
 WIDEST = 100
-OTHERS = "Options"
-# The sections in their order; an option that none of them names stands under "Options".
-SECTIONS = {
-    "Scheme": "scheme recipe observer input_observer rounding group_size ignore kv_cache "
-    "on_unsupported_shape smoothing revision",
-    "Comparison": "baseline against accept source",
-    "Calibration": "calibration samples seq_len seed pack all_experts device",
-    "Tasks": "tasks text text_rows text_tokens include_path limit batch_size",
-    "Prompts": "apply_chat_template chat_template system_instruction num_fewshot "
-    "fewshot_as_multiturn gen_kwargs seeds max_gen_toks think_end_token enable_thinking",
-    "Verdict": "margin alpha gate kl_limit nll_limit attribution attribution_seconds",
-    "vLLM": "tp sm cards vllm dry static strict speculative mode vllm_python max_model_len "
-    "max_num_seqs gpu_memory_utilization dtype engine_args timeout trust_remote_code",
-    "Servers": "tokenizer model baseline_model concurrency request_timeout retry_seconds",
-    OTHERS: "",
-    "Output": "format_ answer_file every output_dir run_dir max_shard_size overwrite quiet verbose "
-    "debug help",
-}
+HEADINGS: Sequence[Heading] = get_args(Heading)
+OTHERS: Heading = "Options"
+OUTPUT: Heading = "Output"
+
+
+class HeadedOption(click.Option):
+    """An option that help lists under `heading`."""
+
+    def __init__(self, *declarations: Any, heading: Heading = OTHERS, **attributes: Any) -> None:
+        super().__init__(*declarations, **attributes)
+        self.heading = heading
+
+
+class SettingOption(HeadedOption):
+    """The option of a setting of `section`, whose key is the option's name in Python.
+
+    It has no default of its own, as the model has it. Help shows `default_text`, or the value that
+    a file of defaults sets.
+    """
+
+    def __init__(
+        self, *declarations: Any, section: str, default_text: str = "", **attributes: Any
+    ) -> None:
+        super().__init__(*declarations, show_default=True, **attributes)
+        self.section = section
+        self.default_text = default_text
+
+    def get_help_extra(self, ctx: click.Context) -> "OptionHelpExtra":
+        """Return what help shows in brackets behind the text."""
+        extra = super().get_help_extra(ctx)
+        if self.default_text:
+            extra.setdefault("default", self.default_text)
+        return extra
 
 
 class SectionedCommand(click.Command):
-    """A command whose options stand in the sections of `SECTIONS`."""
+    """A command whose help lists the options under the headings of `HEADINGS`."""
 
     def invoke(self, ctx: click.Context) -> object:
         """Call the command; a parameter whose type is a dataclass takes the options named as its
@@ -50,37 +69,47 @@ class SectionedCommand(click.Command):
         """
         assert self.callback is not None
         require_apart(ctx)
-        return ctx.invoke(self.callback, **grouped(self.callback, ctx.params))
+        try:
+            return ctx.invoke(self.callback, **grouped(self.callback, ctx.params))
+        except InputErrors as error:
+            raise InputErrors([self._at_option(each) for each in error.problems]) from error
+
+    def _at_option(self, problem: InputError) -> InputError:
+        """Return the problem of an argument, `quantize: smoothing`, as that of its option."""
+        place, _, key = problem.where.partition(": ")
+        for each in self.params if place == self.name else ():
+            if isinstance(each, SettingOption) and each.name == key:
+                return InputError(each.opts[0], got=problem.got, need=problem.need, fix=problem.fix)
+        return problem
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Every section that has options, in the order of `SECTIONS`."""
-        every = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
-        options = {"help" if "--help" in each.opts else each.name: each for each in every}
-        sections = {title: names.split() for title, names in SECTIONS.items()}
-        sections[OTHERS] = [
-            name for name in options if name not in " ".join(SECTIONS.values()).split()
-        ]
-        for title, names in sections.items():
-            chosen = [options[name] for name in names if name in options]
-            rows = [
-                _short(option, record)
-                for option in chosen
-                if (record := option.get_help_record(ctx))
-            ]
-            if rows:
-                with formatter.section(title):
-                    formatter.write_dl(rows)
+        """Write every heading that has options, and its options as they were declared."""
+        rows: dict[Heading, list[tuple[str, str]]] = {heading: [] for heading in HEADINGS}
+        for each in self.get_params(ctx):
+            record = each.get_help_record(ctx) if isinstance(each, click.Option) else None
+            if isinstance(each, click.Option) and record is not None:
+                rows[_heading(each)].append(_short(each, record))
+        for heading, lines in rows.items():
+            if lines:
+                with formatter.section(heading):
+                    formatter.write_dl(lines)
+
+
+def _heading(option: click.Option) -> Heading:
+    """Return the heading of an option; --help, which click adds, is about the output."""
+    return option.heading if isinstance(option, HeadedOption) else OUTPUT
 
 
 def grouped(function: Callable[..., object], values: Mapping[str, object]) -> dict[str, object]:
-    """The arguments of a command's function from the values of its options and arguments."""
-    kinds = {name: each.annotation for name, each in inspect.signature(function).parameters.items()}
-    return {
-        name: kind(**{field.name: values[field.name] for field in fields(kind)})
-        if isinstance(kind, type) and is_dataclass(kind)
-        else values[name]
-        for name, kind in kinds.items()
-    }
+    """Return the arguments of a command's function from the values of its parameters."""
+    arguments: dict[str, object] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        kind = parameter.annotation
+        if isinstance(kind, type) and is_dataclass(kind):
+            arguments[name] = kind(**{field.name: values[field.name] for field in fields(kind)})
+        else:
+            arguments[name] = values[name]
+    return arguments
 
 
 class OrderedGroup(click.Group):
@@ -146,12 +175,12 @@ INPUTS = (
     "baseline",
     "tasks",
     "text",
-    "calibration",
+    "data",
     "digests",
     "tokenizer",
 )
 # Inputs that may name a column: FILE:COLUMN.
-DATA = ("text", "calibration")
+DATA = ("text", "data")
 DRAFTER = "speculative"
 # An interpreter is run, and no output can replace it.
 RUN = ("vllm_python",)
@@ -182,6 +211,7 @@ def option(
     kind: object = None,
     metavar: str | None = None,
     *,
+    heading: Heading = OTHERS,
     default: object = ...,
     shown: bool = False,
     flag: bool = False,
@@ -191,15 +221,16 @@ def option(
     hidden: bool = False,
     kept: bool = True,
 ) -> Decorator:
-    """An option by its names, separated by spaces, with its help; help has the default where it is
-    `shown`.
+    """Return an option by its names, separated by spaces, which help lists under `heading`.
 
-    One that is not `kept` is read first, by its callback, and is no argument of the command's
-    function.
+    Help shows the default if it is `shown`. An option that is not `kept` is parsed first, by its
+    callback, and is not an argument of the command's function.
     """
     defaults: dict[str, Any] = {} if default is ... else {"default": default}
     return click.option(
         *names.split(),
+        cls=HeadedOption,
+        heading=heading,
         help=text,
         type=kind,
         metavar=metavar,
@@ -215,11 +246,15 @@ def option(
     )
 
 
-def switch(names: str, text: str, *, default: bool | None = None) -> Decorator:
-    """An option that turns something on, and with --no- in front off."""
+def switch(names: str, text: str, *, heading: Heading = OTHERS) -> Decorator:
+    """Return an option that turns something on, and with --no- in front off."""
+    return option(switch_names(names), text, heading=heading, default=None)
+
+
+def switch_names(names: str) -> str:
+    """Return the names of a switch with its opposite: `--pack/--no-pack`."""
     name, *parameter = names.split()
-    both = " ".join((f"{name}/--no-{name[2:]}", *parameter))
-    return option(both, text, default=default, shown=default is not None)
+    return " ".join((f"{name}/--no-{name[2:]}", *parameter))
 
 
 class Count(click.IntRange):
@@ -227,16 +262,16 @@ class Count(click.IntRange):
 
     name = "n"
 
-    def __init__(self, least: int) -> None:
-        super().__init__(least, MOST_COUNT)
+    def __init__(self, least: int, most: int = MOST_COUNT) -> None:
+        super().__init__(least, most)
 
     def fail(self, message: str, param: Parameter = None, ctx: Context = None) -> NoReturn:
         """Raise click's error with the range, which help leaves out."""
         super().fail(message.replace("range .", f"range {super()._describe_range()}."), param, ctx)
 
     def _describe_range(self) -> str:
-        """No range in help: a count is a whole number."""
-        return ""
+        """Return the range in help; empty if there is no upper bound."""
+        return "" if self.max == MOST_COUNT else super()._describe_range()
 
 
 class Real(click.FloatRange):
@@ -338,6 +373,14 @@ def _remember(context: click.Context, parameter: click.Parameter, value: Path | 
         context.meta[ANSWER_FILE] = value
 
 
+def given(*names: str) -> bool:
+    """Return whether one of these options stands on the command line: the environment's may be
+    moot.
+    """
+    context = click.get_current_context()
+    return any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in names)
+
+
 def answer_file(context: click.Context) -> Path | None:
     """The file of --output; None for stdout."""
     file = context.meta.get(ANSWER_FILE)
@@ -408,11 +451,20 @@ def format_option(formats: tuple[str, ...] = FORMATS, names: str = "-o --output"
             forms,
             click.Choice(formats),
             "F",
+            heading="Output",
             default="text",
             shown=True,
             callback=_by_suffix,
         ),
-        option(f"{names} {ANSWER_FILE}", file, PATH, "FILE", callback=_remember, kept=False),
+        option(
+            f"{names} {ANSWER_FILE}",
+            file,
+            PATH,
+            "FILE",
+            heading="Output",
+            callback=_remember,
+            kept=False,
+        ),
     )
 
 
@@ -424,22 +476,27 @@ def _version(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-revision_option = option(
-    "--revision", "Branch, tag or commit of a SOURCE on the hub.", metavar="REV"
-)
 trust_option = option(
     "--trust-remote-code",
     "Let the checkpoint's own Python code run, and an observer's from any folder.",
+    heading="vLLM",
     flag=True,
 )
 overwrite_run_option = option(
-    "--overwrite", "Start again in a run directory that exists.", flag=True
+    "--overwrite", "Start again in a run directory that exists.", heading="Output", flag=True
 )
 overwrite_out_option = option(
-    "--overwrite", "Replace OUT if vexport made it and nothing else is in it.", flag=True
+    "--overwrite",
+    "Replace OUT if vexport made it and nothing else is in it.",
+    heading="Output",
+    flag=True,
 )
 tp_option = option(
-    "--tp", "Tensor parallel sizes to support, e.g. 1,2,4 [default: 1].", numbers, "N,..."
+    "--tp",
+    "Tensor parallel sizes to support, e.g. 1,2,4 [default: 1].",
+    numbers,
+    "N,...",
+    heading="vLLM",
 )
 device_options = stacked(
     tp_option,
@@ -448,6 +505,7 @@ device_options = stacked(
         "Compute capabilities to support, e.g. 80,90,100 (9.0 is 90).",
         capabilities,
         "N,...",
+        heading="vLLM",
     ),
 )
 gpu_option = option(
@@ -455,13 +513,19 @@ gpu_option = option(
     "GPUs whose memory to compare with, e.g. H100,L40S; without --sm also which capabilities.",
     gpus,
     "NAME,...",
+    heading="vLLM",
 )
 speculative_option = option(
-    "--speculative", "Drafting to support: mtp, or eagle3=FOLDER.", metavar="METHOD", default=""
+    "--speculative",
+    "Drafting to support: mtp, or eagle3=FOLDER.",
+    metavar="METHOD",
+    heading="vLLM",
+    default="",
 )
 vllm_option = option(
     "--vllm",
     f"vLLM version to check against [default: the installed one, else {short_version()}].",
     _version,
     "VERSION",
+    heading="vLLM",
 )

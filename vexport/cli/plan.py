@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,49 +17,33 @@ from vexport.cli.options import (
     format_option,
     option,
     require_apart,
-    revision_option,
     trust_option,
 )
-from vexport.cli.quantize import (
-    CALIBRATION_OPTIONS,
-    PLAN_OPTIONS,
-    CalibrationOptions,
-    calibration_options,
-    given_options,
-    given_values,
-    plan_options,
-    require_consistent,
-    require_scenario_alone,
-    scheme_option,
-)
+from vexport.cli.quantize import SYNTAXES, require_consistent
+from vexport.cli.settings import given_settings, option_names, option_words, setting_options
 from vexport.errors import InputError
-from vexport.records import PlanRequest
 
 if TYPE_CHECKING:
     from vexport.formats.plan import Plan
     from vexport.scenario import Scenario
 
+# Settings that the table of all schemes depends on.
+OF_TABLE = ("revision", "group_size", "ignore", "kv_cache", "tp")
+
 
 @command(unlisted=("smoothing", "input_observer", "seed", "pack", "all_experts", "device"))
 @click.argument("source", metavar="SOURCE|SCENARIO")
-@revision_option
-@scheme_option
+@setting_options("plan", SYNTAXES)
+@setting_options("calibration")
 @option(
-    "--run-dir", "Run directory with the losses for `scheme: auto` [default: runs/NAME].", READ_PATH
+    "--run-dir",
+    "Run directory with the losses for `scheme: auto` [default: runs/NAME].",
+    READ_PATH,
+    heading="Output",
 )
-@plan_options
-@calibration_options
 @trust_option
 @format_option(("text", "json"))
-def plan(
-    source: str,
-    revision: str | None,
-    request: PlanRequest,
-    run_dir: Path | None,
-    calibration: CalibrationOptions,
-    trust_remote_code: bool,
-    answer: Answer,
-) -> None:
+def plan(source: str, run_dir: Path | None, trust_remote_code: bool, answer: Answer) -> None:
     """Show what quantizing would do: layers, groups, size, problems.
 
     SOURCE is a folder or a hub id. Reads headers only. Without --scheme it compares all schemes.
@@ -72,59 +56,60 @@ def plan(
       vexport plan MODEL --scheme W4A16 --calibration chats.jsonl
       vexport plan SCENARIO.yaml
     """
-    from vexport.checkpoint.source import with_revision
     from vexport.scenario import is_scenario
 
-    if run_dir and not is_scenario(source):
+    settings = given_settings("plan")
+    if is_scenario(source):
+        _plan_scenario(source, run_dir, answer, trust_remote_code=trust_remote_code)
+    elif run_dir:
         raise click.UsageError(
             "--run-dir needs a SCENARIO: scheme: auto chooses by what a run measured."
         )
-    if is_scenario(source):
-        _plan_scenario(source, revision, run_dir, answer, trust_remote_code=trust_remote_code)
-    elif request.scheme or request.recipe:
-        name = with_revision(source, revision)
-        _plan_rules(source, name, request, calibration, answer, trust_remote_code=trust_remote_code)
-    elif extra := given_options(*CALIBRATION_OPTIONS):
+    elif "scheme" in settings or "recipe" in settings:
+        _plan_rules(source, answer, trust_remote_code=trust_remote_code)
+    elif extra := option_names("calibration"):
         raise click.UsageError(
             f"{', '.join(extra)} needs --scheme or --recipe: what the text is for."
         )
     else:
-        _compare_schemes(with_revision(source, revision), request, answer)
+        _compare_schemes(source, answer)
 
 
 def _plan_scenario(
-    source: str,
-    revision: str | None,
-    run_dir: Path | None,
-    answer: Answer,
-    *,
-    trust_remote_code: bool,
+    source: str, run_dir: Path | None, answer: Answer, *, trust_remote_code: bool
 ) -> None:
-    """The plan of a scenario, and how many documents its evaluation takes."""
+    """Print the plan of a scenario, and the number of documents that its evaluation needs."""
+    from vexport.api import plan as api_plan
     from vexport.evaluation.inputs import scenario_inputs
     from vexport.outputs.replaceable import NamedPath
-    from vexport.plan.source import require_trusted_scenario
-    from vexport.quantize.auto import plan_scenario
     from vexport.scenario import read_scenario
 
     scenario = read_scenario(Path(source))
-    require_trusted_scenario(scenario, Path(source), trusted=trust_remote_code)
     folder = NamedPath(label="--run-dir", path=run_dir or scenario.run_dir)
     require_apart(click.get_current_context(), [folder, *scenario_inputs(scenario, Path(source))])
-    require_scenario_alone()
-    if revision:
-        raise click.UsageError("--revision cannot be used with a scenario; set `revision` in it.")
+    if extra := option_names("plan", "calibration"):
+        raise click.UsageError(
+            f"{', '.join(extra)} cannot be used with a scenario; set it in the scenario."
+        )
     with progress_display(quiet=answer.quiet) as on_progress:
-        _, plan = plan_scenario(scenario, run_dir, on_progress, trust_remote_code=trust_remote_code)
-    needs_trust = trust_remote_code or (scenario.evaluate and scenario.evaluate.suite == "code")
-    trust = ("--trust-remote-code",) if needs_trust else ()
-    then = shlex.join(["vexport", "run", source, *given_values("run_dir"), *trust])
+        plan = api_plan(
+            source,
+            run_dir=run_dir,
+            trust_remote_code=trust_remote_code,
+            on_progress=on_progress,
+        )
     _note_missing_data(scenario)
-    _print(source, plan, then, answer, scenario)
+    needs_trust = trust_remote_code or (scenario.evaluate and scenario.evaluate.suite == "code")
+    words = ["vexport", "run", source]
+    if run_dir is not None:
+        words += ["--run-dir", str(run_dir)]
+    if needs_trust:
+        words.append("--trust-remote-code")
+    _print(source, plan, shlex.join(words), answer, scenario)
 
 
 def _note_missing_data(scenario: "Scenario") -> None:
-    """A note for each text that is named and not there: a plan does without it, a run does not."""
+    """Print a note for each missing text: the plan does not need the text, but a run does."""
     from vexport.checkpoint.source import require_data
 
     calibration = scenario.calibration.data if scenario.calibration else None
@@ -136,27 +121,24 @@ def _note_missing_data(scenario: "Scenario") -> None:
             note(f"{problem}; `vexport run` needs it")
 
 
-def _plan_rules(
-    source: str,
-    name: str,
-    request: PlanRequest,
-    calibration: CalibrationOptions,
-    answer: Answer,
-    *,
-    trust_remote_code: bool,
-) -> None:
-    """The plan of a scheme or recipe for a model; `name` is the source with its revision."""
+def _plan_rules(source: str, answer: Answer, *, trust_remote_code: bool) -> None:
+    """Print the plan of a model by the options for a scheme or a recipe."""
+    from vexport.api import Calibration
+    from vexport.api import plan as api_plan
     from vexport.checkpoint.source import require_data
     from vexport.plan.rules import calibration_need
-    from vexport.plan.source import plan_headers, requested
 
-    require_consistent(request)
-    rules, settings = requested(request, (), note, trust_remote_code=trust_remote_code)
-    text = calibration.settings
-    planning = replace(settings, has_text=text is not None)
+    require_consistent("plan")
+    given_text = given_settings("calibration")
+    text = Calibration(**given_text) if "data" in given_text else None
     with progress_display(quiet=answer.quiet) as on_progress:
-        _, plan = plan_headers(
-            name, rules, planning, on_progress, trust_remote_code=trust_remote_code
+        plan = api_plan(
+            source,
+            **given_settings("plan"),
+            has_text=text is not None,
+            trust_remote_code=trust_remote_code,
+            on_note=note,
+            on_progress=on_progress,
         )
     if text is not None:
         require_data(text.data)
@@ -164,28 +146,25 @@ def _plan_rules(
             note("this plan does not need the text")
     out = "-".join((Path(source).resolve().name, *(plan.schemes or ("KV",))))
     trust = ("--trust-remote-code",) if trust_remote_code else ()
-    options = (*given_values("revision", *PLAN_OPTIONS, *CALIBRATION_OPTIONS), *trust)
-    _print(source, plan, shlex.join(["vexport", "quantize", source, out, *options]), answer)
+    words = ("vexport", "quantize", source, out, *option_words("plan", "calibration"), *trust)
+    _print(source, plan, shlex.join(words), answer)
 
 
-def _compare_schemes(name: str, request: PlanRequest, answer: Answer) -> None:
+def _compare_schemes(source: str, answer: Answer) -> None:
     """Print the table of all schemes."""
-    from vexport.plan.build import PlanSettings
-    from vexport.plan.source import ignored_rules, table_of_schemes
+    from vexport.api import plan_schemes
     from vexport.reports.plan import render_table
 
-    settings = PlanSettings(ranks=request.tp or (1,), kv_cache=request.kv_cache)
+    settings = {key: value for key, value in given_settings("plan").items() if key in OF_TABLE}
     with progress_display(quiet=answer.quiet) as on_progress:
-        table = table_of_schemes(
-            name, ignored_rules(request.ignore), settings, on_progress, request.group_size
-        )
+        table = plan_schemes(source, **settings, on_progress=on_progress)
     print_text(render_table(table, answer.format_))
 
 
 def _print(
     source: str, plan: "Plan", then: str, answer: Answer, scenario: "Scenario | None" = None
 ) -> None:
-    """The answer; exit with 2 where the plan has refusals."""
+    """Print a plan and the next command; exit with 2 if the plan has refusals."""
     from vexport.reports.plan import render_plan
     from vexport.scenario.evaluate import TYPICAL_DISAGREEMENT
 

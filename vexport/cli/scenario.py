@@ -37,7 +37,7 @@ REPORT_FORMATS = (*FORMATS, "html", "markdown", "card")
 
 @command()
 @click.argument("scenario", type=PATH)
-@option("--run-dir", "Where everything goes [default: runs/NAME].", PATH)
+@option("--run-dir", "Where everything goes [default: runs/NAME].", PATH, heading="Output")
 @overwrite_run_option
 @attribution_options
 @interpreter_option
@@ -183,7 +183,12 @@ def _schemes(text: str) -> tuple[str, ...]:
     PATH,
     "FILE",
 )
-@option("--run-dir", "Folder of a run for each scheme [default: runs/compare-NAME].", PATH)
+@option(
+    "--run-dir",
+    "Folder of a run for each scheme [default: runs/compare-NAME].",
+    PATH,
+    heading="Output",
+)
 @overwrite_run_option
 @interpreter_option
 @format_option(("text", "json", "html", "markdown"))
@@ -240,7 +245,7 @@ def compare(
 
 @command()
 @click.argument("folder", metavar="[DIR]", type=PATH, default="vexport-demo")
-@option("--overwrite", "Replace DIR if it holds a demo.", flag=True)
+@option("--overwrite", "Replace DIR if it holds a demo.", heading="Output", flag=True)
 def demo(folder: Path, overwrite: bool, quiet: bool) -> None:
     """Write a small model and scenarios to try it with into DIR.
 

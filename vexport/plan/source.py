@@ -36,7 +36,6 @@ from vexport.records import (
     GroupSize,
     KvCache,
     OnProgress,
-    PlanRequest,
     SchemeOutlook,
     SchemeTable,
     silent,
@@ -45,6 +44,7 @@ from vexport.records.observer_names import BY_IMPORTANCE, CLASS_SEPARATOR, OBSER
 from vexport.scenario import (
     AUTO,
     Calibration,
+    Planning,
     Rule,
     Scenario,
     default_calibration,
@@ -58,7 +58,7 @@ DEFAULTS = PlanSettings()
 PROBE = "FP8_DYNAMIC"
 
 
-def rules_for(request: PlanRequest) -> tuple[Rule, ...]:
+def rules_for(request: Planning) -> tuple[Rule, ...]:
     """The rules of a scheme: what to ignore is kept, all other linear layers get it.
 
     Raises InputErrors by the names of the options.
@@ -80,7 +80,7 @@ def rules_for(request: PlanRequest) -> tuple[Rule, ...]:
 
 
 def requested(
-    request: PlanRequest,
+    request: Planning,
     rules: Sequence[Rule],
     note: Callable[[str], None],
     *,
@@ -95,7 +95,7 @@ def requested(
     if [request.scheme is None, request.recipe is None, not rules].count(False) != 1:
         raise ValueError("got several or none of scheme, recipe and rules, need one of them")
     settings = PlanSettings(
-        ranks=request.tp or (1,),
+        ranks=request.tp,
         on_unsupported_shape=request.on_unsupported_shape,
         kv_cache=request.kv_cache,
         smoothing=request.smoothing,

@@ -69,7 +69,6 @@ from vexport.records.plan import (
     KvCache,
     LinearPlan,
     OnUnsupportedShape,
-    PlanRequest,
     SchemeOutlook,
     SchemeTable,
     TensorInfo,

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vexport.records.calibration import Rounding
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
@@ -125,25 +123,3 @@ class SchemeTable:
     source_bytes: int
     layers: int
     schemes: tuple[SchemeOutlook, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
-    """The options of a plan: a scheme for all linear layers, or a recipe of llm-compressor, and the
-    rest.
-
-    `observer` to `group_size` go with a scheme; layers to `ignore` are kept. `tp` are the tensor
-    parallel sizes to support.
-    """
-
-    scheme: str | None = None
-    recipe: Path | None = None
-    group_size: GroupSize | None = None
-    observer: str | None = None
-    input_observer: str | None = None
-    rounding: Rounding | None = None
-    ignore: tuple[str, ...] = ()
-    kv_cache: KvCache | None = None
-    smoothing: float | None = None
-    on_unsupported_shape: OnUnsupportedShape = "refuse"
-    tp: tuple[int, ...] | None = None

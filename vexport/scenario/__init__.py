@@ -10,14 +10,8 @@ from vexport.scenario.evaluate import (
     DEFAULT_TEXT_TOKENS,
     Evaluate,
 )
-from vexport.scenario.model import (
-    DEFAULT_SAMPLES,
-    DEFAULT_SEQ_LEN,
-    Calibration,
-    Scenario,
-    Sensitivity,
-    default_calibration,
-)
+from vexport.scenario.model import Calibration, Scenario, Sensitivity, default_calibration
+from vexport.scenario.planning import Planning
 from vexport.scenario.reading import base_scenario, is_scenario, problems_at, read_scenario
 from vexport.scenario.rules import AUTO, Auto, IgnoredLayers, Rule, parse_group_size
 from vexport.scenario.serve import Serve

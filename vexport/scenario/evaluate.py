@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from vexport.errors import nearest
 from vexport.records import GENERATION_KEYS, BatchSize, Endpoint, GenKwargs
 from vexport.records.accuracy import DEFAULT_CONCURRENCY, REQUEST_SECONDS
+from vexport.scenario.declaring import Key, Option
 from vexport.scenario.section import ScenarioSection, located_error
 
 SuiteName = Literal["quick", "standard", "code", "chat"]
@@ -79,70 +80,247 @@ DEFAULT_TEXT_ROWS = 32
 DEFAULT_TEXT_TOKENS = 512
 
 
+MarginSetting = Annotated[
+    float, Ge(0), Lt(1), Option("Acceptable loss: 0.02 is 2 points.", "Verdict", metavar="M")
+]
+AlphaSetting = Annotated[
+    float,
+    Gt(0),
+    Lt(0.5),
+    Option("Accepted probability of a wrong PASS.", "Verdict", metavar="A"),
+]
+GateSetting = Annotated[
+    dict[str, str],
+    Option(
+        "Metric that decides, for one task or for all.",
+        "Verdict",
+        metavar="[TASK=]METRIC[,FILTER]",
+        unset="`exact_match`, else `acc`",
+        more='In a scenario `{gsm8k: "exact_match,flexible-extract"}`.',
+    ),
+]
+
+
 class Evaluate(ScenarioSection):
-    """The evaluation that decides: lm-eval tasks, the acceptable loss `margin` (0.02 = 2 points)
-    and `alpha`.
+    """The evaluation that decides: the tasks or the text, how the models answer, and the limits.
 
-    `suite` names a list of tasks with margin and limit in their place. In the place of tasks,
-    `text`, named like calibration data, decides by the log-probabilities of its first `text_rows`
-    rows of `text_tokens` tokens, and with `speculative`, METHOD or METHOD=FOLDER, by the acceptance
-    length of drafts that continue them. `baseline` is the checkpoint to compare with, the source
-    where it is not given. `gate` names the metric that decides, `metric` or `metric,filter`, for a
-    task or a group (`"*"`: wherever it exists). `kl_limit` bounds the mean KL to the baseline and
-    `nll_limit` the rise of the NLL, in nats a token, over the text or `kl_prompts` prompts at most:
-    beyond them text fails, and where tasks decide is a warning.
-
-    How the models are asked has lm-eval's own names and meanings, for both models alike. Without
-    `apply_chat_template` (true, false or a template's name) a template is applied where the models
-    have one; with one, few-shot examples are turns of a conversation unless `fewshot_as_multiturn`
-    is false. With `seeds`, which need a `temperature`, each document of a generating task is
-    answered so often. `include_path` names folders with more tasks. `limit` takes the first
-    documents, below 1 a share of them.
-
-    The checkpoint's answers to tasks come from the server at `endpoint`, the baseline's from that
-    at `baseline_endpoint`, where they are given. The model behind an address is asked by `model`
-    (`baseline_model`), where there are several, with the prompts of `tokenizer`: `concurrency` at a
-    time, for at most `request_timeout` seconds each, and again for `retry_seconds` where the server
-    fails.
+    Tasks decide by the loss of their metrics. Text decides by the log-probabilities of its tokens,
+    and with `speculative` by the acceptance length of drafts. Prompts have the names and meanings
+    of lm-eval, and are the same for both models.
     """
 
-    tasks: tuple[str, ...] = ()
-    suite: SuiteName | None = None
-    text: Text | None = None
-    text_rows: Annotated[int, Gt(0)] = DEFAULT_TEXT_ROWS
-    text_tokens: Annotated[int, Gt(1)] = DEFAULT_TEXT_TOKENS
-    speculative: Text | None = None
-    include_path: tuple[Path, ...] = ()
-    num_fewshot: Annotated[int, Ge(0)] | None = None
-    apply_chat_template: bool | str | None = None
-    fewshot_as_multiturn: bool | None = None
-    system_instruction: Text | None = None
-    gen_kwargs: GenKwargs = {}
-    max_gen_toks: Annotated[int, Gt(0)] | None = None
-    think_end_token: Text | None = None
-    enable_thinking: bool | None = None
-    batch_size: Annotated[BatchSize, Field(union_mode="left_to_right")] = "auto"
-    margin: Annotated[float, Ge(0), Lt(1)] = DEFAULT_MARGIN
-    alpha: Annotated[float, Gt(0), Lt(0.5)] = DEFAULT_ALPHA
-    limit: int | float | None = None
-    gate: dict[str, str] = {}
-    baseline: str | None = None
-    seed: int = 0
-    seeds: Annotated[int, Gt(0), Le(64)] = 1
-    kl_limit: Annotated[float, Gt(0)] = DEFAULT_KL_LIMIT
-    nll_limit: Annotated[float, Gt(0)] = DEFAULT_NLL_LIMIT
-    kl_prompts: Annotated[int, Gt(0)] = DEFAULT_KL_PROMPTS
-    endpoint: Url | None = None
-    baseline_endpoint: Url | None = None
-    tokenizer: Text | None = None
-    model: Text | None = None
-    baseline_model: Text | None = None
-    concurrency: Annotated[int, Gt(0), Le(4096)] = DEFAULT_CONCURRENCY
-    request_timeout: Annotated[float, Gt(0)] = REQUEST_SECONDS
-    retry_seconds: Annotated[float, Ge(0)] = REQUEST_SECONDS
+    tasks: Annotated[
+        tuple[str, ...],
+        Option(
+            "Tasks or groups of lm-eval by name, or YAML files of tasks.",
+            "Tasks",
+            names="--task --tasks",
+            metavar="T,...",
+            more="Required without `suite` and `text`.",
+        ),
+    ] = ()
+    suite: Annotated[
+        SuiteName | None,
+        Key(
+            "A named list of tasks with margin and limit, instead of tasks.",
+            more="See [suites](evaluation.md#suites).",
+        ),
+    ] = None
+    text: Annotated[
+        Text | None,
+        Option(
+            "Held-out text that decides, instead of tasks; written like calibration data.",
+            "Tasks",
+            metavar="DATA",
+            more="See [text](evaluation.md#text-in-the-place-of-tasks).",
+        ),
+    ] = None
+    text_rows: Annotated[
+        int, Gt(0), Option("Number of rows of the text to read.", "Tasks", hidden=True)
+    ] = DEFAULT_TEXT_ROWS
+    text_tokens: Annotated[
+        int, Gt(1), Option("Number of tokens of each row.", "Tasks", hidden=True)
+    ] = DEFAULT_TEXT_TOKENS
+    speculative: Annotated[
+        Text | None,
+        Option(
+            "With text: compare the acceptance length of drafts too (`mtp`, `ngram`, "
+            "`eagle3=FOLDER`).",
+            "Tasks",
+            metavar="METHOD",
+            hidden=True,
+        ),
+    ] = None
+    include_path: Annotated[
+        tuple[Path, ...],
+        Option("Folder with more tasks of lm-eval.", "Tasks", metavar="DIR"),
+    ] = ()
+    num_fewshot: Annotated[
+        int | None,
+        Ge(0),
+        Option("Number of examples in each prompt.", "Prompts", unset="the task's"),
+    ] = None
+    apply_chat_template: Annotated[
+        bool | str | None,
+        Option(
+            "Apply the chat template.",
+            "Prompts",
+            unset="applied if the models have one, except for suite `code`",
+            more="A name chooses one of several templates.",
+        ),
+    ] = None
+    fewshot_as_multiturn: Annotated[
+        bool | None,
+        Option(
+            "Write examples as turns of a conversation.",
+            "Prompts",
+            hidden=True,
+            unset="turns, if a chat template is applied",
+        ),
+    ] = None
+    system_instruction: Annotated[
+        Text | None, Option("System prompt.", "Prompts", metavar="TEXT")
+    ] = None
+    gen_kwargs: Annotated[
+        GenKwargs,
+        Option(
+            "Arguments of generation that replace the tasks'.",
+            "Prompts",
+            metavar="K=V,...",
+        ),
+    ] = {}
+    max_gen_toks: Annotated[
+        int | None,
+        Gt(0),
+        Option("Maximum number of new tokens, if the task sets none.", "Prompts", unset="256"),
+    ] = None
+    think_end_token: Annotated[
+        Text | None,
+        Option(
+            "Score only the text after this token, such as `</think>`.", "Prompts", metavar="TEXT"
+        ),
+    ] = None
+    enable_thinking: Annotated[
+        bool | None,
+        Option(
+            "Value of `enable_thinking` for the chat template.",
+            "Prompts",
+            unset="the template decides",
+        ),
+    ] = None
+    batch_size: Annotated[
+        BatchSize,
+        Field(union_mode="left_to_right"),
+        Option(
+            "Number of requests that vLLM gets at once; `auto` is all of them.",
+            "Tasks",
+            metavar="N|auto",
+            hidden=True,
+        ),
+    ] = "auto"
+    margin: MarginSetting = DEFAULT_MARGIN
+    alpha: AlphaSetting = DEFAULT_ALPHA
+    limit: Annotated[
+        int | float | None,
+        Option(
+            "Use the first N documents of each task; a number below 1 is a share of them.",
+            "Tasks",
+            metavar="N",
+        ),
+    ] = None
+    gate: GateSetting = {}
+    baseline: Annotated[str | None, Key("The checkpoint to compare with.", unset="the source")] = (
+        None
+    )
+    seed: Annotated[int, Key("Seed of vLLM and lm-eval.")] = 0
+    seeds: Annotated[
+        int,
+        Gt(0),
+        Le(64),
+        Option(
+            "Number of sampled answers to each document of a generating task.",
+            "Prompts",
+            metavar="N",
+            more="Needs `gen_kwargs: {temperature: 0.6}`.",
+        ),
+    ] = 1
+    kl_limit: Annotated[
+        float,
+        Gt(0),
+        Option(
+            "Warn above this mean KL in nats per token; with text, fail.",
+            "Verdict",
+            metavar="NATS",
+        ),
+    ] = DEFAULT_KL_LIMIT
+    nll_limit: Annotated[
+        float,
+        Gt(0),
+        Option(
+            "Warn above this rise of the NLL in nats per token; with text, fail.",
+            "Verdict",
+            metavar="NATS",
+        ),
+    ] = DEFAULT_NLL_LIMIT
+    kl_prompts: Annotated[
+        int, Gt(0), Key("Maximum number of prompts to measure KL and NLL on.")
+    ] = DEFAULT_KL_PROMPTS
+    endpoint: Annotated[
+        Url | None,
+        Key("Address of a server that has the checkpoint and answers its tasks."),
+    ] = None
+    baseline_endpoint: Annotated[
+        Url | None, Key("Address of a server that has the baseline and answers its tasks.")
+    ] = None
+    tokenizer: Annotated[
+        Text | None,
+        Option(
+            "Folder or `ORG/NAME` of a served model's tokenizer.",
+            "Servers",
+            metavar="T",
+            more="See [served models](evaluation.md#served-models).",
+        ),
+    ] = None
+    model: Annotated[
+        Text | None,
+        Option("Name of the model, if the server has several.", "Servers", metavar="NAME"),
+    ] = None
+    baseline_model: Annotated[
+        Text | None,
+        Option(
+            "Name of the baseline, if its server has several models.",
+            "Servers",
+            metavar="NAME",
+            hidden=True,
+            unset="`model`",
+        ),
+    ] = None
+    concurrency: Annotated[
+        int, Gt(0), Le(4096), Option("Maximum number of open requests to a server.", "Servers")
+    ] = DEFAULT_CONCURRENCY
+    request_timeout: Annotated[
+        float,
+        Gt(0),
+        Option(
+            "Maximum number of seconds for one answer of a server.",
+            "Servers",
+            metavar="S",
+            hidden=True,
+        ),
+    ] = REQUEST_SECONDS
+    retry_seconds: Annotated[
+        float,
+        Ge(0),
+        Option(
+            "Number of seconds to retry requests to a server that fails.",
+            "Servers",
+            metavar="S",
+            hidden=True,
+        ),
+    ] = REQUEST_SECONDS
 
     def asking(self, url: str, *, is_baseline: bool) -> Endpoint:
-        """The endpoint at an address, and how it is asked."""
+        """Return the endpoint at this address, with the settings of requests."""
         return Endpoint(
             url=url,
             model=(self.baseline_model if is_baseline else None) or self.model,
@@ -164,7 +342,7 @@ class Evaluate(ScenarioSection):
         defaults = {"margin": suite.margin, "limit": suite.limit, "apply_chat_template": template}
         return {**defaults, **content, "tasks": tasks}
 
-    @field_validator("include_path", mode="before")
+    @field_validator("include_path", mode="before", json_schema_input_type=str | tuple[Path, ...])
     @classmethod
     def _wrap_single_folder(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value

@@ -7,41 +7,77 @@ from annotated_types import Ge
 from pydantic import Field, Strict, field_validator, model_validator
 
 from vexport.checkpoint.source import DEFAULT, parse_data
-from vexport.records import CalibrationData, KvCache, OnUnsupportedShape
+from vexport.records import CalibrationData
 from vexport.records.values import Positive
+from vexport.scenario.declaring import Key, Option
 from vexport.scenario.evaluate import Evaluate
+from vexport.scenario.planning import (
+    KvCacheSetting,
+    RevisionSetting,
+    SmoothingSetting,
+    UnsupportedShapeSetting,
+)
 from vexport.scenario.rules import AUTO, Auto, Rule
 from vexport.scenario.section import ScenarioSection
 from vexport.scenario.serve import Serve
 
-# llm-compressor's usual calibration: 512 samples suffice for min-max of inputs; 128 on small
-# models.
-DEFAULT_SAMPLES = 128
-DEFAULT_SEQ_LEN = 512
-
 
 class Calibration(ScenarioSection):
-    """Text that shows the inputs of the layers.
+    """Text that shows the inputs of the layers, and how it is read."""
 
-    `data` is a file or folder, ORG/NAME[@REVISION][:SPLIT[:COLUMN]] of a data set on the hub, or
-    `default`, the text that ships with vexport. `split`, `subset` and `column` choose of a data
-    set, `seed` shuffles its rows. `pack` joins rows into samples of `seq_len` tokens; without it
-    only plain text is joined.
-
-    With `all_experts` the statistics of every expert see all tokens. `device` is torch's name of
-    where the layers run; without one it is a GPU where there is one.
-    """
-
-    data: Annotated[str, Field(min_length=1)]
-    split: str | None = None
-    subset: str | None = None
-    column: str | None = None
-    samples: Annotated[Positive, Strict()] = DEFAULT_SAMPLES
-    seq_len: Annotated[Positive, Strict()] = DEFAULT_SEQ_LEN
-    seed: Annotated[int, Ge(0)] | None = None
-    pack: bool | None = None
-    all_experts: bool = True
-    device: str | None = None
+    data: Annotated[
+        str,
+        Field(min_length=1),
+        Option(
+            "Calibration text: a file, a folder, a data set of the hub (ORG/NAME:SPLIT:COLUMN), or "
+            "`default`, the text that ships with vexport.",
+            "Calibration",
+            names="--calibration",
+            metavar="DATA",
+            more="See [calibration data](calibration.md#calibration-data).",
+        ),
+    ]
+    split: Annotated[
+        str | None, Key("Split of a data set of the hub.", unset="`train`, else the first split")
+    ] = None
+    subset: Annotated[str | None, Key("Subset (configuration) of a data set of the hub.")] = None
+    column: Annotated[
+        str | None, Key("Column with the text or the turns.", unset="the usual names")
+    ] = None
+    samples: Annotated[Positive, Strict(), Option("Number of samples to use.", "Calibration")] = 128
+    seq_len: Annotated[
+        Positive, Strict(), Option("Number of tokens to use of each sample.", "Calibration")
+    ] = 512
+    seed: Annotated[
+        int | None,
+        Ge(0),
+        Option("Choose rows at random with this seed.", "Calibration", unset="the first rows"),
+    ] = None
+    pack: Annotated[
+        bool | None,
+        Option(
+            "Concatenate rows into samples of `seq_len` tokens, or use one sample per row.",
+            "Calibration",
+            unset="concatenate rows of plain text only",
+        ),
+    ] = None
+    all_experts: Annotated[
+        bool,
+        Option(
+            "Show every token to every expert, or only to the experts that it is routed to.",
+            "Calibration",
+            names="--calibrate-all-experts",
+        ),
+    ] = True
+    device: Annotated[
+        str | None,
+        Option(
+            "Device of the calibration, by torch's name: `cpu`, `cuda`, `cuda:1`.",
+            "Calibration",
+            metavar="D",
+            unset="`cuda` if there is a GPU",
+        ),
+    ] = None
 
     @field_validator("data", mode="before")
     @classmethod
@@ -50,12 +86,12 @@ class Calibration(ScenarioSection):
 
     @property
     def path(self) -> Path | None:
-        """The file or folder of the data; None of a data set that is none."""
+        """Return the local path of the data, or None if `data` names a data set of the hub."""
         name = parse_data(self.data)
         return name.path if name.kind == "path" else None
 
     def source(self, samples: int | None = None) -> CalibrationData:
-        """The path or hub id of the model."""
+        """Return the data as calibration reads them, with another number of `samples` if given."""
         return CalibrationData(
             name=self.data,
             samples=samples or self.samples,
@@ -69,7 +105,7 @@ class Calibration(ScenarioSection):
 
 
 def default_calibration() -> Calibration:
-    """The text that ships with vexport, where none was named."""
+    """Return the calibration with the text that ships with vexport."""
     return Calibration(data=DEFAULT)
 
 
@@ -78,32 +114,57 @@ class Sensitivity(ScenarioSection):
     that group alone quantized.
     """
 
-    samples: Positive = 16
+    samples: Annotated[Positive, Key("Number of calibration rows to measure on.")] = 16
 
 
 class Scenario(ScenarioSection):
     """One complete run.
 
-    `source` is a folder or a model of the hub, `revision` its branch, tag or commit (or
-    ORG/NAME@REVISION). `on_unsupported_shape` says what becomes of layers whose shapes vLLM could
-    not run; `kv_cache` how keys and values are stored, in the model's dtype where it is not given;
-    `smoothing` how far inputs are smoothed, as far as the schemes need where it is not given. With
-    `sensitivity` the report says what quantizing each group of layers costs; a rule with scheme
-    `auto` needs `auto` and implies it.
+    With `sensitivity` the report says what quantizing each group of layers costs. A rule with
+    scheme `auto` needs the section `auto`, and implies `sensitivity`.
     """
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
-    source: str
-    revision: str | None = None
-    rules: Annotated[tuple[Rule, ...], Field(min_length=1)]
-    on_unsupported_shape: OnUnsupportedShape = "refuse"
-    kv_cache: KvCache | None = None
-    smoothing: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    calibration: Calibration | None = None
-    auto: Auto | None = None
-    sensitivity: Sensitivity | None = None
-    serve: Serve = Serve()
-    evaluate: Evaluate | None = None
+    name: Annotated[
+        str,
+        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100),
+        Key(
+            "Name of the run: letters, digits, dots, underscores and hyphens.",
+            more="The run directory is `runs/NAME`.",
+        ),
+    ]
+    source: Annotated[
+        str,
+        Key("The unquantized model: a folder, or `ORG/NAME` or `ORG/NAME@REVISION` of the hub."),
+    ]
+    revision: RevisionSetting = None
+    rules: Annotated[
+        tuple[Rule, ...],
+        Field(min_length=1),
+        Key("Schemes of the layers; the first rule that matches a layer wins."),
+    ]
+    on_unsupported_shape: UnsupportedShapeSetting = "refuse"
+    kv_cache: KvCacheSetting = None
+    smoothing: SmoothingSetting = None
+    calibration: Annotated[
+        Calibration | None,
+        Key(
+            "Text for rounding, static scales and losses.",
+            unset="the text that ships with vexport, if the rules need text",
+        ),
+    ] = None
+    auto: Annotated[Auto | None, Key("Candidates and budget of the rules with `scheme: auto`.")] = (
+        None
+    )
+    sensitivity: Annotated[
+        Sensitivity | None, Key("Report what quantizing each group of layers costs.")
+    ] = None
+    serve: Annotated[
+        Serve, Key("Arguments of vLLM, and the GPUs on which the checkpoint must load.")
+    ] = Serve()
+    evaluate: Annotated[
+        Evaluate | None,
+        Key("Tasks, and the limits of the verdict.", unset="the run ends after the load"),
+    ] = None
 
     @model_validator(mode="after")
     def _check_sections_for_auto(self) -> Self:
@@ -119,7 +180,7 @@ class Scenario(ScenarioSection):
 
     @property
     def run_dir(self) -> Path:
-        """The folder of everything unless a command names another."""
+        """Return the run directory, unless a command names another."""
         return Path("runs") / self.name
 
     @property

@@ -6,7 +6,16 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Self, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from vexport.errors import InputError, nearest
 from vexport.formats.schemes import (
@@ -30,6 +39,7 @@ from vexport.records.observer_names import (
     option_problems,
 )
 from vexport.records.patterns import REFUSED
+from vexport.scenario.declaring import Key, Option
 from vexport.scenario.section import (
     KeyProblem,
     ScenarioSection,
@@ -181,14 +191,67 @@ def _observer_problems(
         yield ("input_observer",), input_observer, need, "remove it, or use another scheme"
 
 
-class Refit(ScenarioSection):
-    """A way of rounding with its own strength, 0 (GPTQ) to 1, and ridge, a share of the mean of H's
-    diagonal.
+def known_group_size(value: object) -> object:
+    """Return a group size as rules write it; ValueError if it is no group size."""
+    return value if value is None else parse_group_size(value) or "channel"
 
-    What is left out is the method's own (docs/rounding.md).
+
+GroupSizeSetting = Annotated[
+    GroupSize | None,
+    BeforeValidator(known_group_size),
+    Option(
+        "Number of columns that share a scale, or `channel` for one scale per row.",
+        "Scheme",
+        metavar="N|channel",
+        unset="the scheme's own",
+        more="See [group sizes](schemes.md#group-sizes).",
+    ),
+]
+ObserverSetting = Annotated[
+    str | None,
+    AfterValidator(_known_observer),
+    Option(
+        "Observer of the weights, which chooses their scales.",
+        "Scheme",
+        metavar="O",
+        unset="what suits the rounding",
+        more="That is `memoryless_minmax`, and with calibration text `imatrix_mse` for INT2-INT7, "
+        "`nvfp4_expanded_imatrix` for NVFP4. See [observers](observers.md).",
+    ),
+]
+InputObserverSetting = Annotated[
+    str | None,
+    AfterValidator(_known_observer),
+    Option(
+        "Observer of inputs with static scales.",
+        "Scheme",
+        metavar="O",
+        unset="`static_minmax`",
+    ),
+]
+# The choices are for the schema and the command line. Validators accept other spellings.
+RoundingName = Annotated[Rounding, WithJsonSchema({"type": "string", "enum": list(ROUNDINGS)})]
+ROUNDING_OPTION = Option(
+    "How weights are rounded.",
+    "Scheme",
+    unset="`refit` for fewer than 8 bits with calibration text, else `nearest`",
+    more="In a scenario also `{method: refit, strength: 0.5, ridge: 0.1}`, see "
+    "[rounding](rounding.md#refit).",
+)
+
+
+def known_rounding(value: str) -> Rounding:
+    """Return the rounding that `value` spells; ValueError lists all roundings."""
+    return known_name(value, ROUNDINGS)
+
+
+class Refit(ScenarioSection):
+    """A rounding with its own strength and ridge.
+
+    The ridge is a share of the mean of H's diagonal. See docs/rounding.md for the defaults.
     """
 
-    method: Rounding = "refit"
+    method: RoundingName = "refit"
     strength: Annotated[float, Ge(0), Le(1)] | None = None
     ridge: Annotated[float, Gt(0)] | None = None
 
@@ -199,33 +262,67 @@ class Refit(ScenarioSection):
         return self
 
 
+def _scheme_or_weights(schema: dict[str, JsonValue]) -> None:
+    """Change the schema of a rule, which needs a scheme or the arguments of the weights."""
+    schema["required"] = ["match"]
+    schema["anyOf"] = [{"required": ["scheme"]}, {"required": ["weights"]}]
+
+
 class Rule(ScenarioSection):
     """A pattern of layers and their scheme; in a list of rules the first match wins.
 
-    `match` is "Linear" (every linear layer), a module's name, the last parts of one (`lm_head`,
-    `self_attn.q_proj`), or `re:` and a regular expression anchored at the start of the name. Scheme
-    `auto` chooses among the candidates of the scenario's `auto`. `rounding` gptq or refit needs
-    calibration text; a refit may be written `{method: refit, strength: 0.5, ridge: 0.1}`. Without
-    it weights of fewer than 8 bits are refitted where there is text. Without `observer` scales are
-    those that suit the rounding. `input_observer` is for static scales of inputs. Both are a name
-    of `vexport list observers` or package.module:Class; `..._kwargs` have their keywords.
+    Scheme `auto` chooses among the candidates of the scenario's `auto`. `rounding` gptq or refit
+    needs calibration text. An observer is a name of `vexport list observers` or
+    package.module:Class.
 
-    A scheme is its name, also with a `group_size` (channel: one scale a row), or `weights` and
-    `input_activations` as compressed-tensors writes them. Once read, all are a name in `scheme`.
+    A scheme is a name, a name with a `group_size`, or `weights` and `input_activations` as
+    compressed-tensors writes them. After validation `scheme` has the name in all three cases.
     """
+
+    model_config = ConfigDict(json_schema_extra=_scheme_or_weights)
 
     of_recipe: ClassVar[bool] = False
 
-    match: str
-    scheme: str
-    group_size: GroupSize | None = Field(default=None, exclude=True)
-    weights: dict[str, JsonValue] | None = Field(default=None, exclude=True)
-    input_activations: dict[str, JsonValue] | None = Field(default=None, exclude=True)
-    observer: Annotated[str | None, AfterValidator(_known_observer)] = None
-    observer_kwargs: dict[str, OptionValue] = {}
-    input_observer: Annotated[str | None, AfterValidator(_known_observer)] = None
-    input_observer_kwargs: dict[str, OptionValue] = {}
-    rounding: Rounding | Refit | None = None
+    match: Annotated[
+        str,
+        Key(
+            "`Linear` for every linear layer, a module's name, its last parts (`lm_head`, "
+            "`self_attn.q_proj`), or `re:` and a regular expression that matches from the start "
+            "of the name."
+        ),
+    ]
+    scheme: Annotated[
+        str,
+        Key(
+            "Name of a scheme, `keep` or `auto`; required unless `weights` is given.",
+            more="See [schemes](schemes.md).",
+        ),
+    ]
+    group_size: GroupSizeSetting = Field(default=None, exclude=True)
+    weights: Annotated[
+        dict[str, JsonValue] | None,
+        Key(
+            "Arguments of the weights, instead of a scheme.",
+            more="See [own schemes](schemes.md#own-schemes).",
+        ),
+    ] = Field(default=None, exclude=True)
+    input_activations: Annotated[
+        dict[str, JsonValue] | None, Key("Arguments of the inputs, together with `weights`.")
+    ] = Field(default=None, exclude=True)
+    observer: ObserverSetting = None
+    observer_kwargs: Annotated[
+        dict[str, OptionValue],
+        Key(
+            "Keywords of the observer, such as `{norm: 2.0, grid: 200}`.",
+            more="See [observers](observers.md).",
+        ),
+    ] = {}
+    input_observer: InputObserverSetting = None
+    input_observer_kwargs: Annotated[
+        dict[str, OptionValue],
+        Key("Keywords of the input observer, such as `{averaging_constant: 0.05}`."),
+    ] = {}
+    rounding: Annotated[RoundingName | Refit | None, ROUNDING_OPTION] = None
 
     @property
     def method(self) -> Rounding | None:
@@ -254,7 +351,7 @@ class Rule(ScenarioSection):
     @field_validator("rounding")
     @classmethod
     def _check_rounding(cls, value: str | Refit | None) -> str | Refit | None:
-        return known_name(value, ROUNDINGS) if isinstance(value, str) else value
+        return known_rounding(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check_observers(self) -> Self:
@@ -271,17 +368,27 @@ class Rule(ScenarioSection):
 
 
 class Auto(ScenarioSection):
-    """The candidates of `scheme: auto`, and its one budget for the whole checkpoint.
+    """The candidates of `scheme: auto`, and its one budget for the whole checkpoint."""
 
-    `bits` are bits per weight, `bytes` the size, `share` the part of the source's size (0.4).
-    """
+    candidates: Annotated[
+        tuple[str, ...],
+        Field(min_length=2),
+        Key(
+            "Two or more schemes to choose from, also written as "
+            "`{scheme: W4A16, group_size: 64}`; `keep` is a candidate too."
+        ),
+    ]
+    bits: Annotated[float | None, Gt(0), Key("Budget: bits per weight.")] = None
+    bytes: Annotated[int | None, Gt(0), Key("Budget: size of the checkpoint.")] = None
+    share: Annotated[
+        float | None, Gt(0), Lt(1), Key("Budget: share of the source's size, such as `0.4`.")
+    ] = None
 
-    candidates: Annotated[tuple[str, ...], Field(min_length=2)]
-    bits: Annotated[float, Gt(0)] | None = None
-    bytes: Annotated[int, Gt(0)] | None = None
-    share: Annotated[float, Gt(0), Lt(1)] | None = None
-
-    @field_validator("candidates", mode="before")
+    @field_validator(
+        "candidates",
+        mode="before",
+        json_schema_input_type=tuple[str | dict[str, JsonValue], ...],
+    )
     @classmethod
     def _name_candidates(cls, values: object) -> object:
         """Replace candidates that are written as keys of a rule by the name of their scheme."""

@@ -20,6 +20,7 @@ from pydantic_core import ErrorDetails
 from vexport.errors import InputError, InputErrors
 from vexport.formats.base import GENERATIONS, parse_capability
 from vexport.records.values import Positive
+from vexport.scenario.declaring import Key, Option
 from vexport.scenario.section import KeyProblem, ScenarioSection, located_errors
 
 EngineArguments = Mapping[str, JsonValue]
@@ -102,31 +103,79 @@ def imported_by(engine_args: Mapping[str, JsonValue]) -> Iterator[str]:
 
 
 class Serve(ScenarioSection):
-    """The GPUs that the checkpoint is meant for, and the start of vLLM here.
+    """The GPUs that the checkpoint is meant for, and the start of vLLM on this machine.
 
-    `compute` has `cpu` and compute capabilities of GPUs (`sm90`). Each capability is loaded dry for
-    every size of `dry_tensor_parallel`; what runs is the device that is there. All else are
-    arguments of vLLM, in `engine_args` those without a key of their own; None is vLLM's default.
-    Without `enforce_eager` the model is compiled on a GPU and runs operator by operator on a CPU.
+    Each capability in `compute` is loaded dry for every size in `dry_tensor_parallel`; engines run
+    on the device that is there. All other keys but `timeout` are arguments of vLLM, and None is
+    vLLM's default. `engine_args` has the arguments without a key of their own.
     """
 
-    tensor_parallel_size: Positive | None = None
-    pipeline_parallel_size: Positive | None = None
-    distributed_executor_backend: Literal["mp", "ray", "uni"] | None = None
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] | None = None
-    max_num_seqs: Positive | None = None
-    kv_cache_dtype: Annotated[str, Field(min_length=1)] | None = None
-    max_model_len: Annotated[int, Ge(1)] | None = None
-    enforce_eager: bool | None = None
-    engine_args: dict[str, JsonValue] = {}
+    tensor_parallel_size: Annotated[
+        Positive | None,
+        Option(
+            "Tensor parallel size: serve the model on N devices.",
+            "vLLM",
+            names="--tp --tensor-parallel-size",
+            metavar="N",
+            unset="vLLM's",
+        ),
+    ] = None
+    pipeline_parallel_size: Annotated[
+        Positive | None, Key("Pipeline parallel size.", unset="vLLM's")
+    ] = None
+    distributed_executor_backend: Annotated[
+        Literal["mp", "ray", "uni"] | None, Key("How vLLM starts its workers.", unset="vLLM's")
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        Gt(0),
+        Le(1),
+        Option(
+            "Share of the GPU's memory to use.",
+            "vLLM",
+            metavar="S",
+            hidden=True,
+            unset="vLLM's",
+        ),
+    ] = None
+    max_num_seqs: Annotated[
+        Positive | None,
+        Option("Maximum number of sequences at once.", "vLLM", hidden=True, unset="vLLM's"),
+    ] = None
+    kv_cache_dtype: Annotated[
+        str | None,
+        Field(min_length=1),
+        Key(
+            "Data type of the KV cache of the checkpoint; the baseline is served without it.",
+            unset="vLLM's",
+        ),
+    ] = None
+    max_model_len: Annotated[
+        int | None, Ge(1), Option("Length of the longest sequence.", "vLLM", unset="the model's")
+    ] = None
+    enforce_eager: Annotated[
+        bool | None,
+        Key(
+            "Run operator by operator, or compile the model.",
+            unset="compile on a GPU, operator by operator on a CPU",
+        ),
+    ] = None
+    engine_args: Annotated[
+        dict[str, JsonValue], Key("Any other argument of vLLM's engine, by name.")
+    ] = {}
     dry_tensor_parallel: Annotated[
         tuple[Positive, ...] | None,
         Field(
             validation_alias=AliasChoices("dry_tensor_parallel", "tensor_parallel"), min_length=1
         ),
+        Key("Tensor parallel sizes of the dry load.", unset="`tensor_parallel_size`"),
     ] = None
-    compute: Annotated[tuple[str, ...], Field(min_length=1)] = ("cpu",)
-    timeout: Positive = 3600
+    compute: Annotated[
+        tuple[str, ...],
+        Field(min_length=1),
+        Key("Devices of the dry load: `cpu`, and compute capabilities such as `sm90`."),
+    ] = ("cpu",)
+    timeout: Annotated[Positive, Option("Maximum number of seconds for one engine.", "vLLM")] = 3600
 
     @model_validator(mode="before")
     @classmethod

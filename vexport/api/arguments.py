@@ -1,0 +1,144 @@
+"""The arguments of functions as models, whose fields are the functions' keywords."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from pathlib import Path
+from typing import Annotated, Concatenate, ParamSpec, TypeVar, overload
+
+from annotated_types import Gt
+from pydantic import BaseModel
+from pydantic.json_schema import SkipJsonSchema
+
+from vexport.records import OnProgress, silent
+from vexport.scenario import (
+    DEFAULT_ALPHA,
+    DEFAULT_MARGIN,
+    Calibration,
+    Planning,
+    Rule,
+    default_calibration,
+    problems_at,
+)
+from vexport.scenario.declaring import Option
+from vexport.scenario.evaluate import AlphaSetting, GateSetting, MarginSetting
+from vexport.scenario.planning import (
+    IgnoreSetting,
+    KvCacheSetting,
+    RanksSetting,
+    RevisionSetting,
+)
+from vexport.scenario.rules import GroupSizeSetting
+from vexport.scenario.section import ScenarioSection
+
+Name = str | Path
+OnNote = Callable[[str], None]
+P = ParamSpec("P")
+M = TypeVar("M", bound=BaseModel)
+R = TypeVar("R")
+
+
+def python_warning(text: str) -> None:
+    """Show a note as a Python warning. The command line prints notes on stderr instead."""
+    warnings.warn(text, stacklevel=2)
+
+
+class PlanArguments(Planning):
+    """The keywords of `vexport.api.plan`.
+
+    `rules` are an alternative to `scheme` and `recipe`. `run_dir` is the run directory with the
+    losses for `scheme: auto`. `has_text` says whether there will be calibration text. Observers
+    from any folder are imported only with `trust_remote_code`.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    run_dir: Path | None = None
+    has_text: bool = False
+    trust_remote_code: bool = False
+    on_note: SkipJsonSchema[OnNote] = python_warning
+    on_progress: SkipJsonSchema[OnProgress] = silent
+
+
+class SchemesArguments(ScenarioSection):
+    """The keywords of `vexport.api.plan_schemes`."""
+
+    revision: RevisionSetting = None
+    group_size: GroupSizeSetting = None
+    ignore: IgnoreSetting = ()
+    kv_cache: KvCacheSetting = None
+    tp: RanksSetting = (1,)
+    on_progress: SkipJsonSchema[OnProgress] = silent
+
+
+class QuantizeArguments(Planning):
+    """The keywords of `vexport.api.quantize`.
+
+    `rules` are an alternative to `scheme` and `recipe`. `calibration` may be the name of the data
+    alone. Without it, `default_calibration` is used if the rules need text. With `verify`, vLLM
+    loads the checkpoint dry before it is published. `how_to_keep` returns, for errors, how the
+    caller would keep the layers of further patterns.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    calibration: Calibration | Name | None = None
+    default_calibration: Calibration = default_calibration()
+    max_shard_size: Annotated[
+        int,
+        Gt(0),
+        Option("Size of the largest file of weights.", "Output", metavar="SIZE", default="5GB"),
+    ] = 5_000_000_000
+    verify: bool = True
+    overwrite: bool = False
+    trust_remote_code: bool = False
+    how_to_keep: SkipJsonSchema[Callable[[Sequence[str]], str] | None] = None
+    on_note: SkipJsonSchema[OnNote] = python_warning
+    on_progress: SkipJsonSchema[OnProgress] = silent
+
+
+class VerdictArguments(ScenarioSection):
+    """The keywords of `vexport.api.verdict`."""
+
+    margin: MarginSetting = DEFAULT_MARGIN
+    alpha: AlphaSetting = DEFAULT_ALPHA
+    gate: GateSetting = {}
+
+
+@overload
+def with_keywords(
+    model: Callable[P, M], function: Callable[[Name, M], R]
+) -> Callable[Concatenate[Name, P], R]: ...
+@overload
+def with_keywords(
+    model: Callable[P, M], function: Callable[[Name, Name, M], R]
+) -> Callable[Concatenate[Name, Name, P], R]: ...
+def with_keywords(model: Callable[..., BaseModel], function: Callable[..., R]) -> Callable[..., R]:
+    """Return a function that takes the fields of `model` as keywords.
+
+    `function` takes the model as its last argument. The new function has the name of `function`
+    without the leading underscore, and raises InputErrors for values that the model refuses.
+    """
+    name = function.__name__.removeprefix("_")
+    *names, arguments = signature(function).parameters.values()
+    keywords = signature_of(arguments.annotation)
+    whole = Signature([*names, *keywords], return_annotation=signature(function).return_annotation)
+
+    @wraps(function)
+    def call(*positional: object, **given: object) -> R:
+        bound = whole.bind(*positional, **given).arguments
+        first = [bound.pop(each.name) for each in names]
+        with problems_at(name):
+            made = model(**bound)
+        return function(*first, made)
+
+    call.__name__ = call.__qualname__ = name
+    call.__dict__["__signature__"] = whole
+    return call
+
+
+def signature_of(model: type[BaseModel]) -> list[Parameter]:
+    """Return the fields of a model as keywords with their types and defaults."""
+    return [
+        Parameter(key, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.annotation)
+        for key, field in model.model_fields.items()
+    ]

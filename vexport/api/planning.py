@@ -1,0 +1,76 @@
+"""Functions that plan from headers, in this process."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from vexport.api.arguments import Name, PlanArguments, SchemesArguments, with_keywords
+from vexport.checkpoint.source import with_revision
+from vexport.formats.plan import Plan
+from vexport.plan.build import PlanSettings
+from vexport.plan.source import (
+    ignored_rules,
+    plan_headers,
+    requested,
+    require_trusted_scenario,
+    table_of_schemes,
+)
+from vexport.quantize.auto import plan_scenario
+from vexport.records import SchemeTable
+from vexport.scenario import Planning, is_scenario, read_scenario
+
+
+def _plan(source: Name, arguments: PlanArguments) -> Plan:
+    """Plan from headers alone, as `vexport plan` does. The plan's `refusals` are not raised.
+
+    One of `scheme`, `recipe` and `rules` is needed. `source` may also be the file of a scenario,
+    which has all settings; then `run_dir` has the losses for its `scheme: auto`.
+    """
+    if is_scenario(str(source)):
+        return _plan_of_scenario(Path(source), arguments)
+    rules, settings = requested(
+        arguments,
+        arguments.rules,
+        arguments.on_note,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    _, plan = plan_headers(
+        with_revision(str(source), arguments.revision),
+        rules,
+        replace(settings, has_text=arguments.has_text),
+        arguments.on_progress,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    return plan
+
+
+def _plan_of_scenario(file: Path, arguments: PlanArguments) -> Plan:
+    given = arguments.model_fields_set & {"rules", *Planning.model_fields}
+    if given:
+        raise ValueError(
+            f"plan: got {', '.join(sorted(given))} next to {file}, need them in the scenario"
+        )
+    trusted = arguments.trust_remote_code
+    scenario = read_scenario(file)
+    require_trusted_scenario(scenario, file, trusted=trusted)
+    _, plan = plan_scenario(
+        scenario, arguments.run_dir, arguments.on_progress, trust_remote_code=trusted
+    )
+    return plan
+
+
+plan = with_keywords(PlanArguments, _plan)
+
+
+def _plan_schemes(source: Name, arguments: SchemesArguments) -> SchemeTable:
+    """Compare all schemes, as `vexport plan` does without a scheme."""
+    settings = PlanSettings(ranks=arguments.tp, kv_cache=arguments.kv_cache)
+    return table_of_schemes(
+        with_revision(str(source), arguments.revision),
+        ignored_rules(arguments.ignore),
+        settings,
+        arguments.on_progress,
+        arguments.group_size,
+    )
+
+
+plan_schemes = with_keywords(SchemesArguments, _plan_schemes)

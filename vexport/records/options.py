@@ -1,0 +1,54 @@
+"""Options of the command line as data.
+
+The models of `vexport.scenario` declare settings, and which of them are options.
+`scripts/generate_settings.py` writes the options into `vexport/cli/settings.json` as these records,
+so that `--help` needs neither the models nor pydantic.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+# Headings of the options in help, in their order.
+Heading = Literal[
+    "Scheme",
+    "Comparison",
+    "Calibration",
+    "Tasks",
+    "Prompts",
+    "Verdict",
+    "vLLM",
+    "Servers",
+    "Options",
+    "Output",
+]
+# The type of one value. "other" needs a syntax of its own on the command line.
+ValueType = Literal["integer", "number", "boolean", "text", "path", "choice", "other"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionRecord:
+    """The option of a setting.
+
+    `key` is the setting's name in a scenario and in Python, `names` are those of the option.
+    `default` is the default as help shows it; empty if there is nothing to show. `metavar` is the
+    value in help; None is click's own. A `hidden` option works, but help does not list it.
+
+    `choices` are the values of the type "choice". `low` and `high` are the bounds of a number,
+    which must differ from a bound that is open. A `repeatable` option may be given several times.
+    """
+
+    key: str
+    names: Sequence[str]
+    heading: Heading
+    help: str
+    default: str = ""
+    metavar: str | None = None
+    hidden: bool = False
+    type: ValueType
+    choices: Sequence[str] = ()
+    low: float | None = None
+    high: float | None = None
+    open_low: bool = False
+    open_high: bool = False
+    repeatable: bool = False

@@ -1,0 +1,155 @@
+"""The declaration of settings: what stands beside a field of a model.
+
+    samples: Annotated[Positive, Option("Number of samples to use.", "Calibration")] = 128
+
+The field holds the setting's name, type, bounds and default. `Key` adds the help text of a key of
+scenarios; `Option` makes the key an option of the command line, too. `scripts/generate_settings.py`
+makes help and the tables of the documents from these fields, `scripts/generate_schemas.py` the
+schema.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from pydantic import BaseModel, GetJsonSchemaHandler, JsonValue
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, to_jsonable_python
+
+from vexport.records.options import Heading, OptionRecord, ValueType
+
+_TYPES: Mapping[JsonValue, ValueType] = {
+    "integer": "integer",
+    "number": "number",
+    "boolean": "boolean",
+    "string": "text",
+}
+_NULL: JsonValue = {"type": "null"}
+Schema = Mapping[str, JsonValue]
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """The help text of a key, in Markdown.
+
+    `help` is a sentence. `unset` says what happens if the key is left out. `more` is only for the
+    documents.
+    """
+
+    help: str
+    unset: str = field(default="", kw_only=True)
+    more: str = field(default="", kw_only=True)
+
+    def __get_pydantic_json_schema__(
+        self, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Return the schema of the field with its help as description."""
+        return {**handler(core_schema), "description": self.help}
+
+
+@dataclass(frozen=True, slots=True)
+class Option(Key):
+    """The help text of a key that is also an option of the command line.
+
+    `heading` is the heading of help that lists the option. The option is named like the key unless
+    `names` has other names, separated by spaces. `metavar` is the value in help. `default` is the
+    default as the command line writes it, if Python writes it differently. Help does not list a
+    `hidden` option.
+    """
+
+    heading: Heading
+    names: str = field(default="", kw_only=True)
+    metavar: str | None = field(default=None, kw_only=True)
+    default: str = field(default="", kw_only=True)
+    hidden: bool = field(default=False, kw_only=True)
+
+
+def declaration(info: FieldInfo) -> Key | None:
+    """Return the `Key` or `Option` of a field, or None for an argument of Python alone."""
+    found = [each for each in info.metadata if isinstance(each, Key)]
+    return found[-1] if found else None
+
+
+def default_value(info: FieldInfo) -> JsonValue:
+    """Return the default of a field as JSON; None if the field is required."""
+    if info.is_required():
+        return None
+    value: JsonValue = to_jsonable_python(info.get_default())
+    return value
+
+
+def options_of(model: type[BaseModel]) -> Iterator[OptionRecord]:
+    """Yield the options of the settings of a model, in the order of its fields."""
+    properties = model.model_json_schema(mode="serialization")["properties"]
+    for key, info in model.model_fields.items():
+        declared = declaration(info)
+        if isinstance(declared, Option):
+            yield _option(key, declared, info, properties[key])
+
+
+def _option(key: str, declared: Option, info: FieldInfo, schema: Schema) -> OptionRecord:
+    own_name = f"--{key}".replace("_", "-")
+    value = _without_null(schema)
+    items = value.get("items")
+    item = items if isinstance(items, dict) else value
+    choices = item.get("enum")
+    low, open_low = item.get("minimum"), item.get("exclusiveMinimum")
+    high, open_high = item.get("maximum"), item.get("exclusiveMaximum")
+    return OptionRecord(
+        key=key,
+        names=declared.names.split() or [own_name],
+        heading=declared.heading,
+        help=_plain(declared.help),
+        default=_plain(declared.unset or declared.default or _default_text(default_value(info))),
+        metavar=declared.metavar,
+        hidden=declared.hidden,
+        type=_type(item),
+        choices=[str(choice) for choice in choices] if isinstance(choices, list) else [],
+        low=_number(low if open_low is None else open_low),
+        high=_number(high if open_high is None else open_high),
+        open_low=open_low is not None,
+        open_high=open_high is not None,
+        repeatable=isinstance(items, dict),
+    )
+
+
+def _plain(text: str) -> str:
+    """Return a text for terminals: only whole commands keep their backticks."""
+    return re.sub(r"`(\S+)`", r"\1", text)
+
+
+def _default_text(default: JsonValue) -> str:
+    """Return a default as help shows it; empty for null, an empty list or an object."""
+    if isinstance(default, bool):
+        return "on" if default else ""
+    values = default if isinstance(default, list) else [default]
+    return ",".join(str(value) for value in values if isinstance(value, str | int | float))
+
+
+def _without_null(schema: Schema) -> Schema:
+    """Return the schema of the values besides null.
+
+    Of several types, a switch and a number can be given on the command line: 0.5 of a number or a
+    whole number, true of a boolean or a name. Other mixtures have no type.
+    """
+    alternatives = schema.get("anyOf")
+    if not isinstance(alternatives, list):
+        return schema
+    others = [each for each in alternatives if isinstance(each, dict) and each != _NULL]
+    if len(others) == 1:
+        return others[0]
+    by_type = {each.get("type"): each for each in others}
+    return by_type.get("boolean") or by_type.get("number") or {}
+
+
+def _type(schema: Schema) -> ValueType:
+    if "enum" in schema:
+        return "choice"
+    if schema.get("format") == "path":
+        return "path"
+    return _TYPES.get(schema.get("type"), "other")
+
+
+def _number(value: JsonValue) -> float | None:
+    return value if isinstance(value, int | float) else None

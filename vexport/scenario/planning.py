@@ -1,0 +1,98 @@
+"""The settings of a plan without a scenario: one scheme for all linear layers, or a recipe."""
+
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Le
+from pydantic import Field, field_validator
+
+from vexport.records import KvCache, OnUnsupportedShape
+from vexport.records.values import Positive
+from vexport.scenario.declaring import Option
+from vexport.scenario.rules import (
+    ROUNDING_OPTION,
+    GroupSizeSetting,
+    InputObserverSetting,
+    ObserverSetting,
+    RoundingName,
+    known_rounding,
+)
+from vexport.scenario.section import ScenarioSection
+
+RevisionSetting = Annotated[
+    str | None,
+    Option("Branch, tag or commit of a source on the hub.", "Scheme", metavar="REV"),
+]
+UnsupportedShapeSetting = Annotated[
+    OnUnsupportedShape,
+    Option(
+        "Treatment of layers whose shape vLLM cannot run: `refuse` the model, `keep` them in 16 "
+        "bit, or use the largest group size that fits (`smaller-group`).",
+        "Scheme",
+    ),
+]
+KvCacheSetting = Annotated[
+    KvCache | None,
+    Option(
+        "Calibrate scales for an FP8 KV cache: one per layer (`fp8`), or one per KV head "
+        "(`fp8_per_head`).",
+        "Scheme",
+    ),
+]
+SmoothingSetting = Annotated[
+    float | None,
+    Ge(0),
+    Le(1),
+    Option(
+        "How far large channels of inputs are scaled down, and their weights up.",
+        "Scheme",
+        metavar="S",
+        unset="0.5 for INT8 and 4-bit inputs with calibration text, else 0",
+        more="See [smoothing](rounding.md#smoothing).",
+    ),
+]
+
+
+IgnoreSetting = Annotated[
+    tuple[str, ...],
+    Option(
+        "Keep these layers: a name, its last parts, or `re:REGEX`.", "Scheme", metavar="PATTERN"
+    ),
+]
+RanksSetting = Annotated[
+    tuple[Positive, ...],
+    Field(min_length=1),
+    Option("Tensor parallel sizes to support, such as `1,2,4`.", "vLLM", metavar="N,..."),
+]
+
+
+class Planning(ScenarioSection):
+    """What a call of `plan` or `quantize` says in the place of a scenario.
+
+    `observer`, `input_observer`, `rounding` and `group_size` belong to `scheme`: a recipe has its
+    own.
+    """
+
+    scheme: Annotated[
+        str | None,
+        Option("Scheme for all linear layers; see `vexport list schemes`.", "Scheme", metavar="S"),
+    ] = None
+    recipe: Annotated[
+        Path | None,
+        Option("Recipe of llm-compressor, instead of a scheme.", "Scheme", metavar="FILE.yaml"),
+    ] = None
+    observer: ObserverSetting = None
+    input_observer: InputObserverSetting = None
+    rounding: Annotated[RoundingName | None, ROUNDING_OPTION] = None
+    group_size: GroupSizeSetting = None
+    ignore: IgnoreSetting = ()
+    kv_cache: KvCacheSetting = None
+    on_unsupported_shape: UnsupportedShapeSetting = "refuse"
+    smoothing: SmoothingSetting = None
+    revision: RevisionSetting = None
+    tp: RanksSetting = (1,)
+
+    @field_validator("rounding")
+    @classmethod
+    def _check_rounding(cls, value: str | None) -> str | None:
+        return None if value is None else known_rounding(value)
